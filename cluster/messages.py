@@ -1,0 +1,104 @@
+"""What the Engine replica and its coordinator say to each other: msgspec structs over one unix socket.
+
+Engine to coordinator: `Submit`, `Abort`. Coordinator to Engine: one `StepOutput` a step for all requests.
+Array fields are raw little-endian bytes: one message a step must not cost a Python object per token.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    """An end-of-sequence or stop token."""
+    LENGTH = "length"
+    """`max_tokens` or the context is used up."""
+    ABORT = "abort"
+    """Cancelled by the caller."""
+    ERROR = "error"
+    """The engine failed; `Finished.error` says how."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How one request's tokens are chosen. Checked at the ingress; the scheduler trusts it."""
+
+    max_tokens: int
+    """At least 1, and prompt + max_tokens <= max_model_len."""
+    temperature: float = 1.0
+    """0: greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: off."""
+    min_p: float = 0.0
+    seed: int = 0
+    """Always set: noise is a function of (seed, position, token id) alone."""
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    num_logprobs: int = -1
+    """-1: none; k: the sampled token's and the k likeliest."""
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence to generate."""
+
+    id: int
+    """Unique in the Engine replica, from 1, below 2**63."""
+    prompt: bytes
+    """int32 token ids, at least one."""
+    sampling: SamplingParams
+
+
+class Submit(msgspec.Struct, tag="submit", frozen=True):
+    """New requests."""
+
+    requests: list[GenerateRequest]
+
+
+class Abort(msgspec.Struct, tag="abort", frozen=True):
+    """Requests to end now; unknown ids are ignored."""
+
+    ids: list[int]
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of one request; sent once for each request that was submitted."""
+
+    id: int
+    reason: FinishReason
+    stop_token_id: int | None = None
+    """The token that ended it, when reason is STOP. It is also the last of the request's tokens."""
+    error: str | None = None
+    error_code: str | None = None
+    """`engine_overloaded` (503) or `engine_error` (500)."""
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """Log probabilities of one emitted token."""
+
+    id: int
+    """Request id."""
+    logprob: float
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class StepOutput(msgspec.Struct, tag="output", frozen=True, kw_only=True):
+    """What one step brought, for all requests."""
+
+    ids: bytes = b""
+    """int64 request ids, one for each token of `tokens`."""
+    tokens: bytes = b""
+    """int32 sampled tokens."""
+    logprobs: list[TokenLogprobs] = []
+    """In the order of `tokens`, only for requests that asked."""
+    prefilled: list[tuple[int, int]] = []
+    """(request id, prompt tokens taken from the prefix cache) of requests whose first token is in this output."""
+    finished: list[Finished] = []
+
+
+EngineToCoordinator = Submit | Abort

@@ -1,0 +1,100 @@
+"""Every error a user or a caller can meet, as one tree.
+
+    LockstepError
+    ├── ConfigError               a setting is wrong: names the key, its value, the rule and the fix
+    │   ├── CheckpointError       model files are missing, truncated, of an unsafe kind, or do not fit together
+    │   └── PlacementError        no node of the cluster can hold one tensor-parallel group
+    ├── RequestError              the caller's request is wrong; carries an HTTP status, a code and a param path
+    │   ├── ContextLengthError    prompt (and asked output) exceed the model's context
+    │   └── OverloadedError       a queue limit is reached; try again later
+    └── EngineError               the engine failed; requests in it end with this
+        ├── RankDiedError         a rank's process ended or raised
+        └── DeadlineError         a wait passed its deadline; names the setting that bounds it
+
+All of them survive pickling: they cross process borders as Ray results.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class LockstepError(Exception):
+    """Base of every error Lockstep raises on purpose."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exceptions with keyword-only state do not survive the default protocol: rebuild from args, then state.
+        return (_rebuild, (type(self), self.args, self.__dict__))
+
+
+def _rebuild(cls: type[LockstepError], args: tuple[Any, ...], state: dict[str, Any]) -> LockstepError:
+    error = cls.__new__(cls)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+class ConfigError(LockstepError, ValueError):
+    """A setting is wrong. The message names key, value, rule and fix."""
+
+
+class CheckpointError(ConfigError):
+    """Model files are missing, truncated, of an unsafe kind, or do not fit the configuration."""
+
+
+class PlacementError(ConfigError):
+    """No node of the cluster can hold one tensor-parallel group."""
+
+
+class RequestError(LockstepError, ValueError):
+    """A request is wrong.
+
+    Args:
+        message: for the caller; never carries paths, addresses or tracebacks.
+        code: OpenAI-style string code, e.g. `invalid_value`.
+        param: path of the offending field, e.g. `messages[0].content`.
+        status: HTTP status.
+    """
+
+    def __init__(
+        self, message: str, *, code: str = "invalid_value", param: str | None = None, status: int = 400
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.param = param
+        self.status = status
+
+
+class ContextLengthError(RequestError):
+    """Prompt, or prompt plus asked output, exceed the context."""
+
+    def __init__(self, *, max_model_len: int, num_prompt_tokens: int, max_tokens: int = 0, param: str = "messages"):
+        asked = f"{num_prompt_tokens + max_tokens} tokens"
+        detail = f"{num_prompt_tokens} in the prompt" + (f", {max_tokens} for the completion" if max_tokens else "")
+        # Proxy libraries map on the words "This model's maximum context length is".
+        super().__init__(
+            f"This model's maximum context length is {max_model_len} tokens. However, you requested {asked} "
+            f"({detail}). Please reduce the length of the prompt or the completion.",
+            code="context_length_exceeded",
+            param=param,
+        )
+
+
+class OverloadedError(RequestError):
+    """A queue limit is reached. `retry_after_s` is a hint for the Retry-After header."""
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message, code="engine_overloaded", status=503)
+        self.retry_after_s = retry_after_s
+
+
+class EngineError(LockstepError, RuntimeError):
+    """The engine failed; every request in it ends with this error."""
+
+
+class RankDiedError(EngineError):
+    """A rank's process ended or raised; the message carries the rank and its own error text."""
+
+
+class DeadlineError(EngineError, TimeoutError):
+    """A wait passed its deadline. The message names the setting that bounds it and its value."""

@@ -1,0 +1,131 @@
+"""What a user may set: plain, frozen data. `args` of the Ray Serve config file is an `EngineConfig`.
+
+Values of `auto` (None where a number is meant) are decided once by `configs.resolve`, into a new object.
+Growth is visible: tests pin the list of settings in `tests/settings.txt`, at most 60.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+
+
+class KVCacheConfig(_Section):
+    """The KV pool of each rank."""
+
+    page_size: int = Field(16, ge=1, le=256)
+    """Tokens per page; a power of two. Only whole pages are shared by the prefix cache."""
+    num_tokens: int | None = Field(None, ge=1)
+    """Tokens the pool holds, the same on every rank. None: as many as `memory_bytes` holds."""
+    memory_bytes: int | None = Field(None, ge=1)
+    """Bytes a rank may spend on its KV pool. None: `memory_fraction` of what is free after loading."""
+    memory_fraction: float = Field(0.3, gt=0.0, le=1.0)
+    """Share of a rank's part of the free memory that its KV pool takes when the two above are None."""
+    enable_prefix_caching: bool = True
+    """Keep the pages of finished requests and reuse them for prompts that begin alike."""
+
+
+class SchedulerConfig(_Section):
+    """How requests are admitted and batched."""
+
+    max_num_seqs: int = Field(64, ge=1, le=4096)
+    """Requests that run at once; the rest wait."""
+    max_num_batched_tokens: int = Field(512, ge=1)
+    """Token budget of one step: every running decode takes one, prefill chunks share the rest."""
+    prefill_chunk_size: int = Field(512, ge=1)
+    """Most prompt tokens one request may prefill in one step."""
+    max_num_queued_requests: int = Field(1024, ge=1)
+    """Waiting requests above which new ones are refused with 503."""
+    max_num_queued_tokens: int = Field(1 << 20, ge=1)
+    """Waiting prompt tokens above which new requests are refused with 503."""
+    steps_in_flight: int = Field(2, ge=1, le=2)
+    """Steps launched before the first one's tokens are read. 1 is for debugging."""
+
+
+class ParallelConfig(_Section):
+    """How the ranks of one group talk, and how long each wait may take."""
+
+    all_reduce: Literal["auto", "gloo", "nccl", "shared_memory"] = "auto"
+    """Strategy of the all-reduces. auto: nccl on CUDA; shared_memory for CPU ranks of one node, else gloo."""
+    threads_per_rank: int | None = Field(None, ge=1)
+    """CPU threads of one rank's kernels. None: cores of the node divided by the ranks on it, at least 1."""
+    channel_slots: int = Field(64, ge=4)
+    """Frames the step channel's ring holds."""
+    channel_slot_bytes: int = Field(256 * 1024, ge=4096)
+    """Largest frame of the step channel."""
+    spin_us: int | None = Field(None, ge=0)
+    """Microseconds a reader spins before it blocks. None: 50 when every rank has a core of its own, else 0."""
+    init_timeout_s: float = Field(600.0, gt=0)
+    """Deadline for starting the ranks and loading the weights."""
+    step_timeout_s: float = Field(120.0, gt=0)
+    """Deadline for one step, collectives included. Past it the group counts as hung."""
+
+
+class PlacementConfig(_Section):
+    """What one replica asks of the Ray cluster."""
+
+    cpus_per_rank: float | None = Field(None, ge=0)
+    """Ray CPUs of a rank's bundle. None: 1 on GPUs, 0.1 on CPU, where ranks share cores at the price of speed only."""
+    cpus_for_engine: float | None = Field(None, ge=0)
+    """Ray CPUs of the bundle that holds HTTP and coordinator. None: 1 on GPUs, 0.1 on CPU."""
+    strategy: Literal["STRICT_PACK", "PACK", "SPREAD"] = "STRICT_PACK"
+    """Ray placement strategy of a group. STRICT_PACK: one node, always what NVLink wants."""
+
+
+class ServerConfig(_Section):
+    """The HTTP endpoint. Host and port are Ray Serve's `http_options`."""
+
+    max_body_bytes: int = Field(8 << 20, ge=1024)
+    """Largest request body; above it 413."""
+    max_n: int = Field(128, ge=1)
+    """Largest `n` of one request."""
+    max_logprobs: int = Field(20, ge=0)
+    """Largest `top_logprobs`."""
+    max_stop: int = Field(4, ge=0, le=32)
+    """Most stop strings of one request."""
+    request_timeout_s: float = Field(3600.0, gt=0)
+    """Deadline of one request; past it 504."""
+    shutdown_timeout_s: float = Field(20.0, ge=0)
+    """How long a stopping replica lets running requests finish."""
+    chat_template: str | None = None
+    """A Jinja file used in place of the model's own chat template."""
+
+
+class EngineConfig(_Section):
+    """One serving job: `applications[].args` of the Ray Serve config file."""
+
+    model: str
+    """A local directory, a .gguf file, or a Hugging Face id. `~` is expanded."""
+    served_model_name: str | None = None
+    """Name clients use. None: derived from `model`."""
+    tokenizer: str | None = None
+    """A tokenizer directory or Hugging Face id. None: the model's own."""
+    revision: str | None = None
+    """Commit or tag that pins every file taken from the Hub."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where the cluster has GPUs, else cpu."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of weights, activations and KV. auto: the checkpoint's on cuda, float32 on cpu."""
+    attention_backend: Literal["auto", "torch_native"] = "auto"
+    """auto: the fastest one built in for the device."""
+    tensor_parallel_size: int = Field(1, ge=1)
+    """Ranks of one group. Any number from 1 to the model's query heads."""
+    num_replicas: int = Field(1, ge=1)
+    """Groups. Each serves on its own; Ray Serve balances between them."""
+    max_model_len: int | None = Field(None, ge=2)
+    """Longest prompt plus completion. None: the model's own, or what the KV pool holds if that is less."""
+    seed: int = 0
+    """Base of the seeds given to requests that bring none."""
+    kv_cache: KVCacheConfig = KVCacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    placement: PlacementConfig = PlacementConfig()
+    server: ServerConfig = ServerConfig()
+
+
+Overrides = dict[str, Any]

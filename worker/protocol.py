@@ -1,0 +1,209 @@
+"""The two binary messages of a step: `StepFrame` (coordinator to every rank) and `StepResult` (rank 0 back).
+
+Little-endian, fixed header, then int32 arrays; no pickle, no torch, no Ray. A frame carries only what changed:
+decode rows carry no token ids (the last token is already on the devices), pages and sampling parameters travel once.
+
+    StepFrame   header | rows | starts | lens | flags | token_ids | page_deltas | params
+    StepResult  header | tokens | logprob_rows | logprobs | top_ids | top_logprobs
+
+Every rank gets the same bytes and verifies magic, generation, step order and checksum: divergence is an error in
+one step, not a hang.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass, field
+from enum import IntEnum, IntFlag
+
+import numpy as np
+import numpy.typing as npt
+
+from configs.errors import EngineError
+
+Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
+
+_MAGIC = 0x4C4B5354  # "LKST"
+# magic, checksum of all that follows these eight bytes, kind, generation, step, five counts
+_HEADER = struct.Struct("<IIIIQ5I")
+_CHECKED_FROM = 8
+
+PARAMS_DTYPE = np.dtype(
+    [
+        ("row", "<i4"),
+        ("top_k", "<i4"),  # 0: off
+        ("num_logprobs", "<i4"),  # -1: none; k: the sampled token's and the k likeliest
+        ("temperature", "<f4"),  # 0: greedy
+        ("top_p", "<f4"),  # 1: off
+        ("min_p", "<f4"),  # 0: off
+        ("seed", "<i8"),
+    ],
+    align=False,
+)
+"""Sampling parameters of one row, sent once when the row is given to a request."""
+
+
+class FrameKind(IntEnum):
+    """What a rank does with a frame."""
+
+    STEP = 1
+    """Run one forward pass."""
+    CLOSE = 2
+    """Leave the step loop."""
+
+
+class RowFlag(IntFlag):
+    """What a row of a step does."""
+
+    HAS_TOKENS = 1
+    """Its `lens` input tokens are in `token_ids`; without it the row has one input, its own last sampled token."""
+    SAMPLE = 2
+    """Its last position's logits are sampled; without it the row is a prefill chunk that is not the last."""
+
+
+def _empty_int32() -> Int32Array:
+    return np.empty(0, np.int32)
+
+
+@dataclass(slots=True, eq=False)
+class StepFrame:
+    """One step's work. Arrays are int32 and one-dimensional unless said otherwise; rows are ids from 1.
+
+    For row i of the step: `rows[i]` is its slot in the request table (0 is the padding row and never sent),
+    `starts[i]` the position of its first input token, `lens[i]` how many input tokens it has, `flags[i]` RowFlag.
+    """
+
+    generation: int
+    step: int
+    kind: FrameKind = FrameKind.STEP
+    rows: Int32Array = field(default_factory=_empty_int32)
+    starts: Int32Array = field(default_factory=_empty_int32)
+    lens: Int32Array = field(default_factory=_empty_int32)
+    flags: Int32Array = field(default_factory=_empty_int32)
+    token_ids: Int32Array = field(default_factory=_empty_int32)
+    """Input tokens of the rows with HAS_TOKENS, one after the other in row order."""
+    page_deltas: Int32Array = field(default_factory=_empty_int32)
+    """[num_deltas, 3] of (row, index in the row's page table, page id): pages that this step's rows gained."""
+    params: npt.NDArray[np.void] = field(default_factory=lambda: np.empty(0, PARAMS_DTYPE))
+    """PARAMS_DTYPE records of rows given to a new request."""
+
+    def encode(self) -> bytes:
+        """The frame's bytes, checksum filled in."""
+        body = b"".join(
+            (
+                self.rows.tobytes(),
+                self.starts.tobytes(),
+                self.lens.tobytes(),
+                self.flags.tobytes(),
+                self.token_ids.tobytes(),
+                self.page_deltas.tobytes(),
+                self.params.tobytes(),
+            )
+        )
+        counts = (len(self.rows), len(self.token_ids), len(self.page_deltas), len(self.params), 0)
+        return _seal(self.kind, self.generation, self.step, counts, body)
+
+    @classmethod
+    def decode(cls, buffer: bytes | memoryview) -> StepFrame:
+        """Reads a frame; the arrays are views of `buffer`. Raises EngineError when the bytes are not one."""
+        kind, generation, step, (num_rows, num_tokens, num_deltas, num_params, _) = _unseal(buffer)
+        take = _Taker(buffer)
+        return cls(
+            generation=generation,
+            step=step,
+            kind=FrameKind(kind),
+            rows=take.int32(num_rows),
+            starts=take.int32(num_rows),
+            lens=take.int32(num_rows),
+            flags=take.int32(num_rows),
+            token_ids=take.int32(num_tokens),
+            page_deltas=take.int32(3 * num_deltas).reshape(-1, 3),
+            params=take.array(num_params, PARAMS_DTYPE),
+        )
+
+
+@dataclass(slots=True, eq=False)
+class StepResult:
+    """What rank 0 sends back: one token for each row of the frame that had SAMPLE, in the frame's row order."""
+
+    generation: int
+    step: int
+    tokens: Int32Array
+    """[num_sampled]"""
+    logprob_rows: Int32Array = field(default_factory=_empty_int32)
+    """[num_logprob_rows]: indices into `tokens` of the rows that asked for logprobs."""
+    logprobs: Float32Array = field(default_factory=lambda: np.empty(0, np.float32))
+    """[num_logprob_rows]: log probability of the sampled token, of the distribution before temperature and filters."""
+    top_ids: Int32Array = field(default_factory=lambda: np.empty((0, 0), np.int32))
+    """[num_logprob_rows, k]: likeliest tokens, descending; k is the largest asked for in this step."""
+    top_logprobs: Float32Array = field(default_factory=lambda: np.empty((0, 0), np.float32))
+    """[num_logprob_rows, k]"""
+
+    def encode(self) -> bytes:
+        """The result's bytes, checksum filled in."""
+        body = b"".join(
+            (
+                self.tokens.tobytes(),
+                self.logprob_rows.tobytes(),
+                self.logprobs.tobytes(),
+                self.top_ids.tobytes(),
+                self.top_logprobs.tobytes(),
+            )
+        )
+        k = self.top_ids.shape[1]
+        return _seal(0, self.generation, self.step, (len(self.tokens), len(self.logprob_rows), k, 0, 0), body)
+
+    @classmethod
+    def decode(cls, buffer: bytes | memoryview) -> StepResult:
+        """Reads a result; the arrays are views of `buffer`. Raises EngineError when the bytes are not one."""
+        _, generation, step, (num_tokens, num_rows, k, _, _) = _unseal(buffer)
+        take = _Taker(buffer)
+        return cls(
+            generation=generation,
+            step=step,
+            tokens=take.int32(num_tokens),
+            logprob_rows=take.int32(num_rows),
+            logprobs=take.array(num_rows, np.dtype("<f4")),
+            top_ids=take.int32(num_rows * k).reshape(num_rows, k),
+            top_logprobs=take.array(num_rows * k, np.dtype("<f4")).reshape(num_rows, k),
+        )
+
+
+class _Taker:
+    """Cuts arrays off a message, one after the other."""
+
+    def __init__(self, buffer: bytes | memoryview) -> None:
+        self._buffer = buffer
+        self._offset = _HEADER.size
+
+    def array(self, count: int, dtype: np.dtype[np.generic]) -> npt.NDArray[np.generic]:
+        array = np.frombuffer(self._buffer, dtype, count, self._offset)
+        self._offset += array.nbytes
+        return array
+
+    def int32(self, count: int) -> Int32Array:
+        return np.frombuffer(self._buffer, np.int32, count, self._advance(4 * count))
+
+    def _advance(self, num_bytes: int) -> int:
+        offset = self._offset
+        self._offset += num_bytes
+        return offset
+
+
+def _seal(kind: int, generation: int, step: int, counts: tuple[int, int, int, int, int], body: bytes) -> bytes:
+    header = _HEADER.pack(_MAGIC, 0, kind, generation, step, *counts)
+    checksum = zlib.crc32(body, zlib.crc32(header[_CHECKED_FROM:]))
+    return struct.pack("<II", _MAGIC, checksum) + header[_CHECKED_FROM:] + body
+
+
+def _unseal(buffer: bytes | memoryview) -> tuple[int, int, int, tuple[int, int, int, int, int]]:
+    if len(buffer) < _HEADER.size:
+        raise EngineError(f"step message of {len(buffer)} bytes is shorter than its header")
+    magic, checksum, kind, generation, step, *counts = _HEADER.unpack_from(buffer)
+    if magic != _MAGIC:
+        raise EngineError(f"step message begins with {magic:#x}, not {_MAGIC:#x}")
+    if zlib.crc32(memoryview(buffer)[_CHECKED_FROM:]) != checksum:
+        raise EngineError(f"step message {step} of generation {generation} fails its checksum")
+    return kind, generation, step, (counts[0], counts[1], counts[2], counts[3], counts[4])
