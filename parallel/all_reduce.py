@@ -1,17 +1,19 @@
 """How the ranks of one group add and gather tensors: the strategies behind TensorParallelGroup.
 
-    LibraryCollectives     gloo or NCCL through torch's process group objects
-    shared_memory          parallel/shared_memory.py: ranks of one node, on CPU
+    LibraryCollectives        gloo or NCCL through torch's process group objects
+    SharedMemoryCollectives   CPU ranks of one node, through a segment of shm.py
 
 A strategy owns its connections and nothing else; which one a group uses is the group's choice.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -20,9 +22,13 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from configs.errors import ConfigError, DeadlineError, EngineError
+from parallel.shm import FIRST_WORD, LINE_WORDS, Segment
 
 # A blocked rank looks for an abort this often.
 _SLICE_S = 0.02
+# Shared-memory all-reduces of this size and more split the adding among the ranks.
+_SLICED_BYTES = 64 << 10
+_MAX_CACHED_VIEWS = 256
 
 
 class Collectives(Protocol):
@@ -44,8 +50,8 @@ class Collectives(Protocol):
         """Releases the strategy's resources."""
 
 
-def sum_in_rank_order(contributions: Tensor, out: Tensor) -> None:
-    """Writes the sum over the first axis of `contributions` [size, *out.shape] to `out`, rank 0 first.
+def sum_in_rank_order(contributions: Sequence[Tensor], out: Tensor) -> None:
+    """Writes the sum of two or more `contributions`, each of `out`'s shape, to `out`, the first one first.
 
     Half-width floats are added in float32 and rounded once, so the bits depend on the contributions alone.
     """
@@ -103,7 +109,7 @@ class LibraryCollectives:
             return
         contributions = torch.empty((self._size, *x.shape), dtype=x.dtype)
         self.all_gather(contributions, x)
-        sum_in_rank_order(contributions, x)
+        sum_in_rank_order(contributions.unbind(), x)
 
     def all_gather(self, out: Tensor, x: Tensor) -> None:
         self._check_alive()
@@ -158,6 +164,172 @@ class LibraryCollectives:
             raise EngineError(self._abort_reason)
 
 
+class SharedMemoryCollectives:
+    """Collectives of CPU ranks on one node, through one shared segment; the same bits on every rank and every run.
+
+    Each rank has an epoch word, which counts its exchanges, and two buffers. One exchange: copy the own contribution
+    into the buffer of the epoch's parity, publish the epoch, wait for every peer's.
+
+    Why two buffers make one synchronisation enough: a rank writes buffer p again at epoch e + 2. Before that it has
+    waited for every peer's epoch e + 1, and a peer publishes e + 1 only after it has finished reading the buffers of
+    epoch e. So nobody still reads what is overwritten.
+    """
+
+    def __init__(self, segment: Segment, *, rank: int, size: int, timeout_s: float, spin_us: int, buffer_bytes: int):
+        self._segment = segment
+        self._rank = rank
+        self._size = size
+        self._timeout_s = timeout_s
+        self._spin_s = spin_us * 1e-6
+        self._buffer_bytes = buffer_bytes
+        self._epoch = 0
+        self._first_buffer = _first_buffer(size)
+        self._sleepers = segment.words[FIRST_WORD : FIRST_WORD + size]
+        self._peers = [peer for peer in range(size) if peer != rank]
+        # Tensors over the buffers, made once for each shape: (parity, dtype, shape) to one tensor per rank.
+        self._views: dict[tuple[int, torch.dtype, torch.Size], list[Tensor]] = {}
+
+    @classmethod
+    def create(
+        cls, *, rank: int, size: int, store: Store, timeout_s: float, spin_us: int, buffer_bytes: int = 4 << 20
+    ) -> SharedMemoryCollectives:
+        """Rank 0 makes the segment and publishes it in `store`; returns when every rank has mapped it.
+
+        Args:
+            buffer_bytes: the most one exchange carries; larger tensors go in pieces.
+
+        Raises:
+            ConfigError: this processor is not supported.
+            DeadlineError: not all ranks came within `timeout_s`.
+            EngineError: the ranks do not share a node.
+        """
+        if rank == 0:
+            segment = Segment.create(_first_buffer(size) + 2 * size * buffer_bytes)
+            store.set("segment", segment.address)
+        else:
+            try:
+                store.wait(["segment"], timedelta(seconds=timeout_s))
+            except RuntimeError as error:
+                raise _late(rank, "rank 0", "the meeting of the ranks", timeout_s) from error
+            segment = Segment.attach(store.get("segment").decode())
+        self = cls(segment, rank=rank, size=size, timeout_s=timeout_s, spin_us=spin_us, buffer_bytes=buffer_bytes)
+        self.barrier()
+        segment.forget_address()
+        return self
+
+    def all_reduce(self, x: Tensor) -> None:
+        nbytes = x.numel() * x.element_size()
+        if nbytes > self._buffer_bytes:
+            self._in_pieces(x)
+        elif self._size > 2 and nbytes >= _SLICED_BYTES:
+            self._all_reduce_sliced(x.view(-1))
+        elif nbytes:
+            views = self._exchange("all_reduce", x, nbytes)
+            sum_in_rank_order(views, x)
+
+    def all_gather(self, out: Tensor, x: Tensor) -> None:
+        out, x = out.view(self._size, -1), x.view(-1)
+        step = self._buffer_bytes // x.element_size()
+        for start in range(0, x.numel(), step):
+            piece = x[start : start + step]
+            views = self._exchange("all_gather", piece, piece.numel() * x.element_size())
+            for row, view in zip(out, views, strict=True):
+                row[start : start + step] = view
+
+    def barrier(self) -> None:
+        self._synchronise("barrier")
+
+    def abort(self, reason: str) -> None:
+        self._segment.declare_dead(reason, [self._epoch_word(rank) for rank in range(self._size)])
+
+    def close(self) -> None:
+        self._views.clear()
+        self._segment.close()
+
+    def _in_pieces(self, x: Tensor) -> None:
+        flat = x.view(-1)
+        step = self._buffer_bytes // x.element_size()
+        for start in range(0, flat.numel(), step):
+            self.all_reduce(flat[start : start + step])
+
+    def _all_reduce_sliced(self, x: Tensor) -> None:
+        """Every rank sums one slice of 1-D `x`; the sums are the contributions of a second exchange.
+
+        With all summing everything each rank would read `size` times the tensor; so it reads it twice.
+        """
+        count, size = x.numel(), self._size
+        bounds = [count * rank // size for rank in range(size + 1)]
+        views = self._exchange("all_reduce", x, count * x.element_size())
+        sums = self._buffers(self._epoch + 1, x)
+        own = slice(bounds[self._rank], bounds[self._rank + 1])
+        sum_in_rank_order([view[own] for view in views], sums[self._rank][own])
+        self._synchronise("all_reduce")
+        for rank in range(size):
+            part = slice(bounds[rank], bounds[rank + 1])
+            x[part] = sums[rank][part]
+
+    def _exchange(self, name: str, x: Tensor, nbytes: int) -> list[Tensor]:
+        """Every rank's contribution, in rank order: views of the buffers, valid until this rank's next exchange."""
+        views = self._buffers(self._epoch + 1, x)
+        ctypes.memmove(views[self._rank].data_ptr(), x.data_ptr(), nbytes)
+        self._synchronise(name)
+        return views
+
+    def _synchronise(self, name: str) -> None:
+        segment = self._segment
+        segment.check_alive()
+        self._epoch += 1
+        segment.publish(self._epoch_word(self._rank), self._epoch, self._sleepers)
+        for peer in self._peers:
+            if not segment.wait_at_least(
+                self._epoch_word(peer),
+                self._epoch,
+                sleeper=FIRST_WORD + self._rank,
+                timeout_s=self._timeout_s,
+                spin_s=self._spin_s,
+            ):
+                error = _late(self._rank, f"rank {peer}", name, self._timeout_s)
+                self.abort(str(error))  # this rank's epoch is lost to the others: the generation ends for all
+                raise error
+
+    def _buffers(self, epoch: int, x: Tensor) -> list[Tensor]:
+        key = (epoch & 1, x.dtype, x.shape)
+        views = self._views.get(key)
+        if views is None:
+            if len(self._views) >= _MAX_CACHED_VIEWS:
+                self._views.clear()
+            nbytes = x.numel() * x.element_size()
+            views = self._views[key] = [
+                torch.frombuffer(
+                    self._segment.view(self._first_buffer + (2 * rank + (epoch & 1)) * self._buffer_bytes, nbytes),
+                    dtype=x.dtype,
+                ).view(x.shape)
+                for rank in range(self._size)
+            ]
+        return views
+
+    def _epoch_word(self, rank: int) -> int:
+        return _sleeper_words(self._size) + rank * LINE_WORDS
+
+
+def _sleeper_words(size: int) -> int:
+    """Index of the first word after the ranks' sleep marks, on a line of its own."""
+    return FIRST_WORD + -(-size // LINE_WORDS) * LINE_WORDS
+
+
+def _first_buffer(size: int) -> int:
+    """Offset of rank 0's first buffer: after the epoch words, on a page border."""
+    end = 8 * (_sleeper_words(size) + size * LINE_WORDS)
+    return -(-end // 4096) * 4096
+
+
+def _late(rank: int, who: str, what: str, timeout_s: float) -> DeadlineError:
+    return DeadlineError(
+        f"rank {rank} waited for {who} in {what} longer than parallel.step_timeout_s={timeout_s:g}; "
+        f"see why {who} is late, or raise it"
+    )
+
+
 def _gloo_backend(*, rank: int, size: int, store: Store, device: torch.device, timeout_s: float) -> Any:
     from torch.distributed import ProcessGroupGloo
 
@@ -194,7 +366,7 @@ def _own_address(*, rank: int, size: int, store: Store, timeout_s: float) -> str
         return "127.0.0.1"
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    if not isinstance(store, torch.distributed.TCPStore):
+    if not isinstance(store, torch.distributed.TCPStore):  # type: ignore[attr-defined]  # not in its `__all__`
         return None
     # The interface that reaches the store is the one the ranks share. Connecting UDP sends nothing.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from configs.errors import EngineError
-from parallel.all_reduce import Collectives, LibraryCollectives
+from configs.errors import ConfigError, EngineError
+from parallel.all_reduce import Collectives, LibraryCollectives, SharedMemoryCollectives
 
 Strategy = Literal["gloo", "nccl", "shared_memory"]
 
@@ -58,14 +58,20 @@ class TensorParallelGroup:
             return cls.single(device)
         assert store is not None, "a group of several ranks needs a store"
         assert 0 <= rank < size, f"rank {rank} of {size}"
-        collectives = LibraryCollectives.create(
-            strategy=strategy,
-            rank=rank,
-            size=size,
-            store=PrefixStore(f"gen{generation}", store),
-            device=device,
-            timeout_s=timeout_s,
-        )
+        store = PrefixStore(f"gen{generation}", store)
+        collectives: Collectives
+        if strategy == "shared_memory":
+            if device.type != "cpu":
+                raise ConfigError(
+                    f"parallel.all_reduce=shared_memory is for CPU ranks, not device={device}; choose nccl"
+                )
+            collectives = SharedMemoryCollectives.create(
+                rank=rank, size=size, store=store, timeout_s=timeout_s, spin_us=spin_us
+            )
+        else:
+            collectives = LibraryCollectives.create(
+                strategy=strategy, rank=rank, size=size, store=store, device=device, timeout_s=timeout_s
+            )
         return cls(rank=rank, size=size, device=device, collectives=collectives)
 
     @classmethod
