@@ -1,0 +1,309 @@
+"""The Engine replica's end of the unix socket to its coordinator.
+
+Owns request ids and the buffers between the one reader task and whoever reads a request's tokens. It knows neither
+text nor HTTP, and it does not schedule. A frame on the socket is a little-endian u32 length, then a msgpack body of
+one struct of `cluster.messages`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+import msgspec
+import numpy as np
+
+from cluster.messages import (
+    Abort,
+    Finished,
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    StepOutput,
+    Submit,
+    TokenLogprobs,
+)
+from configs.errors import DeadlineError, EngineError, OverloadedError
+
+logger = logging.getLogger(__name__)
+
+_LENGTH = struct.Struct("<I")
+MAX_FRAME_BYTES = 256 << 20
+"""A longer frame is taken for a broken peer."""
+_MAX_UNSENT_BYTES = 64 << 20
+
+
+def pack_frame(body: bytes) -> bytes:
+    """`body` with its length in front."""
+    return _LENGTH.pack(len(body)) + body
+
+
+async def read_frame(reader: asyncio.StreamReader) -> bytes:
+    """The next frame's body. Raises asyncio.IncompleteReadError at the end and EngineError for an absurd length."""
+    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    if length > MAX_FRAME_BYTES:
+        raise EngineError(f"frame of {length} bytes on the engine socket exceeds {MAX_FRAME_BYTES}")
+    return await reader.readexactly(length)
+
+
+@dataclass(slots=True)
+class TokenChunk:
+    """Everything that arrived for one request since it was last read."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    """One for each of `token_ids` when the request asked for them."""
+    num_cached_tokens: int
+    """Prompt tokens taken from the prefix cache; 0 until the first token."""
+    finished: Finished | None
+    """Set on the last chunk."""
+
+
+class RequestStream:
+    """The tokens of one request, in order, as an async iterator of `TokenChunk`.
+
+    One reader at a time. Whoever stops reading early calls `abort()` (or `aclose()`); being cancelled inside a read
+    aborts by itself. A slow reader costs one int per token, bounded by the request's `max_tokens`.
+    """
+
+    __slots__ = ("_client", "_done", "_finished", "_logprobs", "_num_cached", "_tokens", "_waiter", "id")
+
+    def __init__(self, client: EngineClient, request_id: int, *, with_logprobs: bool) -> None:
+        self.id = request_id
+        self._client = client
+        self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprobs] | None = [] if with_logprobs else None
+        self._num_cached = 0
+        self._finished: Finished | None = None
+        self._done = False  # the last chunk has been taken
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether `take` would return something."""
+        return not self._done and (bool(self._tokens) or self._finished is not None)
+
+    @property
+    def done(self) -> bool:
+        """Whether the last chunk has been taken."""
+        return self._done
+
+    def take(self) -> TokenChunk:
+        """What has arrived, without waiting; possibly no tokens."""
+        tokens, self._tokens = self._tokens, []
+        logprobs = self._logprobs
+        if logprobs is not None:
+            self._logprobs = []
+        self._done = self._finished is not None
+        return TokenChunk(tokens, logprobs, self._num_cached, self._finished)
+
+    def abort(self) -> None:
+        """Ends the request now, unless it has ended. A pending or later read gets `FinishReason.ABORT`."""
+        if self._finished is None:
+            self._client._abort(self)
+
+    async def aclose(self) -> None:
+        """Same as `abort`."""
+        self.abort()
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> TokenChunk:
+        if self._done:
+            raise StopAsyncIteration
+        if not self.ready:
+            try:
+                await wait_ready((self,))
+            except asyncio.CancelledError:
+                self.abort()
+                raise
+        return self.take()
+
+    async def __aenter__(self) -> RequestStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()
+
+    def _wake(self) -> None:
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def _finish(self, finished: Finished) -> None:
+        if self._finished is None:
+            self._finished = finished
+            self._wake()
+
+
+async def wait_ready(streams: Sequence[RequestStream], deadline: float | None = None) -> None:
+    """Returns once at least one of `streams` has something to take.
+
+    One future serves them all, so reading n streams needs no task for each.
+
+    Args:
+        deadline: on the event loop's clock; past it TimeoutError.
+    """
+    if any(stream.ready for stream in streams):
+        return
+    waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    for stream in streams:
+        stream._waiter = waiter
+    try:
+        async with asyncio.timeout_at(deadline):
+            await waiter
+    finally:
+        for stream in streams:
+            stream._waiter = None
+
+
+class EngineClient:
+    """Submits requests to the coordinator and hands each step's tokens to their streams."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._streams: dict[int, RequestStream] = {}
+        self._ids = itertools.count(1)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(StepOutput)
+        self._lost: str | None = None  # why the connection is gone
+        self._task: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def connect(cls, path: str, *, timeout_s: float = 30.0) -> EngineClient:
+        """Connects to the coordinator's socket, waiting for it to appear.
+
+        Raises:
+            DeadlineError: nothing accepts at `path` within `timeout_s`.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while True:
+            try:
+                reader, writer = await asyncio.open_unix_connection(path)
+                break
+            except (FileNotFoundError, ConnectionRefusedError) as error:
+                if loop.time() >= deadline:
+                    raise DeadlineError(
+                        f"no coordinator accepts on its socket within connect timeout_s={timeout_s:g}"
+                    ) from error
+                await asyncio.sleep(0.02)
+        client = cls(reader, writer)
+        client._task = asyncio.create_task(client._read_steps(), name="engine-client-reader")
+        return client
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._streams)
+
+    @property
+    def connected(self) -> bool:
+        """Whether the coordinator is still there."""
+        return self._lost is None
+
+    def submit(self, prompt: bytes, params: Sequence[SamplingParams]) -> list[RequestStream]:
+        """Queues one request for each of `params`, all with the same prompt.
+
+        Args:
+            prompt: little-endian int32 token ids, at least one.
+
+        Raises:
+            EngineError: the coordinator is gone.
+            OverloadedError: it does not read what it was sent.
+        """
+        if self._lost is not None:
+            raise EngineError(self._lost)
+        if self._writer.transport.get_write_buffer_size() > _MAX_UNSENT_BYTES:
+            raise OverloadedError("The engine is not keeping up with new requests; try again later.")
+        requests = [GenerateRequest(id=next(self._ids), prompt=prompt, sampling=sampling) for sampling in params]
+        streams = [
+            RequestStream(self, request.id, with_logprobs=request.sampling.num_logprobs >= 0) for request in requests
+        ]
+        self._send(Submit(requests))
+        self._streams.update((stream.id, stream) for stream in streams)
+        return streams
+
+    async def wait_closed(self) -> None:
+        """Returns when the connection is gone."""
+        if self._task is not None:
+            await asyncio.wait((self._task,))
+
+    async def close(self) -> None:
+        """Ends every open stream with an error and closes the socket."""
+        self._lose("the engine client was closed")
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait((self._task,))
+        self._writer.close()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
+
+    def _send(self, message: Submit | Abort) -> None:
+        body = self._encoder.encode(message)
+        if len(body) > MAX_FRAME_BYTES:
+            raise OverloadedError(f"The request takes {len(body)} bytes for the engine; send fewer prompts at once.")
+        self._writer.write(pack_frame(body))
+
+    def _abort(self, stream: RequestStream) -> None:
+        self._streams.pop(stream.id, None)
+        stream._finish(Finished(id=stream.id, reason=FinishReason.ABORT))
+        if self._lost is None:
+            self._send(Abort([stream.id]))
+
+    async def _read_steps(self) -> None:
+        reason = "the engine ended the connection"
+        try:
+            while True:
+                self._dispatch(self._decoder.decode(await read_frame(self._reader)))
+        except (asyncio.IncompleteReadError, OSError):
+            pass
+        except (msgspec.DecodeError, EngineError) as error:
+            reason = f"the engine sent what is not a step output: {error}"
+        finally:
+            self._lose(reason)
+            self._writer.close()
+
+    def _dispatch(self, output: StepOutput) -> None:
+        """Hands one step to its streams; ids that are gone (aborted here, still running there) are skipped."""
+        streams = self._streams
+        for request_id, num_cached in output.prefilled:
+            if (stream := streams.get(request_id)) is not None:
+                stream._num_cached = num_cached
+        for logprobs in output.logprobs:
+            if (stream := streams.get(logprobs.id)) is not None and stream._logprobs is not None:
+                stream._logprobs.append(logprobs)
+        # Two tolist() a step are cheaper than one numpy scalar per token.
+        ids = np.frombuffer(output.ids, "<i8").tolist()
+        for request_id, token in zip(ids, np.frombuffer(output.tokens, "<i4").tolist(), strict=True):
+            if (stream := streams.get(request_id)) is not None:
+                stream._tokens.append(token)
+                stream._wake()
+        for finished in output.finished:
+            if (stream := streams.pop(finished.id, None)) is not None:
+                stream._finish(finished)
+
+    def _lose(self, reason: str) -> None:
+        if self._lost is not None:
+            return
+        self._lost = reason
+        _fail_all(self._streams.values(), reason)
+        self._streams.clear()
+
+
+def _fail_all(streams: Iterable[RequestStream], reason: str) -> None:
+    lost = list(streams)
+    if lost:
+        logger.error("engine connection lost with %d open requests: %s", len(lost), reason)
+    for stream in lost:
+        stream._finish(Finished(id=stream.id, reason=FinishReason.ERROR, error=reason, error_code="engine_error"))

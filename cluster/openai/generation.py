@@ -1,0 +1,147 @@
+"""From engine streams to text: what `/v1/...` and `python -m cluster generate` share.
+
+Owns, for each sequence, decoding, stop strings, the count of tokens and the reason it ended. No HTTP, no JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+
+from cluster.engine_client import RequestStream, wait_ready
+from cluster.messages import Finished, FinishReason, SamplingParams, TokenLogprobs
+from cluster.openai.detokenizer import StopMatcher
+from cluster.openai.tokenizer import Tokenizer
+from configs.errors import DeadlineError, EngineError, OverloadedError
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one read brought for one sequence."""
+
+    index: int
+    text: str
+    """Certain text; what may yet become a stop string or a whole character comes later."""
+    token_ids: list[int]
+    """Tokens that count, the one that ended the sequence included. They may be ahead of `text`."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """One for each of `token_ids` when asked for."""
+    text_offsets: list[int] = field(default_factory=list)
+    """With logprobs: characters of the output decoded before each of `token_ids`."""
+    finish_reason: FinishReason | None = None
+    """Set on the last delta."""
+    stop_reason: int | str | None = None
+    """The stop string or the id of `stop_token_ids` that ended it; None for end of sequence."""
+
+
+class Output:
+    """One sequence being generated."""
+
+    def __init__(
+        self,
+        index: int,
+        stream: RequestStream,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        stops: Sequence[str] = (),
+    ) -> None:
+        self.index = index
+        self.stream = stream
+        self.num_tokens = 0
+        self.num_cached_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self._stop_token_ids = sampling.stop_token_ids
+        self._detokenizer = tokenizer.detokenizer(prompt_ids)
+        self._stops = StopMatcher(stops)
+        self._num_chars = 0
+
+    def advance(self) -> Delta:
+        """What has arrived since the last call, as text.
+
+        Raises:
+            OverloadedError: a queue limit refused the request.
+            EngineError: the engine failed.
+        """
+        chunk = self.stream.take()
+        self.num_cached_tokens = chunk.num_cached_tokens
+        end = chunk.finished
+        if end is not None and end.reason is FinishReason.ERROR:
+            raise engine_failure(end)
+        silent = len(chunk.token_ids)
+        if end is not None and end.stop_token_id is not None:
+            silent -= 1  # the token that ended the sequence is counted, not shown
+        texts = []
+        num_taken = len(chunk.token_ids)
+        offsets = []
+        delta = Delta(self.index, "", chunk.token_ids, chunk.logprobs or [])
+        for i, token in enumerate(chunk.token_ids):
+            offsets.append(self._num_chars)
+            text = self._detokenizer.push(token) if i < silent else ""
+            self._num_chars += len(text)
+            certain, matched = self._stops.push(text)
+            texts.append(certain)
+            if matched is not None:
+                num_taken = i + 1
+                delta.finish_reason, delta.stop_reason = FinishReason.STOP, matched
+                self.stream.abort()
+                break
+        if delta.finish_reason is None and end is not None:
+            self._finish(delta, end, texts)
+        delta.text = "".join(texts)
+        delta.token_ids = chunk.token_ids[:num_taken]
+        if chunk.logprobs is not None:
+            delta.logprobs, delta.text_offsets = chunk.logprobs[:num_taken], offsets[:num_taken]
+        self.num_tokens += num_taken
+        self.finish_reason = delta.finish_reason
+        return delta
+
+    def _finish(self, delta: Delta, end: Finished, texts: list[str]) -> None:
+        """Flushes what is held; the flushed text can itself complete a stop string that ends in U+FFFD."""
+        certain, matched = self._stops.push(self._detokenizer.flush())
+        texts.append(certain)
+        if matched is not None:
+            delta.finish_reason, delta.stop_reason = FinishReason.STOP, matched
+            return
+        texts.append(self._stops.flush())
+        delta.finish_reason = end.reason
+        if end.stop_token_id in self._stop_token_ids:
+            delta.stop_reason = end.stop_token_id
+
+
+async def read_outputs(outputs: Sequence[Output], *, timeout_s: float) -> AsyncGenerator[list[Delta], None]:
+    """The deltas of all `outputs` as they come, one list per engine step, until every one has ended.
+
+    Leaving it early, by any way, aborts what still runs: close it (`contextlib.aclosing`) where it is used.
+
+    Args:
+        timeout_s: for the whole of it; `server.request_timeout_s`.
+
+    Raises:
+        DeadlineError, OverloadedError, EngineError: the other outputs are aborted too.
+    """
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    pending = list(outputs)
+    try:
+        while pending:
+            try:
+                await wait_ready([output.stream for output in pending], deadline)
+            except TimeoutError as error:
+                raise DeadlineError(
+                    f"The request did not finish within server.request_timeout_s={timeout_s:g}."
+                ) from error
+            deltas = [output.advance() for output in pending if output.stream.ready]
+            pending = [output for output in pending if output.finish_reason is None]
+            yield deltas
+    finally:
+        for output in outputs:
+            output.stream.abort()
+
+
+def engine_failure(end: Finished) -> EngineError | OverloadedError:
+    """The exception for a request that ended with `FinishReason.ERROR`."""
+    message = end.error or "the engine failed"
+    if end.error_code == "engine_overloaded":
+        return OverloadedError(message)
+    return EngineError(message)

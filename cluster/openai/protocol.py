@@ -1,0 +1,466 @@
+"""The wire format: OpenAI requests in (pydantic, once per request), responses and SSE chunks out (msgspec).
+
+Owns which fields exist, their types and ranges, and which known ones are refused because they are not supported.
+It knows neither tokens nor the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar
+
+import msgspec
+import pydantic
+from pydantic import BaseModel, ConfigDict, Field
+
+from configs.errors import OverloadedError, RequestError
+from configs.schema import ServerConfig
+
+_INT64_MAX = 2**63 - 1
+_MAX_TOKENS = 2**31 - 1
+_MAX_STOP_CHARS = 1024
+_MAX_STOP_TOKEN_IDS = 128
+MAX_SEQUENCES = 1024
+"""Most prompts times `n` of one request."""
+COMPLETION_DEFAULT_MAX_TOKENS = 16
+
+# --- Requests ---------------------------------------------------------------------------------------------------------
+
+
+class StreamOptions(BaseModel):
+    """What a stream carries besides its text."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+
+    include_usage: bool | None = None
+
+
+class _GenerationRequest(BaseModel):
+    """The fields both endpoints share. Null means the default, as in OpenAI's own schema."""
+
+    # Strict: true is no integer, "1" is no number, 1.5 is no count.
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
+
+    model: str
+    temperature: float | None = Field(None, ge=0.0, le=2.0)
+    top_p: float | None = Field(None, gt=0.0, le=1.0)
+    top_k: int | None = Field(None, ge=-1, le=_MAX_TOKENS)
+    """0 and -1 both turn it off."""
+    min_p: float | None = Field(None, ge=0.0, le=1.0)
+    seed: int | None = Field(None, ge=-_INT64_MAX - 1, le=_INT64_MAX)
+    max_tokens: int | None = Field(None, ge=1, le=_MAX_TOKENS)
+    stop: Any = None
+    """A string or a list of strings; read by `stop_strings`, which names the entry at fault."""
+    stop_token_ids: list[int] | None = Field(None, max_length=_MAX_STOP_TOKEN_IDS)
+    ignore_eos: bool | None = None
+    n: int | None = Field(None, ge=1)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    @property
+    def num_choices(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class ChatRequest(_GenerationRequest):
+    """POST /v1/chat/completions."""
+
+    messages: Any
+    """Checked by `chat.parse_messages`."""
+    max_completion_tokens: int | None = Field(None, ge=1, le=_MAX_TOKENS)
+    """Newer name of max_tokens; wins over it."""
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0)
+
+    @property
+    def asked_max_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def num_logprobs(self) -> int:
+        """-1: none."""
+        return (self.top_logprobs or 0) if self.logprobs else -1
+
+
+class CompletionRequest(_GenerationRequest):
+    """POST /v1/completions."""
+
+    prompt: Any
+    """Read by `prompts`."""
+    logprobs: int | None = Field(None, ge=0)
+
+    @property
+    def asked_max_tokens(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int:
+        """-1: none."""
+        return -1 if self.logprobs is None else self.logprobs
+
+
+_Request = TypeVar("_Request", ChatRequest, CompletionRequest)
+
+
+def _neutral(*values: object) -> Callable[[object], bool]:
+    # 0 == False in Python: types are compared too, but 0 and 0.0 are one JSON number.
+    def is_neutral(value: object) -> bool:
+        return value is None or any(
+            value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in values
+        )
+
+    return is_neutral
+
+
+_UNSUPPORTED: Mapping[str, Callable[[object], bool]] = {
+    "add_generation_prompt": _neutral(True),
+    "add_special_tokens": _neutral(),
+    "allowed_token_ids": _neutral([]),
+    "audio": _neutral(),
+    "bad_words": _neutral([]),
+    "best_of": _neutral(1),
+    "cache_salt": _neutral(),
+    "chat_template": _neutral(),
+    "chat_template_kwargs": _neutral({}),
+    "continue_final_message": _neutral(False),
+    "documents": _neutral([]),
+    "echo": _neutral(False),
+    "frequency_penalty": _neutral(0),
+    "function_call": _neutral("none", "auto"),
+    "functions": _neutral([]),
+    "guided_choice": _neutral(),
+    "guided_grammar": _neutral(),
+    "guided_json": _neutral(),
+    "guided_regex": _neutral(),
+    "include_stop_str_in_output": _neutral(False),
+    "length_penalty": _neutral(1),
+    "logit_bias": _neutral({}),
+    "logprob_token_ids": _neutral([]),
+    "min_tokens": _neutral(0),
+    "modalities": _neutral(["text"]),
+    "prediction": _neutral(),
+    "presence_penalty": _neutral(0),
+    "priority": _neutral(0),
+    "prompt_embeds": _neutral(),
+    "prompt_logprobs": _neutral(),
+    "reasoning_effort": _neutral(),
+    "repetition_penalty": _neutral(1),
+    "response_format": _neutral({"type": "text"}),
+    "return_token_ids": _neutral(False),
+    "skip_special_tokens": _neutral(True),
+    "structured_outputs": _neutral(),
+    "suffix": _neutral(""),
+    "tool_choice": _neutral("none", "auto"),
+    "tools": _neutral([]),
+    "truncate_prompt_tokens": _neutral(),
+    "use_beam_search": _neutral(False),
+    "verbosity": _neutral("medium"),
+    "web_search_options": _neutral(),
+}
+"""Fields other servers know and this one does not, each with the values that ask for nothing. A field that is dropped
+in silence gives an answer to another question, so anything else is refused."""
+
+
+def decode_body(body: bytes) -> dict[str, Any]:
+    """The JSON object of a request body.
+
+    Raises:
+        RequestError: not strict JSON (NaN and lone surrogates included), nested too deep, or not an object.
+    """
+    try:
+        decoded = msgspec.json.decode(body)
+    except ValueError as error:  # DecodeError, UnicodeDecodeError, and Python's limit on the digits of an int
+        raise RequestError(f"The body is not valid JSON: {error}", code="invalid_json") from error
+    except RecursionError as error:
+        raise RequestError("The body is nested too deep.", code="invalid_json") from error
+    if not isinstance(decoded, dict):
+        raise RequestError("The body must be a JSON object.", code="invalid_json")
+    return decoded
+
+
+def parse_request(kind: type[_Request], body: bytes, server: ServerConfig) -> _Request:
+    """A checked request.
+
+    Raises:
+        RequestError: with the path of the field at fault.
+    """
+    raw = decode_body(body)
+    _refuse_unsupported(raw)
+    try:
+        request = kind.model_validate(raw)
+    except pydantic.ValidationError as error:
+        raise _as_request_error(error) from error
+    if request.num_choices > server.max_n:
+        raise RequestError(f"n={request.n} exceeds server.max_n={server.max_n}.", param="n")
+    if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
+        raise RequestError("top_logprobs needs logprobs to be true.", param="top_logprobs")
+    if request.num_logprobs > server.max_logprobs:
+        param = "top_logprobs" if isinstance(request, ChatRequest) else "logprobs"
+        raise RequestError(
+            f"{param}={request.num_logprobs} exceeds server.max_logprobs={server.max_logprobs}.", param=param
+        )
+    if request.stream_options is not None and not request.stream:
+        raise RequestError("stream_options is only allowed with stream: true.", param="stream_options")
+    return request
+
+
+def stop_strings(stop: object, server: ServerConfig) -> list[str]:
+    """The stop strings of a request, none of them empty.
+
+    Raises:
+        RequestError: wrong type, too many, empty or too long.
+    """
+    if stop is None:
+        return []
+    stops = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stops, list):
+        raise RequestError("stop must be a string or a list of strings.", code="invalid_type", param="stop")
+    if len(stops) > server.max_stop:
+        raise RequestError(f"stop has {len(stops)} strings; at most {server.max_stop} are allowed.", param="stop")
+    for i, text in enumerate(stops):
+        param = "stop" if isinstance(stop, str) else f"stop[{i}]"
+        if not isinstance(text, str):
+            raise RequestError(f"{param} must be a string.", code="invalid_type", param=param)
+        if not 0 < len(text) <= _MAX_STOP_CHARS:
+            raise RequestError(f"{param} must have 1 to {_MAX_STOP_CHARS} characters.", param=param)
+    return stops
+
+
+def prompts(prompt: object, vocab_size: int) -> list[str | list[int]]:
+    """The prompts of a completion request: a string, token ids, or a list of either.
+
+    Raises:
+        RequestError: wrong type, empty, too many, or an id outside the vocabulary.
+    """
+    if isinstance(prompt, str):
+        return [_checked_text(prompt, "prompt")]
+    if not isinstance(prompt, list) or not prompt:
+        raise RequestError(
+            "prompt must be a string, a list of strings, a list of token ids or a list of such lists, and not empty.",
+            code="invalid_type",
+            param="prompt",
+        )
+    if type(prompt[0]) is int:
+        return [_checked_ids(prompt, "prompt", vocab_size)]
+    if len(prompt) > MAX_SEQUENCES:
+        raise RequestError(f"prompt holds {len(prompt)} prompts; at most {MAX_SEQUENCES} are allowed.", param="prompt")
+    parsed: list[str | list[int]] = []
+    for i, entry in enumerate(prompt):
+        param = f"prompt[{i}]"
+        parsed.append(_checked_text(entry, param) if isinstance(entry, str) else _checked_ids(entry, param, vocab_size))
+    return parsed
+
+
+def check_token_ids(ids: list[int], param: str, vocab_size: int) -> None:
+    """Raises RequestError for an id outside the vocabulary: it must never reach a device."""
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        i = next(i for i, token in enumerate(ids) if not 0 <= token < vocab_size)
+        raise RequestError(f"{param}[{i}] must be a token id from 0 to {vocab_size - 1}.", param=f"{param}[{i}]")
+
+
+def _checked_text(text: str, param: str) -> str:
+    if not text:
+        raise RequestError(f"{param} must not be empty.", code="empty_string", param=param)
+    return text
+
+
+def _checked_ids(ids: object, param: str, vocab_size: int) -> list[int]:
+    if not isinstance(ids, list):
+        raise RequestError(f"{param} must be a string or a list of token ids.", code="invalid_type", param=param)
+    if not ids:
+        raise RequestError(f"{param} must not be empty.", code="empty_array", param=param)
+    for i, token in enumerate(ids):
+        if type(token) is not int:
+            raise RequestError(f"{param}[{i}] must be a token id.", code="invalid_type", param=f"{param}[{i}]")
+    check_token_ids(ids, param, vocab_size)
+    return ids
+
+
+def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
+    for name in _UNSUPPORTED.keys() & raw.keys():
+        value = raw[name]
+        if _UNSUPPORTED[name](value) or (name == "best_of" and value == raw.get("n")):
+            continue
+        raise RequestError(f"{name} is not supported by this server.", code="unsupported_parameter", param=name)
+    options = raw.get("stream_options")
+    if isinstance(options, dict) and options.get("continuous_usage_stats"):
+        param = "stream_options.continuous_usage_stats"
+        raise RequestError(f"{param} is not supported by this server.", code="unsupported_parameter", param=param)
+
+
+def _as_request_error(error: pydantic.ValidationError) -> RequestError:
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    path = ""
+    for part in first["loc"]:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
+    if first["type"] == "missing":
+        return RequestError(f"{path} is required.", code="missing_required_parameter", param=path)
+    wrong_type = first["type"].endswith(("_type", "_parsing", "_parsing_size", "_from_float"))
+    code = "invalid_type" if wrong_type else "invalid_value"
+    return RequestError(f"{path}: {first['msg']}.", code=code, param=path)
+
+
+# --- Responses --------------------------------------------------------------------------------------------------------
+
+
+class Head(msgspec.Struct, frozen=True):
+    """What every chunk of one answer begins with."""
+
+    id: str
+    created: int
+    """Unix time, seconds."""
+    model: str
+    system_fingerprint: str | None
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    """Counts over all choices of a request; the prompt counts once however many choices it has."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    """The token's raw bytes, which need not be whole characters."""
+
+
+class TokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """One entry for each token the usage counts, the one that ended the text included."""
+
+    content: list[TokenLogprob]
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """Aligned lists, one entry for each token the usage counts."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+    """Characters of the completion before the token's text."""
+
+
+Reason = Literal["stop", "length", "abort"]
+
+
+class AssistantMessage(msgspec.Struct):
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Reason
+    stop_reason: int | str | None
+
+
+class ChatCompletion(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    system_fingerprint: str | None = None
+    object: Literal["chat.completion"] = "chat.completion"
+
+
+class ChatDelta(msgspec.Struct, omit_defaults=True):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(msgspec.Struct):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Reason | None = None
+    stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class ChatChunk(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    """With include_usage: null in every chunk but the last."""
+    system_fingerprint: str | None = None
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+
+
+class CompletionChoice(msgspec.Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Reason | None
+    stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class Completion(msgspec.Struct):
+    """A whole completion, and also one chunk of a streamed one."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    system_fingerprint: str | None = None
+    object: Literal["text_completion"] = "text_completion"
+
+
+class ModelCard(msgspec.Struct):
+    id: str
+    created: int
+    max_model_len: int
+    owned_by: str = "lockstep"
+    object: Literal["model"] = "model"
+
+
+class ModelList(msgspec.Struct):
+    data: list[ModelCard]
+    object: Literal["list"] = "list"
+
+
+class ErrorDetail(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorBody(msgspec.Struct):
+    """The body of every answer that is not a success, and the last chunk of a stream that failed."""
+
+    error: ErrorDetail
+
+
+def error_body(error: RequestError) -> ErrorBody:
+    """`error` as clients read it."""
+    if error.status < 500:
+        kind = "invalid_request_error"
+    else:
+        kind = "overloaded_error" if isinstance(error, OverloadedError) else "server_error"
+    return ErrorBody(ErrorDetail(str(error), kind, error.param, error.code))
