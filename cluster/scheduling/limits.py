@@ -1,0 +1,100 @@
+"""What the scheduler may use, and what it reports about itself. Plain numbers, decided before the first step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from configs.errors import ConfigError
+from worker.protocol import PARAMS_DTYPE
+
+MAX_PREFIX_DELTAS = 4096
+"""Page deltas of one frame above which no further prefix is taken from the cache: it bounds the size of a frame."""
+
+_HEADER_BYTES = 64
+_ROW_BYTES = 4 * 4
+_DELTA_BYTES = 3 * 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerLimits:
+    """Sizes the scheduler works within. Raises ConfigError when one of them allows no step at all."""
+
+    num_pages: int
+    """Usable pages, ids 1 to `num_pages`. Page 0 is padding and never handed out."""
+    page_size: int
+    max_num_seqs: int
+    """Rows 1 to `max_num_seqs`."""
+    max_num_batched_tokens: int
+    prefill_chunk_size: int
+    max_model_len: int
+    max_num_queued_requests: int
+    max_num_queued_tokens: int
+    steps_in_flight: int
+    enable_prefix_caching: bool
+    eos_token_ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for name in (
+            "num_pages",
+            "page_size",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "prefill_chunk_size",
+            "max_num_queued_requests",
+            "max_num_queued_tokens",
+            "steps_in_flight",
+        ):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} is below 1; choose 1 or more")
+        if self.max_model_len < 2:
+            raise ConfigError(f"max_model_len={self.max_model_len} leaves no room for an answer; choose 2 or more")
+
+    def num_pages_for(self, num_tokens: int) -> int:
+        """Pages that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.page_size)
+
+    @property
+    def max_pages_per_row(self) -> int:
+        """Width of a row's page table. The last token of a full context is never fed back, so it needs no place."""
+        return self.num_pages_for(self.max_model_len - 1)
+
+    @property
+    def max_num_running(self) -> int:
+        """Requests that may run at once: each must get its decode token in every step."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
+
+    @property
+    def max_frame_bytes(self) -> int:
+        """Upper bound of an encoded StepFrame; a slot of the step channel must hold it."""
+        num_deltas = (
+            MAX_PREFIX_DELTAS
+            + self.max_pages_per_row
+            + 2 * self.max_num_seqs
+            + self.num_pages_for(self.max_num_batched_tokens)
+        )
+        return (
+            _HEADER_BYTES
+            + (_ROW_BYTES + PARAMS_DTYPE.itemsize) * self.max_num_seqs
+            + 4 * self.max_num_batched_tokens
+            + _DELTA_BYTES * num_deltas
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerStats:
+    """Gauges of this moment, and counters since the start (`total_*`)."""
+
+    num_running: int
+    num_waiting: int
+    num_waiting_tokens: int
+    num_free_pages: int
+    num_cached_pages: int
+    """In the prefix cache, in use or not."""
+    num_evictable_pages: int
+    """The part of `num_cached_pages` that no running request uses."""
+    num_owned_pages: int
+    """Private to one running request."""
+    total_prefix_hit_tokens: int
+    total_prompt_tokens: int
+    """Tokens of admitted requests: the denominator of the hit rate."""
+    total_preemptions: int

@@ -1,0 +1,244 @@
+"""Which whole pages hold the KV of which token prefixes: a radix tree with locks and LRU eviction.
+
+Knows page ids and tokens, not rows: who pays for a page is `RowPages`' business. An edge of the tree is a run of whole
+pages, so a node's key is a multiple of the page size and siblings differ in their first page.
+
+A lock counts on every node up to the root. An unlocked node therefore has only unlocked nodes below it: all pages
+outside the locked paths can be evicted, leaf by leaf.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+from worker.protocol import Int32Array
+
+
+class Node:
+    """A run of whole pages. Its prefix is that of its parent followed by `tokens`."""
+
+    __slots__ = ("children", "in_heap", "last_use", "num_locks", "pages", "parent", "tokens")
+
+    def __init__(self, parent: Node | None, tokens: Int32Array, pages: Int32Array) -> None:
+        self.parent = parent
+        self.tokens = tokens
+        """[num_pages * page_size]"""
+        self.pages = pages
+        """[num_pages]"""
+        self.children: dict[bytes, Node] = {}
+        """By the bytes of their first page's tokens."""
+        self.num_locks = 0
+        self.last_use = 0
+        self.in_heap = False
+
+
+class PrefixCache:
+    """A radix tree over pages of `page_size` tokens. Deterministic: time is a count of its own operations."""
+
+    def __init__(self, page_size: int) -> None:
+        self._page_size = page_size
+        self._root = Node(None, np.empty(0, np.int32), np.empty(0, np.int32))
+        self._num_pages = 0
+        self._num_locked_pages = 0
+        self._clock = 0
+        # Evictable leaves by last use. Lazy: an entry may be out of date; each node is in it at most once.
+        self._heap: list[tuple[int, int, Node]] = []
+        self._heap_serial = 0
+
+    @property
+    def root(self) -> Node:
+        """The empty prefix; locking it has no effect."""
+        return self._root
+
+    @property
+    def num_pages(self) -> int:
+        return self._num_pages
+
+    @property
+    def num_evictable_pages(self) -> int:
+        """Pages that `evict` can return now."""
+        return self._num_pages - self._num_locked_pages
+
+    def match(self, node: Node, tokens: Int32Array) -> tuple[Node, Int32Array]:
+        """The longest cached continuation of `node`'s prefix by whole pages of `tokens`, and its pages.
+
+        Splits an edge where the match ends inside it, so that the returned node stands for exactly the match.
+        """
+        size = self._page_size
+        num_left = len(tokens) // size
+        offset = 0
+        found: list[Int32Array] = []
+        while num_left > 0:
+            child = node.children.get(tokens[offset : offset + size].tobytes())
+            if child is None:
+                break
+            num_same = self._num_common_pages(child.tokens, tokens[offset : offset + num_left * size])
+            ends_inside = num_same < len(child.pages)
+            node = self._split(child, num_same) if ends_inside else child
+            found.append(node.pages)
+            if ends_inside:
+                break
+            offset += num_same * size
+            num_left -= num_same
+        return node, np.concatenate(found) if found else np.empty(0, np.int32)
+
+    def extend(self, node: Node, tokens: Int32Array, pages: Int32Array) -> tuple[Node, int]:
+        """Inserts `pages`, which hold `tokens` after `node`'s prefix, and moves the caller's lock to their end.
+
+        The caller holds a lock on `node` (or it is the root). Returns the end node, locked for the caller, and how
+        many leading pages of `pages` were known already: those stay the caller's, the rest now belongs to the cache.
+        """
+        end, known = self.match(node, tokens)
+        num_known = len(known)
+        if num_known < len(pages):
+            # The row table's buffers are reused: keep copies.
+            new_tokens = tokens[num_known * self._page_size :].copy()
+            new_pages = pages[num_known:].copy()
+            self._num_pages += len(new_pages)
+            if end is node and node is not self._root and not node.children and node.num_locks == 1:
+                # Only the caller stands here: a prompt prefilled in many chunks stays one node.
+                node.tokens = np.concatenate((node.tokens, new_tokens))
+                node.pages = np.concatenate((node.pages, new_pages))
+                self._num_locked_pages += len(new_pages)
+                return node, num_known
+            leaf = Node(end, new_tokens, new_pages)
+            end.children[self._key(new_tokens)] = leaf
+            end = leaf
+        self._lock_between(end, node)
+        return end, num_known
+
+    def lock(self, node: Node) -> None:
+        """Keeps the pages of `node`'s whole prefix until `unlock`."""
+        self._lock_between(node, self._root)
+
+    def unlock(self, node: Node) -> None:
+        """Ends one lock of `node`, which counts as a use of its prefix."""
+        self._clock += 1
+        leaf = node
+        while node is not self._root:
+            assert node.num_locks > 0, "unlock of a prefix that is not locked"
+            node.num_locks -= 1
+            node.last_use = self._clock
+            if node.num_locks == 0:
+                self._num_locked_pages -= len(node.pages)
+            assert node.parent is not None, "unlock of a prefix that is not in the tree"
+            node = node.parent
+        self._offer(leaf)
+
+    def evict(self, count: int) -> Int32Array:
+        """Forgets `count` pages, those used longest ago first, and returns them. Needs that many evictable pages."""
+        assert count <= self.num_evictable_pages, "evicting more pages than are evictable"
+        evicted: list[Int32Array] = []
+        num_left = count
+        while num_left > 0:
+            last_use, _, node = heapq.heappop(self._heap)
+            node.in_heap = False
+            if node.num_locks or node.children:
+                continue  # Offered again when its lock or its last child goes.
+            if last_use < node.last_use:
+                self._offer(node)
+                continue
+            num_taken = min(num_left, len(node.pages))
+            num_kept = len(node.pages) - num_taken
+            # From the tail: the front of a prefix is the part others share.
+            evicted.append(node.pages[num_kept:])
+            num_left -= num_taken
+            if num_kept:
+                node.pages = node.pages[:num_kept]
+                node.tokens = node.tokens[: num_kept * self._page_size]
+                self._offer(node)
+                continue
+            assert node.parent is not None, "the root is never evicted"
+            del node.parent.children[self._key(node.tokens)]
+            self._offer(node.parent)
+            node.parent = None
+        self._num_pages -= count
+        return np.concatenate(evicted) if evicted else np.empty(0, np.int32)
+
+    def path_pages(self, node: Node) -> Int32Array:
+        """Pages of `node`'s whole prefix, in order. For checks."""
+        runs: list[Int32Array] = []
+        while node is not self._root:
+            runs.append(node.pages)
+            assert node.parent is not None, "path of a node that was evicted"
+            node = node.parent
+        return np.concatenate(runs[::-1]) if runs else np.empty(0, np.int32)
+
+    def check_integrity(self, locked: list[Node]) -> Int32Array:
+        """All pages of the tree, ascending. Raises AssertionError unless counts, locks and keys agree.
+
+        Args:
+            locked: the node of every lock that is held.
+        """
+        expected_locks: dict[int, int] = {}
+        for held in locked:
+            walk: Node | None = held
+            while walk is not None and walk is not self._root:
+                expected_locks[id(walk)] = expected_locks.get(id(walk), 0) + 1
+                walk = walk.parent
+            assert walk is self._root, "a lock is held on an evicted node"
+        pages: list[Int32Array] = [self._root.pages]
+        num_locked = 0
+        stack = [self._root]
+        while stack:
+            node = stack.pop()
+            for key, child in node.children.items():
+                assert child.parent is node, "parent link is wrong"
+                assert len(child.pages) > 0, "empty node"
+                assert len(child.tokens) == len(child.pages) * self._page_size, "tokens and pages disagree"
+                assert key == self._key(child.tokens), "child key is wrong"
+                assert child.num_locks == expected_locks.get(id(child), 0), "lock count is wrong"
+                evictable = not child.num_locks and not child.children
+                assert child.in_heap or not evictable, "an evictable leaf is not in the heap"
+                num_locked += len(child.pages) if child.num_locks else 0
+                pages.append(child.pages)
+                stack.append(child)
+        every = np.sort(np.concatenate(pages))
+        assert len(np.unique(every)) == len(every), "a page is in the tree twice"
+        assert len(every) == self._num_pages, "page count is wrong"
+        assert num_locked == self._num_locked_pages, "locked page count is wrong"
+        return every
+
+    def _key(self, tokens: Int32Array) -> bytes:
+        return tokens[: self._page_size].tobytes()
+
+    def _num_common_pages(self, a: Int32Array, b: Int32Array) -> int:
+        num = min(len(a), len(b))
+        differ = a[:num] != b[:num]
+        first = int(differ.argmax()) if num else 0
+        if num and differ[first]:
+            num = first
+        return num // self._page_size
+
+    def _split(self, node: Node, num_pages: int) -> Node:
+        """Cuts `node` after `num_pages` and returns the new upper part. Locks stay with `node`, the lower part."""
+        assert node.parent is not None, "the root is never split"
+        cut = num_pages * self._page_size
+        upper = Node(node.parent, node.tokens[:cut], node.pages[:num_pages])
+        upper.num_locks = node.num_locks
+        upper.last_use = node.last_use
+        node.parent.children[self._key(upper.tokens)] = upper
+        node.tokens = node.tokens[cut:]
+        node.pages = node.pages[num_pages:]
+        node.parent = upper
+        upper.children[self._key(node.tokens)] = node
+        return upper
+
+    def _lock_between(self, node: Node, ancestor: Node) -> None:
+        """Locks `node` and what is above it, up to `ancestor`, which is not locked again."""
+        while node is not ancestor:
+            if node.num_locks == 0:
+                self._num_locked_pages += len(node.pages)
+            node.num_locks += 1
+            assert node.parent is not None, "lock of a prefix that is not in the tree"
+            node = node.parent
+
+    def _offer(self, node: Node) -> None:
+        """Puts `node` into the heap if it can be evicted now."""
+        if node is self._root or node.num_locks or node.children or node.in_heap:
+            return
+        node.in_heap = True
+        self._heap_serial += 1
+        heapq.heappush(self._heap, (node.last_use, self._heap_serial, node))

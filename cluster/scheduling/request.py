@@ -1,0 +1,67 @@
+"""One request as the scheduler keeps it, from `add` to its finish. Per-step numbers live in the row table instead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cluster.messages import Finished, FinishReason, GenerateRequest, SamplingParams
+from cluster.scheduling.limits import SchedulerLimits
+from worker.protocol import Int32Array
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A waiting or running request."""
+
+    id: int
+    tokens: Int32Array
+    """Prompt and tokens emitted before the last preemption. While it runs, its row of the row table is ahead of this."""
+    max_total_tokens: int
+    """It ends with LENGTH when prompt and answer are this long."""
+    sampling: SamplingParams
+    stop_token_ids: frozenset[int]
+    row: int = 0
+    """0: waiting."""
+    num_cached_tokens: int = 0
+    """Tokens the prefix cache gave it since it was last admitted."""
+    has_emitted: bool = False
+
+    @classmethod
+    def create(cls, request: GenerateRequest, limits: SchedulerLimits) -> Request:
+        """The request as received."""
+        prompt = np.frombuffer(request.prompt, np.int32)
+        return cls(
+            id=request.id,
+            tokens=prompt,
+            max_total_tokens=min(len(prompt) + request.sampling.max_tokens, limits.max_model_len),
+            sampling=request.sampling,
+            stop_token_ids=frozenset(request.sampling.stop_token_ids),
+        )
+
+
+def reason_never_fits(request: Request, limits: SchedulerLimits) -> str | None:
+    """Why this request could not even run alone, or None."""
+    num_prompt_tokens = len(request.tokens)
+    if num_prompt_tokens == 0:
+        return "the prompt is empty; send at least one token"
+    if request.sampling.max_tokens < 1:
+        return f"max_tokens={request.sampling.max_tokens} is below 1; ask for at least one token"
+    if num_prompt_tokens >= limits.max_model_len:
+        return (
+            f"the prompt has {num_prompt_tokens} tokens, max_model_len={limits.max_model_len}; "
+            f"send at most {limits.max_model_len - 1}"
+        )
+    num_pages = limits.num_pages_for(request.max_total_tokens - 1)
+    if num_pages > limits.num_pages:
+        return (
+            f"prompt and completion of {request.max_total_tokens} tokens exceed the KV pool of "
+            f"{limits.num_pages * limits.page_size} tokens; send a shorter prompt or ask for fewer tokens"
+        )
+    return None
+
+
+def refused(request_id: int, error: str, error_code: str) -> Finished:
+    """The finish of a request that was not accepted."""
+    return Finished(id=request_id, reason=FinishReason.ERROR, error=error, error_code=error_code)

@@ -1,0 +1,150 @@
+"""The page table of every row, and the life of a page: free, private to a row, in the prefix cache, free again.
+
+Why a page may enter the cache as soon as the step that computes it is launched: ranks run frames in order on one
+stream, so a later frame reads what an earlier one wrote; if a step fails, the generation ends and the cache with it.
+The caller publishes after the frame is built, so no row reads a page that the same frame writes.
+
+When two rows compute the same prefix at once, the first puts its pages into the cache; the second keeps its private
+copies until it ends (its table stays valid) and frees them then. Ownership is kept per page, so such a copy is never
+mistaken for the cached page.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cluster.scheduling.allocator import CACHED, PageAllocator
+from cluster.scheduling.limits import SchedulerLimits
+from cluster.scheduling.prefix_cache import Node, PrefixCache
+from worker.protocol import Int32Array
+
+
+class RowPages:
+    """Gives pages to rows and takes them back. Page deltas are [n, 3] int32 of (row, index in the table, page id)."""
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        num_rows = limits.max_num_seqs + 1
+        self._page_size = limits.page_size
+        self._caching = limits.enable_prefix_caching
+        self._allocator = PageAllocator(limits.num_pages)
+        self._cache = PrefixCache(limits.page_size)
+        self._table = np.zeros((num_rows, limits.max_pages_per_row), np.int32)
+        self._num_pages = np.zeros(num_rows, np.int32)
+        self._num_published = np.zeros(num_rows, np.int32)  # leading pages of the row that are known to the cache
+        self._nodes = [self._cache.root] * num_rows  # the end of those pages, locked
+
+    @property
+    def allocator(self) -> PageAllocator:
+        return self._allocator
+
+    @property
+    def cache(self) -> PrefixCache:
+        return self._cache
+
+    @property
+    def num_available(self) -> int:
+        """Pages that are free or can be evicted."""
+        return self._allocator.num_free + self._cache.num_evictable_pages
+
+    def num_row_pages(self, row: int) -> int:
+        return int(self._num_pages[row])
+
+    def rows_without_room(self, rows: Int32Array, positions: Int32Array) -> Int32Array:
+        """Those of `rows` whose pages end before `positions`."""
+        return rows[positions >= self._num_pages[rows] * self._page_size]
+
+    def append_page(self, rows: Int32Array) -> Int32Array | None:
+        """Gives each of `rows` one more page and returns the deltas; None, with nothing done, if there are too few."""
+        if not self._make_room(len(rows)):
+            return None
+        pages = self._allocator.allocate(rows, len(rows))
+        indices = self._num_pages[rows]
+        self._table[rows, indices] = pages
+        self._num_pages[rows] = indices + 1
+        return np.stack((rows, indices, pages), axis=1)
+
+    def grow(self, row: int, num_tokens: int) -> Int32Array | None:
+        """Gives `row` pages for `num_tokens` tokens in all; returns the deltas, or None, with nothing done."""
+        count = -(-num_tokens // self._page_size) - int(self._num_pages[row])
+        if count <= 0:
+            return np.empty((0, 3), np.int32)
+        if not self._make_room(count):
+            return None
+        return self._append(row, self._allocator.allocate(row, count))
+
+    def adopt_prefix(self, row: int, tokens: Int32Array) -> Int32Array:
+        """Appends cached pages that continue the row's own with whole pages of `tokens`; returns the deltas.
+
+        Does nothing unless all pages of the row are known to the cache; `tokens` follow the last of them.
+        """
+        if not self._caching or self._num_published[row] != self._num_pages[row]:
+            return np.empty((0, 3), np.int32)
+        node, pages = self._cache.match(self._nodes[row], tokens)
+        if not len(pages):
+            return np.empty((0, 3), np.int32)
+        self._cache.lock(node)
+        self._cache.unlock(self._nodes[row])
+        self._nodes[row] = node
+        self._num_published[row] += len(pages)
+        return self._append(row, pages)
+
+    def publish(self, row: int, tokens: Int32Array, num_tokens: int) -> None:
+        """Makes the whole pages of the row's first `num_tokens` tokens, all computed, known to the cache."""
+        first, last = int(self._num_published[row]), num_tokens // self._page_size
+        if not self._caching or last <= first:
+            return
+        pages = self._table[row, first:last]
+        new_tokens = tokens[first * self._page_size : last * self._page_size]
+        self._nodes[row], num_known = self._cache.extend(self._nodes[row], new_tokens, pages)
+        self._allocator.transfer(pages[num_known:], CACHED)
+        self._num_published[row] = last
+
+    def release(self, row: int) -> None:
+        """Takes all pages from the row: its private ones are free, those of the cache can be evicted."""
+        pages = self._table[row, : self._num_pages[row]]
+        self._allocator.free(pages[self._allocator.owners[pages] == row])
+        self._cache.unlock(self._nodes[row])
+        self._nodes[row] = self._cache.root
+        self._num_pages[row] = 0
+        self._num_published[row] = 0
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless every page has exactly one owner and every row holds what its table says."""
+        self._allocator.check_integrity()
+        locked: list[Node] = [node for node in self._nodes if node is not self._cache.root]
+        cached = self._cache.check_integrity(locked)
+        owners = self._allocator.owners
+        assert np.array_equal(np.flatnonzero(owners == CACHED), cached), "cached pages and their owners disagree"
+        for row, node in enumerate(self._nodes):
+            pages = self._table[row, : self._num_pages[row]]
+            private = owners[pages] == row
+            assert np.array_equal(np.sort(pages[private]), np.flatnonzero(owners == row)) or row == 0, (
+                f"row {row} owns pages outside its table, or one twice"
+            )
+            published = self._cache.path_pages(node)
+            assert len(published) == self._num_published[row], f"row {row} locks another prefix than it published"
+            shared = ~private
+            assert not shared[len(published) :].any(), f"row {row} uses a page it does not own"
+            assert np.array_equal(pages[shared], published[shared[: len(published)]]), (
+                f"row {row} uses a cached page that it has not locked"
+            )
+
+    def _append(self, row: int, pages: Int32Array) -> Int32Array:
+        first = int(self._num_pages[row])
+        last = first + len(pages)
+        self._table[row, first:last] = pages
+        self._num_pages[row] = last
+        deltas = np.empty((len(pages), 3), np.int32)
+        deltas[:, 0] = row
+        deltas[:, 1] = np.arange(first, last)
+        deltas[:, 2] = pages
+        return deltas
+
+    def _make_room(self, count: int) -> bool:
+        """Evicts until `count` pages are free. False, with nothing evicted, if that cannot be."""
+        if count > self.num_available:
+            return False
+        short = count - self._allocator.num_free
+        if short > 0:
+            self._allocator.free(self._cache.evict(short))
+        return True

@@ -1,0 +1,106 @@
+"""The numbers of every running request, as one array per number indexed by row, so that a step costs no Python
+per request. Who may write what: `Scheduler` alone; pages are kept by `RowPages`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cluster.scheduling.limits import SchedulerLimits
+from cluster.scheduling.request import Request
+from configs.errors import EngineError
+
+
+class RowTable:
+    """Rows 1 to `max_num_seqs`; row 0 is padding. A row belongs to one request from `take` to `give_back`."""
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        num_rows = limits.max_num_seqs + 1
+        self.requests: list[Request | None] = [None] * num_rows
+        self.ids = np.zeros(num_rows, np.int64)
+        """Request id."""
+        self.live = np.zeros(num_rows, np.bool_)
+        """The request has neither finished nor been aborted. A row may be taken and not live: steps name it still."""
+        self.ready = np.zeros(num_rows, np.bool_)
+        """The next step may decode it."""
+        self.num_known = np.zeros(num_rows, np.int32)
+        """Tokens the host has seen: valid columns of `tokens`."""
+        self.num_computed = np.zeros(num_rows, np.int32)
+        """Tokens whose KV is there once every launched step has run: position of the next input token."""
+        self.num_prefill = np.zeros(num_rows, np.int32)
+        """Tokens to prefill: those known at admission."""
+        self.max_total = np.zeros(num_rows, np.int32)
+        """`Request.max_total_tokens`."""
+        self.in_flight = np.zeros(num_rows, np.int32)
+        """Launched and not yet retired steps that name the row."""
+        self.admission = np.zeros(num_rows, np.int64)
+        """Order of admission, from 1; 0: not taken."""
+        self.ends_on_eos = np.zeros(num_rows, np.bool_)
+        self.has_stop_ids = np.zeros(num_rows, np.bool_)
+        # Untouched memory is not committed: this costs what the longest sequences of each row have used so far.
+        self.tokens = np.zeros((num_rows, limits.max_model_len), np.int32)
+        """Token ids by position. Prefill reads it, and the prefix cache at the end."""
+        self._free_rows = list(range(limits.max_num_seqs, 0, -1))
+        self._num_admissions = 0
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free_rows)
+
+    @property
+    def num_taken(self) -> int:
+        return len(self.requests) - 1 - len(self._free_rows)
+
+    def take(self, request: Request) -> int:
+        """Gives a free row to `request` and returns it."""
+        row = self._free_rows.pop()
+        num_tokens = len(request.tokens)
+        self._num_admissions += 1
+        self.requests[row] = request
+        self.ids[row] = request.id
+        self.live[row] = True
+        self.ready[row] = False
+        self.num_known[row] = num_tokens
+        self.num_computed[row] = 0
+        self.num_prefill[row] = num_tokens
+        self.max_total[row] = request.max_total_tokens
+        self.in_flight[row] = 0
+        self.admission[row] = self._num_admissions
+        self.ends_on_eos[row] = not request.sampling.ignore_eos
+        self.has_stop_ids[row] = bool(request.stop_token_ids)
+        self.tokens[row, :num_tokens] = request.tokens
+        request.row = row
+        return row
+
+    def give_back(self, row: int) -> None:
+        """Frees the row. Raises EngineError while a step in flight names it."""
+        request = self.requests[row]
+        if request is None or self.in_flight[row]:
+            raise EngineError(f"row {row} is free already, or {self.in_flight[row]} steps in flight name it")
+        request.row = 0
+        self.requests[row] = None
+        self.live[row] = False
+        self.ready[row] = False
+        self.admission[row] = 0
+        self._free_rows.append(row)
+
+    def request(self, row: int) -> Request:
+        """The request that has the row."""
+        request = self.requests[row]
+        assert request is not None, f"row {row} has no request"
+        return request
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless free rows, requests and flags agree."""
+        taken = [row for row, request in enumerate(self.requests) if request is not None]
+        assert sorted([*taken, *self._free_rows]) == list(range(1, len(self.requests))), "a row is lost or free twice"
+        for row in taken:
+            assert self.request(row).row == row, f"row {row} and its request disagree"
+        free = np.array(self._free_rows, np.int64)
+        assert not (self.live[free] | self.ready[free]).any(), "a free row is live"
+        assert not self.in_flight[free].any(), "a step in flight names a free row"
+        assert not (self.ready & ~self.live).any(), "a dead row is ready"
+        live = np.flatnonzero(self.live)
+        decoding = live[self.num_computed[live] >= self.num_prefill[live]]
+        assert (self.num_known[decoding] <= self.num_computed[decoding] + 1).all(), "a row knows unsampled tokens"
+        assert (self.num_known[live] <= self.max_total[live]).all(), "a row exceeds its length"
