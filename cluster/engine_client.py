@@ -161,6 +161,9 @@ async def wait_ready(streams: Sequence[RequestStream], deadline: float | None = 
     try:
         async with asyncio.timeout_at(deadline):
             await waiter
+    except TimeoutError:
+        if not any(stream.ready for stream in streams):
+            raise
     finally:
         for stream in streams:
             stream._waiter = None
@@ -211,6 +214,11 @@ class EngineClient:
     def connected(self) -> bool:
         """Whether the coordinator is still there."""
         return self._lost is None
+
+    @property
+    def failure(self) -> str | None:
+        """Why the connection is gone; None while it is there."""
+        return self._lost
 
     def submit(self, prompt: bytes, params: Sequence[SamplingParams]) -> list[RequestStream]:
         """Queues one request for each of `params`, all with the same prompt.

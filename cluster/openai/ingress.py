@@ -85,7 +85,7 @@ class _Generate:
             # Whichever is left, also when this task is cancelled from outside.
             for task in (answering, watching):
                 task.cancel()
-            await asyncio.wait((answering, watching))
+            await asyncio.gather(answering, watching, return_exceptions=True)
         if not answering.cancelled():
             answering.result()
 

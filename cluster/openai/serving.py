@@ -108,12 +108,16 @@ class OpenAIServing:
         """A token has been generated, and the engine is there."""
         return self._warm and self.engine.connected
 
-    async def warm_up(self, timeout_s: float) -> None:
+    async def warm_up(self, timeout_s: float | None = None) -> None:
         """Generates one token; the server is ready after it.
+
+        Args:
+            timeout_s: None: `server.request_timeout_s`.
 
         Raises:
             EngineError: the engine failed or did not answer in time.
         """
+        timeout_s = self.server.request_timeout_s if timeout_s is None else timeout_s
         tokenizer = self.tokenizer
         prompt = [next((id_ for id_ in (tokenizer.bos_token_id, tokenizer.eos_token_id) if id_ is not None), 0)]
         sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
@@ -163,6 +167,28 @@ class OpenAIServing:
             self._head(job), self.tokenizer, request.num_logprobs, include_usage=job.include_usage
         )
         return self._answer(job, writer, streamed=bool(request.stream))
+
+    async def stream_text(
+        self, prompt: str, *, chat: bool, max_tokens: int | None = None, temperature: float | None = None
+    ) -> AsyncGenerator[str, None]:
+        """The continuation of `prompt` (or the reply to it, with `chat`) as text, without any HTTP or JSON.
+
+        Raises:
+            RequestError: the prompt is empty or does not fit.
+            EngineError: the engine failed.
+        """
+        messages = [{"role": "user", "content": prompt}]
+        ids = await (self._encode_chat(messages) if chat else self._encode(prompt))
+        room = max(self.max_model_len - len(ids), 1)
+        limit = self._checked_max_tokens(ids, max_tokens, default=room, param="prompt")
+        fields = {"model": self.model_name, "prompt": prompt, "temperature": temperature}
+        job = self._job("text", CompletionRequest.model_validate(fields), [ids], [limit])
+        timeout_s = self.server.request_timeout_s
+        async with aclosing(read_outputs(self._submit(job), timeout_s=timeout_s)) as steps:
+            async for deltas in steps:
+                for delta in deltas:
+                    if delta.text:
+                        yield delta.text
 
     def _check_model(self, name: str) -> None:
         if name != self.model_name:

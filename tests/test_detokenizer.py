@@ -1,0 +1,159 @@
+"""Incremental decoding equals the full decode, no prompt text leaks, and stop strings are found wherever text is cut."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import decoders, models, normalizers
+
+from cluster.openai.detokenizer import Detokenizer, StopMatcher, StreamDetokenizer
+from cluster.openai.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def smollm2(smollm2_path: Path) -> Tokenizer:
+    return Tokenizer.load(smollm2_path)
+
+
+@pytest.fixture(scope="module")
+def byte_fallback() -> RustTokenizer:
+    """A Llama-2 kind of vocabulary: a few words with a leading mark, every byte as `<0xNN>`, no byte-level decoder."""
+    vocab = {"<unk>": 0} | {f"<0x{byte:02X}>": 1 + byte for byte in range(256)}
+    for piece in ["▁", "▁Hello", "▁world", "a", "b", "▁c", "�"]:
+        vocab[piece] = len(vocab)
+    tokenizer = RustTokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+def run(detokenizer: Detokenizer, ids: Sequence[int]) -> str:
+    return "".join([detokenizer.push(id_) for id_ in ids]) + detokenizer.flush()
+
+
+def test_two_thousand_random_streams_decode_to_the_same_text_as_transformers(smollm2: Tokenizer) -> None:
+    rng = random.Random(0)
+    emoji = smollm2.encode("👩‍👩‍👧‍👦 né 漢字 🏳️‍🌈", add_special_tokens=False)
+    for _ in range(2000):
+        ids = [rng.randrange(smollm2.vocab_size) for _ in range(rng.randrange(1, 24))]
+        for _ in range(rng.randrange(4)):
+            at = rng.randrange(len(ids) + 1)
+            ids[at:at] = emoji[: rng.randrange(len(emoji))] if rng.random() < 0.5 else [rng.randrange(17)]
+        expected = smollm2._fast.decode(ids, skip_special_tokens=True)
+        assert run(smollm2.detokenizer([1, 2, 3]), ids) == expected, ids
+
+
+def test_every_token_alone_has_the_bytes_transformers_decodes(smollm2: Tokenizer) -> None:
+    for id_ in range(smollm2.vocab_size):
+        assert smollm2.token_text(id_) == smollm2._fast.decode([id_]), id_
+
+
+def test_a_prompt_that_ends_inside_an_emoji_does_not_leak(smollm2: Tokenizer) -> None:
+    *head, last = smollm2.encode("hi 😀", add_special_tokens=False)
+    text = run(smollm2.detokenizer(head), [last])
+    assert "hi" not in text
+    assert text == smollm2.decode([last])
+
+
+def test_an_answer_cut_inside_an_emoji_ends_in_a_replacement_character(smollm2: Tokenizer) -> None:
+    ids = smollm2.encode("ok 😀", add_special_tokens=False)[:-1]
+    detokenizer = smollm2.detokenizer([])
+    streamed = "".join(detokenizer.push(id_) for id_ in ids)
+    assert "�" not in streamed
+    assert streamed + detokenizer.flush() == smollm2.decode(ids)
+
+
+def test_an_emoji_comes_out_whole(smollm2: Tokenizer) -> None:
+    detokenizer = smollm2.detokenizer([])
+    pieces = [detokenizer.push(id_) for id_ in smollm2.encode("ok 😀", add_special_tokens=False)]
+    assert pieces[-1].endswith("😀")
+    assert "�" not in "".join(pieces)
+
+
+def test_an_id_outside_the_vocabulary_is_silent(smollm2: Tokenizer) -> None:
+    assert run(smollm2.detokenizer([]), [10**6]) == ""
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(st.sampled_from("ab c😀é漢\U0001f468\u200d�"), max_size=12))
+def test_byte_fallback_streams_equal_their_text(byte_fallback: RustTokenizer, text: str) -> None:
+    prompt = byte_fallback.encode("Hello world").ids
+    ids = byte_fallback.encode(text).ids
+    assert run(StreamDetokenizer(byte_fallback, prompt), ids) == text
+
+
+def test_a_first_word_keeps_its_leading_space_after_a_prompt(byte_fallback: RustTokenizer) -> None:
+    prompt = [byte_fallback.token_to_id("▁Hello")]
+    world = byte_fallback.token_to_id("▁world")
+    assert byte_fallback.decode([world]) == "world"
+    assert run(StreamDetokenizer(byte_fallback, prompt), [world]) == " world"
+
+
+def test_byte_fallback_does_not_leak_a_prompt_cut_inside_a_character(byte_fallback: RustTokenizer) -> None:
+    ids = byte_fallback.encode("a😀b").ids
+    text = run(StreamDetokenizer(byte_fallback, ids[:3]), ids[3:])
+    assert "a" not in text
+    assert text.endswith("b")
+
+
+def test_endless_broken_bytes_neither_stall_nor_raise(byte_fallback: RustTokenizer) -> None:
+    broken = byte_fallback.token_to_id("<0x9F>")
+    detokenizer = StreamDetokenizer(byte_fallback, [])
+    pieces = [detokenizer.push(broken) for _ in range(200)]
+    assert "".join(pieces).count("�") > 150
+    assert "".join(pieces).count("�") + detokenizer.flush().count("�") == 200
+
+
+def find_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
+    """The plain definition: the match that ends first, the longest of those that end together."""
+    for end in range(1, len(text) + 1):
+        matched = [stop for stop in stops if text[:end].endswith(stop)]
+        if matched:
+            longest = max(matched, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+def match_in_pieces(pieces: Sequence[str], stops: Sequence[str]) -> tuple[str, str | None]:
+    matcher = StopMatcher(stops)
+    out = ""
+    for piece in pieces:
+        text, matched = matcher.push(piece)
+        out += text
+        if matched is not None:
+            return out, matched
+    return out + matcher.flush(), None
+
+
+@pytest.mark.parametrize("stops", [["STOP"], ["\n\n", "STOP"], ["P d"], ["c", "cST"], ["nothing"], []])
+def test_a_stop_string_is_found_at_every_split_position(stops: list[str]) -> None:
+    text = "abcSTOP def\n\n"
+    expected = find_stop(text, stops)
+    for i in range(len(text) + 1):
+        for j in range(i, len(text) + 1):
+            assert match_in_pieces([text[:i], text[i:j], text[j:]], stops) == expected, (i, j)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    pieces=st.lists(st.text("ab", max_size=4), max_size=8),
+    stops=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3, unique=True),
+)
+def test_stop_strings_that_overlap_themselves_match_the_plain_definition(pieces: list[str], stops: list[str]) -> None:
+    assert match_in_pieces(pieces, stops) == find_stop("".join(pieces), stops)
+
+
+def test_only_the_possible_beginning_of_a_stop_string_is_held_back() -> None:
+    matcher = StopMatcher(["</end>"])
+    assert matcher.push("text</e") == ("text", None)
+    assert matcher.push("m>") == ("</em>", None)
+    assert matcher.push("<") == ("", None)
+    assert matcher.flush() == "<"
