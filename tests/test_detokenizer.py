@@ -1,4 +1,4 @@
-"""Incremental decoding equals the full decode, no prompt text leaks, and stop strings are found wherever text is cut."""
+"""Incremental decoding equals the full decode, leaks no prompt, and finds stop strings wherever text is cut."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def test_loading_saved_files_imports_no_torch(converted: Path) -> None:
 
 
 def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="neither a directory nor a .gguf"):
+    with pytest.raises(CheckpointError, match=r"neither a directory nor a \.gguf"):
         Tokenizer.load(tmp_path / "nothing")
     with pytest.raises(CheckpointError, match="does not exist"):
         Tokenizer.load(tmp_path / "nothing.gguf")

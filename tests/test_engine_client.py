@@ -1,0 +1,259 @@
+"""The engine client against a scripted coordinator on a real unix socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import struct
+from array import array
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from cluster.engine_client import EngineClient, pack_frame, read_frame, wait_ready
+from cluster.messages import (
+    Abort,
+    EngineToCoordinator,
+    Finished,
+    FinishReason,
+    SamplingParams,
+    StepOutput,
+    Submit,
+    TokenLogprobs,
+)
+from configs.errors import DeadlineError, EngineError
+
+PROMPT = array("i", [1, 2, 3]).tobytes()
+PARAMS = SamplingParams(max_tokens=8)
+
+
+class ScriptedCoordinator:
+    """Records what the client sends; the test sends the steps."""
+
+    def __init__(self) -> None:
+        self.received: asyncio.Queue[Submit | Abort] = asyncio.Queue()
+        self.writer: asyncio.StreamWriter | None = None
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.writer = writer
+        decoder = msgspec.msgpack.Decoder(EngineToCoordinator)
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                self.received.put_nowait(decoder.decode(await read_frame(reader)))
+        writer.close()
+
+    def step(
+        self,
+        tokens: list[tuple[int, int]],
+        *,
+        logprobs: list[TokenLogprobs] | None = None,
+        prefilled: list[tuple[int, int]] | None = None,
+        finished: list[Finished] | None = None,
+    ) -> None:
+        output = StepOutput(
+            ids=b"".join(struct.pack("<q", id_) for id_, _ in tokens),
+            tokens=b"".join(struct.pack("<i", token) for _, token in tokens),
+            logprobs=logprobs or [],
+            prefilled=prefilled or [],
+            finished=finished or [],
+        )
+        assert self.writer is not None
+        self.writer.write(pack_frame(msgspec.msgpack.encode(output)))
+
+
+Scenario = Callable[[EngineClient, ScriptedCoordinator], Coroutine[Any, Any, None]]
+
+
+@contextlib.asynccontextmanager
+async def connected(path: Path) -> AsyncIterator[tuple[EngineClient, ScriptedCoordinator]]:
+    coordinator = ScriptedCoordinator()
+    server = await asyncio.start_unix_server(coordinator.serve, path)
+    client = await EngineClient.connect(str(path))
+    try:
+        yield client, coordinator
+    finally:
+        await client.close()
+        server.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[[Scenario], None]:
+    """Runs a scenario with a connected pair, at most ten seconds."""
+
+    async def with_pair(scenario: Scenario) -> None:
+        async with asyncio.timeout(10), connected(tmp_path / "engine.sock") as (client, coordinator):
+            await scenario(client, coordinator)
+
+    return lambda scenario: asyncio.run(with_pair(scenario))
+
+
+def test_each_choice_gets_its_own_id_and_the_prompt_arrives_unchanged(run: Callable[[Scenario], None]) -> None:
+    async def scenario(client: EngineClient, coordinator: ScriptedCoordinator) -> None:
+        streams = client.submit(PROMPT, [PARAMS, PARAMS])
+        submit = await coordinator.received.get()
+        assert isinstance(submit, Submit)
+        assert [request.id for request in submit.requests] == [stream.id for stream in streams] == [1, 2]
+        assert [request.prompt for request in submit.requests] == [PROMPT, PROMPT]
+        assert client.num_open == 2
+
+    run(scenario)
+
+
+def test_tokens_of_several_steps_come_in_one_chunk_to_a_slow_reader(run: Callable[[Scenario], None]) -> None:
+    async def scenario(client: EngineClient, coordinator: ScriptedCoordinator) -> None:
+        one, two = client.submit(PROMPT, [PARAMS, PARAMS])
+        await coordinator.received.get()
+        coordinator.step([(1, 10), (2, 20)], prefilled=[(1, 16), (2, 0)])
+        coordinator.step([(2, 21), (1, 11)])
+        coordinator.step([(1, 12)], finished=[Finished(id=1, reason=FinishReason.STOP, stop_token_id=12)])
+        await wait_ready([two])
+        await asyncio.sleep(0.05)
+        chunks = [chunk async for chunk in one]
+        assert len(chunks) == 1
+        assert chunks[0].token_ids == [10, 11, 12]
+        assert chunks[0].num_cached_tokens == 16
+        assert chunks[0].finished == Finished(id=1, reason=FinishReason.STOP, stop_token_id=12)
+        assert chunks[0].logprobs is None
+        assert (await anext(two)).token_ids == [20, 21]
+        assert client.num_open == 1
+
+    run(scenario)
+
+
+def test_logprobs_go_to_the_request_that_asked(run: Callable[[Scenario], None]) -> None:
+    async def scenario(client: EngineClient, coordinator: ScriptedCoordinator) -> None:
+        plain, asked = client.submit(PROMPT, [PARAMS, SamplingParams(max_tokens=8, num_logprobs=1)])
+        await coordinator.received.get()
+        row = TokenLogprobs(id=2, logprob=-0.5, top_ids=[7], top_logprobs=[-0.25])
+        coordinator.step([(1, 10), (2, 20)], logprobs=[row])
+        assert (await anext(asked)).logprobs == [row]
+        assert (await anext(plain)).logprobs is None
+
+    run(scenario)
+
+
+def test_abort_is_sent_once_and_late_tokens_are_ignored(run: Callable[[Scenario], None]) -> None:
+    async def scenario(client: EngineClient, coordinator: ScriptedCoordinator) -> None:
+        [stream] = client.submit(PROMPT, [PARAMS])
+        await coordinator.received.get()
+        stream.abort()
+        stream.abort()
+        await stream.aclose()
+        assert await coordinator.received.get() == Abort([1])
+        coordinator.step([(1, 10)])
+        await asyncio.sleep(0.05)
+        chunks = [chunk async for chunk in stream]
+        assert [chunk.token_ids for chunk in chunks] == [[]]
+        assert chunks[0].finished == Finished(id=1, reason=FinishReason.ABORT)
+        assert coordinator.received.empty()
+        assert client.num_open == 0
+
+    run(scenario)
+
+
+def test_leaving_a_stream_early_or_being_cancelled_in_it_aborts(run: Callable[[Scenario], None]) -> None:
+    async def scenario(client: EngineClient, coordinator: ScriptedCoordinator) -> None:
+        left, cancelled = client.submit(PROMPT, [PARAMS, PARAMS])
+        await coordinator.received.get()
+        coordinator.step([(1, 10)])
+        async with left:
+            await anext(left)
+        assert await coordinator.received.get() == Abort([1])
+        reading = asyncio.create_task(anext(cancelled))  # type: ignore[arg-type]  # an awaitable is enough
+        await asyncio.sleep(0.01)
+        reading.cancel()
+        await asyncio.wait((reading,))
+        assert await coordinator.received.get() == Abort([2])
+        assert client.num_open == 0
+
+    run(scenario)
+
+
+def test_a_finished_stream_is_not_aborted(run: Callable[[Scenario], None]) -> None:
+    async def scenario(client: EngineClient, coordinator: ScriptedCoordinator) -> None:
+        [stream] = client.submit(PROMPT, [PARAMS])
+        await coordinator.received.get()
+        coordinator.step([(1, 10)], finished=[Finished(id=1, reason=FinishReason.LENGTH)])
+        async with stream:
+            assert [chunk.token_ids async for chunk in stream] == [[10]]
+        await asyncio.sleep(0.02)
+        assert coordinator.received.empty()
+
+    run(scenario)
+
+
+def test_a_lost_connection_ends_every_stream_with_an_error(run: Callable[[Scenario], None]) -> None:
+    async def scenario(client: EngineClient, coordinator: ScriptedCoordinator) -> None:
+        streams = client.submit(PROMPT, [PARAMS, PARAMS])
+        await coordinator.received.get()
+        coordinator.step([(1, 10)])
+        await wait_ready(streams)
+        assert coordinator.writer is not None
+        coordinator.writer.close()
+        await client.wait_closed()
+        for stream, tokens in zip(streams, ([10], []), strict=True):
+            chunks = [chunk async for chunk in stream]
+            assert chunks[-1].token_ids == tokens
+            assert chunks[-1].finished is not None
+            assert chunks[-1].finished.reason is FinishReason.ERROR
+            assert chunks[-1].finished.error_code == "engine_error"
+        assert (client.connected, client.num_open) == (False, 0)
+        assert client.failure is not None
+        with pytest.raises(EngineError, match="ended the connection"):
+            client.submit(PROMPT, [PARAMS])
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("garbage", [pack_frame(b"\xc1"), b"\xff\xff\xff\xff"])
+def test_garbage_on_the_socket_is_a_lost_connection_with_its_reason(
+    run: Callable[[Scenario], None], garbage: bytes
+) -> None:
+    async def scenario(client: EngineClient, coordinator: ScriptedCoordinator) -> None:
+        [stream] = client.submit(PROMPT, [PARAMS])
+        await coordinator.received.get()
+        assert coordinator.writer is not None
+        coordinator.writer.write(garbage)
+        chunk = await anext(stream)
+        assert chunk.finished is not None
+        assert chunk.finished.error is not None
+        assert "not a step output" in chunk.finished.error
+
+    run(scenario)
+
+
+def test_closing_the_client_ends_its_streams(run: Callable[[Scenario], None]) -> None:
+    async def scenario(client: EngineClient, coordinator: ScriptedCoordinator) -> None:
+        [stream] = client.submit(PROMPT, [PARAMS])
+        await client.close()
+        chunk = await anext(stream)
+        assert chunk.finished is not None
+        assert chunk.finished.reason is FinishReason.ERROR
+
+    run(scenario)
+
+
+def test_waiting_for_several_streams_ends_at_the_first_token_of_any_and_at_the_deadline(
+    run: Callable[[Scenario], None],
+) -> None:
+    async def scenario(client: EngineClient, coordinator: ScriptedCoordinator) -> None:
+        streams = client.submit(PROMPT, [PARAMS] * 3)
+        await coordinator.received.get()
+        with pytest.raises(TimeoutError):
+            await wait_ready(streams, asyncio.get_running_loop().time() + 0.02)
+        coordinator.step([(2, 5)])
+        await wait_ready(streams)
+        assert [stream.ready for stream in streams] == [False, True, False]
+
+    run(scenario)
+
+
+def test_connecting_to_nobody_ends_at_its_deadline(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        await EngineClient.connect(str(tmp_path / "nobody"), timeout_s=0.05)
+
+    with pytest.raises(DeadlineError, match=r"timeout_s=0\.05"):
+        asyncio.run(scenario())

@@ -1,0 +1,679 @@
+"""The HTTP surface over a scripted coordinator: order of chunks, errors, disconnects, and the openai package."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import struct
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import uvicorn
+from starlette.types import Message
+
+from cluster.engine_client import EngineClient, pack_frame, read_frame
+from cluster.messages import (
+    EngineToCoordinator,
+    Finished,
+    FinishReason,
+    GenerateRequest,
+    StepOutput,
+    Submit,
+    TokenLogprobs,
+)
+from cluster.openai.ingress import create_app
+from cluster.openai.serving import OpenAIServing
+from cluster.openai.tokenizer import Tokenizer
+from configs.schema import ServerConfig
+
+EOS = 2
+REPLY = "Hello there 😀, 漢字 and more."
+MODEL = "test/smollm2"
+
+
+@dataclass
+class ScriptedCoordinator:
+    """Answers every request with the same tokens, one a step, as the scheduler would end them."""
+
+    reply: list[int]
+    step_s: float = 0.0
+    fail_after: int | None = None
+    """Tokens after which requests end with an engine error."""
+    overloaded: bool = False
+    hang_after: int | None = None
+    """Tokens after which nothing comes any more."""
+    requests: list[GenerateRequest] = field(default_factory=list)
+    aborted: list[int] = field(default_factory=list)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        decoder = msgspec.msgpack.Decoder(EngineToCoordinator)
+        running: set[asyncio.Task[None]] = set()
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                message = decoder.decode(await read_frame(reader))
+                if isinstance(message, Submit):
+                    self.requests += message.requests
+                    running.add(asyncio.create_task(self._generate(message.requests, writer)))
+                else:
+                    self.aborted += message.ids
+        for task in running:
+            task.cancel()
+        writer.close()
+
+    async def _generate(self, requests: list[GenerateRequest], writer: asyncio.StreamWriter) -> None:
+        def send(output: StepOutput) -> None:
+            writer.write(pack_frame(msgspec.msgpack.encode(output)))
+
+        if self.overloaded:
+            error = {"reason": FinishReason.ERROR, "error": "The queue is full.", "error_code": "engine_overloaded"}
+            send(StepOutput(finished=[Finished(id=request.id, **error) for request in requests]))  # type: ignore[arg-type]
+            return
+        live = list(requests)
+        for position, token in enumerate(self.reply):
+            await asyncio.sleep(self.step_s)
+            live = [request for request in live if request.id not in self.aborted]
+            if not live or position == self.hang_after:
+                return
+            if position == self.fail_after:
+                error = {"reason": FinishReason.ERROR, "error": "rank 1 died", "error_code": "engine_error"}
+                send(StepOutput(finished=[Finished(id=request.id, **error) for request in live]))  # type: ignore[arg-type]
+                return
+            finished = [end for request in live if (end := self._end(request, position, token)) is not None]
+            send(
+                StepOutput(
+                    ids=b"".join(struct.pack("<q", request.id) for request in live),
+                    tokens=struct.pack("<i", token) * len(live),
+                    logprobs=[
+                        # One more than was asked for: the step's width is the widest request's.
+                        TokenLogprobs(
+                            id=request.id, logprob=-1.5, top_ids=[19556, 5], top_logprobs=[-0.5, float("-inf")]
+                        )
+                        for request in live
+                        if request.sampling.num_logprobs >= 0
+                    ],
+                    prefilled=[(request.id, 16) for request in live] if position == 0 else [],
+                    finished=finished,
+                )
+            )
+            ended = {end.id for end in finished}
+            live = [request for request in live if request.id not in ended]
+
+    def _end(self, request: GenerateRequest, position: int, token: int) -> Finished | None:
+        sampling = request.sampling
+        if token in sampling.stop_token_ids or (token == EOS and not sampling.ignore_eos):
+            return Finished(id=request.id, reason=FinishReason.STOP, stop_token_id=token)
+        if position + 1 == sampling.max_tokens or position + 1 == len(self.reply):
+            return Finished(id=request.id, reason=FinishReason.LENGTH)
+        return None
+
+
+@dataclass
+class Stack:
+    """Everything between an HTTP client and the scripted coordinator."""
+
+    coordinator: ScriptedCoordinator
+    engine: EngineClient
+    serving: OpenAIServing
+    http: httpx.AsyncClient
+
+    async def chat(self, **fields: Any) -> httpx.Response:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], **fields}
+        return await self.http.post("/v1/chat/completions", json=body)
+
+    async def complete(self, **fields: Any) -> httpx.Response:
+        return await self.http.post("/v1/completions", json={"model": MODEL, "prompt": "hi", **fields})
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():  # noqa: ASYNC110 -- what it waits for has no event
+            await asyncio.sleep(0.002)
+
+
+Scenario = Callable[[Stack], Coroutine[Any, Any, None]]
+
+
+@pytest.fixture(scope="module")
+def smollm2(smollm2_path: Path) -> Tokenizer:
+    return Tokenizer.load(smollm2_path)
+
+
+@pytest.fixture
+def run(smollm2: Tokenizer, tmp_path: Path) -> Callable[..., None]:
+    """run(scenario, server=..., **script): a fresh stack for each scenario, at most twenty seconds."""
+    reply = [*smollm2.encode(REPLY, add_special_tokens=False), EOS]
+
+    @contextlib.asynccontextmanager
+    async def stack(server: ServerConfig, script: dict[str, Any]) -> AsyncIterator[Stack]:
+        coordinator = ScriptedCoordinator(**{"reply": reply, **script})
+        path = tmp_path / "engine.sock"
+        listening = await asyncio.start_unix_server(coordinator.serve, path)
+        engine = await EngineClient.connect(str(path))
+        serving = OpenAIServing(engine, smollm2, model_name=MODEL, max_model_len=128, server=server, version="1.2")
+        transport = httpx.ASGITransport(create_app(serving))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            yield Stack(coordinator, engine, serving, http)
+        await engine.close()
+        listening.close()
+
+    async def bounded(scenario: Scenario, server: ServerConfig, script: dict[str, Any]) -> None:
+        async with asyncio.timeout(20), stack(server, script) as made:
+            await scenario(made)
+
+    def go(scenario: Scenario, server: ServerConfig | None = None, **script: Any) -> None:
+        asyncio.run(bounded(scenario, server or ServerConfig(), script))
+
+    return go
+
+
+Run = Callable[..., None]
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The SSE payloads of a response, [DONE] as the string."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    blocks = response.text.split("\n\n")
+    assert blocks[-1] == ""
+    assert all(block.startswith("data: ") for block in blocks[:-1])
+    payloads = [block.removeprefix("data: ") for block in blocks[:-1]]
+    return [payload if payload == "[DONE]" else json.loads(payload) for payload in payloads]
+
+
+def error_of(response: httpx.Response, status: int, code: str) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["code"] == code
+    error: dict[str, Any] = body["error"]
+    return error
+
+
+# --- Answers ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_chat_answer_has_text_usage_and_reason(run: Run) -> None:
+    async def scenario(stack: Stack) -> None:
+        body = (await stack.chat()).json()
+        num_tokens = len(stack.coordinator.reply)
+        assert body["object"] == "chat.completion"
+        assert body["id"].startswith("chatcmpl-")
+        assert body["choices"][0]["message"] == {"role": "assistant", "content": REPLY, "refusal": None}
+        assert body["choices"][0]["finish_reason"] == "stop"
+        assert body["choices"][0]["stop_reason"] is None
+        assert body["usage"] == {
+            "prompt_tokens": 31,
+            "completion_tokens": num_tokens,
+            "total_tokens": 31 + num_tokens,
+            "prompt_tokens_details": {"cached_tokens": 16},
+        }
+        assert stack.engine.num_open == 0
+
+    run(scenario)
+
+
+def test_a_chat_stream_has_its_chunks_in_order_and_the_same_text(run: Run) -> None:
+    async def scenario(stack: Stack) -> None:
+        response = await stack.chat(stream=True, stream_options={"include_usage": True})
+        *chunks, usage, done = events(response)
+        assert done == "[DONE]"
+        assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        middle, last = chunks[1:-1], chunks[-1]
+        assert all(set(chunk["choices"][0]["delta"]) == {"content"} for chunk in middle)
+        assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in middle) == REPLY
+        assert (last["choices"][0]["delta"], last["choices"][0]["finish_reason"]) == ({}, "stop")
+        assert all(chunk["choices"][0]["finish_reason"] is None for chunk in chunks[:-1])
+        assert all(chunk["usage"] is None for chunk in chunks)
+        assert usage["choices"] == []
+        assert usage["usage"]["completion_tokens"] == len(stack.coordinator.reply)
+        assert len({chunk["id"] for chunk in [*chunks, usage]}) == 1
+
+    run(scenario)
+
+
+def test_without_include_usage_no_chunk_mentions_usage(run: Run) -> None:
+    async def scenario(stack: Stack) -> None:
+        assert all("usage" not in chunk for chunk in events(await stack.chat(stream=True)) if chunk != "[DONE]")
+
+    run(scenario)
+
+
+def test_a_completion_streams_the_text_it_answers_whole(run: Run) -> None:
+    async def scenario(stack: Stack) -> None:
+        whole = (await stack.complete(max_tokens=100)).json()
+        assert whole["object"] == "text_completion"
+        assert whole["choices"][0]["text"] == REPLY
+        *chunks, done = events(await stack.complete(max_tokens=100, stream=True))
+        assert done == "[DONE]"
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == REPLY
+        assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+
+    run(scenario)
+
+
+def test_the_length_limits_default_as_openai_says(run: Run) -> None:
+    async def scenario(stack: Stack) -> None:
+        await stack.chat()
+        await stack.chat(max_tokens=7, max_completion_tokens=3)
+        completion = (await stack.complete()).json()
+        assert completion["usage"]["prompt_tokens"] == 1
+        limits = [request.sampling.max_tokens for request in stack.coordinator.requests]
+        assert limits == [128 - 31, 3, 16]
+        assert (await stack.chat(max_tokens=3)).json()["choices"][0]["finish_reason"] == "length"
+
+    run(scenario)
+
+
+def test_choices_have_their_own_seeds_and_indices(run: Run) -> None:
+    async def scenario(stack: Stack) -> None:
+        body = (await stack.chat(n=3, seed=2**63 - 2)).json()
+        assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
+        assert {choice["message"]["content"] for choice in body["choices"]} == {REPLY}
+        assert [request.sampling.seed for request in stack.coordinator.requests] == [2**63 - 2, 2**63 - 1, -(2**63)]
+        assert body["usage"]["prompt_tokens"] == 31
+        assert body["usage"]["completion_tokens"] == 3 * len(stack.coordinator.reply)
+        chunks = events(await stack.chat(n=2, stream=True))[:-1]
+        for index in (0, 1):
+            own = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+            assert "".join(choice["delta"].get("content", "") for choice in own) == REPLY
+            assert own[0]["delta"]["role"] == "assistant"
+            assert own[-1]["finish_reason"] == "stop"
+
+    run(scenario)
+
+
+def test_a_request_without_seed_gets_one_of_its_own(run: Run) -> None:
+    async def scenario(stack: Stack) -> None:
+        await stack.chat()
+        await stack.chat()
+        one, two = (request.sampling.seed for request in stack.coordinator.requests)
+        assert one != two
+
+    run(scenario)
+
+
+def test_sampling_parameters_reach_the_engine(run: Run) -> None:
+    async def scenario(stack: Stack) -> None:
+        await stack.chat(temperature=0, top_p=0.5, top_k=-1, min_p=0.25, stop_token_ids=[9], ignore_eos=True, seed=4)
+        sampling = stack.coordinator.requests[0].sampling
+        assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.0, 0.5, 0, 0.25)
+        assert (sampling.stop_token_ids, sampling.ignore_eos, sampling.seed) == ((9,), True, 4)
+
+    run(scenario)
+
+
+def test_several_prompts_are_answered_in_order(run: Run, smollm2: Tokenizer) -> None:
+    async def scenario(stack: Stack) -> None:
+        body = (await stack.complete(prompt=[[5, 6, 7], [8]], n=2, max_tokens=2)).json()
+        assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+        prompts = [list(struct.unpack(f"<{len(r.prompt) // 4}i", r.prompt)) for r in stack.coordinator.requests]
+        assert prompts == [[5, 6, 7], [5, 6, 7], [8], [8]]
+        assert body["usage"]["prompt_tokens"] == 4
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_across_tokens_cuts_the_text_and_frees_the_request(run: Run, stream: bool) -> None:
+    async def scenario(stack: Stack) -> None:
+        response = await stack.chat(stop=["字 an", "never"], stream=stream)
+        if stream:
+            chunks = events(response)[:-1]
+            text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+            choice = chunks[-1]["choices"][0]
+        else:
+            choice = response.json()["choices"][0]
+            text = choice["message"]["content"]
+            assert response.json()["usage"]["completion_tokens"] < len(stack.coordinator.reply)
+        assert text == "Hello there 😀, 漢"
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "字 an")
+        await stack.until(lambda: stack.coordinator.aborted == [1])
+        assert stack.engine.num_open == 0
+
+    run(scenario, step_s=0.001)
+
+
+def test_a_stop_token_is_counted_but_not_shown(run: Run, smollm2: Tokenizer) -> None:
+    async def scenario(stack: Stack) -> None:
+        stop_id = stack.coordinator.reply[1]
+        body = (await stack.chat(stop_token_ids=[stop_id])).json()
+        assert body["choices"][0]["message"]["content"] == "Hello"
+        assert body["choices"][0]["stop_reason"] == stop_id
+        assert body["usage"]["completion_tokens"] == 2
+
+    run(scenario)
+
+
+def test_an_answer_cut_inside_a_character_ends_the_same_streamed_or_not(run: Run) -> None:
+    async def scenario(stack: Stack) -> None:
+        whole = (await stack.chat(max_tokens=3)).json()["choices"][0]["message"]["content"]
+        chunks = events(await stack.chat(max_tokens=3, stream=True))[:-1]
+        assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == whole
+        assert whole.endswith("�")
+
+    run(scenario)
+
+
+def test_chat_logprobs_carry_raw_bytes_and_always_the_sampled_token(run: Run) -> None:
+    async def scenario(stack: Stack) -> None:
+        body = (await stack.chat(logprobs=True, top_logprobs=1)).json()
+        content = body["choices"][0]["logprobs"]["content"]
+        assert len(content) == body["usage"]["completion_tokens"]
+        assert bytes(byte for entry in content[:-1] for byte in entry["bytes"]).decode() == REPLY
+        assert content[0]["top_logprobs"] == [{"token": "Hello", "logprob": -0.5, "bytes": list(b"Hello")}]
+        assert [top["token"] for top in content[1]["top_logprobs"]] == ["Hello", content[1]["token"]]
+        assert content[1]["logprob"] == content[1]["top_logprobs"][1]["logprob"] == -1.5
+        none = (await stack.chat(logprobs=True)).json()["choices"][0]["logprobs"]["content"]
+        assert all(entry["top_logprobs"] == [] for entry in none)
+        streamed = [
+            entry
+            for chunk in events(await stack.chat(logprobs=True, top_logprobs=1, stream=True))[:-1]
+            for entry in (chunk["choices"][0]["logprobs"] or {"content": []})["content"]
+        ]
+        assert streamed == content
+        assert stack.coordinator.requests[0].sampling.num_logprobs == 1
+
+    run(scenario)
+
+
+def test_completion_logprobs_are_aligned_with_the_text(run: Run) -> None:
+    async def scenario(stack: Stack) -> None:
+        choice = (await stack.complete(max_tokens=100, logprobs=2)).json()["choices"][0]
+        logprobs = choice["logprobs"]
+        assert len({len(values) for values in logprobs.values()}) == 1
+        for token, offset in zip(logprobs["tokens"][:2], logprobs["text_offset"][:2], strict=True):
+            assert choice["text"][offset:].startswith(token)
+        assert logprobs["text_offset"][-1] == len(choice["text"])
+        assert logprobs["top_logprobs"][0]["Hello"] == -0.5
+        assert -9999.0 in logprobs["top_logprobs"][0].values()  # -inf has no JSON
+
+    run(scenario)
+
+
+# --- Errors -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_wrong_request_gets_the_same_shape_of_error(run: Run) -> None:
+    async def scenario(stack: Stack) -> None:
+        error_of(await stack.http.get("/nothing"), 404, "not_found")
+        error_of(await stack.http.get("/v1/chat/completions/"), 404, "not_found")
+        response = await stack.http.get("/v1/chat/completions")
+        error_of(response, 405, "method_not_allowed")
+        assert response.headers["allow"] == "POST"
+        plain = {"content-type": "text/plain"}
+        error_of(await stack.http.post("/v1/completions", content=b"{}", headers=plain), 415, "unsupported_media_type")
+        zipped = {"content-encoding": "gzip"}
+        error_of(await stack.http.post("/v1/completions", content=b"{}", headers=zipped), 415, "unsupported_media_type")
+        error_of(await stack.http.post("/v1/completions", content=b"{"), 400, "invalid_json")
+        assert error_of(await stack.chat(model="other"), 404, "model_not_found")["param"] == "model"
+        assert error_of(await stack.chat(messages=[]), 400, "empty_array")["param"] == "messages"
+        wrong = [{"role": "user", "content": 5}]
+        assert error_of(await stack.chat(messages=wrong), 400, "invalid_type")["param"] == "messages[0].content"
+        assert error_of(await stack.chat(max_tokens=0), 400, "invalid_value")["param"] == "max_tokens"
+        assert error_of(await stack.chat(stop_token_ids=[49152]), 400, "invalid_value")["param"] == "stop_token_ids[0]"
+        assert error_of(await stack.complete(prompt=[49152]), 400, "invalid_value")["param"] == "prompt[0]"
+        assert error_of(await stack.complete(prompt=""), 400, "empty_string")["param"] == "prompt"
+        assert error_of(await stack.complete(n=128, prompt=["a"] * 9), 400, "invalid_value")["param"] == "n"
+        assert stack.coordinator.requests == []
+
+    run(scenario)
+
+
+def test_a_prompt_that_does_not_fit_is_refused_with_both_lengths(run: Run) -> None:
+    async def scenario(stack: Stack) -> None:
+        error = error_of(await stack.complete(prompt=[5] * 200), 400, "context_length_exceeded")
+        assert "maximum context length is 128 tokens" in error["message"]
+        assert "200 in the prompt" in error["message"]
+        error = error_of(await stack.complete(prompt=[5] * 100, max_tokens=29), 400, "context_length_exceeded")
+        assert "29 for the completion" in error["message"]
+        assert (await stack.complete(prompt=[5] * 100, max_tokens=28)).status_code == 200
+        assert (await stack.complete(prompt=[5] * 127)).json()["usage"]["completion_tokens"] == 1
+        long = [{"role": "user", "content": "word " * 3000}]
+        assert error_of(await stack.chat(messages=long), 400, "context_length_exceeded")["param"] == "messages"
+
+    run(scenario)
+
+
+def test_a_body_over_the_limit_is_refused_with_or_without_its_length(run: Run) -> None:
+    async def scenario(stack: Stack) -> None:
+        read = 0
+
+        async def endless() -> AsyncIterator[bytes]:
+            nonlocal read
+            for _ in range(100):
+                read += 1
+                yield b"x" * 1024
+
+        error_of(await stack.http.post("/v1/completions", content=b"x" * 10_000), 413, "request_too_large")
+        error_of(await stack.http.post("/v1/completions", content=endless()), 413, "request_too_large")
+        assert read < 10
+
+    run(scenario, server=ServerConfig(max_body_bytes=4096))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_overloaded_engine_is_503_with_retry_after_streamed_or_not(run: Run, stream: bool) -> None:
+    async def scenario(stack: Stack) -> None:
+        response = await stack.chat(stream=stream)
+        error_of(response, 503, "engine_overloaded")
+        assert response.headers["retry-after"] == "1"
+        assert stack.engine.num_open == 0
+
+    run(scenario, overloaded=True)
+
+
+def test_an_engine_error_is_500_before_the_stream_and_a_chunk_within_it(run: Run) -> None:
+    async def first(stack: Stack) -> None:
+        error = error_of(await stack.chat(stream=True), 500, "engine_error")
+        assert "rank" not in error["message"]
+        error_of(await stack.chat(n=2), 500, "engine_error")
+
+    async def later(stack: Stack) -> None:
+        *chunks, last = events(await stack.chat(stream=True))
+        assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == "Hello there"
+        assert last["error"]["code"] == "engine_error"
+        assert stack.engine.num_open == 0
+
+    run(first, fail_after=0)
+    run(later, fail_after=2, step_s=0.001)
+
+
+def test_a_request_past_its_deadline_is_504_and_aborted(run: Run) -> None:
+    async def scenario(stack: Stack) -> None:
+        error = error_of(await stack.chat(), 504, "deadline_exceeded")
+        assert "server.request_timeout_s=0.05" in error["message"]
+        await stack.until(lambda: stack.coordinator.aborted == [1])
+
+    run(scenario, server=ServerConfig(request_timeout_s=0.05), hang_after=1)
+
+
+def test_a_lost_engine_is_503_and_not_ready(run: Run) -> None:
+    async def scenario(stack: Stack) -> None:
+        await stack.serving.warm_up()
+        await stack.engine.close()
+        response = await stack.chat()
+        error_of(response, 503, "engine_overloaded")
+        assert "retry-after" in response.headers
+        error_of(await stack.http.get("/ready"), 503, "engine_overloaded")
+        assert (await stack.http.get("/health")).status_code == 200
+
+    run(scenario)
+
+
+def test_an_unforeseen_error_shows_the_client_a_reference_only(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(stack: Stack) -> None:
+        def broken(*args: object) -> None:
+            raise RuntimeError("/secret/path")
+
+        monkeypatch.setattr(stack.engine, "submit", broken)
+        assert "secret" not in error_of(await stack.chat(), 500, "internal_error")["message"]
+
+    run(scenario)
+
+
+# --- Other routes -----------------------------------------------------------------------------------------------------
+
+
+def test_models_can_be_listed_and_retrieved_even_with_a_slash(run: Run) -> None:
+    async def scenario(stack: Stack) -> None:
+        listed = (await stack.http.get("/v1/models")).json()
+        assert listed["object"] == "list"
+        assert (await stack.http.get(f"/v1/models/{MODEL}")).json() == listed["data"][0]
+        assert (listed["data"][0]["id"], listed["data"][0]["max_model_len"]) == (MODEL, 128)
+        error_of(await stack.http.get("/v1/models/other"), 404, "model_not_found")
+
+    run(scenario)
+
+
+def test_ready_only_after_a_token_was_generated(run: Run) -> None:
+    async def scenario(stack: Stack) -> None:
+        assert (await stack.http.get("/health")).status_code == 200
+        assert (await stack.http.get("/version")).json() == {"version": "1.2"}
+        response = await stack.http.get("/ready")
+        assert response.status_code == 503
+        assert "retry-after" in response.headers
+        await stack.serving.warm_up(timeout_s=5)
+        assert (await stack.http.get("/ready")).status_code == 200
+
+    run(scenario)
+
+
+def test_text_can_be_had_without_http(run: Run) -> None:
+    async def scenario(stack: Stack) -> None:
+        pieces = [piece async for piece in stack.serving.stream_text("hi", chat=True, max_tokens=90, temperature=0.0)]
+        assert "".join(pieces) == REPLY
+        assert stack.coordinator.requests[0].sampling.temperature == 0.0
+
+    run(scenario)
+
+
+# --- Disconnects ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"n": 3}, {"n": 3, "stream": True}])
+@pytest.mark.parametrize("hang_after", [0, 2], ids=["queued", "running"])
+def test_a_client_that_goes_away_aborts_its_requests(run: Run, fields: dict[str, Any], hang_after: int) -> None:
+    async def scenario(stack: Stack) -> None:
+        body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hi"}], **fields}).encode()
+        gone = asyncio.Event()
+        sent: list[Message] = []
+        arriving = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+        async def receive() -> Message:
+            for message in arriving:
+                return message
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/chat/completions",
+            "raw_path": b"/v1/chat/completions",
+            "query_string": b"",
+            "root_path": "",
+            "headers": [(b"content-type", b"application/json")],
+        }
+        app: Callable[..., Awaitable[None]] = create_app(stack.serving)
+        serving = asyncio.create_task(app(scope, receive, send))  # type: ignore[arg-type]  # FastAPI's is a coroutine
+        ids = list(range(1, fields.get("n", 1) + 1))
+        await stack.until(lambda: len(stack.coordinator.requests) == len(ids))
+        await asyncio.sleep(0.02)
+        assert bool(sent) == (bool(fields.get("stream")) and hang_after > 0)
+        gone.set()
+        await serving
+        await stack.until(lambda: sorted(stack.coordinator.aborted) == ids)
+        assert stack.engine.num_open == 0
+
+    run(scenario, hang_after=hang_after)
+
+
+def test_cancelling_the_asgi_call_aborts_too(run: Run) -> None:
+    async def scenario(stack: Stack) -> None:
+        waiting = asyncio.create_task(stack.chat())
+        await stack.until(lambda: len(stack.coordinator.requests) == 1)
+        waiting.cancel()
+        await asyncio.wait((waiting,))
+        await stack.until(lambda: stack.coordinator.aborted == [1])
+
+    run(scenario, hang_after=0)
+
+
+# --- A real server and the real client --------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def served(serving: OpenAIServing) -> AsyncIterator[str]:
+    """uvicorn on a free loopback port."""
+    listening = socket.socket()
+    listening.bind(("127.0.0.1", 0))
+    config = uvicorn.Config(create_app(serving), log_config=None, lifespan="off", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    task = asyncio.create_task(server.serve(sockets=[listening]))
+    while not server.started:  # noqa: ASYNC110 -- uvicorn has no event for it
+        await asyncio.sleep(0.005)
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await task
+        listening.close()
+
+
+def test_the_openai_package_works_unmodified(run: Run) -> None:
+    openai = pytest.importorskip("openai")
+
+    async def scenario(stack: Stack) -> None:
+        async with (
+            served(stack.serving) as url,
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+        ):
+            assert (await client.models.retrieve(MODEL)).id == MODEL
+            messages = [{"role": "user", "content": "hi"}]
+            whole = await client.chat.completions.create(model=MODEL, messages=messages, logprobs=True)
+            assert whole.choices[0].message.content == REPLY
+            assert whole.usage.prompt_tokens_details.cached_tokens == 16
+            assert whole.choices[0].logprobs.content[0].token == "Hello"
+            stream = await client.chat.completions.create(
+                model=MODEL, messages=messages, stream=True, stream_options={"include_usage": True}
+            )
+            chunks = [chunk async for chunk in stream]
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+            assert text == REPLY
+            assert chunks[-1].usage.completion_tokens == len(stack.coordinator.reply)
+            completion = await client.completions.create(model=MODEL, prompt="hi", max_tokens=90)
+            assert completion.choices[0].text == REPLY
+            with pytest.raises(openai.NotFoundError) as caught:
+                await client.chat.completions.create(model="other", messages=messages)
+            assert caught.value.code == "model_not_found"
+            with pytest.raises(openai.BadRequestError, match="temperature"):
+                await client.chat.completions.create(model=MODEL, messages=messages, temperature=3)
+
+    run(scenario)
+
+
+def test_a_closed_connection_aborts_on_a_real_server(run: Run) -> None:
+    async def scenario(stack: Stack) -> None:
+        async with served(stack.serving) as url, httpx.AsyncClient(base_url=url, trust_env=False) as client:
+            body = {"model": MODEL, "prompt": "hi", "max_tokens": 50, "stream": True}
+            async with client.stream("POST", "/v1/completions", json=body) as response:
+                assert response.status_code == 200
+                async for _ in response.aiter_lines():
+                    break
+            await stack.until(lambda: stack.coordinator.aborted == [1])
+            unary = asyncio.create_task(client.post("/v1/completions", json={**body, "stream": False}))
+            await stack.until(lambda: len(stack.coordinator.requests) == 2)
+            unary.cancel()
+            await asyncio.wait((unary,))
+            await stack.until(lambda: stack.coordinator.aborted == [1, 2])
+
+    run(scenario, hang_after=3)
