@@ -1,0 +1,61 @@
+"""What an attention backend does, and which ones there are."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+from attention.forward_batch import ForwardBatch
+from attention.kv_pool import ReqToTokenPool, TokenToKVPool
+from attention.layer import AttentionLayer
+from configs.errors import ConfigError
+
+
+class AttentionBackend(ABC):
+    """Causal attention of new tokens over the paged KV cache, for the heads of one rank.
+
+    A step calls `init_forward_metadata` once and then `forward` once for each layer, in any order. What does not
+    depend on a layer's values (indices, masks, plans) is made in `init_forward_metadata`, never in `forward`.
+    """
+
+    def __init__(
+        self, layers: Sequence[AttentionLayer], req_to_token_pool: ReqToTokenPool, token_to_kv_pool: TokenToKVPool
+    ) -> None:
+        self.layers = tuple(layers)
+        self.req_to_token_pool = req_to_token_pool
+        self.token_to_kv_pool = token_to_kv_pool
+
+    @abstractmethod
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        """Prepares for `batch`. Page-table entries past a row's last page are never used."""
+
+    @abstractmethod
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        """Writes K and V of the new tokens to the pool, then attends.
+
+        Args:
+            q: [num_tokens, tp_q_head_num * head_dim], after norm and rotary embedding, in the pool's dtype.
+            k: [num_tokens, tp_k_head_num * head_dim], likewise.
+            v: [num_tokens, tp_k_head_num * head_dim].
+
+        Returns:
+            [num_tokens, tp_q_head_num * head_dim], contiguous.
+        """
+
+
+def create_backend(
+    name: str,
+    layers: Sequence[AttentionLayer],
+    req_to_token_pool: ReqToTokenPool,
+    token_to_kv_pool: TokenToKVPool,
+) -> AttentionBackend:
+    """The backend called `name`; raises ConfigError for a name there is none for."""
+    # Imported here: a backend's kernels are loaded only where they are used.
+    from attention.torch_native import TorchNativeBackend
+
+    backends: dict[str, type[AttentionBackend]] = {"torch_native": TorchNativeBackend}
+    if name not in backends:
+        raise ConfigError(f"attention_backend={name} is not one of {', '.join(sorted(backends))}")
+    return backends[name](layers, req_to_token_pool, token_to_kv_pool)

@@ -1,0 +1,85 @@
+"""KV memory of one rank: which pages a request owns, and the keys and values in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from attention.layer import AttentionLayer
+from configs.errors import EngineError
+
+
+class ReqToTokenPool:
+    """The page table: row r lists the pages of the request in row r. Row 0 and page 0 are padding.
+
+    Kept in host memory as `page_table` [num_rows + 1, max_pages] int32: on CPU the host is the device, and every
+    backend turns it into its own indices once a step.
+    """
+
+    def __init__(self, num_rows: int, max_pages: int) -> None:
+        self.page_table: npt.NDArray[np.int32] = np.zeros((num_rows + 1, max_pages), np.int32)
+
+    def apply(self, deltas: npt.NDArray[np.int32], num_pages: int) -> None:
+        """Writes [num_deltas, 3] of (row, index, page id); raises EngineError on one outside the tables."""
+        if len(deltas) == 0:
+            return
+        num_rows, max_pages = self.page_table.shape
+        rows, indices, pages = deltas[:, 0], deltas[:, 1], deltas[:, 2]
+        if not (
+            ((rows >= 1) & (rows < num_rows)).all()
+            and ((indices >= 0) & (indices < max_pages)).all()
+            and ((pages >= 1) & (pages <= num_pages)).all()
+        ):
+            raise EngineError(
+                f"a page delta is outside {num_rows - 1} rows of {max_pages} pages with ids 1 to {num_pages}"
+            )
+        self.page_table[rows, indices] = pages
+
+
+class TokenToKVPool:
+    """Keys and values of every layer, [num_pages + 1, page_size, tp_k_head_num of the layer, head_dim] each.
+
+    Page 0 is the padding page. Slot s is page s // page_size, offset s % page_size.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[AttentionLayer],
+        *,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.dtype = dtype
+        self.device = device
+        shapes = [(num_pages + 1, page_size, layer.tp_k_head_num, layer.head_dim) for layer in layers]
+        # zeros, not empty: the system hands zeroed pages out lazily, so an idle pool costs no memory on CPU.
+        self._k = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        self._v = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        # Slot views are made once: a view per layer and step is Python time on the decode path.
+        self._k_slots = [k.flatten(0, 1).flatten(1) for k in self._k]
+        self._v_slots = [v.flatten(0, 1).flatten(1) for v in self._v]
+
+    @staticmethod
+    def bytes_per_page(layers: Sequence[AttentionLayer], page_size: int, dtype: torch.dtype) -> int:
+        """Bytes of one page: all layers, keys and values, on this rank."""
+        return sum(2 * page_size * layer.tp_k_head_num * layer.head_dim * dtype.itemsize for layer in layers)
+
+    def pages(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a layer, [num_pages + 1, page_size, tp_k_head_num, head_dim] each; writable."""
+        return self._k[layer_id], self._v[layer_id]
+
+    def slots(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same memory as [(num_pages + 1) * page_size, tp_k_head_num * head_dim]."""
+        return self._k_slots[layer_id], self._v_slots[layer_id]
+
+    def set_kv(self, layer_id: int, out_cache_loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Writes k and v [num_tokens, tp_k_head_num * head_dim] to slots `out_cache_loc` [num_tokens] int64."""
+        self._k_slots[layer_id].index_copy_(0, out_cache_loc, k)
+        self._v_slots[layer_id].index_copy_(0, out_cache_loc, v)

@@ -1,0 +1,22 @@
+"""The geometry of one attention layer on one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionLayer:
+    """What a backend must know of a layer. Head counts are this rank's own, from the shard plan."""
+
+    layer_id: int
+    tp_q_head_num: int
+    """A multiple of `tp_k_head_num`; query head h reads KV head h // (tp_q_head_num / tp_k_head_num)."""
+    tp_k_head_num: int
+    head_dim: int
+    scale: float
+    """Factor of the scores before softcap and softmax."""
+    window: int | None = None
+    """A query sees itself and `window - 1` tokens before it; None sees all."""
+    softcap: float | None = None
+    """Scores become softcap * tanh(scores / softcap)."""

@@ -1,0 +1,244 @@
+"""GGUF files: a light header reader, and rows of quantised tensors as this rank needs them.
+
+Only the blocks that cover a range are read and dequantised. The header's token lists are skipped, not parsed.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+
+from configs.errors import CheckpointError
+from configs.model_config import ModelConfig
+from parallel.plan import Span
+from worker.weights import RangeReader
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_CHUNK_ELEMENTS = 2 << 20
+"""Elements dequantised at once; dequantising takes a few times their fp32 bytes."""
+
+_TENSORS = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_LAYER_TENSORS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_INTERLEAVED_ARCHITECTURES = ("llama",)
+"""Architectures whose converter reorders each query and key head from halves to interleaved rotary pairs."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    kind: GGMLQuantizationType
+    shape: tuple[int, ...]
+    """Outermost dimension first, as torch has it."""
+    offset: int
+    """Bytes from the start of the file."""
+    interleaved: bool
+    """Rows of each head are rotary pairs side by side; reading puts them back as halves."""
+
+    @property
+    def num_columns(self) -> int:
+        return self.shape[-1]
+
+    @property
+    def row_bytes(self) -> int:
+        block_size, block_bytes = GGML_QUANT_SIZES[self.kind]
+        return self.num_columns // block_size * block_bytes
+
+
+class GGUFFile:
+    """One .gguf file as a TensorFile."""
+
+    def __init__(self, reader: RangeReader, entries: Mapping[str, _Entry], head_dim: int) -> None:
+        self._reader = reader
+        self._entries = entries
+        self._head_dim = head_dim
+
+    @classmethod
+    def open(cls, path: Path, model: ModelConfig) -> GGUFFile:
+        """Reads and checks the header. Raises CheckpointError for another format, version or a truncated file."""
+        reader = RangeReader(path)
+        try:
+            with path.open("rb", buffering=1 << 20) as stream:
+                entries = _read_header(stream, path)
+            for name, entry in entries.items():
+                num_rows = entry.shape[0] if len(entry.shape) > 1 else 1
+                end = entry.offset + num_rows * entry.row_bytes
+                if end > reader.size:
+                    raise CheckpointError(
+                        f"{path} is truncated: tensor {name} ends at byte {end} of {reader.size}; download it again"
+                    )
+        except CheckpointError:
+            reader.close()
+            raise
+        return cls(reader, entries, model.head_dim)
+
+    @property
+    def bytes_read(self) -> int:
+        return self._reader.bytes_read
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: entry.shape for name, entry in self._entries.items()}
+
+    def read(self, name: str, out: torch.Tensor, rows: Span, columns: Span | None) -> None:
+        entry = self._entries[name]
+        if len(entry.shape) == 1:
+            # One row of the file; `rows` are its elements.
+            part = out.view(1, -1)
+            self._read_rows(entry, part, Span(0, 1), rows)
+            if entry.interleaved:
+                part.copy_(self._halves(part.view(-1, 1)).view(1, -1))
+            return
+        width = Span(0, entry.num_columns) if columns is None else columns
+        step = max(1, _CHUNK_ELEMENTS // width.size)
+        if entry.interleaved:
+            step = max(1, step // self._head_dim) * self._head_dim
+        for start in range(rows.start, rows.stop, step):
+            stop = min(start + step, rows.stop)
+            part = out[start - rows.start : stop - rows.start]
+            self._read_rows(entry, part, Span(start, stop), width)
+            if entry.interleaved:
+                part.copy_(self._halves(part))
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def _read_rows(self, entry: _Entry, out: torch.Tensor, rows: Span, columns: Span) -> None:
+        """Fills out [rows.size, columns.size] from the blocks that cover these columns."""
+        block_size, block_bytes = GGML_QUANT_SIZES[entry.kind]
+        first_block, last_block = columns.start // block_size, -(-columns.stop // block_size)
+        length = (last_block - first_block) * block_bytes
+        data = self._reader.read_strided(
+            entry.offset + rows.start * entry.row_bytes + first_block * block_bytes,
+            entry.row_bytes,
+            rows.size,
+            length,
+        )
+        values = dequantize(np.frombuffer(data, np.uint8).reshape(rows.size, length), entry.kind)
+        skipped = columns.start - first_block * block_size
+        out.copy_(torch.from_numpy(values.reshape(rows.size, -1)[:, skipped : skipped + columns.size]))
+
+    def _halves(self, rows: torch.Tensor) -> torch.Tensor:
+        """Whole heads of rows, from interleaved rotary pairs (0, d/2, 1, d/2 + 1, ...) to halves; a copy."""
+        assert rows.shape[0] % self._head_dim == 0, "query and key rows are read in whole heads"
+        pairs = rows.view(-1, self._head_dim // 2, 2, rows.shape[1])
+        return pairs.transpose(1, 2).reshape(rows.shape)
+
+
+def _read_header(stream: BinaryIO, path: Path) -> dict[str, _Entry]:
+    header = _HeaderReader(stream, path)
+    if header.bytes(4) != b"GGUF":
+        raise CheckpointError(f"{path} is no GGUF file")
+    version = header.scalar(4)
+    if version not in (2, 3):
+        raise CheckpointError(f"{path} is GGUF version {version}; supported are 2 and 3, little-endian")
+    num_tensors, num_fields = int(header.scalar(10)), int(header.scalar(10))
+    architecture, alignment = "", 32
+    for _ in range(num_fields):
+        key = header.string()
+        kind = int(header.scalar(4))
+        if key == "general.architecture" and kind == _STRING:
+            architecture = header.string()
+        elif key == "general.alignment" and kind in _SCALARS:
+            alignment = int(header.scalar(kind))
+        else:
+            header.skip(kind)
+    infos = [header.tensor_info() for _ in range(num_tensors)]
+    data_start = -(-stream.tell() // alignment) * alignment
+    interleaved = architecture in _INTERLEAVED_ARCHITECTURES
+    entries = {}
+    for gguf_name, shape, kind, offset in infos:
+        name = _hugging_face_name(gguf_name)
+        entries[name] = _Entry(
+            kind=_quantization(path, gguf_name, kind),
+            shape=shape,
+            offset=data_start + offset,
+            interleaved=interleaved and (".q_proj." in name or ".k_proj." in name),
+        )
+    return entries
+
+
+def _quantization(path: Path, name: str, kind: int) -> GGMLQuantizationType:
+    try:
+        return GGMLQuantizationType(kind)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: tensor {name} is of unknown GGML type {kind}") from error
+
+
+def _hugging_face_name(name: str) -> str:
+    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; a name without a rule stays as it is."""
+    stem, _, suffix = name.rpartition(".")
+    if stem in _TENSORS:
+        return f"{_TENSORS[stem]}.{suffix}"
+    head, _, rest = stem.partition(".")
+    number, _, tensor = rest.partition(".")
+    if head == "blk" and tensor in _LAYER_TENSORS:
+        return f"model.layers.{number}.{_LAYER_TENSORS[tensor]}.{suffix}"
+    return name
+
+
+class _HeaderReader:
+    """The header's primitive values, one after the other. Raises CheckpointError where the file ends too early."""
+
+    def __init__(self, stream: BinaryIO, path: Path) -> None:
+        self._stream = stream
+        self._path = path
+
+    def bytes(self, count: int) -> bytes:
+        data = self._stream.read(count)
+        if len(data) != count:
+            raise CheckpointError(f"{self._path} is truncated: it ends inside its header; download it again")
+        return data
+
+    def scalar(self, kind: int) -> int | float:
+        layout = struct.Struct("<" + _SCALARS[kind])
+        value: int | float = layout.unpack(self.bytes(layout.size))[0]
+        return value
+
+    def string(self) -> str:
+        return self.bytes(int(self.scalar(10))).decode("utf-8", "replace")
+
+    def tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
+        name = self.string()
+        dims = [int(self.scalar(10)) for _ in range(int(self.scalar(4)))]
+        kind, offset = int(self.scalar(4)), int(self.scalar(10))
+        # GGUF lists the innermost dimension first.
+        return name, tuple(reversed(dims)), kind, offset
+
+    def skip(self, kind: int) -> None:
+        """Passes over one value; a string array costs two reads a string and no Python object that stays."""
+        if kind in _SCALARS:
+            self.bytes(struct.calcsize("<" + _SCALARS[kind]))
+        elif kind == _STRING:
+            self.bytes(int(self.scalar(10)))
+        elif kind == _ARRAY:
+            item, count = int(self.scalar(4)), int(self.scalar(10))
+            if item in _SCALARS:
+                self.bytes(count * struct.calcsize("<" + _SCALARS[item]))
+                return
+            for _ in range(count):
+                self.skip(item)
+        else:
+            raise CheckpointError(f"{self._path} has a header field of unknown type {kind}")

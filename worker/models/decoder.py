@@ -1,0 +1,231 @@
+"""One decoder for every supported family: Llama 2/3, Qwen2/2.5, Qwen3, Mistral. What differs is in ModelConfig.
+
+Activations are [num_tokens, hidden_size], tokens of all rows one after the other. Ranks hold spans of heads and MLP
+columns; two all-reduces a layer make the residual stream the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from attention.backend import AttentionBackend
+from attention.forward_batch import ForwardBatch
+from attention.layer import AttentionLayer
+from configs.errors import ConfigError
+from configs.model_config import ModelConfig
+from parallel.embedding import ParallelLMHead, VocabParallelEmbedding
+from parallel.group import TensorParallelGroup
+from parallel.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear, TensorSource
+from parallel.plan import LayerShard, ShardPlan, Span
+from worker.layers.norm import RMSNorm
+from worker.layers.rotary import RotaryEmbedding, rotate
+
+CosSin = tuple[torch.Tensor, torch.Tensor]
+
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+class Attention:
+    """Self-attention over this rank's query heads: qkv -> norm -> rotary -> attention -> o -> all-reduce."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        shard: LayerShard,
+        layer_id: int,
+        group: TensorParallelGroup,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        window = model.layer_windows[layer_id] if model.layer_windows else None
+        self.layer = AttentionLayer(
+            layer_id=layer_id,
+            tp_q_head_num=shard.q_heads.size,
+            tp_k_head_num=shard.kv_heads.size,
+            head_dim=model.head_dim,
+            scale=model.head_dim**-0.5 if model.attention_scale is None else model.attention_scale,
+            window=window,
+            softcap=model.attention_softcap,
+        )
+        self._q_size = shard.q_heads.size * model.head_dim
+        self._kv_size = shard.kv_heads.size * model.head_dim
+        self._num_rotated = shard.q_heads.size + shard.kv_heads.size
+        self._qkv = QKVParallelLinear(
+            model.hidden_size,
+            model.head_dim,
+            shard.q_heads,
+            shard.kv_heads,
+            bias=model.qkv_bias,
+            dtype=dtype,
+            device=device,
+        )
+        columns = Span(shard.q_heads.start * model.head_dim, shard.q_heads.stop * model.head_dim)
+        self._o = RowParallelLinear(
+            columns, model.hidden_size, bias=model.o_bias, group=group, dtype=dtype, device=device
+        )
+        self._q_norm: RMSNorm | None = None
+        self._k_norm: RMSNorm | None = None
+        if model.qk_norm:
+            self._q_norm = RMSNorm(model.head_dim, model.rms_norm_eps, dtype=dtype, device=device)
+            self._k_norm = RMSNorm(model.head_dim, model.rms_norm_eps, dtype=dtype, device=device)
+
+    def load(self, source: TensorSource, prefix: str) -> None:
+        self._qkv.load(source, f"{prefix}.q_proj", f"{prefix}.k_proj", f"{prefix}.v_proj")
+        self._o.load(source, f"{prefix}.o_proj")
+        if self._q_norm is not None and self._k_norm is not None:
+            self._q_norm.load(source, f"{prefix}.q_norm")
+            self._k_norm.load(source, f"{prefix}.k_norm")
+
+    def __call__(self, x: torch.Tensor, cos_sin: CosSin, backend: AttentionBackend) -> torch.Tensor:
+        num_tokens = x.shape[0]
+        qkv = self._qkv(x)
+        qk = qkv[:, : -self._kv_size].view(num_tokens, self._num_rotated, self.layer.head_dim)
+        if self._q_norm is not None and self._k_norm is not None:
+            q, k = qk[:, : self.layer.tp_q_head_num], qk[:, self.layer.tp_q_head_num :]
+            qk = torch.cat((self._q_norm(q), self._k_norm(k)), dim=1)
+        rotated = rotate(qk, cos_sin).view(num_tokens, -1)
+        return self._o(
+            backend.forward(
+                rotated[:, : self._q_size], rotated[:, self._q_size :], qkv[:, -self._kv_size :], self.layer
+            )
+        )
+
+
+class MLP:
+    """down(act(gate(x)) * up(x)) over this rank's columns, then all-reduce."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        shard: LayerShard,
+        group: TensorParallelGroup,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        if model.hidden_act not in _ACTIVATIONS:
+            raise ConfigError(f"hidden_act={model.hidden_act} is not one of {', '.join(sorted(_ACTIVATIONS))}")
+        self._act = _ACTIVATIONS[model.hidden_act]
+        self._gate_up = MergedColumnParallelLinear(
+            model.hidden_size, (shard.mlp, shard.mlp), bias=model.mlp_bias, dtype=dtype, device=device
+        )
+        self._down = RowParallelLinear(
+            shard.mlp, model.hidden_size, bias=model.mlp_bias, group=group, dtype=dtype, device=device
+        )
+
+    def load(self, source: TensorSource, prefix: str) -> None:
+        self._gate_up.load(source, (f"{prefix}.gate_proj", f"{prefix}.up_proj"))
+        self._down.load(source, f"{prefix}.down_proj")
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self._gate_up(x).chunk(2, dim=-1)
+        return self._down(self._act(gate).mul_(up))
+
+
+class DecoderLayer:
+    """x + attention(norm(x)), then + mlp(norm(...))."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        shard: LayerShard,
+        layer_id: int,
+        group: TensorParallelGroup,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.attention = Attention(model, shard, layer_id, group, dtype=dtype, device=device)
+        self._mlp = MLP(model, shard, group, dtype=dtype, device=device)
+        self._input_norm = RMSNorm(model.hidden_size, model.rms_norm_eps, dtype=dtype, device=device)
+        self._post_norm = RMSNorm(model.hidden_size, model.rms_norm_eps, dtype=dtype, device=device)
+
+    def load(self, source: TensorSource, prefix: str) -> None:
+        self.attention.load(source, f"{prefix}.self_attn")
+        self._mlp.load(source, f"{prefix}.mlp")
+        self._input_norm.load(source, f"{prefix}.input_layernorm")
+        self._post_norm.load(source, f"{prefix}.post_attention_layernorm")
+
+    def __call__(self, hidden: torch.Tensor, cos_sin: CosSin, backend: AttentionBackend) -> torch.Tensor:
+        """Adds to `hidden` in place and returns it."""
+        hidden += self.attention(self._input_norm(hidden), cos_sin, backend)
+        hidden += self._mlp(self._post_norm(hidden))
+        return hidden
+
+
+class Decoder:
+    """The transformer of one rank.
+
+    Args:
+        model: the whole model's shape.
+        plan: this rank's ranges are `plan.shard(layer, group.rank)` and `plan.vocab[group.rank]`.
+        group: where the all-reduces run.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        plan: ShardPlan,
+        group: TensorParallelGroup,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._dtype = dtype
+        self._device = device
+        self._rotary: RotaryEmbedding | None = None
+        self._embedding = VocabParallelEmbedding(model.hidden_size, plan, group, dtype=dtype, device=device)
+        self._layers = [
+            DecoderLayer(model, plan.shard(i, group.rank), i, group, dtype=dtype, device=device)
+            for i in range(model.num_hidden_layers)
+        ]
+        self._norm = RMSNorm(model.hidden_size, model.rms_norm_eps, dtype=dtype, device=device)
+        self._lm_head = ParallelLMHead(model.hidden_size, plan, group, dtype=dtype, device=device)
+
+    @property
+    def attention_layers(self) -> list[AttentionLayer]:
+        """Geometry of every layer on this rank."""
+        return [layer.attention.layer for layer in self._layers]
+
+    def load(self, source: TensorSource, on_progress: Callable[[float], None] | None = None) -> None:
+        """Reads this rank's shard of every tensor. `on_progress` gets the share done, 0 to 1, after each layer."""
+        self._embedding.load(source, "model.embed_tokens")
+        for i, layer in enumerate(self._layers):
+            layer.load(source, f"model.layers.{i}")
+            if on_progress is not None:
+                on_progress((i + 1) / (len(self._layers) + 1))
+        self._norm.load(source, "model.norm")
+        if self._model.tie_word_embeddings:
+            self._lm_head.tie(self._embedding)
+        else:
+            self._lm_head.load(source, "lm_head")
+        if on_progress is not None:
+            on_progress(1.0)
+
+    def set_max_positions(self, max_positions: int) -> None:
+        """Prepares rotary tables for positions below `max_positions`."""
+        self._rotary = RotaryEmbedding(self._model, max_positions, dtype=self._dtype, device=self._device)
+
+    def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> torch.Tensor:
+        """Hidden states [num_tokens, hidden_size] before the last norm; `backend` is ready for `batch`."""
+        assert self._rotary is not None, "forward before set_max_positions"
+        hidden = self._embedding(batch.input_ids)
+        cos_sin = self._rotary.at(batch.positions)
+        for layer in self._layers:
+            hidden = layer(hidden, cos_sin, backend)
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[num_rows, vocab_size] fp32 of hidden states [num_rows, hidden_size] that `forward` returned."""
+        logits = self._lm_head(self._norm(hidden))
+        softcap = self._model.final_logit_softcap
+        return logits if softcap is None else softcap * torch.tanh(logits / softcap)

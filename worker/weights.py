@@ -1,0 +1,354 @@
+"""Checkpoints: from files on disk to this rank's ranges of each tensor, and nothing else.
+
+Names are those of Hugging Face checkpoints; `worker/gguf_weights.py` translates. A checkpoint's headers are compared
+with the model's shape before a byte of weights is read, so a missing, surplus or misshapen tensor stops the start.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+import torch
+
+from configs.errors import CheckpointError
+from configs.model_config import ModelConfig
+from parallel.plan import Span
+
+_SAFETENSORS_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+_IGNORED_SUFFIXES = (
+    # Old checkpoints store the rotary frequencies; they follow from the config.
+    ".rotary_emb.inv_freq",
+    # Buffers of old attention modules.
+    ".self_attn.bias",
+    ".self_attn.masked_bias",
+)
+_CHUNK_BYTES = 16 << 20
+"""Most bytes in flight between file and tensor: bounds what loading adds to a rank's peak memory."""
+
+
+class TensorFile(Protocol):
+    """One open checkpoint file."""
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every tensor, by Hugging Face name; a name that has none keeps the file's own."""
+
+    def read(self, name: str, out: torch.Tensor, rows: Span, columns: Span | None) -> None:
+        """Fills `out` with rows (and columns, for two dimensions) of a tensor, reading no more than those."""
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensors read so far; headers do not count."""
+
+    def close(self) -> None:
+        """Closes the file."""
+
+
+class Checkpoint:
+    """All files of a checkpoint as one TensorSource. A context manager; reads nothing after `close`."""
+
+    def __init__(self, files: Sequence[TensorFile], model: ModelConfig) -> None:
+        self._files = tuple(files)
+        self._model = model
+        self._owner: dict[str, TensorFile] = {}
+
+    @classmethod
+    def open(cls, path: Path, model: ModelConfig) -> Checkpoint:
+        """Opens a directory or a .gguf file and checks its tensors against `model`.
+
+        Raises CheckpointError naming every missing and surplus tensor, wrong shapes, truncated files and formats
+        that are refused.
+        """
+        checkpoint = cls([_open_file(file, model) for file in _weight_files(path)], model)
+        try:
+            checkpoint._check(path)
+        except CheckpointError:
+            checkpoint.close()
+            raise
+        return checkpoint
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensors read so far, of all files."""
+        return sum(file.bytes_read for file in self._files)
+
+    def read(self, name: str, out: torch.Tensor, *, rows: Span | None = None, columns: Span | None = None) -> None:
+        """Fills `out`, cast to its dtype, with tensor `name` or the given rows or columns of it."""
+        file = self._owner[name]
+        shape = file.shapes()[name]
+        rows = Span(0, shape[0]) if rows is None else rows
+        expected = (rows.size,) + ((columns.size,) if columns is not None else shape[1:])
+        assert tuple(out.shape) == expected, f"{name}: asked for {expected} into {tuple(out.shape)}"
+        if out.numel() > 0:
+            file.read(name, out, rows, columns)
+
+    def close(self) -> None:
+        """Closes every file."""
+        for file in self._files:
+            file.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check(self, path: Path) -> None:
+        expected = expected_shapes(self._model)
+        surplus = []
+        for file in self._files:
+            for name, shape in file.shapes().items():
+                if name not in expected:
+                    if not self._is_ignored(name):
+                        surplus.append(name)
+                    continue
+                if name in self._owner:
+                    raise CheckpointError(f"{path}: tensor {name} is in more than one file")
+                if shape != expected[name]:
+                    raise CheckpointError(
+                        f"{path}: tensor {name} has shape {list(shape)}, the model's config asks for "
+                        f"{list(expected[name])}; config and weights are of different models"
+                    )
+                self._owner[name] = file
+        missing = [name for name in expected if name not in self._owner]
+        if missing:
+            raise CheckpointError(f"{path}: missing tensors: {_listed(missing)}; is the download complete?")
+        if surplus:
+            raise CheckpointError(
+                f"{path}: tensors that a {self._model.model_type} model has no place for: {_listed(surplus)}; "
+                "leaving them out would change its answers"
+            )
+
+    def _is_ignored(self, name: str) -> bool:
+        # A tied model needs no LM head of its own, but some checkpoints store the copy.
+        tied_copy = self._model.tie_word_embeddings and name == "lm_head.weight"
+        return tied_copy or name.endswith(_IGNORED_SUFFIXES)
+
+
+def expected_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a checkpoint of `model` and its full shape."""
+    hidden, columns = model.hidden_size, model.intermediate_size
+    q_rows, kv_rows = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (model.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not model.tie_word_embeddings:
+        shapes["lm_head.weight"] = (model.vocab_size, hidden)
+    linears = {
+        "self_attn.q_proj": (q_rows, hidden, model.qkv_bias),
+        "self_attn.k_proj": (kv_rows, hidden, model.qkv_bias),
+        "self_attn.v_proj": (kv_rows, hidden, model.qkv_bias),
+        "self_attn.o_proj": (hidden, q_rows, model.o_bias),
+        "mlp.gate_proj": (columns, hidden, model.mlp_bias),
+        "mlp.up_proj": (columns, hidden, model.mlp_bias),
+        "mlp.down_proj": (hidden, columns, model.mlp_bias),
+    }
+    for i in range(model.num_hidden_layers):
+        prefix = f"model.layers.{i}"
+        for name, (rows, inputs, bias) in linears.items():
+            shapes[f"{prefix}.{name}.weight"] = (rows, inputs)
+            if bias:
+                shapes[f"{prefix}.{name}.bias"] = (rows,)
+        shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
+        shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
+        if model.qk_norm:
+            shapes[f"{prefix}.self_attn.q_norm.weight"] = (model.head_dim,)
+            shapes[f"{prefix}.self_attn.k_norm.weight"] = (model.head_dim,)
+    return shapes
+
+
+class RangeReader:
+    """Reads byte ranges of one file through a file descriptor: no mapping that keeps pages resident."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd = os.open(path, os.O_RDONLY)
+        self.size = os.fstat(self._fd).st_size
+        self.bytes_read = 0
+
+    def read(self, offset: int, length: int) -> bytearray:
+        """Bytes [offset, offset + length); raises CheckpointError when the file ends before."""
+        buffer = bytearray(length)
+        self.read_into(offset, memoryview(buffer))
+        return buffer
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """Fills `view` with the bytes from `offset`."""
+        done = 0
+        while done < len(view):
+            count = os.preadv(self._fd, [view[done:]], offset + done)
+            if count == 0:
+                raise CheckpointError(f"{self.path} ends at byte {self.size}, its tensors need more; download it again")
+            done += count
+        self.bytes_read += done
+
+    def read_strided(self, offset: int, stride: int, count: int, length: int) -> bytearray:
+        """`count` pieces of `length` bytes, `stride` apart, joined; the gaps are not read."""
+        if length == stride:
+            return self.read(offset, count * length)
+        buffer = bytearray(count * length)
+        view = memoryview(buffer)
+        for i in range(count):
+            self.read_into(offset + i * stride, view[i * length : (i + 1) * length])
+        return buffer
+
+    def close(self) -> None:
+        """Closes the file."""
+        os.close(self._fd)
+
+
+@dataclass(frozen=True, slots=True)
+class _SafetensorsEntry:
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    """Bytes from the start of the file."""
+
+
+class SafetensorsFile:
+    """One .safetensors file: its header is 8 bytes of length and JSON; tensors are row-major behind it."""
+
+    def __init__(self, reader: RangeReader, entries: Mapping[str, _SafetensorsEntry]) -> None:
+        self._reader = reader
+        self._entries = entries
+
+    @classmethod
+    def open(cls, path: Path) -> SafetensorsFile:
+        """Reads and checks the header."""
+        reader = RangeReader(path)
+        try:
+            entries = _read_safetensors_header(reader)
+        except CheckpointError:
+            reader.close()
+            raise
+        reader.bytes_read = 0
+        return cls(reader, entries)
+
+    @property
+    def bytes_read(self) -> int:
+        return self._reader.bytes_read
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: entry.shape for name, entry in self._entries.items()}
+
+    def read(self, name: str, out: torch.Tensor, rows: Span, columns: Span | None) -> None:
+        entry = self._entries[name]
+        itemsize = entry.dtype.itemsize
+        row_elements = entry.shape[1] if len(entry.shape) > 1 else 1
+        first, width = (columns.start, columns.size) if columns is not None else (0, row_elements)
+        step = max(1, _CHUNK_BYTES // (width * itemsize))
+        for start in range(rows.start, rows.stop, step):
+            stop = min(start + step, rows.stop)
+            data = self._reader.read_strided(
+                entry.offset + (start * row_elements + first) * itemsize,
+                row_elements * itemsize,
+                stop - start,
+                width * itemsize,
+            )
+            part = out[start - rows.start : stop - rows.start]
+            part.copy_(torch.frombuffer(data, dtype=entry.dtype).view(part.shape))
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+def _read_safetensors_header(reader: RangeReader) -> dict[str, _SafetensorsEntry]:
+    path = reader.path
+    if reader.size < 8:
+        raise CheckpointError(f"{path} has {reader.size} bytes: too short for a safetensors file; download it again")
+    (length,) = struct.unpack("<Q", reader.read(0, 8))
+    if length > reader.size - 8:
+        raise CheckpointError(f"{path} is truncated or no safetensors file: its header alone asks for {length} bytes")
+    try:
+        header = json.loads(bytes(reader.read(8, length)))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is no safetensors file: its header is not JSON ({error})") from error
+    entries = {}
+    for name, info in header.items():
+        if name == "__metadata__":
+            continue
+        dtype = _SAFETENSORS_DTYPES.get(info["dtype"])
+        if dtype is None:
+            raise CheckpointError(
+                f"{path}: tensor {name} is of type {info['dtype']}; supported are {', '.join(_SAFETENSORS_DTYPES)}"
+            )
+        begin, end = info["data_offsets"]
+        shape = tuple(info["shape"])
+        if end - begin != dtype.itemsize * _product(shape):
+            raise CheckpointError(f"{path}: tensor {name} of shape {list(shape)} has {end - begin} bytes")
+        if 8 + length + end > reader.size:
+            raise CheckpointError(
+                f"{path} is truncated: tensor {name} ends at byte {8 + length + end} of {reader.size}; "
+                "download it again"
+            )
+        entries[name] = _SafetensorsEntry(dtype=dtype, shape=shape, offset=8 + length + begin)
+    return entries
+
+
+def _open_file(path: Path, model: ModelConfig) -> TensorFile:
+    if path.suffix != ".gguf":
+        return SafetensorsFile.open(path)
+    # Imported here: the gguf package is needed for GGUF files only.
+    from worker.gguf_weights import GGUFFile
+
+    return GGUFFile.open(path, model)
+
+
+def _weight_files(path: Path) -> list[Path]:
+    """The files that hold the weights of a directory or a single file."""
+    if path.is_file():
+        if path.suffix not in (".gguf", ".safetensors"):
+            raise CheckpointError(f"{path} is neither a .gguf nor a .safetensors file")
+        return [path]
+    if not path.is_dir():
+        raise CheckpointError(f"{path} does not exist")
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        return _indexed_files(index)
+    for pattern in ("*.safetensors", "*.gguf"):
+        files = sorted(path.glob(pattern))
+        if pattern == "*.gguf" and len(files) > 1:
+            raise CheckpointError(f"{path} holds {len(files)} .gguf files; name one of them as the model")
+        if files:
+            return files
+    pickles = sorted(file.name for file in path.iterdir() if file.suffix in _PICKLE_SUFFIXES)
+    if pickles:
+        raise CheckpointError(
+            f"{path} holds pickled weights only ({_listed(pickles)}), which can run any code when opened; "
+            "convert them to safetensors"
+        )
+    raise CheckpointError(f"{path} holds no .safetensors or .gguf file")
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{index} is no index of safetensors files ({error!r})") from error
+    files = [index.parent / name for name in names]
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise CheckpointError(f"{index.parent} lacks files its index names: {_listed(missing)}; download them")
+    return files
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:8])
+    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
+
+
+def _product(shape: Sequence[int]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product
