@@ -183,19 +183,26 @@ def _deal_heads(model: ModelConfig, tp_size: int, layer: int) -> list[tuple[Span
 
 
 def _deal_mlp(model: ModelConfig, held: Sequence[int]) -> list[int]:
-    """MLP columns of each rank in one layer: one granule each, then each to the rank that holds the least."""
+    """MLP columns of each rank in one layer: one granule each, then each to the rank that holds the least.
+
+    No rank gets more than the ceiling of an even share: all ranks wait for the widest one at the layer's all-reduce.
+    """
     tp_size = len(held)
     granule = mlp_granule(model.intermediate_size, tp_size)
     granule_elements = granule * _mlp_column_elements(model)
     num_granules = model.intermediate_size // granule
     at_least = 1 if num_granules >= tp_size else 0
+    at_most = -(-num_granules // tp_size)
     counts = [at_least] * tp_size
     lightest = [(elements + at_least * granule_elements, rank) for rank, elements in enumerate(held)]
     heapq.heapify(lightest)
     for _ in range(num_granules - at_least * tp_size):
         elements, rank = lightest[0]
         counts[rank] += 1
-        heapq.heapreplace(lightest, (elements + granule_elements, rank))
+        if counts[rank] < at_most:
+            heapq.heapreplace(lightest, (elements + granule_elements, rank))
+        else:
+            heapq.heappop(lightest)
     return [count * granule for count in counts]
 
 
