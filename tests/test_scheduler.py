@@ -11,10 +11,12 @@ import zlib
 from collections import deque
 from dataclasses import dataclass, field, replace
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 import pytest
 
-from cluster.messages import Finished, FinishReason, GenerateRequest, SamplingParams, StepOutput
+from cluster.messages import Finished, FinishReason, GenerateRequest, SamplingParams, StepOutput, TokenLogprobs
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
 from configs.errors import ConfigError, EngineError
 from worker.protocol import RowFlag, StepFrame, StepResult
@@ -36,7 +38,7 @@ LIMITS = SchedulerLimits(
 )
 
 
-def next_token(tokens: list[int] | np.ndarray, seed: int) -> int:
+def next_token(tokens: list[int] | npt.NDArray[np.int64], seed: int) -> int:
     return zlib.crc32(np.asarray(tokens, np.int32).tobytes(), seed) % VOCAB
 
 
@@ -62,6 +64,7 @@ class FakeWorker:
         self.table = np.zeros((limits.max_num_seqs + 1, limits.max_pages_per_row), np.int64)
         self.last_token = np.zeros(limits.max_num_seqs + 1, np.int64)
         self.seeds: dict[int, int] = {}
+        self.num_logprobs: dict[int, int] = {}
         self.num_computed = 0
 
     def run(self, encoded: bytes) -> bytes:
@@ -70,28 +73,42 @@ class FakeWorker:
             self.table[row, index] = page
         for record in frame.params:
             self.seeds[int(record["row"])] = int(record["seed"])
+            self.num_logprobs[int(record["row"])] = int(record["num_logprobs"])
         plan = []
         offset = 0
         for row, start, num, flags in zip(
             frame.rows.tolist(), frame.starts.tolist(), frame.lens.tolist(), frame.flags.tolist(), strict=True
         ):
-            inputs = self.last_token[[row]]
-            if flags & RowFlag.HAS_TOKENS:
-                inputs = frame.token_ids[offset : offset + num]
-                offset += num
             positions = np.arange(start, start + num)
-            self.kv[self.table[row, positions // self.page_size], positions % self.page_size] = inputs
+            slots = self.table[row, positions // self.page_size], positions % self.page_size
+            if flags & RowFlag.HAS_TOKENS:
+                self.kv[slots] = frame.token_ids[offset : offset + num]
+                offset += num
+            else:
+                self.kv[slots] = self.last_token[row]
             plan.append((row, start + num, flags))
         assert offset == len(frame.token_ids)
         self.num_computed += int(frame.lens.sum())
-        tokens = []
+        tokens: list[int] = []
+        asked: list[int] = []
         for row, num_tokens, flags in plan:
             if flags & RowFlag.SAMPLE:
                 positions = np.arange(num_tokens)
                 history = self.kv[self.table[row, positions // self.page_size], positions % self.page_size]
                 self.last_token[row] = next_token(history, self.seeds[row])
-                tokens.append(self.last_token[row])
-        return StepResult(frame.generation, frame.step, np.array(tokens, np.int32)).encode()
+                if self.num_logprobs[row] >= 0:
+                    asked.append(len(tokens))
+                tokens.append(int(self.last_token[row]))
+        k = max(self.num_logprobs.values(), default=0) if asked else 0
+        return StepResult(
+            frame.generation,
+            frame.step,
+            np.array(tokens, np.int32),
+            logprob_rows=np.array(asked, np.int32),
+            logprobs=-np.array([tokens[index] for index in asked], np.float32),
+            top_ids=np.tile(np.arange(k, dtype=np.int32), (len(asked), 1)),
+            top_logprobs=np.zeros((len(asked), k), np.float32),
+        ).encode()
 
 
 @dataclass
@@ -102,6 +119,7 @@ class Answer:
     finished: Finished | None = None
     cached: int | None = None
     aborted: bool = False
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 class Engine:
@@ -119,7 +137,7 @@ class Engine:
 
     def add(self, prompt: list[int], **sampling: object) -> int:
         request_id = len(self.answers) + 1
-        params = SamplingParams(**{"max_tokens": 5, "temperature": 0.0, "ignore_eos": True, **sampling})  # type: ignore[arg-type]
+        params = msgspec.convert({"max_tokens": 5, "temperature": 0.0, "ignore_eos": True, **sampling}, SamplingParams)
         self.answers[request_id] = Answer(prompt, params)
         request = GenerateRequest(id=request_id, prompt=np.array(prompt, np.int32).tobytes(), sampling=params)
         refusal = self.scheduler.add(request)
@@ -160,7 +178,9 @@ class Engine:
             return
         for request_id, cached in output.prefilled:
             answer = self.answers[request_id]
-            assert answer.cached is None and not answer.tokens and answer.finished is None
+            assert answer.cached is None, "prefilled twice"
+            assert not answer.tokens
+            assert answer.finished is None
             answer.cached = cached
         ids = np.frombuffer(output.ids, np.int64).tolist()
         for request_id, token in zip(ids, np.frombuffer(output.tokens, np.int32).tolist(), strict=True):
@@ -169,6 +189,8 @@ class Engine:
             assert not answer.aborted, "a token after the abort"
             assert answer.cached is not None, "a token before `prefilled`"
             answer.tokens.append(token)
+        for logprob in output.logprobs:
+            self.answers[logprob.id].logprobs.append(logprob)
         for finished in output.finished:
             answer = self.answers[finished.id]
             assert answer.finished is None, "two finishes"
@@ -206,13 +228,15 @@ class Engine:
                 continue
             assert (answer.tokens, answer.finished.reason) == (tokens, reason)
             assert answer.finished.stop_token_id == (tokens[-1] if reason is FinishReason.STOP else None)
-            assert answer.cached is not None and answer.cached < len(answer.prompt)
+            assert answer.cached is not None
+            assert answer.cached < len(answer.prompt)
 
     def _check_frame(self, frame: StepFrame) -> None:
         limits = self.limits
         assert frame.lens.sum() <= limits.max_num_batched_tokens
         assert len(np.unique(frame.rows)) == len(frame.rows) > 0
-        assert 1 <= frame.rows.min() and frame.rows.max() <= limits.max_num_seqs
+        assert frame.rows.min() >= 1
+        assert frame.rows.max() <= limits.max_num_seqs
         assert set(frame.page_deltas[:, 0]) <= set(frame.rows)
         assert set(frame.params["row"]) <= set(frame.rows)
         given = set(frame.params["row"].tolist())
@@ -230,7 +254,8 @@ class Engine:
             assert num <= limits.prefill_chunk_size or num == 1
             self.lengths[row] = start + num
             for page in set(table[row, start // limits.page_size : -(-(start + num) // limits.page_size)].tolist()):
-                assert page != 0 and written.setdefault(page, row) == row, "two rows write one page"
+                assert page != 0, "a position without a page is written"
+                assert written.setdefault(page, row) == row, "two rows write one page"
         for step in (*self.frames, frame):
             for row in step.rows.tolist():
                 used = -(-self.lengths[row] // limits.page_size)
@@ -250,19 +275,6 @@ def prompt_stopping_at(index: int) -> tuple[list[int], int]:
         if len(tokens) == index + 1 and reason is FinishReason.STOP:
             return prompt, seed
     raise AssertionError("no such prompt")
-
-
-@pytest.mark.parametrize("steps_in_flight", [1, 2])
-def test_one_request_gets_the_reference_answer(steps_in_flight: int) -> None:
-    engine = Engine(replace(LIMITS, steps_in_flight=steps_in_flight))
-    engine.add(prompt_of(21), max_tokens=9)
-    engine.run()
-
-
-@pytest.mark.parametrize("seed", range(30))
-@pytest.mark.parametrize("steps_in_flight", [1, 2])
-def test_every_answer_equals_the_reference_under_random_load(seed: int, steps_in_flight: int) -> None:
-    run_random_load(seed, steps_in_flight)
 
 
 def run_random_load(seed: int, steps_in_flight: int) -> Engine:
@@ -305,3 +317,429 @@ def run_random_load(seed: int, steps_in_flight: int) -> Engine:
             engine.retire()
     engine.run()
     return engine
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_one_request_gets_the_reference_answer(steps_in_flight: int) -> None:
+    engine = Engine(replace(LIMITS, steps_in_flight=steps_in_flight))
+    engine.add(prompt_of(21), max_tokens=9)
+    engine.run()
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_every_answer_equals_the_reference_under_random_load(seed: int, steps_in_flight: int) -> None:
+    run_random_load(seed, steps_in_flight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1000, 1400))
+@pytest.mark.parametrize("steps_in_flight", [1, 2, 3])
+def test_every_answer_equals_the_reference_under_more_random_load(seed: int, steps_in_flight: int) -> None:
+    run_random_load(seed, steps_in_flight)
+
+
+def test_random_load_reaches_preemption_eviction_hits_and_every_finish() -> None:
+    engines = [run_random_load(seed, 2) for seed in range(12)]
+    stats = [engine.scheduler.stats() for engine in engines]
+    assert sum(stat.total_preemptions for stat in stats) > 10
+    assert sum(stat.total_prefix_hit_tokens for stat in stats) > 1000
+    reasons = {answer.finished.reason for engine in engines for answer in engine.answers.values() if answer.finished}
+    assert {FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT} <= reasons
+
+
+def test_the_same_calls_give_the_same_bytes() -> None:
+    assert run_random_load(3, 2).log == run_random_load(3, 2).log
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_eos_ends_a_request_at_any_place(index: int, steps_in_flight: int) -> None:
+    prompt, seed = prompt_stopping_at(index)
+    engine = Engine(replace(LIMITS, steps_in_flight=steps_in_flight))
+    # The last EOS also uses up max_tokens: the token is the reason given.
+    for max_tokens in (index + 1, index + 2, 20):
+        engine.add(prompt, max_tokens=max_tokens, seed=seed, ignore_eos=False)
+    engine.run()
+    for answer in engine.answers.values():
+        assert len(answer.tokens) == index + 1
+        assert answer.finished == Finished(id=answer.finished.id, reason=FinishReason.STOP, stop_token_id=EOS)  # type: ignore[union-attr]
+
+
+def test_ignore_eos_and_stop_token_ids_are_per_request() -> None:
+    prompt, seed = prompt_stopping_at(1)
+    engine = Engine(LIMITS)
+    goes_on = engine.add(prompt, max_tokens=4, seed=seed, ignore_eos=True)
+    asked = engine.add(prompt, max_tokens=4, seed=seed, ignore_eos=True, stop_token_ids=(EOS,))
+    engine.run()
+    assert len(engine.answers[goes_on].tokens) == 4
+    assert len(engine.answers[asked].tokens) == 2
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_max_tokens_one_takes_one_step_and_wastes_none(steps_in_flight: int) -> None:
+    engine = Engine(replace(LIMITS, steps_in_flight=steps_in_flight))
+    request_id = engine.add(prompt_of(5), max_tokens=1)
+    engine.run()
+    assert len(engine.answers[request_id].tokens) == 1
+    assert engine.scheduler.last_step == 1
+
+
+def test_length_finishes_waste_no_step_and_token_finishes_at_most_one() -> None:
+    engine = Engine(LIMITS)
+    engine.add(prompt_of(6), max_tokens=5)
+    engine.run()
+    assert engine.scheduler.last_step == 5
+    prompt, seed = prompt_stopping_at(2)
+    engine = Engine(LIMITS)
+    engine.add(prompt, max_tokens=20, seed=seed, ignore_eos=False)
+    engine.run()
+    assert engine.scheduler.last_step == 4
+
+
+def test_a_full_context_ends_with_length() -> None:
+    engine = Engine(LIMITS)
+    request_id = engine.add(prompt_of(LIMITS.max_model_len - 3), max_tokens=100)
+    engine.run()
+    assert len(engine.answers[request_id].tokens) == 3
+
+
+def test_the_pipeline_never_stalls_between_prefill_and_decode() -> None:
+    engine = Engine(LIMITS)
+    engine.add(prompt_of(12), max_tokens=6)
+    for _ in range(7):  # 8 + 4 prompt tokens, then five decodes
+        assert engine.launch() is not None
+        if len(engine.frames) == 2:
+            engine.retire()
+    engine.run()
+    assert engine.scheduler.last_step == 7
+
+
+def test_decodes_go_on_while_a_long_prompt_is_prefilled() -> None:
+    engine = Engine(replace(LIMITS, max_num_batched_tokens=9, steps_in_flight=1))
+    running = engine.add(prompt_of(4), max_tokens=20)
+    engine.step()
+    engine.add(prompt_of(40, 1), max_tokens=2)
+    for num_tokens in range(2, 7):
+        engine.step()
+        assert len(engine.answers[running].tokens) == num_tokens
+    engine.run()
+
+
+def test_a_chunk_that_is_not_the_last_is_not_sampled() -> None:
+    engine = Engine(replace(LIMITS, max_num_batched_tokens=64))
+    engine.add(prompt_of(20), max_tokens=2)
+    frames = [engine.launch(), engine.launch()]
+    engine.retire()
+    frames.append(engine.launch())
+    assert [(f.starts.tolist(), f.lens.tolist(), f.flags.tolist()) for f in frames if f] == [
+        ([0], [8], [RowFlag.HAS_TOKENS]),
+        ([8], [8], [RowFlag.HAS_TOKENS]),
+        ([16], [4], [RowFlag.HAS_TOKENS | RowFlag.SAMPLE]),
+    ]
+    engine.run()
+
+
+def test_several_prompts_are_prefilled_in_one_step() -> None:
+    engine = Engine(replace(LIMITS, max_num_batched_tokens=24))
+    for seed in range(3):
+        engine.add(prompt_of(8, seed), max_tokens=2)
+    frame = engine.launch()
+    assert frame is not None
+    assert frame.lens.tolist() == [8, 8, 8]
+    assert len(frame.params) == 3
+    engine.run()
+
+
+def test_more_running_requests_than_the_token_budget_are_never_admitted() -> None:
+    engine = Engine(replace(LIMITS, max_num_batched_tokens=3))
+    for seed in range(6):
+        engine.add(prompt_of(5, seed), max_tokens=8)
+    while engine.step():
+        assert engine.scheduler.stats().num_running <= 3
+    engine.check_idle()
+
+
+def test_two_cold_twins_in_one_step_keep_apart_and_free_their_duplicates() -> None:
+    engine = Engine(replace(LIMITS, max_num_batched_tokens=64, prefill_chunk_size=32))
+    # Alike in two pages of five: too little for the second one to wait for the first.
+    twins = [engine.add(prompt_of(8) + prompt_of(10, seed), max_tokens=6) for seed in (1, 2)]
+    frame = engine.launch()
+    assert frame is not None
+    assert frame.lens.tolist() == [18, 18]
+    assert len(np.unique(frame.page_deltas[:, 2])) == len(frame.page_deltas) == 10
+    engine.run()
+    assert [engine.answers[twin].cached for twin in twins] == [0, 0]
+    # 18 + 6 tokens each, of which 23 were computed: five whole pages, the first two once.
+    assert engine.scheduler.stats().num_cached_pages == 8
+
+
+@pytest.mark.parametrize(("num_prompt_tokens", "num_steps"), [(18, 3), (40, 5)])
+def test_siblings_wait_for_the_first_one_and_compute_only_their_last_page(
+    num_prompt_tokens: int, num_steps: int
+) -> None:
+    engine = Engine(replace(LIMITS, max_num_batched_tokens=40, prefill_chunk_size=16))
+    ids = [engine.add(prompt_of(num_prompt_tokens), max_tokens=2, seed=seed) for seed in range(5)]
+    engine.run()
+    assert [engine.answers[i].cached for i in ids] == [0] + 4 * [(num_prompt_tokens - 1) // 4 * 4]
+    # All of them follow at once, as soon as the pages they may share are computed; then comes one decode.
+    assert engine.scheduler.last_step == num_steps
+
+
+def test_a_prompt_that_parts_later_takes_over_what_another_prefill_has_computed_so_far() -> None:
+    engine = Engine(replace(LIMITS, max_num_batched_tokens=24, prefill_chunk_size=8, steps_in_flight=1))
+    first = engine.add(prompt_of(40), max_tokens=2)
+    engine.step()
+    second = engine.add(prompt_of(32) + prompt_of(8, 1), max_tokens=2)
+    engine.run()
+    assert (engine.answers[first].cached, engine.answers[second].cached) == (0, 32)
+
+
+def test_a_repeated_prompt_computes_only_its_last_page() -> None:
+    engine = Engine(LIMITS)
+    engine.add(prompt_of(24), max_tokens=3)
+    engine.run()
+    again = engine.add(prompt_of(24), max_tokens=3)
+    longer = engine.add(prompt_of(30), max_tokens=3)
+    engine.run()
+    # At least one token is computed: the sixth page would be the whole prompt.
+    assert engine.answers[again].cached == 20
+    assert engine.answers[longer].cached == 24
+
+
+def test_a_second_turn_reuses_the_first_turns_answer() -> None:
+    engine = Engine(LIMITS)
+    first = engine.add(prompt_of(10), max_tokens=12)
+    engine.run()
+    second = engine.add([*prompt_of(10), *engine.answers[first].tokens, 1, 2], max_tokens=3)
+    engine.run()
+    assert engine.answers[second].cached == 20  # 21 of the 22 tokens were computed
+
+
+def test_without_prefix_caching_nothing_is_kept() -> None:
+    engine = Engine(replace(LIMITS, enable_prefix_caching=False))
+    for _ in range(3):
+        engine.add(prompt_of(24), max_tokens=3)
+        engine.run()
+    stats = engine.scheduler.stats()
+    assert (stats.num_cached_pages, stats.total_prefix_hit_tokens) == (0, 0)
+    assert stats.num_free_pages == LIMITS.num_pages
+
+
+def test_eviction_spares_the_prefix_of_running_requests() -> None:
+    engine = Engine(replace(LIMITS, num_pages=16, max_num_seqs=2))
+    shared = prompt_of(16)
+    engine.add(shared, max_tokens=2)
+    engine.run()
+    holder = engine.add([*shared, 1], max_tokens=30)
+    engine.launch()
+    for seed in range(1, 6):
+        engine.add(prompt_of(16, seed), max_tokens=2)
+    engine.run()
+    assert engine.answers[holder].cached == 16
+
+
+def test_a_pool_too_small_for_all_preempts_the_newest_and_loses_nothing() -> None:
+    engine = Engine(replace(LIMITS, num_pages=14, max_num_batched_tokens=64))
+    ids = [engine.add(prompt_of(8, seed), max_tokens=30, seed=seed) for seed in range(4)]
+    finished: list[int] = []
+    while engine.step():
+        finished += [i for i in ids if engine.answers[i].finished and i not in finished]
+    engine.check_idle()
+    assert engine.scheduler.stats().total_preemptions > 0
+    assert finished == ids[: len(finished)], "the oldest must finish first"
+
+
+def test_a_preempted_request_is_admitted_before_those_that_wait() -> None:
+    engine = Engine(replace(LIMITS, num_pages=12, max_num_seqs=2, max_num_batched_tokens=64, steps_in_flight=1))
+    for seed, max_tokens in enumerate((20, 20, 2)):
+        engine.add(prompt_of(16, seed), max_tokens=max_tokens, seed=seed)
+    admitted: list[int] = []
+    while engine.launch() is not None:
+        admitted += engine.frames[-1].params["seed"].tolist()
+        engine.retire()
+    engine.check_idle()
+    assert admitted == [0, 1, 1, 2]
+
+
+def test_a_duplicate_of_a_cold_twin_cannot_starve_a_request_that_fits_alone() -> None:
+    engine = Engine(replace(LIMITS, num_pages=15, max_num_batched_tokens=64, prefill_chunk_size=64))
+    twins = [engine.add(prompt_of(12) + prompt_of(13, seed), max_tokens=30) for seed in range(2)]
+    engine.run()
+    assert all(len(engine.answers[twin].tokens) == 30 for twin in twins)
+
+
+def test_abort_while_queued_takes_no_step() -> None:
+    engine = Engine(LIMITS)
+    request_id = engine.add(prompt_of(5))
+    engine.abort(request_id, request_id, 99)
+    assert engine.launch() is None
+    engine.take(engine.scheduler.drain_finished())
+    assert engine.scheduler.drain_finished() is None
+    engine.check_idle()
+
+
+@pytest.mark.parametrize("num_launches", [1, 2])
+def test_abort_while_prefilling_frees_everything(num_launches: int) -> None:
+    engine = Engine(LIMITS)
+    request_id = engine.add(prompt_of(40))
+    for _ in range(num_launches):
+        engine.launch()
+    engine.abort(request_id)
+    engine.run()
+    assert engine.answers[request_id].tokens == []
+    assert engine.scheduler.last_step == num_launches
+
+
+def test_abort_while_decoding_frees_the_pages_once_no_step_names_them() -> None:
+    engine = Engine(replace(LIMITS, enable_prefix_caching=False))
+    request_id = engine.add(prompt_of(8), max_tokens=30)
+    for _ in range(4):
+        engine.step()
+    engine.launch()
+    engine.launch()
+    engine.abort(request_id)
+    engine.retire()
+    assert engine.scheduler.stats().num_owned_pages > 0
+    assert engine.scheduler.stats().num_running == 0
+    engine.retire()
+    engine.check_idle()
+
+
+def test_abort_in_the_wasted_step_after_a_stop_is_ignored() -> None:
+    prompt, seed = prompt_stopping_at(0)
+    engine = Engine(LIMITS)
+    request_id = engine.add(prompt, max_tokens=9, seed=seed, ignore_eos=False)
+    engine.launch()
+    engine.launch()
+    engine.retire()
+    finished = engine.answers[request_id].finished
+    assert finished is not None
+    assert finished.reason is FinishReason.STOP
+    engine.abort(request_id)
+    engine.run()
+
+
+def test_abort_of_a_request_whose_last_token_is_in_flight_drops_the_token() -> None:
+    engine = Engine(LIMITS)
+    request_id = engine.add(prompt_of(5), max_tokens=1)
+    engine.launch()
+    engine.abort(request_id)
+    engine.run()
+    assert engine.answers[request_id].tokens == []
+
+
+def test_abort_of_the_queues_blocked_head_lets_the_next_one_in() -> None:
+    engine = Engine(replace(LIMITS, num_pages=16, max_num_batched_tokens=64, steps_in_flight=1))
+    engine.add(prompt_of(24, 0), max_tokens=30)
+    engine.step()
+    head, behind = engine.add(prompt_of(50, 1), max_tokens=2), engine.add(prompt_of(4, 2), max_tokens=2)
+    engine.step()
+    assert engine.scheduler.stats().num_waiting == 2
+    engine.abort(head)
+    engine.step()
+    assert len(engine.answers[behind].tokens) == 1
+    engine.run()
+
+
+def test_queue_limits_refuse_at_once_with_the_overload_code() -> None:
+    engine = Engine(replace(LIMITS, max_num_queued_requests=2))
+    ids = [engine.add(prompt_of(5, seed)) for seed in range(3)]
+    refusal = engine.answers[ids[2]].finished
+    assert refusal is not None
+    assert (refusal.reason, refusal.error_code) == (FinishReason.ERROR, "engine_overloaded")
+    assert "max_num_queued_requests=2" in (refusal.error or "")
+    engine.run()
+    engine = Engine(replace(LIMITS, max_num_queued_tokens=12))
+    ids = [engine.add(prompt_of(length)) for length in (20, 5)]  # a long prompt may wait alone
+    refusal = engine.answers[ids[1]].finished
+    assert refusal is not None
+    assert "max_num_queued_tokens=12" in (refusal.error or "")
+    engine.run()
+    assert engine.add(prompt_of(5)) == 3
+    assert engine.answers[3].finished is None
+
+
+def test_what_can_never_fit_is_refused_at_once() -> None:
+    engine = Engine(replace(LIMITS, num_pages=8))
+    for prompt, max_tokens in ((prompt_of(30), 10), (prompt_of(64), 1), ([], 1), (prompt_of(3), 0)):
+        finished = engine.answers[engine.add(prompt, max_tokens=max_tokens)].finished
+        assert finished is not None
+        assert finished.reason is FinishReason.ERROR
+        assert finished.error
+    # 32 places and one token that is never fed back.
+    fits = engine.add(prompt_of(23), max_tokens=10)
+    engine.run()
+    assert len(engine.answers[fits].tokens) == 10
+
+
+def test_fail_all_ends_every_request_once_and_leaves_a_usable_scheduler() -> None:
+    engine = Engine(replace(LIMITS, max_num_seqs=2))
+    ids = [engine.add(prompt_of(20, seed), max_tokens=9) for seed in range(4)]
+    engine.step()
+    engine.launch()
+    engine.abort(ids[1])
+    engine.take(engine.scheduler.fail_all("rank 1 died"))
+    engine.frames.clear()
+    engine.results.clear()
+    engine.scheduler.check_integrity()
+    endings = [engine.answers[i].finished for i in ids]
+    assert [e.reason for e in endings if e] == ["error", "abort", "error", "error"]
+    assert {(e.error, e.error_code) for e in endings if e and e.error} == {("rank 1 died", "engine_error")}
+    engine.check_idle()
+    assert engine.scheduler.stats().num_free_pages == LIMITS.num_pages
+    engine.add(prompt_of(20), max_tokens=3)
+    engine.run()
+
+
+def test_a_result_out_of_order_is_an_error() -> None:
+    engine = Engine(LIMITS)
+    with pytest.raises(EngineError, match="no step is in flight"):
+        engine.scheduler.retire(StepResult(1, 1, np.zeros(1, np.int32)))
+    engine.add(prompt_of(4))
+    engine.launch()
+    for wrong in (
+        StepResult(1, 2, np.zeros(1, np.int32)),
+        StepResult(2, 1, np.zeros(1, np.int32)),
+        StepResult(1, 1, np.zeros(2, np.int32)),
+    ):
+        with pytest.raises(EngineError, match="expected"):
+            engine.scheduler.retire(wrong)
+    engine.run()
+
+
+def test_an_id_in_use_is_an_error() -> None:
+    engine = Engine(LIMITS)
+    engine.add(prompt_of(4))
+    request = GenerateRequest(id=1, prompt=bytes(4), sampling=SamplingParams(max_tokens=1))
+    with pytest.raises(EngineError, match="in use"):
+        engine.scheduler.add(request)
+
+
+def test_logprobs_reach_only_those_who_asked_each_with_its_own_width() -> None:
+    engine = Engine(replace(LIMITS, max_num_batched_tokens=64))
+    ids = [engine.add(prompt_of(6, k), max_tokens=3, num_logprobs=k) for k in (-1, 0, 2, 5)]
+    engine.run()
+    for request_id, width in zip(ids, (None, 0, 2, 5), strict=True):
+        answer = engine.answers[request_id]
+        assert len(answer.logprobs) == (0 if width is None else 3)
+        for token, logprob in zip(answer.tokens, answer.logprobs, strict=False):
+            assert logprob.logprob == -token
+            assert len(logprob.top_ids) == len(logprob.top_logprobs) == width
+
+
+def test_sampling_parameters_travel_once_per_admission() -> None:
+    engine = Engine(LIMITS)
+    engine.add(prompt_of(20), max_tokens=3, temperature=0.5, top_p=0.25, top_k=3, min_p=0.125, seed=1 << 40)
+    frame = engine.launch()
+    assert frame is not None
+    assert frame.params.tolist() == [(1, 3, -1, 0.5, 0.25, 0.125, 1 << 40)]
+    while engine.step():
+        assert not any(len(later.params) for later in engine.frames)
+
+
+def test_limits_that_allow_no_step_are_refused() -> None:
+    with pytest.raises(ConfigError, match="max_num_seqs=0"):
+        replace(LIMITS, max_num_seqs=0)
+    with pytest.raises(ConfigError, match="max_model_len=1"):
+        replace(LIMITS, max_model_len=1)

@@ -17,7 +17,7 @@ class Request:
 
     id: int
     tokens: Int32Array
-    """Prompt and tokens emitted before the last preemption. While it runs, its row of the row table is ahead of this."""
+    """Prompt and tokens emitted before the last preemption. While it runs, the row table is ahead of this."""
     max_total_tokens: int
     """It ends with LENGTH when prompt and answer are this long."""
     sampling: SamplingParams

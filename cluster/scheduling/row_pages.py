@@ -75,7 +75,7 @@ class RowPages:
     def adopt_prefix(self, row: int, tokens: Int32Array) -> Int32Array:
         """Appends cached pages that continue the row's own with whole pages of `tokens`; returns the deltas.
 
-        Does nothing unless all pages of the row are known to the cache; `tokens` follow the last of them.
+        `tokens` follow what the row has computed. Nothing is found unless all its pages are known to the cache.
         """
         if not self._caching or self._num_published[row] != self._num_pages[row]:
             return np.empty((0, 3), np.int32)
@@ -87,6 +87,16 @@ class RowPages:
         self._nodes[row] = node
         self._num_published[row] += len(pages)
         return self._append(row, pages)
+
+    def next_page_key(self, row: int, tokens: Int32Array, start: int) -> tuple[Node, bytes] | None:
+        """What two rows have in common when all they have computed and the page of `tokens` after it are the same.
+
+        None where no prefix can be shared: `start`, the number of computed tokens, is not the end of the row's pages
+        that are known to the cache.
+        """
+        if not self._caching or start != int(self._num_published[row]) * self._page_size:
+            return None
+        return self._nodes[row], tokens[start : start + self._page_size].tobytes()
 
     def publish(self, row: int, tokens: Int32Array, num_tokens: int) -> None:
         """Makes the whole pages of the row's first `num_tokens` tokens, all computed, known to the cache."""

@@ -10,7 +10,7 @@ A row and its pages are reused once the last step that names the row has retired
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -18,12 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from cluster.messages import Finished, FinishReason, GenerateRequest, StepOutput, TokenLogprobs
-from cluster.scheduling.limits import MAX_PREFIX_DELTAS, SchedulerLimits, SchedulerStats
+from cluster.scheduling.limits import SchedulerLimits, SchedulerStats
+from cluster.scheduling.prefill import PrefillPlan, PrefillQueue
 from cluster.scheduling.request import Request, reason_never_fits, refused
 from cluster.scheduling.row_pages import RowPages
 from cluster.scheduling.row_table import RowTable
 from configs.errors import EngineError
-from worker.protocol import PARAMS_DTYPE, Int32Array, RowFlag, StepFrame, StepResult
+from worker.protocol import Int32Array, RowFlag, StepFrame, StepResult
 
 __all__ = ["Scheduler", "SchedulerLimits", "SchedulerStats"]
 
@@ -44,35 +45,20 @@ class _Launched:
     is_last: npt.NDArray[np.bool_]
     """[num_sampled] the token uses up the request's length."""
     prefilled: list[int]
-    """Rows among `sampled` that end their prefill here."""
-
-
-@dataclass(slots=True, eq=False)
-class _Chunks:
-    """The prefill part of a frame under construction."""
-
-    budget: int
-    rows: list[int]
-    starts: list[int]
-    lens: list[int]
-    deltas: list[Int32Array]
-    admitted: list[Request]
-    num_prefix_deltas: int = 0
+    """Rows among `sampled` whose prefill ends here."""
 
 
 class Scheduler:
     """Continuous batching over one engine. One owner, one thread; no method blocks.
 
-    Raises EngineError from `add` for an id that is in use, and from `retire` for a result that is not the oldest step's.
+    Raises EngineError from `add` for an id that is in use, and from `retire` for a result of another than the oldest
+    step in flight.
     """
 
     def __init__(self, limits: SchedulerLimits, generation: int = 1) -> None:
         self._limits = limits
         self._generation = generation
-        self._eos = np.array(limits.eos_token_ids, np.int32)
         self._step = 0
-        self._total_prefix_hit_tokens = 0
-        self._total_prompt_tokens = 0
         self._total_preemptions = 0
         self._pending: list[Finished] = []
         self._reset()
@@ -80,10 +66,8 @@ class Scheduler:
     def _reset(self) -> None:
         self._rows = RowTable(self._limits)
         self._pages = RowPages(self._limits)
+        self._queue = PrefillQueue(self._limits, self._rows, self._pages)
         self._by_id: dict[int, Request] = {}
-        self._waiting: OrderedDict[int, Request] = OrderedDict()
-        self._num_waiting_tokens = 0
-        self._prefilling: list[int] = []  # rows, in order of admission
         self._num_draining = 0  # rows that are taken but no longer live
         self._in_flight: deque[_Launched] = deque()
 
@@ -95,20 +79,19 @@ class Scheduler:
             raise EngineError(f"request id {request.id} is in use")
         entry = Request.create(request, self._limits)
         if (reason := reason_never_fits(entry, self._limits)) is not None:
-            return refused(request.id, reason, "context_length_exceeded")
-        limits = self._limits
-        if len(self._waiting) >= limits.max_num_queued_requests:
-            return refused(
-                request.id, f"max_num_queued_requests={limits.max_num_queued_requests} is reached", "engine_overloaded"
-            )
+            # The ingress checks the same: it is the engine's fault that the request came this far.
+            return refused(request.id, reason, "engine_error")
+        limits, queue = self._limits, self._queue
+        full = None
+        if queue.num_waiting >= limits.max_num_queued_requests:
+            full = f"{queue.num_waiting} requests wait, max_num_queued_requests={limits.max_num_queued_requests}"
         # A prompt longer than the limit may still wait alone.
-        if self._waiting and self._num_waiting_tokens + len(entry.tokens) > limits.max_num_queued_tokens:
-            return refused(
-                request.id, f"max_num_queued_tokens={limits.max_num_queued_tokens} is reached", "engine_overloaded"
-            )
+        elif queue.num_waiting and queue.num_waiting_tokens + len(entry.tokens) > limits.max_num_queued_tokens:
+            full = f"{queue.num_waiting_tokens} tokens wait, max_num_queued_tokens={limits.max_num_queued_tokens}"
+        if full is not None:
+            return refused(request.id, f"the queue is full: {full}; try again later", "engine_overloaded")
         self._by_id[entry.id] = entry
-        self._waiting[entry.id] = entry
-        self._num_waiting_tokens += len(entry.tokens)
+        queue.push(entry)
         return None
 
     def abort(self, ids: Iterable[int]) -> None:
@@ -121,8 +104,7 @@ class Scheduler:
             if request.row:
                 self._end_row(request.row)
             else:
-                del self._waiting[request_id]
-                self._num_waiting_tokens -= len(request.tokens)
+                self._queue.remove(request)
 
     def drain_finished(self) -> StepOutput | None:
         """Finishes that wait for no step; None if there are none."""
@@ -132,9 +114,7 @@ class Scheduler:
         """Ends every request with ERROR and forgets steps in flight, rows, pages and the prefix cache."""
         finished = self._take_pending()
         for request_id in self._by_id:
-            finished.append(
-                Finished(id=request_id, reason=FinishReason.ERROR, error=error, error_code="engine_error")
-            )
+            finished.append(Finished(id=request_id, reason=FinishReason.ERROR, error=error, error_code="engine_error"))
         self._reset()
         return StepOutput(finished=finished)
 
@@ -153,12 +133,12 @@ class Scheduler:
                     return None  # A retire may free pages; and only a row no step names can be preempted.
                 self._preempt_newest()
                 continue
-            chunks = self._plan_chunks(len(rows))
-            if len(rows) or chunks.rows:
+            plan = self._queue.plan(self._limits.max_num_batched_tokens - len(rows))
+            if len(rows) or plan.rows:
                 if deltas is not None:
-                    chunks.deltas.insert(0, deltas)
-                return self._launch(rows, chunks)
-            if self._in_flight or not self._prefilling:
+                    plan.deltas.insert(0, deltas)
+                return self._launch(rows, plan)
+            if self._in_flight or not self._queue.is_prefilling:
                 return None
             # Every running request is a prefill that lacks pages.
             self._preempt_newest()
@@ -169,11 +149,10 @@ class Scheduler:
         table = self._rows
         table.in_flight[launched.rows] -= 1
         rows, positions, tokens, is_last = launched.sampled, launched.positions, result.tokens, launched.is_last
-        kept: npt.NDArray[np.intp] | None = None
         live = table.live[rows]
         if not live.all():
-            kept = np.flatnonzero(live)
-            rows, positions, tokens, is_last = rows[kept], positions[kept], tokens[kept], is_last[kept]
+            # Ended since the launch: their tokens were computed in vain.
+            rows, positions, tokens, is_last = rows[live], positions[live], tokens[live], is_last[live]
         table.tokens[rows, positions] = tokens
         table.num_known[rows] = positions + 1
         prefilled = self._take_prefilled(launched.prefilled)
@@ -199,9 +178,17 @@ class Scheduler:
         """Something waits, runs, is in flight, or has finished and not been told."""
         return bool(self._by_id or self._in_flight or self._pending)
 
+    def live_ids(self) -> list[int]:
+        """Ids of the requests that wait or run, in order of arrival."""
+        return list(self._by_id)
+
     @property
     def num_in_flight(self) -> int:
         return len(self._in_flight)
+
+    @property
+    def generation(self) -> int:
+        return self._generation
 
     @property
     def last_step(self) -> int:
@@ -209,18 +196,18 @@ class Scheduler:
         return self._step
 
     def stats(self) -> SchedulerStats:
-        """Gauges and counters. Costs a walk over the page owners' counts only."""
-        allocator, cache = self._pages.allocator, self._pages.cache
+        """Gauges and counters; costs no walk over requests or pages."""
+        allocator, cache, queue = self._pages.allocator, self._pages.cache, self._queue
         return SchedulerStats(
             num_running=self._rows.num_taken - self._num_draining,
-            num_waiting=len(self._waiting),
-            num_waiting_tokens=self._num_waiting_tokens,
+            num_waiting=queue.num_waiting,
+            num_waiting_tokens=queue.num_waiting_tokens,
             num_free_pages=allocator.num_free,
             num_cached_pages=cache.num_pages,
             num_evictable_pages=cache.num_evictable_pages,
             num_owned_pages=allocator.num_pages - allocator.num_free - cache.num_pages,
-            total_prefix_hit_tokens=self._total_prefix_hit_tokens,
-            total_prompt_tokens=self._total_prompt_tokens,
+            total_prefix_hit_tokens=queue.total_prefix_hit_tokens,
+            total_prompt_tokens=queue.total_prompt_tokens,
             total_preemptions=self._total_preemptions,
         )
 
@@ -238,102 +225,16 @@ class Scheduler:
         assert len(draining) == self._num_draining, "draining rows are miscounted"
         assert table.in_flight[draining].all(), "an ended row that no step names was not released"
         running = {request.id for request in taken if table.live[request.row]}
-        assert running.isdisjoint(self._waiting), "a request runs and waits"
-        assert running | set(self._waiting) == set(self._by_id), "a request neither runs nor waits"
-        num_waiting_tokens = sum(len(request.tokens) for request in self._waiting.values())
-        assert num_waiting_tokens == self._num_waiting_tokens, "waiting tokens are miscounted"
-        prefilling = np.flatnonzero(table.live & (table.num_computed < table.num_prefill))
-        assert sorted(self._prefilling) == prefilling.tolist(), "the list of prefills is wrong"
+        waiting = self._queue.check_integrity(running)
+        assert running | waiting == set(self._by_id), "a request neither runs nor waits"
         for row in np.flatnonzero(table.live):
             capacity = self._pages.num_row_pages(int(row)) * self._limits.page_size
             assert capacity >= table.num_computed[row], f"row {row} has computed tokens without a page"
 
     # Building a step
 
-    def _plan_chunks(self, num_decodes: int) -> _Chunks:
-        chunks = _Chunks(self._limits.max_num_batched_tokens - num_decodes, [], [], [], [], [])
-        for row in self._prefilling:
-            if chunks.budget <= 0:
-                break
-            self._plan_chunk(row, chunks)
-        while self._waiting and chunks.budget > 0 and self._admit_next(chunks):
-            pass
-        return chunks
-
-    def _plan_chunk(self, row: int, chunks: _Chunks) -> None:
-        """Adds the next chunk of a prefilling row, if there are pages for it."""
-        table, page_size = self._rows, self._limits.page_size
-        start, end = int(table.num_computed[row]), int(table.num_prefill[row])
-        has_room = self._num_missing_pages(row) <= self._pages.num_available  # Then the chunk below gets its pages.
-        if has_room and start % page_size == 0 and chunks.num_prefix_deltas < MAX_PREFIX_DELTAS:
-            # Others may have computed what comes next since the last chunk.
-            start += self._adopt_prefix(row, start, end, chunks)
-        length = min(end - start, self._limits.prefill_chunk_size, chunks.budget)
-        if start + length < end and (start + length) // page_size * page_size > start:
-            length = (start + length) // page_size * page_size - start  # Whole pages can be shared, partial ones not.
-        deltas = self._pages.grow(row, start + length)
-        if deltas is None:
-            return
-        if len(deltas):
-            chunks.deltas.append(deltas)
-        chunks.rows.append(row)
-        chunks.starts.append(start)
-        chunks.lens.append(length)
-        chunks.budget -= length
-
-    def _adopt_prefix(self, row: int, start: int, end: int, chunks: _Chunks) -> int:
-        """Takes cached pages from token `start` of the row on; returns how many tokens they hold.
-
-        The last token before `end` is always left to compute: its logits are wanted.
-        """
-        table = self._rows
-        deltas = self._pages.adopt_prefix(row, table.tokens[row, start : end - 1])
-        num_tokens = len(deltas) * self._limits.page_size
-        if num_tokens:
-            chunks.deltas.append(deltas)
-            chunks.num_prefix_deltas += len(deltas)
-            table.num_computed[row] += num_tokens
-            table.request(row).num_cached_tokens += num_tokens
-            self._total_prefix_hit_tokens += num_tokens
-        return num_tokens
-
-    def _admit_next(self, chunks: _Chunks) -> bool:
-        """Gives the head of the queue a row and its first chunk. False: it has to wait."""
-        table = self._rows
-        num_running = table.num_taken
-        if not table.num_free or num_running >= self._limits.max_num_running:
-            return False
-        if chunks.num_prefix_deltas >= MAX_PREFIX_DELTAS:
-            return False
-        request = next(iter(self._waiting.values()))
-        num_tokens = len(request.tokens)
-        # Pages that running prefills still need, and a page for each running request's next tokens.
-        reserved = num_running + sum(self._num_missing_pages(row) for row in self._prefilling)
-        num_deltas = len(chunks.deltas)
-        row = table.take(request)
-        request.num_cached_tokens = 0
-        self._adopt_prefix(row, 0, num_tokens, chunks)
-        if num_running and self._num_missing_pages(row) + reserved > self._pages.num_available:
-            self._total_prefix_hit_tokens -= request.num_cached_tokens
-            del chunks.deltas[num_deltas:]
-            self._release(row)
-            return False
-        del self._waiting[request.id]
-        self._num_waiting_tokens -= num_tokens
-        self._total_prompt_tokens += num_tokens
-        self._prefilling.append(row)
-        chunks.admitted.append(request)
-        self._plan_chunk(row, chunks)
-        return True
-
-    def _num_missing_pages(self, row: int) -> int:
-        """Pages a prefilling row lacks for its prompt and the first token after it."""
-        request = self._rows.request(row)
-        num_positions = min(len(request.tokens) + 1, request.max_total_tokens - 1)
-        return self._limits.num_pages_for(num_positions) - self._pages.num_row_pages(row)
-
-    def _launch(self, decodes: Int32Array, chunks: _Chunks) -> StepFrame:
-        """Builds the frame of `decodes` and `chunks`, and takes the snapshot for its retirement."""
+    def _launch(self, decodes: Int32Array, plan: PrefillPlan) -> StepFrame:
+        """Builds the frame of `decodes` and `plan`, and takes the snapshot for its retirement."""
         table = self._rows
         self._step += 1
         frame = StepFrame(generation=self._generation, step=self._step)
@@ -343,59 +244,30 @@ class Scheduler:
         frame.flags = np.full(len(decodes), RowFlag.SAMPLE, np.int32)
         sampled, positions = decodes, starts + 1
         table.num_computed[decodes] = positions
-        ending: list[int] = []
-        if chunks.rows:
-            ending = self._put_chunks(frame, chunks)
+        frame.page_deltas = np.concatenate(plan.deltas) if plan.deltas else _NO_DELTAS
+        ending = self._queue.commit(plan, frame) if plan.rows else []
         if ending:
             sampled = np.concatenate((decodes, np.array(ending, np.int32)))
             positions = np.concatenate((positions, table.num_prefill[ending]))
             table.ready[ending] = True
-        frame.page_deltas = np.concatenate(chunks.deltas) if chunks.deltas else _NO_DELTAS
-        if chunks.admitted:
-            frame.params = _params(chunks.admitted)
         table.in_flight[frame.rows] += 1
         is_last = positions + 1 >= table.max_total[sampled]
         table.ready[sampled[is_last]] = False
         self._in_flight.append(_Launched(self._step, frame.rows, sampled, positions, is_last, ending))
         return frame
 
-    def _put_chunks(self, frame: StepFrame, chunks: _Chunks) -> list[int]:
-        """Appends the prefill rows to the frame, makes their pages known, and returns the rows that end here."""
-        table = self._rows
-        ending: list[int] = []
-        tokens: list[Int32Array] = []
-        flags: list[int] = []
-        for row, start, length in zip(chunks.rows, chunks.starts, chunks.lens, strict=True):
-            end = start + length
-            tokens.append(table.tokens[row, start:end])
-            is_end = end == table.num_prefill[row]
-            flags.append(RowFlag.HAS_TOKENS | RowFlag.SAMPLE if is_end else RowFlag.HAS_TOKENS)
-            table.num_computed[row] = end
-            if is_end:
-                ending.append(row)
-            self._pages.publish(row, table.tokens[row], end)
-        if ending:
-            self._prefilling = [row for row in self._prefilling if row not in ending]
-        frame.rows = np.concatenate((frame.rows, np.array(chunks.rows, np.int32)))
-        frame.starts = np.concatenate((frame.starts, np.array(chunks.starts, np.int32)))
-        frame.lens = np.concatenate((frame.lens, np.array(chunks.lens, np.int32)))
-        frame.flags = np.concatenate((frame.flags, np.array(flags, np.int32)))
-        frame.token_ids = np.concatenate(tokens)
-        return ending
-
     def _preempt_newest(self) -> None:
-        """Puts the request admitted last back to the front of the queue, with the tokens it has. No step is in flight."""
+        """Puts the request admitted last back to the front of the queue, with the tokens it has.
+
+        No step may be in flight. It computes those tokens again, and samples on from the same position.
+        """
+        assert not self._in_flight, "a request may only be preempted when no step is in flight"
         table = self._rows
         row = int(table.admission.argmax())
         request = table.request(row)
-        assert not self._in_flight, "a request may only be preempted when no step is in flight"
         request.tokens = table.tokens[row, : table.num_known[row]].copy()
-        if row in self._prefilling:
-            self._prefilling.remove(row)
         self._release(row)
-        self._waiting[request.id] = request
-        self._waiting.move_to_end(request.id, last=False)
-        self._num_waiting_tokens += len(request.tokens)
+        self._queue.push(request, front=True)
         self._total_preemptions += 1
 
     # Ending a step
@@ -414,7 +286,7 @@ class Scheduler:
         """Which of `tokens` end their row."""
         table = self._rows
         stopped = np.zeros(len(rows), np.bool_)
-        for eos in self._eos:
+        for eos in self._limits.eos_token_ids:
             stopped |= tokens == eos
         stopped &= table.ends_on_eos[rows]
         asked = table.has_stop_ids[rows]
@@ -445,9 +317,9 @@ class Scheduler:
             result.top_logprobs.tolist(),
             strict=True,
         ):
-            if live[index]:
-                request = self._rows.request(int(sampled[index]))
-                k = request.sampling.num_logprobs
+            request = self._rows.request(int(sampled[index]))
+            k = request.sampling.num_logprobs  # The arrays are as wide as the widest request of the step.
+            if live[index] and k >= 0:
                 logprobs.append(TokenLogprobs(request.id, logprob, top_ids[:k], top_logprobs[:k]))
         return logprobs
 
@@ -463,8 +335,7 @@ class Scheduler:
         table = self._rows
         table.live[row] = False
         table.ready[row] = False
-        if row in self._prefilling:
-            self._prefilling.remove(row)
+        self._queue.forget_row(row)
         if table.in_flight[row]:
             self._num_draining += 1
         else:
@@ -478,24 +349,8 @@ class Scheduler:
         self._pages.publish(row, table.tokens[row], num_tokens)
         self._pages.release(row)
         table.give_back(row)
+        self._queue.forget_row(row)
 
     def _take_pending(self) -> list[Finished]:
         pending, self._pending = self._pending, []
         return pending
-
-
-def _params(requests: list[Request]) -> npt.NDArray[np.void]:
-    """PARAMS_DTYPE records of newly admitted requests."""
-    params = np.zeros(len(requests), PARAMS_DTYPE)
-    for index, request in enumerate(requests):
-        sampling = request.sampling
-        params[index] = (
-            request.row,
-            sampling.top_k,
-            sampling.num_logprobs,
-            sampling.temperature,
-            sampling.top_p,
-            sampling.min_p,
-            sampling.seed,
-        )
-    return params

@@ -1,0 +1,258 @@
+"""What is prefilled next: the queue of waiting requests, their admission, and the rows that are in prefill.
+
+One queue, first come, first served. A prefill in progress goes before the queue; the queue's head goes before those
+behind it, even where these would fit. Decodes come before all of that, and are not known here. A prompt of which
+another row computes the same part in the same step waits for that row: a step later the prefix cache has it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from cluster.scheduling.limits import MAX_PREFIX_DELTAS, SchedulerLimits
+from cluster.scheduling.prefix_cache import Node
+from cluster.scheduling.request import Request
+from cluster.scheduling.row_pages import RowPages
+from cluster.scheduling.row_table import RowTable
+from worker.protocol import PARAMS_DTYPE, Int32Array, RowFlag, StepFrame
+
+
+@dataclass(slots=True, eq=False)
+class PrefillPlan:
+    """The prefill chunks of one step. Pages are taken already: a plan with rows must be launched."""
+
+    budget: int
+    """Tokens left."""
+    rows: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    lens: list[int] = field(default_factory=list)
+    deltas: list[Int32Array] = field(default_factory=list)
+    """Page deltas, each [n, 3]."""
+    admitted: list[Request] = field(default_factory=list)
+    num_prefix_deltas: int = 0
+    """Page deltas of pages that came from the prefix cache."""
+    computing: dict[tuple[Node, bytes], int] = field(default_factory=dict)
+    """Index into `rows` of the chunk that begins at this end of the cached prefixes with this page."""
+
+
+class PrefillQueue:
+    """Waiting requests and rows in prefill. Writes `RowTable.num_computed` of the latter."""
+
+    def __init__(self, limits: SchedulerLimits, rows: RowTable, pages: RowPages) -> None:
+        self._limits = limits
+        self._rows = rows
+        self._pages = pages
+        self._waiting: OrderedDict[int, Request] = OrderedDict()
+        self._num_waiting_tokens = 0
+        self._prefilling: list[int] = []  # in order of admission
+        # The head lacked pages, and nothing has happened since that could change it: spares a match every step.
+        self._is_blocked = False
+        self._total_prefix_hit_tokens = 0
+        self._total_prompt_tokens = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        return self._num_waiting_tokens
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Some row is in prefill."""
+        return bool(self._prefilling)
+
+    @property
+    def total_prefix_hit_tokens(self) -> int:
+        return self._total_prefix_hit_tokens
+
+    @property
+    def total_prompt_tokens(self) -> int:
+        return self._total_prompt_tokens
+
+    def push(self, request: Request, *, front: bool = False) -> None:
+        """Lets a request wait, behind all others or before them."""
+        self._waiting[request.id] = request
+        self._num_waiting_tokens += len(request.tokens)
+        if front:
+            self._waiting.move_to_end(request.id, last=False)
+            self._is_blocked = False
+
+    def remove(self, request: Request) -> None:
+        """Forgets a waiting request."""
+        del self._waiting[request.id]
+        self._num_waiting_tokens -= len(request.tokens)
+        self._is_blocked = False
+
+    def forget_row(self, row: int) -> None:
+        """Row and pages of a request that ended or was preempted are free again, in prefill or not."""
+        self._is_blocked = False
+        if row in self._prefilling:
+            self._prefilling.remove(row)
+
+    def plan(self, budget: int) -> PrefillPlan:
+        """Chunks of at most `budget` tokens in all, with their pages; admits requests."""
+        plan = PrefillPlan(budget)
+        for row in self._prefilling:
+            if plan.budget <= 0:
+                break
+            self._plan_chunk(row, plan)
+        while self._waiting and plan.budget > 0 and self._admit_next(plan):
+            pass
+        return plan
+
+    def commit(self, plan: PrefillPlan, frame: StepFrame) -> list[int]:
+        """Appends the plan to the frame, makes its whole pages known, and returns the rows whose prefill ends."""
+        table = self._rows
+        ending: list[int] = []
+        tokens: list[Int32Array] = []
+        flags: list[int] = []
+        for row, start, length in zip(plan.rows, plan.starts, plan.lens, strict=True):
+            end = start + length
+            tokens.append(table.tokens[row, start:end])
+            table.num_computed[row] = end
+            if end == table.num_prefill[row]:
+                ending.append(row)
+                flags.append(RowFlag.HAS_TOKENS | RowFlag.SAMPLE)
+            else:
+                flags.append(RowFlag.HAS_TOKENS)
+            self._pages.publish(row, table.tokens[row], end)
+        if ending:
+            self._prefilling = [row for row in self._prefilling if row not in ending]
+            self._is_blocked = False  # Its pages may be what the head needs.
+        frame.rows = np.concatenate((frame.rows, np.array(plan.rows, np.int32)))
+        frame.starts = np.concatenate((frame.starts, np.array(plan.starts, np.int32)))
+        frame.lens = np.concatenate((frame.lens, np.array(plan.lens, np.int32)))
+        frame.flags = np.concatenate((frame.flags, np.array(flags, np.int32)))
+        frame.token_ids = np.concatenate(tokens)
+        if plan.admitted:
+            frame.params = _params(plan.admitted)
+        return ending
+
+    def check_integrity(self, running_ids: set[int]) -> set[int]:
+        """Ids of the waiting requests. Raises AssertionError unless queue, prefills and the row table agree."""
+        table = self._rows
+        assert running_ids.isdisjoint(self._waiting), "a request runs and waits"
+        num_waiting_tokens = sum(len(request.tokens) for request in self._waiting.values())
+        assert num_waiting_tokens == self._num_waiting_tokens, "waiting tokens are miscounted"
+        assert not any(request.row for request in self._waiting.values()), "a waiting request has a row"
+        prefilling = np.flatnonzero(table.live & (table.num_computed < table.num_prefill))
+        assert sorted(self._prefilling) == prefilling.tolist(), "the list of prefills is wrong"
+        return set(self._waiting)
+
+    def _plan_chunk(self, row: int, plan: PrefillPlan) -> None:
+        """Adds the next chunk of a row in prefill, if there are pages for it and no other row computes the same."""
+        has_room = self._num_missing_pages(row) <= self._pages.num_available  # Then the chunk below gets its pages.
+        if has_room and plan.num_prefix_deltas < MAX_PREFIX_DELTAS:
+            # Others may have computed what comes next since the last chunk.
+            self._adopt_prefix(row, plan)
+        start = int(self._rows.num_computed[row])
+        length = self._chunk_length(row, plan)
+        if self._is_computed_by_another(row, length, plan):
+            return
+        deltas = self._pages.grow(row, start + length)
+        if deltas is None:
+            return
+        if (key := self._pages.next_page_key(row, self._rows.tokens[row], start)) is not None:
+            plan.computing.setdefault(key, len(plan.rows))
+        if len(deltas):
+            plan.deltas.append(deltas)
+        plan.rows.append(row)
+        plan.starts.append(start)
+        plan.lens.append(length)
+        plan.budget -= length
+
+    def _chunk_length(self, row: int, plan: PrefillPlan) -> int:
+        page_size = self._limits.page_size
+        start, end = int(self._rows.num_computed[row]), int(self._rows.num_prefill[row])
+        length = min(end - start, self._limits.prefill_chunk_size, plan.budget)
+        last_boundary = (start + length) // page_size * page_size
+        if start + length < end and last_boundary > start:
+            return last_boundary - start  # Whole pages can be shared, partial ones cannot.
+        return length
+
+    def _is_computed_by_another(self, row: int, length: int, plan: PrefillPlan) -> bool:
+        """A chunk of the plan computes whole pages that hold at least half of the row's next `length` tokens."""
+        start = int(self._rows.num_computed[row])
+        key = self._pages.next_page_key(row, self._rows.tokens[row], start)
+        if key is None or (index := plan.computing.get(key)) is None:
+            return False
+        shared = min(length, plan.lens[index])
+        tokens = self._rows.tokens
+        differ = tokens[row, start : start + shared] != tokens[plan.rows[index], start : start + shared]
+        num_same = int(differ.argmax()) if differ.any() else shared
+        page_size = self._limits.page_size
+        num_shareable = min(num_same, int(self._rows.num_prefill[row]) - 1 - start) // page_size * page_size
+        return num_shareable > 0 and 2 * num_shareable >= length
+
+    def _adopt_prefix(self, row: int, plan: PrefillPlan) -> None:
+        """Takes cached pages that go on where the row's own end. The last token is left: its logits are wanted."""
+        table = self._rows
+        start, end = int(table.num_computed[row]), int(table.num_prefill[row])
+        deltas = self._pages.adopt_prefix(row, table.tokens[row, start : end - 1])
+        if len(deltas):
+            num_tokens = len(deltas) * self._limits.page_size
+            table.num_computed[row] = start + num_tokens
+            table.request(row).num_cached_tokens += num_tokens
+            self._total_prefix_hit_tokens += num_tokens
+            plan.deltas.append(deltas)
+            plan.num_prefix_deltas += len(deltas)
+
+    def _admit_next(self, plan: PrefillPlan) -> bool:
+        """Gives the head of the queue a row and its first chunk. False: it has to wait."""
+        table = self._rows
+        num_running = table.num_taken
+        if self._is_blocked or not table.num_free or num_running >= self._limits.max_num_running:
+            return False
+        if plan.num_prefix_deltas >= MAX_PREFIX_DELTAS:
+            return False
+        request = next(iter(self._waiting.values()))
+        # Pages that rows in prefill still need, and a page for each running request's next tokens.
+        reserved = num_running + sum(self._num_missing_pages(row) for row in self._prefilling)
+        row = table.take(request)
+        request.num_cached_tokens = 0
+        num_deltas = len(plan.deltas)
+        self._adopt_prefix(row, plan)
+        # Alone it always fits: `reason_never_fits`.
+        self._is_blocked = num_running > 0 and self._num_missing_pages(row) + reserved > self._pages.num_available
+        if self._is_blocked or self._is_computed_by_another(row, self._chunk_length(row, plan), plan):
+            self._total_prefix_hit_tokens -= request.num_cached_tokens
+            del plan.deltas[num_deltas:]
+            self._pages.release(row)
+            table.give_back(row)
+            return False
+        del self._waiting[request.id]
+        self._num_waiting_tokens -= len(request.tokens)
+        self._total_prompt_tokens += len(request.tokens)
+        self._prefilling.append(row)
+        plan.admitted.append(request)
+        self._plan_chunk(row, plan)
+        return True
+
+    def _num_missing_pages(self, row: int) -> int:
+        """Pages a row in prefill lacks for its tokens and the first one after them."""
+        request = self._rows.request(row)
+        num_positions = min(len(request.tokens) + 1, request.max_total_tokens - 1)
+        return self._limits.num_pages_for(num_positions) - self._pages.num_row_pages(row)
+
+
+def _params(requests: list[Request]) -> npt.NDArray[np.void]:
+    """PARAMS_DTYPE records of newly admitted requests."""
+    params = np.zeros(len(requests), PARAMS_DTYPE)
+    for index, request in enumerate(requests):
+        sampling = request.sampling
+        params[index] = (
+            request.row,
+            sampling.top_k,
+            sampling.num_logprobs,
+            sampling.temperature,
+            sampling.top_p,
+            sampling.min_p,
+            sampling.seed,
+        )
+    return params
