@@ -59,9 +59,9 @@ class TokenToKVPool:
         self.dtype = dtype
         self.device = device
         shapes = [(num_pages + 1, page_size, layer.tp_k_head_num, layer.head_dim) for layer in layers]
-        # zeros, not empty: the system hands zeroed pages out lazily, so an idle pool costs no memory on CPU.
-        self._k = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
-        self._v = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        # empty, not zeros: no slot is read before it is written, and on CPU memory is then taken as pages fill.
+        self._k = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+        self._v = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
         # Slot views are made once: a view per layer and step is Python time on the decode path.
         self._k_slots = [k.flatten(0, 1).flatten(1) for k in self._k]
         self._v_slots = [v.flatten(0, 1).flatten(1) for v in self._v]
