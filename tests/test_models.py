@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,7 +114,7 @@ def _build(name: str) -> tuple[Any, ModelConfig]:
 
 
 @pytest.fixture(scope="module", params=["llama", "llama_biased_llama3_rope", "qwen2", "qwen3_yarn", "mistral_window"])
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     hf, model = _build(request.param)
     # Norm weights of one and zero biases would hide their absence.
     with torch.no_grad():
@@ -123,7 +123,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     path = tmp_path_factory.mktemp(request.param)
     hf.eval().save_pretrained(path)
-    yield Case(hf, path, model)
+    return Case(hf, path, model)
 
 
 @dataclass
@@ -166,7 +166,7 @@ class Rank:
 
 
 def on_ranks(size: int, body: Callable[[TensorParallelGroup], list[torch.Tensor]]) -> list[list[torch.Tensor]]:
-    """Runs `body` on every rank of a gloo group, each a thread; results in rank order."""
+    """Runs `body` on every rank of a group, each a thread; results in rank order."""
     if size == 1:
         with torch.inference_mode():
             return [body(TensorParallelGroup.single())]
@@ -177,7 +177,7 @@ def on_ranks(size: int, body: Callable[[TensorParallelGroup], list[torch.Tensor]
     def run(rank: int) -> None:
         try:
             group = TensorParallelGroup.create(
-                rank=rank, size=size, store=store, device="cpu", strategy="gloo", timeout_s=20.0
+                rank=rank, size=size, store=store, device="cpu", strategy="shared_memory", timeout_s=20.0
             )
             with torch.inference_mode():
                 results[rank] = body(group)
