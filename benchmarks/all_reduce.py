@@ -22,11 +22,12 @@ from parallel.group import Strategy, TensorParallelGroup
 
 
 def rank_main(
-    rank: int, size: int, port: int, strategy: Strategy, spin_us: int, floats: list[int], rounds: int, out: Connection
+    rank: int, size: int, strategy: Strategy, spin_us: int, floats: list[int], rounds: int, pipe: Connection
 ) -> None:
-    """Times `rounds` all-reduces of every size and sends [p50, p99] in microseconds for each."""
+    """Gets the store's port, times `rounds` all-reduces of every size, sends (p50, p99) in microseconds for each."""
     torch.set_num_threads(1)
-    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    port = pipe.recv()
+    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))  # type: ignore[attr-defined]
     group = TensorParallelGroup.create(
         rank=rank, size=size, store=store, device="cpu", strategy=strategy, timeout_s=60, spin_us=spin_us
     )
@@ -46,20 +47,25 @@ def rank_main(
         answers.append((1e6 * times[len(times) // 2], 1e6 * times[int(len(times) * 0.99)]))
     group.barrier()
     group.close()
-    out.send(answers)
+    pipe.send(answers)
 
 
 def measure(size: int, strategy: Strategy, spin_us: int, floats: list[int], rounds: int) -> list[tuple[float, float]]:
     """(p50, p99) in microseconds for each of `floats`."""
     context = multiprocessing.get_context("fork")
-    master = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes = [context.Pipe() for _ in range(size)]
     ranks = [
-        context.Process(target=rank_main, args=(rank, size, master.port, strategy, spin_us, floats, rounds, pipe[1]))
+        context.Process(target=rank_main, args=(rank, size, strategy, spin_us, floats, rounds, pipe[1]))
         for rank, pipe in enumerate(pipes)
     ]
     for process in ranks:
         process.start()
+    # Only now: a process forked beside the store's server threads may inherit a lock that one of them holds.
+    master = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    for pipe in pipes:
+        pipe[0].send(master.port)
+    if not pipes[0][0].poll(300):
+        raise TimeoutError(f"{strategy} with {size} ranks did not end within 300 s")
     answer: list[tuple[float, float]] = pipes[0][0].recv()
     for process in ranks:
         process.join()

@@ -26,8 +26,9 @@ from parallel.shm import FIRST_WORD, LINE_WORDS, Segment
 
 # A blocked rank looks for an abort this often.
 _SLICE_S = 0.02
-# Shared-memory all-reduces of this size and more split the adding among the ranks.
-_SLICED_BYTES = 64 << 10
+# Shared-memory all-reduces split the adding among the ranks when their contributions together reach this size.
+# Measured on 2 cores: the second synchronisation pays from 1 MB a rank with 3 ranks, 0.6 MB with 5, 0.35 MB with 9.
+_SLICED_BYTES = 3 << 20
 _MAX_CACHED_VIEWS = 256
 
 
@@ -221,7 +222,7 @@ class SharedMemoryCollectives:
         nbytes = x.numel() * x.element_size()
         if nbytes > self._buffer_bytes:
             self._in_pieces(x)
-        elif self._size > 2 and nbytes >= _SLICED_BYTES:
+        elif self._size > 2 and self._size * nbytes >= _SLICED_BYTES:
             self._all_reduce_sliced(x.view(-1))
         elif nbytes:
             views = self._exchange("all_reduce", x, nbytes)

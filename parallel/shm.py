@@ -50,6 +50,8 @@ class Segment:
         nbytes: size of the mapping.
         words: the mapping as int64.
         base: address of the mapping in this process.
+        closed: `close` was called here.
+        ordered: the processor keeps stores in order and loads in order, as x86 does; else readers must fence.
     """
 
     def __init__(self, fd: int, mapping: mmap.mmap, nonce: str, creator_pid: int) -> None:
@@ -60,7 +62,8 @@ class Segment:
         self._mapping: mmap.mmap | bytearray = mapping
         self.words = memoryview(mapping).cast("q")
         self.base = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-        self._ordered = platform.machine() == "x86_64"
+        self.ordered = platform.machine() == "x86_64"
+        self.closed = False
         self._lock = threading.Lock()
         number = _FUTEX_NUMBER.get(platform.machine())
         if number is None:
@@ -129,6 +132,7 @@ class Segment:
     def close(self) -> None:
         """Gives the mapping up; later waits raise. The memory goes with the last view of it in the last process."""
         self.forget_address()
+        self.closed = True
         closed = bytearray(_REASON_END)
         self._mapping = closed
         self.base = ctypes.addressof(ctypes.c_char.from_buffer(closed))
@@ -143,7 +147,7 @@ class Segment:
         Args:
             sleepers: the slice of `words` where those who may wait for this word mark that they sleep.
         """
-        if not self._ordered:
+        if not self.ordered:
             self.fence()
         self.words[word] = value
         # The store must be visible before the look at the sleepers: a sleeper marks itself, then looks at the word.
@@ -177,7 +181,7 @@ class Segment:
                     self._sleep(word, seen, min(left, _SLICE_S))
             finally:
                 words[sleeper] = 0
-        if not self._ordered:
+        if not self.ordered:
             self.fence()
         return True
 
@@ -188,7 +192,7 @@ class Segment:
         stops that: taking a lock is one. On aarch64 a lock is no full fence, but the kernel's futex wake begins with
         one (it must order the caller's store against its own look at the waiters), so a wake nobody waits for serves.
         """
-        if self._ordered:
+        if self.ordered:
             with self._lock:
                 return
         self.wake(0)

@@ -2,28 +2,52 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import pickle
+import random
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed import TCPStore
 
+from configs.errors import ConfigError, DeadlineError, EngineError
+from parallel.all_reduce import SharedMemoryCollectives
 from parallel.group import Strategy, TensorParallelGroup
 
+Body = Callable[[TensorParallelGroup], Any]
 
-def run_threads(size: int, strategy: Strategy, body: Callable[[TensorParallelGroup], Any], **options: Any) -> list[Any]:
-    """Runs `body` once per rank, each rank a thread; returns their results in rank order."""
+STRATEGIES = [
+    "gloo",
+    "shared_memory",
+    pytest.param("nccl", marks=pytest.mark.multi_gpu),
+]
+
+
+def join(rank: int, size: int, port: int, strategy: Strategy, **options: Any) -> TensorParallelGroup:
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    device = f"cuda:{rank}" if strategy == "nccl" else "cpu"
+    arguments = {"timeout_s": 30.0, **options}
+    return TensorParallelGroup.create(rank=rank, size=size, store=store, device=device, strategy=strategy, **arguments)
+
+
+def run_threads(size: int, strategy: Strategy, body: Body, **options: Any) -> list[Any]:
+    """Runs `body` once per rank, each rank a thread; returns results, or the errors raised, in rank order."""
+    if strategy == "nccl" and torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} CUDA devices")
     master = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     results: list[Any] = [None] * size
 
     def rank_main(rank: int) -> None:
-        store = TCPStore("127.0.0.1", master.port, is_master=False, wait_for_workers=False)
         try:
-            group = TensorParallelGroup.create(
-                rank=rank, size=size, store=store, device="cpu", strategy=strategy, **{"timeout_s": 20.0, **options}
-            )
+            group = join(rank, size, master.port, strategy, **options)
             try:
                 results[rank] = body(group)
             finally:
@@ -40,20 +64,350 @@ def run_threads(size: int, strategy: Strategy, body: Callable[[TensorParallelGro
     return results
 
 
+def run_processes(size: int, strategy: Strategy, body: Body, **options: Any) -> list[Any]:
+    """As run_threads, each rank a forked process; a rank that was killed gives None."""
+    context = multiprocessing.get_context("fork")
+
+    def rank_main(rank: int, pipe: Connection) -> None:
+        torch.set_num_threads(1)
+        try:
+            group = join(rank, size, pipe.recv(), strategy, **options)
+            result = body(group)
+            group.close()
+        except Exception as error:  # noqa: BLE001 - handed to the test
+            result = error
+        pipe.send_bytes(pickle.dumps(result))
+
+    pipes = [context.Pipe() for _ in range(size)]
+    ranks = [context.Process(target=rank_main, args=(rank, pipe[1])) for rank, pipe in enumerate(pipes)]
+    for process in ranks:
+        process.start()
+    # Only now: a process forked beside the store's server threads may inherit a lock that one of them holds.
+    master = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for ours, theirs in pipes:
+        theirs.close()
+        ours.send(master.port)
+    results = []
+    for ours, _ in pipes:
+        try:
+            assert ours.poll(60)
+            results.append(pickle.loads(ours.recv_bytes()))
+        except EOFError:
+            results.append(None)
+    for process in ranks:
+        process.join(20)
+        assert not process.is_alive()
+    return results
+
+
+def contributions(size: int, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+    """One tensor per rank, with magnitudes so mixed that another order of adding gives other bits."""
+    generator = torch.Generator().manual_seed(17)
+    if not dtype.is_floating_point:
+        return [torch.randint(-1000, 1000, tuple(shape), generator=generator, dtype=dtype) for _ in range(size)]
+    scale = 10.0 ** torch.randint(-3, 3, (size, *shape), generator=generator)
+    return list((torch.randn((size, *shape), generator=generator) * scale).to(dtype))
+
+
+def ordered_sum(parts: Sequence[Tensor]) -> Tensor:
+    wide = torch.float32 if parts[0].dtype.is_floating_point else parts[0].dtype
+    total = parts[0].to(wide)
+    for part in parts[1:]:
+        total = total + part.to(wide)
+    return total.to(parts[0].dtype)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and bool((a.view(torch.uint8) == b.view(torch.uint8)).all())
+
+
+SHAPES = [(1,), (7,), (3, 576), (0, 576), (64, 1025), (300_007,)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64]
+
+
+def reduce_everything(group: TensorParallelGroup) -> list[Tensor]:
+    results = []
+    for dtype in DTYPES:
+        for shape in SHAPES:
+            x = contributions(group.size, shape, dtype)[group.rank].to(group.device)
+            assert group.all_reduce(x) is x
+            results.append(x.cpu())
+    return results
+
+
+@pytest.mark.parametrize("run", [run_threads, run_processes])
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("strategy", ["gloo", "shared_memory"])
+def test_all_reduce_sums_in_rank_order_to_the_bit(run: Callable[..., list[Any]], size: int, strategy: Strategy) -> None:
+    results = run(size, strategy, reduce_everything)
+    expected = [ordered_sum(contributions(size, shape, dtype)) for dtype in DTYPES for shape in SHAPES]
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+        for got, want in zip(result, expected, strict=True):
+            assert same_bits(got, want)
+
+
+@pytest.mark.multi_gpu
+def test_all_reduce_over_nccl_is_the_sum() -> None:
+    for result in run_threads(2, "nccl", reduce_everything):
+        if isinstance(result, Exception):
+            raise result
+        expected = [ordered_sum(contributions(2, shape, dtype)) for dtype in DTYPES for shape in SHAPES]
+        for got, want in zip(result, expected, strict=True):
+            torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_all_gather_stacks_in_rank_order(strategy: Strategy) -> None:
+    size = 2 if strategy == "nccl" else 3
+    shapes = [(1,), (5, 3), (), (40_000,)]
+    results = run_threads(
+        size,
+        strategy,
+        lambda group: [
+            group.all_gather(torch.full(shape, float(group.rank), device=group.device)).cpu() for shape in shapes
+        ],
+    )
+    for result in results:
+        for shape, gathered in zip(shapes, result, strict=True):
+            assert gathered.shape == (size, *shape)
+            for rank in range(size):
+                assert (gathered[rank] == rank).all()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_tensors_with_strides_are_reduced_in_place(strategy: Strategy) -> None:
+    def body(group: TensorParallelGroup) -> Tensor:
+        x = torch.ones(4, 6, device=group.device)
+        group.all_reduce(x.t()[1:3])
+        return x.cpu()
+
+    expected = torch.ones(4, 6)
+    expected[:, 1:3] = 2
+    for result in run_threads(2, strategy, body):
+        assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_shared_memory_carries_tensors_larger_than_its_buffers(size: int) -> None:
+    count = 3_000_001  # 12 MB through buffers of 4 MiB
+
+    def body(group: TensorParallelGroup) -> tuple[Tensor, Tensor]:
+        x = contributions(size, (count,), torch.float32)[group.rank]
+        return group.all_gather(x)[:, ::1000].clone(), group.all_reduce(x)
+
+    parts = contributions(size, (count,), torch.float32)
+    for gathered, total in run_threads(size, "shared_memory", body):
+        assert same_bits(total, ordered_sum(parts))
+        assert torch.equal(gathered, torch.stack(parts)[:, ::1000])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_barrier_waits_for_the_last_rank(strategy: Strategy) -> None:
+    def body(group: TensorParallelGroup) -> tuple[float, float]:
+        time.sleep(0.2 * group.rank)
+        entered = time.monotonic()
+        group.barrier()
+        return entered, time.monotonic()
+
+    results = run_threads(2, strategy, body)
+    assert min(left for _, left in results) >= max(entered for entered, _ in results)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_abort_from_another_thread_ends_a_blocked_collective(strategy: Strategy) -> None:
+    def body(group: TensorParallelGroup) -> float:
+        group.barrier()
+        if group.rank == 1:
+            time.sleep(1.5)  # never comes
+            return 0.0
+        timer = threading.Timer(0.2, group.abort, ("rank 1 died",))
+        timer.start()
+        start = time.monotonic()
+        with pytest.raises(EngineError, match="rank 1 died"):
+            group.barrier()
+        took_s = time.monotonic() - start
+        with pytest.raises(EngineError, match="rank 1 died"):
+            group.all_reduce(torch.ones(3, device=group.device))
+        timer.join()
+        return took_s
+
+    took_s = run_threads(2, strategy, body)[0]
+    assert isinstance(took_s, float), took_s
+    assert 0.15 < took_s < 1.0
+
+
+@pytest.mark.parametrize("strategy", ["gloo", "shared_memory"])
+def test_a_peer_that_stays_away_ends_in_a_deadline_that_names_its_setting(strategy: Strategy) -> None:
+    def body(group: TensorParallelGroup) -> None:
+        if group.rank == 1:
+            time.sleep(1.0)
+        else:
+            group.all_reduce(torch.ones(3))
+
+    error = run_threads(2, strategy, body, timeout_s=0.4)[0]
+    assert isinstance(error, DeadlineError)
+    assert "parallel.step_timeout_s=0.4" in str(error)
+
+
+@pytest.mark.parametrize("strategy", ["gloo", "shared_memory"])
+def test_a_rank_that_never_joins_ends_the_meeting_at_the_deadline(strategy: Strategy) -> None:
+    master = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for rank in range(2):
+        start = time.monotonic()
+        with pytest.raises(DeadlineError, match=r"parallel\.step_timeout_s=0\.3"):
+            join(rank, 2, master.port, strategy, timeout_s=0.3, generation=rank + 1)
+        assert time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize("strategy", ["gloo", "shared_memory"])
+def test_a_killed_rank_ends_its_peers_wait(strategy: Strategy) -> None:
+    def body(group: TensorParallelGroup) -> None:
+        group.barrier()
+        if group.rank == 1:
+            os.kill(os.getpid(), 9)
+        group.all_reduce(torch.ones(3))
+
+    survivor, dead = run_processes(2, strategy, body, timeout_s=1.0)
+    assert isinstance(survivor, EngineError)
+    assert dead is None
+
+
+def test_one_rank_that_gives_up_ends_the_others_with_its_reason() -> None:
+    def body(group: TensorParallelGroup) -> None:
+        if group.rank == 2:
+            group.abort("rank 2 ran out of memory")
+        else:
+            group.all_reduce(torch.ones(3))
+
+    for error in run_threads(3, "shared_memory", body)[:2]:
+        assert isinstance(error, EngineError)
+        assert "rank 2 ran out of memory" in str(error)
+
+
+@pytest.mark.parametrize("spin_us", [0, 50])
+@pytest.mark.parametrize("size", [2, 3])
+def test_random_skew_never_mixes_two_rounds(size: int, spin_us: int) -> None:
+    num_rounds = 2000
+
+    def body(group: TensorParallelGroup) -> int:
+        chance = random.Random(group.rank)
+        wrong = 0
+        for i in range(num_rounds):
+            if chance.random() < 0.02:
+                time.sleep(chance.random() * 0.002)
+            x = torch.full((1 + i % 7 * 100,), float(i * (group.rank + 1)))
+            group.all_reduce(x)
+            wrong += int(not bool((x == i * group.size * (group.size + 1) / 2).all()))
+        return wrong
+
+    assert run_processes(size, "shared_memory", body, spin_us=spin_us) == [0] * size
+
+
+def test_sliced_and_whole_sums_mix_without_racing() -> None:
+    def body(group: TensorParallelGroup) -> int:
+        chance, wrong = random.Random(group.rank), 0
+        for i in range(200):
+            if chance.random() < 0.1:
+                time.sleep(chance.random() * 0.002)
+            x = torch.full((400_000 if i % 3 else 5,), float(i + group.rank))
+            group.all_reduce(x)
+            wrong += int(not bool((x == 3 * i + 3).all()))
+        return wrong
+
+    assert run_processes(3, "shared_memory", body) == [0, 0, 0]
+
+
+def test_nothing_is_left_in_dev_shm_nor_open() -> None:
+    before, open_before = set(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd"))
+    for generation in (1, 2, 3):
+        run_processes(2, "shared_memory", reduce_everything, generation=generation)
+        run_threads(2, "shared_memory", lambda group: group.barrier(), generation=generation)
+    assert set(os.listdir("/dev/shm")) <= before
+    segments = [path for path in Path("/proc/self/fd").iterdir() if "memfd:lockstep" in _target(path)]
+    assert not segments
+    assert len(os.listdir("/proc/self/fd")) <= open_before + 2
+
+
+def _target(path: Path) -> str:
+    try:
+        return os.readlink(path)
+    except FileNotFoundError:  # the descriptor of the listing itself
+        return ""
+
+
+def test_generations_share_a_store_without_meeting() -> None:
+    master = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    groups: dict[tuple[int, int], TensorParallelGroup] = {}
+
+    def enter(generation: int, rank: int) -> None:
+        groups[generation, rank] = join(rank, 2, master.port, "shared_memory", generation=generation)
+
+    threads = [threading.Thread(target=enter, args=(generation, rank)) for generation in (1, 2) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    groups[1, 0].abort("generation 1 is over")
+    with pytest.raises(EngineError, match="generation 1 is over"):
+        groups[1, 1].barrier()
+    wait = threading.Thread(target=groups[2, 1].barrier)
+    wait.start()
+    groups[2, 0].barrier()
+    wait.join(10)
+    for group in groups.values():
+        group.close()
+
+
 def test_group_of_one_is_the_identity() -> None:
     group = TensorParallelGroup.single()
     x = torch.arange(4.0)
     assert group.all_reduce(x) is x
     assert torch.equal(group.all_gather(x), x[None])
     group.barrier()
+    group.abort("nobody listens")
+    group.close()
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_all_reduce_sums_in_rank_order(size: int) -> None:
-    parts = [torch.randn(1000, generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
-    expected = parts[0].clone()
-    for part in parts[1:]:
-        expected += part
-    results = run_threads(size, "gloo", lambda group: group.all_reduce(parts[group.rank].clone()))
-    for result in results:
-        assert torch.equal(result, expected)
+def test_a_closed_group_says_so() -> None:
+    def body(group: TensorParallelGroup) -> None:
+        group.close()
+        group.close()
+        with pytest.raises(EngineError, match="closed"):
+            group.all_reduce(torch.ones(1))
+
+    assert run_threads(2, "shared_memory", body) == [None, None]
+
+
+def test_shared_memory_is_refused_for_gpus() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(ConfigError, match=r"parallel\.all_reduce=shared_memory is for CPU ranks"):
+        TensorParallelGroup.create(
+            rank=0, size=2, store=store, device="cuda:0", strategy="shared_memory", timeout_s=1.0
+        )
+
+
+def test_small_buffers_give_the_same_bits() -> None:
+    """Pieces, slices and whole tensors are one sum: the size of the buffers is no part of the answer."""
+    master = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    parts = contributions(3, (10_001,), torch.bfloat16)
+    totals: list[Any] = [None] * 3
+
+    def rank_main(rank: int) -> None:
+        store = TCPStore("127.0.0.1", master.port, is_master=False, wait_for_workers=False)
+        collectives = SharedMemoryCollectives.create(
+            rank=rank, size=3, store=store, timeout_s=20, spin_us=0, buffer_bytes=4096
+        )
+        x = parts[rank].clone()
+        collectives.all_reduce(x)
+        totals[rank] = x
+        collectives.close()
+
+    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    for total in totals:
+        assert same_bits(total, ordered_sum(parts))
