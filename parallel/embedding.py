@@ -68,7 +68,8 @@ class ParallelLMHead:
         num_rows = self._plan.vocab[self._group.rank].size
         weight = torch.empty(num_rows, self._hidden_size, dtype=self._dtype, device=self._device)
         source.read(f"{name}.weight", weight, rows=self._plan.vocab[self._group.rank])
-        self._matmul = Matmul(weight, None)
+        # Not packed: for a moment the largest weight of all would be there twice.
+        self._matmul = Matmul(weight, None, pack=False)
 
     def tie(self, embedding: VocabParallelEmbedding) -> None:
         """Uses the embedding's weight, which stays the only copy of these rows."""

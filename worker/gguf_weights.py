@@ -1,15 +1,13 @@
-"""GGUF files: a light header reader, and rows of quantised tensors as this rank needs them.
+"""GGUF files: rows and columns of quantised tensors as this rank needs them, under Hugging Face names.
 
-Only the blocks that cover a range are read and dequantised. The header's token lists are skipped, not parsed.
+Only the blocks that cover a range are read and dequantised.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -17,12 +15,11 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from configs.errors import CheckpointError
+from configs.gguf_header import GGUFHeader
 from configs.model_config import ModelConfig
 from parallel.plan import Span
 from worker.weights import RangeReader
 
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
 _CHUNK_ELEMENTS = 2 << 20
 """Elements dequantised at once; dequantising takes a few times their fp32 bytes."""
 
@@ -79,10 +76,9 @@ class GGUFFile:
     @classmethod
     def open(cls, path: Path, model: ModelConfig) -> GGUFFile:
         """Reads and checks the header. Raises CheckpointError for another format, version or a truncated file."""
+        entries = _entries(GGUFHeader.read(path), path)
         reader = RangeReader(path)
         try:
-            with path.open("rb", buffering=1 << 20) as stream:
-                entries = _read_header(stream, path)
             for name, entry in entries.items():
                 num_rows = entry.shape[0] if len(entry.shape) > 1 else 1
                 end = entry.offset + num_rows * entry.row_bytes
@@ -147,34 +143,15 @@ class GGUFFile:
         return pairs.transpose(1, 2).reshape(rows.shape)
 
 
-def _read_header(stream: BinaryIO, path: Path) -> dict[str, _Entry]:
-    header = _HeaderReader(stream, path)
-    if header.bytes(4) != b"GGUF":
-        raise CheckpointError(f"{path} is no GGUF file")
-    version = header.scalar(4)
-    if version not in (2, 3):
-        raise CheckpointError(f"{path} is GGUF version {version}; supported are 2 and 3, little-endian")
-    num_tensors, num_fields = int(header.scalar(10)), int(header.scalar(10))
-    architecture, alignment = "", 32
-    for _ in range(num_fields):
-        key = header.string()
-        kind = int(header.scalar(4))
-        if key == "general.architecture" and kind == _STRING:
-            architecture = header.string()
-        elif key == "general.alignment" and kind in _SCALARS:
-            alignment = int(header.scalar(kind))
-        else:
-            header.skip(kind)
-    infos = [header.tensor_info() for _ in range(num_tensors)]
-    data_start = -(-stream.tell() // alignment) * alignment
-    interleaved = architecture in _INTERLEAVED_ARCHITECTURES
+def _entries(header: GGUFHeader, path: Path) -> dict[str, _Entry]:
+    interleaved = header.metadata.get("general.architecture") in _INTERLEAVED_ARCHITECTURES
     entries = {}
-    for gguf_name, shape, kind, offset in infos:
+    for gguf_name, info in header.tensors.items():
         name = _hugging_face_name(gguf_name)
         entries[name] = _Entry(
-            kind=_quantization(path, gguf_name, kind),
-            shape=shape,
-            offset=data_start + offset,
+            kind=_quantization(path, gguf_name, info.ggml_type),
+            shape=info.shape,
+            offset=info.offset,
             interleaved=interleaved and (".q_proj." in name or ".k_proj." in name),
         )
     return entries
@@ -197,48 +174,3 @@ def _hugging_face_name(name: str) -> str:
     if head == "blk" and tensor in _LAYER_TENSORS:
         return f"model.layers.{number}.{_LAYER_TENSORS[tensor]}.{suffix}"
     return name
-
-
-class _HeaderReader:
-    """The header's primitive values, one after the other. Raises CheckpointError where the file ends too early."""
-
-    def __init__(self, stream: BinaryIO, path: Path) -> None:
-        self._stream = stream
-        self._path = path
-
-    def bytes(self, count: int) -> bytes:
-        data = self._stream.read(count)
-        if len(data) != count:
-            raise CheckpointError(f"{self._path} is truncated: it ends inside its header; download it again")
-        return data
-
-    def scalar(self, kind: int) -> int | float:
-        layout = struct.Struct("<" + _SCALARS[kind])
-        value: int | float = layout.unpack(self.bytes(layout.size))[0]
-        return value
-
-    def string(self) -> str:
-        return self.bytes(int(self.scalar(10))).decode("utf-8", "replace")
-
-    def tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
-        name = self.string()
-        dims = [int(self.scalar(10)) for _ in range(int(self.scalar(4)))]
-        kind, offset = int(self.scalar(4)), int(self.scalar(10))
-        # GGUF lists the innermost dimension first.
-        return name, tuple(reversed(dims)), kind, offset
-
-    def skip(self, kind: int) -> None:
-        """Passes over one value; a string array costs two reads a string and no Python object that stays."""
-        if kind in _SCALARS:
-            self.bytes(struct.calcsize("<" + _SCALARS[kind]))
-        elif kind == _STRING:
-            self.bytes(int(self.scalar(10)))
-        elif kind == _ARRAY:
-            item, count = int(self.scalar(4)), int(self.scalar(10))
-            if item in _SCALARS:
-                self.bytes(count * struct.calcsize("<" + _SCALARS[item]))
-                return
-            for _ in range(count):
-                self.skip(item)
-        else:
-            raise CheckpointError(f"{self._path} has a header field of unknown type {kind}")

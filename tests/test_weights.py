@@ -1,0 +1,332 @@
+"""Checkpoints: each rank reads its own ranges, and nothing that does not fit is loaded."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from configs.errors import CheckpointError
+from configs.model_config import ModelConfig, RopeConfig
+from parallel.group import TensorParallelGroup
+from parallel.plan import ShardPlan, Span
+from worker import gguf_weights, weights
+from worker.gguf_weights import GGUFFile
+from worker.models.decoder import Decoder
+from worker.weights import Checkpoint, SafetensorsFile, expected_shapes
+
+CPU = torch.device("cpu")
+
+
+def _model(**changes: Any) -> ModelConfig:
+    return ModelConfig(
+        **{
+            "model_type": "llama",
+            "hidden_size": 40,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "head_dim": 8,
+            "intermediate_size": 1280,
+            "vocab_size": 700,
+            "max_position_embeddings": 64,
+            "rms_norm_eps": 1e-5,
+            "rope": RopeConfig(theta=1e4),
+            "tie_word_embeddings": False,
+            "qkv_bias": True,
+            "qk_norm": True,
+            **changes,
+        }
+    )
+
+
+def _tensors(model: ModelConfig, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in expected_shapes(model).items()}
+
+
+class Recorder:
+    """A TensorSource that remembers what was asked of a checkpoint and what came."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self.reads: list[tuple[str, Span | None, Span | None, torch.Tensor]] = []
+
+    def read(self, name: str, out: torch.Tensor, *, rows: Span | None = None, columns: Span | None = None) -> None:
+        self._checkpoint.read(name, out, rows=rows, columns=columns)
+        self.reads.append((name, rows, columns, out.clone()))
+
+
+def _load_ranks(path: Path, model: ModelConfig, tp_size: int) -> list[tuple[Recorder, int]]:
+    """What each rank of `tp_size` read, and how many bytes."""
+    plan = ShardPlan.create(model, tp_size)
+    ranks = []
+    for rank in range(tp_size):
+        group = TensorParallelGroup(rank=rank, size=tp_size, device=CPU, collectives=None)
+        with Checkpoint.open(path, model) as checkpoint:
+            recorder = Recorder(checkpoint)
+            Decoder(model, plan, group, dtype=torch.float32, device=CPU).load(recorder)
+            ranks.append((recorder, checkpoint.bytes_read))
+    return ranks
+
+
+@pytest.mark.parametrize("tp_size", range(1, 10))
+def test_ranks_read_exactly_their_ranges_and_together_the_whole_model(tmp_path: Path, tp_size: int) -> None:
+    model = _model()
+    tensors = _tensors(model)
+    save_file(tensors, tmp_path / "model.safetensors")
+    seen = {name: torch.zeros(tensor.shape, dtype=torch.bool) for name, tensor in tensors.items()}
+    for recorder, bytes_read in _load_ranks(tmp_path, model, tp_size):
+        for name, rows, columns, values in recorder.reads:
+            index: tuple[slice, ...] = (slice(*rows) if rows else slice(None),)
+            index += (slice(*columns),) if columns else ()
+            assert torch.equal(values, tensors[name][index]), name
+            seen[name][index] = True
+        assert bytes_read == sum(4 * values.numel() for *_, values in recorder.reads)
+    assert all(mask.all() for mask in seen.values())
+
+
+def test_tied_embeddings_are_read_once(tmp_path: Path) -> None:
+    model = _model(tie_word_embeddings=True)
+    tensors = _tensors(model)
+    # Some checkpoints store the copy all the same.
+    save_file({**tensors, "lm_head.weight": torch.zeros(700, 40)}, tmp_path / "model.safetensors")
+    ((recorder, _),) = _load_ranks(tmp_path, model, 1)
+    assert [name for name, *_ in recorder.reads if "embed" in name or "lm_head" in name] == [
+        "model.embed_tokens.weight"
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_stored_types_are_cast(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = _model()
+    tensors = _tensors(model, dtype)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with Checkpoint.open(tmp_path, model) as checkpoint:
+        out = torch.empty(700, 40)
+        checkpoint.read("lm_head.weight", out)
+    assert torch.equal(out, tensors["lm_head.weight"].float())
+
+
+def test_reads_through_an_index_and_in_small_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "_CHUNK_BYTES", 1000)
+    model = _model()
+    tensors = _tensors(model)
+    names = list(tensors)
+    weight_map = {}
+    for i, part in enumerate((names[::2], names[1::2])):
+        save_file({name: tensors[name] for name in part}, tmp_path / f"part-{i}.safetensors")
+        weight_map.update(dict.fromkeys(part, f"part-{i}.safetensors"))
+    # A stray file beside the index is not the model's.
+    save_file({"stray": torch.zeros(1)}, tmp_path / "stray.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    ((recorder, _),) = _load_ranks(tmp_path, model, 1)
+    for name, rows, columns, values in recorder.reads:
+        index = (slice(*rows) if rows else slice(None), *((slice(*columns),) if columns else ()))
+        assert torch.equal(values, tensors[name][index])
+    (tmp_path / "part-1.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"lacks files its index names: part-1\.safetensors"):
+        Checkpoint.open(tmp_path, model)
+
+
+def test_names_missing_surplus_and_misshapen_tensors(tmp_path: Path) -> None:
+    model = _model()
+    tensors = _tensors(model)
+
+    def refused(changed: dict[str, torch.Tensor], message: str) -> None:
+        save_file(changed, tmp_path / "model.safetensors")
+        with pytest.raises(CheckpointError, match=message):
+            Checkpoint.open(tmp_path, model)
+
+    without = {k: v for k, v in tensors.items() if k != "model.layers.1.mlp.up_proj.weight"}
+    refused(without, r"missing tensors: model\.layers\.1\.mlp\.up_proj\.weight")
+    refused({**tensors, "model.layers.0.mlp.extra": torch.zeros(1)}, r"no place for: model\.layers\.0\.mlp\.extra")
+    refused({**tensors, "model.norm.weight": torch.zeros(41)}, r"model\.norm\.weight has shape \[41\].*\[40\]")
+    refused({**tensors, "model.norm.weight": torch.zeros(40, dtype=torch.int32)}, "is of type I32")
+    # Known leftovers of old checkpoints are fine.
+    save_file(
+        {**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}, tmp_path / "model.safetensors"
+    )
+    Checkpoint.open(tmp_path, model).close()
+
+
+def test_refuses_truncated_foreign_and_pickled_files(tmp_path: Path) -> None:
+    model = _model()
+    file = tmp_path / "model.safetensors"
+    save_file(_tensors(model), file)
+    whole = file.read_bytes()
+    for kept in (0, 7, 100, len(whole) - 1):
+        file.write_bytes(whole[:kept])
+        with pytest.raises(CheckpointError, match=r"truncated|too short"):
+            Checkpoint.open(tmp_path, model)
+    file.write_bytes((10).to_bytes(8, "little") + b"not json..")
+    with pytest.raises(CheckpointError, match="not JSON"):
+        Checkpoint.open(tmp_path, model)
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"no \.safetensors or \.gguf"):
+        Checkpoint.open(tmp_path, model)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"pickled weights only \(pytorch_model\.bin\)"):
+        Checkpoint.open(tmp_path, model)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        Checkpoint.open(tmp_path / "nowhere", model)
+
+
+def test_a_file_that_shrinks_after_opening_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(1000)}, file)
+    opened = SafetensorsFile.open(file)
+    file.write_bytes(file.read_bytes()[:500])
+    with pytest.raises(CheckpointError, match="download it again"):
+        opened.read("a", torch.empty(1000), Span(0, 1000), None)
+    opened.close()
+
+
+# GGUF
+
+_QUANTISED = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]
+_K_QUANTS = ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
+
+
+def _write_gguf(path: Path, tensors: dict[str, tuple[np.ndarray[Any, Any], str]], arch: str = "qwen2") -> None:
+    """Tensors of (fp32 values or raw block bytes, type)."""
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_array("tokenizer.ggml.tokens", [f"token {i}" for i in range(100)])
+    writer.add_array("some.numbers", [1, 2, 3])
+    writer.add_float32("some.float", 0.5)
+    for name, (values, kind) in tensors.items():
+        quantisation = gguf.GGMLQuantizationType[kind]
+        raw = values if values.dtype == np.uint8 else gguf.quants.quantize(values, quantisation)
+        writer.add_tensor(name, raw, raw_dtype=quantisation)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _raw_blocks(kind: str, rows: int, columns: int) -> np.ndarray[Any, Any]:
+    """Random valid blocks of a type the gguf package reads but does not write."""
+    block_size, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    # Bytes below 0x38 keep every fp16 scale finite, wherever in the block it stands.
+    return np.random.default_rng(0).integers(0, 0x38, (rows, columns // block_size * block_bytes)).astype(np.uint8)
+
+
+@pytest.mark.parametrize("kind", _QUANTISED + _K_QUANTS)
+def test_ranges_of_gguf_tensors_equal_the_gguf_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(gguf_weights, "_CHUNK_ELEMENTS", 2000)
+    rows, columns = 24, 768
+    values: np.ndarray[Any, Any] = np.random.default_rng(1).standard_normal((rows, columns)).astype(np.float32)
+    if kind in _K_QUANTS:
+        values = _raw_blocks(kind, rows, columns)
+    _write_gguf(tmp_path / "m.gguf", {"any.weight": (values, kind)})
+    quantisation = gguf.GGMLQuantizationType[kind]
+    raw = values if kind in _K_QUANTS else gguf.quants.quantize(values, quantisation)
+    full = torch.from_numpy(gguf.quants.dequantize(raw, quantisation).copy())
+    block_size, block_bytes = gguf.GGML_QUANT_SIZES[quantisation]
+    file = GGUFFile.open(tmp_path / "m.gguf", _model())
+    for part, cut in [
+        (Span(0, rows), None),
+        (Span(5, 9), None),
+        (Span(0, rows), Span(0, 128)),
+        (Span(0, rows), Span(128, 320)),
+        (Span(3, 7), Span(511, 768)),
+    ]:
+        out = torch.empty(part.size, columns if cut is None else cut.size)
+        before = file.bytes_read
+        file.read("any.weight", out, part, cut)
+        start, stop = cut or (0, columns)
+        assert torch.equal(out, full[slice(*part), start:stop])
+        blocks = math.ceil(stop / block_size) - start // block_size
+        assert file.bytes_read - before == part.size * blocks * block_bytes
+    file.close()
+
+
+def test_query_and_key_rows_of_a_llama_gguf_go_back_to_halves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_weights, "_CHUNK_ELEMENTS", 400)
+    model = _model()
+    values = np.random.default_rng(0).standard_normal((72, 32)).astype(np.float32)
+    # What the converter does: within each head, element i and i + d/2 become neighbours.
+    stored = values.reshape(9, 2, 4, 32).swapaxes(1, 2).reshape(72, 32)
+    biases = values[:, 0].copy()
+    stored_biases = biases.reshape(9, 2, 4).swapaxes(1, 2).reshape(72)
+    tensors = {
+        "blk.0.attn_q.weight": (stored, "F32"),
+        "blk.0.attn_q.bias": (stored_biases, "F32"),
+        "blk.0.attn_v.weight": (values, "F32"),
+    }
+    _write_gguf(tmp_path / "llama.gguf", tensors, arch="llama")
+    _write_gguf(tmp_path / "qwen.gguf", {"blk.0.attn_q.weight": (values, "F32")}, arch="qwen2")
+    prefix = "model.layers.0.self_attn"
+
+    def read(path: str, name: str, rows: Span, shape: tuple[int, ...]) -> torch.Tensor:
+        file = GGUFFile.open(tmp_path / path, model)
+        out = torch.empty(shape)
+        file.read(name, out, rows, None)
+        file.close()
+        return out
+
+    for rows in (Span(0, 72), Span(16, 40)):
+        expected = torch.from_numpy(values[slice(*rows)])
+        assert torch.equal(read("llama.gguf", f"{prefix}.q_proj.weight", rows, (rows.size, 32)), expected)
+        assert torch.equal(read("llama.gguf", f"{prefix}.v_proj.weight", rows, (rows.size, 32)), expected)
+        assert torch.equal(read("qwen.gguf", f"{prefix}.q_proj.weight", rows, (rows.size, 32)), expected)
+        bias = read("llama.gguf", f"{prefix}.q_proj.bias", rows, (rows.size,))
+        assert torch.equal(bias, torch.from_numpy(biases[slice(*rows)]))
+
+
+def test_refuses_truncated_and_foreign_gguf_files(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    _write_gguf(path, {"output_norm.weight": (np.zeros((4, 64), np.float32), "F32")})
+    whole = path.read_bytes()
+    for kept in (3, 40, 500, len(whole) - 1):
+        path.write_bytes(whole[:kept])
+        with pytest.raises(CheckpointError, match="truncated"):
+            GGUFFile.open(path, _model())
+    path.write_bytes(b"GGML" + whole[4:])
+    with pytest.raises(CheckpointError, match="no GGUF file"):
+        GGUFFile.open(path, _model())
+    path.write_bytes(b"GGUF" + (1).to_bytes(4, "little") + whole[8:])
+    with pytest.raises(CheckpointError, match="version 1"):
+        GGUFFile.open(path, _model())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp_size", [1, 3])
+def test_loading_takes_little_more_than_the_shard(tmp_path: Path, tp_size: int) -> None:
+    # 150 M parameters of random bf16, loaded as fp32 on the last rank.
+    model = _model(hidden_size=1024, num_hidden_layers=6, intermediate_size=4096, vocab_size=50048, head_dim=64)
+    tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in expected_shapes(model).items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    script = f"""
+import sys, torch
+from pathlib import Path
+from configs.model_config import ModelConfig, RopeConfig
+from parallel.group import TensorParallelGroup
+from parallel.plan import ShardPlan
+from worker.models.decoder import Decoder
+from worker.weights import Checkpoint
+model = {model!r}
+group = TensorParallelGroup(rank={tp_size - 1}, size={tp_size}, device=torch.device("cpu"), collectives=None)
+with torch.inference_mode(), Checkpoint.open(Path({str(tmp_path)!r}), model) as checkpoint:
+    plan = ShardPlan.create(model, {tp_size})
+    Decoder(model, plan, group, dtype=torch.float32, device=torch.device("cpu")).load(checkpoint)
+    status = Path("/proc/self/status").read_text().split("VmHWM:")[1]
+    print(checkpoint.bytes_read, int(status.split()[0]) * 1024)
+assert "transformers" not in sys.modules
+"""
+    root = Path(__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=True)
+    bytes_read, peak = map(int, done.stdout.split())
+    shard = 2 * bytes_read
+    assert peak < shard + 400e6, f"a shard of {shard / 1e6:.0f} MB peaked at {peak / 1e6:.0f} MB"
