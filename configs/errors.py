@@ -28,7 +28,9 @@ class LockstepError(Exception):
 
 
 def _rebuild(cls: type[LockstepError], args: tuple[Any, ...], state: dict[str, Any]) -> LockstepError:
-    error = cls.__new__(cls)
+    # The built-in base whose memory layout `cls` has must make it; DeadlineError is an OSError by way of TimeoutError.
+    base = OSError if issubclass(cls, OSError) else Exception
+    error = base.__new__(cls)
     error.args = args
     error.__dict__.update(state)
     return error

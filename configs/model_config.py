@@ -1,9 +1,22 @@
-"""What the model is: read from a checkpoint's own `config.json` or GGUF metadata, never from a class name table."""
+"""What the model is: read from a checkpoint's own `config.json` or GGUF metadata, never from a class name table.
+
+Owns what configurations mean, family by family. Weights are the worker's.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from configs.errors import CheckpointError, ConfigError
+from configs.gguf_header import GGUFHeader
+
+SUPPORTED_FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,3 +65,419 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     """Union of what config, generation_config and tokenizer metadata name."""
+
+    @property
+    def max_context(self) -> int:
+        """Longest sequence the rotary embedding is made for: YaRN reaches beyond `max_position_embeddings`."""
+        scaling = dict(self.rope.scaling)
+        if self.rope.scaling_type != "yarn" or "factor" not in scaling:
+            return self.max_position_embeddings
+        original = scaling.get("original_max_position_embeddings") or self.max_position_embeddings
+        return max(self.max_position_embeddings, int(original * scaling["factor"]))
+
+
+def check_tensor_parallel_size(model: ModelConfig, tp_size: int) -> None:
+    """Raises ConfigError when the model's heads cannot be dealt to `tp_size` ranks."""
+    num_q = model.num_attention_heads
+    if tp_size < 1:
+        raise ConfigError(f"tensor_parallel_size={tp_size} is less than 1; choose 1 to {num_q}")
+    if tp_size > num_q:
+        raise ConfigError(
+            f"tensor_parallel_size={tp_size} exceeds num_attention_heads={num_q}, and every rank needs a query head of "
+            f"its own; choose 1 to {num_q}"
+        )
+    _check_groups(model, "this model")
+
+
+def read_model_config(path: Path) -> ModelConfig:
+    """Reads what the model at `path` is.
+
+    Args:
+        path: a directory with config.json (generation_config.json and tokenizer_config.json are read too when there),
+            or a .gguf file. `configs.checkpoint.resolve_model_path` gives such a path for any `model` setting.
+
+    Raises:
+        CheckpointError: a file is missing, corrupt or truncated, or the model is of a kind that cannot be served.
+    """
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise CheckpointError(f"{path} does not exist or is no file; set `model` to a .gguf file or a directory")
+        model = _from_gguf(path)
+    else:
+        model = _from_directory(path)
+    _check(model, path)
+    return model
+
+
+def _check_groups(model: ModelConfig, where: str) -> None:
+    if model.num_attention_heads % model.num_key_value_heads:
+        raise CheckpointError(
+            f"{where}: num_attention_heads={model.num_attention_heads} is not a multiple of "
+            f"num_key_value_heads={model.num_key_value_heads}; such a model cannot be served"
+        )
+
+
+def _check(model: ModelConfig, path: Path) -> None:
+    for name in (
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "intermediate_size",
+        "vocab_size",
+        "max_position_embeddings",
+    ):
+        if getattr(model, name) < 1:
+            raise CheckpointError(f"{path}: {name}={getattr(model, name)} is less than 1; the checkpoint is corrupt")
+    _check_groups(model, str(path))
+    if model.head_dim % 2:
+        raise CheckpointError(f"{path}: head_dim={model.head_dim} is odd; the rotary embedding needs pairs")
+    if not model.rope.theta > 0:
+        raise CheckpointError(f"{path}: rope theta={model.rope.theta} is not positive; the checkpoint is corrupt")
+
+
+class _Fields:
+    """Typed access to one mapping of a checkpoint; every error names file and key."""
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self.values = values
+        self.where = where
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise CheckpointError(f"{self.where}: {key}={value!r} is not an integer")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise CheckpointError(f"{self.where}: {key}={value!r} is not a number")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise CheckpointError(f"{self.where}: {key}={value!r} is not true or false")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            raise CheckpointError(f"{self.where}: {key}={value!r} is not a string")
+        return value
+
+    def ids(self, key: str) -> tuple[int, ...]:
+        """A token id, a list of them, or nothing."""
+        value = self.values.get(key)
+        many = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+        if any(isinstance(id_, bool) or not isinstance(id_, int) for id_ in many):
+            raise CheckpointError(f"{self.where}: {key}={value!r} is neither a token id nor a list of them")
+        return tuple(many)
+
+    def _get(self, key: str, default: Any) -> Any:
+        value = self.values.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise CheckpointError(f"{self.where} has no {key}; the checkpoint is incomplete")
+        return value
+
+
+# ---- Hugging Face directories
+
+
+@dataclass(frozen=True)
+class _Family:
+    """What a family's config.json leaves unsaid, and what its code decides whatever the file says."""
+
+    num_key_value_heads: int | None
+    """None: as many as query heads."""
+    head_dim: int | None
+    """None: hidden_size / num_attention_heads."""
+    max_position_embeddings: int
+    qk_norm: bool = False
+
+
+_FAMILIES = {
+    "llama": _Family(None, None, 2048),
+    "mistral": _Family(8, None, 131072),
+    "qwen2": _Family(32, None, 32768),
+    "qwen3": _Family(32, 128, 32768, qk_norm=True),
+}
+_DEFAULT_WINDOW = 4096
+
+
+def _from_directory(path: Path) -> ModelConfig:
+    config_path = path / "config.json"
+    if not config_path.is_file():
+        raise CheckpointError(f"{path} has no config.json; set `model` to a directory with one, or to a .gguf file")
+    fields = _Fields(_read_json(config_path), str(config_path))
+    model_type = fields.text("model_type")
+    if model_type not in _FAMILIES:
+        raise CheckpointError(
+            f"{config_path}: model_type={model_type} is not supported; supported are {', '.join(SUPPORTED_FAMILIES)}"
+        )
+    if fields.values.get("quantization_config"):
+        raise CheckpointError(
+            f"{config_path} has a quantization_config; quantised weights are read from .gguf files only. Use the "
+            "model's unquantised checkpoint or a GGUF of it"
+        )
+    family = _FAMILIES[model_type]
+    num_q = fields.integer("num_attention_heads")
+    hidden_size = fields.integer("hidden_size")
+    # An explicit null means one KV head a query head, in every family.
+    default_kv = num_q if "num_key_value_heads" in fields.values else family.num_key_value_heads or num_q
+    has_bias = model_type in ("llama", "qwen3") and fields.flag("attention_bias", False)
+    num_layers = fields.integer("num_hidden_layers")
+    max_positions = fields.integer("max_position_embeddings", family.max_position_embeddings)
+    return ModelConfig(
+        model_type=model_type,
+        hidden_size=hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_q,
+        num_key_value_heads=fields.integer("num_key_value_heads", default_kv),
+        head_dim=fields.integer("head_dim", family.head_dim or hidden_size // max(num_q, 1)),
+        intermediate_size=fields.integer("intermediate_size"),
+        vocab_size=fields.integer("vocab_size"),
+        max_position_embeddings=max_positions,
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rope=_rope(fields, max_positions),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+        hidden_act=fields.text("hidden_act", "silu"),
+        qkv_bias=has_bias or model_type == "qwen2",
+        o_bias=has_bias,
+        mlp_bias=model_type == "llama" and fields.flag("mlp_bias", False),
+        qk_norm=family.qk_norm,
+        layer_windows=_layer_windows(fields, model_type, num_layers),
+        dtype=_dtype(fields),
+        bos_token_id=next(iter(fields.ids("bos_token_id")), None),
+        eos_token_ids=_eos_token_ids(fields, path),
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:  # bad JSON or bad UTF-8
+        raise CheckpointError(f"{path} is corrupt: {error}; download it again") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is corrupt: it holds a {type(content).__name__}, not an object")
+    return content
+
+
+def _rope(fields: _Fields, max_positions: int) -> RopeConfig:
+    """transformers 4 keeps `rope_theta` beside `rope_scaling`; transformers 5 has both in `rope_parameters`."""
+    parameters = fields.values.get("rope_scaling") or fields.values.get("rope_parameters") or {}
+    if not isinstance(parameters, dict):
+        raise CheckpointError(f"{fields.where}: rope parameters {parameters!r} are no object")
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    if nested:
+        if any(value != nested[0] for value in nested) or len(nested) != len(parameters):
+            raise CheckpointError(f"{fields.where}: layers with different rotary embeddings are not supported")
+        parameters = nested[0]
+    rope = _Fields(parameters, fields.where)
+    theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
+    partial = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        raise CheckpointError(f"{fields.where}: partial_rotary_factor={partial} is not supported; only 1.0 is")
+    scaling_type = rope.text("rope_type", rope.text("type", "default"))
+    scaling = {
+        key: value
+        for key, value in parameters.items()
+        if key not in ("rope_type", "type", "rope_theta", "partial_rotary_factor") and value is not None
+    }
+    if scaling_type in ("llama3", "yarn"):
+        own = fields.values.get("original_max_position_embeddings")
+        original = scaling.get("original_max_position_embeddings", max_positions) if own is None else own
+        scaling["original_max_position_embeddings"] = original
+    return _checked_rope(theta, scaling_type, scaling, fields.where)
+
+
+_SCALING_KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+
+
+def _checked_rope(theta: float, scaling_type: str, scaling: Mapping[str, Any], where: str) -> RopeConfig:
+    if scaling_type not in _SCALING_KEYS:
+        raise CheckpointError(
+            f"{where}: rope scaling type {scaling_type} is not supported; supported are {', '.join(_SCALING_KEYS)}"
+        )
+    if scaling_type == "default":
+        return RopeConfig(theta=theta)
+    fields = _Fields(scaling, f"{where}: rope scaling {scaling_type}")
+    for key in _SCALING_KEYS[scaling_type]:
+        if fields.number(key) <= 0:
+            raise CheckpointError(f"{fields.where}: {key}={scaling[key]} is not positive")
+    return RopeConfig(theta=theta, scaling_type=scaling_type, scaling=tuple(sorted(scaling.items())))
+
+
+def _layer_windows(fields: _Fields, model_type: str, num_layers: int) -> tuple[int | None, ...]:
+    """llama has none; mistral's holds for every layer; qwen's for those that `layer_types` or the layer number says,
+    and only under `use_sliding_window`. Empty when every layer is full."""
+    if model_type == "llama":
+        return ()
+    # A key that is absent takes the family's default; an explicit null turns windows off.
+    window = fields.values.get("sliding_window", _DEFAULT_WINDOW)
+    if window is None:
+        return ()
+    window = fields.integer("sliding_window", _DEFAULT_WINDOW)
+    if window < 1:
+        raise CheckpointError(f"{fields.where}: sliding_window={window} is less than 1")
+    if model_type == "mistral":
+        return (window,) * num_layers
+    if not fields.flag("use_sliding_window", False):
+        return ()
+    layer_types = fields.values.get("layer_types")
+    if layer_types is None:
+        first = fields.integer("max_window_layers", 28)
+        windows = tuple(window if layer >= first else None for layer in range(num_layers))
+    else:
+        known = {"full_attention": None, "sliding_attention": window}
+        if not isinstance(layer_types, list) or len(layer_types) != num_layers or not set(layer_types) <= set(known):
+            raise CheckpointError(
+                f"{fields.where}: layer_types must name {' or '.join(known)} for each of {num_layers} layers"
+            )
+        windows = tuple(known[name] for name in layer_types)
+    return windows if any(windows) else ()
+
+
+def _dtype(fields: _Fields) -> str:
+    key = "dtype" if fields.values.get("dtype") is not None else "torch_dtype"
+    dtype = fields.text(key, "float32").removeprefix("torch.")
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise CheckpointError(
+            f"{fields.where}: {key}={dtype} is not supported; supported are float32, bfloat16, float16"
+        )
+    return dtype
+
+
+def _eos_token_ids(config: _Fields, path: Path) -> tuple[int, ...]:
+    found = list(config.ids("eos_token_id"))
+    generation_path = path / "generation_config.json"
+    if generation_path.is_file():
+        found += _Fields(_read_json(generation_path), str(generation_path)).ids("eos_token_id")
+    tokenizer_path = path / "tokenizer_config.json"
+    if tokenizer_path.is_file():
+        tokenizer = _read_json(tokenizer_path)
+        eos = tokenizer.get("eos_token")
+        content = eos.get("content") if isinstance(eos, dict) else eos
+        added = tokenizer.get("added_tokens_decoder") or {}
+        found += [int(id_) for id_, token in added.items() if content is not None and token.get("content") == content]
+    return tuple(dict.fromkeys(found))
+
+
+# ---- GGUF files
+
+_GGUF_FAMILIES = ("llama", "qwen2", "qwen3")
+_GGUF_EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_GGUF_DTYPES = {0: "float32", 1: "float16"}
+
+
+def _from_gguf(path: Path) -> ModelConfig:
+    header = GGUFHeader.read(path)
+    fields = _Fields(header.metadata, str(path))
+    family = fields.text("general.architecture")
+    if family not in _GGUF_FAMILIES:
+        raise CheckpointError(
+            f"{path}: general.architecture={family} is not supported; supported are {', '.join(_GGUF_FAMILIES)}"
+        )
+    if fields.integer(f"{family}.expert_count", 0):
+        raise CheckpointError(f"{path}: mixture-of-experts models are not supported")
+    tensors = header.tensors
+    if "token_embd.weight" not in tensors or len(tensors["token_embd.weight"].shape) != 2:
+        raise CheckpointError(f"{path} has no two-dimensional tensor token_embd.weight; the checkpoint is incomplete")
+    embedding = tensors["token_embd.weight"]
+    hidden_size = fields.integer(f"{family}.embedding_length")
+    num_q = fields.integer(f"{family}.attention.head_count")
+    head_dim = fields.integer(f"{family}.attention.key_length", hidden_size // max(num_q, 1))
+    rotary_dim = fields.integer(f"{family}.rope.dimension_count", head_dim)
+    if rotary_dim != head_dim or fields.integer(f"{family}.attention.value_length", head_dim) != head_dim:
+        raise CheckpointError(f"{path}: rotary, key and value widths of a head must be the same; head_dim={head_dim}")
+    num_layers = fields.integer(f"{family}.block_count")
+    if fields.values.get(f"{family}.attention.sliding_window"):
+        raise CheckpointError(f"{path}: sliding windows of GGUF files are not supported")
+    return ModelConfig(
+        model_type=family,
+        hidden_size=hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_q,
+        num_key_value_heads=fields.integer(f"{family}.attention.head_count_kv", num_q),
+        head_dim=head_dim,
+        intermediate_size=fields.integer(f"{family}.feed_forward_length"),
+        vocab_size=embedding.shape[0],
+        max_position_embeddings=fields.integer(f"{family}.context_length"),
+        rms_norm_eps=fields.number(f"{family}.attention.layer_norm_rms_epsilon"),
+        rope=_gguf_rope(path, header, fields, family, head_dim),
+        tie_word_embeddings="output.weight" not in tensors,
+        qkv_bias="blk.0.attn_q.bias" in tensors,
+        o_bias="blk.0.attn_output.bias" in tensors,
+        mlp_bias="blk.0.ffn_up.bias" in tensors,
+        qk_norm="blk.0.attn_q_norm.weight" in tensors,
+        # Quantised weights come from bfloat16 models more often than not, and bfloat16 never overflows.
+        dtype=_GGUF_DTYPES.get(embedding.ggml_type, "bfloat16"),
+        bos_token_id=next(iter(fields.ids("tokenizer.ggml.bos_token_id")), None),
+        eos_token_ids=tuple(dict.fromkeys(i for key in _GGUF_EOS_KEYS for i in fields.ids(f"tokenizer.ggml.{key}"))),
+    )
+
+
+def _gguf_rope(path: Path, header: GGUFHeader, fields: _Fields, family: str, head_dim: int) -> RopeConfig:
+    theta = fields.number(f"{family}.rope.freq_base", 10000.0)
+    prefix = f"{family}.rope.scaling."
+    scaling_type = fields.text(f"{prefix}type", "none").replace("none", "default")
+    if "rope_freqs.weight" in header.tensors:
+        scaling = _llama3_scaling(path, header.tensors["rope_freqs.weight"].offset, theta, head_dim)
+        return _checked_rope(theta, "llama3", scaling, str(path))
+    if scaling_type == "default":
+        return RopeConfig(theta=theta)
+    if fields.number(f"{prefix}attn_factor", 1.0) != 1.0 or fields.values.get(f"{prefix}yarn_log_multiplier"):
+        raise CheckpointError(f"{path}: {prefix}attn_factor and yarn_log_multiplier are not supported")
+    names = {
+        "factor": "factor",
+        "original_context_length": "original_max_position_embeddings",
+        "yarn_beta_fast": "beta_fast",
+        "yarn_beta_slow": "beta_slow",
+    }
+    scaling = {
+        ours: fields.number(prefix + theirs) for theirs, ours in names.items() if prefix + theirs in fields.values
+    }
+    if scaling_type == "yarn":
+        scaling.setdefault("original_max_position_embeddings", fields.integer(f"{family}.context_length"))
+    return _checked_rope(theta, scaling_type, scaling, str(path))
+
+
+def _llama3_scaling(path: Path, offset: int, theta: float, head_dim: int) -> dict[str, float]:
+    """Parameters of Llama 3.1's frequency scaling, of which a GGUF keeps only the divisors it comes to.
+
+    All published models share the constants but for the factor, which is the largest divisor; the file's divisors
+    must be what these parameters give.
+    """
+    half = head_dim // 2
+    with path.open("rb") as file:
+        file.seek(offset)
+        raw = file.read(4 * half)
+    if len(raw) < 4 * half:
+        raise CheckpointError(f"{path} is truncated: it ends inside rope_freqs.weight; download it again")
+    divisors = struct.unpack(f"<{half}f", raw)
+    factor, low, high, original = max(divisors), 1.0, 4.0, 8192
+    for i, divisor in enumerate(divisors):
+        wavelength = 2 * math.pi * theta ** (2 * i / head_dim)
+        kept = min(max((original / wavelength - low) / (high - low), 0.0), 1.0)
+        if not math.isclose(divisor, 1 / ((1 - kept) / factor + kept), rel_tol=1e-3):
+            raise CheckpointError(
+                f"{path}: rope_freqs.weight is not Llama 3.1's frequency scaling; use the safetensors checkpoint"
+            )
+    return {
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }

@@ -6,13 +6,18 @@ Growth is visible: tests pin the list of settings in `tests/settings.txt`, at mo
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from configs.checkpoint import is_local
+
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+    # Strict: a YAML file has types of its own, and `tensor_parallel_size: true` must not mean 1.
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, protected_namespaces=()
+    )
 
 
 class KVCacheConfig(_Section):
@@ -38,7 +43,7 @@ class SchedulerConfig(_Section):
     max_num_batched_tokens: int = Field(512, ge=1)
     """Token budget of one step: every running decode takes one, prefill chunks share the rest."""
     prefill_chunk_size: int = Field(512, ge=1)
-    """Most prompt tokens one request may prefill in one step."""
+    """Most prompt tokens one request may prefill in one step; no more than `max_num_batched_tokens` has an effect."""
     max_num_queued_requests: int = Field(1024, ge=1)
     """Waiting requests above which new ones are refused with 503."""
     max_num_queued_tokens: int = Field(1 << 20, ge=1)
@@ -59,7 +64,8 @@ class ParallelConfig(_Section):
     channel_slot_bytes: int = Field(256 * 1024, ge=4096)
     """Largest frame of the step channel."""
     spin_us: int | None = Field(None, ge=0)
-    """Microseconds a reader spins before it blocks. None: 50 when every rank has a core of its own, else 0."""
+    """Microseconds a reader spins before it blocks. None: 50 when the node has a core for every rank on it and one
+    more for the coordinator, else 0."""
     init_timeout_s: float = Field(600.0, gt=0)
     """Deadline for starting the ranks and loading the weights."""
     step_timeout_s: float = Field(120.0, gt=0)
@@ -127,5 +133,7 @@ class EngineConfig(_Section):
     placement: PlacementConfig = PlacementConfig()
     server: ServerConfig = ServerConfig()
 
-
-Overrides = dict[str, Any]
+    @property
+    def is_local_model(self) -> bool:
+        """Whether `model` names files of this machine and not of the Hub."""
+        return is_local(self.model)

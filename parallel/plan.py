@@ -12,8 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from configs.errors import ConfigError
-from configs.model_config import ModelConfig
+from configs.model_config import ModelConfig, check_tensor_parallel_size
 
 _MLP_GRANULE = 128
 """Columns: the width of an fp8 scale block and of a tensor-core tile."""
@@ -63,7 +62,7 @@ class ShardPlan:
     @classmethod
     def create(cls, model: ModelConfig, tp_size: int) -> ShardPlan:
         """Plans `tp_size` ranks. Raises ConfigError when the model's heads cannot be dealt to that many."""
-        _check_heads(model, tp_size)
+        check_tensor_parallel_size(model, tp_size)
         vocab = _spans(min(rows, model.vocab_size) for rows in _running_total(_deal_vocab(model.vocab_size, tp_size)))
         # What each rank holds so far. MLP columns go where least is held, so they even out what heads and vocabulary
         # rows leave uneven, and what one layer's granules leave over is made good in the next.
@@ -148,22 +147,6 @@ def vocab_granule(vocab_size: int, tp_size: int) -> int:
     while granule > 1 and -(-vocab_size // granule) < tp_size:
         granule //= 2
     return granule
-
-
-def _check_heads(model: ModelConfig, tp_size: int) -> None:
-    num_q, num_kv = model.num_attention_heads, model.num_key_value_heads
-    if tp_size < 1:
-        raise ConfigError(f"tensor_parallel_size={tp_size} is less than 1; choose 1 to {num_q}")
-    if tp_size > num_q:
-        raise ConfigError(
-            f"tensor_parallel_size={tp_size} exceeds num_attention_heads={num_q}, and every rank needs a query head of "
-            f"its own; choose 1 to {num_q}"
-        )
-    if num_kv < 1 or num_q % num_kv:
-        raise ConfigError(
-            f"num_attention_heads={num_q} is not a multiple of num_key_value_heads={num_kv}, "
-            "so query heads do not form equal groups; this model cannot be served"
-        )
 
 
 def _deal_heads(model: ModelConfig, tp_size: int, layer: int) -> list[tuple[Span, Span]]:

@@ -1,0 +1,106 @@
+"""Where a model's files are: what the `model` setting names, found on disk or fetched from the Hugging Face Hub.
+
+Owns which kinds of files are taken. Reads none of them: pickles are refused by name, for opening one runs its code.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from configs.errors import CheckpointError
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_FILE = re.compile(r"([\w.-]+/[\w.-]+)/([\w./-]+\.gguf)")
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_WANTED = ("*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.txt")
+# Folders hold the same weights for other frameworks; consolidated files hold them once more under other names.
+_UNWANTED = ("*/*", "consolidated*", *(f"*{suffix}" for suffix in _PICKLE_SUFFIXES))
+
+
+def is_local(model: str) -> bool:
+    """Whether `model` names a path of this machine: one that exists or can be nothing else."""
+    if Path(model).expanduser().exists():
+        return True
+    on_hub = _HUB_ID.fullmatch(model) or _HUB_FILE.fullmatch(model)
+    return on_hub is None or model.startswith((".", "~"))
+
+
+def model_name(model: str) -> str:
+    """The name clients use when the configuration gives none: a Hub id as it is, else the file's or folder's name."""
+    if not is_local(model):
+        return model
+    path = Path(model).expanduser()
+    return path.stem if path.suffix == ".gguf" else path.resolve().name
+
+
+def resolve_model_path(model: str, revision: str | None = None) -> Path:
+    """The directory or .gguf file that `model` names; fetched first when it is on the Hub and not yet here.
+
+    Args:
+        model: a local directory or .gguf file, a Hub id `owner/name`, or one file of it, `owner/name/file.gguf`.
+        revision: commit or tag of the Hub repository; None is its default branch.
+
+    Raises:
+        CheckpointError: nothing is there, it holds no weights that can be read safely, or the Hub cannot give it.
+    """
+    path = Path(model).expanduser()
+    if path.exists():
+        return _weights_at(path)
+    if is_local(model):
+        raise CheckpointError(
+            f"model={model} does not exist; set it to a directory, a .gguf file or a Hugging Face id owner/name"
+        )
+    return _weights_at(_fetch(model, revision))
+
+
+def _weights_at(path: Path) -> Path:
+    if path.is_file():
+        if path.suffix == ".gguf":
+            return path
+        if path.suffix in _PICKLE_SUFFIXES:
+            raise CheckpointError(f"model={path} is a pickle, and opening a pickle can run code; {_ALTERNATIVES}")
+        raise CheckpointError(f"model={path} is no .gguf file; set it to one, or to a directory")
+    if any(path.glob("*.safetensors")):
+        return path
+    gguf_files = sorted(path.glob("*.gguf"))
+    if len(gguf_files) == 1:
+        return gguf_files[0]
+    if gguf_files:
+        names = ", ".join(file.name for file in gguf_files)
+        raise CheckpointError(f"model={path} holds several .gguf files ({names}); set `model` to one of them")
+    pickles = sorted(file.name for file in path.iterdir() if file.suffix in _PICKLE_SUFFIXES)
+    if pickles:
+        raise CheckpointError(
+            f"model={path} holds its weights as pickles only ({pickles[0]}), and opening a pickle can run code; "
+            f"{_ALTERNATIVES}"
+        )
+    raise CheckpointError(
+        f"model={path} holds neither .safetensors nor .gguf files; set `model` to where the weights are"
+    )
+
+
+_ALTERNATIVES = "use a checkpoint in safetensors or GGUF format"
+
+
+def _fetch(model: str, revision: str | None) -> Path:
+    # Imported here: most starts are from local files, and this import costs more than all of configs.
+    import httpx
+    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub.errors import EntryNotFoundError
+
+    one_file = _HUB_FILE.fullmatch(model)
+    try:
+        if one_file:
+            return Path(hf_hub_download(one_file[1], one_file[2], revision=revision))
+        return Path(
+            snapshot_download(model, revision=revision, allow_patterns=list(_WANTED), ignore_patterns=list(_UNWANTED))
+        )
+    except (OSError, ValueError, httpx.HTTPError, EntryNotFoundError) as error:
+        # Not found, gated, offline, no space left: the Hub's errors for these are OSError or ValueError.
+        reason = str(error).strip().split("\n")[0]
+        at = f" at revision={revision}" if revision else ""
+        raise CheckpointError(
+            f"model={model}{at} is no local path and cannot be fetched from the Hugging Face Hub: {reason}; check the "
+            "name, or set `model` to a local directory or .gguf file"
+        ) from error

@@ -1,0 +1,251 @@
+"""From a Ray Serve config file and `a.b=c` overrides to an `EngineConfig`; each mistake is a line that names its fix.
+
+Owns the file's form. What the settings mean is `schema.py`, what `auto` comes to is `resolve.py`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from configs.checkpoint import model_name
+from configs.errors import ConfigError
+from configs.schema import EngineConfig
+
+IMPORT_PATH = "cluster.app:build_app"
+_HTTP_PREFIX = "http_options."
+_DEFAULT_HOST = "127.0.0.1"
+_DEFAULT_PORT = 8000
+
+
+@dataclass(frozen=True)
+class AppConfig:
+    """One config file, overrides applied."""
+
+    engine: EngineConfig
+    name: str
+    """Of the Ray Serve application."""
+    route_prefix: str
+    host: str
+    port: int
+    document: Mapping[str, Any]
+    """The whole file, for Ray Serve: what is not ours (logging, replicas' environment) is passed on as it is."""
+
+    @property
+    def served_model_name(self) -> str:
+        """The name clients use."""
+        return self.engine.served_model_name or model_name(self.engine.model)
+
+
+def load_app_config(path: Path, overrides: Sequence[str] = ()) -> AppConfig:
+    """Reads a Ray Serve config file of one application whose `args` are an `EngineConfig`.
+
+    Args:
+        overrides: `key=value`, the value in YAML: `tensor_parallel_size=3`, `kv_cache.num_tokens=4096`. Keys are those
+            of `args`; `http_options.host` and `http_options.port` are the file's own.
+
+    Raises:
+        ConfigError: the file, a key or a value is wrong; names every problem, with the file's line where it has one.
+    """
+    document, lines = _read_yaml(path)
+    application = _only_application(document, path)
+    args = application.get("args") or {}
+    http = document.get("http_options") or {}
+    for section, value in (("applications[0].args", args), ("http_options", http)):
+        if not isinstance(value, dict):
+            raise ConfigError(f"{path}: {section} is a {type(value).__name__}; it must be a mapping of settings")
+    args = _underscored(args)
+    http = dict(http)
+    for override in overrides:
+        key, value = _split_override(override)
+        if key.startswith(_HTTP_PREFIX):
+            http[_http_option(key)] = value
+        else:
+            _assign(args, key, value)
+            lines.pop(_args_path(key), None)
+    application = {**application, "args": args}
+    document = {**document, "http_options": http, "applications": [application]}
+    places = {
+        key.removeprefix("applications.0.args."): f"{path}:{line}: "
+        for key, line in lines.items()
+        if key.startswith("applications.0.args.")
+    }
+    port = http.get("port", _DEFAULT_PORT)
+    if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535:
+        raise ConfigError(f"http_options.port={port!r}: must be an integer from 0 to 65535")
+    route_prefix = application.get("route_prefix", "/")
+    if not isinstance(route_prefix, str) or not route_prefix.startswith("/"):
+        raise ConfigError(f"{path}: applications[0].route_prefix={route_prefix!r} must begin with /")
+    return AppConfig(
+        engine=_parse(args, places),
+        name=str(application.get("name", "default")),
+        route_prefix=route_prefix,
+        host=str(http.get("host", _DEFAULT_HOST)),
+        port=port,
+        document=document,
+    )
+
+
+def parse_engine_config(args: Mapping[str, Any]) -> EngineConfig:
+    """`args` as an `EngineConfig`; `-` counts as `_` in keys. Raises one ConfigError with a line for each problem."""
+    return _parse(_underscored(args), {})
+
+
+def all_settings() -> list[str]:
+    """Dotted names of every setting, in the schema's order; sections themselves are not settings."""
+    return list(_settings(EngineConfig, ""))
+
+
+def _settings(section: type[BaseModel], prefix: str) -> Iterable[str]:
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _settings(field.annotation, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+# ---- the file
+
+
+def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """The document, and the line of each of its keys by dotted path."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; give the path of a config file") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no UTF-8 text: {error.reason} at byte {error.start}") from None
+    lines: dict[str, int] = {}
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        if root is not None:
+            _collect_lines(root, "", lines, path)
+        document = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is no YAML: {error}") from None
+    if not isinstance(document, dict):
+        raise ConfigError(f"{path} holds no mapping; a Ray Serve config file begins with `applications:`")
+    return document, lines
+
+
+def _collect_lines(node: yaml.Node, prefix: str, lines: dict[str, int], path: Path) -> None:
+    if isinstance(node, yaml.MappingNode):
+        for key_node, value_node in node.value:
+            key = prefix + str(key_node.value).replace("-", "_")
+            line = key_node.start_mark.line + 1
+            if key in lines:
+                raise ConfigError(f"{path}:{line}: {key} is given twice, first on line {lines[key]}; keep one")
+            lines[key] = line
+            _collect_lines(value_node, f"{key}.", lines, path)
+    elif isinstance(node, yaml.SequenceNode):
+        for i, item in enumerate(node.value):
+            _collect_lines(item, f"{prefix}{i}.", lines, path)
+
+
+def _only_application(document: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    applications = document.get("applications")
+    if not isinstance(applications, list) or len(applications) != 1 or not isinstance(applications[0], dict):
+        raise ConfigError(f"{path}: `applications` must be a list of one application; a file serves one model")
+    application: dict[str, Any] = applications[0]
+    if application.get("import_path") != IMPORT_PATH:
+        raise ConfigError(
+            f"{path}: applications[0].import_path={application.get('import_path')!r}; it must be {IMPORT_PATH}"
+        )
+    return application
+
+
+# ---- overrides
+
+
+def _split_override(override: str) -> tuple[str, Any]:
+    key, separator, text = override.partition("=")
+    key = key.strip().replace("-", "_")
+    if not separator or not all(key.split(".")):
+        raise ConfigError(f"override {override!r} is not of the form key=value, e.g. tensor_parallel_size=3")
+    try:
+        return key, yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"override {override!r}: the value is no YAML; quote it") from None
+
+
+def _http_option(key: str) -> str:
+    option = key.removeprefix(_HTTP_PREFIX)
+    if option not in ("host", "port"):
+        raise ConfigError(f"unknown setting {key}; http_options.host and http_options.port can be set")
+    return option
+
+
+def _assign(args: dict[str, Any], key: str, value: Any) -> None:
+    *sections, name = key.split(".")
+    for i, section in enumerate(sections):
+        inner = args.get(section)
+        if inner is None:
+            inner = {}
+        if not isinstance(inner, dict):
+            where = ".".join(sections[: i + 1])
+            raise ConfigError(f"override {key}: {where}={inner!r} is a value and has no settings inside")
+        args[section] = dict(inner)
+        args = args[section]
+    args[name] = value
+
+
+def _args_path(key: str) -> str:
+    return f"applications.0.args.{key}"
+
+
+def _underscored(value: Any) -> Any:
+    """A copy with `-` as `_` in every key of it and of the mappings inside."""
+    if isinstance(value, Mapping):
+        return {str(key).replace("-", "_"): _underscored(inner) for key, inner in value.items()}
+    return value
+
+
+# ---- from pydantic's errors to lines
+
+
+def _parse(args: Mapping[str, Any], places: Mapping[str, str]) -> EngineConfig:
+    """`places` says where a dotted setting was given, as a prefix of its error."""
+    try:
+        return EngineConfig.model_validate(dict(args))
+    except ValidationError as error:
+        problems = []
+        for detail in error.errors(include_url=False):
+            key = ".".join(str(part) for part in detail["loc"])
+            problems.append(places.get(key, "") + _problem(key, detail["type"], detail["msg"], detail["input"]))
+        raise ConfigError("\n".join(problems)) from None
+
+
+def _problem(key: str, kind: str, message: str, value: Any) -> str:
+    if kind == "extra_forbidden":
+        nearest = _nearest(key)
+        return f"unknown setting {key}" + (f"; did you mean {nearest}?" if nearest else "")
+    if kind == "missing":
+        return f"{key} is missing; it has no default"
+    rule = message.replace("Input should be", "must be")
+    if kind == "model_type":
+        rule = "must be a mapping of settings"
+    return f"{key}={value!r}: {rule}"
+
+
+def _nearest(key: str) -> str | None:
+    """The setting or section that `key` probably was to be: the same name elsewhere, or the most alike."""
+    settings = all_settings()
+    names = [*settings, *dict.fromkeys(setting.rpartition(".")[0] for setting in settings if "." in setting)]
+    last = key.rpartition(".")[2]
+    same_name = [name for name in names if name.rpartition(".")[2] == last]
+    if same_name:
+        return same_name[0]
+    prefix = key.removesuffix(last)
+    siblings = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
+    alike = difflib.get_close_matches(last, siblings, n=1) or difflib.get_close_matches(key, names, n=1)
+    if alike:
+        return siblings.get(alike[0], alike[0])
+    by_last = {name.rpartition(".")[2]: name for name in names}
+    close = difflib.get_close_matches(last, by_last, n=1)
+    return by_last[close[0]] if close else None

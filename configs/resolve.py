@@ -1,0 +1,246 @@
+"""Every `auto` decided once, into a new `EngineConfig`, with the reason of each decision; and the KV pool's arithmetic.
+
+Owns the rules that tie settings to each other, to the model and to the machine. Facts about the machine are given by
+the caller: nothing here looks at hardware.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+
+from configs.checkpoint import model_name
+from configs.errors import ConfigError
+from configs.model_config import ModelConfig, check_tensor_parallel_size
+from configs.schema import EngineConfig, KVCacheConfig
+
+_SectionT = TypeVar("_SectionT", bound=BaseModel)
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_SPIN_US = 50
+_CPUS_ON_GPU_NODES = 1.0
+# Ranks on CPU ask for little: sharing cores costs them speed, never correctness.
+_CPUS_ON_CPU_NODES = 0.1
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """One node of those that will hold the ranks."""
+
+    num_cores: int
+    num_gpus: int
+    num_nodes: int = 1
+    """Nodes that the replicas spread over."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One value that the configuration left open."""
+
+    key: str
+    """Dotted name of the setting."""
+    value: Any
+    why: str
+    given: Any = "auto"
+    """What the configuration said."""
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.given} -> {self.value} ({self.why})"
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """What runs. In `config`, open are only those that the KV pool decides (`kv_cache.num_tokens`, `max_model_len`)
+    and those whose None is a value of its own."""
+
+    config: EngineConfig
+    decisions: tuple[Decision, ...]
+
+
+class _Resolver:
+    """Collects decisions as changes by dotted key."""
+
+    def __init__(self) -> None:
+        self.decisions: list[Decision] = []
+
+    def decide(self, key: str, given: Any, value: Any, why: str) -> Any:
+        """`given`, or `value` in its place when it is auto."""
+        if given not in (None, "auto"):
+            return given
+        self.decisions.append(Decision(key, value, why))
+        return value
+
+    def apply(self, config: EngineConfig) -> EngineConfig:
+        """`config` with all decisions in it."""
+        for decision in self.decisions:
+            config = _replaced(config, decision.key.split("."), decision.value)
+        return config
+
+
+def resolve(config: EngineConfig, model: ModelConfig, host: HostFacts) -> ResolvedConfig:
+    """Checks `config` against itself, `model` and `host`, and decides what it leaves open.
+
+    Raises:
+        ConfigError: settings contradict each other, or do not fit model or machine.
+    """
+    check_settings(config)
+    check_tensor_parallel_size(model, config.tensor_parallel_size)
+    resolver = _Resolver()
+    decide = resolver.decide
+    on_gpu = host.num_gpus > 0
+    device = decide("device", config.device, "cuda" if on_gpu else "cpu", "GPUs found" if on_gpu else "no GPU found")
+    if device == "cuda" and not on_gpu:
+        raise ConfigError("device=cuda, but no GPU was found; set device=cpu or start Ray on a node with GPUs")
+    if device == "cuda":
+        decide("dtype", config.dtype, model.dtype, "the checkpoint's own")
+    else:
+        decide("dtype", config.dtype, "float32", "cpu")
+    decide("attention_backend", config.attention_backend, "torch_native", device)
+    decide("served_model_name", config.served_model_name, model_name(config.model), "from model")
+    _decide_parallel(resolver, config, device, host)
+    cpus = _CPUS_ON_GPU_NODES if device == "cuda" else _CPUS_ON_CPU_NODES
+    decide("placement.cpus_per_rank", config.placement.cpus_per_rank, cpus, device)
+    decide("placement.cpus_for_engine", config.placement.cpus_for_engine, cpus, device)
+    budget = config.scheduler.max_num_batched_tokens
+    chunk = config.scheduler.prefill_chunk_size
+    if chunk > budget:
+        resolver.decisions.append(
+            Decision("scheduler.prefill_chunk_size", budget, "scheduler.max_num_batched_tokens", chunk)
+        )
+    _decide_length(resolver, config, model)
+    return ResolvedConfig(resolver.apply(config), tuple(resolver.decisions))
+
+
+def check_settings(config: EngineConfig) -> None:
+    """Raises ConfigError when settings contradict each other, whatever model and machine are."""
+    page_size = config.kv_cache.page_size
+    if page_size & (page_size - 1):
+        lower = 1 << (page_size.bit_length() - 1)
+        raise ConfigError(f"kv_cache.page_size={page_size} is not a power of two; choose {lower} or {2 * lower}")
+    scheduler = config.scheduler
+    if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
+        raise ConfigError(
+            f"scheduler.max_num_batched_tokens={scheduler.max_num_batched_tokens} is less than "
+            f"scheduler.max_num_seqs={scheduler.max_num_seqs}, and every running request takes one token a step; "
+            f"choose at least {scheduler.max_num_seqs} for the former, or fewer requests"
+        )
+    all_reduce = config.parallel.all_reduce
+    if all_reduce == "nccl" and config.device == "cpu":
+        raise ConfigError("parallel.all_reduce=nccl needs GPUs, but device=cpu; choose auto, shared_memory or gloo")
+    if all_reduce == "shared_memory" and config.placement.strategy != "STRICT_PACK":
+        raise ConfigError(
+            f"parallel.all_reduce=shared_memory needs all ranks on one node, but placement.strategy="
+            f"{config.placement.strategy} may spread them; choose STRICT_PACK, or gloo"
+        )
+
+
+def _decide_parallel(resolver: _Resolver, config: EngineConfig, device: str, host: HostFacts) -> None:
+    parallel, tp_size = config.parallel, config.tensor_parallel_size
+    if device == "cuda":
+        strategy, why = "nccl", "cuda"
+    elif config.placement.strategy == "STRICT_PACK":
+        strategy, why = "shared_memory", "cpu, ranks of one node"
+    else:
+        strategy, why = "gloo", f"cpu, placement.strategy={config.placement.strategy}"
+    chosen = resolver.decide("parallel.all_reduce", parallel.all_reduce, strategy, why)
+    if (chosen == "nccl" and device == "cpu") or (chosen == "shared_memory" and device == "cuda"):
+        raise ConfigError(f"parallel.all_reduce={chosen} does not work on device={device}; choose auto or {strategy}")
+    ranks = tp_size * -(-config.num_replicas // host.num_nodes)
+    threads = max(1, host.num_cores // ranks)
+    cores = f"{host.num_cores} cores, {ranks} ranks a node"
+    resolver.decide("parallel.threads_per_rank", parallel.threads_per_rank, threads, cores)
+    resolver.decide("parallel.spin_us", parallel.spin_us, _SPIN_US if host.num_cores > ranks else 0, cores)
+
+
+def _decide_length(resolver: _Resolver, config: EngineConfig, model: ModelConfig) -> None:
+    asked, longest = config.max_model_len, model.max_context
+    if asked is not None and asked > longest:
+        raise ConfigError(
+            f"max_model_len={asked} exceeds the model's context of {longest} tokens; choose at most {longest}"
+        )
+    if config.kv_cache.num_tokens is None:
+        return  # known once the weights are loaded
+    num_pages = num_kv_pages(config.kv_cache, (), ())
+    length = cut_max_model_len(config, model, num_pages)
+    why = "the model's own" if length == longest else "what kv_cache.num_tokens holds"
+    resolver.decide("max_model_len", asked, length, why)
+
+
+def _replaced(section: _SectionT, path: Sequence[str], value: Any) -> _SectionT:
+    name, *rest = path
+    if rest:
+        value = _replaced(getattr(section, name), rest, value)
+    return section.model_copy(update={name: value})
+
+
+# ---- the KV pool
+
+
+def dtype_bytes(dtype: str) -> int:
+    """Bytes of one element of a resolved `dtype`."""
+    return _DTYPE_BYTES[dtype]
+
+
+def kv_bytes_per_page(elements_per_token: int, page_size: int, dtype: str) -> int:
+    """Bytes of one page on a rank; `ShardPlan.kv_elements_per_token` gives the elements."""
+    return elements_per_token * page_size * dtype_bytes(dtype)
+
+
+def num_kv_pages(kv_cache: KVCacheConfig, bytes_per_page: Sequence[int], free_bytes: Sequence[int]) -> int:
+    """Pages of the KV pool, the same on every rank: as many as the rank with the least room holds.
+
+    The padding page that every pool has on top is not counted, but its bytes are.
+
+    Args:
+        bytes_per_page: of each rank.
+        free_bytes: what each rank may still use, in the same order. Ranks that share one memory give each its part.
+            Empty, with `bytes_per_page`, when `kv_cache.num_tokens` is set and the memory is not known yet.
+
+    Raises:
+        ConfigError: the pool is larger than the memory, or holds no page.
+    """
+    page_size = kv_cache.page_size
+    if kv_cache.num_tokens is not None:
+        num_pages = -(-kv_cache.num_tokens // page_size)
+        for rank, (page, free) in enumerate(zip(bytes_per_page, free_bytes, strict=True)):
+            if (num_pages + 1) * page > free:
+                raise ConfigError(
+                    f"kv_cache.num_tokens={kv_cache.num_tokens} takes {(num_pages + 1) * page} bytes on rank {rank}, "
+                    f"which has {free} left; choose at most {max(free // page - 1, 0) * page_size} or use more ranks"
+                )
+        return num_pages
+    if kv_cache.memory_bytes is not None:
+        budgets, source = (
+            [kv_cache.memory_bytes] * len(bytes_per_page),
+            f"kv_cache.memory_bytes={kv_cache.memory_bytes}",
+        )
+    else:
+        budgets = [int(free * kv_cache.memory_fraction) for free in free_bytes]
+        source = f"kv_cache.memory_fraction={kv_cache.memory_fraction} of {min(free_bytes)} free bytes"
+    num_pages = min(budget // page for budget, page in zip(budgets, bytes_per_page, strict=True)) - 1
+    if num_pages < 1:
+        raise ConfigError(
+            f"{source} holds no KV page: one of {page_size} tokens takes {max(bytes_per_page)} bytes on a rank, and "
+            "one more is padding; give the KV pool more memory or use more ranks"
+        )
+    return num_pages
+
+
+def cut_max_model_len(config: EngineConfig, model: ModelConfig, num_pages: int) -> int:
+    """Longest prompt plus completion of a group whose pool has `num_pages`.
+
+    Raises:
+        ConfigError: `max_model_len` is set and the pool cannot hold one such request.
+    """
+    capacity = num_pages * config.kv_cache.page_size
+    if config.max_model_len is None:
+        return min(model.max_context, capacity)
+    if config.max_model_len > capacity:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} exceeds the {capacity} tokens that the KV pool holds; choose at "
+            f"most {capacity}, or raise kv_cache.num_tokens or kv_cache.memory_fraction"
+        )
+    return config.max_model_len
