@@ -17,6 +17,10 @@ import numpy.typing as npt
 import pytest
 
 from cluster.messages import Finished, FinishReason, GenerateRequest, SamplingParams, StepOutput, TokenLogprobs
+from cluster.scheduling.prefill import PrefillQueue
+from cluster.scheduling.request import Request
+from cluster.scheduling.row_pages import RowPages
+from cluster.scheduling.row_table import RowTable
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
 from configs.errors import ConfigError, EngineError
 from worker.protocol import RowFlag, StepFrame, StepResult
@@ -562,6 +566,42 @@ def test_a_preempted_request_is_admitted_before_those_that_wait() -> None:
     assert admitted == [0, 1, 1, 2]
 
 
+def test_pages_that_a_prefill_still_needs_are_not_given_to_the_next_request() -> None:
+    engine = Engine(replace(LIMITS, num_pages=16, max_num_batched_tokens=64))
+    for seed in range(2):
+        engine.add(prompt_of(40, seed), max_tokens=4)
+    engine.run()
+    assert engine.scheduler.stats().total_preemptions == 0
+
+
+def test_a_head_that_lacks_pages_is_let_in_when_a_siblings_prefill_brings_them() -> None:
+    engine = Engine(replace(LIMITS, num_pages=16, max_num_batched_tokens=64, steps_in_flight=1))
+    first, second = engine.add(prompt_of(40), max_tokens=12), engine.add(prompt_of(40), max_tokens=4)
+    while not engine.answers[second].tokens:
+        engine.step()
+    assert engine.answers[first].finished is None
+    engine.run()
+
+
+def test_a_prefill_that_lacks_pages_takes_no_prefix_it_could_not_announce() -> None:
+    limits = replace(LIMITS, num_pages=6, prefill_chunk_size=4)
+    rows, pages = RowTable(limits), RowPages(limits)
+    queue = PrefillQueue(limits, rows, pages)
+    tokens = np.array(prompt_of(20), np.int32)
+    sampling = SamplingParams(max_tokens=2)
+    queue.push(Request.create(GenerateRequest(id=1, prompt=tokens.tobytes(), sampling=sampling), limits))
+    queue.commit(queue.plan(4), StepFrame(1, 1))
+    # Row 8 computes what comes next, and ends; then row 7 takes all but these two pages.
+    assert pages.grow(8, 12) is not None
+    pages.publish(8, tokens, 12)
+    pages.release(8)
+    assert pages.grow(7, 12) is not None
+    pages.check_integrity()
+    plan = queue.plan(8)
+    assert not plan.deltas or plan.rows
+    assert pages.num_row_pages(1) == (2 if plan.rows else 1)
+
+
 def test_a_duplicate_of_a_cold_twin_cannot_starve_a_request_that_fits_alone() -> None:
     engine = Engine(replace(LIMITS, num_pages=15, max_num_batched_tokens=64, prefill_chunk_size=64))
     twins = [engine.add(prompt_of(12) + prompt_of(13, seed), max_tokens=30) for seed in range(2)]
@@ -604,6 +644,20 @@ def test_abort_while_decoding_frees_the_pages_once_no_step_names_them() -> None:
     assert engine.scheduler.stats().num_running == 0
     engine.retire()
     engine.check_idle()
+
+
+def test_a_page_that_ends_with_a_dropped_token_is_not_kept() -> None:
+    engine = Engine(LIMITS)
+    request_id = engine.add(prompt_of(5), max_tokens=30)
+    for _ in range(4):
+        engine.launch()
+        if len(engine.frames) == 2 and engine.scheduler.last_step < 4:
+            engine.retire()
+    # Eight tokens are computed, but the host knows seven.
+    engine.abort(request_id)
+    engine.run()
+    assert len(engine.answers[request_id].tokens) == 2
+    assert engine.scheduler.stats().num_cached_pages == 1
 
 
 def test_abort_in_the_wasted_step_after_a_stop_is_ignored() -> None:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from cluster.scheduling.limits import MAX_PREFIX_DELTAS, SchedulerLimits
 from cluster.scheduling.prefix_cache import Node
 from cluster.scheduling.request import Request
-from cluster.scheduling.row_pages import RowPages
+from cluster.scheduling.row_pages import Prefix, RowPages
 from cluster.scheduling.row_table import RowTable
 from worker.protocol import PARAMS_DTYPE, Int32Array, RowFlag, StepFrame
 
@@ -101,7 +101,7 @@ class PrefillQueue:
         for row in self._prefilling:
             if plan.budget <= 0:
                 break
-            self._plan_chunk(row, plan)
+            self._continue(row, plan)
         while self._waiting and plan.budget > 0 and self._admit_next(plan):
             pass
         return plan
@@ -145,20 +145,26 @@ class PrefillQueue:
         assert sorted(self._prefilling) == prefilling.tolist(), "the list of prefills is wrong"
         return set(self._waiting)
 
-    def _plan_chunk(self, row: int, plan: PrefillPlan) -> None:
+    def _continue(self, row: int, plan: PrefillPlan) -> None:
         """Adds the next chunk of a row in prefill, if there are pages for it and no other row computes the same."""
-        has_room = self._num_missing_pages(row) <= self._pages.num_available  # Then the chunk below gets its pages.
-        if has_room and plan.num_prefix_deltas < MAX_PREFIX_DELTAS:
-            # Others may have computed what comes next since the last chunk.
-            self._adopt_prefix(row, plan)
-        start = int(self._rows.num_computed[row])
-        length = self._chunk_length(row, plan)
-        if self._is_computed_by_another(row, length, plan):
+        # Others may have computed what comes next since the last chunk.
+        prefix = self._find_prefix(row, plan)
+        if self._is_computed_by_another(row, prefix, plan):
             return
+        if self._num_missing_pages(row) <= self._pages.num_available:
+            # Only then it is sure that the chunk gets its pages, and that the deltas of the prefix are sent.
+            self._adopt_prefix(row, prefix, plan)
+        self._add_chunk(row, plan)
+
+    def _add_chunk(self, row: int, plan: PrefillPlan) -> bool:
+        """Takes pages for the row's next chunk and adds it to the plan; False if there are too few."""
+        start = int(self._rows.num_computed[row])
+        length = self._chunk_length(row, start, plan)
+        key = self._next_page_key(row, self._pages.no_prefix(row))
         deltas = self._pages.grow(row, start + length)
         if deltas is None:
-            return
-        if (key := self._pages.next_page_key(row, self._rows.tokens[row], start)) is not None:
+            return False
+        if key is not None:
             plan.computing.setdefault(key, len(plan.rows))
         if len(deltas):
             plan.deltas.append(deltas)
@@ -166,42 +172,54 @@ class PrefillQueue:
         plan.starts.append(start)
         plan.lens.append(length)
         plan.budget -= length
+        return True
 
-    def _chunk_length(self, row: int, plan: PrefillPlan) -> int:
-        page_size = self._limits.page_size
-        start, end = int(self._rows.num_computed[row]), int(self._rows.num_prefill[row])
+    def _chunk_length(self, row: int, start: int, plan: PrefillPlan) -> int:
+        page_size, end = self._limits.page_size, int(self._rows.num_prefill[row])
         length = min(end - start, self._limits.prefill_chunk_size, plan.budget)
         last_boundary = (start + length) // page_size * page_size
         if start + length < end and last_boundary > start:
             return last_boundary - start  # Whole pages can be shared, partial ones cannot.
         return length
 
-    def _is_computed_by_another(self, row: int, length: int, plan: PrefillPlan) -> bool:
-        """A chunk of the plan computes whole pages that hold at least half of the row's next `length` tokens."""
-        start = int(self._rows.num_computed[row])
-        key = self._pages.next_page_key(row, self._rows.tokens[row], start)
-        if key is None or (index := plan.computing.get(key)) is None:
-            return False
-        shared = min(length, plan.lens[index])
-        tokens = self._rows.tokens
-        differ = tokens[row, start : start + shared] != tokens[plan.rows[index], start : start + shared]
-        num_same = int(differ.argmax()) if differ.any() else shared
-        page_size = self._limits.page_size
-        num_shareable = min(num_same, int(self._rows.num_prefill[row]) - 1 - start) // page_size * page_size
-        return num_shareable > 0 and 2 * num_shareable >= length
-
-    def _adopt_prefix(self, row: int, plan: PrefillPlan) -> None:
-        """Takes cached pages that go on where the row's own end. The last token is left: its logits are wanted."""
+    def _find_prefix(self, row: int, plan: PrefillPlan) -> Prefix:
+        """Cached pages that go on where the row's own end. The last token is left: its logits are wanted."""
+        if plan.num_prefix_deltas >= MAX_PREFIX_DELTAS:
+            return self._pages.no_prefix(row)
         table = self._rows
         start, end = int(table.num_computed[row]), int(table.num_prefill[row])
-        deltas = self._pages.adopt_prefix(row, table.tokens[row, start : end - 1])
+        return self._pages.find_prefix(row, table.tokens[row, start : end - 1])
+
+    def _adopt_prefix(self, row: int, prefix: Prefix, plan: PrefillPlan) -> None:
+        table = self._rows
+        deltas = self._pages.adopt_prefix(row, prefix)
         if len(deltas):
             num_tokens = len(deltas) * self._limits.page_size
-            table.num_computed[row] = start + num_tokens
+            table.num_computed[row] += num_tokens
             table.request(row).num_cached_tokens += num_tokens
             self._total_prefix_hit_tokens += num_tokens
             plan.deltas.append(deltas)
             plan.num_prefix_deltas += len(deltas)
+
+    def _next_page_key(self, row: int, prefix: Prefix) -> tuple[Node, bytes] | None:
+        table, page_size = self._rows, self._limits.page_size
+        start = int(table.num_computed[row]) + len(prefix.pages) * page_size
+        tokens = table.tokens[row, start : min(start + page_size, int(table.num_prefill[row]))]
+        return self._pages.next_page_key(row, prefix, tokens)
+
+    def _is_computed_by_another(self, row: int, prefix: Prefix, plan: PrefillPlan) -> bool:
+        """A chunk of the plan computes whole pages that hold at least half of what the row would compute now."""
+        key = self._next_page_key(row, prefix)
+        if key is None or (index := plan.computing.get(key)) is None:
+            return False
+        table, page_size = self._rows, self._limits.page_size
+        start = int(table.num_computed[row]) + len(prefix.pages) * page_size
+        length = self._chunk_length(row, start, plan)
+        shared = min(length, plan.lens[index], int(table.num_prefill[row]) - 1 - start)
+        differ = table.tokens[row, start : start + shared] != table.tokens[plan.rows[index], start : start + shared]
+        num_same = int(differ.argmax()) if differ.any() else shared
+        num_shareable = num_same // page_size * page_size
+        return num_shareable > 0 and 2 * num_shareable >= length
 
     def _admit_next(self, plan: PrefillPlan) -> bool:
         """Gives the head of the queue a row and its first chunk. False: it has to wait."""
@@ -217,10 +235,14 @@ class PrefillQueue:
         row = table.take(request)
         request.num_cached_tokens = 0
         num_deltas = len(plan.deltas)
-        self._adopt_prefix(row, plan)
+        prefix = self._find_prefix(row, plan)
+        if self._is_computed_by_another(row, prefix, plan):
+            table.give_back(row)
+            return False
+        self._adopt_prefix(row, prefix, plan)
         # Alone it always fits: `reason_never_fits`.
         self._is_blocked = num_running > 0 and self._num_missing_pages(row) + reserved > self._pages.num_available
-        if self._is_blocked or self._is_computed_by_another(row, self._chunk_length(row, plan), plan):
+        if self._is_blocked:
             self._total_prefix_hit_tokens -= request.num_cached_tokens
             del plan.deltas[num_deltas:]
             self._pages.release(row)
@@ -231,7 +253,8 @@ class PrefillQueue:
         self._total_prompt_tokens += len(request.tokens)
         self._prefilling.append(row)
         plan.admitted.append(request)
-        self._plan_chunk(row, plan)
+        has_chunk = self._add_chunk(row, plan)
+        assert has_chunk, "a request was admitted without pages for its first chunk"
         return True
 
     def _num_missing_pages(self, row: int) -> int:

@@ -11,12 +11,23 @@ mistaken for the cached page.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from cluster.scheduling.allocator import CACHED, PageAllocator
 from cluster.scheduling.limits import SchedulerLimits
 from cluster.scheduling.prefix_cache import Node, PrefixCache
 from worker.protocol import Int32Array
+
+_NO_PAGES = np.empty(0, np.int32)
+
+
+class Prefix(NamedTuple):
+    """A path of the prefix cache: the node it ends at, and the pages that are new to the row."""
+
+    end: Node
+    pages: Int32Array
 
 
 class RowPages:
@@ -72,31 +83,38 @@ class RowPages:
             return None
         return self._append(row, self._allocator.allocate(row, count))
 
-    def adopt_prefix(self, row: int, tokens: Int32Array) -> Int32Array:
-        """Appends cached pages that continue the row's own with whole pages of `tokens`; returns the deltas.
+    def find_prefix(self, row: int, tokens: Int32Array) -> Prefix:
+        """Cached pages that go on where the row's own end, with whole pages of `tokens`. Changes nothing.
 
         `tokens` follow what the row has computed. Nothing is found unless all its pages are known to the cache.
         """
         if not self._caching or self._num_published[row] != self._num_pages[row]:
+            return self.no_prefix(row)
+        return Prefix(*self._cache.match(self._nodes[row], tokens))
+
+    def no_prefix(self, row: int) -> Prefix:
+        """The end of the row's own pages that are known to the cache, and nothing more."""
+        return Prefix(self._nodes[row], _NO_PAGES)
+
+    def adopt_prefix(self, row: int, prefix: Prefix) -> Int32Array:
+        """Appends what `find_prefix` has just found for the row, locked; returns the deltas."""
+        if not len(prefix.pages):
             return np.empty((0, 3), np.int32)
-        node, pages = self._cache.match(self._nodes[row], tokens)
-        if not len(pages):
-            return np.empty((0, 3), np.int32)
-        self._cache.lock(node)
+        self._cache.lock(prefix.end)
         self._cache.unlock(self._nodes[row])
-        self._nodes[row] = node
-        self._num_published[row] += len(pages)
-        return self._append(row, pages)
+        self._nodes[row] = prefix.end
+        self._num_published[row] += len(prefix.pages)
+        return self._append(row, prefix.pages)
 
-    def next_page_key(self, row: int, tokens: Int32Array, start: int) -> tuple[Node, bytes] | None:
-        """What two rows have in common when all they have computed and the page of `tokens` after it are the same.
+    def next_page_key(self, row: int, prefix: Prefix, tokens: Int32Array) -> tuple[Node, bytes] | None:
+        """What two rows have in common when all up to the end of `prefix` and the page of `tokens` after it are alike.
 
-        None where no prefix can be shared: `start`, the number of computed tokens, is not the end of the row's pages
-        that are known to the cache.
+        `tokens` are those not computed once `prefix` is adopted. None where no page after them could be shared.
         """
-        if not self._caching or start != int(self._num_published[row]) * self._page_size:
+        num_pages = int(self._num_pages[row])
+        if not self._caching or len(tokens) < self._page_size or self._num_published[row] != num_pages:
             return None
-        return self._nodes[row], tokens[start : start + self._page_size].tobytes()
+        return prefix.end, tokens[: self._page_size].tobytes()
 
     def publish(self, row: int, tokens: Int32Array, num_tokens: int) -> None:
         """Makes the whole pages of the row's first `num_tokens` tokens, all computed, known to the cache."""
