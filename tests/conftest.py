@@ -1,16 +1,24 @@
-"""What the whole run shares: one Ray cluster, one served model, one transformers reference; and the skips by hardware."""
+"""What the whole run shares: one Ray cluster with one served model, and the skips by hardware."""
 
 from __future__ import annotations
 
+import os
+import socket
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+ROOT = Path(__file__).resolve().parent.parent
 SMOLLM2 = Path.home() / ".cache/lockstep/smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # The Ray cluster and the endpoint take memory and cores: they come last and stay to the end.
+    items.sort(key=lambda item: item.get_closest_marker("ray") is not None)
     wanted = {mark for item in items for mark in ("gpu", "multi_gpu") if item.get_closest_marker(mark)}
     if not wanted:
         return
@@ -29,3 +37,83 @@ def smollm2_path() -> Path:
     if not SMOLLM2.exists():
         pytest.skip(f"{SMOLLM2.name} is not in the cache; run `make setup`")
     return SMOLLM2
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """The default model served at tensor_parallel_size 2 on the run's own Ray cluster."""
+
+    url: str
+    """Base URL, without /v1."""
+    app_name: str
+    model: str
+
+    def status(self) -> dict[str, Any]:
+        """The coordinator's figures; raises when its pages do not add up."""
+        import ray
+
+        [name] = [
+            actor["name"]
+            for actor in ray.util.list_named_actors(all_namespaces=True)
+            if actor["namespace"] == "lockstep" and actor["name"].startswith(f"{self.app_name}:")
+            if ":tp" not in actor["name"]
+        ]
+        return ray.get(ray.get_actor(name, namespace="lockstep").status.remote(), timeout=60)
+
+    def wait_idle(self, timeout_s: float = 60.0) -> dict[str, Any]:
+        """The figures once nothing runs, waits or holds a page that is not cached."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            status = self.status()
+            if not (status["num_running"] or status["num_waiting"] or status["num_owned_pages"]):
+                return status
+            assert time.monotonic() < deadline, f"the engine is not idle after {timeout_s:g} s: {status}"
+            time.sleep(0.05)
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """A cluster of this run's own: one node, no GPUs, enough logical CPUs for every test's groups."""
+    import ray
+
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    os.environ["PYTHONPATH"] = str(ROOT)  # the workers' way to this checkout
+    ray.init(
+        address="local",
+        num_cpus=8,
+        num_gpus=0,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=100 * 1024 * 1024,
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A TCP port that was free a moment ago."""
+    return _free_port()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.fixture(scope="session")
+def endpoint(ray_cluster: None, smollm2_path: Path) -> Iterator[Endpoint]:
+    """configs/smollm2-135m.yaml behind Ray Serve, shared by every test that asks."""
+    from ray import serve
+
+    from cluster.app import build_app
+    from configs.load import load_app_config
+
+    app = load_app_config(ROOT / "configs" / "smollm2-135m.yaml", ["kv_cache.num_tokens=16384"])
+    port = _free_port()
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    serve.run(build_app(app.engine.model_dump()), name="shared", route_prefix="/")
+    yield Endpoint(f"http://127.0.0.1:{port}", "shared", "smollm2-135m-instruct")
+    serve.shutdown()

@@ -75,6 +75,11 @@ class TPWorker:
             self._decoder.load(checkpoint, on_progress)
             _log.info("rank %d: read %d bytes of weights", self._group.rank, checkpoint.bytes_read)
 
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors are."""
+        return self._device
+
     def kv_bytes_per_page(self) -> int:
         """Bytes of one KV page on this rank: all layers, K and V."""
         page_size = self._config.kv_cache.page_size

@@ -1,0 +1,176 @@
+"""Ray's shells: a rank around a `TPWorker`, and the coordinator's process. No logic of serving lives here."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import ray
+
+from configs.model_config import ModelConfig
+from configs.schema import EngineConfig
+
+if TYPE_CHECKING:
+    from parallel.channel import FrameReader, FrameWriter
+    from worker.tp_worker import TPWorker
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """What a rank is told at birth."""
+
+    config: EngineConfig
+    model: ModelConfig
+    model_path: str
+    rank: int
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where a rank runs."""
+
+    node_id: str
+    pid: int
+    device: str
+    """`cpu`, or `cuda:N` with N the index among the node's GPUs."""
+
+
+@dataclass(frozen=True)
+class RankLoad:
+    """What loading told about one rank."""
+
+    kv_bytes_per_page: int
+    free_bytes: int
+    """Memory of the rank's device that is free now; on CPU the node's, shared by its ranks."""
+    seconds: float
+
+
+class RankActor:
+    """One rank's process. Methods run in the order they are declared; `ctl` ones answer while `run` blocks."""
+
+    def __init__(self, spec: RankSpec) -> None:
+        self._spec = spec
+        self._worker: TPWorker | None = None
+        self._progress = 0.0
+        self._frames: FrameReader | None = None
+        self._results: FrameWriter | None = None
+
+    def __repr__(self) -> str:
+        return f"Rank[tp{self._spec.rank}]"
+
+    def where(self) -> Location:
+        """Node, process and device of this rank."""
+        import os
+
+        context = ray.get_runtime_context()
+        device = "cpu"
+        if self._spec.config.device == "cuda":
+            device = f"cuda:{context.get_accelerator_ids()['GPU'][0]}"
+        return Location(context.get_node_id(), os.getpid(), device)
+
+    def join(self, host: str, port: int, generation: int, one_node: bool) -> None:
+        """Enters the process group through the coordinator's store."""
+        import torch
+        from torch.distributed import TCPStore
+
+        from parallel.group import TensorParallelGroup
+        from parallel.plan import ShardPlan
+        from worker.tp_worker import TPWorker
+
+        config, model, rank = self._spec.config, self._spec.model, self._spec.rank
+        parallel = config.parallel
+        assert parallel.threads_per_rank is not None, "threads_per_rank is resolved before the ranks start"
+        assert parallel.spin_us is not None, "spin_us is resolved before the ranks start"
+        assert parallel.all_reduce != "auto", "all_reduce is resolved before the ranks start"
+        torch.set_num_threads(parallel.threads_per_rank)
+        device = torch.device(self.where().device)
+        strategy = parallel.all_reduce
+        if strategy == "shared_memory" and not one_node:
+            logger.warning("parallel.all_reduce: shared_memory -> gloo (the ranks are on several nodes)")
+            strategy = "gloo"
+        if config.tensor_parallel_size == 1:
+            group = TensorParallelGroup.single(device)
+        else:
+            group = TensorParallelGroup.create(
+                rank=rank,
+                size=config.tensor_parallel_size,
+                store=TCPStore(host, port, is_master=False, wait_for_workers=False),
+                device=device,
+                strategy=strategy,
+                timeout_s=parallel.step_timeout_s,
+                generation=generation,
+                spin_us=parallel.spin_us,
+            )
+        self._worker = TPWorker(
+            config=config,
+            model=model,
+            model_path=Path(self._spec.model_path),
+            plan=ShardPlan.create(model, config.tensor_parallel_size),
+            group=group,
+        )
+
+    def load(self) -> RankLoad:
+        """Loads this rank's shard."""
+        import time
+
+        from worker.memory import free_bytes
+
+        worker = self._ready()
+        began = time.monotonic()
+        worker.load(self._on_progress)
+        return RankLoad(
+            kv_bytes_per_page=worker.kv_bytes_per_page(),
+            free_bytes=free_bytes(worker.device),
+            seconds=time.monotonic() - began,
+        )
+
+    def allocate(self, num_pages: int, max_model_len: int) -> None:
+        """Allocates the KV pool and the request tables."""
+        self._ready().allocate(num_pages, max_model_len)
+
+    def attach_ring(self, frames_address: str, results_address: str) -> None:
+        """Connects to the shared-memory step channel of this node; rank 0 also to the results."""
+        from parallel.channel import Ring
+
+        self._frames = Ring.attach(frames_address).reader(self._spec.rank)
+        self._results = Ring.attach(results_address).writer() if self._spec.rank == 0 else None
+
+    def attach_tcp(self, frames_address: str, results_address: str) -> None:
+        """The same over TCP, for a group on several nodes."""
+        from parallel.tcp_channel import TcpReader, TcpWriter, connect
+
+        parallel, rank = self._spec.config.parallel, self._spec.rank
+        frames = connect(frames_address, rank, timeout_s=parallel.init_timeout_s)
+        self._frames = TcpReader(frames, max_frame_bytes=parallel.channel_slot_bytes)
+        if rank == 0:
+            results = connect(results_address, 0, timeout_s=parallel.init_timeout_s)
+            self._results = TcpWriter([results], max_frame_bytes=parallel.channel_slot_bytes)
+
+    def run(self) -> None:
+        """The step loop. Returns after a CLOSE frame; raises what went wrong."""
+        # An idle group may wait for a frame for days: the coordinator's death is what ends the wait, not a deadline.
+        frames, results = self._frames, self._results
+        assert frames is not None, "attach comes first"
+        timeout_s = self._spec.config.parallel.step_timeout_s
+        worker = self._ready()
+        worker.run(
+            recv=lambda: frames.recv(float("inf")),
+            send=None if results is None else lambda result: results.send(result, timeout_s),
+        )
+        worker.close()
+
+    @ray.method(concurrency_group="ctl")
+    def progress(self) -> float:
+        """Share of the weights loaded, 0 to 1."""
+        return self._progress
+
+    def _on_progress(self, share: float) -> None:
+        self._progress = share
+
+    def _ready(self) -> TPWorker:
+        assert self._worker is not None, "join comes first"
+        return self._worker

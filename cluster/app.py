@@ -1,0 +1,90 @@
+"""The Ray Serve application: `import_path: cluster.app:build_app`.
+
+One replica is one tensor-parallel group. The replica itself is the HTTP ingress (one hop); its coordinator and ranks
+are actors in the same placement group.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray import serve
+
+from cluster.engine import RunningEngine, describe
+from cluster.placement import NodeResources, check_fits, group_bundles, uses_gpus
+from configs.errors import EngineError
+from configs.load import parse_engine_config
+from configs.schema import EngineConfig
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from cluster.openai.serving import OpenAIServing
+
+logger = logging.getLogger(__name__)
+
+# Serve's own limit must lie above what the engine runs and queues: the engine's refusals say what is full.
+_ONGOING_PER_SEQ = 4
+_HEALTH_CHECK_PERIOD_S = 2.0
+_HEALTH_CHECK_TIMEOUT_S = 10.0
+
+
+class Engine:
+    """The Engine replica: one group, behind the OpenAI API."""
+
+    async def __init__(self, config: EngineConfig, gpus: bool) -> None:
+        context = serve.get_replica_context()
+        placement_group = ray.util.get_current_placement_group()
+        assert placement_group is not None, "the deployment asks for a placement group"
+        name = f"{context.app_name}:{context.replica_id.unique_id}"
+        self._engine = await RunningEngine.start(describe(config, gpus=gpus), placement_group, name)
+        self._serving: OpenAIServing = await self._engine.open_serving()
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        # Built here and not at import: an app object that holds the engine cannot be pickled.
+        from cluster.openai.ingress import create_app
+
+        return create_app(self._serving)
+
+    async def check_health(self) -> None:
+        """Raises once the engine has failed: Serve then replaces the replica, group and all."""
+        if self._engine.client.failure is not None:
+            raise EngineError(self._engine.client.failure)
+
+    async def __del__(self) -> None:
+        if hasattr(self, "_engine"):  # absent when the constructor failed
+            await self._engine.close()
+
+
+def build_app(args: dict[str, Any]) -> serve.Application:
+    """The application for one `EngineConfig`; what can be known to fail fails here, before anything is placed.
+
+    Args:
+        args: `applications[].args` of the config file.
+
+    Raises:
+        ConfigError: a setting is wrong, the checkpoint does not fit, or no node can hold a group.
+    """
+    config = parse_engine_config(args)
+    nodes = NodeResources.from_ray(ray.nodes())
+    gpus = uses_gpus(config, nodes)
+    if config.is_local_model:
+        describe(config, gpus=gpus)
+    bundles = group_bundles(config, gpus=gpus)
+    check_fits(config, bundles, nodes)
+    ongoing = config.scheduler.max_num_seqs * _ONGOING_PER_SEQ + config.scheduler.max_num_queued_requests
+    deployment = serve.deployment(
+        serve.ingress()(Engine),
+        name="Engine",
+        num_replicas=config.num_replicas,
+        placement_group_bundles=bundles,
+        placement_group_strategy=config.placement.strategy,
+        ray_actor_options={"num_cpus": bundles[0]["CPU"]},
+        max_ongoing_requests=ongoing,
+        health_check_period_s=_HEALTH_CHECK_PERIOD_S,
+        health_check_timeout_s=_HEALTH_CHECK_TIMEOUT_S,
+        graceful_shutdown_timeout_s=config.server.shutdown_timeout_s,
+    )
+    return deployment.bind(config, gpus)

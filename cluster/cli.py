@@ -1,0 +1,108 @@
+"""The command line: serve, check, chat, generate. Heavy imports happen inside the commands, so that --help is quick."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from configs.errors import LockstepError
+
+app = typer.Typer(
+    help="Lockstep serves one LLM on any number of GPUs as one worker.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ConfigFile = Annotated[Path, typer.Argument(help="A Ray Serve config file, e.g. configs/smollm2-135m.yaml.")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a setting of `args`, e.g. tensor_parallel_size=3."),
+]
+Address = Annotated[
+    str | None,
+    typer.Option(
+        help="Ray cluster to join; `local` starts one. Default: RAY_ADDRESS, else one on this machine, else local."
+    ),
+]
+
+
+@app.callback()
+def _configure(verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every log line.")] = False) -> None:
+    level = logging.INFO if verbose else logging.WARNING
+    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
+
+
+@app.command()
+def serve(
+    file: ConfigFile,
+    overrides: Set = None,
+    detach: Annotated[bool, typer.Option("--detach", help="Leave once the endpoint is ready; the app stays.")] = False,
+    address: Address = None,
+) -> None:
+    """Serve the model of FILE until interrupted."""
+    from cluster.serving_job import ServingJob
+
+    with _friendly_errors():
+        ServingJob.create(file, overrides or [], address).run(detach=detach)
+
+
+@app.command()
+def check(file: ConfigFile, overrides: Set = None) -> None:
+    """Validate FILE and show the plan and the memory arithmetic; starts nothing."""
+    from cluster.report import print_plan
+    from configs.load import load_app_config
+
+    with _friendly_errors():
+        print_plan(load_app_config(file, overrides or []))
+
+
+@app.command()
+def generate(
+    file: ConfigFile,
+    prompt: Annotated[str, typer.Option(help="Text to continue, or the user's message with --chat.")],
+    overrides: Set = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0 is greedy.")] = 0.0,
+    chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
+    address: Address = None,
+) -> None:
+    """Generate from one prompt, without HTTP and without Ray Serve."""
+    from cluster.offline import generate_text
+
+    with _friendly_errors():
+        generate_text(
+            file, overrides or [], prompt, max_tokens=max_tokens, temperature=temperature, chat=chat, address=address
+        )
+
+
+@app.command()
+def chat(
+    url: Annotated[str, typer.Argument(help="Base URL of an OpenAI endpoint.")] = "http://127.0.0.1:8000/v1",
+    model: Annotated[str | None, typer.Option(help="Model name; default: the endpoint's first.")] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, max=2.0)] = 0.7,
+) -> None:
+    """Talk to an endpoint; an empty line or Ctrl-D ends it."""
+    from cluster.chat_client import run_chat
+
+    with _friendly_errors():
+        run_chat(url, model, temperature)
+
+
+class _friendly_errors:
+    """Turns our errors into one red line and exit code 2; anything else stays a traceback."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, LockstepError):
+            typer.secho(f"error: {error}", fg="red", err=True)
+            raise typer.Exit(2) from None
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,281 @@
+"""The coordinator: one loop that turns requests into step frames and step results into outputs.
+
+A process of its own, because a busy Python thread beside the HTTP server ruins stream latency. It owns the
+scheduler and the socket to the Engine replica; it knows the ranks only as a writer of frames and a reader of results.
+No Ray and no torch here: the actor around it (cluster/actors.py) starts the ranks and watches them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import selectors
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from cluster.messages import Abort, EngineToCoordinator, Finished, StepOutput, Submit
+from cluster.scheduling.scheduler import Scheduler
+from configs.errors import EngineError
+from parallel.channel import FrameReader, FrameWriter
+from worker.protocol import FrameKind, StepFrame, StepResult
+
+logger = logging.getLogger(__name__)
+
+_LENGTH = struct.Struct("<I")
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
+_IDLE_POLL_S = 1.0
+_RECEIVE_BYTES = 1 << 16
+
+_T = TypeVar("_T")
+
+
+class EngineSocket:
+    """The coordinator's end of the socket to its Engine replica: length-prefixed msgpack, never blocking on a write.
+
+    The address is in Linux's abstract namespace: no file to leave behind. Only processes of the same user may connect.
+    """
+
+    def __init__(self) -> None:
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.address = f"\0lockstep-{os.getpid()}-{secrets.token_hex(8)}"
+        self._listener.bind(self.address)
+        self._listener.listen(1)
+        self._listener.setblocking(False)
+        self._peer: socket.socket | None = None
+        self._received = bytearray()
+        self._unsent = bytearray()
+        self._decoder = msgspec.msgpack.Decoder(EngineToCoordinator)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_reader.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ)
+
+    def wake(self) -> None:
+        """Makes a blocked `poll` return; callable from another thread."""
+        with contextlib.suppress(OSError):
+            self._wake_writer.send(b"\0")
+
+    def poll(self, timeout_s: float) -> tuple[list[EngineToCoordinator], bool]:
+        """Messages that arrived within `timeout_s`, and whether the peer went away."""
+        messages: list[EngineToCoordinator] = []
+        lost = False
+        for key, events in self._selector.select(timeout_s):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif key.fileobj is self._wake_reader:
+                self._wake_reader.recv(4096)
+            else:
+                if events & selectors.EVENT_WRITE:
+                    self._write()
+                if events & selectors.EVENT_READ:
+                    lost = not self._read(messages) or lost
+        return messages, lost
+
+    def send(self, output: StepOutput) -> None:
+        """Queues one message and writes what the socket takes now."""
+        if self._peer is None:
+            return
+        body = self._encoder.encode(output)
+        self._unsent += _LENGTH.pack(len(body))
+        self._unsent += body
+        self._write()
+
+    def close(self) -> None:
+        """Closes every socket; the address is gone with them."""
+        self._selector.close()
+        for end in (self._peer, self._listener, self._wake_reader, self._wake_writer):
+            if end is not None:
+                end.close()
+        self._peer = None
+
+    def _accept(self) -> None:
+        peer, _ = self._listener.accept()
+        _, uid, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        if uid != os.getuid() or self._peer is not None:
+            logger.warning("refused a connection to the engine socket from uid %d", uid)
+            peer.close()
+            return
+        peer.setblocking(False)
+        self._peer = peer
+        self._selector.register(peer, selectors.EVENT_READ)
+
+    def _read(self, messages: list[EngineToCoordinator]) -> bool:
+        assert self._peer is not None, "a read event without a peer"
+        try:
+            chunk = self._peer.recv(_RECEIVE_BYTES)
+        except BlockingIOError:
+            return True
+        except OSError:
+            chunk = b""
+        if not chunk:
+            self._drop_peer()
+            return False
+        self._received += chunk
+        offset = 0
+        while len(self._received) - offset >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._received, offset)
+            end = offset + _LENGTH.size + length
+            if len(self._received) < end:
+                break
+            messages.append(self._decoder.decode(self._received[offset + _LENGTH.size : end]))
+            offset = end
+        del self._received[:offset]
+        return True
+
+    def _write(self) -> None:
+        if self._peer is None:
+            return
+        try:
+            while self._unsent:
+                del self._unsent[: self._peer.send(self._unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            return  # the read side sees the loss and drops the peer
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
+        self._selector.modify(self._peer, events)
+
+    def _drop_peer(self) -> None:
+        assert self._peer is not None, "no peer to drop"
+        self._selector.unregister(self._peer)
+        self._peer.close()
+        self._peer = None
+        self._received.clear()
+        self._unsent.clear()
+
+
+class Coordinator:
+    """Schedules, launches and retires steps until closed.
+
+    Args:
+        scheduler: owns requests, pages and order.
+        frames: to every rank.
+        results: from rank 0.
+        step_timeout_s: `parallel.step_timeout_s`.
+    """
+
+    def __init__(
+        self, *, scheduler: Scheduler, frames: FrameWriter, results: FrameReader, step_timeout_s: float
+    ) -> None:
+        self.scheduler = scheduler
+        self._frames = frames
+        self._results = results
+        self._step_timeout_s = step_timeout_s
+        self._socket = EngineSocket()
+        self._closing = threading.Event()
+        self._failure: str | None = None
+        self._num_steps = 0
+        # Control threads ask the scheduler for its figures; a step holds the lock only while it computes.
+        self._lock = threading.Lock()
+
+    @property
+    def address(self) -> str:
+        """Where the Engine replica connects."""
+        return self._socket.address
+
+    @property
+    def failure(self) -> str | None:
+        """Why the engine failed; None while it is healthy."""
+        return self._failure
+
+    @property
+    def num_steps(self) -> int:
+        """Steps launched so far."""
+        return self._num_steps
+
+    def inspect(self, read: Callable[[Scheduler], _T]) -> _T:
+        """What `read` makes of the scheduler, between two of the loop's own uses; callable from another thread."""
+        with self._lock:
+            return read(self.scheduler)
+
+    def close(self) -> None:
+        """Makes `run` return after the step in flight; callable from another thread."""
+        self._closing.set()
+        self._socket.wake()
+
+    def fail(self, reason: str) -> None:
+        """Ends every request with `reason`, now and from now on; callable from another thread."""
+        self._failure = self._failure or reason
+        self._frames.fail(reason)
+        self._results.fail(reason)
+        self._socket.wake()
+
+    def run(self) -> None:
+        """The loop. Returns when closed; a failed engine goes on answering requests with its error."""
+        try:
+            while not self._closing.is_set():
+                idle = self._failure is not None or not (self.scheduler.has_work or self.scheduler.num_in_flight)
+                self._take_messages(_IDLE_POLL_S if idle else 0.0)
+                if self._failure is None:
+                    try:
+                        self._advance()
+                    except EngineError as error:
+                        self._failure = self._failure or str(error)
+                    except Exception as error:  # a bug of ours must end the requests, not leave them waiting
+                        logger.exception("the step loop failed")
+                        self._failure = f"the step loop failed: {error!r}"
+                if self._failure is not None:
+                    self._fail_all()
+            if self._failure is None:
+                self._leave()
+        finally:
+            self._socket.close()
+
+    def _take_messages(self, timeout_s: float) -> None:
+        messages, lost = self._socket.poll(timeout_s)
+        with self._lock:
+            refused: list[Finished] = []
+            for message in messages:
+                match message:
+                    case Submit(requests):
+                        refused += [refusal for request in requests if (refusal := self.scheduler.add(request))]
+                    case Abort(ids):
+                        self.scheduler.abort(ids)
+            if lost:
+                # Nobody is left to read: free what the lost Engine's requests hold.
+                self.scheduler.abort(self.scheduler.live_ids())
+        if refused:
+            self._socket.send(StepOutput(finished=refused))
+
+    def _advance(self) -> None:
+        """Launches what may be launched, then retires one step."""
+        with self._lock:
+            self._send(self.scheduler.drain_finished())
+            while (frame := self.scheduler.next_step()) is not None:
+                self._frames.send(frame.encode(), self._step_timeout_s)
+                self._num_steps += 1
+        if self.scheduler.num_in_flight:
+            result = StepResult.decode(self._results.recv(self._step_timeout_s))
+            with self._lock:
+                self._send(self.scheduler.retire(result))
+                self._send(self.scheduler.drain_finished())
+        elif self.scheduler.has_work:
+            raise EngineError("the scheduler has work but neither launched a step nor has one in flight")
+
+    def _send(self, output: StepOutput | None) -> None:
+        if output is not None:
+            self._socket.send(output)
+
+    def _fail_all(self) -> None:
+        assert self._failure is not None, "no failure to report"
+        with self._lock:
+            output = self.scheduler.fail_all(self._failure)
+        if output.finished:
+            logger.error("%d requests ended: %s", len(output.finished), self._failure)
+            self._socket.send(output)
+
+    def _leave(self) -> None:
+        """Retires what is in flight, then tells the ranks to leave their loops."""
+        while self.scheduler.num_in_flight:
+            self.scheduler.retire(StepResult.decode(self._results.recv(self._step_timeout_s)))
+        leave = StepFrame(self.scheduler.generation, self.scheduler.last_step + 1, kind=FrameKind.CLOSE)
+        self._frames.send(leave.encode(), self._step_timeout_s)

@@ -1,0 +1,154 @@
+"""The coordinator's process: starts the ranks, builds the scheduler over what they can hold, and runs the loop."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from cluster.actors import Location, RankLoad
+from configs.model_config import ModelConfig
+from configs.schema import EngineConfig
+
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
+
+    from cluster.coordinator import Coordinator
+    from cluster.rank_group import RankGroup
+
+logger = logging.getLogger(__name__)
+
+NAMESPACE = "lockstep"
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """One tensor-parallel group to be started."""
+
+    config: EngineConfig
+    """Resolved: nothing is left to be decided but what the ranks' memory decides."""
+    model: ModelConfig
+    model_path: Path
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What a started group is."""
+
+    address: str
+    """The coordinator's socket, for `EngineClient.connect`."""
+    num_pages: int
+    max_model_len: int
+    locations: tuple[Location, ...]
+    loads: tuple[RankLoad, ...]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a start stands."""
+
+    phase: str
+    loaded: tuple[float, ...] = ()
+    """Share of its weights that each rank has loaded."""
+
+
+class CoordinatorActor:
+    """Ray's shell around a `Coordinator` and its `RankGroup`."""
+
+    def __init__(self, spec: EngineSpec, name: str) -> None:
+        self._spec = spec
+        self._name = name
+        self._phase = "starting"
+        self._group: RankGroup | None = None
+        self._coordinator: Coordinator | None = None
+        self._loop: threading.Thread | None = None
+
+    def __repr__(self) -> str:
+        return "Coordinator"
+
+    def start(self, placement_group: PlacementGroup) -> EngineFacts:
+        """Starts the ranks, loads the model and begins to serve the socket."""
+        from cluster.coordinator import Coordinator
+        from cluster.rank_group import GENERATION, RankGroup
+        from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
+        from configs.resolve import cut_max_model_len, num_kv_pages
+
+        spec, config = self._spec, self._spec.config
+        self._phase = "starting ranks"
+        group = RankGroup(
+            config=config,
+            model=spec.model,
+            model_path=spec.model_path,
+            placement_group=placement_group,
+            name=self._name,
+        )
+        self._group = group
+        locations = group.start()
+        self._phase = "loading weights"
+        memory = group.load(locations)
+        num_pages = num_kv_pages(config.kv_cache, memory.bytes_per_page, memory.free_bytes)
+        max_model_len = cut_max_model_len(config, spec.model, num_pages)
+        self._phase = "allocating the KV pool"
+        frames, results = group.run(num_pages, max_model_len)
+        limits = config.scheduler
+        scheduler = Scheduler(
+            SchedulerLimits(
+                num_pages=num_pages,
+                page_size=config.kv_cache.page_size,
+                max_model_len=max_model_len,
+                max_num_seqs=limits.max_num_seqs,
+                max_num_batched_tokens=limits.max_num_batched_tokens,
+                prefill_chunk_size=limits.prefill_chunk_size,
+                max_num_queued_requests=limits.max_num_queued_requests,
+                max_num_queued_tokens=limits.max_num_queued_tokens,
+                steps_in_flight=limits.steps_in_flight,
+                enable_prefix_caching=config.kv_cache.enable_prefix_caching,
+                eos_token_ids=spec.model.eos_token_ids,
+            ),
+            GENERATION,
+        )
+        coordinator = Coordinator(
+            scheduler=scheduler, frames=frames, results=results, step_timeout_s=config.parallel.step_timeout_s
+        )
+        self._coordinator = coordinator
+        group.watch(coordinator.fail)
+        self._loop = threading.Thread(target=coordinator.run, name="coordinator", daemon=True)
+        self._loop.start()
+        self._phase = "ready"
+        return EngineFacts(coordinator.address, num_pages, max_model_len, tuple(locations), memory.loads)
+
+    @ray.method(concurrency_group="ctl")
+    def progress(self) -> Progress:
+        """Where the start stands; answers while `start` runs."""
+        loaded = self._group.progress() if self._group is not None and self._phase == "loading weights" else []
+        return Progress(self._phase, tuple(loaded))
+
+    @ray.method(concurrency_group="ctl")
+    def status(self) -> dict[str, Any]:
+        """Scheduler figures, steps so far and the failure, if any. Raises when the pages do not add up."""
+        coordinator = self._coordinator
+        if coordinator is None:
+            return {"phase": self._phase}
+        coordinator.inspect(lambda scheduler: scheduler.check_integrity())
+        stats = coordinator.inspect(lambda scheduler: scheduler.stats())
+        return {
+            "phase": self._phase,
+            "failure": coordinator.failure,
+            "num_steps": coordinator.num_steps,
+            **dataclasses.asdict(stats),
+        }
+
+    @ray.method(concurrency_group="ctl")
+    def close(self) -> None:
+        """Lets the step in flight end, then ends the ranks."""
+        if self._coordinator is not None:
+            self._coordinator.close()
+        if self._loop is not None:
+            self._loop.join(self._spec.config.parallel.step_timeout_s)
+        if self._group is not None:
+            self._group.close()

@@ -1,0 +1,57 @@
+"""`python -m cluster generate`: one group, one prompt, no HTTP and no Ray Serve; the same engine underneath."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from pathlib import Path
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+
+from cluster.engine import RunningEngine, describe
+from cluster.placement import NodeResources, check_fits, group_bundles, uses_gpus
+from cluster.session import ray_session
+from configs.load import load_app_config
+from configs.schema import EngineConfig
+
+
+def generate_text(
+    file: Path,
+    overrides: list[str],
+    prompt: str,
+    *,
+    max_tokens: int,
+    temperature: float,
+    chat: bool,
+    address: str | None,
+) -> None:
+    """Prints the continuation of `prompt` as it is generated. Raises ConfigError, RequestError, EngineError."""
+    config = load_app_config(file, overrides).engine
+    cpus = sum(bundle["CPU"] for bundle in group_bundles(config, gpus=False))
+    with ray_session(address, min_cpus=cpus):
+        asyncio.run(_generate(config, prompt, max_tokens, temperature, chat))
+
+
+async def _generate(config: EngineConfig, prompt: str, max_tokens: int, temperature: float, chat: bool) -> None:
+    nodes = NodeResources.from_ray(ray.nodes())
+    gpus = uses_gpus(config, nodes)
+    bundles = group_bundles(config, gpus=gpus)
+    check_fits(config, bundles, nodes)
+    group = placement_group(bundles, strategy=config.placement.strategy)
+    try:
+        engine = await RunningEngine.start(describe(config, gpus=gpus), group, "generate")
+        try:
+            serving = await engine.open_serving()
+            async with contextlib.aclosing(
+                serving.stream_text(prompt, chat=chat, max_tokens=max_tokens, temperature=temperature)
+            ) as pieces:
+                async for piece in pieces:
+                    sys.stdout.write(piece)
+                    sys.stdout.flush()
+            sys.stdout.write("\n")
+        finally:
+            await engine.close()
+    finally:
+        remove_placement_group(group)

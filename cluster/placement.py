@@ -1,0 +1,74 @@
+"""What one replica asks of a Ray cluster, as plain numbers; only the callers touch Ray.
+
+Bundle 0 holds the CPU processes (HTTP ingress and coordinator), bundle 1 + r holds rank r.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from configs.errors import PlacementError
+from configs.schema import EngineConfig
+
+Bundle = dict[str, float]
+
+
+@dataclass(frozen=True)
+class NodeResources:
+    """What one live node of the cluster has in all, busy or not."""
+
+    name: str
+    cpus: float
+    gpus: float
+
+    @classmethod
+    def from_ray(cls, nodes: Iterable[Mapping[str, Any]]) -> list[NodeResources]:
+        """The live nodes of `ray.nodes()`."""
+        return [
+            cls(node["NodeManagerHostname"], node["Resources"].get("CPU", 0.0), node["Resources"].get("GPU", 0.0))
+            for node in nodes
+            if node["Alive"]
+        ]
+
+
+def uses_gpus(config: EngineConfig, nodes: Iterable[NodeResources]) -> bool:
+    """Whether the ranks run on GPUs; `device: auto` takes them where the cluster has any."""
+    if config.device == "auto":
+        return any(node.gpus >= 1 for node in nodes)
+    return config.device == "cuda"
+
+
+def group_bundles(config: EngineConfig, *, gpus: bool) -> list[Bundle]:
+    """The placement group of one replica.
+
+    Ranks on CPU ask for little by default: sharing cores costs them speed, never correctness, and a laptop
+    should be able to show five ranks.
+    """
+    default_cpus = 1.0 if gpus else 0.1
+    engine = config.placement.cpus_for_engine
+    per_rank = config.placement.cpus_per_rank
+    rank: Bundle = {"CPU": default_cpus if per_rank is None else per_rank}
+    if gpus:
+        rank["GPU"] = 1.0
+    first: Bundle = {"CPU": default_cpus if engine is None else engine}
+    return [first, *(dict(rank) for _ in range(config.tensor_parallel_size))]
+
+
+def check_fits(config: EngineConfig, bundles: list[Bundle], nodes: list[NodeResources]) -> None:
+    """Raises PlacementError when no live node can ever hold a group, instead of an endless PENDING.
+
+    Only STRICT_PACK can be judged: the other strategies may spread over nodes, so their sum is compared.
+    """
+    one_node = config.placement.strategy == "STRICT_PACK"
+    for resource, unit in (("GPU", "GPUs"), ("CPU", "CPUs")):
+        needed = sum(bundle.get(resource, 0.0) for bundle in bundles)
+        amounts = [node.gpus if resource == "GPU" else node.cpus for node in nodes]
+        available = max(amounts, default=0.0) if one_node else sum(amounts)
+        if needed > available + 1e-6:
+            place = "on one node, the largest has" if one_node else "in the cluster, it has"
+            raise PlacementError(
+                f"tensor_parallel_size={config.tensor_parallel_size} needs {needed:g} {unit} {place} {available:g}; "
+                f"lower tensor_parallel_size or placement.cpus_per_rank, or add a node with {needed:g} {unit}"
+            )

@@ -1,0 +1,186 @@
+"""The coordinator's loop between a real socket and a rank played by a thread that counts upwards."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from cluster.coordinator import Coordinator
+from cluster.engine_client import EngineClient, RequestStream
+from cluster.messages import Finished, FinishReason, SamplingParams
+from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
+from configs.errors import EngineError
+from worker.protocol import FrameKind, RowFlag, StepFrame, StepResult
+
+EOS = 7
+LIMITS = SchedulerLimits(
+    num_pages=64,
+    page_size=4,
+    max_num_seqs=8,
+    max_num_batched_tokens=32,
+    prefill_chunk_size=16,
+    max_model_len=128,
+    max_num_queued_requests=100,
+    max_num_queued_tokens=10_000,
+    steps_in_flight=2,
+    enable_prefix_caching=True,
+    eos_token_ids=(EOS,),
+)
+
+
+class CountingRank:
+    """Both ends of the step channel, and a rank whose every token is the row's last one plus 1."""
+
+    def __init__(self, step_s: float = 0.0) -> None:
+        self._frames: queue.Queue[bytes] = queue.Queue()
+        self._results: queue.Queue[bytes] = queue.Queue()
+        self._reason: str | None = None
+        self._step_s = step_s
+        self.closed = threading.Event()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def send(self, frame: bytes, timeout_s: float) -> None:
+        if self._reason is not None:
+            raise EngineError(self._reason)
+        self._frames.put(frame)
+
+    def recv(self, timeout_s: float) -> bytes:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if self._reason is not None:
+                raise EngineError(self._reason)
+            try:
+                return self._results.get(timeout=0.01)
+            except queue.Empty:
+                continue
+        raise EngineError("no result")
+
+    def fail(self, reason: str) -> None:
+        self._reason = reason
+
+    def close(self) -> None:
+        pass
+
+    def _run(self) -> None:
+        last: dict[int, int] = {}
+        while True:
+            frame = StepFrame.decode(self._frames.get())
+            if frame.kind is FrameKind.CLOSE:
+                self.closed.set()
+                return
+            time.sleep(self._step_s)
+            tokens, taken = [], 0
+            for row, length, flags in zip(frame.rows, frame.lens, frame.flags, strict=True):
+                if flags & RowFlag.HAS_TOKENS:
+                    taken += int(length)
+                    last[int(row)] = int(frame.token_ids[taken - 1])
+                if flags & RowFlag.SAMPLE:
+                    last[int(row)] += 1
+                    tokens.append(last[int(row)])
+            self._results.put(StepResult(frame.generation, frame.step, np.array(tokens, np.int32)).encode())
+
+
+@contextmanager
+def running(rank: CountingRank) -> Iterator[Coordinator]:
+    coordinator = Coordinator(scheduler=Scheduler(LIMITS), frames=rank, results=rank, step_timeout_s=5.0)
+    loop = threading.Thread(target=coordinator.run, daemon=True)
+    loop.start()
+    yield coordinator
+    coordinator.close()
+    loop.join(10)
+    assert not loop.is_alive(), "the loop did not end"
+
+
+async def read(stream: RequestStream) -> tuple[list[int], Finished | None]:
+    tokens: list[int] = []
+    finished = None
+    async for chunk in stream:
+        tokens += chunk.token_ids
+        finished = chunk.finished or finished
+    return tokens, finished
+
+
+def prompt(*tokens: int) -> bytes:
+    return np.array(tokens, np.int32).tobytes()
+
+
+def test_tokens_come_back_in_order_and_every_request_ends_once() -> None:
+    async def main() -> None:
+        client = await EngineClient.connect(coordinator.address)
+        sampling = [SamplingParams(max_tokens=count) for count in (1, 5, 40)]
+        streams = [client.submit(prompt(100 + i), [params])[0] for i, params in enumerate(sampling)]
+        answers = await asyncio.wait_for(asyncio.gather(*(read(stream) for stream in streams)), 20)
+        for i, (tokens, finished) in enumerate(answers):
+            assert tokens == list(range(101 + i, 101 + i + sampling[i].max_tokens))
+            assert finished is not None
+            assert finished.reason is FinishReason.LENGTH
+        [stream] = client.submit(prompt(4), [SamplingParams(max_tokens=40)])
+        tokens, finished = await asyncio.wait_for(read(stream), 20)
+        assert tokens == [5, 6, EOS]
+        assert finished is not None
+        assert finished.stop_token_id == EOS
+        await client.close()
+
+    rank = CountingRank()
+    with running(rank) as coordinator:
+        asyncio.run(main())
+        coordinator.inspect(lambda scheduler: scheduler.check_integrity())
+    assert rank.closed.wait(5), "the rank was not told to leave"
+
+
+def test_an_abort_frees_the_pages_and_a_lost_connection_frees_them_all() -> None:
+    async def main() -> None:
+        client = await EngineClient.connect(coordinator.address)
+        first, second = (client.submit(prompt(100 * i), [SamplingParams(max_tokens=100)])[0] for i in (1, 2))
+        await anext(first)
+        first.abort()
+        await anext(second)
+        await client.close()
+
+    with running(CountingRank(step_s=0.01)) as coordinator:
+        asyncio.run(main())
+        deadline = time.monotonic() + 10
+        while coordinator.inspect(lambda scheduler: scheduler.has_work):
+            assert time.monotonic() < deadline, "requests of a lost connection go on"
+            time.sleep(0.01)
+        coordinator.inspect(lambda scheduler: scheduler.check_integrity())
+        assert coordinator.inspect(lambda scheduler: scheduler.stats().num_owned_pages) == 0
+
+
+def test_a_failed_engine_ends_running_and_later_requests_with_its_reason() -> None:
+    async def main() -> None:
+        client = await EngineClient.connect(coordinator.address)
+        [stream] = client.submit(prompt(100), [SamplingParams(max_tokens=100)])
+        await anext(stream)
+        coordinator.fail("rank 1 died: out of luck")
+        _, finished = await asyncio.wait_for(read(stream), 5)
+        [late] = client.submit(prompt(100), [SamplingParams(max_tokens=100)])
+        _, late_finished = await asyncio.wait_for(read(late), 5)
+        for end in (finished, late_finished):
+            assert end is not None
+            assert end.reason is FinishReason.ERROR
+            assert end.error == "rank 1 died: out of luck"
+        await client.close()
+
+    with running(CountingRank(step_s=0.01)) as coordinator:
+        asyncio.run(main())
+
+
+def test_a_second_connection_is_refused_while_the_first_is_open() -> None:
+    async def main() -> None:
+        first = await EngineClient.connect(coordinator.address)
+        second = await EngineClient.connect(coordinator.address)
+        await asyncio.wait_for(second.wait_closed(), 5)
+        assert not second.connected
+        assert first.connected
+        await first.close()
+        await second.close()
+
+    with running(CountingRank()) as coordinator:
+        asyncio.run(main())

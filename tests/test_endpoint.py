@@ -1,0 +1,245 @@
+"""The served model through HTTP: clients, streams, limits, cancellation; at tensor_parallel_size 2 behind Ray Serve."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
+
+MESSAGES: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@pytest.fixture
+def client(endpoint: Any) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{endpoint.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+def test_the_openai_client_gets_the_same_answer_streamed_and_whole(client: openai.OpenAI, endpoint: Any) -> None:
+    whole = client.chat.completions.create(model=endpoint.model, messages=MESSAGES, temperature=0, max_tokens=24)
+    answer = whole.choices[0].message.content
+    assert answer is not None
+    assert "Paris" in answer
+    assert whole.usage is not None
+    stream = client.chat.completions.create(
+        model=endpoint.model,
+        messages=MESSAGES,
+        temperature=0,
+        max_tokens=24,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == answer
+    assert chunks[-1].usage == whole.usage.model_copy(
+        update={"prompt_tokens_details": chunks[-1].usage.prompt_tokens_details if chunks[-1].usage else None}
+    )
+
+
+def test_a_seed_repeats_an_answer_and_n_gives_different_ones(client: openai.OpenAI, endpoint: Any) -> None:
+    def ask(seed: int) -> list[str | None]:
+        reply = client.chat.completions.create(
+            model=endpoint.model,
+            messages=[{"role": "user", "content": "Tell me a story."}],
+            temperature=1,
+            top_p=0.95,
+            n=3,
+            seed=seed,
+            max_tokens=16,
+        )
+        return [choice.message.content for choice in reply.choices]
+
+    first = ask(1)
+    assert ask(1) == first
+    assert ask(100) != first
+    assert len(set(first)) == 3
+
+
+def test_completions_take_token_ids_and_return_logprobs(client: openai.OpenAI, endpoint: Any) -> None:
+    reply = client.completions.create(
+        model=endpoint.model, prompt=[504, 1234, 42], temperature=0, max_tokens=4, logprobs=3
+    )
+    logprobs = reply.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.token_logprobs is not None
+    assert len(logprobs.token_logprobs) == 4
+    # Greedy: the sampled token is the likeliest of those listed.
+    assert logprobs.top_logprobs is not None
+    for own, top in zip(logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+        assert own == pytest.approx(max(top.values()))
+
+
+def test_stop_strings_and_stop_token_ids_end_an_answer(client: openai.OpenAI, endpoint: Any) -> None:
+    def ask(**fields: Any) -> Any:
+        return client.completions.create(
+            model=endpoint.model, prompt="1 2 3 4 5 6", temperature=0, max_tokens=24, **fields
+        ).choices[0]
+
+    text = ask().text
+    stop = text[5:8]
+    assert ask(stop=stop).text == text[: text.index(stop)]
+    assert ask(stop=stop).finish_reason == "stop"
+
+
+def test_models_health_and_readiness(endpoint: Any) -> None:
+    models = httpx.get(f"{endpoint.url}/v1/models").json()
+    assert [model["id"] for model in models["data"]] == [endpoint.model]
+    assert httpx.get(f"{endpoint.url}/v1/models/{endpoint.model}").json()["max_model_len"] == 8192
+    assert httpx.get(f"{endpoint.url}/health").status_code == 200
+    assert httpx.get(f"{endpoint.url}/ready").status_code == 200
+
+
+BAD_BODIES: list[tuple[Any, int, str | None]] = [
+    ("{", 400, None),
+    ('{"model": "smollm2-135m-instruct", "messages": [], "max_tokens": 1}', 400, None),
+    ('{"model": "smollm2-135m-instruct", "messages": "hello"}', 400, None),
+    ({"messages": [{"role": "user", "content": 7}]}, 400, None),
+    ({"temperature": "warm"}, 400, None),
+    ('{"model": "smollm2-135m-instruct", "messages": [{"role":"user","content":"a"}], "temperature": NaN}', 400, None),
+    ('{"model": "smollm2-135m-instruct", "messages": [{"role":"user","content":"a"}], "top_p": Infinity}', 400, None),
+    ({"max_tokens": 0}, 400, None),
+    ({"max_tokens": -3}, 400, None),
+    ({"stop_token_ids": [10**9]}, 400, None),
+    ({"model": "gpt-99"}, 404, "model_not_found"),
+    ({"messages": [{"role": "user", "content": "word " * 9000}]}, 400, "context_length_exceeded"),
+    ({"messages": [{"role": "user", "content": "x" * (10 << 20)}]}, 413, None),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "code"), BAD_BODIES, ids=range(len(BAD_BODIES)))
+def test_bad_input_gets_a_clear_error(endpoint: Any, body: Any, status: int, code: str | None) -> None:
+    if isinstance(body, dict):
+        body = json.dumps({"model": endpoint.model, "messages": MESSAGES, **body})
+    reply = httpx.post(
+        f"{endpoint.url}/v1/chat/completions", content=body, headers={"content-type": "application/json"}, timeout=60
+    )
+    assert reply.status_code == status, reply.text[:500]
+    error = reply.json()["error"]
+    assert error["message"]
+    if code:
+        assert error["code"] == code
+    if code == "context_length_exceeded":
+        assert "8192" in error["message"]
+        assert "90" in error["message"]  # 9000 words and the template around them
+
+
+def test_token_ids_out_of_range_are_refused(endpoint: Any) -> None:
+    reply = httpx.post(f"{endpoint.url}/v1/completions", json={"model": endpoint.model, "prompt": [1, 49152]})
+    assert reply.status_code == 400
+    assert "49152" in reply.json()["error"]["message"]
+
+
+def test_a_closed_connection_frees_its_pages_at_once(endpoint: Any) -> None:
+    async def drop() -> None:
+        async with httpx.AsyncClient(timeout=60) as client:
+            body = {"model": endpoint.model, "prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+            async with client.stream("POST", f"{endpoint.url}/v1/completions", json=body) as response:
+                async for line in response.aiter_lines():
+                    if line.startswith("data:"):
+                        return
+
+    asyncio.run(drop())
+    endpoint.wait_idle(5)
+
+
+def test_a_second_like_prompt_is_taken_from_the_prefix_cache(client: openai.OpenAI, endpoint: Any) -> None:
+    prompt = "A sentence that is long enough to fill some pages of the cache. " * 8
+    first = client.completions.create(model=endpoint.model, prompt=prompt, temperature=0, max_tokens=8)
+    again = client.completions.create(model=endpoint.model, prompt=prompt, temperature=0, max_tokens=8)
+    assert again.choices[0].text == first.choices[0].text
+    assert again.usage is not None
+    assert again.usage.prompt_tokens_details is not None
+    assert (again.usage.prompt_tokens_details.cached_tokens or 0) >= 64
+
+
+async def storm(endpoint: Any, num_requests: int) -> dict[str, int]:
+    """Random requests, a third of which hang up at a random moment; how each ended."""
+    rng = random.Random(5)
+    ends: dict[str, int] = {}
+    limit = asyncio.Semaphore(48)
+
+    async def one(body: dict[str, Any], hang_up_s: float | None) -> None:
+        async with limit:
+            try:
+                async with asyncio.timeout(hang_up_s):
+                    reply = await client.post(f"{endpoint.url}/v1/completions", json=body)
+                    if body.get("stream"):
+                        end = "tokens" if reply.text.rstrip().endswith("[DONE]") else "cut"
+                    else:
+                        end = "tokens" if reply.status_code == 200 else f"error {reply.status_code}"
+            except TimeoutError:
+                end = "hung up"
+            ends[end] = ends.get(end, 0) + 1
+
+    async with httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_connections=None)) as client:
+        tasks = []
+        for _ in range(num_requests):
+            body = {
+                "model": endpoint.model,
+                "prompt": [rng.randrange(100, 49152) for _ in range(rng.choice([1, 5, 17, 60, 200]))],
+                "max_tokens": rng.choice([1, 2, 5, 12]),
+                "temperature": rng.choice([0, 1]),
+                "top_p": rng.choice([1, 0.9]),
+                "n": rng.choice([1, 1, 1, 3]),
+                "stream": rng.random() < 0.5,
+            }
+            if rng.random() < 0.05:
+                body["max_tokens"] = 0
+            tasks.append(asyncio.create_task(one(body, rng.uniform(0.01, 3) if rng.random() < 0.33 else None)))
+        await asyncio.gather(*tasks)
+    return ends
+
+
+def check_storm(endpoint: Any, num_requests: int) -> None:
+    ends = asyncio.run(storm(endpoint, num_requests))
+    assert set(ends) <= {"tokens", "hung up", "error 400"}, ends
+    assert sum(ends.values()) == num_requests
+    status = endpoint.wait_idle(30)
+    total = status["num_free_pages"] + status["num_cached_pages"] + status["num_owned_pages"]
+    assert total == 16384 // 16
+    assert httpx.get(f"{endpoint.url}/ready").status_code == 200
+
+
+def test_a_storm_of_requests_and_aborts_leaves_nothing_behind(endpoint: Any) -> None:
+    check_storm(endpoint, 80)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_thousand_random_requests_with_random_aborts_leave_nothing_behind(endpoint: Any) -> None:
+    check_storm(endpoint, 1000)
+
+
+def test_the_answer_does_not_depend_on_the_number_of_ranks(endpoint: Any, smollm2_path: Path) -> None:
+    """A second app at tensor_parallel_size 3 and two replicas gives what the shared one gives at 2."""
+    from ray import serve
+
+    from cluster.app import build_app
+
+    args = {
+        "model": str(smollm2_path),
+        "served_model_name": endpoint.model,
+        "tensor_parallel_size": 3,
+        "num_replicas": 2,
+        "dtype": "float32",
+        "max_model_len": 512,
+        "kv_cache": {"num_tokens": 2048},
+    }
+    serve.run(build_app(args), name="three", route_prefix="/three")
+    try:
+        body = {"model": endpoint.model, "prompt": "The moon is", "max_tokens": 24, "temperature": 1, "seed": 11}
+        texts = {
+            httpx.post(f"{endpoint.url}{prefix}/v1/completions", json=body, timeout=120).json()["choices"][0]["text"]
+            for prefix in ("", "/three", "/three", "/three")
+        }
+        assert len(texts) == 1, texts
+        assert serve.status().applications["three"].deployments["Engine"].replica_states == {"RUNNING": 2}
+    finally:
+        serve.delete("three")

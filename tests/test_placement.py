@@ -1,0 +1,46 @@
+"""What a replica asks of a cluster, and what is said when no node can give it."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.placement import NodeResources, check_fits, group_bundles, uses_gpus
+from configs.errors import PlacementError
+from configs.schema import EngineConfig, PlacementConfig
+
+
+def config(tp_size: int, **settings: object) -> EngineConfig:
+    return EngineConfig(model="m", tensor_parallel_size=tp_size, **settings)
+
+
+def test_bundle_zero_is_the_engines_and_every_rank_has_its_own() -> None:
+    bundles = group_bundles(config(3), gpus=True)
+    assert bundles == [{"CPU": 1.0}, *[{"CPU": 1.0, "GPU": 1.0}] * 3]
+
+
+def test_ranks_on_cpu_ask_for_a_share_of_a_core() -> None:
+    assert sum(bundle["CPU"] for bundle in group_bundles(config(5), gpus=False)) < 1
+    placement = PlacementConfig(cpus_per_rank=2, cpus_for_engine=1)
+    assert group_bundles(config(1, placement=placement), gpus=False) == [{"CPU": 1.0}, {"CPU": 2.0}]
+
+
+def test_a_group_larger_than_every_node_is_refused_with_what_the_largest_has() -> None:
+    nodes = [NodeResources("a", 64, 4), NodeResources("b", 64, 2)]
+    with pytest.raises(PlacementError, match="tensor_parallel_size=6 needs 6 GPUs on one node, the largest has 4"):
+        check_fits(config(6), group_bundles(config(6), gpus=True), nodes)
+    check_fits(config(4), group_bundles(config(4), gpus=True), nodes)
+
+
+def test_a_spread_group_is_compared_with_the_whole_cluster() -> None:
+    nodes = [NodeResources("a", 64, 4), NodeResources("b", 64, 2)]
+    spread = config(6, placement=PlacementConfig(strategy="SPREAD"))
+    check_fits(spread, group_bundles(spread, gpus=True), nodes)
+    too_large = config(7, placement=PlacementConfig(strategy="SPREAD"))
+    with pytest.raises(PlacementError, match="in the cluster, it has 6"):
+        check_fits(too_large, group_bundles(too_large, gpus=True), nodes)
+
+
+def test_device_auto_follows_the_cluster() -> None:
+    assert uses_gpus(config(1), [NodeResources("a", 8, 1)])
+    assert not uses_gpus(config(1), [NodeResources("a", 8, 0)])
+    assert not uses_gpus(config(1, device="cpu"), [NodeResources("a", 8, 1)])
