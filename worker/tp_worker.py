@@ -65,6 +65,17 @@ class TPWorker:
         self._sampler = Sampler(model.vocab_size, self._device)
         self._params = default_params(config.scheduler.max_num_seqs + 1)
         self._runner: ModelRunner | None = None
+        self._weight_bytes = 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors are."""
+        return self._device
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of this rank's weights; 0 before `load`."""
+        return self._weight_bytes
 
     @torch.inference_mode()
     def load(self, on_progress: Callable[[float], None] | None = None) -> None:
@@ -73,12 +84,8 @@ class TPWorker:
             torch.set_num_threads(self._config.parallel.threads_per_rank)
         with Checkpoint.open(self._model_path, self._model) as checkpoint:
             self._decoder.load(checkpoint, on_progress)
-            _log.info("rank %d: read %d bytes of weights", self._group.rank, checkpoint.bytes_read)
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank's tensors are."""
-        return self._device
+            self._weight_bytes = checkpoint.bytes_loaded
+            _log.info("rank %d: %d bytes of weights", self._group.rank, self._weight_bytes)
 
     def kv_bytes_per_page(self) -> int:
         """Bytes of one KV page on this rank: all layers, K and V."""

@@ -58,6 +58,7 @@ class Checkpoint:
         self._files = tuple(files)
         self._model = model
         self._owner: dict[str, TensorFile] = {}
+        self._bytes_loaded = 0
 
     @classmethod
     def open(cls, path: Path, model: ModelConfig) -> Checkpoint:
@@ -79,6 +80,11 @@ class Checkpoint:
         """Bytes of tensors read so far, of all files."""
         return sum(file.bytes_read for file in self._files)
 
+    @property
+    def bytes_loaded(self) -> int:
+        """Bytes of the tensors filled so far, in the type they were filled in."""
+        return self._bytes_loaded
+
     def read(self, name: str, out: torch.Tensor, *, rows: Span | None = None, columns: Span | None = None) -> None:
         """Fills `out`, cast to its dtype, with tensor `name` or the given rows or columns of it."""
         file = self._owner[name]
@@ -88,6 +94,7 @@ class Checkpoint:
         assert tuple(out.shape) == expected, f"{name}: asked for {expected} into {tuple(out.shape)}"
         if out.numel() > 0:
             file.read(name, out, rows, columns)
+        self._bytes_loaded += out.nbytes
 
     def close(self) -> None:
         """Closes every file."""

@@ -1,0 +1,359 @@
+"""TPWorker: frames in, tokens out, on one rank and on several; and SmolLM2 against transformers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.distributed import HashStore
+
+from configs.errors import ConfigError, EngineError
+from configs.model_config import ModelConfig, RopeConfig, read_model_config
+from configs.schema import EngineConfig
+from parallel.group import TensorParallelGroup
+from parallel.plan import ShardPlan
+from worker.memory import free_bytes
+from worker.protocol import PARAMS_DTYPE, FrameKind, RowFlag, StepFrame, StepResult
+from worker.tp_worker import TPWorker
+from worker.weights import expected_shapes
+
+PAGE_SIZE = 8
+MODEL = ModelConfig(
+    model_type="llama",
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    intermediate_size=256,
+    vocab_size=300,
+    max_position_embeddings=128,
+    rms_norm_eps=1e-5,
+    rope=RopeConfig(theta=1e4),
+    tie_word_embeddings=True,
+)
+_Row = tuple[int, Sequence[int] | None, bool]
+
+
+@pytest.fixture(scope="module")
+def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random checkpoint of MODEL."""
+    generator = torch.Generator().manual_seed(0)
+    path = tmp_path_factory.mktemp("tiny")
+    tensors = {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in expected_shapes(MODEL).items()}
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+def _config(path: Path, **changes: Any) -> EngineConfig:
+    return EngineConfig(
+        **{
+            "model": str(path),
+            "device": "cpu",
+            "dtype": "float32",
+            "attention_backend": "torch_native",
+            "kv_cache": {"page_size": PAGE_SIZE},
+            "scheduler": {"max_num_seqs": 8},
+            **changes,
+        }
+    )
+
+
+def _worker(path: Path, model: ModelConfig, group: TensorParallelGroup | None = None, **changes: Any) -> TPWorker:
+    group = group or TensorParallelGroup.single()
+    worker = TPWorker(
+        config=_config(path, **changes),
+        model=model,
+        model_path=path,
+        plan=ShardPlan.create(model, group.size),
+        group=group,
+    )
+    worker.load()
+    worker.allocate(num_pages=200, max_model_len=128)
+    return worker
+
+
+def _params(row: int, **values: Any) -> npt.NDArray[np.void]:
+    params = np.zeros(1, PARAMS_DTYPE)
+    params["row"], params["top_p"], params["num_logprobs"] = row, 1.0, -1
+    for name, value in values.items():
+        params[name] = value
+    return params
+
+
+class Frames:
+    """Makes the frames a scheduler would: positions, pages and step numbers of a few rows."""
+
+    def __init__(self) -> None:
+        self._step = 0
+        self._next_page = 1
+        self._lengths: dict[int, int] = {}
+        self._num_pages: dict[int, int] = {}
+
+    def restart(self, row: int) -> None:
+        """The row is given to a new request, with pages of its own."""
+        self._lengths[row] = self._num_pages[row] = 0
+
+    def step(self, rows: Sequence[_Row], *params: npt.NDArray[np.void]) -> bytes:
+        """A frame of (row, tokens or None for the last sampled one, sample)."""
+        self._step += 1
+        starts, lens, flags, token_ids, deltas = [], [], [], [], []
+        for row, tokens, sample in rows:
+            start, count = self._lengths.get(row, 0), 1 if tokens is None else len(tokens)
+            starts.append(start)
+            lens.append(count)
+            flags.append((RowFlag.HAS_TOKENS if tokens is not None else 0) | (RowFlag.SAMPLE if sample else 0))
+            token_ids += list(tokens or ())
+            self._lengths[row] = start + count
+            while self._num_pages.setdefault(row, 0) * PAGE_SIZE < start + count:
+                deltas.append((row, self._num_pages[row], self._next_page))
+                self._num_pages[row] += 1
+                self._next_page += 1
+        return StepFrame(
+            generation=3,
+            step=self._step,
+            rows=np.array([row for row, _, _ in rows], np.int32),
+            starts=np.array(starts, np.int32),
+            lens=np.array(lens, np.int32),
+            flags=np.array(flags, np.int32),
+            token_ids=np.array(token_ids, np.int32),
+            page_deltas=np.array(deltas, np.int32).reshape(-1, 3),
+            params=np.concatenate(params) if params else np.empty(0, PARAMS_DTYPE),
+        ).encode()
+
+    def close(self) -> bytes:
+        self._step += 1
+        return StepFrame(generation=3, step=self._step, kind=FrameKind.CLOSE).encode()
+
+
+def _run(worker: TPWorker, frames: Sequence[bytes]) -> list[StepResult]:
+    """The worker's results for the frames, through its loop."""
+    results: list[bytes] = []
+    waiting = iter(frames)
+    worker.run(lambda: next(waiting), results.append)
+    return [StepResult.decode(result) for result in results]
+
+
+def _generate(worker: TPWorker, prompt: Sequence[int], count: int, **params: Any) -> list[int]:
+    frames = Frames()
+    sent = [frames.step([(1, prompt, True)], _params(1, **params))]
+    sent += [frames.step([(1, None, True)]) for _ in range(count - 1)]
+    return [int(result.tokens[0]) for result in _run(worker, [*sent, frames.close()])]
+
+
+def _on_ranks(size: int, body: Callable[[TensorParallelGroup], list[int]]) -> list[list[int]]:
+    store = HashStore()
+    results: list[Any] = [None] * size
+
+    def run(rank: int) -> None:
+        try:
+            group = TensorParallelGroup.create(
+                rank=rank, size=size, store=store, device="cpu", strategy="shared_memory", timeout_s=60.0
+            )
+            results[rank] = body(group)
+            group.close()
+        except BaseException as error:  # noqa: BLE001 - raised again in the test's thread
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+SAMPLED: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.0, "seed": 7},
+    {"temperature": 0.8, "seed": 8, "top_p": 0.9, "top_k": 50},
+]
+
+
+@pytest.mark.parametrize("params", SAMPLED)
+def test_chunks_preemption_and_neighbours_do_not_change_a_requests_tokens(
+    tiny_path: Path, params: dict[str, Any]
+) -> None:
+    worker = _worker(tiny_path, MODEL)
+    prompt = list(range(5, 25))
+    expected = _generate(worker, prompt, 12, **params)
+
+    frames = Frames()
+    own = _params(2, **params)
+    sent = [
+        # A chunk that is not sampled, beside a neighbour with other parameters.
+        frames.step([(5, [9, 8, 7], True), (2, prompt[:11], False)], own, _params(5, temperature=1.5, seed=1)),
+        frames.step([(2, prompt[11:], True), (5, None, True)]),
+        *(frames.step([(5, None, True), (2, None, True)]) for _ in range(5)),
+    ]
+    # Preempted after six tokens: another row recomputes prompt and tokens, then goes on.
+    frames.restart(4)
+    sent.append(frames.step([(4, [*prompt, *expected[:6]], True), (5, None, True)], _params(4, **params)))
+    sent += [frames.step([(4, None, True)]) for _ in range(5)]
+    results = _run(worker, [*sent, frames.close()])
+    assert [len(result.tokens) for result in results[:3]] == [1, 2, 2]
+    tokens = [int(results[1].tokens[0])] + [int(result.tokens[1]) for result in results[2:7]]
+    tokens += [int(result.tokens[0]) for result in results[7:]]
+    assert tokens == expected
+    assert (results[0].generation, [result.step for result in results]) == (3, list(range(1, len(results) + 1)))
+
+
+@pytest.mark.parametrize("tp_size", [2, 3, 4])
+def test_every_number_of_ranks_gives_the_same_tokens_on_every_rank(tiny_path: Path, tp_size: int) -> None:
+    for params in SAMPLED:
+        expected = _generate(_worker(tiny_path, MODEL), range(30, 47), 10, **params)
+        results = _on_ranks(
+            tp_size,
+            lambda group, params=params: _generate(_worker(tiny_path, MODEL, group), range(30, 47), 10, **params),
+        )
+        assert results == [expected] * tp_size
+
+
+def test_bfloat16_and_a_step_of_chunks_alone_run(tiny_path: Path) -> None:
+    worker = _worker(tiny_path, MODEL, dtype="bfloat16")
+    frames = Frames()
+    results = _run(
+        worker,
+        [frames.step([(1, [1, 2, 3], False), (2, [4, 5], False)]), frames.step([(1, [6], True)]), frames.close()],
+    )
+    assert [len(result.tokens) for result in results] == [0, 1]
+    assert 2 * worker.kv_bytes_per_page() == _worker(tiny_path, MODEL).kv_bytes_per_page()
+
+
+def test_logprobs_come_back_for_the_rows_that_asked(tiny_path: Path) -> None:
+    frames = Frames()
+    sent = [
+        frames.step(
+            [(1, [1, 2, 3], True), (2, [4, 5, 6, 7], True)], _params(1, num_logprobs=-1), _params(2, num_logprobs=4)
+        ),
+        frames.close(),
+    ]
+    (result,) = _run(_worker(tiny_path, MODEL), sent)
+    assert result.logprob_rows.tolist() == [1]
+    assert result.top_ids.shape == result.top_logprobs.shape == (1, 4)
+    # Greedy: the sampled token is the likeliest.
+    assert result.top_ids[0, 0] == result.tokens[1]
+    assert result.logprobs[0] == result.top_logprobs[0, 0]
+    assert (np.diff(result.top_logprobs[0]) <= 0).all()
+
+
+def test_reports_progress_and_the_bytes_of_its_weights(tiny_path: Path) -> None:
+    worker = TPWorker(
+        config=_config(tiny_path),
+        model=MODEL,
+        model_path=tiny_path,
+        plan=ShardPlan.create(MODEL, 1),
+        group=TensorParallelGroup.single(),
+    )
+    shares: list[float] = []
+    worker.load(shares.append)
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    assert worker.weight_bytes == sum(4 * int(np.prod(shape)) for shape in expected_shapes(MODEL).values())
+    assert worker.kv_bytes_per_page() == 2 * 2 * PAGE_SIZE * 2 * 16 * 4
+    assert free_bytes(worker.device) > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"generation": 4}, "step 2 of generation 4 after step 1 of generation 3"),
+        ({"step": 3}, "step 3 of generation 3 after step 1"),
+        ({"rows": [9]}, "a row outside 1 to 8"),
+        ({"rows": [0]}, "a row outside 1 to 8"),
+        ({"lens": [2]}, "0 token ids for 2 inputs|impossible length"),
+        ({"starts": [128]}, "outside positions 0 to 127"),
+        ({"flags": [3], "token_ids": [300]}, "outside a vocabulary of 300"),
+        ({"flags": [3], "token_ids": [1, 2]}, "2 token ids for 1 inputs"),
+        ({"page_deltas": [[1, 1, 201]]}, "page delta"),
+        ({"rows": [], "starts": [], "lens": [], "flags": []}, "has no rows"),
+    ],
+)
+def test_a_frame_that_does_not_fit_ends_the_loop_with_an_engine_error(
+    tiny_path: Path, change: dict[str, Any], message: str
+) -> None:
+    frames = Frames()
+    first, second = frames.step([(1, [1, 2, 3], True)]), StepFrame.decode(frames.step([(1, None, True)]))
+    for name, value in change.items():
+        setattr(second, name, value if isinstance(value, int) else np.array(value, np.int32))
+    with pytest.raises(EngineError, match=message):
+        _run(_worker(tiny_path, MODEL), [first, second.encode()])
+
+
+def test_refuses_unresolved_settings_a_foreign_plan_and_a_step_too_early(tiny_path: Path) -> None:
+    def create(tp_size: int = 1, **changes: Any) -> TPWorker:
+        return TPWorker(
+            config=_config(tiny_path, **changes),
+            model=MODEL,
+            model_path=tiny_path,
+            plan=ShardPlan.create(MODEL, tp_size),
+            group=TensorParallelGroup.single(),
+        )
+
+    with pytest.raises(ConfigError, match="dtype=auto"):
+        create(dtype="auto")
+    with pytest.raises(ConfigError, match="tensor_parallel_size=2 does not fit 1"):
+        create(2)
+    with pytest.raises(EngineError, match="before allocate"):
+        create().step(StepFrame(generation=1, step=1))
+
+
+# SmolLM2
+
+PROMPTS = ("The capital of France is", "def fibonacci(n):\n", "Once upon a time, in a land far away,")
+NUM_GREEDY = 24
+
+
+@pytest.fixture(scope="module")
+def greedy(smollm2_path: Path) -> list[tuple[list[int], list[int]]]:
+    """(prompt, tokens) of each of PROMPTS by transformers in fp32."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    where = {"pretrained_model_name_or_path": smollm2_path.parent, "gguf_file": smollm2_path.name}
+    tokenizer = AutoTokenizer.from_pretrained(**where)
+    hf = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    answers = []
+    for text in PROMPTS:
+        prompt = tokenizer(text, return_tensors="pt")
+        # The mask is given: without it the padding token, which is also the end token, is taken for padding.
+        output = hf.generate(**prompt, max_new_tokens=NUM_GREEDY, do_sample=False, eos_token_id=None)
+        ids = prompt["input_ids"][0].tolist()
+        answers.append((ids, output[0, len(ids) :].tolist()))
+    return answers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp_size", [1, 2, 3, 5])
+def test_smollm2_greedy_tokens_equal_transformers(
+    smollm2_path: Path, greedy: list[tuple[list[int], list[int]]], tp_size: int
+) -> None:
+    model = read_model_config(smollm2_path)
+
+    def body(group: TensorParallelGroup) -> list[int]:
+        worker = _worker(smollm2_path, model, group)
+        return [token for prompt, _ in greedy for token in _generate(worker, prompt, NUM_GREEDY)]
+
+    results = [body(TensorParallelGroup.single())] if tp_size == 1 else _on_ranks(tp_size, body)
+    assert results == [[token for _, tokens in greedy for token in tokens]] * tp_size
+
+
+@pytest.mark.slow
+def test_smollm2_greedy_tokens_in_one_batch_equal_transformers(
+    smollm2_path: Path, greedy: list[tuple[list[int], list[int]]]
+) -> None:
+    frames = Frames()
+    sent = [frames.step([(row + 1, prompt, True) for row, (prompt, _) in enumerate(greedy)])]
+    sent += [frames.step([(row + 1, None, True) for row in range(len(greedy))]) for _ in range(NUM_GREEDY - 1)]
+    results = _run(_worker(smollm2_path, read_model_config(smollm2_path)), [*sent, frames.close()])
+    for row, (_, tokens) in enumerate(greedy):
+        assert [int(result.tokens[row]) for result in results] == tokens
