@@ -105,8 +105,8 @@ class LibraryCollectives:
 
     def all_reduce(self, x: Tensor) -> None:
         if self._device.type == "cuda":
-            options = torch.distributed.AllreduceOptions()
-            self._finish(self._backend.allreduce([x], options), "all_reduce")
+            self._check_alive()
+            self._finish(self._backend.allreduce([x]), "all_reduce")
             return
         contributions = torch.empty((self._size, *x.shape), dtype=x.dtype)
         self.all_gather(contributions, x)
@@ -123,7 +123,7 @@ class LibraryCollectives:
         token = torch.zeros(1, dtype=torch.uint8, device=self._device)
         self.all_gather(torch.empty(self._size, dtype=torch.uint8, device=self._device), token)
         if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+            self._await_stream("barrier")
 
     def abort(self, reason: str) -> None:
         self._abort_reason = reason
@@ -155,10 +155,18 @@ class LibraryCollectives:
                     raise EngineError(f"rank {self._rank}: {name} over gloo failed: {_first_line(error)}") from error
                 if time.monotonic() > deadline:
                     self._pending = work
-                    raise DeadlineError(
-                        f"rank {self._rank} waited for the other ranks in {name} longer than "
-                        f"parallel.step_timeout_s={self._timeout_s:g}"
-                    ) from None
+                    raise _late(self._rank, "the other ranks", name, self._timeout_s) from None
+
+    def _await_stream(self, name: str) -> None:
+        done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        done.record(torch.cuda.current_stream(self._device))
+        deadline = time.monotonic() + self._timeout_s
+        while not done.query():
+            self._check_alive()
+            if time.monotonic() > deadline:
+                raise _late(self._rank, "the other ranks", name, self._timeout_s)
+            time.sleep(1e-4)
+        self._check_alive()  # an aborted collective also lets its stream go on
 
     def _check_alive(self) -> None:
         if self._abort_reason is not None:
@@ -214,7 +222,11 @@ class SharedMemoryCollectives:
                 raise _late(rank, "rank 0", "the meeting of the ranks", timeout_s) from error
             segment = Segment.attach(store.get("segment").decode())
         self = cls(segment, rank=rank, size=size, timeout_s=timeout_s, spin_us=spin_us, buffer_bytes=buffer_bytes)
-        self.barrier()
+        try:
+            self.barrier()
+        except EngineError:
+            self.close()
+            raise
         segment.forget_address()
         return self
 
@@ -327,7 +339,7 @@ def _first_buffer(size: int) -> int:
 def _late(rank: int, who: str, what: str, timeout_s: float) -> DeadlineError:
     return DeadlineError(
         f"rank {rank} waited for {who} in {what} longer than parallel.step_timeout_s={timeout_s:g}; "
-        f"see why {who} is late, or raise it"
+        f"see what holds them up, or raise it"
     )
 
 
@@ -335,7 +347,7 @@ def _gloo_backend(*, rank: int, size: int, store: Store, device: torch.device, t
     from torch.distributed import ProcessGroupGloo
 
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stubs lack it
-    options._timeout = timedelta(seconds=timeout_s)
+    options._timeout = timedelta(seconds=timeout_s + 1.0)  # later than ours, which names its setting
     options._threads = 2
     address = _own_address(rank=rank, size=size, store=store, timeout_s=timeout_s)
     options._devices = [

@@ -58,13 +58,12 @@ class TensorParallelGroup:
             return cls.single(device)
         assert store is not None, "a group of several ranks needs a store"
         assert 0 <= rank < size, f"rank {rank} of {size}"
+        if (strategy == "nccl") != (device.type == "cuda"):
+            right = "nccl" if device.type == "cuda" else "gloo or shared_memory"
+            raise ConfigError(f"parallel.all_reduce={strategy} does not serve device={device.type}; choose {right}")
         store = PrefixStore(f"gen{generation}", store)
         collectives: Collectives
         if strategy == "shared_memory":
-            if device.type != "cpu":
-                raise ConfigError(
-                    f"parallel.all_reduce=shared_memory is for CPU ranks, not device={device}; choose nccl"
-                )
             collectives = SharedMemoryCollectives.create(
                 rank=rank, size=size, store=store, timeout_s=timeout_s, spin_us=spin_us
             )
