@@ -63,7 +63,7 @@ class GGUFHeader:
         try:
             with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 return _parse(_Cursor(content), path)
-        except (EOFError, struct.error):
+        except (EOFError, struct.error, OverflowError):  # the last: a corrupt length beyond any file
             raise CheckpointError(f"{path} is truncated: it ends inside its header; download it again") from None
         except UnicodeDecodeError as error:
             raise CheckpointError(f"{path} is corrupt: a name in its header is no UTF-8 ({error.reason})") from None

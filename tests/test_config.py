@@ -1,0 +1,478 @@
+"""Settings: the config file, overrides, errors a person can act on, and every auto value decided once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from configs.checkpoint import is_local, model_name, resolve_model_path
+from configs.errors import CheckpointError, ConfigError
+from configs.load import all_settings, load_app_config, parse_engine_config
+from configs.model_config import ModelConfig, RopeConfig
+from configs.resolve import (
+    HostFacts,
+    ResolvedConfig,
+    cut_max_model_len,
+    dtype_bytes,
+    kv_bytes_per_page,
+    num_kv_pages,
+    resolve,
+)
+from configs.schema import EngineConfig, KVCacheConfig
+
+ROOT = Path(__file__).parent.parent
+SHIPPED = sorted((ROOT / "configs").glob("*.yaml"))
+LAPTOP = HostFacts(num_cores=8, num_gpus=0)
+GPU_NODE = HostFacts(num_cores=64, num_gpus=8)
+
+FILE = """\
+http_options:
+  port: 8123
+applications:
+  - name: tiny
+    import_path: cluster.app:build_app
+    args:
+      model: /models/tiny
+      kv_cache:
+        page_size: 32
+    runtime_env: {env_vars: {A: "1"}}
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "serve.yaml"
+    path.write_text(FILE)
+    return path
+
+
+def _model(**changes: Any) -> ModelConfig:
+    values: dict[str, Any] = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 128,
+        "vocab_size": 256,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "rope": RopeConfig(theta=10000.0),
+        "tie_word_embeddings": True,
+        "dtype": "bfloat16",
+    }
+    return ModelConfig(**{**values, **changes})
+
+
+def _resolved(host: HostFacts = LAPTOP, **args: Any) -> ResolvedConfig:
+    return resolve(parse_engine_config({"model": "owner/tiny", **args}), _model(), host)
+
+
+# ---- the list of settings
+
+
+def test_settings_are_those_of_the_committed_list() -> None:
+    committed = (ROOT / "tests" / "settings.txt").read_text().split()
+    assert all_settings() == committed, "a setting came or went: change tests/settings.txt with it"
+    assert len(committed) <= 60
+
+
+def test_every_setting_says_what_it_does() -> None:
+    def check(section: Any, prefix: str) -> None:
+        for name, field in section.model_fields.items():
+            if isinstance(field.annotation, type) and hasattr(field.annotation, "model_fields"):
+                check(field.annotation, f"{prefix}{name}.")
+            else:
+                assert field.description, f"{prefix}{name} has no docstring"
+
+    check(EngineConfig, "")
+
+
+def test_importing_configs_and_plan_loads_neither_torch_nor_ray_nor_transformers() -> None:
+    code = (
+        "import sys, configs.schema, configs.load, configs.resolve, configs.checkpoint, parallel.plan\n"
+        "heavy = {'torch', 'ray', 'transformers', 'numpy', 'gguf', 'huggingface_hub'} & set(sys.modules)\n"
+        "sys.exit(f'loaded {sorted(heavy)}' if heavy else 0)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+
+
+# ---- the file
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_shipped_files_load_and_are_valid_for_ray_serve(path: Path) -> None:
+    from ray.serve.schema import ServeDeploySchema
+
+    app = load_app_config(path)
+    assert app.route_prefix == "/"
+    ServeDeploySchema.model_validate(yaml.safe_load(path.read_text()))
+    ServeDeploySchema.model_validate(dict(app.document))
+
+
+def test_the_quickstart_file_says_what_it_promises() -> None:
+    app = load_app_config(ROOT / "configs" / "smollm2-135m.yaml")
+    assert (app.name, app.host, app.port) == ("smollm2-135m", "127.0.0.1", 8000)
+    engine = app.engine
+    assert (engine.tensor_parallel_size, engine.dtype, engine.served_model_name) == (
+        2,
+        "float32",
+        "smollm2-135m-instruct",
+    )
+    assert (engine.scheduler.max_num_seqs, engine.kv_cache.num_tokens) == (32, 32768)
+
+
+def test_a_file_becomes_an_app_config_and_keeps_what_is_not_ours(file: Path) -> None:
+    app = load_app_config(file)
+    assert (app.name, app.route_prefix, app.host, app.port) == ("tiny", "/", "127.0.0.1", 8123)
+    assert app.engine == EngineConfig(model="/models/tiny", kv_cache=KVCacheConfig(page_size=32))
+    assert app.served_model_name == "tiny"
+    assert app.document["applications"][0]["runtime_env"] == {"env_vars": {"A": "1"}}
+
+
+def test_overrides_change_args_and_the_document_that_is_passed_on(file: Path) -> None:
+    app = load_app_config(file, ["tensor-parallel-size=3", "kv_cache.num_tokens=4096", "http_options.port=9000"])
+    assert app.engine.tensor_parallel_size == 3
+    assert app.engine.kv_cache == KVCacheConfig(page_size=32, num_tokens=4096)
+    assert app.port == 9000
+    assert app.document["applications"][0]["args"] == {
+        "model": "/models/tiny",
+        "kv_cache": {"page_size": 32, "num_tokens": 4096},
+        "tensor_parallel_size": 3,
+    }
+    assert load_app_config(file, ["kv-cache.page-size=null", "kv_cache.page_size=8"]).engine.kv_cache.page_size == 8
+
+
+def test_the_arguments_of_build_app_may_use_dashes_and_survive_a_round_trip() -> None:
+    config = parse_engine_config({"model": "a/b", "tensor-parallel-size": 2, "kv-cache": {"page-size": 8}})
+    assert (config.tensor_parallel_size, config.kv_cache.page_size) == (2, 8)
+    assert parse_engine_config(config.model_dump(mode="python")) == config
+    assert parse_engine_config(config.model_dump(mode="json")) == config
+
+
+# ---- mistakes
+
+
+def _fails(file: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_app_config(file, overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "nearest"),
+    [
+        ("tensor_parallel=2", "tensor_parallel_size"),
+        ("kv_cache.pagesize=2", "kv_cache.page_size"),
+        ("page_size=2", "kv_cache.page_size"),
+        ("kv_cahce.page_size=2", "kv_cache"),
+        ("max_num_seq=2", "scheduler.max_num_seqs"),
+        ("server.max_num_seqs=2", "scheduler.max_num_seqs"),
+    ],
+)
+def test_an_unknown_setting_names_the_nearest_one(file: Path, override: str, nearest: str) -> None:
+    message = _fails(file, override)
+    assert message.startswith("unknown setting ")
+    assert message.endswith(f"did you mean {nearest}?")
+
+
+def test_an_unknown_setting_like_no_other_names_none(file: Path) -> None:
+    assert _fails(file, "qqq=2") == "unknown setting qqq"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("tensor_parallel_size=two", "tensor_parallel_size='two': must be a valid integer"),
+        ("tensor_parallel_size=true", "tensor_parallel_size=True: must be a valid integer"),
+        ("tensor_parallel_size=0", "tensor_parallel_size=0: must be greater than or equal to 1"),
+        ("kv_cache.memory_fraction=2", "kv_cache.memory_fraction=2: must be less than or equal to 1"),
+        ("dtype=int8", "dtype='int8': must be 'auto', 'float32', 'bfloat16' or 'float16'"),
+        ("kv_cache=7", "kv_cache=7: must be a mapping of settings"),
+        ("model=null", "model=None: must be a valid string"),
+    ],
+)
+def test_a_wrong_value_names_key_value_and_rule(file: Path, override: str, message: str) -> None:
+    assert _fails(file, override) == message
+
+
+def test_problems_of_the_file_are_reported_together_with_their_lines(tmp_path: Path) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text(FILE.replace("page_size: 32", "page_size: 0").replace("model: /models/tiny", "modle: x"))
+    lines = _fails(path).split("\n")
+    assert lines == [
+        "model is missing; it has no default",
+        f"{path}:9: kv_cache.page_size=0: must be greater than or equal to 1",
+        f"{path}:7: unknown setting modle; did you mean model?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "is no YAML"),
+        ("", "holds no mapping"),
+        ("applications: []", "must be a list of one application"),
+        ("applications: [{import_path: other:app}]", "it must be cluster.app:build_app"),
+        ("applications: [{import_path: 'cluster.app:build_app', args: [1]}]", "args is a list"),
+        (FILE + "http_options: {port: 1}\n", ":11: http_options is given twice, first on line 1"),
+        (FILE.replace("8123", "eighty"), "http_options.port='eighty': must be an integer from 0 to 65535"),
+        (FILE.replace("name: tiny", "route_prefix: v1"), "route_prefix='v1' must begin with /"),
+    ],
+)
+def test_a_file_of_another_form_is_refused_with_the_reason(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text(text)
+    assert message in _fails(path)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    assert "no.yaml cannot be read: No such file" in _fails(tmp_path / "no.yaml")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("tensor_parallel_size", "is not of the form key=value"),
+        ("=3", "is not of the form key=value"),
+        ("kv_cache..page_size=3", "is not of the form key=value"),
+        ("seed=[", "is no YAML"),
+        ("model.name=x", "model='/models/tiny' is a value and has no settings inside"),
+        ("http_options.root=x", "http_options.host and http_options.port can be set"),
+    ],
+)
+def test_a_malformed_override_is_refused_with_the_reason(file: Path, override: str, message: str) -> None:
+    assert message in _fails(file, override)
+
+
+# ---- auto values
+
+
+def _decisions(resolved: ResolvedConfig) -> list[str]:
+    return [str(decision) for decision in resolved.decisions]
+
+
+def test_every_auto_value_is_decided_once_and_says_why() -> None:
+    resolved = _resolved(tensor_parallel_size=4, kv_cache={"num_tokens": 1024})
+    assert _decisions(resolved) == [
+        "device: auto -> cpu (no GPU found)",
+        "dtype: auto -> float32 (cpu)",
+        "attention_backend: auto -> torch_native (cpu)",
+        "served_model_name: auto -> owner/tiny (from model)",
+        "parallel.all_reduce: auto -> shared_memory (cpu, ranks of one node)",
+        "parallel.threads_per_rank: auto -> 2 (8 cores, 4 ranks a node)",
+        "parallel.spin_us: auto -> 50 (8 cores, 4 ranks a node)",
+        "placement.cpus_per_rank: auto -> 0.1 (cpu)",
+        "placement.cpus_for_engine: auto -> 0.1 (cpu)",
+        "max_model_len: auto -> 1024 (what kv_cache.num_tokens holds)",
+    ]
+    config = resolved.config
+    assert (config.device, config.dtype, config.parallel.threads_per_rank, config.max_model_len) == (
+        "cpu",
+        "float32",
+        2,
+        1024,
+    )
+    assert resolve(config, _model(), LAPTOP).decisions == ()
+
+
+def test_gpus_bring_the_checkpoints_dtype_and_nccl() -> None:
+    config = _resolved(GPU_NODE, tensor_parallel_size=4).config
+    assert (config.device, config.dtype, config.parallel.all_reduce) == ("cuda", "bfloat16", "nccl")
+    assert (config.placement.cpus_per_rank, config.placement.cpus_for_engine) == (1.0, 1.0)
+    assert config.max_model_len is None, "known once the KV pool is"
+
+
+def test_what_is_set_is_not_decided() -> None:
+    given = {"device": "cpu", "dtype": "bfloat16", "served_model_name": "mine", "parallel": {"spin_us": 0}}
+    resolved = _resolved(GPU_NODE, **given)
+    assert {decision.key for decision in resolved.decisions}.isdisjoint([*given, "parallel.spin_us"])
+    assert (resolved.config.device, resolved.config.dtype) == ("cpu", "bfloat16")
+
+
+def test_ranks_without_a_core_of_their_own_do_not_spin() -> None:
+    for host, replicas, expected in (
+        (HostFacts(num_cores=2, num_gpus=0), 1, (1, 0)),
+        (HostFacts(num_cores=3, num_gpus=0), 1, (1, 50)),
+        (HostFacts(num_cores=4, num_gpus=0), 2, (1, 0)),
+        (HostFacts(num_cores=4, num_gpus=0, num_nodes=2), 2, (2, 50)),
+    ):
+        parallel = _resolved(host, tensor_parallel_size=2, num_replicas=replicas).config.parallel
+        assert (parallel.threads_per_rank, parallel.spin_us) == expected, (host, replicas)
+
+
+def test_ranks_that_may_be_spread_over_nodes_use_gloo() -> None:
+    assert _resolved(placement={"strategy": "PACK"}).config.parallel.all_reduce == "gloo"
+
+
+def test_a_prefill_chunk_above_the_token_budget_is_cut_to_it() -> None:
+    resolved = _resolved(scheduler={"max_num_batched_tokens": 128})
+    assert resolved.config.scheduler.prefill_chunk_size == 128
+    assert "scheduler.prefill_chunk_size: 512 -> 128 (scheduler.max_num_batched_tokens)" in _decisions(resolved)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"tensor_parallel_size": 5}, "tensor_parallel_size=5 exceeds num_attention_heads=4.*choose 1 to 4"),
+        ({"kv_cache": {"page_size": 24}}, "page_size=24 is not a power of two; choose 16 or 32"),
+        ({"scheduler": {"max_num_batched_tokens": 8}}, "max_num_batched_tokens=8 is less than .*max_num_seqs=64"),
+        ({"device": "cuda"}, "device=cuda, but no GPU was found"),
+        ({"parallel": {"all_reduce": "nccl"}}, "all_reduce=nccl does not work on device=cpu; choose auto or"),
+        ({"device": "cpu", "parallel": {"all_reduce": "nccl"}}, "all_reduce=nccl needs GPUs, but device=cpu"),
+        (
+            {"parallel": {"all_reduce": "shared_memory"}, "placement": {"strategy": "SPREAD"}},
+            "all_reduce=shared_memory needs all ranks on one node, but placement.strategy=SPREAD",
+        ),
+        ({"max_model_len": 4096}, "max_model_len=4096 exceeds the model's context of 2048 tokens"),
+        (
+            {"max_model_len": 2048, "kv_cache": {"num_tokens": 1000}},
+            "max_model_len=2048 exceeds the 1008 tokens that the KV pool holds; choose at most 1008",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_each_other_or_the_model_are_refused(args: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _resolved(**args)
+
+
+# ---- the KV pool
+
+
+def test_the_pool_is_the_same_on_every_rank_and_fits_the_fullest() -> None:
+    page = kv_bytes_per_page(elements_per_token=128, page_size=16, dtype="bfloat16")
+    assert page == 128 * 16 * dtype_bytes("bfloat16") == 4096
+    # A third of 30 pages, and of 60 pages of half the size; one page of each is padding.
+    assert num_kv_pages(KVCacheConfig(memory_fraction=1 / 3), [page, page // 2], [31 * page, 31 * page]) == 9
+    assert num_kv_pages(KVCacheConfig(memory_bytes=10 * page), [page, page // 2], [1, 1]) == 9
+    assert num_kv_pages(KVCacheConfig(num_tokens=100), [page], [8 * page]) == 7
+
+
+def test_a_pool_without_room_says_how_much_there_is() -> None:
+    with pytest.raises(ConfigError, match=r"memory_bytes=100 holds no KV page: one of 16 tokens takes 4096 bytes"):
+        num_kv_pages(KVCacheConfig(memory_bytes=100), [4096], [1 << 30])
+    with pytest.raises(ConfigError, match=r"memory_fraction=0.3 of 4096 free bytes holds no KV page"):
+        num_kv_pages(KVCacheConfig(), [4096], [4096])
+    with pytest.raises(ConfigError, match=r"num_tokens=100 takes 32768 bytes on rank 1, .* choose at most 96"):
+        num_kv_pages(KVCacheConfig(num_tokens=100), [4096, 4096], [1 << 30, 7 * 4096])
+
+
+def test_the_context_is_cut_to_what_the_pool_holds_unless_it_was_asked_for() -> None:
+    auto = EngineConfig(model="a/b")
+    assert cut_max_model_len(auto, _model(), num_pages=1000) == 2048
+    assert cut_max_model_len(auto, _model(), num_pages=10) == 160
+    asked = EngineConfig(model="a/b", max_model_len=100)
+    assert cut_max_model_len(asked, _model(), num_pages=10) == 100
+    with pytest.raises(ConfigError, match="max_model_len=100 exceeds the 96 tokens"):
+        cut_max_model_len(asked, _model(), num_pages=6)
+
+
+# ---- where the model is
+
+
+def test_a_directory_with_safetensors_or_one_gguf_file_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "a.gguf").touch()
+    assert resolve_model_path(str(tmp_path)) == resolve_model_path(str(tmp_path / "a.gguf")) == tmp_path / "a.gguf"
+    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "pytorch_model.bin").touch()
+    assert resolve_model_path(str(tmp_path)) == tmp_path
+
+
+def test_the_home_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.gguf").touch()
+    assert resolve_model_path("~/a.gguf") == tmp_path / "a.gguf"
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (
+            ["pytorch_model.bin", "config.json"],
+            "opening a pickle can run code; use a checkpoint in safetensors or GGUF",
+        ),
+        (["model.pth"], "opening a pickle can run code"),
+        (["a.gguf", "b.gguf"], r"several .gguf files \(a.gguf, b.gguf\); set `model` to one of them"),
+        (["config.json"], "neither .safetensors nor .gguf"),
+    ],
+)
+def test_a_directory_without_safe_weights_is_refused(tmp_path: Path, names: list[str], message: str) -> None:
+    for name in names:
+        (tmp_path / name).touch()
+    with pytest.raises(CheckpointError, match=message):
+        resolve_model_path(str(tmp_path))
+
+
+def test_a_pickle_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "model.pt").touch()
+    with pytest.raises(CheckpointError, match=r"model.pt is a pickle, and opening a pickle can run code"):
+        resolve_model_path(str(tmp_path / "model.pt"))
+
+
+@pytest.mark.parametrize("model", ["/no/such/model", "~/no-such-model", "./no/such", "no-such", "a/b/c/d"])
+def test_a_local_path_that_does_not_exist_is_said_so_and_not_looked_for_on_the_hub(model: str) -> None:
+    assert is_local(model)
+    with pytest.raises(CheckpointError, match=f"model={model} does not exist"):
+        resolve_model_path(model)
+
+
+def test_a_hub_id_is_fetched_without_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+    from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]  # public, but not in __all__
+
+    asked: dict[str, Any] = {}
+
+    def snapshot_download(repo_id: str, **options: Any) -> str:
+        asked.update(options, repo_id=repo_id)
+        (tmp_path / "model.safetensors").touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert resolve_model_path("owner/tiny", "abc") == tmp_path
+    assert (asked["repo_id"], asked["revision"]) == ("owner/tiny", "abc")
+    names = ["model.safetensors", "config.json", "tokenizer.model", "pytorch_model.bin", "original/a.safetensors"]
+    wanted = list(
+        filter_repo_objects(names, allow_patterns=asked["allow_patterns"], ignore_patterns=asked["ignore_patterns"])
+    )
+    assert wanted == names[:3]
+
+
+def test_one_file_of_a_hub_repository_can_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    (tmp_path / "m.gguf").touch()
+    asked = []
+
+    def hf_hub_download(repo_id: str, filename: str, *, revision: str | None) -> str:
+        asked.append((repo_id, filename, revision))
+        return str(tmp_path / filename)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", hf_hub_download)
+    assert resolve_model_path("owner/tiny-GGUF/m.gguf") == tmp_path / "m.gguf"
+    assert asked == [("owner/tiny-GGUF", "m.gguf", None)]
+
+
+def test_a_hub_that_cannot_be_reached_is_a_checkpoint_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def snapshot_download(*_: object, **__: object) -> str:
+        raise OSError("connection refused\nmore")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(
+        CheckpointError, match=r"model=owner/tiny at revision=v1 .*: connection refused; check the name"
+    ):
+        resolve_model_path("owner/tiny", "v1")
+
+
+def test_the_served_name_follows_from_the_model(tmp_path: Path) -> None:
+    assert model_name("owner/tiny") == "owner/tiny"
+    assert model_name(str(tmp_path / "tiny.Q4_1.gguf")) == "tiny.Q4_1"
+    assert model_name("/models/tiny/") == "tiny"

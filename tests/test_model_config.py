@@ -1,0 +1,340 @@
+"""ModelConfig from config.json and from GGUF headers; transformers is the reference for the former."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.errors import CheckpointError
+from configs.gguf_header import GGUFHeader
+from configs.model_config import ModelConfig, RopeConfig, read_model_config
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 300,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def _write(directory: Path, config: dict[str, Any], name: str = "config.json") -> Path:
+    (directory / name).write_text(json.dumps(config))
+    return directory
+
+
+def _read(directory: Path, model_type: str, **config: Any) -> ModelConfig:
+    return read_model_config(_write(directory, {"model_type": model_type, **SIZES, **config}))
+
+
+# ---- config.json
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"tie_word_embeddings": True, "hidden_act": "gelu", "bos_token_id": 7, "eos_token_id": [1, 2]},
+        {"num_key_value_heads": 4, "head_dim": 32},
+        {"sliding_window": 128},
+        {"sliding_window": None},
+        {"use_sliding_window": True, "sliding_window": 128, "max_window_layers": 1},
+        {"attention_bias": True, "mlp_bias": True},
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}},
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}},
+    ],
+    ids=["plain", "tokens", "heads", "window", "no-window", "use-window", "biases", "linear", "yarn", "llama3"],
+)
+def test_a_saved_config_reads_as_transformers_builds_it(
+    tmp_path: Path, model_type: str, options: dict[str, Any]
+) -> None:
+    torch = pytest.importorskip("torch")
+    import transformers as t
+
+    names = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral"}
+    config = getattr(t, f"{names[model_type]}Config")(**{**SIZES, **options})
+    config.save_pretrained(tmp_path)
+    ours = read_model_config(tmp_path)
+    with torch.device("meta"):
+        hf = getattr(t, f"{names[model_type]}ForCausalLM")(config)
+    for name in SIZES:
+        assert getattr(ours, name) == getattr(config, name), name
+    attention, mlp = hf.model.layers[0].self_attn, hf.model.layers[0].mlp
+    assert ours.head_dim == attention.head_dim
+    assert attention.k_proj.out_features == ours.num_key_value_heads * ours.head_dim
+    assert ours.qkv_bias == (attention.q_proj.bias is not None)
+    assert ours.o_bias == (attention.o_proj.bias is not None)
+    assert ours.mlp_bias == (mlp.up_proj.bias is not None)
+    assert ours.qk_norm == hasattr(attention, "q_norm")
+    assert ours.tie_word_embeddings == config.tie_word_embeddings
+    assert ours.hidden_act == config.hidden_act
+    assert ours.bos_token_id == config.bos_token_id
+    eos = config.eos_token_id
+    assert ours.eos_token_ids == (tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,))
+    windows = [getattr(layer.self_attn, "sliding_window", None) for layer in hf.model.layers]
+    if model_type == "mistral":
+        windows = [config.sliding_window] * 4
+    assert list(ours.layer_windows or [None] * 4) == windows
+    parameters = dict(config.rope_parameters)
+    assert ours.rope.theta == parameters.pop("rope_theta")
+    assert ours.rope.scaling_type == parameters.pop("rope_type")
+    assert dict(ours.rope.scaling) == {key: value for key, value in parameters.items() if value is not None}
+
+
+def test_old_and_new_rope_layouts_mean_the_same(tmp_path: Path) -> None:
+    old = _read(tmp_path, "llama", rope_theta=5e5, rope_scaling={"type": "linear", "factor": 2.0})
+    new = _read(tmp_path, "llama", rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5})
+    assert old == new
+    assert old.rope == RopeConfig(theta=5e5, scaling_type="linear", scaling=(("factor", 2.0),))
+    assert _read(tmp_path, "llama", rope_theta=5e5, rope_scaling=None).rope == RopeConfig(theta=5e5)
+
+
+def test_a_null_number_of_kv_heads_means_one_for_each_query_head(tmp_path: Path) -> None:
+    for model_type in ("llama", "qwen2", "qwen3"):
+        assert _read(tmp_path, model_type, num_key_value_heads=None).num_key_value_heads == 4
+
+
+def test_yarn_reaches_beyond_the_trained_positions(tmp_path: Path) -> None:
+    assert _read(tmp_path, "qwen2", rope_scaling={"type": "yarn", "factor": 4.0}).max_context == 4 * 4096
+    assert _read(tmp_path, "qwen2").max_context == 4096
+
+
+def test_layer_types_say_which_layers_have_a_window(tmp_path: Path) -> None:
+    layer_types = ["full_attention", "sliding_attention"] * 2
+    windowed = {"layer_types": layer_types, "sliding_window": 64}
+    assert _read(tmp_path, "qwen3", use_sliding_window=True, **windowed).layer_windows == (None, 64, None, 64)
+    assert _read(tmp_path, "qwen3", use_sliding_window=False, **windowed).layer_windows == ()
+    assert _read(tmp_path, "llama", **windowed).layer_windows == ()
+
+
+def test_end_tokens_are_the_union_of_what_all_files_name(tmp_path: Path) -> None:
+    _write(tmp_path, {"eos_token_id": [5, 3]}, "generation_config.json")
+    tokens = {"9": {"content": "<|im_end|>"}, "8": {"content": "<|other|>"}}
+    _write(tmp_path, {"eos_token": "<|im_end|>", "added_tokens_decoder": tokens}, "tokenizer_config.json")
+    assert _read(tmp_path, "llama", eos_token_id=3).eos_token_ids == (3, 5, 9)
+
+
+def test_the_dtype_is_read_from_old_and_new_keys(tmp_path: Path) -> None:
+    assert _read(tmp_path, "llama", torch_dtype="bfloat16").dtype == "bfloat16"
+    assert _read(tmp_path, "llama", dtype="float16").dtype == "float16"
+    assert _read(tmp_path, "llama").dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "gemma3"}, "model_type=gemma3 is not supported; supported are llama, qwen2, qwen3, mistral"),
+        ({"hidden_size": None}, "config.json has no hidden_size; the checkpoint is incomplete"),
+        ({"hidden_size": "64"}, "hidden_size='64' is not an integer"),
+        ({"hidden_size": True}, "hidden_size=True is not an integer"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0 is less than 1"),
+        ({"num_key_value_heads": 3}, "num_attention_heads=4 is not a multiple of num_key_value_heads=3"),
+        ({"head_dim": 15}, "head_dim=15 is odd"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps='small' is not a number"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no' is not true or false"),
+        ({"eos_token_id": "</s>"}, "eos_token_id='</s>' is neither a token id nor a list"),
+        ({"dtype": "float64"}, "dtype=float64 is not supported"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantised weights are read from .gguf files only"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope scaling type longrope is not supported"),
+        ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, "rope scaling llama3 has no low_freq_factor"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope scaling linear: factor=0 is not positive"),
+        ({"rope_theta": 0}, "rope theta=0.0 is not positive"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+        ({"rope_parameters": {"a": {"rope_theta": 1.0}, "b": {"rope_theta": 2.0}}}, "different rotary embeddings"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["x"] * 4}, "layer_types must name"),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window=0 is less than 1"),
+    ],
+)
+def test_a_config_that_cannot_be_served_is_refused_with_file_key_and_reason(
+    tmp_path: Path, config: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message) as caught:
+        _read(tmp_path, **{"model_type": "llama", **config})
+    assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("text", ['{"eos_token_id": ', "[1]"])
+def test_corrupt_json_is_a_checkpoint_error_that_names_the_file(tmp_path: Path, name: str, text: str) -> None:
+    _write(tmp_path, {"model_type": "llama", **SIZES})
+    (tmp_path / name).write_text(text)
+    with pytest.raises(CheckpointError, match=f"{name} is corrupt"):
+        read_model_config(tmp_path)
+
+
+def test_a_directory_without_config_json_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no config.json"):
+        read_model_config(tmp_path)
+    with pytest.raises(CheckpointError, match=r"no.gguf does not exist"):
+        read_model_config(tmp_path / "no.gguf")
+
+
+# ---- GGUF
+
+
+def _write_gguf(
+    path: Path, architecture: str = "llama", *, without: str = "", tensors: dict[str, Any] | None = None, **changes: Any
+) -> Path:
+    """A file that the gguf package writes: two layers' worth of metadata, and no more tensors than the reader asks for.
+
+    `changes` are metadata by key, `.` as `__`, of the architecture.
+    """
+    gguf = pytest.importorskip("gguf")
+    import numpy as np
+
+    writer = gguf.GGUFWriter(path, architecture)
+    values: dict[str, Any] = {
+        "embedding_length": 64,
+        "block_count": 2,
+        "feed_forward_length": 96,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "context_length": 512,
+        "rope.freq_base": 5e5,
+    }
+    values.update((key.replace("__", "."), value) for key, value in changes.items())
+    adders = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    for key, value in values.items():
+        if key != without:
+            adders[type(value)](f"{architecture}.{key}", value)
+    # Longer than what is kept, so that it is stepped over.
+    writer.add_array("tokenizer.ggml.tokens", [f"t{i}" for i in range(2000)])
+    writer.add_array("tokenizer.ggml.scores", [0.5] * 2000)
+    writer.add_uint32("tokenizer.ggml.eos_token_id", 2)
+    writer.add_uint32("tokenizer.ggml.eot_token_id", 4)
+    for name, tensor in {"token_embd.weight": np.zeros((300, 64), np.float16), **(tensors or {})}.items():
+        writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_a_gguf_file_reads_as_its_metadata_says(tmp_path: Path) -> None:
+    model = read_model_config(_write_gguf(tmp_path / "m.gguf"))
+    assert model == ModelConfig(
+        model_type="llama",
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=96,
+        vocab_size=300,
+        max_position_embeddings=512,
+        rms_norm_eps=struct.unpack("<f", struct.pack("<f", 1e-5))[0],
+        rope=RopeConfig(theta=5e5),
+        tie_word_embeddings=True,
+        dtype="float16",
+        eos_token_ids=(2, 4),
+    )
+
+
+def test_a_gguf_files_tensors_tell_biases_norms_and_an_untied_head(tmp_path: Path) -> None:
+    import numpy as np
+
+    norm, bias = np.zeros(32, np.float32), np.zeros(128, np.float32)
+    tensors = {"blk.0.attn_q.bias": bias, "blk.0.attn_q_norm.weight": norm, "output.weight": np.zeros((300, 64))}
+    path = _write_gguf(tmp_path / "m.gguf", "qwen3", tensors=tensors, attention__key_length=32)
+    model = read_model_config(path)
+    assert (model.model_type, model.head_dim) == ("qwen3", 32)
+    assert (model.qkv_bias, model.qk_norm, model.tie_word_embeddings) == (True, True, False)
+
+
+def test_a_gguf_files_rope_scaling_is_read(tmp_path: Path) -> None:
+    scaling: dict[str, Any] = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}
+    model = read_model_config(_write_gguf(tmp_path / "m.gguf", "qwen2", **scaling))
+    assert model.rope.scaling_type == "yarn"
+    assert dict(model.rope.scaling) == {"factor": 4.0, "original_max_position_embeddings": 512}
+
+
+def test_llama3_scaling_is_recovered_from_a_gguf_files_frequency_divisors(tmp_path: Path) -> None:
+    import numpy as np
+
+    divisors = []
+    for i in range(8):
+        wavelength = 2 * math.pi * 5e5 ** (2 * i / 16)
+        smooth = (8192 / wavelength - 1) / 3
+        between = 1 / ((1 - smooth) / 32 + smooth)
+        divisors.append(1.0 if wavelength < 2048 else 32.0 if wavelength > 8192 else between)
+    right = np.array(divisors, np.float32)
+    model = read_model_config(_write_gguf(tmp_path / "m.gguf", tensors={"rope_freqs.weight": right}))
+    assert (model.rope.scaling_type, dict(model.rope.scaling)) == ("llama3", {**LLAMA3, "factor": 32.0})
+    wrong = _write_gguf(tmp_path / "w.gguf", tensors={"rope_freqs.weight": right * 2})
+    with pytest.raises(CheckpointError, match=r"rope_freqs.weight is not Llama 3.1's frequency scaling"):
+        read_model_config(wrong)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"architecture": "gemma3"}, "general.architecture=gemma3 is not supported; supported are llama, qwen2, qwen3"),
+        ({"without": "block_count"}, "has no llama.block_count; the checkpoint is incomplete"),
+        ({"expert_count": 8}, "mixture-of-experts"),
+        ({"rope__dimension_count": 8}, "widths of a head must be the same"),
+        ({"attention__sliding_window": 64}, "sliding windows of GGUF files are not supported"),
+        ({"rope__scaling__type": "longrope"}, "rope scaling type longrope is not supported"),
+        ({"block_count": 1.5}, "llama.block_count=1.5 is not an integer"),
+    ],
+)
+def test_a_gguf_file_that_cannot_be_served_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    path = _write_gguf(tmp_path / "m.gguf", **options)
+    with pytest.raises(CheckpointError, match=message):
+        read_model_config(path)
+
+
+def test_a_gguf_file_cut_anywhere_in_its_header_is_called_truncated(tmp_path: Path) -> None:
+    whole = _write_gguf(tmp_path / "m.gguf").read_bytes()
+    data_start = GGUFHeader.read(tmp_path / "m.gguf").tensors["token_embd.weight"].offset
+    cut = tmp_path / "cut.gguf"
+    for length in [*range(1, 400, 7), *range(400, data_start, 997), data_start - 40, data_start]:
+        cut.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match="truncated" if length >= 4 else "truncated|no GGUF"):
+            read_model_config(cut)
+
+
+def test_bytes_that_are_no_gguf_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    for content, message in (
+        (b"", "is empty"),
+        (b"PK\3\4" + bytes(100), "is no GGUF file"),
+        (b"GGUF" + (9).to_bytes(4, "little") + bytes(100), "GGUF version 9; supported are 2 and 3"),
+        (b"GGUF" + (3).to_bytes(4, "big") + bytes(100), "little-endian"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=message):
+            read_model_config(path)
+
+
+def test_a_gguf_header_full_of_noise_ends_in_a_checkpoint_error(tmp_path: Path) -> None:
+    import random
+
+    whole = _write_gguf(tmp_path / "m.gguf").read_bytes()
+    noisy = tmp_path / "noisy.gguf"
+    random_ = random.Random(0)
+    for _ in range(300):
+        content = bytearray(whole)
+        content[random_.randrange(8, 600)] = random_.randrange(256)
+        noisy.write_bytes(content)
+        try:
+            read_model_config(noisy)
+        except CheckpointError:
+            continue  # the other outcome is a readable file: the noise hit a value that may be anything
