@@ -141,7 +141,7 @@ def test_top_p_finds_the_same_threshold_with_and_without_a_full_sort(monkeypatch
     scores = _logits(1, seed=3, vocab=5000)[0].double()
     for top_p in (0.05, 0.5, 0.9, 0.999):
         quick = sampler_module._top_p_threshold(scores, None, top_p)
-        monkeypatch.setattr(sampler_module, "_TOP_P_FIRST", 2)
+        monkeypatch.setattr(sampler_module, "_TOP_P_WIDTH", 0.5)
         assert torch.equal(sampler_module._top_p_threshold(scores, None, top_p), quick)
         monkeypatch.undo()
         # The plain definition: the smallest set, likeliest first, whose mass reaches top_p.

@@ -21,8 +21,8 @@ _MASK64 = (1 << 64) - 1
 _MIX_SHIFTS = (30, 27, 31)
 _MIX_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _GOLDEN = 0x9E3779B97F4A7C15
-_TOP_P_FIRST = 1024
-"""Likeliest tokens looked at first for top-p; only if they hold too little mass is the whole row sorted."""
+_TOP_P_WIDTH = 8.0
+"""Scores this far below the best are looked at first for top-p; only if they hold too little mass is all sorted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,18 +107,15 @@ def _top_p_threshold(scores: torch.Tensor, at_least: torch.Tensor | None, top_p:
     if at_least is not None:
         weights = weights.masked_fill(scores < at_least, 0.0)
     wanted = top_p * weights.sum()
-    count = min(_TOP_P_FIRST, scores.shape[0])
-    while True:
-        likeliest = scores.topk(count).values
+    for width in (_TOP_P_WIDTH, math.inf):
+        likeliest = scores[scores >= best - width].sort(descending=True).values
         # Summed in descending order, so the first sums do not depend on how many tokens are looked at.
         mass = (likeliest - best).exp().cumsum(0)
         reached = mass >= wanted
-        if count == scores.shape[0] or bool(reached[-1]):
+        if bool(reached[-1]):
             break
-        count = scores.shape[0]
     # The first position that reaches the mass; rounding may leave even the last one short of it.
-    first = reached.int().argmax() if bool(reached[-1]) else torch.tensor(count - 1)
-    last_kept = likeliest[first]
+    last_kept = likeliest[reached.int().argmax() if bool(reached[-1]) else -1]
     return last_kept if at_least is None else torch.maximum(last_kept, at_least)
 
 
