@@ -17,7 +17,7 @@ from attention.backend import AttentionBackend, create_backend
 from attention.forward_batch import ForwardBatch
 from attention.kv_pool import ReqToTokenPool, TokenToKVPool
 from configs.errors import ConfigError
-from configs.model_config import ModelConfig, RopeConfig
+from configs.model_config import ModelConfig, RopeConfig, read_model_config
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from worker.layers.rotary import check_length, inverse_frequencies
@@ -230,6 +230,13 @@ def test_logits_equal_transformers_in_prefill_chunks_decode_and_mixed_steps(case
         for ours, theirs, same in zip(result, expected, results[0], strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
             assert torch.equal(ours, same), "ranks must hold the same logits, or they sample different tokens"
+
+
+def test_logits_equal_transformers_with_the_config_as_read_from_the_checkpoint(case: Case) -> None:
+    tokens = _tokens(4)
+    read = Case(case.hf, case.path, read_model_config(case.path))
+    ((ours,),) = on_ranks(1, lambda group: Rank.create(read, group).logits([(1, 0, tokens)]))
+    torch.testing.assert_close(ours, _expected(case, tokens), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -153,9 +153,8 @@ def test_names_missing_surplus_and_misshapen_tensors(tmp_path: Path) -> None:
     refused({**tensors, "model.norm.weight": torch.zeros(41)}, r"model\.norm\.weight has shape \[41\].*\[40\]")
     refused({**tensors, "model.norm.weight": torch.zeros(40, dtype=torch.int32)}, "is of type I32")
     # Known leftovers of old checkpoints are fine.
-    save_file(
-        {**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}, tmp_path / "model.safetensors"
-    )
+    leftovers = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4), "rope_freqs.weight": torch.zeros(4)}
+    save_file({**tensors, **leftovers}, tmp_path / "model.safetensors")
     Checkpoint.open(tmp_path, model).close()
 
 

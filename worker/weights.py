@@ -30,6 +30,10 @@ _IGNORED_SUFFIXES = (
     ".self_attn.bias",
     ".self_attn.masked_bias",
 )
+_IGNORED_NAMES = (
+    # A GGUF file's frequency scaling, which configs.model_config has already turned into a RopeConfig.
+    "rope_freqs.weight",
+)
 _CHUNK_BYTES = 16 << 20
 """Most bytes in flight between file and tensor: bounds what loading adds to a rank's peak memory."""
 
@@ -138,7 +142,7 @@ class Checkpoint:
     def _is_ignored(self, name: str) -> bool:
         # A tied model needs no LM head of its own, but some checkpoints store the copy.
         tied_copy = self._model.tie_word_embeddings and name == "lm_head.weight"
-        return tied_copy or name.endswith(_IGNORED_SUFFIXES)
+        return tied_copy or name in _IGNORED_NAMES or name.endswith(_IGNORED_SUFFIXES)
 
 
 def expected_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
