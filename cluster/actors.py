@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     from worker.tp_worker import TPWorker
 
 logger = logging.getLogger(__name__)
+
+
+def actor_class(cls: type) -> Any:
+    """`cls` as a Ray actor class: never restarted by Ray, and its `ctl` methods answer while another one runs."""
+    options: Any = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {"ctl": 2}}
+    return ray.remote(**options)(cls)
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,7 @@ class RankActor:
     def join(self, host: str, port: int, generation: int, one_node: bool) -> None:
         """Enters the process group through the coordinator's store."""
         import torch
-        from torch.distributed import TCPStore
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not declared
 
         from parallel.group import TensorParallelGroup
         from parallel.plan import ShardPlan

@@ -34,7 +34,7 @@ _HEALTH_CHECK_TIMEOUT_S = 10.0
 class Engine:
     """The Engine replica: one group, behind the OpenAI API."""
 
-    async def __init__(self, config: EngineConfig, gpus: bool) -> None:
+    async def __init__(self, config: EngineConfig, gpus: bool) -> None:  # type: ignore[misc]  # Serve awaits it
         context = serve.get_replica_context()
         placement_group = ray.util.get_current_placement_group()
         assert placement_group is not None, "the deployment asks for a placement group"
@@ -75,8 +75,7 @@ def build_app(args: dict[str, Any]) -> serve.Application:
     bundles = group_bundles(config, gpus=gpus)
     check_fits(config, bundles, nodes)
     ongoing = config.scheduler.max_num_seqs * _ONGOING_PER_SEQ + config.scheduler.max_num_queued_requests
-    deployment = serve.deployment(
-        serve.ingress()(Engine),
+    deploy = serve.deployment(
         name="Engine",
         num_replicas=config.num_replicas,
         placement_group_bundles=bundles,
@@ -87,4 +86,4 @@ def build_app(args: dict[str, Any]) -> serve.Application:
         health_check_timeout_s=_HEALTH_CHECK_TIMEOUT_S,
         graceful_shutdown_timeout_s=config.server.shutdown_timeout_s,
     )
-    return deployment.bind(config, gpus)
+    return deploy(serve.ingress()(Engine)).bind(config, gpus)

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-NAMESPACE = "lockstep"
-
 
 @dataclass(frozen=True)
 class EngineSpec:

@@ -12,11 +12,12 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.coordinator_actor import NAMESPACE, CoordinatorActor, EngineFacts, EngineSpec
+from cluster.actors import actor_class
+from cluster.coordinator_actor import CoordinatorActor, EngineFacts, EngineSpec
 from cluster.engine_client import EngineClient
 from cluster.openai.serving import OpenAIServing
 from cluster.openai.tokenizer import Tokenizer
-from cluster.rank_group import node_cores
+from cluster.rank_group import NAMESPACE, node_cores
 from configs.checkpoint import resolve_model_path
 from configs.model_config import read_model_config
 from configs.resolve import HostFacts, resolve
@@ -56,13 +57,16 @@ class RunningEngine:
         Args:
             name: of the coordinator's actor in the namespace `lockstep`; ranks are `<name>:tp<rank>`.
         """
-        actor = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"ctl": 2})(CoordinatorActor)
-        coordinator = actor.options(
-            name=name,
-            namespace=NAMESPACE,
-            num_cpus=0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group, placement_group_bundle_index=0),
-        ).remote(spec, name)
+        coordinator = (
+            actor_class(CoordinatorActor)
+            .options(
+                name=name,
+                namespace=NAMESPACE,
+                num_cpus=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group, placement_group_bundle_index=0),
+            )
+            .remote(spec, name)
+        )
         try:
             facts: EngineFacts = await coordinator.start.remote(placement_group)
         except ray.exceptions.RayTaskError as error:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import socket
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -193,7 +194,7 @@ class EngineClient:
         deadline = loop.time() + timeout_s
         while True:
             try:
-                reader, writer = await asyncio.open_unix_connection(path)
+                reader, writer = await _open(path)
                 break
             except (FileNotFoundError, ConnectionRefusedError) as error:
                 if loop.time() >= deadline:
@@ -307,6 +308,18 @@ class EngineClient:
         self._lost = reason
         _fail_all(self._streams.values(), reason)
         self._streams.clear()
+
+
+async def _open(path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    # Connected here and not by the loop: uvloop refuses addresses of the abstract namespace. It does not block, since
+    # a listening unix socket answers at once.
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.connect(path)
+        return await asyncio.open_unix_connection(sock=sock)
+    except OSError:
+        sock.close()
+        raise
 
 
 def _fail_all(streams: Iterable[RequestStream], reason: str) -> None:

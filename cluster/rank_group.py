@@ -19,7 +19,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.actors import Location, RankActor, RankLoad, RankSpec
+from cluster.actors import Location, RankActor, RankLoad, RankSpec, actor_class
 from configs.errors import DeadlineError, EngineError, RankDiedError
 from configs.model_config import ModelConfig
 from configs.schema import EngineConfig
@@ -28,6 +28,7 @@ from parallel.tcp_channel import TcpListener, TcpReader, TcpWriter
 
 logger = logging.getLogger(__name__)
 
+NAMESPACE = "lockstep"
 GENERATION = 1
 _WATCH_INTERVAL_S = 1.0
 _LEAVE_TIMEOUT_S = 10.0
@@ -94,14 +95,14 @@ class RankGroup:
 
     def start(self) -> list[Location]:
         """Starts the processes and says where they are."""
-        actor = ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"ctl": 2})(RankActor)
+        actor = actor_class(RankActor)
         gpus = 1 if self._config.device == "cuda" else 0
         for rank in range(self.size):
             spec = RankSpec(self._config, self._model, str(self._model_path), rank)
             self._ranks.append(
                 actor.options(
                     name=f"{self._name}:tp{rank}",
-                    namespace="lockstep",
+                    namespace=NAMESPACE,
                     num_cpus=0,
                     num_gpus=gpus,
                     runtime_env={"env_vars": _CUDA_ENVIRONMENT} if gpus else None,
@@ -114,7 +115,7 @@ class RankGroup:
 
     def load(self, locations: list[Location]) -> GroupMemory:
         """Joins the ranks into one process group and loads every shard."""
-        from torch.distributed import TCPStore
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not declared
 
         here = ray.get_runtime_context().get_node_id()
         self._one_node = all(location.node_id == here for location in locations)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import re
 import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any, cast
 
 import ray
 from ray import serve
@@ -15,14 +18,16 @@ from ray.serve.schema import ApplicationStatus
 from rich.console import Console
 
 from cluster.app import build_app
-from cluster.coordinator_actor import NAMESPACE, Progress
+from cluster.coordinator_actor import Progress
 from cluster.placement import group_bundles
+from cluster.rank_group import NAMESPACE
 from cluster.report import print_plan
 from cluster.session import check_port_free, ray_session
 from configs.errors import EngineError
 from configs.load import AppConfig, load_app_config
 
 _POLL_S = 0.25
+_ERROR_LINE = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Timeout|Exit)\b: ")
 _PROGRESS_TIMEOUT_S = 2.0
 # `ray job stop` sends SIGTERM and, three seconds later, SIGKILL: the delete must be on its way before that.
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -63,6 +68,7 @@ class ServingJob:
             # After ray.init, which installs handlers of its own.
             for number in _STOP_SIGNALS:
                 signal.signal(number, lambda *_: self._stop.set())
+            logging.getLogger("ray.serve").setLevel(logging.WARNING)
             print_plan(self._config, self._console)
             app = build_app(engine.model_dump(mode="python"))
             serve.start(http_options={"host": self._config.host, "port": self._config.port})
@@ -121,8 +127,8 @@ class ServingJob:
                 # It may end between the listing and the call, and is slow to answer while it imports.
                 with contextlib.suppress(ValueError, ray.exceptions.RayError):
                     coordinator = ray.get_actor(name, namespace=NAMESPACE)
-                    answer: Progress = ray.get(coordinator.progress.remote(), timeout=_PROGRESS_TIMEOUT_S)
-                    return answer
+                    answer: Any = ray.get(coordinator.progress.remote(), timeout=_PROGRESS_TIMEOUT_S)
+                    return cast(Progress, answer)
         return None
 
     def _print_ready(self) -> None:
@@ -147,10 +153,13 @@ class ServingJob:
 
 
 def root_cause(message: str) -> str:
-    """The lines of a Serve status message that a person can act on: our own errors, without their tracebacks."""
-    ours = [
-        line.split(": ", 1)[1]
-        for line in message.splitlines()
-        if line.startswith(("configs.errors.", "ray.exceptions.RayTaskError(")) and ": " in line
-    ]
-    return "\n".join(dict.fromkeys(ours)) or message
+    """What a person can act on in a Serve status message: the text of the error itself, without its traceback.
+
+    Serve hands on the traceback of the constructor it gave up on; the error is its last line that names one.
+    """
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    errors = [line for line in lines if _ERROR_LINE.match(line)]
+    if not errors:
+        return message
+    kind, _, text = errors[-1].partition(": ")
+    return text if kind.startswith("configs.errors.") else errors[-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import sys
@@ -35,7 +36,7 @@ def running_cluster() -> str | None:
     if address := os.environ.get("RAY_ADDRESS"):
         return address
     with contextlib.suppress(ConnectionError):
-        ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
+        ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
         return "auto"
     return None
 
@@ -61,11 +62,11 @@ def ray_session(address: str | None, *, min_cpus: float) -> Iterator[bool]:
             num_cpus=max(os.cpu_count() or 1, int(min_cpus) + 1),
             include_dashboard=False,
             log_to_driver=False,
-            logging_level="ERROR",
+            logging_level=logging.ERROR,
             object_store_memory=_OBJECT_STORE_BYTES,
         )
     elif not ray.is_initialized():
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     try:
         yield own
     finally:

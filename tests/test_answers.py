@@ -53,7 +53,7 @@ class LocalGroup:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.frames: list[queue.Queue[bytes]] = [queue.Queue() for _ in range(tp_size)]
         self.results: queue.Queue[bytes | BaseException] = queue.Queue()
-        self.step = 0
+        self.closing = threading.Event()
 
         def rank_main(rank: int) -> None:
             try:
@@ -72,7 +72,8 @@ class LocalGroup:
                 worker = TPWorker(config=resolved, model=self.model, model_path=model_path, plan=plan, group=group)
                 worker.load()
                 worker.allocate(num_pages, MAX_MODEL_LEN)
-                worker.run(self.frames[rank].get, self.results.put if rank == 0 else None)
+                while not self.closing.is_set():  # one run of the loop for each scheduler
+                    worker.run(self.frames[rank].get, self.results.put if rank == 0 else None)
                 worker.close()
             except BaseException as error:  # noqa: BLE001 - handed to the test's own thread, which raises it
                 self.results.put(error)
@@ -93,7 +94,8 @@ class LocalGroup:
         return StepResult.decode(answer)
 
     def close(self) -> None:
-        self.send(StepFrame(1, self.step + 1, kind=FrameKind.CLOSE))
+        self.closing.set()
+        self.send(StepFrame(1, 1, kind=FrameKind.CLOSE))
         for thread in self.threads:
             thread.join(30)
             assert not thread.is_alive(), "a rank did not leave its loop"
@@ -113,8 +115,7 @@ class LocalGroup:
                 steps_in_flight=2,
                 enable_prefix_caching=limits.prefix_caching,
                 eos_token_ids=self.model.eos_token_ids,
-            ),
-            first_step=self.step + 1,
+            )
         )
         tokens: dict[int, list[int]] = {}
         waves = [list(enumerate(prompts))] if at_once else [[item] for item in enumerate(prompts)]
@@ -126,13 +127,13 @@ class LocalGroup:
                 assert scheduler.add(request) is None
             while scheduler.has_work or scheduler.num_in_flight:
                 while (frame := scheduler.next_step()) is not None:
-                    self.step = frame.step
                     self.send(frame)
                 output = scheduler.retire(self.result())
                 ids = np.frombuffer(output.ids, np.int64)
                 for request_id, token in zip(ids, np.frombuffer(output.tokens, np.int32), strict=True):
                     tokens[int(request_id) - 1].append(int(token))
         scheduler.check_integrity()
+        self.send(StepFrame(1, scheduler.last_step + 1, kind=FrameKind.CLOSE))
         return [tokens[index] for index in range(len(prompts))], scheduler.stats()
 
 
@@ -202,10 +203,10 @@ def test_preemption_and_prefix_hits_change_no_answer(group: LocalGroup, referenc
     prompts = make_prompts(SHORT_LENGTHS, group.model.vocab_size)
     # Six requests end at 874 tokens in 58 pages: 40 pages force some of them out on the way.
     tokens, stats = group.generate(prompts, Limits(num_pages=40), at_once=True)
-    assert stats.num_preemptions > 0
+    assert stats.total_preemptions > 0
     assert tokens == reference(prompts)
     tokens, stats = group.generate([*prompts, *prompts], Limits(prefix_caching=True), at_once=False)
-    assert stats.prefix_hit_tokens > 0
+    assert stats.total_prefix_hit_tokens > 0
     assert tokens == reference([*prompts, *prompts])
 
 
@@ -221,8 +222,8 @@ def test_thirty_two_answers_equal_transformers_whatever_the_way(group: LocalGrou
     tokens, _ = group.generate(prompts, Limits(), at_once=False)
     assert tokens == expected, "alone"
     tokens, stats = group.generate([*prompts, *prompts], Limits(prefix_caching=True), at_once=False)
-    assert stats.prefix_hit_tokens > 0
+    assert stats.total_prefix_hit_tokens > 0
     assert tokens == [*expected, *expected], "second time from the prefix cache"
     tokens, stats = group.generate(prompts, Limits(num_pages=150), at_once=True)
-    assert stats.num_preemptions > 0
+    assert stats.total_preemptions > 0
     assert tokens == expected, "after preemption"

@@ -84,7 +84,7 @@ class StepFrame:
     flags: Int32Array = field(default_factory=_empty_int32)
     token_ids: Int32Array = field(default_factory=_empty_int32)
     """Input tokens of the rows with HAS_TOKENS, one after the other in row order."""
-    page_deltas: Int32Array = field(default_factory=_empty_int32)
+    page_deltas: Int32Array = field(default_factory=lambda: np.empty((0, 3), np.int32))
     """[num_deltas, 3] of (row, index in the row's page table, page id): pages that this step's rows gained."""
     params: npt.NDArray[np.void] = field(default_factory=lambda: np.empty(0, PARAMS_DTYPE))
     """PARAMS_DTYPE records of rows given to a new request."""
@@ -120,7 +120,7 @@ class StepFrame:
             flags=take.int32(num_rows),
             token_ids=take.int32(num_tokens),
             page_deltas=take.int32(3 * num_deltas).reshape(-1, 3),
-            params=take.array(num_params, PARAMS_DTYPE),
+            params=take.params(num_params),
         )
 
 
@@ -165,9 +165,9 @@ class StepResult:
             step=step,
             tokens=take.int32(num_tokens),
             logprob_rows=take.int32(num_rows),
-            logprobs=take.array(num_rows, np.dtype("<f4")),
+            logprobs=take.float32(num_rows),
             top_ids=take.int32(num_rows * k).reshape(num_rows, k),
-            top_logprobs=take.array(num_rows * k, np.dtype("<f4")).reshape(num_rows, k),
+            top_logprobs=take.float32(num_rows * k).reshape(num_rows, k),
         )
 
 
@@ -178,13 +178,14 @@ class _Taker:
         self._buffer = buffer
         self._offset = _HEADER.size
 
-    def array(self, count: int, dtype: np.dtype[np.generic]) -> npt.NDArray[np.generic]:
-        array = np.frombuffer(self._buffer, dtype, count, self._offset)
-        self._offset += array.nbytes
-        return array
-
     def int32(self, count: int) -> Int32Array:
         return np.frombuffer(self._buffer, np.int32, count, self._advance(4 * count))
+
+    def float32(self, count: int) -> Float32Array:
+        return np.frombuffer(self._buffer, np.float32, count, self._advance(4 * count))
+
+    def params(self, count: int) -> npt.NDArray[np.void]:
+        return np.frombuffer(self._buffer, PARAMS_DTYPE, count, self._advance(PARAMS_DTYPE.itemsize * count))
 
     def _advance(self, num_bytes: int) -> int:
         offset = self._offset
