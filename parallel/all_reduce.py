@@ -143,19 +143,19 @@ class LibraryCollectives:
             work.wait()  # orders the current stream after the collective; the host goes on
             return
         deadline = time.monotonic() + self._timeout_s
-        while True:
-            try:
-                work.wait(timedelta(seconds=_SLICE_S))
-                return
-            except RuntimeError as error:
-                if self._abort_reason is not None:
-                    self._pending = work
-                    raise EngineError(self._abort_reason) from None
-                if work.is_completed():
-                    raise EngineError(f"rank {self._rank}: {name} over gloo failed: {_first_line(error)}") from error
-                if time.monotonic() > deadline:
-                    self._pending = work
-                    raise _late(self._rank, "the other ranks", name, self._timeout_s) from None
+        while not _done_within_slice(work):
+            if self._abort_reason is not None:
+                self._pending = work
+                raise EngineError(self._abort_reason)
+            if time.monotonic() > deadline:
+                self._pending = work
+                raise _late(self._rank, "the other ranks", name, self._timeout_s)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            # An aborted peer breaks its connections: the abort is then the cause to tell.
+            self._check_alive()
+            raise EngineError(f"rank {self._rank}: {name} over gloo failed: {_first_line(error)}") from error
 
     def _await_stream(self, name: str) -> None:
         done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch does not annotate it
@@ -386,6 +386,16 @@ def _own_address(*, rank: int, size: int, store: Store, timeout_s: float) -> str
         probe.connect((store.host, store.port))
         address: str = probe.getsockname()[0]
     return address
+
+
+def _done_within_slice(work: Any) -> bool:
+    """Whether the gloo call has ended, well or badly, within _SLICE_S."""
+    try:
+        work.wait(timedelta(seconds=_SLICE_S))
+    except RuntimeError:
+        # Either the slice passed or the call failed. It may also have ended well since: only the work itself knows.
+        return bool(work.is_completed())
+    return True
 
 
 def _outlive(backend: Any, pending: Any) -> None:
