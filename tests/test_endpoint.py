@@ -170,10 +170,9 @@ async def storm(endpoint: Any, num_requests: int) -> dict[str, int]:
             try:
                 async with asyncio.timeout(hang_up_s):
                     reply = await client.post(f"{endpoint.url}/v1/completions", json=body)
-                    if body.get("stream"):
-                        end = "tokens" if reply.text.rstrip().endswith("[DONE]") else "cut"
-                    else:
-                        end = "tokens" if reply.status_code == 200 else f"error {reply.status_code}"
+                    end = "tokens" if reply.status_code == 200 else f"error {reply.status_code}"
+                    if reply.is_success and body["stream"] and not reply.text.rstrip().endswith("[DONE]"):
+                        end = "cut"
             except TimeoutError:
                 end = "hung up"
             ends[end] = ends.get(end, 0) + 1
