@@ -145,16 +145,16 @@ class RankActor:
         self._frames = Ring.attach(frames_address).reader(self._spec.rank)
         self._results = Ring.attach(results_address).writer() if self._spec.rank == 0 else None
 
-    def attach_tcp(self, frames_address: str, results_address: str) -> None:
+    def attach_tcp(self, frames_address: str, results_address: str, max_frame_bytes: int) -> None:
         """The same over TCP, for a group on several nodes."""
         from parallel.tcp_channel import TcpReader, TcpWriter, connect
 
-        parallel, rank = self._spec.config.parallel, self._spec.rank
-        frames = connect(frames_address, rank, timeout_s=parallel.init_timeout_s)
-        self._frames = TcpReader(frames, max_frame_bytes=parallel.channel_slot_bytes)
+        rank, timeout_s = self._spec.rank, self._spec.config.parallel.init_timeout_s
+        frames = connect(frames_address, rank, timeout_s=timeout_s)
+        self._frames = TcpReader(frames, max_frame_bytes=max_frame_bytes)
         if rank == 0:
-            results = connect(results_address, 0, timeout_s=parallel.init_timeout_s)
-            self._results = TcpWriter([results], max_frame_bytes=parallel.channel_slot_bytes)
+            results = connect(results_address, 0, timeout_s=timeout_s)
+            self._results = TcpWriter([results], max_frame_bytes=max_frame_bytes)
 
     def run(self) -> None:
         """The step loop. Returns after a CLOSE frame; raises what went wrong."""

@@ -75,6 +75,7 @@ class CoordinatorActor:
         from cluster.rank_group import GENERATION, RankGroup
         from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
         from configs.resolve import cut_max_model_len, num_kv_pages
+        from worker.protocol import StepResult
 
         spec, config = self._spec, self._spec.config
         self._phase = "starting ranks"
@@ -92,26 +93,21 @@ class CoordinatorActor:
         num_pages = num_kv_pages(config.kv_cache, memory.bytes_per_page, memory.free_bytes)
         max_model_len = cut_max_model_len(config, spec.model, num_pages)
         self._phase = "allocating the KV pool"
-        frames, results = group.run(num_pages, max_model_len)
-        limits = config.scheduler
-        scheduler = Scheduler(
-            SchedulerLimits(
-                num_pages=num_pages,
-                page_size=config.kv_cache.page_size,
-                max_model_len=max_model_len,
-                max_num_seqs=limits.max_num_seqs,
-                max_num_batched_tokens=limits.max_num_batched_tokens,
-                prefill_chunk_size=limits.prefill_chunk_size,
-                max_num_queued_requests=limits.max_num_queued_requests,
-                max_num_queued_tokens=limits.max_num_queued_tokens,
-                steps_in_flight=limits.steps_in_flight,
-                enable_prefix_caching=config.kv_cache.enable_prefix_caching,
-                eos_token_ids=spec.model.eos_token_ids,
-            ),
-            GENERATION,
+        limits = SchedulerLimits(
+            num_pages=num_pages,
+            page_size=config.kv_cache.page_size,
+            max_model_len=max_model_len,
+            enable_prefix_caching=config.kv_cache.enable_prefix_caching,
+            eos_token_ids=spec.model.eos_token_ids,
+            **config.scheduler.model_dump(),
         )
+        result_bytes = StepResult.max_bytes(limits.max_num_seqs, config.server.max_logprobs)
+        frames, results = group.run(num_pages, max_model_len, max(limits.max_frame_bytes, result_bytes))
         coordinator = Coordinator(
-            scheduler=scheduler, frames=frames, results=results, step_timeout_s=config.parallel.step_timeout_s
+            scheduler=Scheduler(limits, GENERATION),
+            frames=frames,
+            results=results,
+            step_timeout_s=config.parallel.step_timeout_s,
         )
         self._coordinator = coordinator
         group.watch(coordinator.fail)

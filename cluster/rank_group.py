@@ -32,6 +32,7 @@ NAMESPACE = "lockstep"
 GENERATION = 1
 _WATCH_INTERVAL_S = 1.0
 _LEAVE_TIMEOUT_S = 10.0
+_CHANNEL_SLOTS = 8  # more than the steps in flight, so that the writer never waits
 
 # Every process of a GPU group: multicast objects can wedge the host's NVSwitch, and Ray's own device masking
 # would hide the peers that CUDA IPC and symmetric memory must open.
@@ -130,22 +131,26 @@ class RankGroup:
             return []
         return self._get([rank.progress.remote() for rank in self._ranks], 5.0)
 
-    def run(self, num_pages: int, max_model_len: int) -> tuple[FrameWriter, FrameReader]:
-        """Allocates the KV pools, connects the channel and puts every rank into its step loop."""
+    def run(self, num_pages: int, max_model_len: int, max_message_bytes: int) -> tuple[FrameWriter, FrameReader]:
+        """Allocates the KV pools, connects the channel and puts every rank into its step loop.
+
+        Args:
+            max_message_bytes: of a frame or a result.
+        """
         self._on_all("allocate", num_pages, max_model_len)
-        frames, results = self._connect_ring() if self._one_node else self._connect_tcp()
+        frames, results = (self._connect_ring if self._one_node else self._connect_tcp)(max_message_bytes)
         self._runs = [rank.run.remote() for rank in self._ranks]
         return frames, results
 
-    def _connect_ring(self) -> tuple[FrameWriter, FrameReader]:
+    def _connect_ring(self, max_message_bytes: int) -> tuple[FrameWriter, FrameReader]:
         parallel = self._config.parallel
         assert parallel.spin_us is not None, "spin_us is resolved before the ranks start"
 
         def ring(num_readers: int) -> Ring:
             return Ring.create(
                 num_readers=num_readers,
-                slots=parallel.channel_slots,
-                slot_bytes=parallel.channel_slot_bytes,
+                slots=_CHANNEL_SLOTS,
+                slot_bytes=max_message_bytes,
                 spin_us=parallel.spin_us or 0,
             )
 
@@ -153,20 +158,20 @@ class RankGroup:
         self._on_all("attach_ring", frames.address, results.address)
         return frames.writer(), results.reader(0)
 
-    def _connect_tcp(self) -> tuple[FrameWriter, FrameReader]:
+    def _connect_tcp(self, max_message_bytes: int) -> tuple[FrameWriter, FrameReader]:
         """All ranks over TCP, also those of this node: one way to send a frame is enough."""
         parallel = self._config.parallel
         frames, results = TcpListener.create(self._host), TcpListener.create(self._host)
         # The ranks connect while this side accepts.
-        attached = [rank.attach_tcp.remote(frames.address, results.address) for rank in self._ranks]
+        attached = [rank.attach_tcp.remote(frames.address, results.address, max_message_bytes) for rank in self._ranks]
         to_ranks = frames.accept(self.size, timeout_s=parallel.init_timeout_s)
         [from_rank_0] = results.accept(1, timeout_s=parallel.init_timeout_s)
         self._get(attached, parallel.init_timeout_s)
         frames.close()
         results.close()
         return (
-            TcpWriter(to_ranks, max_frame_bytes=parallel.channel_slot_bytes),
-            TcpReader(from_rank_0, max_frame_bytes=parallel.channel_slot_bytes),
+            TcpWriter(to_ranks, max_frame_bytes=max_message_bytes),
+            TcpReader(from_rank_0, max_frame_bytes=max_message_bytes),
         )
 
     def watch(self, on_death: Callable[[str], None]) -> None:

@@ -59,10 +59,6 @@ class ParallelConfig(_Section):
     """Strategy of the all-reduces. auto: nccl on CUDA; shared_memory for CPU ranks of one node, else gloo."""
     threads_per_rank: int | None = Field(None, ge=1)
     """CPU threads of one rank's kernels. None: cores of the node divided by the ranks on it, at least 1."""
-    channel_slots: int = Field(64, ge=4)
-    """Frames the step channel's ring holds."""
-    channel_slot_bytes: int = Field(256 * 1024, ge=4096)
-    """Largest frame of the step channel."""
     spin_us: int | None = Field(None, ge=0)
     """Microseconds a reader spins before it blocks. None: 50 when the node has a core for every rank on it and one
     more for the coordinator, else 0."""
@@ -125,8 +121,6 @@ class EngineConfig(_Section):
     """Groups. Each serves on its own; Ray Serve balances between them."""
     max_model_len: int | None = Field(None, ge=2)
     """Longest prompt plus completion. None: the model's own, or what the KV pool holds if that is less."""
-    seed: int = 0
-    """Base of the seeds given to requests that bring none."""
     kv_cache: KVCacheConfig = KVCacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     parallel: ParallelConfig = ParallelConfig()

@@ -14,7 +14,6 @@ from configs.errors import DeadlineError, EngineError
 from parallel.shm import FIRST_WORD, LINE_BYTES, LINE_WORDS, Segment
 
 STEP_TIMEOUT = "parallel.step_timeout_s"
-SLOT_BYTES = "parallel.channel_slot_bytes"
 
 # A waiting reader shows that it lives this often.
 _HEARTBEAT_S = 0.5
@@ -30,7 +29,7 @@ class FrameWriter(Protocol):
 
         Raises:
             DeadlineError: a reader left no room within `timeout_s`.
-            EngineError: the frame exceeds parallel.channel_slot_bytes, or the channel failed.
+            EngineError: the frame is larger than the channel was made for, or the channel failed.
         """
 
     def fail(self, reason: str) -> None:
@@ -50,6 +49,9 @@ class FrameReader(Protocol):
             DeadlineError: none came within `timeout_s`; a later call may still get it.
             EngineError: the channel failed.
         """
+
+    def fail(self, reason: str) -> None:
+        """FrameWriter.fail, from the reading side."""
 
     def close(self) -> None:
         """Lets this end go; the writer no longer waits for it."""
@@ -163,7 +165,7 @@ class RingWriter:
     def send(self, frame: bytes, timeout_s: float) -> None:
         ring, length = self._ring, len(frame)
         if length > ring.slot_bytes:
-            raise EngineError(f"a frame of {length} bytes exceeds {SLOT_BYTES}={ring.slot_bytes}; raise it")
+            raise EngineError(f"a frame of {length} bytes exceeds the {ring.slot_bytes} that the channel was made for")
         self._segment.check_alive()
         if self._num_sent >= self._free_until:
             self._wait_for_room(timeout_s)
@@ -223,6 +225,9 @@ class RingReader:
         segment.words[self._cursor + 1] = time.monotonic_ns()
         segment.publish(self._cursor, self._num_received, self._writer_sleeps)
         return frame
+
+    def fail(self, reason: str) -> None:
+        self._ring.fail(reason)
 
     def close(self) -> None:
         self._slots.clear()

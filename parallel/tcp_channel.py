@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 
 from configs.errors import DeadlineError, EngineError
-from parallel.channel import SLOT_BYTES, STEP_TIMEOUT
+from parallel.channel import STEP_TIMEOUT
 
 INIT_TIMEOUT = "parallel.init_timeout_s"
 
@@ -67,7 +67,7 @@ class Connection:
             self._death = self._death or reason.decode(errors="replace")
             raise EngineError(self._death)
         if length > max_frame_bytes:
-            self._death = f"{self.peer} sent a frame of {length} bytes; {SLOT_BYTES}={max_frame_bytes} on this side"
+            self._death = f"{self.peer} sent a frame of {length} bytes; the channel was made for {max_frame_bytes}"
             raise EngineError(self._death)
         return self._take(_LENGTH.size, length, deadline, bound)
 
@@ -232,7 +232,9 @@ class TcpWriter:
 
     def send(self, frame: bytes, timeout_s: float) -> None:
         if len(frame) > self._max_frame_bytes:
-            raise EngineError(f"a frame of {len(frame)} bytes exceeds {SLOT_BYTES}={self._max_frame_bytes}; raise it")
+            raise EngineError(
+                f"a frame of {len(frame)} bytes exceeds the {self._max_frame_bytes} that the channel was made for"
+            )
         deadline = time.monotonic() + timeout_s
         for connection in self._connections:
             connection.write(frame, deadline, f"{self._setting}={timeout_s:g}")

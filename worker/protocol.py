@@ -141,6 +141,11 @@ class StepResult:
     top_logprobs: Float32Array = field(default_factory=lambda: np.empty((0, 0), np.float32))
     """[num_logprob_rows, k]"""
 
+    @staticmethod
+    def max_bytes(num_rows: int, num_logprobs: int) -> int:
+        """Upper bound of an encoded result of `num_rows` rows that ask for `num_logprobs` each."""
+        return _HEADER.size + num_rows * (12 + 8 * num_logprobs)
+
     def encode(self) -> bytes:
         """The result's bytes, checksum filled in."""
         body = b"".join(
