@@ -152,7 +152,7 @@ def _decide_parallel(resolver: _Resolver, config: EngineConfig, device: str, hos
     threads = max(1, host.num_cores // ranks)
     cores = f"{host.num_cores} cores, {ranks} ranks a node"
     resolver.decide("parallel.threads_per_rank", parallel.threads_per_rank, threads, cores)
-    resolver.decide("parallel.spin_us", parallel.spin_us, _SPIN_US if host.num_cores > ranks else 0, cores)
+    resolver.decide("parallel.spin_us", parallel.spin_us, _SPIN_US if host.num_cores >= ranks else 0, cores)
 
 
 def _decide_length(resolver: _Resolver, config: EngineConfig, model: ModelConfig) -> None:

@@ -219,11 +219,10 @@ def test_thirty_two_answers_equal_transformers_whatever_the_way(group: LocalGrou
     for chunk in (16, 512):
         tokens, _ = group.generate(prompts, Limits(chunk=chunk), at_once=True)
         assert tokens == expected, f"all at once, chunks of {chunk}"
-    tokens, _ = group.generate(prompts, Limits(), at_once=False)
-    assert tokens == expected, "alone"
+    # Each alone; the second time its prompt is in the prefix cache, the first time nothing like it is.
     tokens, stats = group.generate([*prompts, *prompts], Limits(prefix_caching=True), at_once=False)
     assert stats.total_prefix_hit_tokens > 0
-    assert tokens == [*expected, *expected], "second time from the prefix cache"
+    assert tokens == [*expected, *expected], "alone, then again from the prefix cache"
     tokens, stats = group.generate(prompts, Limits(num_pages=150), at_once=True)
     assert stats.total_preemptions > 0
     assert tokens == expected, "after preemption"

@@ -299,9 +299,9 @@ def test_what_is_set_is_not_decided() -> None:
 
 def test_ranks_without_a_core_of_their_own_do_not_spin() -> None:
     for host, replicas, expected in (
-        (HostFacts(num_cores=2, num_gpus=0), 1, (1, 0)),
-        (HostFacts(num_cores=3, num_gpus=0), 1, (1, 50)),
-        (HostFacts(num_cores=4, num_gpus=0), 2, (1, 0)),
+        (HostFacts(num_cores=1, num_gpus=0), 1, (1, 0)),
+        (HostFacts(num_cores=2, num_gpus=0), 1, (1, 50)),
+        (HostFacts(num_cores=3, num_gpus=0), 2, (1, 0)),
         (HostFacts(num_cores=4, num_gpus=0, num_nodes=2), 2, (2, 50)),
     ):
         parallel = _resolved(host, tensor_parallel_size=2, num_replicas=replicas).config.parallel
