@@ -1,4 +1,4 @@
-"""What an attention backend does, and which ones there are."""
+"""What an attention backend does. Which ones there are: attention/registry.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from attention.forward_batch import ForwardBatch
 from attention.kv_pool import ReqToTokenPool, TokenToKVPool
 from attention.layer import AttentionLayer
-from configs.errors import ConfigError
 
 
 class AttentionBackend(ABC):
@@ -43,19 +42,3 @@ class AttentionBackend(ABC):
         Returns:
             [num_tokens, tp_q_head_num * head_dim], contiguous.
         """
-
-
-def create_backend(
-    name: str,
-    layers: Sequence[AttentionLayer],
-    req_to_token_pool: ReqToTokenPool,
-    token_to_kv_pool: TokenToKVPool,
-) -> AttentionBackend:
-    """The backend called `name`; raises ConfigError for a name there is none for."""
-    # Imported here: a backend's kernels are loaded only where they are used.
-    from attention.torch_native import TorchNativeBackend
-
-    backends: dict[str, type[AttentionBackend]] = {"torch_native": TorchNativeBackend}
-    if name not in backends:
-        raise ConfigError(f"attention_backend={name} is not one of {', '.join(sorted(backends))}")
-    return backends[name](layers, req_to_token_pool, token_to_kv_pool)

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from attention.backend import create_backend
 from attention.forward_batch import ForwardBatch, ForwardMode
 from attention.kv_pool import ReqToTokenPool, TokenToKVPool
 from attention.layer import AttentionLayer
+from attention.registry import create_backend
 from configs.errors import ConfigError, EngineError
 
 CPU = torch.device("cpu")

@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch.distributed import HashStore, Store
 
-from attention.backend import AttentionBackend, create_backend
+from attention.backend import AttentionBackend
 from attention.forward_batch import ForwardBatch
 from attention.kv_pool import ReqToTokenPool, TokenToKVPool
+from attention.registry import create_backend
 from configs.errors import ConfigError
 from configs.model_config import ModelConfig, RopeConfig, read_model_config
 from parallel.group import TensorParallelGroup

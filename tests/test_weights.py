@@ -19,10 +19,11 @@ from configs.errors import CheckpointError
 from configs.model_config import ModelConfig, RopeConfig
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan, Span
-from worker import gguf_weights, weights
+from worker import gguf_weights, safetensors_weights
 from worker.gguf_weights import GGUFFile
 from worker.models.decoder import Decoder
-from worker.weights import Checkpoint, SafetensorsFile, expected_shapes
+from worker.safetensors_weights import SafetensorsFile
+from worker.weights import Checkpoint, expected_shapes
 
 CPU = torch.device("cpu")
 
@@ -118,7 +119,7 @@ def test_stored_types_are_cast(tmp_path: Path, dtype: torch.dtype) -> None:
 
 
 def test_reads_through_an_index_and_in_small_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "_CHUNK_BYTES", 1000)
+    monkeypatch.setattr(safetensors_weights, "_CHUNK_BYTES", 1000)
     model = _model()
     tensors = _tensors(model)
     names = list(tensors)
@@ -170,6 +171,16 @@ def test_refuses_truncated_foreign_and_pickled_files(tmp_path: Path) -> None:
     file.write_bytes((10).to_bytes(8, "little") + b"not json..")
     with pytest.raises(CheckpointError, match="not JSON"):
         Checkpoint.open(tmp_path, model)
+    for entry in (
+        "7",
+        "{}",
+        '{"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}',
+        '{"dtype": "F32", "shape": "ab"}',
+    ):
+        header = f'{{"lm_head.weight": {entry}}}'.encode()
+        file.write_bytes(len(header).to_bytes(8, "little") + header)
+        with pytest.raises(CheckpointError, match=r"lm_head\.weight"):
+            Checkpoint.open(tmp_path, model)
     file.unlink()
     with pytest.raises(CheckpointError, match=r"no \.safetensors or \.gguf"):
         Checkpoint.open(tmp_path, model)

@@ -18,7 +18,7 @@ from configs.errors import CheckpointError
 from configs.gguf_header import GGUFHeader
 from configs.model_config import ModelConfig
 from parallel.plan import Span
-from worker.weights import RangeReader
+from worker.range_reader import RangeReader
 
 _CHUNK_ELEMENTS = 2 << 20
 """Elements dequantised at once; dequantising takes a few times their fp32 bytes."""

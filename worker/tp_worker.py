@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from attention.backend import create_backend
 from attention.kv_pool import ReqToTokenPool, TokenToKVPool
+from attention.registry import create_backend
 from configs.errors import ConfigError, EngineError
 from configs.model_config import ModelConfig
 from configs.schema import EngineConfig

@@ -7,10 +7,7 @@ with the model's shape before a byte of weights is read, so a missing, surplus o
 from __future__ import annotations
 
 import json
-import os
-import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -20,8 +17,8 @@ import torch
 from configs.errors import CheckpointError
 from configs.model_config import ModelConfig
 from parallel.plan import Span
+from worker.safetensors_weights import SafetensorsFile
 
-_SAFETENSORS_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _IGNORED_SUFFIXES = (
     # Old checkpoints store the rotary frequencies; they follow from the config.
@@ -34,8 +31,6 @@ _IGNORED_NAMES = (
     # A GGUF file's frequency scaling, which configs.model_config has already turned into a RopeConfig.
     "rope_freqs.weight",
 )
-_CHUNK_BYTES = 16 << 20
-"""Most bytes in flight between file and tensor: bounds what loading adds to a rank's peak memory."""
 
 
 class TensorFile(Protocol):
@@ -178,134 +173,6 @@ def expected_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-class RangeReader:
-    """Reads byte ranges of one file through a file descriptor: no mapping that keeps pages resident."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._fd = os.open(path, os.O_RDONLY)
-        self.size = os.fstat(self._fd).st_size
-        self.bytes_read = 0
-
-    def read(self, offset: int, length: int) -> bytearray:
-        """Bytes [offset, offset + length); raises CheckpointError when the file ends before."""
-        buffer = bytearray(length)
-        self.read_into(offset, memoryview(buffer))
-        return buffer
-
-    def read_into(self, offset: int, view: memoryview) -> None:
-        """Fills `view` with the bytes from `offset`."""
-        done = 0
-        while done < len(view):
-            count = os.preadv(self._fd, [view[done:]], offset + done)
-            if count == 0:
-                raise CheckpointError(f"{self.path} ends at byte {self.size}, its tensors need more; download it again")
-            done += count
-        self.bytes_read += done
-
-    def read_strided(self, offset: int, stride: int, count: int, length: int) -> bytearray:
-        """`count` pieces of `length` bytes, `stride` apart, joined; the gaps are not read."""
-        if length == stride:
-            return self.read(offset, count * length)
-        buffer = bytearray(count * length)
-        view = memoryview(buffer)
-        for i in range(count):
-            self.read_into(offset + i * stride, view[i * length : (i + 1) * length])
-        return buffer
-
-    def close(self) -> None:
-        """Closes the file."""
-        os.close(self._fd)
-
-
-@dataclass(frozen=True, slots=True)
-class _SafetensorsEntry:
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int
-    """Bytes from the start of the file."""
-
-
-class SafetensorsFile:
-    """One .safetensors file: its header is 8 bytes of length and JSON; tensors are row-major behind it."""
-
-    def __init__(self, reader: RangeReader, entries: Mapping[str, _SafetensorsEntry]) -> None:
-        self._reader = reader
-        self._entries = entries
-
-    @classmethod
-    def open(cls, path: Path) -> SafetensorsFile:
-        """Reads and checks the header."""
-        reader = RangeReader(path)
-        try:
-            entries = _read_safetensors_header(reader)
-        except CheckpointError:
-            reader.close()
-            raise
-        reader.bytes_read = 0
-        return cls(reader, entries)
-
-    @property
-    def bytes_read(self) -> int:
-        return self._reader.bytes_read
-
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: entry.shape for name, entry in self._entries.items()}
-
-    def read(self, name: str, out: torch.Tensor, rows: Span, columns: Span | None) -> None:
-        entry = self._entries[name]
-        itemsize = entry.dtype.itemsize
-        row_elements = entry.shape[1] if len(entry.shape) > 1 else 1
-        first, width = (columns.start, columns.size) if columns is not None else (0, row_elements)
-        step = max(1, _CHUNK_BYTES // (width * itemsize))
-        for start in range(rows.start, rows.stop, step):
-            stop = min(start + step, rows.stop)
-            data = self._reader.read_strided(
-                entry.offset + (start * row_elements + first) * itemsize,
-                row_elements * itemsize,
-                stop - start,
-                width * itemsize,
-            )
-            part = out[start - rows.start : stop - rows.start]
-            part.copy_(torch.frombuffer(data, dtype=entry.dtype).view(part.shape))
-
-    def close(self) -> None:
-        self._reader.close()
-
-
-def _read_safetensors_header(reader: RangeReader) -> dict[str, _SafetensorsEntry]:
-    path = reader.path
-    if reader.size < 8:
-        raise CheckpointError(f"{path} has {reader.size} bytes: too short for a safetensors file; download it again")
-    (length,) = struct.unpack("<Q", reader.read(0, 8))
-    if length > reader.size - 8:
-        raise CheckpointError(f"{path} is truncated or no safetensors file: its header alone asks for {length} bytes")
-    try:
-        header = json.loads(bytes(reader.read(8, length)))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is no safetensors file: its header is not JSON ({error})") from error
-    entries = {}
-    for name, info in header.items():
-        if name == "__metadata__":
-            continue
-        dtype = _SAFETENSORS_DTYPES.get(info["dtype"])
-        if dtype is None:
-            raise CheckpointError(
-                f"{path}: tensor {name} is of type {info['dtype']}; supported are {', '.join(_SAFETENSORS_DTYPES)}"
-            )
-        begin, end = info["data_offsets"]
-        shape = tuple(info["shape"])
-        if end - begin != dtype.itemsize * _product(shape):
-            raise CheckpointError(f"{path}: tensor {name} of shape {list(shape)} has {end - begin} bytes")
-        if 8 + length + end > reader.size:
-            raise CheckpointError(
-                f"{path} is truncated: tensor {name} ends at byte {8 + length + end} of {reader.size}; "
-                "download it again"
-            )
-        entries[name] = _SafetensorsEntry(dtype=dtype, shape=shape, offset=8 + length + begin)
-    return entries
-
-
 def _open_file(path: Path, model: ModelConfig) -> TensorFile:
     if path.suffix != ".gguf":
         return SafetensorsFile.open(path)
@@ -356,10 +223,3 @@ def _indexed_files(index: Path) -> list[Path]:
 def _listed(names: Sequence[str]) -> str:
     shown = ", ".join(names[:8])
     return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
-
-
-def _product(shape: Sequence[int]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product

@@ -1,0 +1,113 @@
+"""Safetensors files: rows and columns of tensors as this rank needs them.
+
+Read with `pread` and not through the safetensors package: that maps the file, and a mapped shard counts as resident
+memory beside its copy, which doubles what a rank needs while loading.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+
+from configs.errors import CheckpointError
+from parallel.plan import Span
+from worker.range_reader import RangeReader
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+_CHUNK_BYTES = 16 << 20
+"""Most bytes in flight between file and tensor: bounds what loading adds to a rank's peak memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    """Bytes from the start of the file."""
+
+
+class SafetensorsFile:
+    """One .safetensors file: its header is 8 bytes of length and JSON; tensors are row-major behind it."""
+
+    def __init__(self, reader: RangeReader, entries: Mapping[str, _Entry]) -> None:
+        self._reader = reader
+        self._entries = entries
+
+    @classmethod
+    def open(cls, path: Path) -> SafetensorsFile:
+        """Reads and checks the header."""
+        reader = RangeReader(path)
+        try:
+            entries = _read_header(reader)
+        except CheckpointError:
+            reader.close()
+            raise
+        reader.bytes_read = 0
+        return cls(reader, entries)
+
+    @property
+    def bytes_read(self) -> int:
+        return self._reader.bytes_read
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: entry.shape for name, entry in self._entries.items()}
+
+    def read(self, name: str, out: torch.Tensor, rows: Span, columns: Span | None) -> None:
+        entry = self._entries[name]
+        itemsize = entry.dtype.itemsize
+        row_elements = entry.shape[1] if len(entry.shape) > 1 else 1
+        first, width = (columns.start, columns.size) if columns is not None else (0, row_elements)
+        step = max(1, _CHUNK_BYTES // (width * itemsize))
+        for start in range(rows.start, rows.stop, step):
+            stop = min(start + step, rows.stop)
+            data = self._reader.read_strided(
+                entry.offset + (start * row_elements + first) * itemsize,
+                row_elements * itemsize,
+                stop - start,
+                width * itemsize,
+            )
+            part = out[start - rows.start : stop - rows.start]
+            part.copy_(torch.frombuffer(data, dtype=entry.dtype).view(part.shape))
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+def _read_header(reader: RangeReader) -> dict[str, _Entry]:
+    path = reader.path
+    if reader.size < 8:
+        raise CheckpointError(f"{path} has {reader.size} bytes: too short for a safetensors file; download it again")
+    (length,) = struct.unpack("<Q", reader.read(0, 8))
+    if length > reader.size - 8:
+        raise CheckpointError(f"{path} is truncated or no safetensors file: its header alone asks for {length} bytes")
+    try:
+        header = json.loads(bytes(reader.read(8, length)))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is no safetensors file: its header is not JSON ({error})") from error
+    entries = {}
+    for name, info in header.items():
+        if name == "__metadata__":
+            continue
+        try:
+            kind, shape = str(info["dtype"]), tuple(int(size) for size in info["shape"])
+            begin, end = (int(offset) for offset in info["data_offsets"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{path}: the header's entry for tensor {name} is malformed ({error!r})") from error
+        dtype = _DTYPES.get(kind)
+        if dtype is None:
+            raise CheckpointError(f"{path}: tensor {name} is of type {kind}; supported are {', '.join(_DTYPES)}")
+        if begin < 0 or min(shape, default=0) < 0 or end - begin != dtype.itemsize * prod(shape):
+            raise CheckpointError(f"{path}: tensor {name} of shape {list(shape)} has bytes {begin} to {end}")
+        if 8 + length + end > reader.size:
+            raise CheckpointError(
+                f"{path} is truncated: tensor {name} ends at byte {8 + length + end} of {reader.size}; "
+                "download it again"
+            )
+        entries[name] = _Entry(dtype=dtype, shape=shape, offset=8 + length + begin)
+    return entries
