@@ -58,6 +58,18 @@ class Engine:
             await self._engine.close()
 
 
+def check_checkpoint(config: EngineConfig, *, gpus: bool) -> None:
+    """Reads the headers of the model's files: what a rank would find wrong is found before there are ranks.
+
+    Raises:
+        ConfigError: files are missing, truncated or of another model, or settings do not fit the model.
+    """
+    from worker.weights import Checkpoint  # imports torch, and this module is imported by every replica
+
+    spec = describe(config, gpus=gpus)
+    Checkpoint.open(spec.model_path, spec.model).close()
+
+
 def build_app(args: dict[str, Any]) -> serve.Application:
     """The application for one `EngineConfig`; what can be known to fail fails here, before anything is placed.
 
@@ -71,7 +83,7 @@ def build_app(args: dict[str, Any]) -> serve.Application:
     nodes = NodeResources.from_ray(ray.nodes())
     gpus = uses_gpus(config, nodes)
     if config.is_local_model:
-        describe(config, gpus=gpus)
+        check_checkpoint(config, gpus=gpus)
     bundles = group_bundles(config, gpus=gpus)
     check_fits(config, bundles, nodes)
     ongoing = config.scheduler.max_num_seqs * _ONGOING_PER_SEQ + config.scheduler.max_num_queued_requests

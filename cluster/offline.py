@@ -12,7 +12,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 
 from cluster.engine import RunningEngine, describe
 from cluster.placement import NodeResources, check_fits, group_bundles, uses_gpus
-from cluster.session import ray_session
+from cluster.session import cluster_address, ray_session
 from configs.load import load_app_config
 from configs.schema import EngineConfig
 
@@ -30,7 +30,7 @@ def generate_text(
     """Prints the continuation of `prompt` as it is generated. Raises ConfigError, RequestError, EngineError."""
     config = load_app_config(file, overrides).engine
     cpus = sum(bundle["CPU"] for bundle in group_bundles(config, gpus=False))
-    with ray_session(address, min_cpus=cpus):
+    with ray_session(cluster_address(address), min_cpus=cpus):
         asyncio.run(_generate(config, prompt, max_tokens, temperature, chat))
 
 

@@ -37,21 +37,28 @@ def print_plan(app: AppConfig, console: Console | None = None, *, gpus: bool | N
     host = HostFacts(num_cores=os.cpu_count() or 1, num_gpus=config.tensor_parallel_size if on_gpus else 0)
     resolved = resolve(config, model, host)
     plan = ShardPlan.create(model, config.tensor_parallel_size)
-    console.print(
+    lines = [
         f"{resolved.config.served_model_name}: {model.model_type}, {model.num_hidden_layers} layers, "
-        f"{model.num_attention_heads} query heads, {model.num_key_value_heads} KV heads, {resolved.config.dtype}"
-    )
-    console.print(f"  from {model_path}", soft_wrap=True)
-    console.print(_rank_table(plan, dtype_bytes(resolved.config.dtype)))
-    for line in (*_memory_lines(plan, resolved.config), _placement_line(config, gpus=on_gpus)):
-        console.print(line)
-    for decision in resolved.decisions:
-        console.print(f"  {decision}")
-    console.print(f"endpoint: http://{app.host}:{app.port}{app.route_prefix.rstrip('/')}/v1")
+        f"{model.num_attention_heads} query heads, {model.num_key_value_heads} KV heads, {resolved.config.dtype}",
+        f"  from {model_path}",
+        "",
+        _rank_table(plan, dtype_bytes(resolved.config.dtype)),
+        "",
+        *_memory_lines(plan, resolved.config),
+        _placement_line(config, gpus=on_gpus),
+        f"endpoint   http://{app.host}:{app.port}{app.route_prefix.rstrip('/')}/v1",
+        "",
+        *(f"  {decision}" for decision in resolved.decisions),
+    ]
+    if gpus is None and config.device == "auto":
+        lines.append("  device: auto takes GPUs where the cluster has them; this is the plan without")
+    for line in lines:
+        # Not wrapped: a line is for grep and for copying too, and a terminal wraps by itself.
+        console.print(line, soft_wrap=isinstance(line, str), markup=False)
 
 
 def _rank_table(plan: ShardPlan, element_bytes: int) -> Table:
-    table = Table(box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False, header_style="")
     for title in ("rank", "query heads", "KV heads", "MLP columns", "vocabulary rows", "weights", "KV per token"):
         table.add_column(title, justify="right")
     for rank in range(plan.tp_size):
@@ -79,32 +86,29 @@ def _memory_lines(plan: ShardPlan, config: EngineConfig) -> list[str]:
     element_bytes = dtype_bytes(config.dtype)
     weights = [plan.weight_elements(rank) * element_bytes for rank in range(plan.tp_size)]
     per_token = [plan.kv_elements_per_token(rank) * element_bytes for rank in range(plan.tp_size)]
-    lines = [f"weights: {sum(weights) / _MIB:.0f} MiB in all, heaviest rank {max(weights) / _MIB:.0f} MiB"]
+    lines = [f"weights    {sum(weights) / _MIB:.0f} MiB in all, {max(weights) / _MIB:.0f} MiB on the fullest rank"]
     kv = config.kv_cache
     if kv.num_tokens is not None:
-        lines.append(
-            f"KV pool: {kv.num_tokens} tokens (kv_cache.num_tokens), "
-            f"{kv.num_tokens * max(per_token) / _MIB:.0f} MiB on the fullest rank"
-        )
+        pool = f"{kv.num_tokens} tokens, {kv.num_tokens * max(per_token) / _MIB:.0f} MiB on the fullest rank"
     elif kv.memory_bytes is not None:
-        tokens = kv.memory_bytes // max(per_token)
-        lines.append(f"KV pool: {kv.memory_bytes / _MIB:.0f} MiB a rank (kv_cache.memory_bytes) hold {tokens} tokens")
+        pool = f"{kv.memory_bytes // max(per_token)} tokens, {kv.memory_bytes / _MIB:.0f} MiB a rank"
     else:
-        lines.append(
-            f"KV pool: {kv.memory_fraction:g} of the memory that is free once the weights are loaded "
-            f"(kv_cache.memory_fraction), {max(per_token)} bytes a token on the fullest rank"
+        pool = (
+            f"{max(per_token) / 1024:.1f} KiB a token on the fullest rank; the pool takes "
+            f"{kv.memory_fraction:g} of what is free after loading"
         )
-    return lines
+    return [*lines, f"KV pool    {pool}"]
 
 
 def _placement_line(config: EngineConfig, *, gpus: bool) -> str:
     bundles = group_bundles(config, gpus=gpus)
-    cpus = sum(bundle["CPU"] for bundle in bundles)
-    num_gpus = sum(bundle.get("GPU", 0.0) for bundle in bundles)
-    group = f"{num_gpus:g} GPUs and {cpus:g} CPUs" if gpus else f"{cpus:g} CPUs"
-    replicas = config.num_replicas
-    total = f"{num_gpus * replicas:g} GPUs" if gpus else f"{cpus * replicas:g} CPUs"
-    return (
-        f"placement: {replicas} x tensor_parallel_size {config.tensor_parallel_size}; "
-        f"a group takes {group} ({config.placement.strategy}), {total} in all"
-    )
+    amounts = [_count(sum(bundle["CPU"] for bundle in bundles), "CPU")]
+    if gpus:
+        amounts.insert(0, _count(sum(bundle["GPU"] for bundle in bundles[1:]), "GPU"))
+    groups = _count(config.num_replicas, "group")
+    ranks = _count(config.tensor_parallel_size, "rank")
+    return f"placement  {groups} of {ranks}; a group takes {' and '.join(amounts)} of Ray ({config.placement.strategy})"
+
+
+def _count(number: float, noun: str) -> str:
+    return f"{number:g} {noun}" + ("" if round(number, 6) == 1 else "s")

@@ -10,27 +10,36 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+import httpx
 import ray
 from ray import serve
 from ray.serve.schema import ApplicationStatus
 from rich.console import Console
 
-from cluster.app import build_app
+from cluster.app import check_checkpoint
 from cluster.coordinator_actor import Progress
-from cluster.placement import group_bundles
+from cluster.deployment import deploy
+from cluster.placement import NodeResources, group_bundles, uses_gpus
 from cluster.rank_group import NAMESPACE
 from cluster.report import print_plan
-from cluster.session import check_port_free, ray_session
-from configs.errors import EngineError
+from cluster.session import Session, check_port_free, cluster_address, ray_session
+from configs.errors import ConfigError, EngineError
 from configs.load import AppConfig, load_app_config
 
 _POLL_S = 0.25
-_ERROR_LINE = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Timeout|Exit)\b: ")
-_PROGRESS_TIMEOUT_S = 2.0
+_WATCH_S = 1.0
+_PROGRESS_TIMEOUT_S = 1.0
+_URL_TIMEOUT_S = 10.0
+# Requests may run on for server.shutdown_timeout_s, but nobody waits that long at a prompt.
+_STOP_TIMEOUT_S = 8.0
 # `ray job stop` sends SIGTERM and, three seconds later, SIGKILL: the delete must be on its way before that.
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_ERROR_LINE = re.compile(r"([A-Za-z_][\w.]*(?:Error|Exception|Timeout|Exit)): (.*)")
+_OUR_ERRORS = "configs.errors."
+# No retry mends these; Serve would make three.
+_FINAL_ERRORS = tuple(f"{_OUR_ERRORS}{name}: " for name in ("ConfigError", "CheckpointError", "PlacementError"))
 
 
 class ServingJob:
@@ -41,17 +50,22 @@ class ServingJob:
         self._address = address
         self._stop = threading.Event()
         self._console = Console(highlight=False)
+        self._began = time.monotonic()
 
     @classmethod
     def create(cls, file: Path, overrides: list[str], address: str | None) -> ServingJob:
-        """Reads and checks `file`. Raises ConfigError."""
-        return cls(load_app_config(file, overrides), address)
+        """Reads and checks `file`, and looks for the cluster. Raises ConfigError."""
+        return cls(load_app_config(file, overrides), cluster_address(address))
 
     @property
     def url(self) -> str:
         """Base URL of the endpoint, as clients on this machine see it."""
-        host = "127.0.0.1" if self._config.host in ("0.0.0.0", "::") else self._config.host
-        return f"http://{host}:{self._config.port}{self._config.route_prefix.rstrip('/')}/v1"
+        return f"{self._root_url}/v1"
+
+    @property
+    def _root_url(self) -> str:
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self._config.host, self._config.host)
+        return f"http://{host}:{self._config.port}{self._config.route_prefix.rstrip('/')}"
 
     def run(self, *, detach: bool) -> None:
         """Serves until interrupted, or until ready when `detach`.
@@ -60,35 +74,63 @@ class ServingJob:
             ConfigError: before anything was placed.
             EngineError: the app could not be started, or failed for good while it ran.
         """
-        engine = self._config.engine
-        cpus = sum(bundle["CPU"] for bundle in group_bundles(engine, gpus=False)) * engine.num_replicas
-        with ray_session(self._address, min_cpus=cpus) as own_cluster:
-            if own_cluster:
-                check_port_free(self._config.host, self._config.port)
-            # After ray.init, which installs handlers of its own.
-            for number in _STOP_SIGNALS:
-                signal.signal(number, lambda *_: self._stop.set())
-            logging.getLogger("ray.serve").setLevel(logging.WARNING)
-            print_plan(self._config, self._console)
-            app = build_app(engine.model_dump(mode="python"))
-            serve.start(http_options={"host": self._config.host, "port": self._config.port})
-            try:
-                serve.run_many(
-                    [serve.RunTarget(app, name=self._config.name, route_prefix=self._config.route_prefix)],
-                    wait_for_ingress_deployment_creation=False,
-                    wait_for_applications_running=False,
+        self._trap_signals()
+        config = self._config.engine
+        if self._address is None:
+            if detach:
+                raise ConfigError(
+                    "--detach needs a Ray cluster that stays; start one with `ray start --head`, or leave it out"
                 )
-                if not self._wait_until_running():
-                    return
-                self._print_ready()
-                if detach:
-                    return
-                self._watch()
-            finally:
-                if own_cluster:
-                    serve.shutdown()
-                elif not detach or self._stop.is_set():
-                    serve.delete(self._config.name, _blocking=False)
+            check_port_free(self._config.host, self._config.port)
+        if config.is_local_model:
+            check_checkpoint(config, gpus=config.device == "cuda")
+        cpus = sum(bundle["CPU"] for bundle in group_bundles(config, gpus=False)) * config.num_replicas
+        self._say("starting Ray" if self._address is None else f"joining Ray at {self._address}")
+        try:
+            with ray_session(self._address, min_cpus=cpus) as session:
+                self._trap_signals()  # ray.init installed its own
+                if not self._stop.is_set():
+                    self._serve(session, detach=detach)
+        except KeyboardInterrupt:
+            self._stop.set()
+        if self._stop.is_set():
+            self._say("stopped")
+
+    def _trap_signals(self) -> None:
+        for number in _STOP_SIGNALS:
+            signal.signal(number, lambda *_: self._stop.set())
+
+    def _serve(self, session: Session, *, detach: bool) -> None:
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        gpus = uses_gpus(self._config.engine, NodeResources.from_ray(ray.nodes()))
+        print_plan(self._config, self._console, gpus=gpus)
+        self._say("starting Ray Serve" if session.own else "deploying")
+        stays = False
+        try:
+            deploy(self._config, session)
+            if not self._wait_until_running():
+                return
+            self._wait_until_answering()
+            self._print_ready(detach=detach, session=session)
+            if detach:
+                stays = True
+                return
+            self._watch()
+        finally:
+            if not stays:
+                self._delete(wait=session.own)
+
+    def _delete(self, *, wait: bool) -> None:
+        """Asks Serve to end the app; a cluster of our own ends right after, so the app's end is waited for there."""
+        # A Serve that was never started would be started by asking it.
+        if not any(actor["namespace"] == "serve" for actor in ray.util.list_named_actors(all_namespaces=True)):
+            return
+        serve.delete(self._config.name, _blocking=False)
+        if wait:
+            self._say("stopping")
+        deadline = time.monotonic() + _STOP_TIMEOUT_S
+        while wait and self._status()[0] != ApplicationStatus.NOT_STARTED and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
 
     def _status(self) -> tuple[ApplicationStatus, str]:
         overview = serve.status().applications.get(self._config.name)
@@ -98,29 +140,30 @@ class ServingJob:
         return overview.status, "\n".join([overview.message, *details]).strip()
 
     def _wait_until_running(self) -> bool:
-        """True once the app answers, False when interrupted; shows each phase once and the weights as they load."""
-        began = time.monotonic()
+        """True once the app runs, False when interrupted; shows each phase once and the weights as they load."""
         shown = ""
         with self._console.status("starting") as spinner:
             while not self._stop.wait(_POLL_S):
                 status, message = self._status()
                 if status == ApplicationStatus.RUNNING:
-                    self._console.print(f"ready after {time.monotonic() - began:.1f} s")
                     return True
-                if status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
-                    raise EngineError(f"the app could not be started\n{root_cause(message)}")
+                failed = status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
+                if failed or any(kind in message for kind in _FINAL_ERRORS):
+                    raise EngineError(f"{self._config.name} could not be started: {root_cause(message)}")
                 progress = self._progress()
                 if progress is None:
                     continue
+                phase = "generating the first token" if progress.phase == "ready" else progress.phase
                 percent = f" {100 * sum(progress.loaded) / len(progress.loaded):.0f} %" if progress.loaded else ""
-                spinner.update(progress.phase + percent)
-                if progress.phase != shown:
-                    shown = progress.phase
-                    self._console.print(f"{time.monotonic() - began:6.1f} s  {shown}")
+                spinner.update(phase + percent)
+                if phase != shown:
+                    shown = phase
+                    self._say(phase)
         return False
 
     def _progress(self) -> Progress | None:
-        """What the first replica's coordinator says of its start; None while there is none."""
+        """What the least advanced replica's coordinator says of its start; None while there is none."""
+        found: list[Progress] = []
         for actor in ray.util.list_named_actors(all_namespaces=True):
             name = actor["name"]
             if actor["namespace"] == NAMESPACE and name.startswith(f"{self._config.name}:") and ":tp" not in name:
@@ -128,28 +171,51 @@ class ServingJob:
                 with contextlib.suppress(ValueError, ray.exceptions.RayError):
                     coordinator = ray.get_actor(name, namespace=NAMESPACE)
                     answer: Any = ray.get(coordinator.progress.remote(), timeout=_PROGRESS_TIMEOUT_S)
-                    return cast(Progress, answer)
-        return None
+                    found.append(answer)
+        return min(found, key=lambda progress: progress.phase == "ready", default=None)
 
-    def _print_ready(self) -> None:
-        body = {"model": self._config.served_model_name, "messages": [{"role": "user", "content": "Hello!"}]}
-        self._console.print(f"serving {self._config.served_model_name} at {self.url}")
-        self._console.print(
-            f"curl {self.url}/chat/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'",
-            soft_wrap=True,
+    def _wait_until_answering(self) -> None:
+        """Returns once the endpoint answers here: Serve's proxy learns of a new app a moment after it runs."""
+        deadline = time.monotonic() + _URL_TIMEOUT_S
+        while not self._stop.wait(_POLL_S):
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(f"{self._root_url}/ready", timeout=_URL_TIMEOUT_S, trust_env=False).is_success:
+                    return
+            if time.monotonic() > deadline:
+                self._say(f"{self.url} does not answer from this machine, though the app runs: is the proxy elsewhere?")
+                return
+
+    def _print_ready(self, *, detach: bool, session: Session) -> None:
+        name = self._config.served_model_name
+        body = {"model": name, "messages": [{"role": "user", "content": "Hello!"}]}
+        self._say("ready")
+        self._print(f"\nserving {name} at {self.url}; try")
+        self._print(
+            f"curl {self.url}/chat/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'\n",
         )
+        if detach:
+            self._print(f"the app {self._config.name} stays; `serve shutdown` ends all apps of the cluster")
+        elif session.own:
+            self._print("Ctrl-C ends it")
 
     def _watch(self) -> None:
         """Returns when interrupted; prints what changes, raises when the app is gone for good."""
         last = ApplicationStatus.RUNNING
-        while not self._stop.wait(1.0):
+        while not self._stop.wait(_WATCH_S):
             status, message = self._status()
             if status != last:
-                self._console.print(f"{status}: {root_cause(message)}")
+                self._say(f"{status.value.lower()} {root_cause(message)}".rstrip())
                 last = status
-            if status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.NOT_STARTED):
-                raise EngineError(f"the app ended\n{root_cause(message)}")
-        self._console.print("stopping")
+            if status == ApplicationStatus.DEPLOY_FAILED:
+                raise EngineError(f"{self._config.name} failed: {root_cause(message)}")
+            if status == ApplicationStatus.NOT_STARTED:
+                raise EngineError(f"{self._config.name} was deleted by someone else")
+
+    def _say(self, text: str) -> None:
+        self._print(f"{time.monotonic() - self._began:6.1f} s  {text}")
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True, markup=False)
 
 
 def root_cause(message: str) -> str:
@@ -158,8 +224,8 @@ def root_cause(message: str) -> str:
     Serve hands on the traceback of the constructor it gave up on; the error is its last line that names one.
     """
     lines = [line.strip() for line in message.splitlines() if line.strip()]
-    errors = [line for line in lines if _ERROR_LINE.match(line)]
+    errors = [match for line in lines if (match := _ERROR_LINE.match(line))]
     if not errors:
         return message
-    kind, _, text = errors[-1].partition(": ")
-    return text if kind.startswith("configs.errors.") else errors[-1]
+    ours = [match for match in errors if match[1].startswith(_OUR_ERRORS)]
+    return ours[-1][2] if ours else errors[-1][0]

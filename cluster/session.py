@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import socket
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -16,58 +19,145 @@ from configs.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
 _OBJECT_STORE_BYTES = 100 * 1024 * 1024  # nothing of ours goes through the object store
+_PROBE_TIMEOUT_S = 3.0
+_JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+
+
+@dataclass(frozen=True)
+class Session:
+    """A connection to Ray."""
+
+    own: bool
+    """Whether the cluster was started by this command and ends with it."""
+    dashboard_url: str | None = None
+    """None when the cluster has no dashboard."""
+    working_dir: str | None = None
+    """URI of this checkout as the cluster's nodes fetch it; None in a cluster of our own, which reads it in place."""
 
 
 def check_port_free(host: str, port: int) -> None:
     """Raises ConfigError when another program listens on `host:port`: Serve's proxy would only log it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
             raise ConfigError(
-                f"http_options.port={port} on {host} is taken ({error.strerror}); choose another with "
-                f"--set http_options.port={port + 1} or stop what listens there"
+                f"http_options.port={port} on {host} cannot be used ({error.strerror}); choose another with "
+                f"--set http_options.port={min(port + 1, 65535)}, or stop what listens there"
             ) from None
 
 
-def running_cluster() -> str | None:
-    """Address of the cluster a command joins when it is told none: RAY_ADDRESS, or one on this machine."""
-    if address := os.environ.get("RAY_ADDRESS"):
-        return address
-    with contextlib.suppress(ConnectionError):
-        ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
-        return "auto"
-    return None
+def cluster_address(address: str | None) -> str | None:
+    """Where the cluster is that a command joins, as `host:port`; None when it starts one of its own.
+
+    Args:
+        address: `local`, `auto` or `host:port`; None stands for RAY_ADDRESS, then for the cluster that `ray start` last
+            started on this machine.
+
+    Raises:
+        ConfigError: no cluster answers at an address that was given.
+    """
+    source = "--address" if address else "RAY_ADDRESS"
+    address = address or os.environ.get("RAY_ADDRESS")
+    if address == "local":
+        return None
+    if address in (None, "", "auto"):
+        recorded = _recorded_address()
+        if recorded is not None and _unreachable(recorded) is None:
+            return recorded
+        if not address:
+            return None
+        raise ConfigError(f"{source}=auto, but no Ray cluster runs on this machine; start one with `ray start --head`")
+    assert address is not None, "the case of None is above"
+    if "://" in address:
+        raise ConfigError(
+            f"{source}={address} is not of the form host:port; a dashboard's or client's address is for "
+            "`ray job submit`, here give the cluster's own (by default its head's port 6379), auto or local"
+        )
+    reason = _unreachable(address)
+    if reason is not None:
+        raise ConfigError(
+            f"no Ray cluster answers at {source}={address} ({reason}); correct it, or leave it out to start one here"
+        )
+    return address
 
 
 @contextlib.contextmanager
-def ray_session(address: str | None, *, min_cpus: float) -> Iterator[bool]:
-    """Connects to Ray; yields whether the cluster is ours and ends with the block.
+def ray_session(address: str | None, *, min_cpus: float) -> Iterator[Session]:
+    """Connects to Ray for the time of the block.
 
     Args:
-        address: `local`, a cluster's address, or None for `running_cluster()` and then local.
+        address: what `cluster_address` returned; None starts a cluster.
         min_cpus: logical CPUs a cluster of our own must have; ranks on CPU may share cores.
+
+    Raises:
+        ConfigError: the cluster cannot be joined.
+        KeyboardInterrupt: SIGTERM arrived while Ray started.
     """
-    # Workers import this checkout: a cluster of our own inherits it, a job brings it as its working_dir.
+    # Workers import this checkout: a cluster of our own inherits its path, others are given it as a working_dir.
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
-    address = address or running_cluster()
-    own = address in (None, "local")
-    if own:
+    try:
+        yield _connect(address, min_cpus)
+    except SystemExit:
+        # Ray's own SIGTERM handler, in force while it starts.
+        raise KeyboardInterrupt from None
+    finally:
+        ray.shutdown()
+
+
+def _connect(address: str | None, min_cpus: float) -> Session:
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if address is None:
         ray.init(
             address="local",
             num_cpus=max(os.cpu_count() or 1, int(min_cpus) + 1),
             include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
             object_store_memory=_OBJECT_STORE_BYTES,
+            **options,
         )
-    elif not ray.is_initialized():
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        return Session(own=True)
+    # A job brings the checkout itself.
+    if not _job_runtime_env().get("working_dir"):
+        options["runtime_env"] = {"working_dir": str(ROOT)}
     try:
-        yield own
-    finally:
-        ray.shutdown()
+        context = ray.init(address=address, **options)
+    except (ConnectionError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"the Ray cluster at {address} cannot be joined: {reason}") from None
+    url = context.dashboard_url
+    return Session(
+        own=False,
+        dashboard_url=None if not url else url if "://" in url else f"http://{url}",
+        working_dir=ray.get_runtime_context().runtime_env.get("working_dir"),
+    )
+
+
+def _job_runtime_env() -> dict[str, Any]:
+    """What `ray job submit` gave this driver; empty outside a job."""
+    config: dict[str, Any] = json.loads(os.environ.get(_JOB_CONFIG) or "{}")
+    return config.get("runtime_env") or {}
+
+
+def _recorded_address() -> str | None:
+    """What `ray start` noted. Ray's `auto` would take any cluster of this machine, another command's own included."""
+    record = Path(os.environ.get("RAY_TMPDIR") or "/tmp") / "ray" / "ray_current_cluster"
+    with contextlib.suppress(FileNotFoundError):
+        return record.read_text(encoding="utf-8").strip() or None
+    return None
+
+
+def _unreachable(address: str) -> str | None:
+    """Why nothing answers at `host:port`; None when something does."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        return "not of the form host:port"
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _PROBE_TIMEOUT_S).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    return None

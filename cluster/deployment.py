@@ -1,0 +1,92 @@
+"""How an application reaches Ray Serve: declaratively where the cluster has a dashboard, else from this process.
+
+Declared, a re-run that changes only `deployments:` restarts nothing. Applications of others are left alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import ray
+from ray import serve
+from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
+
+from cluster.app import build_app
+from cluster.session import Session, check_port_free
+from configs.errors import ConfigError, EngineError
+from configs.load import AppConfig
+
+logger = logging.getLogger(__name__)
+
+
+def deploy(config: AppConfig, session: Session) -> None:
+    """Hands the application to Ray Serve, which it starts if need be; does not wait for the replicas.
+
+    Raises:
+        ConfigError: before anything was placed: a setting, the checkpoint, the cluster's size, or the port is wrong.
+        EngineError: Ray Serve refused the application.
+    """
+    declaration = _declaration(config, session)
+    application = build_app(declaration["applications"][0]["args"])
+    client = _dashboard_client(session)
+    details = {} if client is None else client.get_serve_details()
+    _check_http_options(config, details.get("http_options") or {})
+    if client is not None and not _others(details, config.name):
+        try:
+            client.deploy_applications(declaration)
+        except RuntimeError as error:
+            raise EngineError(f"Ray Serve refused the application: {error}") from None
+        return
+    if declaration["applications"][0].get("deployments"):
+        logger.warning("`deployments:` has no effect: it needs a cluster whose dashboard declares this app alone")
+    serve.start(
+        http_options=declaration["http_options"],
+        proxy_location=declaration.get("proxy_location"),
+        logging_config=declaration.get("logging_config"),
+    )
+    target = serve.RunTarget(application, name=config.name, route_prefix=config.route_prefix)
+    serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+
+
+def _declaration(config: AppConfig, session: Session) -> dict[str, Any]:
+    """The config file with overrides, our defaults, and where the nodes find this code."""
+    application = {**config.document["applications"][0], "name": config.name, "route_prefix": config.route_prefix}
+    runtime_env = dict(application.get("runtime_env") or {})
+    if session.working_dir is not None:
+        runtime_env.setdefault("working_dir", session.working_dir)
+    if runtime_env:
+        application["runtime_env"] = runtime_env
+    http_options = {**(config.document.get("http_options") or {}), "host": config.host, "port": config.port}
+    return {**config.document, "http_options": http_options, "applications": [application]}
+
+
+def _dashboard_client(session: Session) -> ServeSubmissionClient | None:
+    if session.dashboard_url is None:
+        return None
+    try:
+        return ServeSubmissionClient(session.dashboard_url)
+    except ConnectionError:  # it may listen where this node cannot reach it
+        logger.warning("the dashboard at %s does not answer; deploying without it", session.dashboard_url)
+        return None
+
+
+def _others(details: dict[str, Any], name: str) -> list[str]:
+    """Other apps that were declared: a declaration without them would delete them."""
+    applications: dict[str, Any] = details.get("applications") or {}
+    return [other for other, app in applications.items() if other != name and app.get("source") == "declarative"]
+
+
+def _check_http_options(config: AppConfig, running: dict[str, Any]) -> None:
+    """Raises ConfigError for a port that is taken, or is not the one that Ray Serve already listens on."""
+    if not any(actor["namespace"] == "serve" for actor in ray.util.list_named_actors(all_namespaces=True)):
+        check_port_free(config.host, config.port)
+        return
+    for option, wanted in (("host", config.host), ("port", config.port)):
+        found = running.get(option)
+        if found is not None and found != wanted:
+            raise ConfigError(
+                f"http_options.{option}={wanted}, but Ray Serve of this cluster already listens on {option} {found} "
+                f"and cannot change it while it runs; use --set http_options.{option}={found}, or end Serve with "
+                "`serve shutdown`"
+            )
