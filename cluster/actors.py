@@ -14,6 +14,7 @@ from configs.schema import EngineConfig
 
 if TYPE_CHECKING:
     from parallel.channel import FrameReader, FrameWriter
+    from parallel.group import TensorParallelGroup
     from worker.tp_worker import TPWorker
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class RankActor:
 
     def __init__(self, spec: RankSpec) -> None:
         self._spec = spec
+        self._group: TensorParallelGroup | None = None
         self._worker: TPWorker | None = None
         self._progress = 0.0
         self._frames: FrameReader | None = None
@@ -99,9 +101,9 @@ class RankActor:
             logger.warning("parallel.all_reduce: shared_memory -> gloo (the ranks are on several nodes)")
             strategy = "gloo"
         if config.tensor_parallel_size == 1:
-            group = TensorParallelGroup.single(device)
+            self._group = TensorParallelGroup.single(device)
         else:
-            group = TensorParallelGroup.create(
+            self._group = TensorParallelGroup.create(
                 rank=rank,
                 size=config.tensor_parallel_size,
                 store=TCPStore(host, port, is_master=False, wait_for_workers=False),
@@ -116,7 +118,7 @@ class RankActor:
             model=model,
             model_path=Path(self._spec.model_path),
             plan=ShardPlan.create(model, config.tensor_parallel_size),
-            group=group,
+            group=self._group,
         )
 
     def load(self) -> RankLoad:
@@ -168,6 +170,14 @@ class RankActor:
             send=None if results is None else lambda result: results.send(result, timeout_s),
         )
         worker.close()
+
+    @ray.method(concurrency_group="ctl")
+    def abort(self, reason: str) -> None:
+        """Makes `run` raise EngineError(reason), also where it waits for the other ranks."""
+        if self._frames is not None:
+            self._frames.fail(reason)
+        if self._group is not None:
+            self._group.abort(reason)
 
     @ray.method(concurrency_group="ctl")
     def progress(self) -> float:

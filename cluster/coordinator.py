@@ -15,6 +15,7 @@ import selectors
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -22,7 +23,7 @@ import msgspec
 
 from cluster.messages import Abort, EngineToCoordinator, Finished, StepOutput, Submit
 from cluster.scheduling.scheduler import Scheduler
-from configs.errors import EngineError
+from configs.errors import EngineError, LockstepError
 from parallel.channel import FrameReader, FrameWriter
 from worker.protocol import FrameKind, StepFrame, StepResult
 
@@ -31,6 +32,10 @@ logger = logging.getLogger(__name__)
 _LENGTH = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
 _IDLE_POLL_S = 1.0
+# A dead rank breaks connections, and its peers' deadlines pass with the coordinator's: whoever watches the ranks gets
+# this long to say what happened.
+_BLAME_S = 2.0
+_FLUSH_S = 1.0
 _RECEIVE_BYTES = 1 << 16
 
 _T = TypeVar("_T")
@@ -89,6 +94,12 @@ class EngineSocket:
         self._unsent += body
         self._write()
 
+    def flush(self, timeout_s: float) -> None:
+        """Writes what is queued, unless the peer takes longer than `timeout_s` to read it."""
+        deadline = time.monotonic() + timeout_s
+        while self._unsent and self._peer is not None and (left := deadline - time.monotonic()) > 0:
+            self.poll(left)
+
     def close(self) -> None:
         """Closes every socket; the address is gone with them."""
         self._selector.close()
@@ -132,8 +143,7 @@ class EngineSocket:
         return True
 
     def _write(self) -> None:
-        if self._peer is None:
-            return
+        assert self._peer is not None, "a write without a peer"
         try:
             while self._unsent:
                 del self._unsent[: self._peer.send(self._unsent)]
@@ -154,7 +164,7 @@ class EngineSocket:
 
 
 class Coordinator:
-    """Schedules, launches and retires steps until closed.
+    """Schedules, launches and retires steps until closed or failed.
 
     Args:
         scheduler: owns requests, pages and order.
@@ -172,7 +182,8 @@ class Coordinator:
         self._step_timeout_s = step_timeout_s
         self._socket = EngineSocket()
         self._closing = threading.Event()
-        self._failure: str | None = None
+        self._blamed = threading.Event()  # `fail` was called
+        self._failure: LockstepError | None = None
         self._num_steps = 0
         # Control threads ask the scheduler for its figures; a step holds the lock only while it computes.
         self._lock = threading.Lock()
@@ -185,7 +196,7 @@ class Coordinator:
     @property
     def failure(self) -> str | None:
         """Why the engine failed; None while it is healthy."""
-        return self._failure
+        return None if self._failure is None else str(self._failure)
 
     @property
     def num_steps(self) -> int:
@@ -198,37 +209,49 @@ class Coordinator:
             return read(self.scheduler)
 
     def close(self) -> None:
-        """Makes `run` return after the step in flight; callable from another thread."""
+        """Makes `run` return after the step in flight; callable from another thread, any number of times."""
         self._closing.set()
         self._socket.wake()
 
-    def fail(self, reason: str) -> None:
-        """Ends every request with `reason`, now and from now on; callable from another thread."""
-        self._failure = self._failure or reason
-        self._frames.fail(reason)
-        self._results.fail(reason)
+    def fail(self, error: LockstepError) -> None:
+        """Makes `run` end every request with `error` and raise it; callable from another thread. The first counts."""
+        if self._failure is None:
+            self._failure = error
+        self._blamed.set()
+        self._frames.fail(str(error))
+        self._results.fail(str(error))
         self._socket.wake()
 
     def run(self) -> None:
-        """The loop. Returns when closed; a failed engine goes on answering requests with its error."""
+        """The loop; to be called once. Returns when closed; the socket is gone with it.
+
+        Raises:
+            LockstepError: the engine failed. Every request has been told.
+        """
         try:
             while not self._closing.is_set():
-                idle = self._failure is not None or not (self.scheduler.has_work or self.scheduler.num_in_flight)
+                idle = not (self.scheduler.has_work or self.scheduler.num_in_flight)
                 self._take_messages(_IDLE_POLL_S if idle else 0.0)
-                if self._failure is None:
-                    try:
-                        self._advance()
-                    except EngineError as error:
-                        self._failure = self._failure or str(error)
-                    except Exception as error:  # a bug of ours must end the requests, not leave them waiting
-                        logger.exception("the step loop failed")
-                        self._failure = f"the step loop failed: {error!r}"
                 if self._failure is not None:
-                    self._fail_all()
-            if self._failure is None:
-                self._leave()
+                    raise self._failure
+                self._advance()
+            self._leave()
+        except Exception as error:  # noqa: BLE001 -- whatever ended the loop, the requests must not wait for it
+            failure = self._blame(error)
+            self._fail_all(failure)
+            raise failure from None
         finally:
             self._socket.close()
+
+    def _blame(self, error: Exception) -> LockstepError:
+        """What ended the loop: a rank that failed, where one did, rather than what that did to the channel."""
+        if isinstance(error, LockstepError):
+            self._blamed.wait(_BLAME_S)
+        else:
+            logger.exception("the step loop failed")
+            error = EngineError(f"the step loop failed: {error!r}")
+        self._failure = self._failure or error
+        return self._failure
 
     def _take_messages(self, timeout_s: float) -> None:
         messages, lost = self._socket.poll(timeout_s)
@@ -265,13 +288,12 @@ class Coordinator:
         if output is not None:
             self._socket.send(output)
 
-    def _fail_all(self) -> None:
-        assert self._failure is not None, "no failure to report"
+    def _fail_all(self, error: LockstepError) -> None:
         with self._lock:
-            output = self.scheduler.fail_all(self._failure)
-        if output.finished:
-            logger.error("%d requests ended: %s", len(output.finished), self._failure)
-            self._socket.send(output)
+            output = self.scheduler.fail_all(str(error))
+        logger.error("%d requests ended: %s", len(output.finished), error)
+        self._socket.send(output)
+        self._socket.flush(_FLUSH_S)
 
     def _leave(self) -> None:
         """Retires what is in flight, then tells the ranks to leave their loops."""

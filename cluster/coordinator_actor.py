@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,13 +63,12 @@ class CoordinatorActor:
         self._phase = "starting"
         self._group: RankGroup | None = None
         self._coordinator: Coordinator | None = None
-        self._loop: threading.Thread | None = None
 
     def __repr__(self) -> str:
         return "Coordinator"
 
     def start(self, placement_group: PlacementGroup) -> EngineFacts:
-        """Starts the ranks, loads the model and begins to serve the socket."""
+        """Starts the ranks and loads the model; the socket takes connections, `run` serves them."""
         from cluster.coordinator import Coordinator
         from cluster.rank_group import GENERATION, RankGroup
         from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
@@ -111,10 +109,19 @@ class CoordinatorActor:
         )
         self._coordinator = coordinator
         group.watch(coordinator.fail)
-        self._loop = threading.Thread(target=coordinator.run, name="coordinator", daemon=True)
-        self._loop.start()
         self._phase = "ready"
         return EngineFacts(coordinator.address, num_pages, max_model_len, tuple(locations), memory.loads)
+
+    def run(self) -> None:
+        """Serves until `close`, then ends the ranks. Raises EngineError with the cause when the engine failed."""
+        coordinator, group = self._coordinator, self._group
+        assert coordinator is not None, "start comes first"
+        assert group is not None, "start comes first"
+        try:
+            coordinator.run()
+        finally:
+            self._phase = "ended"
+            group.close(coordinator.failure)
 
     @ray.method(concurrency_group="ctl")
     def progress(self) -> Progress:
@@ -139,10 +146,6 @@ class CoordinatorActor:
 
     @ray.method(concurrency_group="ctl")
     def close(self) -> None:
-        """Lets the step in flight end, then ends the ranks."""
+        """Makes `run` return after the step in flight, the ranks ended. Before `start` is done there is none."""
         if self._coordinator is not None:
             self._coordinator.close()
-        if self._loop is not None:
-            self._loop.join(self._spec.config.parallel.step_timeout_s)
-        if self._group is not None:
-            self._group.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from cluster.openai.serving import OpenAIServing
 from cluster.openai.tokenizer import Tokenizer
 from cluster.rank_group import NAMESPACE, node_cores
 from configs.checkpoint import resolve_model_path
+from configs.errors import EngineError, LockstepError
 from configs.model_config import read_model_config
 from configs.resolve import HostFacts, resolve
 from configs.schema import EngineConfig
@@ -40,15 +40,18 @@ def describe(config: EngineConfig, *, gpus: bool) -> EngineSpec:
     return EngineSpec(resolved.config, model, model_path)
 
 
-@dataclass(frozen=True)
 class RunningEngine:
-    """A started group. `close` ends every process of it."""
+    """A started group. `close` ends every process of it; so does the end of the process that started it."""
 
-    spec: EngineSpec
-    facts: EngineFacts
-    client: EngineClient
-    coordinator: Any
-    """Handle of the `CoordinatorActor`."""
+    def __init__(
+        self, spec: EngineSpec, facts: EngineFacts, client: EngineClient, coordinator: Any, run: asyncio.Future[None]
+    ) -> None:
+        self.spec = spec
+        self.facts = facts
+        self.client = client
+        self.coordinator = coordinator
+        """Handle of the `CoordinatorActor`."""
+        self._run = run
 
     @classmethod
     async def start(cls, spec: EngineSpec, placement_group: PlacementGroup, name: str) -> RunningEngine:
@@ -56,6 +59,9 @@ class RunningEngine:
 
         Args:
             name: of the coordinator's actor in the namespace `lockstep`; ranks are `<name>:tp<rank>`.
+
+        Raises:
+            LockstepError: the start failed; nothing of it is left.
         """
         coordinator = (
             actor_class(CoordinatorActor)
@@ -69,11 +75,23 @@ class RunningEngine:
         )
         try:
             facts: EngineFacts = await coordinator.start.remote(placement_group)
-        except ray.exceptions.RayTaskError as error:
-            ray.kill(coordinator)
-            raise error.cause from None
-        client = await EngineClient.connect(facts.address)
-        return cls(spec, facts, client, coordinator)
+            # The end of this call is the sign of a failure; it also comes when the process dies.
+            run = asyncio.wrap_future(coordinator.run.remote().future())
+            client = await EngineClient.connect(facts.address)
+        except BaseException as error:
+            ray.kill(coordinator)  # the ranks are its own and end with it
+            if isinstance(error, ray.exceptions.RayError):
+                raise _cause(error) from None
+            raise
+        return cls(spec, facts, client, coordinator, run)
+
+    @property
+    def failure(self) -> LockstepError | None:
+        """Why the engine failed; None while it serves. What has failed stays so: only another engine can serve."""
+        if self._run.done():
+            error = self._run.exception()
+            return EngineError("the engine was closed") if error is None else _cause(error)
+        return None if self.client.failure is None else EngineError(self.client.failure)
 
     async def open_serving(self) -> OpenAIServing:
         """The OpenAI side of this engine, once it has generated a token."""
@@ -100,10 +118,21 @@ class RunningEngine:
         return serving
 
     async def close(self) -> None:
-        """Ends requests, ranks and coordinator, in that order."""
+        """Ends requests, ranks and coordinator, in that order. Calling it again does nothing."""
         await self.client.close()
-        try:
-            await asyncio.wait_for(self.coordinator.close.remote(), _CLOSE_TIMEOUT_S)
-        except (TimeoutError, ray.exceptions.RayError) as error:
-            logger.warning("the coordinator did not close in order: %s", error)
+        if not self._run.done():
+            self.coordinator.close.remote()
+            await asyncio.wait((self._run,), timeout=_CLOSE_TIMEOUT_S)
+        if not self._run.done():
+            logger.warning("the coordinator did not close within %g s", _CLOSE_TIMEOUT_S)
+        elif (error := self._run.exception()) is not None:
+            logger.warning("the engine had failed: %s", _cause(error))
         ray.kill(self.coordinator)
+
+
+def _cause(error: BaseException) -> LockstepError:
+    """What the coordinator's call raised, or that its process died."""
+    if isinstance(error, ray.exceptions.RayTaskError):
+        cause = error.cause
+        return cause if isinstance(cause, LockstepError) else EngineError(f"the coordinator failed: {cause!r}")
+    return EngineError(f"the coordinator died: {str(error).strip().splitlines()[0]}")

@@ -6,11 +6,15 @@ may die and the store stays.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import re
+import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +24,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.actors import Location, RankActor, RankLoad, RankSpec, actor_class
-from configs.errors import DeadlineError, EngineError, RankDiedError
+from configs.errors import ConfigError, DeadlineError, EngineError, LockstepError, RankDiedError
 from configs.model_config import ModelConfig
 from configs.schema import EngineConfig
 from parallel.channel import FrameReader, FrameWriter, Ring
@@ -32,6 +36,10 @@ NAMESPACE = "lockstep"
 GENERATION = 1
 _WATCH_INTERVAL_S = 1.0
 _LEAVE_TIMEOUT_S = 10.0
+_ABORT_TIMEOUT_S = 1.0
+_PROGRESS_TIMEOUT_S = 5.0
+# A process that dies breaks its peers' connections, and their errors may come first.
+_CAUSE_S = 0.5
 _CHANNEL_SLOTS = 8  # more than the steps in flight, so that the writer never waits
 
 # Every process of a GPU group: multicast objects can wedge the host's NVSwitch, and Ray's own device masking
@@ -40,6 +48,9 @@ _CUDA_ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
+    # Else torch's own watchdog ends the surviving ranks, or ends them while they abort.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
 }
 
@@ -83,6 +94,7 @@ class RankGroup:
         self._placement_group = placement_group
         self._name = name
         self._ranks: list[Any] = []
+        self._processes: list[int] = []  # pidfds of the ranks on this node
         self._runs: list[ray.ObjectRef[None]] = []
         self._store: Any = None
         self._host = "127.0.0.1"
@@ -112,7 +124,13 @@ class RankGroup:
                     ),
                 ).remote(spec)
             )
-        return self._on_all("where")
+        locations: list[Location] = self._on_all("where")
+        here = ray.get_runtime_context().get_node_id()
+        for location in locations:
+            if location.node_id == here:
+                with contextlib.suppress(OSError):  # a sandbox may not know the call; see `close` for who else ends it
+                    self._processes.append(os.pidfd_open(location.pid))
+        return locations
 
     def load(self, locations: list[Location]) -> GroupMemory:
         """Joins the ranks into one process group and loads every shard."""
@@ -129,7 +147,7 @@ class RankGroup:
         """Share of its weights that each rank has loaded, 0 to 1. Empty before the ranks are there."""
         if not self._ranks:
             return []
-        return self._get([rank.progress.remote() for rank in self._ranks], 5.0)
+        return self._get([rank.progress.remote() for rank in self._ranks], _PROGRESS_TIMEOUT_S)
 
     def run(self, num_pages: int, max_model_len: int, max_message_bytes: int) -> tuple[FrameWriter, FrameReader]:
         """Allocates the KV pools, connects the channel and puts every rank into its step loop.
@@ -160,50 +178,61 @@ class RankGroup:
 
     def _connect_tcp(self, max_message_bytes: int) -> tuple[FrameWriter, FrameReader]:
         """All ranks over TCP, also those of this node: one way to send a frame is enough."""
-        parallel = self._config.parallel
+        timeout_s = self._config.parallel.init_timeout_s
         frames, results = TcpListener.create(self._host), TcpListener.create(self._host)
-        # The ranks connect while this side accepts.
-        attached = [rank.attach_tcp.remote(frames.address, results.address, max_message_bytes) for rank in self._ranks]
-        to_ranks = frames.accept(self.size, timeout_s=parallel.init_timeout_s)
-        [from_rank_0] = results.accept(1, timeout_s=parallel.init_timeout_s)
-        self._get(attached, parallel.init_timeout_s)
+        # The ranks connect while this side accepts; a rank that fails ends the wait for the others.
+        accepting = ThreadPoolExecutor(2)
+        to_ranks = accepting.submit(frames.accept, self.size, timeout_s=timeout_s)
+        from_rank_0 = accepting.submit(results.accept, 1, timeout_s=timeout_s)
+        self._on_all("attach_tcp", frames.address, results.address, max_message_bytes)
+        writer = TcpWriter(to_ranks.result(timeout_s), max_frame_bytes=max_message_bytes)
+        reader = TcpReader(from_rank_0.result(timeout_s)[0], max_frame_bytes=max_message_bytes)
         frames.close()
         results.close()
-        return (
-            TcpWriter(to_ranks, max_frame_bytes=max_message_bytes),
-            TcpReader(from_rank_0, max_frame_bytes=max_message_bytes),
-        )
+        return writer, reader
 
-    def watch(self, on_death: Callable[[str], None]) -> None:
-        """Calls `on_death` with the reason when a rank's loop ends before `close`; returns at once."""
-        threading.Thread(target=self._watch, args=(on_death,), name="rank-watch", daemon=True).start()
+    def watch(self, on_failure: Callable[[LockstepError], None]) -> None:
+        """Calls `on_failure` when a rank's loop ends before `close`; returns at once."""
+        threading.Thread(target=self._watch, args=(on_failure,), name="rank-watch", daemon=True).start()
 
-    def close(self) -> None:
-        """Waits shortly for the ranks to leave their loops, then ends their processes."""
+    def close(self, failure: str | None = None) -> None:
+        """Ends the ranks' processes; waits shortly for them to leave their loops on their own.
+
+        Args:
+            failure: why they must leave what they wait in. None: they were sent a CLOSE frame.
+        """
         self._closing.set()
+        if failure is not None:
+            for rank in self._ranks:
+                rank.abort.remote(failure)
         if self._runs:
-            ray.wait(self._runs, num_returns=len(self._runs), timeout=_LEAVE_TIMEOUT_S)
+            timeout_s = _LEAVE_TIMEOUT_S if failure is None else _ABORT_TIMEOUT_S
+            ray.wait(self._runs, num_returns=len(self._runs), timeout=timeout_s)
         for rank in self._ranks:
             ray.kill(rank)
+        # Ray asks the process to end, which a stopped or stuck one does not hear. Without this, and on another node,
+        # the raylet ends it when the placement group goes.
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+            os.close(process)
+        self._processes = []
         self._ranks = []
         self._runs = []
 
-    def _watch(self, on_death: Callable[[str], None]) -> None:
-        while not self._closing.is_set():
-            # A pending call fails within 25 ms of the process's death; the timeout only bounds the thread's own end.
-            done, _ = ray.wait(self._runs, num_returns=1, timeout=_WATCH_INTERVAL_S)
-            if not done or self._closing.is_set():
-                continue
-            rank = self._runs.index(done[0])
-            try:
-                ray.get(done[0])
-                reason = f"rank {rank} left its step loop"
-            except ray.exceptions.RayTaskError as error:
-                reason = f"rank {rank} failed: {error.cause}"
-            except ray.exceptions.RayActorError as error:
-                reason = f"rank {rank} died: {str(error).splitlines()[0]}"
-            on_death(reason)
-            return
+    def _watch(self, on_failure: Callable[[LockstepError], None]) -> None:
+        runs = self._runs
+        try:
+            done: list[Any] = []
+            while not done and not self._closing.is_set():
+                # A pending call fails within 25 ms of its process's death; the timeout only bounds the thread's end.
+                done, _ = ray.wait(runs, num_returns=1, timeout=_WATCH_INTERVAL_S)
+            if self._closing.is_set():
+                return
+            on_failure(_cause(runs))
+        except Exception as error:  # whatever stops the watch, the requests must not go on unwatched
+            logger.exception("the watch over the ranks failed")
+            on_failure(EngineError(f"the watch over the ranks failed: {error!r}"))
 
     def _on_all(self, method: str, *args: object) -> list[Any]:
         return self._get(
@@ -220,14 +249,47 @@ class RankGroup:
                 raise DeadlineError(
                     f"{len(pending)} of {self.size} ranks did not answer within parallel.init_timeout_s={timeout_s:g} s"
                 )
-            try:
-                ray.get(done)
-            except ray.exceptions.RayTaskError as error:
-                cause = error.cause
-                raise (cause if isinstance(cause, EngineError | ValueError) else RankDiedError(str(error))) from None
-            except ray.exceptions.RayActorError as error:
-                raise RankDiedError(f"rank {refs.index(done[0])} died while starting: {error}") from None
+            if _failure(0, done[0]) is not None:
+                raise _cause(refs)
         return ray.get(refs)
+
+
+def _cause(calls: list[Any]) -> LockstepError:
+    """Why the ranks' `calls`, one of which has ended, failed: a rank that died or raised of itself, where one did."""
+    failures: list[LockstepError] = []
+    for wait_s in (0.0, _CAUSE_S):
+        done, _ = ray.wait(calls, num_returns=len(calls), timeout=wait_s)
+        found = [_failure(rank, call) for rank, call in enumerate(calls) if call in done]
+        failures = [error for error in found if error is not None]
+        # Other errors of the engine may be what the loss of a peer did to this rank.
+        for error in failures:
+            if isinstance(error, RankDiedError | ConfigError):
+                return error
+    return failures[0] if failures else RankDiedError("a rank left its step loop without an error")
+
+
+def _failure(rank: int, call: Any) -> LockstepError | None:
+    """How the ended `call` of rank `rank` failed; None if it returned."""
+    try:
+        ray.get(call)
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, ConfigError):
+            return cause
+        if isinstance(cause, EngineError):
+            kind = type(cause)
+            return kind(f"rank {rank} failed: {cause}")
+        return RankDiedError(f"rank {rank} failed: {type(cause).__name__}: {cause}")
+    except ray.exceptions.RayError as error:
+        return RankDiedError(f"rank {rank} died: {_death(str(error))}")
+    return None
+
+
+def _death(ray_says: str) -> str:
+    """Ray's page about a dead actor in one line."""
+    if (exit_type := re.search(r"Worker exit type: (\w+)", ray_says)) is not None:
+        return f"its process ended ({exit_type[1]}): killed, out of memory or crashed; see its log and the kernel's"
+    return ray_says.strip().splitlines()[-1][:200]
 
 
 def node_cores() -> int:

@@ -28,6 +28,8 @@ _HELLO = struct.Struct(f"<8sI{_CHALLENGE_BYTES}s{_CHALLENGE_BYTES}s")  # magic, 
 _MAGIC = b"LKSTEP01"
 # How long a caller may take to prove itself before the next one is heard.
 _HANDSHAKE_S = 5.0
+# Sockets take no infinite timeout; a reader may wait for ever.
+_LONGEST_WAIT_S = 3600.0
 
 
 class Connection:
@@ -106,10 +108,13 @@ class Connection:
 
     def _fill(self, count: int, deadline: float, bound: str) -> None:
         while len(self._received) < count:
+            left = deadline - time.monotonic()
             try:
-                self._sock.settimeout(max(deadline - time.monotonic(), 1e-6))
+                self._sock.settimeout(min(max(left, 1e-6), _LONGEST_WAIT_S))
                 arrived = self._sock.recv(max(count - len(self._received), 1 << 16))
             except TimeoutError:
+                if left > _LONGEST_WAIT_S:
+                    continue
                 raise DeadlineError(f"no frame came from {self.peer} within {bound}") from None
             except OSError as error:
                 raise self._broken(error.strerror or str(error)) from error

@@ -7,15 +7,17 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import numpy as np
+import pytest
 
 from cluster.coordinator import Coordinator
 from cluster.engine_client import EngineClient, RequestStream
 from cluster.messages import Finished, FinishReason, SamplingParams
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
-from configs.errors import EngineError
+from configs.errors import EngineError, LockstepError, RankDiedError
 from worker.protocol import FrameKind, RowFlag, StepFrame, StepResult
 
 EOS = 7
@@ -87,14 +89,15 @@ class CountingRank:
 
 
 @contextmanager
-def running(rank: CountingRank) -> Iterator[Coordinator]:
+def running(rank: CountingRank, raises: LockstepError | None = None) -> Iterator[Coordinator]:
+    """A coordinator whose loop, told to close, must end by itself or have raised `raises`."""
     coordinator = Coordinator(scheduler=Scheduler(LIMITS), frames=rank, results=rank, step_timeout_s=5.0)
-    loop = threading.Thread(target=coordinator.run, daemon=True)
-    loop.start()
-    yield coordinator
-    coordinator.close()
-    loop.join(10)
-    assert not loop.is_alive(), "the loop did not end"
+    with ThreadPoolExecutor(1) as loop:
+        ended = loop.submit(coordinator.run)
+        yield coordinator
+        coordinator.close()
+        coordinator.close()
+        assert ended.exception(10) is raises
 
 
 async def read(stream: RequestStream) -> tuple[list[int], Finished | None]:
@@ -153,23 +156,63 @@ def test_an_abort_frees_the_pages_and_a_lost_connection_frees_them_all() -> None
         assert coordinator.inspect(lambda scheduler: scheduler.stats().num_owned_pages) == 0
 
 
-def test_a_failed_engine_ends_running_and_later_requests_with_its_reason() -> None:
+def test_a_failed_engine_ends_every_request_with_its_reason_and_the_connection_after() -> None:
+    error = RankDiedError("rank 1 died: out of luck")
+
+    async def main() -> None:
+        client = await EngineClient.connect(coordinator.address)
+        [stream] = client.submit(prompt(100), [SamplingParams(max_tokens=100)])
+        [waiting] = client.submit(prompt(100), [SamplingParams(max_tokens=100)])
+        await anext(stream)
+        coordinator.fail(error)
+        coordinator.fail(RankDiedError("rank 0 died of the same"))
+        for each in (stream, waiting):
+            _, finished = await asyncio.wait_for(read(each), 5)
+            assert finished is not None
+            assert finished.reason is FinishReason.ERROR
+            assert finished.error == "rank 1 died: out of luck"
+        await asyncio.wait_for(client.wait_closed(), 5)
+        with pytest.raises(EngineError, match="ended the connection"):
+            client.submit(prompt(100), [SamplingParams(max_tokens=100)])
+        await client.close()
+
+    with running(CountingRank(step_s=0.01), raises=error) as coordinator:
+        asyncio.run(main())
+
+
+def test_an_idle_engine_that_fails_ends_the_connection() -> None:
+    error = RankDiedError("rank 1 died: out of luck")
+
+    async def main() -> None:
+        client = await EngineClient.connect(coordinator.address)
+        await asyncio.sleep(0.05)
+        coordinator.fail(error)
+        await asyncio.wait_for(client.wait_closed(), 0.5)
+        await client.close()
+
+    with running(CountingRank(), raises=error) as coordinator:
+        asyncio.run(main())
+
+
+def test_a_bug_in_the_loop_ends_every_request_and_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         client = await EngineClient.connect(coordinator.address)
         [stream] = client.submit(prompt(100), [SamplingParams(max_tokens=100)])
         await anext(stream)
-        coordinator.fail("rank 1 died: out of luck")
+        monkeypatch.setattr(coordinator.scheduler, "retire", lambda result: 1 // 0)
         _, finished = await asyncio.wait_for(read(stream), 5)
-        [late] = client.submit(prompt(100), [SamplingParams(max_tokens=100)])
-        _, late_finished = await asyncio.wait_for(read(late), 5)
-        for end in (finished, late_finished):
-            assert end is not None
-            assert end.reason is FinishReason.ERROR
-            assert end.error == "rank 1 died: out of luck"
+        assert finished is not None
+        assert finished.error is not None
+        assert "ZeroDivisionError" in finished.error
         await client.close()
 
-    with running(CountingRank(step_s=0.01)) as coordinator:
+    coordinator = Coordinator(
+        scheduler=Scheduler(LIMITS), frames=(rank := CountingRank(0.01)), results=rank, step_timeout_s=5.0
+    )
+    with ThreadPoolExecutor(1) as loop:
+        ended = loop.submit(coordinator.run)
         asyncio.run(main())
+        assert isinstance(ended.exception(10), EngineError)
 
 
 def test_a_second_connection_is_refused_while_the_first_is_open() -> None:
