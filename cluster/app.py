@@ -14,6 +14,7 @@ from ray import serve
 
 from cluster.engine import RunningEngine, describe
 from cluster.placement import NodeResources, check_fits, group_bundles, uses_gpus
+from cluster.preflight import check_checkpoint
 from configs.errors import EngineError
 from configs.load import parse_engine_config
 from configs.schema import EngineConfig
@@ -58,18 +59,6 @@ class Engine:
             await self._engine.close()
 
 
-def check_checkpoint(config: EngineConfig, *, gpus: bool) -> None:
-    """Reads the headers of the model's files: what a rank would find wrong is found before there are ranks.
-
-    Raises:
-        ConfigError: files are missing, truncated or of another model, or settings do not fit the model.
-    """
-    from worker.weights import Checkpoint  # imports torch, and this module is imported by every replica
-
-    spec = describe(config, gpus=gpus)
-    Checkpoint.open(spec.model_path, spec.model).close()
-
-
 def build_app(args: dict[str, Any]) -> serve.Application:
     """The application for one `EngineConfig`; what can be known to fail fails here, before anything is placed.
 
@@ -83,7 +72,8 @@ def build_app(args: dict[str, Any]) -> serve.Application:
     nodes = NodeResources.from_ray(ray.nodes())
     gpus = uses_gpus(config, nodes)
     if config.is_local_model:
-        check_checkpoint(config, gpus=gpus)
+        describe(config, gpus=gpus)
+        check_checkpoint(config)
     bundles = group_bundles(config, gpus=gpus)
     check_fits(config, bundles, nodes)
     ongoing = config.scheduler.max_num_seqs * _ONGOING_PER_SEQ + config.scheduler.max_num_queued_requests

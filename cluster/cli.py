@@ -53,11 +53,14 @@ def serve(
 @app.command()
 def check(file: ConfigFile, overrides: Set = None) -> None:
     """Validate FILE and show the plan and the memory arithmetic; starts nothing."""
+    from cluster.preflight import check_checkpoint
     from cluster.report import print_plan
     from configs.load import load_app_config
 
     with _friendly_errors():
-        print_plan(load_app_config(file, overrides or []))
+        app_config = load_app_config(file, overrides or [])
+        print_plan(app_config)
+        check_checkpoint(app_config.engine)
 
 
 @app.command()

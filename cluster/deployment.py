@@ -20,33 +20,63 @@ from configs.load import AppConfig
 logger = logging.getLogger(__name__)
 
 
-def deploy(config: AppConfig, session: Session) -> None:
-    """Hands the application to Ray Serve, which it starts if need be; does not wait for the replicas.
+class Deployment:
+    """One application, checked against the cluster and ready to be handed to Ray Serve."""
 
-    Raises:
-        ConfigError: before anything was placed: a setting, the checkpoint, the cluster's size, or the port is wrong.
-        EngineError: Ray Serve refused the application.
-    """
-    declaration = _declaration(config, session)
-    application = build_app(declaration["applications"][0]["args"])
-    client = _dashboard_client(session)
-    details = {} if client is None else client.get_serve_details()
-    _check_http_options(config, details.get("http_options") or {})
-    if client is not None and not _others(details, config.name):
-        try:
-            client.deploy_applications(declaration)
-        except RuntimeError as error:
-            raise EngineError(f"Ray Serve refused the application: {error}") from None
-        return
-    if declaration["applications"][0].get("deployments"):
-        logger.warning("`deployments:` has no effect: it needs a cluster whose dashboard declares this app alone")
-    serve.start(
-        http_options=declaration["http_options"],
-        proxy_location=declaration.get("proxy_location"),
-        logging_config=declaration.get("logging_config"),
-    )
-    target = serve.RunTarget(application, name=config.name, route_prefix=config.route_prefix)
-    serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+    def __init__(
+        self,
+        config: AppConfig,
+        declaration: dict[str, Any],
+        application: serve.Application,
+        client: ServeSubmissionClient | None,
+    ) -> None:
+        self._config = config
+        self._declaration = declaration
+        self._application = application
+        self._client = client
+
+    @classmethod
+    def prepare(cls, config: AppConfig, session: Session) -> Deployment:
+        """Checks what can be known before anything is placed; changes nothing.
+
+        Raises:
+            ConfigError: a setting, the checkpoint, the size of the cluster's nodes, or the port is wrong.
+        """
+        declaration = _declaration(config, session)
+        application = build_app(declaration["applications"][0]["args"])
+        client = _dashboard_client(session)
+        details = {} if client is None else client.get_serve_details()
+        _check_http_options(config, details.get("http_options") or {})
+        if _others(details, config.name):
+            client = None
+        if client is None and declaration["applications"][0].get("deployments"):
+            logger.warning("`deployments:` has no effect: it needs a dashboard, and no other app that was declared")
+        return cls(config, declaration, application, client)
+
+    def submit(self) -> None:
+        """Starts Ray Serve if need be, and has it deploy or replace the app; does not wait for the replicas.
+
+        Raises:
+            EngineError: Ray Serve refused the application.
+        """
+        if self._client is not None:
+            try:
+                self._client.deploy_applications(self._declaration)
+            except RuntimeError as error:
+                raise EngineError(f"Ray Serve refused the application: {error}") from None
+            return
+        serve.start(
+            http_options=self._declaration["http_options"],
+            proxy_location=self._declaration.get("proxy_location"),
+            logging_config=self._declaration.get("logging_config"),
+        )
+        target = serve.RunTarget(self._application, name=self._config.name, route_prefix=self._config.route_prefix)
+        serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+
+
+def serve_is_running() -> bool:
+    """Whether the cluster has a Serve controller; asking Serve itself would start one."""
+    return any(actor["namespace"] == "serve" for actor in ray.util.list_named_actors(all_namespaces=True))
 
 
 def _declaration(config: AppConfig, session: Session) -> dict[str, Any]:
@@ -79,7 +109,7 @@ def _others(details: dict[str, Any], name: str) -> list[str]:
 
 def _check_http_options(config: AppConfig, running: dict[str, Any]) -> None:
     """Raises ConfigError for a port that is taken, or is not the one that Ray Serve already listens on."""
-    if not any(actor["namespace"] == "serve" for actor in ray.util.list_named_actors(all_namespaces=True)):
+    if not serve_is_running():
         check_port_free(config.host, config.port)
         return
     for option, wanted in (("host", config.host), ("port", config.port)):

@@ -18,10 +18,11 @@ from ray import serve
 from ray.serve.schema import ApplicationStatus
 from rich.console import Console
 
-from cluster.app import check_checkpoint
 from cluster.coordinator_actor import Progress
-from cluster.deployment import deploy
+from cluster.deployment import Deployment, serve_is_running
+from cluster.engine import describe
 from cluster.placement import NodeResources, group_bundles, uses_gpus
+from cluster.preflight import check_checkpoint
 from cluster.rank_group import NAMESPACE
 from cluster.report import print_plan
 from cluster.session import Session, check_port_free, cluster_address, ray_session
@@ -32,6 +33,8 @@ _POLL_S = 0.25
 _WATCH_S = 1.0
 _PROGRESS_TIMEOUT_S = 1.0
 _URL_TIMEOUT_S = 10.0
+# What a coordinator calls its phases, where a person at the prompt needs other words.
+_PHASES = {"starting": "starting the coordinator", "ready": "generating the first token"}
 # Requests may run on for server.shutdown_timeout_s, but nobody waits that long at a prompt.
 _STOP_TIMEOUT_S = 8.0
 # `ray job stop` sends SIGTERM and, three seconds later, SIGKILL: the delete must be on its way before that.
@@ -76,14 +79,15 @@ class ServingJob:
         """
         self._trap_signals()
         config = self._config.engine
+        if config.is_local_model:
+            describe(config, gpus=config.device == "cuda")
+            check_checkpoint(config)
         if self._address is None:
             if detach:
                 raise ConfigError(
                     "--detach needs a Ray cluster that stays; start one with `ray start --head`, or leave it out"
                 )
             check_port_free(self._config.host, self._config.port)
-        if config.is_local_model:
-            check_checkpoint(config, gpus=config.device == "cuda")
         cpus = sum(bundle["CPU"] for bundle in group_bundles(config, gpus=False)) * config.num_replicas
         self._say("starting Ray" if self._address is None else f"joining Ray at {self._address}")
         try:
@@ -105,9 +109,10 @@ class ServingJob:
         gpus = uses_gpus(self._config.engine, NodeResources.from_ray(ray.nodes()))
         print_plan(self._config, self._console, gpus=gpus)
         self._say("starting Ray Serve" if session.own else "deploying")
+        deployment = Deployment.prepare(self._config, session)
         stays = False
         try:
-            deploy(self._config, session)
+            deployment.submit()
             if not self._wait_until_running():
                 return
             self._wait_until_answering()
@@ -122,8 +127,7 @@ class ServingJob:
 
     def _delete(self, *, wait: bool) -> None:
         """Asks Serve to end the app; a cluster of our own ends right after, so the app's end is waited for there."""
-        # A Serve that was never started would be started by asking it.
-        if not any(actor["namespace"] == "serve" for actor in ray.util.list_named_actors(all_namespaces=True)):
+        if not serve_is_running():
             return
         serve.delete(self._config.name, _blocking=False)
         if wait:
@@ -153,7 +157,7 @@ class ServingJob:
                 progress = self._progress()
                 if progress is None:
                     continue
-                phase = "generating the first token" if progress.phase == "ready" else progress.phase
+                phase = _PHASES.get(progress.phase, progress.phase)
                 percent = f" {100 * sum(progress.loaded) / len(progress.loaded):.0f} %" if progress.loaded else ""
                 spinner.update(phase + percent)
                 if phase != shown:

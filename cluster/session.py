@@ -20,6 +20,10 @@ from configs.errors import ConfigError
 ROOT = Path(__file__).resolve().parent.parent
 _OBJECT_STORE_BYTES = 100 * 1024 * 1024  # nothing of ours goes through the object store
 _PROBE_TIMEOUT_S = 3.0
+# Ray speaks gRPC, so its server answers an HTTP/2 client's first bytes with a SETTINGS frame. ray.init would wait a
+# minute for a server that never does.
+_HTTP2_SETTINGS = b"\x04"
+_HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _HTTP2_SETTINGS + b"\0\0\0\0\0"
 _JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 
@@ -157,7 +161,12 @@ def _unreachable(address: str) -> str | None:
     if not host or not port.isdecimal():
         return "not of the form host:port"
     try:
-        socket.create_connection((host.strip("[]"), int(port)), _PROBE_TIMEOUT_S).close()
+        with socket.create_connection((host.strip("[]"), int(port)), _PROBE_TIMEOUT_S) as connection:
+            if os.environ.get("RAY_USE_TLS") == "1":
+                return None
+            connection.settimeout(_PROBE_TIMEOUT_S)
+            connection.sendall(_HTTP2_GREETING)
+            answer = connection.recv(4)
     except OSError as error:
         return error.strerror or str(error)
-    return None
+    return None if answer[3:] == _HTTP2_SETTINGS else "something else listens there"

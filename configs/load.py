@@ -128,7 +128,9 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
             _collect_lines(root, "", lines, path)
         document = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is no YAML: {error}") from None
+        mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
+        place = f"{path}:{mark.line + 1}" if mark is not None else str(path)
+        raise ConfigError(f"{place} is no YAML: {getattr(error, 'problem', None) or error}") from None
     if not isinstance(document, dict):
         raise ConfigError(f"{path} holds no mapping; a Ray Serve config file begins with `applications:`")
     return document, lines
