@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -44,6 +45,8 @@ def serve(
     address: Address = None,
 ) -> None:
     """Serve the model of FILE until interrupted."""
+    # Read when Ray is imported. A SIGTERM while Ray starts would else wait half a minute for a node without work.
+    os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
     from cluster.serving_job import ServingJob
 
     with _friendly_errors():
