@@ -74,6 +74,9 @@ class RankActor:
         """Node, process and device of this rank."""
         import os
 
+        # The seconds that importing torch takes belong here: the ranks meet in `join`, within the deadline of a step.
+        import worker.tp_worker  # noqa: F401
+
         context = ray.get_runtime_context()
         device = "cpu"
         if self._spec.config.device == "cuda":

@@ -147,7 +147,7 @@ class RankGroup:
         """Share of its weights that each rank has loaded, 0 to 1. Empty before the ranks are there."""
         if not self._ranks:
             return []
-        return self._get([rank.progress.remote() for rank in self._ranks], _PROGRESS_TIMEOUT_S)
+        return ray.get([rank.progress.remote() for rank in self._ranks], timeout=_PROGRESS_TIMEOUT_S)
 
     def run(self, num_pages: int, max_model_len: int, max_message_bytes: int) -> tuple[FrameWriter, FrameReader]:
         """Allocates the KV pools, connects the channel and puts every rank into its step loop.
@@ -187,6 +187,7 @@ class RankGroup:
         self._on_all("attach_tcp", frames.address, results.address, max_message_bytes)
         writer = TcpWriter(to_ranks.result(timeout_s), max_frame_bytes=max_message_bytes)
         reader = TcpReader(from_rank_0.result(timeout_s)[0], max_frame_bytes=max_message_bytes)
+        accepting.shutdown()
         frames.close()
         results.close()
         return writer, reader
@@ -256,6 +257,7 @@ class RankGroup:
 
 def _cause(calls: list[Any]) -> LockstepError:
     """Why the ranks' `calls`, one of which has ended, failed: a rank that died or raised of itself, where one did."""
+    done: list[Any] = []
     failures: list[LockstepError] = []
     for wait_s in (0.0, _CAUSE_S):
         done, _ = ray.wait(calls, num_returns=len(calls), timeout=wait_s)
@@ -265,7 +267,12 @@ def _cause(calls: list[Any]) -> LockstepError:
         for error in failures:
             if isinstance(error, RankDiedError | ConfigError):
                 return error
-    return failures[0] if failures else RankDiedError("a rank left its step loop without an error")
+    if not failures:
+        return RankDiedError("a rank left its step loop without an error")
+    silent = [str(rank) for rank, call in enumerate(calls) if call not in done]
+    if isinstance(failures[0], DeadlineError) and silent:
+        return DeadlineError(f"{failures[0]} (no word from rank {', '.join(silent)})")
+    return failures[0]
 
 
 def _failure(rank: int, call: Any) -> LockstepError | None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
+import queue
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
@@ -13,20 +15,21 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
-import psutil
+import psutil  # type: ignore[import-untyped]  # ships no types
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import cluster.engine
-import cluster.rank_group
 from cluster.actors import RankActor
 from cluster.coordinator_actor import CoordinatorActor, EngineFacts
 from cluster.engine import RunningEngine, describe
 from cluster.engine_client import RequestStream
 from cluster.messages import Finished, FinishReason, SamplingParams
 from cluster.placement import group_bundles
+from cluster.rank_group import RankGroup
 from configs.errors import CheckpointError, DeadlineError, EngineError, LockstepError, RankDiedError
 from configs.load import parse_engine_config
 from configs.model_config import read_model_config
@@ -77,13 +80,18 @@ def pids(facts: EngineFacts) -> list[int]:
     return [coordinator_pid(facts), *(location.pid for location in facts.locations)]
 
 
+def processes(*words: str) -> dict[int, psutil.Process]:
+    """Processes of this run's cluster that Ray has named by one of `words`."""
+    found = {}
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if any(word in process.name() for word in words):
+                found[process.pid] = process
+    return found
+
+
 def rank_processes() -> set[int]:
-    """Processes of this run's cluster that are a rank or a coordinator."""
-    return {
-        process.pid
-        for process in psutil.Process().children(recursive=True)
-        if any(word in process.name() for word in ("Rank", "Coordinator"))
-    }
+    return set(processes("Rank", "Coordinator"))
 
 
 async def until(done: Callable[[], bool], timeout_s: float, what: str) -> float:
@@ -162,7 +170,7 @@ async def cause(engine: RunningEngine) -> LockstepError:
     return engine.failure
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_rank_ends_every_request_with_its_name_and_the_group_with_it(
     ray_cluster: None, tiny_path: Path, victim: int
 ) -> None:
@@ -194,7 +202,7 @@ def test_a_hung_rank_ends_every_request_at_the_step_deadline(ray_cluster: None, 
             assert isinstance(await cause(engine), DeadlineError)
             for end in ends:
                 assert end.error is not None
-                assert "rank 1" in end.error
+                assert "no word from rank 1" in end.error
                 assert "parallel.step_timeout_s=2" in end.error
 
     asyncio.run(main())
@@ -223,7 +231,7 @@ class FaultyCoordinator(CoordinatorActor):
     """A coordinator that starts faulty ranks."""
 
     def start(self, placement_group: Any) -> EngineFacts:
-        cluster.rank_group.RankActor = FaultyRank  # type: ignore[misc]
+        pytest.MonkeyPatch().setattr("cluster.rank_group.RankActor", FaultyRank)
         return super().start(placement_group)
 
 
@@ -255,7 +263,10 @@ def test_a_killed_coordinator_ends_every_request_and_the_ranks(ray_cluster: None
     asyncio.run(main())
 
 
-@pytest.mark.parametrize(("damage", "words"), [("missing", "model.norm.weight"), ("cut", "model.safetensors")])
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [("missing", "model.norm.weight"), pytest.param("cut", "model.safetensors", marks=pytest.mark.slow)],
+)
 def test_a_damaged_checkpoint_ends_the_start_at_once_with_its_own_error(
     ray_cluster: None, tiny_path: Path, tmp_path: Path, damage: str, words: str
 ) -> None:
@@ -291,10 +302,11 @@ class DyingCoordinator(CoordinatorActor):
     """A coordinator that starts dying ranks."""
 
     def start(self, placement_group: Any) -> EngineFacts:
-        cluster.rank_group.RankActor = DyingRank  # type: ignore[misc]
+        pytest.MonkeyPatch().setattr("cluster.rank_group.RankActor", DyingRank)
         return super().start(placement_group)
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_while_loading_ends_the_start_at_once(
     ray_cluster: None, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -309,3 +321,113 @@ def test_a_rank_that_dies_while_loading_ends_the_start_at_once(
 
     monkeypatch.setattr(cluster.engine, "CoordinatorActor", DyingCoordinator)
     asyncio.run(main())
+
+
+def test_a_watch_over_the_ranks_that_breaks_counts_as_a_failure(ray_cluster: None, tiny_path: Path) -> None:
+    config = parse_engine_config({"model": str(tiny_path), "tensor_parallel_size": 2})
+    nothing: Any = None
+    group = RankGroup(
+        config=config, model=read_model_config(tiny_path), model_path=tiny_path, placement_group=nothing, name="none"
+    )
+    group._runs = [nothing]
+    failures: queue.Queue[LockstepError] = queue.Queue()
+    group.watch(failures.put)
+    assert "the watch over the ranks failed" in str(failures.get(timeout=5))
+
+
+def test_closing_twice_or_before_the_start_is_done_leaves_nothing(ray_cluster: None, tiny_path: Path) -> None:
+    async def main() -> None:
+        before = rank_processes()
+        async with running(tiny_path) as engine:
+            [stream] = submit(engine)
+            await anext(stream)
+            await asyncio.gather(engine.close(), engine.close())
+            assert (await end_of(stream)).reason is FinishReason.ERROR
+        starting = asyncio.create_task(running(tiny_path).__aenter__())
+        await until(lambda: bool(rank_processes() - before), 30, "the coordinator is there")
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        await until(lambda: rank_processes() <= before, 10, "coordinator and ranks end")
+
+    asyncio.run(main())
+
+
+async def complete(client: httpx.AsyncClient, endpoint: Any, **fields: Any) -> httpx.Response:
+    body = {"model": endpoint.model, "prompt": "Once", "max_tokens": 4000, "ignore_eos": True, **fields}
+    return await client.post(f"{endpoint.url}/v1/completions", json=body)
+
+
+@pytest.mark.parametrize("victim", ["Rank", pytest.param("Coordinator", marks=pytest.mark.slow)])
+def test_serve_replaces_a_replica_whose_group_failed(endpoint: Any, victim: str) -> None:
+    async def main() -> None:
+        replica = processes("ServeReplica:shared")
+        old = set(replica) | rank_processes()
+        async with httpx.AsyncClient(timeout=60) as client:
+            streaming = asyncio.create_task(complete(client, endpoint, stream=True))
+            whole = asyncio.create_task(complete(client, endpoint))
+            await asyncio.sleep(1)
+            os.kill(max(processes(victim)), signal.SIGKILL)
+            async with asyncio.timeout(5):
+                streamed, failed = await streaming, await whole
+            last = json.loads(streamed.text.strip().split("\n\n")[-1].removeprefix("data: "))
+            assert last["error"]["code"] in ("engine_error", "engine_overloaded")
+            assert failed.status_code in (500, 503)
+            assert failed.json()["error"]["code"] in ("engine_error", "engine_overloaded")
+            began = time.monotonic()
+            # Refused while the failed replica is still there, held by Serve until the next one is.
+            while (reply := await complete(client, endpoint, max_tokens=2)).status_code != 200:
+                assert reply.status_code == 503
+                assert int(reply.headers["retry-after"]) >= 1
+                await asyncio.sleep(0.2)
+            LOG.info("serving again after %.1f s", time.monotonic() - began)
+        assert not old & (set(processes("ServeReplica:shared")) | rank_processes())
+        endpoint.wait_idle(5)
+
+    asyncio.run(main())
+
+
+def test_an_idle_group_uses_no_cpu(endpoint: Any) -> None:
+    endpoint.wait_idle()
+    group = processes("Rank", "Coordinator")
+    assert len(group) == 3
+
+    def used() -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in group.values())
+
+    time.sleep(1)
+    before = used()
+    time.sleep(3)
+    share = (used() - before) / 3
+    LOG.info("coordinator and two ranks use %.1f %% of a core", 100 * share)
+    assert share < 0.1
+
+
+def test_two_hundred_aborted_requests_leave_no_file_descriptor(endpoint: Any) -> None:
+    group = processes("ServeReplica:shared", "Coordinator", "Rank")
+
+    def open_files() -> dict[str, int]:
+        return {f"{process.name()} {pid}": process.num_fds() for pid, process in group.items()}
+
+    async def abort(count: int) -> None:
+        async with httpx.AsyncClient(timeout=60) as client:
+
+            async def one() -> None:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(0.3):
+                        await complete(client, endpoint, stream=True)
+
+            for _ in range(count // 20):
+                await asyncio.gather(*(one() for _ in range(20)))
+
+    asyncio.run(abort(20))
+    endpoint.wait_idle()
+    before = open_files()
+    asyncio.run(abort(200))
+    endpoint.wait_idle()
+    # A closed connection of the proxy's pool may take a moment.
+    deadline = time.monotonic() + 10
+    while any(count > before[name] + 3 for name, count in open_files().items()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    LOG.info("open files before %s, after %s", before, open_files())
+    assert all(count <= before[name] + 3 for name, count in open_files().items())

@@ -1,0 +1,139 @@
+"""A group whose ranks are on two nodes: two raylets of this machine, which to Ray and to us are two nodes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil  # type: ignore[import-untyped]  # ships no types
+import pytest
+
+from cluster.actors import Location
+from cluster.engine import RunningEngine, describe
+from cluster.engine_client import RequestStream
+from cluster.messages import FinishReason, SamplingParams
+from cluster.placement import group_bundles
+from configs.load import parse_engine_config
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
+
+LOG = logging.getLogger(__name__)
+PROMPT = np.array([504, 3575, 282, 4649, 314], np.int32).tobytes()
+
+
+@pytest.fixture(scope="module")
+def second_node(ray_cluster: None) -> Iterator[None]:
+    """A second node in the run's cluster, with the resource `second`."""
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--address", address, "--num-cpus=4"]
+    node = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while sum(node["Alive"] for node in ray.nodes()) < 2:
+        assert node.poll() is None, "the second node did not start"
+        assert time.monotonic() < deadline, "the second node did not join"
+        time.sleep(0.2)
+    yield
+    mine = [psutil.Process(node.pid), *psutil.Process(node.pid).children(recursive=True)]
+    node.terminate()
+    _, left = psutil.wait_procs(mine, 15)  # it may wait long for the head to answer
+    for process in left:
+        process.kill()
+    node.wait(10)
+
+
+def generate(
+    path: Path,
+    strategy: str,
+    *,
+    num_nodes: int,
+    kill_rank: int | None = None,
+    with_signal: int = signal.SIGKILL,
+    **changes: Any,
+) -> list[int]:
+    """Greedy tokens of a group of two ranks placed by `strategy`."""
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    config = parse_engine_config(
+        {
+            "model": str(path),
+            "device": "cpu",
+            "dtype": "float32",
+            "tensor_parallel_size": 2,
+            "max_model_len": 1024,
+            "kv_cache": {"num_tokens": 2048},
+            "placement": {"strategy": strategy},
+            **changes,
+        }
+    )
+
+    async def read(stream: RequestStream) -> tuple[list[int], str | None]:
+        tokens: list[int] = []
+        async for chunk in stream:
+            tokens += chunk.token_ids
+            if chunk.finished is not None and chunk.finished.reason is FinishReason.ERROR:
+                return tokens, chunk.finished.error
+        return tokens, None
+
+    async def use(group: Any) -> tuple[tuple[Location, ...], list[int]]:
+        engine = await RunningEngine.start(describe(config, gpus=False), group, f"multinode-{time.monotonic_ns()}")
+        try:
+            locations = engine.facts.locations
+            assert len({location.node_id for location in locations}) == num_nodes
+            [stream] = engine.client.submit(PROMPT, [SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)])
+            tokens, error = await asyncio.wait_for(read(stream), 60)
+            assert error is None
+            if kill_rank is not None:
+                [stream] = engine.client.submit(
+                    PROMPT, [SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)]
+                )
+                await asyncio.wait_for(anext(stream), 30)
+                os.kill(locations[kill_rank].pid, with_signal)
+                _, error = await asyncio.wait_for(read(stream), 5)
+                assert error is not None
+                assert f"rank {kill_rank} died: " in error or f"no word from rank {kill_rank}" in error
+                LOG.info("ended with: %s", error)
+        finally:
+            await engine.close()
+        return locations, tokens
+
+    async def main() -> list[int]:
+        group = placement_group(group_bundles(config, gpus=False), strategy=strategy)
+        try:
+            locations, tokens = await use(group)
+        finally:
+            remove_placement_group(group)
+        deadline = time.monotonic() + 5
+        while any(psutil.pid_exists(location.pid) for location in locations):
+            assert time.monotonic() < deadline, "ranks are left"
+            await asyncio.sleep(0.05)
+        return tokens
+
+    return asyncio.run(main())
+
+
+def test_ranks_on_two_nodes_give_the_tokens_of_one_node(second_node: None, smollm2_path: Path) -> None:
+    one = generate(smollm2_path, "STRICT_PACK", num_nodes=1)
+    assert len(one) == 32
+    assert generate(smollm2_path, "SPREAD", num_nodes=2) == one
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_killed_on_either_of_two_nodes_is_named(second_node: None, smollm2_path: Path, victim: int) -> None:
+    generate(smollm2_path, "SPREAD", num_nodes=2, kill_rank=victim)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_stopped_on_either_of_two_nodes_is_ended(second_node: None, smollm2_path: Path, victim: int) -> None:
+    parallel = {"step_timeout_s": 1.0}
+    generate(smollm2_path, "SPREAD", num_nodes=2, kill_rank=victim, with_signal=signal.SIGSTOP, parallel=parallel)
