@@ -7,6 +7,7 @@ are actors in the same placement group.
 from __future__ import annotations
 
 import logging
+import os
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -15,7 +16,6 @@ from ray import serve
 from cluster.engine import RunningEngine, describe
 from cluster.placement import NodeResources, check_fits, group_bundles, uses_gpus
 from cluster.preflight import check_checkpoint
-from configs.errors import EngineError
 from configs.load import parse_engine_config
 from configs.schema import EngineConfig
 
@@ -50,9 +50,14 @@ class Engine:
         return create_app(self._serving)
 
     async def check_health(self) -> None:
-        """Raises once the engine has failed: Serve then replaces the replica, group and all."""
-        if self._engine.client.failure is not None:
-            raise EngineError(self._engine.client.failure)
+        """Ends this process once the engine has failed: Serve then replaces the replica, group and all.
+
+        A crash is acted on at once, a check that raises only after three periods. Every request has been told by then.
+        """
+        if (failure := self._engine.failure) is not None:
+            logger.critical("the engine failed, this replica ends: %s", failure)
+            logging.shutdown()
+            os._exit(1)
 
     async def __del__(self) -> None:
         if hasattr(self, "_engine"):  # absent when the constructor failed
@@ -84,6 +89,8 @@ def build_app(args: dict[str, Any]) -> serve.Application:
         placement_group_strategy=config.placement.strategy,
         ray_actor_options={"num_cpus": bundles[0]["CPU"]},
         max_ongoing_requests=ongoing,
+        # Held by the proxies while no replica takes them, as while one is replaced; without a bound they pile up.
+        max_queued_requests=ongoing,
         health_check_period_s=_HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=_HEALTH_CHECK_TIMEOUT_S,
         graceful_shutdown_timeout_s=config.server.shutdown_timeout_s,
