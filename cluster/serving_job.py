@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import re
 import signal
+import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import httpx
+import psutil  # type: ignore[import-untyped]  # one use does not earn a stub package
 import ray
 from ray import serve
 from ray.serve.schema import ApplicationStatus
@@ -37,6 +41,7 @@ _URL_TIMEOUT_S = 10.0
 _PHASES = {"starting": "starting the coordinator", "ready": "generating the first token"}
 # Requests may run on for server.shutdown_timeout_s, but nobody waits that long at a prompt.
 _STOP_TIMEOUT_S = 8.0
+_GIVE_UP_S = 12.0
 # `ray job stop` sends SIGTERM and, three seconds later, SIGKILL: the delete must be on its way before that.
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ERROR_LINE = re.compile(r"([A-Za-z_][\w.]*(?:Error|Exception|Timeout|Exit)): (.*)")
@@ -94,7 +99,7 @@ class ServingJob:
             with ray_session(self._address, min_cpus=cpus) as session:
                 self._trap_signals()  # ray.init installed its own
                 if not self._stop.is_set():
-                    self._serve(session, detach=detach)
+                    self._serve_watchfully(session, detach=detach)
         except KeyboardInterrupt:
             self._stop.set()
         if self._stop.is_set():
@@ -103,6 +108,20 @@ class ServingJob:
     def _trap_signals(self) -> None:
         for number in _STOP_SIGNALS:
             signal.signal(number, lambda *_: self._stop.set())
+
+    def _serve_watchfully(self, session: Session, *, detach: bool) -> None:
+        """`_serve` in a thread: Ray's calls wait a minute for a cluster that the same signal ended, this does not."""
+        with ThreadPoolExecutor(1) as pool:
+            serving = pool.submit(self._serve, session, detach=detach)
+            while not serving.done() and not self._stop.is_set():
+                wait([serving], _POLL_S)
+            deadline = time.monotonic() + _GIVE_UP_S
+            while session.own and not serving.done():
+                if time.monotonic() > deadline or not _gcs_lives():
+                    self._say("stopped")
+                    _end_at_once()
+                wait([serving], _POLL_S)
+            serving.result()
 
     def _serve(self, session: Session, *, detach: bool) -> None:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
@@ -123,17 +142,17 @@ class ServingJob:
             self._watch()
         finally:
             if not stays:
-                self._delete(wait=session.own)
+                self._delete(until_gone=session.own)
 
-    def _delete(self, *, wait: bool) -> None:
+    def _delete(self, *, until_gone: bool) -> None:
         """Asks Serve to end the app; a cluster of our own ends right after, so the app's end is waited for there."""
         if not serve_is_running():
             return
         serve.delete(self._config.name, _blocking=False)
-        if wait:
+        if until_gone:
             self._say("stopping")
         deadline = time.monotonic() + _STOP_TIMEOUT_S
-        while wait and self._status()[0] != ApplicationStatus.NOT_STARTED and time.monotonic() < deadline:
+        while until_gone and self._status()[0] != ApplicationStatus.NOT_STARTED and time.monotonic() < deadline:
             time.sleep(_POLL_S)
 
     def _status(self) -> tuple[ApplicationStatus, str]:
@@ -220,6 +239,21 @@ class ServingJob:
 
     def _print(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, markup=False)
+
+
+def _gcs_lives() -> bool:
+    """Whether the head process of our own cluster, our child, is there; a SIGTERM to the process group ends it."""
+    children = psutil.Process().children()
+    return any(child.name() == "gcs_server" and child.status() != psutil.STATUS_ZOMBIE for child in children)
+
+
+def _end_at_once() -> NoReturn:
+    """Ends every process below this one and this one, without asking Ray."""
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def root_cause(message: str) -> str:
