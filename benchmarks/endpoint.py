@@ -44,7 +44,7 @@ def endpoint(config: str, overrides: list[str]) -> Iterator[str]:
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         for line in server.stdout:
-            if line.startswith("ready"):
+            if line.startswith("curl "):
                 break
         else:
             raise SystemExit(f"the endpoint did not start: {' '.join(command)}")
