@@ -61,10 +61,6 @@ class PageAllocator:
         self._stack[self._num_free : self._num_free + len(pages)] = pages[::-1]
         self._num_free += len(pages)
 
-    def count_owned(self, owner: int) -> int:
-        """Pages of one owner. Reads the whole pool: for statistics and checks."""
-        return int(np.count_nonzero(self._owners[1:] == owner))
-
     def free_pages(self) -> npt.NDArray[np.int32]:
         """The free page ids, ascending. For checks."""
         return np.sort(self._stack[: self._num_free])
