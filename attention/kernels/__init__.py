@@ -1,0 +1,1 @@
+"""Triton kernels of the attention metadata; imported on CUDA only."""
