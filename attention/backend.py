@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 
@@ -15,9 +16,12 @@ from attention.layer import AttentionLayer
 class AttentionBackend(ABC):
     """Causal attention of new tokens over the paged KV cache, for the heads of one rank.
 
-    A step calls `init_forward_metadata` once and then `forward` once for each layer, in any order. What does not
-    depend on a layer's values (indices, masks, plans) is made in `init_forward_metadata`, never in `forward`.
+    A step calls `init_forward_metadata` once and then `forward` or `attend` once for each layer, in any order. What
+    does not depend on a layer's values (indices, masks, plans) is made in `init_forward_metadata`, never in `attend`.
     """
+
+    captures_cuda_graphs: ClassVar[bool] = False
+    """Whether a step over static `ForwardBatch.paged` buffers can be captured in a CUDA graph and replayed."""
 
     def __init__(
         self, layers: Sequence[AttentionLayer], req_to_token_pool: ReqToTokenPool, token_to_kv_pool: TokenToKVPool
@@ -25,20 +29,26 @@ class AttentionBackend(ABC):
         self.layers = tuple(layers)
         self.req_to_token_pool = req_to_token_pool
         self.token_to_kv_pool = token_to_kv_pool
+        self._out_cache_loc: torch.Tensor | None = None
 
-    @abstractmethod
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Prepares for `batch`. Page-table entries past a row's last page are never used."""
+        self._out_cache_loc = batch.out_cache_loc
 
     @abstractmethod
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-        """Writes K and V of the new tokens to the pool, then attends.
+    def attend(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        """Attention over the pool, which already holds K and V of the new tokens.
 
         Args:
-            q: [num_tokens, tp_q_head_num * head_dim], after norm and rotary embedding, in the pool's dtype.
-            k: [num_tokens, tp_k_head_num * head_dim], likewise.
-            v: [num_tokens, tp_k_head_num * head_dim].
+            q: [num_tokens, tp_q_head_num * head_dim], after norm and rotary embedding, in the pool's dtype; rows may
+                lie further apart than they are long.
 
         Returns:
             [num_tokens, tp_q_head_num * head_dim], contiguous.
         """
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        """Writes k and v [num_tokens, tp_k_head_num * head_dim] of the new tokens to the pool, then attends."""
+        assert self._out_cache_loc is not None, "forward before init_forward_metadata"
+        self.token_to_kv_pool.set_kv(layer.layer_id, self._out_cache_loc, k, v)
+        return self.attend(q, layer)

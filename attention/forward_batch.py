@@ -22,6 +22,28 @@ class ForwardMode(Enum):
     MIXED = auto()
     """Some of each."""
 
+    @classmethod
+    def of(cls, extend_lens: Int64Array) -> ForwardMode:
+        """The mode of rows with so many input tokens each."""
+        singles = int((extend_lens == 1).sum())
+        if singles == len(extend_lens):
+            return cls.DECODE
+        return cls.MIXED if singles else cls.EXTEND
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PagedMetadata:
+    """What paged attention kernels read; all tensors on the device, and static while a CUDA graph is captured."""
+
+    cache_seqlens: torch.Tensor
+    """[batch_size] int32: tokens in the KV cache once this step's are written; 1 for padding rows."""
+    cu_seqlens_q: torch.Tensor
+    """[batch_size + 1] int32."""
+    page_table: torch.Tensor
+    """[batch_size, max_pages] int32: pages of each row of the batch. What follows a row's last page is undefined."""
+    max_seqlen_q: int
+    """Most input tokens of a row."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardBatch:
@@ -49,7 +71,9 @@ class ForwardBatch:
     out_cache_loc: torch.Tensor
     """[num_tokens] int64, device: KV slot (page * page_size + offset) each input token's K and V are written to."""
     sample_indices: torch.Tensor
-    """[num_sampled] int64, device: tokens whose logits are wanted, in row order."""
+    """[num_sampled] int64 or int32, device: tokens whose logits are wanted, in row order."""
+    paged: PagedMetadata | None = None
+    """None on CPU."""
 
     @property
     def batch_size(self) -> int:
@@ -86,15 +110,9 @@ class ForwardBatch:
         positions = np.arange(num_tokens) + np.repeat(prefix_lens - cu_seqlens_q[:-1], extend_lens)
         rows = np.repeat(req_pool_indices, extend_lens)
         pages = page_table[rows, positions // page_size].astype(np.int64)
-        singles = int((extend_lens == 1).sum())
-        mode = ForwardMode.MIXED
-        if singles == len(extend_lens):
-            mode = ForwardMode.DECODE
-        elif singles == 0:
-            mode = ForwardMode.EXTEND
         device = input_ids.device
         return cls(
-            mode=mode,
+            mode=ForwardMode.of(extend_lens),
             req_pool_indices=req_pool_indices,
             prefix_lens=prefix_lens,
             extend_lens=extend_lens,

@@ -54,7 +54,6 @@ class _Extend:
 class _Metadata:
     """One step's indices for all layers of one window."""
 
-    out_cache_loc: torch.Tensor
     decodes: tuple[_DecodeGroup, ...]
     extends: tuple[_Extend, ...]
 
@@ -81,16 +80,15 @@ class TorchNativeBackend(AttentionBackend):
         self._device = token_to_kv_pool.device
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        super().init_forward_metadata(batch)
         self._mode = batch.mode
         self._metadata = {window: self._plan(batch, window) for window in self._windows}
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-        pool = self.token_to_kv_pool
+    def attend(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         metadata = self._metadata[layer.window]
-        pool.set_kv(layer.layer_id, metadata.out_cache_loc, k, v)
         if self._mode is ForwardMode.DECODE and len(metadata.decodes) == 1:
             return self._decode(q, metadata.decodes[0], layer)
-        out = torch.empty_like(q)
+        out = q.new_empty(q.shape)
         for group in metadata.decodes:
             rows = q if group.tokens is None else q.index_select(0, group.tokens)
             attended = self._decode(rows, group, layer)
@@ -108,7 +106,7 @@ class TorchNativeBackend(AttentionBackend):
         kv_shape = (num_rows, -1, kv_heads, head_dim)
         out = _attend(
             # Query heads of one KV head stand where a prompt's tokens would: one product reads each key once.
-            q.view(num_rows, kv_heads, -1, head_dim),
+            q.unflatten(1, (kv_heads, -1, head_dim)),
             k_slots.index_select(0, group.slots).view(kv_shape).transpose(1, 2),
             v_slots.index_select(0, group.slots).view(kv_shape).transpose(1, 2),
             group.mask,
@@ -127,7 +125,7 @@ class TorchNativeBackend(AttentionBackend):
         kv_shape = (num_keys, kv_heads, 1, head_dim)
         wide = (kv_heads, group_size, num_keys, head_dim)
         out = _attend(
-            q.view(num_tokens, kv_heads, group_size, head_dim).permute(1, 2, 0, 3),
+            q.unflatten(1, (kv_heads, group_size, head_dim)).permute(1, 2, 0, 3),
             k_slots.index_select(0, extend.slots).view(kv_shape).permute(1, 2, 0, 3).expand(wide),
             v_slots.index_select(0, extend.slots).view(kv_shape).permute(1, 2, 0, 3).expand(wide),
             extend.mask,
@@ -144,7 +142,6 @@ class TorchNativeBackend(AttentionBackend):
         extend_rows = np.flatnonzero(batch.extend_lens > 1)
         num_keys = batch.seq_lens - first_keys
         return _Metadata(
-            out_cache_loc=batch.out_cache_loc,
             decodes=tuple(
                 self._plan_decode(batch, rows, first_keys[rows]) for rows in _similar_lengths(decode_rows, num_keys)
             ),
