@@ -1,0 +1,147 @@
+"""Two kernels that turn what a step's frame says into what its layers read: inputs, KV slots and page tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+# Pages, and tokens, of one row that one program handles: 512 int32 are 16 bytes for each of its 128 threads.
+_BLOCK = 512
+_DELTA_BLOCK = 128
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTensors:
+    """What `fill_step_metadata` writes, for B rows of T tokens; contiguous, on the device."""
+
+    input_ids: torch.Tensor
+    """[T] int64."""
+    positions: torch.Tensor
+    """[T] int64: position of each token in its sequence."""
+    out_cache_loc: torch.Tensor
+    """[T] int64: KV slot (page * page_size + offset) of each token."""
+    cache_seqlens: torch.Tensor
+    """[B] int32: tokens of each row once this step's are in the cache."""
+    page_table: torch.Tensor
+    """[B, max_pages] int32: pages of each row; what follows a row's last page is left as it was."""
+
+
+# Inputs are slices of one buffer: without the decorator's arguments, each combination of their alignments would be
+# compiled when it is first met, in the middle of serving.
+@triton.jit(do_not_specialize_on_alignment=["rows", "starts", "cu_seqlens_q", "token_ids"])
+def _fill_step_metadata(
+    rows,
+    starts,
+    cu_seqlens_q,
+    token_ids,
+    page_table,
+    last_tokens,
+    input_ids,
+    positions,
+    out_cache_loc,
+    cache_seqlens,
+    row_pages,
+    page_table_stride,
+    row_pages_stride,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    index = tl.program_id(0)
+    row = tl.load(rows + index).to(tl.int64)
+    start = tl.load(starts + index)
+    first = tl.load(cu_seqlens_q + index)
+    num_tokens = tl.load(cu_seqlens_q + index + 1) - first
+    seq_len = start + num_tokens
+    table_row = page_table + row * page_table_stride
+    offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+
+    is_page = offsets < (seq_len + PAGE_SIZE - 1) // PAGE_SIZE
+    pages = tl.load(table_row + offsets, mask=is_page, other=0)
+    tl.store(row_pages + index.to(tl.int64) * row_pages_stride + offsets, pages, mask=is_page)
+
+    is_token = offsets < num_tokens
+    token = tl.load(token_ids + first + offsets, mask=is_token, other=0).to(tl.int64)
+    token = tl.where(token < 0, tl.load(last_tokens + row), token)
+    position = start + offsets
+    page = tl.load(table_row + position // PAGE_SIZE, mask=is_token, other=0).to(tl.int64)
+    tl.store(input_ids + first + offsets, token, mask=is_token)
+    tl.store(positions + first + offsets, position.to(tl.int64), mask=is_token)
+    tl.store(out_cache_loc + first + offsets, page * PAGE_SIZE + position % PAGE_SIZE, mask=is_token)
+
+    tl.store(cache_seqlens + index, seq_len, mask=tl.program_id(1) == 0)
+
+
+def fill_step_metadata(
+    *,
+    rows: torch.Tensor,
+    starts: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    token_ids: torch.Tensor,
+    page_table: torch.Tensor,
+    last_tokens: torch.Tensor,
+    page_size: int,
+    max_seqlen_q: int,
+    out: StepTensors,
+) -> None:
+    """Writes `out` in one kernel; no host sync, so it can be captured in a CUDA graph.
+
+    Nothing of a row past its last page and its last token is read or written. Padding rows are row 0 at start 0 with
+    one token: they get page 0, slot 0 and length 1.
+
+    Args:
+        rows: [B] int32: page-table row of each row of the batch.
+        starts: [B] int32: position of each row's first token.
+        cu_seqlens_q: [B + 1] int32: where each row's tokens begin.
+        token_ids: [T] int32; a negative id stands for the last token of its row.
+        page_table: [num_rows + 1, max_pages] int32, the rows' last pages included.
+        last_tokens: [num_rows + 1] int64.
+        page_size: a power of two.
+        max_seqlen_q: most tokens of a row; a row with more loses those past it, so a graph is captured with its own.
+    """
+    num_blocks = triton.cdiv(max(page_table.shape[1], max_seqlen_q), _BLOCK)
+    _fill_step_metadata[(rows.shape[0], num_blocks)](
+        rows,
+        starts,
+        cu_seqlens_q,
+        token_ids,
+        page_table,
+        last_tokens,
+        out.input_ids,
+        out.positions,
+        out.out_cache_loc,
+        out.cache_seqlens,
+        out.page_table,
+        page_table.stride(0),
+        out.page_table.stride(0),
+        PAGE_SIZE=page_size,
+        BLOCK=_BLOCK,
+    )
+
+
+@triton.jit(do_not_specialize=["num_deltas"], do_not_specialize_on_alignment=["deltas"])
+def _apply_page_deltas(page_table, deltas, num_deltas, page_table_stride, BLOCK: tl.constexpr):
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_delta = index < num_deltas
+    row = tl.load(deltas + 3 * index, mask=is_delta, other=0).to(tl.int64)
+    column = tl.load(deltas + 3 * index + 1, mask=is_delta, other=0)
+    page = tl.load(deltas + 3 * index + 2, mask=is_delta, other=0)
+    tl.store(page_table + row * page_table_stride + column, page, mask=is_delta)
+
+
+def apply_page_deltas(page_table: torch.Tensor, deltas: torch.Tensor) -> None:
+    """Writes pages to the table, in one kernel.
+
+    Args:
+        page_table: [num_rows + 1, max_pages] int32.
+        deltas: [num_deltas, 3] int32, contiguous, of (row, index, page id), all within the table: who made the copy
+            on the device has checked them on the host. No (row, index) comes twice: their order is not kept.
+    """
+    num_deltas = deltas.shape[0]
+    if num_deltas == 0:
+        return
+    _apply_page_deltas[(triton.cdiv(num_deltas, _DELTA_BLOCK),)](
+        page_table, deltas, num_deltas, page_table.stride(0), BLOCK=_DELTA_BLOCK
+    )

@@ -1,0 +1,159 @@
+"""The step-metadata kernels against numpy, in Triton's interpreter where there is no GPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from attention.kernels.step_metadata import StepTensors, apply_page_deltas, fill_step_metadata
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+MAX_LEN = 1300
+NUM_ROWS = 12
+POISON = 1 << 30
+UNTOUCHED = -7
+
+Int32Array = npt.NDArray[np.int32]
+Row = tuple[int, int, int]  # page-table row, start, tokens
+BATCHES: dict[str, list[Row]] = {
+    "decode": [(3, 0, 1), (1, 63, 1), (12, 64, 1), (7, 1199, 1), (2, 15, 1)],
+    "decode with padding": [(5, 700, 1), (4, 16, 1), (0, 0, 1), (0, 0, 1)],
+    "prompts": [(9, 0, 5), (8, 0, 1200), (1, 48, 17)],
+    "mixed": [(6, 511, 1), (2, 600, 600), (3, 0, 1), (11, 1, 2), (10, 1023, 1)],
+}
+
+
+class Step:
+    """A page table whose unused entries are poisoned, and the inputs of one batch."""
+
+    def __init__(self, batch: list[Row], page_size: int) -> None:
+        rng = np.random.default_rng(page_size)
+        self.batch, self.page_size = batch, page_size
+        self.max_pages = -(-MAX_LEN // page_size)
+        self.table = np.full((NUM_ROWS + 1, self.max_pages), POISON, np.int32)
+        self.table[0] = 0
+        self.num_pages = [-(-(start + count) // page_size) for _, start, count in batch]
+        for (row, _, _), num_pages in zip(batch, self.num_pages, strict=True):
+            if row:
+                self.table[row, :num_pages] = rng.integers(1, 100_000, num_pages)
+        self.last_tokens = rng.integers(0, 150_000, NUM_ROWS + 1)
+        self.cu_seqlens_q = np.cumsum([0] + [count for _, _, count in batch])
+        self.token_ids = rng.integers(0, 150_000, self.cu_seqlens_q[-1])
+        for i, (_, _, count) in enumerate(batch):
+            # Single tokens are decodes, all but the last of them.
+            if count == 1 and i < len(batch) - 1:
+                self.token_ids[self.cu_seqlens_q[i]] = -1
+
+    def run(self) -> StepTensors:
+        num_rows, num_tokens = len(self.batch), int(self.cu_seqlens_q[-1])
+        rows, starts, counts = np.array(self.batch, np.int32).T
+        # Slices of one buffer, as the runner makes them: nothing but 4 bytes of alignment is certain.
+        parts = [rows, starts, self.cu_seqlens_q, self.token_ids]
+        buffer = _to_device(np.concatenate([[99], *parts]).astype(np.int32))
+        on_device = buffer[1:].split([len(part) for part in parts])
+        out = StepTensors(
+            input_ids=torch.full((num_tokens + 1,), UNTOUCHED, dtype=torch.int64, device=DEVICE),
+            positions=torch.full((num_tokens + 1,), UNTOUCHED, dtype=torch.int64, device=DEVICE),
+            out_cache_loc=torch.full((num_tokens + 1,), UNTOUCHED, dtype=torch.int64, device=DEVICE),
+            cache_seqlens=torch.full((num_rows + 1,), UNTOUCHED, dtype=torch.int32, device=DEVICE),
+            page_table=torch.full((num_rows + 1, self.max_pages), UNTOUCHED, dtype=torch.int32, device=DEVICE),
+        )
+        fill_step_metadata(
+            rows=on_device[0],
+            starts=on_device[1],
+            cu_seqlens_q=on_device[2],
+            token_ids=on_device[3],
+            page_table=_to_device(self.table),
+            last_tokens=_to_device(self.last_tokens),
+            page_size=self.page_size,
+            max_seqlen_q=int(counts.max()),
+            out=out,
+        )
+        return out
+
+
+def _to_device(array: npt.NDArray[np.generic]) -> torch.Tensor:
+    return torch.from_numpy(array).to(DEVICE)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("name", list(BATCHES))
+def test_fills_inputs_slots_lengths_and_pages_of_every_row_and_nothing_past_them(name: str, page_size: int) -> None:
+    step = Step(BATCHES[name], page_size)
+    out = step.run()
+    positions = np.concatenate([np.arange(start, start + count) for _, start, count in step.batch])
+    rows = np.repeat([row for row, _, _ in step.batch], [count for _, _, count in step.batch])
+    pages = step.table[rows, positions // page_size].astype(np.int64)
+    expected_pages = np.full((len(step.batch) + 1, step.max_pages), UNTOUCHED)
+    for i, (row, _, _) in enumerate(step.batch):
+        expected_pages[i, : step.num_pages[i]] = step.table[row, : step.num_pages[i]]
+    expected = {
+        "input_ids": np.where(step.token_ids < 0, step.last_tokens[rows], step.token_ids),
+        "positions": positions,
+        "out_cache_loc": pages * page_size + positions % page_size,
+        "cache_seqlens": np.array([start + count for _, start, count in step.batch]),
+    }
+    for field, values in expected.items():
+        np.testing.assert_array_equal(getattr(out, field).cpu().numpy(), [*values, UNTOUCHED], field)
+    np.testing.assert_array_equal(out.page_table.cpu().numpy(), expected_pages)
+
+
+def test_padding_rows_have_length_one_and_write_slot_zero() -> None:
+    out = Step(BATCHES["decode with padding"], 16).run()
+    assert out.cache_seqlens.tolist() == [701, 17, 1, 1, UNTOUCHED]
+    assert out.out_cache_loc.tolist()[2:] == [0, 0, UNTOUCHED]
+    assert out.page_table[2:4, 0].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("num_deltas", [0, 1, 128, 300])
+def test_page_deltas_write_their_entries_and_no_other(num_deltas: int) -> None:
+    rng = np.random.default_rng(num_deltas)
+    table = rng.integers(0, 1000, (NUM_ROWS + 1, 50)).astype(np.int32)
+    entries = rng.permutation(NUM_ROWS * 50)[:num_deltas]
+    deltas = np.stack([entries // 50 + 1, entries % 50, rng.integers(1, 9999, num_deltas)], 1).astype(np.int32)
+    on_device = _to_device(table.copy())
+    buffer = _to_device(np.concatenate([[99], deltas.reshape(-1)]).astype(np.int32))
+    apply_page_deltas(on_device, buffer[1:].view(-1, 3))
+    table[deltas[:, 0], deltas[:, 1]] = deltas[:, 2]
+    np.testing.assert_array_equal(on_device.cpu().numpy(), table)
+
+
+@pytest.mark.gpu
+def test_a_replayed_graph_follows_its_inputs() -> None:
+    first, second = Step([(3, 0, 1), (1, 63, 1)], 16), Step([(7, 200, 1), (0, 0, 1)], 16)
+    static = {
+        "rows": torch.zeros(2, dtype=torch.int32, device=DEVICE),
+        "starts": torch.zeros(2, dtype=torch.int32, device=DEVICE),
+        "cu_seqlens_q": torch.arange(3, dtype=torch.int32, device=DEVICE),
+        "token_ids": torch.full((2,), -1, dtype=torch.int32, device=DEVICE),
+        "page_table": torch.zeros(NUM_ROWS + 1, first.max_pages, dtype=torch.int32, device=DEVICE),
+        "last_tokens": torch.zeros(NUM_ROWS + 1, dtype=torch.int64, device=DEVICE),
+    }
+    out = StepTensors(
+        input_ids=torch.zeros(2, dtype=torch.int64, device=DEVICE),
+        positions=torch.zeros(2, dtype=torch.int64, device=DEVICE),
+        out_cache_loc=torch.zeros(2, dtype=torch.int64, device=DEVICE),
+        cache_seqlens=torch.zeros(2, dtype=torch.int32, device=DEVICE),
+        page_table=torch.zeros(2, first.max_pages, dtype=torch.int32, device=DEVICE),
+    )
+    fill_step_metadata(**static, page_size=16, max_seqlen_q=1, out=out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fill_step_metadata(**static, page_size=16, max_seqlen_q=1, out=out)
+    for step in (first, second):
+        rows, starts, _ = np.array(step.batch, np.int32).T
+        values = (rows, starts, step.cu_seqlens_q, step.token_ids, step.table, step.last_tokens)
+        for tensor, value in zip(static.values(), values, strict=True):
+            tensor.copy_(torch.from_numpy(value))
+        graph.replay()
+        expected = step.run()
+        assert out.input_ids.tolist() == expected.input_ids.tolist()[:2]
+        assert out.out_cache_loc.tolist() == expected.out_cache_loc.tolist()[:2]
+        assert out.cache_seqlens.tolist() == expected.cache_seqlens.tolist()[:2]
+        for i, num_pages in enumerate(step.num_pages):
+            assert out.page_table[i, :num_pages].tolist() == expected.page_table[i, :num_pages].tolist()
