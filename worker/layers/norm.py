@@ -9,16 +9,39 @@ from parallel.linear import TensorSource
 
 
 class RMSNorm:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; the mean is taken in fp32."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in fp32 and rounded once.
+
+    Triton kernels on CUDA, where x is two-dimensional; torch elsewhere.
+    """
 
     def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
         self._shape = (size,)
         self._eps = eps
         self._weight = torch.empty(size, dtype=dtype, device=device)
+        self._on_cuda = device.type == "cuda"
+        if self._on_cuda:
+            from worker.kernels.norm import add_rms_norm, rms_norm  # a CPU install has no Triton
+
+            self._rms_norm, self._add_rms_norm = rms_norm, add_rms_norm
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """[size]."""
+        return self._weight
 
     def load(self, source: TensorSource, name: str) -> None:
         """Reads `name`.weight."""
         source.read(f"{name}.weight", self._weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The norm of x [..., size], in x's dtype."""
+        if self._on_cuda:
+            return self._rms_norm(x, self._weight, self._eps)
         return F.rms_norm(x, self._shape, self._weight, self._eps)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Adds x to `residual` in place, both [num_tokens, size], and returns the norm of the (rounded) sum."""
+        if self._on_cuda:
+            return self._add_rms_norm(x, residual, self._weight, self._eps)
+        residual += x
+        return F.rms_norm(residual, self._shape, self._weight, self._eps)

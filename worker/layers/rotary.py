@@ -14,20 +14,32 @@ from configs.model_config import ModelConfig
 class RotaryEmbedding:
     """Cosines and sines of every position up to `max_positions`, and the rotation by them.
 
-    The halves convention: element i of a head turns with element i + head_dim / 2.
+    The halves convention: element i of a head turns with element i + head_dim / 2. On CPU `at` and `rotate` serve a
+    step; on CUDA `cos_sin` is what the rotary kernel looks positions up in.
     """
 
     def __init__(self, model: ModelConfig, max_positions: int, *, dtype: torch.dtype, device: torch.device) -> None:
         inv_freq, attention_factor = inverse_frequencies(model)
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inv_freq)
         cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor
-        # [max_positions, 1, 2 * head_dim]: cosines for both halves, then sines with the first half's sign turned, so
-        # that a rotation is x * cos + swapped(x) * sin. fp32 until cast once to the activations' dtype.
-        table = torch.cat((cos, cos, -sin, sin), dim=1).to(device=device, dtype=dtype)
-        self._table = table.unsqueeze(1)
+        self._cos_sin: torch.Tensor | None = None
+        self._table: torch.Tensor | None = None
+        if device.type == "cuda":
+            self._cos_sin = torch.cat((cos, sin), dim=1).to(device)
+        else:
+            # [max_positions, 1, 2 * head_dim]: cosines for both halves, then sines with the first half's sign turned,
+            # so that a rotation is x * cos + swapped(x) * sin. fp32 until cast once to the activations' dtype.
+            self._table = torch.cat((cos, cos, -sin, sin), dim=1).to(device=device, dtype=dtype).unsqueeze(1)
+
+    @property
+    def cos_sin(self) -> torch.Tensor:
+        """[max_positions, head_dim] fp32, contiguous, on CUDA only: head_dim / 2 cosines, then as many sines."""
+        assert self._cos_sin is not None, "the rotary kernel's table is made on CUDA only"
+        return self._cos_sin
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and signed sines [num_tokens, 1, head_dim] of positions [num_tokens] int64; once a step."""
+        """Cosines and signed sines [num_tokens, 1, head_dim] of positions [num_tokens] int64; once a step, on CPU."""
+        assert self._table is not None, "on CUDA the rotary kernel looks positions up"
         cos, sin = self._table.index_select(0, positions).chunk(2, dim=-1)
         return cos, sin
 

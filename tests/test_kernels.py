@@ -1,0 +1,298 @@
+"""The Triton kernels of the decoder layers against torch in fp32: in the interpreter on CPU tensors, or on a GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton", reason="a CPU install has no Triton")
+
+from worker.kernels.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
+from worker.kernels.norm import add_rms_norm, rms_norm
+from worker.kernels.rope import qk_norm_rope_store
+
+EPS = 1e-5
+NUM_SLOTS = 13
+MAX_POSITIONS = 50
+
+# exp(large) is infinite, as it should be; NumPy, which the interpreter computes with, warns of it.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+
+_interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="kernels compiled for a GPU take no CPU tensors"
+)
+# bf16, which NumPy and so the interpreter lacks, runs on the GPU only.
+WHERE = [
+    pytest.param("cpu", torch.float32, id="cpu-fp32", marks=_interpreted),
+    pytest.param("cpu", torch.float16, id="cpu-fp16", marks=_interpreted),
+    pytest.param("cuda", torch.bfloat16, id="cuda-bf16", marks=pytest.mark.gpu),
+]
+on_each = pytest.mark.parametrize(("device", "dtype"), WHERE)
+
+
+def _random(*shape: int, device: str, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Standard normal, the same values on every device."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """fp32 RMSNorm over the last dimension."""
+    x = x.float()
+    return x / torch.sqrt(x.square().mean(-1, keepdim=True) + EPS) * weight.float()
+
+
+def _assert_close(ours: torch.Tensor, expected: torch.Tensor) -> None:
+    """`ours` is `expected` (fp32) rounded to its dtype, up to torch's tolerance for that dtype."""
+    torch.testing.assert_close(ours, expected.to(ours.dtype))
+
+
+@on_each
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 64), (3, 576), (5, 960), (2, 3584)])
+def test_rms_norm_is_torchs_in_fp32(num_rows: int, size: int, device: str, dtype: torch.dtype) -> None:
+    x = 3 * _random(num_rows, size, device=device, dtype=dtype)
+    weight = _random(size, device=device, dtype=dtype, seed=1)
+    _assert_close(rms_norm(x, weight, EPS), _norm(x, weight))
+
+
+@on_each
+def test_rms_norm_takes_rows_of_a_wider_matrix(device: str, dtype: torch.dtype) -> None:
+    wide = _random(3, 1024, device=device, dtype=dtype)
+    weight = _random(576, device=device, dtype=dtype, seed=1)
+    normed = rms_norm(wide[:, 128:704], weight, EPS)
+    assert normed.is_contiguous()
+    assert torch.equal(normed, rms_norm(wide[:, 128:704].contiguous(), weight, EPS))
+
+
+@on_each
+def test_norms_of_no_rows_are_no_rows(device: str, dtype: torch.dtype) -> None:
+    x, weight = torch.empty(0, 64, device=device, dtype=dtype), _random(64, device=device, dtype=dtype)
+    assert rms_norm(x, weight, EPS).shape == (0, 64)
+    assert add_rms_norm(x, x.clone(), weight, EPS).shape == (0, 64)
+
+
+@on_each
+@pytest.mark.parametrize(("num_rows", "size"), [(1, 576), (5, 960)])
+def test_add_rms_norm_norms_the_rounded_sum(num_rows: int, size: int, device: str, dtype: torch.dtype) -> None:
+    x = _random(num_rows, size, device=device, dtype=dtype)
+    wide = _random(num_rows, size + 64, device=device, dtype=dtype, seed=2)
+    weight = _random(size, device=device, dtype=dtype, seed=1)
+    residual, beside = wide[:, :size], wide[:, size:].clone()
+    total = residual + x
+    normed = add_rms_norm(x, residual, weight, EPS)
+    assert torch.equal(residual, total)
+    assert torch.equal(wide[:, size:], beside)
+    assert torch.equal(normed, rms_norm(total, weight, EPS))
+
+
+@on_each
+def test_a_rows_norm_does_not_depend_on_the_rows_beside_it(device: str, dtype: torch.dtype) -> None:
+    x, residual = (_random(7, 576, device=device, dtype=dtype, seed=seed) for seed in (0, 1))
+    weight = _random(576, device=device, dtype=dtype, seed=2)
+    together, summed = rms_norm(x, weight, EPS), add_rms_norm(x, residual.clone(), weight, EPS)
+    for row in range(7):
+        alone = slice(row, row + 1)
+        assert torch.equal(rms_norm(x[alone], weight, EPS), together[alone])
+        assert torch.equal(add_rms_norm(x[alone], residual[alone].clone(), weight, EPS), summed[alone])
+
+
+GATED: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "silu": (silu_and_mul, F.silu),
+    "gelu": (gelu_and_mul, F.gelu),
+    "gelu_tanh": (gelu_tanh_and_mul, lambda x: F.gelu(x, approximate="tanh")),
+}
+
+
+@on_each
+@pytest.mark.parametrize("name", GATED)
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 192), (3, 1536)])
+def test_gated_activations_are_torchs_in_fp32(
+    name: str, num_tokens: int, size: int, device: str, dtype: torch.dtype
+) -> None:
+    ours, act = GATED[name]
+    x = 4 * _random(num_tokens, 2 * size, device=device, dtype=dtype)
+    gate, up = x.float().chunk(2, dim=1)
+    _assert_close(ours(x), act(gate) * up)
+
+
+@on_each
+@pytest.mark.parametrize("name", GATED)
+def test_gated_activations_vanish_and_pass_at_the_ends(name: str, device: str, dtype: torch.dtype) -> None:
+    x = torch.tensor([[-60000.0, -200.0, 0.0, 200.0, 1.0, 1.0, 1.0, 0.5]], device=device, dtype=dtype)
+    out = GATED[name][0](x)
+    assert out.tolist() == [[0.0, 0.0, 0.0, 100.0]]
+
+
+@on_each
+def test_gated_activations_take_rows_of_a_wider_matrix(device: str, dtype: torch.dtype) -> None:
+    wide = _random(3, 512, device=device, dtype=dtype)
+    part = wide[:, 64:448]
+    assert torch.equal(silu_and_mul(part), silu_and_mul(part.contiguous()))
+    for row in range(3):
+        assert torch.equal(silu_and_mul(part[row : row + 1]), silu_and_mul(part)[row : row + 1])
+
+
+class Heads:
+    """Inputs of `qk_norm_rope_store`, and what it should do with them."""
+
+    def __init__(
+        self, num_q_heads: int, num_kv_heads: int, head_dim: int, slots: list[int], *, norm: bool, device: str,
+        dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        self.num_q_heads, self.num_kv_heads, self.head_dim, self.norm = num_q_heads, num_kv_heads, head_dim, norm
+        num_tokens, kv_size = len(slots), num_kv_heads * head_dim
+        self.qkv = _random(num_tokens, num_q_heads * head_dim + 2 * kv_size, device=device, dtype=dtype)
+        self.q_weight = _random(head_dim, device=device, dtype=dtype, seed=1)
+        self.k_weight = _random(head_dim, device=device, dtype=dtype, seed=2)
+        angles = torch.outer(torch.arange(MAX_POSITIONS), 1e4 ** -(torch.arange(head_dim // 2) / (head_dim / 2)))
+        # A factor, as YaRN has, so that a table of unit vectors is not assumed.
+        self.cos_sin = (1.2 * torch.cat((angles.cos(), angles.sin()), dim=1)).to(device)
+        self.positions = torch.arange(num_tokens, device=device) * 7 % MAX_POSITIONS
+        self.k_slots = torch.full((NUM_SLOTS, kv_size), 7.0, device=device, dtype=dtype)
+        self.v_slots = torch.full((NUM_SLOTS, kv_size), 8.0, device=device, dtype=dtype)
+        self.out_cache_loc = torch.tensor(slots, device=device)
+
+    def run(self, qkv: torch.Tensor, tokens: slice = slice(None)) -> None:
+        """The kernel over `tokens`, whose rows are `qkv`."""
+        qk_norm_rope_store(
+            qkv,
+            q_weight=self.q_weight if self.norm else None,
+            k_weight=self.k_weight if self.norm else None,
+            eps=EPS,
+            cos_sin=self.cos_sin,
+            positions=self.positions[tokens],
+            k_slots=self.k_slots,
+            v_slots=self.v_slots,
+            out_cache_loc=self.out_cache_loc[tokens],
+            num_q_heads=self.num_q_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+        )
+
+    def expected(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k, v [num_tokens, heads * head_dim] fp32 after norm and rotation."""
+        sizes = [heads * self.head_dim for heads in (self.num_q_heads, self.num_kv_heads, self.num_kv_heads)]
+        q, k, v = self.qkv.float().split(sizes, dim=1)
+        return self._turned(q, self.q_weight), self._turned(k, self.k_weight), v
+
+    def _turned(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        x = x.unflatten(1, (-1, self.head_dim))
+        if self.norm:
+            x = _norm(x, weight)
+        cos, sin = self.cos_sin[self.positions].unsqueeze(1).chunk(2, dim=-1)
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(1)
+
+
+@on_each
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "qk_norm"])
+@pytest.mark.parametrize(
+    ("num_q_heads", "num_kv_heads", "head_dim"), [(9, 9, 64), (9, 3, 64), (4, 1, 96), (12, 3, 128), (2, 1, 256)]
+)
+def test_query_heads_turn_in_place_and_keys_and_values_go_to_their_slots(
+    num_q_heads: int, num_kv_heads: int, head_dim: int, norm: bool, device: str, dtype: torch.dtype
+) -> None:
+    slots = [5, 12, 1]
+    heads = Heads(num_q_heads, num_kv_heads, head_dim, slots, norm=norm, device=device, dtype=dtype)
+    q, k, v = heads.expected()
+    qkv = heads.qkv.clone()
+    heads.run(qkv)
+    _assert_close(qkv[:, : q.shape[1]], q)
+    assert torch.equal(qkv[:, q.shape[1] :], heads.qkv[:, q.shape[1] :])
+    _assert_close(heads.k_slots[slots], k)
+    assert torch.equal(heads.v_slots[slots], v.to(dtype))
+    others = [slot for slot in range(NUM_SLOTS) if slot not in slots]
+    assert (heads.k_slots[others] == 7).all()
+    assert (heads.v_slots[others] == 8).all()
+
+
+@on_each
+def test_padding_tokens_share_slot_0_and_slots_outside_the_pool_are_not_written(
+    device: str, dtype: torch.dtype
+) -> None:
+    slots = [0, 3, 0, -1, 4, NUM_SLOTS, 0]
+    heads = Heads(3, 1, 64, slots, norm=False, device=device, dtype=dtype)
+    # Memory around the pool that a write outside of it would change.
+    around = [torch.full((NUM_SLOTS + 2, 64), fill, device=device, dtype=dtype) for fill in (7.0, 8.0)]
+    heads.k_slots, heads.v_slots = around[0][1:-1], around[1][1:-1]
+    _, k, v = heads.expected()
+    qkv = heads.qkv.clone()
+    heads.run(qkv)
+    _assert_close(heads.k_slots[[3, 4]], k[[1, 4]])
+    assert torch.equal(heads.v_slots[[3, 4]], v[[1, 4]].to(dtype))
+    untouched = [0, 2, 3, *range(6, NUM_SLOTS + 2)]  # one higher than their slots; slot 0 is anybody's
+    assert (around[0][untouched] == 7).all()
+    assert (around[1][untouched] == 8).all()
+
+
+@on_each
+def test_a_tokens_heads_do_not_depend_on_the_tokens_beside_it(device: str, dtype: torch.dtype) -> None:
+    heads = Heads(9, 3, 128, [2, 4, 6, 8, 1], norm=True, device=device, dtype=dtype)
+    together = heads.qkv.clone()
+    heads.run(together)
+    k_slots, v_slots = heads.k_slots.clone(), heads.v_slots.clone()
+    heads.k_slots.fill_(7)
+    heads.v_slots.fill_(8)
+    for token in range(5):
+        alone = slice(token, token + 1)
+        qkv = heads.qkv[alone].clone()
+        heads.run(qkv, alone)
+        assert torch.equal(qkv, together[alone])
+    assert torch.equal(heads.k_slots, k_slots)
+    assert torch.equal(heads.v_slots, v_slots)
+
+
+@on_each
+def test_a_heads_bits_do_not_depend_on_how_many_heads_the_rank_has(device: str, dtype: torch.dtype) -> None:
+    whole = Heads(12, 3, 128, [5], norm=True, device=device, dtype=dtype)
+    qkv = whole.qkv.clone()
+    whole.run(qkv)
+    # The rank of key head 1: query heads 4 to 8.
+    shard = Heads(4, 1, 128, [5], norm=True, device=device, dtype=dtype)
+    columns = [whole.qkv.unflatten(1, (-1, 128))[:, span] for span in (slice(4, 8), slice(13, 14), slice(16, 17))]
+    shard_qkv = torch.cat(columns, dim=1).flatten(1)
+    shard.run(shard_qkv)
+    assert torch.equal(shard_qkv[:, :512], qkv[:, 512:1024])
+    assert torch.equal(shard.k_slots[5], whole.k_slots[5, 128:256])
+    assert torch.equal(shard.v_slots[5], whole.v_slots[5, 128:256])
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_replays_every_kernel_over_new_inputs() -> None:
+    device, dtype = "cuda", torch.bfloat16
+    heads = Heads(9, 3, 64, [2, 4, 6, 0, 0], norm=True, device=device, dtype=dtype)
+    x, residual = (_random(5, 960, device=device, dtype=dtype, seed=seed) for seed in (3, 4))
+    weight = _random(960, device=device, dtype=dtype, seed=5)
+
+    def step() -> tuple[torch.Tensor, ...]:
+        """Works on what `x`, `residual` and `heads` hold; returns what it made."""
+        normed = add_rms_norm(x, residual, weight, EPS)
+        activated = silu_and_mul(rms_norm(normed, weight, EPS))
+        heads.run(heads.qkv)
+        # Slot 0 has several writers: its content is anybody's.
+        return activated, residual.clone(), heads.qkv.clone(), heads.k_slots[1:].clone(), heads.v_slots[1:].clone()
+
+    def fill(seed: int) -> None:
+        for buffer in (x, residual, heads.qkv, heads.k_slots, heads.v_slots):
+            buffer.copy_(_random(*buffer.shape, device=device, dtype=dtype, seed=seed))
+            seed += 1
+        heads.positions.copy_((torch.arange(5) * seed) % MAX_POSITIONS)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = step()
+    for seed in (10, 20):
+        fill(seed)
+        eager = step()
+        fill(seed)
+        graph.replay()
+        for ours, expected in zip(replayed, eager, strict=True):
+            assert torch.equal(ours, expected)

@@ -1,0 +1,101 @@
+"""The decoder's small layers, on CPU and on a GPU, against formulas written out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from configs.errors import ConfigError
+from configs.model_config import ModelConfig, RopeConfig
+from parallel.plan import Span
+from worker.layers.activation import ActAndMul
+from worker.layers.norm import RMSNorm
+from worker.layers.rotary import RotaryEmbedding, inverse_frequencies, rotate
+
+EPS = 1e-5
+on_each = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+class _Ramp:
+    """A checkpoint whose every tensor is 0.5 to 1.5."""
+
+    def read(self, name: str, out: torch.Tensor, *, rows: Span | None = None, columns: Span | None = None) -> None:
+        assert name == "model.norm.weight"
+        out.copy_(torch.linspace(0.5, 1.5, out.numel()))
+
+
+def _norm(size: int, device: str) -> RMSNorm:
+    norm = RMSNorm(size, EPS, dtype=torch.float32, device=torch.device(device))
+    norm.load(_Ramp(), "model.norm")
+    return norm
+
+
+def _random(*shape: int, device: str, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+@on_each
+def test_the_norm_divides_by_the_root_mean_square(device: str) -> None:
+    norm, x = _norm(96, device), _random(3, 96, device=device)
+    expected = x / torch.sqrt(x.square().mean(1, keepdim=True) + EPS) * torch.linspace(0.5, 1.5, 96, device=device)
+    torch.testing.assert_close(norm(x), expected)
+    torch.testing.assert_close(norm.weight.cpu(), torch.linspace(0.5, 1.5, 96))
+
+
+@on_each
+def test_adding_norm_adds_to_the_residual_in_place(device: str) -> None:
+    norm, x, residual = _norm(96, device), _random(3, 96, device=device), _random(3, 96, device=device, seed=1)
+    x_before, total = x.clone(), residual + x
+    normed = norm.add(x, residual)
+    assert torch.equal(residual, total)
+    assert torch.equal(x, x_before)
+    torch.testing.assert_close(normed, norm(total))
+
+
+@on_each
+@pytest.mark.parametrize("hidden_act", ["silu", "gelu", "gelu_pytorch_tanh"])
+def test_the_activation_of_the_gate_scales_the_up_projection(hidden_act: str, device: str) -> None:
+    x = _random(3, 256, device=device)
+    gate, up = x[:, :128], x[:, 128:]
+    act = {"silu": F.silu, "gelu": F.gelu, "gelu_pytorch_tanh": lambda g: F.gelu(g, approximate="tanh")}[hidden_act]
+    torch.testing.assert_close(ActAndMul(hidden_act)(x.clone()), act(gate) * up)
+
+
+def test_refuses_an_activation_it_does_not_know() -> None:
+    with pytest.raises(ConfigError, match="hidden_act=swish7 is not one of gelu, gelu_pytorch_tanh, silu"):
+        ActAndMul("swish7")
+
+
+@on_each
+def test_the_rotary_tables_turn_pairs_of_halves_by_position_times_frequency(device: str) -> None:
+    scaling = (("factor", 4.0), ("original_max_position_embeddings", 32))
+    model = ModelConfig(
+        model_type="llama",
+        hidden_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=64,
+        intermediate_size=64,
+        vocab_size=64,
+        max_position_embeddings=128,
+        rms_norm_eps=EPS,
+        rope=RopeConfig(theta=1e4, scaling_type="yarn", scaling=scaling),
+        tie_word_embeddings=False,
+    )
+    rotary = RotaryEmbedding(model, 128, dtype=torch.float32, device=torch.device(device))
+    positions = torch.tensor([0, 1, 31, 127])
+    x = _random(4, 1, 64, device="cpu")
+    inv_freq, factor = inverse_frequencies(model)
+    assert factor > 1
+    turns = factor * torch.exp(1j * torch.outer(positions.float(), inv_freq)).unsqueeze(1)
+    expected = torch.complex(*x.chunk(2, dim=-1)) * turns
+    if device == "cpu":
+        turned = rotate(x, rotary.at(positions))
+    else:
+        assert rotary.cos_sin.shape == (128, 64)
+        cos, sin = rotary.cos_sin.cpu()[positions].unsqueeze(1).chunk(2, dim=-1)
+        first, second = x.chunk(2, dim=-1)
+        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    torch.testing.assert_close(turned, torch.cat((expected.real, expected.imag), dim=-1))

@@ -1,0 +1,92 @@
+"""RMSNorm kernels: alone, and after adding to the residual stream.
+
+One program per row. Block size and warps follow from the row length alone, and the compiler's layout from that, so a
+row's bits do not depend on the rows beside it. (Triton also compiles anew for pointers or row strides that are not
+multiples of 16: whole tensors and slices of rows or columns at such multiples, all this engine makes, share one.)
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _rms_norm_kernel(out_ptr, x_ptr, weight_ptr, x_stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    # Before the sum: the row's threads wait for each other there, and this load need not wait with them.
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps)
+    tl.store(out_ptr + row * SIZE + columns, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _add_rms_norm_kernel(
+    out_ptr, x_ptr, residual_ptr, weight_ptr, x_stride, residual_stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    residual_ptrs = residual_ptr + row * residual_stride + columns
+    x = tl.load(x_ptr + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    residual = tl.load(residual_ptrs, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    rounded = (residual + x).to(residual_ptr.dtype.element_ty)
+    tl.store(residual_ptrs, rounded, mask=inside)
+    total = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(total * total, axis=0) / SIZE + eps)
+    tl.store(out_ptr + row * SIZE + columns, (total * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight of each row; fp32 throughout, rounded once to x's dtype.
+
+    Args:
+        x: [num_rows, size], elements of a row side by side, rows any distance apart.
+        weight: [size].
+
+    Returns:
+        [num_rows, size], contiguous, of x's dtype.
+    """
+    num_rows, size = x.shape
+    assert x.stride(1) == 1, f"the elements of a row lie side by side, not {x.stride(1)} apart"
+    out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
+    block, num_warps = _block(size)
+    _rms_norm_kernel[(num_rows,)](out, x, weight, x.stride(0), eps, SIZE=size, BLOCK=block, num_warps=num_warps)
+    return out
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Adds x to `residual` in place and returns `rms_norm` of the sum.
+
+    The sum is rounded to the residual's dtype before its norm is taken, as if the addition were a kernel of its own:
+    what is normed is what the next layer adds to, and what transformers norms.
+
+    Args:
+        x: [num_rows, size], rows any distance apart; may be of a wider dtype than the residual.
+        residual: [num_rows, size], rows any distance apart. Not overlapping x.
+        weight: [size].
+
+    Returns:
+        [num_rows, size], contiguous, of the residual's dtype.
+    """
+    num_rows, size = residual.shape
+    assert x.shape == residual.shape, f"cannot add {tuple(x.shape)} to {tuple(residual.shape)}"
+    assert x.stride(1) == 1, f"the elements of a row lie side by side, not {x.stride(1)} apart"
+    assert residual.stride(1) == 1, f"the elements of a row lie side by side, not {residual.stride(1)} apart"
+    out = torch.empty((num_rows, size), dtype=residual.dtype, device=residual.device)
+    block, num_warps = _block(size)
+    _add_rms_norm_kernel[(num_rows,)](
+        out, x, residual, weight, x.stride(0), residual.stride(0), eps, SIZE=size, BLOCK=block, num_warps=num_warps
+    )
+    return out
+
+
+def _block(size: int) -> tuple[int, int]:
+    """Block size and warps for rows of `size` elements: two 16-byte loads a thread in bf16, 8 warps at 4096."""
+    block = 1 << (size - 1).bit_length()
+    return block, min(max(block // 512, 1), 16)

@@ -1,0 +1,150 @@
+"""From the QKV product to attention in one kernel: norm of query and key heads, rotary embedding, KV store.
+
+A program does eight heads of one token: query heads in place, or key heads with the value heads beside them into the
+KV cache. Everything is fp32 between load and store, and rounded once; the cache holds the rounded values. The tile,
+and with it the order of a head's sum of squares, follows from head_dim alone: neither the batch nor the number of heads
+on this rank changes a head's bits.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_HEADS = 8
+
+
+@triton.jit
+def _norm_and_rotate(ptrs, mask, weight_ptrs, inside, cos, sin, eps, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
+    """Both halves [HEADS, BLOCK] fp32 of the heads whose first halves are at `ptrs`."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    first = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(ptrs + HALF, mask=mask, other=0.0).to(tl.float32)
+    if NORM:
+        first_weight = tl.load(weight_ptrs, mask=inside, other=0.0).to(tl.float32)
+        second_weight = tl.load(weight_ptrs + HALF, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(first * first + second * second, axis=1) / HEAD_DIM + eps)[:, None]
+        first = first * scale * first_weight
+        second = second * scale * second_weight
+    # Explicit fma: whether the compiler fuses a product into a sum is not left to it.
+    return tl.fma(first, cos, -(second * sin)), tl.fma(second, cos, first * sin)
+
+
+# Not specialised by head counts and slots: one compilation serves every rank and layer, so their bits agree.
+@triton.jit(do_not_specialize=["num_slots", "num_q_heads", "num_kv_heads"])
+def _qk_norm_rope_store_kernel(
+    qkv_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    cos_sin_ptr,
+    positions_ptr,
+    k_slots_ptr,
+    v_slots_ptr,
+    out_cache_loc_ptr,
+    num_slots,
+    num_q_heads,
+    num_kv_heads,
+    eps,
+    HEAD_DIM: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    HALF: tl.constexpr = HEAD_DIM // 2
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    num_q_groups = tl.cdiv(num_q_heads, HEADS)
+    # [HEADS, BLOCK], the same for each head: cosines, sines and weights are then loaded in the layout of the heads.
+    # Loaded as rows, they would go to that layout through shared memory and barriers (Triton 3.6, seen in its PTX).
+    columns = tl.broadcast_to(tl.arange(0, BLOCK)[None, :], (HEADS, BLOCK))
+    inside = columns < HALF
+    token_ptr = qkv_ptr + token * (num_q_heads + 2 * num_kv_heads) * HEAD_DIM
+    angle_ptrs = cos_sin_ptr + tl.load(positions_ptr + token) * HEAD_DIM + columns
+    cos = tl.load(angle_ptrs, mask=inside, other=0.0)
+    sin = tl.load(angle_ptrs + HALF, mask=inside, other=0.0)
+    if group < num_q_groups:
+        q_heads = group * HEADS + tl.arange(0, HEADS)
+        q_mask = (q_heads < num_q_heads)[:, None] & inside
+        q_ptrs = token_ptr + q_heads[:, None] * HEAD_DIM + columns
+        q_weight_ptrs = q_weight_ptr + columns if NORM else None
+        q_first, q_second = _norm_and_rotate(q_ptrs, q_mask, q_weight_ptrs, inside, cos, sin, eps, HEAD_DIM, NORM)
+        tl.store(q_ptrs, q_first.to(qkv_ptr.dtype.element_ty), mask=q_mask)
+        tl.store(q_ptrs + HALF, q_second.to(qkv_ptr.dtype.element_ty), mask=q_mask)
+    else:
+        kv_heads = (group - num_q_groups) * HEADS + tl.arange(0, HEADS)
+        kv_mask = (kv_heads < num_kv_heads)[:, None] & inside
+        offsets = kv_heads[:, None] * HEAD_DIM + columns
+        k_ptrs = token_ptr + num_q_heads * HEAD_DIM + offsets
+        v_ptrs = k_ptrs + num_kv_heads * HEAD_DIM
+        slot = tl.load(out_cache_loc_ptr + token)
+        v_first = tl.load(v_ptrs, mask=kv_mask, other=0.0)
+        v_second = tl.load(v_ptrs + HALF, mask=kv_mask, other=0.0)
+        k_weight_ptrs = k_weight_ptr + columns if NORM else None
+        k_first, k_second = _norm_and_rotate(k_ptrs, kv_mask, k_weight_ptrs, inside, cos, sin, eps, HEAD_DIM, NORM)
+        stored = kv_mask & ((slot >= 0) & (slot < num_slots))
+        slot_offsets = slot * num_kv_heads * HEAD_DIM + offsets
+        tl.store(k_slots_ptr + slot_offsets, k_first.to(k_slots_ptr.dtype.element_ty), mask=stored)
+        tl.store(k_slots_ptr + slot_offsets + HALF, k_second.to(k_slots_ptr.dtype.element_ty), mask=stored)
+        tl.store(v_slots_ptr + slot_offsets, v_first, mask=stored)
+        tl.store(v_slots_ptr + slot_offsets + HALF, v_second, mask=stored)
+
+
+def qk_norm_rope_store(
+    qkv: torch.Tensor,
+    *,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    k_slots: torch.Tensor,
+    v_slots: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+) -> None:
+    """Norms and rotates the query heads of `qkv` in place, and writes its key heads, so treated, and value heads.
+
+    Key and value columns of `qkv` are left as they are. Rotation is in the halves convention: element i of a head
+    turns with element i + head_dim / 2.
+
+    Args:
+        qkv: [num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim], contiguous.
+        q_weight: [head_dim]: RMSNorm of each query head before the rotation; None for no norm.
+        k_weight: [head_dim], the same of each key head; None exactly when `q_weight` is.
+        eps: of both norms.
+        cos_sin: [max_positions, head_dim] fp32, contiguous: head_dim / 2 cosines, then as many sines.
+        positions: [num_tokens] int64, each at least 0 and below max_positions.
+        k_slots: [num_slots, num_kv_heads * head_dim], contiguous, of qkv's dtype.
+        v_slots: the same for values.
+        out_cache_loc: [num_tokens] int64: the slot of each token. Several tokens may name slot 0, the padding slot,
+            whose content is then undefined; a token whose slot is negative or at least num_slots is not stored.
+    """
+    num_tokens, width = qkv.shape
+    assert width == (num_q_heads + 2 * num_kv_heads) * head_dim, f"{width} columns are not the heads of qkv"
+    assert qkv.is_contiguous(), "qkv is read and written as one block"
+    assert (q_weight is None) == (k_weight is None), "query and key heads are both normed or neither"
+    assert k_slots.shape[1] == num_kv_heads * head_dim, f"a slot of {k_slots.shape[1]} elements is not a token's keys"
+    block = 1 << (head_dim // 2 - 1).bit_length()
+    grid = (num_tokens, -(-num_q_heads // _HEADS) + -(-num_kv_heads // _HEADS))
+    _qk_norm_rope_store_kernel[grid](
+        qkv,
+        q_weight,
+        k_weight,
+        cos_sin,
+        positions,
+        k_slots,
+        v_slots,
+        out_cache_loc,
+        k_slots.shape[0],
+        num_q_heads,
+        num_kv_heads,
+        eps,
+        HEAD_DIM=head_dim,
+        HEADS=_HEADS,
+        BLOCK=block,
+        NORM=q_weight is not None,
+        num_warps=max(block // 32, 1),  # 8 elements of each half a thread: one 16-byte load in bf16
+    )
