@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from attention.backend import AttentionBackend
+from attention.flash_attention import FlashAttentionBackend
 from attention.kv_pool import ReqToTokenPool, TokenToKVPool
 from attention.layer import AttentionLayer
 from attention.torch_native import TorchNativeBackend
 from configs.errors import ConfigError
 
-_BACKENDS: dict[str, type[AttentionBackend]] = {"torch_native": TorchNativeBackend}
+_BACKENDS: dict[str, type[AttentionBackend]] = {
+    "flash_attention": FlashAttentionBackend,
+    "torch_native": TorchNativeBackend,
+}
 
 
 def create_backend(
