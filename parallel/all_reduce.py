@@ -1,7 +1,8 @@
 """How the ranks of one group add and gather tensors: the strategies behind TensorParallelGroup.
 
-    LibraryCollectives        gloo or NCCL through torch's process group objects
-    SharedMemoryCollectives   CPU ranks of one node, through a segment of shm.py
+    LibraryCollectives          gloo or NCCL through torch's process group objects
+    SharedMemoryCollectives     CPU ranks of one node, through a segment of shm.py
+    SymmetricMemoryCollectives  CUDA ranks of one node, through each other's memory: symmetric_memory.py
 
 A strategy owns its connections and nothing else; which one a group uses is the group's choice.
 """
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from configs.errors import ConfigError, DeadlineError, EngineError
@@ -35,8 +37,11 @@ _MAX_CACHED_VIEWS = 256
 class Collectives(Protocol):
     """What a strategy offers. Every rank makes the same calls in the same order, from one thread at a time."""
 
-    def all_reduce(self, x: Tensor) -> None:
-        """Sums contiguous `x` over the ranks, in place."""
+    def reduce_buffer(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
+        """Memory that `all_reduce` sums fastest, valid until the next call of either; None when any memory will do."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Contiguous `x` summed over the ranks: `x` itself, or for a `reduce_buffer` perhaps another tensor."""
 
     def all_gather(self, out: Tensor, x: Tensor) -> None:
         """Fills contiguous `out` [size, *x.shape] with every rank's contiguous `x`."""
@@ -71,7 +76,8 @@ class LibraryCollectives:
     """Collectives of a torch process group object, gloo or NCCL.
 
     gloo gathers the contributions and adds them in rank order: the same bits as the shared-memory strategy. NCCL adds
-    in its own order, and its calls only enqueue: they return before the GPU is done.
+    in its own order, the same one on all ranks. Its calls only queue work on the current stream, and may be captured in
+    a CUDA graph.
     """
 
     def __init__(self, backend: Any, *, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
@@ -82,6 +88,9 @@ class LibraryCollectives:
         self._timeout_s = timeout_s
         self._abort_reason: str | None = None
         self._pending: Any = None
+        # Not asynchronous: on the current stream, without events to and from one of NCCL's own.
+        self._reduce_options, self._gather_options = AllreduceOptions(), AllgatherOptions()
+        self._reduce_options.asyncOp = self._gather_options.asyncOp = device.type != "cuda"
 
     @classmethod
     def create(
@@ -92,10 +101,13 @@ class LibraryCollectives:
         Raises:
             ConfigError: this build of torch has no such backend.
             DeadlineError: not all ranks came within `timeout_s`.
+            EngineError: NCCL could not connect them.
         """
         make = _gloo_backend if strategy == "gloo" else _nccl_backend
         try:
             backend = make(rank=rank, size=size, store=store, device=device, timeout_s=timeout_s)
+        except EngineError:
+            raise
         except RuntimeError as error:  # torch's DistStoreError among them
             raise DeadlineError(
                 f"rank {rank} could not meet the other {size - 1} ranks over {strategy} within "
@@ -103,21 +115,24 @@ class LibraryCollectives:
             ) from error
         return cls(backend, rank=rank, size=size, device=device, timeout_s=timeout_s)
 
-    def all_reduce(self, x: Tensor) -> None:
+    def reduce_buffer(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
+        return None
+
+    def all_reduce(self, x: Tensor) -> Tensor:
         if self._device.type == "cuda":
-            self._check_alive()
-            self._finish(self._backend.allreduce([x]), "all_reduce")
-            return
+            self.check_alive()
+            self._finish(self._backend.allreduce([x], self._reduce_options), "all_reduce")
+            return x
         contributions = torch.empty((self._size, *x.shape), dtype=x.dtype)
         self.all_gather(contributions, x)
         sum_in_rank_order(contributions.unbind(), x)
+        return x
 
     def all_gather(self, out: Tensor, x: Tensor) -> None:
-        self._check_alive()
+        self.check_alive()
         # Bytes, because gloo does not know every type.
-        self._finish(
-            self._backend._allgather_base(out.view(-1).view(torch.uint8), x.view(-1).view(torch.uint8)), "all_gather"
-        )
+        out_bytes, x_bytes = out.view(-1).view(torch.uint8), x.view(-1).view(torch.uint8)
+        self._finish(self._backend._allgather_base(out_bytes, x_bytes, self._gather_options), "all_gather")
 
     def barrier(self) -> None:
         token = torch.zeros(1, dtype=torch.uint8, device=self._device)
@@ -126,22 +141,32 @@ class LibraryCollectives:
             self._await_stream("barrier")
 
     def abort(self, reason: str) -> None:
+        """As Collectives. NCCL's abort returns once no CUDA graph that holds its communicator is left."""
         self._abort_reason = reason
-        if self._device.type == "cuda":
-            self._backend.abort()
+        backend = self._backend
+        if self._device.type == "cuda" and backend is not None:
+            backend.abort()
 
     def close(self) -> None:
         backend, pending = self._backend, self._pending
+        aborted = self._abort_reason is not None
         self._backend = self._pending = None
         self._abort_reason = self._abort_reason or "the group is closed"
-        if pending is not None:
+        if self._device.type == "cuda":
+            if not aborted and backend is not None:
+                backend.abort()  # an orderly end would wait for the peers
+        elif pending is not None:
             # gloo cannot cancel: destroying it now would block on the unfinished call for up to the deadline.
             threading.Thread(target=_outlive, args=(backend, pending), name="gloo-reaper", daemon=True).start()
 
+    def check_alive(self) -> None:
+        """Raises EngineError with the reason of the abort, if there was one."""
+        if self._abort_reason is not None:
+            raise EngineError(self._abort_reason)
+
     def _finish(self, work: Any, name: str) -> None:
         if self._device.type == "cuda":
-            work.wait()  # orders the current stream after the collective; the host goes on
-            return
+            return  # queued on the current stream; there is no work object
         deadline = time.monotonic() + self._timeout_s
         while not _done_within_slice(work):
             if self._abort_reason is not None:
@@ -154,7 +179,7 @@ class LibraryCollectives:
             work.wait()
         except RuntimeError as error:
             # An aborted peer breaks its connections: the abort is then the cause to tell.
-            self._check_alive()
+            self.check_alive()
             raise EngineError(f"rank {self._rank}: {name} over gloo failed: {_first_line(error)}") from error
 
     def _await_stream(self, name: str) -> None:
@@ -162,15 +187,11 @@ class LibraryCollectives:
         done.record(torch.cuda.current_stream(self._device))
         deadline = time.monotonic() + self._timeout_s
         while not done.query():
-            self._check_alive()
+            self.check_alive()
             if time.monotonic() > deadline:
                 raise _late(self._rank, "the other ranks", name, self._timeout_s)
             time.sleep(1e-4)
-        self._check_alive()  # an aborted collective also lets its stream go on
-
-    def _check_alive(self) -> None:
-        if self._abort_reason is not None:
-            raise EngineError(self._abort_reason)
+        self.check_alive()  # an aborted collective also lets its stream go on
 
 
 class SharedMemoryCollectives:
@@ -230,7 +251,10 @@ class SharedMemoryCollectives:
         segment.forget_address()
         return self
 
-    def all_reduce(self, x: Tensor) -> None:
+    def reduce_buffer(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
+        return None
+
+    def all_reduce(self, x: Tensor) -> Tensor:
         nbytes = x.numel() * x.element_size()
         if nbytes > self._buffer_bytes:
             self._in_pieces(x)
@@ -239,6 +263,7 @@ class SharedMemoryCollectives:
         elif nbytes:
             views = self._exchange("all_reduce", x, nbytes)
             sum_in_rank_order(views, x)
+        return x
 
     def all_gather(self, out: Tensor, x: Tensor) -> None:
         out, x = out.view(self._size, -1), x.view(-1)
@@ -361,10 +386,20 @@ def _nccl_backend(*, rank: int, size: int, store: Store, device: torch.device, t
         raise ConfigError("parallel.all_reduce=nccl needs a CUDA build of torch; choose gloo or shared_memory")
     from torch.distributed import ProcessGroupNCCL
 
+    # NCCL's own meeting has no deadline of ours.
+    keys = [f"here/{peer}" for peer in range(size)]
+    store.set(keys[rank], "1")
+    store.wait(keys, timedelta(seconds=timeout_s))
     options = ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
-    backend = ProcessGroupNCCL(store, rank, size, options)
-    backend.eager_connect_single_device(device)
+    try:
+        backend = ProcessGroupNCCL(store, rank, size, options)
+        backend.eager_connect_single_device(device)
+    except RuntimeError as error:
+        raise EngineError(
+            f"rank {rank} on {device}: NCCL could not connect the {size} ranks: {_first_line(error)}; "
+            f"set NCCL_DEBUG=INFO to see why"
+        ) from error
     return backend
 
 

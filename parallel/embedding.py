@@ -11,7 +11,10 @@ from parallel.plan import ShardPlan
 
 
 class VocabParallelEmbedding:
-    """Rows `plan.vocab[rank]` of the embedding; ids of other ranks contribute exact zeros to the sum."""
+    """Rows `plan.vocab[rank]` of the embedding; ids of other ranks contribute exact zeros to the sum.
+
+    Those ids all look up one more row, of zeros: no NaN or infinity of this rank's rows can reach their tokens.
+    """
 
     def __init__(
         self, hidden_size: int, plan: ShardPlan, group: TensorParallelGroup, *, dtype: torch.dtype, device: torch.device
@@ -21,33 +24,38 @@ class VocabParallelEmbedding:
         self._group = group
         self._dtype = dtype
         self._device = device
-        self._weight: torch.Tensor | None = None
+        self._vocab_size = plan.vocab[-1].stop
+        self._rows: torch.Tensor | None = None  # [span.size + 1, hidden_size], the last of zeros
+        self._row_of: torch.Tensor | None = None  # [vocab_size] int32: where in _rows an id is
 
     @property
     def weight(self) -> torch.Tensor:
-        """[span.size, hidden_size]; a tied LM head uses this very tensor."""
-        assert self._weight is not None, "weight before load"
-        return self._weight
+        """[span.size, hidden_size]; a tied LM head uses this very memory."""
+        assert self._rows is not None, "weight before load"
+        return self._rows[: self._span.size]
 
     def load(self, source: TensorSource, name: str) -> None:
         """Reads this rank's rows of `name`.weight."""
-        weight = torch.empty(self._span.size, self._hidden_size, dtype=self._dtype, device=self._device)
-        source.read(f"{name}.weight", weight, rows=self._span)
-        self._weight = weight
+        num_rows = self._span.size
+        self._rows = torch.empty(num_rows + 1, self._hidden_size, dtype=self._dtype, device=self._device)
+        source.read(f"{name}.weight", self._rows[:num_rows], rows=self._span)
+        self._rows[num_rows] = 0
+        self._row_of = torch.full((self._vocab_size,), num_rows, dtype=torch.int32, device=self._device)
+        self._row_of[slice(*self._span)] = torch.arange(num_rows, dtype=torch.int32, device=self._device)
 
     def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """input_ids [num_tokens] int64 -> [num_tokens, hidden_size]; raises IndexError outside the vocabulary."""
+        """input_ids [num_tokens] int64 -> [num_tokens, hidden_size], the caller's own.
+
+        An id outside the vocabulary raises IndexError on CPU; on CUDA it ends the process's use of the device.
+        """
+        assert self._rows is not None, "forward before load"
+        assert self._row_of is not None, "forward before load"
         if self._group.size == 1:
             return F.embedding(input_ids, self.weight)
-        local = input_ids - self._span.start
-        elsewhere = (local < 0) | (local >= self._span.size)
-        if self._span.size == 0:
-            hidden = torch.zeros(len(input_ids), self._hidden_size, dtype=self._dtype, device=self._device)
-        else:
-            hidden = F.embedding(local.masked_fill_(elsewhere, 0), self.weight)
-            # Filled, not multiplied: a NaN or infinity in row 0 must not leak into other tokens.
-            hidden.masked_fill_(elsewhere.unsqueeze(1), 0.0)
-        return self._group.all_reduce(hidden)
+        out = self._group.reduce_buffer((len(input_ids), self._hidden_size), self._dtype)
+        hidden = torch.index_select(self._rows, 0, torch.index_select(self._row_of, 0, input_ids), out=out)
+        total = self._group.all_reduce(hidden)
+        return total if out is None or total is not out else total.clone()  # the residual stream outlives the buffer
 
 
 class ParallelLMHead:
@@ -75,10 +83,14 @@ class ParallelLMHead:
         """Uses the embedding's weight, which stays the only copy of these rows."""
         self._matmul = Matmul(embedding.weight, None, pack=False)
 
+    def local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [num_rows, hidden_size] -> logits [num_rows, columns of this rank] fp32; on CUDA never rounded."""
+        assert self._matmul is not None, "forward before load"
+        return self._matmul.in_fp32(hidden)
+
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [num_rows, hidden_size] -> logits [num_rows, vocab_size] fp32, the same on every rank."""
-        assert self._matmul is not None, "forward before load"
-        local = self._matmul(hidden).float()
+        local = self.local_logits(hidden)
         if self._group.size == 1:
             return local
         padding = self._plan.max_vocab_rows - local.shape[1]

@@ -1,11 +1,15 @@
 """TensorParallelGroup: one rank's membership of its tensor-parallel group.
 
 Owns the meeting of the ranks and which strategy carries their collectives. Nothing here is global to the process: two
-ranks can be two threads of one test. How tensors move is in all_reduce.py.
+ranks can be two threads of one test (of symmetric_memory: two processes). How tensors move is in all_reduce.py and
+symmetric_memory.py.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -14,8 +18,17 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from configs.errors import ConfigError, EngineError
 from parallel.all_reduce import Collectives, LibraryCollectives, SharedMemoryCollectives
+from parallel.symmetric_memory import SymmetricMemoryCollectives
 
-Strategy = Literal["gloo", "nccl", "shared_memory"]
+Strategy = Literal["gloo", "nccl", "shared_memory", "symmetric_memory"]
+_STRATEGIES: dict[str, tuple[Strategy, ...]] = {
+    "cpu": ("gloo", "shared_memory"),
+    "cuda": ("nccl", "symmetric_memory"),
+}
+MULTICAST_OFF: Mapping[str, str] = MappingProxyType(
+    {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+)
+"""What the environment of every CUDA rank must hold: multicast objects can wedge the host's NVSwitch for all."""
 
 
 class TensorParallelGroup:
@@ -39,6 +52,7 @@ class TensorParallelGroup:
         timeout_s: float,
         generation: int = 1,
         spin_us: int = 0,
+        reduce_buffer_bytes: int = 0,
     ) -> TensorParallelGroup:
         """Meets the other ranks; returns when all are there.
 
@@ -48,24 +62,39 @@ class TensorParallelGroup:
             timeout_s: deadline of the meeting and of each collective: parallel.step_timeout_s.
             generation: keys in the store start with it, so a rebuilt group never meets remains of the last one.
             spin_us: how long a waiting rank spins before it sleeps; only shared_memory spins.
+            reduce_buffer_bytes: the largest sum that symmetric_memory does without NCCL; the same on every rank.
 
         Raises:
-            ConfigError: the strategy does not fit this machine.
+            ConfigError: the strategy does not fit this machine, or a CUDA rank's environment allows multicast.
             DeadlineError: not all ranks came in time.
+            EngineError: they came, but could not connect.
         """
         device = torch.device(device)
         if size == 1:
             return cls.single(device)
         assert store is not None, "a group of several ranks needs a store"
         assert 0 <= rank < size, f"rank {rank} of {size}"
-        if (strategy == "nccl") != (device.type == "cuda"):
-            right = "nccl" if device.type == "cuda" else "gloo or shared_memory"
-            raise ConfigError(f"parallel.all_reduce={strategy} does not serve device={device.type}; choose {right}")
+        right = _STRATEGIES.get(device.type, ())
+        if strategy not in right:
+            raise ConfigError(
+                f"parallel.all_reduce={strategy} does not serve device={device.type}; choose {' or '.join(right)}"
+            )
+        if device.type == "cuda":
+            _check_multicast_is_off()
         store = PrefixStore(f"gen{generation}", store)
         collectives: Collectives
         if strategy == "shared_memory":
             collectives = SharedMemoryCollectives.create(
                 rank=rank, size=size, store=store, timeout_s=timeout_s, spin_us=spin_us
+            )
+        elif strategy == "symmetric_memory":
+            collectives = SymmetricMemoryCollectives.create(
+                rank=rank,
+                size=size,
+                store=store,
+                device=device,
+                timeout_s=timeout_s,
+                buffer_bytes=reduce_buffer_bytes,
             )
         else:
             collectives = LibraryCollectives.create(
@@ -78,11 +107,22 @@ class TensorParallelGroup:
         """A group of one: every collective is the identity."""
         return cls(rank=0, size=1, device=torch.device(device), collectives=None)
 
+    def reduce_buffer(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
+        """Memory of that shape, contents undefined, which all_reduce sums fastest; None when any memory will do.
+
+        The producer of the summands, a GEMM say, writes into it. It and the sum that all_reduce makes of it are valid
+        until the next reduce_buffer or all_reduce: who needs them longer copies them. The ranks ask with one shape.
+        """
+        return None if self._collectives is None else self._collectives.reduce_buffer(shape, dtype)
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """`x` summed over the ranks in rank order, in place; float32, bf16, fp16 or integers.
 
-        bf16 and fp16 are added in float32 and rounded once. On NCCL the order is NCCL's, and the sum is ready in
-        stream order.
+        On CPU, bf16 and fp16 are added in float32 and rounded once. On CUDA a bf16 sum rounds each addition; over NCCL
+        the order is NCCL's, though the same on all ranks. The sum is ready in stream order there.
+
+        Returns:
+            `x`, except for a reduce_buffer: its sum may be another tensor.
 
         Raises:
             DeadlineError: a rank did not come within the group's deadline.
@@ -91,12 +131,8 @@ class TensorParallelGroup:
         if self._collectives is None:
             return x
         if x.is_contiguous():
-            self._collectives.all_reduce(x)
-        else:
-            packed = x.contiguous()
-            self._collectives.all_reduce(packed)
-            x.copy_(packed)
-        return x
+            return self._collectives.all_reduce(x)
+        return x.copy_(self._collectives.all_reduce(x.contiguous()))
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Every rank's `x`, stacked: [size, *x.shape]. All ranks bring one shape and dtype. Raises as all_reduce."""
@@ -112,7 +148,11 @@ class TensorParallelGroup:
             self._collectives.barrier()
 
     def abort(self, reason: str) -> None:
-        """Ends this generation from any thread: blocked and later collectives raise EngineError(reason)."""
+        """Ends this generation from any thread: blocked and later collectives raise EngineError(reason).
+
+        On CUDA it returns only when no graph with collectives is left; with symmetric_memory maybe never, once a rank
+        died inside a sum. Then the process has to be ended.
+        """
         if self._collectives is not None:
             self._collectives.abort(reason)
 
@@ -126,7 +166,10 @@ class TensorParallelGroup:
 class _Closed:
     """Collectives of a group that was left."""
 
-    def all_reduce(self, x: Tensor) -> None:
+    def reduce_buffer(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
+        raise EngineError("the tensor-parallel group is closed")
+
+    def all_reduce(self, x: Tensor) -> Tensor:
         raise EngineError("the tensor-parallel group is closed")
 
     def all_gather(self, out: Tensor, x: Tensor) -> None:
@@ -140,3 +183,13 @@ class _Closed:
 
     def close(self) -> None:
         """Already left."""
+
+
+def _check_multicast_is_off() -> None:
+    wrong = [name for name, value in MULTICAST_OFF.items() if os.environ.get(name) != value]
+    if wrong:
+        needed = " ".join(f"{name}={value}" for name, value in MULTICAST_OFF.items())
+        raise ConfigError(
+            f"a rank on a GPU needs {needed} in its environment, but not so set: {', '.join(wrong)}; "
+            f"set them before the process starts (env_vars of the runtime_env)"
+        )

@@ -36,7 +36,7 @@ class Matmul:
         pack: reorder into a copy of the kernel's own layout; the caller drops the plain weight.
     """
 
-    __slots__ = ("_bias", "_onednn", "_weight")
+    __slots__ = ("_bias", "_onednn", "_transposed", "_weight")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, *, pack: bool = True) -> None:
         self._onednn = (
@@ -48,13 +48,25 @@ class Matmul:
         if self._onednn and pack:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight)
         self._weight = weight
+        self._transposed = weight if self._onednn else weight.t()  # [in_features, out_features], a view
         self._bias = bias
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [num_tokens, in_features] -> [num_tokens, out_features], contiguous."""
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """x [num_tokens, in_features] -> [num_tokens, out_features], contiguous; `out` if one is given."""
         if self._onednn:
-            return torch.ops.mkldnn._linear_pointwise.default(x, self._weight, self._bias, "none", [], "")
-        return F.linear(x, self._weight, self._bias)
+            y = torch.ops.mkldnn._linear_pointwise.default(x, self._weight, self._bias, "none", [], "")
+            return y if out is None else out.copy_(y)
+        if out is None:
+            return F.linear(x, self._weight, self._bias)
+        if self._bias is None:
+            return torch.mm(x, self._transposed, out=out)
+        return torch.addmm(self._bias, x, self._transposed, out=out)
+
+    def in_fp32(self, x: torch.Tensor) -> torch.Tensor:
+        """The same in fp32: on CUDA as the product was summed, elsewhere rounded to the weight's type before."""
+        if self._weight.device.type == "cuda" and self._bias is None and x.dtype is not torch.float32:
+            return torch.mm(x, self._transposed, out_dtype=torch.float32)
+        return self(x).float()
 
 
 class ColumnParallelLinear:
@@ -145,6 +157,8 @@ class RowParallelLinear:
         self._group = group
         self._dtype = dtype
         self._device = device
+        # Asking costs a call a layer, and on CPU no group has one.
+        self._asks_for_buffer = group.device.type == "cuda" and group.size > 1
         self._bias: torch.Tensor | None = None
         self._matmul: Matmul | None = None
 
@@ -158,10 +172,15 @@ class RowParallelLinear:
         self._matmul = Matmul(weight, None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum; on CUDA perhaps in the group's reduce_buffer, so valid until the group's next reduction."""
         assert self._matmul is not None, "forward before load"
-        y = self._matmul(x)
-        if self._group.size > 1:
-            y = self._group.all_reduce(y)
+        if self._asks_for_buffer:
+            out = self._group.reduce_buffer((len(x), self._out_features), self._dtype)
+            y = self._group.all_reduce(self._matmul(x, out))
+        else:
+            y = self._matmul(x)
+            if self._group.size > 1:
+                y = self._group.all_reduce(y)
         return y if self._bias is None else y.add_(self._bias)
 
 

@@ -1,4 +1,7 @@
-"""TensorParallelGroup over every strategy: ranks are threads or forked processes of the test."""
+"""TensorParallelGroup: ranks are threads or forked processes of the test.
+
+Of symmetric_memory they have to be processes that were not forked: test_symmetric_memory.py.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed import TCPStore
+from torch.distributed import HashStore, TCPStore
 
 from configs.errors import ConfigError, DeadlineError, EngineError
 from parallel.all_reduce import SharedMemoryCollectives
-from parallel.group import Strategy, TensorParallelGroup
+from parallel.group import MULTICAST_OFF, Strategy, TensorParallelGroup
 
 Body = Callable[[TensorParallelGroup], Any]
 
@@ -29,6 +32,12 @@ STRATEGIES = [
     "shared_memory",
     pytest.param("nccl", marks=pytest.mark.multi_gpu),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _multicast_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in MULTICAST_OFF.items():
+        monkeypatch.setenv(name, value)
 
 
 def join(rank: int, size: int, port: int, strategy: Strategy, **options: Any) -> TensorParallelGroup:
@@ -253,7 +262,7 @@ def test_a_peer_that_stays_away_ends_in_a_deadline_that_names_its_setting(strate
     assert "parallel.step_timeout_s=0.4" in str(error)
 
 
-@pytest.mark.parametrize("strategy", ["gloo", "shared_memory"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_rank_that_never_joins_ends_the_meeting_at_the_deadline(strategy: Strategy) -> None:
     master = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for rank in range(2):
@@ -385,11 +394,30 @@ def test_a_closed_group_says_so() -> None:
     assert run_threads(2, "shared_memory", body) == [None, None]
 
 
-@pytest.mark.parametrize(("strategy", "device"), [("shared_memory", "cuda:0"), ("gloo", "cuda:0"), ("nccl", "cpu")])
+@pytest.mark.parametrize(
+    ("strategy", "device"),
+    [("shared_memory", "cuda:0"), ("gloo", "cuda:0"), ("nccl", "cpu"), ("symmetric_memory", "cpu")],
+)
 def test_a_strategy_is_refused_for_the_wrong_device(strategy: Strategy, device: str) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with pytest.raises(ConfigError, match=rf"parallel\.all_reduce={strategy} does not serve device={device[:3]}"):
         TensorParallelGroup.create(rank=0, size=2, store=store, device=device, strategy=strategy, timeout_s=1.0)
+
+
+@pytest.mark.parametrize("strategy", ["nccl", "symmetric_memory"])
+@pytest.mark.parametrize("name", sorted(MULTICAST_OFF))
+@pytest.mark.parametrize("value", [None, "other"])
+def test_a_rank_on_a_gpu_is_refused_where_multicast_is_not_off(
+    strategy: Strategy, name: str, value: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if value is None:
+        monkeypatch.delenv(name)
+    else:
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=rf"but not so set: {name};.*runtime_env"):
+        TensorParallelGroup.create(
+            rank=0, size=2, store=HashStore(), device="cuda:0", strategy=strategy, timeout_s=1.0, reduce_buffer_bytes=1
+        )
 
 
 def test_small_buffers_give_the_same_bits() -> None:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch.distributed import HashStore
 
 from configs.model_config import ModelConfig, RopeConfig
+from parallel.all_reduce import SharedMemoryCollectives
 from parallel.embedding import ParallelLMHead, VocabParallelEmbedding
 from parallel.group import TensorParallelGroup
 from parallel.linear import (
@@ -67,6 +68,45 @@ def on_ranks(size: int, body: Callable[[TensorParallelGroup], torch.Tensor]) -> 
     return results
 
 
+class BufferedCollectives:
+    """Collectives on CPU that offer a reduce_buffer, as symmetric memory does on CUDA."""
+
+    def __init__(self, inner: SharedMemoryCollectives, *, in_place: bool) -> None:
+        self._inner = inner
+        self._in_place = in_place
+        self.buffer = torch.full((4096,), float("nan"))
+
+    def reduce_buffer(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor | None:
+        assert dtype is torch.float32
+        self.buffer.fill_(float("nan"))  # whoever held on to the last sum shall notice
+        return self.buffer[: shape[0] * shape[1]].view(shape)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.data_ptr() == self.buffer.data_ptr(), "summed outside the buffer"
+        return self._inner.all_reduce(x if self._in_place else x.clone())
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
+        self._inner.all_gather(out, x)
+
+    def barrier(self) -> None:
+        self._inner.barrier()
+
+    def abort(self, reason: str) -> None:
+        self._inner.abort(reason)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def buffered(group: TensorParallelGroup, store: HashStore, *, in_place: bool) -> TensorParallelGroup:
+    """Another group of the same ranks, which sums in a buffer and takes itself for one on CUDA."""
+    inner = SharedMemoryCollectives.create(
+        rank=group.rank, size=group.size, store=store, timeout_s=20.0, spin_us=0, buffer_bytes=1 << 16
+    )
+    collectives = BufferedCollectives(inner, in_place=in_place)
+    return TensorParallelGroup(rank=group.rank, size=group.size, device=torch.device("cuda"), collectives=collectives)
+
+
 def _vocabulary(vocab_size: int) -> ModelConfig:
     return ModelConfig(
         model_type="llama",
@@ -96,6 +136,32 @@ def test_products_equal_f_linear_in_every_type(dtype: torch.dtype, pack: bool, n
     assert out.is_contiguous()
     assert out.dtype is dtype
     torch.testing.assert_close(out, F.linear(x, weight, bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("bias", [None, torch.arange(40) / 10])
+def test_a_product_goes_where_it_is_asked_to(dtype: torch.dtype, bias: torch.Tensor | None) -> None:
+    x, weight = (
+        torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype) for shape in ((5, 72), (40, 72))
+    )
+    bias = None if bias is None else bias.to(dtype)
+    out = torch.full((5, 40), float("nan"), dtype=dtype)
+    matmul = Matmul(weight, bias)
+    assert matmul(x, out) is out
+    torch.testing.assert_close(out, F.linear(x, weight, bias))
+    torch.testing.assert_close(matmul.in_fp32(x), F.linear(x, weight, bias).float())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [1, 7, 64])
+def test_logits_on_cuda_are_not_rounded_to_the_type_of_the_weight(num_rows: int) -> None:
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    x = torch.randn(num_rows, 4096, generator=generator, device="cuda").bfloat16()
+    weight = torch.randn(1024, 4096, generator=generator, device="cuda").bfloat16()
+    logits = Matmul(weight, None).in_fp32(x)
+    assert logits.dtype is torch.float32
+    exact = x.double() @ weight.double().t()
+    assert (logits - exact).abs().max() < 0.01  # of values near 64, where bf16 steps are 0.5
 
 
 def test_an_empty_span_contributes_nothing() -> None:
@@ -137,6 +203,58 @@ def test_row_parallel_sums_over_ranks_and_adds_its_bias_once() -> None:
     expected = F.linear(x, source.tensors["o.weight"], source.tensors["o.bias"])
     for result in on_ranks(3, body):
         torch.testing.assert_close(result, expected)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_row_parallel_sums_in_the_buffer_of_its_group(in_place: bool) -> None:
+    source = Tensors(o__weight=(24, 30), o__bias=(24,))
+    x = torch.randn(4, 30)
+    spans = (Span(0, 13), Span(13, 30))
+    store = HashStore()
+
+    def body(group: TensorParallelGroup) -> torch.Tensor:
+        inner = buffered(group, store, in_place=in_place)
+        layer = RowParallelLinear(spans[group.rank], 24, bias=True, group=inner, **FP32)
+        layer.load(source, "o")
+        y = layer(x[:, slice(*spans[group.rank])].contiguous()).clone()
+        inner.close()
+        return y
+
+    expected = F.linear(x, source.tensors["o.weight"], source.tensors["o.bias"])
+    for result in on_ranks(2, body):
+        torch.testing.assert_close(result, expected)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_an_embedding_outlives_the_buffer_it_was_summed_in(in_place: bool) -> None:
+    source = Tensors(e__weight=(100, 16))
+    plan = ShardPlan.create(_vocabulary(100), 2)
+    ids = torch.tensor([3, 99, 64, 0])
+    store = HashStore()
+
+    def body(group: TensorParallelGroup) -> torch.Tensor:
+        inner = buffered(group, store, in_place=in_place)
+        embedding = VocabParallelEmbedding(16, plan, inner, **FP32)
+        embedding.load(source, "e")
+        hidden = embedding(ids)
+        inner.reduce_buffer((1, 16), torch.float32)
+        inner.close()
+        return hidden
+
+    for result in on_ranks(2, body):
+        assert torch.equal(result, source.tensors["e.weight"][ids])
+
+
+@pytest.mark.parametrize("wrong", [-1, 100])
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_an_id_outside_the_vocabulary_is_an_index_error(tp_size: int, wrong: int) -> None:
+    source = Tensors(e__weight=(100, 16))
+    plan = ShardPlan.create(_vocabulary(100), tp_size)
+    group = TensorParallelGroup(rank=0, size=tp_size, device=torch.device("cpu"), collectives=None)
+    embedding = VocabParallelEmbedding(16, plan, group, **FP32)
+    embedding.load(source, "e")
+    with pytest.raises(IndexError):
+        embedding(torch.tensor([5, wrong]))
 
 
 @pytest.mark.parametrize(("tp_size", "vocab_size"), [(1, 100), (2, 100), (3, 500), (4, 130), (8, 64)])

@@ -1,0 +1,391 @@
+"""Sums over the ranks of one node, each a process that lives through several groups.
+
+The same bodies run over shared_memory on CPUs, and over NCCL and symmetric memory on GPUs. What each rank is asked is a
+function of this module, because it travels to a spawned process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import HashStore, PrefixStore, TCPStore
+
+from configs.model_config import ModelConfig, RopeConfig
+from parallel.embedding import ParallelLMHead, VocabParallelEmbedding
+from parallel.group import MULTICAST_OFF, Strategy, TensorParallelGroup
+from parallel.linear import RowParallelLinear
+from parallel.plan import ShardPlan, Span
+from parallel.symmetric_memory import RecountedStore, choose_method
+
+BF16, FP32 = torch.bfloat16, torch.float32
+BUFFER_BYTES = 8 << 20
+
+CUDA_STRATEGIES = [
+    pytest.param(strategy, size, marks=pytest.mark.multi_gpu)
+    for strategy in ("nccl", "symmetric_memory")
+    for size in (2, 3, 4)
+]
+STRATEGIES = [("shared_memory", 2), *CUDA_STRATEGIES]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One group, and what its ranks do in it."""
+
+    size: int
+    strategy: Strategy
+    port: int
+    generation: int
+    body: Callable[..., Any]
+    args: tuple[Any, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def serve(rank: int, pipe: Connection) -> None:
+    """A rank's process: answers each job with (whether it went well, its result or the traceback)."""
+    torch.set_num_threads(1)
+    while (job := pipe.recv()) is not None:
+        try:
+            pipe.send((True, _enter(rank, job)))
+        except BaseException:  # noqa: BLE001 - told to the test
+            pipe.send((False, traceback.format_exc()))
+
+
+def _enter(rank: int, job: Job) -> Any:
+    device = "cpu" if job.strategy == "shared_memory" else f"cuda:{rank}"
+    if device != "cpu":
+        torch.cuda.set_device(device)
+    group = TensorParallelGroup.create(
+        rank=rank,
+        size=job.size,
+        store=TCPStore("127.0.0.1", job.port, is_master=False, wait_for_workers=False),
+        device=device,
+        strategy=job.strategy,
+        timeout_s=60.0,
+        generation=job.generation,
+        **{"reduce_buffer_bytes": BUFFER_BYTES, **job.options},
+    )
+    try:
+        return job.body(group, *job.args)
+    finally:
+        group.close()
+
+
+class Ranks:
+    """Up to `count` ranks, started when they are first needed."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._generation = 0
+        self._processes: dict[int, Any] = {}
+        self._pipes: dict[int, Connection] = {}
+
+    def run(self, size: int, strategy: Strategy, body: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+        """`body(group, *args)` on every rank of a new group; results in rank order."""
+        if size > self.count:
+            pytest.skip(f"needs {size} CUDA devices, found {self.count}")
+        self._generation += 1
+        for rank in range(size):
+            if rank not in self._processes:
+                self._start(rank)
+        for rank in range(size):
+            self._pipes[rank].send(Job(size, strategy, self._store.port, self._generation, body, args, options))
+        answers = []
+        for rank in range(size):
+            if not self._pipes[rank].poll(120):
+                self.close()
+                pytest.fail(f"rank {rank} does not answer")
+            answers.append(self._pipes[rank].recv())
+        for rank, (went_well, result) in enumerate(answers):
+            assert went_well, f"rank {rank}: {result}"
+        return [result for _, result in answers]
+
+    def replace(self, rank: int) -> None:
+        """Ends the rank's process; its next job starts another."""
+        process = self._processes.pop(rank)
+        process.kill()
+        process.join()
+        self._pipes.pop(rank).close()
+
+    def close(self) -> None:
+        for rank in list(self._processes):
+            self.replace(rank)
+
+    def _start(self, rank: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipes[rank], theirs = context.Pipe()
+        process = context.Process(target=serve, args=(rank, theirs), daemon=True)
+        with mock.patch.dict(os.environ, MULTICAST_OFF):
+            process.start()
+        self._processes[rank] = process
+        theirs.close()
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    pool = Ranks(min(torch.cuda.device_count(), 4) or 2)
+    yield pool
+    pool.close()
+
+
+def part_of(rank: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """What rank `rank` brings: the same on whoever asks."""
+    generator = torch.Generator().manual_seed(1000 * rank + shape[0])
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def digest(x: Tensor) -> str:
+    return hashlib.sha256(x.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes()).hexdigest()
+
+
+def check_sum(total: Tensor, parts: list[Tensor]) -> None:
+    """`total` is the sum within a rounding for each addition."""
+    wide = torch.stack([part.double() for part in parts])
+    unit = {BF16: 2.0**-8, torch.float16: 2.0**-11, FP32: 2.0**-23}[total.dtype]
+    error = (total.cpu().double() - wide.sum(0)).abs()
+    assert bool((error <= len(parts) * unit * wide.abs().sum(0)).all()), f"off by up to {error.max()}"
+
+
+SHAPES = [(1, 4096), (2, 4096), (7, 4096), (64, 4096), (511, 4096), (512, 4096), (3, 576), (5, 1001), (1, 1), (0, 64)]
+
+
+def sums(group: TensorParallelGroup, dtypes: list[torch.dtype]) -> list[str]:
+    """Sums of all shapes, in the group's buffer where it offers one; digests of their bits."""
+    digests = []
+    for dtype in dtypes:
+        for shape in SHAPES:
+            parts = [part_of(rank, shape, dtype) for rank in range(group.size)]
+            x = group.reduce_buffer(shape, dtype)
+            if x is None:
+                x = torch.empty(shape, dtype=dtype, device=group.device)
+            assert x.shape == shape
+            assert x.dtype is dtype
+            total = group.all_reduce(x.copy_(parts[group.rank]))
+            check_sum(total, parts)
+            digests.append(digest(total))
+    return digests
+
+
+@pytest.mark.parametrize(("strategy", "size"), STRATEGIES)
+def test_every_rank_gets_the_same_bits_of_the_sum(ranks: Ranks, strategy: Strategy, size: int) -> None:
+    dtypes = [BF16] if strategy == "shared_memory" else [BF16, FP32, torch.float16]
+    results = ranks.run(size, strategy, sums, dtypes)
+    assert all(result == results[0] for result in results)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_sum_too_large_for_the_buffer_is_right_all_the_same(ranks: Ranks, size: int) -> None:
+    results = ranks.run(size, "symmetric_memory", sums, [BF16], reduce_buffer_bytes=65536)
+    assert all(result == results[0] for result in results)
+
+
+def mixed_calls(group: TensorParallelGroup, num_rounds: int) -> int:
+    """Sums of changing shapes in and out of the buffer between gathers and barriers; how many came out wrong."""
+    wrong = 0
+    for i in range(num_rounds):
+        shape = (1 + i % 5 * 40, 512)
+        expected = float(sum(i % 7 + rank for rank in range(group.size)))
+        x = group.reduce_buffer(shape, BF16) if i % 3 else None
+        if x is None:
+            x = torch.empty(shape, dtype=BF16, device=group.device)
+        total = group.all_reduce(x.fill_(i % 7 + group.rank)).clone()
+        gathered = group.all_gather(torch.full((i % 4 + 1,), float(group.rank + i), device=group.device))
+        if i % 10 == 0:
+            group.barrier()
+        wrong += int(not bool((total == expected).all()))
+        wrong += sum(int(not bool((gathered[rank] == rank + i).all())) for rank in range(group.size))
+    return wrong
+
+
+@pytest.mark.parametrize(("strategy", "size"), STRATEGIES)
+def test_sums_gathers_and_barriers_alternate(ranks: Ranks, strategy: Strategy, size: int) -> None:
+    assert ranks.run(size, strategy, mixed_calls, 60) == [0] * size
+
+
+def replayed(group: TensorParallelGroup, num_replays: int, shapes: list[tuple[int, int]]) -> int:
+    """Replays a graph with sums and a gather over changing inputs; how many elements came out wrong."""
+    inputs = [torch.zeros(shape, dtype=BF16, device=group.device) for shape in shapes]
+    outputs = [torch.zeros_like(x) for x in inputs]
+    gathered = torch.zeros(group.size, 8, device=group.device)
+
+    def step() -> None:
+        for x, out in zip(inputs, outputs, strict=True):
+            summand = group.reduce_buffer((x.shape[0], x.shape[1]), BF16)
+            if summand is None:
+                summand = torch.empty_like(x)
+            out.copy_(group.all_reduce(torch.mul(x, 2, out=summand)))
+        gathered.copy_(group.all_gather(inputs[0].view(-1)[:8].float()))
+
+    for _ in range(2):
+        step()
+    group.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        step()
+    wrong = torch.zeros((), dtype=torch.int64, device=group.device)
+    for i in range(num_replays):
+        for j, x in enumerate(inputs):
+            x.fill_(i % 13 + j + group.rank)
+        graph.replay()
+        for j, out in enumerate(outputs):
+            wrong += (out != 2 * sum(i % 13 + j + rank for rank in range(group.size))).sum()
+        for rank in range(group.size):
+            wrong += (gathered[rank] != i % 13 + rank).sum()
+    total = int(wrong)
+    del graph  # NCCL's communicator cannot be left while a graph holds it
+    return total
+
+
+@pytest.mark.parametrize(("strategy", "size"), CUDA_STRATEGIES)
+def test_a_captured_step_sums_right_200_times(ranks: Ranks, strategy: Strategy, size: int) -> None:
+    # An odd number of sums, and one that is too large for the buffer.
+    shapes = [(1, 4096), (64, 4096), (3, 1024), (256, 2048), (2048, 4096)]
+    assert ranks.run(size, strategy, replayed, 200, shapes) == [0] * size
+
+
+@pytest.mark.multi_gpu
+def test_a_rank_that_was_replaced_meets_one_that_lives_on(ranks: Ranks) -> None:
+    for _ in range(2):
+        assert ranks.run(2, "symmetric_memory", mixed_calls, 10) == [0, 0]
+        ranks.replace(1)
+    assert ranks.run(2, "symmetric_memory", mixed_calls, 10) == [0, 0]
+
+
+class Tensors:
+    """A TensorSource over seeded tensors."""
+
+    def __init__(self, **shapes: tuple[int, int]) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.tensors = {
+            f"{name}.weight": torch.randn(shape, generator=generator) / shape[1] ** 0.5
+            for name, shape in shapes.items()
+        }
+
+    def read(self, name: str, out: Tensor, *, rows: Span | None = None, columns: Span | None = None) -> None:
+        tensor = self.tensors[name]
+        tensor = tensor if rows is None else tensor[slice(*rows)]
+        out.copy_(tensor if columns is None else tensor[:, slice(*columns)])
+
+
+def layers(group: TensorParallelGroup, dtype: torch.dtype) -> list[str]:
+    """Embedding, row-parallel layer and LM head against the whole weights; digests of what must be equal."""
+    vocab_size, hidden_size, width = 1000, 512, 768
+    model = ModelConfig(
+        model_type="llama",
+        hidden_size=hidden_size,
+        num_hidden_layers=1,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        intermediate_size=width,
+        vocab_size=vocab_size,
+        max_position_embeddings=64,
+        rms_norm_eps=1e-5,
+        rope=RopeConfig(theta=1e4),
+        tie_word_embeddings=True,
+    )
+    plan = ShardPlan.create(model, group.size)
+    source = Tensors(embed=(vocab_size, hidden_size), down=(hidden_size, width))
+    placed: dict[str, Any] = {"dtype": dtype, "device": group.device}
+    whole = {name: tensor.to(dtype).float() for name, tensor in source.tensors.items()}
+    embedding = VocabParallelEmbedding(hidden_size, plan, group, **placed)
+    embedding.load(source, "embed")
+    head = ParallelLMHead(hidden_size, plan, group, **placed)
+    head.tie(embedding)
+    span = Span(width * group.rank // group.size, width * (group.rank + 1) // group.size)
+    row = RowParallelLinear(span, hidden_size, bias=False, group=group, **placed)
+    row.load(source, "down")
+    digests = []
+    for num_tokens in (1, 5, 33):
+        ids = torch.arange(num_tokens) * 29 % vocab_size
+        hidden = embedding(ids.to(group.device))
+        x = part_of(0, (num_tokens, width), dtype)
+        y = row(x[:, slice(*span)].to(group.device)).cpu()
+        want = F.linear(x.float(), whole["down.weight"])
+        torch.testing.assert_close(y.float(), want, atol=0.05 if dtype is BF16 else 1e-4, rtol=0.02)
+        # The row-parallel sum came after: the embedding's rows must not have changed with it.
+        assert torch.equal(hidden.cpu().float(), whole["embed.weight"][ids])
+        logits = head(hidden)
+        want = F.linear(hidden.cpu().float(), whole["embed.weight"])
+        torch.testing.assert_close(logits.cpu(), want, atol=1e-4, rtol=1e-3)
+        digests += [digest(hidden), digest(y), digest(logits)]
+    return digests
+
+
+@pytest.mark.parametrize(("strategy", "size"), STRATEGIES)
+def test_layers_equal_the_whole_model_on_every_rank(ranks: Ranks, strategy: Strategy, size: int) -> None:
+    results = ranks.run(size, strategy, layers, FP32 if strategy == "shared_memory" else BF16)
+    assert all(result == results[0] for result in results)
+
+
+def offers(group: TensorParallelGroup) -> list[bool]:
+    return [
+        group.reduce_buffer(shape, dtype) is not None
+        for shape, dtype in [((4, 4096), BF16), ((4, 4096), FP32), ((4, 4096), torch.float16), ((4096, 4096), BF16)]
+    ]
+
+
+@pytest.mark.parametrize(("strategy", "size"), STRATEGIES)
+def test_only_symmetric_memory_offers_a_buffer_and_for_what_it_can_sum(
+    ranks: Ranks, strategy: Strategy, size: int
+) -> None:
+    expected = [True, True, False, False] if strategy == "symmetric_memory" else [False] * 4
+    assert ranks.run(size, strategy, offers) == [expected] * size
+
+
+def test_the_method_depends_on_ranks_bytes_and_type() -> None:
+    for size in (2, 4, 8):
+        for nbytes in (16, 8192, 1 << 20, BUFFER_BYTES):
+            assert choose_method(size, nbytes, BF16, BUFFER_BYTES) == "two_shot"
+    for size in (3, 5, 6, 7, 9):
+        assert choose_method(size, 8192, FP32, BUFFER_BYTES) == "one_shot"
+        assert choose_method(size, 4 << 20, FP32, BUFFER_BYTES) == "nccl"
+    for size in (2, 3):
+        assert choose_method(size, BUFFER_BYTES + 16, BF16, BUFFER_BYTES) == "nccl"
+        assert choose_method(size, 8, BF16, BUFFER_BYTES) == "nccl"
+        assert choose_method(size, 24, BF16, BUFFER_BYTES) == "nccl"
+        assert choose_method(size, 0, BF16, BUFFER_BYTES) == "nccl"
+        assert choose_method(size, 8192, torch.float16, BUFFER_BYTES) == "nccl"
+
+
+def test_exchanges_count_from_the_meeting_not_from_the_start_of_the_process() -> None:
+    """As torch names its keys: by a count that differs between a process that met before and one that is new."""
+    shared = HashStore()
+    stores = [RecountedStore(shared, timedelta(seconds=5)) for _ in range(2)]
+    for step in range(3):
+        for rank, (store, count) in enumerate(zip(stores, (7, 0), strict=True)):
+            # Through C++, as torch calls it.
+            PrefixStore("meeting", store).set(f"CUDASymmetricMemory/{count + step}/{rank}", f"{step} {rank}")
+        for store, count in zip(stores, (7, 0), strict=True):
+            keys = [f"CUDASymmetricMemory/{count + step}/{rank}" for rank in range(2)]
+            expected = [f"{step} {rank}".encode() for rank in range(2)]
+            assert PrefixStore("meeting", store).multi_get(keys) == expected
+            assert [PrefixStore("meeting", store).get(key) for key in keys] == expected
+    assert [
+        store.add(f"CUDASymmetricMemory/{count}/arrived", 1) for store, count in zip(stores, (9, 2), strict=True)
+    ] == [
+        1,
+        2,
+    ]
+
+
+def test_a_meeting_that_a_rank_stays_away_from_ends_at_the_deadline() -> None:
+    store = RecountedStore(HashStore(), timedelta(seconds=0.2))
+    store.set("CUDASymmetricMemory/4/0", "here")
+    with pytest.raises(RuntimeError, match=r"(?i)time"):
+        PrefixStore("meeting", store).multi_get(["CUDASymmetricMemory/4/0", "CUDASymmetricMemory/4/1"])
