@@ -1,6 +1,6 @@
 """Tokens per second through HTTP against transformers' `generate`, in one run on one machine.
 
-    python benchmarks/endpoint.py [--config FILE] [--set KEY=VALUE ...] [--tokens 96] [--rounds 3] [--json OUT]
+    python -m benchmarks.endpoint [--config FILE] [--set KEY=VALUE ...] [--tokens 96] [--rounds 3] [--json OUT]
 
 Both sides use the same weights, dtype and number of threads; the endpoint is started by this script on a port of its
 own and stopped before transformers runs, then started again, so that neither slows the other. Ratios are what counts:
@@ -13,46 +13,21 @@ import argparse
 import asyncio
 import json
 import os
-import platform
-import signal
-import socket
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from benchmarks.report import ROOT, circumstances
+from benchmarks.serving import endpoint
+from configs.checkpoint import resolve_model_path
+from configs.load import load_app_config
 
 PROMPT = "The history of the railway begins in the sixteenth century, when"
 STREAMS = (1, 16)
-
-
-@contextmanager
-def endpoint(config: str, overrides: list[str]) -> Iterator[str]:
-    """Serves `config` on a free port; yields the base URL."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    sets = [part for item in [*overrides, f"http_options.port={port}"] for part in ("--set", item)]
-    command = [sys.executable, "-m", "cluster", "serve", config, "--address", "local", *sets]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        for line in server.stdout:
-            if line.startswith("curl "):
-                break
-        else:
-            raise SystemExit(f"the endpoint did not start: {' '.join(command)}")
-        try:
-            yield f"http://127.0.0.1:{port}/v1"
-        finally:
-            server.send_signal(signal.SIGINT)
-            server.communicate(timeout=90)
 
 
 async def measure(url: str, streams: int, tokens: int) -> float:
@@ -119,9 +94,6 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
 
-    from configs.checkpoint import resolve_model_path
-    from configs.load import load_app_config
-
     engine = load_app_config(ROOT / args.config, args.overrides).engine
     dtype = "float32" if engine.dtype == "auto" else engine.dtype
     threads = len(os.sched_getaffinity(0))
@@ -151,27 +123,11 @@ def main() -> None:
         "one_stream_over_transformers": round(one / base, 2),
         "sixteen_streams_over_one_stream": round(many / one, 2),
         "sixteen_streams_over_transformers": round(many / base, 2),
-        "machine": f"{platform.machine()}, {threads} cores",
-        "versions": versions(),
+        **circumstances(),
     }
     print(json.dumps(report, indent=2))
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")
-
-
-def versions() -> dict[str, str]:
-    """What the figures depend on."""
-    from importlib.metadata import version
-
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    names = ("torch", "transformers", "ray")
-    return {
-        "commit": commit.stdout.strip(),
-        "python": platform.python_version(),
-        **{name: version(name) for name in names},
-    }
 
 
 if __name__ == "__main__":

@@ -1,0 +1,343 @@
+"""One config's engine, measured in one run without HTTP: decode, a workload, prefill, and the floor under decode.
+
+    python -m benchmarks.engine CONFIG [--set KEY=VALUE ...] [--skip PART,...] [--json OUT] [--vllm]
+
+Prompts are random token ids, submitted through the same client as HTTP's. Parts:
+  decode    ms per step with 1, 16, 64, 256 requests decoding: the time of 160 new tokens less that of 32, over 128,
+            median of rounds
+  workload  output tokens per second of 256 requests at once, 100-1024 tokens in and out, seed 0
+  prefill   prompt tokens per second of 16 prompts of 2048, one new token each, median of rounds
+  floor     bytes a decode step must read over the measured copy bandwidth of the device's memory
+Each is warmed up with other prompts of its shape. The JSON is written after every part. On CPU take smaller ones, e.g.
+--batches 1,4 --new-tokens 4,12 --requests 8 --lengths 8,32 --prefill 2x64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import random
+import statistics
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+
+from benchmarks import bandwidth, engine_report
+from benchmarks.report import Report, circumstances
+from cluster.coordinator_actor import EngineSpec
+from cluster.engine import RunningEngine, describe
+from cluster.engine_client import RequestStream, wait_ready
+from cluster.messages import FinishReason, SamplingParams
+from cluster.placement import NodeResources, check_fits, group_bundles, uses_gpus
+from cluster.session import cluster_address, ray_session
+from configs.checkpoint import model_name
+from configs.errors import ConfigError, EngineError, LockstepError
+from configs.load import load_app_config
+from configs.resolve import dtype_bytes
+from configs.schema import EngineConfig
+from parallel.plan import ShardPlan
+
+PARTS = ("decode", "workload", "prefill", "floor")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is measured. Defaults are those of the published figures that `benchmarks/peers.json` holds."""
+
+    batches: tuple[int, ...] = (1, 16, 64, 256)
+    """Requests decoding at once."""
+    prompt_tokens: int = 128
+    """Of each request of the decode part."""
+    new_tokens: tuple[int, int] = (32, 160)
+    """The two lengths whose times are subtracted."""
+    requests: int = 256
+    """Of the workload."""
+    lengths: tuple[int, int] = (100, 1024)
+    """Least and most tokens of a workload request, in and out."""
+    prefill: tuple[int, int] = (16, 2048)
+    """(prompts, tokens of each)."""
+    rounds: int = 3
+    temperature: float = 0.0
+    skip: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.new_tokens[0] >= self.new_tokens[1]:
+            raise ConfigError(f"--new-tokens {self.new_tokens}: the first must be less than the second")
+        if unknown := set(self.skip) - set(PARTS):
+            raise ConfigError(f"--skip {','.join(unknown)}: the parts are {', '.join(PARTS)}")
+
+    @property
+    def mean_context(self) -> float:
+        """Tokens a row has in the KV pool in the mean step of the decode part."""
+        return self.prompt_tokens + sum(self.new_tokens) / 2
+
+
+def workload(requests: int, lengths: tuple[int, int], vocab_size: int) -> tuple[list[bytes], list[int]]:
+    """(prompts as int32 token ids, new tokens of each), the same at every call.
+
+    Drawn as the peers' figures were: Python's generator with seed 0; for each prompt its length, then ids from 0 to
+    10,000; then all numbers of new tokens. 256 requests of 100 to 1024 come to 142,827 tokens in and 133,966 out.
+    """
+    generator = random.Random(0)
+    ids = [[generator.randint(0, 10_000) for _ in range(generator.randint(*lengths))] for _ in range(requests)]
+    new_tokens = [generator.randint(*lengths) for _ in range(requests)]
+    return [(np.array(prompt, "<i4") % vocab_size).tobytes() for prompt in ids], new_tokens
+
+
+def step_bytes(plan: ShardPlan, element_bytes: int, batch: int, context: float) -> list[float]:
+    """Bytes each rank must read in a decode step: its weights once, and the KV of `batch` rows of `context` tokens.
+
+    Of an embedding that is not also the LM head only a few rows are read, which are not counted.
+    """
+    model = plan.model
+    amounts = []
+    for rank in range(plan.tp_size):
+        unread = 0 if model.tie_word_embeddings else plan.vocab[rank].size * model.hidden_size
+        kv = batch * context * plan.kv_elements_per_token(rank)
+        amounts.append((plan.weight_elements(rank) - unread + kv) * element_bytes)
+    return amounts
+
+
+class Driver:
+    """Submits requests to one engine and times them until the last has ended."""
+
+    def __init__(self, engine: RunningEngine, temperature: float) -> None:
+        self.engine = engine
+        self.max_model_len = engine.facts.max_model_len
+        self.kv_tokens = engine.facts.num_pages * engine.spec.config.kv_cache.page_size
+        self._temperature = temperature
+        self._random = np.random.default_rng(1)
+
+    def prompts(self, count: int, tokens: int) -> list[bytes]:
+        """`count` prompts of random ids that no earlier call gave, so that the prefix cache holds none of them."""
+        ids = self._random.integers(0, self.engine.spec.model.vocab_size, (count, tokens), np.int32)
+        return [row.tobytes() for row in ids]
+
+    async def seconds(self, prompts: Sequence[bytes], new_tokens: Sequence[int]) -> float:
+        """From the first request's submission to the last one's end. Raises EngineError when a request fails."""
+        began = time.perf_counter()
+        streams: list[RequestStream] = []
+        for seed, (prompt, limit) in enumerate(zip(prompts, new_tokens, strict=True)):
+            sampling = SamplingParams(max_tokens=limit, temperature=self._temperature, seed=seed, ignore_eos=True)
+            streams += self.engine.client.submit(prompt, [sampling])
+        received = 0
+        while streams:
+            # One wake-up a step for all of them: a task for each would make this process the bottleneck.
+            await wait_ready(streams)
+            for stream in streams:
+                if stream.ready:
+                    received += _num_tokens(stream)
+            streams = [stream for stream in streams if not stream.done]
+        elapsed = time.perf_counter() - began
+        if received != sum(new_tokens):
+            raise EngineError(f"{sum(new_tokens)} tokens were asked for and {received} came")
+        return elapsed
+
+    def misfit(self, num_tokens: int, batch: int = 1) -> str | None:
+        """Why `batch` requests of `num_tokens` tokens, prompt and answer, cannot run at once; None if they can."""
+        if num_tokens > self.max_model_len:
+            return f"{num_tokens} tokens exceed max_model_len={self.max_model_len}"
+        page_size = self.engine.spec.config.kv_cache.page_size
+        needed = batch * -(-num_tokens // page_size) * page_size
+        if needed > self.kv_tokens:
+            return f"{needed} tokens exceed the KV pool's {self.kv_tokens}; raise kv_cache.memory_fraction"
+        return None
+
+    async def status(self) -> dict[str, Any]:
+        """The coordinator's figures."""
+        answer: dict[str, Any] = await self.engine.coordinator.status.remote()
+        return answer
+
+
+def _num_tokens(stream: RequestStream) -> int:
+    chunk = stream.take()
+    if chunk.finished is not None and chunk.finished.reason is not FinishReason.LENGTH:
+        raise EngineError(f"a request ended with {chunk.finished.reason}: {chunk.finished.error}")
+    return len(chunk.token_ids)
+
+
+async def measure_decode(driver: Driver, options: Options, batch: int) -> dict[str, Any]:
+    """Milliseconds of one step in which `batch` requests decode."""
+    short, long = options.new_tokens
+    if (reason := driver.misfit(options.prompt_tokens + long, batch)) is not None:
+        return {"batch": batch, "skipped": reason}
+
+    async def seconds(new_tokens: int) -> float:
+        return await driver.seconds(driver.prompts(batch, options.prompt_tokens), [new_tokens] * batch)
+
+    await seconds(short)
+    rounds = []
+    for _ in range(options.rounds):
+        # Prefill and admission are in both, and cancel out.
+        less, more = await seconds(short), await seconds(long)
+        rounds.append(1e3 * (more - less) / (long - short))
+    ms = statistics.median(rounds)
+    if ms <= 0:
+        return {"batch": batch, "skipped": f"{long} new tokens took no longer than {short}; measure more of them"}
+    return {
+        "batch": batch,
+        "ms": round(ms, 4),
+        "tok_s": round(batch / ms * 1e3, 1),
+        "rounds_ms": [round(milliseconds, 4) for milliseconds in rounds],
+    }
+
+
+async def measure_workload(driver: Driver, options: Options) -> dict[str, Any]:
+    """Output tokens per second of many requests of mixed lengths, submitted at once; one round."""
+    prompts, new_tokens = workload(options.requests, options.lengths, driver.engine.spec.model.vocab_size)
+    totals = {
+        "requests": options.requests,
+        "input_tokens": sum(len(prompt) // 4 for prompt in prompts),
+        "output_tokens": sum(new_tokens),
+    }
+    if (reason := driver.misfit(2 * options.lengths[1])) is not None:
+        return {**totals, "skipped": reason}
+    warm_up = min(options.requests, 64)
+    await driver.seconds(driver.prompts(warm_up, options.lengths[0]), [min(32, options.lengths[0])] * warm_up)
+    before = await driver.status()
+    seconds = await driver.seconds(prompts, new_tokens)
+    after = await driver.status()
+    counted = {key: after[key] - before[key] for key in ("num_steps", "total_preemptions")}
+    return {**totals, "s": round(seconds, 3), "tok_s": round(sum(new_tokens) / seconds, 1), **counted}
+
+
+async def measure_prefill(driver: Driver, options: Options) -> dict[str, Any]:
+    """Prompt tokens per second of equal prompts submitted at once, one new token each."""
+    count, tokens = options.prefill
+    shape = {"prompts": count, "tokens": tokens}
+    if (reason := driver.misfit(tokens + 1)) is not None:
+        return {**shape, "skipped": reason}
+    rounds = [await driver.seconds(driver.prompts(count, tokens), [1] * count) for _ in range(options.rounds + 1)]
+    rates = [count * tokens / seconds for seconds in rounds[1:]]  # the first warms up
+    return {**shape, "tok_s": round(statistics.median(rates), 1), "rounds_tok_s": [round(r, 1) for r in rates]}
+
+
+@contextlib.asynccontextmanager
+async def started_engine(spec: EngineSpec, *, gpus: bool) -> AsyncIterator[tuple[RunningEngine, float]]:
+    """(a running engine, the seconds its start took), in the Ray cluster that this process has joined."""
+    bundles = group_bundles(spec.config, gpus=gpus)
+    check_fits(spec.config, bundles, NodeResources.from_ray(ray.nodes()))
+    group = placement_group(bundles, strategy=spec.config.placement.strategy)
+    try:
+        began = time.perf_counter()
+        engine = await RunningEngine.start(spec, group, "benchmark")
+        try:
+            yield engine, time.perf_counter() - began
+        finally:
+            await engine.close()
+    finally:
+        remove_placement_group(group)
+
+
+async def benchmark(config: EngineConfig, options: Options, report: Report, *, vllm: bool = False) -> None:
+    """Measures every part that is not skipped into `report`, and prints each as it is known.
+
+    Args:
+        vllm: compare with vLLM's figures for this model and tensor_parallel_size, where there are any.
+
+    Raises:
+        LockstepError: a setting does not allow the run, or the engine failed. Parts measured by then are in `report`.
+    """
+    gpus = uses_gpus(config, NodeResources.from_ray(ray.nodes()))
+    spec = describe(config, gpus=gpus)
+    limit = spec.config.scheduler.max_num_seqs
+    assert limit is not None, "max_num_seqs is resolved by describe"
+    if "decode" not in options.skip and max(options.batches) > limit:
+        raise ConfigError(
+            f"scheduler.max_num_seqs={limit} is less than the batch {max(options.batches)}; raise it with --set, or "
+            "choose smaller --batches"
+        )
+    if "floor" not in options.skip:
+        copied = await asyncio.to_thread(bandwidth.measure_apart, "cuda" if gpus else "cpu")
+        report.add(copy_bandwidth_gb_s=copied)
+        print(f"copy bandwidth {copied:,.0f} GB/s", flush=True)
+    name = model_name(config.model).rpartition("/")[2]
+    peer = engine_report.find_peer(name, config.tensor_parallel_size) if vllm else None
+    report.add(model=name, tensor_parallel_size=config.tensor_parallel_size, options=asdict(options), peer=peer)
+    async with started_engine(spec, gpus=gpus) as (engine, start_s):
+        driver = Driver(engine, options.temperature)
+        report.add(
+            engine=spec.config.model_dump(),
+            start_s=round(start_s, 2),
+            load_s=round(max(load.seconds for load in engine.facts.loads), 2),
+            first_token_s=round(await driver.seconds(driver.prompts(1, 1), [1]), 3),
+            kv_tokens=driver.kv_tokens,
+            max_model_len=driver.max_model_len,
+        )
+        print(engine_report.start_line(report.figures), flush=True)
+        await _measure_parts(driver, options, report, one_memory=not gpus)
+
+
+async def _measure_parts(driver: Driver, options: Options, report: Report, *, one_memory: bool) -> None:
+    """`one_memory`: the ranks share one, and its bandwidth."""
+    spec, copied = driver.engine.spec, report.figures.get("copy_bandwidth_gb_s")
+    if "decode" not in options.skip:
+        plan = ShardPlan.create(spec.model, spec.config.tensor_parallel_size)
+        rows: list[dict[str, Any]] = []
+        for batch in options.batches:
+            row = await measure_decode(driver, options, batch)
+            if copied is not None and "ms" in row:
+                needed = step_bytes(plan, dtype_bytes(spec.config.dtype), batch, options.mean_context)
+                floor_ms = (sum(needed) if one_memory else max(needed)) / copied / 1e6
+                row |= {"floor_ms": round(floor_ms, 4), "of_floor": round(floor_ms / row["ms"], 4)}
+            rows.append(row)
+            report.add(decode=rows)
+            print(engine_report.decode_line(row), flush=True)
+    if "prefill" not in options.skip:
+        report.add(prefill=await measure_prefill(driver, options))
+        print(engine_report.prefill_line(report.figures["prefill"]), flush=True)
+    if "workload" not in options.skip:
+        report.add(workload=await measure_workload(driver, options))
+        print(engine_report.workload_line(report.figures["workload"]), flush=True)
+    report.add(status=await driver.status())
+
+
+def _numbers(separator: str) -> Any:
+    def parse(text: str) -> tuple[int, ...]:
+        return tuple(int(part) for part in text.split(separator))
+
+    return parse
+
+
+def main() -> None:
+    defaults = Options()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--batches", type=_numbers(","), default=defaults.batches, metavar="N,...")
+    parser.add_argument("--prompt-tokens", type=int, default=defaults.prompt_tokens)
+    parser.add_argument("--new-tokens", type=_numbers(","), default=defaults.new_tokens, metavar="SHORT,LONG")
+    parser.add_argument("--requests", type=int, default=defaults.requests)
+    parser.add_argument("--lengths", type=_numbers(","), default=defaults.lengths, metavar="LEAST,MOST")
+    parser.add_argument("--prefill", type=_numbers("x"), default=defaults.prefill, metavar="PROMPTSxTOKENS")
+    parser.add_argument("--rounds", type=int, default=defaults.rounds)
+    parser.add_argument("--temperature", type=float, default=defaults.temperature)
+    parser.add_argument("--skip", type=lambda text: tuple(text.split(",")), default=(), metavar=",".join(PARTS))
+    parser.add_argument("--json", type=Path, metavar="OUT")
+    parser.add_argument("--vllm", action="store_true", help="compare with vLLM's figures in benchmarks/peers.json")
+    parser.add_argument("--commit", help="of the code measured, where the checkout has no git directory")
+    parser.add_argument("--address", help="of a Ray cluster to join; default: one is started")
+    args = parser.parse_args()
+    report = Report(args.json)
+    try:
+        options = Options(**{key: value for key, value in vars(args).items() if key in asdict(defaults)})
+        config = load_app_config(args.config, args.overrides).engine
+        report.add(benchmark="engine", config=str(args.config), overrides=args.overrides, **circumstances(args.commit))
+        cpus = sum(bundle["CPU"] for bundle in group_bundles(config, gpus=config.device == "cuda"))
+        with ray_session(cluster_address(args.address or "local"), min_cpus=cpus):
+            asyncio.run(benchmark(config, options, report, vllm=args.vllm))
+    except LockstepError as error:
+        raise SystemExit(f"error: {error}") from None
+    finally:
+        print("\n" + engine_report.render(report.figures))
+
+
+if __name__ == "__main__":
+    main()

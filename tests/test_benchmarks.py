@@ -1,0 +1,230 @@
+"""The benchmarks: what they count and how they put it, and one small run of each on the default model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import engine, engine_report, online
+from benchmarks.report import ROOT, Report, circumstances, table
+from benchmarks.stream_client import Sample, StreamReader
+from configs.errors import ConfigError
+from configs.load import load_app_config
+from configs.model_config import ModelConfig, RopeConfig
+from parallel.plan import ShardPlan
+
+QWEN3_8B = ModelConfig(
+    model_type="qwen3",
+    hidden_size=4096,
+    num_hidden_layers=36,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    intermediate_size=12288,
+    vocab_size=151936,
+    max_position_embeddings=40960,
+    rms_norm_eps=1e-6,
+    rope=RopeConfig(theta=1e6),
+    tie_word_embeddings=False,
+    qk_norm=True,
+)
+SMALL = engine.Options(
+    batches=(1, 2), prompt_tokens=8, new_tokens=(2, 26), requests=3, lengths=(4, 8), prefill=(2, 16), rounds=1
+)
+
+
+# ---- the engine
+
+
+def test_the_workload_is_that_of_the_published_figures() -> None:
+    prompts, new_tokens = engine.workload(256, (100, 1024), 151936)
+    assert sum(len(prompt) // 4 for prompt in prompts) == 142_827
+    assert sum(new_tokens) == 133_966
+    assert (prompts, new_tokens) == engine.workload(256, (100, 1024), 151936)
+
+
+def test_a_decode_step_reads_weights_once_and_the_cache_of_every_row() -> None:
+    whole = ShardPlan.create(QWEN3_8B, 1)
+    [weights] = engine.step_bytes(whole, 2, 0, 0)
+    assert weights / 1e9 == pytest.approx(15.14, abs=0.005)
+    [with_rows] = engine.step_bytes(whole, 2, 64, 224)
+    assert with_rows - weights == 64 * 224 * 147_456
+    halves = engine.step_bytes(ShardPlan.create(QWEN3_8B, 2), 2, 64, 224)
+    assert sum(halves) == pytest.approx(with_rows, rel=1e-3)
+    assert max(halves) / min(halves) < 1.01
+
+
+def test_a_tied_embedding_is_read_as_the_lm_head() -> None:
+    tied = ModelConfig(**{**vars(QWEN3_8B), "tie_word_embeddings": True})
+    assert engine.step_bytes(ShardPlan.create(tied, 1), 2, 1, 1) == engine.step_bytes(
+        ShardPlan.create(QWEN3_8B, 1), 2, 1, 1
+    )
+
+
+def test_a_faster_figure_than_the_peers_is_above_one_in_every_unit() -> None:
+    peer = engine_report.find_peer("qwen3-8b", 2)
+    assert peer is not None
+    assert peer["decode_ms"]["256"] == 7.77
+    figures = {
+        "decode": [
+            {"batch": 1, "ms": 1.87, "tok_s": 534.8, "rounds_ms": [1.87], "floor_ms": 1.76, "of_floor": 0.941},
+            {"batch": 3, "ms": 2.0, "tok_s": 1500.0, "rounds_ms": [2.0]},
+            {"batch": 4, "skipped": "no room"},
+        ],
+        "prefill": {"prompts": 16, "tokens": 2048, "tok_s": 144_426.0, "rounds_tok_s": [144_426.0]},
+        "peer": peer,
+    }
+    text = engine_report.render(figures)
+    assert text.splitlines()[2].split() == ["1", "1.870", "535", "1.760", "94", "%", "3.74", "2.00"]
+    assert text.splitlines()[3].split() == ["3", "2.000", "1,500", "-", "-", "-", "-"]
+    assert "batch 4: skipped, no room" in text
+    assert "72,213, speed / its 2.00" in text
+
+
+def test_peers_are_only_compared_at_the_same_number_of_ranks() -> None:
+    assert engine_report.find_peer("Qwen3-8B", 3) is None
+    assert engine_report.find_peer("SmolLM2-135M", 1) is None
+
+
+@pytest.mark.parametrize(("change", "message"), [({"new_tokens": (8, 8)}, "new-tokens"), ({"skip": ("floo",)}, "floo")])
+def test_options_that_measure_nothing_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        engine.Options(**change)
+
+
+def test_figures_are_on_disk_as_soon_as_they_are_known(tmp_path: Path) -> None:
+    report = Report(tmp_path / "results" / "run.json", benchmark="x")
+    report.add(decode=[{"batch": 1, "ms": 2.0}])
+    assert json.loads((tmp_path / "results" / "run.json").read_text()) == {
+        "benchmark": "x",
+        "decode": [{"batch": 1, "ms": 2.0}],
+    }
+
+
+def test_circumstances_name_commit_machine_and_versions() -> None:
+    found = circumstances("abc1234")
+    assert found["commit"] == "abc1234"
+    assert found["hardware"]["cores"] >= 1
+    assert {"python", "torch", "ray"} <= set(found["versions"])
+    assert table(["a", "bb"], [["100", "2"]]) == "  a  bb\n100   2"
+
+
+@pytest.mark.ray
+def test_one_run_measures_every_part_of_the_engine(
+    ray_cluster: None, smollm2_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.bandwidth.measure_apart", lambda device: 10.0)
+    config = load_app_config(
+        ROOT / "configs" / "smollm2-135m.yaml",
+        [
+            f"model={smollm2_path}",
+            "tensor_parallel_size=1",
+            "parallel.threads_per_rank=1",
+            "kv_cache.num_tokens=96",
+            "max_model_len=64",
+        ],
+    ).engine
+    report = Report(tmp_path / "run.json")
+    with pytest.raises(ConfigError, match="max_num_seqs=32 is less than the batch 33"):
+        asyncio.run(engine.benchmark(config, engine.Options(batches=(33,)), report))
+    options = engine.Options(**{**vars(SMALL), "batches": (1, 2, 8)})
+    asyncio.run(engine.benchmark(config, options, report))
+    figures = json.loads((tmp_path / "run.json").read_text())
+    assert [row["batch"] for row in figures["decode"]] == [1, 2, 8]
+    # 135 million fp32 weights at 10 GB/s, and some KV.
+    assert figures["decode"][0]["floor_ms"] == pytest.approx(54, abs=1)
+    assert figures["decode"][1]["of_floor"] > 0
+    assert "384 tokens exceed the KV pool's 96" in figures["decode"][2]["skipped"]
+    assert figures["workload"]["output_tokens"] == sum(engine.workload(3, (4, 8), 49152)[1])
+    longest = max(engine.workload(3, (4, 8), 49152)[1])
+    assert figures["workload"]["num_steps"] >= longest
+    assert figures["prefill"]["tok_s"] > 0
+    assert figures["status"]["num_running"] == 0
+    assert "of floor" in engine_report.render(figures)
+
+
+# ---- online
+
+
+def completion_events(texts: list[str], usage: dict[str, Any]) -> bytes:
+    """A streamed completion as an OpenAI server writes it."""
+    events: list[dict[str, Any]] = [{"choices": [{"index": 0, "text": text}], "usage": None} for text in texts]
+    events.append({"choices": [{"index": 0, "text": "", "finish_reason": "length"}], "usage": None})
+    events.append({"choices": [], "usage": usage})
+    return b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events) + b"data: [DONE]\n\n"
+
+
+USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}}
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 10_000])
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
+def test_a_stream_is_read_the_same_however_it_is_cut(size: int, line_end: bytes) -> None:
+    stream = completion_events(["a", "", "b"], USAGE).replace(b"\n", line_end)
+    sample = Sample(sent=0.0)
+    reader = StreamReader(sample)
+    for i in range(0, len(stream), size):
+        reader.feed(stream[i : i + size], now=1.0 + i)
+    assert (sample.input_tokens, sample.output_tokens, sample.cached_tokens) == (7, 3, 2)
+    assert len(sample.gaps) == 1, "between the two pieces that carry text"
+    assert sample.first is not None
+    assert 1.0 <= sample.first <= sample.last
+    assert sample.error is None
+
+
+def test_an_error_in_the_stream_is_the_requests_error() -> None:
+    sample = Sample(sent=0.0)
+    StreamReader(sample).feed(b'data: {"error": {"message": "the engine failed"}}\n\n', now=1.0)
+    assert sample.error is not None
+    assert "the engine failed" in sample.error
+
+
+def test_failed_requests_are_counted_and_in_no_other_figure() -> None:
+    good = [
+        Sample(sent=t, first=t + 0.5, last=t + 2.5, gaps=[0.5] * 4, output_tokens=5, input_tokens=8) for t in (0, 1)
+    ]
+    failed = Sample(sent=0.0, first=90.0, last=100.0, output_tokens=1000, error="HTTP 503")
+    summary = online.summarise([*good, failed])
+    assert summary["errors"] == 1
+    assert summary["first_error"] == "HTTP 503"
+    assert summary["ttft_ms"] == {"median": 500.0, "p99": 500.0}
+    assert summary["tpot_ms"] == {"median": 500.0, "p99": 500.0}
+    assert summary["output_tok_s"] == pytest.approx(10 / 3.5, abs=0.05)
+    assert online.summarise([failed]) == {"requests": 1, "errors": 1, "first_error": "HTTP 503"}
+
+
+@pytest.fixture
+def load() -> Callable[..., online.Load]:
+    def make(url: str = "", model: str = "m", *, as_ids: bool = True) -> online.Load:
+        return online.Load(url=url, model=model, input_tokens=6, output_tokens=4, as_ids=as_ids, seed="0")
+
+    return make
+
+
+def test_no_two_prompts_of_a_run_are_alike(load: Callable[..., online.Load]) -> None:
+    bodies = [*load().bodies("16", 32), *load().bodies("64", 32)]
+    assert len({tuple(json.loads(body)["prompt"]) for body in bodies}) == 64
+    assert len(json.loads(load(as_ids=False).bodies("16", 1)[0])["prompt"].split()) == 6
+
+
+@pytest.mark.ray
+def test_clients_measure_the_endpoint(endpoint: Any, load: Callable[..., online.Load]) -> None:
+    url = f"{endpoint.url}/v1"
+    assert online.first_model(url) == endpoint.model
+    assert online.takes_ids(url, endpoint.model)
+    with ThreadPoolExecutor(1) as lane:
+        level = online.measure_level([lane], load(url, endpoint.model), "3", clients=3, requests=5)
+        refused = online.measure_level([lane], load(url, "no-such-model"), "1", clients=1, requests=2)
+    assert (level["requests"], level["errors"]) == (5, 0)
+    assert level["mean_input_tokens"] == 6
+    assert level["ttft_ms"]["median"] > 0
+    assert level["tpot_ms"]["median"] > 0
+    assert level["output_tok_s"] > 0
+    assert refused["errors"] == 2
+    assert "404" in refused["first_error"]
