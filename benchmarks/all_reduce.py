@@ -1,24 +1,37 @@
-"""Latency of the CPU all-reduces: gloo against shared memory, by number of ranks and floats.
+"""Latency of the all-reduces by number of ranks and size.
 
     python -m benchmarks.all_reduce [--ranks 2 3 5 9] [--floats 576 9216 294912] [--spin-us N] [--rounds N]
+    python -m benchmarks.all_reduce --device cuda [--ranks 2 4] [--bytes 8192 1048576] [--json FILE]
 
-Every rank is a forked process with one torch thread. A barrier starts the rounds; then each rank times its own calls,
-back to back, and rank 0's times are printed. spin 0 means that a waiting rank sleeps at once.
+cpu: gloo against shared memory. Every rank is a forked process with one torch thread. A barrier starts the rounds; then
+each rank times its own calls, back to back, and rank 0's times are printed. spin 0 means that a waiting rank sleeps at
+once.
+
+cuda: NCCL against symmetric memory, bf16. Every rank is a process with one GPU. A CUDA graph holds 50 all-reduces, one
+after the other; printed is the time of one of them on rank 0, the median of 5 measurements. In brackets what a group
+itself chooses.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import os
 import platform
+import statistics
 import time
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 
-from parallel.group import Strategy, TensorParallelGroup
+from parallel.group import MULTICAST_OFF, Strategy, TensorParallelGroup
+from parallel.symmetric_memory import Method, SymmetricMemoryCollectives, choose_method
+
+METHODS: tuple[Method, ...] = ("nccl", "one_shot", "two_shot")
+CALLS_IN_GRAPH = 50
 
 
 def rank_main(
@@ -72,19 +85,122 @@ def measure(size: int, strategy: Strategy, spin_us: int, floats: list[int], roun
     return answer
 
 
+def cuda_rank_main(rank: int, size: int, sizes: list[int], port: int, pipe: Connection) -> None:
+    """Times every method at each of `sizes` bytes; sends {method: [microseconds, one for each size] or torch's no}."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))  # type: ignore[attr-defined]
+    collectives = SymmetricMemoryCollectives.create(
+        rank=rank, size=size, store=store, device=device, timeout_s=60, buffer_bytes=max(sizes)
+    )
+    answers: dict[Method, list[float] | str] = {}
+    for method in METHODS:
+        try:
+            answers[method] = [time_in_graph(collectives, method, nbytes) for nbytes in sizes]
+        except RuntimeError as error:  # a kernel that torch has not for so many ranks; all of them hear it
+            answers[method] = str(error).split("\n", 1)[0]
+    collectives.barrier()
+    collectives.close()
+    pipe.send(answers)
+
+
+def time_in_graph(collectives: SymmetricMemoryCollectives, method: Method, nbytes: int) -> float:
+    """Microseconds of one all-reduce of `nbytes` bytes."""
+    x = collectives.buffer[:nbytes].view(torch.bfloat16)
+    if method == "nccl":
+        x = torch.empty_like(x)
+    x.zero_()
+    for _ in range(3):
+        collectives.all_reduce_by(method, x)
+    collectives.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(CALLS_IN_GRAPH):
+            collectives.all_reduce_by(method, x)
+    num_replays = max(1, min(20, (1 << 28) // nbytes // CALLS_IN_GRAPH))
+    times = []
+    for i in range(6):
+        collectives.barrier()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(num_replays):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        if i:
+            times.append(1e3 * start.elapsed_time(end) / num_replays / CALLS_IN_GRAPH)
+    return statistics.median(times)
+
+
+def measure_cuda(size: int, sizes: list[int]) -> dict[Method, list[float] | str]:
+    """{method: [microseconds, one for each of `sizes`], or why there are none} of `size` ranks."""
+    context = multiprocessing.get_context("spawn")
+    master = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    ours, theirs = zip(*(context.Pipe() for _ in range(size)), strict=True)
+    ranks = [
+        context.Process(target=cuda_rank_main, args=(rank, size, sizes, master.port, pipe), daemon=True)
+        for rank, pipe in enumerate(theirs)
+    ]
+    for process in ranks:
+        process.start()
+    for pipe in theirs:
+        pipe.close()
+    if not ours[0].poll(300):
+        raise TimeoutError(f"{size} ranks did not end within 300 s")
+    answers: dict[Method, list[float] | str] = ours[0].recv()
+    for process in ranks:
+        process.join()
+    return answers
+
+
+def main_cuda(all_ranks: list[int], sizes: list[int], json_path: Path | None) -> None:
+    """Prints the table of every number of ranks that the machine has GPUs for."""
+    os.environ.update(MULTICAST_OFF)  # the ranks inherit it
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, NCCL {nccl}"
+    print(f"{machine}, bf16, us for each of {CALLS_IN_GRAPH} all-reduces in a CUDA graph")
+    records = []
+    for size in [size for size in all_ranks if size <= torch.cuda.device_count()]:
+        answers = measure_cuda(size, sizes)
+        print(f"{size} ranks".rjust(10) + "".join(f"{label(nbytes):>11}" for nbytes in sizes))
+        for method in METHODS:
+            cells, answer = [], answers[method]
+            if isinstance(answer, str):
+                print(f"{method:>10} {answer}", flush=True)
+                continue
+            for nbytes, us in zip(sizes, answer, strict=True):
+                chosen = choose_method(size, nbytes, torch.bfloat16, max(sizes)) == method
+                cells.append(f"[{us:.1f}]" if chosen else f"{us:.1f} ")
+                records.append({"ranks": size, "bytes": nbytes, "method": method, "us": us, "chosen": chosen})
+            print(f"{method:>10}" + "".join(f"{cell:>11}" for cell in cells), flush=True)
+    if json_path is not None:
+        json_path.write_text(json.dumps({"machine": machine, "measurements": records}, indent=1) + "\n")
+
+
+def label(nbytes: int) -> str:
+    """8 KB, 1 MB."""
+    return f"{nbytes >> 20} MB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KB"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 5, 9])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--ranks", type=int, nargs="+", help="2 3 5 9 on cpu, 2 to 8 on cuda")
+    parser.add_argument("--bytes", type=int, nargs="+", default=[8192 << shift for shift in range(14)], help="cuda")
+    parser.add_argument("--json", type=Path, help="cuda: where the figures go as well")
     parser.add_argument("--floats", type=int, nargs="+", default=[576, 9216, 294912])
     parser.add_argument("--spin-us", type=int, default=50, help="used where every rank has a core of its own")
     parser.add_argument("--rounds", type=int, default=1000)
     parser.add_argument("--strategies", nargs="+", default=["gloo", "shared_memory"])
     args = parser.parse_args()
+    if args.device == "cuda":
+        main_cuda(args.ranks or list(range(2, 9)), args.bytes, args.json)
+        return
 
     cores = len(os.sched_getaffinity(0))
     print(f"{cores} cores, {platform.machine()}, torch {torch.__version__}, float32, p50/p99 us on rank 0")
     print(f"{'ranks':>5} {'strategy':>14} {'spin':>5} " + " ".join(f"{count:>17}" for count in args.floats))
-    for size in args.ranks:
+    for size in args.ranks or [2, 3, 5, 9]:
         for strategy in args.strategies:
             spin_us = args.spin_us if strategy == "shared_memory" and size <= cores else 0
             rounds = args.rounds if strategy == "shared_memory" else args.rounds // 5

@@ -112,6 +112,12 @@ class SymmetricMemoryCollectives:
         self._check_sum(rank, device)  # if it fails nothing is closed: that could wait for a rank that never comes
         return self
 
+    @property
+    def buffer(self) -> Tensor:
+        """[buffer_bytes] uint8: the memory of every reduce_buffer."""
+        assert self._buffer is not None, "the buffer of a closed group"
+        return self._buffer
+
     def reduce_buffer(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
         key = (shape, dtype)
         view = self._views.get(key)
@@ -121,8 +127,7 @@ class SymmetricMemoryCollectives:
                 return None
             if len(self._views) >= _MAX_CACHED_VIEWS:
                 self._views.clear()
-            assert self._buffer is not None, "the group swaps a closed strategy out"
-            view = self._views[key] = self._buffer[:nbytes].view(dtype).view(shape)
+            view = self._views[key] = self.buffer[:nbytes].view(dtype).view(shape)
         return view
 
     def all_reduce(self, x: Tensor) -> Tensor:
