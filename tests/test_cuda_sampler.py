@@ -1,0 +1,414 @@
+"""The CUDA sampler draws what worker/sampler.py draws, from whole or sharded rows, alone or in a batch.
+
+Without a GPU its kernels run in Triton's interpreter, with small blocks so that small vocabularies take several.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from configs.model_config import ModelConfig, RopeConfig
+from parallel.group import TensorParallelGroup
+from parallel.plan import ShardPlan
+from worker import cuda_sampler, sampler
+from worker.cuda_sampler import CudaSampler, LogprobTensors, SamplingTables
+from worker.kernels import sampling
+from worker.protocol import PARAMS_DTYPE
+from worker.sampler import Sampler, default_params
+
+Params = npt.NDArray[np.void]
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+VOCAB = 1500
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled for the GPU")),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ]
+)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """Where the kernels run."""
+    if request.param == "cpu":
+        for name, size in (("_BLOCK", 512), ("_SLICE", 256), ("_GROUP", 32), ("_SEARCH_BLOCK", 1024)):
+            monkeypatch.setattr(sampling, name, size)
+    return torch.device(request.param)
+
+
+def _params(*records: dict[str, Any]) -> Params:
+    """One record each, of rows 1, 2, ..."""
+    params = default_params(len(records))
+    params["row"] = np.arange(1, len(records) + 1)
+    for i, values in enumerate(records):
+        for name, value in values.items():
+            params[name][i] = value
+    return params
+
+
+MANY = _params(
+    {},
+    {"temperature": 1.0, "seed": 1},
+    {"temperature": 0.7, "seed": 2, "top_k": 5, "num_logprobs": 3},
+    {"temperature": 1.3, "seed": 3, "top_p": 0.8},
+    {"temperature": 1.0, "seed": 4, "min_p": 0.1, "num_logprobs": 0},
+    {"temperature": 2.0, "seed": -5, "top_k": 40, "top_p": 0.9, "min_p": 0.01},
+    {"temperature": 5.0, "seed": 2**62, "top_p": 0.999},
+    {"temperature": 0.6, "seed": 2**63 - 1, "top_k": 20, "top_p": 0.95},
+    {"top_k": 3, "top_p": 0.5, "num_logprobs": 5},
+)
+FEW = _params(
+    {},
+    {"temperature": 1.0, "seed": 1},
+    {"temperature": 0.7, "seed": 2, "top_k": 5, "num_logprobs": 3},
+    {"temperature": 1.3, "seed": 3, "top_p": 0.8, "num_logprobs": 0},
+    {"temperature": 2.0, "seed": -5, "top_k": 40, "top_p": 0.9, "min_p": 0.01},
+)
+
+
+def _plan(tp_size: int, vocab_size: int) -> ShardPlan:
+    model = ModelConfig(
+        model_type="llama",
+        hidden_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=16,
+        intermediate_size=256,
+        vocab_size=vocab_size,
+        max_position_embeddings=128,
+        rms_norm_eps=1e-5,
+        rope=RopeConfig(theta=1e4),
+        tie_word_embeddings=True,
+    )
+    return ShardPlan.create(model, tp_size)
+
+
+def _logits(num_rows: int, seed: int = 0, vocab: int = VOCAB) -> Tensor:
+    return 3 * torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(seed))
+
+
+def _positions(count: int) -> npt.NDArray[np.int64]:
+    return np.random.default_rng(count).integers(0, 100_000, count)
+
+
+def _alone(vocab: int, num_rows: int, device: torch.device) -> CudaSampler:
+    return CudaSampler(_plan(1, vocab), TensorParallelGroup.single(device), num_rows + 1)
+
+
+def _draw(
+    cuda: CudaSampler, logits: Tensor, params: Params, positions: npt.NDArray[np.int64], device: torch.device
+) -> tuple[list[int], LogprobTensors | None]:
+    """Samples every row, then again those with filters or logprobs. Logits are this rank's columns."""
+    cuda.tables.update(params)
+    local, rows = logits.to(device), torch.from_numpy(params["row"].copy()).to(device)
+    at = torch.from_numpy(positions.astype(np.int32)).to(device)
+    tokens = cuda.sample(local, rows, at)
+    filtered = (params["top_k"] > 0) | (params["top_p"] < 1) | (params["min_p"] > 0)
+    which = np.flatnonzero(filtered | (params["num_logprobs"] >= 0))
+    logprobs = cuda.resample(local, rows, at, tokens, which, params["num_logprobs"][which])
+    return tokens.tolist(), logprobs
+
+
+def _assert_draws_alike(logits: Tensor, params: Params, positions: npt.NDArray[np.int64], device: torch.device) -> None:
+    expected = Sampler(logits.shape[1], CPU).sample(logits, params, positions)
+    tokens, logprobs = _draw(_alone(logits.shape[1], len(params), device), logits, params, positions, device)
+    assert tokens == expected.tokens.tolist()
+    _assert_logprobs_close(logprobs, expected)
+
+
+def _assert_logprobs_close(logprobs: LogprobTensors | None, expected: sampler.SampledTokens) -> None:
+    if logprobs is None:
+        assert len(expected.logprob_rows) == 0
+        return
+    # Half a unit in the last place each for the CPU's fp32 maximum, sum and difference.
+    tolerance = {"rtol": 0.0, "atol": 3e-6}
+    torch.testing.assert_close(logprobs.logprobs.cpu(), expected.logprobs, **tolerance)
+    torch.testing.assert_close(logprobs.top_logprobs.cpu(), expected.top_logprobs, **tolerance)
+    assert torch.equal(logprobs.top_ids.cpu(), expected.top_ids)
+
+
+class _Turns:
+    """Collectives between threads of which one runs at a time: Triton's interpreter is not made for more."""
+
+    turn = threading.Lock()
+
+    def __init__(self, rank: int, slots: list[Tensor], met: threading.Barrier) -> None:
+        self._rank, self._slots, self._met = rank, slots, met
+
+    def all_gather(self, out: Tensor, x: Tensor) -> None:
+        self._slots[self._rank] = x
+        self.barrier()
+        torch.stack(self._slots, out=out)
+        self.barrier()
+
+    def barrier(self) -> None:
+        self.turn.release()
+        try:
+            self._met.wait(60)
+        finally:
+            self.turn.acquire()
+
+    def all_reduce(self, x: Tensor) -> None:
+        raise NotImplementedError
+
+    def abort(self, reason: str) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+def _run_ranks(size: int, device: torch.device, body: Callable[[TensorParallelGroup], Any]) -> list[Any]:
+    """Runs `body` once per rank; returns results, or the errors raised, in rank order."""
+    results: list[Any] = [None] * size
+    slots, met = [torch.empty(0)] * size, threading.Barrier(size)
+
+    def rank_main(rank: int) -> None:
+        with _Turns.turn:
+            try:
+                collectives = _Turns(rank, slots, met)
+                results[rank] = body(TensorParallelGroup(rank=rank, size=size, device=device, collectives=collectives))
+            except Exception as error:  # noqa: BLE001 - handed to the test
+                results[rank] = error
+                met.abort()
+
+    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive()
+    return results
+
+
+def test_draws_the_tokens_of_the_cpu_sampler(device: torch.device) -> None:
+    for seed in range(1 if device.type == "cpu" else 20):
+        logits = _logits(len(MANY), seed)
+        _assert_draws_alike(logits, MANY, _positions(len(MANY)) + seed, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab", [128_256, 151_669])
+def test_draws_the_tokens_of_the_cpu_sampler_from_a_whole_vocabulary(vocab: int) -> None:
+    params = _params(*[{name: record[name] for name in PARAMS_DTYPE.names or ()} for record in np.tile(MANY, 6)])
+    params["row"] = np.arange(1, len(params) + 1)
+    params["seed"] += np.arange(len(params))
+    _assert_draws_alike(_logits(len(params), 3, vocab), params, _positions(len(params)), torch.device("cuda"))
+
+
+def test_noise_is_the_cpu_samplers_for_every_seed_and_position(device: torch.device) -> None:
+    rng = np.random.default_rng(0)
+    count = 24
+    params = _params(*[{"temperature": 1.0}] * count)
+    params["seed"] = rng.integers(-(2**63), 2**63 - 1, count)
+    params["seed"][:4] = [0, -1, 2**63 - 1, -(2**63)]
+    positions = rng.integers(0, 2**31 - 2, count)
+    positions[:4] = [0, 1, 2**31 - 2, 2**17]
+    # Of equal logits the noise alone decides.
+    _assert_draws_alike(torch.zeros(count, VOCAB), params, positions, device)
+
+
+@pytest.mark.parametrize("tp_size", [2, 3])
+def test_shards_draw_what_the_whole_row_draws(tp_size: int, device: torch.device) -> None:
+    logits, positions = _logits(len(FEW)), _positions(len(FEW))
+    logits[3] = (logits[3] / 4).round()  # ties across the shards
+    expected = Sampler(VOCAB, CPU).sample(logits, FEW, positions)
+    plan = _plan(tp_size, VOCAB)
+
+    def body(group: TensorParallelGroup) -> tuple[list[int], LogprobTensors | None]:
+        span = plan.vocab[group.rank]
+        cuda = CudaSampler(plan, group, len(FEW) + 1)
+        return _draw(cuda, logits[:, span.start : span.stop].contiguous(), FEW, positions, device)
+
+    for tokens, logprobs in _run_ranks(tp_size, device, body):
+        assert tokens == expected.tokens.tolist()
+        _assert_logprobs_close(logprobs, expected)
+
+
+def test_a_rank_without_vocabulary_rows_draws_with_the_others(device: torch.device) -> None:
+    plan = _plan(4, 3)
+    assert min(span.size for span in plan.vocab) == 0
+    logits = torch.tensor([[0.5, 2.0, 2.0], [-torch.inf, -torch.inf, -torch.inf]])
+    params = _params({}, {"temperature": 1.0, "seed": 3})
+
+    def body(group: TensorParallelGroup) -> list[int]:
+        span = plan.vocab[group.rank]
+        cuda = CudaSampler(plan, group, len(params) + 1)
+        return _draw(cuda, logits[:, span.start : span.stop].contiguous(), params, _positions(2), device)[0]
+
+    assert _run_ranks(4, device, body) == [[1, 0]] * 4
+
+
+def test_neighbours_do_not_change_a_row(device: torch.device) -> None:
+    logits, positions = _logits(len(FEW)), _positions(len(FEW))
+    together, logprobs = _draw(_alone(VOCAB, len(FEW), device), logits, FEW, positions, device)
+    assert logprobs is not None
+    asked = np.flatnonzero(FEW["num_logprobs"] >= 0).tolist()
+    for i in range(len(FEW)):
+        one = slice(i, i + 1)
+        alone, own = _draw(_alone(VOCAB, len(FEW), device), logits[one], FEW[one], positions[one], device)
+        assert alone == [together[i]]
+        if own is not None:
+            j = asked.index(i)
+            assert torch.equal(own.logprobs, logprobs.logprobs[j : j + 1])
+            assert torch.equal(own.top_ids[0], logprobs.top_ids[j, : own.top_ids.shape[1]])
+
+
+def test_filters_allow_the_tokens_the_cpu_sampler_allows(device: torch.device) -> None:
+    records = [
+        {"temperature": 1.0, "top_k": 1},
+        {"temperature": 0.01, "top_k": 7},
+        {"temperature": 3.0, "top_k": 700},  # more than there are groups
+        {"temperature": 3.0, "top_k": VOCAB - 1},
+        {"temperature": 3.0, "top_k": VOCAB, "top_p": 0.7},
+        {"temperature": 1.0, "top_p": 1e-6},
+        {"temperature": 0.3, "top_p": 0.5},
+        {"temperature": 50.0, "top_p": 0.97},  # nearly flat: more candidates than one block searches
+        {"temperature": 1.0, "top_k": 100, "top_p": 0.6, "min_p": 0.05},
+        {"temperature": 2.0, "min_p": 1.0},
+        {"temperature": 1.0, "top_p": float(np.nextafter(np.float32(1), np.float32(0)))},
+        {"temperature": 1.5, "top_k": 50, "top_p": 0.99, "min_p": 1e-4},
+        {"temperature": 1.0},
+        {"top_k": 4, "top_p": 0.1, "min_p": 0.5},
+    ]
+    params = _params(*records)
+    logits = _logits(len(params), 5)
+    logits[-6:] = logits[-6:].round()  # many ties with every threshold
+    logits[0, ::2] = -torch.inf
+    tables = SamplingTables(len(params) + 1, device)
+    tables.update(params)
+    rows = torch.arange(1, len(params) + 1, dtype=torch.int32, device=device)
+    thresholds = sampling.filter_thresholds(logits.to(device), rows, tables.records).cpu()
+    for i, record in enumerate(params):
+        scores = logits[i].double() / max(float(record["temperature"]), 1e-9)
+        expected = None
+        if record["temperature"] > 0:
+            expected = sampler._threshold(scores, int(record["top_k"]), float(record["top_p"]), float(record["min_p"]))
+        allowed = torch.ones(VOCAB, dtype=torch.bool) if expected is None else scores >= expected
+        assert torch.equal(scores >= thresholds[i], allowed), records[i]
+
+
+def test_the_only_possible_token_is_drawn(device: torch.device) -> None:
+    logits = torch.full((len(FEW), VOCAB), -torch.inf)
+    logits[:, 1234] = -7.5
+    tokens, _ = _draw(_alone(VOCAB, len(FEW), device), logits, FEW, _positions(len(FEW)), device)
+    assert tokens == [1234] * len(FEW)
+
+
+def test_equal_logits_go_to_the_smallest_id(device: torch.device) -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, [300, 700, 1400]] = 5.0
+    params = _params({"num_logprobs": 5})
+    tokens, logprobs = _draw(_alone(VOCAB, 1, device), logits, params, _positions(1), device)
+    assert tokens == [300]
+    assert logprobs is not None
+    assert logprobs.top_ids.tolist() == [[300, 700, 1400, 0, 1]]
+
+
+@pytest.mark.parametrize("values", [(torch.nan,), (-torch.inf,), (0.0, torch.nan, torch.inf, -torch.inf)])
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_logits_that_are_not_finite_still_give_a_token_of_the_vocabulary(
+    values: tuple[float, ...], device: torch.device
+) -> None:
+    logits = torch.tensor(values).repeat(len(FEW), VOCAB)[:, :VOCAB]
+    tokens, _ = _draw(_alone(VOCAB, len(FEW), device), logits, FEW, _positions(len(FEW)), device)
+    assert all(0 <= token < VOCAB for token in tokens)
+
+
+def test_only_chosen_rows_are_sampled_again_however_they_are_cut(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_sampler, "_CHUNK_ROWS", 2)
+    logits, positions = _logits(len(MANY)).to(device), _positions(len(MANY))
+    expected = Sampler(VOCAB, CPU).sample(logits.cpu(), MANY, positions)
+    cuda = _alone(VOCAB, len(MANY), device)
+    cuda.tables.update(MANY)
+    rows = torch.from_numpy(MANY["row"].copy()).to(device)
+    tokens = torch.full((len(MANY),), -1, device=device)
+    which = np.array([2, 4, 5, 7, 8])
+    at = torch.from_numpy(positions.astype(np.int32)).to(device)
+    logprobs = cuda.resample(logits, rows, at, tokens, which, MANY["num_logprobs"][which])
+    drawn = tokens.cpu()
+    assert torch.equal(drawn[which], expected.tokens[which])
+    assert (np.delete(drawn.numpy(), which) == -1).all()
+    _assert_logprobs_close(logprobs, expected)  # these rows are all that ask
+    assert cuda.resample(logits, rows, at, tokens, which[2:4], MANY["num_logprobs"][which[2:4]]) is None
+
+
+def test_logprobs_without_likeliest_tokens_are_the_tokens_own(device: torch.device) -> None:
+    params = _params({"num_logprobs": 0}, {"temperature": 1.0, "num_logprobs": 0})
+    _assert_draws_alike(_logits(2), params, _positions(2), device)
+
+
+def test_tables_change_the_given_rows_and_padding_stays_greedy(device: torch.device) -> None:
+    tables = SamplingTables(5, device)
+    read_only = np.frombuffer(_params({"temperature": 1.0, "seed": -9, "top_k": 3}).tobytes(), PARAMS_DTYPE)
+    row_3 = read_only.copy()
+    row_3["row"] = 3
+    tables.update(row_3)
+    tables.update(read_only)
+    records = tables.records.cpu().numpy().view(PARAMS_DTYPE).reshape(5)
+    expected = default_params(5)
+    expected[1], expected[3] = read_only[0], row_3[0]
+    assert (records == expected).all()
+    logits = _logits(1)
+    cuda = _alone(VOCAB, 1, device)
+    padding = torch.zeros(1, dtype=torch.int32, device=device)
+    assert cuda.sample(logits.to(device), padding, padding).tolist() == logits.argmax(1).tolist()
+
+
+@pytest.mark.gpu
+def test_a_graph_samples_what_is_in_its_buffers_and_tables() -> None:
+    device, vocab = torch.device("cuda"), 50_304
+    params = _params({}, *[{"temperature": 0.5 * (i + 1), "seed": i} for i in range(6)])
+    count = len(params)
+    cuda = _alone(vocab, count, device)
+    logits = torch.zeros(count, vocab, device=device)
+    rows = torch.zeros(count, dtype=torch.int32, device=device)
+    positions = torch.zeros(count, dtype=torch.int32, device=device)
+    cuda.sample(logits, rows, positions)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tokens = cuda.sample(logits, rows, positions)
+    rows.copy_(torch.from_numpy(params["row"].copy()))
+    for seed in range(3):
+        params["seed"] += 1
+        cuda.tables.update(params)
+        at, fresh = _positions(count) + seed, _logits(count, seed, vocab)
+        logits.copy_(fresh)
+        positions.copy_(torch.from_numpy(at.astype(np.int32)))
+        graph.replay()
+        assert tokens.tolist() == Sampler(vocab, CPU).sample(fresh, params, at).tokens.tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
+def test_the_host_never_waits_for_the_device() -> None:
+    device = torch.device("cuda")
+    cuda = _alone(VOCAB, len(MANY), device)
+    logits, rows = _logits(len(MANY)).to(device), torch.from_numpy(MANY["row"].copy()).to(device)
+    positions = torch.zeros_like(rows)
+    which = np.arange(len(MANY))
+    cuda.resample(logits, rows, positions, cuda.sample(logits, rows, positions), which, MANY["num_logprobs"])
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        cuda.tables.update(MANY)
+        tokens = cuda.sample(logits, rows, positions)
+        logprobs = cuda.resample(logits, rows, positions, tokens, which, MANY["num_logprobs"])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert logprobs is not None
