@@ -155,7 +155,8 @@ def measure_cuda(size: int, sizes: list[int]) -> dict[Method, list[float] | str]
 
 def main_cuda(all_ranks: list[int], sizes: list[int], json_path: Path | None) -> None:
     """Prints the table of every number of ranks that the machine has GPUs for."""
-    os.environ.update(MULTICAST_OFF)  # the ranks inherit it
+    # The ranks inherit it; without the last a watchdog may end them while they leave.
+    os.environ.update(MULTICAST_OFF | {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"})
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, NCCL {nccl}"
     print(f"{machine}, bf16, us for each of {CALLS_IN_GRAPH} all-reduces in a CUDA graph")

@@ -8,8 +8,6 @@ symmetric_memory.py.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Literal
 
 import torch
@@ -25,9 +23,7 @@ _STRATEGIES: dict[str, tuple[Strategy, ...]] = {
     "cpu": ("gloo", "shared_memory"),
     "cuda": ("nccl", "symmetric_memory"),
 }
-MULTICAST_OFF: Mapping[str, str] = MappingProxyType(
-    {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
-)
+MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 """What the environment of every CUDA rank must hold: multicast objects can wedge the host's NVSwitch for all."""
 
 

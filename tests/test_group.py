@@ -35,8 +35,10 @@ STRATEGIES = [
 
 
 @pytest.fixture(autouse=True)
-def _multicast_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in MULTICAST_OFF.items():
+def _environment_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Else NCCL's watchdog ends the whole process when a test aborts a group.
+    own = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+    for name, value in (MULTICAST_OFF | own).items():
         monkeypatch.setenv(name, value)
 
 

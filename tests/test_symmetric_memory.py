@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from configs.model_config import ModelConfig, RopeConfig
@@ -28,7 +29,7 @@ from parallel.embedding import ParallelLMHead, VocabParallelEmbedding
 from parallel.group import MULTICAST_OFF, Strategy, TensorParallelGroup
 from parallel.linear import RowParallelLinear
 from parallel.plan import ShardPlan, Span
-from parallel.symmetric_memory import RecountedStore, choose_method
+from parallel.symmetric_memory import RecountedStore, _Registration, choose_method
 
 BF16, FP32 = torch.bfloat16, torch.float32
 BUFFER_BYTES = 8 << 20
@@ -129,7 +130,9 @@ class Ranks:
         context = multiprocessing.get_context("spawn")
         self._pipes[rank], theirs = context.Pipe()
         process = context.Process(target=serve, args=(rank, theirs), daemon=True)
-        with mock.patch.dict(os.environ, MULTICAST_OFF):
+        # Else NCCL's watchdog may end the process while it leaves a group.
+        own = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+        with mock.patch.dict(os.environ, MULTICAST_OFF | own):
             process.start()
         self._processes[rank] = process
         theirs.close()
@@ -382,6 +385,15 @@ def test_exchanges_count_from_the_meeting_not_from_the_start_of_the_process() ->
         1,
         2,
     ]
+
+
+def test_ranks_are_found_by_name_until_they_leave() -> None:
+    registration = _Registration(rank=0, size=2, store=HashStore(), timeout_s=1.0)
+    found = _resolve_process_group(registration.name)
+    assert (found.rank(), found.size()) == (0, 2)
+    registration.close()
+    with pytest.raises(RuntimeError):
+        _resolve_process_group(registration.name)
 
 
 def test_a_meeting_that_a_rank_stays_away_from_ends_at_the_deadline() -> None:
