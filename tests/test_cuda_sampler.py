@@ -267,9 +267,24 @@ def test_neighbours_do_not_change_a_row(device: torch.device) -> None:
             assert torch.equal(own.top_ids[0], logprobs.top_ids[j, : own.top_ids.shape[1]])
 
 
+def _thresholds(logits: Tensor, params: Params, device: torch.device) -> Tensor:
+    tables = SamplingTables(len(params) + 1, device)
+    tables.update(params)
+    rows = torch.arange(1, len(params) + 1, dtype=torch.int32, device=device)
+    return sampling.filter_thresholds(logits.to(device), rows, tables.records).cpu()
+
+
+def test_negative_zero_ties_with_zero(device: torch.device) -> None:
+    # Zeros of both signs tie for the 150th place and outweigh the ones; the 200 positive zeros alone do not.
+    logits = torch.cat([torch.ones(100), torch.zeros(200), -torch.zeros(1200)]).unsqueeze(0)
+    params = _params({"temperature": 1.0, "top_k": 150, "top_p": 0.5})
+    assert _thresholds(logits, params, device).tolist() == [0.0]
+
+
 def test_filters_allow_the_tokens_the_cpu_sampler_allows(device: torch.device) -> None:
     records = [
         {"temperature": 1.0, "top_k": 1},
+        {"temperature": 1.0, "top_k": 2},  # most likely of two groups
         {"temperature": 0.01, "top_k": 7},
         {"temperature": 3.0, "top_k": 700},  # more than there are groups
         {"temperature": 3.0, "top_k": VOCAB - 1},
@@ -288,10 +303,7 @@ def test_filters_allow_the_tokens_the_cpu_sampler_allows(device: torch.device) -
     logits = _logits(len(params), 5)
     logits[-6:] = logits[-6:].round()  # many ties with every threshold
     logits[0, ::2] = -torch.inf
-    tables = SamplingTables(len(params) + 1, device)
-    tables.update(params)
-    rows = torch.arange(1, len(params) + 1, dtype=torch.int32, device=device)
-    thresholds = sampling.filter_thresholds(logits.to(device), rows, tables.records).cpu()
+    thresholds = _thresholds(logits, params, device)
     for i, record in enumerate(params):
         scores = logits[i].double() / max(float(record["temperature"]), 1e-9)
         expected = None
@@ -326,6 +338,8 @@ def test_logits_that_are_not_finite_still_give_a_token_of_the_vocabulary(
     logits = torch.tensor(values).repeat(len(FEW), VOCAB)[:, :VOCAB]
     tokens, _ = _draw(_alone(VOCAB, len(FEW), device), logits, FEW, _positions(len(FEW)), device)
     assert all(0 <= token < VOCAB for token in tokens)
+    if values == (-torch.inf,):
+        assert tokens == [0] * len(FEW)
 
 
 def test_only_chosen_rows_are_sampled_again_however_they_are_cut(
