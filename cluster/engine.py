@@ -32,7 +32,7 @@ _CLOSE_TIMEOUT_S = 15.0
 
 def describe(config: EngineConfig, *, gpus: bool) -> EngineSpec:
     """Finds the model's files, reads what it is, and decides every auto value; logs each decision."""
-    model_path = resolve_model_path(config.model, config.revision)
+    model_path = resolve_model_path(config.model, config.revision, weights=config.load_format != "dummy")
     model = read_model_config(model_path)
     resolved = resolve(config, model, HostFacts(num_cores=node_cores(), num_gpus=int(gpus)))
     for decision in resolved.decisions:

@@ -8,12 +8,14 @@ from configs.schema import EngineConfig
 
 
 def check_checkpoint(config: EngineConfig) -> None:
-    """Reads the headers of the model's files, as every rank does, and none of their weights.
+    """Reads the headers of the model's files, as every rank does, and none of their weights; random weights have none.
 
     Raises:
         CheckpointError: files are missing, truncated, of an unsafe kind or of another model than their config.
     """
     from worker.weights import Checkpoint  # imports torch, which takes a second
 
-    path = resolve_model_path(config.model, config.revision)
-    Checkpoint.open(path, read_model_config(path)).close()
+    path = resolve_model_path(config.model, config.revision, weights=config.load_format != "dummy")
+    model = read_model_config(path)
+    if config.load_format != "dummy":
+        Checkpoint.open(path, model).close()

@@ -34,24 +34,31 @@ def model_name(model: str) -> str:
     return path.stem if path.suffix == ".gguf" else path.resolve().name
 
 
-def resolve_model_path(model: str, revision: str | None = None) -> Path:
+def resolve_model_path(model: str, revision: str | None = None, *, weights: bool = True) -> Path:
     """The directory or .gguf file that `model` names; fetched first when it is on the Hub and not yet here.
 
     Args:
         model: a local directory or .gguf file, a Hub id `owner/name`, or one file of it, `owner/name/file.gguf`.
         revision: commit or tag of the Hub repository; None is its default branch.
+        weights: False takes a directory with no more than config.json, and fetches no weights.
 
     Raises:
         CheckpointError: nothing is there, it holds no weights that can be read safely, or the Hub cannot give it.
     """
     path = Path(model).expanduser()
     if path.exists():
-        return _weights_at(path)
+        return _weights_at(path) if weights else _config_at(path)
     if is_local(model):
         raise CheckpointError(
             f"model={model} does not exist; set it to a directory, a .gguf file or a Hugging Face id owner/name"
         )
-    return _weights_at(_fetch(model, revision))
+    fetched = _fetch(model, revision, weights)
+    return _weights_at(fetched) if weights else _config_at(fetched)
+
+
+def _config_at(path: Path) -> Path:
+    """The directory or .gguf file that says what the model is."""
+    return path if (path / "config.json").is_file() else _weights_at(path)
 
 
 def _weights_at(path: Path) -> Path:
@@ -83,7 +90,7 @@ def _weights_at(path: Path) -> Path:
 _ALTERNATIVES = "use a checkpoint in safetensors or GGUF format"
 
 
-def _fetch(model: str, revision: str | None) -> Path:
+def _fetch(model: str, revision: str | None, weights: bool) -> Path:
     # Imported here: most starts are from local files, and this import costs more than all of configs.
     import httpx
     from huggingface_hub import hf_hub_download, snapshot_download
@@ -93,9 +100,8 @@ def _fetch(model: str, revision: str | None) -> Path:
     try:
         if one_file:
             return Path(hf_hub_download(one_file[1], one_file[2], revision=revision))
-        return Path(
-            snapshot_download(model, revision=revision, allow_patterns=list(_WANTED), ignore_patterns=list(_UNWANTED))
-        )
+        unwanted = [*_UNWANTED] if weights else [*_UNWANTED, "*.safetensors"]
+        return Path(snapshot_download(model, revision=revision, allow_patterns=list(_WANTED), ignore_patterns=unwanted))
     except (OSError, ValueError, httpx.HTTPError, EntryNotFoundError) as error:
         # Not found, gated, offline, no space left: the Hub's errors for these are OSError or ValueError.
         reason = str(error).strip().split("\n")[0]
