@@ -1,4 +1,4 @@
-# make serve | test | check | setup: the verbs of this project. CI calls `make test`.
+# make serve | test | test-gpu | check | setup: the verbs of this project. CI calls `make test`.
 PYTHON ?= python3.11
 BIN := .venv/bin
 CONFIG ?= configs/smollm2-135m.yaml
@@ -8,7 +8,7 @@ MODEL := $(MODEL_DIR)/SmolLM2-135M-Instruct.Q4_1.gguf
 export RAY_AUTH_MODE ?= disabled
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: serve test test-slow check setup clean
+.PHONY: serve test test-slow test-gpu check setup clean
 
 serve: setup
 	$(BIN)/python -m cluster serve $(CONFIG) $(ARGS)
@@ -18,6 +18,10 @@ test: setup
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+# On a GPU host, with the Python whose torch sees the GPUs.
+test-gpu:
+	python3 -m pytest -m "gpu or multi_gpu" $(ARGS)
 
 check: setup
 	$(BIN)/ruff format --check .

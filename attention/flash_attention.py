@@ -29,7 +29,8 @@ class FlashAttentionBackend(AttentionBackend):
 
     Args:
         provider: `sgl_kernel` or `flash_attention_3`. None: the first of them that is installed.
-        use_scheduler_metadata: make FA3's plan once a decode step for all layers without a window, and not in each.
+        use_scheduler_metadata: make FA3's plan once a decode step for all layers without a window, and not in each:
+            1 to 5 % of a decode step (H200, Qwen3-8B and 0.6B, 1 to 256 rows).
 
     Raises:
         ConfigError: dtype, page size, a layer's shape, this device or this build of FA3 is unfit.
@@ -44,7 +45,7 @@ class FlashAttentionBackend(AttentionBackend):
         token_to_kv_pool: TokenToKVPool,
         *,
         provider: str | None = None,
-        use_scheduler_metadata: bool = False,
+        use_scheduler_metadata: bool = True,
     ) -> None:
         super().__init__(layers, req_to_token_pool, token_to_kv_pool)
         _check(layers, token_to_kv_pool)

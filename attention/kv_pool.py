@@ -62,14 +62,17 @@ class TokenToKVPool:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        self.layers = tuple(layers)
         self.num_pages = num_pages
         self.page_size = page_size
         self.dtype = dtype
         self.device = device
         shapes = [(num_pages + 1, page_size, layer.tp_k_head_num, layer.head_dim) for layer in layers]
-        # empty, not zeros: no slot is read before it is written, and on CPU memory is then taken as pages fill.
-        self._k = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
-        self._v = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+        # No slot's values are used before they are written, so on CPU memory is taken as pages fill. On CUDA whole pages
+        # may be loaded, and a NaN in an unused slot would come through its weight of zero.
+        new = torch.zeros if device.type == "cuda" else torch.empty
+        self._k = [new(shape, dtype=dtype, device=device) for shape in shapes]
+        self._v = [new(shape, dtype=dtype, device=device) for shape in shapes]
         # Slot views are made once: a view per layer and step is Python time on the decode path.
         self._k_slots = [k.flatten(0, 1).flatten(1) for k in self._k]
         self._v_slots = [v.flatten(0, 1).flatten(1) for v in self._v]

@@ -106,7 +106,7 @@ class TorchNativeBackend(AttentionBackend):
         kv_shape = (num_rows, -1, kv_heads, head_dim)
         out = _attend(
             # Query heads of one KV head stand where a prompt's tokens would: one product reads each key once.
-            q.unflatten(1, (kv_heads, -1, head_dim)),
+            q.reshape(num_rows, kv_heads, -1, head_dim),
             k_slots.index_select(0, group.slots).view(kv_shape).transpose(1, 2),
             v_slots.index_select(0, group.slots).view(kv_shape).transpose(1, 2),
             group.mask,
@@ -125,7 +125,7 @@ class TorchNativeBackend(AttentionBackend):
         kv_shape = (num_keys, kv_heads, 1, head_dim)
         wide = (kv_heads, group_size, num_keys, head_dim)
         out = _attend(
-            q.unflatten(1, (kv_heads, group_size, head_dim)).permute(1, 2, 0, 3),
+            q.reshape(num_tokens, kv_heads, group_size, head_dim).permute(1, 2, 0, 3),
             k_slots.index_select(0, extend.slots).view(kv_shape).permute(1, 2, 0, 3).expand(wide),
             v_slots.index_select(0, extend.slots).view(kv_shape).permute(1, 2, 0, 3).expand(wide),
             extend.mask,

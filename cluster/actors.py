@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import ray
 
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from worker.tp_worker import TPWorker
 
 logger = logging.getLogger(__name__)
+
+# What takes the place of a strategy that needs all ranks on one node.
+_SEVERAL_NODES: dict[str, Literal["gloo", "nccl"]] = {"shared_memory": "gloo", "symmetric_memory": "nccl"}
 
 
 def actor_class(cls: type) -> Any:
@@ -52,7 +55,7 @@ class RankLoad:
 
     kv_bytes_per_page: int
     free_bytes: int
-    """Memory of the rank's device that is free now; on CPU the node's, shared by its ranks."""
+    """Memory of the rank's device that the KV pool may take; on CPU the node's, shared by its ranks."""
     seconds: float
 
 
@@ -90,7 +93,7 @@ class RankActor:
 
         from parallel.group import TensorParallelGroup
         from parallel.plan import ShardPlan
-        from worker.tp_worker import TPWorker
+        from worker.tp_worker import TPWorker, reduce_buffer_bytes
 
         config, model, rank = self._spec.config, self._spec.model, self._spec.rank
         parallel = config.parallel
@@ -100,9 +103,11 @@ class RankActor:
         torch.set_num_threads(parallel.threads_per_rank)
         device = torch.device(self.where().device)
         strategy = parallel.all_reduce
-        if strategy == "shared_memory" and not one_node:
-            logger.warning("parallel.all_reduce: shared_memory -> gloo (the ranks are on several nodes)")
-            strategy = "gloo"
+        if not one_node and strategy in _SEVERAL_NODES:
+            logger.warning("parallel.all_reduce: %s -> %s (several nodes)", strategy, _SEVERAL_NODES[strategy])
+            strategy = _SEVERAL_NODES[strategy]
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         if config.tensor_parallel_size == 1:
             self._group = TensorParallelGroup.single(device)
         else:
@@ -115,6 +120,7 @@ class RankActor:
                 timeout_s=parallel.step_timeout_s,
                 generation=generation,
                 spin_us=parallel.spin_us,
+                reduce_buffer_bytes=reduce_buffer_bytes(config, model),
             )
         self._worker = TPWorker(
             config=config,
@@ -125,18 +131,15 @@ class RankActor:
         )
 
     def load(self) -> RankLoad:
-        """Loads this rank's shard."""
+        """Loads this rank's shard and finds out what is left for the KV pool."""
         import time
-
-        from worker.memory import free_bytes
 
         worker = self._ready()
         began = time.monotonic()
         worker.load(self._on_progress)
+        seconds = time.monotonic() - began
         return RankLoad(
-            kv_bytes_per_page=worker.kv_bytes_per_page(),
-            free_bytes=free_bytes(worker.device),
-            seconds=time.monotonic() - began,
+            kv_bytes_per_page=worker.kv_bytes_per_page(), free_bytes=worker.profile().usable_bytes, seconds=seconds
         )
 
     def allocate(self, num_pages: int, max_model_len: int) -> None:
@@ -163,15 +166,11 @@ class RankActor:
 
     def run(self) -> None:
         """The step loop. Returns after a CLOSE frame; raises what went wrong."""
-        # An idle group may wait for a frame for days: the coordinator's death is what ends the wait, not a deadline.
         frames, results = self._frames, self._results
         assert frames is not None, "attach comes first"
         timeout_s = self._spec.config.parallel.step_timeout_s
         worker = self._ready()
-        worker.run(
-            recv=lambda: frames.recv(float("inf")),
-            send=None if results is None else lambda result: results.send(result, timeout_s),
-        )
+        worker.run(frames, None if results is None else lambda result: results.send(result, timeout_s))
         worker.close()
 
     @ray.method(concurrency_group="ctl")

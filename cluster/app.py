@@ -17,6 +17,7 @@ from cluster.engine import RunningEngine, describe
 from cluster.placement import NodeResources, check_fits, group_bundles, uses_gpus
 from cluster.preflight import check_checkpoint
 from configs.load import parse_engine_config
+from configs.resolve import default_max_num_seqs
 from configs.schema import EngineConfig
 
 if TYPE_CHECKING:
@@ -81,7 +82,8 @@ def build_app(args: dict[str, Any]) -> serve.Application:
         check_checkpoint(config)
     bundles = group_bundles(config, gpus=gpus)
     check_fits(config, bundles, nodes)
-    ongoing = config.scheduler.max_num_seqs * _ONGOING_PER_SEQ + config.scheduler.max_num_queued_requests
+    max_num_seqs = config.scheduler.max_num_seqs or default_max_num_seqs(on_gpu=gpus)
+    ongoing = max_num_seqs * _ONGOING_PER_SEQ + config.scheduler.max_num_queued_requests
     deploy = serve.deployment(
         name="Engine",
         num_replicas=config.num_replicas,

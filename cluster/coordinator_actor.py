@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
     from cluster.coordinator import Coordinator
-    from cluster.rank_group import RankGroup
+    from cluster.rank_group import GroupMemory, RankGroup
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +90,7 @@ class CoordinatorActor:
         memory = group.load(locations)
         num_pages = num_kv_pages(config.kv_cache, memory.bytes_per_page, memory.free_bytes)
         max_model_len = cut_max_model_len(config, spec.model, num_pages)
+        _log_pool(num_pages, config.kv_cache.page_size, memory)
         self._phase = "allocating the KV pool"
         limits = SchedulerLimits(
             num_pages=num_pages,
@@ -149,3 +150,17 @@ class CoordinatorActor:
         """Makes `run` return after the step in flight, the ranks ended. Before `start` is done there is none."""
         if self._coordinator is not None:
             self._coordinator.close()
+
+
+def _log_pool(num_pages: int, page_size: int, memory: GroupMemory) -> None:
+    """Every rank holds as many pages as the one with the least room."""
+    for rank, (page, free) in enumerate(zip(memory.bytes_per_page, memory.free_bytes, strict=True)):
+        logger.info(
+            "rank %d: KV pool of %d pages x %d bytes = %.2f GiB of %.2f GiB, for %d tokens",
+            rank,
+            num_pages + 1,
+            page,
+            (num_pages + 1) * page / (1 << 30),
+            free / (1 << 30),
+            num_pages * page_size,
+        )

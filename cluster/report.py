@@ -13,7 +13,7 @@ from configs.checkpoint import resolve_model_path
 from configs.load import AppConfig
 from configs.model_config import read_model_config
 from configs.resolve import HostFacts, dtype_bytes, resolve
-from configs.schema import EngineConfig
+from configs.schema import EngineConfig, resolved
 from parallel.plan import ShardPlan
 
 _MIB = 1 << 20
@@ -95,7 +95,7 @@ def _memory_lines(plan: ShardPlan, config: EngineConfig) -> list[str]:
     else:
         pool = (
             f"{max(per_token) / 1024:.1f} KiB a token on the fullest rank; the pool takes "
-            f"{kv.memory_fraction:g} of what is free after loading"
+            f"{resolved(kv.memory_fraction):g} of what is free after loading"
         )
     return [*lines, f"KV pool    {pool}"]
 

@@ -15,12 +15,20 @@ from pydantic import BaseModel
 from configs.checkpoint import model_name
 from configs.errors import ConfigError
 from configs.model_config import ModelConfig, check_tensor_parallel_size
-from configs.schema import EngineConfig, KVCacheConfig
+from configs.schema import EngineConfig, KVCacheConfig, SchedulerConfig, resolved
 
 _SectionT = TypeVar("_SectionT", bound=BaseModel)
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# Strategies of the all-reduces by device.
+_ONE_NODE = {"cpu": "shared_memory", "cuda": "symmetric_memory"}
+_ANY_NODES = {"cpu": "gloo", "cuda": "nccl"}
 _SPIN_US = 50
+# (requests that run at once, tokens of a step)
+_STEP_SIZE_ON_GPU = (256, 8192)
+_STEP_SIZE_ON_CPU = (64, 512)
+_MEMORY_FRACTION_ON_GPU = 0.9
+_MEMORY_FRACTION_ON_CPU = 0.3
 _CPUS_ON_GPU_NODES = 1.0
 # Ranks on CPU ask for little: sharing cores costs them speed, never correctness.
 _CPUS_ON_CPU_NODES = 0.1
@@ -98,18 +106,19 @@ def resolve(config: EngineConfig, model: ModelConfig, host: HostFacts) -> Resolv
         decide("dtype", config.dtype, model.dtype, "the checkpoint's own")
     else:
         decide("dtype", config.dtype, "float32", "cpu")
-    decide("attention_backend", config.attention_backend, "torch_native", device)
+    backend = "flash_attention" if device == "cuda" else "torch_native"
+    chosen = decide("attention_backend", config.attention_backend, backend, device)
+    if chosen == "flash_attention" and device == "cpu":
+        raise ConfigError("attention_backend=flash_attention needs GPUs, but device=cpu; choose auto or torch_native")
     decide("served_model_name", config.served_model_name, model_name(config.model), "from model")
     _decide_parallel(resolver, config, device, host)
     cpus = _CPUS_ON_GPU_NODES if device == "cuda" else _CPUS_ON_CPU_NODES
     decide("placement.cpus_per_rank", config.placement.cpus_per_rank, cpus, device)
     decide("placement.cpus_for_engine", config.placement.cpus_for_engine, cpus, device)
-    budget = config.scheduler.max_num_batched_tokens
-    chunk = config.scheduler.prefill_chunk_size
-    if chunk > budget:
-        resolver.decisions.append(
-            Decision("scheduler.prefill_chunk_size", budget, "scheduler.max_num_batched_tokens", chunk)
-        )
+    fraction = _MEMORY_FRACTION_ON_GPU if device == "cuda" else _MEMORY_FRACTION_ON_CPU
+    if config.kv_cache.num_tokens is None and config.kv_cache.memory_bytes is None:
+        decide("kv_cache.memory_fraction", config.kv_cache.memory_fraction, fraction, device)
+    _decide_step_size(resolver, config.scheduler, device)
     _decide_length(resolver, config, model)
     return ResolvedConfig(resolver.apply(config), tuple(resolver.decisions))
 
@@ -120,33 +129,46 @@ def check_settings(config: EngineConfig) -> None:
     if page_size & (page_size - 1):
         lower = 1 << (page_size.bit_length() - 1)
         raise ConfigError(f"kv_cache.page_size={page_size} is not a power of two; choose {lower} or {2 * lower}")
-    scheduler = config.scheduler
-    if scheduler.max_num_batched_tokens < scheduler.max_num_seqs:
+    max_num_seqs, budget = config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens
+    if max_num_seqs is not None and budget is not None and budget < max_num_seqs:
         raise ConfigError(
-            f"scheduler.max_num_batched_tokens={scheduler.max_num_batched_tokens} is less than "
-            f"scheduler.max_num_seqs={scheduler.max_num_seqs}, and every running request takes one token a step; "
-            f"choose at least {scheduler.max_num_seqs} for the former, or fewer requests"
+            f"scheduler.max_num_batched_tokens={budget} is less than scheduler.max_num_seqs={max_num_seqs}, and every "
+            f"running request takes one token a step; choose at least {max_num_seqs} for the former, or fewer requests"
         )
     all_reduce = config.parallel.all_reduce
-    if all_reduce == "nccl" and config.device == "cpu":
-        raise ConfigError("parallel.all_reduce=nccl needs GPUs, but device=cpu; choose auto, shared_memory or gloo")
-    if all_reduce == "shared_memory" and config.placement.strategy != "STRICT_PACK":
+    if config.device == "cpu" and all_reduce in (_ONE_NODE["cuda"], _ANY_NODES["cuda"]):
+        raise ConfigError(f"parallel.all_reduce={all_reduce} needs GPUs, but device=cpu; choose auto")
+    if all_reduce in _ONE_NODE.values() and config.placement.strategy != "STRICT_PACK":
         raise ConfigError(
-            f"parallel.all_reduce=shared_memory needs all ranks on one node, but placement.strategy="
-            f"{config.placement.strategy} may spread them; choose STRICT_PACK, or gloo"
+            f"parallel.all_reduce={all_reduce} needs all ranks on one node, but placement.strategy="
+            f"{config.placement.strategy} may spread them; choose STRICT_PACK, or auto"
+        )
+
+
+def default_max_num_seqs(*, on_gpu: bool) -> int:
+    """Requests that run at once where `scheduler.max_num_seqs` is None."""
+    return (_STEP_SIZE_ON_GPU if on_gpu else _STEP_SIZE_ON_CPU)[0]
+
+
+def _decide_step_size(resolver: _Resolver, scheduler: SchedulerConfig, device: str) -> None:
+    max_rows, max_tokens = _STEP_SIZE_ON_GPU if device == "cuda" else _STEP_SIZE_ON_CPU
+    budget = scheduler.max_num_batched_tokens
+    rows = resolver.decide("scheduler.max_num_seqs", scheduler.max_num_seqs, min(max_rows, budget or max_rows), device)
+    budget = resolver.decide("scheduler.max_num_batched_tokens", budget, max(max_tokens, rows), device)
+    chunk = resolver.decide("scheduler.prefill_chunk_size", scheduler.prefill_chunk_size, budget, "the step's tokens")
+    if chunk > budget:
+        resolver.decisions.append(
+            Decision("scheduler.prefill_chunk_size", budget, "scheduler.max_num_batched_tokens", chunk)
         )
 
 
 def _decide_parallel(resolver: _Resolver, config: EngineConfig, device: str, host: HostFacts) -> None:
     parallel, tp_size = config.parallel, config.tensor_parallel_size
-    if device == "cuda":
-        strategy, why = "nccl", "cuda"
-    elif config.placement.strategy == "STRICT_PACK":
-        strategy, why = "shared_memory", "cpu, ranks of one node"
-    else:
-        strategy, why = "gloo", f"cpu, placement.strategy={config.placement.strategy}"
+    one_node = config.placement.strategy == "STRICT_PACK"
+    strategy = (_ONE_NODE if one_node else _ANY_NODES)[device]
+    why = f"{device}, {'ranks of one node' if one_node else f'placement.strategy={config.placement.strategy}'}"
     chosen = resolver.decide("parallel.all_reduce", parallel.all_reduce, strategy, why)
-    if (chosen == "nccl" and device == "cpu") or (chosen == "shared_memory" and device == "cuda"):
+    if chosen not in (_ONE_NODE[device], _ANY_NODES[device]):
         raise ConfigError(f"parallel.all_reduce={chosen} does not work on device={device}; choose auto or {strategy}")
     ranks = tp_size * -(-config.num_replicas // host.num_nodes)
     threads = max(1, host.num_cores // ranks)
@@ -218,7 +240,7 @@ def num_kv_pages(kv_cache: KVCacheConfig, bytes_per_page: Sequence[int], free_by
             f"kv_cache.memory_bytes={kv_cache.memory_bytes}",
         )
     else:
-        budgets = [int(free * kv_cache.memory_fraction) for free in free_bytes]
+        budgets = [int(free * resolved(kv_cache.memory_fraction)) for free in free_bytes]
         source = f"kv_cache.memory_fraction={kv_cache.memory_fraction} of {min(free_bytes)} free bytes"
     num_pages = min(budget // page for budget, page in zip(budgets, bytes_per_page, strict=True)) - 1
     if num_pages < 1:

@@ -6,11 +6,19 @@ Growth is visible: tests pin the list of settings in `tests/settings.txt`, at mo
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from configs.checkpoint import is_local
+
+_T = TypeVar("_T")
+
+
+def resolved(value: _T | None) -> _T:
+    """A setting whose None `configs.resolve` has replaced."""
+    assert value is not None, "the setting is used before configs.resolve has decided it"
+    return value
 
 
 class _Section(BaseModel):
@@ -29,8 +37,9 @@ class KVCacheConfig(_Section):
     """Tokens the pool holds, the same on every rank. None: as many as `memory_bytes` holds."""
     memory_bytes: int | None = Field(None, ge=1)
     """Bytes a rank may spend on its KV pool. None: `memory_fraction` of what is free after loading."""
-    memory_fraction: float = Field(0.3, gt=0.0, le=1.0)
-    """Share of a rank's part of the free memory that its KV pool takes when the two above are None."""
+    memory_fraction: float | None = Field(None, gt=0.0, le=1.0)
+    """Share of the memory that loading, activations and CUDA graphs leave to a rank, which its KV pool takes when the
+    two above are None. None: 0.9 on CUDA; 0.3 on CPU, where the node's other processes live on the rest."""
     enable_prefix_caching: bool = True
     """Keep the pages of finished requests and reuse them for prompts that begin alike."""
 
@@ -38,12 +47,14 @@ class KVCacheConfig(_Section):
 class SchedulerConfig(_Section):
     """How requests are admitted and batched."""
 
-    max_num_seqs: int = Field(64, ge=1, le=4096)
-    """Requests that run at once; the rest wait."""
-    max_num_batched_tokens: int = Field(512, ge=1)
-    """Token budget of one step: every running decode takes one, prefill chunks share the rest."""
-    prefill_chunk_size: int = Field(512, ge=1)
-    """Most prompt tokens one request may prefill in one step; no more than `max_num_batched_tokens` has an effect."""
+    max_num_seqs: int | None = Field(None, ge=1, le=4096)
+    """Requests that run at once; the rest wait. None: 256 on CUDA, 64 on CPU."""
+    max_num_batched_tokens: int | None = Field(None, ge=1)
+    """Token budget of one step: every running decode takes one, prefill chunks share the rest. None: 8192 on CUDA,
+    512 on CPU; at least `max_num_seqs`."""
+    prefill_chunk_size: int | None = Field(None, ge=1)
+    """Most prompt tokens one request may prefill in one step. None: `max_num_batched_tokens`, above which no more has
+    an effect."""
     max_num_queued_requests: int = Field(1024, ge=1)
     """Waiting requests above which new ones are refused with 503."""
     max_num_queued_tokens: int = Field(1 << 20, ge=1)
@@ -55,8 +66,9 @@ class SchedulerConfig(_Section):
 class ParallelConfig(_Section):
     """How the ranks of one group talk, and how long each wait may take."""
 
-    all_reduce: Literal["auto", "gloo", "nccl", "shared_memory"] = "auto"
-    """Strategy of the all-reduces. auto: nccl on CUDA; shared_memory for CPU ranks of one node, else gloo."""
+    all_reduce: Literal["auto", "gloo", "nccl", "shared_memory", "symmetric_memory"] = "auto"
+    """Strategy of the all-reduces. auto: for the ranks of one node symmetric_memory on CUDA and shared_memory on CPU,
+    for those of several nccl and gloo."""
     threads_per_rank: int | None = Field(None, ge=1)
     """CPU threads of one rank's kernels. None: cores of the node divided by the ranks on it, at least 1."""
     spin_us: int | None = Field(None, ge=0)
@@ -116,8 +128,8 @@ class EngineConfig(_Section):
     """auto: cuda where the cluster has GPUs, else cpu."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of weights, activations and KV. auto: the checkpoint's on cuda, float32 on cpu."""
-    attention_backend: Literal["auto", "torch_native"] = "auto"
-    """auto: the fastest one built in for the device."""
+    attention_backend: Literal["auto", "flash_attention", "torch_native"] = "auto"
+    """auto: flash_attention (FA3) on CUDA, torch_native on CPU, which is the reference on either."""
     tensor_parallel_size: int = Field(1, ge=1)
     """Ranks of one group. Any number from 1 to the model's query heads."""
     num_replicas: int = Field(1, ge=1)

@@ -50,6 +50,9 @@ class FrameReader(Protocol):
             EngineError: the channel failed.
         """
 
+    def poll(self) -> bytes | None:
+        """The next frame if it is there; never waits. Raises EngineError when the channel failed."""
+
     def fail(self, reason: str) -> None:
         """FrameWriter.fail, from the reading side."""
 
@@ -218,6 +221,20 @@ class RingReader:
         segment.check_alive()
         segment.words[self._cursor + 1] = time.monotonic_ns()
         self._wait_for_frame(timeout_s)
+        return self._take()
+
+    def poll(self) -> bytes | None:
+        segment = self._segment
+        segment.check_alive()
+        segment.words[self._cursor + 1] = time.monotonic_ns()
+        if segment.words[self._ring.head] <= self._num_received:
+            return None
+        if not segment.ordered:
+            segment.fence()
+        return self._take()
+
+    def _take(self) -> bytes:
+        segment = self._segment
         slot = self._slots[self._num_received % self._ring.slots]
         length = int.from_bytes(slot[:8], "little")
         frame = bytes(slot[8 : 8 + length])

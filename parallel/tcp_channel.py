@@ -266,6 +266,12 @@ class TcpReader:
             self._max_frame_bytes, time.monotonic() + timeout_s, f"{self._setting}={timeout_s:g}"
         )
 
+    def poll(self) -> bytes | None:
+        try:
+            return self._connection.read(self._max_frame_bytes, time.monotonic(), "a poll")
+        except DeadlineError:
+            return None
+
     def fail(self, reason: str) -> None:
         """Ends the channel from the reading side."""
         self._connection.fail(reason)

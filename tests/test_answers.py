@@ -42,6 +42,22 @@ class Limits:
     prefix_caching: bool = False
 
 
+class FrameQueue:
+    """A FrameSource over a queue."""
+
+    def __init__(self, frames: queue.Queue[bytes]) -> None:
+        self._frames = frames
+
+    def recv(self, timeout_s: float) -> bytes:
+        return self._frames.get()
+
+    def poll(self) -> bytes | None:
+        try:
+            return self._frames.get_nowait()
+        except queue.Empty:
+            return None
+
+
 class LocalGroup:
     """Ranks as threads: frames go in through queues, rank 0's results come out of one."""
 
@@ -73,7 +89,7 @@ class LocalGroup:
                 worker.load()
                 worker.allocate(num_pages, MAX_MODEL_LEN)
                 while not self.closing.is_set():  # one run of the loop for each scheduler
-                    worker.run(self.frames[rank].get, self.results.put if rank == 0 else None)
+                    worker.run(FrameQueue(self.frames[rank]), self.results.put if rank == 0 else None)
                 worker.close()
             except BaseException as error:  # noqa: BLE001 - handed to the test's own thread, which raises it
                 self.results.put(error)

@@ -271,6 +271,9 @@ def test_every_auto_value_is_decided_once_and_says_why() -> None:
         "parallel.spin_us: auto -> 50 (8 cores, 4 ranks a node)",
         "placement.cpus_per_rank: auto -> 0.1 (cpu)",
         "placement.cpus_for_engine: auto -> 0.1 (cpu)",
+        "scheduler.max_num_seqs: auto -> 64 (cpu)",
+        "scheduler.max_num_batched_tokens: auto -> 512 (cpu)",
+        "scheduler.prefill_chunk_size: auto -> 512 (the step's tokens)",
         "max_model_len: auto -> 1024 (what kv_cache.num_tokens holds)",
     ]
     config = resolved.config
@@ -283,9 +286,12 @@ def test_every_auto_value_is_decided_once_and_says_why() -> None:
     assert resolve(config, _model(), LAPTOP).decisions == ()
 
 
-def test_gpus_bring_the_checkpoints_dtype_and_nccl() -> None:
+def test_gpus_bring_the_checkpoints_dtype_fa3_symmetric_memory_and_large_steps() -> None:
     config = _resolved(GPU_NODE, tensor_parallel_size=4).config
-    assert (config.device, config.dtype, config.parallel.all_reduce) == ("cuda", "bfloat16", "nccl")
+    assert (config.device, config.dtype, config.attention_backend) == ("cuda", "bfloat16", "flash_attention")
+    assert config.parallel.all_reduce == "symmetric_memory"
+    assert (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens) == (256, 8192)
+    assert (config.scheduler.prefill_chunk_size, config.kv_cache.memory_fraction) == (8192, 0.9)
     assert (config.placement.cpus_per_rank, config.placement.cpus_for_engine) == (1.0, 1.0)
     assert config.max_model_len is None, "known once the KV pool is"
 
@@ -308,12 +314,20 @@ def test_ranks_without_a_core_of_their_own_do_not_spin() -> None:
         assert (parallel.threads_per_rank, parallel.spin_us) == expected, (host, replicas)
 
 
-def test_ranks_that_may_be_spread_over_nodes_use_gloo() -> None:
+def test_ranks_that_may_be_spread_over_nodes_use_gloo_or_nccl() -> None:
     assert _resolved(placement={"strategy": "PACK"}).config.parallel.all_reduce == "gloo"
+    assert _resolved(GPU_NODE, placement={"strategy": "PACK"}).config.parallel.all_reduce == "nccl"
+
+
+def test_the_requests_of_a_step_fit_its_tokens_whichever_is_set() -> None:
+    few = _resolved(GPU_NODE, scheduler={"max_num_batched_tokens": 100}).config.scheduler
+    assert (few.max_num_seqs, few.max_num_batched_tokens) == (100, 100)
+    many = _resolved(GPU_NODE, scheduler={"max_num_seqs": 4096}).config.scheduler
+    assert (many.max_num_seqs, many.max_num_batched_tokens) == (4096, 8192)
 
 
 def test_a_prefill_chunk_above_the_token_budget_is_cut_to_it() -> None:
-    resolved = _resolved(scheduler={"max_num_batched_tokens": 128})
+    resolved = _resolved(scheduler={"max_num_batched_tokens": 128, "prefill_chunk_size": 512})
     assert resolved.config.scheduler.prefill_chunk_size == 128
     assert "scheduler.prefill_chunk_size: 512 -> 128 (scheduler.max_num_batched_tokens)" in _decisions(resolved)
 
@@ -323,9 +337,13 @@ def test_a_prefill_chunk_above_the_token_budget_is_cut_to_it() -> None:
     [
         ({"tensor_parallel_size": 5}, "tensor_parallel_size=5 exceeds num_attention_heads=4.*choose 1 to 4"),
         ({"kv_cache": {"page_size": 24}}, "page_size=24 is not a power of two; choose 16 or 32"),
-        ({"scheduler": {"max_num_batched_tokens": 8}}, "max_num_batched_tokens=8 is less than .*max_num_seqs=64"),
+        (
+            {"scheduler": {"max_num_batched_tokens": 8, "max_num_seqs": 64}},
+            "max_num_batched_tokens=8 is less than .*max_num_seqs=64",
+        ),
         ({"device": "cuda"}, "device=cuda, but no GPU was found"),
         ({"parallel": {"all_reduce": "nccl"}}, "all_reduce=nccl does not work on device=cpu; choose auto or"),
+        ({"attention_backend": "flash_attention"}, "attention_backend=flash_attention needs GPUs, but device=cpu"),
         ({"device": "cpu", "parallel": {"all_reduce": "nccl"}}, "all_reduce=nccl needs GPUs, but device=cpu"),
         (
             {"parallel": {"all_reduce": "shared_memory"}, "placement": {"strategy": "SPREAD"}},
@@ -359,7 +377,7 @@ def test_a_pool_without_room_says_how_much_there_is() -> None:
     with pytest.raises(ConfigError, match=r"memory_bytes=100 holds no KV page: one of 16 tokens takes 4096 bytes"):
         num_kv_pages(KVCacheConfig(memory_bytes=100), [4096], [1 << 30])
     with pytest.raises(ConfigError, match=r"memory_fraction=0.3 of 4096 free bytes holds no KV page"):
-        num_kv_pages(KVCacheConfig(), [4096], [4096])
+        num_kv_pages(KVCacheConfig(memory_fraction=0.3), [4096], [4096])
     with pytest.raises(ConfigError, match=r"num_tokens=100 takes 32768 bytes on rank 1, .* choose at most 96"):
         num_kv_pages(KVCacheConfig(num_tokens=100), [4096, 4096], [1 << 30, 7 * 4096])
 

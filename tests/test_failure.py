@@ -213,7 +213,7 @@ class FaultyRank(RankActor):
 
     def run(self) -> None:
         worker = self._ready()
-        step, count = worker.step, 0
+        step, count = worker.launch, 0
 
         def faulty(frame: Any) -> Any:
             nonlocal count
@@ -223,7 +223,7 @@ class FaultyRank(RankActor):
             return step(frame)
 
         if self._spec.rank == 1:
-            worker.step = faulty  # type: ignore[method-assign]
+            worker.launch = faulty  # type: ignore[method-assign]
         super().run()
 
 

@@ -60,7 +60,7 @@ def _config(path: Path, **changes: Any) -> EngineConfig:
             "dtype": "float32",
             "attention_backend": "torch_native",
             "kv_cache": {"page_size": PAGE_SIZE},
-            "scheduler": {"max_num_seqs": 8},
+            "scheduler": {"max_num_seqs": 8, "max_num_batched_tokens": 512},
             **changes,
         }
     )
@@ -133,11 +133,23 @@ class Frames:
         return StepFrame(generation=3, step=self._step, kind=FrameKind.CLOSE).encode()
 
 
+class Sent:
+    """A FrameSource over frames that are all there."""
+
+    def __init__(self, frames: Sequence[bytes]) -> None:
+        self._frames = iter(frames)
+
+    def recv(self, timeout_s: float) -> bytes:
+        return next(self._frames)
+
+    def poll(self) -> bytes | None:
+        return next(self._frames)
+
+
 def _run(worker: TPWorker, frames: Sequence[bytes]) -> list[StepResult]:
     """The worker's results for the frames, through its loop."""
     results: list[bytes] = []
-    waiting = iter(frames)
-    worker.run(lambda: next(waiting), results.append)
+    worker.run(Sent(frames), results.append)
     return [StepResult.decode(result) for result in results]
 
 
@@ -305,7 +317,7 @@ def test_refuses_unresolved_settings_a_foreign_plan_and_a_step_too_early(tiny_pa
     with pytest.raises(ConfigError, match="tensor_parallel_size=2 does not fit 1"):
         create(2)
     with pytest.raises(EngineError, match="before allocate"):
-        create().step(StepFrame(generation=1, step=1))
+        create().launch(StepFrame(generation=1, step=1))
 
 
 # SmolLM2

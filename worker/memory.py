@@ -1,9 +1,50 @@
-"""How much memory a device has left. How many KV pages go into it is `configs.resolve.num_kv_pages`."""
+"""How much memory a rank's device has left for KV pages. How many go into it is `configs.resolve.num_kv_pages`."""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
 import psutil  # type: ignore[import-untyped]  # ships no types
 import torch
+
+from worker.protocol import RowFlag, StepFrame
+from worker.sampler import default_params
+
+if TYPE_CHECKING:
+    from worker.cuda_model_runner import CudaModelRunner
+
+_GIB = 1 << 30
+# Graphs of the smaller batch sizes live in the memory of the largest, but for their nodes: a few MiB each.
+_GRAPH_RESERVE = 1.5
+_GRAPH_FLOOR_BYTES = 256 << 20
+_NUM_LOGPROBS = 20
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """What is free on a rank's device after loading, and what of it a step needs. Bytes."""
+
+    free_bytes: int
+    activation_bytes: int = 0
+    """Peak of the largest eager step."""
+    graph_bytes: int = 0
+    """For all CUDA graphs."""
+
+    @property
+    def usable_bytes(self) -> int:
+        """Left for the KV pool, and for what `kv_cache.memory_fraction` leaves free."""
+        return max(self.free_bytes - self.activation_bytes - self.graph_bytes, 0)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.free_bytes / _GIB:.2f} GiB free after loading, less {self.activation_bytes / _GIB:.2f} for the "
+            f"largest step and {self.graph_bytes / _GIB:.2f} for CUDA graphs: {self.usable_bytes / _GIB:.2f} GiB"
+        )
 
 
 def free_bytes(device: torch.device) -> int:
@@ -11,3 +52,75 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)
+
+
+def profile_cuda(
+    make_runner: Callable[[], CudaModelRunner],
+    device: torch.device,
+    *,
+    max_rows: int,
+    max_tokens: int,
+    max_model_len: int,
+    page_size: int,
+) -> DeviceMemory:
+    """Runs the largest steps and the largest graph on a runner with a small pool, and drops it.
+
+    It also compiles the kernels and makes the libraries' workspaces, so what is then free is free for good. Every
+    rank of the group must call it with the same sizes.
+    """
+    free = free_bytes(device)
+    runner = make_runner()
+    base = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    for frame in _largest_frames(max_rows, max_tokens, max_model_len, page_size):
+        runner.launch(frame).result()
+    activation = torch.cuda.max_memory_allocated(device) - base
+    torch.cuda.empty_cache()
+    before_graph = free_bytes(device)
+    runner.capture(max_rows)
+    graph = int((before_graph - free_bytes(device)) * _GRAPH_RESERVE) + _GRAPH_FLOOR_BYTES
+    del runner
+    gc.collect()
+    torch.cuda.empty_cache()
+    return DeviceMemory(min(free, free_bytes(device)), activation, graph)
+
+
+def _largest_frames(max_rows: int, max_tokens: int, max_model_len: int, page_size: int) -> list[StepFrame]:
+    """A prefill of `max_tokens` in as few rows as they fit in, and a decode of every row; all sampled, the latter with
+    every filter and with logprobs."""
+    frames = []
+    lens = [max_model_len] * (max_tokens // max_model_len)
+    if rest := max_tokens % max_model_len:
+        lens.append(rest)
+    lens = lens[:max_rows]
+    next_page = 1
+    for step, row_lens in enumerate((lens, [1] * max_rows), start=1):
+        deltas = []
+        next_page = 1
+        for row, length in enumerate(row_lens, start=1):
+            for index in range(-(-length // page_size)):
+                deltas.append((row, index, next_page))
+                next_page += 1
+        num_rows = len(row_lens)
+        frames.append(
+            StepFrame(
+                generation=1,
+                step=step,
+                rows=np.arange(1, num_rows + 1, dtype=np.int32),
+                starts=np.zeros(num_rows, np.int32),
+                lens=np.array(row_lens, np.int32),
+                flags=np.full(num_rows, RowFlag.HAS_TOKENS | RowFlag.SAMPLE, np.int32),
+                token_ids=np.zeros(sum(row_lens), np.int32),
+                page_deltas=np.array(deltas, np.int32).reshape(-1, 3),
+            )
+        )
+    frames[-1].params = _every_filter(max_rows)
+    return frames
+
+
+def _every_filter(num_rows: int) -> npt.NDArray[np.void]:
+    """Parameters of rows 1 to `num_rows` that need all of the sampler's kernels and most of its memory."""
+    params = default_params(num_rows)
+    params["row"] = np.arange(1, num_rows + 1)
+    params["temperature"], params["top_k"], params["top_p"], params["num_logprobs"] = 1.0, 50, 0.9, _NUM_LOGPROBS
+    return params

@@ -1,4 +1,4 @@
-"""One forward pass: a step's frame to logits of the rows that are sampled."""
+"""The steps of a CPU rank: a frame to tokens, synchronously. CUDA ranks have cuda_model_runner.py."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ import torch
 from attention.backend import AttentionBackend
 from attention.forward_batch import ForwardBatch
 from attention.kv_pool import ReqToTokenPool, TokenToKVPool
-from configs.errors import EngineError
+from worker.frame_check import FrameLimits, check_frame
 from worker.models.decoder import Decoder
-from worker.protocol import RowFlag, StepFrame
+from worker.pending_step import CompletedStep
+from worker.protocol import RowFlag, StepFrame, StepResult
+from worker.sampler import Sampler, default_params
 
 
 class ModelRunner:
-    """Owns the last token of every row; reads the page table, writes KV through the backend.
+    """Owns the last token and the sampling parameters of every row; reads the page table, writes KV through the
+    backend.
 
     Args:
-        vocab_size: input ids are checked against it.
-        max_model_len: most tokens of one sequence.
-        device: where the decoder's tensors are.
+        limits: frames are checked against them.
     """
 
     def __init__(
@@ -28,30 +29,49 @@ class ModelRunner:
         backend: AttentionBackend,
         req_to_token_pool: ReqToTokenPool,
         token_to_kv_pool: TokenToKVPool,
-        *,
-        vocab_size: int,
-        max_model_len: int,
-        device: torch.device,
+        limits: FrameLimits,
     ) -> None:
         self._decoder = decoder
         self._backend = backend
         self._req_to_token_pool = req_to_token_pool
         self._token_to_kv_pool = token_to_kv_pool
-        self._vocab_size = vocab_size
-        self._max_model_len = max_model_len
-        self._device = device
-        num_rows = len(req_to_token_pool.page_table)
-        self._last_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._limits = limits
+        self._sampler = Sampler(limits.vocab_size, token_to_kv_pool.device)
+        self._params = default_params(limits.num_rows)
+        self._last_tokens = torch.zeros(limits.num_rows, dtype=torch.int64)
 
-    def forward(self, frame: StepFrame) -> torch.Tensor:
-        """Logits [num_sampled, vocab_size] fp32 of the frame's SAMPLE rows; page deltas are applied first.
+    def launch(self, frame: StepFrame) -> CompletedStep:
+        """Applies the frame's deltas, runs one forward pass and samples.
 
         Raises:
             EngineError: the frame does not fit this rank's tables.
         """
-        self._check(frame)
+        check_frame(frame, self._limits)
         self._req_to_token_pool.apply(frame.page_deltas, self._token_to_kv_pool.num_pages)
+        self._params[frame.params["row"]] = frame.params
         sampled = (frame.flags & RowFlag.SAMPLE) != 0
+        hidden = self._forward(frame, sampled)
+        if len(hidden) == 0:
+            return CompletedStep(StepResult(frame.generation, frame.step, tokens=np.empty(0, np.int32)))
+        rows = frame.rows[sampled]
+        # The noise key: the new token's index in its whole sequence, which preemption and recompute do not change.
+        positions = (frame.starts + frame.lens)[sampled].astype(np.int64)
+        result = self._sampler.sample(self._decoder.logits(hidden), self._params[rows], positions)
+        self._last_tokens.index_copy_(0, torch.from_numpy(rows.astype(np.int64)), result.tokens)
+        return CompletedStep(
+            StepResult(
+                generation=frame.generation,
+                step=frame.step,
+                tokens=result.tokens.numpy().astype(np.int32),
+                logprob_rows=result.logprob_rows,
+                logprobs=result.logprobs.numpy(),
+                top_ids=result.top_ids.numpy().astype(np.int32),
+                top_logprobs=result.top_logprobs.numpy(),
+            )
+        )
+
+    def _forward(self, frame: StepFrame, sampled: np.ndarray) -> torch.Tensor:
+        """Hidden states [num_sampled, hidden_size] of the rows that are sampled."""
         batch = ForwardBatch.create(
             req_pool_indices=frame.rows.astype(np.int64),
             prefix_lens=frame.starts.astype(np.int64),
@@ -62,43 +82,15 @@ class ModelRunner:
             sampled=sampled,
         )
         self._backend.init_forward_metadata(batch)
-        hidden = self._decoder.forward(batch, self._backend)
-        if len(batch.sample_indices) == 0:
-            return torch.empty(0, self._vocab_size, device=self._device)
-        return self._decoder.logits(hidden.index_select(0, batch.sample_indices))
-
-    def set_last_tokens(self, frame: StepFrame, tokens: torch.Tensor) -> None:
-        """Remembers `tokens` [num_sampled] int64 as the next input of the frame's SAMPLE rows."""
-        rows = frame.rows[(frame.flags & RowFlag.SAMPLE) != 0]
-        self._last_tokens.index_copy_(0, torch.from_numpy(rows.astype(np.int64)).to(self._device), tokens)
+        return self._decoder.forward(batch, self._backend).index_select(0, batch.sample_indices)
 
     def _input_ids(self, frame: StepFrame) -> torch.Tensor:
         has_tokens = (frame.flags & RowFlag.HAS_TOKENS) != 0
         if not has_tokens.any():
-            return self._last_tokens.index_select(0, torch.from_numpy(frame.rows.astype(np.int64)).to(self._device))
-        given = torch.from_numpy(frame.token_ids.astype(np.int64)).to(self._device)
+            return self._last_tokens.index_select(0, torch.from_numpy(frame.rows.astype(np.int64)))
+        given = torch.from_numpy(frame.token_ids.astype(np.int64))
         if has_tokens.all():
             return given
-        from_frame = torch.from_numpy(np.repeat(has_tokens, frame.lens)).to(self._device)
-        rows = torch.from_numpy(np.repeat(frame.rows, frame.lens).astype(np.int64)).to(self._device)
-        input_ids = self._last_tokens.index_select(0, rows)
-        return input_ids.masked_scatter_(from_frame, given)
-
-    def _check(self, frame: StepFrame) -> None:
-        num_rows = len(self._req_to_token_pool.page_table)
-        has_tokens = (frame.flags & RowFlag.HAS_TOKENS) != 0
-        wrong = None
-        if len(frame.rows) == 0:
-            wrong = "has no rows"
-        elif not ((frame.rows >= 1) & (frame.rows < num_rows)).all():
-            wrong = f"names a row outside 1 to {num_rows - 1}"
-        elif not (frame.lens >= 1).all() or not (frame.lens[~has_tokens] == 1).all():
-            wrong = "has a row of impossible length"
-        elif int(frame.lens[has_tokens].sum()) != len(frame.token_ids):
-            wrong = f"has {len(frame.token_ids)} token ids for {int(frame.lens[has_tokens].sum())} inputs"
-        elif not ((frame.token_ids >= 0) & (frame.token_ids < self._vocab_size)).all():
-            wrong = f"has a token id outside a vocabulary of {self._vocab_size}"
-        elif not ((frame.starts >= 0) & (frame.starts + frame.lens <= self._max_model_len)).all():
-            wrong = f"has a row outside positions 0 to {self._max_model_len - 1}"
-        if wrong is not None:
-            raise EngineError(f"step {frame.step} of generation {frame.generation} {wrong}")
+        from_frame = torch.from_numpy(np.repeat(has_tokens, frame.lens))
+        rows = torch.from_numpy(np.repeat(frame.rows, frame.lens).astype(np.int64))
+        return self._last_tokens.index_select(0, rows).masked_scatter_(from_frame, given)

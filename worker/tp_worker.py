@@ -2,30 +2,50 @@
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
 import torch
 
 from attention.kv_pool import ReqToTokenPool, TokenToKVPool
 from attention.registry import create_backend
 from configs.errors import ConfigError, EngineError
 from configs.model_config import ModelConfig
-from configs.schema import EngineConfig
+from configs.schema import EngineConfig, resolved
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
+from worker.dummy_weights import DummyCheckpoint
+from worker.frame_check import FrameLimits
 from worker.layers.rotary import check_length
+from worker.memory import DeviceMemory, free_bytes, profile_cuda
 from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
-from worker.protocol import FrameKind, RowFlag, StepFrame, StepResult
-from worker.sampler import Sampler, default_params
+from worker.pending_step import PendingStep, StepRunner
+from worker.protocol import FrameKind, StepFrame
 from worker.weights import Checkpoint
+
+if TYPE_CHECKING:
+    from worker.cuda_model_runner import CudaModelRunner
 
 _log = logging.getLogger(__name__)
 
+_MAX_REDUCE_BUFFER_BYTES = 64 << 20
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class FrameSource(Protocol):
+    """Where the step loop gets its frames from: a `FrameReader` of parallel/channel.py."""
+
+    def recv(self, timeout_s: float) -> bytes:
+        """The next frame; waits for it."""
+
+    def poll(self) -> bytes | None:
+        """The next frame if it is there."""
 
 
 class TPWorker:
@@ -62,9 +82,8 @@ class TPWorker:
         self._dtype = _DTYPES[config.dtype]
         self._device = group.device
         self._decoder = Decoder(model, plan, group, dtype=self._dtype, device=self._device)
-        self._sampler = Sampler(model.vocab_size, self._device)
-        self._params = default_params(config.scheduler.max_num_seqs + 1)
-        self._runner: ModelRunner | None = None
+        self._plan = plan
+        self._runner: StepRunner | None = None
         self._weight_bytes = 0
 
     @property
@@ -82,7 +101,8 @@ class TPWorker:
         """Reads this rank's shard. `on_progress` gets the share done, 0 to 1. Raises CheckpointError."""
         if self._device.type == "cpu" and self._config.parallel.threads_per_rank is not None:
             torch.set_num_threads(self._config.parallel.threads_per_rank)
-        with Checkpoint.open(self._model_path, self._model) as checkpoint:
+        is_dummy = self._config.load_format == "dummy"
+        with DummyCheckpoint(self._model) if is_dummy else Checkpoint.open(self._model_path, self._model) as checkpoint:
             self._decoder.load(checkpoint, on_progress)
             self._weight_bytes = checkpoint.bytes_loaded
             _log.info("rank %d: %d bytes of weights", self._group.rank, self._weight_bytes)
@@ -93,89 +113,173 @@ class TPWorker:
         return TokenToKVPool.bytes_per_page(self._decoder.attention_layers, page_size, self._dtype)
 
     @torch.inference_mode()
+    def profile(self) -> DeviceMemory:
+        """What this rank may spend on its KV pool, found by running the largest step; after `load`."""
+        scheduler = self._config.scheduler
+        if self._device.type == "cpu":
+            return DeviceMemory(free_bytes(self._device))
+        max_rows, max_tokens = resolved(scheduler.max_num_seqs), resolved(scheduler.max_num_batched_tokens)
+        page_size = self._config.kv_cache.page_size
+        longest = min(self._model.max_context, max_tokens)
+        num_pages = -(-max_tokens // page_size) + max_rows
+        with naming_the_rank(self._group.rank, self._device, "the profile run"):
+            memory = profile_cuda(
+                lambda: self._cuda_runner(num_pages, longest),
+                self._device,
+                max_rows=max_rows,
+                max_tokens=max_tokens,
+                max_model_len=longest,
+                page_size=page_size,
+            )
+        _log.info("rank %d: %s", self._group.rank, memory)
+        return memory
+
+    @torch.inference_mode()
     def allocate(self, num_pages: int, max_model_len: int) -> None:
-        """Allocates the KV pool and page table.
+        """Allocates the KV pool and page table; on CUDA captures the decode step as well.
 
         Args:
             num_pages: pages with ids 1 to num_pages; page 0 comes on top. The same on every rank.
             max_model_len: most tokens of one sequence.
         """
         check_length(self._model, max_model_len)
-        page_size = self._config.kv_cache.page_size
-        layers = self._decoder.attention_layers
-        token_to_kv_pool = TokenToKVPool(
-            layers, num_pages=num_pages, page_size=page_size, dtype=self._dtype, device=self._device
-        )
-        req_to_token_pool = ReqToTokenPool(self._config.scheduler.max_num_seqs, -(-max_model_len // page_size))
-        self._decoder.set_max_positions(max_model_len)
+        if self._device.type == "cuda":
+            with naming_the_rank(self._group.rank, self._device, "capturing the CUDA graphs"):
+                runner = self._cuda_runner(num_pages, max_model_len)
+                runner.capture()
+            self._runner = runner
+            # What was made by now stays: the collector, which would stop a step for milliseconds, need not look at it.
+            gc.collect()
+            gc.freeze()
+            return
+        req_to_token_pool, token_to_kv_pool = self._pools(num_pages, max_model_len)
         self._runner = ModelRunner(
             self._decoder,
-            create_backend(self._config.attention_backend, layers, req_to_token_pool, token_to_kv_pool),
+            create_backend(
+                self._config.attention_backend, token_to_kv_pool.layers, req_to_token_pool, token_to_kv_pool
+            ),
             req_to_token_pool,
             token_to_kv_pool,
-            vocab_size=self._model.vocab_size,
-            max_model_len=max_model_len,
-            device=self._device,
+            self._limits(max_model_len),
         )
 
     @torch.inference_mode()
-    def step(self, frame: StepFrame) -> StepResult:
-        """Applies the frame's deltas, runs one forward pass and samples; every rank arrives at the same tokens.
+    def launch(self, frame: StepFrame) -> PendingStep:
+        """Applies the frame's deltas, starts one forward pass and samples; every rank arrives at the same tokens.
 
         Raises:
             EngineError: the frame does not fit this rank's tables.
         """
         if self._runner is None:
             raise EngineError("a step before allocate()")
-        self._set_params(frame)
-        logits = self._runner.forward(frame)
-        sampled = (frame.flags & RowFlag.SAMPLE) != 0
-        if not sampled.any():
-            return StepResult(generation=frame.generation, step=frame.step, tokens=np.empty(0, np.int32))
-        # The noise key: the new token's index in its whole sequence, which preemption and recompute do not change.
-        positions = (frame.starts + frame.lens)[sampled].astype(np.int64)
-        result = self._sampler.sample(logits, self._params[frame.rows[sampled]], positions)
-        self._runner.set_last_tokens(frame, result.tokens)
-        return StepResult(
-            generation=frame.generation,
-            step=frame.step,
-            tokens=result.tokens.cpu().numpy().astype(np.int32),
-            logprob_rows=result.logprob_rows,
-            logprobs=result.logprobs.cpu().numpy(),
-            top_ids=result.top_ids.cpu().numpy().astype(np.int32),
-            top_logprobs=result.top_logprobs.cpu().numpy(),
-        )
+        return self._runner.launch(frame)
 
-    def run(self, recv: Callable[[], bytes], send: Callable[[bytes], None] | None) -> None:
-        """Steps until a CLOSE frame. `send` gets the encoded results; None on ranks that return nothing.
+    def run(self, frames: FrameSource, send: Callable[[bytes], None] | None) -> None:
+        """Steps until a CLOSE frame; the next step is launched before the last one's result is there.
+
+        Args:
+            send: gets the encoded results, in order. None on ranks that return nothing.
 
         Raises:
-            EngineError: a frame of another generation or out of order, or one that does not fit.
+            EngineError: a frame of another generation or out of order, or one that does not fit; or the device
+                failed.
         """
+        pending: deque[PendingStep] = deque()
         generation: int | None = None
         step = 0
-        while True:
-            frame = StepFrame.decode(recv())
-            if generation is not None and (frame.generation, frame.step) != (generation, step + 1):
-                raise EngineError(
-                    f"rank {self._group.rank} got step {frame.step} of generation {frame.generation} after step {step} "
-                    f"of generation {generation}"
-                )
-            generation, step = frame.generation, frame.step
-            if frame.kind is FrameKind.CLOSE:
-                return
-            result = self.step(frame)
-            if send is not None:
-                send(result.encode())
+        with naming_the_rank(self._group.rank, self._device, "a step"):
+            while True:
+                frame = StepFrame.decode(self._next_frame(frames, pending, send))
+                if generation is not None and (frame.generation, frame.step) != (generation, step + 1):
+                    raise EngineError(
+                        f"rank {self._group.rank} got step {frame.step} of generation {frame.generation} after step "
+                        f"{step} of generation {generation}"
+                    )
+                generation, step = frame.generation, frame.step
+                if frame.kind is FrameKind.CLOSE:
+                    return
+                launched = self.launch(frame)
+                if send is not None:
+                    pending.append(launched)
 
     def close(self) -> None:
-        """Drops the KV pool. Calling it again does nothing."""
+        """Drops the KV pool and the graphs. Calling it again does nothing."""
         self._runner = None
 
-    def _set_params(self, frame: StepFrame) -> None:
-        rows = frame.params["row"]
-        if len(rows) == 0:
-            return
-        if not ((rows >= 1) & (rows < len(self._params))).all():
-            raise EngineError(f"sampling parameters of a row outside 1 to {len(self._params) - 1}")
-        self._params[rows] = frame.params
+    @staticmethod
+    def _next_frame(frames: FrameSource, pending: deque[PendingStep], send: Callable[[bytes], None] | None) -> bytes:
+        """The next frame; sends the results that are done meanwhile."""
+        # A result or a frame may come first, and nothing can wait for both: so it spins.
+        while pending:
+            if pending[0].is_done():
+                assert send is not None, "only a rank that sends keeps steps"
+                send(pending.popleft().result().encode())
+            elif (frame := frames.poll()) is not None:
+                return frame
+        # An idle group may wait for days: the coordinator's death ends the wait, not a deadline.
+        return frames.recv(float("inf"))
+
+    def _cuda_runner(self, num_pages: int, max_model_len: int) -> CudaModelRunner:
+        # Imported here: kernels need Triton, which a CPU installation does not have.
+        from worker.cuda_model_runner import CudaModelRunner
+        from worker.cuda_sampler import CudaSampler
+
+        scheduler = self._config.scheduler
+        req_to_token_pool, token_to_kv_pool = self._pools(num_pages, max_model_len)
+        return CudaModelRunner(
+            self._decoder,
+            create_backend(
+                self._config.attention_backend, token_to_kv_pool.layers, req_to_token_pool, token_to_kv_pool
+            ),
+            req_to_token_pool,
+            token_to_kv_pool,
+            CudaSampler(self._plan, self._group, resolved(scheduler.max_num_seqs) + 1),
+            self._group,
+            self._limits(max_model_len),
+            max_rows=resolved(scheduler.max_num_seqs),
+            max_tokens=resolved(scheduler.max_num_batched_tokens),
+        )
+
+    def _pools(self, num_pages: int, max_model_len: int) -> tuple[ReqToTokenPool, TokenToKVPool]:
+        page_size = self._config.kv_cache.page_size
+        token_to_kv_pool = TokenToKVPool(
+            self._decoder.attention_layers,
+            num_pages=num_pages,
+            page_size=page_size,
+            dtype=self._dtype,
+            device=self._device,
+        )
+        num_rows = self._limits(max_model_len).num_rows - 1
+        self._decoder.set_max_positions(max_model_len)
+        return ReqToTokenPool(num_rows, -(-max_model_len // page_size), self._device), token_to_kv_pool
+
+    def _limits(self, max_model_len: int) -> FrameLimits:
+        num_rows = resolved(self._config.scheduler.max_num_seqs) + 1
+        return FrameLimits(num_rows=num_rows, vocab_size=self._model.vocab_size, max_model_len=max_model_len)
+
+
+def reduce_buffer_bytes(config: EngineConfig, model: ModelConfig) -> int:
+    """Bytes of the buffer that a group's all-reduces of one step's activations run in."""
+    num_tokens = resolved(config.scheduler.max_num_batched_tokens)
+    return min(num_tokens * model.hidden_size * _DTYPES[config.dtype].itemsize, _MAX_REDUCE_BUFFER_BYTES)
+
+
+@contextmanager
+def naming_the_rank(rank: int, device: torch.device, during: str) -> Iterator[None]:
+    """Turns what the device or a kernel raises into an EngineError that says where and what to do."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, EngineError) or device.type == "cpu":
+            raise
+        raise EngineError(_device_failure(error, rank, device, during)) from error
+
+
+def _device_failure(error: RuntimeError, rank: int, device: torch.device, during: str) -> str:
+    what = str(error).strip().split("\n", 1)[0]
+    if isinstance(error, torch.OutOfMemoryError):
+        advice = "lower kv_cache.memory_fraction or scheduler.max_num_batched_tokens, or use more ranks"
+    else:
+        # CUDA reports a failed kernel at a later call: only a blocking run names the one that failed.
+        advice = "the calls in the log's traceback name the kernel if CUDA_LAUNCH_BLOCKING=1 is set in the runtime_env"
+    return f"rank {rank} on {device} failed in {during}: {type(error).__name__}: {what}; {advice}"

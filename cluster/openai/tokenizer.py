@@ -206,7 +206,7 @@ def _converted_gguf(gguf: Path, cache_dir: Path | None) -> Path:
             logger.info("cannot keep the converted tokenizer at %s: %s", target.parent, error)
             continue
         try:
-            _convert_gguf(gguf, scratch)
+            convert_gguf(gguf, scratch)
             (scratch / _SOURCE_FILE).write_text(json.dumps(source), "utf-8")
             return _move_into_place(scratch, target, source)
         finally:
@@ -221,7 +221,12 @@ def _is_conversion_of(directory: Path, source: dict[str, object]) -> bool:
         return False
 
 
-def _convert_gguf(gguf: Path, target: Path) -> None:
+def convert_gguf(gguf: Path, target: Path) -> None:
+    """Writes the tokenizer inside `gguf`, chat template included, as files of the directory `target`; takes seconds.
+
+    Raises:
+        CheckpointError: transformers cannot convert it.
+    """
     from transformers import AutoTokenizer
 
     logger.info("converting the tokenizer of %s; done once", gguf.name)

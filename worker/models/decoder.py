@@ -7,29 +7,32 @@ columns; two all-reduces a layer make the residual stream the same on every rank
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from attention.backend import AttentionBackend
 from attention.forward_batch import ForwardBatch
 from attention.layer import AttentionLayer
-from configs.errors import ConfigError
 from configs.model_config import ModelConfig
 from parallel.embedding import ParallelLMHead, VocabParallelEmbedding
 from parallel.group import TensorParallelGroup
 from parallel.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear, TensorSource
 from parallel.plan import LayerShard, ShardPlan, Span
+from worker.layers.activation import ActAndMul
 from worker.layers.norm import RMSNorm
 from worker.layers.rotary import RotaryEmbedding, rotate
 
-CosSin = tuple[torch.Tensor, torch.Tensor]
 
-_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-}
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What every layer of one forward pass reads."""
+
+    batch: ForwardBatch
+    backend: AttentionBackend
+    rotary: RotaryEmbedding
+    cos_sin: tuple[torch.Tensor, torch.Tensor] | None
+    """Of the batch's positions; None on CUDA, where the kernel looks them up."""
 
 
 class Attention:
@@ -55,6 +58,7 @@ class Attention:
             window=window,
             softcap=model.attention_softcap,
         )
+        self._eps = model.rms_norm_eps
         self._q_size = shard.q_heads.size * model.head_dim
         self._kv_size = shard.kv_heads.size * model.head_dim
         self._num_rotated = shard.q_heads.size + shard.kv_heads.size
@@ -84,19 +88,43 @@ class Attention:
             self._q_norm.load(source, f"{prefix}.q_norm")
             self._k_norm.load(source, f"{prefix}.k_norm")
 
-    def __call__(self, x: torch.Tensor, cos_sin: CosSin, backend: AttentionBackend) -> torch.Tensor:
-        num_tokens = x.shape[0]
+    def __call__(self, x: torch.Tensor, step: _Step) -> torch.Tensor:
         qkv = self._qkv(x)
+        return self._o(self._attend_fused(qkv, step) if step.cos_sin is None else self._attend(qkv, step))
+
+    def _attend(self, qkv: torch.Tensor, step: _Step) -> torch.Tensor:
+        assert step.cos_sin is not None, "only CUDA steps look cosines up in the kernel"
+        num_tokens = len(qkv)
         qk = qkv[:, : -self._kv_size].view(num_tokens, self._num_rotated, self.layer.head_dim)
         if self._q_norm is not None and self._k_norm is not None:
             q, k = qk[:, : self.layer.tp_q_head_num], qk[:, self.layer.tp_q_head_num :]
             qk = torch.cat((self._q_norm(q), self._k_norm(k)), dim=1)
-        rotated = rotate(qk, cos_sin).view(num_tokens, -1)
-        return self._o(
-            backend.forward(
-                rotated[:, : self._q_size], rotated[:, self._q_size :], qkv[:, -self._kv_size :], self.layer
-            )
+        rotated = rotate(qk, step.cos_sin).view(num_tokens, -1)
+        return step.backend.forward(
+            rotated[:, : self._q_size], rotated[:, self._q_size :], qkv[:, -self._kv_size :], self.layer
         )
+
+    def _attend_fused(self, qkv: torch.Tensor, step: _Step) -> torch.Tensor:
+        """The same on CUDA: one kernel norms, rotates and writes K and V to the pool."""
+        from worker.kernels.rope import qk_norm_rope_store
+
+        layer = self.layer
+        k_slots, v_slots = step.backend.token_to_kv_pool.slots(layer.layer_id)
+        qk_norm_rope_store(
+            qkv,
+            q_weight=None if self._q_norm is None else self._q_norm.weight,
+            k_weight=None if self._k_norm is None else self._k_norm.weight,
+            eps=self._eps,
+            cos_sin=step.rotary.cos_sin,
+            positions=step.batch.positions,
+            k_slots=k_slots,
+            v_slots=v_slots,
+            out_cache_loc=step.batch.out_cache_loc,
+            num_q_heads=layer.tp_q_head_num,
+            num_kv_heads=layer.tp_k_head_num,
+            head_dim=layer.head_dim,
+        )
+        return step.backend.attend(qkv[:, : self._q_size], layer)
 
 
 class MLP:
@@ -111,9 +139,7 @@ class MLP:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        if model.hidden_act not in _ACTIVATIONS:
-            raise ConfigError(f"hidden_act={model.hidden_act} is not one of {', '.join(sorted(_ACTIVATIONS))}")
-        self._act = _ACTIVATIONS[model.hidden_act]
+        self._act_and_mul = ActAndMul(model.hidden_act)
         self._gate_up = MergedColumnParallelLinear(
             model.hidden_size, (shard.mlp, shard.mlp), bias=model.mlp_bias, dtype=dtype, device=device
         )
@@ -126,12 +152,11 @@ class MLP:
         self._down.load(source, f"{prefix}.down_proj")
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self._gate_up(x).chunk(2, dim=-1)
-        return self._down(self._act(gate).mul_(up))
+        return self._down(self._act_and_mul(self._gate_up(x)))
 
 
 class DecoderLayer:
-    """x + attention(norm(x)), then + mlp(norm(...))."""
+    """Residual + attention(norm(residual)), then + mlp(norm(...))."""
 
     def __init__(
         self,
@@ -154,11 +179,16 @@ class DecoderLayer:
         self._input_norm.load(source, f"{prefix}.input_layernorm")
         self._post_norm.load(source, f"{prefix}.post_attention_layernorm")
 
-    def __call__(self, hidden: torch.Tensor, cos_sin: CosSin, backend: AttentionBackend) -> torch.Tensor:
-        """Adds to `hidden` in place and returns it."""
-        hidden += self.attention(self._input_norm(hidden), cos_sin, backend)
-        hidden += self._mlp(self._post_norm(hidden))
-        return hidden
+    def __call__(self, x: torch.Tensor | None, residual: torch.Tensor, step: _Step) -> torch.Tensor:
+        """The MLP's output, still to be added to `residual`, as `x` is: the next norm does both in one kernel.
+
+        Args:
+            x: the layer before's output; None for the first layer.
+            residual: [num_tokens, hidden_size]; added to in place.
+        """
+        normed = self._input_norm(residual) if x is None else self._input_norm.add(x, residual)
+        x = self.attention(normed, step)
+        return self._mlp(self._post_norm.add(x, residual))
 
 
 class Decoder:
@@ -216,16 +246,25 @@ class Decoder:
         self._rotary = RotaryEmbedding(self._model, max_positions, dtype=self._dtype, device=self._device)
 
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> torch.Tensor:
-        """Hidden states [num_tokens, hidden_size] before the last norm; `backend` is ready for `batch`."""
+        """Hidden states [num_tokens, hidden_size] after the last norm; `backend` is ready for `batch`."""
         assert self._rotary is not None, "forward before set_max_positions"
-        hidden = self._embedding(batch.input_ids)
-        cos_sin = self._rotary.at(batch.positions)
+        on_cuda = self._device.type == "cuda"
+        step = _Step(batch, backend, self._rotary, None if on_cuda else self._rotary.at(batch.positions))
+        residual = self._embedding(batch.input_ids)
+        x: torch.Tensor | None = None
         for layer in self._layers:
-            hidden = layer(hidden, cos_sin, backend)
-        return hidden
+            x = layer(x, residual, step)
+        assert x is not None, "a model has layers"
+        return self._norm.add(x, residual)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[num_rows, vocab_size] fp32 of hidden states [num_rows, hidden_size] that `forward` returned."""
-        logits = self._lm_head(self._norm(hidden))
+        return self._capped(self._lm_head(hidden))
+
+    def local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Of `logits` the columns of this rank's vocabulary span: [num_rows, span.size] fp32."""
+        return self._capped(self._lm_head.local_logits(hidden))
+
+    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
         softcap = self._model.final_logit_softcap
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)

@@ -1,0 +1,238 @@
+"""An engine on GPUs without Ray: every rank a process of its own, the scheduler called directly.
+
+The same ranks, frames and scheduler as behind Ray; used by the tests of the GPU suite.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import queue
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cluster.messages import FinishReason, GenerateRequest, SamplingParams
+from cluster.scheduling.scheduler import Scheduler, SchedulerLimits, SchedulerStats
+from configs.model_config import ModelConfig, read_model_config
+from configs.resolve import HostFacts, resolve
+from configs.schema import EngineConfig
+from worker.protocol import FrameKind, StepFrame, StepResult
+
+_ANSWER_TIMEOUT_S = 300.0
+
+
+@dataclass
+class Answer:
+    """What one request got."""
+
+    tokens: list[int] = field(default_factory=list)
+    top: list[dict[int, float]] = field(default_factory=list)
+    """Of each token, the log probabilities of the likeliest ids, where they were asked for."""
+    reason: FinishReason | None = None
+
+
+class GpuEngine:
+    """Ranks on GPUs 0 to tensor_parallel_size - 1.
+
+    Args:
+        model_path: a directory; weights are random with `load_format: dummy` in `changes`.
+        num_pages: of the KV pool.
+        changes: settings of EngineConfig.
+    """
+
+    def __init__(self, model_path: Path, *, num_pages: int, max_model_len: int = 1024, **changes: Any) -> None:
+        config = EngineConfig(**{"model": str(model_path), "device": "cuda", **changes})
+        self.model: ModelConfig = read_model_config(model_path)
+        size = config.tensor_parallel_size
+        self.config = resolve(config, self.model, HostFacts(num_cores=8 * size, num_gpus=size)).config
+        self._num_pages, self._max_model_len = num_pages, max_model_len
+        context = mp.get_context("spawn")
+        self._results: Any = context.Queue()
+        self._frames: list[Any] = [context.Queue() for _ in range(size)]
+        self._store = _store(None)
+        arguments = (size, self.config, self.model, model_path, self._store.port, num_pages, max_model_len)
+        self._processes = [
+            context.Process(target=_rank_main, args=(rank, *arguments, self._frames[rank], self._results), daemon=True)
+            for rank in range(size)
+        ]
+        for process in self._processes:
+            process.start()
+        self._stopped = 0
+        for _ in self._processes:
+            assert self._answer() == "ready"
+        self.scheduler = self._new_scheduler(generation=1)
+        self._generation = 1
+        self.answers: dict[int, Answer] = {}
+
+    def add(self, request_id: int, prompt: Iterable[int], **sampling: Any) -> None:
+        """Queues a request; `sampling` are SamplingParams."""
+        self.answers[request_id] = Answer()
+        params = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, **sampling})
+        encoded = np.array(list(prompt), np.int32).tobytes()
+        assert self.scheduler.add(GenerateRequest(id=request_id, prompt=encoded, sampling=params)) is None
+
+    def step(self) -> None:
+        """Launches what may be launched and retires one step."""
+        self._take(self.scheduler.drain_finished())
+        while (frame := self.scheduler.next_step()) is not None:
+            for frames in self._frames:
+                frames.put(frame.encode())
+        if self.scheduler.num_in_flight:
+            self._take(self.scheduler.retire(StepResult.decode(self._answer())))
+        self._take(self.scheduler.drain_finished())
+
+    def run(self) -> dict[int, Answer]:
+        """Steps until nothing is left; the answers of all requests since the last call."""
+        while self.scheduler.has_work or self.scheduler.num_in_flight:
+            self.step()
+        answers, self.answers = self.answers, {}
+        return answers
+
+    def generate(self, prompts: list[list[int]], **sampling: Any) -> list[Answer]:
+        """The answers to prompts sent at once."""
+        for index, prompt in enumerate(prompts):
+            self.add(index + 1, prompt, **sampling)
+        answers = self.run()
+        return [answers[index + 1] for index in range(len(prompts))]
+
+    def restart_loops(self) -> list[int]:
+        """Ends every rank's step loop and starts it again with a new scheduler; bytes in use on each device."""
+        self._send_close()
+        free = [self._answer() for _ in self._processes]
+        self._generation += 1
+        self.scheduler = self._new_scheduler(self._generation)
+        return sorted(free)
+
+    def stats(self) -> SchedulerStats:
+        self.scheduler.check_integrity()
+        return self.scheduler.stats()
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for frames in self._frames:
+            frames.put(None)
+        for process in self._processes:
+            process.join(60)
+            if process.is_alive():
+                process.kill()
+
+    def __enter__(self) -> GpuEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _send_close(self) -> None:
+        last = StepFrame(self.scheduler.generation, self.scheduler.last_step + 1, kind=FrameKind.CLOSE)
+        for frames in self._frames:
+            frames.put(last.encode())
+
+    def _new_scheduler(self, generation: int) -> Scheduler:
+        limits = SchedulerLimits(
+            num_pages=self._num_pages,
+            page_size=self.config.kv_cache.page_size,
+            max_model_len=self._max_model_len,
+            enable_prefix_caching=self.config.kv_cache.enable_prefix_caching,
+            eos_token_ids=self.model.eos_token_ids,
+            **self.config.scheduler.model_dump(),
+        )
+        return Scheduler(limits, generation)
+
+    def _answer(self) -> Any:
+        answer = self._results.get(timeout=_ANSWER_TIMEOUT_S)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def _take(self, output: Any) -> None:
+        if output is None:
+            return
+        ids = np.frombuffer(output.ids, np.int64).tolist()
+        for request_id, token in zip(ids, np.frombuffer(output.tokens, np.int32).tolist(), strict=True):
+            self.answers[request_id].tokens.append(token)
+        for entry in output.logprobs:
+            self.answers[entry.id].top.append(dict(zip(entry.top_ids, entry.top_logprobs, strict=True)))
+        for finished in output.finished:
+            self.answers[finished.id].reason = finished.reason
+
+
+class _Frames:
+    """A FrameSource over a queue of another process."""
+
+    def __init__(self, frames: Any) -> None:
+        self._frames = frames
+
+    def recv(self, timeout_s: float) -> bytes:
+        frame = self._frames.get()
+        if frame is None:
+            raise SystemExit
+        return bytes(frame)
+
+    def poll(self) -> bytes | None:
+        try:
+            frame = self._frames.get_nowait()
+        except queue.Empty:
+            return None
+        if frame is None:
+            raise SystemExit
+        return bytes(frame)
+
+
+def _store(port: int | None) -> Any:
+    from torch.distributed import TCPStore
+
+    return TCPStore("127.0.0.1", port or 0, is_master=port is None, wait_for_workers=False)
+
+
+def _rank_main(
+    rank: int,
+    size: int,
+    config: EngineConfig,
+    model: ModelConfig,
+    model_path: Path,
+    port: int,
+    num_pages: int,
+    max_model_len: int,
+    frames: Any,
+    results: Any,
+) -> None:
+    import torch
+
+    from parallel.group import MULTICAST_OFF
+
+    os.environ.update(MULTICAST_OFF)
+
+    from parallel.group import TensorParallelGroup
+    from parallel.plan import ShardPlan
+    from worker.tp_worker import TPWorker, reduce_buffer_bytes
+
+    try:
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+        group = TensorParallelGroup.create(
+            rank=rank,
+            size=size,
+            store=None if size == 1 else _store(port),
+            device=device,
+            strategy=config.parallel.all_reduce,  # type: ignore[arg-type]  # resolved, so never auto
+            timeout_s=120.0,
+            reduce_buffer_bytes=reduce_buffer_bytes(config, model),
+        )
+        plan = ShardPlan.create(model, size)
+        worker = TPWorker(config=config, model=model, model_path=model_path, plan=plan, group=group)
+        worker.load()
+        worker.profile()
+        worker.allocate(num_pages, max_model_len)
+        results.put("ready")
+        while True:  # one run of the loop for each scheduler
+            worker.run(_Frames(frames), results.put if rank == 0 else None)
+            torch.cuda.synchronize(device)
+            results.put(torch.cuda.memory_allocated(device))
+    except SystemExit:
+        return
+    except BaseException as error:  # noqa: BLE001 - handed to the test's own process, which raises it
+        results.put(error)

@@ -1,0 +1,141 @@
+"""The step loop on GPUs: sampling, aborts, memory, failures. Random weights, small real shapes."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cluster.messages import FinishReason
+from tests.gpu_engine import GpuEngine
+
+ROOT = Path(__file__).resolve().parent.parent
+NUM_PAGES = 300
+
+
+@pytest.fixture(scope="module")
+def shape(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shape of Qwen3-0.6B with four layers; weights are random."""
+    config = json.loads((ROOT / "benchmarks/models/qwen3-0.6b/config.json").read_text())
+    config["num_hidden_layers"] = 4
+    config.pop("layer_types", None)
+    path = tmp_path_factory.mktemp("shape")
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def _engine(shape: Path, size: int = 1, **changes: Any) -> GpuEngine:
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} CUDA devices, found {torch.cuda.device_count()}")
+    settings = {"scheduler": {"max_num_seqs": 16, "max_num_batched_tokens": 512}, **changes}
+    return GpuEngine(shape, num_pages=NUM_PAGES, load_format="dummy", tensor_parallel_size=size, **settings)
+
+
+def _prompts(count: int, seed: int = 0) -> list[list[int]]:
+    generator = random.Random(seed)
+    return [[generator.randrange(150_000) for _ in range(generator.randint(1, 300))] for _ in range(count)]
+
+
+SIZES = [
+    pytest.param(1, marks=pytest.mark.gpu, id="tp1"),
+    *(pytest.param(size, marks=pytest.mark.multi_gpu, id=f"tp{size}") for size in (2, 3, 4)),
+]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sampled_rows_get_their_own_tokens_with_and_without_filters(shape: Path, size: int) -> None:
+    prompts = _prompts(1)
+    with _engine(shape, size) as engine:
+
+        def tokens(**sampling: Any) -> list[int]:
+            [answer] = engine.generate(prompts, max_tokens=24, **sampling)
+            assert len(answer.tokens) == 24
+            assert answer.reason is FinishReason.LENGTH
+            return answer.tokens
+
+        greedy = tokens()
+        assert tokens() == greedy
+        assert tokens(temperature=1.0, top_k=1, seed=5) == greedy, "only the likeliest token is left"
+        sampled = tokens(temperature=1.0, seed=5)
+        assert sampled != greedy
+        assert tokens(temperature=1.0, seed=5) == sampled
+        assert tokens(temperature=1.0, seed=6) != sampled
+        # A filter that keeps everything takes another way through the code to the same tokens.
+        assert tokens(temperature=1.0, seed=5, top_k=151_935) == sampled
+        assert tokens(temperature=1.0, seed=5, num_logprobs=3) == sampled
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_logprobs_are_descending_and_hold_the_greedy_token_first(shape: Path, size: int) -> None:
+    with _engine(shape, size) as engine:
+        answers = engine.generate(_prompts(5), max_tokens=6, num_logprobs=4)
+    for answer in answers:
+        assert len(answer.top) == 6
+        for token, top in zip(answer.tokens, answer.top, strict=True):
+            assert next(iter(top)) == token
+            values = list(top.values())
+            assert values == sorted(values, reverse=True)
+            assert len(values) == 4
+            assert values[0] < 0
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_two_hundred_cycles_with_aborts_leave_memory_and_pages_as_they_were(shape: Path, size: int) -> None:
+    generator = random.Random(1)
+    with _engine(shape, size, kv_cache={"enable_prefix_caching": False}) as engine:
+        in_use: set[tuple[int, ...]] = set()
+        for cycle in range(200):
+            for index, prompt in enumerate(_prompts(8, seed=cycle)):
+                sampling: dict[str, Any] = {"max_tokens": generator.randint(1, 12)}
+                if index % 3 == 0:
+                    sampling.update(temperature=0.8, top_p=0.9, seed=index, num_logprobs=2)
+                engine.add(index + 1, prompt, **sampling)
+            for _ in range(generator.randint(0, 6)):
+                engine.step()
+            engine.scheduler.abort(generator.sample(range(1, 9), 3))
+            answers = engine.run()
+            assert all(answer.reason is not None for answer in answers.values())
+            stats = engine.stats()
+            assert (stats.num_owned_pages, stats.num_free_pages) == (0, NUM_PAGES)
+            memory = tuple(engine.restart_loops())
+            if cycle >= 20:
+                in_use.add(memory)
+        assert len(in_use) == 1, f"bytes in use changed: {sorted(in_use)}"
+
+
+@pytest.mark.gpu
+def test_a_prompt_of_one_token_and_a_full_batch_of_decodes_run(shape: Path) -> None:
+    with _engine(shape) as engine:
+        answers = engine.generate([[7]] * 16, max_tokens=5)
+        assert {tuple(answer.tokens) for answer in answers} == {tuple(answers[0].tokens)}
+        [alone] = engine.generate([[7]], max_tokens=5)
+        assert alone.tokens[0] == answers[0].tokens[0]
+
+
+@pytest.mark.gpu
+def test_too_little_memory_names_the_rank_and_the_setting(shape: Path) -> None:
+    from configs.errors import EngineError
+
+    with pytest.raises(EngineError, match=r"rank 0 on cuda:0 failed in .*OutOfMemoryError.*kv_cache.memory_fraction"):
+        GpuEngine(shape, num_pages=1 << 24, load_format="dummy")
+
+
+@pytest.mark.gpu
+def test_a_fault_on_the_device_names_the_rank_and_what_to_do(shape: Path) -> None:
+    import subprocess
+    import sys
+
+    script = (
+        "import torch\n"
+        "from worker.tp_worker import naming_the_rank\n"
+        "with naming_the_rank(3, torch.device('cuda:0'), 'a step'):\n"
+        "    torch._assert_async(torch.zeros(1, device='cuda'))\n"
+        "    torch.cuda.synchronize()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert "EngineError: rank 3 on cuda:0 failed in a step" in done.stderr, done.stderr
+    assert "CUDA_LAUNCH_BLOCKING=1" in done.stderr

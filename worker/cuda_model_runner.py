@@ -1,0 +1,197 @@
+"""The steps of a CUDA rank: a frame is queued on the stream and its tokens are read later.
+
+A step of decodes alone replays a CUDA graph of the whole step; any other runs eagerly through the same code. Rows with
+filters or logprobs are sampled again behind it, before the next step reads their tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from attention.backend import AttentionBackend
+from attention.forward_batch import ForwardBatch
+from attention.kv_pool import ReqToTokenPool, TokenToKVPool
+from parallel.group import TensorParallelGroup
+from worker.cuda_graph_runner import CudaGraphRunner, StepOutput, graph_batch_sizes
+from worker.cuda_sampler import CudaSampler, LogprobTensors
+from worker.frame_check import FrameLimits, check_frame
+from worker.models.decoder import Decoder
+from worker.protocol import Int32Array, RowFlag, StepFrame, StepResult
+from worker.sampler import default_params
+from worker.step_inputs import StepInputs
+
+
+class CudaModelRunner:
+    """Owns what a step reads and leaves on the device. One stream, torch's current one, orders everything.
+
+    Args:
+        max_rows: most rows of a step.
+        max_tokens: most input tokens of a step.
+        limits: frames are checked against them.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        backend: AttentionBackend,
+        req_to_token_pool: ReqToTokenPool,
+        token_to_kv_pool: TokenToKVPool,
+        sampler: CudaSampler,
+        group: TensorParallelGroup,
+        limits: FrameLimits,
+        *,
+        max_rows: int,
+        max_tokens: int,
+    ) -> None:
+        self._decoder = decoder
+        self._backend = backend
+        self._req_to_token_pool = req_to_token_pool
+        self._num_pages = token_to_kv_pool.num_pages
+        self._sampler = sampler
+        self._limits = limits
+        self._max_rows = max_rows
+        self._params = default_params(limits.num_rows)
+        self._inputs = StepInputs(
+            req_to_token_pool,
+            max_rows=max_rows,
+            max_tokens=max_tokens,
+            page_size=token_to_kv_pool.page_size,
+            device=group.device,
+        )
+        self._graphs = CudaGraphRunner(group)
+
+    def capture(self, max_rows: int | None = None) -> None:
+        """Captures the decode step at every batch size, or only at `max_rows`; the KV pool must stay where it is."""
+        if self._backend.captures_cuda_graphs:
+            sizes = graph_batch_sizes(self._max_rows) if max_rows is None else [max_rows]
+            self._graphs.capture(self._decode, sizes)
+
+    def launch(self, frame: StepFrame) -> CudaStep:
+        """Queues the step.
+
+        Raises:
+            EngineError: the frame does not fit this rank's tables.
+        """
+        check_frame(frame, self._limits)
+        self._req_to_token_pool.apply(frame.page_deltas, self._num_pages)
+        if len(frame.params):
+            self._params[frame.params["row"]] = frame.params
+            self._sampler.tables.update(frame.params)
+        is_sampled = (frame.flags & RowFlag.SAMPLE) != 0
+        num_rows, sampled = len(frame.rows), frame.rows[is_sampled]
+        padded = None
+        if len(sampled) == num_rows == int(frame.lens.sum()):
+            padded = self._graphs.padded(num_rows)
+        self._inputs.upload(frame, padded or 0)
+        if padded is not None:
+            output = self._graphs.replay(padded)
+            output = StepOutput(output.tokens[:num_rows], output.logits[:num_rows])
+            rows, positions = self._inputs.rows(num_rows), self._inputs.seq_lens(num_rows)
+        else:
+            batch = self._inputs.batch(frame)
+            hidden = self._forward(batch)
+            if len(sampled) == 0:
+                return CudaStep.record(frame, None, sampled, None)
+            which = self._inputs.sampled(len(sampled))
+            rows = self._inputs.rows(num_rows).index_select(0, which)
+            positions = self._inputs.seq_lens(num_rows).index_select(0, which)
+            output = self._sample(hidden.index_select(0, batch.sample_indices), rows, positions)
+        chosen, num_logprobs = self._resampled(sampled)
+        logprobs = None
+        if len(chosen):
+            logprobs = self._sampler.resample(output.logits, rows, positions, output.tokens, chosen, num_logprobs)
+            self._inputs.last_tokens.index_copy_(0, rows.long(), output.tokens)
+        asked = chosen[num_logprobs >= 0].astype(np.int32)
+        return CudaStep.record(frame, output.tokens, asked, logprobs)
+
+    def _decode(self, num_rows: int) -> StepOutput:
+        """The decode step of `num_rows` rows over static buffers: what a graph captures."""
+        batch = self._inputs.decode_batch(num_rows)
+        return self._sample(self._forward(batch), self._inputs.rows(num_rows), self._inputs.seq_lens(num_rows))
+
+    def _forward(self, batch: ForwardBatch) -> torch.Tensor:
+        self._backend.init_forward_metadata(batch)
+        return self._decoder.forward(batch, self._backend)
+
+    def _sample(self, hidden: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> StepOutput:
+        """The plain rule for every row. The noise key is the new token's index in its whole sequence, which is how
+        many tokens the row has now."""
+        logits = self._decoder.local_logits(hidden)
+        tokens = self._sampler.sample(logits, rows, positions)
+        self._inputs.last_tokens.index_copy_(0, rows.long(), tokens)
+        return StepOutput(tokens, logits)
+
+    def _resampled(self, rows: Int32Array) -> tuple[npt.NDArray[np.int64], Int32Array]:
+        """Which of the sampled rows need more than the plain rule, and the logprobs each asked for (-1: none)."""
+        params = self._params[rows]
+        filtered = (params["temperature"] > 0) & (
+            (params["top_k"] > 0) | (params["top_p"] < 1.0) | (params["min_p"] > 0.0)
+        )
+        chosen = np.flatnonzero(filtered | (params["num_logprobs"] >= 0))
+        return chosen, params["num_logprobs"][chosen]
+
+
+class CudaStep:
+    """A queued step and the copies of its results to pinned memory."""
+
+    def __init__(
+        self,
+        frame: StepFrame,
+        tokens: torch.Tensor | None,
+        logprob_rows: Int32Array,
+        logprobs: LogprobTensors | None,
+        done: Any,
+    ) -> None:
+        self._frame = frame
+        self._tokens = tokens
+        self._logprob_rows = logprob_rows
+        self._logprobs = logprobs
+        self._done = done
+
+    @classmethod
+    def record(
+        cls,
+        frame: StepFrame,
+        tokens: torch.Tensor | None,
+        logprob_rows: Int32Array,
+        logprobs: LogprobTensors | None,
+    ) -> CudaStep:
+        """Queues the copies and the event behind them.
+
+        Args:
+            tokens: [num_sampled] int64, device; None when no row was sampled.
+            logprob_rows: indices of the sampled rows that asked for logprobs.
+        """
+        # A non-blocking copy to the host lands in pinned memory, which the event says is filled.
+        on_host = None if tokens is None else tokens.to("cpu", non_blocking=True)
+        copied = None
+        if logprobs is not None:
+            copied = LogprobTensors(*(part.to("cpu", non_blocking=True) for part in logprobs))
+        done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        done.record()
+        return cls(frame, on_host, logprob_rows, copied, done)
+
+    def is_done(self) -> bool:
+        return bool(self._done.query())
+
+    def result(self) -> StepResult:
+        self._done.synchronize()
+        frame = self._frame
+        if self._tokens is None:
+            return StepResult(frame.generation, frame.step, tokens=np.empty(0, np.int32))
+        tokens = self._tokens.numpy().astype(np.int32)
+        if self._logprobs is None:
+            return StepResult(frame.generation, frame.step, tokens=tokens)
+        return StepResult(
+            generation=frame.generation,
+            step=frame.step,
+            tokens=tokens,
+            logprob_rows=self._logprob_rows,
+            logprobs=self._logprobs.logprobs.numpy(),
+            top_ids=self._logprobs.top_ids.numpy().astype(np.int32),
+            top_logprobs=self._logprobs.top_logprobs.numpy(),
+        )
