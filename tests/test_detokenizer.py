@@ -82,6 +82,19 @@ def test_an_id_outside_the_vocabulary_is_silent(smollm2: Tokenizer) -> None:
     assert run(smollm2.detokenizer([]), [10**6]) == ""
 
 
+def test_ids_that_a_larger_model_has_and_the_tokenizer_lacks_are_silent_between_others(
+    smollm2: Tokenizer, byte_fallback: RustTokenizer
+) -> None:
+    unknown = 150_000
+    ids = smollm2.encode("a 😀", add_special_tokens=False)
+    assert run(smollm2.detokenizer([unknown]), [unknown, *ids, unknown]) == "a 😀"
+    assert (smollm2.token_text(unknown), smollm2.token_bytes(unknown)) == ("", b"")
+    a, world = byte_fallback.token_to_id("a"), byte_fallback.token_to_id("▁world")
+    assert run(StreamDetokenizer(byte_fallback, [a, unknown]), [unknown, a, unknown, world]) == "a world"
+    # More of them than a stream holds back.
+    assert run(StreamDetokenizer(byte_fallback, [a]), [a, *[unknown] * 40, a]) == "aa"
+
+
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(st.sampled_from("ab c😀é漢\U0001f468\u200d�"), max_size=12))
 def test_byte_fallback_streams_equal_their_text(byte_fallback: RustTokenizer, text: str) -> None:

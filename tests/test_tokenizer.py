@@ -78,7 +78,7 @@ def fake_conversion(monkeypatch: pytest.MonkeyPatch, converted: Path) -> list[Pa
         calls.append(gguf)
         shutil.copytree(converted, target, dirs_exist_ok=True)
 
-    monkeypatch.setattr(module, "_convert_gguf", convert)
+    monkeypatch.setattr(module, "convert_gguf", convert)
     return calls
 
 
