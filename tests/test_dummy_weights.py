@@ -1,0 +1,353 @@
+"""Random weights: one model whatever the sharding, device or dtype, the same as in files, and fit to be served."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from attention.forward_batch import ForwardBatch
+from attention.kv_pool import ReqToTokenPool, TokenToKVPool
+from attention.registry import create_backend
+from benchmarks import make_checkpoint
+from benchmarks.make_checkpoint import write_checkpoint
+from cluster.preflight import check_checkpoint
+from configs.checkpoint import resolve_model_path
+from configs.errors import CheckpointError
+from configs.load import load_app_config
+from configs.model_config import ModelConfig, RopeConfig, read_model_config
+from configs.schema import EngineConfig
+from parallel.group import TensorParallelGroup
+from parallel.linear import TensorSource
+from parallel.plan import ShardPlan, Span
+from worker import dummy_weights
+from worker.dummy_weights import DummyCheckpoint
+from worker.models.decoder import Decoder
+from worker.tp_worker import TPWorker
+from worker.weights import Checkpoint, expected_shapes
+
+ROOT = Path(__file__).parent.parent
+CPU = torch.device("cpu")
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 1000,
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 384,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+BIASED = ModelConfig(
+    model_type="qwen2",
+    hidden_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=16,
+    intermediate_size=320,
+    vocab_size=700,
+    max_position_embeddings=64,
+    rms_norm_eps=1e-6,
+    rope=RopeConfig(theta=1e4),
+    tie_word_embeddings=False,
+    qkv_bias=True,
+    qk_norm=True,
+    dtype="bfloat16",
+)
+
+
+def _shape_dir(path: Path, **changes: Any) -> Path:
+    """A directory with no more than config.json."""
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps({**CONFIG, **changes}))
+    return path
+
+
+def _whole(model: ModelConfig, dtype: torch.dtype, device: str = "cpu") -> dict[str, torch.Tensor]:
+    tensors = {name: torch.empty(shape, dtype=dtype, device=device) for name, shape in expected_shapes(model).items()}
+    with DummyCheckpoint(model) as checkpoint:
+        for name, tensor in tensors.items():
+            checkpoint.read(name, tensor)
+    return tensors
+
+
+# ---- the values
+
+
+def test_the_bits_are_those_of_the_first_release() -> None:
+    tensors = _whole(BIASED, torch.bfloat16)
+    sums = {
+        name: zlib.crc32(tensors[name].view(torch.uint8).numpy().tobytes())
+        for name in (
+            "model.embed_tokens.weight",
+            "model.layers.1.self_attn.q_proj.bias",
+            "model.layers.1.self_attn.k_norm.weight",
+            "model.layers.0.mlp.down_proj.weight",
+        )
+    }
+    assert list(sums.values()) == [3137108937, 2658080467, 995082456, 881236904], (
+        "committed measurements are of the model that these bits make"
+    )
+
+
+@pytest.mark.parametrize("chunk", [1, 1000, 1 << 17])
+def test_any_range_of_a_tensor_equals_that_range_of_the_whole(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    whole = _whole(BIASED, torch.float32)
+    monkeypatch.setitem(dummy_weights._CHUNK_ELEMENTS, "cpu", chunk)
+    checkpoint = DummyCheckpoint(BIASED)
+    num_bytes = 0
+    for name, rows, columns in (
+        ("lm_head.weight", Span(13, 700), None),
+        ("model.layers.0.self_attn.o_proj.weight", None, Span(16, 48)),
+        ("model.layers.1.self_attn.v_proj.bias", Span(5, 17), None),
+        ("model.layers.1.mlp.down_proj.weight", None, Span(0, 0)),
+        ("model.norm.weight", None, None),
+    ):
+        index = tuple(slice(*span) if span else slice(None) for span in (rows, columns))[: whole[name].ndim]
+        out = torch.empty_like(whole[name][index])
+        checkpoint.read(name, out, rows=rows, columns=columns)
+        assert torch.equal(out, whole[name][index]), name
+        num_bytes += out.nbytes
+    assert checkpoint.bytes_loaded == num_bytes
+
+
+class Recorder:
+    """A TensorSource that remembers which parts of which tensors were asked for."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        self._checkpoint = DummyCheckpoint(model)
+        self.parts: list[tuple[str, tuple[slice, ...], torch.Tensor]] = []
+
+    def read(self, name: str, out: torch.Tensor, *, rows: Span | None = None, columns: Span | None = None) -> None:
+        self._checkpoint.read(name, out, rows=rows, columns=columns)
+        index = (slice(*rows) if rows else slice(None), *((slice(*columns),) if columns else ()))
+        self.parts.append((name, index, out.clone()))
+
+
+@pytest.mark.parametrize("tp_size", [1, 3, 5])
+def test_the_shards_of_every_group_are_parts_of_one_model(tp_size: int) -> None:
+    whole = _whole(BIASED, torch.float32)
+    seen = {name: torch.zeros(tensor.shape, dtype=torch.bool) for name, tensor in whole.items()}
+    plan = ShardPlan.create(BIASED, tp_size)
+    for rank in range(tp_size):
+        group = TensorParallelGroup(rank=rank, size=tp_size, device=CPU, collectives=None)
+        recorder = Recorder(BIASED)
+        Decoder(BIASED, plan, group, dtype=torch.float32, device=CPU).load(recorder)
+        for name, index, values in recorder.parts:
+            assert torch.equal(values, whole[name][index]), name
+            seen[name][index] = True
+    assert all(mask.all() for mask in seen.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_types_hold_the_values_of_the_checkpoints_own(dtype: torch.dtype) -> None:
+    stored, cast = _whole(BIASED, torch.bfloat16), _whole(BIASED, dtype)
+    for name, tensor in stored.items():
+        assert torch.equal(tensor.to(dtype), cast[name]), name
+
+
+def test_values_have_the_mean_and_spread_of_their_kind() -> None:
+    tensors = _whole(BIASED, torch.float32)
+    for name, tensor in tensors.items():
+        mean, std = dummy_weights._mean_and_std(name, tensor.shape[1] if tensor.ndim > 1 else 1)
+        error = 5 / tensor.numel() ** 0.5  # of estimates from so many values
+        assert float(tensor.mean()) == pytest.approx(mean, abs=error * std), name
+        assert float(tensor.std()) == pytest.approx(std, rel=error), name
+        assert (float((tensor - mean).abs().max())) <= 1.75 * std, "values are uniform"
+
+
+def test_no_two_rows_or_tensors_are_alike() -> None:
+    tensors = _whole(BIASED, torch.float32)
+    matrices = [tensor for tensor in tensors.values() if tensor.ndim > 1 and tensor.shape[1] == BIASED.hidden_size]
+    rows = torch.nn.functional.normalize(torch.cat(matrices))
+    alike = rows @ rows.T
+    alike.fill_diagonal_(0.0)
+    # 3 million pairs of random directions in 96 dimensions: sqrt(2 ln(3e6) / 96) is 0.56.
+    assert float(alike.abs().max()) < 0.65
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_gpu_makes_the_same_bits_as_the_cpu(dtype: torch.dtype) -> None:
+    ours, theirs = _whole(BIASED, dtype), _whole(BIASED, dtype, "cuda")
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name].cpu()), name
+
+
+# ---- as a model
+
+
+def _logits(model: ModelConfig, source: TensorSource, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logits [len(ids), vocab_size], hidden states) of one prompt in fp32."""
+    decoder = Decoder(model, ShardPlan.create(model, 1), TensorParallelGroup.single(), dtype=torch.float32, device=CPU)
+    decoder.load(source)
+    decoder.set_max_positions(len(ids))
+    layers = decoder.attention_layers
+    table = ReqToTokenPool(1, 1)
+    table.page_table[1] = 1
+    page_size = 1 << (len(ids) - 1).bit_length()
+    pool = TokenToKVPool(layers, num_pages=1, page_size=page_size, dtype=torch.float32, device=CPU)
+    backend = create_backend("torch_native", layers, table, pool)
+    batch = ForwardBatch.create(
+        req_pool_indices=np.array([1], np.int64),
+        prefix_lens=np.array([0], np.int64),
+        extend_lens=np.array([len(ids)], np.int64),
+        input_ids=torch.tensor(ids),
+        page_table=table.page_table,
+        page_size=page_size,
+        sampled=np.ones(1, np.bool_),
+    )
+    backend.init_forward_metadata(batch)
+    hidden = decoder.forward(batch, backend)
+    return decoder.logits(hidden), hidden
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_written_files_are_the_same_model_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(make_checkpoint, "_PIECE_BYTES", 10_000)
+    source = _shape_dir(tmp_path / "shape", tie_word_embeddings=tied)
+    write_checkpoint(source, tmp_path / "out", dtype=dtype, max_shard_bytes=400_000)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    model = read_model_config(tmp_path / "out")
+    assert model.dtype == str(dtype).removeprefix("torch.")
+    ids = torch.randint(0, 1000, (48,), generator=torch.Generator().manual_seed(0)).tolist()
+    with Checkpoint.open(tmp_path / "out", model) as checkpoint:
+        ours, _ = _logits(model, checkpoint, ids)
+    with DummyCheckpoint(model) as dummy:
+        theirs, _ = _logits(model, dummy, ids)
+    assert torch.equal(ours, theirs)
+
+
+@torch.inference_mode()
+def test_transformers_loads_the_written_files_and_gives_the_same_logits(tmp_path: Path) -> None:
+    import transformers
+
+    write_checkpoint(_shape_dir(tmp_path / "shape"), tmp_path / "out")
+    assert [path.name for path in sorted((tmp_path / "out").iterdir())] == ["config.json", "model.safetensors"]
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    model = read_model_config(tmp_path / "out")
+    ids = torch.randint(0, 1000, (48,), generator=torch.Generator().manual_seed(0)).tolist()
+    ours, _ = _logits(model, DummyCheckpoint(model), ids)
+    torch.testing.assert_close(ours, reference(torch.tensor([ids])).logits[0], atol=1e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+def test_a_deep_random_model_is_neither_flat_nor_stuck(tmp_path: Path) -> None:
+    shape = _shape_dir(tmp_path, num_hidden_layers=24, vocab_size=5000)
+    model = read_model_config(shape)
+    ids = torch.randint(0, 5000, (128,), generator=torch.Generator().manual_seed(0)).tolist()
+    logits, hidden = _logits(model, DummyCheckpoint(model), ids)
+    assert hidden.isfinite().all()
+    assert 1.0 < float(logits.std(dim=-1).mean()) < 3.0
+    best = logits.argmax(dim=-1)
+    assert len(best.unique()) > 64, "the same tokens are best everywhere"
+    assert (best == torch.tensor(ids)).float().mean() < 0.2, "a tied model that repeats its input"
+    # The last token sees its context, as a cache or a mask that is wrong must show.
+    other, _ = _logits(model, DummyCheckpoint(model), [*reversed(ids[:-1]), ids[-1]])
+    assert float(torch.corrcoef(torch.stack((logits[-1], other[-1])))[0, 1]) < 0.9
+
+
+# ---- load_format
+
+
+def test_only_config_json_is_needed(tmp_path: Path) -> None:
+    path = _shape_dir(tmp_path)
+    config = EngineConfig(
+        model=str(path),
+        load_format="dummy",
+        device="cpu",
+        dtype="float32",
+        attention_backend="torch_native",
+        scheduler={"max_num_seqs": 8, "max_num_batched_tokens": 64},
+    )
+    check_checkpoint(config)
+    model = read_model_config(resolve_model_path(config.model, weights=False))
+    plan = ShardPlan.create(model, 1)
+    worker = TPWorker(config=config, model=model, model_path=path, plan=plan, group=TensorParallelGroup.single())
+    progress: list[float] = []
+    worker.load(progress.append)
+    assert worker.weight_bytes == 4 * plan.weight_elements(0)
+    assert progress[-1] == 1.0
+    with pytest.raises(CheckpointError, match=r"neither \.safetensors nor \.gguf"):
+        check_checkpoint(config.model_copy(update={"load_format": "auto"}))
+
+
+def test_a_directory_without_config_json_is_still_looked_at_for_a_gguf_file(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").touch()
+    assert resolve_model_path(str(tmp_path), weights=False) == tmp_path / "m.gguf"
+    (tmp_path / "m.gguf").unlink()
+    with pytest.raises(CheckpointError, match="set `model` to where the weights are"):
+        resolve_model_path(str(tmp_path), weights=False)
+
+
+def test_a_hub_model_is_fetched_without_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    asked: dict[str, Any] = {}
+
+    def snapshot_download(repo_id: str, **options: Any) -> str:
+        asked.update(options, repo_id=repo_id)
+        return str(_shape_dir(tmp_path))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert resolve_model_path("owner/tiny", weights=False) == tmp_path
+    assert "*.safetensors" in asked["ignore_patterns"]
+    with pytest.raises(CheckpointError, match="neither"):
+        resolve_model_path("owner/tiny")
+    assert "*.safetensors" not in asked["ignore_patterns"]
+
+
+# ---- the shapes and files that come with it
+
+
+@pytest.mark.parametrize(
+    ("name", "num_parameters", "read_gb", "kv_bytes"),
+    [
+        ("llama-3.1-8b", 8_030_261_248, 15.01, 131_072),
+        ("llama-3.1-70b", 70_553_706_496, 139.0, 327_680),
+        ("qwen2.5-7b", 7_615_616_512, 14.14, 57_344),
+        ("qwen3-0.6b", 596_049_920, 1.19, 114_688),
+        ("qwen3-8b", 8_190_735_360, 15.14, 147_456),
+        ("qwen3-32b", 32_762_123_264, 63.97, 262_144),
+    ],
+)
+def test_shapes_are_those_of_the_published_models(
+    name: str, num_parameters: int, read_gb: float, kv_bytes: int
+) -> None:
+    model = read_model_config(ROOT / "benchmarks" / "models" / name)
+    shapes = expected_shapes(model)
+    assert sum(prod(shape) for shape in shapes.values()) == num_parameters
+    # What a decode step reads: all but the input embedding, where the LM head is not the same tensor.
+    skipped = 0 if model.tie_word_embeddings else prod(shapes["model.embed_tokens.weight"])
+    assert 2 * (num_parameters - skipped) / 1e9 == pytest.approx(read_gb, rel=5e-3)
+    assert 2 * ShardPlan.create(model, 1).kv_elements_per_token(0) == kv_bytes
+    assert model.dtype == "bfloat16"
+    assert model.eos_token_ids
+
+
+def test_every_shape_has_a_config_file_that_says_what_its_name_promises() -> None:
+    shapes = {path.name for path in (ROOT / "benchmarks" / "models").iterdir()}
+    files = {path.stem: path for path in (ROOT / "configs").glob("*.yaml") if path.stem != "smollm2-135m"}
+    assert shapes == {stem.partition("-tp")[0] for stem in files}
+    for stem, path in files.items():
+        engine = load_app_config(path).engine
+        assert engine.tensor_parallel_size == int(stem.partition("-tp")[2] or 1), stem
+        assert not engine.is_local_model, stem
+        assert (engine.kv_cache.page_size, engine.load_format) == (64, "auto"), stem
