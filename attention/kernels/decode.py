@@ -1,0 +1,306 @@
+"""Attention of one new token a row over the paged KV cache: keys are read once, at the speed of the memory.
+
+A program walks a run of key blocks for the query heads of one KV head of one row. Where a batch has too few rows to
+fill the device, the keys of a row are cut into runs, each program leaves its part of the answer in fp32, and a second
+kernel joins the parts. What a row's answer is, to the last bit, follows from its own keys, from the number of runs and
+from `DecodeTuning`: never from the other rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from attention.forward_batch import PagedMetadata
+from attention.layer import AttentionLayer
+
+MAX_GROUP = 16
+"""Most query heads of one KV head: the rows of the smallest matrix product that tensor cores do."""
+
+_SPLITS_AT_ONCE = 16
+# Four programs on each of an H200's 132 multiprocessors: what their registers and shared memory hold at once.
+_RESIDENT_PROGRAMS = 528
+_MAX_SPLITS = 128
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeTuning:
+    """How the work is laid out. The last bits of a row's answer depend on it."""
+
+    block_n: int
+    """Keys of a block: a power of two, at least 16."""
+    num_warps: int
+    num_stages: int
+    """Blocks of keys and values on their way from memory at a time, and one."""
+    num_splits: int
+    """Runs that a row's keys are cut into, at most."""
+    early_join: bool = False
+    """Start the kernel that joins the runs while they are still computed; it then waits for them on the device."""
+
+
+def choose(batch_size: int, num_kv_heads: int) -> DecodeTuning:
+    """What is fastest for so many rows, padding included, on an H200 (benchmarks/decode_attention.py)."""
+    num_splits = min(max(_RESIDENT_PROGRAMS // (batch_size * num_kv_heads), 1), _MAX_SPLITS)
+    return DecodeTuning(block_n=64, num_warps=4, num_stages=3, num_splits=num_splits)
+
+
+@triton.jit
+def _cap(scores, CAP: tl.constexpr):
+    """CAP * tanh(scores / CAP), by the one exponential that the hardware has."""
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    return CAP - 2.0 * CAP / (tl.exp2(scores * (2.0 * LOG2_E / CAP)) + 1.0)
+
+
+@triton.jit
+def _blocks_of_split(seq_len, split, num_splits, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
+    """The key blocks [begin, end) that a split of a row walks; none when the splits before it have them all."""
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(seq_len - WINDOW, 0) // BLOCK_N
+    end = tl.cdiv(seq_len, BLOCK_N)
+    run = tl.cdiv(end - begin, num_splits)
+    begin += split * run
+    return begin, tl.minimum(end, begin + run)
+
+
+@triton.jit(
+    do_not_specialize=["page_table_stride", "group", "num_splits"],
+    do_not_specialize_on_alignment=["page_table", "cache_seqlens"],
+)
+def _decode_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    page_table,
+    cache_seqlens,
+    out_ptr,
+    lse_ptr,
+    q_stride,
+    page_table_stride,
+    group,
+    scale,
+    num_splits,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
+    SPLIT: tl.constexpr,
+    EARLY_JOIN: tl.constexpr,
+):
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    # Programs that follow each other read neighbouring memory: the KV heads of one row.
+    kv_head = tl.program_id(0)
+    split = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    num_kv_heads = tl.num_programs(0)
+    if EARLY_JOIN:
+        tl.extra.cuda.gdc_launch_dependents()
+    slot_stride = num_kv_heads * HEAD_DIM
+    page_stride = slot_stride.to(tl.int64) * PAGE_SIZE
+
+    seq_len = tl.load(cache_seqlens + row)
+    if SPLIT:
+        begin, end = _blocks_of_split(seq_len, split, num_splits, BLOCK_N, WINDOW)
+        if begin >= end:
+            return
+    else:
+        begin, end = _blocks_of_split(seq_len, 0, 1, BLOCK_N, WINDOW)
+
+    heads = tl.arange(0, BLOCK_M)
+    keys = tl.arange(0, BLOCK_N)
+    dims = tl.arange(0, BLOCK_D)
+    inside = dims < HEAD_DIM
+    is_head = heads < group
+    q_heads = kv_head * group + heads
+    q = tl.load(
+        q_ptr + row * q_stride + q_heads[:, None] * HEAD_DIM + dims[None, :],
+        mask=is_head[:, None] & inside[None, :],
+        other=0.0,
+    )
+
+    table_row = page_table + row * page_table_stride
+    if PAGE_SIZE >= BLOCK_N:
+        page_of_key = tl.zeros([BLOCK_N], tl.int32)  # one page holds a block
+        page = tl.load(table_row + begin * BLOCK_N // PAGE_SIZE)
+    else:
+        page_of_key = keys // PAGE_SIZE
+        first = begin * (BLOCK_N // PAGE_SIZE) + page_of_key
+        page = tl.load(table_row + first, mask=first * PAGE_SIZE < seq_len, other=0)[:, None]
+    tile = (keys % PAGE_SIZE)[:, None] * slot_stride + (kv_head * HEAD_DIM + dims)[None, :]
+
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    # Summed over the keys of a block only at the end: within the loop that would be a trip through shared memory.
+    weights = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for block in tl.range(begin, end):
+        position = block * BLOCK_N + keys
+        visible = position < seq_len
+        if WINDOW > 0:
+            visible = visible & (position >= seq_len - WINDOW)
+        offset = page.to(tl.int64) * page_stride
+        if PAGE_SIZE > BLOCK_N:
+            offset += (block * BLOCK_N % PAGE_SIZE) * slot_stride
+        # The page ids of the next block come while this one is worked on.
+        if PAGE_SIZE >= BLOCK_N:
+            page = tl.load(table_row + (block + 1) * BLOCK_N // PAGE_SIZE, mask=block + 1 < end, other=0)
+        else:
+            following = (block + 1) * (BLOCK_N // PAGE_SIZE) + page_of_key
+            page = tl.load(table_row + following, mask=following * PAGE_SIZE < seq_len, other=0)[:, None]
+
+        # Keys that are not there are not read: a NaN among the values would come through its weight of zero.
+        mask = visible[:, None] & inside[None, :]
+        k = tl.load(k_ptr + offset + tile, mask=mask, other=0.0)
+        scores = tl.dot(q, tl.trans(k)) * scale
+        if CAP > 0:
+            scores = _cap(scores, CAP)
+        scores = tl.where(visible[None, :], scores * LOG2_E, float("-inf"))
+        new_m = tl.maximum(m, tl.max(scores, 1))
+        decay = tl.exp2(m - new_m)
+        p = tl.exp2(scores - new_m[:, None])
+        m = new_m
+        weights = weights * decay[:, None] + p
+        v = tl.load(v_ptr + offset + tile, mask=mask, other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None])
+
+    total = tl.sum(weights, 1)
+    attended = acc / total[:, None]
+    out_row = row * (num_kv_heads * group) + q_heads
+    stored = is_head[:, None] & inside[None, :]
+    if SPLIT:
+        out_row = out_row * num_splits + split
+        tl.store(lse_ptr + out_row, m + tl.log2(total), mask=is_head)
+    tl.store(out_ptr + out_row[:, None] * HEAD_DIM + dims[None, :], attended.to(out_ptr.dtype.element_ty), mask=stored)
+
+
+@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["cache_seqlens"])
+def _join_kernel(
+    parts_ptr,
+    lse_ptr,
+    cache_seqlens,
+    out_ptr,
+    num_splits,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    EARLY_JOIN: tl.constexpr,
+):
+    row = tl.program_id(1).to(tl.int64)
+    out_row = row * tl.num_programs(0) + tl.program_id(0)
+    seq_len = tl.load(cache_seqlens + row)
+    begin, end = _blocks_of_split(seq_len, 0, 1, BLOCK_N, WINDOW)
+    num_blocks = end - begin
+    num_parts = tl.cdiv(num_blocks, tl.cdiv(num_blocks, num_splits))
+    if EARLY_JOIN:
+        tl.extra.cuda.gdc_wait()
+
+    splits = tl.arange(0, MAX_SPLITS)
+    lse = tl.load(lse_ptr + out_row * num_splits + splits, mask=splits < num_parts, other=float("-inf"))
+    largest = tl.max(lse, 0)
+    total = tl.sum(tl.exp2(lse - largest), 0)
+    dims = tl.arange(0, BLOCK_D)
+    inside = dims < HEAD_DIM
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for first in tl.range(0, num_parts, BLOCK_S):
+        part = first + tl.arange(0, BLOCK_S)
+        is_part = part < num_parts
+        part_row = out_row * num_splits + part
+        weight = tl.exp2(tl.load(lse_ptr + part_row, mask=is_part, other=float("-inf")) - largest)
+        values = tl.load(
+            parts_ptr + part_row[:, None] * HEAD_DIM + dims[None, :], mask=is_part[:, None] & inside[None, :], other=0.0
+        )
+        acc += tl.sum(values * weight[:, None], 0)
+    tl.store(out_ptr + out_row * HEAD_DIM + dims, (acc / total).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def paged_decode(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    paged: PagedMetadata,
+    layer: AttentionLayer,
+    *,
+    out: torch.Tensor,
+    tuning: DecodeTuning | None = None,
+) -> torch.Tensor:
+    """Attention of the newest token of each row over the row's keys, itself included.
+
+    One kernel, or two where keys are split; no host sync, so it can be captured in a CUDA graph. Page-table entries
+    past a row's last page, unused pages and unused slots of the last page are never read. Scores, weights and sums are
+    fp32; the weights are rounded to the cache's dtype for their product with the values, the answer once at the end.
+
+    Args:
+        q: [batch_size, tp_q_head_num, head_dim] of the cache's dtype; heads of a row are contiguous, rows may lie
+            further apart. At most `MAX_GROUP` query heads a KV head.
+        k_pages: [num_pages, page_size, tp_k_head_num, head_dim], contiguous, bf16 or fp16; page_size is a power of two.
+        v_pages: likewise.
+        paged: of a step of single tokens: `cache_seqlens` is at least 1 in every row, `cu_seqlens_q` is not read.
+        layer: its scale, window and softcap are applied.
+        out: [batch_size, tp_q_head_num, head_dim], contiguous, written.
+        tuning: None: `choose` of this batch.
+
+    Returns:
+        `out`.
+    """
+    batch_size, num_q_heads, head_dim = q.shape
+    _, page_size, num_kv_heads, _ = k_pages.shape
+    if tuning is None:
+        tuning = choose(batch_size, num_kv_heads)
+    num_splits, block_d = tuning.num_splits, 1 << (head_dim - 1).bit_length()
+    is_split = num_splits > 1
+    parts, lse = out, None
+    if is_split:
+        num_parts = batch_size * num_q_heads * num_splits
+        workspace = torch.empty(num_parts * (head_dim + 1), dtype=torch.float32, device=q.device)
+        parts, lse = workspace, workspace[num_parts * head_dim :]
+    window = layer.window or 0
+    _decode_kernel[(num_kv_heads, num_splits, batch_size)](
+        q,
+        k_pages,
+        v_pages,
+        paged.page_table,
+        paged.cache_seqlens,
+        parts,
+        lse,
+        q.stride(0),
+        paged.page_table.stride(0),
+        num_q_heads // num_kv_heads,
+        layer.scale,
+        num_splits,
+        HEAD_DIM=head_dim,
+        BLOCK_D=block_d,
+        PAGE_SIZE=page_size,
+        BLOCK_M=MAX_GROUP,
+        BLOCK_N=tuning.block_n,
+        WINDOW=window,
+        CAP=layer.softcap or 0.0,
+        SPLIT=is_split,
+        EARLY_JOIN=is_split and tuning.early_join,
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
+    )
+    if is_split:
+        _join_kernel[(num_q_heads, batch_size)](
+            parts,
+            lse,
+            paged.cache_seqlens,
+            out,
+            num_splits,
+            HEAD_DIM=head_dim,
+            BLOCK_D=block_d,
+            BLOCK_N=tuning.block_n,
+            WINDOW=window,
+            MAX_SPLITS=1 << (num_splits - 1).bit_length(),
+            BLOCK_S=_SPLITS_AT_ONCE,
+            EARLY_JOIN=tuning.early_join,
+            launch_pdl=tuning.early_join,
+        )
+    return out
