@@ -133,6 +133,12 @@ def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path / "nothing.gguf")
 
 
+def test_a_directory_with_a_models_shape_alone_has_no_tokenizer() -> None:
+    models = Path(__file__).parent.parent / "benchmarks" / "models"
+    with pytest.raises(CheckpointError, match=r"qwen3-8b holds no tokenizer; set `tokenizer`"):
+        Tokenizer.load(models / "qwen3-8b")
+
+
 def test_the_servers_chat_template_takes_the_place_of_the_models(converted: Path, tmp_path: Path) -> None:
     template = tmp_path / "mine.jinja"
     template.write_text("{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}")

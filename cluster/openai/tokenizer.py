@@ -173,6 +173,9 @@ def _load_directory(directory: Path) -> PreTrainedTokenizerFast:
         raise CheckpointError(f"the tokenizer in {directory} cannot be read: {error}") from error
     if not getattr(tokenizer, "is_fast", False):
         raise CheckpointError(f"the tokenizer in {directory} has no tokenizer.json; save it once as a fast tokenizer")
+    if not tokenizer.backend_tokenizer.encode("a", add_special_tokens=False).ids:
+        # transformers makes a family's tokenizer of config.json alone, without a word in it.
+        raise CheckpointError(f"{directory} holds no tokenizer; set `tokenizer` to a directory or .gguf file with one")
     return cast("PreTrainedTokenizerFast", tokenizer)  # what is_fast means
 
 
