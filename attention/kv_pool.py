@@ -68,7 +68,7 @@ class TokenToKVPool:
         self.dtype = dtype
         self.device = device
         shapes = [(num_pages + 1, page_size, layer.tp_k_head_num, layer.head_dim) for layer in layers]
-        # No slot's values are used before they are written, so on CPU memory is taken as pages fill. On CUDA whole pages
+        # No slot's values are used before they are written: on CPU memory is taken as pages fill. On CUDA whole pages
         # may be loaded, and a NaN in an unused slot would come through its weight of zero.
         new = torch.zeros if device.type == "cuda" else torch.empty
         self._k = [new(shape, dtype=dtype, device=device) for shape in shapes]

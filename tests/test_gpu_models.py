@@ -1,0 +1,119 @@
+"""Whole models of real shapes on GPUs against transformers on the same GPU, at every tensor-parallel size there is.
+
+Tolerance: log probabilities err from fp32 at most twice as far as those of transformers in bf16.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.make_checkpoint import write_checkpoint
+from tests.gpu_engine import Answer, GpuEngine
+
+ROOT = Path(__file__).resolve().parent.parent
+NUM_LAYERS = 4
+# Cut to few layers, and two of them to a smaller vocabulary: the layers' shapes are the real ones.
+MODELS = {
+    "qwen3-8b": {"num_hidden_layers": NUM_LAYERS},
+    "llama-3.1-8b": {"num_hidden_layers": NUM_LAYERS, "vocab_size": 32000},
+    "qwen2.5-7b": {"num_hidden_layers": NUM_LAYERS, "vocab_size": 32000},
+}
+PROMPT_LENGTHS = (1, 17, 64, 130, 300, 600)
+NUM_NEW_TOKENS = 8
+NUM_TOP = 200
+SIZES = [
+    pytest.param(1, marks=pytest.mark.gpu, id="tp1"),
+    *(pytest.param(size, marks=pytest.mark.multi_gpu, id=f"tp{size}") for size in (2, 3, 4)),
+]
+
+
+@dataclass
+class Case:
+    """A checkpoint and what transformers makes of it."""
+
+    path: Path
+    prompts: list[list[int]]
+    half: Any
+    full: Any
+
+    def errors(self, answers: list[Answer]) -> tuple[float, float]:
+        """Root mean squares over all tokens of (ours - fp32, transformers in bf16 - fp32)."""
+        ours, theirs = [], []
+        for prompt, answer in zip(self.prompts, answers, strict=True):
+            assert len(answer.tokens) == len(answer.top) == NUM_NEW_TOKENS
+            full, half = (_logprobs(model, prompt, answer.tokens) for model in (self.full, self.half))
+            for position, top in enumerate(answer.top):
+                ids = torch.tensor(list(top), device="cuda")
+                exact = full[position, ids]
+                ours.append(torch.tensor(list(top.values()), device="cuda") - exact)
+                theirs.append(half[position, ids] - exact)
+        return _rms(ours), _rms(theirs)
+
+
+def _rms(differences: list[torch.Tensor]) -> float:
+    return float(torch.cat(differences).square().mean().sqrt())
+
+
+@torch.inference_mode()
+def _logprobs(model: Any, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    """[len(tokens), vocab]: what the model says where each of `tokens` was chosen."""
+    ids = torch.tensor([prompt + tokens[:-1]], device="cuda")
+    logits = model(ids).logits[0, len(prompt) - 1 :].float()
+    return torch.log_softmax(logits, dim=-1)
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+    transformers = pytest.importorskip("transformers")
+    shape = json.loads((ROOT / "benchmarks/models" / request.param / "config.json").read_text())
+    shape.update(MODELS[request.param])
+    shape.pop("layer_types", None)
+    source, path = tmp_path_factory.mktemp("shape"), tmp_path_factory.mktemp(request.param)
+    (source / "config.json").write_text(json.dumps(shape))
+    write_checkpoint(source, path, dtype=torch.bfloat16, device=torch.device("cuda"))
+    half, full = (
+        transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to("cuda").eval()
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    generator = np.random.default_rng(3)
+    prompts = [generator.integers(0, shape["vocab_size"], length).tolist() for length in PROMPT_LENGTHS]
+    yield Case(path, prompts, half, full)
+    del half, full
+    torch.cuda.empty_cache()
+
+
+def _engine(case: Case, size: int, **changes: Any) -> GpuEngine:
+    if torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} CUDA devices, found {torch.cuda.device_count()}")
+    # Chunks of 256 make steps of decodes, first and later chunks together.
+    scheduler = {"max_num_seqs": 8, "max_num_batched_tokens": 256}
+    return GpuEngine(
+        case.path, num_pages=400, tensor_parallel_size=size, dtype="bfloat16", scheduler=scheduler, **changes
+    )
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_logprobs_are_as_near_to_fp32_as_those_of_transformers_in_bf16(case: Case, size: int) -> None:
+    with _engine(case, size) as engine:
+        # The second time from the prefix cache.
+        for _ in range(2):
+            answers = engine.generate(case.prompts, max_tokens=NUM_NEW_TOKENS, num_logprobs=NUM_TOP)
+            ours, theirs = case.errors(answers)
+            assert ours <= 2 * theirs, f"{ours:.4f} from fp32, transformers in bf16 {theirs:.4f}"
+        assert engine.stats().total_prefix_hit_tokens > 0
+
+
+@pytest.mark.gpu
+def test_the_reference_backend_agrees_with_flash_attention(case: Case) -> None:
+    with _engine(case, 1, attention_backend="torch_native") as engine:
+        answers = engine.generate(case.prompts, max_tokens=NUM_NEW_TOKENS, num_logprobs=NUM_TOP)
+        ours, theirs = case.errors(answers)
+        assert ours <= 2 * theirs, f"{ours:.4f} from fp32, transformers in bf16 {theirs:.4f}"
