@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from configs.errors import ConfigError, DeadlineError, EngineError
+from parallel.fused_sum import PartialSum
 from parallel.shm import FIRST_WORD, LINE_WORDS, Segment
 
 # A blocked rank looks for an abort this often.
@@ -40,6 +41,9 @@ class Collectives(Protocol):
     def reduce_buffer(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
         """Memory that `all_reduce` sums fastest, valid until the next call of either; None when any memory will do."""
 
+    def partial_sum(self, shape: tuple[int, int], dtype: torch.dtype) -> PartialSum | None:
+        """The next sum of that shape, if it is best left to the norm that follows it."""
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """Contiguous `x` summed over the ranks: `x` itself, or for a `reduce_buffer` perhaps another tensor."""
 
@@ -48,6 +52,9 @@ class Collectives(Protocol):
 
     def barrier(self) -> None:
         """Returns once every rank has called it."""
+
+    def check_alive(self) -> None:
+        """Raises what the calls would raise because of an abort, or of a deadline that has passed on the device."""
 
     def abort(self, reason: str) -> None:
         """Ends blocked and later calls with EngineError(reason). Safe from any thread."""
@@ -116,6 +123,9 @@ class LibraryCollectives:
         return cls(backend, rank=rank, size=size, device=device, timeout_s=timeout_s)
 
     def reduce_buffer(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
+        return None
+
+    def partial_sum(self, shape: tuple[int, int], dtype: torch.dtype) -> PartialSum | None:
         return None
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -254,6 +264,9 @@ class SharedMemoryCollectives:
     def reduce_buffer(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
         return None
 
+    def partial_sum(self, shape: tuple[int, int], dtype: torch.dtype) -> PartialSum | None:
+        return None
+
     def all_reduce(self, x: Tensor) -> Tensor:
         nbytes = x.numel() * x.element_size()
         if nbytes > self._buffer_bytes:
@@ -276,6 +289,9 @@ class SharedMemoryCollectives:
 
     def barrier(self) -> None:
         self._synchronise("barrier")
+
+    def check_alive(self) -> None:
+        self._segment.check_alive()
 
     def abort(self, reason: str) -> None:
         self._segment.declare_dead(reason, [self._epoch_word(rank) for rank in range(self._size)])

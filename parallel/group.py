@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from configs.errors import ConfigError, EngineError
 from parallel.all_reduce import Collectives, LibraryCollectives, SharedMemoryCollectives
+from parallel.fused_sum import PartialSum
 from parallel.symmetric_memory import SymmetricMemoryCollectives
 
 Strategy = Literal["gloo", "nccl", "shared_memory", "symmetric_memory"]
@@ -111,6 +112,15 @@ class TensorParallelGroup:
         """
         return None if self._collectives is None else self._collectives.reduce_buffer(shape, dtype)
 
+    def partial_sum(self, shape: tuple[int, int], dtype: torch.dtype) -> PartialSum | None:
+        """A sum of that shape that the norm after it does in the same kernel; None when that is not the fastest way.
+
+        The producer writes its `summand`, then its `add_norm` comes before any other call for a sum. The ranks ask with
+        one shape. Each step, a replay of a graph or not, begins with another collective; or all hold an even number of
+        these: see FusedSums.
+        """
+        return None if self._collectives is None else self._collectives.partial_sum(shape, dtype)
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """`x` summed over the ranks in rank order, in place; float32, bf16, fp16 or integers.
 
@@ -143,6 +153,15 @@ class TensorParallelGroup:
         if self._collectives is not None:
             self._collectives.barrier()
 
+    def check_alive(self) -> None:
+        """Raises EngineError after an abort, and DeadlineError once a partial_sum gave up waiting for a rank.
+
+        On CUDA sums are queued, and replays of a graph call nothing here: who has waited for their results asks before
+        using them.
+        """
+        if self._collectives is not None:
+            self._collectives.check_alive()
+
     def abort(self, reason: str) -> None:
         """Ends this generation from any thread: blocked and later collectives raise EngineError(reason).
 
@@ -165,6 +184,9 @@ class _Closed:
     def reduce_buffer(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
         raise EngineError("the tensor-parallel group is closed")
 
+    def partial_sum(self, shape: tuple[int, int], dtype: torch.dtype) -> PartialSum | None:
+        raise EngineError("the tensor-parallel group is closed")
+
     def all_reduce(self, x: Tensor) -> Tensor:
         raise EngineError("the tensor-parallel group is closed")
 
@@ -172,6 +194,9 @@ class _Closed:
         raise EngineError("the tensor-parallel group is closed")
 
     def barrier(self) -> None:
+        raise EngineError("the tensor-parallel group is closed")
+
+    def check_alive(self) -> None:
         raise EngineError("the tensor-parallel group is closed")
 
     def abort(self, reason: str) -> None:

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from parallel.fused_sum import PartialSum
 from parallel.group import TensorParallelGroup
 from parallel.plan import Span
 
@@ -182,6 +183,16 @@ class RowParallelLinear:
             if self._group.size > 1:
                 y = self._group.all_reduce(y)
         return y if self._bias is None else y.add_(self._bias)
+
+    def for_norm(self, x: torch.Tensor) -> torch.Tensor | PartialSum:
+        """What `RMSNorm.add` takes: the sum, as a call returns it, or its summand where norm and sum are one kernel."""
+        if self._asks_for_buffer and not self._has_bias:
+            partial_sum = self._group.partial_sum((len(x), self._out_features), self._dtype)
+            if partial_sum is not None:
+                assert self._matmul is not None, "forward before load"
+                self._matmul(x, partial_sum.summand)
+                return partial_sum
+        return self(x)
 
 
 class _ColumnParts:

@@ -1,13 +1,14 @@
 """SymmetricMemoryCollectives: CUDA ranks of one node sum in memory that each of them has mapped.
 
-Owns the buffer and the choice of the kernel that sums in it; the kernels and the mapping are torch's. What does not fit
-the buffer, gathers and barriers go over NCCL.
+Owns the buffer and the choice of the kernel that sums in it; these kernels and the mapping are torch's. Small sums that
+a norm follows are fused_sum.py's. What does not fit the buffer, gathers and barriers go over NCCL.
 """
 
 from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from configs.errors import EngineError
 from parallel.all_reduce import LibraryCollectives
+from parallel.fused_sum import MEMORY_BYTES, FusedSums, PartialSum, fuses
 
 Method = Literal["two_shot", "one_shot", "nccl"]
 
@@ -51,17 +53,26 @@ class SymmetricMemoryCollectives:
     queue work on the current stream and may be captured in CUDA graphs. The ranks share one set of signal words, so
     each rank must use one stream for all of its calls, and the thread's current device must be the group's.
 
-    The kernels wait for the other ranks without a deadline, and nothing can end such a wait: if a rank dies inside a
-    sum, `abort` tells the reason to the host's calls but may itself not return, and neither may `close`. The process
-    has to be ended. Each rank is a process of its own: torch exchanges the mappings through a socket named after it.
+    torch's kernels wait for the other ranks without a deadline, and nothing can end such a wait: if a rank dies inside
+    such a sum, `abort` tells the reason to the host's calls but may itself not return, and neither may `close`. The
+    process has to be ended. Waits of a partial_sum do end. Each rank is a process of its own: torch exchanges the
+    mappings through a socket named after it.
     """
 
     def __init__(
-        self, nccl: LibraryCollectives, buffer: Tensor, mapping: Any, registration: _Registration, *, size: int
+        self,
+        nccl: LibraryCollectives,
+        fused: FusedSums,
+        buffer: Tensor,
+        mappings: Sequence[Any],
+        registration: _Registration,
+        *,
+        size: int,
     ) -> None:
         self._nccl = nccl
+        self._fused = fused
         self._buffer: Tensor | None = buffer  # [buffer_bytes] uint8, mapped by every rank
-        self._mapping = mapping  # torch's handle, which keeps the peers' memory mapped
+        self._mappings = mappings  # torch's handles, which keep the peers' memory mapped
         self._registration = registration
         self._size = size
         self._buffer_bytes = buffer.numel()
@@ -98,6 +109,7 @@ class SymmetricMemoryCollectives:
                 rank=rank, size=size, store=PrefixStore("symmetric_memory", store), timeout_s=timeout_s
             )
             buffer, mapping = registration.map(-(-buffer_bytes // _ALIGNMENT) * _ALIGNMENT, device)
+            fused_memory, fused_mapping = registration.map(MEMORY_BYTES, device)
         except EngineError:
             nccl.close()
             raise
@@ -108,9 +120,16 @@ class SymmetricMemoryCollectives:
                 f"rank {rank} could not map the memory of the other ranks on {device}: {first_line}; "
                 f"parallel.all_reduce=nccl needs no mapping"
             ) from error
-        self = cls(nccl, buffer, mapping, registration, size=size)
+        # No rank leaves _check_sum, whose barrier follows it, before all have cleared their flags.
+        fused = FusedSums(fused_memory.zero_(), fused_mapping.buffer_ptrs, rank=rank, timeout_s=timeout_s)
+        self = cls(nccl, fused, buffer, (mapping, fused_mapping), registration, size=size)
         self._check_sum(rank, device)  # if it fails nothing is closed: that could wait for a rank that never comes
         return self
+
+    @property
+    def fused(self) -> FusedSums:
+        """Where every partial_sum comes from."""
+        return self._fused
 
     @property
     def buffer(self) -> Tensor:
@@ -130,6 +149,9 @@ class SymmetricMemoryCollectives:
             view = self._views[key] = self.buffer[:nbytes].view(dtype).view(shape)
         return view
 
+    def partial_sum(self, shape: tuple[int, int], dtype: torch.dtype) -> PartialSum | None:
+        return self._fused.partial_sum(shape) if fuses(self._size, shape, dtype) else None
+
     def all_reduce(self, x: Tensor) -> Tensor:
         if x.data_ptr() != self._address:
             return self._nccl.all_reduce(x)
@@ -139,7 +161,7 @@ class SymmetricMemoryCollectives:
         """As all_reduce, by `method`. For all but nccl `x` starts where the buffer starts."""
         if method == "nccl":
             return self._nccl.all_reduce(x)
-        self._nccl.check_alive()
+        self.check_alive()
         if method == "two_shot":
             self._two_shot(x, "sum", self._registration.name)
             return x
@@ -148,20 +170,29 @@ class SymmetricMemoryCollectives:
         return out
 
     def all_gather(self, out: Tensor, x: Tensor) -> None:
+        self.check_alive()
         self._nccl.all_gather(out, x)
 
     def barrier(self) -> None:
+        self.check_alive()
         self._nccl.barrier()
 
+    def check_alive(self) -> None:
+        self._nccl.check_alive()
+        self._fused.check_alive()
+
     def abort(self, reason: str) -> None:
+        self._fused.abort(reason)
         self._nccl.abort(reason)
 
     def close(self) -> None:
         """As Collectives. Unmapping waits for the device."""
         self._nccl.close()
         self._registration.close()
+        self._fused.close()
         self._views.clear()
-        self._buffer = self._mapping = None
+        self._buffer = None
+        self._mappings = ()
 
     def _check_sum(self, rank: int, device: torch.device) -> None:
         """Sums once, within the deadline of a barrier; later sums have none."""

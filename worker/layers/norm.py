@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from parallel.fused_sum import PartialSum
 from parallel.linear import TensorSource
 
 
@@ -39,8 +40,13 @@ class RMSNorm:
             return self._rms_norm(x, self._weight, self._eps)
         return F.rms_norm(x, self._shape, self._weight, self._eps)
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """Adds x to `residual` in place, both [num_tokens, size], and returns the norm of the (rounded) sum."""
+    def add(self, x: torch.Tensor | PartialSum, residual: torch.Tensor) -> torch.Tensor:
+        """Adds x to `residual` in place, both [num_tokens, size], and returns the norm of the (rounded) sum.
+
+        Of a PartialSum the ranks' summands are added first. Raises EngineError then, if a rank did not come.
+        """
+        if isinstance(x, PartialSum):
+            return x.add_norm(residual, self._weight, self._eps)
         if self._on_cuda:
             return self._add_rms_norm(x, residual, self._weight, self._eps)
         residual += x
