@@ -9,7 +9,8 @@ once.
 
 cuda: NCCL against symmetric memory, bf16. Every rank is a process with one GPU. A CUDA graph holds 50 all-reduces, one
 after the other; printed is the time of one of them on rank 0, the median of 5 measurements. In brackets what a group
-itself chooses.
+itself chooses. sum+norm and fused add the sum of rows of 4096 to a residual and norm that: the group's all-reduce and a
+norm, or both in one kernel.
 """
 
 from __future__ import annotations
@@ -21,16 +22,21 @@ import os
 import platform
 import statistics
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 
+from parallel.fused_sum import fits, fuses
 from parallel.group import MULTICAST_OFF, Strategy, TensorParallelGroup
 from parallel.symmetric_memory import Method, SymmetricMemoryCollectives, choose_method
 
 METHODS: tuple[Method, ...] = ("nccl", "one_shot", "two_shot")
+WITH_NORM = ("sum+norm", "fused")
+ROW = 4096
 CALLS_IN_GRAPH = 50
 
 
@@ -86,17 +92,20 @@ def measure(size: int, strategy: Strategy, spin_us: int, floats: list[int], roun
 
 
 def cuda_rank_main(rank: int, size: int, sizes: list[int], port: int, pipe: Connection) -> None:
-    """Times every method at each of `sizes` bytes; sends {method: [microseconds, one for each size] or torch's no}."""
+    """Times every method at each of `sizes` bytes.
+
+    Sends {method: [microseconds, None for what it cannot do, one for each size] or torch's no}.
+    """
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))  # type: ignore[attr-defined]
     collectives = SymmetricMemoryCollectives.create(
         rank=rank, size=size, store=store, device=device, timeout_s=60, buffer_bytes=max(sizes)
     )
-    answers: dict[Method, list[float] | str] = {}
-    for method in METHODS:
+    answers: dict[str, list[float | None] | str] = {}
+    for method in METHODS + WITH_NORM:
         try:
-            answers[method] = [time_in_graph(collectives, method, nbytes) for nbytes in sizes]
+            answers[method] = [time_in_graph(collectives, size, method, nbytes) for nbytes in sizes]
         except RuntimeError as error:  # a kernel that torch has not for so many ranks; all of them hear it
             answers[method] = str(error).split("\n", 1)[0]
     collectives.barrier()
@@ -104,19 +113,43 @@ def cuda_rank_main(rank: int, size: int, sizes: list[int], port: int, pipe: Conn
     pipe.send(answers)
 
 
-def time_in_graph(collectives: SymmetricMemoryCollectives, method: Method, nbytes: int) -> float:
-    """Microseconds of one all-reduce of `nbytes` bytes."""
+def prepared(
+    collectives: SymmetricMemoryCollectives, size: int, method: str, nbytes: int
+) -> Callable[[], object] | None:
+    """One call of `method` for `nbytes` bytes; None if it cannot do so many."""
     x = collectives.buffer[:nbytes].view(torch.bfloat16)
     if method == "nccl":
         x = torch.empty_like(x)
     x.zero_()
-    for _ in range(3):
-        collectives.all_reduce_by(method, x)
+    if method in METHODS:
+        return partial(collectives.all_reduce_by, method, x)
+    from worker.kernels.norm import add_rms_norm  # a CPU install has no Triton
+
+    shape = (nbytes // 2 // ROW, ROW)
+    if not fits(size, shape, torch.bfloat16):
+        return None
+    residual = torch.zeros(shape, dtype=torch.bfloat16, device=x.device)
+    weight = torch.ones(ROW, dtype=torch.bfloat16, device=x.device)
+    if method == "fused":
+        for _ in range(2):
+            collectives.fused.partial_sum(shape).summand.zero_()
+            collectives.fused.partial_sum(shape).add_norm(residual, weight, 1e-6)
+        return lambda: collectives.fused.partial_sum(shape).add_norm(residual, weight, 1e-6)
+    return lambda: add_rms_norm(collectives.all_reduce(x).view(shape), residual, weight, 1e-6)
+
+
+def time_in_graph(collectives: SymmetricMemoryCollectives, size: int, method: str, nbytes: int) -> float | None:
+    """Microseconds of one call of `method` for `nbytes` bytes; None if it cannot do so many."""
+    call = prepared(collectives, size, method, nbytes)
+    if call is None:
+        return None
+    for _ in range(4):
+        call()
     collectives.barrier()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(CALLS_IN_GRAPH):
-            collectives.all_reduce_by(method, x)
+            call()
     num_replays = max(1, min(20, (1 << 28) // nbytes // CALLS_IN_GRAPH))
     times = []
     for i in range(6):
@@ -132,8 +165,8 @@ def time_in_graph(collectives: SymmetricMemoryCollectives, method: Method, nbyte
     return statistics.median(times)
 
 
-def measure_cuda(size: int, sizes: list[int]) -> dict[Method, list[float] | str]:
-    """{method: [microseconds, one for each of `sizes`], or why there are none} of `size` ranks."""
+def measure_cuda(size: int, sizes: list[int]) -> dict[str, list[float | None] | str]:
+    """{method: [microseconds or None, one for each of `sizes`], or why there are none} of `size` ranks."""
     context = multiprocessing.get_context("spawn")
     master = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     ours, theirs = zip(*(context.Pipe() for _ in range(size)), strict=True)
@@ -147,7 +180,7 @@ def measure_cuda(size: int, sizes: list[int]) -> dict[Method, list[float] | str]
         pipe.close()
     if not ours[0].poll(300):
         raise TimeoutError(f"{size} ranks did not end within 300 s")
-    answers: dict[Method, list[float] | str] = ours[0].recv()
+    answers: dict[str, list[float | None] | str] = ours[0].recv()
     for process in ranks:
         process.join()
     return answers
@@ -164,18 +197,27 @@ def main_cuda(all_ranks: list[int], sizes: list[int], json_path: Path | None) ->
     for size in [size for size in all_ranks if size <= torch.cuda.device_count()]:
         answers = measure_cuda(size, sizes)
         print(f"{size} ranks".rjust(10) + "".join(f"{label(nbytes):>11}" for nbytes in sizes))
-        for method in METHODS:
+        for method in METHODS + WITH_NORM:
             cells, answer = [], answers[method]
             if isinstance(answer, str):
                 print(f"{method:>10} {answer}", flush=True)
                 continue
             for nbytes, us in zip(sizes, answer, strict=True):
-                chosen = choose_method(size, nbytes, torch.bfloat16, max(sizes)) == method
+                if us is None:
+                    cells.append("- ")
+                    continue
+                chosen = is_chosen(size, method, nbytes, max(sizes))
                 cells.append(f"[{us:.1f}]" if chosen else f"{us:.1f} ")
                 records.append({"ranks": size, "bytes": nbytes, "method": method, "us": us, "chosen": chosen})
             print(f"{method:>10}" + "".join(f"{cell:>11}" for cell in cells), flush=True)
     if json_path is not None:
         json_path.write_text(json.dumps({"machine": machine, "measurements": records}, indent=1) + "\n")
+
+
+def is_chosen(size: int, method: str, nbytes: int, buffer_bytes: int) -> bool:
+    if method in METHODS:
+        return choose_method(size, nbytes, torch.bfloat16, buffer_bytes) == method
+    return fuses(size, (nbytes // 2 // ROW, ROW), torch.bfloat16) == (method == "fused")
 
 
 def label(nbytes: int) -> str:
