@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +161,7 @@ class Rank:
             page_size=PAGE_SIZE,
             sampled=np.ones(len(rows), np.bool_),
         )
+        batch = replace(batch, sample_indices=torch.arange(batch.num_tokens))  # not only the last of each row
         self.backend.init_forward_metadata(batch)
         hidden = self.decoder.forward(batch, self.backend)
         return list(self.decoder.logits(hidden).split(lens.tolist()))

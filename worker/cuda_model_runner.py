@@ -52,6 +52,7 @@ class CudaModelRunner:
         self._req_to_token_pool = req_to_token_pool
         self._num_pages = token_to_kv_pool.num_pages
         self._sampler = sampler
+        self._group = group
         self._limits = limits
         self._max_rows = max_rows
         self._params = default_params(limits.num_rows)
@@ -95,18 +96,18 @@ class CudaModelRunner:
             batch = self._inputs.batch(frame)
             hidden = self._forward(batch)
             if len(sampled) == 0:
-                return CudaStep.record(frame, None, sampled, None)
+                return CudaStep.record(self._group, frame, None, sampled, None)
             which = self._inputs.sampled(len(sampled))
             rows = self._inputs.rows(num_rows).index_select(0, which)
             positions = self._inputs.seq_lens(num_rows).index_select(0, which)
-            output = self._sample(hidden.index_select(0, batch.sample_indices), rows, positions)
+            output = self._sample(hidden, rows, positions)
         chosen, num_logprobs = self._resampled(sampled)
         logprobs = None
         if len(chosen):
             logprobs = self._sampler.resample(output.logits, rows, positions, output.tokens, chosen, num_logprobs)
             self._inputs.last_tokens.index_copy_(0, rows.long(), output.tokens)
         asked = chosen[num_logprobs >= 0].astype(np.int32)
-        return CudaStep.record(frame, output.tokens, asked, logprobs)
+        return CudaStep.record(self._group, frame, output.tokens, asked, logprobs)
 
     def _decode(self, num_rows: int) -> StepOutput:
         """The decode step of `num_rows` rows over static buffers: what a graph captures."""
@@ -140,12 +141,14 @@ class CudaStep:
 
     def __init__(
         self,
+        group: TensorParallelGroup,
         frame: StepFrame,
         tokens: torch.Tensor | None,
         logprob_rows: Int32Array,
         logprobs: LogprobTensors | None,
         done: Any,
     ) -> None:
+        self._group = group
         self._frame = frame
         self._tokens = tokens
         self._logprob_rows = logprob_rows
@@ -155,6 +158,7 @@ class CudaStep:
     @classmethod
     def record(
         cls,
+        group: TensorParallelGroup,
         frame: StepFrame,
         tokens: torch.Tensor | None,
         logprob_rows: Int32Array,
@@ -173,13 +177,15 @@ class CudaStep:
             copied = LogprobTensors(*(part.to("cpu", non_blocking=True) for part in logprobs))
         done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch does not annotate it
         done.record()
-        return cls(frame, on_host, logprob_rows, copied, done)
+        return cls(group, frame, on_host, logprob_rows, copied, done)
 
     def is_done(self) -> bool:
         return bool(self._done.query())
 
     def result(self) -> StepResult:
         self._done.synchronize()
+        # A sum whose wait was ended goes on with what there is: those tokens must not get out.
+        self._group.check_alive()
         frame = self._frame
         if self._tokens is None:
             return StepResult(frame.generation, frame.step, tokens=np.empty(0, np.int32))

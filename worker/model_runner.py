@@ -82,7 +82,7 @@ class ModelRunner:
             sampled=sampled,
         )
         self._backend.init_forward_metadata(batch)
-        return self._decoder.forward(batch, self._backend).index_select(0, batch.sample_indices)
+        return self._decoder.forward(batch, self._backend)
 
     def _input_ids(self, frame: StepFrame) -> torch.Tensor:
         has_tokens = (frame.flags & RowFlag.HAS_TOKENS) != 0

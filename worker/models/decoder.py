@@ -16,6 +16,7 @@ from attention.forward_batch import ForwardBatch
 from attention.layer import AttentionLayer
 from configs.model_config import ModelConfig
 from parallel.embedding import ParallelLMHead, VocabParallelEmbedding
+from parallel.fused_sum import PartialSum
 from parallel.group import TensorParallelGroup
 from parallel.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear, TensorSource
 from parallel.plan import LayerShard, ShardPlan, Span
@@ -36,7 +37,10 @@ class _Step:
 
 
 class Attention:
-    """Self-attention over this rank's query heads: qkv -> norm -> rotary -> attention -> o -> all-reduce."""
+    """Self-attention over this rank's query heads: qkv -> norm -> rotary -> attention -> o -> all-reduce.
+
+    The all-reduce may be left to the norm that takes what this returns.
+    """
 
     def __init__(
         self,
@@ -88,9 +92,14 @@ class Attention:
             self._q_norm.load(source, f"{prefix}.q_norm")
             self._k_norm.load(source, f"{prefix}.k_norm")
 
-    def __call__(self, x: torch.Tensor, step: _Step) -> torch.Tensor:
+    def attend(self, x: torch.Tensor, step: _Step) -> torch.Tensor:
+        """[num_tokens, tp_q_head_num * head_dim] of [num_tokens, hidden_size]; the tokens' K and V are in the pool."""
         qkv = self._qkv(x)
-        return self._o(self._attend_fused(qkv, step) if step.cos_sin is None else self._attend(qkv, step))
+        return self._attend_fused(qkv, step) if step.cos_sin is None else self._attend(qkv, step)
+
+    def project(self, attended: torch.Tensor) -> torch.Tensor | PartialSum:
+        """[num_tokens, hidden_size] of what `attend` returned."""
+        return self._o.for_norm(attended)
 
     def _attend(self, qkv: torch.Tensor, step: _Step) -> torch.Tensor:
         assert step.cos_sin is not None, "only CUDA steps look cosines up in the kernel"
@@ -128,7 +137,7 @@ class Attention:
 
 
 class MLP:
-    """down(act(gate(x)) * up(x)) over this rank's columns, then all-reduce."""
+    """down(act(gate(x)) * up(x)) over this rank's columns, then all-reduce, which may be left to the next norm."""
 
     def __init__(
         self,
@@ -151,8 +160,8 @@ class MLP:
         self._gate_up.load(source, (f"{prefix}.gate_proj", f"{prefix}.up_proj"))
         self._down.load(source, f"{prefix}.down_proj")
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._down(self._act_and_mul(self._gate_up(x)))
+    def __call__(self, x: torch.Tensor) -> torch.Tensor | PartialSum:
+        return self._down.for_norm(self._act_and_mul(self._gate_up(x)))
 
 
 class DecoderLayer:
@@ -179,16 +188,30 @@ class DecoderLayer:
         self._input_norm.load(source, f"{prefix}.input_layernorm")
         self._post_norm.load(source, f"{prefix}.post_attention_layernorm")
 
-    def __call__(self, x: torch.Tensor | None, residual: torch.Tensor, step: _Step) -> torch.Tensor:
-        """The MLP's output, still to be added to `residual`, as `x` is: the next norm does both in one kernel.
+    def __call__(
+        self,
+        x: torch.Tensor | PartialSum | None,
+        residual: torch.Tensor,
+        step: _Step,
+        keep: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor | PartialSum, torch.Tensor]:
+        """(the MLP's output, the residual it is still to be added to): the next norm adds and norms in one kernel.
 
         Args:
-            x: the layer before's output; None for the first layer.
+            x: the layer before's output, to be added to `residual`; None for the first layer.
             residual: [num_tokens, hidden_size]; added to in place.
+            keep: tokens to go on with once K and V are stored; at least one. None: all.
         """
         normed = self._input_norm(residual) if x is None else self._input_norm.add(x, residual)
-        x = self.attention(normed, step)
-        return self._mlp(self._post_norm.add(x, residual))
+        attended = self.attention.attend(normed, step)
+        if keep is not None:
+            attended, residual = attended.index_select(0, keep), residual.index_select(0, keep)
+        x = self.attention.project(attended)
+        return self._mlp(self._post_norm.add(x, residual)), residual
+
+    def store(self, x: torch.Tensor | PartialSum, residual: torch.Tensor, step: _Step) -> None:
+        """Only puts the tokens' K and V into the pool."""
+        self.attention.attend(self._input_norm.add(x, residual), step)
 
 
 class Decoder:
@@ -246,15 +269,23 @@ class Decoder:
         self._rotary = RotaryEmbedding(self._model, max_positions, dtype=self._dtype, device=self._device)
 
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> torch.Tensor:
-        """Hidden states [num_tokens, hidden_size] after the last norm; `backend` is ready for `batch`."""
+        """Hidden states [num_sampled, hidden_size] of `batch.sample_indices` after the last norm.
+
+        The last layer's products run for these tokens alone. `backend` is ready for `batch`.
+        """
         assert self._rotary is not None, "forward before set_max_positions"
         on_cuda = self._device.type == "cuda"
         step = _Step(batch, backend, self._rotary, None if on_cuda else self._rotary.at(batch.positions))
         residual = self._embedding(batch.input_ids)
-        x: torch.Tensor | None = None
-        for layer in self._layers:
-            x = layer(x, residual, step)
-        assert x is not None, "a model has layers"
+        x: torch.Tensor | PartialSum | None = None
+        *layers, last = self._layers
+        for layer in layers:
+            x, residual = layer(x, residual, step)
+        num_sampled = len(batch.sample_indices)
+        if num_sampled == 0 and x is not None:
+            last.store(x, residual, step)
+            return residual[:0]
+        x, residual = last(x, residual, step, None if num_sampled == batch.num_tokens else batch.sample_indices)
         return self._norm.add(x, residual)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
