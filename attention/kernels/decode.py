@@ -8,6 +8,7 @@ from `DecodeTuning`: never from the other rows.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -21,14 +22,13 @@ MAX_GROUP = 16
 """Most query heads of one KV head: the rows of the smallest matrix product that tensor cores do."""
 
 _SPLITS_AT_ONCE = 16
-# Four programs on each of an H200's 132 multiprocessors: what their registers and shared memory hold at once.
-_RESIDENT_PROGRAMS = 528
 _MAX_SPLITS = 128
+_DEPENDENT_LAUNCH = (9, 0)  # the first compute capability that has it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeTuning:
-    """How the work is laid out. The last bits of a row's answer depend on it."""
+    """How the work is laid out. The last bits of a row's answer depend on all of it but `early_join`."""
 
     block_n: int
     """Keys of a block: a power of two, at least 16."""
@@ -38,13 +38,43 @@ class DecodeTuning:
     num_splits: int
     """Runs that a row's keys are cut into, at most."""
     early_join: bool = False
-    """Start the kernel that joins the runs while they are still computed; it then waits for them on the device."""
+    """Start the kernel that joins the runs while they are still computed; it then waits for them on the device, which
+    spares about 1 us (H200). Without effect where there is one run, or on GPUs that cannot do it."""
 
 
 def choose(batch_size: int, num_kv_heads: int) -> DecodeTuning:
-    """What is fastest for so many rows, padding included, on an H200 (benchmarks/decode_attention.py)."""
-    num_splits = min(max(_RESIDENT_PROGRAMS // (batch_size * num_kv_heads), 1), _MAX_SPLITS)
-    return DecodeTuning(block_n=64, num_warps=4, num_stages=3, num_splits=num_splits)
+    """What is fastest for so many rows, padding included, on an H200, where it is so for equal and for mixed lengths.
+
+    Measured with head_dim 128 (benchmarks/results/decode_attention_h200_2026-11-21.txt). Blocks of 64 keys have more
+    bytes on their way to a program, of 32 let six programs and not three share a multiprocessor, of which there are
+    132: they are ahead where only so all programs, or a good part of them, run at once. Keys are split just so far
+    that the device is full: further runs of a row are further programs to start and parts to join.
+
+    Args:
+        batch_size: at least 1.
+        num_kv_heads: of this rank.
+    """
+    num_rows = batch_size * num_kv_heads  # for which keys are read
+    num_splits, is_large = 1, True
+    if num_rows <= 64:
+        num_splits = min(256 // num_rows, _MAX_SPLITS)
+    elif num_rows <= 192:
+        num_splits, is_large = 512 // num_rows, False
+    elif 256 < num_rows <= 1536:
+        is_large = False
+    return DecodeTuning(
+        block_n=64 if is_large else 32,
+        num_warps=4 if is_large else 2,
+        num_stages=3,
+        num_splits=num_splits,
+        early_join=num_splits > 1,
+    )
+
+
+@functools.cache
+def _has_dependent_launch(device: torch.device) -> bool:
+    """Whether a kernel on `device` can be started before the one in front of it is done, and wait for it there."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _DEPENDENT_LAUNCH
 
 
 @triton.jit
@@ -100,6 +130,7 @@ def _decode_kernel(
     row = tl.program_id(2).to(tl.int64)
     num_kv_heads = tl.num_programs(0)
     if EARLY_JOIN:
+        # The join starts once every program here has said so or ended: none of these waits for its place.
         tl.extra.cuda.gdc_launch_dependents()
     slot_stride = num_kv_heads * HEAD_DIM
     page_stride = slot_stride.to(tl.int64) * PAGE_SIZE
@@ -195,11 +226,15 @@ def _join_kernel(
 ):
     row = tl.program_id(1).to(tl.int64)
     out_row = row * tl.num_programs(0) + tl.program_id(0)
+    # Written before the runs' kernel, which is not started early itself, and so before any of this one's programs.
     seq_len = tl.load(cache_seqlens + row)
     begin, end = _blocks_of_split(seq_len, 0, 1, BLOCK_N, WINDOW)
     num_blocks = end - begin
     num_parts = tl.cdiv(num_blocks, tl.cdiv(num_blocks, num_splits))
     if EARLY_JOIN:
+        # Until all runs are done and what they wrote can be seen: no part is read above, nothing written. Every program
+        # waits, so this kernel ends after theirs, and the next in the stream, started as usual, finds both done: it may
+        # take the parts' memory.
         tl.extra.cuda.gdc_wait()
 
     splits = tl.arange(0, MAX_SPLITS)
@@ -245,7 +280,8 @@ def paged_decode(
         paged: of a step of single tokens: `cache_seqlens` is at least 1 in every row, `cu_seqlens_q` is not read.
         layer: its scale, window and softcap are applied.
         out: [batch_size, tp_q_head_num, head_dim], contiguous, written.
-        tuning: None: `choose` of this batch.
+        tuning: None: `choose` of this batch. Keys that are split take (head_dim + 1) * 4 bytes for each query head and
+            run, as long as this computes: at most 512 * group * (head_dim + 1) * 4 bytes as `choose` splits.
 
     Returns:
         `out`.
@@ -254,8 +290,10 @@ def paged_decode(
     _, page_size, num_kv_heads, _ = k_pages.shape
     if tuning is None:
         tuning = choose(batch_size, num_kv_heads)
-    num_splits, block_d = tuning.num_splits, 1 << (head_dim - 1).bit_length()
+    num_splits = tuning.num_splits
+    block_d = max(1 << (head_dim - 1).bit_length(), 16)  # what a matrix product takes
     is_split = num_splits > 1
+    early_join = is_split and tuning.early_join and _has_dependent_launch(q.device)
     parts, lse = out, None
     if is_split:
         num_parts = batch_size * num_q_heads * num_splits
@@ -283,7 +321,7 @@ def paged_decode(
         WINDOW=window,
         CAP=layer.softcap or 0.0,
         SPLIT=is_split,
-        EARLY_JOIN=is_split and tuning.early_join,
+        EARLY_JOIN=early_join,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
     )
@@ -300,7 +338,7 @@ def paged_decode(
             WINDOW=window,
             MAX_SPLITS=1 << (num_splits - 1).bit_length(),
             BLOCK_S=_SPLITS_AT_ONCE,
-            EARLY_JOIN=tuning.early_join,
-            launch_pdl=tuning.early_join,
+            EARLY_JOIN=early_join,
+            launch_pdl=early_join,
         )
     return out
