@@ -35,6 +35,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s), found {num_gpus}"))
 
 
+@pytest.fixture
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of kernels on CPU tensors: skips where kernels are compiled for a GPU.
+
+    Lets Triton's interpreter loop to a bound that a kernel has computed: it holds scalars as arrays of one element, of
+    which numpy makes no int from 2.4 on.
+    """
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("kernels compiled for a GPU take no CPU tensors")
+    interpreter = pytest.importorskip("triton.runtime.interpreter", reason="a CPU install has no Triton")
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda scalar: scalar.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The default model's file; `make setup` puts it there."""
