@@ -25,16 +25,9 @@ _HOPPER = (9, 0)
 
 
 class FA3Provider(ABC):
-    """One build of FlashAttention-3.
-
-    Args:
-        get_scheduler_metadata: the build's function of that name; the builds agree on the keywords used here.
-    """
+    """One build of FlashAttention-3."""
 
     name: ClassVar[str]
-
-    def __init__(self, get_scheduler_metadata: Callable[..., torch.Tensor]) -> None:
-        self._get_scheduler_metadata = get_scheduler_metadata
 
     @abstractmethod
     def attend(
@@ -46,7 +39,6 @@ class FA3Provider(ABC):
         layer: AttentionLayer,
         *,
         num_splits: int = 0,
-        scheduler_metadata: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Causal attention of new tokens over the pages of their rows, which already hold these tokens.
@@ -62,44 +54,11 @@ class FA3Provider(ABC):
             layer: its scale, window and softcap are applied.
             num_splits: pieces that a row's keys are cut into, at most; 0 leaves the number to FA3, 1 makes a row's
                 result independent of the other rows.
-            scheduler_metadata: what the method of that name returned for this step, such a layer and `num_splits`.
             out: [num_tokens, tp_q_head_num, head_dim] to write to. None: a new tensor.
 
         Returns:
             `out`, or the new tensor, contiguous.
         """
-
-    def scheduler_metadata(
-        self, paged: PagedMetadata, layer: AttentionLayer, *, dtype: torch.dtype, page_size: int, num_splits: int = 0
-    ) -> torch.Tensor:
-        """FA3's plan of one decode step for all layers of `layer`'s geometry: int32, on the device.
-
-        Saves `attend` the kernel that makes the plan, in each layer. It holds for this step only, and for one stream
-        at a time: the kernels count in it. Can be captured in a CUDA graph, which then makes it at every replay.
-
-        Steps of single tokens and layers without a window only. FA3 chooses the number of splits from the tokens of
-        the batch, of which this function knows only `max_seqlen_q` a row: in a mixed batch it could plan more splits
-        than `attend` allocates. A windowed layer's plan has another layout.
-        """
-        assert paged.max_seqlen_q == 1, f"scheduler metadata for rows of up to {paged.max_seqlen_q} tokens"
-        assert layer.window is None, "scheduler metadata for a windowed layer"
-        batch_size, max_pages = paged.page_table.shape
-        return self._get_scheduler_metadata(
-            batch_size,
-            paged.max_seqlen_q,
-            max_pages * page_size,  # as `attend` takes it; a larger bound could plan more splits than it allocates
-            layer.tp_q_head_num,
-            layer.tp_k_head_num,
-            layer.head_dim,
-            paged.cache_seqlens,
-            qkv_dtype=dtype,
-            headdim_v=layer.head_dim,
-            cu_seqlens_q=paged.cu_seqlens_q,
-            page_size=page_size,
-            causal=True,
-            has_softcap=layer.softcap is not None,
-            num_splits=num_splits,
-        )
 
     def probe(self, layer: AttentionLayer, *, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
         """Attends once from one token to itself, as `layer` would; waits for the device.
@@ -139,10 +98,7 @@ class SglKernel(FA3Provider):
 
     name = "sgl_kernel"
 
-    def __init__(
-        self, with_kvcache: Callable[..., torch.Tensor], get_scheduler_metadata: Callable[..., torch.Tensor]
-    ) -> None:
-        super().__init__(get_scheduler_metadata)
+    def __init__(self, with_kvcache: Callable[..., torch.Tensor]) -> None:
         self._with_kvcache = with_kvcache
 
     def attend(
@@ -154,7 +110,6 @@ class SglKernel(FA3Provider):
         layer: AttentionLayer,
         *,
         num_splits: int = 0,
-        scheduler_metadata: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return self._with_kvcache(
@@ -169,7 +124,6 @@ class SglKernel(FA3Provider):
             causal=True,
             window_size=_window(layer),
             softcap=layer.softcap or 0.0,
-            scheduler_metadata=scheduler_metadata,
             num_splits=num_splits,
             out=out,
         )
@@ -180,8 +134,7 @@ class FlashAttention3(FA3Provider):
 
     name = "flash_attention_3"
 
-    def __init__(self, fwd: Callable[..., Any], get_scheduler_metadata: Callable[..., torch.Tensor]) -> None:
-        super().__init__(get_scheduler_metadata)
+    def __init__(self, fwd: Callable[..., Any]) -> None:
         self._fwd = fwd
 
     def attend(
@@ -193,7 +146,6 @@ class FlashAttention3(FA3Provider):
         layer: AttentionLayer,
         *,
         num_splits: int = 0,
-        scheduler_metadata: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         left, right = _window(layer)
@@ -211,7 +163,6 @@ class FlashAttention3(FA3Provider):
             window_size_left=left,
             window_size_right=right,
             softcap=layer.softcap or 0.0,
-            scheduler_metadata=scheduler_metadata,
             num_splits=num_splits,
         )
         return attended
@@ -223,15 +174,15 @@ def _window(layer: AttentionLayer) -> tuple[int, int]:
 
 
 def _load_sgl_kernel() -> FA3Provider:
-    from sgl_kernel.flash_attn import flash_attn_with_kvcache, get_scheduler_metadata
+    from sgl_kernel.flash_attn import flash_attn_with_kvcache
 
-    return SglKernel(flash_attn_with_kvcache, get_scheduler_metadata)
+    return SglKernel(flash_attn_with_kvcache)
 
 
 def _load_flash_attention_3() -> FA3Provider:
-    from flash_attn_interface import get_scheduler_metadata  # its import registers the operators
+    import flash_attn_interface  # noqa: F401  # its import registers the operators
 
-    return FlashAttention3(torch.ops.flash_attn_3.fwd.default, get_scheduler_metadata)
+    return FlashAttention3(torch.ops.flash_attn_3.fwd.default)
 
 
 _LOADERS: dict[str, Callable[[], FA3Provider]] = {

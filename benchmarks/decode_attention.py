@@ -11,7 +11,6 @@ on an H200). First several tunings of the kernel are tried on a few batches; the
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 import statistics
@@ -32,7 +31,6 @@ MAX_TOKENS = 40_960  # of a row: the width of the page table
 POOL_BYTES = 4 << 30  # of keys; as much for values
 TARGET_BYTES = 1 << 30  # of keys and values that a graph reads
 MIN_LAYERS, MAX_LAYERS = 4, 128
-LAYERS_PER_STEP = 36  # that one plan of FA3 serves
 MIXED = "mixed"
 DEVICE = torch.device("cuda")
 
@@ -129,26 +127,12 @@ class Inputs:
 
         return run
 
-    def fa3(self, provider: FA3Provider, *, num_splits: int, planned: bool) -> Callable[[], None]:
-        """All layers by FA3; `planned`: with its plan made once in as many layers as a model has."""
+    def fa3(self, provider: FA3Provider, *, num_splits: int) -> Callable[[], None]:
+        """All layers by FA3."""
 
         def run() -> None:
-            plan = None
-            for i, paged in enumerate(self.paged):
-                if planned and i % LAYERS_PER_STEP == 0:
-                    plan = provider.scheduler_metadata(
-                        paged, self.layer, dtype=torch.bfloat16, page_size=self.k.shape[1], num_splits=num_splits
-                    )
-                provider.attend(
-                    self.q,
-                    self.k,
-                    self.v,
-                    paged,
-                    self.layer,
-                    num_splits=num_splits,
-                    scheduler_metadata=plan,
-                    out=self.out,
-                )
+            for paged in self.paged:
+                provider.attend(self.q, self.k, self.v, paged, self.layer, num_splits=num_splits, out=self.out)
 
         return run
 
@@ -205,8 +189,8 @@ class Benchmark:
     def fa3(self, case: Case, inputs: Inputs) -> dict[str, float]:
         """Microseconds by what FA3 is told."""
         times = {}
-        for name, num_splits, planned in (("auto", 0, False), ("one", 1, False), ("planned", 0, True)):
-            times[name] = inputs.us(inputs.fa3(self._provider, num_splits=num_splits, planned=planned))
+        for name, num_splits in (("auto", 0), ("one", 1)):
+            times[name] = inputs.us(inputs.fa3(self._provider, num_splits=num_splits))
             self._record(case, inputs, f"fa3 {name}", times[name])
         return times
 
@@ -224,16 +208,13 @@ class Benchmark:
     def inputs(self, case: Case) -> Inputs:
         return Inputs(case, self._pool)
 
-    def error(self, case: Case, inputs: Inputs) -> float:
-        """Largest difference of the kernel, as it tunes itself, from FA3 in the last layer; with an early join too."""
-        inputs.fa3(self._provider, num_splits=1, planned=False)()
-        theirs, chosen = inputs.out.float(), choose(case.batch_size, case.num_kv_heads)
-        worst = 0.0
-        for tuning in (chosen, dataclasses.replace(chosen, early_join=True)):
-            inputs.out.fill_(torch.nan)
-            inputs.kernel(tuning)()
-            worst = max(worst, float((inputs.out.float() - theirs).abs().nan_to_num(torch.inf).max()))
-        return worst
+    def error(self, inputs: Inputs) -> float:
+        """Largest difference of the kernel, as it tunes itself, from FA3 in the last layer."""
+        inputs.fa3(self._provider, num_splits=1)()
+        theirs = inputs.out.float()
+        inputs.out.fill_(torch.nan)
+        inputs.kernel(None)()
+        return float((inputs.out.float() - theirs).abs().nan_to_num(torch.inf).max())
 
 
 def label(tuning: DecodeTuning) -> str:
@@ -242,7 +223,7 @@ def label(tuning: DecodeTuning) -> str:
     return f"{chr(ord('a') + shape)}{tuning.num_splits}" + "+" * tuning.early_join
 
 
-def tuning_of(shape: tuple[int, int, int], num_splits: int, *, early_join: bool = False) -> DecodeTuning:
+def tuning_of(shape: tuple[int, int, int], num_splits: int, *, early_join: bool = True) -> DecodeTuning:
     return DecodeTuning(
         block_n=shape[0],
         num_warps=shape[1],
@@ -269,7 +250,7 @@ def sweep(bench: Benchmark) -> dict[str, list[tuple[int, int, int]]]:
         inputs = bench.inputs(case)
         print(
             f"[{i}] {case.name()}: {inputs.num_bytes / bench.peak_gb_s / 1e3:.1f} us by bytes, {len(inputs.paged)} "
-            f"layers, largest difference from FA3 {bench.error(case, inputs):.5f}"
+            f"layers, largest difference from FA3 {bench.error(inputs):.5f}"
         )
         for splits in all_splits:
             times[case, splits] = bench.kernel(case, inputs, [tuning_of(shape, splits) for shape in SHAPES])
@@ -295,23 +276,23 @@ def best_shapes(times: dict[tuple[Case, int], dict[DecodeTuning, float]]) -> dic
 
 
 def candidates(case: Case, shapes: Sequence[tuple[int, int, int]]) -> list[DecodeTuning]:
-    """The shapes with as many splits as `choose` would, with twice and half as many, and with an early join."""
+    """The shapes with as many splits as `choose` would, with twice and half as many, and with a join in its turn."""
     chosen = choose(case.batch_size, case.num_kv_heads)
     splits = sorted({max(chosen.num_splits // 2, 1), chosen.num_splits, min(2 * chosen.num_splits, 128)})
     tunings = [tuning_of(shape, count) for shape in shapes[:2] for count in splits]
     tunings += [tuning_of(shape, chosen.num_splits) for shape in shapes[2:]]
-    tunings += [tuning_of(shapes[0], count, early_join=True) for count in splits]
+    tunings.append(tuning_of(shapes[0], chosen.num_splits, early_join=False))
     return list(dict.fromkeys([chosen, *tunings]))
 
 
 def table(bench: Benchmark, shapes: dict[str, list[tuple[int, int, int]]]) -> None:
-    """Prints every batch: the kernel at its best tuning and at its own, and FA3's three."""
+    """Prints every batch: the kernel at its best tuning and at its own, and FA3's two."""
     contexts: tuple[int | str, ...] = (224, 400, 800, 1500, MIXED)
     heads = [(32, 8), (16, 8), (16, 4), (8, 2)]
     rows = [(*pair, batch, 64) for batch in (64, 256) for pair in heads] + [(32, 8, 64, 16)]
     rows += [(*pair, batch, 64) for batch in (128, 16, 1, 32, 8) for pair in heads]
     print("us of the best tuning, its share of the peak, the tuning, [us as the kernel tunes itself]")
-    print("then FA3: its own splits/one split/its own splits with a plan for all layers")
+    print("then FA3: its own splits/one split")
     print(" " * 16 + "".join(f"{context:<39}" for context in contexts))
     for num_q_heads, num_kv_heads, batch_size, page_size in rows:
         cells, name = [], ""

@@ -1,5 +1,8 @@
 """The FlashAttention-3 backend: its wiring on the CPU over an emulated build, its numbers on a GPU.
 
+Steps of decodes are the Triton kernel's here (its own tests: test_decode_kernel.py), all others FA3's, which is called
+for decodes as well by tests of the providers: steps with prompts hold decodes.
+
 A GPU case passes when its largest error against fp32 is at most twice that of the same attention by torch in the
 same dtype.
 """
@@ -153,28 +156,38 @@ class Case:
         )
         return dataclasses.replace(batch, paged=paged)
 
-    def backend(self, provider: str | None = None, *, use_scheduler_metadata: bool = False) -> FlashAttentionBackend:
-        return FlashAttentionBackend(
-            [self.layer],
-            self.table,
-            self.pool,
-            provider=provider,
-            use_scheduler_metadata=use_scheduler_metadata,
-        )
+    def backend(self, provider: str | None = None) -> FlashAttentionBackend:
+        return FlashAttentionBackend([self.layer], self.table, self.pool, provider=provider)
 
     def run(self, backend: AttentionBackend, chosen: Sequence[int] | None = None) -> list[torch.Tensor]:
         """[extend_len, Hq, D] of each row `chosen`; q is a slice of wider rows, as of a fused projection."""
         chosen = range(len(self.rows)) if chosen is None else chosen
         backend.init_forward_metadata(self.batch(chosen))
-        q, k, v = (
-            torch.cat([rows[i][-self.rows[i][1] :] for i in chosen]).flatten(1) for rows in (self.q, self.k, self.v)
-        )
-        q = torch.cat([q, k, v], dim=1)[:, : q.shape[1]]
+        q, k, v = self.qkv(chosen)
         out = backend.forward(q, k, v, self.layer)
         assert out.shape == q.shape
         assert out.is_contiguous()
         shaped = out.view(-1, self.layer.tp_q_head_num, self.layer.head_dim)
         return list(shaped.split([self.rows[i][1] for i in chosen]))
+
+    def run_fa3(self, provider: FA3Provider) -> list[torch.Tensor]:
+        """[extend_len, Hq, D] of each row by FA3, which the backend spares batches of decodes."""
+        batch = self.batch()
+        assert batch.paged is not None
+        q, k, v = self.qkv(range(len(self.rows)))
+        self.pool.set_kv(0, batch.out_cache_loc, k, v)
+        heads = q.view(-1, self.layer.tp_q_head_num, self.layer.head_dim)
+        out = provider.attend(heads, *self.pool.pages(0), batch.paged, self.layer)
+        assert out.shape == heads.shape
+        assert out.is_contiguous()
+        return list(out.split([extend for _, extend in self.rows]))
+
+    def qkv(self, chosen: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The new tokens of the rows `chosen`, [num_tokens, heads * D] each."""
+        q, k, v = (
+            torch.cat([rows[i][-self.rows[i][1] :] for i in chosen]).flatten(1) for rows in (self.q, self.k, self.v)
+        )
+        return torch.cat([q, k, v], dim=1)[:, : q.shape[1]], k, v
 
     def expected(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """[extend_len, Hq, D] fp32 of every row, computed in `dtype`."""
@@ -234,7 +247,6 @@ def _emulated_fwd(q: Any, k: Any, v: Any, **given: Any) -> tuple[torch.Tensor, .
     assert given.pop("is_causal")
     assert given.pop("window_size_right") in (-1, 0)
     assert given.pop("num_splits") == 0
-    del given["scheduler_metadata"]
     names = {"seqused_k": "cache_seqlens", "softmax_scale": "scale", "window_size_left": "left"}
     nothing = torch.empty(0)
     return _emulate(q, k, v, **{names.get(name, name): value for name, value in given.items()}), *[nothing] * 3
@@ -244,27 +256,23 @@ def _emulated_with_kvcache(q: Any, k: Any, v: Any, **given: Any) -> torch.Tensor
     """`sgl_kernel.flash_attn.flash_attn_with_kvcache`."""
     assert given.pop("causal")
     assert given.pop("num_splits") == 0
-    del given["scheduler_metadata"]
     left, right = given.pop("window_size")
     assert right == (-1 if left < 0 else 0)
     return _emulate(q, k, v, left=left, scale=given.pop("softmax_scale"), **given)
 
 
-def _no_plan(*args: Any, **kwargs: Any) -> torch.Tensor:
-    raise AssertionError("nobody asked for scheduler metadata")
-
-
 EMULATED: dict[str, FA3Provider] = {
-    "sgl_kernel": SglKernel(_emulated_with_kvcache, _no_plan),
-    "flash_attention_3": FlashAttention3(_emulated_fwd, _no_plan),
+    "sgl_kernel": SglKernel(_emulated_with_kvcache),
+    "flash_attention_3": FlashAttention3(_emulated_fwd),
 }
 
 
 @pytest.fixture
-def emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes every backend of the test use the emulation called by the fixture's parameter."""
+def emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, interpreter: None) -> FA3Provider:
+    """Makes every backend of the test use the emulation called by the fixture's parameter; returns that."""
     provider = EMULATED[getattr(request, "param", "flash_attention_3")]
     monkeypatch.setattr("attention.flash_attention.load_provider", lambda name, device: provider)
+    return provider
 
 
 def _small(layer: AttentionLayer, batch: str = "mixed", page_size: int = 16) -> Case:
@@ -277,12 +285,13 @@ def _small(layer: AttentionLayer, batch: str = "mixed", page_size: int = 16) -> 
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("batch", list(SMALL_BATCHES))
 def test_tells_each_provider_what_the_torch_backend_computes(
-    batch: str, page_size: int, window: int | None, softcap: float | None, emulated: None
+    batch: str, page_size: int, window: int | None, softcap: float | None, emulated: FA3Provider
 ) -> None:
     case = _small(_layer(group=3, window=window, softcap=softcap), batch, page_size)
     expected = case.run(create_backend("torch_native", [case.layer], case.table, case.pool))
-    for ours, theirs in zip(case.run(case.backend()), expected, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=0.01, rtol=0.01)
+    for rows in (case.run(case.backend()), case.run_fa3(emulated)):
+        for ours, theirs in zip(rows, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=0.01, rtol=0.01)
 
 
 def test_writes_to_the_tensor_that_it_is_given() -> None:
@@ -297,38 +306,22 @@ def test_writes_to_the_tensor_that_it_is_given() -> None:
         assert torch.equal(out, provider.attend(q, *case.pool.pages(0), paged, case.layer))
 
 
-def test_plans_once_a_decode_step_for_all_layers_alike_and_only_those_without_a_window(
-    monkeypatch: pytest.MonkeyPatch,
+def test_decodes_go_to_the_triton_kernel_and_mixed_steps_and_wide_groups_to_fa3(
+    monkeypatch: pytest.MonkeyPatch, interpreter: None
 ) -> None:
-    layers = [
-        _layer(layer_id=0),
-        _layer(layer_id=1, window=9),
-        _layer(layer_id=2),
-        _layer(layer_id=3, kv_heads=1),
-    ]
-    planned: list[tuple[int, ...]] = []
-    used: list[torch.Tensor | None] = []
+    calls: list[int] = []
 
-    def plan(batch_size: int, max_q: int, max_k: int, q_heads: int, kv_heads: int, *_: Any, **__: Any) -> torch.Tensor:
-        planned.append((batch_size, max_q, max_k, q_heads, kv_heads))
-        return torch.tensor([len(planned)])
+    def fwd(q: torch.Tensor, *args: Any, **given: Any) -> tuple[torch.Tensor, ...]:
+        calls.append(given["max_seqlen_q"])
+        return _emulated_fwd(q, *args, **given)
 
-    def fwd(*args: Any, **given: Any) -> tuple[torch.Tensor, ...]:
-        used.append(given["scheduler_metadata"])
-        return _emulated_fwd(*args, **given)
-
-    monkeypatch.setattr("attention.flash_attention.load_provider", lambda *_: FlashAttention3(fwd, plan))
-    case = _small(layers[0], "decode")
-    pool = TokenToKVPool(layers, num_pages=12, page_size=16, dtype=torch.float16, device=CPU)
-    backend = FlashAttentionBackend(layers, case.table, pool, use_scheduler_metadata=True)
-    used.clear()  # of the probes
-    backend.init_forward_metadata(case.batch())
-    for layer in layers:
-        backend.attend(torch.zeros(3, layer.tp_q_head_num * layer.head_dim, dtype=torch.float16), layer)
-    assert planned == [(3, 1, 64, 8, 2), (3, 1, 64, 4, 1)]
-    assert [plan if plan is None else int(plan) for plan in used] == [1, None, 1, 2]
-    backend.init_forward_metadata(_small(layers[0], "mixed").batch())
-    assert len(planned) == 2
+    monkeypatch.setattr("attention.flash_attention.load_provider", lambda *_: FlashAttention3(fwd))
+    for group, batch, expected in ((16, "decode", []), (16, "mixed", [17]), (17, "decode", [1]), (1, "extend", [17])):
+        case = _small(_layer(group=group), batch)
+        backend = case.backend()
+        calls.clear()  # of the probe
+        case.check(case.run(backend))
+        assert calls == expected, f"{group} query heads a KV head, {batch}"
 
 
 @pytest.mark.parametrize(
@@ -340,7 +333,7 @@ def test_plans_once_a_decode_step_for_all_layers_alike_and_only_those_without_a_
     ],
 )
 def test_refuses_paged_metadata_that_fa3_would_misread(
-    batch: str, wrong: dict[str, torch.Tensor], emulated: None
+    batch: str, wrong: dict[str, torch.Tensor], emulated: FA3Provider
 ) -> None:
     case = _small(_layer(), "decode")
     good = case.batch()
@@ -350,13 +343,13 @@ def test_refuses_paged_metadata_that_fa3_would_misread(
         case.backend().init_forward_metadata(dataclasses.replace(good, paged=paged))
 
 
-def test_refuses_a_batch_without_paged_metadata(emulated: None) -> None:
+def test_refuses_a_batch_without_paged_metadata(emulated: FA3Provider) -> None:
     case = _small(_layer(), "decode")
     with pytest.raises(EngineError, match="without paged metadata"):
         case.backend().init_forward_metadata(dataclasses.replace(case.batch(), paged=None))
 
 
-def test_refuses_dtypes_page_sizes_and_uneven_groups_naming_the_setting(emulated: None) -> None:
+def test_refuses_dtypes_page_sizes_and_uneven_groups_naming_the_setting(emulated: FA3Provider) -> None:
     def backend(layer: AttentionLayer, page_size: int, dtype: torch.dtype) -> None:
         pool = TokenToKVPool([layer], num_pages=1, page_size=page_size, dtype=dtype, device=CPU)
         FlashAttentionBackend([layer], ReqToTokenPool(1, 1), pool)
@@ -373,13 +366,15 @@ def test_refuses_dtypes_page_sizes_and_uneven_groups_naming_the_setting(emulated
         backend(_layer(window=0), 16, torch.bfloat16)
 
 
-def test_refuses_at_the_start_what_the_build_has_no_kernel_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refuses_at_the_start_what_the_build_has_no_kernel_for(
+    monkeypatch: pytest.MonkeyPatch, interpreter: None
+) -> None:
     def without_softcap(*args: Any, **given: Any) -> tuple[torch.Tensor, ...]:
         if given["softcap"]:
             raise RuntimeError("this build has no softcap\nException raised from somewhere")
         return _emulated_fwd(*args, **given)
 
-    provider = FlashAttention3(without_softcap, _no_plan)
+    provider = FlashAttention3(without_softcap)
     monkeypatch.setattr("attention.flash_attention.load_provider", lambda *_: provider)
     _small(_layer()).backend()
     with pytest.raises(ConfigError, match=r"flash_attention_3 .*softcap=30\.0.*: this build has no softcap\n"):
@@ -387,7 +382,7 @@ def test_refuses_at_the_start_what_the_build_has_no_kernel_for(monkeypatch: pyte
 
 
 def test_refuses_a_build_that_computes_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    provider = FlashAttention3(lambda q, *_, **__: (q, None, None, None), _no_plan)
+    provider = FlashAttention3(lambda q, *_, **__: (q, None, None, None))
     monkeypatch.setattr("attention.flash_attention.load_provider", lambda *_: provider)
     with pytest.raises(ConfigError, match="returned wrong values"):
         _small(_layer()).backend()
@@ -435,22 +430,23 @@ def test_errs_at_most_twice_as_far_as_torch(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("use_scheduler_metadata", [False, True])
 @pytest.mark.parametrize("window", [None, 33])
 @pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize("batch", list(BATCHES))
 @pytest.mark.parametrize("name", list(PROVIDERS))
 def test_every_installed_provider_errs_at_most_twice_as_far_as_torch(
-    name: str, batch: str, head_dim: int, window: int | None, use_scheduler_metadata: bool
+    name: str, batch: str, page_size: int, head_dim: int, window: int | None
 ) -> None:
-    case = Case(_layer(head_dim=head_dim, window=window), 64, BATCHES[batch])
-    case.check(case.run(case.backend(_provider(name), use_scheduler_metadata=use_scheduler_metadata)))
+    case = Case(_layer(head_dim=head_dim, window=window), page_size, BATCHES[batch])
+    case.check(case.run_fa3(load_provider(_provider(name), CUDA)))
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("batch", ["decode", "mixed"])
 @pytest.mark.parametrize("name", list(PROVIDERS))
-def test_softcap_is_applied_or_refused_at_the_start(name: str) -> None:
-    case = Case(_layer(softcap=5.0), 16, BATCHES["mixed"])
+def test_softcap_is_applied_or_refused_at_the_start(name: str, batch: str) -> None:
+    case = Case(_layer(softcap=5.0), 16, BATCHES[batch])
     name = _provider(name)
     try:
         backend = case.backend(name)
@@ -464,8 +460,9 @@ def test_softcap_is_applied_or_refused_at_the_start(name: str) -> None:
 
 
 @pytest.mark.gpu
-def test_float16_errs_at_most_twice_as_far_as_torch() -> None:
-    case = Case(_layer(), 16, BATCHES["mixed"], dtype=torch.float16)
+@pytest.mark.parametrize("batch", ["decode", "mixed"])
+def test_float16_errs_at_most_twice_as_far_as_torch(batch: str) -> None:
+    case = Case(_layer(), 16, BATCHES[batch], dtype=torch.float16)
     case.check(case.run(case.backend()))
 
 
@@ -481,27 +478,11 @@ def test_a_request_alone_equals_the_same_request_in_a_batch(head_dim: int, batch
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("batch", ["decode", "mixed"])
-def test_scheduler_metadata_changes_no_result(batch: str, head_dim: int) -> None:
-    case = Case(_layer(head_dim=head_dim), 16, BATCHES[batch])
-    for chosen in ([0], list(range(len(case.rows)))):
-        with_plan, without = (
-            case.run(case.backend(use_scheduler_metadata=planned), chosen) for planned in (True, False)
-        )
-        for ours, theirs in zip(with_plan, without, strict=True):
-            torch.testing.assert_close(ours, theirs, atol=0.01, rtol=0.01)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("use_scheduler_metadata", [False, True])
 @pytest.mark.parametrize(("head_dim", "window"), [(64, None), (128, None), (128, 33)])
-def test_a_replayed_graph_equals_the_eager_step_bit_for_bit(
-    head_dim: int, window: int | None, use_scheduler_metadata: bool
-) -> None:
+def test_a_replayed_graph_equals_the_eager_step_bit_for_bit(head_dim: int, window: int | None) -> None:
     case = Case(_layer(head_dim=head_dim, window=window), 16, BATCHES["decode"])
     case.run(case.backend())  # writes the new tokens' keys and values
-    backend = case.backend(use_scheduler_metadata=use_scheduler_metadata)
+    backend = case.backend()
     static, q = case.batch([2, 2, 2], padding=1), torch.cat(case.q[:4]).flatten(1)
 
     def step(batch: ForwardBatch) -> torch.Tensor:
