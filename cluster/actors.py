@@ -29,6 +29,13 @@ def actor_class(cls: type) -> Any:
     return ray.remote(**options)(cls)
 
 
+def log_to_stderr() -> None:
+    """Shows what Lockstep itself logs in an actor's process; Ray keeps it, and passes it on to the driver."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    for package in ("attention", "cluster", "configs", "parallel", "worker"):
+        logging.getLogger(package).setLevel(logging.INFO)
+
+
 @dataclass(frozen=True)
 class RankSpec:
     """What a rank is told at birth."""
@@ -63,6 +70,7 @@ class RankActor:
     """One rank's process. Methods run in the order they are declared; `ctl` ones answer while `run` blocks."""
 
     def __init__(self, spec: RankSpec) -> None:
+        log_to_stderr()
         self._spec = spec
         self._group: TensorParallelGroup | None = None
         self._worker: TPWorker | None = None

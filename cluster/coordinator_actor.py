@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from cluster.actors import Location, RankLoad
+from cluster.actors import Location, RankLoad, log_to_stderr
 from configs.model_config import ModelConfig
 from configs.schema import EngineConfig
 
@@ -58,6 +58,7 @@ class CoordinatorActor:
     """Ray's shell around a `Coordinator` and its `RankGroup`."""
 
     def __init__(self, spec: EngineSpec, name: str) -> None:
+        log_to_stderr()
         self._spec = spec
         self._name = name
         self._phase = "starting"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -101,11 +102,17 @@ class TPWorker:
         """Reads this rank's shard. `on_progress` gets the share done, 0 to 1. Raises CheckpointError."""
         if self._device.type == "cpu" and self._config.parallel.threads_per_rank is not None:
             torch.set_num_threads(self._config.parallel.threads_per_rank)
+        began = time.monotonic()
         is_dummy = self._config.load_format == "dummy"
         with DummyCheckpoint(self._model) if is_dummy else Checkpoint.open(self._model_path, self._model) as checkpoint:
             self._decoder.load(checkpoint, on_progress)
             self._weight_bytes = checkpoint.bytes_loaded
-            _log.info("rank %d: %d bytes of weights", self._group.rank, self._weight_bytes)
+        _log.info(
+            "rank %d: %.2f GiB of weights in %.1f s",
+            self._group.rank,
+            self._weight_bytes / (1 << 30),
+            time.monotonic() - began,
+        )
 
     def kv_bytes_per_page(self) -> int:
         """Bytes of one KV page on this rank: all layers, K and V."""
@@ -119,7 +126,7 @@ class TPWorker:
         if self._device.type == "cpu":
             return DeviceMemory(free_bytes(self._device))
         max_rows, max_tokens = resolved(scheduler.max_num_seqs), resolved(scheduler.max_num_batched_tokens)
-        page_size = self._config.kv_cache.page_size
+        began, page_size = time.monotonic(), self._config.kv_cache.page_size
         longest = min(self._model.max_context, max_tokens)
         num_pages = -(-max_tokens // page_size) + max_rows
         with naming_the_rank(self._group.rank, self._device, "the profile run"):
@@ -131,7 +138,7 @@ class TPWorker:
                 max_model_len=longest,
                 page_size=page_size,
             )
-        _log.info("rank %d: %s", self._group.rank, memory)
+        _log.info("rank %d: %s (profile run of %.1f s)", self._group.rank, memory, time.monotonic() - began)
         return memory
 
     @torch.inference_mode()
