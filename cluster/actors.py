@@ -36,6 +36,15 @@ def log_to_stderr() -> None:
         logging.getLogger(package).setLevel(logging.INFO)
 
 
+def device_index(gpu: str, visible: str | None) -> int:
+    """Which of the GPUs a process sees is Ray's GPU `gpu`, where CUDA_VISIBLE_DEVICES is `visible`.
+
+    Ray names the GPUs of a node that was started with that variable by the entries in it, UUIDs among them.
+    """
+    entries = [entry.strip() for entry in visible.split(",")] if visible else []
+    return entries.index(gpu) if gpu in entries else int(gpu)
+
+
 @dataclass(frozen=True)
 class RankSpec:
     """What a rank is told at birth."""
@@ -53,7 +62,7 @@ class Location:
     node_id: str
     pid: int
     device: str
-    """`cpu`, or `cuda:N` with N the index among the node's GPUs."""
+    """`cpu`, or `cuda:N` with N the index among the GPUs that the node's processes see."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +100,8 @@ class RankActor:
         context = ray.get_runtime_context()
         device = "cpu"
         if self._spec.config.device == "cuda":
-            device = f"cuda:{context.get_accelerator_ids()['GPU'][0]}"
+            gpu = context.get_accelerator_ids()["GPU"][0]
+            device = f"cuda:{device_index(gpu, os.environ.get('CUDA_VISIBLE_DEVICES'))}"
         return Location(context.get_node_id(), os.getpid(), device)
 
     def join(self, host: str, port: int, generation: int, one_node: bool) -> None:

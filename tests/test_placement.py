@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from cluster.actors import device_index
 from cluster.placement import NodeResources, check_fits, group_bundles, uses_gpus
 from configs.errors import PlacementError
 from configs.schema import EngineConfig, PlacementConfig
@@ -44,3 +45,9 @@ def test_device_auto_follows_the_cluster() -> None:
     assert uses_gpus(config(1), [NodeResources("a", 8, 1)])
     assert not uses_gpus(config(1), [NodeResources("a", 8, 0)])
     assert not uses_gpus(config(1, device="cpu"), [NodeResources("a", 8, 1)])
+
+
+def test_a_rank_finds_its_gpu_among_those_the_node_was_started_with() -> None:
+    assert device_index("3", None) == 3
+    assert device_index("3", "2,3") == 1
+    assert device_index("GPU-b", "GPU-a, GPU-b") == 1
