@@ -34,7 +34,7 @@ from parallel.fused_sum import fits, fuses
 from parallel.group import MULTICAST_OFF, Strategy, TensorParallelGroup
 from parallel.symmetric_memory import Method, SymmetricMemoryCollectives, choose_method
 
-METHODS: tuple[Method, ...] = ("nccl", "one_shot", "two_shot")
+METHODS: tuple[Method, ...] = ("nccl", "two_shot")
 WITH_NORM = ("sum+norm", "fused")
 ROW = 4096
 CALLS_IN_GRAPH = 50
@@ -216,7 +216,7 @@ def main_cuda(all_ranks: list[int], sizes: list[int], json_path: Path | None) ->
 
 def is_chosen(size: int, method: str, nbytes: int, buffer_bytes: int) -> bool:
     if method in METHODS:
-        return choose_method(size, nbytes, torch.bfloat16, buffer_bytes) == method
+        return choose_method(nbytes, torch.bfloat16, buffer_bytes) == method
     return fuses(size, (nbytes // 2 // ROW, ROW), torch.bfloat16) == (method == "fused")
 
 

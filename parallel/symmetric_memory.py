@@ -20,30 +20,23 @@ from configs.errors import EngineError
 from parallel.all_reduce import LibraryCollectives
 from parallel.fused_sum import MEMORY_BYTES, FusedSums, PartialSum, fuses
 
-Method = Literal["two_shot", "one_shot", "nccl"]
+Method = Literal["two_shot", "nccl"]
 
-# Where one-shot ends for the numbers of ranks without an unrolled kernel. It reads size - 1 whole tensors: with 4
-# unrolled ranks it meets NCCL at 4 MB (48 against 51 us, H200, NCCL 2.28).
-_ONE_SHOT_BYTES = 1 << 20
-_UNROLLED_SIZES = (2, 4, 8)
 _DTYPES = (torch.bfloat16, torch.float32)  # what torch's kernels add
 _ALIGNMENT = 16  # bytes of one load
 _MAX_CACHED_VIEWS = 256
 
 
-def choose_method(size: int, nbytes: int, dtype: torch.dtype, buffer_bytes: int) -> Method:
-    """How `size` ranks sum `nbytes` bytes: a function of what every rank knows, so that all choose the same.
+def choose_method(nbytes: int, dtype: torch.dtype, buffer_bytes: int) -> Method:
+    """How the ranks sum `nbytes` bytes: a function of what every rank knows, so that all choose the same.
 
-    two_shot, in place: each rank sums its share and writes it to all. On 2 and 4 H200s the fastest, or within 0.8 us
-    of it, from 8 KB to 16 MB (6 us against NCCL's 18 at 8 KB, 58 against 82 at 16 MB and 2 ranks).
-    one_shot, to other memory: each rank reads and sums everything.
+    two_shot, in place: each rank sums its share and writes it to all. On 2, 3 and 4 H200s the fastest of the three, or
+    within 0.8 us of it, from 8 KB to 16 MB (6.2 us against NCCL's 17 at 8 KB, 58 against 84 at 16 MB and 2 ranks).
     nccl: what the kernels cannot add, or not in `buffer_bytes`.
     """
     if dtype not in _DTYPES or nbytes % _ALIGNMENT or not 0 < nbytes <= buffer_bytes:
         return "nccl"
-    if size in _UNROLLED_SIZES:
-        return "two_shot"
-    return "one_shot" if nbytes <= _ONE_SHOT_BYTES else "nccl"
+    return "two_shot"
 
 
 class SymmetricMemoryCollectives:
@@ -79,7 +72,6 @@ class SymmetricMemoryCollectives:
         self._address = buffer.data_ptr()
         self._views: dict[tuple[tuple[int, int], torch.dtype], Tensor] = {}
         self._two_shot = torch.ops.symm_mem.two_shot_all_reduce_.default
-        self._one_shot = torch.ops.symm_mem.one_shot_all_reduce_out.default
 
     @classmethod
     def create(
@@ -142,7 +134,7 @@ class SymmetricMemoryCollectives:
         view = self._views.get(key)
         if view is None:
             nbytes = shape[0] * shape[1] * dtype.itemsize
-            if choose_method(self._size, nbytes, dtype, self._buffer_bytes) == "nccl":
+            if choose_method(nbytes, dtype, self._buffer_bytes) == "nccl":
                 return None
             if len(self._views) >= _MAX_CACHED_VIEWS:
                 self._views.clear()
@@ -155,19 +147,15 @@ class SymmetricMemoryCollectives:
     def all_reduce(self, x: Tensor) -> Tensor:
         if x.data_ptr() != self._address:
             return self._nccl.all_reduce(x)
-        return self.all_reduce_by(choose_method(self._size, x.nbytes, x.dtype, self._buffer_bytes), x)
+        return self.all_reduce_by(choose_method(x.nbytes, x.dtype, self._buffer_bytes), x)
 
     def all_reduce_by(self, method: Method, x: Tensor) -> Tensor:
         """As all_reduce, by `method`. For all but nccl `x` starts where the buffer starts."""
         if method == "nccl":
             return self._nccl.all_reduce(x)
         self.check_alive()
-        if method == "two_shot":
-            self._two_shot(x, "sum", self._registration.name)
-            return x
-        out = torch.empty_like(x)
-        self._one_shot(x, "sum", self._registration.name, out)
-        return out
+        self._two_shot(x, "sum", self._registration.name)
+        return x
 
     def all_gather(self, out: Tensor, x: Tensor) -> None:
         self.check_alive()
