@@ -30,8 +30,9 @@ from pathlib import Path
 
 import torch
 
+from parallel.environment import RANK_ENVIRONMENT
 from parallel.fused_sum import fits, fuses
-from parallel.group import MULTICAST_OFF, Strategy, TensorParallelGroup
+from parallel.group import Strategy, TensorParallelGroup
 from parallel.symmetric_memory import Method, SymmetricMemoryCollectives, choose_method
 
 METHODS: tuple[Method, ...] = ("nccl", "two_shot")
@@ -188,8 +189,7 @@ def measure_cuda(size: int, sizes: list[int]) -> dict[str, list[float | None] | 
 
 def main_cuda(all_ranks: list[int], sizes: list[int], json_path: Path | None) -> None:
     """Prints the table of every number of ranks that the machine has GPUs for."""
-    # The ranks inherit it; without the last a watchdog may end them while they leave.
-    os.environ.update(MULTICAST_OFF | {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"})
+    os.environ.update(RANK_ENVIRONMENT)  # the ranks inherit it
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, NCCL {nccl}"
     print(f"{machine}, bf16, us for each of {CALLS_IN_GRAPH} all-reduces in a CUDA graph")

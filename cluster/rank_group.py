@@ -28,6 +28,7 @@ from configs.errors import ConfigError, DeadlineError, EngineError, LockstepErro
 from configs.model_config import ModelConfig
 from configs.schema import EngineConfig
 from parallel.channel import FrameReader, FrameWriter, Ring
+from parallel.environment import RANK_ENVIRONMENT
 from parallel.tcp_channel import TcpListener, TcpReader, TcpWriter
 
 logger = logging.getLogger(__name__)
@@ -42,17 +43,8 @@ _PROGRESS_TIMEOUT_S = 5.0
 _CAUSE_S = 0.5
 _CHANNEL_SLOTS = 8  # more than the steps in flight, so that the writer never waits
 
-# Every process of a GPU group: multicast objects can wedge the host's NVSwitch, and Ray's own device masking
-# would hide the peers that CUDA IPC and symmetric memory must open.
-_CUDA_ENVIRONMENT = {
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NVSHMEM_DISABLE_NVLS": "1",
-    # Else torch's own watchdog ends the surviving ranks, or ends them while they abort.
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
-    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
-}
+# Ray's own masking of devices would hide the peers that CUDA IPC and symmetric memory must open.
+_CUDA_ENVIRONMENT = {**RANK_ENVIRONMENT, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from configs.errors import DeadlineError, EngineError
 
-# Bytes that a rank reads from the others up to which the one kernel is used; above, the ranks share the adding. Measured
-# on H200, one kernel against two: 1 MB over 2 ranks 7.9 and 12.3 us, 512 KB over 3 8.1 and 10.9, over 4 10.8 and 11.3.
+# The one kernel is used up to so many bytes that a rank reads from the others; above, the ranks share the adding. On
+# H200, one kernel against two: 1 MB over 2 ranks 7.9 and 12.3 us, 512 KB over 3 8.1 and 10.9, over 4 10.8 and 11.3.
 _MAX_READ_BYTES = 1536 << 10
 _MAX_ROW_ELEMENTS = 16384
 _ROW_ALIGNMENT = 16  # bytes of one load

@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from configs.errors import ConfigError, EngineError
 from parallel.all_reduce import Collectives, LibraryCollectives, SharedMemoryCollectives
+from parallel.environment import MULTICAST_OFF
 from parallel.fused_sum import PartialSum
 from parallel.symmetric_memory import SymmetricMemoryCollectives
 
@@ -24,8 +25,6 @@ _STRATEGIES: dict[str, tuple[Strategy, ...]] = {
     "cpu": ("gloo", "shared_memory"),
     "cuda": ("nccl", "symmetric_memory"),
 }
-MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
-"""What the environment of every CUDA rank must hold: multicast objects can wedge the host's NVSwitch for all."""
 
 
 class TensorParallelGroup:

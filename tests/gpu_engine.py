@@ -5,9 +5,12 @@ The same ranks, frames and scheduler as behind Ray; used by the tests of the GPU
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing as mp
 import os
 import queue
+import signal
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +25,8 @@ from configs.resolve import HostFacts, resolve
 from configs.schema import EngineConfig
 from worker.protocol import FrameKind, StepFrame, StepResult
 
-_ANSWER_TIMEOUT_S = 300.0
+# Longer than a start with a cold Triton cache takes, shorter than what a step runner is given for a test.
+_ANSWER_TIMEOUT_S = 90.0
 
 
 @dataclass
@@ -143,10 +147,28 @@ class GpuEngine:
         return Scheduler(limits, generation)
 
     def _answer(self) -> Any:
-        answer = self._results.get(timeout=_ANSWER_TIMEOUT_S)
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
+        deadline = time.monotonic() + _ANSWER_TIMEOUT_S
+        while True:
+            try:
+                answer = self._results.get(timeout=1.0)
+            except queue.Empty:
+                dead = [rank for rank, process in enumerate(self._processes) if not process.is_alive()]
+                if dead or time.monotonic() > deadline:
+                    self._show_stacks()
+                    raise AssertionError(f"no answer; ranks {dead} have died") from None
+                continue
+            if isinstance(answer, BaseException):
+                raise answer
+            return answer
+
+    def _show_stacks(self) -> None:
+        """Lets every rank that lives write to stderr what its threads do, and ends it."""
+        for process in self._processes:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(1.0)
+        for process in self._processes:
+            process.kill()
 
     def _take(self, output: Any) -> None:
         if output is None:
@@ -165,16 +187,17 @@ class _Frames:
 
     def __init__(self, frames: Any) -> None:
         self._frames = frames
+        self._parent = os.getppid()
 
     def recv(self, timeout_s: float) -> bytes:
-        frame = self._frames.get()
-        if frame is None:
-            raise SystemExit
-        return bytes(frame)
+        while (frame := self.poll(1.0)) is None:
+            if os.getppid() != self._parent:  # a killed test leaves no ranks behind
+                raise SystemExit
+        return frame
 
-    def poll(self) -> bytes | None:
+    def poll(self, timeout_s: float = 0.0) -> bytes | None:
         try:
-            frame = self._frames.get_nowait()
+            frame = self._frames.get(timeout_s > 0, timeout_s)
         except queue.Empty:
             return None
         if frame is None:
@@ -200,16 +223,16 @@ def _rank_main(
     frames: Any,
     results: Any,
 ) -> None:
+    from parallel.environment import RANK_ENVIRONMENT
+
+    os.environ.update(RANK_ENVIRONMENT)
     import torch
-
-    from parallel.group import MULTICAST_OFF
-
-    os.environ.update(MULTICAST_OFF)
 
     from parallel.group import TensorParallelGroup
     from parallel.plan import ShardPlan
     from worker.tp_worker import TPWorker, reduce_buffer_bytes
 
+    faulthandler.register(signal.SIGUSR1)
     try:
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore
 
-from parallel.group import MULTICAST_OFF, Strategy, TensorParallelGroup
+from parallel.environment import RANK_ENVIRONMENT
+from parallel.group import Strategy, TensorParallelGroup
 
 BUFFER_BYTES = 8 << 20
 
@@ -113,8 +114,7 @@ class Ranks:
         self._pipes[rank], theirs = context.Pipe()
         process = context.Process(target=serve, args=(rank, theirs), daemon=True)
         # Else NCCL's watchdog may end the process while it leaves a group.
-        own = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-        with mock.patch.dict(os.environ, MULTICAST_OFF | own):
+        with mock.patch.dict(os.environ, RANK_ENVIRONMENT):
             process.start()
         self._processes[rank] = process
         theirs.close()

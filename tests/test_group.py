@@ -23,7 +23,8 @@ from torch.distributed import HashStore, TCPStore
 
 from configs.errors import ConfigError, DeadlineError, EngineError
 from parallel.all_reduce import SharedMemoryCollectives
-from parallel.group import MULTICAST_OFF, Strategy, TensorParallelGroup
+from parallel.environment import MULTICAST_OFF, RANK_ENVIRONMENT
+from parallel.group import Strategy, TensorParallelGroup
 
 Body = Callable[[TensorParallelGroup], Any]
 
@@ -37,8 +38,7 @@ STRATEGIES = [
 @pytest.fixture(autouse=True)
 def _environment_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     # Else NCCL's watchdog ends the whole process when a test aborts a group.
-    own = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-    for name, value in (MULTICAST_OFF | own).items():
+    for name, value in RANK_ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
 
 
