@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -210,6 +211,7 @@ def _logits(model: ModelConfig, source: TensorSource, ids: list[int]) -> tuple[t
         page_size=page_size,
         sampled=np.ones(1, np.bool_),
     )
+    batch = replace(batch, sample_indices=torch.arange(len(ids)))  # not only the last
     backend.init_forward_metadata(batch)
     hidden = decoder.forward(batch, backend)
     return decoder.logits(hidden), hidden
