@@ -1,0 +1,275 @@
+"""Every Triton kernel, compiled for an H200 on a machine that has none: the compiler takes less than the interpreter.
+
+pytest's own process may interpret kernels, so this file is also a script that compiles them. It calls the project's
+functions on CPU tensors, with a driver that only names the GPU to compile for, and launches nothing: signatures,
+constants and options are those that production has.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import itertools
+import json
+import os
+import platform
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="a CPU install has no Triton")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction, KernelInterface
+
+from attention.forward_batch import PagedMetadata
+from attention.kernels import decode
+from attention.kernels.step_metadata import StepTensors, apply_page_deltas, fill_step_metadata
+from attention.layer import AttentionLayer
+from parallel.kernels.all_reduce_norm import all_reduce_add_norm
+from worker.kernels import sampling
+from worker.kernels.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
+from worker.kernels.norm import add_rms_norm, rms_norm
+from worker.kernels.rope import qk_norm_rope_store
+
+ROOT = Path(__file__).resolve().parent.parent
+EPS = 1e-6
+
+pytestmark = pytest.mark.skipif(
+    (sys.platform, platform.machine()) != ("linux", "x86_64"), reason="compiles kernels on Linux x86-64 only"
+)
+
+
+@dataclass(frozen=True)
+class Report:
+    kernels: list[str]
+    """All that the project has."""
+    errors: dict[str, list[str]]
+    """By kernel that was compiled: what the compiler said of each specialisation that it did not take."""
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    path = tmp_path_factory.mktemp("kernels")
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(path / "cache"), "PYTHONPATH": str(ROOT)}
+    script = subprocess.run(
+        [sys.executable, __file__, path / "report.json"], env=environment, capture_output=True, text=True, timeout=300
+    )
+    sys.stderr.write(script.stderr)  # the passes after the first say here what they do not take
+    assert script.returncode == 0, script.stderr
+    return Report(**json.loads((path / "report.json").read_text()))
+
+
+def test_every_kernel_compiles_for_an_h200(report: Report) -> None:
+    failed = {kernel: errors for kernel, errors in report.errors.items() if errors}
+    assert not failed, "\n".join(f"{kernel}, {len(said)} times:\n{said[0]}" for kernel, said in failed.items())
+
+
+def test_no_kernel_is_left_out(report: Report) -> None:
+    assert report.kernels
+    missing = set(report.kernels) - set(report.errors)
+    assert not missing, f"compile them too: let `_call_everything` launch {sorted(missing)}"
+
+
+# The script.
+
+
+def _bf16(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16)
+
+
+def _int32(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.int32)
+
+
+def _int64(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.int64)
+
+
+def _call_step_metadata(page_size: int) -> None:
+    num_rows, num_tokens, max_pages = 8, 96, 512
+    table = _int32(257, max_pages)
+    tensors = StepTensors(
+        input_ids=_int64(num_tokens),
+        positions=_int64(num_tokens),
+        out_cache_loc=_int64(num_tokens),
+        cache_seqlens=_int32(num_rows),
+        page_table=_int32(num_rows, max_pages),
+    )
+    fill_step_metadata(
+        rows=_int32(num_rows),
+        starts=_int32(num_rows),
+        cu_seqlens_q=_int32(num_rows + 1),
+        token_ids=_int32(num_tokens),
+        page_table=table,
+        last_tokens=_int64(257),
+        page_size=page_size,
+        max_seqlen_q=64,
+        out=tensors,
+    )
+    apply_page_deltas(table, _int32(3, 3))
+
+
+def _call_decode(
+    batch_size: int, head_dim: int, page_size: int, window: int | None = None, softcap: float | None = None
+) -> None:
+    num_q_heads, num_kv_heads = 32, 8
+    layer = AttentionLayer(
+        layer_id=0,
+        tp_q_head_num=num_q_heads,
+        tp_k_head_num=num_kv_heads,
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        window=window,
+        softcap=softcap,
+    )
+    qkv = _bf16(batch_size, (num_q_heads + 2 * num_kv_heads) * head_dim)
+    pages = _bf16(3, page_size, num_kv_heads, head_dim)
+    paged = PagedMetadata(
+        cache_seqlens=_int32(batch_size),
+        cu_seqlens_q=_int32(batch_size + 1),
+        page_table=_int32(batch_size, 512),
+        max_seqlen_q=1,
+    )
+    q = qkv[:, : num_q_heads * head_dim].view(batch_size, num_q_heads, head_dim)
+    decode.paged_decode(q, pages, pages, paged, layer, out=_bf16(batch_size, num_q_heads, head_dim))
+
+
+def _call_qk_norm_rope_store(head_dim: int, *, norm: bool) -> None:
+    num_tokens, num_q_heads, num_kv_heads = 4, 32, 8
+    weight = _bf16(head_dim) if norm else None
+    slots = _bf16(192, num_kv_heads * head_dim)
+    qk_norm_rope_store(
+        _bf16(num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim),
+        q_weight=weight,
+        k_weight=weight,
+        eps=EPS,
+        cos_sin=torch.empty(64, head_dim),
+        positions=_int64(num_tokens),
+        k_slots=slots,
+        v_slots=slots,
+        out_cache_loc=_int64(num_tokens),
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+    )
+
+
+def _call_sampler(first_id: int, num_ids: int) -> None:
+    """One rank's share of the vocabulary, and then, as if it were whole, filters and log probabilities."""
+    num_rows = 3
+    logits = torch.empty(num_rows, num_ids)
+    rows, positions, records = _int32(num_rows), _int32(num_rows), _int32(257, sampling.RECORD_WORDS)
+    candidates = sampling.best_candidates(logits, rows, positions, records, first_id)
+    sampling.reduce_tokens(sampling.reduce_candidates(candidates))
+    thresholds = sampling.filter_thresholds(logits, rows, records)
+    sampling.reduce_tokens(sampling.best_candidates(logits, rows, positions, records, 0, thresholds))
+    sampling.rank_logprobs(logits, _int64(num_rows))
+
+
+def _call_all_reduce_add_norm(num_ranks: int, size: int) -> None:
+    base = 0x7F00_0000_0000
+    all_reduce_add_norm(
+        _bf16(4, size),
+        _bf16(size),
+        EPS,
+        bases=tuple(base + (rank << 22) for rank in range(num_ranks)),
+        rank=num_ranks - 1,
+        data_offset=4096,
+        state=_int32(129),
+        host_words=base - 4096,
+        timeout_ns=int(600e9),
+    )
+
+
+def _call_everything() -> None:
+    """As production does, in bf16: what `configs` names has heads of 64 and 128, and these row lengths."""
+    for page_size in (16, 64):
+        _call_step_metadata(page_size)
+    for size in (576, 4096, 8192):
+        rms_norm(_bf16(4, size), _bf16(size), EPS)
+        add_rms_norm(_bf16(4, size), _bf16(4, size), _bf16(size), EPS)
+    for activation in (silu_and_mul, gelu_and_mul, gelu_tanh_and_mul):
+        activation(_bf16(4, 2 * 1536))
+    for head_dim, norm in itertools.product((64, 128), (False, True)):
+        _call_qk_norm_rope_store(head_dim, norm=norm)
+    # Batches for which keys are split and not, in blocks of 64 and of 32: see decode.choose.
+    for batch_size, head_dim, page_size in itertools.product((4, 16, 32, 64), (64, 128), (16, 64)):
+        _call_decode(batch_size, head_dim, page_size)
+    for batch_size in (4, 64):
+        _call_decode(batch_size, 128, 64, window=4096)
+        _call_decode(batch_size, 128, 64, softcap=50.0)
+    for first_id, num_ids in ((0, 49152), (75968, 75968), (101290, 50646)):
+        _call_sampler(first_id, num_ids)
+    for num_ranks, size in itertools.product((2, 3, 4), (576, 4096)):
+        _call_all_reduce_add_norm(num_ranks, size)
+
+
+class _H200:
+    """The driver of no device. Triton asks it nothing else before a launch."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def _name(kernel: Any) -> str:
+    return f"{kernel.__module__}.{kernel.__name__}"
+
+
+def _all_kernels() -> set[str]:
+    """What Triton may compile and no other such function calls: only the host can launch it."""
+    functions, called = set(), set()
+    for path in ROOT.glob("*/kernels/*.py"):
+        module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+        for function in vars(module).values():
+            if isinstance(function, JITFunction):
+                functions.add(_name(function))
+                names = (node.id for node in ast.walk(function.parse()) if isinstance(node, ast.Name))
+                called |= {_name(it) for it in map(function.__globals__.get, names) if isinstance(it, JITFunction)}
+    return functions - called
+
+
+def _compile_everything() -> dict[str, list[str]]:
+    """As Report.errors."""
+    compiling: list[tuple[str, Any]] = []
+
+    def compile_only(kernel: Any, grid: Any) -> Callable[..., None]:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            compiling.append((_name(kernel), kernel.run(*args, grid=grid, warmup=True, **kwargs)))
+
+        return launch
+
+    triton.runtime.driver.set_active(_H200())
+    KernelInterface.__getitem__ = compile_only
+    decode._has_dependent_launch = lambda device: True  # it asks about CUDA tensors only
+    errors: dict[str, list[str]] = {}
+    with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+        _call_everything()
+        for kernel, compilation in dict.fromkeys(compiling):
+            said = errors.setdefault(kernel, [])
+            try:
+                compilation.result()
+            except Exception as error:  # noqa: BLE001 -- the report of all kernels names it
+                said.append("".join(traceback.format_exception(error, limit=-1)))
+    return errors
+
+
+if __name__ == "__main__":
+    errors = _compile_everything()
+    Path(sys.argv[1]).write_text(json.dumps({"kernels": sorted(_all_kernels()), "errors": errors}))
