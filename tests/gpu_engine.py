@@ -27,6 +27,7 @@ from worker.protocol import FrameKind, StepFrame, StepResult
 
 # Longer than a start with a cold Triton cache takes, shorter than what a step runner is given for a test.
 _ANSWER_TIMEOUT_S = 90.0
+_LEAVE_TIMEOUT_S = 20.0
 
 
 @dataclass
@@ -116,13 +117,16 @@ class GpuEngine:
         return self.scheduler.stats()
 
     def close(self) -> None:
-        """Ends the processes."""
+        """Ends the processes. Raises AssertionError if one of them would not end."""
         for frames in self._frames:
             frames.put(None)
+        deadline = time.monotonic() + _LEAVE_TIMEOUT_S
         for process in self._processes:
-            process.join(60)
-            if process.is_alive():
-                process.kill()
+            process.join(max(0.0, deadline - time.monotonic()))
+        stuck = [rank for rank, process in enumerate(self._processes) if process.is_alive()]
+        if stuck:
+            self._show_stacks()
+        assert not stuck, f"ranks {stuck} did not end within {_LEAVE_TIMEOUT_S:g} s"
 
     def __enter__(self) -> GpuEngine:
         return self
@@ -158,6 +162,8 @@ class GpuEngine:
                     raise AssertionError(f"no answer; ranks {dead} have died") from None
                 continue
             if isinstance(answer, BaseException):
+                for process in self._processes:  # the others may wait for it on their GPUs
+                    process.kill()
                 raise answer
             return answer
 
@@ -256,6 +262,12 @@ def _rank_main(
             torch.cuda.synchronize(device)
             results.put(torch.cuda.memory_allocated(device))
     except SystemExit:
-        return
+        group.barrier()
+        # In this order: the end of the group's communicator waits for every graph that holds it.
+        worker.close()
+        group.close()
     except BaseException as error:  # noqa: BLE001 - handed to the test's own process, which raises it
         results.put(error)
+        results.close()
+        results.join_thread()
+        os._exit(1)  # the error's traceback keeps the graphs

@@ -45,9 +45,11 @@ class CudaGraphRunner:
     """
 
     def __init__(self, group: TensorParallelGroup) -> None:
-        self._group = group
-        self._sizes: list[int] = []
+        # Python drops these in order. The graphs must be gone before the group's NCCL communicator, whose end waits for
+        # the graphs that hold it: forever, were they dropped by the same thread afterwards.
         self._captured: dict[int, _Captured] = {}
+        self._sizes: list[int] = []
+        self._group = group
 
     def capture(self, step: Callable[[int], StepOutput], sizes: Sequence[int]) -> None:
         """Captures `step` at each of `sizes`; logs what that took.
