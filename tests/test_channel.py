@@ -120,6 +120,29 @@ def test_slow_and_fast_ends_lose_nothing(make_channel: Callable[[int], Channel])
         assert wait() == frames
 
 
+def test_polling_gets_what_is_there_and_never_waits(make_channel: Callable[[int], Channel]) -> None:
+    channel = make_channel(1)
+    [reader] = channel.readers
+    began = time.monotonic()
+    assert [reader.poll() for _ in range(10)] == [None] * 10
+    assert time.monotonic() - began < 1
+    for frame in (b"one", b"two"):
+        channel.writer.send(frame, 5)
+    polled = []
+    while len(polled) < 2:  # TCP takes its time
+        assert time.monotonic() - began < 10
+        if (frame := reader.poll()) is not None:
+            polled.append(frame)
+    assert polled == [b"one", b"two"]
+    assert reader.poll() is None
+    channel.writer.send(b"three", 5)
+    assert reader.recv(5) == b"three"
+    channel.writer.fail("enough")
+    poll_until_it_fails = in_thread(lambda: [reader.poll() for _ in iter(lambda: time.monotonic() - began < 10, False)])
+    with pytest.raises(EngineError, match="enough"):
+        poll_until_it_fails()
+
+
 def test_a_frame_that_never_comes_ends_in_a_deadline_that_names_its_setting(
     make_channel: Callable[[int], Channel],
 ) -> None:

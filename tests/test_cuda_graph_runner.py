@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from parallel.group import TensorParallelGroup
-from worker.cuda_graph_runner import CudaGraphRunner, StepOutput
+from worker.cuda_graph_runner import CudaGraphRunner, StepOutput, graph_batch_sizes
 
 
 class Graph:
@@ -46,3 +46,13 @@ def test_graphs_go_before_the_group_whose_communicator_waits_for_them(monkeypatc
     assert dropped == []
     del runner
     assert dropped == ["graph", "graph", "group"]
+
+
+@pytest.mark.parametrize("max_rows", [1, 3, 7, 8, 16, 250, 256, 257, 300, 4096])
+def test_the_ladder_of_graphs_pads_little_and_reaches_the_largest_step(max_rows: int) -> None:
+    sizes = graph_batch_sizes(max_rows)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == max_rows
+    for num_rows in range(1, max_rows + 1):
+        padding = min(size for size in sizes if size >= num_rows) - num_rows
+        assert padding <= (7 if num_rows <= 256 else 31), num_rows

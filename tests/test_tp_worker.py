@@ -21,7 +21,7 @@ from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from worker.memory import free_bytes
 from worker.protocol import PARAMS_DTYPE, FrameKind, RowFlag, StepFrame, StepResult
-from worker.tp_worker import TPWorker
+from worker.tp_worker import TPWorker, naming_the_rank
 from worker.weights import expected_shapes
 
 PAGE_SIZE = 8
@@ -318,6 +318,22 @@ def test_refuses_unresolved_settings_a_foreign_plan_and_a_step_too_early(tiny_pa
         create(2)
     with pytest.raises(EngineError, match="before allocate"):
         create().launch(StepFrame(generation=1, step=1))
+
+
+def test_what_a_device_raises_names_rank_phase_and_what_to_do() -> None:
+    gpu = torch.device("cuda:1")
+    with (
+        pytest.raises(EngineError, match=r"rank 2 on cuda:1 failed in a step: RuntimeError: bad kernel; .*BLOCKING=1"),
+        naming_the_rank(2, gpu, "a step"),
+    ):
+        raise RuntimeError("bad kernel\nand a page of frames")
+    with (
+        pytest.raises(EngineError, match=r"OutOfMemoryError: no room; lower kv_cache.memory_fraction"),
+        naming_the_rank(0, gpu, "the profile run"),
+    ):
+        raise torch.OutOfMemoryError("no room")
+    with pytest.raises(EngineError, match=r"^as it was$"), naming_the_rank(0, gpu, "a step"):
+        raise EngineError("as it was")
 
 
 # SmolLM2
