@@ -103,13 +103,10 @@ def resolve(config: EngineConfig, model: ModelConfig, host: HostFacts) -> Resolv
     if device == "cuda" and not on_gpu:
         raise ConfigError("device=cuda, but no GPU was found; set device=cpu or start Ray on a node with GPUs")
     if device == "cuda":
-        decide("dtype", config.dtype, model.dtype, "the checkpoint's own")
+        dtype = decide("dtype", config.dtype, model.dtype, "the checkpoint's own")
     else:
-        decide("dtype", config.dtype, "float32", "cpu")
-    backend = "flash_attention" if device == "cuda" else "torch_native"
-    chosen = decide("attention_backend", config.attention_backend, backend, device)
-    if chosen == "flash_attention" and device == "cpu":
-        raise ConfigError("attention_backend=flash_attention needs GPUs, but device=cpu; choose auto or torch_native")
+        dtype = decide("dtype", config.dtype, "float32", "cpu")
+    _decide_backend(resolver, config, device, dtype)
     decide("served_model_name", config.served_model_name, model_name(config.model), "from model")
     _decide_parallel(resolver, config, device, host)
     cpus = _CPUS_ON_GPU_NODES if device == "cuda" else _CPUS_ON_CPU_NODES
@@ -159,6 +156,17 @@ def _decide_step_size(resolver: _Resolver, scheduler: SchedulerConfig, device: s
     if chunk > budget:
         resolver.decisions.append(
             Decision("scheduler.prefill_chunk_size", budget, "scheduler.max_num_batched_tokens", chunk)
+        )
+
+
+def _decide_backend(resolver: _Resolver, config: EngineConfig, device: str, dtype: str) -> None:
+    fits = device == "cuda" and dtype != "float32"
+    why = f"{device}, {dtype}" if device == "cuda" else device
+    backend = "flash_attention" if fits else "torch_native"
+    if resolver.decide("attention_backend", config.attention_backend, backend, why) == "flash_attention" and not fits:
+        raise ConfigError(
+            f"attention_backend=flash_attention needs GPUs and bfloat16 or float16, but device={device} and "
+            f"dtype={dtype}; choose auto or torch_native"
         )
 
 

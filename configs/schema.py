@@ -129,7 +129,8 @@ class EngineConfig(_Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of weights, activations and KV. auto: the checkpoint's on cuda, float32 on cpu."""
     attention_backend: Literal["auto", "flash_attention", "torch_native"] = "auto"
-    """auto: flash_attention (FA3, and a kernel of our own for decodes) on CUDA; torch_native, the reference, on CPU."""
+    """auto: flash_attention (FA3, and a kernel of our own for decodes) on CUDA; on CPU, and in float32, torch_native,
+    the reference."""
     tensor_parallel_size: int = Field(1, ge=1)
     """Ranks of one group. Any number from 1 to the model's query heads."""
     num_replicas: int = Field(1, ge=1)

@@ -296,6 +296,12 @@ def test_gpus_bring_the_checkpoints_dtype_fa3_symmetric_memory_and_large_steps()
     assert config.max_model_len is None, "known once the KV pool is"
 
 
+def test_float32_on_gpus_attends_by_the_reference_backend() -> None:
+    assert _resolved(GPU_NODE, dtype="float32").config.attention_backend == "torch_native"
+    with pytest.raises(ConfigError, match="needs GPUs and bfloat16 or float16, but device=cuda and dtype=float32"):
+        _resolved(GPU_NODE, dtype="float32", attention_backend="flash_attention")
+
+
 def test_what_is_set_is_not_decided() -> None:
     given = {"device": "cpu", "dtype": "bfloat16", "served_model_name": "mine", "parallel": {"spin_us": 0}}
     resolved = _resolved(GPU_NODE, **given)
@@ -343,7 +349,7 @@ def test_a_prefill_chunk_above_the_token_budget_is_cut_to_it() -> None:
         ),
         ({"device": "cuda"}, "device=cuda, but no GPU was found"),
         ({"parallel": {"all_reduce": "nccl"}}, "all_reduce=nccl does not work on device=cpu; choose auto or"),
-        ({"attention_backend": "flash_attention"}, "attention_backend=flash_attention needs GPUs, but device=cpu"),
+        ({"attention_backend": "flash_attention"}, "attention_backend=flash_attention needs GPUs and .*device=cpu"),
         ({"device": "cpu", "parallel": {"all_reduce": "nccl"}}, "all_reduce=nccl needs GPUs, but device=cpu"),
         (
             {"parallel": {"all_reduce": "shared_memory"}, "placement": {"strategy": "SPREAD"}},
