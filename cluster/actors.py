@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from configs.model_config import ModelConfig
+from configs.resolve import ANY_NODES_STRATEGY, ONE_NODE_STRATEGY
 from configs.schema import EngineConfig
 
 if TYPE_CHECKING:
@@ -18,9 +19,6 @@ if TYPE_CHECKING:
     from worker.tp_worker import TPWorker
 
 logger = logging.getLogger(__name__)
-
-# What takes the place of a strategy that needs all ranks on one node.
-_SEVERAL_NODES: dict[str, Literal["gloo", "nccl"]] = {"shared_memory": "gloo", "symmetric_memory": "nccl"}
 
 
 def actor_class(cls: type) -> Any:
@@ -121,9 +119,9 @@ class RankActor:
         torch.set_num_threads(parallel.threads_per_rank)
         device = torch.device(self.where().device)
         strategy = parallel.all_reduce
-        if not one_node and strategy in _SEVERAL_NODES:
-            logger.warning("parallel.all_reduce: %s -> %s (several nodes)", strategy, _SEVERAL_NODES[strategy])
-            strategy = _SEVERAL_NODES[strategy]
+        if not one_node and strategy == ONE_NODE_STRATEGY[device.type]:
+            logger.warning("parallel.all_reduce: %s -> %s (several nodes)", strategy, ANY_NODES_STRATEGY[device.type])
+            strategy = ANY_NODES_STRATEGY[device.type]
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if config.tensor_parallel_size == 1:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel
 
@@ -20,9 +20,13 @@ from configs.schema import EngineConfig, KVCacheConfig, SchedulerConfig, resolve
 _SectionT = TypeVar("_SectionT", bound=BaseModel)
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# Strategies of the all-reduces by device.
-_ONE_NODE = {"cpu": "shared_memory", "cuda": "symmetric_memory"}
-_ANY_NODES = {"cpu": "gloo", "cuda": "nccl"}
+ONE_NODE_STRATEGY: dict[str, Literal["shared_memory", "symmetric_memory"]] = {
+    "cpu": "shared_memory",
+    "cuda": "symmetric_memory",
+}
+"""By device, the strategy of `parallel.all_reduce` for the ranks of one node."""
+ANY_NODES_STRATEGY: dict[str, Literal["gloo", "nccl"]] = {"cpu": "gloo", "cuda": "nccl"}
+"""By device, the one for ranks wherever they are."""
 _SPIN_US = 50
 # (requests that run at once, tokens of a step)
 _STEP_SIZE_ON_GPU = (256, 8192)
@@ -133,9 +137,9 @@ def check_settings(config: EngineConfig) -> None:
             f"running request takes one token a step; choose at least {max_num_seqs} for the former, or fewer requests"
         )
     all_reduce = config.parallel.all_reduce
-    if config.device == "cpu" and all_reduce in (_ONE_NODE["cuda"], _ANY_NODES["cuda"]):
+    if config.device == "cpu" and all_reduce in (ONE_NODE_STRATEGY["cuda"], ANY_NODES_STRATEGY["cuda"]):
         raise ConfigError(f"parallel.all_reduce={all_reduce} needs GPUs, but device=cpu; choose auto")
-    if all_reduce in _ONE_NODE.values() and config.placement.strategy != "STRICT_PACK":
+    if all_reduce in ONE_NODE_STRATEGY.values() and config.placement.strategy != "STRICT_PACK":
         raise ConfigError(
             f"parallel.all_reduce={all_reduce} needs all ranks on one node, but placement.strategy="
             f"{config.placement.strategy} may spread them; choose STRICT_PACK, or auto"
@@ -173,10 +177,10 @@ def _decide_backend(resolver: _Resolver, config: EngineConfig, device: str, dtyp
 def _decide_parallel(resolver: _Resolver, config: EngineConfig, device: str, host: HostFacts) -> None:
     parallel, tp_size = config.parallel, config.tensor_parallel_size
     one_node = config.placement.strategy == "STRICT_PACK"
-    strategy = (_ONE_NODE if one_node else _ANY_NODES)[device]
+    strategy = (ONE_NODE_STRATEGY if one_node else ANY_NODES_STRATEGY)[device]
     why = f"{device}, {'ranks of one node' if one_node else f'placement.strategy={config.placement.strategy}'}"
     chosen = resolver.decide("parallel.all_reduce", parallel.all_reduce, strategy, why)
-    if chosen not in (_ONE_NODE[device], _ANY_NODES[device]):
+    if chosen not in (ONE_NODE_STRATEGY[device], ANY_NODES_STRATEGY[device]):
         raise ConfigError(f"parallel.all_reduce={chosen} does not work on device={device}; choose auto or {strategy}")
     ranks = tp_size * -(-config.num_replicas // host.num_nodes)
     threads = max(1, host.num_cores // ranks)
