@@ -41,6 +41,26 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     num_logprobs: int = -1
     """-1: none; k: the sampled token's and the k likeliest."""
+    logprob_token_ids: tuple[int, ...] = ()
+    """With logprobs: these ids' log probabilities too, after the likeliest, in this order."""
+    frequency_penalty: float = 0.0
+    """Taken from a token's logit for each time the answer has it."""
+    presence_penalty: float = 0.0
+    """Taken from the logit of each token the answer has."""
+    repetition_penalty: float = 1.0
+    """Positive logits of tokens of prompt and answer are divided by it, negative ones multiplied; 1: off."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit); distinct ids."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Only these may be sampled; empty: any."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of token ids that must not occur in the answer."""
+    min_tokens: int = 0
+    """Until the answer has as many tokens, neither end of sequence nor `stop_token_ids` is sampled."""
+    prompt_logprobs: int = -1
+    """-1: none; k: each prompt token's log probability and the k likeliest in its place. Reads no prefix cache."""
+    grammar: str | None = None
+    """What the answer must match, as llguidance's JSON of a checked grammar (`cluster.structured`)."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +71,12 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt: bytes
     """int32 token ids, at least one."""
     sampling: SamplingParams
+    priority: int = 0
+    """Lower goes first."""
+    client: str = ""
+    """Whose it is: waiting requests of different clients take turns."""
+    cache_salt: bytes = b""
+    """Prompts of different salts share no page."""
 
 
 class Submit(msgspec.Struct, tag="submit", frozen=True):
