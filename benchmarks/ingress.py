@@ -21,7 +21,7 @@ from starlette.types import Message
 from cluster.engine_client import EngineClient, pack_frame
 from cluster.messages import Finished, FinishReason, StepOutput
 from cluster.openai.ingress import create_app
-from cluster.openai.serving import OpenAIServing
+from cluster.openai.served_model import ServedModel
 from cluster.openai.tokenizer import Tokenizer
 from configs.schema import ServerConfig
 
@@ -33,10 +33,10 @@ async def stream_all(
     writers: list[asyncio.StreamWriter] = []
     server = await asyncio.start_unix_server(lambda _, writer: writers.append(writer), path)
     engine = await EngineClient.connect(path)
-    serving = OpenAIServing(
+    model = ServedModel(
         engine, tokenizer, model_name="m", max_model_len=num_steps + 256, server=ServerConfig(max_stop=4)
     )
-    app = create_app(serving)
+    app = create_app(model)
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": num_steps}
     raw = json.dumps({**body, "stop": stop}).encode()
     num_sent = 0

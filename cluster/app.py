@@ -23,7 +23,7 @@ from configs.schema import EngineConfig
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from cluster.openai.serving import OpenAIServing
+    from cluster.openai.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
 
@@ -42,13 +42,13 @@ class Engine:
         assert placement_group is not None, "the deployment asks for a placement group"
         name = f"{context.app_name}:{context.replica_id.unique_id}"
         self._engine = await RunningEngine.start(describe(config, gpus=gpus), placement_group, name)
-        self._serving: OpenAIServing = await self._engine.open_serving()
+        self._model: ServedModel = await self._engine.open_model()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         # Built here and not at import: an app object that holds the engine cannot be pickled.
         from cluster.openai.ingress import create_app
 
-        return create_app(self._serving)
+        return create_app(self._model)
 
     async def check_health(self) -> None:
         """Ends this process once the engine has failed: Serve then replaces the replica, group and all.

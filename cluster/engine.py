@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.actors import actor_class
 from cluster.coordinator_actor import CoordinatorActor, EngineFacts, EngineSpec
 from cluster.engine_client import EngineClient
-from cluster.openai.serving import OpenAIServing
+from cluster.openai.served_model import ServedModel
 from cluster.openai.tokenizer import Tokenizer
 from cluster.rank_group import NAMESPACE, node_cores
 from configs.checkpoint import resolve_model_path
@@ -93,8 +93,8 @@ class RunningEngine:
             return EngineError("the engine was closed") if error is None else _cause(error)
         return None if self.client.failure is None else EngineError(self.client.failure)
 
-    async def open_serving(self) -> OpenAIServing:
-        """The OpenAI side of this engine, once it has generated a token."""
+    async def open_model(self) -> ServedModel:
+        """What requests are put to, once the engine has generated a token."""
         config = self.spec.config
         # Reading a tokenizer takes a third of a second, its first conversion from GGUF five.
         tokenizer = await asyncio.to_thread(
@@ -104,7 +104,7 @@ class RunningEngine:
             chat_template=config.server.chat_template,
         )
         assert config.served_model_name is not None, "served_model_name is resolved before the engine starts"
-        serving = OpenAIServing(
+        served = ServedModel(
             self.client,
             tokenizer,
             model_name=config.served_model_name,
@@ -114,8 +114,8 @@ class RunningEngine:
             version=VERSION,
             system_fingerprint=f"lockstep-{VERSION}-tp{config.tensor_parallel_size}-{config.dtype}",
         )
-        await serving.warm_up(config.parallel.step_timeout_s)
-        return serving
+        await served.warm_up(config.parallel.step_timeout_s)
+        return served
 
     async def close(self) -> None:
         """Ends requests, ranks and coordinator, in that order. Calling it again does nothing."""

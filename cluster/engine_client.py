@@ -221,7 +221,15 @@ class EngineClient:
         """Why the connection is gone; None while it is there."""
         return self._lost
 
-    def submit(self, prompt: bytes, params: Sequence[SamplingParams]) -> list[RequestStream]:
+    def submit(
+        self,
+        prompt: bytes,
+        params: Sequence[SamplingParams],
+        *,
+        priority: int = 0,
+        client: str = "",
+        cache_salt: bytes = b"",
+    ) -> list[RequestStream]:
         """Queues one request for each of `params`, all with the same prompt.
 
         Args:
@@ -235,7 +243,17 @@ class EngineClient:
             raise EngineError(self._lost)
         if self._writer.transport.get_write_buffer_size() > _MAX_UNSENT_BYTES:
             raise OverloadedError("The engine is not keeping up with new requests; try again later.")
-        requests = [GenerateRequest(id=next(self._ids), prompt=prompt, sampling=sampling) for sampling in params]
+        requests = [
+            GenerateRequest(
+                id=next(self._ids),
+                prompt=prompt,
+                sampling=sampling,
+                priority=priority,
+                client=client,
+                cache_salt=cache_salt,
+            )
+            for sampling in params
+        ]
         streams = [
             RequestStream(self, request.id, with_logprobs=request.sampling.num_logprobs >= 0) for request in requests
         ]

@@ -43,9 +43,9 @@ async def _generate(config: EngineConfig, prompt: str, max_tokens: int, temperat
     try:
         engine = await RunningEngine.start(describe(config, gpus=gpus), group, "generate")
         try:
-            serving = await engine.open_serving()
+            model = await engine.open_model()
             async with contextlib.aclosing(
-                serving.stream_text(prompt, chat=chat, max_tokens=max_tokens, temperature=temperature)
+                model.stream_text(prompt, chat=chat, max_tokens=max_tokens, temperature=temperature)
             ) as pieces:
                 async for piece in pieces:
                     sys.stdout.write(piece)

@@ -7,135 +7,20 @@ import contextlib
 import json
 import socket
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 import uvicorn
 from starlette.types import Message
 
-from cluster.engine_client import EngineClient, pack_frame, read_frame
-from cluster.messages import (
-    EngineToCoordinator,
-    Finished,
-    FinishReason,
-    GenerateRequest,
-    StepOutput,
-    Submit,
-    TokenLogprobs,
-)
 from cluster.openai.ingress import create_app
-from cluster.openai.serving import OpenAIServing
+from cluster.openai.served_model import ServedModel
 from cluster.openai.tokenizer import Tokenizer
 from configs.schema import ServerConfig
-
-EOS = 2
-REPLY = "Hello there 😀, 漢字 and more."
-MODEL = "test/smollm2"
-
-
-@dataclass
-class ScriptedCoordinator:
-    """Answers every request with the same tokens, one a step, as the scheduler would end them."""
-
-    reply: list[int]
-    step_s: float = 0.0
-    fail_after: int | None = None
-    """Tokens after which requests end with an engine error."""
-    overloaded: bool = False
-    hang_after: int | None = None
-    """Tokens after which nothing comes any more."""
-    requests: list[GenerateRequest] = field(default_factory=list)
-    aborted: list[int] = field(default_factory=list)
-
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        decoder = msgspec.msgpack.Decoder(EngineToCoordinator)
-        running: set[asyncio.Task[None]] = set()
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-            while True:
-                message = decoder.decode(await read_frame(reader))
-                if isinstance(message, Submit):
-                    self.requests += message.requests
-                    running.add(asyncio.create_task(self._generate(message.requests, writer)))
-                else:
-                    self.aborted += message.ids
-        for task in running:
-            task.cancel()
-        writer.close()
-
-    async def _generate(self, requests: list[GenerateRequest], writer: asyncio.StreamWriter) -> None:
-        def send(output: StepOutput) -> None:
-            writer.write(pack_frame(msgspec.msgpack.encode(output)))
-
-        if self.overloaded:
-            error = {"reason": FinishReason.ERROR, "error": "The queue is full.", "error_code": "engine_overloaded"}
-            send(StepOutput(finished=[Finished(id=request.id, **error) for request in requests]))  # type: ignore[arg-type]
-            return
-        live = list(requests)
-        for position, token in enumerate(self.reply):
-            await asyncio.sleep(self.step_s)
-            live = [request for request in live if request.id not in self.aborted]
-            if not live or position == self.hang_after:
-                return
-            if position == self.fail_after:
-                error = {"reason": FinishReason.ERROR, "error": "rank 1 died", "error_code": "engine_error"}
-                send(StepOutput(finished=[Finished(id=request.id, **error) for request in live]))  # type: ignore[arg-type]
-                return
-            finished = [end for request in live if (end := self._end(request, position, token)) is not None]
-            send(
-                StepOutput(
-                    ids=b"".join(struct.pack("<q", request.id) for request in live),
-                    tokens=struct.pack("<i", token) * len(live),
-                    logprobs=[
-                        # One more than was asked for: the step's width is the widest request's.
-                        TokenLogprobs(
-                            id=request.id, logprob=-1.5, top_ids=[19556, 5], top_logprobs=[-0.5, float("-inf")]
-                        )
-                        for request in live
-                        if request.sampling.num_logprobs >= 0
-                    ],
-                    prefilled=[(request.id, 16) for request in live] if position == 0 else [],
-                    finished=finished,
-                )
-            )
-            ended = {end.id for end in finished}
-            live = [request for request in live if request.id not in ended]
-
-    def _end(self, request: GenerateRequest, position: int, token: int) -> Finished | None:
-        sampling = request.sampling
-        if token in sampling.stop_token_ids or (token == EOS and not sampling.ignore_eos):
-            return Finished(id=request.id, reason=FinishReason.STOP, stop_token_id=token)
-        if position + 1 == sampling.max_tokens or position + 1 == len(self.reply):
-            return Finished(id=request.id, reason=FinishReason.LENGTH)
-        return None
-
-
-@dataclass
-class Stack:
-    """Everything between an HTTP client and the scripted coordinator."""
-
-    coordinator: ScriptedCoordinator
-    engine: EngineClient
-    serving: OpenAIServing
-    http: httpx.AsyncClient
-
-    async def chat(self, **fields: Any) -> httpx.Response:
-        body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], **fields}
-        return await self.http.post("/v1/chat/completions", json=body)
-
-    async def complete(self, **fields: Any) -> httpx.Response:
-        return await self.http.post("/v1/completions", json={"model": MODEL, "prompt": "hi", **fields})
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        while not condition():  # noqa: ASYNC110 -- what it waits for has no event
-            await asyncio.sleep(0.002)
-
-
-Scenario = Callable[[Stack], Coroutine[Any, Any, None]]
+from tests.scripted_engine import MODEL, REPLY, Run, Stack, error_of, events, runner
 
 
 @pytest.fixture(scope="module")
@@ -144,55 +29,8 @@ def smollm2(smollm2_path: Path) -> Tokenizer:
 
 
 @pytest.fixture
-def run(smollm2: Tokenizer, tmp_path: Path) -> Callable[..., None]:
-    """run(scenario, server=..., **script): a fresh stack for each scenario, at most twenty seconds."""
-    reply = [*smollm2.encode(REPLY, add_special_tokens=False), EOS]
-
-    @contextlib.asynccontextmanager
-    async def stack(server: ServerConfig, script: dict[str, Any]) -> AsyncIterator[Stack]:
-        coordinator = ScriptedCoordinator(**{"reply": reply, **script})
-        path = tmp_path / "engine.sock"
-        listening = await asyncio.start_unix_server(coordinator.serve, path)
-        engine = await EngineClient.connect(str(path))
-        serving = OpenAIServing(engine, smollm2, model_name=MODEL, max_model_len=128, server=server, version="1.2")
-        transport = httpx.ASGITransport(create_app(serving))
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
-            yield Stack(coordinator, engine, serving, http)
-        await engine.close()
-        listening.close()
-
-    async def bounded(scenario: Scenario, server: ServerConfig, script: dict[str, Any]) -> None:
-        async with asyncio.timeout(20), stack(server, script) as made:
-            await scenario(made)
-
-    def go(scenario: Scenario, server: ServerConfig | None = None, **script: Any) -> None:
-        asyncio.run(bounded(scenario, server or ServerConfig(), script))
-
-    return go
-
-
-Run = Callable[..., None]
-
-
-def events(response: httpx.Response) -> list[Any]:
-    """The SSE payloads of a response, [DONE] as the string."""
-    assert response.headers["content-type"].startswith("text/event-stream")
-    blocks = response.text.split("\n\n")
-    assert blocks[-1] == ""
-    assert all(block.startswith("data: ") for block in blocks[:-1])
-    payloads = [block.removeprefix("data: ") for block in blocks[:-1]]
-    return [payload if payload == "[DONE]" else json.loads(payload) for payload in payloads]
-
-
-def error_of(response: httpx.Response, status: int, code: str) -> dict[str, Any]:
-    assert response.status_code == status, response.text
-    assert response.headers["content-type"] == "application/json"
-    body = response.json()
-    assert set(body) == {"error"}
-    assert set(body["error"]) == {"message", "type", "param", "code"}
-    assert body["error"]["code"] == code
-    error: dict[str, Any] = body["error"]
-    return error
+def run(smollm2: Tokenizer, tmp_path: Path) -> Run:
+    return runner(smollm2, tmp_path)
 
 
 # --- Answers ----------------------------------------------------------------------------------------------------------
@@ -495,7 +333,7 @@ def test_a_request_past_its_deadline_is_504_and_aborted(run: Run) -> None:
 
 def test_a_lost_engine_is_503_and_not_ready(run: Run) -> None:
     async def scenario(stack: Stack) -> None:
-        await stack.serving.warm_up()
+        await stack.model.warm_up()
         await stack.engine.close()
         response = await stack.chat()
         error_of(response, 503, "engine_overloaded")
@@ -538,7 +376,7 @@ def test_ready_only_after_a_token_was_generated(run: Run) -> None:
         response = await stack.http.get("/ready")
         assert response.status_code == 503
         assert "retry-after" in response.headers
-        await stack.serving.warm_up(timeout_s=5)
+        await stack.model.warm_up(timeout_s=5)
         assert (await stack.http.get("/ready")).status_code == 200
 
     run(scenario)
@@ -546,7 +384,7 @@ def test_ready_only_after_a_token_was_generated(run: Run) -> None:
 
 def test_text_can_be_had_without_http(run: Run) -> None:
     async def scenario(stack: Stack) -> None:
-        pieces = [piece async for piece in stack.serving.stream_text("hi", chat=True, max_tokens=90, temperature=0.0)]
+        pieces = [piece async for piece in stack.model.stream_text("hi", chat=True, max_tokens=90, temperature=0.0)]
         assert "".join(pieces) == REPLY
         assert stack.coordinator.requests[0].sampling.temperature == 0.0
 
@@ -583,7 +421,7 @@ def test_a_client_that_goes_away_aborts_its_requests(run: Run, fields: dict[str,
             "root_path": "",
             "headers": [(b"content-type", b"application/json")],
         }
-        app: Callable[..., Awaitable[None]] = create_app(stack.serving)
+        app: Callable[..., Awaitable[None]] = create_app(stack.model)
         serving = asyncio.create_task(app(scope, receive, send))  # type: ignore[arg-type]  # FastAPI's is a coroutine
         ids = list(range(1, fields.get("n", 1) + 1))
         await stack.until(lambda: len(stack.coordinator.requests) == len(ids))
@@ -612,11 +450,11 @@ def test_cancelling_the_asgi_call_aborts_too(run: Run) -> None:
 
 
 @contextlib.asynccontextmanager
-async def served(serving: OpenAIServing) -> AsyncIterator[str]:
+async def served(model: ServedModel) -> AsyncIterator[str]:
     """uvicorn on a free loopback port."""
     listening = socket.socket()
     listening.bind(("127.0.0.1", 0))
-    config = uvicorn.Config(create_app(serving), log_config=None, lifespan="off", timeout_graceful_shutdown=1)
+    config = uvicorn.Config(create_app(model), log_config=None, lifespan="off", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     task = asyncio.create_task(server.serve(sockets=[listening]))
     while not server.started:  # noqa: ASYNC110 -- uvicorn has no event for it
@@ -634,7 +472,7 @@ def test_the_openai_package_works_unmodified(run: Run) -> None:
 
     async def scenario(stack: Stack) -> None:
         async with (
-            served(stack.serving) as url,
+            served(stack.model) as url,
             openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
         ):
             assert (await client.models.retrieve(MODEL)).id == MODEL
@@ -663,7 +501,7 @@ def test_the_openai_package_works_unmodified(run: Run) -> None:
 
 def test_a_closed_connection_aborts_on_a_real_server(run: Run) -> None:
     async def scenario(stack: Stack) -> None:
-        async with served(stack.serving) as url, httpx.AsyncClient(base_url=url, trust_env=False) as client:
+        async with served(stack.model) as url, httpx.AsyncClient(base_url=url, trust_env=False) as client:
             body = {"model": MODEL, "prompt": "hi", "max_tokens": 50, "stream": True}
             async with client.stream("POST", "/v1/completions", json=body) as response:
                 assert response.status_code == 200

@@ -8,9 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from cluster.openai import protocol
+from cluster.openai import checks, protocol
 from cluster.openai.chat import parse_messages
 from cluster.openai.protocol import ChatRequest, CompletionRequest, parse_request
+from cluster.openai.wire import error_body
 from configs.errors import ContextLengthError, OverloadedError, RequestError
 from configs.schema import ServerConfig
 
@@ -192,7 +193,7 @@ def test_top_logprobs_need_logprobs() -> None:
 
 @pytest.mark.parametrize(("stop", "expected"), [(None, []), ("a", ["a"]), (["a", "b"], ["a", "b"]), ([], [])])
 def test_stop_is_a_string_or_a_list(stop: object, expected: list[str]) -> None:
-    assert protocol.stop_strings(stop, SERVER) == expected
+    assert checks.stop_strings(stop, SERVER) == expected
 
 
 @pytest.mark.parametrize(
@@ -201,15 +202,15 @@ def test_stop_is_a_string_or_a_list(stop: object, expected: list[str]) -> None:
 )
 def test_a_bad_stop_is_named(stop: object, param: str) -> None:
     with pytest.raises(RequestError) as caught:
-        protocol.stop_strings(stop, SERVER)
+        checks.stop_strings(stop, SERVER)
     assert caught.value.param == param
 
 
 def test_a_prompt_is_text_or_ids_or_a_list_of_either() -> None:
-    assert protocol.prompts("x", 10) == ["x"]
-    assert protocol.prompts(["x", "y"], 10) == ["x", "y"]
-    assert protocol.prompts([1, 9], 10) == [[1, 9]]
-    assert protocol.prompts([[1], [2, 3]], 10) == [[1], [2, 3]]
+    assert checks.prompts("x", 10) == ["x"]
+    assert checks.prompts(["x", "y"], 10) == ["x", "y"]
+    assert checks.prompts([1, 9], 10) == [[1, 9]]
+    assert checks.prompts([[1], [2, 3]], 10) == [[1], [2, 3]]
 
 
 @pytest.mark.parametrize(
@@ -235,7 +236,7 @@ def test_a_prompt_is_text_or_ids_or_a_list_of_either() -> None:
 )
 def test_a_bad_prompt_is_named(prompt: object, param: str) -> None:
     with pytest.raises(RequestError) as caught:
-        protocol.prompts(prompt, 10)
+        checks.prompts(prompt, 10)
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
@@ -282,10 +283,10 @@ def test_a_bad_message_is_named_by_its_path(messages: object, param: str, code: 
 
 def test_an_error_body_has_the_four_fields_clients_read() -> None:
     error = ContextLengthError(max_model_len=10, num_prompt_tokens=8, max_tokens=4)
-    body = json.loads(msgspec.json.encode(protocol.error_body(error)))
+    body = json.loads(msgspec.json.encode(error_body(error)))
     assert set(body) == {"error"}
     assert set(body["error"]) == {"message", "type", "param", "code"}
     assert body["error"]["code"] == "context_length_exceeded"
     assert "this model's maximum context length is 10 tokens" in body["error"]["message"].lower()
-    overloaded = protocol.error_body(OverloadedError("later")).error
+    overloaded = error_body(OverloadedError("later")).error
     assert (overloaded.type, overloaded.code) == ("overloaded_error", "engine_overloaded")

@@ -1,6 +1,6 @@
 """HTTP: routes, body limits, disconnects and the one shape of every error. Plain ASGI below the route table.
 
-`create_app(serving)` builds the whole app from an `OpenAIServing`; nothing at module level holds state, so it can be
+`create_app(model)` builds the whole app from a `ServedModel`; nothing at module level holds state, so it can be
 called in the process that serves (Ray Serve's `__serve_build_asgi_app__`, or uvicorn).
 """
 
@@ -21,9 +21,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
-from cluster.openai.protocol import ModelList, error_body
-from cluster.openai.responses import event
-from cluster.openai.serving import Answer, OpenAIServing
+from cluster.openai.answer import Answer
+from cluster.openai.job import RequestContext
+from cluster.openai.served_model import ServedModel
+from cluster.openai.serving import OpenAIServing
+from cluster.openai.wire import ModelList, error_body
+from cluster.openai.writer import event
 from configs.errors import DeadlineError, EngineError, OverloadedError, RequestError
 
 logger = logging.getLogger(__name__)
@@ -38,19 +41,20 @@ class _Disconnected(Exception):
     """The client went away."""
 
 
-def create_app(serving: OpenAIServing) -> FastAPI:
+def create_app(model: ServedModel) -> FastAPI:
     """The HTTP server of one replica."""
+    serving = OpenAIServing(model)
     # The routes below check and describe themselves: FastAPI's own 422 and OpenAPI pages would contradict them.
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.router.routes.extend(
         [
-            Route("/v1/chat/completions", _Generate(serving, serving.chat), methods=["POST"]),
-            Route("/v1/completions", _Generate(serving, serving.completions), methods=["POST"]),
-            Route("/v1/models", _models(serving), methods=["GET"]),
-            Route("/v1/models/{name:path}", _model(serving), methods=["GET"]),
+            Route("/v1/chat/completions", _Generate(model, serving.chat), methods=["POST"]),
+            Route("/v1/completions", _Generate(model, serving.completions), methods=["POST"]),
+            Route("/v1/models", _models(model), methods=["GET"]),
+            Route("/v1/models/{name:path}", _model(model), methods=["GET"]),
             Route("/health", _health, methods=["GET"]),
-            Route("/ready", _ready(serving), methods=["GET"]),
-            Route("/version", _version(serving), methods=["GET"]),
+            Route("/ready", _ready(model), methods=["GET"]),
+            Route("/version", _version(model), methods=["GET"]),
         ]
     )
     app.add_exception_handler(HTTPException, _on_http_exception)
@@ -65,8 +69,8 @@ class _Generate:
     not, queued or running.
     """
 
-    def __init__(self, serving: OpenAIServing, handle: Callable[[bytes], Awaitable[Answer]]) -> None:
-        self._serving = serving
+    def __init__(self, model: ServedModel, handle: Callable[[bytes, RequestContext], Awaitable[Answer]]) -> None:
+        self._model = model
         self._handle = handle
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -96,14 +100,14 @@ class _Generate:
             raise RequestError("The body must be application/json.", code="unsupported_media_type", status=415)
         if headers.get(b"content-encoding", b"identity").lower() != b"identity":
             raise RequestError("Compressed bodies are not supported.", code="unsupported_media_type", status=415)
-        limit = self._serving.server.max_body_bytes
+        limit = self._model.server.max_body_bytes
         length = headers.get(b"content-length", b"")
         too_large = RequestError(
             f"The body exceeds server.max_body_bytes={limit}.", code="request_too_large", status=413
         )
         if length.isdigit() and (len(length) > 18 or int(length) > limit):
             raise too_large
-        timeout_s = self._serving.server.request_timeout_s
+        timeout_s = self._model.server.request_timeout_s
         parts: list[bytes] = []
         size = 0
         try:
@@ -130,20 +134,26 @@ class _Generate:
         begun = False
         streamed = False
         try:
-            answer = await self._handle(body)
+            answer = await self._handle(body, RequestContext(request_id=uuid.uuid4().hex))
             streamed = answer.streamed
             async with aclosing(answer.chunks) as chunks:
                 async for chunk in chunks:
                     if not streamed:
-                        await _send_json(send, 200, chunk)
+                        await _send_json(send, 200, chunk, answer.headers)
                         return
                     if not begun:
                         begun = True
-                        await send(_start(200, b"text/event-stream; charset=utf-8", {"cache-control": "no-cache"}))
+                        await send(
+                            _start(
+                                200,
+                                b"text/event-stream; charset=utf-8",
+                                {"cache-control": "no-cache", **answer.headers},
+                            )
+                        )
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except Exception as error:  # noqa: BLE001 -- the last place that can still tell the client
-            failure = _as_request_error(error, self._serving)
+            failure = _as_request_error(error, self._model)
             if not begun:
                 await _send_error(send, failure)
                 return
@@ -155,14 +165,14 @@ async def _until_disconnect(receive: Receive) -> None:
         pass
 
 
-def _as_request_error(error: Exception, serving: OpenAIServing) -> RequestError:
+def _as_request_error(error: Exception, model: ServedModel) -> RequestError:
     """What the client is told; what it must not see goes to the log."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, DeadlineError):
         return RequestError(str(error), code="deadline_exceeded", status=504)
     if isinstance(error, EngineError):
-        if not serving.engine.connected:
+        if not model.engine.connected:
             return OverloadedError("The engine is not available; try again later.", retry_after_s=_RETRY_AFTER_S)
         logger.error("engine error: %s", error)
         return RequestError("The engine failed while running this request.", code="engine_error", status=500)
@@ -222,31 +232,31 @@ async def _health(request: Request) -> Response:
     return _json({"status": "ok"})
 
 
-def _ready(serving: OpenAIServing) -> _Endpoint:
+def _ready(model: ServedModel) -> _Endpoint:
     async def ready(request: Request) -> Response:
-        if not serving.ready:
+        if not model.ready:
             raise OverloadedError("The engine is not ready.", retry_after_s=_RETRY_AFTER_S)
         return _json({"status": "ready"})
 
     return ready
 
 
-def _version(serving: OpenAIServing) -> _Endpoint:
+def _version(model: ServedModel) -> _Endpoint:
     async def version(request: Request) -> Response:
-        return _json({"version": serving.version})
+        return _json({"version": model.version})
 
     return version
 
 
-def _models(serving: OpenAIServing) -> _Endpoint:
+def _models(model: ServedModel) -> _Endpoint:
     async def models(request: Request) -> Response:
-        return _json(ModelList(serving.models()))
+        return _json(ModelList(model.cards()))
 
     return models
 
 
-def _model(serving: OpenAIServing) -> _Endpoint:
-    async def model(request: Request) -> Response:
-        return _json(serving.model(request.path_params["name"]))
+def _model(model: ServedModel) -> _Endpoint:
+    async def card(request: Request) -> Response:
+        return _json(model.card(request.path_params["name"]))
 
-    return model
+    return card

@@ -1,30 +1,25 @@
-"""The wire format: OpenAI requests in (pydantic, once per request), responses and SSE chunks out (msgspec).
+"""What comes in: OpenAI requests as pydantic models, validated once per request.
 
 Owns which fields exist, their types and ranges, and which known ones are refused because they are not supported.
-It knows neither tokens nor the engine.
+It knows neither tokens nor the engine; what goes out is in `wire`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
-from configs.errors import OverloadedError, RequestError
+from configs.errors import RequestError
 from configs.schema import ServerConfig
 
 _INT64_MAX = 2**63 - 1
 _MAX_TOKENS = 2**31 - 1
-_MAX_STOP_CHARS = 1024
 _MAX_STOP_TOKEN_IDS = 128
-MAX_SEQUENCES = 1024
-"""Most prompts times `n` of one request."""
 COMPLETION_DEFAULT_MAX_TOKENS = 16
-
-# --- Requests ---------------------------------------------------------------------------------------------------------
 
 
 class StreamOptions(BaseModel):
@@ -35,24 +30,32 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
-class _GenerationRequest(BaseModel):
-    """The fields both endpoints share. Null means the default, as in OpenAI's own schema."""
+class SamplingFields(BaseModel):
+    """How tokens are chosen and where a text ends: the fields every route that generates shares.
+
+    Null means the default, as in OpenAI's own schema. `sampling.sampling_params` makes engine parameters of them.
+    """
 
     # Strict: true is no integer, "1" is no number, 1.5 is no count.
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
 
-    model: str
     temperature: float | None = Field(None, ge=0.0, le=2.0)
     top_p: float | None = Field(None, gt=0.0, le=1.0)
     top_k: int | None = Field(None, ge=-1, le=_MAX_TOKENS)
     """0 and -1 both turn it off."""
     min_p: float | None = Field(None, ge=0.0, le=1.0)
     seed: int | None = Field(None, ge=-_INT64_MAX - 1, le=_INT64_MAX)
-    max_tokens: int | None = Field(None, ge=1, le=_MAX_TOKENS)
     stop: Any = None
-    """A string or a list of strings; read by `stop_strings`, which names the entry at fault."""
+    """A string or a list of strings; read by `checks.stop_strings`, which names the entry at fault."""
     stop_token_ids: list[int] | None = Field(None, max_length=_MAX_STOP_TOKEN_IDS)
     ignore_eos: bool | None = None
+
+
+class GenerationRequest(SamplingFields):
+    """The fields that chat completions and completions share."""
+
+    model: str
+    max_tokens: int | None = Field(None, ge=1, le=_MAX_TOKENS)
     n: int | None = Field(None, ge=1)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -66,7 +69,7 @@ class _GenerationRequest(BaseModel):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-class ChatRequest(_GenerationRequest):
+class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
     messages: Any
@@ -86,11 +89,11 @@ class ChatRequest(_GenerationRequest):
         return (self.top_logprobs or 0) if self.logprobs else -1
 
 
-class CompletionRequest(_GenerationRequest):
+class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
     prompt: Any
-    """Read by `prompts`."""
+    """Read by `checks.prompts`."""
     logprobs: int | None = Field(None, ge=0)
 
     @property
@@ -208,78 +211,6 @@ def parse_request(kind: type[_Request], body: bytes, server: ServerConfig) -> _R
     return request
 
 
-def stop_strings(stop: object, server: ServerConfig) -> list[str]:
-    """The stop strings of a request, none of them empty.
-
-    Raises:
-        RequestError: wrong type, too many, empty or too long.
-    """
-    if stop is None:
-        return []
-    stops = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stops, list):
-        raise RequestError("stop must be a string or a list of strings.", code="invalid_type", param="stop")
-    if len(stops) > server.max_stop:
-        raise RequestError(f"stop has {len(stops)} strings; at most {server.max_stop} are allowed.", param="stop")
-    for i, text in enumerate(stops):
-        param = "stop" if isinstance(stop, str) else f"stop[{i}]"
-        if not isinstance(text, str):
-            raise RequestError(f"{param} must be a string.", code="invalid_type", param=param)
-        if not 0 < len(text) <= _MAX_STOP_CHARS:
-            raise RequestError(f"{param} must have 1 to {_MAX_STOP_CHARS} characters.", param=param)
-    return stops
-
-
-def prompts(prompt: object, vocab_size: int) -> list[str | list[int]]:
-    """The prompts of a completion request: a string, token ids, or a list of either.
-
-    Raises:
-        RequestError: wrong type, empty, too many, or an id outside the vocabulary.
-    """
-    if isinstance(prompt, str):
-        return [_checked_text(prompt, "prompt")]
-    if not isinstance(prompt, list) or not prompt:
-        raise RequestError(
-            "prompt must be a string, a list of strings, a list of token ids or a list of such lists, and not empty.",
-            code="invalid_type",
-            param="prompt",
-        )
-    if type(prompt[0]) is int:
-        return [_checked_ids(prompt, "prompt", vocab_size)]
-    if len(prompt) > MAX_SEQUENCES:
-        raise RequestError(f"prompt holds {len(prompt)} prompts; at most {MAX_SEQUENCES} are allowed.", param="prompt")
-    parsed: list[str | list[int]] = []
-    for i, entry in enumerate(prompt):
-        param = f"prompt[{i}]"
-        parsed.append(_checked_text(entry, param) if isinstance(entry, str) else _checked_ids(entry, param, vocab_size))
-    return parsed
-
-
-def check_token_ids(ids: list[int], param: str, vocab_size: int) -> None:
-    """Raises RequestError for an id outside the vocabulary: it must never reach a device."""
-    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
-        i = next(i for i, token in enumerate(ids) if not 0 <= token < vocab_size)
-        raise RequestError(f"{param}[{i}] must be a token id from 0 to {vocab_size - 1}.", param=f"{param}[{i}]")
-
-
-def _checked_text(text: str, param: str) -> str:
-    if not text:
-        raise RequestError(f"{param} must not be empty.", code="empty_string", param=param)
-    return text
-
-
-def _checked_ids(ids: object, param: str, vocab_size: int) -> list[int]:
-    if not isinstance(ids, list):
-        raise RequestError(f"{param} must be a string or a list of token ids.", code="invalid_type", param=param)
-    if not ids:
-        raise RequestError(f"{param} must not be empty.", code="empty_array", param=param)
-    for i, token in enumerate(ids):
-        if type(token) is not int:
-            raise RequestError(f"{param}[{i}] must be a token id.", code="invalid_type", param=f"{param}[{i}]")
-    check_token_ids(ids, param, vocab_size)
-    return ids
-
-
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     for name in _UNSUPPORTED.keys() & raw.keys():
         value = raw[name]
@@ -302,165 +233,3 @@ def _as_request_error(error: pydantic.ValidationError) -> RequestError:
     wrong_type = first["type"].endswith(("_type", "_parsing", "_parsing_size", "_from_float"))
     code = "invalid_type" if wrong_type else "invalid_value"
     return RequestError(f"{path}: {first['msg']}.", code=code, param=path)
-
-
-# --- Responses --------------------------------------------------------------------------------------------------------
-
-
-class Head(msgspec.Struct, frozen=True):
-    """What every chunk of one answer begins with."""
-
-    id: str
-    created: int
-    """Unix time, seconds."""
-    model: str
-    system_fingerprint: str | None
-
-
-class PromptTokensDetails(msgspec.Struct):
-    cached_tokens: int
-
-
-class Usage(msgspec.Struct):
-    """Counts over all choices of a request; the prompt counts once however many choices it has."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-
-
-class TopLogprob(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int]
-    """The token's raw bytes, which need not be whole characters."""
-
-
-class TokenLogprob(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(msgspec.Struct):
-    """One entry for each token the usage counts, the one that ended the text included."""
-
-    content: list[TokenLogprob]
-
-
-class CompletionLogprobs(msgspec.Struct):
-    """Aligned lists, one entry for each token the usage counts."""
-
-    tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
-    text_offset: list[int]
-    """Characters of the completion before the token's text."""
-
-
-Reason = Literal["stop", "length", "abort"]
-
-
-class AssistantMessage(msgspec.Struct):
-    content: str
-    role: Literal["assistant"] = "assistant"
-    refusal: None = None
-
-
-class ChatChoice(msgspec.Struct):
-    index: int
-    message: AssistantMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: Reason
-    stop_reason: int | str | None
-
-
-class ChatCompletion(msgspec.Struct):
-    id: str
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    system_fingerprint: str | None = None
-    object: Literal["chat.completion"] = "chat.completion"
-
-
-class ChatDelta(msgspec.Struct, omit_defaults=True):
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-
-
-class ChatChunkChoice(msgspec.Struct):
-    index: int
-    delta: ChatDelta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: Reason | None = None
-    stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
-
-
-class ChatChunk(msgspec.Struct):
-    id: str
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
-    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
-    """With include_usage: null in every chunk but the last."""
-    system_fingerprint: str | None = None
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-
-
-class CompletionChoice(msgspec.Struct):
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: Reason | None
-    stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
-
-
-class Completion(msgspec.Struct):
-    """A whole completion, and also one chunk of a streamed one."""
-
-    id: str
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
-    system_fingerprint: str | None = None
-    object: Literal["text_completion"] = "text_completion"
-
-
-class ModelCard(msgspec.Struct):
-    id: str
-    created: int
-    max_model_len: int
-    owned_by: str = "lockstep"
-    object: Literal["model"] = "model"
-
-
-class ModelList(msgspec.Struct):
-    data: list[ModelCard]
-    object: Literal["list"] = "list"
-
-
-class ErrorDetail(msgspec.Struct):
-    message: str
-    type: str
-    param: str | None
-    code: str
-
-
-class ErrorBody(msgspec.Struct):
-    """The body of every answer that is not a success, and the last chunk of a stream that failed."""
-
-    error: ErrorDetail
-
-
-def error_body(error: RequestError) -> ErrorBody:
-    """`error` as clients read it."""
-    if error.status < 500:
-        kind = "invalid_request_error"
-    else:
-        kind = "overloaded_error" if isinstance(error, OverloadedError) else "server_error"
-    return ErrorBody(ErrorDetail(str(error), kind, error.param, error.code))

@@ -1,0 +1,49 @@
+"""The body of a success, made of a run and a writer: streamed or whole. No HTTP here: bytes, and names of headers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from cluster.openai.job import Run
+from cluster.openai.writer import AnswerWriter
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The body of a success, chunk by chunk. Raises what went wrong, before the first chunk where it can.
+
+    It starts nothing until its first chunk is asked for, and aborts its requests when it is closed.
+    """
+
+    chunks: AsyncGenerator[bytes, None]
+    streamed: bool
+    """Server-sent events; otherwise one chunk of JSON."""
+    headers: dict[str, str] = field(default_factory=dict)
+    """More response headers; complete once the first chunk is there."""
+
+
+def answer(run: Run, writer: AnswerWriter, *, streamed: bool) -> Answer:
+    """`run` as `writer` writes it."""
+    return Answer(_stream(run, writer) if streamed else _whole(run, writer), streamed)
+
+
+async def _stream(run: Run, writer: AnswerWriter) -> AsyncGenerator[bytes, None]:
+    begun = False
+    async with aclosing(run.deltas()) as steps:
+        async for deltas in steps:
+            chunk = writer.chunks(deltas)
+            if not begun:
+                begun = True
+                chunk = writer.begin(run.job.num_outputs) + chunk
+            if chunk:
+                yield chunk
+    yield writer.end(run.usage())
+
+
+async def _whole(run: Run, writer: AnswerWriter) -> AsyncGenerator[bytes, None]:
+    async with aclosing(run.deltas()) as steps:
+        async for deltas in steps:
+            writer.collect(deltas)
+    yield writer.whole(run.job.num_outputs, run.usage())

@@ -1,0 +1,131 @@
+"""One request of any route, as the engine is asked it: prompts and parameters in, deltas of text out.
+
+A `Job` is data: what to generate, checked. A `Run` is a job in the engine. Neither knows how an answer is written.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from array import array
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from cluster.engine_client import EngineClient
+from cluster.messages import FinishReason, SamplingParams
+from cluster.openai.generation import Delta, Output, read_outputs
+from cluster.openai.tokenizer import Tokenizer
+from cluster.openai.wire import PromptTokensDetails, Usage
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestContext:
+    """What a request brings besides its body."""
+
+    request_id: str
+    """Names it in logs and in `x-request-id`."""
+    client: str = ""
+    """Whose it is: the id of its API key, never the key."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One checked request."""
+
+    id: str
+    """The answer's id, e.g. `chatcmpl-...`."""
+    prompts: list[list[int]]
+    """Token ids, at least one each."""
+    sampling: list[list[SamplingParams]]
+    """For each prompt, one for each of its choices."""
+    stops: list[str]
+    client: str = ""
+    priority: int = 0
+    cache_salt: bytes = b""
+
+    @property
+    def num_outputs(self) -> int:
+        """Sequences in all: prompts times choices, in this order."""
+        return sum(len(choices) for choices in self.sampling)
+
+
+class Run:
+    """A job in the engine, from `deltas()` on."""
+
+    def __init__(self, job: Job, engine: EngineClient, tokenizer: Tokenizer, *, timeout_s: float) -> None:
+        """`timeout_s`: for the whole of it; `server.request_timeout_s`."""
+        self.job = job
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._timeout_s = timeout_s
+        self._outputs: list[Output] = []
+
+    async def deltas(self) -> AsyncGenerator[list[Delta], None]:
+        """What each engine step brought, until every sequence has ended; `Delta.index` counts over all of them.
+
+        Submits at the first read, once. Leaving it early, by any way, aborts what still runs: close it
+        (`contextlib.aclosing`) where it is used.
+
+        Raises:
+            DeadlineError, OverloadedError, EngineError: the other sequences are aborted too.
+        """
+        self._submit()
+        started = time.monotonic()
+        first_token: float | None = None
+        try:
+            async with aclosing(read_outputs(self._outputs, timeout_s=self._timeout_s)) as steps:
+                async for deltas in steps:
+                    first_token = first_token or time.monotonic()
+                    yield deltas
+        finally:
+            self._log(started, first_token)
+
+    def usage(self) -> Usage:
+        """Tokens so far, over all sequences; a prompt counts once however many choices it has."""
+        prompt = sum(len(prompt) for prompt in self.job.prompts)
+        completion = sum(output.num_tokens for output in self._outputs)
+        # A prompt's later choices find the first one's pages; only what the first one found was free.
+        num_choices = len(self.job.sampling[0])
+        cached = sum(output.num_cached_tokens for output in self._outputs[::num_choices])
+        return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
+
+    def _submit(self) -> None:
+        assert not self._outputs, "a run is read once"
+        job = self.job
+        try:
+            for prompt, sampling in zip(job.prompts, job.sampling, strict=True):
+                streams = self._engine.submit(
+                    _int32(prompt), sampling, priority=job.priority, client=job.client, cache_salt=job.cache_salt
+                )
+                for stream, params in zip(streams, sampling, strict=True):
+                    index = len(self._outputs)
+                    self._outputs.append(Output(index, stream, self._tokenizer, prompt, params, job.stops))
+        except BaseException:
+            for output in self._outputs:
+                output.stream.abort()
+            raise
+
+    def _log(self, started: float, first_token: float | None) -> None:
+        """One line per request, with the seed it ran under: enough to run it again."""
+        now = time.monotonic()
+        usage = self.usage()
+        reasons = ",".join(sorted({output.finish_reason or FinishReason.ABORT for output in self._outputs}))
+        logger.info(
+            "request %s choices=%d in=%d out=%d cached=%d finish=%s seed=%d ttft_ms=%.1f e2e_ms=%.1f",
+            self.job.id,
+            len(self._outputs),
+            usage.prompt_tokens,
+            usage.completion_tokens,
+            usage.prompt_tokens_details.cached_tokens,
+            reasons,
+            self.job.sampling[0][0].seed,
+            1e3 * ((first_token or now) - started),
+            1e3 * (now - started),
+        )
+
+
+def _int32(ids: Sequence[int]) -> bytes:
+    return array("i", ids).tobytes()

@@ -1,0 +1,168 @@
+"""What goes out: whole answers, SSE chunks and error bodies as msgspec structs, each the shape of one OpenAI object."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from configs.errors import OverloadedError, RequestError
+
+
+class Head(msgspec.Struct, frozen=True):
+    """What every chunk of one answer begins with."""
+
+    id: str
+    created: int
+    """Unix time, seconds."""
+    model: str
+    system_fingerprint: str | None
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    """Counts over all choices of a request; the prompt counts once however many choices it has."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    """The token's raw bytes, which need not be whole characters."""
+
+
+class TokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """One entry for each token the usage counts, the one that ended the text included."""
+
+    content: list[TokenLogprob]
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """Aligned lists, one entry for each token the usage counts."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+    """Characters of the completion before the token's text."""
+
+
+Reason = Literal["stop", "length", "abort"]
+
+
+class AssistantMessage(msgspec.Struct):
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Reason
+    stop_reason: int | str | None
+
+
+class ChatCompletion(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    system_fingerprint: str | None = None
+    object: Literal["chat.completion"] = "chat.completion"
+
+
+class ChatDelta(msgspec.Struct, omit_defaults=True):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(msgspec.Struct):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Reason | None = None
+    stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class ChatChunk(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    """With include_usage: null in every chunk but the last."""
+    system_fingerprint: str | None = None
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+
+
+class CompletionChoice(msgspec.Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Reason | None
+    stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class Completion(msgspec.Struct):
+    """A whole completion, and also one chunk of a streamed one."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    system_fingerprint: str | None = None
+    object: Literal["text_completion"] = "text_completion"
+
+
+class ModelCard(msgspec.Struct):
+    id: str
+    created: int
+    max_model_len: int
+    owned_by: str = "lockstep"
+    object: Literal["model"] = "model"
+
+
+class ModelList(msgspec.Struct):
+    data: list[ModelCard]
+    object: Literal["list"] = "list"
+
+
+class ErrorDetail(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorBody(msgspec.Struct):
+    """The body of every answer that is not a success, and the last chunk of a stream that failed."""
+
+    error: ErrorDetail
+
+
+def error_body(error: RequestError) -> ErrorBody:
+    """`error` as clients read it."""
+    if error.status < 500:
+        kind = "invalid_request_error"
+    else:
+        kind = "overloaded_error" if isinstance(error, OverloadedError) else "server_error"
+    return ErrorBody(ErrorDetail(str(error), kind, error.param, error.code))

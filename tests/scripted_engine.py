@@ -1,0 +1,188 @@
+"""The HTTP surface over a coordinator that answers every request with the same tokens, without a model or Ray.
+
+A test module makes a fixture of `runner` and hands it scenarios: coroutines that talk to a `Stack`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import struct
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+
+from cluster.engine_client import EngineClient, pack_frame, read_frame
+from cluster.messages import (
+    EngineToCoordinator,
+    Finished,
+    FinishReason,
+    GenerateRequest,
+    StepOutput,
+    Submit,
+    TokenLogprobs,
+)
+from cluster.openai.ingress import create_app
+from cluster.openai.served_model import ServedModel
+from cluster.openai.tokenizer import Tokenizer
+from configs.schema import ServerConfig
+
+EOS = 2
+REPLY = "Hello there 😀, 漢字 and more."
+MODEL = "test/smollm2"
+
+
+@dataclass
+class ScriptedCoordinator:
+    """Answers every request with the same tokens, one a step, as the scheduler would end them."""
+
+    reply: list[int]
+    step_s: float = 0.0
+    fail_after: int | None = None
+    """Tokens after which requests end with an engine error."""
+    overloaded: bool = False
+    hang_after: int | None = None
+    """Tokens after which nothing comes any more."""
+    requests: list[GenerateRequest] = field(default_factory=list)
+    aborted: list[int] = field(default_factory=list)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        decoder = msgspec.msgpack.Decoder(EngineToCoordinator)
+        running: set[asyncio.Task[None]] = set()
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                message = decoder.decode(await read_frame(reader))
+                if isinstance(message, Submit):
+                    self.requests += message.requests
+                    running.add(asyncio.create_task(self._generate(message.requests, writer)))
+                else:
+                    self.aborted += message.ids
+        for task in running:
+            task.cancel()
+        writer.close()
+
+    async def _generate(self, requests: list[GenerateRequest], writer: asyncio.StreamWriter) -> None:
+        def send(output: StepOutput) -> None:
+            writer.write(pack_frame(msgspec.msgpack.encode(output)))
+
+        if self.overloaded:
+            error = {"reason": FinishReason.ERROR, "error": "The queue is full.", "error_code": "engine_overloaded"}
+            send(StepOutput(finished=[Finished(id=request.id, **error) for request in requests]))  # type: ignore[arg-type]
+            return
+        live = list(requests)
+        for position, token in enumerate(self.reply):
+            await asyncio.sleep(self.step_s)
+            live = [request for request in live if request.id not in self.aborted]
+            if not live or position == self.hang_after:
+                return
+            if position == self.fail_after:
+                error = {"reason": FinishReason.ERROR, "error": "rank 1 died", "error_code": "engine_error"}
+                send(StepOutput(finished=[Finished(id=request.id, **error) for request in live]))  # type: ignore[arg-type]
+                return
+            finished = [end for request in live if (end := self._end(request, position, token)) is not None]
+            send(
+                StepOutput(
+                    ids=b"".join(struct.pack("<q", request.id) for request in live),
+                    tokens=struct.pack("<i", token) * len(live),
+                    logprobs=[
+                        # One more than was asked for: the step's width is the widest request's.
+                        TokenLogprobs(
+                            id=request.id, logprob=-1.5, top_ids=[19556, 5], top_logprobs=[-0.5, float("-inf")]
+                        )
+                        for request in live
+                        if request.sampling.num_logprobs >= 0
+                    ],
+                    prefilled=[(request.id, 16) for request in live] if position == 0 else [],
+                    finished=finished,
+                )
+            )
+            ended = {end.id for end in finished}
+            live = [request for request in live if request.id not in ended]
+
+    def _end(self, request: GenerateRequest, position: int, token: int) -> Finished | None:
+        sampling = request.sampling
+        if token in sampling.stop_token_ids or (token == EOS and not sampling.ignore_eos):
+            return Finished(id=request.id, reason=FinishReason.STOP, stop_token_id=token)
+        if position + 1 == sampling.max_tokens or position + 1 == len(self.reply):
+            return Finished(id=request.id, reason=FinishReason.LENGTH)
+        return None
+
+
+@dataclass
+class Stack:
+    """Everything between an HTTP client and the scripted coordinator."""
+
+    coordinator: ScriptedCoordinator
+    engine: EngineClient
+    model: ServedModel
+    http: httpx.AsyncClient
+
+    async def chat(self, **fields: Any) -> httpx.Response:
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], **fields}
+        return await self.http.post("/v1/chat/completions", json=body)
+
+    async def complete(self, **fields: Any) -> httpx.Response:
+        return await self.http.post("/v1/completions", json={"model": MODEL, "prompt": "hi", **fields})
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():  # noqa: ASYNC110 -- what it waits for has no event
+            await asyncio.sleep(0.002)
+
+
+Scenario = Callable[[Stack], Coroutine[Any, Any, None]]
+
+
+Run = Callable[..., None]
+
+
+def runner(smollm2: Tokenizer, folder: Path) -> Run:
+    """run(scenario, server=..., **script): a fresh stack for each scenario, at most twenty seconds."""
+    reply = [*smollm2.encode(REPLY, add_special_tokens=False), EOS]
+
+    @contextlib.asynccontextmanager
+    async def stack(server: ServerConfig, script: dict[str, Any]) -> AsyncIterator[Stack]:
+        coordinator = ScriptedCoordinator(**{"reply": reply, **script})
+        path = folder / "engine.sock"
+        listening = await asyncio.start_unix_server(coordinator.serve, path)
+        engine = await EngineClient.connect(str(path))
+        model = ServedModel(engine, smollm2, model_name=MODEL, max_model_len=128, server=server, version="1.2")
+        transport = httpx.ASGITransport(create_app(model))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            yield Stack(coordinator, engine, model, http)
+        await engine.close()
+        listening.close()
+
+    async def bounded(scenario: Scenario, server: ServerConfig, script: dict[str, Any]) -> None:
+        async with asyncio.timeout(20), stack(server, script) as made:
+            await scenario(made)
+
+    def go(scenario: Scenario, server: ServerConfig | None = None, **script: Any) -> None:
+        asyncio.run(bounded(scenario, server or ServerConfig(), script))
+
+    return go
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The SSE payloads of a response, [DONE] as the string."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    blocks = response.text.split("\n\n")
+    assert blocks[-1] == ""
+    assert all(block.startswith("data: ") for block in blocks[:-1])
+    payloads = [block.removeprefix("data: ") for block in blocks[:-1]]
+    return [payload if payload == "[DONE]" else json.loads(payload) for payload in payloads]
+
+
+def error_of(response: httpx.Response, status: int, code: str) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["code"] == code
+    error: dict[str, Any] = body["error"]
+    return error
