@@ -49,7 +49,8 @@ SIZES = [
 @pytest.mark.parametrize("size", SIZES)
 def test_sampled_rows_get_their_own_tokens_with_and_without_filters(shape: Path, size: int) -> None:
     prompts = _prompts(1)
-    with _engine(shape, size) as engine:
+    # A prompt found in the prefix cache is attended to by other kernels, whose rounding may decide a near tie.
+    with _engine(shape, size, kv_cache={"enable_prefix_caching": False}) as engine:
 
         def tokens(**sampling: Any) -> list[int]:
             [answer] = engine.generate(prompts, max_tokens=24, **sampling)
@@ -58,7 +59,7 @@ def test_sampled_rows_get_their_own_tokens_with_and_without_filters(shape: Path,
             return answer.tokens
 
         greedy = tokens()
-        assert tokens() == greedy
+        assert [tokens() for _ in range(5)] == [greedy] * 5
         assert tokens(temperature=1.0, top_k=1, seed=5) == greedy, "only the likeliest token is left"
         sampled = tokens(temperature=1.0, seed=5)
         assert sampled != greedy
