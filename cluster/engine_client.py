@@ -19,12 +19,15 @@ from types import TracebackType
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from cluster.messages import (
     Abort,
     Finished,
     FinishReason,
     GenerateRequest,
+    Prefilled,
+    PromptLogprobs,
     SamplingParams,
     StepOutput,
     Submit,
@@ -53,6 +56,29 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes:
     return await reader.readexactly(length)
 
 
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Log probabilities of a whole prompt, before temperature and filters. Entry i is of the token at position i + 1:
+    the first token has none before it."""
+
+    logprobs: npt.NDArray[np.float32]
+    """[num_prompt_tokens - 1]"""
+    top_ids: npt.NDArray[np.int32]
+    """[num_prompt_tokens - 1, k]: likeliest tokens in the same place, descending, equal ones by id."""
+    top_logprobs: npt.NDArray[np.float32]
+    """[num_prompt_tokens - 1, k]"""
+
+    @classmethod
+    def join(cls, runs: Sequence[PromptLogprobs], k: int) -> PromptScores:
+        """Of all runs of one request, in the order they came."""
+        logprobs = np.frombuffer(b"".join(run.logprobs for run in runs), "<f4")
+        return cls(
+            logprobs,
+            np.frombuffer(b"".join(run.top_ids for run in runs), "<i4").reshape(len(logprobs), k),
+            np.frombuffer(b"".join(run.top_logprobs for run in runs), "<f4").reshape(len(logprobs), k),
+        )
+
+
 @dataclass(slots=True)
 class TokenChunk:
     """Everything that arrived for one request since it was last read."""
@@ -60,10 +86,17 @@ class TokenChunk:
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None
     """One for each of `token_ids` when the request asked for them."""
-    num_cached_tokens: int
-    """Prompt tokens taken from the prefix cache; 0 until the first token."""
+    prefilled: Prefilled | None
+    """How the prompt was worked on; None until the first token."""
+    prompt_logprobs: PromptScores | None
+    """On the first chunk with a token, when the request asked for them."""
     finished: Finished | None
     """Set on the last chunk."""
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens taken from the prefix cache; 0 until the first token."""
+        return 0 if self.prefilled is None else self.prefilled.num_cached_tokens
 
 
 class RequestStream:
@@ -73,14 +106,27 @@ class RequestStream:
     aborts by itself. A slow reader costs one int per token, bounded by the request's `max_tokens`.
     """
 
-    __slots__ = ("_client", "_done", "_finished", "_logprobs", "_num_cached", "_tokens", "_waiter", "id")
+    __slots__ = (
+        "_client",
+        "_done",
+        "_finished",
+        "_logprobs",
+        "_prefilled",
+        "_prompt_runs",
+        "_sampling",
+        "_tokens",
+        "_waiter",
+        "id",
+    )
 
-    def __init__(self, client: EngineClient, request_id: int, *, with_logprobs: bool) -> None:
+    def __init__(self, client: EngineClient, request_id: int, sampling: SamplingParams) -> None:
         self.id = request_id
         self._client = client
+        self._sampling = sampling
         self._tokens: list[int] = []
-        self._logprobs: list[TokenLogprobs] | None = [] if with_logprobs else None
-        self._num_cached = 0
+        self._logprobs: list[TokenLogprobs] | None = [] if sampling.num_logprobs >= 0 else None
+        self._prompt_runs: list[PromptLogprobs] | None = [] if sampling.prompt_logprobs >= 0 else None
+        self._prefilled: Prefilled | None = None
         self._finished: Finished | None = None
         self._done = False  # the last chunk has been taken
         self._waiter: asyncio.Future[None] | None = None
@@ -101,8 +147,12 @@ class RequestStream:
         logprobs = self._logprobs
         if logprobs is not None:
             self._logprobs = []
+        prompt_logprobs = None
+        if tokens and self._prompt_runs is not None:
+            prompt_logprobs = PromptScores.join(self._prompt_runs, self._sampling.prompt_logprobs)
+            self._prompt_runs = None
         self._done = self._finished is not None
-        return TokenChunk(tokens, logprobs, self._num_cached, self._finished)
+        return TokenChunk(tokens, logprobs, self._prefilled, prompt_logprobs, self._finished)
 
     def abort(self) -> None:
         """Ends the request now, unless it has ended. A pending or later read gets `FinishReason.ABORT`."""
@@ -229,11 +279,13 @@ class EngineClient:
         priority: int = 0,
         client: str = "",
         cache_salt: bytes = b"",
+        deadline_s: float = 0.0,
     ) -> list[RequestStream]:
         """Queues one request for each of `params`, all with the same prompt.
 
         Args:
             prompt: little-endian int32 token ids, at least one.
+            priority, client, cache_salt, deadline_s: as in GenerateRequest.
 
         Raises:
             EngineError: the coordinator is gone.
@@ -251,12 +303,11 @@ class EngineClient:
                 priority=priority,
                 client=client,
                 cache_salt=cache_salt,
+                deadline_s=deadline_s,
             )
             for sampling in params
         ]
-        streams = [
-            RequestStream(self, request.id, with_logprobs=request.sampling.num_logprobs >= 0) for request in requests
-        ]
+        streams = [RequestStream(self, request.id, request.sampling) for request in requests]
         self._send(Submit(requests))
         self._streams.update((stream.id, stream) for stream in streams)
         return streams
@@ -304,9 +355,12 @@ class EngineClient:
     def _dispatch(self, output: StepOutput) -> None:
         """Hands one step to its streams; ids that are gone (aborted here, still running there) are skipped."""
         streams = self._streams
-        for request_id, num_cached in output.prefilled:
-            if (stream := streams.get(request_id)) is not None:
-                stream._num_cached = num_cached
+        for prefilled in output.prefilled:
+            if (stream := streams.get(prefilled.id)) is not None:
+                stream._prefilled = prefilled
+        for run in output.prompt_logprobs:
+            if (stream := streams.get(run.id)) is not None and stream._prompt_runs is not None:
+                stream._prompt_runs.append(run)
         for logprobs in output.logprobs:
             if (stream := streams.get(logprobs.id)) is not None and stream._logprobs is not None:
                 stream._logprobs.append(logprobs)

@@ -77,6 +77,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Whose it is: waiting requests of different clients take turns."""
     cache_salt: bytes = b""
     """Prompts of different salts share no page."""
+    deadline_s: float = 0.0
+    """Seconds from its arrival after which it ends with the code `deadline_exceeded`, wherever it is; 0: never."""
 
 
 class Submit(msgspec.Struct, tag="submit", frozen=True):
@@ -100,7 +102,11 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     """The token that ended it, when reason is STOP. It is also the last of the request's tokens."""
     error: str | None = None
     error_code: str | None = None
-    """`engine_overloaded` (503) or `engine_error` (500)."""
+    """`engine_overloaded` (503), `deadline_exceeded` (504) or `engine_error` (500)."""
+    retry_after_s: float | None = None
+    """With `engine_overloaded`: seconds in which the queue may be expected to drain."""
+    num_preemptions: int = 0
+    """How often it gave its pages up to others and was computed again."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
@@ -113,6 +119,33 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     top_logprobs: list[float]
 
 
+class PromptLogprobs(msgspec.Struct, frozen=True):
+    """Log probabilities of a run of prompt tokens, each given those before it."""
+
+    id: int
+    """Request id."""
+    start: int
+    """Position of the first one in the prompt, at least 1: the first token of all has none before it."""
+    logprobs: bytes
+    """float32[num_tokens], before temperature and filters."""
+    top_ids: bytes
+    """int32[num_tokens, k]: likeliest tokens in the same place, descending, equal ones by id; k as asked for."""
+    top_logprobs: bytes
+    """float32[num_tokens, k]"""
+
+
+class Prefilled(msgspec.Struct, frozen=True, array_like=True):
+    """A request whose first token is there. Times are of the coordinator's one monotonic clock."""
+
+    id: int
+    num_cached_tokens: int
+    """Prompt tokens taken from the prefix cache."""
+    queue_s: float = 0.0
+    """From its arrival to its first admission."""
+    prefill_s: float = 0.0
+    """From there to its first token, preemptions included."""
+
+
 class StepOutput(msgspec.Struct, tag="output", frozen=True, kw_only=True):
     """What one step brought, for all requests."""
 
@@ -122,8 +155,10 @@ class StepOutput(msgspec.Struct, tag="output", frozen=True, kw_only=True):
     """int32 sampled tokens."""
     logprobs: list[TokenLogprobs] = []
     """In the order of `tokens`, only for requests that asked."""
-    prefilled: list[tuple[int, int]] = []
-    """(request id, prompt tokens taken from the prefix cache) of requests whose first token is in this output."""
+    prompt_logprobs: list[PromptLogprobs] = []
+    """For requests that asked: each position once, in order, the last with or before the first token."""
+    prefilled: list[Prefilled] = []
+    """Requests whose first token is in this output."""
     finished: list[Finished] = []
 
 

@@ -23,6 +23,7 @@ from cluster.messages import (
     Finished,
     FinishReason,
     GenerateRequest,
+    Prefilled,
     StepOutput,
     Submit,
     TokenLogprobs,
@@ -97,7 +98,7 @@ class ScriptedCoordinator:
                         for request in live
                         if request.sampling.num_logprobs >= 0
                     ],
-                    prefilled=[(request.id, 16) for request in live] if position == 0 else [],
+                    prefilled=[Prefilled(request.id, 16) for request in live] if position == 0 else [],
                     finished=finished,
                 )
             )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from cluster.engine_client import EngineClient, pack_frame, read_frame, wait_ready
@@ -19,6 +20,8 @@ from cluster.messages import (
     EngineToCoordinator,
     Finished,
     FinishReason,
+    Prefilled,
+    PromptLogprobs,
     SamplingParams,
     StepOutput,
     Submit,
@@ -50,13 +53,15 @@ class ScriptedCoordinator:
         tokens: list[tuple[int, int]],
         *,
         logprobs: list[TokenLogprobs] | None = None,
-        prefilled: list[tuple[int, int]] | None = None,
+        prompt_logprobs: list[PromptLogprobs] | None = None,
+        prefilled: list[Prefilled] | None = None,
         finished: list[Finished] | None = None,
     ) -> None:
         output = StepOutput(
             ids=b"".join(struct.pack("<q", id_) for id_, _ in tokens),
             tokens=b"".join(struct.pack("<i", token) for _, token in tokens),
             logprobs=logprobs or [],
+            prompt_logprobs=prompt_logprobs or [],
             prefilled=prefilled or [],
             finished=finished or [],
         )
@@ -106,7 +111,7 @@ def test_tokens_of_several_steps_come_in_one_chunk_to_a_slow_reader(run: Callabl
     async def scenario(client: EngineClient, coordinator: ScriptedCoordinator) -> None:
         one, two = client.submit(PROMPT, [PARAMS, PARAMS])
         await coordinator.received.get()
-        coordinator.step([(1, 10), (2, 20)], prefilled=[(1, 16), (2, 0)])
+        coordinator.step([(1, 10), (2, 20)], prefilled=[Prefilled(1, 16, 0.5, 0.25), Prefilled(2, 0)])
         coordinator.step([(2, 21), (1, 11)])
         coordinator.step([(1, 12)], finished=[Finished(id=1, reason=FinishReason.STOP, stop_token_id=12)])
         await wait_ready([two])
@@ -115,6 +120,7 @@ def test_tokens_of_several_steps_come_in_one_chunk_to_a_slow_reader(run: Callabl
         assert len(chunks) == 1
         assert chunks[0].token_ids == [10, 11, 12]
         assert chunks[0].num_cached_tokens == 16
+        assert chunks[0].prefilled == Prefilled(1, 16, queue_s=0.5, prefill_s=0.25)
         assert chunks[0].finished == Finished(id=1, reason=FinishReason.STOP, stop_token_id=12)
         assert chunks[0].logprobs is None
         assert (await anext(two)).token_ids == [20, 21]
@@ -131,6 +137,35 @@ def test_logprobs_go_to_the_request_that_asked(run: Callable[[Scenario], None]) 
         coordinator.step([(1, 10), (2, 20)], logprobs=[row])
         assert (await anext(asked)).logprobs == [row]
         assert (await anext(plain)).logprobs is None
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_a_prompts_scores_come_whole_and_once_with_the_first_token(run: Callable[[Scenario], None], k: int) -> None:
+    def scored(start: int, logprobs: list[float]) -> PromptLogprobs:
+        ids, top = np.arange(len(logprobs) * k, dtype=np.int32), np.full(len(logprobs) * k, -start, np.float32)
+        return PromptLogprobs(1, start, np.array(logprobs, np.float32).tobytes(), ids.tobytes(), top.tobytes())
+
+    async def scenario(client: EngineClient, coordinator: ScriptedCoordinator) -> None:
+        params = SamplingParams(max_tokens=8, prompt_logprobs=k)
+        stream, alone, plain = client.submit(PROMPT, [params, params, PARAMS])
+        await coordinator.received.get()
+        coordinator.step([], prompt_logprobs=[scored(1, [-1.0, -2.0])])
+        coordinator.step([(2, 20), (3, 30)], prompt_logprobs=[scored(3, [-3.0])])
+        first = await anext(alone)
+        assert first.prompt_logprobs is not None
+        assert first.prompt_logprobs.top_ids.shape == (0, k), "a prompt of one token has nothing to score"
+        assert not stream.ready
+        coordinator.step([(1, 10)])
+        first = await anext(stream)
+        assert first.prompt_logprobs is not None
+        assert first.prompt_logprobs.logprobs.tolist() == [-1, -2, -3]
+        assert first.prompt_logprobs.top_ids.shape == first.prompt_logprobs.top_logprobs.shape == (3, k)
+        assert first.prompt_logprobs.top_logprobs.sum(axis=1).tolist() == [-k, -k, -3 * k]
+        coordinator.step([(1, 11)])
+        assert (await anext(stream)).prompt_logprobs is None
+        assert (await anext(plain)).prompt_logprobs is None
 
     run(scenario)
 

@@ -180,12 +180,12 @@ class Engine:
     def take(self, output: StepOutput | None) -> None:
         if output is None:
             return
-        for request_id, cached in output.prefilled:
-            answer = self.answers[request_id]
+        for prefilled in output.prefilled:
+            answer = self.answers[prefilled.id]
             assert answer.cached is None, "prefilled twice"
             assert not answer.tokens
             assert answer.finished is None
-            answer.cached = cached
+            answer.cached = prefilled.num_cached_tokens
         ids = np.frombuffer(output.ids, np.int64).tolist()
         for request_id, token in zip(ids, np.frombuffer(output.tokens, np.int32).tolist(), strict=True):
             answer = self.answers[request_id]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from cluster.messages import Finished, FinishReason, GenerateRequest, StepOutput, TokenLogprobs
+from cluster.messages import Finished, FinishReason, GenerateRequest, Prefilled, StepOutput, TokenLogprobs
 from cluster.scheduling.limits import SchedulerLimits, SchedulerStats
 from cluster.scheduling.prefill import PrefillPlan, PrefillQueue
 from cluster.scheduling.request import Request, reason_never_fits, refused
@@ -296,14 +296,14 @@ class Scheduler:
                     stopped[index] = True
         return stopped
 
-    def _take_prefilled(self, rows: list[int]) -> list[tuple[int, int]]:
-        """(id, tokens from the cache) of those `rows` that got the first token of their answer."""
-        prefilled: list[tuple[int, int]] = []
+    def _take_prefilled(self, rows: list[int]) -> list[Prefilled]:
+        """Those of `rows` that got the first token of their answer."""
+        prefilled: list[Prefilled] = []
         for row in rows:
             request = self._rows.request(row)
             if self._rows.live[row] and not request.has_emitted:
                 request.has_emitted = True
-                prefilled.append((request.id, request.num_cached_tokens))
+                prefilled.append(Prefilled(request.id, request.num_cached_tokens))
         return prefilled
 
     def _take_logprobs(
