@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
+import threading
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -201,6 +204,15 @@ class RankActor:
     def progress(self) -> float:
         """Share of the weights loaded, 0 to 1."""
         return self._progress
+
+    @ray.method(concurrency_group="ctl")
+    def stacks(self) -> str:
+        """Where each thread of this process is, innermost frame last; answers while `run` blocks."""
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        return "\n".join(
+            f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+            for ident, frame in sys._current_frames().items()
+        )
 
     def _on_progress(self, share: float) -> None:
         self._progress = share

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import secrets
 import selectors
@@ -16,15 +17,16 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import msgspec
 
-from cluster.messages import Abort, EngineToCoordinator, Finished, StepOutput, Submit
+from cluster.messages import Abort, EngineStats, EngineToCoordinator, Finished, StepOutput, Submit
+from cluster.observability.steps import StepMeter
 from cluster.scheduling.scheduler import Scheduler
-from configs.errors import EngineError, LockstepError
-from parallel.channel import FrameReader, FrameWriter
+from configs.errors import DeadlineError, EngineError, LockstepError
+from parallel.channel import STEP_TIMEOUT, FrameReader, FrameWriter
 from worker.protocol import FrameKind, StepFrame, StepResult
 
 logger = logging.getLogger(__name__)
@@ -37,6 +39,10 @@ _IDLE_POLL_S = 1.0
 _BLAME_S = 2.0
 _FLUSH_S = 1.0
 _RECEIVE_BYTES = 1 << 16
+# While a step runs longer than this, the figures go out all the same.
+_WATCH_S = 1.0
+# A step that has used up this share of its deadline counts as stuck: what its ranks do is worth a line in the log.
+_STUCK_SHARE = 0.25
 
 _T = TypeVar("_T")
 
@@ -171,10 +177,19 @@ class Coordinator:
         frames: to every rank.
         results: from rank 0.
         step_timeout_s: `parallel.step_timeout_s`.
+        heartbeat_ages: seconds since each rank last took or awaited a frame; nothing where that is not known.
+        on_stuck: called once for a step that takes suspiciously long, with its age in seconds; must not block.
     """
 
     def __init__(
-        self, *, scheduler: Scheduler, frames: FrameWriter, results: FrameReader, step_timeout_s: float
+        self,
+        *,
+        scheduler: Scheduler,
+        frames: FrameWriter,
+        results: FrameReader,
+        step_timeout_s: float,
+        heartbeat_ages: Callable[[], Sequence[float]] = tuple,
+        on_stuck: Callable[[float], None] | None = None,
     ) -> None:
         self.scheduler = scheduler
         self._frames = frames
@@ -184,7 +199,9 @@ class Coordinator:
         self._closing = threading.Event()
         self._blamed = threading.Event()  # `fail` was called
         self._failure: LockstepError | None = None
-        self._num_steps = 0
+        self._heartbeat_ages = heartbeat_ages
+        self._on_stuck = on_stuck
+        self._meter = StepMeter()
         # Control threads ask the scheduler for its figures; a step holds the lock only while it computes.
         self._lock = threading.Lock()
 
@@ -201,7 +218,7 @@ class Coordinator:
     @property
     def num_steps(self) -> int:
         """Steps launched so far."""
-        return self._num_steps
+        return self._meter.num_steps
 
     def inspect(self, read: Callable[[Scheduler], _T]) -> _T:
         """What `read` makes of the scheduler, between two of the loop's own uses; callable from another thread."""
@@ -231,6 +248,9 @@ class Coordinator:
         try:
             while not self._closing.is_set():
                 idle = not (self.scheduler.has_work or self.scheduler.num_in_flight)
+                if idle:
+                    self._meter.rest()
+                    self._socket.send(StepOutput(stats=self._report()))
                 self._take_messages(_IDLE_POLL_S if idle else 0.0)
                 if self._failure is not None:
                     raise self._failure
@@ -275,18 +295,47 @@ class Coordinator:
             self._send(self.scheduler.drain_finished())
             while (frame := self.scheduler.next_step()) is not None:
                 self._frames.send(frame.encode(), self._step_timeout_s)
-                self._num_steps += 1
+                self._meter.launched(frame)
         if self.scheduler.num_in_flight:
-            result = StepResult.decode(self._results.recv(self._step_timeout_s))
+            result = StepResult.decode(self._receive())
             with self._lock:
-                self._send(self.scheduler.retire(result))
+                output = self.scheduler.retire(result)
+                self._meter.retired(len(result.tokens))
+                self._send(output)
                 self._send(self.scheduler.drain_finished())
         elif self.scheduler.has_work:
             raise EngineError("the scheduler has work but neither launched a step nor has one in flight")
 
+    def _receive(self) -> bytes:
+        """The oldest step's result; reports while it is awaited.
+
+        Raises:
+            DeadlineError: it did not come within `parallel.step_timeout_s`.
+        """
+        began = time.monotonic()
+        stuck_at = began + self._step_timeout_s * _STUCK_SHARE
+        while True:
+            waited = time.monotonic() - began
+            try:
+                return self._results.recv(min(_WATCH_S, self._step_timeout_s - waited))
+            except DeadlineError:
+                if (now := time.monotonic()) - began >= self._step_timeout_s:
+                    raise DeadlineError(f"no result came within {STEP_TIMEOUT}={self._step_timeout_s:g}") from None
+            self._socket.send(StepOutput(stats=self._report()))
+            if now >= stuck_at and self._on_stuck is not None:
+                stuck_at = math.inf
+                self._on_stuck(now - began)
+
     def _send(self, output: StepOutput | None) -> None:
-        if output is not None:
-            self._socket.send(output)
+        """Sends `output`, with a report where one is due."""
+        if output is None:
+            return
+        if self._meter.is_due():
+            output = msgspec.structs.replace(output, stats=self._report())
+        self._socket.send(output)
+
+    def _report(self) -> EngineStats:
+        return self._meter.report(self.scheduler.stats(), list(self._heartbeat_ages()))
 
     def _fail_all(self, error: LockstepError) -> None:
         with self._lock:

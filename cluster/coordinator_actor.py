@@ -108,6 +108,8 @@ class CoordinatorActor:
             frames=frames,
             results=results,
             step_timeout_s=config.parallel.step_timeout_s,
+            heartbeat_ages=group.heartbeat_ages,
+            on_stuck=group.log_stacks,
         )
         self._coordinator = coordinator
         group.watch(coordinator.fail)

@@ -33,6 +33,7 @@ from cluster.messages import (
     Submit,
     TokenLogprobs,
 )
+from cluster.observability.board import StatsBoard
 from configs.errors import DeadlineError, EngineError, OverloadedError
 
 logger = logging.getLogger(__name__)
@@ -230,6 +231,8 @@ class EngineClient:
         self._ids = itertools.count(1)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(StepOutput)
+        self.board = StatsBoard()
+        """The engine's figures."""
         self._lost: str | None = None  # why the connection is gone
         self._task: asyncio.Task[None] | None = None
 
@@ -373,6 +376,8 @@ class EngineClient:
         for finished in output.finished:
             if (stream := streams.pop(finished.id, None)) is not None:
                 stream._finish(finished)
+        if output.stats is not None:
+            self.board.update(output.stats)
 
     def _lose(self, reason: str) -> None:
         if self._lost is not None:

@@ -10,6 +10,8 @@ from enum import StrEnum
 
 import msgspec
 
+from cluster.scheduling.limits import SchedulerStats
+
 
 class FinishReason(StrEnum):
     """Why a request ended."""
@@ -146,6 +148,22 @@ class Prefilled(msgspec.Struct, frozen=True, array_like=True):
     """From there to its first token, preemptions included."""
 
 
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine is doing, ten times a second while it works and once a second while it does not."""
+
+    time_s: float
+    """When this was taken: CLOCK_MONOTONIC of the host, which its processes share."""
+    scheduler: SchedulerStats
+    num_steps: int
+    """Steps launched so far."""
+    step_age_s: float
+    """How long the oldest step in flight has run; 0: none is."""
+    heartbeat_age_s: list[float]
+    """By rank, how long ago it last took or awaited a frame. Empty: the ranks are on several nodes."""
+    steps: bytes
+    """Records of the steps that retired since the last one (`cluster.observability.steps.STEP_DTYPE`)."""
+
+
 class StepOutput(msgspec.Struct, tag="output", frozen=True, kw_only=True):
     """What one step brought, for all requests."""
 
@@ -160,6 +178,8 @@ class StepOutput(msgspec.Struct, tag="output", frozen=True, kw_only=True):
     prefilled: list[Prefilled] = []
     """Requests whose first token is in this output."""
     finished: list[Finished] = []
+    stats: EngineStats | None = None
+    """Not in every output: see EngineStats."""
 
 
 EngineToCoordinator = Submit | Abort

@@ -39,6 +39,7 @@ _WATCH_INTERVAL_S = 1.0
 _LEAVE_TIMEOUT_S = 10.0
 _ABORT_TIMEOUT_S = 1.0
 _PROGRESS_TIMEOUT_S = 5.0
+_STACKS_TIMEOUT_S = 2.0
 # A process that dies breaks its peers' connections, and their errors may come first.
 _CAUSE_S = 0.5
 _CHANNEL_SLOTS = 8  # more than the steps in flight, so that the writer never waits
@@ -92,6 +93,7 @@ class RankGroup:
         self._host = "127.0.0.1"
         self._one_node = True
         self._closing = threading.Event()
+        self._frames: Ring | None = None
 
     @property
     def size(self) -> int:
@@ -165,6 +167,7 @@ class RankGroup:
             )
 
         frames, results = ring(self.size), ring(1)
+        self._frames = frames
         self._on_all("attach_ring", frames.address, results.address)
         return frames.writer(), results.reader(0)
 
@@ -183,6 +186,23 @@ class RankGroup:
         frames.close()
         results.close()
         return writer, reader
+
+    def heartbeat_ages(self) -> list[float]:
+        """Seconds since each rank last took or awaited a frame. Empty where the ranks are on several nodes."""
+        ring = self._frames
+        return [] if ring is None else [ring.reader_status(rank).heartbeat_age_s for rank in range(self.size)]
+
+    def log_stacks(self, step_age_s: float) -> None:
+        """Logs where each rank's threads are, since a step takes suspiciously long; returns at once."""
+        threading.Thread(target=self._log_stacks, args=(step_age_s,), name="rank-stacks", daemon=True).start()
+
+    def _log_stacks(self, step_age_s: float) -> None:
+        logger.warning("a step runs for %.1f s; what the ranks do:", step_age_s)
+        for rank, call in enumerate([rank.stacks.remote() for rank in self._ranks]):
+            try:
+                logger.warning("rank %d:\n%s", rank, ray.get(call, timeout=_STACKS_TIMEOUT_S))
+            except ray.exceptions.RayError as error:  # a stopped process does not answer, a dead one neither
+                logger.warning("rank %d says nothing: %s", rank, type(error).__name__)
 
     def watch(self, on_failure: Callable[[LockstepError], None]) -> None:
         """Calls `on_failure` when a rank's loop ends before `close`; returns at once."""

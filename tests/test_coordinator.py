@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from cluster.coordinator import Coordinator
 from cluster.engine_client import EngineClient, RequestStream
 from cluster.messages import Finished, FinishReason, SamplingParams
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
-from configs.errors import EngineError, LockstepError, RankDiedError
+from configs.errors import DeadlineError, EngineError, LockstepError, RankDiedError
 from worker.protocol import FrameKind, RowFlag, StepFrame, StepResult
 
 EOS = 7
@@ -61,7 +62,7 @@ class CountingRank:
                 return self._results.get(timeout=0.01)
             except queue.Empty:
                 continue
-        raise EngineError("no result")
+        raise DeadlineError("no result")
 
     def fail(self, reason: str) -> None:
         self._reason = reason
@@ -89,9 +90,10 @@ class CountingRank:
 
 
 @contextmanager
-def running(rank: CountingRank, raises: LockstepError | None = None) -> Iterator[Coordinator]:
+def running(rank: CountingRank, raises: LockstepError | None = None, **options: Any) -> Iterator[Coordinator]:
     """A coordinator whose loop, told to close, must end by itself or have raised `raises`."""
-    coordinator = Coordinator(scheduler=Scheduler(LIMITS), frames=rank, results=rank, step_timeout_s=5.0)
+    options = {"step_timeout_s": 5.0, **options}
+    coordinator = Coordinator(scheduler=Scheduler(LIMITS), frames=rank, results=rank, **options)
     with ThreadPoolExecutor(1) as loop:
         ended = loop.submit(coordinator.run)
         yield coordinator
@@ -227,3 +229,70 @@ def test_a_second_connection_is_refused_while_the_first_is_open() -> None:
 
     with running(CountingRank()) as coordinator:
         asyncio.run(main())
+
+
+def test_the_figures_of_the_engine_reach_its_client_with_the_tokens_and_when_it_rests() -> None:
+    async def main() -> None:
+        client = await EngineClient.connect(coordinator.address)
+        streams = [client.submit(prompt(100 + i), [SamplingParams(max_tokens=40)])[0] for i in range(3)]
+        for stream in streams:
+            await anext(stream)
+        await asyncio.sleep(0.12)
+        busy = client.board.latest
+        assert busy is not None
+        assert busy.scheduler.num_running == 3
+        assert busy.heartbeat_age_s == [0.5]
+        for stream in streams:
+            await asyncio.wait_for(read(stream), 20)
+        await asyncio.sleep(0.05)
+        rest = client.board.latest
+        assert rest is not None
+        assert (rest.scheduler.num_running, rest.step_age_s) == (0, 0)
+        assert client.board.totals.num_generated_tokens == 120
+        assert client.board.totals.num_prefill_tokens == 3
+        assert client.board.totals.num_steps == rest.num_steps == coordinator.num_steps
+        assert 0 < client.board.timeline()["duration_s"].mean() < 0.1
+        await client.close()
+
+    with running(CountingRank(step_s=0.005), heartbeat_ages=lambda: [0.5]) as coordinator:
+        asyncio.run(main())
+
+
+def test_a_step_that_hangs_is_reported_while_it_lasts_and_asked_about_once() -> None:
+    asked: list[float] = []
+
+    async def main() -> None:
+        client = await EngineClient.connect(coordinator.address)
+        [stream] = client.submit(prompt(100), [SamplingParams(max_tokens=1)])
+        await asyncio.sleep(1.5)
+        stats = client.board.latest
+        assert stats is not None
+        assert 0.9 < stats.step_age_s < 1.5
+        assert client.board.age_s < 1
+        _, finished = await asyncio.wait_for(read(stream), 10)
+        assert finished is not None
+        assert finished.reason is FinishReason.LENGTH
+        await client.close()
+
+    with running(CountingRank(step_s=2.5), on_stuck=asked.append, step_timeout_s=4.0) as coordinator:
+        asyncio.run(main())
+    assert len(asked) == 1
+    assert 1.0 <= asked[0] < 2.5
+
+
+def test_a_step_past_its_deadline_fails_the_engine_and_names_the_setting() -> None:
+    async def main() -> None:
+        client = await EngineClient.connect(coordinator.address)
+        [stream] = client.submit(prompt(100), [SamplingParams(max_tokens=1)])
+        _, finished = await asyncio.wait_for(read(stream), 10)
+        assert finished is not None
+        assert finished.error == "no result came within parallel.step_timeout_s=0.3"
+        await client.close()
+
+    coordinator = Coordinator(
+        scheduler=Scheduler(LIMITS), frames=(rank := CountingRank(1.0)), results=rank, step_timeout_s=0.3
+    )
+    with ThreadPoolExecutor(1) as loop:
+        ended = loop.submit(coordinator.run)
+        asyncio.run(main())
+        assert isinstance(ended.exception(10), DeadlineError)

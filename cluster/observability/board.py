@@ -1,0 +1,138 @@
+"""What the Engine replica knows of its engine: the latest figures, the last minutes by second, the last steps.
+
+Filled by the engine client; read by `/v1/loads`, the metrics, the log and the page. It asks nobody anything.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from cluster.messages import EngineStats
+from cluster.observability.steps import STEP_DTYPE
+
+_HISTORY_S = 300
+_TIMELINE_STEPS = 200
+
+
+@dataclass(slots=True)
+class Second:
+    """One second of the engine's life: counts of what ended in it, gauges as they were last."""
+
+    time_s: int
+    """CLOCK_MONOTONIC of the host, whole seconds."""
+    num_steps: int = 0
+    step_s: float = 0.0
+    """Spent in steps."""
+    gap_s: float = 0.0
+    """Spent between steps though there was work."""
+    num_prefill_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_first_tokens: int = 0
+    """Requests whose answer began."""
+    ttft_s: float = 0.0
+    """Sum of their times to the first token."""
+    num_running: int = 0
+    num_waiting: int = 0
+    num_waiting_tokens: int = 0
+    kv_usage: float = 0.0
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counters since the start."""
+
+    num_steps: int = 0
+    step_s: float = 0.0
+    gap_s: float = 0.0
+    num_prefill_tokens: int = 0
+    num_generated_tokens: int = 0
+
+
+class StatsBoard:
+    """The engine's figures as of its last report. One thread writes; others may read."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._latest: EngineStats | None = None
+        self._received_at = clock()
+        self._seconds: deque[Second] = deque(maxlen=_HISTORY_S)
+        self._steps: deque[npt.NDArray[np.void]] = deque()
+        self._num_kept_steps = 0
+        self.totals = Totals()
+
+    @property
+    def latest(self) -> EngineStats | None:
+        """The engine's last report; None before its first."""
+        return self._latest
+
+    @property
+    def age_s(self) -> float:
+        """How long ago the coordinator was last heard of. Above two seconds something is wrong with it."""
+        return self._clock() - self._received_at
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV pages that running requests hold, 0 to 1; cached pages that nobody uses count as free."""
+        return 0.0 if self._latest is None else _kv_usage(self._latest)
+
+    def update(self, stats: EngineStats) -> npt.NDArray[np.void]:
+        """Takes a report; returns its steps, [num_steps] of STEP_DTYPE."""
+        self._latest = stats
+        self._received_at = self._clock()
+        steps = np.frombuffer(stats.steps, STEP_DTYPE)
+        second = self._second()
+        if len(steps):
+            self._keep(steps)
+            num_prefill, num_sampled = int(steps["num_prefill_tokens"].sum()), int(steps["num_sampled"].sum())
+            step_s, gap_s = float(steps["duration_s"].sum()), float(steps["gap_s"].sum())
+            for counts in (second, self.totals):
+                counts.num_steps += len(steps)
+                counts.step_s += step_s
+                counts.gap_s += gap_s
+                counts.num_prefill_tokens += num_prefill
+                counts.num_generated_tokens += num_sampled
+        scheduler = stats.scheduler
+        second.num_running = scheduler.num_running
+        second.num_waiting = scheduler.num_waiting
+        second.num_waiting_tokens = scheduler.num_waiting_tokens
+        second.kv_usage = _kv_usage(stats)
+        return steps
+
+    def first_token(self, ttft_s: float) -> None:
+        """A request's answer began `ttft_s` after the request."""
+        second = self._second()
+        second.num_first_tokens += 1
+        second.ttft_s += ttft_s
+
+    def history(self) -> list[Second]:
+        """The last minutes, oldest first, without seconds in which nothing was heard."""
+        return list(self._seconds)
+
+    def timeline(self) -> npt.NDArray[np.void]:
+        """[at most 200] of STEP_DTYPE: the steps that retired last, oldest first."""
+        steps = list(self._steps)
+        return np.concatenate(steps)[-_TIMELINE_STEPS:] if steps else np.empty(0, STEP_DTYPE)
+
+    def _second(self) -> Second:
+        now = int(self._clock())
+        if not self._seconds or self._seconds[-1].time_s != now:
+            self._seconds.append(Second(now))
+        return self._seconds[-1]
+
+    def _keep(self, steps: npt.NDArray[np.void]) -> None:
+        self._steps.append(steps)
+        self._num_kept_steps += len(steps)
+        while self._num_kept_steps - len(self._steps[0]) >= _TIMELINE_STEPS:
+            self._num_kept_steps -= len(self._steps.popleft())
+
+
+def _kv_usage(stats: EngineStats) -> float:
+    pages = stats.scheduler
+    num_pages = pages.num_free_pages + pages.num_cached_pages + pages.num_owned_pages
+    return (num_pages - pages.num_free_pages - pages.num_evictable_pages) / num_pages if num_pages else 0.0

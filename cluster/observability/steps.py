@@ -1,0 +1,87 @@
+"""What each step cost, as the coordinator saw it: measured there, sent in records, read in the Engine replica.
+
+No torch, no Ray: the coordinator's loop runs this for every step, so it keeps to two clock readings and one `pack`.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from cluster.messages import EngineStats
+from cluster.scheduling.limits import SchedulerStats
+from worker.protocol import StepFrame
+
+STEP_DTYPE = np.dtype(
+    [
+        ("launched_s", "<f8"),  # CLOCK_MONOTONIC of the host
+        ("duration_s", "<f4"),  # from the launch, or from the end of the step before where that was later, to its end
+        ("gap_s", "<f4"),  # how long no step was in flight before it, though there was work: time the ranks waited
+        ("num_rows", "<i4"),  # requests in the step
+        ("num_prefill_tokens", "<i4"),  # prompt tokens it computed
+        ("num_sampled", "<i4"),  # tokens it brought
+    ],
+    align=False,
+)
+"""One retired step."""
+
+_REPORT_INTERVAL_S = 0.1
+_RECORD = struct.Struct("<dffiii")
+# Nobody may be there to read: then the records of the last seconds are enough.
+_MAX_UNREAD_BYTES = _RECORD.size * 4096
+
+
+class StepMeter:
+    """Times the steps of one coordinator. One thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._in_flight: deque[tuple[float, int, int]] = deque()  # launched at, rows, prefill tokens
+        self._last_end: float | None = None  # of a step; None where the engine had nothing to do since
+        self._records = bytearray()
+        self._reported_at = -_REPORT_INTERVAL_S
+        self.num_steps = 0
+        """Steps launched so far."""
+
+    def launched(self, frame: StepFrame) -> None:
+        """`frame` has been handed to the ranks."""
+        self.num_steps += 1
+        self._in_flight.append((self._clock(), len(frame.rows), len(frame.token_ids)))
+
+    def retired(self, num_sampled: int) -> None:
+        """The oldest step's result is there, with that many tokens."""
+        now = self._clock()
+        launched, num_rows, num_prefill_tokens = self._in_flight.popleft()
+        before = launched if self._last_end is None else self._last_end
+        duration, gap = now - max(launched, before), max(0.0, launched - before)
+        self._last_end = now
+        if len(self._records) >= _MAX_UNREAD_BYTES:
+            self._records.clear()
+        self._records += _RECORD.pack(launched, duration, gap, num_rows, num_prefill_tokens, num_sampled)
+
+    def rest(self) -> None:
+        """There is nothing to do: the time until the next launch is nobody's delay."""
+        self._last_end = None
+
+    def is_due(self) -> bool:
+        """Whether a busy engine's next report is due."""
+        return self._clock() - self._reported_at >= _REPORT_INTERVAL_S
+
+    def report(self, scheduler: SchedulerStats, heartbeat_age_s: list[float]) -> EngineStats:
+        """The engine's figures now, with the steps that retired since the last report."""
+        self._reported_at = now = self._clock()
+        age = now - self._in_flight[0][0] if self._in_flight else 0.0
+        steps = bytes(self._records)
+        self._records.clear()
+        return EngineStats(
+            time_s=now,
+            scheduler=scheduler,
+            num_steps=self.num_steps,
+            step_age_s=age,
+            heartbeat_age_s=heartbeat_age_s,
+            steps=steps,
+        )
