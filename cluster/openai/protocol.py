@@ -107,6 +107,7 @@ class CompletionRequest(GenerationRequest):
 
 
 _Request = TypeVar("_Request", ChatRequest, CompletionRequest)
+_Model = TypeVar("_Model", bound=BaseModel)
 
 
 def _neutral(*values: object) -> Callable[[object], bool]:
@@ -191,12 +192,13 @@ def parse_request(kind: type[_Request], body: bytes, server: ServerConfig) -> _R
     Raises:
         RequestError: with the path of the field at fault.
     """
-    raw = decode_body(body)
+    return check_request(kind, decode_body(body), server)
+
+
+def check_request(kind: type[_Request], raw: Mapping[str, Any], server: ServerConfig) -> _Request:
+    """A checked request of decoded JSON. Raises RequestError, with the path of the field at fault."""
     _refuse_unsupported(raw)
-    try:
-        request = kind.model_validate(raw)
-    except pydantic.ValidationError as error:
-        raise _as_request_error(error) from error
+    request = validated(kind, raw)
     if request.num_choices > server.max_n:
         raise RequestError(f"n={request.n} exceeds server.max_n={server.max_n}.", param="n")
     if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
@@ -211,6 +213,21 @@ def parse_request(kind: type[_Request], body: bytes, server: ServerConfig) -> _R
     return request
 
 
+def validated(kind: type[_Model], raw: object, path: str = "") -> _Model:
+    """`raw` as a `kind`, by its field types alone.
+
+    Args:
+        path: of `raw` in the request.
+
+    Raises:
+        RequestError: with the path of the field at fault.
+    """
+    try:
+        return kind.model_validate(raw)
+    except pydantic.ValidationError as error:
+        raise _as_request_error(error, path) from error
+
+
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     for name in _UNSUPPORTED.keys() & raw.keys():
         value = raw[name]
@@ -223,9 +240,8 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
         raise RequestError(f"{param} is not supported by this server.", code="unsupported_parameter", param=param)
 
 
-def _as_request_error(error: pydantic.ValidationError) -> RequestError:
+def _as_request_error(error: pydantic.ValidationError, path: str) -> RequestError:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    path = ""
     for part in first["loc"]:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
     if first["type"] == "missing":

@@ -7,7 +7,7 @@ from cluster.openai.answer import Answer, answer
 from cluster.openai.chat import parse_messages
 from cluster.openai.chat_writer import ChatWriter
 from cluster.openai.completion_writer import CompletionWriter
-from cluster.openai.job import RequestContext
+from cluster.openai.job import Job, RequestContext
 from cluster.openai.protocol import ChatRequest, CompletionRequest
 from cluster.openai.served_model import ServedModel
 from configs.errors import RequestError
@@ -23,20 +23,7 @@ class OpenAIServing:
         """POST /v1/chat/completions. Raises RequestError for a bad request."""
         model = self._model
         request = protocol.parse_request(ChatRequest, body, model.server)
-        model.check_name(request.model)
-        prompt = await model.encode_chat(parse_messages(request.messages))
-        max_tokens = model.checked_max_tokens(
-            prompt, request.asked_max_tokens, default=model.room(prompt), param="messages"
-        )
-        job = model.job(
-            "chatcmpl",
-            request,
-            [prompt],
-            [max_tokens],
-            context,
-            num_choices=request.num_choices,
-            num_logprobs=request.num_logprobs,
-        )
+        job = await chat_job(model, "chatcmpl", request, context)
         writer = ChatWriter(model.head(job), model.tokenizer, request.num_logprobs, include_usage=request.include_usage)
         return answer(model.run(job), writer, streamed=bool(request.stream))
 
@@ -67,3 +54,28 @@ class OpenAIServing:
             model.head(job), model.tokenizer, request.num_logprobs, include_usage=request.include_usage
         )
         return answer(model.run(job), writer, streamed=bool(request.stream))
+
+
+async def chat_job(model: ServedModel, prefix: str, request: ChatRequest, context: RequestContext) -> Job:
+    """What a chat asks of the engine, for every route that speaks in messages.
+
+    Args:
+        prefix: of the answer's id, e.g. `chatcmpl`.
+
+    Raises:
+        RequestError: with the path of the field at fault.
+    """
+    model.check_name(request.model)
+    prompt = await model.encode_chat(parse_messages(request.messages))
+    max_tokens = model.checked_max_tokens(
+        prompt, request.asked_max_tokens, default=model.room(prompt), param="messages"
+    )
+    return model.job(
+        prefix,
+        request,
+        [prompt],
+        [max_tokens],
+        context,
+        num_choices=request.num_choices,
+        num_logprobs=request.num_logprobs,
+    )
