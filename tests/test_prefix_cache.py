@@ -14,25 +14,27 @@ PAGE = 4
 
 
 class Holder:
-    """Inserts prompts as a request does: match, lock, extend; `end` unlocks."""
+    """Inserts prompts as a request does: match, lock, extend; the end is to be unlocked."""
 
     def __init__(self, cache: PrefixCache, pages: list[int]) -> None:
         self.cache = cache
         self.free = pages
 
-    def insert(self, tokens: list[int]) -> tuple[Node, int]:
+    def insert(self, tokens: list[int], salt: bytes = b"") -> tuple[Node, int]:
         """The locked end of all whole pages of `tokens`, and how many were new."""
         array = np.array(tokens, np.int32)
-        node, found = self.cache.match(self.cache.root, array)
+        root = self.cache.lock_root(salt)
+        node, found = self.cache.match(root, array)
         self.cache.lock(node)
+        self.cache.unlock(root)
         rest = array[len(found) * PAGE : len(array) // PAGE * PAGE]
         pages = [self.free.pop() for _ in range(len(rest) // PAGE)]
         end, num_known = self.cache.extend(node, rest, np.array(pages, np.int32))
         assert num_known == 0
         return end, len(pages)
 
-    def put(self, tokens: list[int]) -> None:
-        self.cache.unlock(self.insert(tokens)[0])
+    def put(self, tokens: list[int], salt: bytes = b"") -> None:
+        self.cache.unlock(self.insert(tokens, salt)[0])
 
     def evict(self, count: int) -> Int32Array:
         pages = self.cache.evict(count)
@@ -50,8 +52,15 @@ def holder(cache: PrefixCache) -> Holder:
     return Holder(cache, list(range(100, 0, -1)))
 
 
-def num_cached(cache: PrefixCache, tokens: list[int]) -> int:
-    return len(cache.match(cache.root, np.array(tokens, np.int32))[1]) * PAGE
+def found_pages(cache: PrefixCache, tokens: list[int], salt: bytes) -> list[int]:
+    root = cache.lock_root(salt)
+    _, pages = cache.match(root, np.array(tokens, np.int32))
+    cache.unlock(root)
+    return pages.tolist()
+
+
+def num_cached(cache: PrefixCache, tokens: list[int], salt: bytes = b"") -> int:
+    return len(found_pages(cache, tokens, salt)) * PAGE
 
 
 def run(*parts: tuple[int, int]) -> list[int]:
@@ -169,6 +178,29 @@ def test_a_split_of_a_locked_edge_keeps_both_parts_locked(cache: PrefixCache, ho
     cache.check_integrity([])
 
 
+def test_salts_share_nothing_and_leave_nothing_behind(cache: PrefixCache, holder: Holder) -> None:
+    holder.put(run((1, 8)))
+    held, num_new = holder.insert(run((1, 8), (2, 4)), b"mine")
+    assert num_new == 3
+    assert num_cached(cache, run((1, 8), (2, 4))) == 8
+    assert num_cached(cache, run((1, 8), (2, 4)), b"mine") == 12
+    assert num_cached(cache, run((1, 8), (2, 4)), b"other") == 0
+    cache.check_integrity([held])
+    holder.evict(2)
+    assert (num_cached(cache, run((1, 8))), num_cached(cache, run((1, 8)), b"mine")) == (0, 8)
+    cache.unlock(held)
+    assert cache.num_salts == 1, "its pages are still there"
+    holder.evict(3)
+    assert (cache.num_pages, cache.num_salts) == (0, 0)
+    cache.check_integrity([])
+
+
+def test_a_salt_whose_prompts_fill_no_page_is_forgotten_at_once(cache: PrefixCache, holder: Holder) -> None:
+    for index in range(100):
+        holder.put(run((1, PAGE - 1)), b"%d" % index)
+    assert cache.num_salts == 0
+
+
 def test_a_wrong_lock_count_is_found(cache: PrefixCache, holder: Holder) -> None:
     held, _ = holder.insert(run((1, 8)))
     with pytest.raises(AssertionError, match="lock count"):
@@ -182,30 +214,29 @@ def test_any_sequence_of_operations_agrees_with_a_dictionary_of_prefixes(seed: i
     rng = random.Random(seed)
     cache = PrefixCache(PAGE)
     holder = Holder(cache, list(range(60, 0, -1)))
-    known: dict[tuple[int, ...], int] = {}
-    held: list[tuple[Node, list[int]]] = []
+    known: dict[tuple[bytes, tuple[int, ...]], int] = {}
+    held: list[Node] = []
     for _ in range(120):
         tokens = [rng.randrange(2) for _ in range(PAGE) for _ in range(rng.randrange(1, 3))] * rng.randrange(1, 4)
-        event = rng.random()
-        whole = [tuple(tokens[: end + PAGE]) for end in range(0, len(tokens) // PAGE * PAGE, PAGE)]
+        event, salt = rng.random(), rng.choice([b"", b"", b"a", b"b"])
+        whole = [(salt, tuple(tokens[: end + PAGE])) for end in range(0, len(tokens) // PAGE * PAGE, PAGE)]
         if event < 0.5 and len(whole) <= len(holder.free):
-            end, _ = holder.insert(tokens)
+            end, _ = holder.insert(tokens, salt)
             for prefix, page in zip(whole, cache.path_pages(end).tolist(), strict=True):
                 assert known.setdefault(prefix, page) == page
-            held.append((end, tokens))
+            held.append(end)
         elif event < 0.7 and held:
-            cache.unlock(held.pop(rng.randrange(len(held)))[0])
+            cache.unlock(held.pop(rng.randrange(len(held))))
         elif event < 0.9:
             count = rng.randrange(cache.num_evictable_pages + 1)
             gone = set(holder.evict(count).tolist())
             assert len(gone) == count
             known = {prefix: page for prefix, page in known.items() if page not in gone}
-        _, found = cache.match(cache.root, np.array(tokens, np.int32))
-        expected = [known[prefix] for prefix in whole if prefix in known]
-        assert found.tolist() == expected
-        pages = cache.check_integrity([node for node, _ in held])
+        assert found_pages(cache, tokens, salt) == [known[prefix] for prefix in whole if prefix in known]
+        pages = cache.check_integrity([node for node in held if node is not cache.root])
         assert pages.tolist() == sorted(known.values())
-    for node, _ in held:
+    for node in held:
         cache.unlock(node)
     assert len(holder.evict(cache.num_pages)) == len(known)
+    assert cache.num_salts == 0
     assert cache.check_integrity([]).tolist() == []

@@ -233,10 +233,12 @@ class PrefillQueue:
         # Pages that rows in prefill still need, and a page for each running request's next tokens.
         reserved = num_running + sum(self._num_missing_pages(row) for row in self._prefilling)
         row = table.take(request)
+        self._pages.open(row, request.cache_salt)
         request.num_cached_tokens = 0
         num_deltas = len(plan.deltas)
         prefix = self._find_prefix(row, plan)
         if self._is_computed_by_another(row, prefix, plan):
+            self._pages.release(row)
             table.give_back(row)
             return False
         self._adopt_prefix(row, prefix, plan)

@@ -5,6 +5,9 @@ pages, so a node's key is a multiple of the page size and siblings differ in the
 
 A lock counts on every node up to the root. An unlocked node therefore has only unlocked nodes below it: all pages
 outside the locked paths can be evicted, leaf by leaf.
+
+Each salt has a tree of its own, below a node without pages: what two salts begin with alike, they do not share. Such a
+node goes with its last lock and its last page, so salts take no memory that pages or running requests do not bound.
 """
 
 from __future__ import annotations
@@ -15,13 +18,15 @@ import numpy as np
 
 from worker.protocol import Int32Array
 
+_NOTHING = np.empty(0, np.int32)
+
 
 class Node:
     """A run of whole pages. Its prefix is that of its parent followed by `tokens`."""
 
-    __slots__ = ("children", "in_heap", "last_use", "num_locks", "pages", "parent", "tokens")
+    __slots__ = ("children", "in_heap", "last_use", "num_locks", "pages", "parent", "salt", "tokens")
 
-    def __init__(self, parent: Node | None, tokens: Int32Array, pages: Int32Array) -> None:
+    def __init__(self, parent: Node | None, tokens: Int32Array, pages: Int32Array, salt: bytes = b"") -> None:
         self.parent = parent
         self.tokens = tokens
         """[num_pages * page_size]"""
@@ -29,6 +34,8 @@ class Node:
         """[num_pages]"""
         self.children: dict[bytes, Node] = {}
         """By the bytes of their first page's tokens."""
+        self.salt = salt
+        """Not empty: the node without pages at the top of this salt's tree."""
         self.num_locks = 0
         self.last_use = 0
         self.in_heap = False
@@ -39,7 +46,8 @@ class PrefixCache:
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
-        self._root = Node(None, np.empty(0, np.int32), np.empty(0, np.int32))
+        self._root = Node(None, _NOTHING, _NOTHING)
+        self._salted: dict[bytes, Node] = {}
         self._num_pages = 0
         self._num_locked_pages = 0
         self._clock = 0
@@ -49,8 +57,23 @@ class PrefixCache:
 
     @property
     def root(self) -> Node:
-        """The empty prefix; locking it has no effect."""
+        """The empty prefix without a salt; locking it has no effect."""
         return self._root
+
+    @property
+    def num_salts(self) -> int:
+        """Salts with a page in the cache, or with a lock."""
+        return len(self._salted)
+
+    def lock_root(self, salt: bytes) -> Node:
+        """The empty prefix of a salt, locked."""
+        if not salt:
+            return self._root
+        node = self._salted.get(salt)
+        if node is None:
+            node = self._salted[salt] = Node(self._root, _NOTHING, _NOTHING, salt)
+        node.num_locks += 1
+        return node
 
     @property
     def num_pages(self) -> int:
@@ -97,7 +120,7 @@ class PrefixCache:
             new_tokens = tokens[num_known * self._page_size :].copy()
             new_pages = pages[num_known:].copy()
             self._num_pages += len(new_pages)
-            if end is node and node is not self._root and not node.children and node.num_locks == 1:
+            if end is node and len(node.pages) and not node.children and node.num_locks == 1:
                 # Only the caller stands here: a prompt prefilled in many chunks stays one node.
                 node.tokens = np.concatenate((node.tokens, new_tokens))
                 node.pages = np.concatenate((node.pages, new_pages))
@@ -181,7 +204,11 @@ class PrefixCache:
             assert walk is self._root, "a lock is held on an evicted node"
         pages: list[Int32Array] = [self._root.pages]
         num_locked = 0
-        stack = [self._root]
+        for salt, top in self._salted.items():
+            assert top.salt == salt, "the top of a salt's tree is under another salt"
+            assert top.num_locks == expected_locks.get(id(top), 0), "lock count of a salt is wrong"
+            assert top.num_locks or top.children, "a salt without locks and pages was kept"
+        stack = [self._root, *self._salted.values()]
         while stack:
             node = stack.pop()
             for key, child in node.children.items():
@@ -236,8 +263,12 @@ class PrefixCache:
             node = node.parent
 
     def _offer(self, node: Node) -> None:
-        """Puts `node` into the heap if it can be evicted now."""
+        """Puts `node` into the heap if it can be evicted now; the top of a salt's tree without pages goes at once."""
         if node is self._root or node.num_locks or node.children or node.in_heap:
+            return
+        if node.salt:
+            del self._salted[node.salt]
+            node.parent = None
             return
         node.in_heap = True
         self._heap_serial += 1

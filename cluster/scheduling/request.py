@@ -22,6 +22,7 @@ class Request:
     """It ends with LENGTH when prompt and answer are this long."""
     sampling: SamplingParams
     stop_token_ids: frozenset[int]
+    cache_salt: bytes = b""
     row: int = 0
     """0: waiting."""
     num_cached_tokens: int = 0
@@ -38,6 +39,7 @@ class Request:
             max_total_tokens=min(len(prompt) + request.sampling.max_tokens, limits.max_model_len),
             sampling=request.sampling,
             stop_token_ids=frozenset(request.sampling.stop_token_ids),
+            cache_salt=request.cache_salt,
         )
 
 

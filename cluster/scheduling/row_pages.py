@@ -83,6 +83,10 @@ class RowPages:
             return None
         return self._append(row, self._allocator.allocate(row, count))
 
+    def open(self, row: int, salt: bytes) -> None:
+        """Begins a row without pages, which shares pages only with rows of the same salt. Ended by `release`."""
+        self._nodes[row] = self._cache.lock_root(salt)
+
     def find_prefix(self, row: int, tokens: Int32Array) -> Prefix:
         """Cached pages that go on where the row's own end, with whole pages of `tokens`. Changes nothing.
 
