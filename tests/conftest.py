@@ -8,9 +8,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from cluster.openai.tokenizer import Tokenizer
+    from tests.scripted_engine import Run
 
 if not Path("/dev/nvidiactl").exists():
     # The Triton kernels run in its interpreter, on CPU tensors. Triton reads this when a kernel is defined.
@@ -60,6 +64,22 @@ def smollm2_path() -> Path:
     if not SMOLLM2.exists():
         pytest.skip(f"{SMOLLM2.name} is not in the cache; run `make setup`")
     return SMOLLM2
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_path: Path) -> Tokenizer:
+    """The default model's tokenizer."""
+    from cluster.openai.tokenizer import Tokenizer
+
+    return Tokenizer.load(smollm2_path)
+
+
+@pytest.fixture
+def run(smollm2: Tokenizer, tmp_path: Path) -> Run:
+    """run(scenario, server=..., **script): a scenario against a scripted engine, without a model or Ray."""
+    from tests.scripted_engine import runner
+
+    return runner(smollm2, tmp_path)
 
 
 @dataclass(frozen=True)

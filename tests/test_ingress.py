@@ -8,7 +8,6 @@ import json
 import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,18 +19,7 @@ from cluster.openai.ingress import create_app
 from cluster.openai.served_model import ServedModel
 from cluster.openai.tokenizer import Tokenizer
 from configs.schema import ServerConfig
-from tests.scripted_engine import MODEL, REPLY, Run, Stack, error_of, events, runner
-
-
-@pytest.fixture(scope="module")
-def smollm2(smollm2_path: Path) -> Tokenizer:
-    return Tokenizer.load(smollm2_path)
-
-
-@pytest.fixture
-def run(smollm2: Tokenizer, tmp_path: Path) -> Run:
-    return runner(smollm2, tmp_path)
-
+from tests.scripted_engine import MODEL, REPLY, Run, Stack, error_of, events
 
 # --- Answers ----------------------------------------------------------------------------------------------------------
 

@@ -6,8 +6,10 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+import msgspec
+
 from cluster.openai.job import Run
-from cluster.openai.writer import AnswerWriter
+from cluster.openai.writer import AnswerWriter, encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,15 @@ class Answer:
 def answer(run: Run, writer: AnswerWriter, *, streamed: bool) -> Answer:
     """`run` as `writer` writes it."""
     return Answer(_stream(run, writer) if streamed else _whole(run, writer), streamed)
+
+
+def json_answer(message: msgspec.Struct) -> Answer:
+    """`message`, whole."""
+    return Answer(_once(encode(message)), streamed=False)
+
+
+async def _once(body: bytes) -> AsyncGenerator[bytes, None]:
+    yield body
 
 
 async def _stream(run: Run, writer: AnswerWriter) -> AsyncGenerator[bytes, None]:

@@ -25,6 +25,7 @@ from cluster.openai.answer import Answer
 from cluster.openai.job import RequestContext
 from cluster.openai.served_model import ServedModel
 from cluster.openai.serving import OpenAIServing
+from cluster.openai.tokenize import TokenizerServing
 from cluster.openai.wire import ModelList, error_body
 from cluster.openai.writer import event
 from configs.errors import DeadlineError, EngineError, OverloadedError, RequestError
@@ -44,12 +45,18 @@ class _Disconnected(Exception):
 def create_app(model: ServedModel) -> FastAPI:
     """The HTTP server of one replica."""
     serving = OpenAIServing(model)
+    tokenizer = TokenizerServing(model)
     # The routes below check and describe themselves: FastAPI's own 422 and OpenAPI pages would contradict them.
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.router.routes.extend(
         [
             Route("/v1/chat/completions", _Generate(model, serving.chat), methods=["POST"]),
             Route("/v1/completions", _Generate(model, serving.completions), methods=["POST"]),
+            *(
+                Route(f"{prefix}/{handle.__name__}", _Generate(model, handle), methods=["POST"])
+                for prefix in ("", "/v1")
+                for handle in (tokenizer.tokenize, tokenizer.detokenize)
+            ),
             Route("/v1/models", _models(model), methods=["GET"]),
             Route("/v1/models/{name:path}", _model(model), methods=["GET"]),
             Route("/health", _health, methods=["GET"]),

@@ -66,7 +66,7 @@ async def chat_job(model: ServedModel, prefix: str, request: ChatRequest, contex
         RequestError: with the path of the field at fault.
     """
     model.check_name(request.model)
-    prompt = await model.encode_chat(parse_messages(request.messages))
+    prompt = await chat_prompt(model, request)
     max_tokens = model.checked_max_tokens(
         prompt, request.asked_max_tokens, default=model.room(prompt), param="messages"
     )
@@ -79,3 +79,12 @@ async def chat_job(model: ServedModel, prefix: str, request: ChatRequest, contex
         num_choices=request.num_choices,
         num_logprobs=request.num_logprobs,
     )
+
+
+async def chat_prompt(model: ServedModel, request: ChatRequest) -> list[int]:
+    """Token ids of a chat, as the model reads it.
+
+    Raises:
+        RequestError: with the path of the field at fault.
+    """
+    return await model.encode_chat(parse_messages(request.messages))

@@ -1,0 +1,108 @@
+"""The routes /tokenize and /detokenize: what the model's tokenizer makes of a text or a chat, and of token ids.
+
+Clients and load generators count with them; the ids are those that a request with the same fields would run on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field
+
+from cluster.openai import protocol
+from cluster.openai.answer import Answer, json_answer
+from cluster.openai.checks import check_token_ids
+from cluster.openai.job import RequestContext
+from cluster.openai.protocol import ChatRequest
+from cluster.openai.served_model import ServedModel
+from cluster.openai.serving import chat_prompt
+from configs.errors import RequestError
+
+_INLINE_TOKENS = 4096  # decoding them takes well under 1 ms
+_OWN_FIELDS = frozenset({"prompt", "messages", "model", "add_special_tokens", "return_token_strs"})
+
+
+class TokenizeRequest(BaseModel):
+    """POST /tokenize: a `prompt`, or `messages` with any field of a chat that the chat template reads."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="allow", protected_namespaces=())
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = Field(None, min_length=1)
+    add_special_tokens: bool | None = None
+    """Null: true for a prompt. A chat's template writes the special tokens itself."""
+    return_token_strs: bool | None = None
+
+
+class Tokens(msgspec.Struct):
+    """What a text is to the model."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeRequest(BaseModel):
+    """POST /detokenize."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", protected_namespaces=())
+
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0)]]
+
+
+class Text(msgspec.Struct):
+    """The text of token ids, special tokens included."""
+
+    prompt: str
+
+
+class TokenizerServing:
+    """Answers for the tokenizer of one model."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
+
+    async def tokenize(self, body: bytes, context: RequestContext) -> Answer:
+        """POST /tokenize. Raises RequestError for a bad request."""
+        model = self._model
+        raw = protocol.decode_body(body)
+        request = protocol.validated(TokenizeRequest, raw)
+        model.check_name(model.model_name if request.model is None else request.model)
+        if (request.prompt is None) == (request.messages is None):
+            raise RequestError("Give either prompt or messages.", code="missing_required_parameter", param="prompt")
+        if request.prompt is not None:
+            special = request.add_special_tokens is not False
+            tokens = await model.encode(request.prompt, add_special_tokens=special)
+        else:
+            tokens = await self._chat_tokens(raw, request)
+        strings = [model.tokenizer.token_text(token) for token in tokens] if request.return_token_strs else None
+        return json_answer(Tokens(len(tokens), model.max_model_len, tokens, strings))
+
+    async def _chat_tokens(self, raw: Mapping[str, Any], request: TokenizeRequest) -> list[int]:
+        if request.add_special_tokens:
+            raise RequestError(
+                "add_special_tokens: the chat template writes them.",
+                code="unsupported_parameter",
+                param="add_special_tokens",
+            )
+        fields = {name: value for name, value in raw.items() if name not in _OWN_FIELDS}
+        chat = {**fields, "model": self._model.model_name, "messages": request.messages}
+        return await chat_prompt(self._model, protocol.check_request(ChatRequest, chat, self._model.server))
+
+    async def detokenize(self, body: bytes, context: RequestContext) -> Answer:
+        """POST /detokenize. Raises RequestError for a bad request."""
+        model = self._model
+        request = protocol.validated(DetokenizeRequest, protocol.decode_body(body))
+        model.check_name(model.model_name if request.model is None else request.model)
+        check_token_ids(request.tokens, "tokens", model.vocab_size)
+        if len(request.tokens) <= _INLINE_TOKENS:
+            text = model.tokenizer.decode(request.tokens, skip_special_tokens=False)
+        else:
+            text = await asyncio.to_thread(model.tokenizer.decode, request.tokens, skip_special_tokens=False)
+        return json_answer(Text(text))
