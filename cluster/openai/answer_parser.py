@@ -1,0 +1,84 @@
+"""The text of an answer to events: thinking, content and calls, told apart as the text comes.
+
+One parser reads one answer. However its text is cut into pieces, the events of all pieces spell the same answer, which
+is why a stream and a whole answer cannot differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.openai.reasoning import ReasoningStyle, read_reasoning
+from cluster.openai.tools.events import Event
+from cluster.openai.tools.sink import Sink
+from cluster.openai.tools.styles import CallStyle, read_content
+from cluster.openai.tools.text_stream import Reading, TextStream
+
+_PIECE = 4096  # a reader that looks ahead looks at one piece: whole answers too are read in linear time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerFormat:
+    """How the answers to one request are to be read."""
+
+    reasoning: ReasoningStyle | None = None
+    """None: a tag of thinking is text."""
+    starts_in_reasoning: bool = False
+    """The prompt has opened the thinking."""
+    calls: CallStyle | None = None
+    """None: a call is text."""
+    tools: Mapping[str, Mapping[str, Any]]
+    """What may be called: for each name the JSON schema of its arguments."""
+    max_calls: int | None = None
+    """Calls after as many are dropped."""
+
+    @property
+    def tags(self) -> frozenset[str]:
+        """Special tokens that must be part of the text."""
+        return frozenset((*(self.reasoning.tags if self.reasoning else ()), *(self.calls.tags if self.calls else ())))
+
+
+class AnswerParser:
+    """Reads one answer."""
+
+    __slots__ = ("_reading", "_sink", "_text", "reasoning_end")
+
+    def __init__(self, form: AnswerFormat) -> None:
+        self.reasoning_end: int | None = None
+        """Characters of the answer up to the end of its thinking, tags included; None until it is known."""
+        self._text = TextStream()
+        self._sink = Sink(form.tools, form.calls.new_id if form.calls else str, max_calls=form.max_calls)
+        self._reading = self._read(form)
+        next(self._reading)
+
+    @property
+    def num_calls(self) -> int:
+        """Calls begun so far."""
+        return self._sink.num_calls
+
+    def push(self, text: str) -> list[Event]:
+        """What `text` made certain."""
+        for start in range(0, len(text), _PIECE):
+            self._text.push(text[start : start + _PIECE])
+            next(self._reading)
+        return self._sink.take()
+
+    def finish(self) -> list[Event]:
+        """What was held back, once the answer is over. Nothing may be pushed after it."""
+        self._text.ended = True
+        next(self._reading, None)
+        self._sink.end()
+        return self._sink.take()
+
+    def _read(self, form: AnswerFormat) -> Reading[None]:
+        text, sink = self._text, self._sink
+        if form.reasoning is None:
+            self.reasoning_end = 0
+        else:
+            was_thinking = yield from read_reasoning(text, sink, form.reasoning, is_open=form.starts_in_reasoning)
+            self.reasoning_end = text.position if was_thinking else 0
+            if was_thinking:
+                yield from text.skip_space()
+        yield from form.calls.read(text, sink) if form.calls else read_content(text, sink)
