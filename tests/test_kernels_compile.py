@@ -36,6 +36,7 @@ from attention.kernels import decode
 from attention.kernels.step_metadata import StepTensors, apply_page_deltas, fill_step_metadata
 from attention.layer import AttentionLayer
 from parallel.kernels.all_reduce_norm import all_reduce_add_norm
+from parallel.kernels.skinny_gemm import skinny_gemm
 from worker.kernels import sampling
 from worker.kernels.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from worker.kernels.norm import add_rms_norm, rms_norm
@@ -211,6 +212,10 @@ def _call_everything() -> None:
         _call_decode(batch_size, 128, 64, softcap=50.0)
     for first_id, num_ids in ((0, 49152), (75968, 75968), (101290, 50646)):
         _call_sampler(first_id, num_ids)
+    for num_rows, in_features, dtype in itertools.product((1, 2, 16), (4096, 6400), (torch.bfloat16, torch.float32)):
+        out = torch.empty(num_rows, 1536, dtype=dtype)
+        skinny_gemm(_bf16(num_rows, in_features), _bf16(1536, in_features), None, out=out)
+    skinny_gemm(_bf16(2, 4096), _bf16(1536, 4096), _bf16(1536), out=_bf16(2, 1536))
     for num_ranks, size in itertools.product((2, 3, 4), (576, 4096)):
         _call_all_reduce_add_norm(num_ranks, size)
 
