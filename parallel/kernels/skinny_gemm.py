@@ -14,8 +14,8 @@ import triton.language as tl
 MAX_ROWS = 16
 """At 32 rows cuBLAS is faster (H200; benchmarks/results/skinny_gemm_h200_*.txt)."""
 
-_MIN_TILES = 96
-"""Fewer programs of several rows leave too many of an H200's 132 multiprocessors without work."""
+_MAX_OUT_FEATURES = 8192
+"""Larger weights keep cuBLAS busy enough when there are several rows; alone, a row is faster here at any size."""
 
 # block_n, block_k, num_warps, num_stages: the fastest, or within 3 % of it, for nearly every weight of the shapes in
 # benchmarks/models over 1, 2 and 4 GPUs; the last bits of the answer depend on the first two.
@@ -75,7 +75,7 @@ def is_faster(num_rows: int, out_features: int, in_features: int) -> bool:
     """Whether `skinny_gemm` takes a product of this size, and an H200 takes less time for it than by cuBLAS."""
     if not 0 < num_rows <= MAX_ROWS or in_features % 8:
         return False
-    return num_rows == 1 or triton.cdiv(out_features, _TILE[0]) >= _MIN_TILES
+    return num_rows == 1 or out_features <= _MAX_OUT_FEATURES
 
 
 def skinny_gemm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, out: torch.Tensor) -> torch.Tensor:
