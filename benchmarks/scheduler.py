@@ -55,6 +55,7 @@ def measure(
         max_num_batched_tokens=num_rows + 2048,
         prefill_chunk_size=2048,
         max_model_len=max_model_len,
+        vocab_size=32000,
         max_num_queued_requests=1 << 20,
         max_num_queued_tokens=1 << 30,
         steps_in_flight=steps_in_flight,

@@ -230,6 +230,10 @@ class Coordinator:
         self._closing.set()
         self._socket.wake()
 
+    def wake(self) -> None:
+        """Makes an idle loop look at the scheduler again, whose guides have a mask; callable from any thread."""
+        self._socket.wake()
+
     def fail(self, error: LockstepError) -> None:
         """Makes `run` end every request with `error` and raise it; callable from another thread. The first counts."""
         if self._failure is None:
@@ -246,15 +250,14 @@ class Coordinator:
             LockstepError: the engine failed. Every request has been told.
         """
         try:
+            busy = False
             while not self._closing.is_set():
-                idle = not (self.scheduler.has_work or self.scheduler.num_in_flight)
-                if idle:
-                    self._meter.rest()
-                    self._socket.send(StepOutput(stats=self._report()))
-                self._take_messages(_IDLE_POLL_S if idle else 0.0)
+                if not busy:
+                    self._rest()
+                self._take_messages(0.0 if busy else _IDLE_POLL_S)
                 if self._failure is not None:
                     raise self._failure
-                self._advance()
+                busy = self._advance()
             self._leave()
         except Exception as error:  # noqa: BLE001 -- whatever ended the loop, the requests must not wait for it
             failure = self._blame(error)
@@ -289,22 +292,31 @@ class Coordinator:
         if refused:
             self._socket.send(StepOutput(finished=refused))
 
-    def _advance(self) -> None:
-        """Launches what may be launched, then retires one step."""
+    def _advance(self) -> bool:
+        """Launches what may be launched, then retires one step. False: nothing can go on without a message or wake."""
         with self._lock:
-            self._send(self.scheduler.drain_finished())
             while (frame := self.scheduler.next_step()) is not None:
                 self._frames.send(frame.encode(), self._step_timeout_s)
                 self._meter.launched(frame)
+            self._send(self.scheduler.drain_finished())
         if self.scheduler.num_in_flight:
             result = StepResult.decode(self._receive())
             with self._lock:
                 output = self.scheduler.retire(result)
                 self._meter.retired(len(result.tokens))
                 self._send(output)
-                self._send(self.scheduler.drain_finished())
-        elif self.scheduler.has_work:
+            return True
+        if self.scheduler.has_work and not self.scheduler.is_awaiting_masks:
             raise EngineError("the scheduler has work but neither launched a step nor has one in flight")
+        return False
+
+    def _rest(self) -> None:
+        """Nothing can go on: reports, unless it is only a mask that is awaited and the last report is young."""
+        if not self.scheduler.has_work:
+            self._meter.rest()
+        elif not self._meter.is_due():
+            return
+        self._socket.send(StepOutput(stats=self._report()))
 
     def _receive(self) -> bytes:
         """The oldest step's result; reports while it is awaited.

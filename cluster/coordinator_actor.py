@@ -97,6 +97,7 @@ class CoordinatorActor:
             num_pages=num_pages,
             page_size=config.kv_cache.page_size,
             max_model_len=max_model_len,
+            vocab_size=spec.model.vocab_size,
             enable_prefix_caching=config.kv_cache.enable_prefix_caching,
             eos_token_ids=spec.model.eos_token_ids,
             **config.scheduler.model_dump(),

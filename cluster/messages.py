@@ -101,10 +101,12 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     id: int
     reason: FinishReason
     stop_token_id: int | None = None
-    """The token that ended it, when reason is STOP. It is also the last of the request's tokens."""
+    """The token that ended it, when reason is STOP; it is also the last of the request's tokens. None: its guide says
+    that the answer is complete."""
     error: str | None = None
     error_code: str | None = None
-    """`engine_overloaded` (503), `deadline_exceeded` (504) or `engine_error` (500)."""
+    """`engine_overloaded` (503), `deadline_exceeded` (504) `engine_error` (500) or `grammar_error`
+    (400)."""
     retry_after_s: float | None = None
     """With `engine_overloaded`: seconds in which the queue may be expected to drain."""
     num_preemptions: int = 0
@@ -117,7 +119,9 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     id: int
     """Request id."""
     logprob: float
+    """Of the model's own distribution, before penalties, biases, masks, temperature and filters; so are the others."""
     top_ids: list[int]
+    """The `num_logprobs` likeliest, descending; then `logprob_token_ids`, in the request's order."""
     top_logprobs: list[float]
 
 

@@ -6,6 +6,7 @@
     │   └── PlacementError        no node of the cluster can hold one tensor-parallel group
     ├── RequestError              the caller's request is wrong; carries an HTTP status, a code and a param path
     │   ├── ContextLengthError    prompt (and asked output) exceed the model's context
+    │   ├── GuideError            the answer cannot go on as the request's grammar or constraint demands
     │   └── OverloadedError       a queue limit is reached; try again later
     └── EngineError               the engine failed; requests in it end with this
         ├── RankDiedError         a rank's process ended or raised
@@ -80,6 +81,13 @@ class ContextLengthError(RequestError):
             code="context_length_exceeded",
             param=param,
         )
+
+
+class GuideError(RequestError):
+    """The answer cannot go on as the request's grammar or constraint demands; ends that request alone."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="grammar_error")
 
 
 class OverloadedError(RequestError):

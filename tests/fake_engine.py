@@ -28,6 +28,7 @@ LIMITS = SchedulerLimits(
     max_num_batched_tokens=16,
     prefill_chunk_size=8,
     max_model_len=64,
+    vocab_size=VOCAB,
     max_num_queued_requests=100,
     max_num_queued_tokens=10_000,
     steps_in_flight=2,
@@ -106,6 +107,7 @@ class FakeWorker:
             logprobs=-np.array([tokens[index] for index in asked], np.float32),
             top_ids=np.tile(np.arange(k, dtype=np.int32), (len(asked), 1)),
             top_logprobs=np.zeros((len(asked), k), np.float32),
+            asked_logprobs=np.zeros((len(asked), 0), np.float32),
         ).encode()
 
 

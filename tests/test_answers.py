@@ -126,6 +126,7 @@ class LocalGroup:
                 max_num_batched_tokens=max(limits.chunk, limits.max_num_seqs),
                 prefill_chunk_size=limits.chunk,
                 max_model_len=MAX_MODEL_LEN,
+                vocab_size=self.model.vocab_size,
                 max_num_queued_requests=10_000,
                 max_num_queued_tokens=10_000_000,
                 steps_in_flight=2,

@@ -6,7 +6,7 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +19,7 @@ from cluster.engine_client import EngineClient, RequestStream
 from cluster.messages import Finished, FinishReason, SamplingParams
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
 from configs.errors import DeadlineError, EngineError, LockstepError, RankDiedError
-from worker.protocol import FrameKind, RowFlag, StepFrame, StepResult
+from worker.protocol import FrameKind, RowFlag, StepFrame, StepResult, UInt32Array, mask_words
 
 EOS = 7
 LIMITS = SchedulerLimits(
@@ -29,6 +29,7 @@ LIMITS = SchedulerLimits(
     max_num_batched_tokens=32,
     prefill_chunk_size=16,
     max_model_len=128,
+    vocab_size=1000,
     max_num_queued_requests=100,
     max_num_queued_tokens=10_000,
     steps_in_flight=2,
@@ -90,10 +91,12 @@ class CountingRank:
 
 
 @contextmanager
-def running(rank: CountingRank, raises: LockstepError | None = None, **options: Any) -> Iterator[Coordinator]:
+def running(
+    rank: CountingRank, raises: LockstepError | None = None, scheduler: Scheduler | None = None, **options: Any
+) -> Iterator[Coordinator]:
     """A coordinator whose loop, told to close, must end by itself or have raised `raises`."""
     options = {"step_timeout_s": 5.0, **options}
-    coordinator = Coordinator(scheduler=Scheduler(LIMITS), frames=rank, results=rank, **options)
+    coordinator = Coordinator(scheduler=scheduler or Scheduler(LIMITS), frames=rank, results=rank, **options)
     with ThreadPoolExecutor(1) as loop:
         ended = loop.submit(coordinator.run)
         yield coordinator
@@ -156,6 +159,54 @@ def test_an_abort_frees_the_pages_and_a_lost_connection_frees_them_all() -> None
             time.sleep(0.01)
         coordinator.inspect(lambda scheduler: scheduler.check_integrity())
         assert coordinator.inspect(lambda scheduler: scheduler.stats().num_owned_pages) == 0
+
+
+class SlowGuide:
+    """Allows every token, `mask_s` after the last one; then wakes the loop."""
+
+    def __init__(self, mask_s: float) -> None:
+        self._mask_s = mask_s
+        self._has_mask = False
+        self.num_polls = 0
+        self.is_finished = False
+        self.wake: Callable[[], None] = lambda: None
+        self.accept(())
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        self._has_mask = False
+        threading.Thread(target=self._compute, daemon=True).start()
+
+    def _compute(self) -> None:
+        time.sleep(self._mask_s)
+        self._has_mask = True
+        self.wake()
+
+    def poll(self) -> UInt32Array | None:
+        self.num_polls += 1
+        return np.full(mask_words(LIMITS.vocab_size), 2**32 - 1, np.uint32) if self._has_mask else None
+
+    def close(self) -> None:
+        pass
+
+
+def test_the_loop_sleeps_until_a_mask_wakes_it() -> None:
+    guide = SlowGuide(0.05)
+
+    async def main() -> None:
+        client = await EngineClient.connect(coordinator.address)
+        began = time.monotonic()
+        [stream] = client.submit(prompt(100), [SamplingParams(max_tokens=4)])
+        tokens, finished = await asyncio.wait_for(read(stream), 10)
+        assert (tokens, finished) == ([101, 102, 103, 104], Finished(id=stream.id, reason=FinishReason.LENGTH))
+        # Well below the second after which the loop looks by itself, for each of the five masks.
+        assert time.monotonic() - began < 2
+        await client.close()
+
+    with running(CountingRank(), scheduler=Scheduler(LIMITS, make_guide=lambda _: guide)) as coordinator:
+        guide.wake = coordinator.wake
+        asyncio.run(main())
+    # Once when a mask is there and a few times beside, not all the time.
+    assert guide.num_polls < 30
 
 
 def test_a_failed_engine_ends_every_request_with_its_reason_and_the_connection_after() -> None:

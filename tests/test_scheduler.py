@@ -541,7 +541,7 @@ def test_sampling_parameters_travel_once_per_admission() -> None:
     engine.add(prompt_of(20), max_tokens=3, temperature=0.5, top_p=0.25, top_k=3, min_p=0.125, seed=1 << 40)
     frame = engine.launch()
     assert frame is not None
-    assert frame.params.tolist() == [(1, 3, -1, 0.5, 0.25, 0.125, 1 << 40)]
+    assert frame.params.tolist() == [(1, 3, -1, 0.5, 0.25, 0.125, 1 << 40, 1.0, 0.0, 0.0)]
     while engine.step():
         assert not any(len(later.params) for later in engine.frames)
 

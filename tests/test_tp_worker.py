@@ -20,7 +20,18 @@ from configs.schema import EngineConfig
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from worker.memory import free_bytes
-from worker.protocol import PARAMS_DTYPE, FrameKind, RowFlag, StepFrame, StepResult
+from worker.protocol import (
+    ALWAYS,
+    ASKED_DTYPE,
+    BIAS_DTYPE,
+    COUNT_DTYPE,
+    PARAMS_DTYPE,
+    FrameKind,
+    RowFlag,
+    StepFrame,
+    StepResult,
+)
+from worker.sampler import default_params
 from worker.tp_worker import TPWorker, naming_the_rank
 from worker.weights import expected_shapes
 
@@ -80,9 +91,13 @@ def _worker(path: Path, model: ModelConfig, group: TensorParallelGroup | None = 
     return worker
 
 
+def _records(dtype: np.dtype[np.void], *records: tuple[float, ...]) -> npt.NDArray[np.void]:
+    return np.array(list(records), dtype)
+
+
 def _params(row: int, **values: Any) -> npt.NDArray[np.void]:
-    params = np.zeros(1, PARAMS_DTYPE)
-    params["row"], params["top_p"], params["num_logprobs"] = row, 1.0, -1
+    params = default_params(1)
+    params["row"] = row
     for name, value in values.items():
         params[name] = value
     return params
@@ -289,6 +304,18 @@ def test_reports_progress_and_the_bytes_of_its_weights(tiny_path: Path) -> None:
         ({"flags": [3], "token_ids": [1, 2]}, "2 token ids for 1 inputs"),
         ({"page_deltas": [[1, 1, 201]]}, "page delta"),
         ({"rows": [], "starts": [], "lens": [], "flags": []}, "has no rows"),
+        ({"biases": _records(BIAS_DTYPE, (9, 3, 1.0, ALWAYS))}, "a bias outside"),
+        ({"biases": _records(BIAS_DTYPE, (1, 300, 1.0, ALWAYS))}, "a bias outside"),
+        ({"biases": _records(BIAS_DTYPE, (1, 3, np.nan, ALWAYS))}, "no number to add"),
+        ({"biases": _records(BIAS_DTYPE, (1, 3, np.inf, ALWAYS))}, "no number to add"),
+        ({"biases": _records(BIAS_DTYPE, *(1025 * [(1, 3, 0.0, ALWAYS)]))}, "more than 1024 biases"),
+        ({"counts": _records(COUNT_DTYPE, (1, -1, 1, 1))}, "a count outside"),
+        ({"counts": _records(COUNT_DTYPE, (1, 1, -1, 1))}, "a count below 0"),
+        ({"asked": _records(ASKED_DTYPE, (0, 1))}, "an asked token outside"),
+        ({"asked": _records(ASKED_DTYPE, *(129 * [(1, 3)]))}, "more than 128 log probabilities"),
+        ({"mask_rows": [1, 1], "masks": np.ones((2, 10), np.uint32)}, "two of one row"),
+        ({"mask_rows": [1], "masks": np.ones((1, 9), np.uint32)}, "masks of 9 words"),
+        ({"mask_rows": [1], "masks": np.zeros((1, 10), np.uint32)}, "allows nothing"),
     ],
 )
 def test_a_frame_that_does_not_fit_ends_the_loop_with_an_engine_error(
@@ -297,7 +324,7 @@ def test_a_frame_that_does_not_fit_ends_the_loop_with_an_engine_error(
     frames = Frames()
     first, second = frames.step([(1, [1, 2, 3], True)]), StepFrame.decode(frames.step([(1, None, True)]))
     for name, value in change.items():
-        setattr(second, name, value if isinstance(value, int) else np.array(value, np.int32))
+        setattr(second, name, np.array(value, np.int32) if isinstance(value, list) else value)
     with pytest.raises(EngineError, match=message):
         _run(_worker(tiny_path, MODEL), [first, second.encode()])
 

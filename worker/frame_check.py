@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from configs.errors import EngineError
-from worker.protocol import RowFlag, StepFrame
+from worker.protocol import MAX_ROW_ASKED, MAX_ROW_BIASES, RowFlag, StepFrame, mask_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +22,7 @@ class FrameLimits:
 
 
 def check_frame(frame: StepFrame, limits: FrameLimits) -> None:
-    """Raises EngineError unless rows, lengths, token ids and positions of `frame` fit `limits`."""
+    """Raises EngineError unless rows, lengths, token ids, positions and adjustments of `frame` fit `limits`."""
     has_tokens = (frame.flags & RowFlag.HAS_TOKENS) != 0
     wrong = None
     if len(frame.rows) == 0:
@@ -34,6 +37,8 @@ def check_frame(frame: StepFrame, limits: FrameLimits) -> None:
         wrong = f"has a token id outside a vocabulary of {limits.vocab_size}"
     elif not (frame.starts.min() >= 0 and (frame.starts + frame.lens).max() <= limits.max_model_len):
         wrong = f"has a row outside positions 0 to {limits.max_model_len - 1}"
+    else:
+        wrong = _wrong_adjustment(frame, limits)
     if wrong is not None:
         raise EngineError(f"step {frame.step} of generation {frame.generation} {wrong}")
 
@@ -41,5 +46,38 @@ def check_frame(frame: StepFrame, limits: FrameLimits) -> None:
 def _within(frame: StepFrame, num_rows: int) -> bool:
     if frame.rows.min() < 1 or frame.rows.max() >= num_rows:
         return False
-    parameterised = frame.params["row"]
-    return len(parameterised) == 0 or bool(parameterised.min() >= 1 and parameterised.max() < num_rows)
+    return len(frame.params) == 0 or _is_inside(frame.params["row"], 1, num_rows)
+
+
+def _wrong_adjustment(frame: StepFrame, limits: FrameLimits) -> str | None:
+    for name, records in (("a bias", frame.biases), ("a count", frame.counts), ("an asked token", frame.asked)):
+        if len(records) and not (
+            _is_inside(records["row"], 1, limits.num_rows) and _is_inside(records["token_id"], 0, limits.vocab_size)
+        ):
+            return f"has {name} outside its rows or a vocabulary of {limits.vocab_size}"
+    if len(frame.biases):
+        # NaN and +inf fail the comparison.
+        if not (frame.biases["value"] < np.inf).all():
+            return "has a bias that is no number to add"
+        if np.bincount(frame.biases["row"]).max() > MAX_ROW_BIASES:
+            return f"has a row with more than {MAX_ROW_BIASES} biases"
+    if len(frame.counts) and not (
+        frame.counts["num_generated"].min() >= 0 and _is_inside(frame.counts["in_prompt"], 0, 2)
+    ):
+        return "has a count below 0"
+    if len(frame.asked) and np.bincount(frame.asked["row"]).max() > MAX_ROW_ASKED:
+        return f"has a row that asks for more than {MAX_ROW_ASKED} log probabilities"
+    if len(frame.mask_rows):
+        if not _is_inside(frame.mask_rows, 1, limits.num_rows) or len(np.unique(frame.mask_rows)) < len(
+            frame.mask_rows
+        ):
+            return "has a mask of a row that is not there, or two of one row"
+        if frame.masks.shape[1] != mask_words(limits.vocab_size):
+            return f"has masks of {frame.masks.shape[1]} words for a vocabulary of {limits.vocab_size}"
+        if not frame.masks.any(axis=1).all():
+            return "has a mask that allows nothing"
+    return None
+
+
+def _is_inside(values: npt.NDArray[np.int32], first: int, end: int) -> bool:
+    return bool(values.min() >= first and values.max() < end)

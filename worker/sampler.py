@@ -78,7 +78,7 @@ class Sampler:
 def default_params(num_rows: int) -> npt.NDArray[np.void]:
     """[num_rows] records of greedy sampling without logprobs."""
     params = np.zeros(num_rows, PARAMS_DTYPE)
-    params["top_p"] = 1.0
+    params["top_p"] = params["repetition_penalty"] = 1.0
     params["num_logprobs"] = -1
     return params
 

@@ -5,12 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from configs.errors import ConfigError
-from worker.protocol import PARAMS_DTYPE
+from worker.protocol import (
+    ASKED_DTYPE,
+    BIAS_DTYPE,
+    COUNT_DTYPE,
+    HEADER_BYTES,
+    MAX_ROW_ASKED,
+    MAX_ROW_BIASES,
+    PARAMS_DTYPE,
+    mask_words,
+)
 
 MAX_PREFIX_DELTAS = 4096
 """Page deltas of one frame above which no further prefix is taken from the cache: it bounds the size of a frame."""
 
-_HEADER_BYTES = 64
+_MASKS_BYTES = 4 << 20
+"""Masks that one frame brings to rows that decode."""
+_ADJUSTMENT_BYTES = 1 << 20
+"""What one frame brings besides parameters to rows that are given to requests, unless one request needs more."""
+
 _ROW_BYTES = 4 * 4
 _DELTA_BYTES = 3 * 4
 
@@ -27,6 +40,8 @@ class SchedulerLimits:
     max_num_batched_tokens: int
     prefill_chunk_size: int
     max_model_len: int
+    vocab_size: int
+    """Token ids are below it; masks have a bit for each."""
     max_num_queued_requests: int
     max_num_queued_tokens: int
     steps_in_flight: int
@@ -40,6 +55,7 @@ class SchedulerLimits:
             "max_num_seqs",
             "max_num_batched_tokens",
             "prefill_chunk_size",
+            "vocab_size",
             "max_num_queued_requests",
             "max_num_queued_tokens",
             "steps_in_flight",
@@ -64,6 +80,27 @@ class SchedulerLimits:
         return min(self.max_num_seqs, self.max_num_batched_tokens)
 
     @property
+    def max_num_masks(self) -> int:
+        """Rows that may decode with a new mask in one step."""
+        return max(1, min(self.max_num_seqs, _MASKS_BYTES // self._mask_bytes))
+
+    @property
+    def max_adjustment_bytes(self) -> int:
+        """Bytes of biases, masks, counts and asked tokens for rows that one frame gives to requests."""
+        largest = (
+            self._mask_bytes
+            + MAX_ROW_BIASES * BIAS_DTYPE.itemsize
+            + self.max_model_len * COUNT_DTYPE.itemsize
+            + MAX_ROW_ASKED * ASKED_DTYPE.itemsize
+        )
+        return max(_ADJUSTMENT_BYTES, largest)
+
+    @property
+    def _mask_bytes(self) -> int:
+        """Of one row's mask and its row."""
+        return 4 + 4 * mask_words(self.vocab_size)
+
+    @property
     def max_frame_bytes(self) -> int:
         """Upper bound of an encoded StepFrame; a slot of the step channel must hold it."""
         num_deltas = (
@@ -73,10 +110,12 @@ class SchedulerLimits:
             + self.num_pages_for(self.max_num_batched_tokens)
         )
         return (
-            _HEADER_BYTES
+            HEADER_BYTES
             + (_ROW_BYTES + PARAMS_DTYPE.itemsize) * self.max_num_seqs
             + 4 * self.max_num_batched_tokens
             + _DELTA_BYTES * num_deltas
+            + self._mask_bytes * self.max_num_masks
+            + self.max_adjustment_bytes
         )
 
 

@@ -33,6 +33,8 @@ class PrefillPlan:
     deltas: list[Int32Array] = field(default_factory=list)
     """Page deltas, each [n, 3]."""
     admitted: list[Request] = field(default_factory=list)
+    num_adjustment_bytes: int = 0
+    """Of what the rows of `admitted` start with, besides parameters."""
     num_prefix_deltas: int = 0
     """Page deltas of pages that came from the prefix cache."""
     computing: dict[tuple[Node, bytes], int] = field(default_factory=dict)
@@ -230,6 +232,8 @@ class PrefillQueue:
         if plan.num_prefix_deltas >= MAX_PREFIX_DELTAS:
             return False
         request = next(iter(self._waiting.values()))
+        if plan.num_adjustment_bytes + request.num_adjustment_bytes > self._limits.max_adjustment_bytes:
+            return False
         # Pages that rows in prefill still need, and a page for each running request's next tokens.
         reserved = num_running + sum(self._num_missing_pages(row) for row in self._prefilling)
         row = table.take(request)
@@ -255,6 +259,7 @@ class PrefillQueue:
         self._total_prompt_tokens += len(request.tokens)
         self._prefilling.append(row)
         plan.admitted.append(request)
+        plan.num_adjustment_bytes += request.num_adjustment_bytes
         has_chunk = self._add_chunk(row, plan)
         assert has_chunk, "a request was admitted without pages for its first chunk"
         return True
@@ -279,5 +284,8 @@ def _params(requests: list[Request]) -> npt.NDArray[np.void]:
             sampling.top_p,
             sampling.min_p,
             sampling.seed,
+            sampling.repetition_penalty,
+            sampling.frequency_penalty,
+            sampling.presence_penalty,
         )
     return params

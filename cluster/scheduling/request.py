@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from cluster.messages import Finished, FinishReason, GenerateRequest, SamplingParams
+from cluster.scheduling.adjustments import Adjustments
+from cluster.scheduling.guide import Guide
 from cluster.scheduling.limits import SchedulerLimits
-from worker.protocol import Int32Array
+from worker.protocol import Int32Array, UInt32Array
 
 
 @dataclass(slots=True, eq=False)
@@ -18,11 +20,16 @@ class Request:
     id: int
     tokens: Int32Array
     """Prompt and tokens emitted before the last preemption. While it runs, the row table is ahead of this."""
+    num_prompt_tokens: int
     max_total_tokens: int
     """It ends with LENGTH when prompt and answer are this long."""
     sampling: SamplingParams
     stop_token_ids: frozenset[int]
     cache_salt: bytes = b""
+    adjustments: Adjustments | None = None
+    guide: Guide | None = None
+    mask: UInt32Array | None = None
+    """What the first token after its admission may be; of a request with a guide, there before it is queued."""
     row: int = 0
     """0: waiting."""
     num_cached_tokens: int = 0
@@ -31,16 +38,26 @@ class Request:
 
     @classmethod
     def create(cls, request: GenerateRequest, limits: SchedulerLimits) -> Request:
-        """The request as received."""
+        """The request as received. Raises RequestError for parameters that no row can have."""
         prompt = np.frombuffer(request.prompt, np.int32)
+        adjustments = Adjustments.create(request.sampling, len(prompt), limits)
         return cls(
             id=request.id,
             tokens=prompt,
+            num_prompt_tokens=len(prompt),
             max_total_tokens=min(len(prompt) + request.sampling.max_tokens, limits.max_model_len),
             sampling=request.sampling,
             stop_token_ids=frozenset(request.sampling.stop_token_ids),
             cache_salt=request.cache_salt,
+            adjustments=adjustments,
+            mask=None if adjustments is None else adjustments.allowed,
         )
+
+    @property
+    def num_adjustment_bytes(self) -> int:
+        """Upper bound of the bytes of a frame that giving it a row takes, besides its parameters."""
+        num_bytes = 0 if self.mask is None else 4 + self.mask.nbytes
+        return num_bytes + (0 if self.adjustments is None else self.adjustments.num_bytes(len(self.tokens)))
 
 
 def reason_never_fits(request: Request, limits: SchedulerLimits) -> str | None:

@@ -37,6 +37,10 @@ class RowTable:
         """Order of admission, from 1; 0: not taken."""
         self.ends_on_eos = np.zeros(num_rows, np.bool_)
         self.has_stop_ids = np.zeros(num_rows, np.bool_)
+        self.guided = np.zeros(num_rows, np.bool_)
+        """The request has a guide: the row is not ready until the guide has seen its last token and made a mask."""
+        self.num_guided = 0
+        """Rows taken by such requests."""
         # Untouched memory is not committed: this costs what the longest sequences of each row have used so far.
         self.tokens = np.zeros((num_rows, limits.max_model_len), np.int32)
         """Token ids by position. Prefill reads it, and the prefix cache at the end."""
@@ -68,6 +72,8 @@ class RowTable:
         self.admission[row] = self._num_admissions
         self.ends_on_eos[row] = not request.sampling.ignore_eos
         self.has_stop_ids[row] = bool(request.stop_token_ids)
+        self.guided[row] = request.guide is not None
+        self.num_guided += int(self.guided[row])
         self.tokens[row, :num_tokens] = request.tokens
         request.row = row
         return row
@@ -78,6 +84,8 @@ class RowTable:
         if request is None or self.in_flight[row]:
             raise EngineError(f"row {row} is free already, or {self.in_flight[row]} steps in flight name it")
         request.row = 0
+        self.num_guided -= int(self.guided[row])
+        self.guided[row] = False
         self.requests[row] = None
         self.live[row] = False
         self.ready[row] = False
@@ -100,6 +108,7 @@ class RowTable:
         assert not (self.live[free] | self.ready[free]).any(), "a free row is live"
         assert not self.in_flight[free].any(), "a step in flight names a free row"
         assert not (self.ready & ~self.live).any(), "a dead row is ready"
+        assert np.count_nonzero(self.guided) == self.num_guided, "guided rows are miscounted"
         live = np.flatnonzero(self.live)
         decoding = live[self.num_computed[live] >= self.num_prefill[live]]
         assert (self.num_known[decoding] <= self.num_computed[decoding] + 1).all(), "a row knows unsampled tokens"

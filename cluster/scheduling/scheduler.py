@@ -11,24 +11,31 @@ A row and its pages are reused once the last step that names the row has retired
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from cluster.messages import Finished, FinishReason, GenerateRequest, Prefilled, StepOutput, TokenLogprobs
+from cluster.scheduling.adjustments import add_adjustments
+from cluster.scheduling.guide import Guide
+from cluster.scheduling.guided_rows import GuidedRows
 from cluster.scheduling.limits import SchedulerLimits, SchedulerStats
 from cluster.scheduling.prefill import PrefillPlan, PrefillQueue
 from cluster.scheduling.request import Request, reason_never_fits, refused
 from cluster.scheduling.row_pages import RowPages
 from cluster.scheduling.row_table import RowTable
-from configs.errors import EngineError
+from configs.errors import EngineError, RequestError
 from worker.protocol import Int32Array, RowFlag, StepFrame, StepResult
 
 __all__ = ["Scheduler", "SchedulerLimits", "SchedulerStats"]
 
 _NO_DELTAS = np.empty((0, 3), np.int32)
+
+
+def _no_guide(request: GenerateRequest) -> None:
+    return None
 
 
 @dataclass(slots=True, eq=False)
@@ -51,13 +58,22 @@ class _Launched:
 class Scheduler:
     """Continuous batching over one engine. One owner, one thread; no method blocks.
 
+    Args:
+        make_guide: a guide for a request that needs one; GuideError refuses the request.
+
     Raises EngineError from `add` for an id that is in use, and from `retire` for a result of another than the oldest
     step in flight.
     """
 
-    def __init__(self, limits: SchedulerLimits, generation: int = 1) -> None:
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        generation: int = 1,
+        make_guide: Callable[[GenerateRequest], Guide | None] = _no_guide,
+    ) -> None:
         self._limits = limits
         self._generation = generation
+        self._make_guide = make_guide
         self._step = 0
         self._total_preemptions = 0
         self._pending: list[Finished] = []
@@ -67,6 +83,7 @@ class Scheduler:
         self._rows = RowTable(self._limits)
         self._pages = RowPages(self._limits)
         self._queue = PrefillQueue(self._limits, self._rows, self._pages)
+        self._guided = GuidedRows(self._limits, self._rows)
         self._by_id: dict[int, Request] = {}
         self._num_draining = 0  # rows that are taken but no longer live
         self._in_flight: deque[_Launched] = deque()
@@ -77,21 +94,34 @@ class Scheduler:
         """Queues a request and returns None, or its finish if it can never fit or the queue is full."""
         if request.id in self._by_id:
             raise EngineError(f"request id {request.id} is in use")
-        entry = Request.create(request, self._limits)
+        try:
+            entry = Request.create(request, self._limits)
+        except RequestError as error:
+            return refused(request.id, str(error), error.code)
         if (reason := reason_never_fits(entry, self._limits)) is not None:
             # The ingress checks the same: it is the engine's fault that the request came this far.
             return refused(request.id, reason, "engine_error")
-        limits, queue = self._limits, self._queue
-        full = None
-        if queue.num_waiting >= limits.max_num_queued_requests:
-            full = f"{queue.num_waiting} requests wait, max_num_queued_requests={limits.max_num_queued_requests}"
-        # A prompt longer than the limit may still wait alone.
-        elif queue.num_waiting and queue.num_waiting_tokens + len(entry.tokens) > limits.max_num_queued_tokens:
-            full = f"{queue.num_waiting_tokens} tokens wait, max_num_queued_tokens={limits.max_num_queued_tokens}"
-        if full is not None:
+        if (full := self._reason_full(len(entry.tokens))) is not None:
             return refused(request.id, f"the queue is full: {full}; try again later", "engine_overloaded")
+        try:
+            entry.guide = self._make_guide(request)
+        except RequestError as error:
+            return refused(request.id, str(error), error.code)
         self._by_id[entry.id] = entry
-        queue.push(entry)
+        if entry.guide is None:
+            self._queue.push(entry)
+        else:
+            self._guided.hold(entry)
+        return None
+
+    def _reason_full(self, num_tokens: int) -> str | None:
+        limits = self._limits
+        num_waiting, num_waiting_tokens = self._num_waiting, self._num_waiting_tokens
+        if num_waiting >= limits.max_num_queued_requests:
+            return f"{num_waiting} requests wait, max_num_queued_requests={limits.max_num_queued_requests}"
+        # A prompt longer than the limit may still wait alone.
+        if num_waiting and num_waiting_tokens + num_tokens > limits.max_num_queued_tokens:
+            return f"{num_waiting_tokens} tokens wait, max_num_queued_tokens={limits.max_num_queued_tokens}"
         return None
 
     def abort(self, ids: Iterable[int]) -> None:
@@ -101,10 +131,7 @@ class Scheduler:
             if request is None:
                 continue
             self._pending.append(Finished(id=request_id, reason=FinishReason.ABORT))
-            if request.row:
-                self._end_row(request.row)
-            else:
-                self._queue.remove(request)
+            self._drop(request)
 
     def drain_finished(self) -> StepOutput | None:
         """Finishes that wait for no step; None if there are none."""
@@ -113,17 +140,21 @@ class Scheduler:
     def fail_all(self, error: str) -> StepOutput:
         """Ends every request with ERROR and forgets steps in flight, rows, pages and the prefix cache."""
         finished = self._take_pending()
-        for request_id in self._by_id:
-            finished.append(Finished(id=request_id, reason=FinishReason.ERROR, error=error, error_code="engine_error"))
+        for request in self._by_id.values():
+            finished.append(refused(request.id, error, "engine_error"))
+            if request.guide is not None:
+                request.guide.close()
         self._reset()
         return StepOutput(finished=finished)
 
     # Steps
 
     def next_step(self) -> StepFrame | None:
-        """The next step to launch; None if there is nothing to launch before the next `add` or `retire`."""
+        """The next step to launch; None if there is nothing to launch before the next `add`, `retire` or mask."""
         if len(self._in_flight) >= self._limits.steps_in_flight:
             return None
+        if self.is_awaiting_masks:
+            self._take_guide_news()
         while True:
             rows = np.flatnonzero(self._rows.ready).astype(np.int32)
             needy = self._pages.rows_without_room(rows, self._rows.num_computed[rows])
@@ -138,7 +169,7 @@ class Scheduler:
                 if deltas is not None:
                     plan.deltas.insert(0, deltas)
                 return self._launch(rows, plan)
-            if self._in_flight or not self._queue.is_prefilling:
+            if self._in_flight or not self._queue.is_prefilling or self._guided.num_awaiting:
                 return None
             # Every running request is a prefill that lacks pages.
             self._preempt_newest()
@@ -159,8 +190,15 @@ class Scheduler:
         logprobs = self._take_logprobs(launched.sampled, live, result) if len(result.logprob_rows) else []
         ids = table.ids[rows].tobytes()
         stopped = self._find_stopped(rows, tokens)
+        if table.num_guided:
+            self._guided.take_tokens(rows, tokens, stopped)
+            is_last = is_last & ~table.guided[rows]
         for index in np.flatnonzero(stopped | is_last):
-            self._finish(int(rows[index]), int(tokens[index]) if stopped[index] else None)
+            request = table.request(int(rows[index]))
+            if stopped[index]:
+                self._finish(Finished(id=request.id, reason=FinishReason.STOP, stop_token_id=int(tokens[index])))
+            else:
+                self._finish(Finished(id=request.id, reason=FinishReason.LENGTH))
         if self._num_draining:
             named = launched.rows
             drained = ~table.live[named] & (table.in_flight[named] == 0) & (table.admission[named] > 0)
@@ -177,6 +215,11 @@ class Scheduler:
     def has_work(self) -> bool:
         """Something waits, runs, is in flight, or has finished and not been told."""
         return bool(self._by_id or self._in_flight or self._pending)
+
+    @property
+    def is_awaiting_masks(self) -> bool:
+        """Some request cannot go on before its guide has a mask."""
+        return bool(self._guided.num_awaiting or self._guided.num_held)
 
     def live_ids(self) -> list[int]:
         """Ids of the requests that wait or run, in order of arrival."""
@@ -200,8 +243,8 @@ class Scheduler:
         allocator, cache, queue = self._pages.allocator, self._pages.cache, self._queue
         return SchedulerStats(
             num_running=self._rows.num_taken - self._num_draining,
-            num_waiting=queue.num_waiting,
-            num_waiting_tokens=queue.num_waiting_tokens,
+            num_waiting=self._num_waiting,
+            num_waiting_tokens=self._num_waiting_tokens,
             num_free_pages=allocator.num_free,
             num_cached_pages=cache.num_pages,
             num_evictable_pages=cache.num_evictable_pages,
@@ -226,7 +269,9 @@ class Scheduler:
         assert table.in_flight[draining].all(), "an ended row that no step names was not released"
         running = {request.id for request in taken if table.live[request.row]}
         waiting = self._queue.check_integrity(running)
-        assert running | waiting == set(self._by_id), "a request neither runs nor waits"
+        held = self._guided.check_integrity()
+        assert running | waiting | held == set(self._by_id), "a request neither runs nor waits"
+        assert held.isdisjoint(running | waiting), "a request waits for a mask twice"
         for row in np.flatnonzero(table.live):
             capacity = self._pages.num_row_pages(int(row)) * self._limits.page_size
             assert capacity >= table.num_computed[row], f"row {row} has computed tokens without a page"
@@ -250,6 +295,11 @@ class Scheduler:
             sampled = np.concatenate((decodes, np.array(ending, np.int32)))
             positions = np.concatenate((positions, table.num_prefill[ending]))
             table.ready[ending] = True
+        if table.num_guided:
+            table.ready[sampled[table.guided[sampled]]] = False
+        masks = self._guided.take_masks() if table.num_guided else {}
+        if plan.admitted or masks:
+            add_adjustments(frame, plan.admitted, masks)
         table.in_flight[frame.rows] += 1
         is_last = positions + 1 >= table.max_total[sampled]
         table.ready[sampled[is_last]] = False
@@ -266,8 +316,10 @@ class Scheduler:
         row = int(table.admission.argmax())
         request = table.request(row)
         request.tokens = table.tokens[row, : table.num_known[row]].copy()
+        is_held = request.guide is not None and self._guided.requeue(request)
         self._release(row)
-        self._queue.push(request, front=True)
+        if not is_held:
+            self._queue.push(request, front=True)
         self._total_preemptions += 1
 
     # Ending a step
@@ -310,25 +362,41 @@ class Scheduler:
         self, sampled: Int32Array, live: npt.NDArray[np.bool_], result: StepResult
     ) -> list[TokenLogprobs]:
         logprobs: list[TokenLogprobs] = []
-        for index, logprob, top_ids, top_logprobs in zip(
+        for index, logprob, top_ids, top_logprobs, asked in zip(
             result.logprob_rows.tolist(),
             result.logprobs.tolist(),
             result.top_ids.tolist(),
             result.top_logprobs.tolist(),
+            result.asked_logprobs.tolist(),
             strict=True,
         ):
             request = self._rows.request(int(sampled[index]))
-            k = request.sampling.num_logprobs  # The arrays are as wide as the widest request of the step.
+            # The arrays are as wide as the widest request of the step.
+            k, ids = request.sampling.num_logprobs, request.sampling.logprob_token_ids
             if live[index] and k >= 0:
-                logprobs.append(TokenLogprobs(request.id, logprob, top_ids[:k], top_logprobs[:k]))
+                likeliest, their_logprobs = [*top_ids[:k], *ids], [*top_logprobs[:k], *asked[: len(ids)]]
+                logprobs.append(TokenLogprobs(request.id, logprob, likeliest, their_logprobs))
         return logprobs
 
-    def _finish(self, row: int, stop_token_id: int | None) -> None:
-        request = self._rows.request(row)
-        reason = FinishReason.LENGTH if stop_token_id is None else FinishReason.STOP
-        self._pending.append(Finished(id=request.id, reason=reason, stop_token_id=stop_token_id))
-        del self._by_id[request.id]
-        self._end_row(row)
+    def _take_guide_news(self) -> None:
+        news = self._guided.poll()
+        for request, front in news.admissible:
+            self._queue.push(request, front=front)
+        for request, reason, error in news.ended:
+            code = None if error is None else "grammar_error"
+            self._finish(Finished(id=request.id, reason=reason, error=error, error_code=code))
+
+    def _finish(self, finished: Finished) -> None:
+        self._pending.append(finished)
+        self._drop(self._by_id.pop(finished.id))
+
+    def _drop(self, request: Request) -> None:
+        """A request that waits or runs has ended."""
+        is_held = request.guide is not None and self._guided.forget(request)
+        if request.row:
+            self._end_row(request.row)
+        elif not is_held:
+            self._queue.remove(request)
 
     def _end_row(self, row: int) -> None:
         """The request of `row` has ended: frees the row now, or when the last step that names it retires."""
@@ -350,6 +418,14 @@ class Scheduler:
         self._pages.release(row)
         table.give_back(row)
         self._queue.forget_row(row)
+
+    @property
+    def _num_waiting(self) -> int:
+        return self._queue.num_waiting + self._guided.num_held
+
+    @property
+    def _num_waiting_tokens(self) -> int:
+        return self._queue.num_waiting_tokens + self._guided.num_held_tokens
 
     def _take_pending(self) -> list[Finished]:
         pending, self._pending = self._pending, []
