@@ -21,8 +21,7 @@ from configs.resolve import default_max_num_seqs
 from configs.schema import EngineConfig
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
-
+    from cluster.http.guard import Guard
     from cluster.openai.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -44,11 +43,12 @@ class Engine:
         self._engine = await RunningEngine.start(describe(config, gpus=gpus), placement_group, name)
         self._model: ServedModel = await self._engine.open_model()
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
+    def __serve_build_asgi_app__(self) -> Guard:
         # Built here and not at import: an app object that holds the engine cannot be pickled.
         from cluster.openai.ingress import create_app
 
-        return create_app(self._model)
+        # Serve names every response after its request, and every request that has no name.
+        return create_app(self._model, names_responses=False)
 
     async def check_health(self) -> None:
         """Ends this process once the engine has failed: Serve then replaces the replica, group and all.

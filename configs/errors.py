@@ -57,15 +57,23 @@ class RequestError(LockstepError, ValueError):
         code: OpenAI-style string code, e.g. `invalid_value`.
         param: path of the offending field, e.g. `messages[0].content`.
         status: HTTP status.
+        retry_after_s: when the same request may succeed; a hint for the Retry-After header.
     """
 
     def __init__(
-        self, message: str, *, code: str = "invalid_value", param: str | None = None, status: int = 400
+        self,
+        message: str,
+        *,
+        code: str = "invalid_value",
+        param: str | None = None,
+        status: int = 400,
+        retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message)
         self.code = code
         self.param = param
         self.status = status
+        self.retry_after_s = retry_after_s
 
 
 class ContextLengthError(RequestError):
@@ -91,11 +99,10 @@ class GuideError(RequestError):
 
 
 class OverloadedError(RequestError):
-    """A queue limit is reached. `retry_after_s` is a hint for the Retry-After header."""
+    """A queue limit is reached, or the server stops."""
 
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
-        super().__init__(message, code="engine_overloaded", status=503)
-        self.retry_after_s = retry_after_s
+        super().__init__(message, code="engine_overloaded", status=503, retry_after_s=retry_after_s)
 
 
 class EngineError(LockstepError, RuntimeError):

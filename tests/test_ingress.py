@@ -410,7 +410,7 @@ def test_a_client_that_goes_away_aborts_its_requests(run: Run, fields: dict[str,
             "headers": [(b"content-type", b"application/json")],
         }
         app: Callable[..., Awaitable[None]] = create_app(stack.model)
-        serving = asyncio.create_task(app(scope, receive, send))  # type: ignore[arg-type]  # FastAPI's is a coroutine
+        serving = asyncio.create_task(app(scope, receive, send))
         ids = list(range(1, fields.get("n", 1) + 1))
         await stack.until(lambda: len(stack.coordinator.requests) == len(ids))
         await asyncio.sleep(0.02)

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from cluster.http.errors import error_body
 from cluster.openai import checks, protocol
 from cluster.openai.chat import parse_messages
 from cluster.openai.protocol import ChatRequest, CompletionRequest, parse_request
-from cluster.openai.wire import error_body
 from configs.errors import ContextLengthError, OverloadedError, RequestError
 from configs.schema import ServerConfig
 

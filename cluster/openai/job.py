@@ -22,16 +22,6 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestContext:
-    """What a request brings besides its body."""
-
-    request_id: str
-    """Names it in logs and in `x-request-id`."""
-    client: str = ""
-    """Whose it is: the id of its API key, never the key."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """One checked request."""
 

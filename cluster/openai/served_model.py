@@ -14,10 +14,11 @@ from contextlib import aclosing
 from typing import Any
 
 from cluster.engine_client import EngineClient
+from cluster.http.context import RequestContext
 from cluster.messages import SamplingParams
 from cluster.openai.chat import render_prompt
 from cluster.openai.checks import stop_strings
-from cluster.openai.job import Job, RequestContext, Run
+from cluster.openai.job import Job, Run
 from cluster.openai.protocol import SamplingFields
 from cluster.openai.sampling import SamplingDefaults, choices_of, sampling_params
 from cluster.openai.tokenizer import Tokenizer
@@ -193,6 +194,7 @@ class ServedModel:
             sampling=[choices_of(params, num_choices) for params in sampling],
             stops=stop_strings(fields.stop, self.server),
             client=context.client,
+            cache_salt=context.cache_salt(),
         )
 
     def run(self, job: Job, *, timeout_s: float | None = None) -> Run:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from cluster.http.answer import Answer
+from cluster.http.context import RequestContext
 from cluster.openai import checks, protocol
-from cluster.openai.answer import Answer, answer
+from cluster.openai.answer import answer
 from cluster.openai.chat import parse_messages
 from cluster.openai.chat_writer import ChatWriter
 from cluster.openai.completion_writer import CompletionWriter
-from cluster.openai.job import Job, RequestContext
+from cluster.openai.job import Job
 from cluster.openai.protocol import ChatRequest, CompletionRequest
 from cluster.openai.served_model import ServedModel
 from configs.errors import RequestError

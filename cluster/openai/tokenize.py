@@ -12,10 +12,11 @@ from typing import Annotated, Any
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
+from cluster.http.answer import Answer
+from cluster.http.context import RequestContext
 from cluster.openai import protocol
-from cluster.openai.answer import Answer, json_answer
+from cluster.openai.answer import json_answer
 from cluster.openai.checks import check_token_ids
-from cluster.openai.job import RequestContext
 from cluster.openai.protocol import ChatRequest
 from cluster.openai.served_model import ServedModel
 from cluster.openai.serving import chat_prompt

@@ -6,8 +6,6 @@ from typing import Literal
 
 import msgspec
 
-from configs.errors import OverloadedError, RequestError
-
 
 class Head(msgspec.Struct, frozen=True):
     """What every chunk of one answer begins with."""
@@ -144,25 +142,3 @@ class ModelCard(msgspec.Struct):
 class ModelList(msgspec.Struct):
     data: list[ModelCard]
     object: Literal["list"] = "list"
-
-
-class ErrorDetail(msgspec.Struct):
-    message: str
-    type: str
-    param: str | None
-    code: str
-
-
-class ErrorBody(msgspec.Struct):
-    """The body of every answer that is not a success, and the last chunk of a stream that failed."""
-
-    error: ErrorDetail
-
-
-def error_body(error: RequestError) -> ErrorBody:
-    """`error` as clients read it."""
-    if error.status < 500:
-        kind = "invalid_request_error"
-    else:
-        kind = "overloaded_error" if isinstance(error, OverloadedError) else "server_error"
-    return ErrorBody(ErrorDetail(str(error), kind, error.param, error.code))

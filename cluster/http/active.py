@@ -1,0 +1,116 @@
+"""The requests being answered: which they are, how long their clients keep them waiting, and how to end them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterator
+
+from cluster.http.context import RequestContext
+from configs.errors import OverloadedError, RequestError
+
+logger = logging.getLogger(__name__)
+
+SEND_TIMEOUT_S = 60.0
+"""How long a client may leave a full connection unread before its request is ended."""
+_STOPPING = "The server is stopping; try again."
+_LAST_WORDS_S = 1.0
+
+
+class ActiveRequest:
+    """One request being answered."""
+
+    __slots__ = ("context", "error", "stuck_since", "task")
+
+    def __init__(self, context: RequestContext, task: asyncio.Task[None]) -> None:
+        self.context = context
+        self.task = task
+        self.error: RequestError | None = None
+        """Why it was ended from outside."""
+        self.stuck_since: float | None = None
+        """Event loop's clock: since when its client takes nothing. None: it does, or has nothing to take."""
+
+    def end(self, error: RequestError) -> None:
+        """Ends it with `error`, which its client is told where it still can be."""
+        if self.error is None and not self.task.done():
+            self.error = error
+            self.task.cancel()
+
+
+class ActiveRequests:
+    """The requests of one replica. For use on its event loop only."""
+
+    def __init__(self, send_timeout_s: float = SEND_TIMEOUT_S) -> None:
+        self._send_timeout_s = send_timeout_s
+        self._requests: set[ActiveRequest] = set()
+        self._sweep: asyncio.TimerHandle | None = None
+        self._stopping = False
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether `drain` was called."""
+        return self._stopping
+
+    def check_admits(self) -> None:
+        """Raises OverloadedError while the server stops."""
+        if self._stopping:
+            raise OverloadedError(_STOPPING)
+
+    @contextlib.contextmanager
+    def track(self, context: RequestContext, task: asyncio.Task[None]) -> Iterator[ActiveRequest]:
+        """Counts `task` as the answer to a request for the time of the block."""
+        request = ActiveRequest(context, task)
+        self._requests.add(request)
+        if self._sweep is None:
+            self._schedule()
+        try:
+            yield request
+        finally:
+            self._requests.discard(request)
+
+    def abort(self, request_id: str | None) -> int:
+        """Ends the requests of that id, or all; how many they were."""
+        chosen = [request for request in self._requests if request_id in (None, request.context.request_id)]
+        for request in chosen:
+            request.end(RequestError("The request was aborted.", code="request_aborted", status=409))
+        return len(chosen)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Admits no more requests, and returns when the last one has ended.
+
+        Args:
+            timeout_s: after that long, those left are ended with an error that says to try again.
+        """
+        self._stopping = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._wait_idle()
+        if self._requests:
+            logger.warning("%d requests are ended after server.shutdown_timeout_s=%g", len(self._requests), timeout_s)
+        for request in list(self._requests):
+            request.end(OverloadedError(_STOPPING))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_WORDS_S):
+                await self._wait_idle()
+
+    async def _wait_idle(self) -> None:
+        while self._requests:
+            await asyncio.wait([request.task for request in self._requests])
+            await asyncio.sleep(0)  # the tasks are done; whoever tracks them has yet to say so
+
+    def _schedule(self) -> None:
+        self._sweep = asyncio.get_running_loop().call_later(self._send_timeout_s / 4, self._end_stuck)
+
+    def _end_stuck(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for request in self._requests:
+            if request.stuck_since is not None and now - request.stuck_since > self._send_timeout_s:
+                logger.warning("request %s: its client does not read; ended", request.context.request_id)
+                request.end(RequestError("The client does not read its answer.", code="client_too_slow", status=408))
+        self._sweep = None
+        if self._requests:
+            self._schedule()

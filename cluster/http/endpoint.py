@@ -1,0 +1,134 @@
+"""The ASGI endpoint of every route that takes a JSON body: reads it, runs the handler, delivers the answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+
+from starlette.types import Receive, Scope, Send
+
+from cluster.http.active import ActiveRequest, ActiveRequests
+from cluster.http.answer import Answer
+from cluster.http.body import ClientDisconnect, read_body
+from cluster.http.context import RequestContext, request_context
+from cluster.http.errors import as_request_error, error_event, response_start, send_json
+from configs.schema import ServerConfig
+
+PAUSE = "lockstep.pause"
+RESUME = "lockstep.resume"
+"""Types of messages, beside ASGI's, by which whoever holds the connection says that it is full, and no longer."""
+
+Handler = Callable[[bytes, RequestContext], Awaitable[Answer]]
+
+
+class Endpoint:
+    """Answers one route.
+
+    The request runs as a task beside one that watches for the client going away, whatever the answer is: streamed or
+    not, queued or running. A client that reads slowly slows its own answer: nothing more is written for it than its
+    connection takes, and what the engine generates meanwhile waits as token ids.
+
+    Errors before the first byte are raised, for the guard to write; later ones become the last event of the stream.
+    """
+
+    def __init__(
+        self, handle: Handler, server: ServerConfig, active: ActiveRequests, engine_is_there: Callable[[], bool]
+    ) -> None:
+        self._handle = handle
+        self._server = server
+        self._active = active
+        self._engine_is_there = engine_is_there
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._active.check_admits()
+        context = request_context(scope)
+        try:
+            body = await read_body(scope, receive, self._server)
+        except ClientDisconnect:
+            return
+        delivery = _Delivery(send)
+        answering = asyncio.create_task(self._answer(body, context, delivery))
+        with self._active.track(context, answering) as request:
+            delivery.request = request
+            watching = asyncio.create_task(_watch(receive, delivery))
+            try:
+                await asyncio.wait((answering, watching), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                # Whichever is left, also when this task is cancelled from outside.
+                for task in (answering, watching):
+                    task.cancel()
+                await asyncio.gather(answering, watching, return_exceptions=True)
+        if not answering.cancelled():
+            answering.result()
+
+    async def _answer(self, body: bytes, context: RequestContext, delivery: _Delivery) -> None:
+        try:
+            answer = await self._handle(body, context)
+            async with aclosing(answer.chunks) as chunks:
+                if answer.streamed:
+                    async for chunk in chunks:
+                        await delivery.stream(chunk, answer)
+                    await delivery.end()
+                else:
+                    async for chunk in chunks:
+                        await delivery.whole(chunk, answer)
+        except asyncio.CancelledError:
+            if delivery.request is None or delivery.request.error is None:
+                raise
+            await self._fail(delivery.request.error, context, delivery)
+        except Exception as error:  # noqa: BLE001 -- the last place that can still tell the client of a stream
+            await self._fail(error, context, delivery)
+
+    async def _fail(self, error: Exception, context: RequestContext, delivery: _Delivery) -> None:
+        failure = as_request_error(error, context.request_id, engine_is_there=self._engine_is_there())
+        if not delivery.begun:
+            raise failure
+        await delivery.end(error_event(failure))
+
+
+class _Delivery:
+    """What is sent to one client, no faster than it reads."""
+
+    def __init__(self, send: Send) -> None:
+        self.begun = False
+        self.request: ActiveRequest | None = None
+        self._send = send
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self._now = asyncio.get_running_loop().time
+
+    def pause(self) -> None:
+        self._writable.clear()
+
+    def resume(self) -> None:
+        self._writable.set()
+
+    async def stream(self, chunk: bytes, answer: Answer) -> None:
+        if not self.begun:
+            self.begun = True
+            headers = {"cache-control": "no-cache", **answer.headers}
+            await self._send(response_start(200, "text/event-stream; charset=utf-8", headers))
+        request = self.request
+        assert request is not None, "a request is tracked before its answer begins"
+        request.stuck_since = self._now()
+        await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+        if not self._writable.is_set():
+            await self._writable.wait()
+        request.stuck_since = None
+
+    async def whole(self, chunk: bytes, answer: Answer) -> None:
+        self.begun = True
+        await send_json(self._send, 200, chunk, answer.headers)
+
+    async def end(self, last: bytes = b"") -> None:
+        await self._send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+async def _watch(receive: Receive, delivery: _Delivery) -> None:
+    """Returns once the client is gone."""
+    while (kind := (await receive())["type"]) != "http.disconnect":
+        if kind == PAUSE:
+            delivery.pause()
+        elif kind == RESUME:
+            delivery.resume()

@@ -1,0 +1,92 @@
+"""Errors as clients read them: one JSON shape, and the headers that say whether and when to try again."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+
+import msgspec
+from starlette.types import Message, Send
+
+from configs.errors import DeadlineError, EngineError, OverloadedError, RequestError
+
+logger = logging.getLogger(__name__)
+
+_RETRY_AFTER_S = 1.0
+_RETRIED = frozenset({408, 409, 429, 503})
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 503: "overloaded_error"}
+_encode = msgspec.json.Encoder().encode
+
+
+class ErrorDetail(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorBody(msgspec.Struct):
+    """The body of every answer that is not a success, and the last chunk of a stream that failed."""
+
+    error: ErrorDetail
+
+
+def error_body(error: RequestError) -> ErrorBody:
+    """`error` as clients read it."""
+    kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
+    return ErrorBody(ErrorDetail(str(error), kind, error.param, error.code))
+
+
+def error_event(error: RequestError) -> bytes:
+    """`error` as the last event of a stream."""
+    return b"data: " + _encode(error_body(error)) + b"\n\n"
+
+
+def error_headers(error: RequestError) -> dict[str, str]:
+    """What clients act on: when to come back, whether to, and how to say who they are."""
+    headers = {}
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    if error.retry_after_s is not None:
+        # Whole seconds are the standard; the openai package also knows the finer one.
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+        headers["retry-after-ms"] = str(max(1, math.ceil(1e3 * error.retry_after_s)))
+    if error.status in _RETRIED or error.status >= 500:
+        again = error.status in _RETRIED or error.code == "engine_error"
+        headers["x-should-retry"] = str(again).lower()
+    return headers
+
+
+def as_request_error(error: BaseException, request_id: str, *, engine_is_there: bool = True) -> RequestError:
+    """What the client is told of `error`; what it must not see goes to the log, under the same request id."""
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, DeadlineError):
+        return RequestError(str(error), code="deadline_exceeded", status=504)
+    if isinstance(error, EngineError):
+        if not engine_is_there:
+            return OverloadedError("The engine is not available; try again later.", retry_after_s=_RETRY_AFTER_S)
+        logger.error("request %s: engine error: %s", request_id, error)
+        return RequestError("The engine failed while running this request.", code="engine_error", status=500)
+    logger.error("request %s: internal error", request_id, exc_info=error)
+    return RequestError(f"Internal error; the request id is {request_id}.", code="internal_error", status=500)
+
+
+def response_start(status: int, content_type: str, headers: Mapping[str, str]) -> Message:
+    """The ASGI message a response begins with."""
+    pairs = [(b"content-type", content_type.encode())]
+    pairs += [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+    return {"type": "http.response.start", "status": status, "headers": pairs}
+
+
+async def send_json(send: Send, status: int, body: bytes, headers: Mapping[str, str]) -> None:
+    """Sends a whole response."""
+    length = {"content-length": str(len(body))}
+    await send(response_start(status, "application/json", {**length, **headers}))
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+async def send_error(send: Send, error: RequestError, headers: Mapping[str, str] | None = None) -> None:
+    """Sends `error` as a whole response."""
+    await send_json(send, error.status, _encode(error_body(error)), {**error_headers(error), **(headers or {})})

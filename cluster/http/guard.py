@@ -1,0 +1,114 @@
+"""What every request passes first, and every response last: its name, its limits, who sends it, and its errors."""
+
+from __future__ import annotations
+
+import logging
+import re
+import uuid
+from collections.abc import Callable, Sequence
+
+from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute, Router
+from starlette.types import Message, Receive, Scope, Send
+
+from cluster.http.context import RequestContext, serving
+from cluster.http.errors import as_request_error, send_error
+from configs.errors import RequestError
+
+logger = logging.getLogger(__name__)
+
+MAX_HEADERS = 256
+MAX_HEADER_BYTES = 64 << 10
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:+/=@-]{1,128}")
+_HTTP_ERRORS = {404: ("not_found", "There is no such route."), 405: ("method_not_allowed", "Not allowed here: ")}
+
+
+class Guard:
+    """The whole ASGI application of a replica: `routes`, and around them what no route may forget.
+
+    Every response carries `x-request-id`, and every one that is not a success the one shape of errors.
+    """
+
+    def __init__(
+        self, routes: Sequence[BaseRoute], *, engine_is_there: Callable[[], bool], names_responses: bool = True
+    ) -> None:
+        """Args:
+        engine_is_there: whether requests can reach an engine at all.
+        names_responses: False where a server in front adds `x-request-id` from the request to every response.
+        """
+        self.router = Router(routes, redirect_slashes=False)
+        self._engine_is_there = engine_is_there
+        self._names_responses = names_responses
+
+    @property
+    def routes(self) -> list[BaseRoute]:
+        """What is served."""
+        return self.router.routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.router(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            # Before it is accepted, closing a websocket answers it with 403.
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        request_id, known = _request_id(scope)
+        response = _Response(send, None if known and not self._names_responses else request_id)
+        scope["app"] = self  # the router then raises for a path or method it does not have
+        try:
+            _check_headers(scope)
+            with serving(scope, RequestContext(request_id=request_id)):
+                await self.router(scope, receive, response.send)
+        except HTTPException as error:
+            await send_error(response.send, _from_starlette(error, scope["method"]), error.headers)
+        except Exception as error:  # noqa: BLE001 -- whatever it was, the client gets the one shape of errors
+            failure = as_request_error(error, request_id, engine_is_there=self._engine_is_there())
+            if response.begun:
+                # A server that sees the response incomplete closes the connection: the client must not take it for
+                # the whole.
+                return
+            await send_error(response.send, failure)
+
+
+class _Response:
+    """`send` of one request, with the headers that every response has."""
+
+    def __init__(self, send: Send, request_id: str | None) -> None:
+        self.begun = False
+        self._send = send
+        self._request_id = request_id
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.begun = True
+            headers = [*message.get("headers", ()), (b"x-content-type-options", b"nosniff")]
+            if self._request_id is not None:
+                headers.append((b"x-request-id", self._request_id.encode()))
+            message = {**message, "headers": headers}
+        await self._send(message)
+
+
+def _request_id(scope: Scope) -> tuple[str, bool]:
+    """The request's name, and whether it came with it."""
+    given = [value for name, value in scope["headers"] if name == b"x-request-id"]
+    if len(given) == 1 and _REQUEST_ID.fullmatch(given[0]):
+        return given[0].decode(), True
+    return uuid.uuid4().hex, False
+
+
+def _check_headers(scope: Scope) -> None:
+    headers = scope["headers"]
+    if len(headers) > MAX_HEADERS or sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES:
+        raise RequestError(
+            f"The request has more than {MAX_HEADERS} headers, or more than {MAX_HEADER_BYTES} bytes of them.",
+            code="headers_too_large",
+            status=431,
+        )
+
+
+def _from_starlette(error: HTTPException, method: str) -> RequestError:
+    code, message = _HTTP_ERRORS.get(error.status_code, ("error", "The request cannot be served."))
+    if error.status_code == 405:
+        message += method
+    return RequestError(message, code=code, status=error.status_code)
