@@ -30,6 +30,16 @@ def _mistral_id() -> str:
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
+@dataclass(frozen=True, slots=True)
+class CallLayout:
+    """What stands around the JSON objects of an answer that is nothing but calls."""
+
+    begin: str
+    separator: str
+    end: str
+    arguments_key: str = "arguments"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallStyle:
     """One format."""
@@ -39,6 +49,8 @@ class CallStyle:
     tags: tuple[str, ...] = ()
     """What a tokenizer may have as special tokens, which an answer's text must then show."""
     new_id: Callable[[], str] = _random_id
+    layout: CallLayout | None = None
+    """How a grammar writes calls in this format; None where calls are no JSON objects."""
 
 
 def read_content(text: TextStream, sink: Sink) -> Reading[None]:
@@ -369,10 +381,26 @@ _DEEPSEEK_TAGS = ("calls▁begin", "call▁begin", "sep", "call▁end", "calls�
 STYLES: Mapping[StyleName, CallStyle] = {
     style.name: style
     for style in (
-        CallStyle(name="hermes", read=_hermes, tags=("<tool_call>", "</tool_call>")),
-        CallStyle(name="llama3_json", read=_llama3_json, tags=("<|python_tag|>",)),
-        CallStyle(name="mistral", read=_mistral, tags=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), new_id=_mistral_id),
-        CallStyle(name="json", read=_plain_json),
+        CallStyle(
+            name="hermes",
+            read=_hermes,
+            tags=("<tool_call>", "</tool_call>"),
+            layout=CallLayout("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"),
+        ),
+        CallStyle(
+            name="llama3_json",
+            read=_llama3_json,
+            tags=("<|python_tag|>",),
+            layout=CallLayout("", "; ", "", arguments_key="parameters"),
+        ),
+        CallStyle(
+            name="mistral",
+            read=_mistral,
+            tags=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+            new_id=_mistral_id,
+            layout=CallLayout("[TOOL_CALLS][", ", ", "]"),
+        ),
+        CallStyle(name="json", read=_plain_json, layout=CallLayout("[", ", ", "]")),
         CallStyle(name="deepseek_v3", read=_deepseek_v3, tags=tuple(f"<｜tool▁{tag}｜>" for tag in _DEEPSEEK_TAGS)),
         CallStyle(name="qwen3_coder", read=_qwen3_coder, tags=("<tool_call>", "</tool_call>")),
     )

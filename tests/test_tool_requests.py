@@ -1,0 +1,242 @@
+"""What requests say of their tools, and the grammars that make an answer call them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.hf import from_tokenizer
+
+from cluster.openai.answer_parser import AnswerFormat, AnswerParser
+from cluster.openai.reasoning import REASONING_STYLES
+from cluster.openai.tokenizer import Tokenizer
+from cluster.openai.tools.events import collect
+from cluster.openai.tools.grammar import after_reasoning, forced_calls, free_calls
+from cluster.openai.tools.request import ToolMode, ToolUse, parse_tools
+from cluster.openai.tools.styles import STYLES, StyleName
+from configs.errors import RequestError
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"$ref": "#/$defs/city"}, "days": {"type": "integer"}},
+            "required": ["city"],
+            "additionalProperties": False,
+            "$defs": {"city": {"enum": ["Paris", "Rome"]}},
+        },
+        "strict": True,
+    },
+}
+NOW = {"type": "function", "function": {"name": "now"}}
+
+
+def use(tools: object, choice: object = None, parallel: object = None) -> ToolUse:
+    parsed = parse_tools(tools, choice, parallel)
+    assert parsed is not None
+    return parsed
+
+
+def test_the_forms_of_tool_choice() -> None:
+    assert parse_tools(None) is None
+    assert parse_tools([], "auto") is None
+    assert use([NOW]).mode is ToolMode.AUTO
+    assert use([NOW], "none").mode is ToolMode.NONE
+    both = use([WEATHER, NOW], "required")
+    assert both.mode is ToolMode.REQUIRED
+    assert [tool.name for tool in both.callable] == ["get_weather", "now"]
+    assert both.parallel
+    named = use([WEATHER, NOW], {"type": "function", "function": {"name": "now"}})
+    assert named.mode is ToolMode.NAMED
+    assert [tool.name for tool in named.callable] == ["now"]
+    assert [tool.name for tool in named.tools] == ["get_weather", "now"]
+    assert not named.parallel
+    assert not use([NOW], parallel=False).parallel
+    allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "now"}}]}
+    some = use([WEATHER, NOW], {"type": "allowed_tools", "allowed_tools": allowed})
+    assert some.mode is ToolMode.REQUIRED
+    assert [tool.name for tool in some.callable] == ["now"]
+
+
+def test_a_tool_without_parameters_takes_none() -> None:
+    [tool] = use([{"type": "function", "function": {"name": "now", "parameters": {}}}]).tools
+    assert tool.parameters == {"type": "object", "properties": {}}
+    assert tool.shown["function"]["parameters"] == {"type": "object", "properties": {}}
+    assert not tool.strict
+
+
+def _function(**fields: Any) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": "f", **fields}}]
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "param"),
+    [
+        ({}, None, "tools"),
+        ([NOW] * 129, None, "tools"),
+        ([1], None, "tools[0]"),
+        ([{"type": "custom", "custom": {"name": "f"}}], None, "tools[0].type"),
+        ([{"type": "function"}], None, "tools[0].function"),
+        ([{"type": "function", "function": {}}], None, "tools[0].function.name"),
+        (_function(name=""), None, "tools[0].function.name"),
+        (_function(name="a b"), None, "tools[0].function.name"),
+        (_function(name="a\n"), None, "tools[0].function.name"),
+        (_function(name="a" * 65), None, "tools[0].function.name"),
+        ([NOW, NOW], None, "tools[1].function.name"),
+        (_function(description=1), None, "tools[0].function.description"),
+        (_function(strict="yes"), None, "tools[0].function.strict"),
+        (_function(parameters=[]), None, "tools[0].function.parameters"),
+        (_function(parameters={"type": "string"}), None, "tools[0].function.parameters.type"),
+        (_function(parameters={"properties": []}), None, "tools[0].function.parameters.properties"),
+        ([NOW], "any", "tool_choice"),
+        ([NOW], 1, "tool_choice"),
+        ([NOW], {"type": "function"}, "tool_choice.function.name"),
+        ([NOW], {"type": "function", "function": {"name": "f"}}, "tool_choice.function.name"),
+        ([NOW], {"type": "custom"}, "tool_choice.type"),
+        ([NOW], {"type": "allowed_tools"}, "tool_choice.allowed_tools"),
+        ([NOW], {"type": "allowed_tools", "allowed_tools": {"mode": "none"}}, "tool_choice.allowed_tools.mode"),
+        ([NOW], {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}, "tool_choice.allowed_tools.tools"),
+        (None, "required", "tool_choice"),
+        ([], {"type": "function", "function": {"name": "f"}}, "tool_choice"),
+    ],
+)
+def test_what_is_wrong_with_tools_is_named_by_its_path(tools: object, choice: object, param: str) -> None:
+    with pytest.raises(RequestError) as raised:
+        parse_tools(tools, choice)
+    assert raised.value.param == param
+    assert raised.value.status == 400
+
+
+# --- Grammars ---------------------------------------------------------------------------------------------------------
+
+Accepts = Callable[[str, str], bool | None]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2_path: Path) -> Tokenizer:
+    return Tokenizer.load(smollm2_path)
+
+
+@pytest.fixture(scope="module")
+def matching(tokenizer: Tokenizer) -> LLTokenizer:
+    return from_tokenizer(tokenizer._fast)
+
+
+@pytest.fixture
+def accepts(tokenizer: Tokenizer, matching: LLTokenizer) -> Accepts:
+    """Whether a grammar takes a text and lets it end there; None when it takes it and wants more."""
+
+    def accepts(lark: str, text: str) -> bool | None:
+        grammar = lark if lark.startswith("{") else json.dumps({"grammars": [{"lark_grammar": lark}]})
+        matcher = LLMatcher(matching, grammar)
+        assert not matcher.is_error(), matcher.get_error()
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if matcher.try_consume_tokens(ids) < len(ids):
+            return False
+        return True if matcher.is_accepting() else None
+
+    return accepts
+
+
+def no_specials(tag: str) -> int | None:
+    return None
+
+
+FORCED = [name for name, style in STYLES.items() if style.layout is not None]
+
+
+@pytest.mark.parametrize("name", FORCED)
+def test_forced_calls_are_calls_that_the_format_reads_back(name: StyleName, accepts: Accepts) -> None:
+    style = STYLES[name]
+    assert style.layout is not None
+    tools = use([WEATHER, NOW], "required").callable
+    one = forced_calls(tools, style, no_specials, parallel=False)
+    several = forced_calls(tools, style, no_specials, parallel=True)
+    key = style.layout.arguments_key
+    rome = f'{{"name": "get_weather", "{key}": {{"city": "Rome", "days": 3}}}}'
+    now = f'{{"name": "now", "{key}": {{}}}}'
+    single = style.layout.begin + rome + style.layout.end
+    double = style.layout.begin + rome + style.layout.separator + now + style.layout.end
+    assert accepts(one, single) is True
+    assert accepts(one, double) is False
+    assert accepts(several, single) is True
+    assert accepts(several, double) is True
+    assert accepts(several, single.replace("Rome", "Oslo")) is False
+    assert accepts(several, single.replace("get_weather", "get_time")) is False
+    assert accepts(several, "Rome is") is False
+    assert accepts(several, "") is None
+
+    parser = AnswerParser(AnswerFormat(calls=style, tools={tool.name: tool.parameters for tool in tools}))
+    parsed = collect(parser.push(double) + parser.finish())
+    assert parsed.content == ""
+    assert [(call.name, call.arguments) for call in parsed.calls] == [
+        ("get_weather", '{"city": "Rome", "days": 3}'),
+        ("now", "{}"),
+    ]
+
+
+def test_free_calls_bind_what_begins_like_a_call_and_nothing_else(accepts: Accepts) -> None:
+    tools = use([WEATHER, NOW]).callable
+    grammar = free_calls(tools, STYLES["hermes"], no_specials)
+    assert grammar is not None
+    call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+    assert accepts(grammar, 'Hello, <tool_ca {"name": "x"}') is True
+    assert accepts(grammar, f"Let me see.\n{call}\n{call}") is True
+    assert accepts(grammar, f"Let me see.\n{call.replace('Rome', 'Oslo')}") is False
+    assert accepts(grammar, "<tool_call>\n{") is None
+    assert free_calls(tools, STYLES["json"], no_specials) is None
+    listed = free_calls(tools, STYLES["mistral"], no_specials)
+    assert listed is not None
+    assert (
+        accepts(listed, 'So: [TOOL_CALLS][{"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}]') is True
+    )
+
+
+def test_tags_that_are_special_tokens_are_written_as_tokens(tokenizer: Tokenizer, matching: LLTokenizer) -> None:
+    # The model has no such tags: two of its special tokens stand for them.
+    [begin, end] = sorted(tokenizer.special_ids)[3:5]
+    ids = {"<tool_call>": begin, "</tool_call>": end}
+    tools = use([NOW], "required").callable
+    body = tokenizer.encode('\n{"name": "now", "arguments": {}}\n', add_special_tokens=False)
+    for lark in (
+        forced_calls(tools, STYLES["hermes"], ids.get, parallel=True),
+        free_calls(tools, STYLES["hermes"], ids.get),
+    ):
+        assert lark is not None
+        matcher = LLMatcher(matching, json.dumps({"grammars": [{"lark_grammar": lark}]}))
+        tokens = [begin, *body, end]
+        assert matcher.try_consume_tokens(tokens) == len(tokens), matcher.get_error()
+        assert matcher.is_accepting()
+
+
+def test_thinking_comes_before_a_forced_call(accepts: Accepts) -> None:
+    tools = use([NOW], "required").callable
+    lark = forced_calls(tools, STYLES["hermes"], no_specials, parallel=True)
+    grammar = json.dumps({"grammars": [{"lark_grammar": lark}]})
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    opened = after_reasoning(grammar, REASONING_STYLES["think"], no_specials, is_open=True)
+    assert accepts(opened, f"I call <tool_call> now.\n</think>\n\n{call}") is True
+    assert accepts(opened, "I call it now.") is None
+    assert accepts(opened, "I call it now.</think>No.") is False
+    maybe = after_reasoning(grammar, REASONING_STYLES["think"], no_specials, is_open=False)
+    assert accepts(maybe, f"<think>\nI call it now.\n</think>\n\n{call}") is True
+    assert accepts(maybe, call) is True
+    assert accepts(maybe, "No.") is False
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_schema_beyond_a_grammar_is_an_error_only_where_all_of_it_was_asked_for(
+    matching: LLTokenizer, strict: bool
+) -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    tools = use(_function(parameters=parameters, strict=strict), "required").callable
+    lark = forced_calls(tools, STYLES["json"], no_specials, parallel=False)
+    matcher = LLMatcher(matching, json.dumps({"grammars": [{"lark_grammar": lark}]}))
+    assert matcher.is_error() == strict
