@@ -45,6 +45,8 @@ def run_random_load(seed: int, steps_in_flight: int) -> Engine:
                 engine.add(
                     prompt[: max_model_len - 1],
                     cache_salt=salt,
+                    priority=rng.choice([0, 0, 0, 1, -1]),
+                    client=rng.choice("abc"),
                     max_tokens=rng.choice([1, 2, 3, 10, 100]),
                     ignore_eos=rng.random() < 0.5,
                     stop_token_ids=rng.choice([(), (), (3, 5)]),
@@ -435,19 +437,6 @@ def test_abort_of_a_request_whose_last_token_is_in_flight_drops_the_token() -> N
     engine.abort(request_id)
     engine.run()
     assert engine.answers[request_id].tokens == []
-
-
-def test_abort_of_the_queues_blocked_head_lets_the_next_one_in() -> None:
-    engine = Engine(replace(LIMITS, num_pages=16, max_num_batched_tokens=64, steps_in_flight=1))
-    engine.add(prompt_of(24, 0), max_tokens=30)
-    engine.step()
-    head, behind = engine.add(prompt_of(50, 1), max_tokens=2), engine.add(prompt_of(4, 2), max_tokens=2)
-    engine.step()
-    assert engine.scheduler.stats().num_waiting == 2
-    engine.abort(head)
-    engine.step()
-    assert len(engine.answers[behind].tokens) == 1
-    engine.run()
 
 
 def test_queue_limits_refuse_at_once_with_the_overload_code() -> None:

@@ -27,8 +27,8 @@ from worker.protocol import Int32Array, UInt32Array, mask_words
 class GuideNews:
     """What the guides have brought since the last poll, besides rows that became ready."""
 
-    admissible: list[tuple[Request, bool]] = field(default_factory=list)
-    """Requests whose first mask is there, and whether they go before those that wait."""
+    admissible: list[Request] = field(default_factory=list)
+    """Requests whose first mask is there."""
     ended: list[tuple[Request, FinishReason, str | None]] = field(default_factory=list)
     """Requests that end here, and the error of those that end with ERROR."""
 
@@ -39,7 +39,7 @@ class GuidedRows:
     def __init__(self, limits: SchedulerLimits, rows: RowTable) -> None:
         self._limits = limits
         self._rows = rows
-        self._held: dict[int, tuple[Request, bool]] = {}  # by id: they have no row, and whether they go first
+        self._held: dict[int, Request] = {}  # by id: they have no row
         self._awaiting: dict[int, Request] = {}  # by row: the guide has their last token
         self._masks: dict[int, UInt32Array] = {}  # by row: of rows that are ready
 
@@ -50,16 +50,16 @@ class GuidedRows:
 
     @property
     def num_held_tokens(self) -> int:
-        return sum(len(request.tokens) for request, _ in self._held.values())
+        return sum(len(request.tokens) for request in self._held.values())
 
     @property
     def num_awaiting(self) -> int:
         """Rows that wait for a mask."""
         return len(self._awaiting)
 
-    def hold(self, request: Request, *, front: bool = False) -> None:
+    def hold(self, request: Request) -> None:
         """Keeps a request without a row until its mask is there."""
-        self._held[request.id] = (request, front)
+        self._held[request.id] = request
 
     def take_tokens(self, rows: Int32Array, tokens: Int32Array, stopped: npt.NDArray[np.bool_]) -> None:
         """Gives the guides the tokens of a retired step.
@@ -77,11 +77,11 @@ class GuidedRows:
     def poll(self) -> GuideNews:
         """Asks the guides that still owe a mask; rows that get theirs become ready, as many as a frame can tell."""
         news = GuideNews()
-        for request, front in list(self._held.values()):
+        for request in list(self._held.values()):
             if (mask := self._next_mask(request, len(request.tokens), news)) is not None:
                 del self._held[request.id]
                 request.mask = mask
-                news.admissible.append((request, front))
+                news.admissible.append(request)
         for row, request in list(self._awaiting.items()):
             if len(self._masks) >= self._limits.max_num_masks:
                 break
@@ -100,7 +100,7 @@ class GuidedRows:
         """The request is about to lose its row. True: it is held now; False: its mask is there, so it may be queued."""
         row = request.row
         if self._awaiting.pop(row, None) is not None:
-            self.hold(request, front=True)
+            self.hold(request)
             return True
         request.mask = self._masks.pop(row, request.mask)
         return False
@@ -121,7 +121,7 @@ class GuidedRows:
             assert not table.in_flight[row], f"row {row} awaits a mask and is in flight"
         ready = np.flatnonzero(table.ready & table.guided)
         assert sorted(self._masks) == ready.tolist(), "a guided row is ready without a mask, or the other way round"
-        assert not any(request.row for request, _ in self._held.values()), "a held request has a row"
+        assert not any(request.row for request in self._held.values()), "a held request has a row"
         return set(self._held)
 
     def _next_mask(self, request: Request, num_tokens: int, news: GuideNews) -> UInt32Array | None:

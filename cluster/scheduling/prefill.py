@@ -1,24 +1,43 @@
 """What is prefilled next: the queue of waiting requests, their admission, and the rows that are in prefill.
 
-One queue, first come, first served. A prefill in progress goes before the queue; the queue's head goes before those
-behind it, even where these would fit. Decodes come before all of that, and are not known here. A prompt of which
-another row computes the same part in the same step waits for that row: a step later the prefix cache has it.
+Decodes come first and are not known here. Then prefills in progress, then the queue in its order (`FairQueue`), with
+two exceptions, so that one huge prompt does not hold up all others:
+- While a prefill is in progress, requests whose whole prompts fit into half of what decodes leave need not wait for it.
+- A head of the queue that lacks pages is overtaken by those of the next few that have enough, `_MAX_OVERTAKEN` times:
+  then it is waited for. What was preempted is never overtaken.
+
+A prompt of which another row computes the same part in the same step waits for that row: a step later the prefix cache
+has it.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 import numpy as np
 import numpy.typing as npt
 
+from cluster.scheduling.fair_queue import FairQueue
 from cluster.scheduling.limits import MAX_PREFIX_DELTAS, SchedulerLimits
 from cluster.scheduling.prefix_cache import Node
 from cluster.scheduling.request import Request
 from cluster.scheduling.row_pages import Prefix, RowPages
 from cluster.scheduling.row_table import RowTable
 from worker.protocol import PARAMS_DTYPE, Int32Array, RowFlag, StepFrame
+
+_MAX_OVERTAKEN = 16
+_LOOKAHEAD = 4
+"""Requests behind a head that cannot be admitted of which it is tried in one step."""
+
+
+class _Outcome(Enum):
+    """Of trying to admit a request."""
+
+    ADMITTED = auto()
+    LACKS_PAGES = auto()
+    WAITS = auto()
+    """Till the next step: for what another row computes in this one, or for room in the frame."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,10 +67,9 @@ class PrefillQueue:
         self._limits = limits
         self._rows = rows
         self._pages = pages
-        self._waiting: OrderedDict[int, Request] = OrderedDict()
-        self._num_waiting_tokens = 0
+        self._waiting = FairQueue()
         self._prefilling: list[int] = []  # in order of admission
-        # The head lacked pages, and nothing has happened since that could change it: spares a match every step.
+        # All that were tried lacked pages, and nothing has happened since that could change it: spares their matches.
         self._is_blocked = False
         self._total_prefix_hit_tokens = 0
         self._total_prompt_tokens = 0
@@ -62,7 +80,7 @@ class PrefillQueue:
 
     @property
     def num_waiting_tokens(self) -> int:
-        return self._num_waiting_tokens
+        return self._waiting.num_tokens
 
     @property
     def is_prefilling(self) -> bool:
@@ -77,19 +95,21 @@ class PrefillQueue:
     def total_prompt_tokens(self) -> int:
         return self._total_prompt_tokens
 
-    def push(self, request: Request, *, front: bool = False) -> None:
-        """Lets a request wait, behind all others or before them."""
-        self._waiting[request.id] = request
-        self._num_waiting_tokens += len(request.tokens)
-        if front:
-            self._waiting.move_to_end(request.id, last=False)
-            self._is_blocked = False
+    def push(self, request: Request) -> None:
+        """Lets a new or a preempted request wait."""
+        if request.num_preemptions:
+            request.num_overtaken = _MAX_OVERTAKEN
+        self._waiting.push(request)
+        self._is_blocked = False
 
     def remove(self, request: Request) -> None:
         """Forgets a waiting request."""
-        del self._waiting[request.id]
-        self._num_waiting_tokens -= len(request.tokens)
+        self._waiting.remove(request)
         self._is_blocked = False
+
+    def charge(self, request: Request, num_tokens: int) -> None:
+        """Counts the tokens of an answer that ended as service to its client."""
+        self._waiting.charge(request, num_tokens)
 
     def forget_row(self, row: int) -> None:
         """Row and pages of a request that ended or was preempted are free again, in prefill or not."""
@@ -100,12 +120,13 @@ class PrefillQueue:
     def plan(self, budget: int) -> PrefillPlan:
         """Chunks of at most `budget` tokens in all, with their pages; admits requests."""
         plan = PrefillPlan(budget)
-        for row in self._prefilling:
+        if in_progress := list(self._prefilling):
+            self._admit(plan, longest=budget // 2)
+        for row in in_progress:
             if plan.budget <= 0:
                 break
             self._continue(row, plan)
-        while self._waiting and plan.budget > 0 and self._admit_next(plan):
-            pass
+        self._admit(plan)
         return plan
 
     def commit(self, plan: PrefillPlan, frame: StepFrame) -> list[int]:
@@ -139,13 +160,11 @@ class PrefillQueue:
     def check_integrity(self, running_ids: set[int]) -> set[int]:
         """Ids of the waiting requests. Raises AssertionError unless queue, prefills and the row table agree."""
         table = self._rows
-        assert running_ids.isdisjoint(self._waiting), "a request runs and waits"
-        num_waiting_tokens = sum(len(request.tokens) for request in self._waiting.values())
-        assert num_waiting_tokens == self._num_waiting_tokens, "waiting tokens are miscounted"
-        assert not any(request.row for request in self._waiting.values()), "a waiting request has a row"
+        waiting = self._waiting.check_integrity()
+        assert running_ids.isdisjoint(waiting), "a request runs and waits"
         prefilling = np.flatnonzero(table.live & (table.num_computed < table.num_prefill))
         assert sorted(self._prefilling) == prefilling.tolist(), "the list of prefills is wrong"
-        return set(self._waiting)
+        return waiting
 
     def _continue(self, row: int, plan: PrefillPlan) -> None:
         """Adds the next chunk of a row in prefill, if there are pages for it and no other row computes the same."""
@@ -223,46 +242,82 @@ class PrefillQueue:
         num_shareable = num_same // page_size * page_size
         return num_shareable > 0 and 2 * num_shareable >= length
 
-    def _admit_next(self, plan: PrefillPlan) -> bool:
-        """Gives the head of the queue a row and its first chunk. False: it has to wait."""
+    def _admit(self, plan: PrefillPlan, longest: int | None = None) -> None:
+        """Admits waiting requests in turn; with `longest` only whole prompts, as long as they have so many tokens in
+        all. Those that cannot be admitted now keep their place.
+        """
+        if self._is_blocked:
+            return
+        budget = plan.budget if longest is None else longest
+        lacking: list[Request] = []
+        num_waits = 0
+        while min(budget, plan.budget) > 0 and self._has_room(plan):
+            request = self._waiting.take() if len(lacking) + num_waits <= _LOOKAHEAD else None
+            if request is None:
+                self._is_blocked = bool(lacking) and not num_waits
+                break
+            if longest is not None and len(request.tokens) > budget:
+                break
+            before = plan.budget
+            outcome = self._try_admit(request, plan)
+            if outcome is _Outcome.ADMITTED:
+                self._waiting.admit(request)
+                budget -= before - plan.budget
+                for other in lacking:
+                    other.num_overtaken += 1
+            elif outcome is _Outcome.LACKS_PAGES:
+                lacking.append(request)
+                if request.num_overtaken >= _MAX_OVERTAKEN:
+                    self._is_blocked = not num_waits
+                    break
+            else:
+                num_waits += 1
+        self._waiting.put_back()
+
+    def _has_room(self, plan: PrefillPlan) -> bool:
+        """Whether one more request may be admitted, pages aside."""
+        table = self._rows
+        return (
+            table.num_free > 0
+            and table.num_taken < self._limits.max_num_running
+            and plan.num_prefix_deltas < MAX_PREFIX_DELTAS
+        )
+
+    def _try_admit(self, request: Request, plan: PrefillPlan) -> _Outcome:
+        """Gives a request a row and its first chunk, or leaves everything as it was."""
         table = self._rows
         num_running = table.num_taken
-        if self._is_blocked or not table.num_free or num_running >= self._limits.max_num_running:
-            return False
-        if plan.num_prefix_deltas >= MAX_PREFIX_DELTAS:
-            return False
-        request = next(iter(self._waiting.values()))
         if plan.num_adjustment_bytes + request.num_adjustment_bytes > self._limits.max_adjustment_bytes:
-            return False
+            return _Outcome.WAITS
         # Pages that rows in prefill still need, and a page for each running request's next tokens.
         reserved = num_running + sum(self._num_missing_pages(row) for row in self._prefilling)
         row = table.take(request)
         self._pages.open(row, request.cache_salt)
         request.num_cached_tokens = 0
-        num_deltas = len(plan.deltas)
+        num_deltas, num_prefix_deltas = len(plan.deltas), plan.num_prefix_deltas
         prefix = self._find_prefix(row, plan)
         if self._is_computed_by_another(row, prefix, plan):
-            self._pages.release(row)
-            table.give_back(row)
-            return False
+            self._give_back(row)
+            return _Outcome.WAITS
         self._adopt_prefix(row, prefix, plan)
         # Alone it always fits: `reason_never_fits`.
-        self._is_blocked = num_running > 0 and self._num_missing_pages(row) + reserved > self._pages.num_available
-        if self._is_blocked:
+        if num_running > 0 and self._num_missing_pages(row) + reserved > self._pages.num_available:
             self._total_prefix_hit_tokens -= request.num_cached_tokens
             del plan.deltas[num_deltas:]
-            self._pages.release(row)
-            table.give_back(row)
-            return False
-        del self._waiting[request.id]
-        self._num_waiting_tokens -= len(request.tokens)
+            plan.num_prefix_deltas = num_prefix_deltas
+            self._give_back(row)
+            return _Outcome.LACKS_PAGES
         self._total_prompt_tokens += len(request.tokens)
         self._prefilling.append(row)
         plan.admitted.append(request)
         plan.num_adjustment_bytes += request.num_adjustment_bytes
         has_chunk = self._add_chunk(row, plan)
         assert has_chunk, "a request was admitted without pages for its first chunk"
-        return True
+        return _Outcome.ADMITTED
+
+    def _give_back(self, row: int) -> None:
+        self._pages.release(row)
+        self._rows.give_back(row)
 
     def _num_missing_pages(self, row: int) -> int:
         """Pages a row in prefill lacks for its tokens and the first one after them."""

@@ -25,6 +25,8 @@ class Request:
     """It ends with LENGTH when prompt and answer are this long."""
     sampling: SamplingParams
     stop_token_ids: frozenset[int]
+    priority: int = 0
+    client: str = ""
     cache_salt: bytes = b""
     adjustments: Adjustments | None = None
     guide: Guide | None = None
@@ -35,6 +37,9 @@ class Request:
     num_cached_tokens: int = 0
     """Tokens the prefix cache gave it since it was last admitted."""
     has_emitted: bool = False
+    num_preemptions: int = 0
+    num_overtaken: int = 0
+    """Requests behind it that were admitted while it lacked pages."""
 
     @classmethod
     def create(cls, request: GenerateRequest, limits: SchedulerLimits) -> Request:
@@ -48,6 +53,8 @@ class Request:
             max_total_tokens=min(len(prompt) + request.sampling.max_tokens, limits.max_model_len),
             sampling=request.sampling,
             stop_token_ids=frozenset(request.sampling.stop_token_ids),
+            priority=request.priority,
+            client=request.client,
             cache_salt=request.cache_salt,
             adjustments=adjustments,
             mask=None if adjustments is None else adjustments.allowed,

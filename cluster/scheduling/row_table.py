@@ -35,6 +35,8 @@ class RowTable:
         """Launched and not yet retired steps that name the row."""
         self.admission = np.zeros(num_rows, np.int64)
         """Order of admission, from 1; 0: not taken."""
+        self.priority = np.zeros(num_rows, np.int64)
+        """`Request.priority`."""
         self.ends_on_eos = np.zeros(num_rows, np.bool_)
         self.has_stop_ids = np.zeros(num_rows, np.bool_)
         self.guided = np.zeros(num_rows, np.bool_)
@@ -70,6 +72,7 @@ class RowTable:
         self.max_total[row] = request.max_total_tokens
         self.in_flight[row] = 0
         self.admission[row] = self._num_admissions
+        self.priority[row] = request.priority
         self.ends_on_eos[row] = not request.sampling.ignore_eos
         self.has_stop_ids[row] = bool(request.stop_token_ids)
         self.guided[row] = request.guide is not None

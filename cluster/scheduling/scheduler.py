@@ -127,11 +127,8 @@ class Scheduler:
     def abort(self, ids: Iterable[int]) -> None:
         """Ends requests: no token after this call, one Finished each in a later output. Unknown ids are ignored."""
         for request_id in ids:
-            request = self._by_id.pop(request_id, None)
-            if request is None:
-                continue
-            self._pending.append(Finished(id=request_id, reason=FinishReason.ABORT))
-            self._drop(request)
+            if (request := self._by_id.get(request_id)) is not None:
+                self._finish(request, FinishReason.ABORT)
 
     def drain_finished(self) -> StepOutput | None:
         """Finishes that wait for no step; None if there are none."""
@@ -162,7 +159,7 @@ class Scheduler:
             if len(needy) and deltas is None:
                 if self._in_flight:
                     return None  # A retire may free pages; and only a row no step names can be preempted.
-                self._preempt_newest()
+                self._preempt_one()
                 continue
             plan = self._queue.plan(self._limits.max_num_batched_tokens - len(rows))
             if len(rows) or plan.rows:
@@ -172,7 +169,7 @@ class Scheduler:
             if self._in_flight or not self._queue.is_prefilling or self._guided.num_awaiting:
                 return None
             # Every running request is a prefill that lacks pages.
-            self._preempt_newest()
+            self._preempt_one()
 
     def retire(self, result: StepResult) -> StepOutput:
         """Takes the oldest step's result and returns the tokens and finishes it brings."""
@@ -196,9 +193,9 @@ class Scheduler:
         for index in np.flatnonzero(stopped | is_last):
             request = table.request(int(rows[index]))
             if stopped[index]:
-                self._finish(Finished(id=request.id, reason=FinishReason.STOP, stop_token_id=int(tokens[index])))
+                self._finish(request, FinishReason.STOP, stop_token_id=int(tokens[index]))
             else:
-                self._finish(Finished(id=request.id, reason=FinishReason.LENGTH))
+                self._finish(request, FinishReason.LENGTH)
         if self._num_draining:
             named = launched.rows
             drained = ~table.live[named] & (table.in_flight[named] == 0) & (table.admission[named] > 0)
@@ -306,20 +303,25 @@ class Scheduler:
         self._in_flight.append(_Launched(self._step, frame.rows, sampled, positions, is_last, ending))
         return frame
 
-    def _preempt_newest(self) -> None:
-        """Puts the request admitted last back to the front of the queue, with the tokens it has.
+    def _preempt_one(self) -> None:
+        """Puts a request back to the front of the queue, with the tokens it has: of those of the lowest priority the
+        one admitted last.
 
         No step may be in flight. It computes those tokens again, and samples on from the same position.
         """
         assert not self._in_flight, "a request may only be preempted when no step is in flight"
         table = self._rows
-        row = int(table.admission.argmax())
+        taken = np.flatnonzero(table.admission)
+        last = table.priority[taken]
+        taken = taken[last == last.max()]
+        row = int(taken[table.admission[taken].argmax()])
         request = table.request(row)
         request.tokens = table.tokens[row, : table.num_known[row]].copy()
+        request.num_preemptions += 1
         is_held = request.guide is not None and self._guided.requeue(request)
         self._release(row)
         if not is_held:
-            self._queue.push(request, front=True)
+            self._queue.push(request)
         self._total_preemptions += 1
 
     # Ending a step
@@ -380,18 +382,32 @@ class Scheduler:
 
     def _take_guide_news(self) -> None:
         news = self._guided.poll()
-        for request, front in news.admissible:
-            self._queue.push(request, front=front)
+        for request in news.admissible:
+            self._queue.push(request)
         for request, reason, error in news.ended:
-            code = None if error is None else "grammar_error"
-            self._finish(Finished(id=request.id, reason=reason, error=error, error_code=code))
+            self._finish(request, reason, error=error, error_code=None if error is None else "grammar_error")
 
-    def _finish(self, finished: Finished) -> None:
-        self._pending.append(finished)
-        self._drop(self._by_id.pop(finished.id))
-
-    def _drop(self, request: Request) -> None:
-        """A request that waits or runs has ended."""
+    def _finish(
+        self,
+        request: Request,
+        reason: FinishReason,
+        *,
+        stop_token_id: int | None = None,
+        error: str | None = None,
+        error_code: str | None = None,
+    ) -> None:
+        """Ends a request that waits or runs."""
+        self._pending.append(
+            Finished(
+                id=request.id,
+                reason=reason,
+                stop_token_id=stop_token_id,
+                error=error,
+                error_code=error_code,
+                num_preemptions=request.num_preemptions,
+            )
+        )
+        del self._by_id[request.id]
         is_held = request.guide is not None and self._guided.forget(request)
         if request.row:
             self._end_row(request.row)
@@ -403,6 +419,8 @@ class Scheduler:
         table = self._rows
         table.live[row] = False
         table.ready[row] = False
+        request = table.request(row)
+        self._queue.charge(request, int(table.num_known[row]) - request.num_prompt_tokens)
         self._queue.forget_row(row)
         if table.in_flight[row]:
             self._num_draining += 1
