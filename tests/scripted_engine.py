@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import struct
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from typing import Any
 
 import httpx
 import msgspec
+import uvicorn
 
 from cluster.engine_client import EngineClient, pack_frame, read_frame
 from cluster.messages import (
@@ -187,3 +189,21 @@ def error_of(response: httpx.Response, status: int, code: str) -> dict[str, Any]
     assert body["error"]["code"] == code
     error: dict[str, Any] = body["error"]
     return error
+
+
+@contextlib.asynccontextmanager
+async def served(model: ServedModel) -> AsyncIterator[str]:
+    """uvicorn on a free loopback port."""
+    listening = socket.socket()
+    listening.bind(("127.0.0.1", 0))
+    config = uvicorn.Config(create_app(model), log_config=None, lifespan="off", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    task = asyncio.create_task(server.serve(sockets=[listening]))
+    while not server.started:  # noqa: ASYNC110 -- uvicorn has no event for it
+        await asyncio.sleep(0.005)
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await task
+        listening.close()

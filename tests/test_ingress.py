@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from starlette.types import Message
 
 from cluster.openai.ingress import create_app
-from cluster.openai.served_model import ServedModel
 from cluster.openai.tokenizer import Tokenizer
 from configs.schema import ServerConfig
-from tests.scripted_engine import MODEL, REPLY, Run, Stack, error_of, events
+from tests.scripted_engine import MODEL, REPLY, Run, Stack, error_of, events, served
 
 # --- Answers ----------------------------------------------------------------------------------------------------------
 
@@ -435,24 +431,6 @@ def test_cancelling_the_asgi_call_aborts_too(run: Run) -> None:
 
 
 # --- A real server and the real client --------------------------------------------------------------------------------
-
-
-@contextlib.asynccontextmanager
-async def served(model: ServedModel) -> AsyncIterator[str]:
-    """uvicorn on a free loopback port."""
-    listening = socket.socket()
-    listening.bind(("127.0.0.1", 0))
-    config = uvicorn.Config(create_app(model), log_config=None, lifespan="off", timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
-    task = asyncio.create_task(server.serve(sockets=[listening]))
-    while not server.started:  # noqa: ASYNC110 -- uvicorn has no event for it
-        await asyncio.sleep(0.005)
-    try:
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        await task
-        listening.close()
 
 
 def test_the_openai_package_works_unmodified(run: Run) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
+
+from cluster.http.errors import error_event
+from configs.errors import RequestError
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,3 +21,5 @@ class Answer:
     """Server-sent events; otherwise one chunk of JSON."""
     headers: dict[str, str] = field(default_factory=dict)
     """More response headers; complete once the first chunk is there."""
+    failure: Callable[[RequestError], bytes] = error_event
+    """What ends a stream that has begun and cannot go on."""

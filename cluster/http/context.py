@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from urllib.parse import parse_qsl
 
 from starlette.types import Scope
 
+from configs.errors import RequestError
+
 _SCOPE_KEY = "lockstep.request"
+_MAX_QUERY = 64
 
 
 class Role(StrEnum):
@@ -36,6 +40,10 @@ class RequestContext:
     role: Role = Role.USER
     salt: bytes = field(default=b"", repr=False)
     """Secret of the client in this process; empty where no keys are asked for."""
+    path_params: Mapping[str, str] = field(default_factory=dict)
+    """What the route's path leaves open; known to its handler."""
+    query: Mapping[str, str] = field(default_factory=dict)
+    """Of a parameter that comes more than once, the last."""
 
     def cache_salt(self, asked: str | None = None) -> bytes:
         """What keeps cached prompts apart: clients never share one, and one client shares it where it asks alike.
@@ -66,6 +74,19 @@ def serving(scope: Scope, context: RequestContext) -> Iterator[None]:
         yield
     finally:
         _current.reset(token)
+
+
+def with_url(context: RequestContext, scope: Scope) -> RequestContext:
+    """`context` with what a routed request's URL says.
+
+    Raises:
+        RequestError: a query of too many parameters.
+    """
+    try:
+        fields = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True, max_num_fields=_MAX_QUERY)
+    except ValueError:
+        raise RequestError(f"The query has more than {_MAX_QUERY} parameters.") from None
+    return replace(context, path_params=scope.get("path_params", {}), query=dict(fields))
 
 
 def request_context(scope: Scope) -> RequestContext:

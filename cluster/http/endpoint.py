@@ -11,8 +11,9 @@ from starlette.types import Receive, Scope, Send
 from cluster.http.active import ActiveRequest, ActiveRequests
 from cluster.http.answer import Answer
 from cluster.http.body import ClientDisconnect, read_body
-from cluster.http.context import RequestContext, request_context
+from cluster.http.context import RequestContext, request_context, with_url
 from cluster.http.errors import as_request_error, error_event, response_start, send_json
+from configs.errors import RequestError
 from configs.schema import ServerConfig
 
 PAUSE = "lockstep.pause"
@@ -42,7 +43,7 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._active.check_admits()
-        context = request_context(scope)
+        context = with_url(request_context(scope), scope)
         try:
             body = await read_body(scope, receive, self._server)
         except ClientDisconnect:
@@ -84,7 +85,7 @@ class Endpoint:
         failure = as_request_error(error, context.request_id, engine_is_there=self._engine_is_there())
         if not delivery.begun:
             raise failure
-        await delivery.end(error_event(failure))
+        await delivery.fail(failure)
 
 
 class _Delivery:
@@ -93,6 +94,7 @@ class _Delivery:
     def __init__(self, send: Send) -> None:
         self.begun = False
         self.request: ActiveRequest | None = None
+        self._failure: Callable[[RequestError], bytes] = error_event
         self._send = send
         self._writable = asyncio.Event()
         self._writable.set()
@@ -107,6 +109,7 @@ class _Delivery:
     async def stream(self, chunk: bytes, answer: Answer) -> None:
         if not self.begun:
             self.begun = True
+            self._failure = answer.failure
             headers = {"cache-control": "no-cache", **answer.headers}
             await self._send(response_start(200, "text/event-stream; charset=utf-8", headers))
         request = self.request
@@ -120,6 +123,9 @@ class _Delivery:
     async def whole(self, chunk: bytes, answer: Answer) -> None:
         self.begun = True
         await send_json(self._send, 200, chunk, answer.headers)
+
+    async def fail(self, error: RequestError) -> None:
+        await self.end(self._failure(error))
 
     async def end(self, last: bytes = b"") -> None:
         await self._send({"type": "http.response.body", "body": last, "more_body": False})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 from starlette.types import Message, Send
@@ -87,6 +87,13 @@ async def send_json(send: Send, status: int, body: bytes, headers: Mapping[str, 
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
-async def send_error(send: Send, error: RequestError, headers: Mapping[str, str] | None = None) -> None:
-    """Sends `error` as a whole response."""
-    await send_json(send, error.status, _encode(error_body(error)), {**error_headers(error), **(headers or {})})
+ErrorShape = Callable[[RequestError, str], msgspec.Struct]
+"""What the body of an error is made of: the error and the request's id."""
+
+
+async def send_error(
+    send: Send, error: RequestError, headers: Mapping[str, str] | None = None, *, body: msgspec.Struct | None = None
+) -> None:
+    """Sends `error` as a whole response, by default as `error_body`."""
+    shown = error_body(error) if body is None else body
+    await send_json(send, error.status, _encode(shown), {**error_headers(error), **(headers or {})})

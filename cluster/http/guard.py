@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import re
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Router
 from starlette.types import Message, Receive, Scope, Send
 
 from cluster.http.context import RequestContext, serving
-from cluster.http.errors import as_request_error, send_error
+from cluster.http.errors import ErrorShape, as_request_error, error_body, send_error
 from configs.errors import RequestError
 
 logger = logging.getLogger(__name__)
@@ -26,19 +27,26 @@ _HTTP_ERRORS = {404: ("not_found", "There is no such route."), 405: ("method_not
 class Guard:
     """The whole ASGI application of a replica: `routes`, and around them what no route may forget.
 
-    Every response carries `x-request-id`, and every one that is not a success the one shape of errors.
+    Every response carries `x-request-id`, and every one that is not a success the shape of errors of its API.
     """
 
     def __init__(
-        self, routes: Sequence[BaseRoute], *, engine_is_there: Callable[[], bool], names_responses: bool = True
+        self,
+        routes: Sequence[BaseRoute],
+        *,
+        engine_is_there: Callable[[], bool],
+        names_responses: bool = True,
+        error_shapes: Mapping[str, ErrorShape] | None = None,
     ) -> None:
         """Args:
         engine_is_there: whether requests can reach an engine at all.
+        error_shapes: by path, how errors look there and below; elsewhere they look like OpenAI's.
         names_responses: False where a server in front adds `x-request-id` from the request to every response.
         """
         self.router = Router(routes, redirect_slashes=False)
         self._engine_is_there = engine_is_there
         self._names_responses = names_responses
+        self._error_shapes = error_shapes or {}
 
     @property
     def routes(self) -> list[BaseRoute]:
@@ -61,14 +69,22 @@ class Guard:
             with serving(scope, RequestContext(request_id=request_id)):
                 await self.router(scope, receive, response.send)
         except HTTPException as error:
-            await send_error(response.send, _from_starlette(error, scope["method"]), error.headers)
+            failure = _from_starlette(error, scope["method"])
+            await send_error(response.send, failure, error.headers, body=self._error_body(failure, scope, request_id))
         except Exception as error:  # noqa: BLE001 -- whatever it was, the client gets the one shape of errors
             failure = as_request_error(error, request_id, engine_is_there=self._engine_is_there())
             if response.begun:
                 # A server that sees the response incomplete closes the connection: the client must not take it for
                 # the whole.
                 return
-            await send_error(response.send, failure)
+            await send_error(response.send, failure, body=self._error_body(failure, scope, request_id))
+
+    def _error_body(self, error: RequestError, scope: Scope, request_id: str) -> msgspec.Struct:
+        path: str = scope["path"]
+        for prefix, shape in self._error_shapes.items():
+            if path == prefix or path.startswith(f"{prefix}/"):
+                return shape(error, request_id)
+        return error_body(error)
 
 
 class _Response:

@@ -19,10 +19,11 @@ def answer(run: Run, writer: AnswerWriter, *, streamed: bool) -> Answer:
 
 def json_answer(message: msgspec.Struct) -> Answer:
     """`message`, whole."""
-    return Answer(_once(encode(message)), streamed=False)
+    return Answer(once(encode(message)), streamed=False)
 
 
-async def _once(body: bytes) -> AsyncGenerator[bytes, None]:
+async def once(body: bytes) -> AsyncGenerator[bytes, None]:
+    """`body` in one chunk."""
     yield body
 
 

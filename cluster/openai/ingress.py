@@ -14,9 +14,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from cluster.anthropic.errors import anthropic_error
+from cluster.anthropic.serving import AnthropicServing
 from cluster.http.active import ActiveRequests
 from cluster.http.endpoint import Endpoint, Handler
 from cluster.http.guard import Guard
+from cluster.openai.responses.serving import ResponsesServing
 from cluster.openai.served_model import ServedModel
 from cluster.openai.serving import OpenAIServing
 from cluster.openai.tokenize import TokenizerServing
@@ -37,12 +40,17 @@ def create_app(model: ServedModel, active: ActiveRequests | None = None, *, name
     requests = ActiveRequests() if active is None else active
     serving = OpenAIServing(model)
     tokenizer = TokenizerServing(model)
+    responses = ResponsesServing(model)
+    anthropic = AnthropicServing(model)
 
     def engine_is_there() -> bool:
         return model.engine.connected
 
+    def route(method: str, path: str, handle: Handler) -> Route:
+        return Route(path, Endpoint(handle, model.server, requests, engine_is_there), methods=[method])
+
     def post(path: str, handle: Handler) -> Route:
-        return Route(path, Endpoint(handle, model.server, requests, engine_is_there), methods=["POST"])
+        return route("POST", path, handle)
 
     def get(path: str, handle: Callable[[Request], Awaitable[Response]]) -> Route:
         return Route(path, handle, methods=["GET"])
@@ -55,13 +63,25 @@ def create_app(model: ServedModel, active: ActiveRequests | None = None, *, name
             for prefix in ("", "/v1")
             for handle in (tokenizer.tokenize, tokenizer.detokenize)
         ),
+        post("/v1/responses", responses.create),
+        route("GET", "/v1/responses/{response_id}", responses.retrieve),
+        route("DELETE", "/v1/responses/{response_id}", responses.delete),
+        route("GET", "/v1/responses/{response_id}/input_items", responses.items),
+        post("/v1/responses/{response_id}/cancel", responses.cancel),
+        post("/v1/messages", anthropic.messages),
+        post("/v1/messages/count_tokens", anthropic.count_tokens),
         get("/v1/models", _models(model)),
         get("/v1/models/{name:path}", _model(model)),
         get("/health", _health),
         get("/ready", _ready(model, requests)),
         get("/version", _version(model)),
     ]
-    return Guard(routes, engine_is_there=engine_is_there, names_responses=names_responses)
+    return Guard(
+        routes,
+        engine_is_there=engine_is_there,
+        names_responses=names_responses,
+        error_shapes={"/v1/messages": anthropic_error},
+    )
 
 
 def json_response(message: object) -> Response:

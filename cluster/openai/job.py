@@ -52,6 +52,7 @@ class Run:
         self._tokenizer = tokenizer
         self._timeout_s = timeout_s
         self._outputs: list[Output] = []
+        self._aborted = False
 
     async def deltas(self) -> AsyncGenerator[list[Delta], None]:
         """What each engine step brought, until every sequence has ended; `Delta.index` counts over all of them.
@@ -63,6 +64,8 @@ class Run:
             DeadlineError, OverloadedError, EngineError: the other sequences are aborted too.
         """
         self._submit()
+        if self._aborted:
+            self.abort()
         started = time.monotonic()
         first_token: float | None = None
         try:
@@ -72,6 +75,12 @@ class Run:
                     yield deltas
         finally:
             self._log(started, first_token)
+
+    def abort(self) -> None:
+        """Ends it now, from outside: the sequences that have not ended end with `FinishReason.ABORT`."""
+        self._aborted = True
+        for output in self._outputs:
+            output.stream.abort()
 
     def usage(self) -> Usage:
         """Tokens so far, over all sequences; a prompt counts once however many choices it has."""

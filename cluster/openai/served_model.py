@@ -168,7 +168,7 @@ class ServedModel:
         """A request ready to run.
 
         Args:
-            prefix: of the answer's id, e.g. `chatcmpl`.
+            prefix: of the answer's id, e.g. `chatcmpl-`.
             prompts: token ids, at least one each, all in the vocabulary.
             max_tokens: for each prompt, from `checked_max_tokens`.
             num_logprobs: -1 none, k the sampled token's and the k likeliest.
@@ -189,7 +189,7 @@ class ServedModel:
             for limit in max_tokens
         ]
         return Job(
-            id=f"{prefix}-{uuid.uuid4().hex}",
+            id=f"{prefix}{uuid.uuid4().hex}",
             prompts=prompts,
             sampling=[choices_of(params, num_choices) for params in sampling],
             stops=stop_strings(fields.stop, self.server),
@@ -223,7 +223,7 @@ class ServedModel:
         ids = await (self.encode_chat(messages) if chat else self.encode(prompt))
         limit = self.checked_max_tokens(ids, max_tokens, default=self.room(ids), param="prompt")
         fields = SamplingFields(temperature=temperature)
-        job = self.job("text", fields, [ids], [limit], RequestContext(request_id=uuid.uuid4().hex))
+        job = self.job("text-", fields, [ids], [limit], RequestContext(request_id=uuid.uuid4().hex))
         async with aclosing(self.run(job).deltas()) as steps:
             async for deltas in steps:
                 for delta in deltas:

@@ -25,7 +25,7 @@ class OpenAIServing:
         """POST /v1/chat/completions. Raises RequestError for a bad request."""
         model = self._model
         request = protocol.parse_request(ChatRequest, body, model.server)
-        job = await chat_job(model, "chatcmpl", request, context)
+        job = await chat_job(model, "chatcmpl-", request, context)
         writer = ChatWriter(model.head(job), model.tokenizer, request.num_logprobs, include_usage=request.include_usage)
         return answer(model.run(job), writer, streamed=bool(request.stream))
 
@@ -44,7 +44,7 @@ class OpenAIServing:
             param = f"prompt[{i}]" if len(prompts) > 1 else "prompt"
             max_tokens.append(model.checked_max_tokens(prompt, request.asked_max_tokens, default=default, param=param))
         job = model.job(
-            "cmpl",
+            "cmpl-",
             request,
             prompts,
             max_tokens,
@@ -62,7 +62,7 @@ async def chat_job(model: ServedModel, prefix: str, request: ChatRequest, contex
     """What a chat asks of the engine, for every route that speaks in messages.
 
     Args:
-        prefix: of the answer's id, e.g. `chatcmpl`.
+        prefix: of the answer's id, e.g. `chatcmpl-`.
 
     Raises:
         RequestError: with the path of the field at fault.

@@ -1,0 +1,134 @@
+"""What /v1/messages sends: the message, its content blocks, the events of a stream, and errors. Anthropic's names."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
+    text: str = ""
+
+
+class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
+    thinking: str = ""
+    signature: str = ""
+    """Always empty: thinking of this model is taken back unsigned."""
+
+
+class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any] = {}
+
+
+ContentBlock = TextBlock | ThinkingBlock | ToolUseBlock
+
+
+class MessageUsage(msgspec.Struct):
+    """The prompt's tokens are `input_tokens` and `cache_read_input_tokens` together."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_read_input_tokens: int
+    cache_creation_input_tokens: int = 0
+
+
+class AnthropicMessage(msgspec.Struct, kw_only=True):
+    """What the model answers."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[ContentBlock] = []
+    stop_reason: StopReason | None = None
+    stop_sequence: str | None = None
+    usage: MessageUsage
+
+
+class TokenCount(msgspec.Struct):
+    """The answer of /v1/messages/count_tokens."""
+
+    input_tokens: int
+
+
+# --- Events -----------------------------------------------------------------------------------------------------------
+
+
+class MessageStart(msgspec.Struct, tag_field="type", tag="message_start"):
+    message: AnthropicMessage
+
+
+class Ping(msgspec.Struct, tag_field="type", tag="ping"):
+    pass
+
+
+class ContentBlockStart(msgspec.Struct, tag_field="type", tag="content_block_start"):
+    index: int
+    content_block: ContentBlock
+
+
+class TextDelta(msgspec.Struct, tag_field="type", tag="text_delta"):
+    text: str
+
+
+class ThinkingDelta(msgspec.Struct, tag_field="type", tag="thinking_delta"):
+    thinking: str
+
+
+class InputJsonDelta(msgspec.Struct, tag_field="type", tag="input_json_delta"):
+    partial_json: str
+
+
+class ContentBlockDelta(msgspec.Struct, tag_field="type", tag="content_block_delta"):
+    index: int
+    delta: TextDelta | ThinkingDelta | InputJsonDelta
+
+
+class ContentBlockStop(msgspec.Struct, tag_field="type", tag="content_block_stop"):
+    index: int
+
+
+class Stop(msgspec.Struct):
+    stop_reason: StopReason
+    stop_sequence: str | None
+
+
+class MessageDelta(msgspec.Struct, tag_field="type", tag="message_delta"):
+    delta: Stop
+    usage: MessageUsage
+
+
+class MessageStop(msgspec.Struct, tag_field="type", tag="message_stop"):
+    pass
+
+
+# --- Errors -----------------------------------------------------------------------------------------------------------
+
+
+class AnthropicErrorDetail(msgspec.Struct):
+    type: str
+    message: str
+
+
+class AnthropicError(msgspec.Struct, tag_field="type", tag="error"):
+    """The body of every answer of these routes that is not a success, and the last event of a stream that failed."""
+
+    error: AnthropicErrorDetail
+    request_id: str | None = None
+
+
+MessageEvent = (
+    MessageStart
+    | Ping
+    | ContentBlockStart
+    | ContentBlockDelta
+    | ContentBlockStop
+    | MessageDelta
+    | MessageStop
+    | AnthropicError
+)

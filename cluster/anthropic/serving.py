@@ -1,0 +1,96 @@
+"""The routes /v1/messages and /v1/messages/count_tokens, from body to answer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from cluster.anthropic.builder import MessageBuilder, sse
+from cluster.anthropic.errors import anthropic_error
+from cluster.anthropic.objects import StopReason, TokenCount
+from cluster.anthropic.request import CountTokensRequest, MessagesRequest, chat_fields, in_own_words
+from cluster.http.answer import Answer
+from cluster.http.context import RequestContext
+from cluster.messages import FinishReason
+from cluster.openai import protocol
+from cluster.openai.answer import json_answer
+from cluster.openai.generation import Delta
+from cluster.openai.job import Run
+from cluster.openai.protocol import ChatRequest
+from cluster.openai.served_model import ServedModel
+from cluster.openai.serving import chat_job, chat_prompt
+from configs.errors import RequestError
+
+
+class AnthropicServing:
+    """Answers Anthropic's messages API for one model."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
+
+    async def messages(self, body: bytes, context: RequestContext) -> Answer:
+        """POST /v1/messages. Raises RequestError for a bad request."""
+        model = self._model
+        request = protocol.validated(MessagesRequest, protocol.decode_body(body))
+        fields = chat_fields(request)
+        try:
+            job = await chat_job(model, "msg_", protocol.check_request(ChatRequest, fields, model.server), context)
+        except RequestError as error:
+            raise in_own_words(error) from error
+        builder = MessageBuilder(job.id, model.model_name)
+        run = model.run(job)
+        headers = {"request-id": context.request_id}
+        if not request.stream:
+            return Answer(_whole(run, builder), streamed=False, headers=headers)
+        return Answer(
+            _events(run, builder),
+            streamed=True,
+            headers=headers,
+            failure=lambda error: sse(anthropic_error(error, context.request_id)),
+        )
+
+    async def count_tokens(self, body: bytes, context: RequestContext) -> Answer:
+        """POST /v1/messages/count_tokens. Raises RequestError for a bad request."""
+        model = self._model
+        request = protocol.validated(CountTokensRequest, protocol.decode_body(body))
+        fields = chat_fields(request)
+        try:
+            chat = protocol.check_request(ChatRequest, fields, model.server)
+            model.check_name(chat.model)
+            return json_answer(TokenCount(len(await chat_prompt(model, chat))))
+        except RequestError as error:
+            raise in_own_words(error) from error
+
+
+async def _whole(run: Run, builder: MessageBuilder) -> AsyncGenerator[bytes, None]:
+    async with aclosing(_events(run, builder)) as chunks:
+        async for _ in chunks:
+            pass
+    yield builder.encoded()
+
+
+async def _events(run: Run, builder: MessageBuilder) -> AsyncGenerator[bytes, None]:
+    """Runs the request and builds its message; yields its events."""
+    begun = False
+    last: Delta | None = None
+    async with aclosing(run.deltas()) as steps:
+        async for deltas in steps:
+            chunk = b"" if begun else builder.begin(run.usage())
+            begun = True
+            for delta in deltas:
+                if delta.text:
+                    chunk += builder.say(delta.text)
+                last = delta
+            if chunk:
+                yield chunk
+    assert last is not None, "a sequence ends with a delta"
+    yield builder.finish(*_stop(last), run.usage())
+
+
+def _stop(last: Delta) -> tuple[StopReason, str | None]:
+    """Why the model stopped, and the stop sequence that made it."""
+    if last.finish_reason is FinishReason.LENGTH:
+        return "max_tokens", None
+    if isinstance(last.stop_reason, str):
+        return "stop_sequence", last.stop_reason
+    return "end_turn", None

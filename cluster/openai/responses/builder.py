@@ -1,0 +1,216 @@
+"""Builds one response from what the model says, and the events that tell of it.
+
+A response is the same whether it is streamed or not: the events of a whole answer are made and dropped. Order of the
+calls: `begin`, any number of `think`, `say`, `call` and `argue` as the model goes from one to the other, then one of
+`finish`, `cancel` and `fail`.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from cluster.openai.responses import objects
+from cluster.openai.responses.objects import (
+    FunctionCall,
+    ItemStatus,
+    OutputItem,
+    OutputMessage,
+    OutputText,
+    ReasoningItem,
+    ReasoningText,
+    Response,
+    StreamEvent,
+)
+from cluster.openai.wire import TokenLogprob, Usage
+
+_encode = msgspec.json.Encoder().encode
+_Event = TypeVar("_Event", bound=msgspec.Struct)
+
+
+def sse(event: StreamEvent) -> bytes:
+    """`event` as a server-sent event with its name."""
+    name = type(event).__struct_config__.tag
+    return b"event: %s\ndata: %s\n\n" % (str(name).encode(), _encode(event))
+
+
+class ResponseBuilder:
+    """One response as it grows. Every method returns the events to send, encoded."""
+
+    def __init__(self, response: Response) -> None:
+        """`response` has no output yet; it is this object's from here on."""
+        self.response = response
+        self._next_number = 0
+        self._open: OutputItem | None = None
+        self._texts: list[str] = []  # of the open item
+        self._logprobs: list[TokenLogprob] = []
+
+    @property
+    def ended(self) -> bool:
+        """Whether the response's last event has been made."""
+        return self.response.status in ("completed", "incomplete", "failed", "cancelled")
+
+    @property
+    def begun(self) -> bool:
+        """Whether its first event has been made."""
+        return self._next_number > 0
+
+    def queue(self) -> bytes:
+        """A background response that has not begun."""
+        self.response.status = "queued"
+        return self._event(objects.ResponseCreated, response=self.response) + self._event(
+            objects.ResponseQueued, response=self.response
+        )
+
+    def begin(self) -> bytes:
+        """The response is in progress."""
+        created = b"" if self.begun else self._event(objects.ResponseCreated, response=self.response)
+        self.response.status = "in_progress"
+        return created + self._event(objects.ResponseInProgress, response=self.response)
+
+    def think(self, text: str) -> bytes:
+        """More of the reasoning."""
+        events = b""
+        if not isinstance(self._open, ReasoningItem):
+            events = self._switch(ReasoningItem(f"rs_{uuid.uuid4().hex}"))
+            events += self._part(objects.ContentPartAdded, part=ReasoningText())
+        self._texts.append(text)
+        return events + self._part(objects.ReasoningTextDelta, delta=text)
+
+    def say(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> bytes:
+        """More of the message."""
+        events = b""
+        if not isinstance(self._open, OutputMessage):
+            events = self._switch(OutputMessage(f"msg_{uuid.uuid4().hex}"))
+            events += self._part(objects.ContentPartAdded, part=OutputText())
+        self._texts.append(text)
+        self._logprobs += logprobs
+        return events + self._part(objects.OutputTextDelta, delta=text, logprobs=list(logprobs))
+
+    def call(self, call_id: str, name: str) -> bytes:
+        """The model calls the function `name`; its arguments follow."""
+        return self._switch(FunctionCall(f"fc_{uuid.uuid4().hex}", call_id, name))
+
+    def argue(self, arguments: str) -> bytes:
+        """More of the arguments of the last `call`."""
+        assert isinstance(self._open, FunctionCall), "arguments belong to a call"
+        self._texts.append(arguments)
+        return self._event(
+            objects.FunctionCallArgumentsDelta,
+            output_index=self._index,
+            item_id=self._open.id,
+            delta=arguments,
+        )
+
+    def finish(self, usage: Usage, *, cut: bool) -> bytes:
+        """The model has ended.
+
+        Args:
+            cut: by `max_output_tokens` or the context, and not by itself.
+        """
+        self._count(usage)
+        events = self._close("incomplete" if cut else "completed")
+        if not cut:
+            self.response.completed_at = int(time.time())
+            return events + self._end("completed", objects.ResponseCompleted)
+        self.response.incomplete_details = objects.IncompleteDetails("max_output_tokens")
+        return events + self._end("incomplete", objects.ResponseIncomplete)
+
+    def cancel(self, usage: Usage) -> bytes:
+        """The caller wants no more of it."""
+        self._count(usage)
+        # OpenAI has no event of its own for it.
+        return self._close("incomplete") + self._end("cancelled", objects.ResponseIncomplete)
+
+    def fail(self, code: str, message: str) -> bytes:
+        """An error ended it."""
+        self.response.error = objects.ResponseError(code, message)
+        return self._close("incomplete") + self._end("failed", objects.ResponseFailed)
+
+    def abandon(self, usage: Usage) -> None:
+        """Nobody reads on: it is cancelled unless it has ended. `fail` may still follow."""
+        if not self.ended:
+            self._count(usage)
+            self.response.status = "cancelled"
+
+    def encoded(self) -> bytes:
+        """The response as it is now."""
+        self._settle()
+        return _encode(self.response)
+
+    @property
+    def _index(self) -> int:
+        return len(self.response.output) - 1
+
+    def _switch(self, item: OutputItem) -> bytes:
+        events = self._close("completed")
+        self.response.output.append(item)
+        self._open = item
+        events += self._event(objects.OutputItemAdded, output_index=self._index, item=item)
+        # Only now: the part comes with an event of its own.
+        if isinstance(item, OutputMessage):
+            item.content = [OutputText()]
+        elif isinstance(item, ReasoningItem):
+            item.content = [ReasoningText()]
+        return events
+
+    def _settle(self) -> str:
+        """The open item's text, which is also written into it."""
+        text = "".join(self._texts)
+        self._texts = [text]
+        if isinstance(self._open, FunctionCall):
+            self._open.arguments = text
+        elif isinstance(self._open, OutputMessage):
+            self._open.content = [OutputText(text, logprobs=self._logprobs)]
+        elif isinstance(self._open, ReasoningItem):
+            self._open.content = [ReasoningText(text)]
+        return text
+
+    def _close(self, status: ItemStatus) -> bytes:
+        item = self._open
+        if item is None:
+            return b""
+        text = self._settle()
+        if isinstance(item, FunctionCall):
+            events = self._event(
+                objects.FunctionCallArgumentsDone,
+                output_index=self._index,
+                item_id=item.id,
+                arguments=text,
+                name=item.name,
+            )
+        else:
+            if isinstance(item, OutputMessage):
+                events = self._part(objects.OutputTextDone, text=text, logprobs=self._logprobs)
+            else:
+                events = self._part(objects.ReasoningTextDone, text=text)
+            events += self._part(objects.ContentPartDone, part=item.content[0])
+        item.status = status
+        events += self._event(objects.OutputItemDone, output_index=self._index, item=item)
+        self._open, self._texts, self._logprobs = None, [], []
+        return events
+
+    def _end(self, status: objects.Status, kind: Callable[..., StreamEvent]) -> bytes:
+        self.response.status = status
+        return self._event(kind, response=self.response)
+
+    def _count(self, usage: Usage) -> None:
+        self.response.usage = objects.ResponseUsage(
+            usage.prompt_tokens,
+            objects.InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
+            usage.completion_tokens,
+            objects.OutputTokensDetails(0),
+            usage.total_tokens,
+        )
+
+    def _part(self, kind: Callable[..., StreamEvent], **fields: object) -> bytes:
+        assert self._open is not None, "a part belongs to an item"
+        return self._event(kind, output_index=self._index, item_id=self._open.id, **fields)
+
+    def _event(self, kind: Callable[..., StreamEvent], **fields: object) -> bytes:
+        number, self._next_number = self._next_number, self._next_number + 1
+        return sse(kind(sequence_number=number, **fields))

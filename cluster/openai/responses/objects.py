@@ -1,0 +1,265 @@
+"""What /v1/responses sends: the response object, its output items, and the events of a stream.
+
+Names and order of the fields are OpenAI's. Every struct is plain data; `builder` fills them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from cluster.openai.wire import TokenLogprob
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+
+# --- Output items -----------------------------------------------------------------------------------------------------
+
+
+class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
+    """The text of a message."""
+
+    text: str = ""
+    annotations: list[Any] = []
+    """Always empty: nothing here cites."""
+    logprobs: list[TokenLogprob] = []
+    """One for each token of the text, when `include` asks for them."""
+
+
+class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
+    """What the model says."""
+
+    id: str
+    content: list[OutputText] = []
+    status: ItemStatus = "in_progress"
+    role: Literal["assistant"] = "assistant"
+
+
+class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
+    """A part of a reasoning item."""
+
+    text: str = ""
+
+
+class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning"):
+    """What the model thinks before it speaks."""
+
+    id: str
+    content: list[ReasoningText] = []
+    summary: list[Any] = []
+    """Always empty: the whole of it is in `content`."""
+    status: ItemStatus = "in_progress"
+
+
+class FunctionCall(msgspec.Struct, tag_field="type", tag="function_call"):
+    """A function the model wants called."""
+
+    id: str
+    call_id: str
+    """What the caller's `function_call_output` names."""
+    name: str
+    arguments: str = ""
+    """JSON, as text."""
+    status: ItemStatus = "in_progress"
+
+
+OutputItem = OutputMessage | ReasoningItem | FunctionCall
+
+# --- The response -----------------------------------------------------------------------------------------------------
+
+
+class InputTokensDetails(msgspec.Struct):
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputTokensDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
+class ResponseUsage(msgspec.Struct):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ResponseError(msgspec.Struct):
+    """Why a response failed."""
+
+    code: str
+    message: str
+
+
+class IncompleteDetails(msgspec.Struct):
+    reason: Literal["max_output_tokens"]
+
+
+class Reasoning(msgspec.Struct):
+    effort: str | None = None
+    summary: str | None = None
+
+
+class Response(msgspec.Struct, kw_only=True):
+    """One response, whole or on its way."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    """Unix time, seconds."""
+    status: Status
+    completed_at: int | None = None
+    background: bool
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None = None
+    metadata: dict[str, str]
+    model: str
+    output: list[OutputItem] = []
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: Reasoning
+    service_tier: Literal["default"] = "default"
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["disabled"] = "disabled"
+    usage: ResponseUsage | None = None
+    user: str | None = None
+
+
+class DeletedResponse(msgspec.Struct):
+    """The answer to a DELETE."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: bool = True
+
+
+class ItemList(msgspec.Struct, kw_only=True):
+    """The items a response was made from."""
+
+    object: Literal["list"] = "list"
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+# --- Events -----------------------------------------------------------------------------------------------------------
+
+
+class _Event(msgspec.Struct, tag_field="type", kw_only=True):
+    sequence_number: int
+    """Counts the events of one stream, from 0."""
+
+
+class _Lifecycle(_Event, kw_only=True):
+    response: Response
+
+
+class ResponseQueued(_Lifecycle, tag="response.queued"):
+    """A background response waits."""
+
+
+class ResponseCreated(_Lifecycle, tag="response.created"):
+    """The first event."""
+
+
+class ResponseInProgress(_Lifecycle, tag="response.in_progress"):
+    """It has begun."""
+
+
+class ResponseCompleted(_Lifecycle, tag="response.completed"):
+    """The last event of a response that said all it had to say."""
+
+
+class ResponseIncomplete(_Lifecycle, tag="response.incomplete"):
+    """The last event of a response that `max_output_tokens` or a cancel has cut."""
+
+
+class ResponseFailed(_Lifecycle, tag="response.failed"):
+    """The last event of a response that an error ended."""
+
+
+class _ItemEvent(_Event, kw_only=True):
+    output_index: int
+
+
+class OutputItemAdded(_ItemEvent, tag="response.output_item.added", kw_only=True):
+    item: OutputItem
+
+
+class OutputItemDone(_ItemEvent, tag="response.output_item.done", kw_only=True):
+    item: OutputItem
+
+
+class _InnerEvent(_ItemEvent, kw_only=True):
+    item_id: str
+
+
+class _PartEvent(_InnerEvent, kw_only=True):
+    content_index: int = 0
+
+
+class ContentPartAdded(_PartEvent, tag="response.content_part.added", kw_only=True):
+    part: OutputText | ReasoningText
+
+
+class ContentPartDone(_PartEvent, tag="response.content_part.done", kw_only=True):
+    part: OutputText | ReasoningText
+
+
+class OutputTextDelta(_PartEvent, tag="response.output_text.delta", kw_only=True):
+    delta: str
+    logprobs: list[TokenLogprob] = []
+
+
+class OutputTextDone(_PartEvent, tag="response.output_text.done", kw_only=True):
+    text: str
+    logprobs: list[TokenLogprob] = []
+
+
+class ReasoningTextDelta(_PartEvent, tag="response.reasoning_text.delta", kw_only=True):
+    delta: str
+
+
+class ReasoningTextDone(_PartEvent, tag="response.reasoning_text.done", kw_only=True):
+    text: str
+
+
+class FunctionCallArgumentsDelta(_InnerEvent, tag="response.function_call_arguments.delta", kw_only=True):
+    delta: str
+
+
+class FunctionCallArgumentsDone(_InnerEvent, tag="response.function_call_arguments.done", kw_only=True):
+    arguments: str
+    name: str
+
+
+StreamEvent = (
+    ResponseQueued
+    | ResponseCreated
+    | ResponseInProgress
+    | ResponseCompleted
+    | ResponseIncomplete
+    | ResponseFailed
+    | OutputItemAdded
+    | OutputItemDone
+    | ContentPartAdded
+    | ContentPartDone
+    | OutputTextDelta
+    | OutputTextDone
+    | ReasoningTextDelta
+    | ReasoningTextDone
+    | FunctionCallArgumentsDelta
+    | FunctionCallArgumentsDone
+)

@@ -1,0 +1,182 @@
+"""Responses kept in memory for those who ask for them again: bounded in number, bytes and age, for each client apart.
+
+A response lives in the replica that made it, and ends with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any
+
+import msgspec
+
+from cluster.openai.job import Run
+from cluster.openai.responses.builder import ResponseBuilder
+from cluster.openai.responses.event_log import EventLog
+from configs.errors import OverloadedError, RequestError
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class StoredResponse:
+    """A response and what it takes to go on from it."""
+
+    builder: ResponseBuilder
+    items: list[dict[str, Any]]
+    """The conversation it answers, earlier turns included."""
+    run: Run | None
+    """While it is made."""
+    log: EventLog | None = None
+    """The events of a background stream."""
+    num_bytes: int
+    """Memory its conversation takes, about."""
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    error: RequestError | None = None
+    """What ended it, if something did."""
+
+    @property
+    def id(self) -> str:
+        return self.builder.response.id
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """Everything up to now, the answer included: what the next turn goes on from."""
+        return [*self.items, *msgspec.to_builtins(self.builder.response.output)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreLimits:
+    """How much is kept."""
+
+    responses_per_client: int = 1024
+    bytes_per_client: int = 32 << 20
+    bytes_in_all: int = 256 << 20
+    ttl_s: float = 3600.0
+    """Since a response was last put or read."""
+
+
+@dataclass(slots=True)
+class _Shelf:
+    """One client's responses, the one used longest ago first."""
+
+    entries: OrderedDict[str, tuple[StoredResponse, float]] = field(default_factory=OrderedDict)
+    num_bytes: int = 0
+
+
+class ResponseStore:
+    """The responses of one replica. For use on its event loop only."""
+
+    def __init__(self, limits: StoreLimits | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limits = limits or StoreLimits()
+        self._clock = clock
+        self._shelves: OrderedDict[str, _Shelf] = OrderedDict()
+        self._num_bytes = 0
+
+    def __len__(self) -> int:
+        return sum(len(shelf.entries) for shelf in self._shelves.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all that is kept."""
+        return self._num_bytes
+
+    def put(self, client: str, stored: StoredResponse) -> None:
+        """Keeps `stored`; what has ended and was used longest ago makes room.
+
+        Raises:
+            OverloadedError: what still runs leaves no room.
+        """
+        self._expire()
+        limits = self._limits
+        shelf = self._shelves.setdefault(client, _Shelf())
+        self._make_room(client, 1, stored.num_bytes)
+        if (
+            len(shelf.entries) >= limits.responses_per_client
+            or shelf.num_bytes + stored.num_bytes > limits.bytes_per_client
+            or self._num_bytes + stored.num_bytes > limits.bytes_in_all
+        ):
+            raise OverloadedError("Too many stored responses are in progress; use store: false, or try again later.")
+        shelf.entries[stored.id] = (stored, self._clock())
+        self._count(shelf, stored.num_bytes)
+
+    def grow(self, client: str, stored: StoredResponse, num_bytes: int) -> None:
+        """`stored` takes `num_bytes` more, if it is still kept."""
+        shelf = self._shelves.get(client)
+        if shelf is None or stored.id not in shelf.entries:
+            return
+        stored.num_bytes += num_bytes
+        self._count(shelf, num_bytes)
+        self._make_room(client, 0, 0)
+
+    def get(self, client: str, response_id: str) -> StoredResponse:
+        """Raises RequestError (404) for one that is not kept, or is another client's."""
+        self._expire()
+        shelf = self._shelves.get(client)
+        if shelf is None or response_id not in shelf.entries:
+            raise RequestError(
+                f"There is no stored response {response_id[:100]!r}; a replica keeps those it made, for a while.",
+                code="response_not_found",
+                param="response_id",
+                status=404,
+            )
+        stored, _ = shelf.entries[response_id]
+        shelf.entries[response_id] = (stored, self._clock())
+        shelf.entries.move_to_end(response_id)
+        return stored
+
+    def delete(self, client: str, response_id: str) -> StoredResponse:
+        """Forgets a response and returns it. Raises RequestError (404) as `get` does."""
+        stored = self.get(client, response_id)
+        self._remove(client, response_id)
+        return stored
+
+    def discard(self, client: str, stored: StoredResponse) -> None:
+        """Forgets `stored` if it is kept."""
+        shelf = self._shelves.get(client)
+        if shelf is not None and stored.id in shelf.entries:
+            self._remove(client, stored.id)
+
+    def _expire(self) -> None:
+        oldest = self._clock() - self._limits.ttl_s
+        for client in list(self._shelves):
+            entries = self._shelves[client].entries.items()
+            for response_id, (stored, _) in list(takewhile(lambda entry: entry[1][1] < oldest, entries)):
+                if stored.builder.ended:
+                    self._remove(client, response_id)
+            if not entries:
+                del self._shelves[client]
+
+    def _make_room(self, client: str, num_more: int, num_bytes: int) -> None:
+        """Forgets ended responses until as many more of as many bytes fit, where that is possible."""
+        limits = self._limits
+        shelf = self._shelves[client]
+        while (
+            len(shelf.entries) + num_more > limits.responses_per_client
+            or shelf.num_bytes + num_bytes > limits.bytes_per_client
+        ) and self._forget_one(client):
+            pass
+        while self._num_bytes + num_bytes > limits.bytes_in_all:
+            # Those who keep most make room first.
+            by_size = sorted(self._shelves, key=lambda other: -self._shelves[other].num_bytes)
+            if not any(self._forget_one(other) for other in by_size):
+                return
+
+    def _forget_one(self, client: str) -> bool:
+        entries = self._shelves[client].entries
+        ended = next((id_ for id_, (stored, _) in entries.items() if stored.builder.ended), None)
+        if ended is None:
+            return False
+        self._remove(client, ended)
+        return True
+
+    def _remove(self, client: str, response_id: str) -> None:
+        shelf = self._shelves[client]
+        stored, _ = shelf.entries.pop(response_id)
+        self._count(shelf, -stored.num_bytes)
+
+    def _count(self, shelf: _Shelf, num_bytes: int) -> None:
+        shelf.num_bytes += num_bytes
+        self._num_bytes += num_bytes
