@@ -111,6 +111,7 @@ class RunningEngine:
             max_model_len=self.facts.max_model_len,
             server=config.server,
             vocab_size=self.spec.model.vocab_size,
+            rank_devices=[location.device for location in self.facts.locations],
             version=VERSION,
             system_fingerprint=f"lockstep-{VERSION}-tp{config.tensor_parallel_size}-{config.dtype}",
         )

@@ -24,6 +24,8 @@ from cluster.openai.served_model import ServedModel
 from cluster.openai.serving import OpenAIServing
 from cluster.openai.tokenize import TokenizerServing
 from cluster.openai.wire import ModelList
+from cluster.page.live import LiveServing
+from cluster.page.page import page
 from configs.errors import OverloadedError
 
 _encode = msgspec.json.Encoder().encode
@@ -75,6 +77,8 @@ def create_app(model: ServedModel, active: ActiveRequests | None = None, *, name
         get("/health", _health),
         get("/ready", _ready(model, requests)),
         get("/version", _version(model)),
+        get("/", page()),
+        route("GET", "/live", LiveServing(model, requests).live),
     ]
     return Guard(
         routes,

@@ -46,12 +46,14 @@ class ServedModel:
         server: ServerConfig,
         vocab_size: int | None = None,
         defaults: SamplingDefaults | None = None,
+        rank_devices: Sequence[str] = (),
         version: str = "unknown",
         system_fingerprint: str | None = None,
         next_seed: Callable[[], int] = _random_seed,
     ) -> None:
         """Args:
         vocab_size: ids the model has an embedding for. None: those of the tokenizer.
+        rank_devices: by rank, e.g. `cuda:0`.
         next_seed: int64 for a request that brings none.
         """
         self.engine = engine
@@ -59,6 +61,7 @@ class ServedModel:
         self.model_name = model_name
         self.max_model_len = max_model_len
         self.server = server
+        self.rank_devices = list(rank_devices)
         self.version = version
         self.system_fingerprint = system_fingerprint
         self.vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size

@@ -1,0 +1,168 @@
+"""What the page shows of a running engine: an event with the last minutes, then twice a second one with what is new."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+import msgspec
+
+from cluster.http.active import ActiveRequests
+from cluster.http.answer import Answer
+from cluster.http.context import RequestContext
+from cluster.observability.board import StatsBoard
+from cluster.openai.served_model import ServedModel
+from cluster.openai.writer import event
+from configs.errors import OverloadedError
+
+_INTERVAL_S = 0.5
+_HISTORY_S = 120
+_MAX_READERS = 64
+
+
+class SecondView(msgspec.Struct, frozen=True):
+    """One second."""
+
+    time: int
+    """CLOCK_MONOTONIC of the host, seconds."""
+    generated: int
+    """Tokens."""
+    prefilled: int
+    """Tokens."""
+    first_tokens: int
+    """Answers that began."""
+    ttft: float
+    """Seconds, the sum over `first_tokens`."""
+
+
+class StepView(msgspec.Struct, frozen=True):
+    """One retired step; seconds."""
+
+    duration: float
+    gap: float
+    rows: int
+    prefill: int
+    """Prompt tokens."""
+
+
+class PagesView(msgspec.Struct, frozen=True):
+    """KV pages, the same on every rank: whole tokens' heads are dealt out, never tokens."""
+
+    owned: int
+    cached: int
+    evictable: int
+    """The part of `cached` that no running request uses."""
+    free: int
+
+
+class RankView(msgspec.Struct, frozen=True):
+    """One rank."""
+
+    device: str
+    heartbeat_age_s: float | None
+    """None: it runs on another node, where its heartbeat is not seen."""
+
+
+class LiveView(msgspec.Struct, frozen=True, kw_only=True):
+    """One event of the stream."""
+
+    time: float
+    """CLOCK_MONOTONIC of the host, seconds."""
+    model: str
+    ready: bool
+    running: int
+    waiting: int
+    prompt_tokens: int
+    prefix_hit_tokens: int
+    pages: PagesView
+    ranks: list[RankView]
+    seconds: list[SecondView]
+    """Those that may have changed since the last event, oldest first; at first the last two minutes."""
+    steps: list[StepView]
+    """Those that retired since the last event, at most 200, oldest first."""
+
+
+class LiveServing:
+    """GET /live: server-sent events, twice a second, until the reader leaves or the server stops."""
+
+    def __init__(self, model: ServedModel, requests: ActiveRequests) -> None:
+        self._model = model
+        self._requests = requests
+        self._num_readers = 0
+
+    async def live(self, body: bytes, context: RequestContext) -> Answer:
+        """Raises OverloadedError: a reader costs a little work for as long as it stays, so their number is bounded."""
+        if self._num_readers >= _MAX_READERS:
+            raise OverloadedError(f"{_MAX_READERS} readers follow the engine already.", retry_after_s=10.0)
+        return Answer(self._events(), streamed=True)
+
+    async def _events(self) -> AsyncGenerator[bytes, None]:
+        stream = LiveStream(self._model, self._model.engine.board)
+        self._num_readers += 1
+        try:
+            # A reader is no reason for a stopping server to wait.
+            while not self._requests.stopping:
+                if (view := stream.view()) is not None:
+                    yield event(view)
+                await asyncio.sleep(_INTERVAL_S)
+        finally:
+            self._num_readers -= 1
+
+
+class LiveStream:
+    """One reader's view of the engine, event by event."""
+
+    def __init__(self, model: ServedModel, board: StatsBoard) -> None:
+        self._model = model
+        self._board = board
+        self._last_step_s = float("-inf")
+        self._last_second = 0
+
+    def view(self) -> LiveView | None:
+        """What is new since the last call; None before the engine's first report."""
+        stats = self._board.latest
+        if stats is None:
+            return None
+        scheduler = stats.scheduler
+        ages = stats.heartbeat_age_s
+        return LiveView(
+            # The report's own time, as far as the page can tell: its age is shown where it grows.
+            time=stats.time_s + self._board.age_s,
+            model=self._model.model_name,
+            ready=self._model.ready,
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            prompt_tokens=scheduler.total_prompt_tokens,
+            prefix_hit_tokens=scheduler.total_prefix_hit_tokens,
+            pages=PagesView(
+                scheduler.num_owned_pages,
+                scheduler.num_cached_pages,
+                scheduler.num_evictable_pages,
+                scheduler.num_free_pages,
+            ),
+            ranks=[
+                RankView(device, ages[rank] + self._board.age_s if ages else None)
+                for rank, device in enumerate(self._model.rank_devices)
+            ],
+            seconds=self._new_seconds(),
+            steps=self._new_steps(),
+        )
+
+    def _new_seconds(self) -> list[SecondView]:
+        seconds = [it for it in self._board.history()[-_HISTORY_S:] if it.time_s >= self._last_second]
+        if seconds:
+            self._last_second = seconds[-1].time_s
+        return [
+            SecondView(it.time_s, it.num_generated_tokens, it.num_prefill_tokens, it.num_first_tokens, it.ttft_s)
+            for it in seconds
+        ]
+
+    def _new_steps(self) -> list[StepView]:
+        steps = self._board.timeline()
+        steps = steps[steps["launched_s"] > self._last_step_s]
+        if len(steps):
+            self._last_step_s = float(steps["launched_s"][-1])
+        return [
+            StepView(round(duration, 6), round(gap, 6), rows, prefill)
+            for _, duration, gap, rows, prefill, _ in steps.tolist()
+        ]
