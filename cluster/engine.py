@@ -14,6 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.actors import actor_class
 from cluster.coordinator_actor import CoordinatorActor, EngineFacts, EngineSpec
 from cluster.engine_client import EngineClient
+from cluster.native.engine_info import EngineInfo
 from cluster.openai.served_model import ServedModel
 from cluster.openai.tokenizer import Tokenizer
 from cluster.rank_group import NAMESPACE, node_cores
@@ -113,6 +114,7 @@ class RunningEngine:
             vocab_size=self.spec.model.vocab_size,
             rank_devices=[location.device for location in self.facts.locations],
             version=VERSION,
+            info=EngineInfo.of(config, self.facts.num_pages),
             system_fingerprint=f"lockstep-{VERSION}-tp{config.tensor_parallel_size}-{config.dtype}",
         )
         await served.warm_up(config.parallel.step_timeout_s)

@@ -19,6 +19,7 @@ from cluster.anthropic.serving import AnthropicServing
 from cluster.http.active import ActiveRequests
 from cluster.http.endpoint import Endpoint, Handler
 from cluster.http.guard import Guard
+from cluster.native.status import StatusServing
 from cluster.openai.responses.serving import ResponsesServing
 from cluster.openai.served_model import ServedModel
 from cluster.openai.serving import OpenAIServing
@@ -44,6 +45,7 @@ def create_app(model: ServedModel, active: ActiveRequests | None = None, *, name
     tokenizer = TokenizerServing(model)
     responses = ResponsesServing(model)
     anthropic = AnthropicServing(model)
+    status = StatusServing(model)
 
     def engine_is_there() -> bool:
         return model.engine.connected
@@ -72,6 +74,10 @@ def create_app(model: ServedModel, active: ActiveRequests | None = None, *, name
         post("/v1/responses/{response_id}/cancel", responses.cancel),
         post("/v1/messages", anthropic.messages),
         post("/v1/messages/count_tokens", anthropic.count_tokens),
+        route("GET", "/v1/loads", status.loads),
+        route("GET", "/load", status.load),
+        route("GET", "/server_info", status.server_info),
+        route("GET", "/health_generate", status.health_generate),
         get("/v1/models", _models(model)),
         get("/v1/models/{name:path}", _model(model)),
         get("/health", _health),

@@ -16,6 +16,7 @@ from typing import Any
 from cluster.engine_client import EngineClient
 from cluster.http.context import RequestContext
 from cluster.messages import SamplingParams
+from cluster.native.engine_info import EngineInfo
 from cluster.openai.chat import render_prompt
 from cluster.openai.checks import stop_strings
 from cluster.openai.job import Job, Run
@@ -26,6 +27,7 @@ from cluster.openai.wire import Head, ModelCard
 from configs.errors import ContextLengthError, EngineError, RequestError
 from configs.schema import ServerConfig
 
+_FIRST = -(1 << 62)  # a priority that no request has
 _INLINE_CHARS = 2048  # encoding takes under 1 ms; a thread costs a tenth of that and more jitter
 
 
@@ -49,11 +51,13 @@ class ServedModel:
         rank_devices: Sequence[str] = (),
         version: str = "unknown",
         system_fingerprint: str | None = None,
+        info: EngineInfo | None = None,
         next_seed: Callable[[], int] = _random_seed,
     ) -> None:
         """Args:
         vocab_size: ids the model has an embedding for. None: those of the tokenizer.
         rank_devices: by rank, e.g. `cuda:0`.
+        info: what clients may know of the engine.
         next_seed: int64 for a request that brings none.
         """
         self.engine = engine
@@ -64,6 +68,7 @@ class ServedModel:
         self.rank_devices = list(rank_devices)
         self.version = version
         self.system_fingerprint = system_fingerprint
+        self.info = info
         self.vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
         self._defaults = defaults or SamplingDefaults()
         self._next_seed = next_seed
@@ -84,15 +89,26 @@ class ServedModel:
         Raises:
             EngineError: the engine failed or did not answer in time.
         """
+        await self.generate_one(timeout_s)
+        self._warm = True
+
+    async def generate_one(self, timeout_s: float | None = None) -> None:
+        """Generates one token, ahead of what waits: the proof that the engine works.
+
+        Args:
+            timeout_s: None: `server.request_timeout_s`.
+
+        Raises:
+            EngineError: the engine failed or did not answer in time.
+        """
         tokenizer = self.tokenizer
         prompt = [next((id_ for id_ in (tokenizer.bos_token_id, tokenizer.eos_token_id) if id_ is not None), 0)]
         sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-        job = Job(id="warm-up", prompts=[prompt], sampling=[[sampling]], stops=[])
+        job = Job(id="probe", prompts=[prompt], sampling=[[sampling]], stops=[], priority=_FIRST)
         async with aclosing(self.run(job, timeout_s=timeout_s).deltas()) as steps:
             num_tokens = sum([len(delta.token_ids) async for deltas in steps for delta in deltas])
         if num_tokens != 1:
-            raise EngineError(f"warm-up asked for one token and got {num_tokens}")
-        self._warm = True
+            raise EngineError(f"one token was asked for, and {num_tokens} came")
 
     def cards(self) -> list[ModelCard]:
         """The one model, as /v1/models lists it."""

@@ -1,0 +1,48 @@
+"""What a replica tells of its engine: settings as resolved and sizes as measured, and nothing of where it runs."""
+
+from __future__ import annotations
+
+import msgspec
+
+from configs.schema import EngineConfig, resolved
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One tensor-parallel group. No path, address or secret has a place here."""
+
+    dtype: str
+    device: str
+    attention_backend: str
+    tensor_parallel_size: int
+    num_replicas: int
+    page_size: int
+    num_kv_tokens: int
+    """What the KV pool holds."""
+    enable_prefix_caching: bool
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_num_queued_requests: int
+    max_num_queued_tokens: int
+
+    @classmethod
+    def of(cls, config: EngineConfig, num_pages: int) -> EngineInfo:
+        """The facts of a group that runs with `config`, which is resolved.
+
+        Args:
+            num_pages: of its KV pool.
+        """
+        scheduler = config.scheduler
+        return cls(
+            dtype=config.dtype,
+            device=config.device,
+            attention_backend=config.attention_backend,
+            tensor_parallel_size=config.tensor_parallel_size,
+            num_replicas=config.num_replicas,
+            page_size=config.kv_cache.page_size,
+            num_kv_tokens=num_pages * config.kv_cache.page_size,
+            enable_prefix_caching=config.kv_cache.enable_prefix_caching,
+            max_num_seqs=resolved(scheduler.max_num_seqs),
+            max_num_batched_tokens=resolved(scheduler.max_num_batched_tokens),
+            max_num_queued_requests=scheduler.max_num_queued_requests,
+            max_num_queued_tokens=scheduler.max_num_queued_tokens,
+        )
