@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from cluster.messages import Finished, FinishReason, GenerateRequest, SamplingParams, StepOutput, TokenLogprobs
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
+from worker.frame_check import FrameLimits, check_frame
 from worker.protocol import RowFlag, StepFrame, StepResult
 
 EOS = 7
@@ -52,6 +53,11 @@ def reference(prompt: list[int], sampling: SamplingParams, limits: SchedulerLimi
             return answer, FinishReason.STOP
         if len(answer) == sampling.max_tokens or len(tokens) == limits.max_model_len:
             return answer, FinishReason.LENGTH
+
+
+def prompt_score(tokens: list[int] | npt.NDArray[np.int64], target: int, k: int) -> tuple[float, list[int]]:
+    """Log probability of `target` after `tokens`, and the likeliest tokens in its place."""
+    return -float(VOCAB * next_token(tokens, 1) + target), [next_token(tokens, 2 + i) for i in range(k)]
 
 
 class FakeWorker:
@@ -99,6 +105,13 @@ class FakeWorker:
                     asked.append(len(tokens))
                 tokens.append(int(self.last_token[row]))
         k = max(self.num_logprobs.values(), default=0) if asked else 0
+        target_k = int(frame.scores["k"].max(initial=0))
+        scores: list[tuple[float, list[int]]] = []
+        for row, start, num, _ in frame.scores.tolist():
+            for index in range(start, start + num):
+                positions = np.arange(index + 1)
+                history = self.kv[self.table[row, positions // self.page_size], positions % self.page_size]
+                scores.append(prompt_score(history, int(frame.targets[len(scores)]), target_k))
         return StepResult(
             frame.generation,
             frame.step,
@@ -108,6 +121,9 @@ class FakeWorker:
             top_ids=np.tile(np.arange(k, dtype=np.int32), (len(asked), 1)),
             top_logprobs=np.zeros((len(asked), k), np.float32),
             asked_logprobs=np.zeros((len(asked), 0), np.float32),
+            target_logprobs=np.array([logprob for logprob, _ in scores], np.float32),
+            target_top_ids=np.array([ids for _, ids in scores], np.int32).reshape(len(scores), target_k),
+            target_top_logprobs=np.zeros((len(scores), target_k), np.float32),
         ).encode()
 
 
@@ -120,6 +136,12 @@ class Answer:
     cached: int | None = None
     aborted: bool = False
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    scores: list[tuple[float, list[int]]] = field(default_factory=list)
+
+    def expected_scores(self) -> list[tuple[float, list[int]]]:
+        """What comes before its first token."""
+        k = self.sampling.prompt_logprobs
+        return [prompt_score(self.prompt[:i], self.prompt[i], k) for i in range(1, len(self.prompt)) if k >= 0]
 
 
 class Engine:
@@ -201,12 +223,24 @@ class Engine:
             assert not answer.tokens
             assert answer.finished is None
             answer.cached = prefilled.num_cached_tokens
+        for run in output.prompt_logprobs:
+            answer = self.answers[run.id]
+            assert not answer.tokens, "a prompt's score after the first token"
+            assert answer.finished is None
+            assert run.start == 1 + len(answer.scores), "a prompt token's score is missing, or comes twice"
+            logprobs = np.frombuffer(run.logprobs, np.float32).tolist()
+            shape = len(logprobs), answer.sampling.prompt_logprobs
+            top_ids = np.frombuffer(run.top_ids, np.int32).reshape(shape).tolist()
+            assert len(run.top_logprobs) == len(run.top_ids)
+            answer.scores += zip(logprobs, top_ids, strict=True)
         ids = np.frombuffer(output.ids, np.int64).tolist()
         for request_id, token in zip(ids, np.frombuffer(output.tokens, np.int32).tolist(), strict=True):
             answer = self.answers[request_id]
             assert answer.finished is None, "a token after the finish"
             assert not answer.aborted, "a token after the abort"
             assert answer.cached is not None, "a token before `prefilled`"
+            if not answer.tokens:
+                assert answer.scores == answer.expected_scores()
             answer.tokens.append(token)
         for logprob in output.logprobs:
             self.answers[logprob.id].logprobs.append(logprob)
@@ -253,6 +287,8 @@ class Engine:
     def _check_frame(self, frame: StepFrame) -> None:
         limits = self.limits
         assert frame.lens.sum() <= limits.max_num_batched_tokens
+        assert len(frame.targets) <= limits.max_num_targets
+        check_frame(frame, FrameLimits(limits.max_num_seqs + 1, VOCAB, limits.max_model_len))
         assert len(np.unique(frame.rows)) == len(frame.rows) > 0
         assert frame.rows.min() >= 1
         assert frame.rows.max() <= limits.max_num_seqs

@@ -30,6 +30,7 @@ def run_random_load(seed: int, steps_in_flight: int) -> Engine:
         max_num_batched_tokens=rng.choice([3, 16, 40]),
         prefill_chunk_size=rng.choice([1, 5, 8, 40]),
         max_model_len=max_model_len,
+        max_num_targets=rng.choice([1, 7, 100]),
         steps_in_flight=steps_in_flight,
         enable_prefix_caching=rng.random() < 0.8,
     )
@@ -50,6 +51,7 @@ def run_random_load(seed: int, steps_in_flight: int) -> Engine:
                     max_tokens=rng.choice([1, 2, 3, 10, 100]),
                     ignore_eos=rng.random() < 0.5,
                     stop_token_ids=rng.choice([(), (), (3, 5)]),
+                    prompt_logprobs=rng.choice([-1, -1, -1, 0, 2]),
                     seed=rng.randrange(2),
                 )
         elif event < 0.32 and engine.answers:
@@ -88,7 +90,7 @@ def test_random_load_reaches_preemption_eviction_hits_and_every_finish() -> None
     engines = [run_random_load(seed, 2) for seed in range(12)]
     stats = [engine.scheduler.stats() for engine in engines]
     assert sum(stat.total_preemptions for stat in stats) > 10
-    assert sum(stat.total_prefix_hit_tokens for stat in stats) > 1000
+    assert sum(stat.total_prefix_hit_tokens for stat in stats) > 500
     reasons = {answer.finished.reason for engine in engines for answer in engine.answers.values() if answer.finished}
     assert {FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT} <= reasons
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from configs.errors import EngineError
-from worker.protocol import MAX_ROW_ASKED, MAX_ROW_BIASES, RowFlag, StepFrame, mask_words
+from worker.protocol import MAX_ROW_ASKED, MAX_ROW_BIASES, MAX_TARGETS, RowFlag, StepFrame, mask_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class FrameLimits:
 
 
 def check_frame(frame: StepFrame, limits: FrameLimits) -> None:
-    """Raises EngineError unless rows, lengths, token ids, positions and adjustments of `frame` fit `limits`."""
+    """Raises EngineError unless rows, lengths, token ids, positions, adjustments and scores of `frame` fit `limits`."""
     has_tokens = (frame.flags & RowFlag.HAS_TOKENS) != 0
     wrong = None
     if len(frame.rows) == 0:
@@ -38,7 +38,7 @@ def check_frame(frame: StepFrame, limits: FrameLimits) -> None:
     elif not (frame.starts.min() >= 0 and (frame.starts + frame.lens).max() <= limits.max_model_len):
         wrong = f"has a row outside positions 0 to {limits.max_model_len - 1}"
     else:
-        wrong = _wrong_adjustment(frame, limits)
+        wrong = _wrong_adjustment(frame, limits) or _wrong_score(frame, limits)
     if wrong is not None:
         raise EngineError(f"step {frame.step} of generation {frame.generation} {wrong}")
 
@@ -81,3 +81,22 @@ def _wrong_adjustment(frame: StepFrame, limits: FrameLimits) -> str | None:
 
 def _is_inside(values: npt.NDArray[np.int32], first: int, end: int) -> bool:
     return bool(values.min() >= first and values.max() < end)
+
+
+def _wrong_score(frame: StepFrame, limits: FrameLimits) -> str | None:
+    scores, targets = frame.scores, frame.targets
+    if len(scores) == len(targets) == 0:
+        return None
+    if len(targets) > MAX_TARGETS or int(scores["num"].sum()) != len(targets) or (scores["num"] < 1).any():
+        return f"has {len(targets)} targets for scores of {scores['num'].tolist()} positions; at most {MAX_TARGETS} fit"
+    if not (_is_inside(targets, 0, limits.vocab_size) and _is_inside(scores["k"], 0, limits.vocab_size + 1)):
+        return f"has a target or a number of likeliest tokens outside a vocabulary of {limits.vocab_size}"
+    # Where each record's row stands in the frame; records of rows that it does not name, or out of order, are missed.
+    is_scored = np.isin(frame.rows, scores["row"]) & ((frame.flags & RowFlag.HAS_TOKENS) != 0)
+    at = np.flatnonzero(is_scored)
+    if not np.array_equal(frame.rows[at], scores["row"]):
+        return "has scores of a row without tokens, or out of order"
+    ends = scores["start"] + scores["num"]
+    if (scores["start"] < frame.starts[at]).any() or (ends > frame.starts[at] + frame.lens[at]).any():
+        return "has scores of positions that are no inputs"
+    return None

@@ -4,8 +4,9 @@ Little-endian, fixed header, then int32 arrays; no pickle, no torch, no Ray. A f
 decode rows carry no token ids (the last token is already on the devices), pages and sampling parameters travel once.
 
     StepFrame   header | rows | starts | lens | flags | token_ids | page_deltas | params
-                | biases | mask_rows | masks | counts | asked
+                | biases | mask_rows | masks | counts | asked | scores | targets
     StepResult  header | tokens | logprob_rows | logprobs | top_ids | top_logprobs | asked_logprobs
+                | target_logprobs | target_top_ids | target_top_logprobs
 
 Every rank gets the same bytes and verifies magic, generation, step order and checksum: divergence is an error in
 one step, not a hang.
@@ -28,7 +29,7 @@ UInt32Array = npt.NDArray[np.uint32]
 Float32Array = npt.NDArray[np.float32]
 
 _MAGIC = 0x4C4B5354  # "LKST"
-_NUM_COUNTS = 10
+_NUM_COUNTS = 12
 # magic, checksum of all that follows these eight bytes, kind, generation, step, lengths of the sections
 _HEADER = struct.Struct(f"<IIIIQ{_NUM_COUNTS}I")
 _CHECKED_FROM = 8
@@ -38,6 +39,8 @@ MAX_ROW_BIASES = 1024
 """Most biases of one row."""
 MAX_ROW_ASKED = 128
 """Most token ids whose log probability one row may ask for."""
+MAX_TARGETS = 512
+"""Most prompt tokens whose log probability one step finds: it bounds the step's memory and its result."""
 ALWAYS = 2**31 - 1
 """`until` of a bias without an end."""
 
@@ -69,6 +72,10 @@ COUNT_DTYPE = np.dtype([("row", "<i4"), ("token_id", "<i4"), ("num_generated", "
 
 ASKED_DTYPE = np.dtype([("row", "<i4"), ("token_id", "<i4")])
 """A token whose log probability a row with logprobs wants too, in the order of the answers; MAX_ROW_ASKED a row."""
+
+SCORE_DTYPE = np.dtype([("row", "<i4"), ("start", "<i4"), ("num", "<i4"), ("k", "<i4")])
+"""`num` positions of a row from `start` on, all inputs of this step, whose next token is known: its log probability
+and the `k` likeliest tokens in its place are wanted. No such position is sampled."""
 
 
 class FrameKind(IntEnum):
@@ -105,6 +112,7 @@ _NO_BIASES = np.empty(0, BIAS_DTYPE)
 _NO_MASKS = np.empty((0, 0), np.uint32)
 _NO_COUNTS = np.empty(0, COUNT_DTYPE)
 _NO_ASKED = np.empty(0, ASKED_DTYPE)
+_NO_SCORES = np.empty(0, SCORE_DTYPE)
 
 
 def _empty_int32() -> Int32Array:
@@ -142,6 +150,10 @@ class StepFrame:
     """COUNT_DTYPE records of rows in `params` that have penalties; tokens sampled from now on the ranks count."""
     asked: npt.NDArray[np.void] = field(default_factory=lambda: _NO_ASKED)
     """ASKED_DTYPE records of rows in `params`."""
+    scores: npt.NDArray[np.void] = field(default_factory=lambda: _NO_SCORES)
+    """SCORE_DTYPE records of rows with HAS_TOKENS, at most one a row, in the order of `rows`."""
+    targets: Int32Array = field(default_factory=_empty_int32)
+    """[num_targets], at most MAX_TARGETS: the tokens after the positions of `scores`, one record after the other."""
 
     def encode(self) -> bytes:
         """The frame's bytes, checksum filled in."""
@@ -159,6 +171,8 @@ class StepFrame:
                 self.masks.tobytes(),
                 self.counts.tobytes(),
                 self.asked.tobytes(),
+                self.scores.tobytes(),
+                self.targets.tobytes(),
             )
         )
         counts = (
@@ -171,6 +185,8 @@ class StepFrame:
             self.masks.shape[1],
             len(self.counts),
             len(self.asked),
+            len(self.scores),
+            len(self.targets),
         )
         return _seal(self.kind, self.generation, self.step, counts, body)
 
@@ -178,9 +194,8 @@ class StepFrame:
     def decode(cls, buffer: bytes | memoryview) -> StepFrame:
         """Reads a frame; the arrays are views of `buffer`. Raises EngineError when the bytes are not one."""
         kind, generation, step, counts = _unseal(buffer)
-        num_rows, num_tokens, num_deltas, num_params, num_biases, num_masks, num_words, num_counts, num_asked, _ = (
-            counts
-        )
+        num_rows, num_tokens, num_deltas, num_params, num_biases, num_masks, num_words, *counts = counts
+        num_counts, num_asked, num_scores, num_targets, _ = counts
         take = _Taker(buffer)
         return cls(
             generation=generation,
@@ -198,6 +213,8 @@ class StepFrame:
             masks=take.uint32(num_masks * num_words).reshape(num_masks, num_words),
             counts=take.records(COUNT_DTYPE, num_counts),
             asked=take.records(ASKED_DTYPE, num_asked),
+            scores=take.records(SCORE_DTYPE, num_scores),
+            targets=take.int32(num_targets),
         )
 
 
@@ -221,11 +238,19 @@ class StepResult:
     asked_logprobs: Float32Array = field(default_factory=lambda: _NO_LOGPROBS)
     """[num_logprob_rows, m] of the tokens each row asked for (`StepFrame.asked`); m is the most asked for in this
     step, and what lies behind a row's own number means nothing."""
+    target_logprobs: Float32Array = field(default_factory=lambda: _NO_FLOAT32)
+    """[num_targets]: log probability of each of the frame's `targets`, given the tokens before it."""
+    target_top_ids: Int32Array = field(default_factory=lambda: _NO_IDS)
+    """[num_targets, k]: likeliest tokens in its place, descending, equal ones by id; k is the largest asked for."""
+    target_top_logprobs: Float32Array = field(default_factory=lambda: _NO_LOGPROBS)
+    """[num_targets, k]"""
 
     @staticmethod
     def max_bytes(num_rows: int, num_logprobs: int) -> int:
-        """Upper bound of an encoded result of `num_rows` rows that ask for the `num_logprobs` likeliest each."""
-        return _HEADER.size + num_rows * (12 + 8 * num_logprobs + 4 * MAX_ROW_ASKED)
+        """Upper bound of an encoded result of `num_rows` rows that ask for the `num_logprobs` likeliest each, and of
+        MAX_TARGETS prompt tokens."""
+        num_likeliest = 8 * num_logprobs
+        return _HEADER.size + num_rows * (12 + num_likeliest + 4 * MAX_ROW_ASKED) + MAX_TARGETS * (4 + num_likeliest)
 
     def encode(self) -> bytes:
         """The result's bytes, checksum filled in."""
@@ -237,17 +262,28 @@ class StepResult:
                 self.top_ids.tobytes(),
                 self.top_logprobs.tobytes(),
                 self.asked_logprobs.tobytes(),
+                self.target_logprobs.tobytes(),
+                self.target_top_ids.tobytes(),
+                self.target_top_logprobs.tobytes(),
             )
         )
-        counts = (len(self.tokens), len(self.logprob_rows), self.top_ids.shape[1], self.asked_logprobs.shape[1])
+        counts = (
+            len(self.tokens),
+            len(self.logprob_rows),
+            self.top_ids.shape[1],
+            self.asked_logprobs.shape[1],
+            len(self.target_logprobs),
+            self.target_top_ids.shape[1],
+        )
         return _seal(0, self.generation, self.step, counts, body)
 
     @classmethod
     def decode(cls, buffer: bytes | memoryview) -> StepResult:
         """Reads a result; the arrays are views of `buffer`. Raises EngineError when the bytes are not one."""
-        _, generation, step, (num_tokens, num_rows, k, num_asked, *_) = _unseal(buffer)
+        _, generation, step, counts = _unseal(buffer)
+        num_tokens, num_rows, k, num_asked, num_targets, target_k, *_ = counts
         take = _Taker(buffer)
-        if num_rows == 0:
+        if num_rows == num_targets == 0:
             return cls(generation=generation, step=step, tokens=take.int32(num_tokens))
         return cls(
             generation=generation,
@@ -258,6 +294,9 @@ class StepResult:
             top_ids=take.int32(num_rows * k).reshape(num_rows, k),
             top_logprobs=take.float32(num_rows * k).reshape(num_rows, k),
             asked_logprobs=take.float32(num_rows * num_asked).reshape(num_rows, num_asked),
+            target_logprobs=take.float32(num_targets),
+            target_top_ids=take.int32(num_targets * target_k).reshape(num_targets, target_k),
+            target_top_logprobs=take.float32(num_targets * target_k).reshape(num_targets, target_k),
         )
 
 

@@ -12,7 +12,9 @@ from worker.protocol import (
     HEADER_BYTES,
     MAX_ROW_ASKED,
     MAX_ROW_BIASES,
+    MAX_TARGETS,
     PARAMS_DTYPE,
+    SCORE_DTYPE,
     mask_words,
 )
 
@@ -47,6 +49,8 @@ class SchedulerLimits:
     steps_in_flight: int
     enable_prefix_caching: bool
     eos_token_ids: tuple[int, ...]
+    max_num_targets: int = MAX_TARGETS
+    """Prompt tokens of which one step finds the log probability."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -59,6 +63,7 @@ class SchedulerLimits:
             "max_num_queued_requests",
             "max_num_queued_tokens",
             "steps_in_flight",
+            "max_num_targets",
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} is below 1; choose 1 or more")
@@ -111,7 +116,8 @@ class SchedulerLimits:
         )
         return (
             HEADER_BYTES
-            + (_ROW_BYTES + PARAMS_DTYPE.itemsize) * self.max_num_seqs
+            + (_ROW_BYTES + PARAMS_DTYPE.itemsize + SCORE_DTYPE.itemsize) * self.max_num_seqs
+            + 4 * self.max_num_targets
             + 4 * self.max_num_batched_tokens
             + _DELTA_BYTES * num_deltas
             + self._mask_bytes * self.max_num_masks

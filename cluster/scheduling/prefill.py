@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,7 @@ from cluster.scheduling.prefix_cache import Node
 from cluster.scheduling.request import Request
 from cluster.scheduling.row_pages import Prefix, RowPages
 from cluster.scheduling.row_table import RowTable
-from worker.protocol import PARAMS_DTYPE, Int32Array, RowFlag, StepFrame
+from worker.protocol import PARAMS_DTYPE, SCORE_DTYPE, Int32Array, RowFlag, StepFrame
 
 _MAX_OVERTAKEN = 16
 _LOOKAHEAD = 4
@@ -38,6 +39,17 @@ class _Outcome(Enum):
     LACKS_PAGES = auto()
     WAITS = auto()
     """Till the next step: for what another row computes in this one, or for room in the frame."""
+
+
+class PromptScore(NamedTuple):
+    """Prompt tokens whose log probability a step finds."""
+
+    row: int
+    first: int
+    """Position of the first of them; the step has the one before as an input."""
+    num: int
+    k: int
+    """How many of the likeliest tokens are wanted too."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +68,9 @@ class PrefillPlan:
     """Of what the rows of `admitted` start with, besides parameters."""
     num_prefix_deltas: int = 0
     """Page deltas of pages that came from the prefix cache."""
+    scores: list[PromptScore] = field(default_factory=list)
+    num_targets: int = 0
+    """Prompt tokens of `scores`."""
     computing: dict[tuple[Node, bytes], int] = field(default_factory=dict)
     """Index into `rows` of the chunk that begins at this end of the cached prefixes with this page."""
 
@@ -144,7 +159,9 @@ class PrefillQueue:
                 flags.append(RowFlag.HAS_TOKENS | RowFlag.SAMPLE)
             else:
                 flags.append(RowFlag.HAS_TOKENS)
-            self._pages.publish(row, table.tokens[row], end)
+            # Pages that are cached already would be kept twice while the prompt is scored, which reads no cache.
+            if not table.request(row).is_scored:
+                self._pages.publish(row, table.tokens[row], end)
         if ending:
             self._prefilling = [row for row in self._prefilling if row not in ending]
             self._is_blocked = False  # Its pages may be what the head needs.
@@ -155,6 +172,12 @@ class PrefillQueue:
         frame.token_ids = np.concatenate(tokens)
         if plan.admitted:
             frame.params = _params(plan.admitted)
+        if plan.scores:
+            scores = [(row, first - 1, num, k) for row, first, num, k in plan.scores]
+            frame.scores = np.array(scores, SCORE_DTYPE)
+            frame.targets = np.concatenate(
+                [table.tokens[row, first : first + num] for row, first, num, _ in plan.scores]
+            )
         return ending
 
     def check_integrity(self, running_ids: set[int]) -> set[int]:
@@ -178,9 +201,11 @@ class PrefillQueue:
         self._add_chunk(row, plan)
 
     def _add_chunk(self, row: int, plan: PrefillPlan) -> bool:
-        """Takes pages for the row's next chunk and adds it to the plan; False if there are too few."""
+        """Takes pages for the row's next chunk and adds it to the plan; False if there are too few, or none may be."""
         start = int(self._rows.num_computed[row])
         length = self._chunk_length(row, start, plan)
+        if length <= 0:
+            return False
         key = self._next_page_key(row, self._pages.no_prefix(row))
         deltas = self._pages.grow(row, start + length)
         if deltas is None:
@@ -193,11 +218,25 @@ class PrefillQueue:
         plan.starts.append(start)
         plan.lens.append(length)
         plan.budget -= length
+        self._add_score(row, start, length, plan)
         return True
+
+    def _add_score(self, row: int, start: int, length: int, plan: PrefillPlan) -> None:
+        request = self._rows.request(row)
+        first = max(start + 1, request.next_target)
+        num = min(start + length + 1, request.num_prompt_tokens) - first
+        if num > 0:
+            plan.scores.append(PromptScore(row, first, num, request.sampling.prompt_logprobs))
+            plan.num_targets += num
 
     def _chunk_length(self, row: int, start: int, plan: PrefillPlan) -> int:
         page_size, end = self._limits.page_size, int(self._rows.num_prefill[row])
         length = min(end - start, self._limits.prefill_chunk_size, plan.budget)
+        request = self._rows.request(row)
+        if request.is_scored:
+            stop = max(start, request.next_target - 1) + self._limits.max_num_targets - plan.num_targets
+            if stop < request.num_prompt_tokens - 1:
+                length = min(length, stop - start)
         last_boundary = (start + length) // page_size * page_size
         if start + length < end and last_boundary > start:
             return last_boundary - start  # Whole pages can be shared, partial ones cannot.
@@ -209,6 +248,9 @@ class PrefillQueue:
             return self._pages.no_prefix(row)
         table = self._rows
         start, end = int(table.num_computed[row]), int(table.num_prefill[row])
+        request = table.request(row)
+        if request.is_scored:
+            end = max(start + 1, request.next_target)  # The rest has to be computed.
         return self._pages.find_prefix(row, table.tokens[row, start : end - 1])
 
     def _adopt_prefix(self, row: int, prefix: Prefix, plan: PrefillPlan) -> None:
@@ -230,6 +272,8 @@ class PrefillQueue:
 
     def _is_computed_by_another(self, row: int, prefix: Prefix, plan: PrefillPlan) -> bool:
         """A chunk of the plan computes whole pages that hold at least half of what the row would compute now."""
+        if self._rows.request(row).is_scored:
+            return False
         key = self._next_page_key(row, prefix)
         if key is None or (index := plan.computing.get(key)) is None:
             return False
@@ -288,6 +332,8 @@ class PrefillQueue:
         table = self._rows
         num_running = table.num_taken
         if plan.num_adjustment_bytes + request.num_adjustment_bytes > self._limits.max_adjustment_bytes:
+            return _Outcome.WAITS
+        if request.is_scored and plan.num_targets >= self._limits.max_num_targets:
             return _Outcome.WAITS
         # Pages that rows in prefill still need, and a page for each running request's next tokens.
         reserved = num_running + sum(self._num_missing_pages(row) for row in self._prefilling)

@@ -17,12 +17,20 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from cluster.messages import Finished, FinishReason, GenerateRequest, Prefilled, StepOutput, TokenLogprobs
+from cluster.messages import (
+    Finished,
+    FinishReason,
+    GenerateRequest,
+    Prefilled,
+    PromptLogprobs,
+    StepOutput,
+    TokenLogprobs,
+)
 from cluster.scheduling.adjustments import add_adjustments
 from cluster.scheduling.guide import Guide
 from cluster.scheduling.guided_rows import GuidedRows
 from cluster.scheduling.limits import SchedulerLimits, SchedulerStats
-from cluster.scheduling.prefill import PrefillPlan, PrefillQueue
+from cluster.scheduling.prefill import PrefillPlan, PrefillQueue, PromptScore
 from cluster.scheduling.request import Request, reason_never_fits, refused
 from cluster.scheduling.row_pages import RowPages
 from cluster.scheduling.row_table import RowTable
@@ -53,6 +61,7 @@ class _Launched:
     """[num_sampled] the token uses up the request's length."""
     prefilled: list[int]
     """Rows among `sampled` whose prefill ends here."""
+    scores: list[PromptScore]
 
 
 class Scheduler:
@@ -185,6 +194,7 @@ class Scheduler:
         table.num_known[rows] = positions + 1
         prefilled = self._take_prefilled(launched.prefilled)
         logprobs = self._take_logprobs(launched.sampled, live, result) if len(result.logprob_rows) else []
+        prompt_logprobs = self._take_prompt_logprobs(launched.scores, result) if launched.scores else []
         ids = table.ids[rows].tobytes()
         stopped = self._find_stopped(rows, tokens)
         if table.num_guided:
@@ -203,7 +213,12 @@ class Scheduler:
                 self._num_draining -= 1
                 self._release(row)
         return StepOutput(
-            ids=ids, tokens=tokens.tobytes(), logprobs=logprobs, prefilled=prefilled, finished=self._take_pending()
+            ids=ids,
+            tokens=tokens.tobytes(),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            prefilled=prefilled,
+            finished=self._take_pending(),
         )
 
     # State
@@ -300,7 +315,7 @@ class Scheduler:
         table.in_flight[frame.rows] += 1
         is_last = positions + 1 >= table.max_total[sampled]
         table.ready[sampled[is_last]] = False
-        self._in_flight.append(_Launched(self._step, frame.rows, sampled, positions, is_last, ending))
+        self._in_flight.append(_Launched(self._step, frame.rows, sampled, positions, is_last, ending, plan.scores))
         return frame
 
     def _preempt_one(self) -> None:
@@ -330,10 +345,11 @@ class Scheduler:
         if not self._in_flight:
             raise EngineError(f"result of step {result.step}, but no step is in flight")
         launched = self._in_flight[0]
-        got = (result.generation, result.step, len(result.tokens))
-        expected = (self._generation, launched.step, len(launched.sampled))
+        num_targets = sum(score.num for score in launched.scores)
+        got = (result.generation, result.step, len(result.tokens), len(result.target_logprobs))
+        expected = (self._generation, launched.step, len(launched.sampled), num_targets)
         if got != expected:
-            raise EngineError(f"result has (generation, step, tokens) {got}, expected {expected}")
+            raise EngineError(f"result has (generation, step, tokens, targets) {got}, expected {expected}")
         return self._in_flight.popleft()
 
     def _find_stopped(self, rows: Int32Array, tokens: Int32Array) -> npt.NDArray[np.bool_]:
@@ -379,6 +395,28 @@ class Scheduler:
                 likeliest, their_logprobs = [*top_ids[:k], *ids], [*top_logprobs[:k], *asked[: len(ids)]]
                 logprobs.append(TokenLogprobs(request.id, logprob, likeliest, their_logprobs))
         return logprobs
+
+    def _take_prompt_logprobs(self, scores: list[PromptScore], result: StepResult) -> list[PromptLogprobs]:
+        table = self._rows
+        taken: list[PromptLogprobs] = []
+        offset = 0
+        for row, first, num, k in scores:
+            run = slice(offset, offset + num)
+            offset += num
+            if table.live[row]:
+                request = table.request(row)
+                request.next_target = first + num
+                taken.append(
+                    PromptLogprobs(
+                        request.id,
+                        first,
+                        result.target_logprobs[run].tobytes(),
+                        # As wide as the widest request of the step.
+                        result.target_top_ids[run, :k].tobytes(),
+                        result.target_top_logprobs[run, :k].tobytes(),
+                    )
+                )
+        return taken
 
     def _take_guide_news(self) -> None:
         news = self._guided.poll()

@@ -1,0 +1,170 @@
+"""Log probabilities of prompts, from the scheduler down to the ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from configs.errors import EngineError
+from tests.fake_engine import LIMITS, Engine, prompt_of
+from worker.frame_check import FrameLimits, check_frame
+from worker.protocol import MAX_TARGETS, SCORE_DTYPE, RowFlag, StepFrame, StepResult
+
+# The scheduler: `Engine` checks every score against the prompt it belongs to, and that each comes once, in order and
+# with the first token at the latest.
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+@pytest.mark.parametrize("k", [0, 3])
+def test_every_prompt_token_but_the_first_is_scored_across_chunks(k: int, steps_in_flight: int) -> None:
+    engine = Engine(replace(LIMITS, steps_in_flight=steps_in_flight))
+    ids = [engine.add(prompt_of(length), max_tokens=3, prompt_logprobs=k) for length in (1, 2, 8, 9, 37)]
+    engine.run()
+    assert [len(engine.answers[i].scores) for i in ids] == [0, 1, 7, 8, 36]
+
+
+def test_a_scored_prompt_reads_no_cache_but_others_read_what_it_computed() -> None:
+    engine = Engine(LIMITS)
+    prompt = prompt_of(24)
+    cached: list[int | None] = []
+    for prompt_logprobs in (-1, 1, 1, -1):
+        request_id = engine.add(prompt, max_tokens=2, prompt_logprobs=prompt_logprobs)
+        engine.run()
+        cached.append(engine.answers[request_id].cached)
+    assert cached == [0, 0, 0, 20]
+    # Beside one another too.
+    ids = [engine.add(prompt, max_tokens=2, prompt_logprobs=k) for k in (2, -1, 0)]
+    engine.run()
+    assert [engine.answers[i].cached for i in ids] == [0, 20, 0]
+    engine = Engine(LIMITS)
+    engine.add(prompt, max_tokens=2, prompt_logprobs=0)
+    engine.run()
+    later = engine.add(prompt, max_tokens=2)
+    engine.run()
+    assert engine.answers[later].cached == 20
+
+
+def test_a_step_scores_no_more_than_it_may_and_the_other_requests_go_on() -> None:
+    limits = replace(LIMITS, max_num_targets=5, max_num_batched_tokens=16, prefill_chunk_size=16, steps_in_flight=1)
+    engine = Engine(limits)
+    scored = [engine.add(prompt_of(21, seed), max_tokens=2, prompt_logprobs=1) for seed in range(2)]
+    plain = engine.add(prompt_of(9, 7), max_tokens=2)
+    engine.step()
+    assert engine.answers[plain].tokens, "it waits for prompts that are scored"
+    assert 4 <= len(engine.answers[scored[0]].scores) <= 5
+    engine.run()
+
+
+def test_the_last_part_of_a_prompt_takes_what_its_scores_leave_of_the_budget() -> None:
+    # The last prompt token has no target: 6 tokens are 5 targets.
+    engine = Engine(replace(LIMITS, max_num_targets=5))
+    engine.add(prompt_of(6), max_tokens=1, prompt_logprobs=0)
+    engine.run()
+    assert engine.scheduler.last_step == 1
+
+
+def test_a_preempted_request_is_scored_on_from_where_it_was() -> None:
+    engine = Engine(replace(LIMITS, num_pages=17, max_num_targets=3, max_num_batched_tokens=64))
+    first = engine.add(prompt_of(8), max_tokens=50)
+    scored = engine.add(prompt_of(28, 1), max_tokens=20, prompt_logprobs=1)
+    while not engine.scheduler.stats().total_preemptions:
+        engine.step()
+    engine.run()
+    assert len(engine.answers[scored].scores) == 27
+    assert engine.answers[first].finished
+
+
+def test_a_prompt_preempted_in_its_middle_is_scored_once() -> None:
+    engine = Engine(replace(LIMITS, num_pages=20, max_num_targets=2, max_num_batched_tokens=64))
+    for seed in range(3):
+        engine.add(prompt_of(4, 2 + seed), max_tokens=24)
+    engine.step()
+    scored = engine.add(prompt_of(40, 1), max_tokens=4, prompt_logprobs=1)
+    while not engine.scheduler.stats().total_preemptions:
+        engine.step()
+    assert 2 < len(engine.answers[scored].scores) < 37
+    engine.run()
+    finished = engine.answers[scored].finished
+    assert finished is not None
+    assert finished.num_preemptions > 0
+    assert len(engine.answers[scored].scores) == 39
+
+
+def test_a_scored_request_that_was_aborted_sends_no_more() -> None:
+    engine = Engine(replace(LIMITS, max_num_targets=4))
+    scored = engine.add(prompt_of(30), max_tokens=4, prompt_logprobs=0)
+    engine.launch()
+    engine.launch()
+    engine.retire()
+    engine.abort(scored)
+    engine.run()
+    assert len(engine.answers[scored].scores) == 4
+
+
+# The messages
+
+
+def _frame(scores: list[tuple[int, int, int, int]], targets: list[int], **changes: Any) -> StepFrame:
+    """Rows 3, 1 and 2 with tokens at positions 4 to 7, 0 to 2 and 9 each; the last one decodes."""
+    fields: dict[str, Any] = {
+        "rows": [3, 1, 2],
+        "starts": [4, 0, 9],
+        "lens": [4, 3, 1],
+        "flags": [RowFlag.HAS_TOKENS, RowFlag.HAS_TOKENS, RowFlag.SAMPLE],
+        "token_ids": [0] * 7,
+        "targets": targets,
+        **changes,
+    }
+    arrays = {name: np.array(values, np.int32) for name, values in fields.items()}
+    return StepFrame(1, 1, scores=np.array(scores, SCORE_DTYPE), **arrays)
+
+
+def test_scores_travel_in_frames_and_results() -> None:
+    frame = StepFrame.decode(_frame([(3, 5, 2, 4), (1, 0, 3, 0)], [7, 8, 9, 10, 11]).encode())
+    assert frame.scores.tolist() == [(3, 5, 2, 4), (1, 0, 3, 0)]
+    assert frame.targets.tolist() == [7, 8, 9, 10, 11]
+    check_frame(frame, FrameLimits(num_rows=4, vocab_size=12, max_model_len=64))
+    for num_tokens, k in ((0, 2), (3, 0)):
+        ids, logprobs = np.arange(5 * k, dtype=np.int32).reshape(5, k), np.ones((5, k), np.float32)
+        tokens, own = np.arange(num_tokens, dtype=np.int32), -np.arange(5, dtype=np.float32)
+        sent = StepResult(1, 1, tokens, target_logprobs=own, target_top_ids=ids, target_top_logprobs=logprobs)
+        result = StepResult.decode(sent.encode())
+        assert len(sent.encode()) <= StepResult.max_bytes(3, k)
+        assert result.tokens.tolist() == tokens.tolist()
+        assert result.target_logprobs.tolist() == own.tolist()
+        assert result.target_top_ids.tolist() == ids.tolist()
+        assert result.target_top_logprobs.shape == (5, k)
+
+
+@pytest.mark.parametrize(
+    ("scores", "targets", "wrong"),
+    [
+        ([(3, 4, 2, 0)], [1], "1 targets for scores of"),
+        ([], [1], "1 targets for scores of"),
+        ([(3, 4, 0, 0)], [], "0 targets for scores of"),
+        ([(3, 4, MAX_TARGETS + 1, 0)], [1] * (MAX_TARGETS + 1), f"at most {MAX_TARGETS}"),
+        ([(3, 4, 1, 0)], [12], "outside a vocabulary"),
+        ([(3, 4, 1, -1)], [1], "outside a vocabulary"),
+        ([(2, 9, 1, 0)], [1], "row without tokens"),
+        ([(1, 0, 1, 0), (3, 4, 1, 0)], [1, 1], "out of order"),
+        ([(3, 4, 1, 0), (3, 5, 1, 0)], [1, 1], "out of order"),
+        ([(3, 3, 2, 0)], [1, 1], "no inputs"),
+        ([(3, 6, 3, 0)], [1, 1, 1], "no inputs"),
+    ],
+)
+def test_scores_that_do_not_fit_a_frame_are_refused(
+    scores: list[tuple[int, int, int, int]], targets: list[int], wrong: str
+) -> None:
+    with pytest.raises(EngineError, match=wrong):
+        check_frame(_frame(scores, targets), FrameLimits(num_rows=4, vocab_size=12, max_model_len=64))
+
+
+def test_a_result_without_the_scores_it_owes_is_an_error() -> None:
+    engine = Engine(LIMITS)
+    engine.add(prompt_of(6), prompt_logprobs=0)
+    assert engine.launch() is not None
+    with pytest.raises(EngineError, match="targets"):
+        engine.scheduler.retire(StepResult(1, 1, np.zeros(1, np.int32)))
