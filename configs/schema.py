@@ -102,6 +102,9 @@ class ServerConfig(_Section):
     """Largest `top_logprobs`."""
     max_stop: int = Field(4, ge=0, le=32)
     """Most stop strings of one request."""
+    strict_fields: bool = False
+    """Refuse requests with fields nobody knows, with the nearest name. Else they are ignored and the header
+    `x-ignored-fields` names them."""
     request_timeout_s: float = Field(3600.0, gt=0)
     """Deadline of one request; past it 504."""
     shutdown_timeout_s: float = Field(20.0, ge=0)

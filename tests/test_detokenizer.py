@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, normalizers
 
-from cluster.openai.detokenizer import Detokenizer, StopMatcher, StreamDetokenizer
+from cluster.openai.detokenizer import Detokenizer, StreamDetokenizer
+from cluster.openai.stops import StopMatcher
 from cluster.openai.tokenizer import Tokenizer
 
 

@@ -189,6 +189,7 @@ class Client:
             "type": "http",
             "method": "POST",
             "path": "/v1/chat/completions",
+            "query_string": b"",
             "headers": [(b"x-request-id", b"the-one")],
             "root_path": "",
         }

@@ -34,6 +34,7 @@ def test_a_chat_answer_has_text_usage_and_reason(run: Run) -> None:
             "completion_tokens": num_tokens,
             "total_tokens": 31 + num_tokens,
             "prompt_tokens_details": {"cached_tokens": 16},
+            "completion_tokens_details": {"reasoning_tokens": 0},
         }
         assert stack.engine.num_open == 0
 

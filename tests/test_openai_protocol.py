@@ -11,7 +11,7 @@ import pytest
 from cluster.http.errors import error_body
 from cluster.openai import checks, protocol
 from cluster.openai.chat import parse_messages
-from cluster.openai.protocol import ChatRequest, CompletionRequest, parse_request
+from cluster.openai.protocol import ChatRequest, CompletionRequest, parse_request, unknown_fields
 from configs.errors import ContextLengthError, OverloadedError, RequestError
 from configs.schema import ServerConfig
 
@@ -92,6 +92,31 @@ def test_the_newer_name_of_max_tokens_wins() -> None:
         ("logprobs", 1),
         ("top_logprobs", 21),
         ("model", 1),
+        ("frequency_penalty", 2.1),
+        ("frequency_penalty", False),
+        ("presence_penalty", -2.1),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", 10**400),
+        ("temperature", 10**400),
+        ("min_tokens", -1),
+        ("allowed_token_ids", 5),
+        ("logprob_token_ids", [0] * 129),
+        ("prompt_logprobs", 21),
+        ("truncate_prompt_tokens", -2),
+        ("priority", 2**53),
+        ("cache_salt", ""),
+        ("cache_salt", "a@b"),
+        ("cache_salt", "a/b"),
+        ("cache_salt", "a\\b"),
+        ("cache_salt", "a\0b"),
+        ("cache_salt", "x" * 129),
+        ("request_id", "a b"),
+        ("request_id", "x" * 129),
+        ("request_id", ""),
+        ("documents", "x"),
+        ("chat_template_kwargs", []),
+        ("reasoning_effort", "enormous"),
+        ("skip_special_tokens", 1),
     ],
 )
 def test_a_value_out_of_type_or_range_is_refused_by_name(field: str, value: object) -> None:
@@ -136,21 +161,15 @@ def test_a_missing_field_is_named() -> None:
         ("tools", [{"type": "function"}]),
         ("tool_choice", "required"),
         ("response_format", {"type": "json_object"}),
-        ("logit_bias", {"5": 1}),
-        ("frequency_penalty", 0.1),
-        ("frequency_penalty", False),
-        ("presence_penalty", -1),
-        ("repetition_penalty", 1.1),
         ("best_of", 2),
         ("suffix", "x"),
         ("echo", True),
-        ("min_tokens", 1),
         ("guided_json", {}),
         ("chat_template", "x"),
-        ("chat_template_kwargs", {"tokenize": True}),
         ("prompt_embeds", "x"),
-        ("cache_salt", "x"),
-        ("priority", 1),
+        ("custom_logit_processor", "x"),
+        ("lora_path", "x"),
+        ("guided_regex", "x"),
     ],
 )
 def test_a_known_but_unsupported_field_is_never_ignored(field: str, value: object) -> None:
@@ -163,10 +182,6 @@ def test_unsupported_fields_that_ask_for_nothing_pass() -> None:
         tools=[],
         tool_choice="none",
         response_format={"type": "text"},
-        logit_bias={},
-        frequency_penalty=0.0,
-        presence_penalty=0,
-        repetition_penalty=1,
         best_of=2,
         n=2,
         echo=False,
@@ -178,9 +193,41 @@ def test_openai_housekeeping_and_unknown_fields_are_ignored() -> None:
     assert chat(user="u", metadata={"a": "b"}, store=True, service_tier="auto", some_new_thing=1) == chat()
 
 
+def test_only_unknown_fields_are_listed_as_ignored() -> None:
+    raw = {"model": "m", "user": "u", "tools": [], "wat": 1, "stream_options": {"include_usage": True, "hm": 1}}
+    assert unknown_fields(ChatRequest, raw) == ["wat", "stream_options.hm"]
+
+
+@pytest.mark.parametrize(
+    ("field", "near"), [("temprature", "temperature"), ("max_token", "max_tokens"), ("zzz", None), ("top-k", "top_k")]
+)
+def test_strict_fields_refuse_what_nobody_knows_with_the_nearest_name(field: str, near: str | None) -> None:
+    body = json.dumps({"model": "m", "prompt": "x", field: 1}).encode()
+    with pytest.raises(RequestError) as caught:
+        parse_request(CompletionRequest, body, ServerConfig(strict_fields=True))
+    assert (caught.value.status, caught.value.code, caught.value.param) == (400, "unknown_parameter", field)
+    assert (f"Did you mean {near}?" in str(caught.value)) is (near is not None)
+
+
+def test_fields_that_need_or_exclude_one_another_are_told_so() -> None:
+    assert refused(continue_final_message=True, add_generation_prompt=True).param == "continue_final_message"
+    assert refused(logprob_token_ids=[1]).param == "logprob_token_ids"
+    assert refused(prompt_logprobs=1, stream=True).param == "prompt_logprobs"
+    for fields, param in (
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"echo": True, "logprobs": 1, "stream": True, "n": 2}, "n"),
+        ({"logprob_token_ids": [1]}, "logprob_token_ids"),
+    ):
+        with pytest.raises(RequestError) as caught:
+            completion(**fields)
+        assert caught.value.param == param
+    assert completion(max_tokens=0, echo=True).asked_max_tokens == 0
+
+
 def test_stream_options_need_a_stream() -> None:
     assert refused(stream_options={"include_usage": True}).param == "stream_options"
-    assert refused(stream=True, stream_options={"continuous_usage_stats": True}).code == "unsupported_parameter"
+    assert chat(stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}).continuous_usage
+    assert not chat(stream=True, stream_options={"continuous_usage_stats": True}).continuous_usage
 
 
 def test_top_logprobs_need_logprobs() -> None:
@@ -245,6 +292,22 @@ def test_text_parts_are_joined_and_developer_is_system() -> None:
     assert parse_messages([{"role": "developer", "content": parts}]) == [{"role": "system", "content": "a\nb"}]
 
 
+def test_calls_have_their_arguments_as_objects_and_results_their_ids() -> None:
+    calls = [
+        {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": [1]}'}},
+        {"id": "c2", "type": "function", "function": {"name": "g", "arguments": ""}},
+    ]
+    parsed = parse_messages(
+        [
+            {"role": "assistant", "content": None, "tool_calls": calls, "reasoning_content": "hm"},
+            {"role": "tool", "tool_call_id": "c1", "content": "7"},
+        ]
+    )
+    assert [call["function"]["arguments"] for call in parsed[0]["tool_calls"]] == [{"x": [1]}, {}]
+    assert (parsed[0]["content"], parsed[0]["reasoning"]) == ("", "hm")
+    assert parsed[1] == {"role": "tool", "content": "7", "tool_call_id": "c1"}
+
+
 @pytest.mark.parametrize(
     ("messages", "param", "code"),
     [
@@ -255,7 +318,8 @@ def test_text_parts_are_joined_and_developer_is_system() -> None:
         ([{"role": "user", "content": 5}], "messages[0].content", "invalid_type"),
         ([{"role": "wizard", "content": "x"}], "messages[0].role", "invalid_value"),
         ([{"role": ["user"], "content": "x"}], "messages[0].role", "invalid_value"),
-        ([{"role": "tool", "content": "x"}], "messages[0].role", "unsupported_parameter"),
+        ([{"role": "function", "content": "x"}], "messages[0].role", "unsupported_parameter"),
+        ([{"role": "tool", "content": "x", "tool_call_id": 1}], "messages[0].tool_call_id", "invalid_type"),
         ([{"role": "user", "content": ["x"]}], "messages[0].content[0]", "invalid_type"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}],
@@ -268,10 +332,17 @@ def test_text_parts_are_joined_and_developer_is_system() -> None:
             "unsupported_parameter",
         ),
         ([{"role": "user", "content": [{"type": "text", "text": 1}]}], "messages[0].content[0].text", "invalid_type"),
+        ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls[0]", "invalid_type"),
+        ([{"role": "user", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls", "invalid_value"),
         (
-            [{"role": "assistant", "content": "x", "tool_calls": [{}]}],
-            "messages[0].tool_calls",
-            "unsupported_parameter",
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+            "messages[0].tool_calls[0].function.arguments",
+            "invalid_value",
+        ),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}],
+            "messages[0].tool_calls[0].function.name",
+            "missing_required_parameter",
         ),
     ],
 )

@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from cluster.openai import tokenizer as module
-from cluster.openai.chat import parse_messages, render_prompt
+from cluster.openai.chat import ChatPrompt, parse_messages, render_prompt
 from cluster.openai.tokenizer import Tokenizer
 from configs.errors import CheckpointError, ConfigError, RequestError
+
+PROMPT = ChatPrompt(messages=[{"role": "user", "content": "x"}])
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +121,7 @@ def test_a_folder_that_cannot_be_written_sends_the_conversion_to_the_cache(
 def test_loading_saved_files_imports_no_torch(converted: Path) -> None:
     script = (
         "import sys; from cluster.openai.tokenizer import Tokenizer\n"
-        "t = Tokenizer.load(sys.argv[1]); t.render_chat([{'role': 'user', 'content': 'x'}])\n"
+        "t = Tokenizer.load(sys.argv[1]); t.template.render([{'role': 'user', 'content': 'x'}])\n"
         "sys.exit(int('torch' in sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", script, str(converted)], cwd=Path.cwd(), check=False, timeout=120)
@@ -143,13 +145,13 @@ def test_the_servers_chat_template_takes_the_place_of_the_models(converted: Path
     template = tmp_path / "mine.jinja"
     template.write_text("{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}")
     tokenizer = Tokenizer.load(converted, chat_template=str(template))
-    assert render_prompt(tokenizer, [{"role": "user", "content": "x"}]) == "[user:x]"
+    assert render_prompt(tokenizer, PROMPT) == "[user:x]"
     with pytest.raises(ConfigError, match=r"server\.chat_template"):
         Tokenizer.load(converted, chat_template=str(tmp_path / "absent.jinja"))
 
 
 def test_a_chat_is_rendered_as_the_template_says(smollm2: Tokenizer) -> None:
-    text = render_prompt(smollm2, parse_messages([{"role": "user", "content": "hi"}]))
+    text = render_prompt(smollm2, ChatPrompt(messages=parse_messages([{"role": "user", "content": "hi"}])))
     assert text.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
     ids = smollm2.encode(text, add_special_tokens=False)
     assert ids[0] == smollm2.bos_token_id
@@ -167,14 +169,14 @@ def test_a_template_that_refuses_or_breaks_is_the_callers_error(converted: Path,
         template.write_text(source)
         tokenizer = Tokenizer.load(converted, chat_template=str(template))
         with pytest.raises(RequestError, match=match):
-            render_prompt(tokenizer, [{"role": "user", "content": "x"}])
+            render_prompt(tokenizer, PROMPT)
 
 
 def test_a_model_without_chat_template_says_so(converted: Path, tmp_path: Path) -> None:
     bare = Path(shutil.copytree(converted, tmp_path / "bare"))
     os.remove(bare / "chat_template.jinja")
     with pytest.raises(RequestError, match="no chat template") as caught:
-        render_prompt(Tokenizer.load(bare), [{"role": "user", "content": "x"}])
+        render_prompt(Tokenizer.load(bare), PROMPT)
     assert caught.value.code == "no_chat_template"
 
 

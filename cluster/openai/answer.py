@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 
 import msgspec
@@ -12,9 +12,10 @@ from cluster.openai.job import Run
 from cluster.openai.writer import AnswerWriter, encode
 
 
-def answer(run: Run, writer: AnswerWriter, *, streamed: bool) -> Answer:
-    """`run` as `writer` writes it."""
-    return Answer(_stream(run, writer) if streamed else _whole(run, writer), streamed)
+def answer(run: Run, writer: AnswerWriter, *, streamed: bool, headers: Mapping[str, str] | None = None) -> Answer:
+    """`run` as `writer` writes it, with its Server-Timing beside `headers`."""
+    shown = dict(headers or {})
+    return Answer(_stream(run, writer, shown) if streamed else _whole(run, writer, shown), streamed, shown)
 
 
 def json_answer(message: msgspec.Struct) -> Answer:
@@ -27,21 +28,23 @@ async def once(body: bytes) -> AsyncGenerator[bytes, None]:
     yield body
 
 
-async def _stream(run: Run, writer: AnswerWriter) -> AsyncGenerator[bytes, None]:
+async def _stream(run: Run, writer: AnswerWriter, headers: dict[str, str]) -> AsyncGenerator[bytes, None]:
     begun = False
     async with aclosing(run.deltas()) as steps:
         async for deltas in steps:
             chunk = writer.chunks(deltas)
             if not begun:
                 begun = True
+                headers["server-timing"] = run.server_timing()
                 chunk = writer.begin(run.job.num_outputs) + chunk
             if chunk:
                 yield chunk
     yield writer.end(run.usage())
 
 
-async def _whole(run: Run, writer: AnswerWriter) -> AsyncGenerator[bytes, None]:
+async def _whole(run: Run, writer: AnswerWriter, headers: dict[str, str]) -> AsyncGenerator[bytes, None]:
     async with aclosing(run.deltas()) as steps:
         async for deltas in steps:
             writer.collect(deltas)
+    headers["server-timing"] = run.server_timing()
     yield writer.whole(run.job.num_outputs, run.usage())

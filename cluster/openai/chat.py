@@ -1,21 +1,122 @@
-"""Chat messages to prompt text: checks each message, flattens text parts and renders the model's chat template."""
+"""Chat messages to prompt text: checks each message, makes of it what templates read, and renders the template."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from jinja2.exceptions import TemplateError
 
+from cluster.openai.protocol import ChatRequest
 from cluster.openai.tokenizer import Tokenizer
 from configs.errors import RequestError
 
-_ROLES = frozenset({"system", "developer", "user", "assistant"})
-_TEXT_PARTS = frozenset({"text", "input_text"})
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+_TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+_OWN_VARIABLES = frozenset({"chat_template", "tokenize", "messages", "tools", "documents", "add_generation_prompt"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatPrompt:
+    """What a chat template is given."""
+
+    messages: list[dict[str, Any]]
+    """From `parse_messages`."""
+    tools: list[dict[str, Any]] | None = None
+    documents: list[dict[str, Any]] | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    continue_final_message: bool = False
+    add_generation_prompt: bool = True
+    add_special_tokens: bool = False
+    """Templates write them; adding them again would double the first one."""
+
+
+def chat_prompt(request: ChatRequest, tokenizer: Tokenizer) -> ChatPrompt:
+    """What the model's template makes a prompt of.
+
+    Raises:
+        RequestError: with the path of the field at fault.
+    """
+    messages = parse_messages(request.messages)
+    template = tokenizer.template
+    if template is not None and request.documents and not template.reads("documents"):
+        raise RequestError(
+            "This model's chat template reads no documents.", code="unsupported_parameter", param="documents"
+        )
+    variables = {}
+    for name, value in (request.chat_template_kwargs or {}).items():
+        if name in _OWN_VARIABLES:
+            param = f"chat_template_kwargs.{name}"
+            raise RequestError(f"{param} is not allowed.", code="unsupported_parameter", param=param)
+        if template is not None and template.takes(name):
+            variables[name] = value
+    if request.reasoning_effort is not None and template is not None and template.takes("reasoning_effort"):
+        variables.setdefault("reasoning_effort", request.reasoning_effort)
+    continued = bool(request.continue_final_message)
+    if continued and not messages[-1]["content"]:
+        raise RequestError("The final message has no content to continue.", param="continue_final_message")
+    return ChatPrompt(
+        messages=messages,
+        documents=request.documents or None,
+        variables=variables,
+        continue_final_message=continued,
+        add_generation_prompt=request.add_generation_prompt is not False,
+        add_special_tokens=bool(request.add_special_tokens),
+    )
+
+
+def unread_fields(request: ChatRequest, tokenizer: Tokenizer) -> list[str]:
+    """Fields of `request` that are for the template and that it does not read."""
+    template = tokenizer.template
+    unread = [
+        f"chat_template_kwargs.{name}"
+        for name in request.chat_template_kwargs or {}
+        if template is None or not template.takes(name)
+    ]
+    if request.reasoning_effort is not None and (template is None or not template.takes("reasoning_effort")):
+        unread.append("reasoning_effort")
+    return unread
+
+
+def render_prompt(tokenizer: Tokenizer, prompt: ChatPrompt) -> str:
+    """The text of a chat that the model continues. Blocks for as long as the template takes.
+
+    Raises:
+        RequestError: the model has no chat template, or its template refuses these messages.
+    """
+    if tokenizer.template is None:
+        raise RequestError(
+            "This model has no chat template; use /v1/completions, or have the server set server.chat_template.",
+            code="no_chat_template",
+            param="messages",
+        )
+    try:
+        return tokenizer.template.render(
+            prompt.messages,
+            tools=prompt.tools,
+            documents=prompt.documents,
+            variables=prompt.variables,
+            continue_final_message=prompt.continue_final_message,
+            add_generation_prompt=prompt.add_generation_prompt,
+        )
+    except (
+        TemplateError,
+        TypeError,
+        ValueError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+    ) as error:
+        # raise_exception() in a template speaks to the caller; anything else is a message it did not foresee.
+        reason = str(error) if isinstance(error, TemplateError) else type(error).__name__
+        raise RequestError(f"The chat template refuses these messages: {reason}", param="messages") from error
 
 
 def parse_messages(messages: object) -> list[dict[str, Any]]:
-    """Messages with text as their content, ready for a template.
+    """Messages as templates read them: contents are text, and the arguments of calls are objects.
 
     Raises:
         RequestError: with the path of the field at fault, e.g. `messages[0].content`.
@@ -27,48 +128,80 @@ def parse_messages(messages: object) -> list[dict[str, Any]]:
     return [_parse_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
-def render_prompt(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]]) -> str:
-    """The text of a chat that the model continues. Blocks for as long as the template takes.
-
-    Raises:
-        RequestError: the model has no chat template, or its template refuses these messages.
-    """
-    if tokenizer.chat_template is None:
-        raise RequestError(
-            "This model has no chat template; use /v1/completions, or have the server set server.chat_template.",
-            code="no_chat_template",
-            param="messages",
-        )
-    try:
-        return tokenizer.render_chat(list(messages))
-    except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-        # raise_exception() in a template speaks to the caller; anything else is a message it did not foresee.
-        reason = str(error) if isinstance(error, TemplateError) else type(error).__name__
-        raise RequestError(f"The chat template refuses these messages: {reason}", param="messages") from error
-
-
 def _parse_message(message: object, path: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise RequestError(f"{path} must be an object.", code="invalid_type", param=path)
     role = message.get("role")
-    if role in ("tool", "function"):
-        raise RequestError(f"{path}.role={role} is not supported.", code="unsupported_parameter", param=f"{path}.role")
+    if role == "function":
+        raise RequestError(
+            f"{path}.role=function is not supported.", code="unsupported_parameter", param=f"{path}.role"
+        )
     if not isinstance(role, str) or role not in _ROLES:
         raise RequestError(f"{path}.role must be one of {', '.join(sorted(_ROLES))}.", param=f"{path}.role")
-    for key in ("tool_calls", "function_call", "audio"):
+    for key in ("function_call", "audio"):
         if message.get(key):
             raise RequestError(f"{path}.{key} is not supported.", code="unsupported_parameter", param=f"{path}.{key}")
+    calls = _parse_calls(message.get("tool_calls"), role, f"{path}.tool_calls")
+    content = message.get("content")
+    # An answer of calls has no text; to a template it is empty, or it would write "None".
+    text = "" if content is None and role in ("assistant", "tool") else _flatten(content, f"{path}.content")
     # Templates know `system`; `developer` is the newer name of the same role.
-    parsed = {
-        "role": "system" if role == "developer" else role,
-        "content": _flatten(message.get("content"), f"{path}.content"),
-    }
-    name = message.get("name")
-    if name is not None:
-        if not isinstance(name, str):
-            raise RequestError(f"{path}.name must be a string.", code="invalid_type", param=f"{path}.name")
-        parsed["name"] = name
+    parsed: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": text}
+    for key in ("name", "tool_call_id"):
+        if (value := _optional_text(message, key, path)) is not None:
+            parsed[key] = value
+    if calls:
+        parsed["tool_calls"] = calls
+    # Two names of one thing: templates read one or the other.
+    thought = _optional_text(message, "reasoning_content", path) or _optional_text(message, "reasoning", path)
+    if thought:
+        parsed |= {"reasoning_content": thought, "reasoning": thought}
     return parsed
+
+
+def _parse_calls(calls: object, role: str, path: str) -> list[dict[str, Any]]:
+    """Tool calls with their arguments as objects."""
+    if not calls:
+        return []
+    if role != "assistant":
+        raise RequestError(f"{path}: only an assistant calls tools.", param=path)
+    if not isinstance(calls, list):
+        raise RequestError(f"{path} must be a list of calls.", code="invalid_type", param=path)
+    return [_parse_call(call, f"{path}[{i}]") for i, call in enumerate(calls)]
+
+
+def _parse_call(call: object, path: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict):
+        raise RequestError(f"{path} must be an object with a function.", code="invalid_type", param=path)
+    if call.get("type", "function") != "function":
+        raise RequestError(f"{path}.type must be function.", param=f"{path}.type")
+    name = _optional_text(function, "name", f"{path}.function")
+    if not name:
+        param = f"{path}.function.name"
+        raise RequestError(f"{param} is required.", code="missing_required_parameter", param=param)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = msgspec.json.decode(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError):
+            arguments = "not JSON"
+    elif arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        param = f"{path}.function.arguments"
+        raise RequestError(f"{param} must be a JSON object, or one written as a string.", param=param)
+    parsed: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    if (call_id := _optional_text(call, "id", path)) is not None:
+        parsed["id"] = call_id
+    return parsed
+
+
+def _optional_text(holder: Mapping[str, Any], key: str, path: str) -> str | None:
+    value = holder.get(key)
+    if value is not None and not isinstance(value, str):
+        raise RequestError(f"{path}.{key} must be a string.", code="invalid_type", param=f"{path}.{key}")
+    return value
 
 
 def _flatten(content: object, path: str) -> str:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from cluster.openai.stop_regex import StopRegex
 from configs.errors import RequestError
 from configs.schema import ServerConfig
 
 MAX_SEQUENCES = 1024
 """Most prompts times `n` of one request."""
 _MAX_STOP_CHARS = 1024
+_MAX_LOGIT_BIASES = 1024
+_MAX_LOGIT_BIAS = 100.0
+_MAX_WORDS = 128
 
 
 def stop_strings(stop: object, server: ServerConfig) -> list[str]:
@@ -16,20 +20,58 @@ def stop_strings(stop: object, server: ServerConfig) -> list[str]:
     Raises:
         RequestError: wrong type, too many, empty or too long.
     """
-    if stop is None:
-        return []
-    stops = [stop] if isinstance(stop, str) else stop
-    if not isinstance(stops, list):
-        raise RequestError("stop must be a string or a list of strings.", code="invalid_type", param="stop")
-    if len(stops) > server.max_stop:
-        raise RequestError(f"stop has {len(stops)} strings; at most {server.max_stop} are allowed.", param="stop")
-    for i, text in enumerate(stops):
-        param = "stop" if isinstance(stop, str) else f"stop[{i}]"
-        if not isinstance(text, str):
-            raise RequestError(f"{param} must be a string.", code="invalid_type", param=param)
+    stops = _texts(stop, "stop", server.max_stop)
+    for param, text in stops.items():
         if not 0 < len(text) <= _MAX_STOP_CHARS:
             raise RequestError(f"{param} must have 1 to {_MAX_STOP_CHARS} characters.", param=param)
-    return stops
+    return list(stops.values())
+
+
+def stop_patterns(stop_regex: object, server: ServerConfig) -> list[StopRegex]:
+    """The stop patterns of a request.
+
+    Raises:
+        RequestError: wrong type, too many, or a pattern that cannot be matched as text comes.
+    """
+    return [StopRegex(text, param) for param, text in _texts(stop_regex, "stop_regex", server.max_stop).items()]
+
+
+def words(value: object, param: str) -> list[str]:
+    """A list of words, none of them empty. Raises RequestError for anything else."""
+    if isinstance(value, str):
+        raise RequestError(f"{param} must be a list of strings.", code="invalid_type", param=param)
+    texts = _texts(value, param, _MAX_WORDS)
+    for path, text in texts.items():
+        if not 0 < len(text) <= _MAX_STOP_CHARS:
+            raise RequestError(f"{path} must have 1 to {_MAX_STOP_CHARS} characters.", param=path)
+    return list(texts.values())
+
+
+def logit_bias(value: object, vocab_size: int) -> dict[int, float]:
+    """Token id to what is added to its logit, from -100 to 100; entries without effect are left out.
+
+    Raises:
+        RequestError: not an object of numbers, too many entries, or an id outside the vocabulary.
+    """
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise RequestError(
+            "logit_bias must be an object of numbers by token id.", code="invalid_type", param="logit_bias"
+        )
+    if len(value) > _MAX_LOGIT_BIASES:
+        raise RequestError(
+            f"logit_bias has {len(value)} entries; at most {_MAX_LOGIT_BIASES} are allowed.", param="logit_bias"
+        )
+    biases = {}
+    for key, bias in value.items():
+        param = f"logit_bias.{key[:40]}"
+        if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < vocab_size):
+            raise RequestError(f"{param}: a key must be a token id from 0 to {vocab_size - 1}.", param=param)
+        if isinstance(bias, bool) or not isinstance(bias, (int, float)):
+            raise RequestError(f"{param} must be a number.", code="invalid_type", param=param)
+        biases[int(key)] = float(max(-_MAX_LOGIT_BIAS, min(_MAX_LOGIT_BIAS, bias)))  # no float is as large as an int
+    return {token: bias for token, bias in biases.items() if bias}
 
 
 def prompts(prompt: object, vocab_size: int) -> list[str | list[int]]:
@@ -80,3 +122,19 @@ def _checked_ids(ids: object, param: str, vocab_size: int) -> list[int]:
             raise RequestError(f"{param}[{i}] must be a token id.", code="invalid_type", param=f"{param}[{i}]")
     check_token_ids(ids, param, vocab_size)
     return ids
+
+
+def _texts(value: object, param: str, most: int) -> dict[str, str]:
+    """A string, a list of at most `most` strings or nothing, as strings by the path of each."""
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return {param: value}
+    if not isinstance(value, list):
+        raise RequestError(f"{param} must be a string or a list of strings.", code="invalid_type", param=param)
+    if len(value) > most:
+        raise RequestError(f"{param} has {len(value)} strings; at most {most} are allowed.", param=param)
+    for i, text in enumerate(value):
+        if not isinstance(text, str):
+            raise RequestError(f"{param}[{i}] must be a string.", code="invalid_type", param=f"{param}[{i}]")
+    return {f"{param}[{i}]": text for i, text in enumerate(value)}

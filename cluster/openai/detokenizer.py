@@ -1,4 +1,4 @@
-"""Tokens to text as they come: incremental decoding and stop strings.
+"""Tokens to text as they come: incremental decoding. What in the text ends it is in `stops`.
 
 Owns the state between two steps of one sequence. The pieces of text it returns, joined, are the text of the whole
 sequence whatever the steps were: a stream and a single answer cannot differ.
@@ -107,60 +107,3 @@ def _safe_tail(tokenizer: RustTokenizer, ids: Sequence[int], skip_special_tokens
     while tail and tokenizer.decode(tail, skip_special_tokens=skip_special_tokens).endswith(_REPLACEMENT):
         tail.pop()
     return tail
-
-
-class StopMatcher:
-    """Finds the first stop string in text that comes in pieces, and holds back only what may still become one.
-
-    Per stop string it keeps how long a prefix of it the text ends with (Knuth-Morris-Pratt), so the result does not
-    depend on how the text was cut, and a character costs the same however long the strings are. The match that ends
-    first wins; of two that end together, the longer.
-    """
-
-    __slots__ = ("_failures", "_held", "_states", "_stops")
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        """`stops`: none of them empty."""
-        self._stops = sorted(stops, key=len, reverse=True)
-        self._failures = [_failure_links(stop) for stop in self._stops]
-        self._states = [0] * len(self._stops)
-        self._held = ""
-
-    def push(self, text: str) -> tuple[str, str | None]:
-        """(text that is certain, the stop string met or None). After a match the rest of the text is dropped."""
-        if not self._stops:
-            return text, None
-        states, stops, failures = self._states, self._stops, self._failures
-        for position, char in enumerate(text):
-            for i, stop in enumerate(stops):
-                state = states[i]
-                while state and stop[state] != char:
-                    state = failures[i][state - 1]
-                if stop[state] == char:
-                    state += 1
-                states[i] = state
-                if state == len(stop):
-                    seen = self._held + text[: position + 1]
-                    self._held = ""
-                    return seen[: len(seen) - state], stop
-        seen = self._held + text
-        num_certain = len(seen) - max(states)
-        self._held = seen[num_certain:]
-        return seen[:num_certain], None
-
-    def flush(self) -> str:
-        """The text held back, for a sequence that ended otherwise."""
-        held, self._held = self._held, ""
-        return held
-
-
-def _failure_links(stop: str) -> list[int]:
-    links = [0] * len(stop)
-    length = 0
-    for i in range(1, len(stop)):
-        while length and stop[i] != stop[length]:
-            length = links[length - 1]
-        if stop[i] == stop[length]:
-            length += 1
-        links[i] = length
-    return links

@@ -9,9 +9,9 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
-from cluster.engine_client import RequestStream, wait_ready
-from cluster.messages import Finished, FinishReason, SamplingParams, TokenLogprobs
-from cluster.openai.detokenizer import StopMatcher
+from cluster.engine_client import PromptScores, RequestStream, wait_ready
+from cluster.messages import Finished, FinishReason, Prefilled, SamplingParams, TokenLogprobs
+from cluster.openai.stops import TextEnd, TextOptions
 from cluster.openai.tokenizer import Tokenizer
 from configs.errors import DeadlineError, EngineError, OverloadedError
 
@@ -32,7 +32,9 @@ class Delta:
     finish_reason: FinishReason | None = None
     """Set on the last delta."""
     stop_reason: int | str | None = None
-    """The stop string or the id of `stop_token_ids` that ended it; None for end of sequence."""
+    """The stop string, stop pattern or id of `stop_token_ids` that ended it; None for end of sequence."""
+    prompt_logprobs: PromptScores | None = None
+    """On the first delta with a token, when asked for."""
 
 
 class Output:
@@ -45,16 +47,18 @@ class Output:
         tokenizer: Tokenizer,
         prompt_ids: Sequence[int],
         sampling: SamplingParams,
-        stops: Sequence[str] = (),
+        options: TextOptions,
     ) -> None:
         self.index = index
         self.stream = stream
         self.num_tokens = 0
-        self.num_cached_tokens = 0
+        self.prefilled: Prefilled | None = None
+        """Cached tokens and times, with the first token."""
         self.finish_reason: FinishReason | None = None
-        self._stop_token_ids = sampling.stop_token_ids
-        self._detokenizer = tokenizer.detokenizer(prompt_ids)
-        self._stops = StopMatcher(stops)
+        self._sampling = sampling
+        self._options = options
+        self._detokenizer = tokenizer.detokenizer(prompt_ids, skip_special_tokens=options.skip_special_tokens)
+        self._end = TextEnd(options)
         self._num_chars = 0
 
     def advance(self) -> Delta:
@@ -62,25 +66,29 @@ class Output:
 
         Raises:
             OverloadedError: a queue limit refused the request.
+            DeadlineError: its deadline passed in the engine.
             EngineError: the engine failed.
         """
         chunk = self.stream.take()
-        self.num_cached_tokens = chunk.num_cached_tokens
+        self.prefilled = chunk.prefilled
         end = chunk.finished
         if end is not None and end.reason is FinishReason.ERROR:
             raise engine_failure(end)
+        if self._options.prompt_only:
+            self.finish_reason = None if end is None else FinishReason.LENGTH
+            return Delta(self.index, "", [], finish_reason=self.finish_reason, prompt_logprobs=chunk.prompt_logprobs)
         silent = len(chunk.token_ids)
-        if end is not None and end.stop_token_id is not None:
+        if end is not None and end.stop_token_id is not None and not self._options.include_stop:
             silent -= 1  # the token that ended the sequence is counted, not shown
         texts = []
         num_taken = len(chunk.token_ids)
         offsets = []
-        delta = Delta(self.index, "", chunk.token_ids, chunk.logprobs or [])
+        delta = Delta(self.index, "", chunk.token_ids, chunk.logprobs or [], prompt_logprobs=chunk.prompt_logprobs)
         for i, token in enumerate(chunk.token_ids):
             offsets.append(self._num_chars)
             text = self._detokenizer.push(token) if i < silent else ""
             self._num_chars += len(text)
-            certain, matched = self._stops.push(text)
+            certain, matched = self._end.push(text, may_end=self.num_tokens + i >= self._sampling.min_tokens)
             texts.append(certain)
             if matched is not None:
                 num_taken = i + 1
@@ -99,14 +107,14 @@ class Output:
 
     def _finish(self, delta: Delta, end: Finished, texts: list[str]) -> None:
         """Flushes what is held; the flushed text can itself complete a stop string that ends in U+FFFD."""
-        certain, matched = self._stops.push(self._detokenizer.flush())
+        certain, matched = self._end.push(self._detokenizer.flush())
         texts.append(certain)
         if matched is not None:
             delta.finish_reason, delta.stop_reason = FinishReason.STOP, matched
             return
-        texts.append(self._stops.flush())
+        texts.append(self._end.flush())
         delta.finish_reason = end.reason
-        if end.stop_token_id in self._stop_token_ids:
+        if end.stop_token_id in self._sampling.stop_token_ids:
             delta.stop_reason = end.stop_token_id
 
 
@@ -143,5 +151,11 @@ def engine_failure(end: Finished) -> EngineError | OverloadedError:
     """The exception for a request that ended with `FinishReason.ERROR`."""
     message = end.error or "the engine failed"
     if end.error_code == "engine_overloaded":
-        return OverloadedError(message)
+        return (
+            OverloadedError(message)
+            if end.retry_after_s is None
+            else OverloadedError(message, retry_after_s=end.retry_after_s)
+        )
+    if end.error_code == "deadline_exceeded":
+        return DeadlineError(message)
     return EngineError(message)

@@ -10,11 +10,12 @@ import time
 from array import array
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cluster.engine_client import EngineClient
 from cluster.messages import FinishReason, SamplingParams
 from cluster.openai.generation import Delta, Output, read_outputs
+from cluster.openai.stops import TextOptions
 from cluster.openai.tokenizer import Tokenizer
 from cluster.openai.wire import PromptTokensDetails, Usage
 
@@ -31,15 +32,24 @@ class Job:
     """Token ids, at least one each."""
     sampling: list[list[SamplingParams]]
     """For each prompt, one for each of its choices."""
-    stops: list[str]
+    text: TextOptions = field(default_factory=TextOptions)
     client: str = ""
     priority: int = 0
     cache_salt: bytes = b""
 
     @property
+    def num_choices(self) -> int:
+        """Sequences for each prompt."""
+        return len(self.sampling[0])
+
+    @property
     def num_outputs(self) -> int:
         """Sequences in all: prompts times choices, in this order."""
-        return sum(len(choices) for choices in self.sampling)
+        return len(self.prompts) * self.num_choices
+
+    def prompt_of(self, index: int) -> list[int]:
+        """The prompt of one output."""
+        return self.prompts[index // self.num_choices]
 
 
 class Run:
@@ -53,6 +63,7 @@ class Run:
         self._timeout_s = timeout_s
         self._outputs: list[Output] = []
         self._aborted = False
+        self._first_token: float | None = None
 
     async def deltas(self) -> AsyncGenerator[list[Delta], None]:
         """What each engine step brought, until every sequence has ended; `Delta.index` counts over all of them.
@@ -67,14 +78,13 @@ class Run:
         if self._aborted:
             self.abort()
         started = time.monotonic()
-        first_token: float | None = None
         try:
             async with aclosing(read_outputs(self._outputs, timeout_s=self._timeout_s)) as steps:
                 async for deltas in steps:
-                    first_token = first_token or time.monotonic()
+                    self._first_token = self._first_token or time.monotonic()
                     yield deltas
         finally:
-            self._log(started, first_token)
+            self._log(started, self._first_token)
 
     def abort(self) -> None:
         """Ends it now, from outside: the sequences that have not ended end with `FinishReason.ABORT`."""
@@ -87,9 +97,21 @@ class Run:
         prompt = sum(len(prompt) for prompt in self.job.prompts)
         completion = sum(output.num_tokens for output in self._outputs)
         # A prompt's later choices find the first one's pages; only what the first one found was free.
-        num_choices = len(self.job.sampling[0])
-        cached = sum(output.num_cached_tokens for output in self._outputs[::num_choices])
+        firsts = self._outputs[:: self.job.num_choices]
+        cached = sum(output.prefilled.num_cached_tokens for output in firsts if output.prefilled is not None)
         return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
+
+    def server_timing(self) -> str:
+        """The value of a Server-Timing header, in milliseconds: the slowest sequence's wait in the queue and its
+        prefill, and once all have ended the time since the first token."""
+        done = [output.prefilled for output in self._outputs if output.prefilled is not None]
+        times = {
+            "queue": max((prefilled.queue_s for prefilled in done), default=0.0),
+            "prefill": max((prefilled.prefill_s for prefilled in done), default=0.0),
+        }
+        if self._first_token is not None and all(output.finish_reason is not None for output in self._outputs):
+            times["decode"] = time.monotonic() - self._first_token
+        return ", ".join(f"{name};dur={1e3 * seconds:.1f}" for name, seconds in times.items())
 
     def _submit(self) -> None:
         assert not self._outputs, "a run is read once"
@@ -97,11 +119,16 @@ class Run:
         try:
             for prompt, sampling in zip(job.prompts, job.sampling, strict=True):
                 streams = self._engine.submit(
-                    _int32(prompt), sampling, priority=job.priority, client=job.client, cache_salt=job.cache_salt
+                    _int32(prompt),
+                    sampling,
+                    priority=job.priority,
+                    client=job.client,
+                    cache_salt=job.cache_salt,
+                    deadline_s=self._timeout_s,
                 )
                 for stream, params in zip(streams, sampling, strict=True):
                     index = len(self._outputs)
-                    self._outputs.append(Output(index, stream, self._tokenizer, prompt, params, job.stops))
+                    self._outputs.append(Output(index, stream, self._tokenizer, prompt, params, job.text))
         except BaseException:
             for output in self._outputs:
                 output.stream.abort()

@@ -1,13 +1,14 @@
 """What comes in: OpenAI requests as pydantic models, validated once per request.
 
-Owns which fields exist, their types and ranges, and which known ones are refused because they are not supported.
-It knows neither tokens nor the engine; what goes out is in `wire`.
+Owns which fields exist, their types and ranges, which known ones are refused because they are not supported, and what
+happens to those nobody knows. It knows neither tokens nor the engine; what goes out is in `wire`.
 """
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import pydantic
@@ -17,8 +18,10 @@ from configs.errors import RequestError
 from configs.schema import ServerConfig
 
 _INT64_MAX = 2**63 - 1
+_MAX_SAFE_INT = 2**53 - 1  # what every JSON reader keeps exact
 _MAX_TOKENS = 2**31 - 1
 _MAX_STOP_TOKEN_IDS = 128
+_MAX_LOGPROB_TOKEN_IDS = 128
 COMPLETION_DEFAULT_MAX_TOKENS = 16
 
 
@@ -28,12 +31,15 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """The usage so far in every chunk."""
 
 
 class SamplingFields(BaseModel):
     """How tokens are chosen and where a text ends: the fields every route that generates shares.
 
-    Null means the default, as in OpenAI's own schema. `sampling.sampling_params` makes engine parameters of them.
+    Null means the default, as in OpenAI's own schema. `sampling.sampling_params` makes engine parameters of them, and
+    `sampling.text_options` what is done with the text; fields of type Any are read there.
     """
 
     # Strict: true is no integer, "1" is no number, 1.5 is no count.
@@ -45,10 +51,29 @@ class SamplingFields(BaseModel):
     """0 and -1 both turn it off."""
     min_p: float | None = Field(None, ge=0.0, le=1.0)
     seed: int | None = Field(None, ge=-_INT64_MAX - 1, le=_INT64_MAX)
+    frequency_penalty: float | None = Field(None, ge=-2.0, le=2.0)
+    presence_penalty: float | None = Field(None, ge=-2.0, le=2.0)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100.0)
+    """Above 1 against repetition. The bounds keep every logit finite in float32."""
+    logit_bias: Any = None
+    """Token id, as a string, to what is added to its logit."""
+    allowed_token_ids: list[int] | None = None
+    bad_words: Any = None
+    logprob_token_ids: list[int] | None = Field(None, max_length=_MAX_LOGPROB_TOKEN_IDS)
+    """With logprobs: these ids' log probabilities beside the likeliest."""
+    min_tokens: int | None = Field(None, ge=0, le=_MAX_TOKENS)
+    """Before the answer has as many, neither end of sequence, stop ids nor stop strings end it."""
     stop: Any = None
-    """A string or a list of strings; read by `checks.stop_strings`, which names the entry at fault."""
+    """A string or a list of strings."""
+    stop_regex: Any = None
+    """A regular expression or a list of them: the text ends with the first match, which stays in it."""
     stop_token_ids: list[int] | None = Field(None, max_length=_MAX_STOP_TOKEN_IDS)
     ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None
+    """SGLang's name of the one above."""
+    skip_special_tokens: bool | None = None
+    """None: true."""
 
 
 class GenerationRequest(SamplingFields):
@@ -59,14 +84,40 @@ class GenerationRequest(SamplingFields):
     n: int | None = Field(None, ge=1)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    prompt_logprobs: int | None = Field(None, ge=0)
+    """Log probabilities of the prompt's tokens, and of as many of the likeliest in their place."""
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=_MAX_TOKENS)
+    """Keep this many of the prompt's last tokens; -1: as many as fit."""
+    add_special_tokens: bool | None = None
+    """Whether the tokenizer adds its own, such as BOS. None: to a completion's prompt yes, to a chat's text no."""
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """Log probabilities name tokens `token_id:<id>`."""
+    priority: int | None = Field(None, ge=-_MAX_SAFE_INT, le=_MAX_SAFE_INT)
+    """Lower goes first."""
+    cache_salt: str | None = Field(None, min_length=1, max_length=128, pattern=r"^[^@/\\\x00]+$")
+    """Prompts share cached pages only under the same salt. None: one of the client's own."""
+    request_id: str | None = Field(None, pattern=r"^[A-Za-z0-9._:-]{1,128}$")
+    """Takes the place of the header X-Request-Id in the answer's id."""
 
     @property
     def num_choices(self) -> int:
         return 1 if self.n is None else self.n
 
     @property
+    def num_prompt_logprobs(self) -> int:
+        """-1: none."""
+        return -1 if self.prompt_logprobs is None else self.prompt_logprobs
+
+    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        return (
+            self.include_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+        )
 
 
 class ChatRequest(GenerationRequest):
@@ -78,6 +129,16 @@ class ChatRequest(GenerationRequest):
     """Newer name of max_tokens; wins over it."""
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0)
+    add_generation_prompt: bool | None = None
+    """Whether the prompt ends with the opening of an answer. None: true, unless a message is continued."""
+    continue_final_message: bool | None = None
+    """The answer goes on where the last message stops."""
+    documents: list[dict[str, Any]] | None = Field(None, max_length=1024)
+    """For templates that read them: objects with `title` and `text`."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """More variables for the chat template; only those it reads."""
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    """For templates that read it."""
 
     @property
     def asked_max_tokens(self) -> int | None:
@@ -94,7 +155,11 @@ class CompletionRequest(GenerationRequest):
 
     prompt: Any
     """Read by `checks.prompts`."""
+    max_tokens: int | None = Field(None, ge=0, le=_MAX_TOKENS)
+    """0 only with `echo` or `prompt_logprobs`: the prompt alone is of interest."""
     logprobs: int | None = Field(None, ge=0)
+    echo: bool | None = None
+    """The prompt is a part of the text, and with `logprobs` of them."""
 
     @property
     def asked_max_tokens(self) -> int | None:
@@ -121,52 +186,59 @@ def _neutral(*values: object) -> Callable[[object], bool]:
 
 
 _UNSUPPORTED: Mapping[str, Callable[[object], bool]] = {
-    "add_generation_prompt": _neutral(True),
-    "add_special_tokens": _neutral(),
-    "allowed_token_ids": _neutral([]),
     "audio": _neutral(),
-    "bad_words": _neutral([]),
     "best_of": _neutral(1),
-    "cache_salt": _neutral(),
     "chat_template": _neutral(),
-    "chat_template_kwargs": _neutral({}),
-    "continue_final_message": _neutral(False),
-    "documents": _neutral([]),
+    "custom_logit_processor": _neutral(),
+    "custom_params": _neutral(),
     "echo": _neutral(False),
-    "frequency_penalty": _neutral(0),
+    "ebnf": _neutral(),
     "function_call": _neutral("none", "auto"),
     "functions": _neutral([]),
     "guided_choice": _neutral(),
+    "guided_decoding_backend": _neutral(),
     "guided_grammar": _neutral(),
     "guided_json": _neutral(),
     "guided_regex": _neutral(),
-    "include_stop_str_in_output": _neutral(False),
+    "guided_whitespace_pattern": _neutral(),
+    "kv_transfer_params": _neutral(),
     "length_penalty": _neutral(1),
-    "logit_bias": _neutral({}),
-    "logprob_token_ids": _neutral([]),
-    "min_tokens": _neutral(0),
+    "logits_processors": _neutral([]),
+    "lora_path": _neutral(),
+    "lora_request": _neutral(),
+    "mm_processor_kwargs": _neutral({}),
     "modalities": _neutral(["text"]),
     "prediction": _neutral(),
-    "presence_penalty": _neutral(0),
-    "priority": _neutral(0),
     "prompt_embeds": _neutral(),
-    "prompt_logprobs": _neutral(),
-    "reasoning_effort": _neutral(),
-    "repetition_penalty": _neutral(1),
+    "regex": _neutral(),
     "response_format": _neutral({"type": "text"}),
-    "return_token_ids": _neutral(False),
-    "skip_special_tokens": _neutral(True),
+    "return_hidden_states": _neutral(False),
+    "session_params": _neutral(),
     "structured_outputs": _neutral(),
     "suffix": _neutral(""),
     "tool_choice": _neutral("none", "auto"),
     "tools": _neutral([]),
-    "truncate_prompt_tokens": _neutral(),
     "use_beam_search": _neutral(False),
     "verbosity": _neutral("medium"),
     "web_search_options": _neutral(),
 }
 """Fields other servers know and this one does not, each with the values that ask for nothing. A field that is dropped
 in silence gives an answer to another question, so anything else is refused."""
+
+_WITHOUT_EFFECT = frozenset(
+    {
+        "metadata",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "spaces_between_special_tokens",
+        "store",
+        "user",
+    }
+)
+"""Fields that are accepted and change no answer."""
 
 
 def decode_body(body: bytes) -> dict[str, Any]:
@@ -197,19 +269,11 @@ def parse_request(kind: type[_Request], body: bytes, server: ServerConfig) -> _R
 
 def check_request(kind: type[_Request], raw: Mapping[str, Any], server: ServerConfig) -> _Request:
     """A checked request of decoded JSON. Raises RequestError, with the path of the field at fault."""
-    _refuse_unsupported(raw)
+    _refuse_unsupported(kind, raw)
     request = validated(kind, raw)
-    if request.num_choices > server.max_n:
-        raise RequestError(f"n={request.n} exceeds server.max_n={server.max_n}.", param="n")
-    if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
-        raise RequestError("top_logprobs needs logprobs to be true.", param="top_logprobs")
-    if request.num_logprobs > server.max_logprobs:
-        param = "top_logprobs" if isinstance(request, ChatRequest) else "logprobs"
-        raise RequestError(
-            f"{param}={request.num_logprobs} exceeds server.max_logprobs={server.max_logprobs}.", param=param
-        )
-    if request.stream_options is not None and not request.stream:
-        raise RequestError("stream_options is only allowed with stream: true.", param="stream_options")
+    if server.strict_fields and (unknown := unknown_fields(kind, raw)):
+        raise _unknown_field(unknown[0], kind)
+    _check_counts(request, server)
     return request
 
 
@@ -228,16 +292,58 @@ def validated(kind: type[_Model], raw: object, path: str = "") -> _Model:
         raise _as_request_error(error, path) from error
 
 
-def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
+def unknown_fields(kind: type[BaseModel], raw: Mapping[str, Any]) -> list[str]:
+    """Names in `raw` that nobody here knows: ignored, or refused under `server.strict_fields`."""
+    known = kind.model_fields.keys() | _UNSUPPORTED.keys() | _WITHOUT_EFFECT
+    unknown = [name for name in raw if name not in known]
+    options = raw.get("stream_options")
+    if isinstance(options, dict):
+        unknown += [f"stream_options.{name}" for name in options if name not in StreamOptions.model_fields]
+    return unknown
+
+
+def _unknown_field(name: str, kind: type[BaseModel]) -> RequestError:
+    known = [*kind.model_fields, *(f"stream_options.{option}" for option in StreamOptions.model_fields)]
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    return RequestError(f"There is no field {name[:200]!r}.{hint}", code="unknown_parameter", param=name[:200])
+
+
+def _check_counts(request: ChatRequest | CompletionRequest, server: ServerConfig) -> None:
+    """Limits that are settings, and fields that need one another."""
+    if request.num_choices > server.max_n:
+        raise RequestError(f"n={request.n} exceeds server.max_n={server.max_n}.", param="n")
+    if isinstance(request, ChatRequest):
+        name = "top_logprobs"
+        if request.top_logprobs and not request.logprobs:
+            raise RequestError("top_logprobs needs logprobs to be true.", param=name)
+        if request.continue_final_message and request.add_generation_prompt:
+            raise RequestError(
+                "continue_final_message and add_generation_prompt exclude each other.", param="continue_final_message"
+            )
+    else:
+        name = "logprobs"
+        if request.echo and request.stream and request.logprobs is not None and request.num_choices > 1:
+            raise RequestError("echo with logprobs and stream: true needs n=1.", param="n")
+        if request.max_tokens == 0 and not (request.echo or request.prompt_logprobs is not None):
+            raise RequestError("max_tokens must be at least 1 without echo or prompt_logprobs.", param="max_tokens")
+    for param, count in ((name, request.num_logprobs), ("prompt_logprobs", request.num_prompt_logprobs)):
+        if count > server.max_logprobs:
+            raise RequestError(f"{param}={count} exceeds server.max_logprobs={server.max_logprobs}.", param=param)
+    if request.logprob_token_ids and request.num_logprobs < 0:
+        raise RequestError("logprob_token_ids needs logprobs.", param="logprob_token_ids")
+    if request.prompt_logprobs is not None and request.stream:
+        raise RequestError("prompt_logprobs is not allowed with stream: true.", param="prompt_logprobs")
+    if request.stream_options is not None and not request.stream:
+        raise RequestError("stream_options is only allowed with stream: true.", param="stream_options")
+
+
+def _refuse_unsupported(kind: type[BaseModel], raw: Mapping[str, Any]) -> None:
     for name in _UNSUPPORTED.keys() & raw.keys():
         value = raw[name]
-        if _UNSUPPORTED[name](value) or (name == "best_of" and value == raw.get("n")):
+        if name in kind.model_fields or _UNSUPPORTED[name](value) or (name == "best_of" and value == raw.get("n")):
             continue
         raise RequestError(f"{name} is not supported by this server.", code="unsupported_parameter", param=name)
-    options = raw.get("stream_options")
-    if isinstance(options, dict) and options.get("continuous_usage_stats"):
-        param = "stream_options.continuous_usage_stats"
-        raise RequestError(f"{param} is not supported by this server.", code="unsupported_parameter", param=param)
 
 
 def _as_request_error(error: pydantic.ValidationError, path: str) -> RequestError:

@@ -1,12 +1,26 @@
-"""From the fields of a request to the engine's `SamplingParams`: defaults filled in, ids checked, seeds dealt."""
+"""From the fields of a request to the engine's `SamplingParams` and to the `TextOptions` of its answer.
+
+Owns defaults, the checks that need the vocabulary, and how words and biases become token ids.
+"""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TypeVar
 
 import msgspec
 
 from cluster.messages import SamplingParams
-from cluster.openai.checks import check_token_ids
+from cluster.openai import checks
 from cluster.openai.protocol import SamplingFields
+from cluster.openai.stops import TextOptions
+from cluster.openai.tokenizer import Tokenizer
+from configs.errors import RequestError
+from configs.schema import ServerConfig
+
+_MAX_BAD_WORD_TOKENS = 1024
+_T = TypeVar("_T")
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
@@ -16,47 +30,139 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int | None = None
+    """None: what fits."""
+    skip_special_tokens: bool = True
+
+
+class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request's token ids and words are checked against."""
+
+    tokenizer: Tokenizer
+    size: int
+    """Ids the model has an embedding for; it may differ from the tokenizer's."""
+    eos_token_ids: frozenset[int] = frozenset()
 
 
 def sampling_params(
     fields: SamplingFields,
     defaults: SamplingDefaults,
+    vocabulary: Vocabulary,
     *,
-    max_tokens: int,
+    max_tokens: Sequence[int],
+    num_choices: int,
     seed: int,
-    num_logprobs: int,
-    vocab_size: int,
-) -> SamplingParams:
-    """One sequence's parameters; other choices of the same request differ in `seed` alone (see `choices_of`).
+    num_logprobs: int = -1,
+    num_prompt_logprobs: int = -1,
+) -> list[list[SamplingParams]]:
+    """For each prompt, one for each of its choices; choices differ in their seeds, counted up from the first one's, and
+    the first alone asks for the prompt's log probabilities, which are the same for all.
 
     Args:
+        max_tokens: for each prompt.
         seed: when the request names none.
-        num_logprobs: -1 none, k the sampled token's and the k likeliest.
+        num_logprobs, num_prompt_logprobs: -1 none, k the token's own and the k likeliest.
 
     Raises:
-        RequestError: a token id outside the vocabulary.
+        RequestError: with the path of the field at fault.
     """
+    size = vocabulary.size
     stop_token_ids = fields.stop_token_ids or []
-    check_token_ids(stop_token_ids, "stop_token_ids", vocab_size)
-    top_k = defaults.top_k if fields.top_k is None else fields.top_k
-    return SamplingParams(
-        max_tokens=max_tokens,
-        temperature=defaults.temperature if fields.temperature is None else fields.temperature,
-        top_p=defaults.top_p if fields.top_p is None else fields.top_p,
-        top_k=max(top_k, 0),
-        min_p=defaults.min_p if fields.min_p is None else fields.min_p,
-        seed=seed if fields.seed is None else fields.seed,
+    checks.check_token_ids(stop_token_ids, "stop_token_ids", size)
+    extra_ids = list(dict.fromkeys(fields.logprob_token_ids or []))
+    checks.check_token_ids(extra_ids, "logprob_token_ids", size)
+    allowed = sorted(set(fields.allowed_token_ids or []))
+    checks.check_token_ids(allowed, "allowed_token_ids", size)
+    min_tokens = fields.min_tokens or 0
+    if min_tokens > min(max_tokens):
+        raise RequestError(f"min_tokens={min_tokens} exceeds max_tokens={min(max_tokens)}.", param="min_tokens")
+    bias = checks.logit_bias(fields.logit_bias, size)
+    words = bad_words(fields.bad_words, vocabulary.tokenizer)
+    bias |= {word[0]: -math.inf for word in words if len(word) == 1}
+    _check_choice_left(allowed, bias, {*stop_token_ids, *vocabulary.eos_token_ids} if min_tokens else set())
+    top_k = _given(fields.top_k, defaults.top_k)
+    base = SamplingParams(
+        max_tokens=max_tokens[0],
+        temperature=_given(fields.temperature, defaults.temperature),
+        top_p=_given(fields.top_p, defaults.top_p),
+        top_k=0 if top_k >= size else max(top_k, 0),
+        min_p=_given(fields.min_p, defaults.min_p),
+        seed=_given(fields.seed, seed),
         stop_token_ids=tuple(stop_token_ids),
         ignore_eos=bool(fields.ignore_eos),
         num_logprobs=num_logprobs,
+        logprob_token_ids=tuple(extra_ids),
+        frequency_penalty=_given(fields.frequency_penalty, defaults.frequency_penalty),
+        presence_penalty=_given(fields.presence_penalty, defaults.presence_penalty),
+        repetition_penalty=_given(fields.repetition_penalty, defaults.repetition_penalty),
+        logit_bias=tuple(sorted(bias.items())),
+        allowed_token_ids=tuple(allowed),
+        bad_words=tuple(word for word in words if len(word) > 1),
+        min_tokens=min_tokens,
+        prompt_logprobs=num_prompt_logprobs,
+    )
+
+    def choice_of(limit: int, choice: int) -> SamplingParams:
+        if limit == base.max_tokens and not choice:
+            return base
+        return msgspec.structs.replace(
+            base,
+            max_tokens=limit,
+            seed=_wrap_int64(base.seed + choice),
+            prompt_logprobs=-1 if choice else num_prompt_logprobs,
+        )
+
+    return [[choice_of(limit, choice) for choice in range(num_choices)] for limit in max_tokens]
+
+
+def text_options(
+    fields: SamplingFields, defaults: SamplingDefaults, server: ServerConfig, *, prompt_only: bool = False
+) -> TextOptions:
+    """How the answer's text is made. Raises RequestError for a bad stop string or pattern."""
+    return TextOptions(
+        stops=checks.stop_strings(fields.stop, server),
+        patterns=checks.stop_patterns(fields.stop_regex, server),
+        include_stop=bool(fields.include_stop_str_in_output or fields.no_stop_trim),
+        skip_special_tokens=_given(fields.skip_special_tokens, defaults.skip_special_tokens),
+        prompt_only=prompt_only,
     )
 
 
-def choices_of(sampling: SamplingParams, num_choices: int) -> list[SamplingParams]:
-    """`num_choices` times `sampling`, each with a seed of its own, counted up from the first one's."""
-    return [
-        msgspec.structs.replace(sampling, seed=_wrap_int64(sampling.seed + choice)) for choice in range(num_choices)
-    ]
+def bad_words(words: object, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
+    """Token ids of each word as it begins a text and as it follows a space, each sequence once.
+
+    Raises:
+        RequestError: not a list of words, or too many words or tokens.
+    """
+    sequences: dict[tuple[int, ...], None] = {}
+    for word in checks.words(words, "bad_words"):
+        alone = tuple(tokenizer.encode(word.lstrip(" ") or word, add_special_tokens=False))
+        spaced = tuple(tokenizer.encode(" " + word.lstrip(" "), add_special_tokens=False))
+        sequences[alone] = None
+        if spaced[1:] != alone:  # else the space is a token of its own and `alone` matches after it
+            sequences[spaced] = None
+    sequences.pop((), None)
+    num_tokens = sum(len(sequence) for sequence in sequences)
+    if num_tokens > _MAX_BAD_WORD_TOKENS:
+        raise RequestError(
+            f"bad_words are {num_tokens} tokens; at most {_MAX_BAD_WORD_TOKENS} are allowed.", param="bad_words"
+        )
+    return list(sequences)
+
+
+def _check_choice_left(allowed: Sequence[int], bias: dict[int, float], ends: set[int]) -> None:
+    """Raises RequestError when of the allowed tokens none may be sampled."""
+    if allowed and all(bias.get(token) == -math.inf or token in ends for token in allowed):
+        raise RequestError(
+            "allowed_token_ids leaves no token: bad_words or min_tokens forbid all of them.", param="allowed_token_ids"
+        )
+
+
+def _given(value: _T | None, default: _T) -> _T:
+    return default if value is None else value
 
 
 def _wrap_int64(value: int) -> int:

@@ -10,24 +10,25 @@ import secrets
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from typing import Any
 
 from cluster.engine_client import EngineClient
 from cluster.http.context import RequestContext
 from cluster.messages import SamplingParams
 from cluster.native.engine_info import EngineInfo
-from cluster.openai.chat import render_prompt
-from cluster.openai.checks import stop_strings
+from cluster.openai.chat import ChatPrompt, render_prompt
 from cluster.openai.job import Job, Run
 from cluster.openai.protocol import SamplingFields
-from cluster.openai.sampling import SamplingDefaults, choices_of, sampling_params
+from cluster.openai.sampling import SamplingDefaults, Vocabulary, sampling_params, text_options
 from cluster.openai.tokenizer import Tokenizer
 from cluster.openai.wire import Head, ModelCard
-from configs.errors import ContextLengthError, EngineError, RequestError
+from configs.errors import ContextLengthError, EngineError, OverloadedError, RequestError
 from configs.schema import ServerConfig
 
 _FIRST = -(1 << 62)  # a priority that no request has
+_NUM_RENDERERS = 4
+_MAX_RENDERING = 1024  # chats in the hands of the renderers and before them
 _INLINE_CHARS = 2048  # encoding takes under 1 ms; a thread costs a tenth of that and more jitter
 
 
@@ -47,6 +48,7 @@ class ServedModel:
         max_model_len: int,
         server: ServerConfig,
         vocab_size: int | None = None,
+        eos_token_ids: Sequence[int] = (),
         defaults: SamplingDefaults | None = None,
         rank_devices: Sequence[str] = (),
         version: str = "unknown",
@@ -70,8 +72,11 @@ class ServedModel:
         self.system_fingerprint = system_fingerprint
         self.info = info
         self.vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
+        self._vocabulary = Vocabulary(tokenizer=tokenizer, size=self.vocab_size, eos_token_ids=frozenset(eos_token_ids))
         self._defaults = defaults or SamplingDefaults()
         self._next_seed = next_seed
+        self._renderers = ThreadPoolExecutor(_NUM_RENDERERS, thread_name_prefix="chat-template")
+        self._num_rendering = 0
         self._started = int(time.time())
         self._warm = False
 
@@ -104,7 +109,7 @@ class ServedModel:
         tokenizer = self.tokenizer
         prompt = [next((id_ for id_ in (tokenizer.bos_token_id, tokenizer.eos_token_id) if id_ is not None), 0)]
         sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-        job = Job(id="probe", prompts=[prompt], sampling=[[sampling]], stops=[], priority=_FIRST)
+        job = Job(id="probe", prompts=[prompt], sampling=[[sampling]], priority=_FIRST)
         async with aclosing(self.run(job, timeout_s=timeout_s).deltas()) as steps:
             num_tokens = sum([len(delta.token_ids) async for deltas in steps for delta in deltas])
         if num_tokens != 1:
@@ -132,27 +137,54 @@ class ServedModel:
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; does not hold up the event loop."""
         if len(text) <= _INLINE_CHARS:
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+            ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            ids = await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        return self._with_one_bos(ids) if add_special_tokens else ids
 
-    async def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
-        """Token ids of the chat template's text for `messages`, which `chat.parse_messages` has checked.
+    async def encode_chat(self, prompt: ChatPrompt) -> list[int]:
+        """Token ids of the chat template's text, with one BOS however often the template writes it.
 
         Raises:
             RequestError: there is no template, or it refuses these messages.
+            OverloadedError: too many templates wait to be rendered.
         """
+        if self._num_rendering >= _MAX_RENDERING:
+            raise OverloadedError("Too many chats are being prepared; try again later.")
 
         def encode() -> list[int]:
-            # The template writes the special tokens; adding them again would double the first one.
-            return self.tokenizer.encode(render_prompt(self.tokenizer, messages), add_special_tokens=False)
+            text = render_prompt(self.tokenizer, prompt)
+            return self.tokenizer.encode(text, add_special_tokens=prompt.add_special_tokens)
 
-        if sum(len(message["content"]) for message in messages) <= _INLINE_CHARS:
-            return encode()
-        return await asyncio.to_thread(encode)
+        self._num_rendering += 1
+        try:
+            # Never on the event loop: how long a template takes is not known before.
+            ids = await asyncio.get_running_loop().run_in_executor(self._renderers, encode)
+        finally:
+            self._num_rendering -= 1
+        return self._with_one_bos(ids)
+
+    def _with_one_bos(self, ids: list[int]) -> list[int]:
+        """A second BOS worsens answers and shows nowhere: text that begins with one gets no other."""
+        bos = self.tokenizer.bos_token_id
+        return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
     def room(self, prompt: Sequence[int]) -> int:
         """Tokens that fit after `prompt`; 1 when none does, so that asking for them names the prompt's length."""
         return max(self.max_model_len - len(prompt), 1)
+
+    def default_max_tokens(self, prompt: Sequence[int]) -> int:
+        """How many tokens follow a chat's `prompt` when nobody says."""
+        limit = self._defaults.max_tokens
+        return self.room(prompt) if limit is None else min(limit, self.room(prompt))
+
+    def truncated(self, prompt: list[int], keep: int | None, max_tokens: int | None) -> list[int]:
+        """The last `keep` tokens of `prompt`; None: all, -1: as many as leave room for `max_tokens`."""
+        if keep is None:
+            return prompt
+        if keep < 0:
+            keep = max(self.max_model_len - (max_tokens or 1), 1)
+        return prompt[-keep:] if keep else []
 
     def checked_max_tokens(self, prompt: Sequence[int], asked: int | None, *, default: int, param: str) -> int:
         """How many tokens may follow `prompt`.
@@ -183,37 +215,43 @@ class ServedModel:
         *,
         num_choices: int = 1,
         num_logprobs: int = -1,
+        num_prompt_logprobs: int = -1,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        name: str | None = None,
     ) -> Job:
         """A request ready to run.
 
         Args:
             prefix: of the answer's id, e.g. `chatcmpl-`.
             prompts: token ids, at least one each, all in the vocabulary.
-            max_tokens: for each prompt, from `checked_max_tokens`.
-            num_logprobs: -1 none, k the sampled token's and the k likeliest.
+            max_tokens: for each prompt, from `checked_max_tokens`. All 0: only the prompts are of interest.
+            num_logprobs, num_prompt_logprobs: -1 none, k the token's own and the k likeliest.
+            priority: lower goes first.
+            cache_salt: prompts share cached pages only under the same one. None: one of the client's own.
+            name: the rest of the answer's id. None: a new one.
 
         Raises:
             RequestError: a field's value is not possible with this model.
         """
-        seed = self._next_seed()
-        sampling = [
-            sampling_params(
+        prompt_only = not any(max_tokens)
+        return Job(
+            id=f"{prefix}{name or uuid.uuid4().hex}",
+            prompts=prompts,
+            sampling=sampling_params(
                 fields,
                 self._defaults,
-                max_tokens=limit,
-                seed=seed,
+                self._vocabulary,
+                max_tokens=[max(limit, 1) for limit in max_tokens],  # the engine always generates a token
+                num_choices=num_choices,
+                seed=self._next_seed(),
                 num_logprobs=num_logprobs,
-                vocab_size=self.vocab_size,
-            )
-            for limit in max_tokens
-        ]
-        return Job(
-            id=f"{prefix}{uuid.uuid4().hex}",
-            prompts=prompts,
-            sampling=[choices_of(params, num_choices) for params in sampling],
-            stops=stop_strings(fields.stop, self.server),
+                num_prompt_logprobs=num_prompt_logprobs,
+            ),
+            text=text_options(fields, self._defaults, self.server, prompt_only=prompt_only),
             client=context.client,
-            cache_salt=context.cache_salt(),
+            priority=priority,
+            cache_salt=context.cache_salt(cache_salt),
         )
 
     def run(self, job: Job, *, timeout_s: float | None = None) -> Run:
@@ -238,8 +276,8 @@ class ServedModel:
             RequestError: the prompt is empty or does not fit.
             EngineError: the engine failed.
         """
-        messages = [{"role": "user", "content": prompt}]
-        ids = await (self.encode_chat(messages) if chat else self.encode(prompt))
+        message = {"role": "user", "content": prompt}
+        ids = await (self.encode_chat(ChatPrompt(messages=[message])) if chat else self.encode(prompt))
         limit = self.checked_max_tokens(ids, max_tokens, default=self.room(ids), param="prompt")
         fields = SamplingFields(temperature=temperature)
         job = self.job("text-", fields, [ids], [limit], RequestContext(request_id=uuid.uuid4().hex))

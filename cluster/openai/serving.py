@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 from cluster.http.answer import Answer
 from cluster.http.context import RequestContext
-from cluster.openai import checks, protocol
+from cluster.openai import chat, checks, protocol
 from cluster.openai.answer import answer
-from cluster.openai.chat import parse_messages
 from cluster.openai.chat_writer import ChatWriter
 from cluster.openai.completion_writer import CompletionWriter
-from cluster.openai.job import Job
-from cluster.openai.protocol import ChatRequest, CompletionRequest
+from cluster.openai.echo import Echo
+from cluster.openai.job import Job, Run
+from cluster.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from cluster.openai.served_model import ServedModel
+from cluster.openai.writer import AnswerOptions
 from configs.errors import RequestError
+
+_NO_NAME = re.compile(r"[^A-Za-z0-9_.-]")
+_MAX_SHOWN = 32
+_MAX_SHOWN_CHARS = 64
 
 
 class OpenAIServing:
@@ -24,38 +32,74 @@ class OpenAIServing:
     async def chat(self, body: bytes, context: RequestContext) -> Answer:
         """POST /v1/chat/completions. Raises RequestError for a bad request."""
         model = self._model
-        request = protocol.parse_request(ChatRequest, body, model.server)
+        raw = protocol.decode_body(body)
+        request = protocol.check_request(ChatRequest, raw, model.server)
         job = await chat_job(model, "chatcmpl-", request, context)
-        writer = ChatWriter(model.head(job), model.tokenizer, request.num_logprobs, include_usage=request.include_usage)
-        return answer(model.run(job), writer, streamed=bool(request.stream))
+        run = model.run(job)
+        writer = ChatWriter(model.head(job), job, model.tokenizer, _options(request, run))
+        unread = chat.unread_fields(request, model.tokenizer)
+        if unread and model.server.strict_fields:
+            raise RequestError(f"This model's chat template reads no {unread[0]}.", param=unread[0])
+        ignored = [*protocol.unknown_fields(ChatRequest, raw), *unread]
+        return answer(run, writer, streamed=bool(request.stream), headers=_headers(ignored))
 
     async def completions(self, body: bytes, context: RequestContext) -> Answer:
         """POST /v1/completions. Raises RequestError for a bad request."""
         model = self._model
-        request = protocol.parse_request(CompletionRequest, body, model.server)
+        raw = protocol.decode_body(body)
+        request = protocol.check_request(CompletionRequest, raw, model.server)
         model.check_name(request.model)
         given = checks.prompts(request.prompt, model.vocab_size)
         if len(given) * request.num_choices > checks.MAX_SEQUENCES:
             raise RequestError(f"{len(given)} prompts times n={request.n} exceed {checks.MAX_SEQUENCES}.", param="n")
-        prompts = [await model.encode(prompt) if isinstance(prompt, str) else prompt for prompt in given]
-        max_tokens = []
-        for i, prompt in enumerate(prompts):
-            default = min(protocol.COMPLETION_DEFAULT_MAX_TOKENS, model.room(prompt))
-            param = f"prompt[{i}]" if len(prompts) > 1 else "prompt"
-            max_tokens.append(model.checked_max_tokens(prompt, request.asked_max_tokens, default=default, param=param))
-        job = model.job(
-            "cmpl-",
-            request,
-            prompts,
-            max_tokens,
-            context,
-            num_choices=request.num_choices,
-            num_logprobs=request.num_logprobs,
-        )
-        writer = CompletionWriter(
-            model.head(job), model.tokenizer, request.num_logprobs, include_usage=request.include_usage
-        )
-        return answer(model.run(job), writer, streamed=bool(request.stream))
+        job = await _completion_job(model, request, given, context)
+        echoes = None
+        if request.echo:
+            skip = job.text.skip_special_tokens
+            echoes = [
+                Echo.of(
+                    prompt if request.truncate_prompt_tokens is None else ids,
+                    ids,
+                    model.tokenizer,
+                    skip_special_tokens=skip,
+                )
+                for prompt, ids in zip(given, job.prompts, strict=True)
+            ]
+        run = model.run(job)
+        writer = CompletionWriter(model.head(job), job, model.tokenizer, _options(request, run), echoes)
+        headers = _headers(protocol.unknown_fields(CompletionRequest, raw))
+        return answer(run, writer, streamed=bool(request.stream), headers=headers)
+
+
+async def _completion_job(
+    model: ServedModel, request: CompletionRequest, given: Sequence[str | list[int]], context: RequestContext
+) -> Job:
+    add = request.add_special_tokens is not False
+    prompts = []
+    max_tokens = []
+    for i, entry in enumerate(given):
+        ids = await model.encode(entry, add_special_tokens=add) if isinstance(entry, str) else entry
+        limit = protocol.COMPLETION_DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+        prompt = model.truncated(ids, request.truncate_prompt_tokens, limit)
+        default = min(protocol.COMPLETION_DEFAULT_MAX_TOKENS, model.room(prompt))
+        param = f"prompt[{i}]" if len(given) > 1 else "prompt"
+        prompts.append(prompt)
+        max_tokens.append(model.checked_max_tokens(prompt, request.asked_max_tokens, default=default, param=param))
+    # The log probabilities of an echo are those of `logprobs`; `prompt_logprobs` may ask for more.
+    echoed = request.num_logprobs if request.echo else -1
+    return model.job(
+        "cmpl-",
+        request,
+        prompts,
+        max_tokens,
+        context,
+        num_choices=request.num_choices,
+        num_logprobs=request.num_logprobs,
+        num_prompt_logprobs=max(echoed, request.num_prompt_logprobs),
+        priority=request.priority or 0,
+        cache_salt=request.cache_salt,
+        name=request.request_id,
+    )
 
 
 async def chat_job(model: ServedModel, prefix: str, request: ChatRequest, context: RequestContext) -> Job:
@@ -68,9 +112,10 @@ async def chat_job(model: ServedModel, prefix: str, request: ChatRequest, contex
         RequestError: with the path of the field at fault.
     """
     model.check_name(request.model)
-    prompt = await chat_prompt(model, request)
+    ids = await chat_prompt(model, request)
+    prompt = model.truncated(ids, request.truncate_prompt_tokens, request.asked_max_tokens)
     max_tokens = model.checked_max_tokens(
-        prompt, request.asked_max_tokens, default=model.room(prompt), param="messages"
+        prompt, request.asked_max_tokens, default=model.default_max_tokens(prompt), param="messages"
     )
     return model.job(
         prefix,
@@ -80,6 +125,10 @@ async def chat_job(model: ServedModel, prefix: str, request: ChatRequest, contex
         context,
         num_choices=request.num_choices,
         num_logprobs=request.num_logprobs,
+        num_prompt_logprobs=request.num_prompt_logprobs,
+        priority=request.priority or 0,
+        cache_salt=request.cache_salt,
+        name=request.request_id,
     )
 
 
@@ -89,4 +138,22 @@ async def chat_prompt(model: ServedModel, request: ChatRequest) -> list[int]:
     Raises:
         RequestError: with the path of the field at fault.
     """
-    return await model.encode_chat(parse_messages(request.messages))
+    return await model.encode_chat(chat.chat_prompt(request, model.tokenizer))
+
+
+def _options(request: GenerationRequest, run: Run) -> AnswerOptions:
+    return AnswerOptions(
+        include_usage=request.include_usage,
+        usage=run.usage if request.continuous_usage else None,
+        token_ids=bool(request.return_token_ids),
+        tokens_as_ids=bool(request.return_tokens_as_token_ids),
+        num_prompt_logprobs=request.num_prompt_logprobs,
+    )
+
+
+def _headers(ignored: Sequence[str]) -> dict[str, str]:
+    if not ignored:
+        return {}
+    # Names come from the caller: nothing of them may be taken for more than a name.
+    names = [_NO_NAME.sub("_", name[:_MAX_SHOWN_CHARS]) for name in ignored[:_MAX_SHOWN]]
+    return {"x-ignored-fields": ",".join(names)}

@@ -16,11 +16,13 @@ import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
+from jinja2.exceptions import TemplateSyntaxError
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders
 
+from cluster.openai.chat_template import ChatTemplate
 from cluster.openai.detokenizer import ByteDetokenizer, Detokenizer, StreamDetokenizer
 from configs.errors import CheckpointError, ConfigError
 
@@ -43,11 +45,13 @@ class Tokenizer:
         # A tokenizer.json may carry the truncation and padding it was trained with.
         self._rust.no_truncation()
         self._rust.no_padding()
-        if chat_template is not None:
-            fast.chat_template = chat_template
         added = self._rust.get_added_tokens_decoder()
         self._special_ids = frozenset(id_ for id_, token in added.items() if token.special)
         self._byte_level = isinstance(self._rust.decoder, decoders.ByteLevel)
+        self._template_source = fast.chat_template if chat_template is None else chat_template
+        self._template = (
+            None if self._template_source is None else ChatTemplate(self._template_source, fast.special_tokens_map)
+        )
         self._bytes: dict[int, bytes] = {}  # of the tokens seen so far; bounded by the vocabulary
         self._visible: dict[int, bytes] = {}
 
@@ -63,11 +67,18 @@ class Tokenizer:
 
         Raises:
             CheckpointError: there is no tokenizer at `path`, or it is not one that tokenizers can run.
-            ConfigError: `chat_template` cannot be read.
+            ConfigError: `chat_template` cannot be read, or is not Jinja.
         """
         source = Path(path).expanduser()
         directory = _converted_gguf(source, cache_dir) if source.suffix == ".gguf" else source
-        return cls(_load_directory(directory), chat_template=_read_template(chat_template))
+        try:
+            return cls(_load_directory(directory), chat_template=_read_template(chat_template))
+        except TemplateSyntaxError as error:
+            if chat_template is not None:
+                raise ConfigError(f"server.chat_template={chat_template} is not Jinja: {error}") from None
+            raise CheckpointError(
+                f"the chat template in {directory} is not Jinja ({error}); set server.chat_template to one that is"
+            ) from None
 
     @property
     def vocab_size(self) -> int:
@@ -90,15 +101,13 @@ class Tokenizer:
     @property
     def chat_template(self) -> str | None:
         """The Jinja source used for chats; None when the model has none."""
-        template = self._fast.chat_template
-        return template.get("default") if isinstance(template, dict) else template
+        source = self._template_source
+        return source.get("default") if isinstance(source, dict) else source
 
-    def render_chat(self, messages: list[dict[str, Any]]) -> str:
-        """The prompt text of `messages`, by the chat template in transformers' sandbox. Its errors pass through."""
-        text = self._fast.apply_chat_template(
-            messages, chat_template=self.chat_template, tokenize=False, add_generation_prompt=True
-        )
-        return str(text)
+    @property
+    def template(self) -> ChatTemplate | None:
+        """The chat template; None when the model has none."""
+        return self._template
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Ids of `text`, which holds no lone surrogates. Releases the GIL; 1-2 ms for 4 kB."""
@@ -108,11 +117,11 @@ class Tokenizer:
         """Text of `ids` on their own."""
         return str(self._rust.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
-    def detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
-        """A decoder for the tokens that follow `prompt_ids`, special tokens left out."""
+    def detokenizer(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True) -> Detokenizer:
+        """A decoder for the tokens that follow `prompt_ids`."""
         if self._byte_level:
-            return ByteDetokenizer(self.visible_bytes)
-        return StreamDetokenizer(self._rust, prompt_ids)
+            return ByteDetokenizer(self.visible_bytes if skip_special_tokens else self.token_bytes)
+        return StreamDetokenizer(self._rust, prompt_ids, skip_special_tokens=skip_special_tokens)
 
     def visible_bytes(self, token_id: int) -> bytes:
         """`token_bytes`, but nothing for special tokens."""

@@ -21,6 +21,10 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int = 0
+
+
 class Usage(msgspec.Struct):
     """Counts over all choices of a request; the prompt counts once however many choices it has."""
 
@@ -28,6 +32,7 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails = msgspec.field(default_factory=CompletionTokensDetails)
 
 
 class TopLogprob(msgspec.Struct):
@@ -51,13 +56,25 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Aligned lists, one entry for each token the usage counts."""
+    """Aligned lists, one entry for each token the usage counts; with echo the prompt's tokens come first."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    """None for a prompt's first token, which nothing precedes."""
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
-    """Characters of the completion before the token's text."""
+    """Characters of the text before the token's."""
+
+
+class PromptLogprob(msgspec.Struct):
+    logprob: float
+    rank: int | None
+    """1 for the likeliest; None for a prompt token that is not among those asked for."""
+    decoded_token: str
+
+
+PromptLogprobsJson = list[dict[int, PromptLogprob] | None]
+"""For each prompt token, by token id; None for the first."""
 
 
 Reason = Literal["stop", "length", "abort"]
@@ -75,6 +92,7 @@ class ChatChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None
     finish_reason: Reason
     stop_reason: int | str | None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatCompletion(msgspec.Struct):
@@ -84,6 +102,8 @@ class ChatCompletion(msgspec.Struct):
     choices: list[ChatChoice]
     usage: Usage
     system_fingerprint: str | None = None
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptLogprobsJson | msgspec.UnsetType = msgspec.UNSET
     object: Literal["chat.completion"] = "chat.completion"
 
 
@@ -98,6 +118,7 @@ class ChatChunkChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None = None
     finish_reason: Reason | None = None
     stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChunk(msgspec.Struct):
@@ -106,8 +127,10 @@ class ChatChunk(msgspec.Struct):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
-    """With include_usage: null in every chunk but the last."""
+    """With include_usage: null in every chunk but the last, unless it was asked for in all."""
     system_fingerprint: str | None = None
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    """In the first chunk."""
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
 
 
@@ -117,6 +140,9 @@ class CompletionChoice(msgspec.Struct):
     logprobs: CompletionLogprobs | None
     finish_reason: Reason | None
     stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptLogprobsJson | msgspec.UnsetType = msgspec.UNSET
 
 
 class Completion(msgspec.Struct):

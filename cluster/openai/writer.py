@@ -5,18 +5,21 @@ A writer belongs to one request. Order of a stream: `begin`, any number of `chun
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
+from cluster.engine_client import PromptScores
 from cluster.messages import FinishReason, TokenLogprobs
+from cluster.openai.echo import finite
 from cluster.openai.generation import Delta
+from cluster.openai.job import Job
 from cluster.openai.tokenizer import Tokenizer
 from cluster.openai.wire import Head, Reason, Usage
 
 DONE = b"data: [DONE]\n\n"
-_LOWEST_LOGPROB = -9999.0  # JSON has no -inf; this is what clients know
 REASONS: dict[FinishReason, Reason] = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
@@ -44,6 +47,22 @@ class AnswerWriter(Protocol):
     def whole(self, num_choices: int, usage: Usage) -> bytes: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerOptions:
+    """What an answer shows besides its text."""
+
+    include_usage: bool = False
+    """In a last chunk of a stream; whole answers always have it."""
+    usage: Callable[[], Usage] | None = None
+    """The usage so far, to be in every chunk."""
+    token_ids: bool = False
+    """Those of the prompt and of the answer."""
+    tokens_as_ids: bool = False
+    """Log probabilities name tokens `token_id:<id>` and not by their text."""
+    num_prompt_logprobs: int = -1
+    """-1: no field `prompt_logprobs`."""
+
+
 class Collected:
     """The deltas of one choice of a whole answer."""
 
@@ -52,15 +71,16 @@ class Collected:
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.text_offsets: list[int] = []
+        self.prompt_logprobs: PromptScores | None = None
         self.finish_reason: FinishReason = FinishReason.ABORT
         self.stop_reason: int | str | None = None
 
     def add(self, delta: Delta) -> None:
         self.text.append(delta.text)
-        if delta.logprobs:
-            self.token_ids += delta.token_ids
-            self.logprobs += delta.logprobs
-            self.text_offsets += delta.text_offsets
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        self.text_offsets += delta.text_offsets
+        self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
         if delta.finish_reason is not None:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
@@ -68,29 +88,43 @@ class Collected:
 class BaseWriter:
     """What the writers of both OpenAI routes share."""
 
-    def __init__(self, head: Head, tokenizer: Tokenizer, num_logprobs: int, *, include_usage: bool) -> None:
-        """`num_logprobs`: -1 none, k the sampled token's and the k likeliest."""
+    def __init__(self, head: Head, job: Job, tokenizer: Tokenizer, options: AnswerOptions) -> None:
         self._head = head
+        self._job = job
         self._tokenizer = tokenizer
-        self._num_logprobs = num_logprobs
-        self._include_usage = include_usage
+        self._options = options
+        sampling = job.sampling[0][0]
+        self._num_logprobs = sampling.num_logprobs
+        self._num_extra_logprobs = len(sampling.logprob_token_ids)
         # Null in every chunk but the last one, absent when not asked for.
-        self._chunk_usage: msgspec.UnsetType | None = None if include_usage else msgspec.UNSET
+        self._no_usage: msgspec.UnsetType | None = None if options.include_usage else msgspec.UNSET
         self._collected: dict[int, Collected] = {}
 
     def collect(self, deltas: Sequence[Delta]) -> None:
         for delta in deltas:
             self._collected.setdefault(delta.index, Collected()).add(delta)
 
-    def _top(self, logprobs: TokenLogprobs, sampled: int) -> list[tuple[int, float]]:
-        """(id, logprob) of the k likeliest, and of the sampled token when it is not one of them."""
-        k = self._num_logprobs
-        top = [(id_, finite(lp)) for id_, lp in zip(logprobs.top_ids[:k], logprobs.top_logprobs[:k], strict=True)]
-        if k and all(id_ != sampled for id_, _ in top):
-            top.append((sampled, finite(logprobs.logprob)))
-        return top
+    def _chunk_usage(self) -> Usage | msgspec.UnsetType | None:
+        return self._no_usage if self._options.usage is None else self._options.usage()
 
+    def _token_ids(self, ids: list[int]) -> list[int] | msgspec.UnsetType:
+        return ids if self._options.token_ids else msgspec.UNSET
 
-def finite(logprob: float) -> float:
-    """`logprob`, or the lowest number clients know for minus infinity."""
-    return max(logprob, _LOWEST_LOGPROB)
+    def _shows(self, delta: Delta) -> bool:
+        """Whether `delta` has something to show besides why it ended."""
+        return bool(delta.text or delta.logprobs or (self._options.token_ids and delta.token_ids))
+
+    def _name(self, token_id: int) -> str:
+        """A token in log probabilities."""
+        return f"token_id:{token_id}" if self._options.tokens_as_ids else self._tokenizer.token_text(token_id)
+
+    def _top(self, row: TokenLogprobs, sampled: int) -> list[tuple[int, float]]:
+        """(id, logprob) of the k likeliest, of those asked for by id, and of the sampled token when it is not there."""
+        k, extra = self._num_logprobs, self._num_extra_logprobs
+        top = dict(zip(row.top_ids[:k], row.top_logprobs[:k], strict=True))
+        if extra:
+            for id_, logprob in zip(row.top_ids[-extra:], row.top_logprobs[-extra:], strict=True):
+                top.setdefault(id_, logprob)
+        if k:
+            top.setdefault(sampled, row.logprob)
+        return [(id_, finite(logprob)) for id_, logprob in top.items()]

@@ -1,0 +1,227 @@
+"""The model's chat template: Jinja in a sandbox, with limits of time and size that a request cannot lift.
+
+Owns what a template may do and which variables it reads. What the messages are is `chat`'s.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+RENDER_TIMEOUT_S = 5.0
+MAX_RENDERED_CHARS = 32 << 20
+_MAX_REPEATED = 1 << 20
+_TICKS = 64  # between two looks at the clock
+_OURS = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
+)
+"""Variables that a request sets by fields of their own, or not at all."""
+
+
+class TemplateLimitError(TemplateError):
+    """A template took too long or wrote too much."""
+
+
+class ChatTemplate:
+    """One model's chat template, or several by name. `render` may be called from any thread."""
+
+    def __init__(self, sources: str | Mapping[str, str], special_tokens: Mapping[str, Any]) -> None:
+        """
+        Args:
+            sources: the template, or templates by name: `default`, and where there are `tool_use` and `rag`.
+            special_tokens: variables such as `bos_token`.
+
+        Raises:
+            jinja2.TemplateSyntaxError: a template is not Jinja.
+        """
+        named = {"default": sources} if isinstance(sources, str) else dict(sources)
+        self._environment = _Sandbox()
+        self._templates = {name: self._environment.from_string(source) for name, source in named.items()}
+        self._special_tokens = dict(special_tokens)
+        self._reads = frozenset().union(
+            *(find_undeclared_variables(self._environment.parse(source)) for source in named.values())
+        ) - frozenset(self._environment.globals)
+
+    def reads(self, name: str) -> bool:
+        """Whether a variable of this name may change what is rendered."""
+        return name in self._reads
+
+    def takes(self, name: str) -> bool:
+        """Whether a request may set the variable in `chat_template_kwargs`: it is read and has no field of its own."""
+        return self.reads(name) and name not in _OURS and name not in self._special_tokens
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
+        add_generation_prompt: bool = True,
+        timeout_s: float = RENDER_TIMEOUT_S,
+    ) -> str:
+        """The prompt's text. Blocks for as long as the template takes, at most `timeout_s`.
+
+        Args:
+            variables: more names for the template; only those it `takes`.
+            continue_final_message: the text ends where the last message's content does, without what the template
+                writes after it.
+
+        Raises:
+            jinja2.TemplateError: the template refuses the messages (its `raise_exception`), or a limit.
+            TypeError, ValueError, LookupError, AttributeError: the template did not foresee such messages.
+        """
+        mark = ""
+        if continue_final_message:
+            mark = f"<{secrets.token_hex(16)}>"
+            messages = [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}{mark}"}]
+        template = self._templates.get(self._name(tools, documents)) or next(iter(self._templates.values()))
+        self._environment.start_clock(timeout_s)
+        text = []
+        size = 0
+        for piece in template.generate(
+            **self._special_tokens,
+            **(variables or {}),
+            messages=messages,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+        ):
+            self._environment.tick()
+            size += len(piece)
+            if size > MAX_RENDERED_CHARS:
+                raise TemplateLimitError(f"it wrote more than {MAX_RENDERED_CHARS} characters")
+            text.append(piece)
+        rendered = "".join(text)
+        if not continue_final_message:
+            return rendered
+        end = rendered.rfind(mark)
+        if end < 0:
+            raise TemplateError("it does not show the final message, which is to be continued")
+        return rendered[:end]
+
+    def _name(self, tools: object, documents: object) -> str:
+        if tools and "tool_use" in self._templates:
+            return "tool_use"
+        return "rag" if documents and "rag" in self._templates else "default"
+
+
+class _Clock(threading.local):
+    """Of the template that this thread renders."""
+
+    ticks = 0
+    timeout_s = math.inf
+    deadline = math.inf
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox with a clock: whatever a template repeats calls, reads an attribute, computes or writes."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        self.filters["tojson"] = _to_json
+        self.globals |= {
+            "raise_exception": _raise_exception,
+            "strftime_now": _strftime_now,
+            "namespace": _Namespace,
+        }
+        self._clock = _Clock()
+
+    def start_clock(self, timeout_s: float) -> None:
+        """Gives this thread's template `timeout_s` from now on."""
+        self._clock.ticks = 0
+        self._clock.timeout_s = timeout_s
+        self._clock.deadline = time.monotonic() + timeout_s
+
+    def tick(self) -> None:
+        """Raises TemplateLimitError when this thread's time is up."""
+        clock = self._clock
+        clock.ticks += 1
+        if clock.ticks % _TICKS == 0 and time.monotonic() > clock.deadline:
+            raise TemplateLimitError(f"it took more than {clock.timeout_s:g} s")
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        self.tick()
+        return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        self.tick()
+        return super().getitem(obj, argument)
+
+    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        self.tick()
+        return super().call(context, obj, *args, **kwargs)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        self.tick()
+        if operator == "**" and not (isinstance(right, (int, float)) and abs(right) <= 64):
+            raise SecurityError("powers above 64 are not allowed")
+        for many, one in ((left, right), (right, left)):
+            if isinstance(many, (str, bytes, list, tuple)) and isinstance(one, int) and len(many) * one > _MAX_REPEATED:
+                raise SecurityError(f"repeating a value to more than {_MAX_REPEATED} items is not allowed")
+        return super().call_binop(context, operator, left, right)
+
+
+class _Generation(Extension):
+    """`{% generation %}`: marks what a model is trained to write; nothing to whoever only reads the text."""
+
+    tags = {"generation"}  # noqa: RUF012 -- jinja2 declares it as a mutable set
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Namespace(Namespace):
+    """Jinja's namespace without names that lead into Python's own."""
+
+    def __init__(self, /, *args: Any, **kwargs: Any) -> None:
+        for name in dict(*args, **kwargs):
+            _check_name(name)
+        super().__init__(*args, **kwargs)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace takes no name with an underscore in front: {name!r}")
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own escapes what HTML would misread; a model reads plain JSON.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
