@@ -14,6 +14,7 @@ import ray
 from ray import serve
 
 from cluster.engine import RunningEngine, describe
+from cluster.http.keys import open_keys
 from cluster.placement import NodeResources, check_fits, group_bundles, uses_gpus
 from cluster.preflight import check_checkpoint
 from configs.load import parse_engine_config
@@ -36,6 +37,7 @@ class Engine:
     """The Engine replica: one group, behind the OpenAI API."""
 
     async def __init__(self, config: EngineConfig, gpus: bool) -> None:  # type: ignore[misc]  # Serve awaits it
+        self._keys = open_keys(config.server)
         context = serve.get_replica_context()
         placement_group = ray.util.get_current_placement_group()
         assert placement_group is not None, "the deployment asks for a placement group"
@@ -48,7 +50,7 @@ class Engine:
         from cluster.openai.ingress import create_app
 
         # Serve names every response after its request, and every request that has no name.
-        return create_app(self._model, names_responses=False)
+        return create_app(self._model, keys=self._keys, names_responses=False)
 
     async def check_health(self) -> None:
         """Ends this process once the engine has failed: Serve then replaces the replica, group and all.
@@ -75,6 +77,7 @@ def build_app(args: dict[str, Any]) -> serve.Application:
         ConfigError: a setting is wrong, the checkpoint does not fit, or no node can hold a group.
     """
     config = parse_engine_config(args)
+    open_keys(config.server)
     nodes = NodeResources.from_ray(ray.nodes())
     gpus = uses_gpus(config, nodes)
     if config.is_local_model:

@@ -14,7 +14,7 @@ _CONNECT_TIMEOUT_S = 5.0
 _READ_TIMEOUT_S = 300.0
 
 
-def run_chat(url: str, model: str | None, temperature: float) -> None:
+def run_chat(url: str, model: str | None, temperature: float, *, api_key: str | None = None) -> None:
     """Reads lines, streams answers; ends at an empty line or end of input. Ctrl-C ends an answer, at the prompt it all.
 
     Args:
@@ -27,7 +27,8 @@ def run_chat(url: str, model: str | None, temperature: float) -> None:
     console = Console(highlight=False, soft_wrap=True)
     base = _base_url(url)
     timeout = httpx.Timeout(_READ_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
-    with httpx.Client(base_url=base, timeout=timeout, trust_env=False) as client:
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    with httpx.Client(base_url=base, headers=headers, timeout=timeout, trust_env=False) as client:
         try:
             model = model or _first_model(client)
             console.print(f"{model} at {base}; an empty line ends the chat")

@@ -1,4 +1,4 @@
-"""The command line: serve, check, chat, generate. Heavy imports happen inside the commands, so that --help is quick."""
+"""The command line: serve, check, chat, generate, key. Heavy imports are inside the commands: --help is quick."""
 
 from __future__ import annotations
 
@@ -91,11 +91,25 @@ def chat(
     model: Annotated[str | None, typer.Option(help="Model name; default: the endpoint's first.")] = None,
     temperature: Annotated[float, typer.Option(min=0.0, max=2.0)] = 0.7,
 ) -> None:
-    """Talk to an endpoint; an empty line or Ctrl-D ends it."""
+    """Talk to an endpoint; an empty line or Ctrl-D ends it. Its API key is read from OPENAI_API_KEY."""
     from cluster.chat_client import run_chat
 
     with _friendly_errors():
-        run_chat(url, model, temperature)
+        run_chat(url, model, temperature, api_key=os.environ.get("OPENAI_API_KEY"))
+
+
+@app.command()
+def key(
+    id_: Annotated[str, typer.Argument(metavar="ID", help="Whose key it is; shown in logs.")],
+    role: Annotated[str, typer.Option(help="user, admin or metrics.")] = "user",
+) -> None:
+    """Make an API key, and the line for the file that `server.api_keys` names."""
+    from cluster.http.keys import new_key, parse_role
+
+    with _friendly_errors():
+        secret, line = new_key(id_, parse_role(role))
+    typer.echo(f"key, shown once: {secret}", err=True)
+    typer.echo(line)
 
 
 class _friendly_errors:

@@ -213,8 +213,9 @@ class ServingJob:
         body = {"model": name, "messages": [{"role": "user", "content": "Hello!"}]}
         self._say("ready")
         self._print(f"\nserving {name} at {self.url}; try")
+        key = "-H 'Authorization: Bearer '$API_KEY " if self._config.engine.server.api_keys else ""
         self._print(
-            f"curl {self.url}/chat/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'\n",
+            f"curl {self.url}/chat/completions {key}-H 'Content-Type: application/json' -d '{json.dumps(body)}'\n",
         )
         if detach:
             self._print(f"the app {self._config.name} stays; `serve shutdown` ends all apps of the cluster")

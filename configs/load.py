@@ -6,6 +6,7 @@ Owns the file's form. What the settings mean is `schema.py`, what `auto` comes t
 from __future__ import annotations
 
 import difflib
+import ipaddress
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,11 +83,14 @@ def load_app_config(path: Path, overrides: Sequence[str] = ()) -> AppConfig:
     route_prefix = application.get("route_prefix", "/")
     if not isinstance(route_prefix, str) or not route_prefix.startswith("/"):
         raise ConfigError(f"{path}: applications[0].route_prefix={route_prefix!r} must begin with /")
+    engine = _parse(args, places)
+    host = str(http.get("host", _DEFAULT_HOST))
+    _check_exposure(host, engine)
     return AppConfig(
-        engine=_parse(args, places),
+        engine=engine,
         name=str(application.get("name", "default")),
         route_prefix=route_prefix,
-        host=str(http.get("host", _DEFAULT_HOST)),
+        host=host,
         port=port,
         document=document,
     )
@@ -95,6 +99,14 @@ def load_app_config(path: Path, overrides: Sequence[str] = ()) -> AppConfig:
 def parse_engine_config(args: Mapping[str, Any]) -> EngineConfig:
     """`args` as an `EngineConfig`; `-` counts as `_` in keys. Raises one ConfigError with a line for each problem."""
     return _parse(_underscored(args), {})
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches `host`: `localhost`, or an address of the loopback interface."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def all_settings() -> list[str]:
@@ -108,6 +120,15 @@ def _settings(section: type[BaseModel], prefix: str) -> Iterable[str]:
             yield from _settings(field.annotation, f"{prefix}{name}.")
         else:
             yield prefix + name
+
+
+def _check_exposure(host: str, engine: EngineConfig) -> None:
+    if engine.server.api_keys is None and not is_loopback(host):
+        raise ConfigError(
+            f"http_options.host={host} can be reached from other machines, and server.api_keys names no file of keys; "
+            "make a key with `python -m cluster key ID`, or set http_options.host=127.0.0.1, or server.api_keys=false "
+            "to answer whoever reaches the port"
+        )
 
 
 # ---- the file

@@ -109,6 +109,10 @@ class ServerConfig(_Section):
     """Deadline of one request; past it 504."""
     shutdown_timeout_s: float = Field(20.0, ge=0)
     """How long a stopping replica lets running requests finish."""
+    api_keys: str | Literal[False] | None = None
+    """A file of API keys, a line each: `id:sha256[:role[:requests a minute[:requests at once]]]`, with the roles user,
+    admin and metrics; `python -m cluster key ID` makes one. Read again when it changes. None: no keys, and only this
+    machine is answered. false: no keys, and whoever reaches the port is answered."""
     chat_template: str | None = None
     """A Jinja file used in place of the model's own chat template."""
 

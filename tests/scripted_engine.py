@@ -20,6 +20,7 @@ import msgspec
 import uvicorn
 
 from cluster.engine_client import EngineClient, pack_frame, read_frame
+from cluster.http.guard import Guard
 from cluster.messages import (
     EngineToCoordinator,
     Finished,
@@ -192,11 +193,12 @@ def error_of(response: httpx.Response, status: int, code: str) -> dict[str, Any]
 
 
 @contextlib.asynccontextmanager
-async def served(model: ServedModel) -> AsyncIterator[str]:
-    """uvicorn on a free loopback port."""
+async def served(what: ServedModel | Guard, **options: Any) -> AsyncIterator[str]:
+    """The URL of a model, or of its app, behind uvicorn on a free loopback port."""
+    app = create_app(what) if isinstance(what, ServedModel) else what
     listening = socket.socket()
     listening.bind(("127.0.0.1", 0))
-    config = uvicorn.Config(create_app(model), log_config=None, lifespan="off", timeout_graceful_shutdown=1)
+    config = uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1, **options)
     server = uvicorn.Server(config)
     task = asyncio.create_task(server.serve(sockets=[listening]))
     while not server.started:  # noqa: ASYNC110 -- uvicorn has no event for it

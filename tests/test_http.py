@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,19 +13,7 @@ from cluster.http.active import ActiveRequests
 from cluster.http.context import RequestContext, Role, current_request
 from cluster.http.endpoint import PAUSE, RESUME
 from cluster.openai.ingress import create_app
-from cluster.openai.tokenizer import Tokenizer
-from tests.scripted_engine import MODEL, Run, Stack, error_of, runner
-
-
-@pytest.fixture(scope="module")
-def smollm2(smollm2_path: Path) -> Tokenizer:
-    return Tokenizer.load(smollm2_path)
-
-
-@pytest.fixture
-def run(smollm2: Tokenizer, tmp_path: Path) -> Run:
-    return runner(smollm2, tmp_path)
-
+from tests.scripted_engine import MODEL, Run, Stack, error_of
 
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 
@@ -192,6 +179,7 @@ class Client:
             "query_string": b"",
             "headers": [(b"x-request-id", b"the-one")],
             "root_path": "",
+            "query_string": b"",
         }
         self.task = asyncio.create_task(create_app(stack.model, active)(scope, self.messages.get, self._send))
 
@@ -211,7 +199,7 @@ def test_a_full_connection_holds_back_an_answer_and_loses_nothing_of_it(run: Run
         client = Client(stack, ActiveRequests())
         await stack.until(lambda: len(client.sent) >= 2)
         client.messages.put_nowait({"type": PAUSE})
-        await asyncio.sleep(0.01)
+        await stack.until(client.messages.empty)
         sent = len(client.sent)
         await stack.until(lambda: stack.engine.num_open == 0)  # the engine goes on meanwhile
         assert len(client.sent) == sent

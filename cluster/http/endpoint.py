@@ -115,9 +115,9 @@ class _Delivery:
         request = self.request
         assert request is not None, "a request is tracked before its answer begins"
         request.stuck_since = self._now()
-        await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
         if not self._writable.is_set():
             await self._writable.wait()
+        await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
         request.stuck_since = None
 
     async def whole(self, chunk: bytes, answer: Answer) -> None:

@@ -12,8 +12,10 @@ from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Router
 from starlette.types import Message, Receive, Scope, Send
 
-from cluster.http.context import RequestContext, serving
+from cluster.http.access import Access
+from cluster.http.context import serving
 from cluster.http.errors import ErrorShape, as_request_error, error_body, send_error
+from cluster.http.quota import Quotas
 from configs.errors import RequestError
 
 logger = logging.getLogger(__name__)
@@ -33,17 +35,21 @@ class Guard:
     def __init__(
         self,
         routes: Sequence[BaseRoute],
+        access: Access,
         *,
         engine_is_there: Callable[[], bool],
         names_responses: bool = True,
         error_shapes: Mapping[str, ErrorShape] | None = None,
     ) -> None:
         """Args:
+        access: decides before any route does.
         engine_is_there: whether requests can reach an engine at all.
         error_shapes: by path, how errors look there and below; elsewhere they look like OpenAI's.
         names_responses: False where a server in front adds `x-request-id` from the request to every response.
         """
         self.router = Router(routes, redirect_slashes=False)
+        self._access = access
+        self._quotas = Quotas()
         self._engine_is_there = engine_is_there
         self._names_responses = names_responses
         self._error_shapes = error_shapes or {}
@@ -66,7 +72,8 @@ class Guard:
         scope["app"] = self  # the router then raises for a path or method it does not have
         try:
             _check_headers(scope)
-            with serving(scope, RequestContext(request_id=request_id)):
+            context, key = self._access.admit(scope, request_id)
+            with self._quotas.take(key if scope["method"] == "POST" else None), serving(scope, context):
                 await self.router(scope, receive, response.send)
         except HTTPException as error:
             failure = _from_starlette(error, scope["method"])

@@ -16,9 +16,11 @@ from starlette.routing import Route
 
 from cluster.anthropic.errors import anthropic_error
 from cluster.anthropic.serving import AnthropicServing
+from cluster.http.access import Access
 from cluster.http.active import ActiveRequests
 from cluster.http.endpoint import Endpoint, Handler
 from cluster.http.guard import Guard
+from cluster.http.keys import KeyRing
 from cluster.native.status import StatusServing
 from cluster.openai.responses.serving import ResponsesServing
 from cluster.openai.served_model import ServedModel
@@ -33,11 +35,18 @@ _encode = msgspec.json.Encoder().encode
 _READY_AFTER_S = 1.0
 
 
-def create_app(model: ServedModel, active: ActiveRequests | None = None, *, names_responses: bool = True) -> Guard:
+def create_app(
+    model: ServedModel,
+    active: ActiveRequests | None = None,
+    keys: KeyRing | None = None,
+    *,
+    names_responses: bool = True,
+) -> Guard:
     """The HTTP server of one replica.
 
     Args:
         active: where requests are counted; what drains them holds it too.
+        keys: of `server.api_keys`. None: nobody is asked for one.
         names_responses: False behind a server that adds `x-request-id` itself.
     """
     requests = ActiveRequests() if active is None else active
@@ -88,6 +97,7 @@ def create_app(model: ServedModel, active: ActiveRequests | None = None, *, name
     ]
     return Guard(
         routes,
+        Access(keys, anyone=model.server.api_keys is False),
         engine_is_there=engine_is_there,
         names_responses=names_responses,
         error_shapes={"/v1/messages": anthropic_error},

@@ -1,0 +1,114 @@
+"""Who may call what: API keys, roles, and what stays open without one. Decided on ASGI's path, never on a URL."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from starlette.types import Scope
+
+from cluster.http.context import RequestContext, Role
+from cluster.http.keys import ApiKey, KeyRing
+from configs.errors import RequestError
+from configs.load import is_loopback
+
+OPEN_PATHS = frozenset({"/", "/health", "/ready"})
+"""Answered without a key: what probes ask, and the page, which asks for one itself. None of them tells anything."""
+ADMIN_PATHS = frozenset({"/abort_request", "/flush_cache"})
+"""For admin keys only, and absent where there is none."""
+METRICS_PATHS = frozenset({"/metrics", "/live", "/load", "/v1/loads", "/server_info", "/version"})
+"""All that keys of the role `metrics` may see."""
+_NOT_FOR_USERS = frozenset({"/metrics"})
+
+
+class Access:
+    """Lets requests pass, or refuses them.
+
+    Args:
+        keys: None: nobody is asked for one.
+        anyone: without keys, whether requests from other machines are answered.
+    """
+
+    def __init__(self, keys: KeyRing | None, *, anyone: bool = False) -> None:
+        self._keys = keys
+        self._anyone = anyone
+
+    def admit(self, scope: Scope, request_id: str) -> tuple[RequestContext, ApiKey | None]:
+        """Whose request it is, and the key it came with.
+
+        Raises:
+            RequestError: 401 without a good key, 403 where the key's role or the caller's place does not allow it, 404
+                for what is absent.
+        """
+        path = route_path(scope)
+        if path in OPEN_PATHS:
+            return RequestContext(request_id=request_id), None
+        if self._keys is None:
+            if not self._anyone:
+                _check_local(scope)
+            if path in ADMIN_PATHS:
+                raise _absent()
+            return RequestContext(request_id=request_id), None
+        key = self._key(scope, self._keys)
+        if path in ADMIN_PATHS and not self._keys.has_admin:
+            raise _absent()
+        _check_role(key.role, path)
+        salt = self._keys.salt(key.id)
+        return RequestContext(request_id=request_id, client=key.id, role=key.role, salt=salt), key
+
+    def _key(self, scope: Scope, keys: KeyRing) -> ApiKey:
+        presented = _presented(scope)
+        if presented is None:
+            raise RequestError(
+                "An API key is needed; send it as `Authorization: Bearer KEY`.", code="missing_api_key", status=401
+            )
+        key = keys.find(presented)
+        if key is None:
+            raise RequestError("The API key is not known here.", code="invalid_api_key", status=401)
+        return key
+
+
+def route_path(scope: Scope) -> str:
+    """The path below the app's prefix, exactly as the router matches it."""
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    return path[len(root) :] if root and path.startswith(f"{root}/") else path
+
+
+def _presented(scope: Scope) -> bytes | None:
+    """The key a request carries. Two different ones are none: who looks at one and who at the other must not differ."""
+    found = set()
+    for name, value in scope["headers"]:
+        if name == b"x-api-key":
+            found.add(value.strip())
+        elif name == b"authorization":
+            scheme, _, credentials = value.strip().partition(b" ")
+            found.add(credentials.strip() if scheme.lower() == b"bearer" else b"")
+    found.discard(b"")
+    return found.pop() if len(found) == 1 else None
+
+
+def _check_role(role: Role, path: str) -> None:
+    if role == Role.ADMIN:
+        return
+    if path in METRICS_PATHS if role == Role.METRICS else path not in ADMIN_PATHS | _NOT_FOR_USERS:
+        return
+    raise RequestError(f"Keys of the role {role} may not call this.", code="permission_denied", status=403)
+
+
+def _check_local(scope: Scope) -> None:
+    """Without keys: nobody from elsewhere, and no page from elsewhere in a browser that runs here."""
+    server = scope.get("server")
+    # Without a port it is no TCP connection.
+    if server is not None and server[1] is not None and not is_loopback(server[0]):
+        raise RequestError(
+            "This server has no API keys, so it answers only on the loopback address: set server.api_keys.",
+            code="api_keys_not_configured",
+            status=403,
+        )
+    for name, value in scope["headers"]:
+        if name == b"origin" and not is_loopback(urlsplit(value.decode("latin-1")).hostname or ""):
+            raise RequestError("Pages of other sites may not call this server.", code="origin_refused", status=403)
+
+
+def _absent() -> RequestError:
+    return RequestError("There is no such route.", code="not_found", status=404)

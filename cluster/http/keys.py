@@ -1,0 +1,171 @@
+"""API keys: the file that lists them, found again by what a client sends.
+
+The file holds only SHA-256 digests, a line a key: `id:sha256[:role[:requests a minute[:requests at once]]]`. Keys are
+made by `new_key` with 256 random bits, so a digest without salt or stretching gives nothing away.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.http.context import Role
+from configs.errors import ConfigError
+from configs.schema import ServerConfig
+
+logger = logging.getLogger(__name__)
+
+_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_PREFIX = "sk-lockstep-"
+_LOOK_AGAIN_S = 1.0
+_FORM = "id:sha256[:role[:requests a minute[:requests at once]]]"
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """One line of the file."""
+
+    id: str
+    """Whose key it is. One client may have several."""
+    digest: bytes
+    """SHA-256 of the key."""
+    role: Role = Role.USER
+    rpm: int | None = None
+    """Most requests in any minute, by each replica. None: no limit."""
+    concurrency: int | None = None
+    """Most requests at once, by each replica. None: no limit."""
+
+
+def new_key(id_: str, role: Role = Role.USER) -> tuple[str, str]:
+    """A new key, and the file's line for it. Raises ConfigError for an id that a line cannot hold."""
+    _check_id(id_, "the id")
+    key = _PREFIX + secrets.token_urlsafe(32)
+    line = f"{id_}:{hashlib.sha256(key.encode()).hexdigest()}"
+    return key, line if role == Role.USER else f"{line}:{role}"
+
+
+def parse_role(name: str, place: str = "") -> Role:
+    """The role of that name. Raises ConfigError, begun with `place`, where there is none."""
+    if name not in list(Role):
+        raise ConfigError(f"{place}the role is {name[:64]!r}; it must be one of {', '.join(Role)}")
+    return Role(name)
+
+
+def parse_keys(text: str, name: str) -> tuple[ApiKey, ...]:
+    """The keys of a file's text; blank lines and lines that begin with `#` are skipped.
+
+    Raises:
+        ConfigError: a line is not of the form, two keys are the same, or there is none. Carries no part of a digest.
+    """
+    keys: dict[bytes, ApiKey] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
+        key = _parse_line(line, f"{name}:{number}")
+        if key.digest in keys:
+            raise ConfigError(f"{name}:{number}: the key of {key.id} is listed twice; remove one")
+        keys[key.digest] = key
+    if not keys:
+        raise ConfigError(f"{name} lists no keys; add the line that `python -m cluster key ID` prints")
+    return tuple(keys.values())
+
+
+def _parse_line(line: str, place: str) -> ApiKey:
+    id_, *rest = line.split(":")
+    if not 1 <= len(rest) <= 4:
+        raise ConfigError(f"{place}: the line is not of the form {_FORM}")
+    _check_id(id_, f"{place}: the id")
+    digest, role, rpm, concurrency = [*rest, "", "", ""][:4]
+    if not _DIGEST.fullmatch(digest.lower()):
+        raise ConfigError(f"{place}: the second field is no SHA-256 in hex; make a line by `python -m cluster key ID`")
+    limits = []
+    for limit in (rpm, concurrency):
+        if limit and not (limit.isdecimal() and int(limit) > 0):
+            raise ConfigError(f"{place}: the limit {limit!r} is no positive number; leave it out for no limit")
+        limits.append(int(limit) if limit else None)
+    return ApiKey(id_, bytes.fromhex(digest), parse_role(role or Role.USER, f"{place}: "), *limits)
+
+
+def _check_id(id_: str, what: str) -> None:
+    if not _ID.fullmatch(id_):
+        raise ConfigError(f"{what} {id_[:64]!r} must be 1 to 64 letters, digits, dots, underscores or hyphens")
+
+
+class KeyRing:
+    """The keys of a file, read again when it changes."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        """Reads the file.
+
+        Raises:
+            ConfigError: it cannot be read, or a line of it is wrong.
+        """
+        self._path = path
+        self._clock = clock
+        # Of this process: salts are for its own caches, and must not be found out from the file.
+        self._secret = secrets.token_bytes(32)
+        self._keys, self._version = self._read()
+        self._looked = clock()
+
+    @property
+    def has_admin(self) -> bool:
+        """Whether a key may do what only operators should."""
+        self._refresh()
+        return any(key.role == Role.ADMIN for key in self._keys)
+
+    def find(self, presented: bytes) -> ApiKey | None:
+        """The key a client presents, or None. Takes as long whichever key it is, and whether it is one."""
+        self._refresh()
+        digest = hashlib.sha256(presented).digest()
+        found = None
+        for key in self._keys:
+            if hmac.compare_digest(key.digest, digest):
+                found = key
+        return found
+
+    def salt(self, id_: str) -> bytes:
+        """Secret that stands for a client in this process, the same for all its keys."""
+        return hmac.digest(self._secret, id_.encode(), "sha256")
+
+    def _refresh(self) -> None:
+        now = self._clock()
+        if now - self._looked < _LOOK_AGAIN_S:
+            return
+        self._looked = now
+        try:
+            if _version(self._path) != self._version:
+                self._keys, self._version = self._read()
+                logger.info("%d API keys, read again", len(self._keys))
+        except (ConfigError, OSError) as error:
+            # Keys that were good stay good: a half-written file must not lock everyone out.
+            logger.error("the API keys are kept as they were: %s", error)
+
+    def _read(self) -> tuple[tuple[ApiKey, ...], tuple[int, ...]]:
+        try:
+            version = _version(self._path)
+            return parse_keys(self._path.read_text("utf-8"), self._path.name), version
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "no UTF-8"
+            raise ConfigError(
+                f"server.api_keys={self._path} cannot be read ({reason}); it must be on every node that serves"
+            ) from None
+
+
+def open_keys(server: ServerConfig) -> KeyRing | None:
+    """The keys that `server.api_keys` names, if it names any. Raises ConfigError when they cannot be read."""
+    return KeyRing(Path(server.api_keys).expanduser()) if server.api_keys else None
+
+
+def _version(path: Path) -> tuple[int, ...]:
+    stat = os.stat(path)
+    return (stat.st_ino, stat.st_size, stat.st_mtime_ns)
