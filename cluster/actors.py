@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from cluster.observability.logs import log_to_stderr
 from configs.model_config import ModelConfig
 from configs.resolve import ANY_NODES_STRATEGY, ONE_NODE_STRATEGY
 from configs.schema import EngineConfig
@@ -28,13 +29,6 @@ def actor_class(cls: type) -> Any:
     """`cls` as a Ray actor class: never restarted by Ray, and its `ctl` methods answer while another one runs."""
     options: Any = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {"ctl": 2}}
     return ray.remote(**options)(cls)
-
-
-def log_to_stderr() -> None:
-    """Shows what Lockstep itself logs in an actor's process; Ray keeps it, and passes it on to the driver."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    for package in ("attention", "cluster", "configs", "parallel", "worker"):
-        logging.getLogger(package).setLevel(logging.INFO)
 
 
 def device_index(gpu: str, visible: str | None) -> int:
@@ -54,6 +48,8 @@ class RankSpec:
     model: ModelConfig
     model_path: str
     rank: int
+    replica: str
+    """Name of the replica whose rank it is."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +76,7 @@ class RankActor:
     """One rank's process. Methods run in the order they are declared; `ctl` ones answer while `run` blocks."""
 
     def __init__(self, spec: RankSpec) -> None:
-        log_to_stderr()
+        log_to_stderr(spec.config.observability.log_format, replica=spec.replica, rank=f"tp{spec.rank}")
         self._spec = spec
         self._group: TensorParallelGroup | None = None
         self._worker: TPWorker | None = None

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 
-from cluster.actors import Location, RankLoad, log_to_stderr
+from cluster.actors import Location, RankLoad
+from cluster.observability.logs import log_to_stderr
 from configs.model_config import ModelConfig
 from configs.schema import EngineConfig
 
@@ -43,6 +45,8 @@ class EngineFacts:
     max_model_len: int
     locations: tuple[Location, ...]
     loads: tuple[RankLoad, ...]
+    phase_s: tuple[tuple[str, float], ...]
+    """Seconds that each phase of the start took, in order."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +62,12 @@ class CoordinatorActor:
     """Ray's shell around a `Coordinator` and its `RankGroup`."""
 
     def __init__(self, spec: EngineSpec, name: str) -> None:
-        log_to_stderr()
+        log_to_stderr(spec.config.observability.log_format, replica=name, rank="coordinator")
         self._spec = spec
         self._name = name
         self._phase = "starting"
+        self._phase_began = time.monotonic()
+        self._phase_s: list[tuple[str, float]] = []
         self._group: RankGroup | None = None
         self._coordinator: Coordinator | None = None
 
@@ -77,7 +83,7 @@ class CoordinatorActor:
         from worker.protocol import StepResult
 
         spec, config = self._spec, self._spec.config
-        self._phase = "starting ranks"
+        self._enter("starting ranks")
         group = RankGroup(
             config=config,
             model=spec.model,
@@ -87,12 +93,12 @@ class CoordinatorActor:
         )
         self._group = group
         locations = group.start()
-        self._phase = "loading weights"
+        self._enter("loading weights")
         memory = group.load(locations)
         num_pages = num_kv_pages(config.kv_cache, memory.bytes_per_page, memory.free_bytes)
         max_model_len = cut_max_model_len(config, spec.model, num_pages)
         _log_pool(num_pages, config.kv_cache.page_size, memory)
-        self._phase = "allocating the KV pool"
+        self._enter("allocating the KV pool")
         limits = SchedulerLimits(
             num_pages=num_pages,
             page_size=config.kv_cache.page_size,
@@ -114,8 +120,20 @@ class CoordinatorActor:
         )
         self._coordinator = coordinator
         group.watch(coordinator.fail)
-        self._phase = "ready"
-        return EngineFacts(coordinator.address, num_pages, max_model_len, tuple(locations), memory.loads)
+        self._enter("ready")
+        return EngineFacts(
+            address=coordinator.address,
+            num_pages=num_pages,
+            max_model_len=max_model_len,
+            locations=tuple(locations),
+            loads=memory.loads,
+            phase_s=tuple(self._phase_s),
+        )
+
+    def _enter(self, phase: str) -> None:
+        now = time.monotonic()
+        self._phase_s.append((self._phase, now - self._phase_began))
+        self._phase, self._phase_began = phase, now
 
     def run(self) -> None:
         """Serves until `close`, then ends the ranks. Raises EngineError with the cause when the engine failed."""

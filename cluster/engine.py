@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from cluster.actors import actor_class
 from cluster.coordinator_actor import CoordinatorActor, EngineFacts, EngineSpec
 from cluster.engine_client import EngineClient
 from cluster.native.engine_info import EngineInfo
+from cluster.observability.telemetry import Telemetry
 from cluster.openai.served_model import ServedModel
 from cluster.openai.tokenizer import Tokenizer
 from cluster.rank_group import NAMESPACE, node_cores
@@ -55,11 +57,14 @@ class RunningEngine:
         self._run = run
 
     @classmethod
-    async def start(cls, spec: EngineSpec, placement_group: PlacementGroup, name: str) -> RunningEngine:
+    async def start(
+        cls, spec: EngineSpec, placement_group: PlacementGroup, name: str, telemetry: Telemetry | None = None
+    ) -> RunningEngine:
         """Starts coordinator and ranks in `placement_group` and connects to them.
 
         Args:
             name: of the coordinator's actor in the namespace `lockstep`; ranks are `<name>:tp<rank>`.
+            telemetry: is told what happens in this engine. None: one of its own.
 
         Raises:
             LockstepError: the start failed; nothing of it is left.
@@ -78,7 +83,7 @@ class RunningEngine:
             facts: EngineFacts = await coordinator.start.remote(placement_group)
             # The end of this call is the sign of a failure; it also comes when the process dies.
             run = asyncio.wrap_future(coordinator.run.remote().future())
-            client = await EngineClient.connect(facts.address)
+            client = await EngineClient.connect(facts.address, telemetry=telemetry)
         except BaseException as error:
             ray.kill(coordinator)  # the ranks are its own and end with it
             if isinstance(error, ray.exceptions.RayError):
@@ -97,6 +102,8 @@ class RunningEngine:
     async def open_model(self) -> ServedModel:
         """What requests are put to, once the engine has generated a token."""
         config = self.spec.config
+        phases = dict(self.facts.phase_s)
+        began = time.monotonic()
         # Reading a tokenizer takes a third of a second, its first conversion from GGUF five.
         tokenizer = await asyncio.to_thread(
             Tokenizer.load,
@@ -117,7 +124,18 @@ class RunningEngine:
             info=EngineInfo.of(config, self.facts.num_pages),
             system_fingerprint=f"lockstep-{VERSION}-tp{config.tensor_parallel_size}-{config.dtype}",
         )
+        phases["reading the tokenizer"] = (read := time.monotonic()) - began
         await served.warm_up(config.parallel.step_timeout_s)
+        phases["warming up"] = time.monotonic() - read
+        self.client.telemetry.started(
+            phases,
+            version=VERSION,
+            tensor_parallel_size=config.tensor_parallel_size,
+            dtype=config.dtype,
+            max_model_len=self.facts.max_model_len,
+            page_size=config.kv_cache.page_size,
+            num_pages=self.facts.num_pages,
+        )
         return served
 
     async def close(self) -> None:

@@ -13,6 +13,7 @@ import itertools
 import logging
 import socket
 import struct
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -34,6 +35,7 @@ from cluster.messages import (
     TokenLogprobs,
 )
 from cluster.observability.board import StatsBoard
+from cluster.observability.telemetry import Telemetry
 from configs.errors import DeadlineError, EngineError, OverloadedError
 
 logger = logging.getLogger(__name__)
@@ -115,6 +117,7 @@ class RequestStream:
         "_prefilled",
         "_prompt_runs",
         "_sampling",
+        "_token_at",
         "_tokens",
         "_waiter",
         "id",
@@ -125,6 +128,7 @@ class RequestStream:
         self._client = client
         self._sampling = sampling
         self._tokens: list[int] = []
+        self._token_at = 0.0  # when the last one came; 0 before the first
         self._logprobs: list[TokenLogprobs] | None = [] if sampling.num_logprobs >= 0 else None
         self._prompt_runs: list[PromptLogprobs] | None = [] if sampling.prompt_logprobs >= 0 else None
         self._prefilled: Prefilled | None = None
@@ -224,20 +228,22 @@ async def wait_ready(streams: Sequence[RequestStream], deadline: float | None = 
 class EngineClient:
     """Submits requests to the coordinator and hands each step's tokens to their streams."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, telemetry: Telemetry | None = None
+    ) -> None:
         self._reader = reader
         self._writer = writer
         self._streams: dict[int, RequestStream] = {}
         self._ids = itertools.count(1)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(StepOutput)
-        self.board = StatsBoard()
-        """The engine's figures."""
+        self.telemetry = telemetry or Telemetry()
+        """Is told what the engine reports, and when tokens come."""
         self._lost: str | None = None  # why the connection is gone
         self._task: asyncio.Task[None] | None = None
 
     @classmethod
-    async def connect(cls, path: str, *, timeout_s: float = 30.0) -> EngineClient:
+    async def connect(cls, path: str, *, telemetry: Telemetry | None = None, timeout_s: float = 30.0) -> EngineClient:
         """Connects to the coordinator's socket, waiting for it to appear.
 
         Raises:
@@ -255,9 +261,14 @@ class EngineClient:
                         f"no coordinator accepts on its socket within connect timeout_s={timeout_s:g}"
                     ) from error
                 await asyncio.sleep(0.02)
-        client = cls(reader, writer)
+        client = cls(reader, writer, telemetry)
         client._task = asyncio.create_task(client._read_steps(), name="engine-client-reader")
         return client
+
+    @property
+    def board(self) -> StatsBoard:
+        """The engine's figures."""
+        return self.telemetry.board
 
     @property
     def num_open(self) -> int:
@@ -369,15 +380,21 @@ class EngineClient:
                 stream._logprobs.append(logprobs)
         # Two tolist() a step are cheaper than one numpy scalar per token.
         ids = np.frombuffer(output.ids, "<i8").tolist()
+        now = time.monotonic()
+        intervals: list[float] = []
         for request_id, token in zip(ids, np.frombuffer(output.tokens, "<i4").tolist(), strict=True):
             if (stream := streams.get(request_id)) is not None:
                 stream._tokens.append(token)
+                if stream._token_at:
+                    intervals.append(now - stream._token_at)
+                stream._token_at = now
                 stream._wake()
+        self.telemetry.intervals(intervals)
         for finished in output.finished:
             if (stream := streams.pop(finished.id, None)) is not None:
                 stream._finish(finished)
         if output.stats is not None:
-            self.board.update(output.stats)
+            self.telemetry.report(output.stats)
 
     def _lose(self, reason: str) -> None:
         if self._lost is not None:

@@ -105,7 +105,7 @@ class RankGroup:
         actor = actor_class(RankActor)
         gpus = 1 if self._config.device == "cuda" else 0
         for rank in range(self.size):
-            spec = RankSpec(self._config, self._model, str(self._model_path), rank)
+            spec = RankSpec(self._config, self._model, str(self._model_path), rank, self._name)
             self._ranks.append(
                 actor.options(
                     name=f"{self._name}:tp{rank}",

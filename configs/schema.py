@@ -117,6 +117,18 @@ class ServerConfig(_Section):
     """A Jinja file used in place of the model's own chat template."""
 
 
+class ObservabilityConfig(_Section):
+    """Logs, metrics and traces. They carry figures and names, never the text of a request."""
+
+    log_format: Literal["console", "json"] = "console"
+    """Form of the log's lines, on the standard error of each process."""
+    metric_aliases: Literal["none", "vllm", "sglang"] = "none"
+    """Give metrics the names they have in vLLM or SGLang besides ours, for dashboards made for these."""
+    otlp_traces_endpoint: str | None = None
+    """URL of an OpenTelemetry collector that takes spans over HTTP, e.g. http://collector:4318/v1/traces; needs
+    opentelemetry-exporter-otlp-proto-http. None: spans are made only if the process has a tracer provider."""
+
+
 class EngineConfig(_Section):
     """One serving job: `applications[].args` of the Ray Serve config file."""
 
@@ -149,6 +161,7 @@ class EngineConfig(_Section):
     parallel: ParallelConfig = ParallelConfig()
     placement: PlacementConfig = PlacementConfig()
     server: ServerConfig = ServerConfig()
+    observability: ObservabilityConfig = ObservabilityConfig()
 
     @property
     def is_local_model(self) -> bool:

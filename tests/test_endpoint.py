@@ -242,3 +242,29 @@ def test_the_answer_does_not_depend_on_the_number_of_ranks(endpoint: Any, smollm
         assert serve.status().applications["three"].deployments["Engine"].replica_states == {"RUNNING": 2}
     finally:
         serve.delete("three")
+
+
+def test_the_engine_shows_in_the_metrics_and_a_rank_says_where_it_is(client: openai.OpenAI, endpoint: Any) -> None:
+    import ray
+    from prometheus_client.parser import text_string_to_metric_families
+
+    client.chat.completions.create(model=endpoint.model, messages=MESSAGES, temperature=0, max_tokens=8)
+    endpoint.wait_idle()
+    text = httpx.get(f"{endpoint.url}/metrics", timeout=30).text
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    values = {sample.name: sample.value for sample in samples}
+    assert values["lockstep_steps_total"] >= 8
+    assert values["lockstep_generation_tokens_total"] >= 8
+    assert values["lockstep_request_decode_time_seconds_sum"] > 0
+    assert values["lockstep_coordinator_report_age_seconds"] < 3
+    ages = {s.labels["rank"]: s.value for s in samples if s.name == "lockstep_rank_heartbeat_age_seconds"}
+    assert set(ages) == {"0", "1"}
+    assert all(age < 5 for age in ages.values())
+    phases = {s.labels["phase"]: s.value for s in samples if s.name == "lockstep_startup_phase_seconds"}
+    assert phases["loading_weights"] > 0
+    assert {"starting_ranks", "warming_up"} <= set(phases)
+    assert {s.labels["model_name"] for s in samples} == {endpoint.model}
+    assert {s.labels["application"] for s in samples} == {endpoint.app_name}
+    [replica] = {s.labels["replica"] for s in samples}
+    rank = ray.get_actor(f"{endpoint.app_name}:{replica}:tp1", namespace="lockstep")
+    assert "_next_frame" in ray.get(rank.stacks.remote(), timeout=30)

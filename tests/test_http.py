@@ -179,7 +179,6 @@ class Client:
             "query_string": b"",
             "headers": [(b"x-request-id", b"the-one")],
             "root_path": "",
-            "query_string": b"",
         }
         self.task = asyncio.create_task(create_app(stack.model, active)(scope, self.messages.get, self._send))
 

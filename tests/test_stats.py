@@ -9,7 +9,7 @@ from cluster.messages import EngineStats
 from cluster.observability.board import StatsBoard
 from cluster.observability.steps import STEP_DTYPE, StepMeter
 from cluster.scheduling.limits import SchedulerStats
-from worker.protocol import StepFrame
+from worker.protocol import RowFlag, StepFrame
 
 
 class Clock:
@@ -23,7 +23,12 @@ class Clock:
 
 
 def frame(num_rows: int, num_prefill_tokens: int = 0) -> StepFrame:
-    return StepFrame(1, 1, rows=np.arange(num_rows, dtype=np.int32), token_ids=np.zeros(num_prefill_tokens, np.int32))
+    """With prompt tokens, the last row is the one they belong to."""
+    flags = np.full(num_rows, RowFlag.SAMPLE, np.int32)
+    if num_prefill_tokens:
+        flags[-1] |= RowFlag.HAS_TOKENS
+    rows = np.arange(1, num_rows + 1, dtype=np.int32)
+    return StepFrame(1, 1, rows=rows, flags=flags, token_ids=np.zeros(num_prefill_tokens, np.int32))
 
 
 def scheduler_stats(**figures: int) -> SchedulerStats:
@@ -48,7 +53,7 @@ def test_a_step_lasts_from_the_end_of_the_one_before_it_when_two_are_in_flight()
     meter.retired(3)
     clock.now += 0.005
     meter.retired(3)
-    assert steps_of(report(meter)) == [(1000.0, 0.01, 0.0, 3, 100, 3), (1000.001, 0.005, 0.0, 3, 0, 3)]
+    assert steps_of(report(meter)) == [(1000.0, 0.01, 0.0, 3, 2, 100, 3), (1000.001, 0.005, 0.0, 3, 3, 0, 3)]
     assert report(meter).steps == b""
     assert report(meter).num_steps == 2
 

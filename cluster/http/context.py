@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import time
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -44,6 +45,10 @@ class RequestContext:
     """What the route's path leaves open; known to its handler."""
     query: Mapping[str, str] = field(default_factory=dict)
     """Of a parameter that comes more than once, the last."""
+    arrived_s: float = field(default_factory=time.monotonic, compare=False)
+    """When its headers were there."""
+    trace: Mapping[str, str] = field(default_factory=dict)
+    """W3C trace context: its headers `traceparent` and `tracestate`, where it has them."""
 
     def cache_salt(self, asked: str | None = None) -> bytes:
         """What keeps cached prompts apart: clients never share one, and one client shares it where it asks alike.
@@ -83,7 +88,9 @@ def with_url(context: RequestContext, scope: Scope) -> RequestContext:
         RequestError: a query of too many parameters.
     """
     try:
-        fields = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True, max_num_fields=_MAX_QUERY)
+        fields = parse_qsl(
+            scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True, max_num_fields=_MAX_QUERY
+        )
     except ValueError:
         raise RequestError(f"The query has more than {_MAX_QUERY} parameters.") from None
     return replace(context, path_params=scope.get("path_params", {}), query=dict(fields))

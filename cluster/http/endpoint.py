@@ -34,12 +34,19 @@ class Endpoint:
     """
 
     def __init__(
-        self, handle: Handler, server: ServerConfig, active: ActiveRequests, engine_is_there: Callable[[], bool]
+        self,
+        handle: Handler,
+        server: ServerConfig,
+        active: ActiveRequests,
+        engine_is_there: Callable[[], bool],
+        on_stream_error: Callable[[RequestError], None] | None = None,
     ) -> None:
+        """`on_stream_error`: is told of every error that ends a stream which had begun."""
         self._handle = handle
         self._server = server
         self._active = active
         self._engine_is_there = engine_is_there
+        self._on_stream_error = on_stream_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._active.check_admits()
@@ -85,6 +92,8 @@ class Endpoint:
         failure = as_request_error(error, context.request_id, engine_is_there=self._engine_is_there())
         if not delivery.begun:
             raise failure
+        if self._on_stream_error is not None:
+            self._on_stream_error(failure)
         await delivery.fail(failure)
 
 

@@ -6,6 +6,7 @@ import logging
 import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 MAX_HEADERS = 256
 MAX_HEADER_BYTES = 64 << 10
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:+/=@-]{1,128}")
+_TRACE_HEADERS = (b"traceparent", b"tracestate")
 _HTTP_ERRORS = {404: ("not_found", "There is no such route."), 405: ("method_not_allowed", "Not allowed here: ")}
 
 
@@ -38,12 +40,14 @@ class Guard:
         access: Access,
         *,
         engine_is_there: Callable[[], bool],
+        on_error: Callable[[RequestError], None] | None = None,
         names_responses: bool = True,
         error_shapes: Mapping[str, ErrorShape] | None = None,
     ) -> None:
         """Args:
         access: decides before any route does.
         engine_is_there: whether requests can reach an engine at all.
+        on_error: is told of every response that is not a success.
         error_shapes: by path, how errors look there and below; elsewhere they look like OpenAI's.
         names_responses: False where a server in front adds `x-request-id` from the request to every response.
         """
@@ -51,6 +55,7 @@ class Guard:
         self._access = access
         self._quotas = Quotas()
         self._engine_is_there = engine_is_there
+        self._on_error = on_error
         self._names_responses = names_responses
         self._error_shapes = error_shapes or {}
 
@@ -73,18 +78,31 @@ class Guard:
         try:
             _check_headers(scope)
             context, key = self._access.admit(scope, request_id)
+            if trace := _trace(scope):
+                context = replace(context, trace=trace)
             with self._quotas.take(key if scope["method"] == "POST" else None), serving(scope, context):
                 await self.router(scope, receive, response.send)
         except HTTPException as error:
-            failure = _from_starlette(error, scope["method"])
-            await send_error(response.send, failure, error.headers, body=self._error_body(failure, scope, request_id))
+            await self._refuse(response, _from_starlette(error, scope["method"]), scope, request_id, error.headers)
         except Exception as error:  # noqa: BLE001 -- whatever it was, the client gets the one shape of errors
             failure = as_request_error(error, request_id, engine_is_there=self._engine_is_there())
             if response.begun:
                 # A server that sees the response incomplete closes the connection: the client must not take it for
                 # the whole.
                 return
-            await send_error(response.send, failure, body=self._error_body(failure, scope, request_id))
+            await self._refuse(response, failure, scope, request_id)
+
+    async def _refuse(
+        self,
+        response: _Response,
+        error: RequestError,
+        scope: Scope,
+        request_id: str,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        if self._on_error is not None:
+            self._on_error(error)
+        await send_error(response.send, error, headers, body=self._error_body(error, scope, request_id))
 
     def _error_body(self, error: RequestError, scope: Scope, request_id: str) -> msgspec.Struct:
         path: str = scope["path"]
@@ -118,6 +136,11 @@ def _request_id(scope: Scope) -> tuple[str, bool]:
     if len(given) == 1 and _REQUEST_ID.fullmatch(given[0]):
         return given[0].decode(), True
     return uuid.uuid4().hex, False
+
+
+def _trace(scope: Scope) -> dict[str, str]:
+    """The request's W3C trace context, as it came."""
+    return {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in _TRACE_HEADERS}
 
 
 def _check_headers(scope: Scope) -> None:

@@ -14,14 +14,15 @@ import numpy as np
 
 from cluster.messages import EngineStats
 from cluster.scheduling.limits import SchedulerStats
-from worker.protocol import StepFrame
+from worker.protocol import RowFlag, StepFrame
 
 STEP_DTYPE = np.dtype(
     [
         ("launched_s", "<f8"),  # CLOCK_MONOTONIC of the host
         ("duration_s", "<f4"),  # from the launch, or from the end of the step before where that was later, to its end
         ("gap_s", "<f4"),  # how long no step was in flight before it, though there was work: time the ranks waited
-        ("num_rows", "<i4"),  # requests in the step
+        ("num_rows", "<i4"),  # sequences in the step
+        ("num_decodes", "<i4"),  # those of them that computed their last token, and no prompt
         ("num_prefill_tokens", "<i4"),  # prompt tokens it computed
         ("num_sampled", "<i4"),  # tokens it brought
     ],
@@ -30,7 +31,7 @@ STEP_DTYPE = np.dtype(
 """One retired step."""
 
 _REPORT_INTERVAL_S = 0.1
-_RECORD = struct.Struct("<dffiii")
+_RECORD = struct.Struct("<dffiiii")
 # Nobody may be there to read: then the records of the last seconds are enough.
 _MAX_UNREAD_BYTES = _RECORD.size * 4096
 
@@ -40,7 +41,7 @@ class StepMeter:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._in_flight: deque[tuple[float, int, int]] = deque()  # launched at, rows, prefill tokens
+        self._in_flight: deque[tuple[float, int, int, int]] = deque()  # launched at, and the counts
         self._last_end: float | None = None  # of a step; None where the engine had nothing to do since
         self._records = bytearray()
         self._reported_at = -_REPORT_INTERVAL_S
@@ -50,18 +51,21 @@ class StepMeter:
     def launched(self, frame: StepFrame) -> None:
         """`frame` has been handed to the ranks."""
         self.num_steps += 1
-        self._in_flight.append((self._clock(), len(frame.rows), len(frame.token_ids)))
+        num_rows = num_decodes = len(frame.rows)
+        if len(frame.token_ids):
+            num_decodes -= int(np.count_nonzero(frame.flags & RowFlag.HAS_TOKENS))
+        self._in_flight.append((self._clock(), num_rows, num_decodes, len(frame.token_ids)))
 
     def retired(self, num_sampled: int) -> None:
         """The oldest step's result is there, with that many tokens."""
         now = self._clock()
-        launched, num_rows, num_prefill_tokens = self._in_flight.popleft()
+        launched, *counts = self._in_flight.popleft()
         before = launched if self._last_end is None else self._last_end
         duration, gap = now - max(launched, before), max(0.0, launched - before)
         self._last_end = now
         if len(self._records) >= _MAX_UNREAD_BYTES:
             self._records.clear()
-        self._records += _RECORD.pack(launched, duration, gap, num_rows, num_prefill_tokens, num_sampled)
+        self._records += _RECORD.pack(launched, duration, gap, *counts, num_sampled)
 
     def rest(self) -> None:
         """There is nothing to do: the time until the next launch is nobody's delay."""

@@ -22,6 +22,8 @@ from cluster.http.endpoint import Endpoint, Handler
 from cluster.http.guard import Guard
 from cluster.http.keys import KeyRing
 from cluster.native.status import StatusServing
+from cluster.observability.prometheus import CONTENT_TYPE
+from cluster.observability.telemetry import Telemetry
 from cluster.openai.responses.serving import ResponsesServing
 from cluster.openai.served_model import ServedModel
 from cluster.openai.serving import OpenAIServing
@@ -55,12 +57,14 @@ def create_app(
     responses = ResponsesServing(model)
     anthropic = AnthropicServing(model)
     status = StatusServing(model)
+    telemetry = model.engine.telemetry
 
     def engine_is_there() -> bool:
         return model.engine.connected
 
     def route(method: str, path: str, handle: Handler) -> Route:
-        return Route(path, Endpoint(handle, model.server, requests, engine_is_there), methods=[method])
+        endpoint = Endpoint(handle, model.server, requests, engine_is_there, telemetry.refused)
+        return Route(path, endpoint, methods=[method])
 
     def post(path: str, handle: Handler) -> Route:
         return route("POST", path, handle)
@@ -94,11 +98,13 @@ def create_app(
         get("/version", _version(model)),
         get("/", page()),
         route("GET", "/live", LiveServing(model, requests).live),
+        get("/metrics", _metrics(telemetry)),
     ]
     return Guard(
         routes,
         Access(keys, anyone=model.server.api_keys is False),
         engine_is_there=engine_is_there,
+        on_error=telemetry.refused,
         names_responses=names_responses,
         error_shapes={"/v1/messages": anthropic_error},
     )
@@ -131,6 +137,13 @@ def _version(model: ServedModel) -> _Get:
         return json_response({"version": model.version})
 
     return version
+
+
+def _metrics(telemetry: Telemetry) -> _Get:
+    async def metrics(request: Request) -> Response:
+        return Response(telemetry.prometheus(), media_type=CONTENT_TYPE)
+
+    return metrics
 
 
 def _models(model: ServedModel) -> _Get:

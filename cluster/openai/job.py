@@ -5,7 +5,6 @@ A `Job` is data: what to generate, checked. A `Run` is a job in the engine. Neit
 
 from __future__ import annotations
 
-import logging
 import time
 from array import array
 from collections.abc import AsyncGenerator, Sequence
@@ -13,13 +12,14 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from cluster.engine_client import EngineClient
+from cluster.http.context import RequestContext, current_request
 from cluster.messages import FinishReason, SamplingParams
+from cluster.observability.telemetry import RequestRecord
 from cluster.openai.generation import Delta, Output, read_outputs
 from cluster.openai.stops import TextOptions
 from cluster.openai.tokenizer import Tokenizer
 from cluster.openai.wire import PromptTokensDetails, Usage
-
-logger = logging.getLogger(__name__)
+from configs.errors import EngineError, OverloadedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,14 +77,22 @@ class Run:
         self._submit()
         if self._aborted:
             self.abort()
-        started = time.monotonic()
+        context, telemetry = current_request(), self._engine.telemetry
+        unfinished = FinishReason.ABORT
         try:
             async with aclosing(read_outputs(self._outputs, timeout_s=self._timeout_s)) as steps:
                 async for deltas in steps:
-                    self._first_token = self._first_token or time.monotonic()
+                    if self._first_token is None:
+                        self._first_token = time.monotonic()
+                        if context is not None:
+                            telemetry.first_token(self._first_token - context.arrived_s)
                     yield deltas
+        except (EngineError, OverloadedError):
+            unfinished = FinishReason.ERROR
+            raise
         finally:
-            self._log(started, self._first_token)
+            if context is not None:  # else nobody asked: a warm-up
+                telemetry.finished(self._record(context, unfinished))
 
     def abort(self) -> None:
         """Ends it now, from outside: the sequences that have not ended end with `FinishReason.ABORT`."""
@@ -134,22 +142,19 @@ class Run:
                 output.stream.abort()
             raise
 
-    def _log(self, started: float, first_token: float | None) -> None:
-        """One line per request, with the seed it ran under: enough to run it again."""
-        now = time.monotonic()
+    def _record(self, context: RequestContext, unfinished: FinishReason) -> RequestRecord:
         usage = self.usage()
-        reasons = ",".join(sorted({output.finish_reason or FinishReason.ABORT for output in self._outputs}))
-        logger.info(
-            "request %s choices=%d in=%d out=%d cached=%d finish=%s seed=%d ttft_ms=%.1f e2e_ms=%.1f",
-            self.job.id,
-            len(self._outputs),
-            usage.prompt_tokens,
-            usage.completion_tokens,
-            usage.prompt_tokens_details.cached_tokens,
-            reasons,
-            self.job.sampling[0][0].seed,
-            1e3 * ((first_token or now) - started),
-            1e3 * (now - started),
+        return RequestRecord(
+            id=self.job.id,
+            context=context,
+            first_token_s=self._first_token,
+            ended_s=time.monotonic(),
+            num_prompt_tokens=usage.prompt_tokens,
+            num_cached_tokens=usage.prompt_tokens_details.cached_tokens,
+            num_generated=[output.num_tokens for output in self._outputs],
+            finish_reasons=[output.finish_reason or unfinished for output in self._outputs],
+            seed=self.job.sampling[0][0].seed,
+            prefilled=self._outputs[0].prefilled,
         )
 
 

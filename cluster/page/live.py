@@ -164,5 +164,5 @@ class LiveStream:
             self._last_step_s = float(steps["launched_s"][-1])
         return [
             StepView(round(duration, 6), round(gap, 6), rows, prefill)
-            for _, duration, gap, rows, prefill, _ in steps.tolist()
+            for _, duration, gap, rows, _, prefill, _ in steps.tolist()
         ]

@@ -1,0 +1,256 @@
+"""One replica's telemetry: whatever happens in it is told here, and comes out as figures, metrics, spans and log lines.
+
+The engine client tells of reports and tokens, a run of its end, the HTTP side of its errors. Nothing here waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cluster.http.context import RequestContext
+from cluster.messages import EngineStats, FinishReason, Prefilled
+from cluster.observability import prometheus, table
+from cluster.observability.board import StatsBoard
+from cluster.observability.metrics import Metrics
+from configs.errors import RequestError
+
+logger = logging.getLogger(__name__)
+
+_LINE_INTERVAL_S = 10.0
+_MAX_INTERVALS = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """What every metric of a replica is labelled with."""
+
+    model_name: str = ""
+    application: str = ""
+    deployment: str = ""
+    replica: str = ""
+
+    def labels(self) -> dict[str, str]:
+        """By name, in a fixed order."""
+        return {
+            "model_name": self.model_name,
+            "application": self.application,
+            "deployment": self.deployment,
+            "replica": self.replica,
+        }
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestRecord:
+    """One request that has ended, of any route. Times are `time.monotonic()`."""
+
+    id: str
+    """The answer's id."""
+    context: RequestContext
+    first_token_s: float | None
+    """None: it got none."""
+    ended_s: float
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_generated: list[int]
+    """Tokens of each sequence."""
+    finish_reasons: list[FinishReason]
+    """Of each sequence."""
+    seed: int
+    prefilled: Prefilled | None = None
+    """What the scheduler said of the first sequence."""
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Of all sequences."""
+        return sum(self.num_generated)
+
+    @property
+    def ttft_s(self) -> float | None:
+        """From arrival to the first token."""
+        return None if self.first_token_s is None else self.first_token_s - self.context.arrived_s
+
+    @property
+    def e2e_s(self) -> float:
+        """From arrival to end."""
+        return self.ended_s - self.context.arrived_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per token after the first, in the longest sequence; None of an answer of one token."""
+        longest = max(self.num_generated, default=0)
+        if self.first_token_s is None or longest < 2:
+            return None
+        return (self.ended_s - self.first_token_s) / (longest - 1)
+
+
+class Telemetry:
+    """Where the parts of one replica tell what happens. One thread."""
+
+    def __init__(self, identity: Identity | None = None, aliases: str = "none") -> None:
+        """`aliases`: `vllm` or `sglang`, whose names metrics have besides ours."""
+        self.identity = identity or Identity()
+        self.board = StatsBoard()
+        self.metrics = Metrics()
+        self.export: Callable[[], None] | None = None
+        """Called after each report of the engine: hands the metrics to someone else."""
+        self._aliases = aliases
+        self._intervals: list[float] = []
+        self._line_at = time.monotonic()
+        self._line_totals = (0, 0, 0, 0.0)
+
+    # What happens
+
+    def report(self, stats: EngineStats) -> None:
+        """The engine said how it does."""
+        steps = self.board.update(stats)
+        metrics = self.metrics
+        if len(steps):
+            metrics.observe_all(table.STEP_TIME, steps["duration_s"])
+            metrics.observe_all(table.STEP_GAP, steps["gap_s"])
+            metrics.observe_all(table.STEP_TOKENS, steps["num_prefill_tokens"] + steps["num_decodes"])
+        if self.export is not None:
+            self._refresh()
+            self.export()
+        self._log_engine(stats)
+
+    def intervals(self, seconds: Sequence[float]) -> None:
+        """Times between tokens of sequences, as a step brought them."""
+        self._intervals += seconds
+        if len(self._intervals) > _MAX_INTERVALS:
+            self._count_intervals()
+
+    def first_token(self, ttft_s: float) -> None:
+        """An answer began."""
+        self.metrics.observe(table.TTFT, ttft_s)
+        self.board.first_token(ttft_s)
+
+    def finished(self, record: RequestRecord) -> None:
+        """A request ended, however it did."""
+        self._count(record)
+        _log_request(record)
+
+    def refused(self, error: RequestError) -> None:
+        """A request got an error instead of an answer, or in the midst of it."""
+        self.metrics.add(table.REFUSED, 1, error.code, str(error.status))
+
+    def started(self, phases: dict[str, float], **config: object) -> None:
+        """The replica is ready.
+
+        Args:
+            phases: seconds by phase of the start.
+            config: a value for each label of `table.CONFIG`.
+        """
+        for phase, seconds in phases.items():
+            self.metrics.set(table.STARTUP, seconds, phase.replace(" ", "_"))
+        self.metrics.set(table.CONFIG, 1, *(str(config[label]) for label in table.CONFIG.labels))
+
+    # What comes out
+
+    def prometheus(self) -> bytes:
+        """The metrics as Prometheus scrapes them."""
+        self._refresh()
+        return prometheus.exposition(self.metrics, self.identity.labels(), self._aliases)
+
+    def _count_intervals(self) -> None:
+        if self._intervals:
+            self.metrics.observe_all(table.ITL, self._intervals)
+            self._intervals.clear()
+
+    def _refresh(self) -> None:
+        """Brings what is kept elsewhere into the metrics."""
+        self._count_intervals()
+        board, metrics = self.board, self.metrics
+        stats, totals = board.latest, board.totals
+        metrics.set(table.REPORT_AGE, board.age_s)
+        if stats is None:
+            return
+        scheduler = stats.scheduler
+        metrics.set(table.STEPS, totals.num_steps)
+        metrics.set(table.PREFILL_TOKENS, totals.num_prefill_tokens)
+        metrics.set(table.GENERATION_TOKENS, totals.num_generated_tokens)
+        metrics.set(table.PREFIX_QUERIES, scheduler.total_prompt_tokens)
+        metrics.set(table.PREFIX_HITS, scheduler.total_prefix_hit_tokens)
+        metrics.set(table.PREFIX_HIT_RATIO, scheduler.total_prefix_hit_tokens / max(scheduler.total_prompt_tokens, 1))
+        metrics.set(table.PREEMPTIONS, scheduler.total_preemptions)
+        metrics.set(table.RUNNING, scheduler.num_running)
+        metrics.set(table.WAITING, scheduler.num_waiting)
+        metrics.set(table.WAITING_TOKENS, scheduler.num_waiting_tokens)
+        metrics.set(table.KV_USAGE, board.kv_usage)
+        metrics.set(table.KV_PAGES, scheduler.num_free_pages, "free")
+        metrics.set(table.KV_PAGES, scheduler.num_cached_pages, "cached")
+        metrics.set(table.KV_PAGES, scheduler.num_owned_pages, "owned")
+        metrics.set(table.STEP_AGE, stats.step_age_s)
+        for rank, age in enumerate(stats.heartbeat_age_s):
+            metrics.set(table.HEARTBEAT_AGE, age, str(rank))
+
+    def _count(self, record: RequestRecord) -> None:
+        metrics = self.metrics
+        for reason in record.finish_reasons:
+            metrics.add(table.FINISHED, 1, reason)
+        metrics.add(table.ABORTED, record.finish_reasons.count(FinishReason.ABORT))
+        if record.first_token_s is None:
+            return  # refused, or left while it waited: it says nothing of how long answers take
+        metrics.add(table.PROMPT_TOKENS, record.num_prompt_tokens)
+        metrics.observe(table.REQUEST_PROMPT_TOKENS, record.num_prompt_tokens)
+        metrics.observe(table.REQUEST_GENERATION_TOKENS, record.num_generated_tokens)
+        metrics.observe(table.E2E, record.e2e_s)
+        metrics.observe(table.DECODE_TIME, record.ended_s - record.first_token_s)
+        if record.tpot_s is not None:
+            metrics.observe(table.TPOT, record.tpot_s)
+        if record.prefilled is not None:
+            metrics.observe(table.QUEUE_TIME, record.prefilled.queue_s)
+            metrics.observe(table.PREFILL_TIME, record.prefilled.prefill_s)
+
+    def _log_engine(self, stats: EngineStats) -> None:
+        """A line every ten seconds in which there were steps."""
+        now = time.monotonic()
+        seconds = now - self._line_at
+        if seconds < _LINE_INTERVAL_S:
+            return
+        totals = self.board.totals
+        before, self._line_at = self._line_totals, now
+        self._line_totals = (totals.num_steps, totals.num_prefill_tokens, totals.num_generated_tokens, totals.step_s)
+        num_steps, num_prefill, num_generated, step_s = (
+            new - old for new, old in zip(self._line_totals, before, strict=True)
+        )
+        if not num_steps:
+            return
+        scheduler = stats.scheduler
+        fields = {
+            "running": scheduler.num_running,
+            "waiting": scheduler.num_waiting,
+            "kv_usage": round(self.board.kv_usage, 3),
+            "generated_tok_s": round(num_generated / seconds, 1),
+            "prefill_tok_s": round(num_prefill / seconds, 1),
+            "step_ms": round(1e3 * step_s / num_steps, 2),
+            "prefix_hit_ratio": round(self.metrics.value(table.PREFIX_HIT_RATIO), 3),
+            "preemptions": scheduler.total_preemptions,
+        }
+        logger.info("engine", extra={"fields": fields})
+
+
+def _log_request(record: RequestRecord) -> None:
+    """One line per request, with the seed it ran under: enough to run it again."""
+    fields: dict[str, object] = {"request_id": record.context.request_id, "id": record.id}
+    if record.context.client:
+        fields["client"] = record.context.client
+    fields |= {
+        "in": record.num_prompt_tokens,
+        "cached": record.num_cached_tokens,
+        "out": record.num_generated_tokens,
+        "finish": ",".join(sorted(set(record.finish_reasons))),
+        "seed": record.seed,
+    }
+    if len(record.num_generated) > 1:
+        fields["sequences"] = len(record.num_generated)
+    times = {
+        "queue_ms": None if record.prefilled is None else record.prefilled.queue_s,
+        "ttft_ms": record.ttft_s,
+        "itl_ms": record.tpot_s,
+        "e2e_ms": record.e2e_s,
+    }
+    fields |= {name: round(1e3 * seconds, 1) for name, seconds in times.items() if seconds is not None}
+    logger.info("request", extra={"fields": fields})

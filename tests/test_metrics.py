@@ -1,0 +1,368 @@
+"""The metrics' table, their values, and what Prometheus and Ray get of them; the log's lines."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import prometheus_client
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster.http.context import RequestContext
+from cluster.messages import EngineStats, FinishReason, Prefilled
+from cluster.observability import table
+from cluster.observability.logs import formatter
+from cluster.observability.metrics import Metrics
+from cluster.observability.prometheus import exposition
+from cluster.observability.steps import STEP_DTYPE
+from cluster.observability.table import METRICS, Kind
+from cluster.observability.telemetry import Identity, RequestRecord, Telemetry
+from cluster.scheduling.limits import SchedulerStats
+from configs.errors import OverloadedError
+from tests.scripted_engine import MODEL, Run, Stack
+
+IDENTITY = Identity(model_name="m", application="a", deployment="Engine", replica="r1")
+
+
+def samples(text: bytes) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """Every sample by name and labels other than the replica's own."""
+    common = set(IDENTITY.labels().items())
+    found = {}
+    for family in text_string_to_metric_families(text.decode()):
+        for sample in family.samples:
+            assert common <= set(sample.labels.items()), sample
+            found[sample.name, frozenset(set(sample.labels.items()) - common)] = sample.value
+    return found
+
+
+def labels(**values: str) -> frozenset[tuple[str, str]]:
+    return frozenset(values.items())
+
+
+def stats(steps: list[tuple[float, ...]] | None = None, **figures: int) -> EngineStats:
+    names = SchedulerStats.__dataclass_fields__
+    return EngineStats(
+        time_s=0.0,
+        scheduler=SchedulerStats(**{name: figures.get(name, 0) for name in names}),
+        num_steps=0,
+        step_age_s=0.5,
+        heartbeat_age_s=[0.1, 0.2],
+        steps=np.array(steps or [], STEP_DTYPE).tobytes(),
+    )
+
+
+def record(**changes: Any) -> RequestRecord:
+    return RequestRecord(
+        **{
+            "id": "chatcmpl-1",
+            "context": RequestContext(request_id="req-1", client="key-1", arrived_s=100.0),
+            "first_token_s": 100.25,
+            "ended_s": 101.25,
+            "num_prompt_tokens": 40,
+            "num_cached_tokens": 16,
+            "num_generated": [11],
+            "finish_reasons": [FinishReason.STOP],
+            "seed": 7,
+            "prefilled": Prefilled(1, 16, queue_s=0.05, prefill_s=0.2),
+            **changes,
+        }
+    )
+
+
+def test_names_and_buckets_follow_the_rules() -> None:
+    names = [metric.name for metric in METRICS]
+    assert len(set(names)) == len(names)
+    for metric in METRICS:
+        assert re.fullmatch(r"[a-z][a-z0-9_]*", metric.name)
+        assert (metric.kind is Kind.COUNTER) == metric.name.endswith("_total")
+        assert bool(metric.buckets) == (metric.kind is Kind.HISTOGRAM)
+        assert list(metric.buckets) == sorted(set(metric.buckets))
+        assert all(bound > 0 for bound in metric.buckets)
+        # Of few values each, and never anything of a request.
+        assert set(metric.labels) <= {"finished_reason", "code", "status", "state", "rank", "phase"} or (
+            metric is table.CONFIG
+        )
+    # A latency's bucket is at most five thirds of the one before it: its quantiles are that exact.
+    for metric in (table.TTFT, table.ITL, table.TPOT, table.E2E, table.STEP_TIME):
+        ratios = [after / before for before, after in zip(metric.buckets, metric.buckets[1:], strict=False)]
+        assert max(ratios) < 1.7
+
+
+def test_a_histogram_counts_as_prometheus_own_client_does() -> None:
+    rng = np.random.default_rng(0)
+    values = [*rng.lognormal(-3, 2, 500).tolist(), *table.TTFT.buckets, 0.0, 1e9]
+    reference = prometheus_client.Histogram("x", "x", buckets=table.TTFT.buckets, registry=None)
+    metrics = Metrics()
+    for value in values:
+        reference.observe(value)
+    metrics.observe(table.TTFT, *values[:100])
+    metrics.observe_all(table.TTFT, np.array(values[100:]))
+    ours = samples(exposition(metrics, IDENTITY.labels()))
+    for family in reference.collect():
+        for sample in family.samples:
+            if not sample.name.endswith("_created"):
+                name = sample.name.replace("x_", "lockstep_time_to_first_token_seconds_", 1)
+                assert ours[name, frozenset(sample.labels.items())] == pytest.approx(sample.value)
+
+
+def test_everything_in_the_table_is_exported_under_its_name() -> None:
+    telemetry = Telemetry(IDENTITY)
+    telemetry.report(stats([(1.0, 0.01, 0.001, 3, 2, 5, 3)]))
+    telemetry.started({"warming up": 1.5}, **dict.fromkeys(table.CONFIG.labels, 1))
+    telemetry.first_token(0.1)
+    telemetry.intervals([0.01])
+    telemetry.finished(record())
+    telemetry.refused(OverloadedError("full"))
+    exported = {name for name, _ in samples(telemetry.prometheus())}
+    for metric in METRICS:
+        expected = f"{metric.full_name}_bucket" if metric.kind is Kind.HISTOGRAM else metric.full_name
+        assert expected in exported
+
+
+def test_figures_of_the_engine_are_those_of_its_last_report_and_of_all_its_steps() -> None:
+    telemetry = Telemetry(IDENTITY)
+    # launched, duration, gap, rows, decodes, prefill tokens, sampled
+    telemetry.report(stats([(1.0, 0.01, 0.0, 3, 2, 100, 3), (2.0, 0.02, 0.004, 3, 3, 0, 3)]))
+    figures = {
+        "num_running": 3,
+        "num_waiting": 2,
+        "num_waiting_tokens": 70,
+        "num_free_pages": 60,
+        "num_cached_pages": 30,
+        "num_evictable_pages": 20,
+        "num_owned_pages": 10,
+        "total_prompt_tokens": 200,
+        "total_prefix_hit_tokens": 50,
+        "total_preemptions": 4,
+    }
+    telemetry.report(stats([(3.0, 0.01, 0.0, 3, 3, 0, 2)], **figures))
+    found = samples(telemetry.prometheus())
+    none = labels()
+    assert found["lockstep_steps_total", none] == 3
+    assert found["lockstep_generation_tokens_total", none] == 8
+    assert found["lockstep_prefill_tokens_total", none] == 100
+    assert found["lockstep_step_tokens_sum", none] == 108
+    assert found["lockstep_step_time_seconds_sum", none] == pytest.approx(0.04)
+    assert found["lockstep_step_gap_seconds_sum", none] == pytest.approx(0.004)
+    assert found["lockstep_num_requests_running", none] == 3
+    assert found["lockstep_num_tokens_waiting", none] == 70
+    assert found["lockstep_kv_cache_usage_ratio", none] == 0.2
+    assert found["lockstep_kv_cache_pages", labels(state="cached")] == 30
+    assert found["lockstep_prefix_cache_hits_total", none] == 50
+    assert found["lockstep_prefix_cache_hit_ratio", none] == 0.25
+    assert found["lockstep_preemptions_total", none] == 4
+    assert found["lockstep_rank_heartbeat_age_seconds", labels(rank="1")] == pytest.approx(0.2)
+    assert found["lockstep_coordinator_report_age_seconds", none] < 5
+
+
+def test_a_request_is_counted_once_and_one_without_a_token_in_no_latency() -> None:
+    telemetry = Telemetry(IDENTITY)
+    telemetry.first_token(0.25)
+    telemetry.finished(record())
+    telemetry.finished(record(num_generated=[1], finish_reasons=[FinishReason.LENGTH], ended_s=100.3))
+    telemetry.finished(record(first_token_s=None, num_generated=[0], finish_reasons=[FinishReason.ABORT]))
+    telemetry.finished(record(num_generated=[5, 21], finish_reasons=[FinishReason.STOP, FinishReason.ABORT]))
+    telemetry.refused(OverloadedError("full"))
+    found = samples(telemetry.prometheus())
+    finished = {
+        reason: found["lockstep_requests_finished_total", labels(finished_reason=reason)]
+        for reason in ("stop", "length", "abort")
+    }
+    assert finished == {"stop": 2, "length": 1, "abort": 2}
+    assert found["lockstep_requests_aborted_total", labels()] == 2
+    assert found["lockstep_e2e_request_latency_seconds_count", labels()] == 3
+    assert found["lockstep_request_queue_time_seconds_sum", labels()] == pytest.approx(0.15)
+    assert found["lockstep_request_prefill_time_seconds_sum", labels()] == pytest.approx(0.6)
+    # 1 s for the ten tokens after the first, and 1 s for the twenty of the longest sequence; one token has no rate.
+    assert found["lockstep_request_time_per_output_token_seconds_count", labels()] == 2
+    assert found["lockstep_request_time_per_output_token_seconds_sum", labels()] == pytest.approx(0.15)
+    assert found["lockstep_prompt_tokens_total", labels()] == 120
+    assert found["lockstep_requests_refused_total", labels(code="engine_overloaded", status="503")] == 1
+
+
+def boards(name: str) -> set[str]:
+    """Names of metrics that a Grafana board shipped with Ray asks for."""
+    dashboards = pytest.importorskip("ray.dashboard.modules.metrics.dashboards")
+    text = (Path(dashboards.__path__[0]) / f"{name}.py").read_text()
+    return {
+        re.sub(r"_(bucket|sum|count)$", "", found) for found in re.findall(r"ray_((?:vllm|sglang)_[a-z0-9_]+)", text)
+    }
+
+
+@pytest.mark.parametrize(
+    ("board", "aliases", "not_ours"),
+    [
+        # We pause no request: one that is preempted waits like any other.
+        ("serve_llm_sglang_dashboard_panels", "sglang", r"sglang_num_paused_reqs"),
+        # Offloading of KV to other memories, and the swapping of versions long gone.
+        ("serve_llm_dashboard_panels", "vllm", r"vllm_(kv_offload|nixl|external|num_requests_swapped).*|vllm_"),
+    ],
+)
+def test_the_aliases_are_what_rays_own_boards_ask_for(board: str, aliases: str, not_ours: str) -> None:
+    wanted = {name for name in boards(board) if not re.fullmatch(not_ours, name)}
+    ours = {name for metric in METRICS for name in metric.names(aliases, separator="_")}
+    assert len(wanted) > 10
+    assert wanted <= ours
+
+
+def test_aliases_come_beside_our_names_with_the_same_values() -> None:
+    telemetry = Telemetry(IDENTITY, aliases="vllm")
+    telemetry.first_token(0.25)
+    telemetry.finished(record())
+    text = telemetry.prometheus()
+    found = samples(text)
+    for name in ("time_to_first_token_seconds_sum", "prompt_tokens_total"):
+        assert found[f"vllm:{name}", labels()] == found[f"lockstep_{name}", labels()]
+    assert found["vllm:request_success_total", labels(finished_reason="stop")] == 1
+    assert b"vllm:" not in Telemetry(IDENTITY).prometheus()
+
+
+def log_record(message: str, *args: object, **extra: object) -> logging.LogRecord:
+    made = logging.LogRecord("cluster.engine", logging.INFO, __file__, 1, message, args, None)
+    made.__dict__.update(extra)
+    return made
+
+
+def test_a_line_of_the_log_names_its_process_and_its_fields_in_either_form() -> None:
+    line = log_record("request %s", "done", fields={"request_id": "r-1", "out": 12, "finish": FinishReason.STOP})
+    process = {"replica": "app:x1", "rank": "tp1"}
+    console = formatter("console", **process).format(line)
+    assert console == "INFO [app:x1 tp1] cluster.engine: request done request_id=r-1 out=12 finish=stop"
+    decoded = json.loads(formatter("json", **process).format(line))
+    assert decoded.pop("time").startswith("20")
+    assert decoded == {
+        "level": "INFO",
+        "logger": "cluster.engine",
+        "message": "request done",
+        "replica": "app:x1",
+        "rank": "tp1",
+        "request_id": "r-1",
+        "out": 12,
+        "finish": "stop",
+    }
+
+
+def test_an_error_in_the_log_is_one_line_of_json() -> None:
+    try:
+        raise ValueError("no\nway")
+    except ValueError as error:
+        line = log_record("it failed", fields={"path": Path("/x")})
+        line.exc_info = (ValueError, error, error.__traceback__)
+    text = formatter("json").format(line)
+    assert "\n" not in text
+    assert "ValueError: no" in json.loads(text)["error"]
+
+
+def test_a_busy_engine_logs_a_line_every_ten_seconds(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "cluster")
+    now = [50.0]
+    monkeypatch.setattr("cluster.observability.telemetry.time.monotonic", lambda: now[0])
+    telemetry = Telemetry(IDENTITY)
+    for _ in range(120):
+        now[0] += 0.1
+        telemetry.report(stats([(1.0, 0.05, 0.0, 2, 2, 0, 2)], num_running=2))
+    for _ in range(30):  # idle: nothing to say
+        now[0] += 1.0
+        telemetry.report(stats())
+    [first, second] = [entry.__dict__["fields"] for entry in caplog.records if entry.message == "engine"]
+    assert first["running"] == 2
+    assert first["generated_tok_s"] == pytest.approx(20, rel=0.02)
+    assert first["step_ms"] == 50
+    assert second["generated_tok_s"] < 5
+
+
+def test_a_request_logs_one_line_without_a_word_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "cluster")
+    Telemetry(IDENTITY).finished(record())
+    [line] = caplog.records
+    assert line.__dict__["fields"] == {
+        "request_id": "req-1",
+        "id": "chatcmpl-1",
+        "client": "key-1",
+        "in": 40,
+        "cached": 16,
+        "out": 11,
+        "finish": "stop",
+        "seed": 7,
+        "queue_ms": 50.0,
+        "ttft_ms": 250.0,
+        "itl_ms": 100.0,
+        "e2e_ms": 1250.0,
+    }
+
+
+# --- Over HTTP --------------------------------------------------------------------------------------------------------
+
+
+def scraped(response: httpx.Response) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    assert response.status_code == 200
+    assert response.headers["content-type"].startswith("text/plain; version=")
+    found = {}
+    for family in text_string_to_metric_families(response.text):
+        for sample in family.samples:
+            own = {name: value for name, value in sample.labels.items() if name not in IDENTITY.labels()}
+            found[sample.name, labels(**own)] = sample.value
+    return found
+
+
+def test_requests_and_errors_show_in_the_metrics_route(run: Run) -> None:
+    async def scenario(stack: Stack) -> None:
+        num_tokens = len(stack.coordinator.reply)
+        assert (await stack.chat()).status_code == 200
+        assert (await stack.complete(n=2, stream=True)).status_code == 200
+        assert (await stack.chat(max_tokens=-1)).status_code == 400
+        assert (await stack.http.get("/nowhere")).status_code == 404
+        found = scraped(await stack.http.get("/metrics"))
+        assert found["lockstep_requests_finished_total", labels(finished_reason="stop")] == 3
+        assert found["lockstep_time_to_first_token_seconds_count", labels()] == 2
+        assert found["lockstep_inter_token_latency_seconds_count", labels()] == 3 * (num_tokens - 1)
+        assert found["lockstep_request_generation_tokens_sum", labels()] == 3 * num_tokens
+        assert found["lockstep_requests_refused_total", labels(code="not_found", status="404")] == 1
+        assert sum(value for (name, _), value in found.items() if name == "lockstep_requests_refused_total") == 2
+
+    run(scenario)
+
+
+def test_a_stream_that_fails_is_counted_and_logged_as_an_error(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "cluster")
+
+    async def scenario(stack: Stack) -> None:
+        headers = {"x-request-id": "mine-1"}
+        body = {"model": MODEL, "prompt": "hi", "stream": True}
+        assert (await stack.http.post("/v1/completions", json=body, headers=headers)).status_code == 200
+        found = scraped(await stack.http.get("/metrics"))
+        assert found["lockstep_requests_finished_total", labels(finished_reason="error")] == 1
+        assert found["lockstep_requests_refused_total", labels(code="engine_error", status="500")] == 1
+        assert found["lockstep_time_to_first_token_seconds_count", labels()] == 1
+
+    run(scenario, fail_after=3)
+    [fields] = [entry.__dict__["fields"] for entry in caplog.records if entry.message == "request"]
+    assert (fields["request_id"], fields["finish"]) == ("mine-1", "error")
+    assert fields["ttft_ms"] <= fields["e2e_ms"]
+
+
+def test_a_refused_request_counts_in_no_latency(run: Run) -> None:
+    async def scenario(stack: Stack) -> None:
+        assert (await stack.chat()).status_code == 503
+        found = scraped(await stack.http.get("/metrics"))
+        assert found["lockstep_requests_refused_total", labels(code="engine_overloaded", status="503")] == 1
+        assert found["lockstep_e2e_request_latency_seconds_count", labels()] == 0
+
+    run(scenario, overloaded=True)
+
+
+def test_a_warm_up_is_no_request(run: Run) -> None:
+    async def scenario(stack: Stack) -> None:
+        await stack.model.warm_up()
+        found = scraped(await stack.http.get("/metrics"))
+        assert not [name for name, _ in found if name == "lockstep_requests_finished_total"]
+
+    run(scenario)
