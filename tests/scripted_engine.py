@@ -93,14 +93,7 @@ class ScriptedCoordinator:
                 StepOutput(
                     ids=b"".join(struct.pack("<q", request.id) for request in live),
                     tokens=struct.pack("<i", token) * len(live),
-                    logprobs=[
-                        # One more than was asked for: the step's width is the widest request's.
-                        TokenLogprobs(
-                            id=request.id, logprob=-1.5, top_ids=[19556, 5], top_logprobs=[-0.5, float("-inf")]
-                        )
-                        for request in live
-                        if request.sampling.num_logprobs >= 0
-                    ],
+                    logprobs=[_logprobs(request) for request in live if request.sampling.num_logprobs >= 0],
                     prefilled=[Prefilled(request.id, 16) for request in live] if position == 0 else [],
                     finished=finished,
                 )
@@ -115,6 +108,17 @@ class ScriptedCoordinator:
         if position + 1 == sampling.max_tokens or position + 1 == len(self.reply):
             return Finished(id=request.id, reason=FinishReason.LENGTH)
         return None
+
+
+def _logprobs(request: GenerateRequest) -> TokenLogprobs:
+    """Of a token that has -1.5: 19556 and 5 are the likeliest, the tokens asked for have -1, -2 and so on."""
+    k, asked = request.sampling.num_logprobs, request.sampling.logprob_token_ids
+    # Without asked tokens one more than was asked for: the step's width is the widest request's.
+    top_ids, top_logprobs = [19556, 5], [-0.5, float("-inf")]
+    if asked:
+        top_ids, top_logprobs = top_ids[:k], top_logprobs[:k]
+    top_logprobs += [-1.0 - i for i in range(len(asked))]
+    return TokenLogprobs(id=request.id, logprob=-1.5, top_ids=[*top_ids, *asked], top_logprobs=top_logprobs)
 
 
 @dataclass

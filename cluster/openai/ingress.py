@@ -21,6 +21,7 @@ from cluster.http.active import ActiveRequests
 from cluster.http.endpoint import Endpoint, Handler
 from cluster.http.guard import Guard
 from cluster.http.keys import KeyRing
+from cluster.native.score import ScoreServing
 from cluster.native.status import StatusServing
 from cluster.observability.prometheus import CONTENT_TYPE
 from cluster.observability.telemetry import Telemetry
@@ -58,6 +59,7 @@ def create_app(
     anthropic = AnthropicServing(model)
     status = StatusServing(model)
     telemetry = model.engine.telemetry
+    score = ScoreServing(model).score
 
     def engine_is_there() -> bool:
         return model.engine.connected
@@ -87,6 +89,8 @@ def create_app(
         post("/v1/responses/{response_id}/cancel", responses.cancel),
         post("/v1/messages", anthropic.messages),
         post("/v1/messages/count_tokens", anthropic.count_tokens),
+        post("/v1/score", score),
+        post("/score", score),
         route("GET", "/v1/loads", status.loads),
         route("GET", "/load", status.load),
         route("GET", "/server_info", status.server_info),

@@ -142,6 +142,16 @@ class ServedModel:
             ids = await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
         return self._with_one_bos(ids) if add_special_tokens else ids
 
+    async def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each of `texts`, special tokens added."""
+
+        def encode() -> list[list[int]]:
+            return [self._with_one_bos(self.tokenizer.encode(text, add_special_tokens=True)) for text in texts]
+
+        if sum(len(text) for text in texts) <= _INLINE_CHARS:
+            return encode()
+        return await asyncio.to_thread(encode)
+
     async def encode_chat(self, prompt: ChatPrompt) -> list[int]:
         """Token ids of the chat template's text, with one BOS however often the template writes it.
 

@@ -1,0 +1,145 @@
+"""The route /v1/score: how likely each of some tokens is to come next, for many texts at once, without generating text.
+
+SGLang's shape for models that write. Every text is one request of one token; those of one query share its pages.
+"""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Annotated, Any
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, Field
+
+from cluster.http.answer import Answer
+from cluster.http.context import RequestContext
+from cluster.messages import SamplingParams
+from cluster.openai import protocol
+from cluster.openai.checks import MAX_SEQUENCES, check_token_ids
+from cluster.openai.job import Job, Run
+from cluster.openai.schema import Documented
+from cluster.openai.served_model import ServedModel
+from cluster.openai.wire import Usage
+from cluster.openai.writer import encode
+from configs.errors import RequestError
+from worker.protocol import MAX_ROW_ASKED
+
+_CROSS_ENCODER_FIELDS = ("text_1", "text_2", "queries", "documents", "data_1", "data_2")
+
+
+class ScoreRequest(BaseModel):
+    """POST /v1/score: each of `items`, put after `query`, is a prompt."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", protected_namespaces=())
+
+    model: str | None = None
+    query: Annotated[Any, Documented(str | list[int])]
+    items: Annotated[Any, Documented(str | list[str] | list[list[int]])]
+    """Texts where `query` is one, token ids where it is token ids."""
+    label_token_ids: list[int] = Field(min_length=1, max_length=MAX_ROW_ASKED)
+    """The tokens to score."""
+    apply_softmax: bool | None = None
+    """The scores of an item add up to 1. Otherwise they are probabilities among all tokens."""
+    item_first: bool | None = None
+    """Items come before the query."""
+
+
+class Scores(msgspec.Struct):
+    """One list for each item, with one score for each label."""
+
+    id: str
+    model: str
+    scores: list[list[float]]
+    usage: Usage
+    object: str = "scoring"
+
+
+class ScoreServing:
+    """Scores for one model."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
+
+    async def score(self, body: bytes, context: RequestContext) -> Answer:
+        """POST /v1/score. Raises RequestError for a bad request."""
+        model = self._model
+        raw = protocol.decode_body(body)
+        for name in _CROSS_ENCODER_FIELDS:
+            if raw.get(name) is not None:
+                raise RequestError(
+                    f"{name} is for cross-encoders; this model scores with query, items and label_token_ids.",
+                    code="unsupported_parameter",
+                    param=name,
+                )
+        request = protocol.validated(ScoreRequest, raw)
+        model.check_name(model.model_name if request.model is None else request.model)
+        labels = request.label_token_ids
+        check_token_ids(labels, "label_token_ids", model.vocab_size)
+        prompts = await self._prompts(request)
+        for i, prompt in enumerate(prompts):
+            model.checked_max_tokens(prompt, 1, default=1, param=f"items[{i}]")
+        # Greedy: what is sampled is dropped.
+        sampling = SamplingParams(
+            max_tokens=1, temperature=0.0, ignore_eos=True, num_logprobs=0, logprob_token_ids=tuple(labels)
+        )
+        job = Job(
+            id=f"score-{uuid.uuid4().hex}",
+            prompts=prompts,
+            sampling=[[sampling] for _ in prompts],
+            client=context.client,
+            cache_salt=context.cache_salt(),
+        )
+        return Answer(_scored(model.run(job), model.model_name, softmax=bool(request.apply_softmax)), streamed=False)
+
+    async def _prompts(self, request: ScoreRequest) -> list[list[int]]:
+        query, items = request.query, request.items
+        if isinstance(query, str):
+            texts = [items] if isinstance(items, str) else items
+            if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+                raise RequestError(
+                    "items must be a string or strings, as query is.", code="invalid_type", param="items"
+                )
+            _check_number(texts)
+            joined = [text + query if request.item_first else query + text for text in texts]
+            return await self._model.encode_all(joined)
+        _check_ids(query, "query", self._model.vocab_size)
+        if not isinstance(items, list):
+            raise RequestError("items must be lists of token ids, as query is one.", code="invalid_type", param="items")
+        _check_number(items)
+        for i, ids in enumerate(items):
+            _check_ids(ids, f"items[{i}]", self._model.vocab_size)
+        return [[*ids, *query] if request.item_first else [*query, *ids] for ids in items]
+
+
+def _check_number(items: Sequence[object]) -> None:
+    if not 0 < len(items) <= MAX_SEQUENCES:
+        raise RequestError(f"items must hold 1 to {MAX_SEQUENCES} items.", param="items")
+
+
+def _check_ids(ids: object, param: str, vocab_size: int) -> None:
+    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+        raise RequestError(f"{param} must be a text or a list of token ids.", code="invalid_type", param=param)
+    check_token_ids(ids, param, vocab_size)
+
+
+async def _scored(run: Run, model_name: str, *, softmax: bool) -> AsyncGenerator[bytes, None]:
+    scores: list[list[float]] = [[] for _ in run.job.prompts]
+    async with aclosing(run.deltas()) as steps:
+        async for deltas in steps:
+            for delta in deltas:
+                for row in delta.logprobs:
+                    scores[delta.index] = _scores(row.top_logprobs, softmax=softmax)
+    yield encode(Scores(run.job.id, model_name, scores, run.usage()))
+
+
+def _scores(logprobs: Sequence[float], *, softmax: bool) -> list[float]:
+    """Probabilities of log probabilities; with `softmax`, among these alone."""
+    top = max(logprobs) if softmax else 0.0
+    if top == -math.inf:
+        return [0.0] * len(logprobs)
+    probabilities = [math.exp(logprob - top) for logprob in logprobs]
+    total = sum(probabilities) if softmax else 1.0
+    return [probability / total for probability in probabilities]
