@@ -22,9 +22,11 @@ from configs.model_config import ModelConfig, RopeConfig
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from worker import cuda_sampler, sampler
-from worker.cuda_sampler import CudaSampler, LogprobTensors, SamplingTables
+from worker.adjustments import RowAdjustments, adjusted
+from worker.cuda_sampler import Chosen, CudaSampler, LogprobTensors, SamplingTables
+from worker.kernels import adjustments as adjustments_kernels
 from worker.kernels import sampling
-from worker.protocol import PARAMS_DTYPE
+from worker.protocol import ASKED_DTYPE, BIAS_DTYPE, COUNT_DTYPE, PARAMS_DTYPE, StepFrame, mask_words
 from worker.sampler import Sampler, default_params
 
 Params = npt.NDArray[np.void]
@@ -45,6 +47,8 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     if request.param == "cpu":
         for name, size in (("_BLOCK", 512), ("_SLICE", 256), ("_GROUP", 32), ("_SEARCH_BLOCK", 1024)):
             monkeypatch.setattr(sampling, name, size)
+        monkeypatch.setattr(adjustments_kernels, "_BLOCK", 1024)
+        monkeypatch.setattr(adjustments_kernels, "_BIASES", 32)
     return torch.device(request.param)
 
 
@@ -111,14 +115,12 @@ def _alone(vocab: int, num_rows: int, device: torch.device) -> CudaSampler:
 def _draw(
     cuda: CudaSampler, logits: Tensor, params: Params, positions: npt.NDArray[np.int64], device: torch.device
 ) -> tuple[list[int], LogprobTensors | None]:
-    """Samples every row, then again those with filters or logprobs. Logits are this rank's columns."""
+    """Samples every row, then again those that the plain rule is not enough for. Logits are this rank's columns."""
     cuda.tables.update(params)
     local, rows = logits.to(device), torch.from_numpy(params["row"].copy()).to(device)
     at = torch.from_numpy(positions.astype(np.int32)).to(device)
     tokens = cuda.sample(local, rows, at)
-    filtered = (params["top_k"] > 0) | (params["top_p"] < 1) | (params["min_p"] > 0)
-    which = np.flatnonzero(filtered | (params["num_logprobs"] >= 0))
-    logprobs = cuda.resample(local, rows, at, tokens, which, params["num_logprobs"][which])
+    logprobs = cuda.resample(local, rows, at, tokens, cuda.choose(params["row"], positions))
     return tokens.tolist(), logprobs
 
 
@@ -138,6 +140,7 @@ def _assert_logprobs_close(logprobs: LogprobTensors | None, expected: sampler.Sa
     torch.testing.assert_close(logprobs.logprobs.cpu(), expected.logprobs, **tolerance)
     torch.testing.assert_close(logprobs.top_logprobs.cpu(), expected.top_logprobs, **tolerance)
     assert torch.equal(logprobs.top_ids.cpu(), expected.top_ids)
+    torch.testing.assert_close(logprobs.asked_logprobs.cpu(), expected.asked_logprobs, **tolerance)
 
 
 class _Turns:
@@ -267,6 +270,104 @@ def test_neighbours_do_not_change_a_row(device: torch.device) -> None:
             assert torch.equal(own.top_ids[0], logprobs.top_ids[j, : own.top_ids.shape[1]])
 
 
+ADJUSTED = _params(
+    {},
+    {"temperature": 0.7, "seed": 2, "top_k": 30, "repetition_penalty": 1.3, "num_logprobs": 2},
+    {"frequency_penalty": 0.7, "presence_penalty": -1.1, "num_logprobs": 0},
+    {"temperature": 1.0, "seed": 4, "repetition_penalty": 0.8, "frequency_penalty": -0.4, "top_p": 0.95},
+    {"temperature": 1.0, "seed": 5},
+)
+POSITIONS = np.array([40, 50, 60, 70, 80])
+
+
+def _adjusting(vocab: int) -> StepFrame:
+    """Counts for the rows of ADJUSTED with penalties; biases for the third and on, masks for the last two."""
+    rng = np.random.default_rng(0)
+    counts = np.zeros(3 * 400, COUNT_DTYPE)
+    counts["row"] = np.repeat([2, 3, 4], 400)
+    counts["token_id"] = np.concatenate([rng.permutation(vocab)[:400] for _ in range(3)])
+    counts["num_generated"], counts["in_prompt"] = rng.integers(0, 4, 1200), rng.integers(0, 2, 1200)
+    biases = np.zeros(3 * 100, BIAS_DTYPE)
+    biases["row"] = np.repeat([3, 4, 5], 100)
+    biases["token_id"] = np.concatenate([rng.permutation(vocab)[:100] for _ in range(3)])
+    biases["value"], biases["until"] = rng.normal(0, 5, 300), rng.choice([50, 2**31 - 1], 300)
+    # Some of the same tokens are banned as well, for as long or not.
+    bans = biases[::5].copy()
+    bans["value"], bans["until"] = -np.inf, rng.choice([50, 2**31 - 1], 60)
+    return StepFrame(
+        1,
+        1,
+        params=ADJUSTED,
+        counts=counts,
+        biases=np.concatenate([biases, bans]),
+        asked=np.array([(2, 3), (2, vocab - 1), (3, 9)], ASKED_DTYPE),
+        mask_rows=np.array([4, 5], np.int32),
+        masks=rng.integers(0, 2**32, (2, mask_words(vocab)), np.uint32),
+    )
+
+
+def _cpu_draws(adjustments: RowAdjustments, logits: Tensor, positions: npt.NDArray[np.int64]) -> sampler.SampledTokens:
+    """What a CPU rank draws for ADJUSTED; counts it."""
+    rows = {i: int(row) for i, row in enumerate(ADJUSTED["row"])}
+    given = {i: adjusted(logits[i], adjustments, row, int(positions[i]), ADJUSTED[i]) for i, row in rows.items()}
+    asked = adjustments.asked[torch.tensor(list(rows.values())), :2]
+    drawn = Sampler(logits.shape[1], CPU).sample(logits, ADJUSTED, positions, adjusted=given, asked=asked)
+    adjustments.count(torch.tensor(list(rows.values())), drawn.tokens)
+    return drawn
+
+
+@pytest.mark.parametrize("vocab", [VOCAB, pytest.param(151_669, marks=pytest.mark.gpu)])
+def test_adjusts_logits_as_the_cpu_does_in_every_bit(vocab: int, device: torch.device) -> None:
+    on_cpu, cuda = RowAdjustments(6, vocab, CPU), _alone(vocab, 5, device)
+    on_cpu.update(_adjusting(vocab))
+    cuda.update(_adjusting(vocab))
+    logits = _logits(5, vocab=vocab)
+    logits[:, :40] = -torch.inf
+    expected = [adjusted(logits[i], on_cpu, i + 1, int(POSITIONS[i]), ADJUSTED[i]) for i in range(5)]
+    assert torch.equal(expected[0], logits[0])
+    rows = torch.from_numpy(ADJUSTED["row"].copy()).to(device)
+    got = logits.to(device)
+    adjustments_kernels.adjust_logits(
+        got, rows, torch.from_numpy(POSITIONS.astype(np.int32)).to(device), cuda.tables.records, cuda.adjustments
+    )
+    assert torch.equal(got.cpu().view(torch.int32), torch.stack(expected).view(torch.int32))
+
+
+@pytest.mark.parametrize("tp_size", [1, 3])
+def test_adjusted_rows_draw_and_count_as_on_the_cpu(tp_size: int, device: torch.device) -> None:
+    vocab, num_steps = (600, 2) if device.type == "cpu" else (VOCAB, 20)
+    plan, on_cpu = _plan(tp_size, vocab), RowAdjustments(6, vocab, CPU)
+    on_cpu.update(_adjusting(vocab))
+    # Steep, so that what was drawn is drawn again unless its counts forbid it.
+    steps = [(4 * _logits(5, 7, vocab), POSITIONS + step) for step in range(num_steps)]
+    expected = [_cpu_draws(on_cpu, *step) for step in steps]
+
+    def body(group: TensorParallelGroup) -> list[Any]:
+        span = plan.vocab[group.rank]
+        cuda = CudaSampler(plan, group, len(ADJUSTED) + 1)
+        frame, draws = _adjusting(vocab), []
+        for logits, positions in steps:
+            cuda.update(frame)
+            frame = StepFrame(1, 1)
+            draws.append(_draw(cuda, logits[:, span.start : span.stop].contiguous(), ADJUSTED, positions, device))
+        return [*draws, cuda.adjustments.marks[2:5].cpu()]
+
+    for *draws, marks in _run_ranks(tp_size, device, body):
+        for (tokens, logprobs), drawn in zip(draws, expected, strict=True):
+            assert tokens == drawn.tokens.tolist()
+            _assert_logprobs_close(logprobs, drawn)
+        assert torch.equal(marks, on_cpu.marks[2:5])
+
+
+def test_a_row_without_adjustments_keeps_its_token_beside_rows_that_have_some(device: torch.device) -> None:
+    cuda = _alone(VOCAB, 5, device)
+    cuda.update(_adjusting(VOCAB))
+    logits = _logits(5)
+    beside, _ = _draw(cuda, logits, ADJUSTED, POSITIONS, device)
+    alone, _ = _draw(_alone(VOCAB, 5, device), logits[:1], ADJUSTED[:1], POSITIONS[:1], device)
+    assert beside[:1] == alone
+
+
 def _thresholds(logits: Tensor, params: Params, device: torch.device) -> Tensor:
     tables = SamplingTables(len(params) + 1, device)
     tables.update(params)
@@ -354,12 +455,13 @@ def test_only_chosen_rows_are_sampled_again_however_they_are_cut(
     tokens = torch.full((len(MANY),), -1, device=device)
     which = np.array([2, 4, 5, 7, 8])
     at = torch.from_numpy(positions.astype(np.int32)).to(device)
-    logprobs = cuda.resample(logits, rows, at, tokens, which, MANY["num_logprobs"][which])
+    logprobs = cuda.resample(logits, rows, at, tokens, Chosen(which, MANY["num_logprobs"][which], 0, False))
     drawn = tokens.cpu()
     assert torch.equal(drawn[which], expected.tokens[which])
     assert (np.delete(drawn.numpy(), which) == -1).all()
     _assert_logprobs_close(logprobs, expected)  # these rows are all that ask
-    assert cuda.resample(logits, rows, at, tokens, which[2:4], MANY["num_logprobs"][which[2:4]]) is None
+    silent = which[2:4]
+    assert cuda.resample(logits, rows, at, tokens, Chosen(silent, MANY["num_logprobs"][silent], 0, False)) is None
 
 
 def test_logprobs_without_likeliest_tokens_are_the_tokens_own(device: torch.device) -> None:
@@ -415,14 +517,14 @@ def test_the_host_never_waits_for_the_device() -> None:
     cuda = _alone(VOCAB, len(MANY), device)
     logits, rows = _logits(len(MANY)).to(device), torch.from_numpy(MANY["row"].copy()).to(device)
     positions = torch.zeros_like(rows)
-    which = np.arange(len(MANY))
-    cuda.resample(logits, rows, positions, cuda.sample(logits, rows, positions), which, MANY["num_logprobs"])
+    chosen = Chosen(np.arange(len(MANY)), MANY["num_logprobs"], 0, True)
+    cuda.resample(logits, rows, positions, cuda.sample(logits, rows, positions), chosen)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        cuda.tables.update(MANY)
+        cuda.update(StepFrame(1, 1, params=MANY))
         tokens = cuda.sample(logits, rows, positions)
-        logprobs = cuda.resample(logits, rows, positions, tokens, which, MANY["num_logprobs"])
+        logprobs = cuda.resample(logits, rows, positions, tokens, chosen)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert logprobs is not None

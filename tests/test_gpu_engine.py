@@ -140,3 +140,27 @@ def test_a_fault_on_the_device_names_the_rank_and_what_to_do(shape: Path) -> Non
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert "EngineError: rank 3 on cuda:0 failed in a step" in done.stderr, done.stderr
     assert "CUDA_LAUNCH_BLOCKING=1" in done.stderr
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_penalties_biases_and_masks_rule_what_is_drawn(shape: Path, size: int) -> None:
+    prompts = _prompts(1)
+    with _engine(shape, size, kv_cache={"enable_prefix_caching": False}) as engine:
+
+        def tokens(**sampling: Any) -> list[int]:
+            [answer] = engine.generate(prompts, max_tokens=24, **sampling)
+            return answer.tokens
+
+        greedy, sampled = tokens(), tokens(temperature=1.0, seed=5)
+        # What changes nothing takes another way through the code to the same tokens.
+        nothing = {"logit_bias": ((7, 0.0),), "allowed_token_ids": tuple(range(151_936))}
+        assert tokens(**nothing) == greedy
+        assert tokens(temperature=1.0, seed=5, **nothing) == sampled
+        banned = tuple((token, -100.0) for token in set(greedy))
+        assert not set(tokens(logit_bias=banned)) & set(greedy)
+        assert len(set(tokens(presence_penalty=2.0, frequency_penalty=2.0, repetition_penalty=20.0))) == 24
+        allowed = tuple(range(3, 151_936, 977))
+        drawn = tokens(temperature=1.0, seed=5, top_p=0.9, allowed_token_ids=allowed)
+        assert set(drawn) <= set(allowed)
+        [answer] = engine.generate(prompts, max_tokens=2, num_logprobs=1, logprob_token_ids=(5, greedy[0]))
+        assert list(answer.top[0]) == [greedy[0], 5]

@@ -37,8 +37,10 @@ from attention.kernels.step_metadata import StepTensors, apply_page_deltas, fill
 from attention.layer import AttentionLayer
 from parallel.kernels.all_reduce_norm import all_reduce_add_norm
 from parallel.kernels.skinny_gemm import skinny_gemm
+from worker.adjustments import RowAdjustments
 from worker.kernels import sampling
 from worker.kernels.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
+from worker.kernels.adjustments import adjust_logits
 from worker.kernels.norm import add_rms_norm, rms_norm
 from worker.kernels.rope import qk_norm_rope_store
 
@@ -176,6 +178,7 @@ def _call_sampler(first_id: int, num_ids: int) -> None:
     thresholds = sampling.filter_thresholds(logits, rows, records)
     sampling.reduce_tokens(sampling.best_candidates(logits, rows, positions, records, 0, thresholds))
     sampling.rank_logprobs(logits, _int64(num_rows))
+    adjust_logits(logits, rows, positions, records, RowAdjustments(257, num_ids, torch.device("cpu")))
 
 
 def _call_all_reduce_add_norm(num_ranks: int, size: int) -> None:

@@ -33,7 +33,7 @@ def test_the_profile_runs_the_largest_steps_that_a_scheduler_may_send(
 
 def test_what_a_step_needs_is_taken_off_and_said() -> None:
     gib = 1 << 30
-    memory = DeviceMemory(100 * gib, 3 * gib, 2 * gib)
-    assert memory.usable_bytes == 95 * gib
-    assert str(memory).endswith("less 3.00 for the largest step and 2.00 for CUDA graphs: 95.00 GiB")
+    memory = DeviceMemory(100 * gib, 3 * gib, 2 * gib, gib)
+    assert memory.usable_bytes == 94 * gib
+    assert str(memory).endswith("less 3.00 for the largest step, 2.00 for CUDA graphs and 1.00 for sampling: 94.00 GiB")
     assert DeviceMemory(gib, gib, gib).usable_bytes == 0

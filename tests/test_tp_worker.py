@@ -20,6 +20,7 @@ from configs.schema import EngineConfig
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from worker.memory import free_bytes
+from worker.models.decoder import Decoder
 from worker.protocol import (
     ALWAYS,
     ASKED_DTYPE,
@@ -116,8 +117,8 @@ class Frames:
         """The row is given to a new request, with pages of its own."""
         self._lengths[row] = self._num_pages[row] = 0
 
-    def step(self, rows: Sequence[_Row], *params: npt.NDArray[np.void]) -> bytes:
-        """A frame of (row, tokens or None for the last sampled one, sample)."""
+    def step(self, rows: Sequence[_Row], *params: npt.NDArray[np.void], **sections: Any) -> bytes:
+        """A frame of (row, tokens or None for the last sampled one, sample), with other sections by name."""
         self._step += 1
         starts, lens, flags, token_ids, deltas = [], [], [], [], []
         for row, tokens, sample in rows:
@@ -141,6 +142,7 @@ class Frames:
             token_ids=np.array(token_ids, np.int32),
             page_deltas=np.array(deltas, np.int32).reshape(-1, 3),
             params=np.concatenate(params) if params else np.empty(0, PARAMS_DTYPE),
+            **sections,
         ).encode()
 
     def close(self) -> bytes:
@@ -244,6 +246,103 @@ def test_every_number_of_ranks_gives_the_same_tokens_on_every_rank(tiny_path: Pa
             lambda group, params=params: _generate(_worker(tiny_path, MODEL, group), range(30, 47), 10, **params),
         )
         assert results == [expected] * tp_size
+
+
+ADJUSTED: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.9, "seed": 3, "top_p": 0.95},
+    {"repetition_penalty": 1.4, "frequency_penalty": 1.5, "presence_penalty": 0.5},
+    {"temperature": 1.2, "seed": 4, "top_k": 40, "repetition_penalty": 1.1},
+    {"temperature": 1.0, "seed": 5, "frequency_penalty": -0.5, "num_logprobs": 2},
+    {"temperature": 1.0, "seed": 6},
+]
+"""Of the last two rows and the third, a mask and biases go with it: see `_adjustments`."""
+PROMPT = list(range(5, 25))
+
+
+def _adjustments(rows: Sequence[int]) -> dict[str, Any]:
+    """Sections that give rows 3 and up counts, 5 and up biases and 6 a mask, as the scheduler would."""
+    biases = [(row, 7, -np.inf, 24) for row in rows if row >= 5] + [(row, 8, 6.5, ALWAYS) for row in rows if row >= 5]
+    counts = [(row, token, 0, 1) for row in rows if row in (3, 4) for token in PROMPT]
+    return {
+        "biases": _records(BIAS_DTYPE, *biases),
+        "counts": _records(COUNT_DTYPE, *counts),
+        "asked": _records(ASKED_DTYPE, *((row, 299) for row in rows if row == 5)),
+        "mask_rows": np.array([row for row in rows if row == 6], np.int32),
+        "masks": np.full((int(6 in rows), 10), 0x0F0F0F0F, np.uint32),
+    }
+
+
+def _generate_adjusted(worker: TPWorker, rows: Sequence[int], count: int) -> list[list[int]]:
+    frames = Frames()
+    params = [_params(row, **ADJUSTED[row - 1]) for row in rows]
+    sent = [frames.step([(row, PROMPT, True) for row in rows], *params, **_adjustments(rows))]
+    sent += [frames.step([(row, None, True) for row in rows]) for _ in range(count - 1)]
+    results = _run(worker, [*sent, frames.close()])
+    return [[int(result.tokens[i]) for result in results] for i in range(len(rows))]
+
+
+def test_adjusted_rows_get_their_tokens_alone_in_a_batch_and_on_any_number_of_ranks(tiny_path: Path) -> None:
+    worker = _worker(tiny_path, MODEL)
+    every = range(1, len(ADJUSTED) + 1)
+    together = _generate_adjusted(worker, every, 12)
+    assert [_generate_adjusted(worker, [row], 12)[0] for row in every] == together
+    # Neighbours with adjustments do not change a row without.
+    assert _generate_adjusted(worker, [1, 2], 12) == together[:2]
+    # And each has its effect.
+    plain = [_generate(worker, PROMPT, 12, temperature=1.0, seed=seed) for seed in (5, 6)]
+    assert together[0] != together[2]
+    assert together[4] != plain[0]
+    assert together[5] != plain[1]
+    assert all(token % 8 < 4 for token in together[5])
+    assert _on_ranks(3, lambda group: _generate_adjusted(_worker(tiny_path, MODEL, group), every, 12)) == 3 * [together]
+
+
+def test_an_answer_with_penalties_is_counted_as_it_grows_and_goes_on_from_counts(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits: list[npt.NDArray[np.float32]] = []
+
+    def recorded(self: Decoder, hidden: torch.Tensor) -> torch.Tensor:
+        out = whole(self, hidden)
+        logits.append(out[0].numpy().copy())
+        return out
+
+    whole = Decoder.logits
+    monkeypatch.setattr(Decoder, "logits", recorded)
+    worker = _worker(tiny_path, MODEL)
+    params = {"repetition_penalty": 1.2, "frequency_penalty": 0.4, "presence_penalty": 0.3}
+    prompt = _records(COUNT_DTYPE, *((2, token, 0, 1) for token in PROMPT))
+    frames = Frames()
+    sent = [frames.step([(2, PROMPT, True)], _params(2, **params), counts=prompt)]
+    sent += [frames.step([(2, None, True)]) for _ in range(19)]
+    answer = [int(result.tokens[0]) for result in _run(worker, [*sent, frames.close()])]
+    for i, raw in enumerate(logits):
+        scores = raw.astype(np.float64)
+        seen = [*{*PROMPT, *answer[:i]}]
+        scores[seen] = np.where(scores[seen] > 0, scores[seen] / 1.2, scores[seen] * 1.2)
+        for token in set(answer[:i]):
+            scores[token] -= 0.4 * answer[:i].count(token) + 0.3
+        assert answer[i] == scores.argmax()
+    assert len(set(answer)) > 10
+    counts = [(4, t, answer[:9].count(t), int(t in PROMPT)) for t in sorted({*PROMPT, *answer[:9]})]
+    frames = Frames()
+    sent = [frames.step([(4, PROMPT + answer[:9], True)], _params(4, **params), counts=_records(COUNT_DTYPE, *counts))]
+    sent += [frames.step([(4, None, True)]) for _ in range(10)]
+    assert [int(result.tokens[0]) for result in _run(worker, [*sent, frames.close()])] == answer[9:]
+
+
+def test_tokens_asked_for_get_their_logprobs_behind_the_likeliest(tiny_path: Path) -> None:
+    frames = Frames()
+    asked = _records(ASKED_DTYPE, (1, 17), (1, 4), (3, 4))
+    rows = [(1, [1, 2, 3], True), (2, [9, 9], True), (3, [1, 2, 3], True), (4, [1, 2, 3], True)]
+    params = [_params(row, num_logprobs=k) for row, k in ((1, 299), (2, -1), (3, 0), (4, 1))]
+    [result] = _run(_worker(tiny_path, MODEL), [frames.step(rows, *params, asked=asked), frames.close()])
+    assert result.logprob_rows.tolist() == [0, 2, 3]
+    of = dict(zip(result.top_ids[0].tolist(), result.top_logprobs[0].tolist(), strict=True))
+    assert result.asked_logprobs.shape == (3, 2)
+    assert result.asked_logprobs[0].tolist() == [of[17], of[4]]
+    assert result.asked_logprobs[1, 0] == of[4]
 
 
 def test_bfloat16_and_a_step_of_chunks_alone_run(tiny_path: Path) -> None:

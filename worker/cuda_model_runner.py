@@ -1,7 +1,7 @@
 """The steps of a CUDA rank: a frame is queued on the stream and its tokens are read later.
 
 A step of decodes alone replays a CUDA graph of the whole step; any other runs eagerly through the same code. Rows with
-filters or logprobs are sampled again behind it, before the next step reads their tokens.
+filters, adjustments or logprobs are sampled again behind it, before the next step reads their tokens.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from attention.backend import AttentionBackend
@@ -21,7 +20,6 @@ from worker.cuda_sampler import CudaSampler, LogprobTensors
 from worker.frame_check import FrameLimits, check_frame
 from worker.models.decoder import Decoder
 from worker.protocol import Int32Array, RowFlag, StepFrame, StepResult
-from worker.sampler import default_params
 from worker.step_inputs import StepInputs
 
 
@@ -55,7 +53,6 @@ class CudaModelRunner:
         self._group = group
         self._limits = limits
         self._max_rows = max_rows
-        self._params = default_params(limits.num_rows)
         self._inputs = StepInputs(
             req_to_token_pool,
             max_rows=max_rows,
@@ -64,6 +61,11 @@ class CudaModelRunner:
             device=group.device,
         )
         self._graphs = CudaGraphRunner(group)
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes on the device that stay as they are however many pages there are: the rows' adjustments."""
+        return self._sampler.adjustments.num_bytes
 
     def capture(self, max_rows: int | None = None) -> None:
         """Captures the decode step at every batch size, or only at `max_rows`; the KV pool must stay where it is."""
@@ -79,9 +81,7 @@ class CudaModelRunner:
         """
         check_frame(frame, self._limits)
         self._req_to_token_pool.apply(frame.page_deltas, self._num_pages)
-        if len(frame.params):
-            self._params[frame.params["row"]] = frame.params
-            self._sampler.tables.update(frame.params)
+        self._sampler.update(frame)
         is_sampled = (frame.flags & RowFlag.SAMPLE) != 0
         num_rows, sampled = len(frame.rows), frame.rows[is_sampled]
         padded = None
@@ -101,12 +101,12 @@ class CudaModelRunner:
             rows = self._inputs.rows(num_rows).index_select(0, which)
             positions = self._inputs.seq_lens(num_rows).index_select(0, which)
             output = self._sample(hidden, rows, positions)
-        chosen, num_logprobs = self._resampled(sampled)
+        chosen = self._sampler.choose(sampled, (frame.starts + frame.lens)[is_sampled])
         logprobs = None
-        if len(chosen):
-            logprobs = self._sampler.resample(output.logits, rows, positions, output.tokens, chosen, num_logprobs)
+        if len(chosen.which):
+            logprobs = self._sampler.resample(output.logits, rows, positions, output.tokens, chosen)
             self._inputs.last_tokens.index_copy_(0, rows.long(), output.tokens)
-        asked = chosen[num_logprobs >= 0].astype(np.int32)
+        asked = chosen.which[chosen.num_logprobs >= 0].astype(np.int32)
         return CudaStep.record(self._group, frame, output.tokens, asked, logprobs)
 
     def _decode(self, num_rows: int) -> StepOutput:
@@ -125,15 +125,6 @@ class CudaModelRunner:
         tokens = self._sampler.sample(logits, rows, positions)
         self._inputs.last_tokens.index_copy_(0, rows.long(), tokens)
         return StepOutput(tokens, logits)
-
-    def _resampled(self, rows: Int32Array) -> tuple[npt.NDArray[np.int64], Int32Array]:
-        """Which of the sampled rows need more than the plain rule, and the logprobs each asked for (-1: none)."""
-        params = self._params[rows]
-        filtered = (params["temperature"] > 0) & (
-            (params["top_k"] > 0) | (params["top_p"] < 1.0) | (params["min_p"] > 0.0)
-        )
-        chosen = np.flatnonzero(filtered | (params["num_logprobs"] >= 0))
-        return chosen, params["num_logprobs"][chosen]
 
 
 class CudaStep:
@@ -200,4 +191,5 @@ class CudaStep:
             logprobs=self._logprobs.logprobs.numpy(),
             top_ids=self._logprobs.top_ids.numpy().astype(np.int32),
             top_logprobs=self._logprobs.top_logprobs.numpy(),
+            asked_logprobs=self._logprobs.asked_logprobs.numpy(),
         )

@@ -34,16 +34,19 @@ class DeviceMemory:
     """Peak of the largest eager step."""
     graph_bytes: int = 0
     """For all CUDA graphs."""
+    table_bytes: int = 0
+    """Of the tables of the sampler's rows."""
 
     @property
     def usable_bytes(self) -> int:
         """Left for the KV pool, and for what `kv_cache.memory_fraction` leaves free."""
-        return max(self.free_bytes - self.activation_bytes - self.graph_bytes, 0)
+        return max(self.free_bytes - self.activation_bytes - self.graph_bytes - self.table_bytes, 0)
 
     def __str__(self) -> str:
         return (
             f"{self.free_bytes / _GIB:.2f} GiB free after loading, less {self.activation_bytes / _GIB:.2f} for the "
-            f"largest step and {self.graph_bytes / _GIB:.2f} for CUDA graphs: {self.usable_bytes / _GIB:.2f} GiB"
+            f"largest step, {self.graph_bytes / _GIB:.2f} for CUDA graphs and {self.table_bytes / _GIB:.2f} for "
+            f"sampling: {self.usable_bytes / _GIB:.2f} GiB"
         )
 
 
@@ -79,10 +82,11 @@ def profile_cuda(
     before_graph = free_bytes(device)
     runner.capture(max_rows)
     graph = int((before_graph - free_bytes(device)) * _GRAPH_RESERVE) + _GRAPH_FLOOR_BYTES
+    tables = runner.table_bytes
     del runner
     gc.collect()
     torch.cuda.empty_cache()
-    return DeviceMemory(min(free, free_bytes(device)), activation, graph)
+    return DeviceMemory(min(free, free_bytes(device)), activation, graph, tables)
 
 
 def _largest_frames(max_rows: int, max_tokens: int, max_model_len: int, page_size: int) -> list[StepFrame]:
@@ -123,4 +127,5 @@ def _every_filter(num_rows: int) -> npt.NDArray[np.void]:
     params = default_params(num_rows)
     params["row"] = np.arange(1, num_rows + 1)
     params["temperature"], params["top_k"], params["top_p"], params["num_logprobs"] = 1.0, 50, 0.9, _NUM_LOGPROBS
+    params["repetition_penalty"] = 1.1
     return params

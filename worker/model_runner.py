@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from attention.backend import AttentionBackend
 from attention.forward_batch import ForwardBatch
 from attention.kv_pool import ReqToTokenPool, TokenToKVPool
+from worker.adjustments import RowAdjustments, adjusted
 from worker.frame_check import FrameLimits, check_frame
 from worker.models.decoder import Decoder
 from worker.pending_step import CompletedStep
 from worker.protocol import RowFlag, StepFrame, StepResult
-from worker.sampler import Sampler, default_params
+from worker.sampler import SampledTokens, Sampler, default_params
 
 
 class ModelRunner:
-    """Owns the last token and the sampling parameters of every row; reads the page table, writes KV through the
-    backend.
+    """Owns the last token, the sampling parameters and the adjustments of every row; reads the page table, writes KV
+    through the backend.
 
     Args:
         limits: frames are checked against them.
@@ -38,6 +40,7 @@ class ModelRunner:
         self._limits = limits
         self._sampler = Sampler(limits.vocab_size, token_to_kv_pool.device)
         self._params = default_params(limits.num_rows)
+        self._adjustments = RowAdjustments(limits.num_rows, limits.vocab_size, token_to_kv_pool.device)
         self._last_tokens = torch.zeros(limits.num_rows, dtype=torch.int64)
 
     def launch(self, frame: StepFrame) -> CompletedStep:
@@ -49,6 +52,7 @@ class ModelRunner:
         check_frame(frame, self._limits)
         self._req_to_token_pool.apply(frame.page_deltas, self._token_to_kv_pool.num_pages)
         self._params[frame.params["row"]] = frame.params
+        self._adjustments.update(frame)
         sampled = (frame.flags & RowFlag.SAMPLE) != 0
         hidden = self._forward(frame, sampled)
         if len(hidden) == 0:
@@ -56,8 +60,7 @@ class ModelRunner:
         rows = frame.rows[sampled]
         # The noise key: the new token's index in its whole sequence, which preemption and recompute do not change.
         positions = (frame.starts + frame.lens)[sampled].astype(np.int64)
-        result = self._sampler.sample(self._decoder.logits(hidden), self._params[rows], positions)
-        self._last_tokens.index_copy_(0, torch.from_numpy(rows.astype(np.int64)), result.tokens)
+        result = self._sample(self._decoder.logits(hidden), rows, positions)
         return CompletedStep(
             StepResult(
                 generation=frame.generation,
@@ -67,8 +70,29 @@ class ModelRunner:
                 logprobs=result.logprobs.numpy(),
                 top_ids=result.top_ids.numpy().astype(np.int32),
                 top_logprobs=result.top_logprobs.numpy(),
+                asked_logprobs=result.asked_logprobs.numpy(),
             )
         )
+
+    def _sample(
+        self, logits: torch.Tensor, rows: npt.NDArray[np.int32], positions: npt.NDArray[np.int64]
+    ) -> SampledTokens:
+        """A token for each of `rows`, kept as their last; and counted where there are penalties."""
+        params, adjustments = self._params[rows], self._adjustments
+        touched = np.flatnonzero(adjustments.touched(rows, positions)).tolist()
+        row_ids = torch.from_numpy(rows.astype(np.int64))
+        num_asked = int(adjustments.num_asked(rows).max(initial=0))
+        result = self._sampler.sample(
+            logits,
+            params,
+            positions,
+            adjusted={i: adjusted(logits[i], adjustments, int(rows[i]), int(positions[i]), params[i]) for i in touched},
+            asked=adjustments.asked[row_ids, :num_asked],
+        )
+        if touched:
+            adjustments.count(row_ids, result.tokens)
+        self._last_tokens.index_copy_(0, row_ids, result.tokens)
+        return result
 
     def _forward(self, frame: StepFrame, sampled: np.ndarray) -> torch.Tensor:
         """Hidden states [num_sampled, hidden_size] of the rows that are sampled."""

@@ -9,6 +9,7 @@ Ties go to the smallest id. Each sampled row is worked on alone, so its neighbou
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,11 +35,13 @@ class SampledTokens:
     logprob_rows: npt.NDArray[np.int32]
     """[num_logprob_rows]: indices of the rows that asked."""
     logprobs: torch.Tensor
-    """[num_logprob_rows] fp32: of the sampled token, before temperature and filters."""
+    """[num_logprob_rows] fp32: of the sampled token, before adjustments, temperature and filters."""
     top_ids: torch.Tensor
     """[num_logprob_rows, k] int64: likeliest tokens, descending; k is the largest number asked for."""
     top_logprobs: torch.Tensor
     """[num_logprob_rows, k] fp32."""
+    asked_logprobs: torch.Tensor
+    """[num_logprob_rows, m] fp32: of the tokens that were asked for."""
 
 
 class Sampler:
@@ -49,7 +52,13 @@ class Sampler:
         self._id_hashes = _mix(torch.arange(vocab_size, dtype=torch.int64, device=device) * _signed(_GOLDEN))
 
     def sample(
-        self, logits: torch.Tensor, params: npt.NDArray[np.void], positions: npt.NDArray[np.int64]
+        self,
+        logits: torch.Tensor,
+        params: npt.NDArray[np.void],
+        positions: npt.NDArray[np.int64],
+        *,
+        adjusted: Mapping[int, torch.Tensor] | None = None,
+        asked: torch.Tensor | None = None,
     ) -> SampledTokens:
         """One token for each row.
 
@@ -57,11 +66,19 @@ class Sampler:
             logits: [num_rows, vocab_size] fp32, unchanged; -inf for what must not be chosen.
             params: [num_rows] PARAMS_DTYPE.
             positions: [num_rows]: index of the token to be sampled in its whole sequence, prompt included.
+            adjusted: by index, what the token of a row is drawn from instead, [vocab_size] fp32. A row without an
+                allowed token gets token 0.
+            asked: [num_rows, m] int64: ids whose log probabilities rows with logprobs want too.
         """
+        adjusted = adjusted or {}
         tokens = logits.argmax(dim=-1)
-        for i in np.flatnonzero(params["temperature"] > 0):
-            tokens[i] = self._sample_row(logits[i], params[i], int(positions[i]))
-        return _with_logprobs(logits, tokens, params["num_logprobs"])
+        for i, row in adjusted.items():
+            tokens[i] = row.argmax()
+        for i in np.flatnonzero(params["temperature"] > 0).tolist():
+            tokens[i] = self._sample_row(adjusted.get(i, logits[i]), params[i], int(positions[i]))
+        if asked is None:
+            asked = torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)
+        return _with_logprobs(logits, tokens, params["num_logprobs"], asked)
 
     def _sample_row(self, logits: torch.Tensor, params: np.void, position: int) -> torch.Tensor:
         scores = logits.double() / float(params["temperature"])
@@ -119,18 +136,21 @@ def _top_p_threshold(scores: torch.Tensor, at_least: torch.Tensor | None, top_p:
     return last_kept if at_least is None else torch.maximum(last_kept, at_least)
 
 
-def _with_logprobs(logits: torch.Tensor, tokens: torch.Tensor, num_logprobs: npt.NDArray[np.int32]) -> SampledTokens:
+def _with_logprobs(
+    logits: torch.Tensor, tokens: torch.Tensor, num_logprobs: npt.NDArray[np.int32], asked: torch.Tensor
+) -> SampledTokens:
     rows = np.flatnonzero(num_logprobs >= 0).astype(np.int32)
     if len(rows) == 0:
         empty = torch.empty(0, 0, device=logits.device)
-        return SampledTokens(tokens, rows, empty[:, 0:0].reshape(0), empty.long(), empty)
+        return SampledTokens(tokens, rows, empty[:, 0:0].reshape(0), empty.long(), empty, empty)
     chosen = torch.from_numpy(rows.astype(np.int64)).to(logits.device)
     logprobs = torch.log_softmax(logits.index_select(0, chosen).float(), dim=-1)
     # A stable sort, not topk: equal log probabilities stand in the order of their ids.
     k = int(num_logprobs[rows].max())
     top = _top_stable(logprobs, k)
     own = logprobs.gather(1, tokens.index_select(0, chosen).unsqueeze(1)).squeeze(1)
-    return SampledTokens(tokens, rows, own, top, logprobs.gather(1, top))
+    asked_logprobs = logprobs.gather(1, asked.index_select(0, chosen))
+    return SampledTokens(tokens, rows, own, top, logprobs.gather(1, top), asked_logprobs)
 
 
 def _top_stable(values: torch.Tensor, k: int) -> torch.Tensor:

@@ -23,14 +23,14 @@ from worker.protocol import PARAMS_DTYPE
 RECORD_WORDS = PARAMS_DTYPE.itemsize // 4
 
 
-def _word(field: str) -> tl.constexpr:
+def word_of(field: str) -> tl.constexpr:
     """Where a field lies in a record of int32 words."""
     assert PARAMS_DTYPE.fields is not None, "PARAMS_DTYPE is a record"
     return tl.constexpr(PARAMS_DTYPE.fields[field][1] // 4)
 
 
 _RECORD_WORDS = tl.constexpr(RECORD_WORDS)
-_TOP_K, _TEMPERATURE, _TOP_P, _MIN_P, _SEED = map(_word, ("top_k", "temperature", "top_p", "min_p", "seed"))
+_TOP_K, _TEMPERATURE, _TOP_P, _MIN_P, _SEED = map(word_of, ("top_k", "temperature", "top_p", "min_p", "seed"))
 _GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
 _FACTOR_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _FACTOR_2 = tl.constexpr(0x94D049BB133111EB)

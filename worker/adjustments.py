@@ -1,0 +1,178 @@
+"""What rows do to their logits before a token is drawn: penalties, biases and masks, kept where the logits are.
+
+    1. repetition penalty: logits of tokens that prompt or answer has are divided by it, negative ones multiplied
+    2. frequency and presence penalty: subtracted for each time, and once, that the answer has a token
+    3. biases, added while the token to be sampled has a position below their end
+    4. the mask: what it leaves out is -inf
+
+Penalties are worked out in fp64 and rounded once to fp32, so CPU and GPU agree in every bit. Temperature and filters
+come after all of it; log probabilities are those of the model, before any of it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from worker.protocol import MAX_ROW_ASKED, MAX_ROW_BIASES, Int32Array, StepFrame, mask_words
+from worker.upload import upload
+
+PENALISED = 1
+MASKED = 2
+BIAS_WORDS = 4
+"""int32 words of a BIAS_DTYPE record."""
+_MAX_COUNT = 2**14 - 1
+
+
+class RowAdjustments:
+    """Every row's adjustments; none until a frame brings some. On CPU memory is committed only where it is used.
+
+    Args:
+        num_rows: rows of the request table; row 0 is padding and has none.
+    """
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        self._device = device
+        self._flags = np.zeros(num_rows, np.int32)
+        self._num_biases = np.zeros(num_rows, np.int32)
+        self._bias_ends = np.zeros(num_rows, np.int64)  # past the last position at which a bias counts
+        self._num_asked = np.zeros(num_rows, np.int32)
+        self.heads = _zeros((num_rows, 2), np.int32, device)
+        """[num_rows, 2] int32: flags (PENALISED, MASKED) and number of biases."""
+        self.marks = _zeros((num_rows, vocab_size), np.int16, device)
+        """[num_rows, vocab_size] int16: twice the times that the answer has a token (at most 16383 are counted), plus
+        1 if the prompt has it. Of rows with penalties; of others it means nothing."""
+        self.biases = _zeros((num_rows, MAX_ROW_BIASES, BIAS_WORDS), np.int32, device)
+        """[num_rows, MAX_ROW_BIASES, BIAS_WORDS] int32: BIAS_DTYPE records."""
+        self.masks = _zeros((num_rows, mask_words(vocab_size)), np.int32, device)
+        """[num_rows, mask_words(vocab_size)] int32: bits of tokens that may be drawn."""
+        self.asked = _zeros((num_rows, MAX_ROW_ASKED), np.int64, device)
+        """[num_rows, MAX_ROW_ASKED] int64: tokens whose log probability is wanted."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the device."""
+        tables = (self.heads, self.marks, self.biases, self.masks, self.asked)
+        return sum(table.numel() * table.element_size() for table in tables)
+
+    def update(self, frame: StepFrame) -> None:
+        """Queues what `frame` brings, for the kernels launched after it; the frame is a checked one."""
+        changed = False
+        if len(frame.params):
+            changed = self._start_rows(frame.params)
+        if len(frame.counts):
+            self._put_counts(frame.counts)
+        if len(frame.biases):
+            self._put_biases(frame.biases)
+            changed = True
+        if len(frame.asked):
+            rows, slots = frame.asked["row"], _slots(frame.asked["row"])
+            np.add.at(self._num_asked, rows, 1)
+            flat = upload(rows.astype(np.int64) * MAX_ROW_ASKED + slots, self._device)
+            self.asked.view(-1).index_copy_(0, flat, upload(frame.asked["token_id"].astype(np.int64), self._device))
+        if len(frame.mask_rows):
+            masked = upload(frame.mask_rows.astype(np.int64), self._device)
+            self.masks.index_copy_(0, masked, upload(frame.masks.view(np.int32), self._device))
+            changed |= not (self._flags[frame.mask_rows] & MASKED).all()
+            self._flags[frame.mask_rows] |= MASKED
+        if changed:
+            self.heads.copy_(upload(np.stack((self._flags, self._num_biases), axis=1), self._device))
+
+    def touched(self, rows: Int32Array, positions: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
+        """Which of `rows` have adjustments of the token at `positions`."""
+        return (self._flags[rows] != 0) | (positions < self._bias_ends[rows])
+
+    def num_asked(self, rows: Int32Array) -> Int32Array:
+        """How many tokens each of `rows` wants the log probability of."""
+        return self._num_asked[rows]
+
+    def count(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Counts a token drawn for each of `rows`; for rows without penalties it does not matter.
+
+        Args:
+            rows: [num_rows] int64, device, distinct.
+            tokens: [num_rows] int64, device.
+        """
+        marks = self.marks[rows, tokens]
+        self.marks[rows, tokens] = torch.where(marks < 2 * _MAX_COUNT, marks + 2, marks)
+
+    def _start_rows(self, params: npt.NDArray[np.void]) -> bool:
+        """Forgets what the rows had; returns whether `heads` changed."""
+        rows = params["row"]
+        had_any = bool(self._flags[rows].any() or self._num_biases[rows].any())
+        penalised = (
+            (params["repetition_penalty"] != 1.0)
+            | (params["frequency_penalty"] != 0.0)
+            | (params["presence_penalty"] != 0.0)
+        )
+        self._flags[rows] = np.where(penalised, PENALISED, 0)
+        self._num_biases[rows] = self._bias_ends[rows] = self._num_asked[rows] = 0
+        if penalised.any():
+            self.marks.index_fill_(0, upload(rows[penalised].astype(np.int64), self._device), 0)
+        return had_any or bool(penalised.any())
+
+    def _put_counts(self, counts: npt.NDArray[np.void]) -> None:
+        marks = 2 * np.minimum(counts["num_generated"], _MAX_COUNT) + counts["in_prompt"]
+        flat = counts["row"].astype(np.int64) * self.marks.shape[1] + counts["token_id"]
+        values = upload(marks.astype(np.int16), self._device)
+        self.marks.view(-1).index_copy_(0, upload(flat, self._device), values)
+
+    def _put_biases(self, biases: npt.NDArray[np.void]) -> None:
+        rows = biases["row"]
+        np.add.at(self._num_biases, rows, 1)
+        np.maximum.at(self._bias_ends, rows, biases["until"])
+        flat = upload(rows.astype(np.int64) * MAX_ROW_BIASES + _slots(rows), self._device)
+        words = np.ascontiguousarray(biases).view(np.int32).reshape(-1, BIAS_WORDS)
+        self.biases.view(-1, BIAS_WORDS).index_copy_(0, flat, upload(words, self._device))
+
+
+def adjusted(
+    logits: torch.Tensor, adjustments: RowAdjustments, row: int, position: int, params: np.void
+) -> torch.Tensor:
+    """A row's logits as its token is drawn from them; a new tensor. The CUDA twin is kernels/adjustments.py.
+
+    Args:
+        logits: [vocab_size] fp32, on the CPU as `adjustments` are.
+        row: of the request table.
+        position: of the token to be sampled.
+        params: PARAMS_DTYPE.
+    """
+    flags, num_biases = adjustments.heads[row].tolist()
+    out = _penalised(logits, adjustments.marks[row], params) if flags & PENALISED else logits.clone()
+    biases = adjustments.biases[row, :num_biases]
+    biases = biases[biases[:, 3] > position]
+    ids, values = biases[:, 1].long(), biases[:, 2].view(torch.float32)
+    is_ban = values.isneginf()
+    out.index_add_(0, ids[~is_ban], values[~is_ban])
+    out[ids[is_ban]] = -torch.inf
+    if flags & MASKED:
+        bits = adjustments.masks[row].unsqueeze(1) >> torch.arange(32, dtype=torch.int32)
+        out.masked_fill_((bits & 1).view(-1)[: len(out)] == 0, -torch.inf)
+    return out
+
+
+def _penalised(logits: torch.Tensor, marks: torch.Tensor, params: np.void) -> torch.Tensor:
+    repetition = float(params["repetition_penalty"])
+    frequency, presence = float(params["frequency_penalty"]), float(params["presence_penalty"])
+    scores = logits.double()
+    repeated = torch.where(scores > 0, scores / repetition, scores * repetition)
+    scores = torch.where(marks != 0, repeated, scores)
+    counts = marks >> 1
+    scores = scores - counts.double() * frequency
+    return (scores - (counts > 0).double() * presence).float()
+
+
+def _slots(rows: Int32Array) -> npt.NDArray[np.int64]:
+    """[len(rows)] the how-manieth of its row each entry is, from 0."""
+    order = np.argsort(rows, kind="stable")
+    firsts = np.searchsorted(rows[order], rows[order])
+    slots = np.empty(len(rows), np.int64)
+    slots[order] = np.arange(len(rows)) - firsts
+    return slots
+
+
+def _zeros(shape: tuple[int, ...], dtype: npt.DTypeLike, device: torch.device) -> torch.Tensor:
+    # torch.zeros would write, and so commit, all of it.
+    zeros = torch.from_numpy(np.zeros(shape, dtype))
+    return zeros if device.type == "cpu" else torch.zeros(shape, dtype=zeros.dtype, device=device)
