@@ -22,7 +22,7 @@ from typing import TypeVar
 
 import msgspec
 
-from cluster.messages import Abort, EngineStats, EngineToCoordinator, Finished, StepOutput, Submit
+from cluster.messages import Abort, EngineStats, EngineToCoordinator, Finished, FlushCache, StepOutput, Submit
 from cluster.observability.steps import StepMeter
 from cluster.scheduling.scheduler import Scheduler
 from configs.errors import DeadlineError, EngineError, LockstepError
@@ -286,6 +286,8 @@ class Coordinator:
                         refused += [refusal for request in requests if (refusal := self.scheduler.add(request))]
                     case Abort(ids):
                         self.scheduler.abort(ids)
+                    case FlushCache():
+                        self.scheduler.flush_cache()
             if lost:
                 # Nobody is left to read: free what the lost Engine's requests hold.
                 self.scheduler.abort(self.scheduler.live_ids())

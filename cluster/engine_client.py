@@ -24,8 +24,10 @@ import numpy.typing as npt
 
 from cluster.messages import (
     Abort,
+    EngineToCoordinator,
     Finished,
     FinishReason,
+    FlushCache,
     GenerateRequest,
     Prefilled,
     PromptLogprobs,
@@ -326,6 +328,12 @@ class EngineClient:
         self._streams.update((stream.id, stream) for stream in streams)
         return streams
 
+    def flush_cache(self) -> None:
+        """Makes the engine forget the prefixes that no running request uses. Raises EngineError when it is gone."""
+        if self._lost is not None:
+            raise EngineError(self._lost)
+        self._send(FlushCache())
+
     async def wait_closed(self) -> None:
         """Returns when the connection is gone."""
         if self._task is not None:
@@ -341,7 +349,7 @@ class EngineClient:
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()
 
-    def _send(self, message: Submit | Abort) -> None:
+    def _send(self, message: EngineToCoordinator) -> None:
         body = self._encoder.encode(message)
         if len(body) > MAX_FRAME_BYTES:
             raise OverloadedError(f"The request takes {len(body)} bytes for the engine; send fewer prompts at once.")

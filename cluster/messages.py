@@ -1,6 +1,6 @@
 """What the Engine replica and its coordinator say to each other: msgspec structs over one unix socket.
 
-Engine to coordinator: `Submit`, `Abort`. Coordinator to Engine: one `StepOutput` a step for all requests.
+Engine to coordinator: `Submit`, `Abort`, `FlushCache`. Coordinator to Engine: one `StepOutput` a step for all requests.
 Array fields are raw little-endian bytes: one message a step must not cost a Python object per token.
 """
 
@@ -95,6 +95,10 @@ class Abort(msgspec.Struct, tag="abort", frozen=True):
     ids: list[int]
 
 
+class FlushCache(msgspec.Struct, tag="flush", frozen=True):
+    """Forget the prefixes that no running request uses."""
+
+
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
     """The end of one request; sent once for each request that was submitted."""
 
@@ -186,4 +190,4 @@ class StepOutput(msgspec.Struct, tag="output", frozen=True, kw_only=True):
     """Not in every output: see EngineStats."""
 
 
-EngineToCoordinator = Submit | Abort
+EngineToCoordinator = Submit | Abort | FlushCache

@@ -22,6 +22,7 @@ import uvicorn
 from cluster.engine_client import EngineClient, pack_frame, read_frame
 from cluster.http.guard import Guard
 from cluster.messages import (
+    Abort,
     EngineToCoordinator,
     Finished,
     FinishReason,
@@ -54,6 +55,7 @@ class ScriptedCoordinator:
     """Tokens after which nothing comes any more."""
     requests: list[GenerateRequest] = field(default_factory=list)
     aborted: list[int] = field(default_factory=list)
+    num_flushes: int = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         decoder = msgspec.msgpack.Decoder(EngineToCoordinator)
@@ -64,8 +66,10 @@ class ScriptedCoordinator:
                 if isinstance(message, Submit):
                     self.requests += message.requests
                     running.add(asyncio.create_task(self._generate(message.requests, writer)))
-                else:
+                elif isinstance(message, Abort):
                     self.aborted += message.ids
+                else:
+                    self.num_flushes += 1
         for task in running:
             task.cancel()
         writer.close()

@@ -263,6 +263,35 @@ def test_admin_routes_are_absent_without_an_admin_key(run: Run, tmp_path: Path) 
     run(scenario)
 
 
+def test_an_admin_ends_requests_and_flushes_the_cache(run: Run, keys: Keys) -> None:
+    async def scenario(stack: Stack) -> None:
+        root = keys.bearer("root")
+        async with guarded(stack, keys.path) as http:
+
+            async def start(name: str) -> asyncio.Task[httpx.Response]:
+                headers = {**keys.bearer("alice"), "x-request-id": name}
+                task = asyncio.create_task(http.post("/v1/chat/completions", json=BODY, headers=headers))
+                number = len(stack.coordinator.requests)
+                await stack.until(lambda: len(stack.coordinator.requests) > number)
+                return task
+
+            one, two, three = [await start(name) for name in ("one", "two", "three")]
+            aborted = await http.post("/abort_request", json={"rid": "two"}, headers=root)
+            assert aborted.json() == {"aborted": 1}
+            error_of(await two, 409, "request_aborted")
+            assert stack.coordinator.aborted == [2]
+            assert (await http.post("/abort_request", json={"rid": "none"}, headers=root)).json() == {"aborted": 0}
+            everyone = await http.post("/abort_request", json={"abort_all": True}, headers=root)
+            assert everyone.json() == {"aborted": 2}
+            assert [(await task).status_code for task in (one, three)] == [409, 409]
+            for body in ({}, {"rid": 5}, {"abort_all": "yes"}):
+                error_of(await http.post("/abort_request", json=body, headers=root), 400, "invalid_type")
+            assert (await http.post("/flush_cache", json={}, headers=root)).status_code == 200
+            await stack.until(lambda: stack.coordinator.num_flushes == 1)
+
+    run(scenario, hang_after=1)
+
+
 def test_below_a_prefix_the_same_rules_hold(run: Run, keys: Keys) -> None:
     async def scenario(stack: Stack) -> None:
         app = create_app(stack.model, keys=KeyRing(keys.path))

@@ -58,6 +58,8 @@ def run_random_load(seed: int, steps_in_flight: int) -> Engine:
             engine.abort(*rng.choices(range(1, len(engine.answers) + 3), k=rng.randrange(1, 4)))
         elif event < 0.35:
             engine.take(engine.scheduler.drain_finished())
+        elif event < 0.36:
+            engine.scheduler.flush_cache()
         elif event < 0.7:
             engine.launch()
         elif engine.frames:
@@ -286,6 +288,21 @@ def test_without_prefix_caching_nothing_is_kept() -> None:
     stats = engine.scheduler.stats()
     assert (stats.num_cached_pages, stats.total_prefix_hit_tokens) == (0, 0)
     assert stats.num_free_pages == LIMITS.num_pages
+
+
+def test_a_flush_forgets_what_no_running_request_uses() -> None:
+    engine = Engine(LIMITS)
+    ended = engine.add(prompt_of(33, 1), max_tokens=1)
+    engine.run()
+    running = engine.add(prompt_of(33, 2), max_tokens=20)
+    engine.launch()
+    engine.scheduler.flush_cache()
+    engine.scheduler.check_integrity()
+    assert engine.scheduler.stats().num_evictable_pages == 0
+    engine.run()
+    again, after = engine.add(prompt_of(33, 1), max_tokens=1), engine.add(prompt_of(33, 2), max_tokens=1)
+    engine.run()
+    assert [engine.answers[i].cached for i in (ended, running, again, after)] == [0, 0, 0, 32]
 
 
 def test_eviction_spares_the_prefix_of_running_requests() -> None:

@@ -72,9 +72,13 @@ class ActiveRequests:
         finally:
             self._requests.discard(request)
 
-    def abort(self, request_id: str | None) -> int:
-        """Ends the requests of that id, or all; how many they were."""
-        chosen = [request for request in self._requests if request_id in (None, request.context.request_id)]
+    def abort(self, request_id: str | None, *, spare: RequestContext | None = None) -> int:
+        """Ends the requests of that id, or all, but for the one to `spare`; how many they were."""
+        chosen = [
+            request
+            for request in self._requests
+            if request_id in (None, request.context.request_id) and request.context != spare
+        ]
         for request in chosen:
             request.end(RequestError("The request was aborted.", code="request_aborted", status=409))
         return len(chosen)

@@ -21,6 +21,7 @@ from cluster.http.active import ActiveRequests
 from cluster.http.endpoint import Endpoint, Handler
 from cluster.http.guard import Guard
 from cluster.http.keys import KeyRing
+from cluster.native.admin import AdminServing
 from cluster.native.score import ScoreServing
 from cluster.native.status import StatusServing
 from cluster.observability.prometheus import CONTENT_TYPE
@@ -60,6 +61,7 @@ def create_app(
     status = StatusServing(model)
     telemetry = model.engine.telemetry
     score = ScoreServing(model).score
+    admin = AdminServing(model, requests)
 
     def engine_is_there() -> bool:
         return model.engine.connected
@@ -95,6 +97,8 @@ def create_app(
         route("GET", "/load", status.load),
         route("GET", "/server_info", status.server_info),
         route("GET", "/health_generate", status.health_generate),
+        post("/abort_request", admin.abort_request),
+        post("/flush_cache", admin.flush_cache),
         get("/v1/models", _models(model)),
         get("/v1/models/{name:path}", _model(model)),
         get("/health", _health),

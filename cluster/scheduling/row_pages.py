@@ -172,6 +172,10 @@ class RowPages:
         deltas[:, 2] = pages
         return deltas
 
+    def flush(self) -> None:
+        """Frees every page that no row uses."""
+        self._allocator.free(self._cache.evict(self._cache.num_evictable_pages))
+
     def _make_room(self, count: int) -> bool:
         """Evicts until `count` pages are free. False, with nothing evicted, if that cannot be."""
         if count > self.num_available:

@@ -139,6 +139,10 @@ class Scheduler:
             if (request := self._by_id.get(request_id)) is not None:
                 self._finish(request, FinishReason.ABORT)
 
+    def flush_cache(self) -> None:
+        """Forgets every cached prefix that no running request uses."""
+        self._pages.flush()
+
     def drain_finished(self) -> StepOutput | None:
         """Finishes that wait for no step; None if there are none."""
         return StepOutput(finished=self._take_pending()) if self._pending else None
