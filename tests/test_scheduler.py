@@ -47,6 +47,7 @@ def run_random_load(seed: int, steps_in_flight: int) -> Engine:
                     prompt[: max_model_len - 1],
                     cache_salt=salt,
                     priority=rng.choice([0, 0, 0, 1, -1]),
+                    deadline_s=rng.choice([0, 0, 0, 0, 0, 0, 0, 0, 0, 0.2]),
                     client=rng.choice("abc"),
                     max_tokens=rng.choice([1, 2, 3, 10, 100]),
                     ignore_eos=rng.random() < 0.5,
@@ -94,7 +95,9 @@ def test_random_load_reaches_preemption_eviction_hits_and_every_finish() -> None
     assert sum(stat.total_preemptions for stat in stats) > 10
     assert sum(stat.total_prefix_hit_tokens for stat in stats) > 500
     reasons = {answer.finished.reason for engine in engines for answer in engine.answers.values() if answer.finished}
-    assert {FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT} <= reasons
+    assert {FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR} <= reasons
+    assert sum(stat.total_expired for stat in stats) > 10
+    assert sum(len(answer.scores) for engine in engines for answer in engine.answers.values()) > 1000
 
 
 def test_the_same_calls_give_the_same_bytes() -> None:
@@ -365,14 +368,14 @@ def test_a_prefill_that_lacks_pages_takes_no_prefix_it_could_not_announce() -> N
     tokens = np.array(prompt_of(20), np.int32)
     sampling = SamplingParams(max_tokens=2)
     queue.push(Request.create(GenerateRequest(id=1, prompt=tokens.tobytes(), sampling=sampling), limits))
-    queue.commit(queue.plan(4), StepFrame(1, 1))
+    queue.commit(queue.plan(4, 0.0), StepFrame(1, 1))
     # Row 8 computes what comes next, and ends; then row 7 takes all but these two pages.
     assert pages.grow(8, 12) is not None
     pages.publish(8, tokens, 12)
     pages.release(8)
     assert pages.grow(7, 12) is not None
     pages.check_integrity()
-    plan = queue.plan(8)
+    plan = queue.plan(8, 0.0)
     assert not plan.deltas or plan.rows
     assert pages.num_row_pages(1) == (2 if plan.rows else 1)
 

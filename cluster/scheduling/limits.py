@@ -143,3 +143,13 @@ class SchedulerStats:
     total_prompt_tokens: int
     """Tokens of admitted requests: the denominator of the hit rate."""
     total_preemptions: int
+    total_answer_tokens: int = 0
+    """Tokens that were sent to requests."""
+    total_refused: int = 0
+    """Requests refused because the queue was full."""
+    total_expired: int = 0
+    """Requests that ended by their deadline."""
+    longest_wait_s: float = 0.0
+    """How long the request has waited that was there first; 0: none waits."""
+    admitted_tokens_per_s: float = 0.0
+    """Waiting tokens that were admitted each second lately, over ten to twenty seconds."""

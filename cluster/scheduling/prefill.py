@@ -22,12 +22,14 @@ import numpy.typing as npt
 from cluster.scheduling.fair_queue import FairQueue
 from cluster.scheduling.limits import MAX_PREFIX_DELTAS, SchedulerLimits
 from cluster.scheduling.prefix_cache import Node
+from cluster.scheduling.recent_rate import RecentRate
 from cluster.scheduling.request import Request
 from cluster.scheduling.row_pages import Prefix, RowPages
 from cluster.scheduling.row_table import RowTable
 from worker.protocol import PARAMS_DTYPE, SCORE_DTYPE, Int32Array, RowFlag, StepFrame
 
 _MAX_OVERTAKEN = 16
+_RATE_WINDOW_S = 10.0
 _LOOKAHEAD = 4
 """Requests behind a head that cannot be admitted of which it is tried in one step."""
 
@@ -58,6 +60,7 @@ class PrefillPlan:
 
     budget: int
     """Tokens left."""
+    now: float
     rows: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     lens: list[int] = field(default_factory=list)
@@ -86,6 +89,7 @@ class PrefillQueue:
         self._prefilling: list[int] = []  # in order of admission
         # All that were tried lacked pages, and nothing has happened since that could change it: spares their matches.
         self._is_blocked = False
+        self._rate = RecentRate(_RATE_WINDOW_S)
         self._total_prefix_hit_tokens = 0
         self._total_prompt_tokens = 0
 
@@ -96,6 +100,16 @@ class PrefillQueue:
     @property
     def num_waiting_tokens(self) -> int:
         return self._waiting.num_tokens
+
+    def tokens_per_s(self, now: float) -> float | None:
+        """Waiting tokens that were admitted each second lately; None while too little is known."""
+        return self._rate.per_second(now)
+
+    @property
+    def oldest_arrival_s(self) -> float | None:
+        """When the request that waits longest came; None if none waits."""
+        oldest = self._waiting.oldest
+        return None if oldest is None else oldest.arrival_s
 
     @property
     def is_prefilling(self) -> bool:
@@ -132,9 +146,9 @@ class PrefillQueue:
         if row in self._prefilling:
             self._prefilling.remove(row)
 
-    def plan(self, budget: int) -> PrefillPlan:
+    def plan(self, budget: int, now: float) -> PrefillPlan:
         """Chunks of at most `budget` tokens in all, with their pages; admits requests."""
-        plan = PrefillPlan(budget)
+        plan = PrefillPlan(budget, now)
         if in_progress := list(self._prefilling):
             self._admit(plan, longest=budget // 2)
         for row in in_progress:
@@ -354,6 +368,9 @@ class PrefillQueue:
             self._give_back(row)
             return _Outcome.LACKS_PAGES
         self._total_prompt_tokens += len(request.tokens)
+        self._rate.add(len(request.tokens), plan.now)
+        if request.admission_s is None:
+            request.admission_s = plan.now
         self._prefilling.append(row)
         plan.admitted.append(request)
         plan.num_adjustment_bytes += request.num_adjustment_bytes

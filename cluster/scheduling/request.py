@@ -32,6 +32,11 @@ class Request:
     guide: Guide | None = None
     mask: UInt32Array | None = None
     """What the first token after its admission may be; of a request with a guide, there before it is queued."""
+    deadline_s: float = 0.0
+    arrival_s: float = 0.0
+    """On the scheduler's clock."""
+    admission_s: float | None = None
+    """The first one; None: it has only waited so far."""
     row: int = 0
     """0: waiting."""
     num_cached_tokens: int = 0
@@ -44,7 +49,7 @@ class Request:
     """Requests behind it that were admitted while it lacked pages."""
 
     @classmethod
-    def create(cls, request: GenerateRequest, limits: SchedulerLimits) -> Request:
+    def create(cls, request: GenerateRequest, limits: SchedulerLimits, now: float = 0.0) -> Request:
         """The request as received. Raises RequestError for parameters that no row can have."""
         prompt = np.frombuffer(request.prompt, np.int32)
         adjustments = Adjustments.create(request.sampling, len(prompt), limits)
@@ -58,6 +63,8 @@ class Request:
             priority=request.priority,
             client=request.client,
             cache_salt=request.cache_salt,
+            deadline_s=request.deadline_s,
+            arrival_s=now,
             next_target=1 if request.sampling.prompt_logprobs >= 0 else len(prompt),
             adjustments=adjustments,
             mask=None if adjustments is None else adjustments.allowed,
@@ -96,6 +103,8 @@ def reason_never_fits(request: Request, limits: SchedulerLimits) -> str | None:
     return None
 
 
-def refused(request_id: int, error: str, error_code: str) -> Finished:
+def refused(request_id: int, error: str, error_code: str, retry_after_s: float | None = None) -> Finished:
     """The finish of a request that was not accepted."""
-    return Finished(id=request_id, reason=FinishReason.ERROR, error=error, error_code=error_code)
+    return Finished(
+        id=request_id, reason=FinishReason.ERROR, error=error, error_code=error_code, retry_after_s=retry_after_s
+    )

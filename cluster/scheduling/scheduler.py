@@ -10,6 +10,7 @@ A row and its pages are reused once the last step that names the row has retired
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from cluster.messages import (
     TokenLogprobs,
 )
 from cluster.scheduling.adjustments import add_adjustments
+from cluster.scheduling.deadlines import Deadlines
 from cluster.scheduling.guide import Guide
 from cluster.scheduling.guided_rows import GuidedRows
 from cluster.scheduling.limits import SchedulerLimits, SchedulerStats
@@ -40,6 +42,8 @@ from worker.protocol import Int32Array, RowFlag, StepFrame, StepResult
 __all__ = ["Scheduler", "SchedulerLimits", "SchedulerStats"]
 
 _NO_DELTAS = np.empty((0, 3), np.int32)
+_MIN_RETRY_S = 1.0
+_MAX_RETRY_S = 60.0
 
 
 def _no_guide(request: GenerateRequest) -> None:
@@ -69,6 +73,7 @@ class Scheduler:
 
     Args:
         make_guide: a guide for a request that needs one; GuideError refuses the request.
+        clock: seconds, never going back. The same calls at the same times give the same frames.
 
     Raises EngineError from `add` for an id that is in use, and from `retire` for a result of another than the oldest
     step in flight.
@@ -79,12 +84,17 @@ class Scheduler:
         limits: SchedulerLimits,
         generation: int = 1,
         make_guide: Callable[[GenerateRequest], Guide | None] = _no_guide,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._limits = limits
         self._generation = generation
         self._make_guide = make_guide
         self._step = 0
+        self._clock = clock
         self._total_preemptions = 0
+        self._total_answer_tokens = 0
+        self._total_refused = 0
+        self._total_expired = 0
         self._pending: list[Finished] = []
         self._reset()
 
@@ -94,6 +104,7 @@ class Scheduler:
         self._queue = PrefillQueue(self._limits, self._rows, self._pages)
         self._guided = GuidedRows(self._limits, self._rows)
         self._by_id: dict[int, Request] = {}
+        self._deadlines = Deadlines()
         self._num_draining = 0  # rows that are taken but no longer live
         self._in_flight: deque[_Launched] = deque()
 
@@ -103,20 +114,25 @@ class Scheduler:
         """Queues a request and returns None, or its finish if it can never fit or the queue is full."""
         if request.id in self._by_id:
             raise EngineError(f"request id {request.id} is in use")
+        now = self._clock()
         try:
-            entry = Request.create(request, self._limits)
+            entry = Request.create(request, self._limits, now)
         except RequestError as error:
             return refused(request.id, str(error), error.code)
         if (reason := reason_never_fits(entry, self._limits)) is not None:
             # The ingress checks the same: it is the engine's fault that the request came this far.
             return refused(request.id, reason, "engine_error")
         if (full := self._reason_full(len(entry.tokens))) is not None:
-            return refused(request.id, f"the queue is full: {full}; try again later", "engine_overloaded")
+            self._total_refused += 1
+            reason = f"the queue is full: {full}; try again later"
+            return refused(request.id, reason, "engine_overloaded", self._retry_after_s(now))
         try:
             entry.guide = self._make_guide(request)
         except RequestError as error:
             return refused(request.id, str(error), error.code)
         self._by_id[entry.id] = entry
+        if entry.deadline_s > 0:
+            self._deadlines.add(entry.id, now + entry.deadline_s, self._by_id, len(self._by_id))
         if entry.guide is None:
             self._queue.push(entry)
         else:
@@ -132,6 +148,12 @@ class Scheduler:
         if num_waiting and num_waiting_tokens + num_tokens > limits.max_num_queued_tokens:
             return f"{num_waiting_tokens} tokens wait, max_num_queued_tokens={limits.max_num_queued_tokens}"
         return None
+
+    def _retry_after_s(self, now: float) -> float:
+        """When the queue will be empty if it goes on as it went lately."""
+        rate = self._queue.tokens_per_s(now)
+        drained_s = self._num_waiting_tokens / rate if rate else _MIN_RETRY_S
+        return min(max(drained_s, _MIN_RETRY_S), _MAX_RETRY_S)
 
     def abort(self, ids: Iterable[int]) -> None:
         """Ends requests: no token after this call, one Finished each in a later output. Unknown ids are ignored."""
@@ -160,7 +182,12 @@ class Scheduler:
     # Steps
 
     def next_step(self) -> StepFrame | None:
-        """The next step to launch; None if there is nothing to launch before the next `add`, `retire` or mask."""
+        """The next step to launch; None if there is nothing to launch before the next `add`, `retire` or mask.
+
+        Requests whose deadline has passed end here.
+        """
+        now = self._clock()
+        self._end_expired(now)
         if len(self._in_flight) >= self._limits.steps_in_flight:
             return None
         if self.is_awaiting_masks:
@@ -174,7 +201,7 @@ class Scheduler:
                     return None  # A retire may free pages; and only a row no step names can be preempted.
                 self._preempt_one()
                 continue
-            plan = self._queue.plan(self._limits.max_num_batched_tokens - len(rows))
+            plan = self._queue.plan(self._limits.max_num_batched_tokens - len(rows), now)
             if len(rows) or plan.rows:
                 if deltas is not None:
                     plan.deltas.insert(0, deltas)
@@ -200,6 +227,7 @@ class Scheduler:
         logprobs = self._take_logprobs(launched.sampled, live, result) if len(result.logprob_rows) else []
         prompt_logprobs = self._take_prompt_logprobs(launched.scores, result) if launched.scores else []
         ids = table.ids[rows].tobytes()
+        self._total_answer_tokens += len(tokens)
         stopped = self._find_stopped(rows, tokens)
         if table.num_guided:
             self._guided.take_tokens(rows, tokens, stopped)
@@ -256,7 +284,7 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Gauges and counters; costs no walk over requests or pages."""
-        allocator, cache, queue = self._pages.allocator, self._pages.cache, self._queue
+        allocator, cache, queue, now = self._pages.allocator, self._pages.cache, self._queue, self._clock()
         return SchedulerStats(
             num_running=self._rows.num_taken - self._num_draining,
             num_waiting=self._num_waiting,
@@ -268,6 +296,11 @@ class Scheduler:
             total_prefix_hit_tokens=queue.total_prefix_hit_tokens,
             total_prompt_tokens=queue.total_prompt_tokens,
             total_preemptions=self._total_preemptions,
+            total_answer_tokens=self._total_answer_tokens,
+            total_refused=self._total_refused,
+            total_expired=self._total_expired,
+            longest_wait_s=0.0 if queue.oldest_arrival_s is None else now - queue.oldest_arrival_s,
+            admitted_tokens_per_s=queue.tokens_per_s(now) or 0.0,
         )
 
     def check_integrity(self) -> None:
@@ -373,11 +406,15 @@ class Scheduler:
     def _take_prefilled(self, rows: list[int]) -> list[Prefilled]:
         """Those of `rows` that got the first token of their answer."""
         prefilled: list[Prefilled] = []
+        now = self._clock() if rows else 0.0
         for row in rows:
             request = self._rows.request(row)
             if self._rows.live[row] and not request.has_emitted:
                 request.has_emitted = True
-                prefilled.append(Prefilled(request.id, request.num_cached_tokens))
+                admitted = request.admission_s
+                assert admitted is not None, "a first token before an admission"
+                queue_s, prefill_s = admitted - request.arrival_s, now - admitted
+                prefilled.append(Prefilled(request.id, request.num_cached_tokens, queue_s, prefill_s))
         return prefilled
 
     def _take_logprobs(
@@ -421,6 +458,14 @@ class Scheduler:
                     )
                 )
         return taken
+
+    def _end_expired(self, now: float) -> None:
+        for request_id in self._deadlines.take_expired(now):
+            if (request := self._by_id.get(request_id)) is not None:
+                self._total_expired += 1
+                done = "running" if request.row else "waiting"
+                error = f"The request's deadline of {request.deadline_s:g} seconds passed while it was {done}."
+                self._finish(request, FinishReason.ERROR, error=error, error_code="deadline_exceeded")
 
     def _take_guide_news(self) -> None:
         news = self._guided.poll()

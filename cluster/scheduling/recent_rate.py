@@ -1,0 +1,39 @@
+"""How fast something went lately."""
+
+from __future__ import annotations
+
+_MIN_SPAN_S = 0.5
+"""Less is too short to tell a rate."""
+
+
+class RecentRate:
+    """Units a second over the last one to two windows.
+
+    Args:
+        window_s: seconds.
+    """
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._began: float | None = None  # of the current window
+        self._num = 0
+        self._before_began = 0.0  # of the one before it
+        self._num_before = 0
+
+    def add(self, num: int, now: float) -> None:
+        """Counts `num` units at the time `now`, which never goes back."""
+        if self._began is None or now - self._began >= 2 * self._window_s:
+            # Nothing for a whole window: what was before says nothing about what comes.
+            self._began = self._before_began = now
+            self._num = self._num_before = 0
+        elif now - self._began >= self._window_s:
+            self._before_began, self._num_before = self._began, self._num
+            self._began, self._num = now, 0
+        self._num += num
+
+    def per_second(self, now: float) -> float | None:
+        """None: too little is known."""
+        span = now - self._before_began
+        if self._began is None or span < _MIN_SPAN_S:
+            return None
+        return (self._num_before + self._num) / span
