@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
-from cluster.openai.protocol import SamplingFields, validated
+from cluster.openai.fields import FieldPolicy, neutral
+from cluster.openai.protocol import UNSUPPORTED, SamplingFields, validated
 from cluster.openai.schema import Documented
 from configs.errors import RequestError
 
@@ -149,6 +150,28 @@ class MessagesRequest(CountTokensRequest):
     stream: bool | None = None
     metadata: RequestMetadata | None = None
 
+
+FIELDS = FieldPolicy(
+    {
+        **UNSUPPORTED,
+        "container": neutral(),
+        "context_management": neutral(),
+        "mcp_servers": neutral([]),
+        "speed": neutral("standard"),
+    },
+    frozenset(
+        {
+            "betas",
+            "cache_control",
+            "diagnostics",
+            "inference_geo",
+            "metadata",
+            "service_tier",
+            "user_profile_id",
+            "workspace_id",
+        }
+    ),
+)
 
 # --- To a chat --------------------------------------------------------------------------------------------------------
 

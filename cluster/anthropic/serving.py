@@ -8,12 +8,13 @@ from contextlib import aclosing
 from cluster.anthropic.builder import MessageBuilder, sse
 from cluster.anthropic.errors import anthropic_error
 from cluster.anthropic.objects import StopReason, TokenCount
-from cluster.anthropic.request import CountTokensRequest, MessagesRequest, chat_fields, in_own_words
+from cluster.anthropic.request import FIELDS, CountTokensRequest, MessagesRequest, chat_fields, in_own_words
 from cluster.http.answer import Answer
 from cluster.http.context import RequestContext
 from cluster.messages import FinishReason
 from cluster.openai import protocol
 from cluster.openai.answer import json_answer
+from cluster.openai.fields import ignored_header
 from cluster.openai.generation import Delta
 from cluster.openai.job import Run
 from cluster.openai.protocol import ChatRequest
@@ -31,7 +32,9 @@ class AnthropicServing:
     async def messages(self, body: bytes, context: RequestContext) -> Answer:
         """POST /v1/messages. Raises RequestError for a bad request."""
         model = self._model
-        request = protocol.validated(MessagesRequest, protocol.decode_body(body))
+        raw = protocol.decode_body(body)
+        ignored = FIELDS.check(MessagesRequest, raw, strict=model.server.strict_fields)
+        request = protocol.validated(MessagesRequest, raw)
         fields = chat_fields(request)
         try:
             job = await chat_job(model, "msg_", protocol.check_request(ChatRequest, fields, model.server), context)
@@ -39,7 +42,7 @@ class AnthropicServing:
             raise in_own_words(error) from error
         builder = MessageBuilder(job.id, model.model_name)
         run = model.run(job)
-        headers = {"request-id": context.request_id}
+        headers = {"request-id": context.request_id, **ignored_header(ignored)}
         if not request.stream:
             return Answer(_whole(run, builder), streamed=False, headers=headers)
         return Answer(
@@ -52,7 +55,10 @@ class AnthropicServing:
     async def count_tokens(self, body: bytes, context: RequestContext) -> Answer:
         """POST /v1/messages/count_tokens. Raises RequestError for a bad request."""
         model = self._model
-        request = protocol.validated(CountTokensRequest, protocol.decode_body(body))
+        raw = protocol.decode_body(body)
+        # Whoever counts may send the whole request.
+        FIELDS.check(MessagesRequest, raw, strict=model.server.strict_fields)
+        request = protocol.validated(CountTokensRequest, raw)
         fields = chat_fields(request)
         try:
             chat = protocol.check_request(ChatRequest, fields, model.server)

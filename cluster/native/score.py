@@ -19,6 +19,7 @@ from cluster.http.context import RequestContext
 from cluster.messages import SamplingParams
 from cluster.openai import protocol
 from cluster.openai.checks import MAX_SEQUENCES, check_token_ids
+from cluster.openai.fields import OWN_FIELDS, ignored_header
 from cluster.openai.job import Job, Run
 from cluster.openai.schema import Documented
 from cluster.openai.served_model import ServedModel
@@ -74,6 +75,7 @@ class ScoreServing:
                     code="unsupported_parameter",
                     param=name,
                 )
+        ignored = OWN_FIELDS.check(ScoreRequest, raw, strict=model.server.strict_fields)
         request = protocol.validated(ScoreRequest, raw)
         model.check_name(model.model_name if request.model is None else request.model)
         labels = request.label_token_ids
@@ -92,7 +94,8 @@ class ScoreServing:
             client=context.client,
             cache_salt=context.cache_salt(),
         )
-        return Answer(_scored(model.run(job), model.model_name, softmax=bool(request.apply_softmax)), streamed=False)
+        chunks = _scored(model.run(job), model.model_name, softmax=bool(request.apply_softmax))
+        return Answer(chunks, streamed=False, headers=ignored_header(ignored))
 
     async def _prompts(self, request: ScoreRequest) -> list[list[int]]:
         query, items = request.query, request.items

@@ -18,9 +18,9 @@ def answer(run: Run, writer: AnswerWriter, *, streamed: bool, headers: Mapping[s
     return Answer(_stream(run, writer, shown) if streamed else _whole(run, writer, shown), streamed, shown)
 
 
-def json_answer(message: msgspec.Struct) -> Answer:
+def json_answer(message: msgspec.Struct, headers: Mapping[str, str] | None = None) -> Answer:
     """`message`, whole."""
-    return Answer(once(encode(message)), streamed=False)
+    return Answer(once(encode(message)), streamed=False, headers=dict(headers or {}))
 
 
 async def once(body: bytes) -> AsyncGenerator[bytes, None]:

@@ -6,7 +6,6 @@ happens to those nobody knows. It knows neither tokens nor the engine; what goes
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
@@ -14,6 +13,7 @@ import msgspec
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 
+from cluster.openai.fields import FieldPolicy, field_names, neutral, unknown_field
 from configs.errors import RequestError
 from configs.schema import ServerConfig
 
@@ -175,55 +175,44 @@ _Request = TypeVar("_Request", ChatRequest, CompletionRequest)
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
-def _neutral(*values: object) -> Callable[[object], bool]:
-    # 0 == False in Python: types are compared too, but 0 and 0.0 are one JSON number.
-    def is_neutral(value: object) -> bool:
-        return value is None or any(
-            value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in values
-        )
-
-    return is_neutral
-
-
-_UNSUPPORTED: Mapping[str, Callable[[object], bool]] = {
-    "audio": _neutral(),
-    "best_of": _neutral(1),
-    "chat_template": _neutral(),
-    "custom_logit_processor": _neutral(),
-    "custom_params": _neutral(),
-    "echo": _neutral(False),
-    "ebnf": _neutral(),
-    "function_call": _neutral("none", "auto"),
-    "functions": _neutral([]),
-    "guided_choice": _neutral(),
-    "guided_decoding_backend": _neutral(),
-    "guided_grammar": _neutral(),
-    "guided_json": _neutral(),
-    "guided_regex": _neutral(),
-    "guided_whitespace_pattern": _neutral(),
-    "kv_transfer_params": _neutral(),
-    "length_penalty": _neutral(1),
-    "logits_processors": _neutral([]),
-    "lora_path": _neutral(),
-    "lora_request": _neutral(),
-    "mm_processor_kwargs": _neutral({}),
-    "modalities": _neutral(["text"]),
-    "prediction": _neutral(),
-    "prompt_embeds": _neutral(),
-    "regex": _neutral(),
-    "response_format": _neutral({"type": "text"}),
-    "return_hidden_states": _neutral(False),
-    "session_params": _neutral(),
-    "structured_outputs": _neutral(),
-    "suffix": _neutral(""),
-    "tool_choice": _neutral("none", "auto"),
-    "tools": _neutral([]),
-    "use_beam_search": _neutral(False),
-    "verbosity": _neutral("medium"),
-    "web_search_options": _neutral(),
+UNSUPPORTED: Mapping[str, Callable[[object], bool]] = {
+    "audio": neutral(),
+    "best_of": neutral(1),
+    "chat_template": neutral(),
+    "custom_logit_processor": neutral(),
+    "custom_params": neutral(),
+    "echo": neutral(False),
+    "ebnf": neutral(),
+    "function_call": neutral("none", "auto"),
+    "functions": neutral([]),
+    "guided_choice": neutral(),
+    "guided_decoding_backend": neutral(),
+    "guided_grammar": neutral(),
+    "guided_json": neutral(),
+    "guided_regex": neutral(),
+    "guided_whitespace_pattern": neutral(),
+    "kv_transfer_params": neutral(),
+    "length_penalty": neutral(1),
+    "logits_processors": neutral([]),
+    "lora_path": neutral(),
+    "lora_request": neutral(),
+    "mm_processor_kwargs": neutral({}),
+    "modalities": neutral(["text"]),
+    "prediction": neutral(),
+    "prompt_embeds": neutral(),
+    "regex": neutral(),
+    "response_format": neutral({"type": "text"}),
+    "return_hidden_states": neutral(False),
+    "session_params": neutral(),
+    "structured_outputs": neutral(),
+    "suffix": neutral(""),
+    "tool_choice": neutral("none", "auto"),
+    "tools": neutral([]),
+    "use_beam_search": neutral(False),
+    "verbosity": neutral("medium"),
+    "web_search_options": neutral(),
 }
-"""Fields other servers know and this one does not, each with the values that ask for nothing. A field that is dropped
-in silence gives an answer to another question, so anything else is refused."""
+"""Fields other servers know and this one does not, each with the values that ask for nothing."""
 
 _WITHOUT_EFFECT = frozenset(
     {
@@ -239,6 +228,8 @@ _WITHOUT_EFFECT = frozenset(
     }
 )
 """Fields that are accepted and change no answer."""
+
+_FIELDS = FieldPolicy(UNSUPPORTED, _WITHOUT_EFFECT)
 
 
 def decode_body(body: bytes) -> dict[str, Any]:
@@ -272,7 +263,8 @@ def check_request(kind: type[_Request], raw: Mapping[str, Any], server: ServerCo
     _refuse_unsupported(kind, raw)
     request = validated(kind, raw)
     if server.strict_fields and (unknown := unknown_fields(kind, raw)):
-        raise _unknown_field(unknown[0], kind)
+        known = [*field_names(kind), *(f"stream_options.{option}" for option in StreamOptions.model_fields)]
+        raise unknown_field(unknown[0], known)
     _check_counts(request, server)
     return request
 
@@ -294,19 +286,11 @@ def validated(kind: type[_Model], raw: object, path: str = "") -> _Model:
 
 def unknown_fields(kind: type[BaseModel], raw: Mapping[str, Any]) -> list[str]:
     """Names in `raw` that nobody here knows: ignored, or refused under `server.strict_fields`."""
-    known = kind.model_fields.keys() | _UNSUPPORTED.keys() | _WITHOUT_EFFECT
-    unknown = [name for name in raw if name not in known]
+    unknown = _FIELDS.unknown(kind, raw)
     options = raw.get("stream_options")
     if isinstance(options, dict):
         unknown += [f"stream_options.{name}" for name in options if name not in StreamOptions.model_fields]
     return unknown
-
-
-def _unknown_field(name: str, kind: type[BaseModel]) -> RequestError:
-    known = [*kind.model_fields, *(f"stream_options.{option}" for option in StreamOptions.model_fields)]
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f" Did you mean {near[0]}?" if near else ""
-    return RequestError(f"There is no field {name[:200]!r}.{hint}", code="unknown_parameter", param=name[:200])
 
 
 def _check_counts(request: ChatRequest | CompletionRequest, server: ServerConfig) -> None:
@@ -339,11 +323,9 @@ def _check_counts(request: ChatRequest | CompletionRequest, server: ServerConfig
 
 
 def _refuse_unsupported(kind: type[BaseModel], raw: Mapping[str, Any]) -> None:
-    for name in _UNSUPPORTED.keys() & raw.keys():
-        value = raw[name]
-        if name in kind.model_fields or _UNSUPPORTED[name](value) or (name == "best_of" and value == raw.get("n")):
-            continue
-        raise RequestError(f"{name} is not supported by this server.", code="unsupported_parameter", param=name)
+    if "best_of" in raw and raw["best_of"] == raw.get("n"):
+        raw = {name: value for name, value in raw.items() if name != "best_of"}
+    _FIELDS.refuse(kind, raw)
 
 
 def _as_request_error(error: pydantic.ValidationError, path: str) -> RequestError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from cluster.http.answer import Answer
@@ -12,15 +11,12 @@ from cluster.openai.answer import answer
 from cluster.openai.chat_writer import ChatWriter
 from cluster.openai.completion_writer import CompletionWriter
 from cluster.openai.echo import Echo
+from cluster.openai.fields import ignored_header
 from cluster.openai.job import Job, Run
 from cluster.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from cluster.openai.served_model import ServedModel
 from cluster.openai.writer import AnswerOptions
 from configs.errors import RequestError
-
-_NO_NAME = re.compile(r"[^A-Za-z0-9_.-]")
-_MAX_SHOWN = 32
-_MAX_SHOWN_CHARS = 64
 
 
 class OpenAIServing:
@@ -41,7 +37,7 @@ class OpenAIServing:
         if unread and model.server.strict_fields:
             raise RequestError(f"This model's chat template reads no {unread[0]}.", param=unread[0])
         ignored = [*protocol.unknown_fields(ChatRequest, raw), *unread]
-        return answer(run, writer, streamed=bool(request.stream), headers=_headers(ignored))
+        return answer(run, writer, streamed=bool(request.stream), headers=ignored_header(ignored))
 
     async def completions(self, body: bytes, context: RequestContext) -> Answer:
         """POST /v1/completions. Raises RequestError for a bad request."""
@@ -67,7 +63,7 @@ class OpenAIServing:
             ]
         run = model.run(job)
         writer = CompletionWriter(model.head(job), job, model.tokenizer, _options(request, run), echoes)
-        headers = _headers(protocol.unknown_fields(CompletionRequest, raw))
+        headers = ignored_header(protocol.unknown_fields(CompletionRequest, raw))
         return answer(run, writer, streamed=bool(request.stream), headers=headers)
 
 
@@ -149,11 +145,3 @@ def _options(request: GenerationRequest, run: Run) -> AnswerOptions:
         tokens_as_ids=bool(request.return_tokens_as_token_ids),
         num_prompt_logprobs=request.num_prompt_logprobs,
     )
-
-
-def _headers(ignored: Sequence[str]) -> dict[str, str]:
-    if not ignored:
-        return {}
-    # Names come from the caller: nothing of them may be taken for more than a name.
-    names = [_NO_NAME.sub("_", name[:_MAX_SHOWN_CHARS]) for name in ignored[:_MAX_SHOWN]]
-    return {"x-ignored-fields": ",".join(names)}

@@ -17,6 +17,7 @@ from cluster.http.context import RequestContext
 from cluster.openai import protocol
 from cluster.openai.answer import json_answer
 from cluster.openai.checks import check_token_ids
+from cluster.openai.fields import OWN_FIELDS, ignored_header
 from cluster.openai.protocol import ChatRequest
 from cluster.openai.served_model import ServedModel
 from cluster.openai.serving import chat_prompt
@@ -78,14 +79,16 @@ class TokenizerServing:
         if (request.prompt is None) == (request.messages is None):
             raise RequestError("Give either prompt or messages.", code="missing_required_parameter", param="prompt")
         if request.prompt is not None:
+            ignored = OWN_FIELDS.check(TokenizeRequest, raw, strict=model.server.strict_fields)
             special = request.add_special_tokens is not False
             tokens = await model.encode(request.prompt, add_special_tokens=special)
         else:
-            tokens = await self._chat_tokens(raw, request)
+            tokens, ignored = await self._chat_tokens(raw, request)
         strings = [model.tokenizer.token_text(token) for token in tokens] if request.return_token_strs else None
-        return json_answer(Tokens(len(tokens), model.max_model_len, tokens, strings))
+        return json_answer(Tokens(len(tokens), model.max_model_len, tokens, strings), ignored_header(ignored))
 
-    async def _chat_tokens(self, raw: Mapping[str, Any], request: TokenizeRequest) -> list[int]:
+    async def _chat_tokens(self, raw: Mapping[str, Any], request: TokenizeRequest) -> tuple[list[int], list[str]]:
+        """The ids, and the fields that are ignored."""
         if request.add_special_tokens:
             raise RequestError(
                 "add_special_tokens: the chat template writes them.",
@@ -94,16 +97,19 @@ class TokenizerServing:
             )
         fields = {name: value for name, value in raw.items() if name not in _OWN_FIELDS}
         chat = {**fields, "model": self._model.model_name, "messages": request.messages}
-        return await chat_prompt(self._model, protocol.check_request(ChatRequest, chat, self._model.server))
+        checked = protocol.check_request(ChatRequest, chat, self._model.server)
+        return await chat_prompt(self._model, checked), protocol.unknown_fields(ChatRequest, chat)
 
     async def detokenize(self, body: bytes, context: RequestContext) -> Answer:
         """POST /detokenize. Raises RequestError for a bad request."""
         model = self._model
-        request = protocol.validated(DetokenizeRequest, protocol.decode_body(body))
+        raw = protocol.decode_body(body)
+        ignored = OWN_FIELDS.check(DetokenizeRequest, raw, strict=model.server.strict_fields)
+        request = protocol.validated(DetokenizeRequest, raw)
         model.check_name(model.model_name if request.model is None else request.model)
         check_token_ids(request.tokens, "tokens", model.vocab_size)
         if len(request.tokens) <= _INLINE_TOKENS:
             text = model.tokenizer.decode(request.tokens, skip_special_tokens=False)
         else:
             text = await asyncio.to_thread(model.tokenizer.decode, request.tokens, skip_special_tokens=False)
-        return json_answer(Text(text))
+        return json_answer(Text(text), ignored_header(ignored))

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from cluster.openai.protocol import SamplingFields, validated
+from cluster.openai.fields import FieldPolicy, neutral
+from cluster.openai.protocol import UNSUPPORTED, SamplingFields, validated
 from cluster.openai.schema import Documented
 from configs.errors import RequestError
 
@@ -191,6 +192,28 @@ class ResponsesRequest(SamplingFields):
     @property
     def with_logprobs(self) -> bool:
         return "message.output_text.logprobs" in (self.include or ())
+
+
+FIELDS = FieldPolicy(
+    {
+        **UNSUPPORTED,
+        "access_programs": neutral(),
+        "context_management": neutral([]),
+        "conversation": neutral(),
+        "image": neutral(),
+        "moderation": neutral(),
+        "prompt": neutral(),
+    },
+    frozenset(
+        {
+            "prompt_cache_key",
+            "prompt_cache_options",
+            "prompt_cache_retention",
+            "safety_identifier",
+            "service_tier",
+        }
+    ),
+)
 
 
 def check_options(request: ResponsesRequest) -> None:

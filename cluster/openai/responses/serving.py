@@ -19,11 +19,13 @@ from cluster.http.errors import as_request_error
 from cluster.messages import FinishReason, SamplingParams
 from cluster.openai import protocol
 from cluster.openai.answer import json_answer, once
+from cluster.openai.fields import ignored_header
 from cluster.openai.protocol import ChatRequest
 from cluster.openai.responses.builder import ResponseBuilder
 from cluster.openai.responses.event_log import EventLog
 from cluster.openai.responses.objects import DeletedResponse, ItemList, Reasoning, Response
 from cluster.openai.responses.request import (
+    FIELDS,
     ResponsesRequest,
     chat_fields,
     chat_messages,
@@ -51,7 +53,9 @@ class ResponsesServing:
     async def create(self, body: bytes, context: RequestContext) -> Answer:
         """POST /v1/responses. Raises RequestError for a bad request."""
         model = self._model
-        request = protocol.validated(ResponsesRequest, protocol.decode_body(body))
+        raw = protocol.decode_body(body)
+        headers = ignored_header(FIELDS.check(ResponsesRequest, raw, strict=model.server.strict_fields))
+        request = protocol.validated(ResponsesRequest, raw)
         check_options(request)
         new_items = input_items(request.input)
         items, num_bytes = self._earlier(request, context)
@@ -66,10 +70,14 @@ class ResponsesServing:
         stored = StoredResponse(builder=builder, items=items, run=model.run(job), num_bytes=num_bytes + len(body))
         if request.background:
             self._store.put(context.client, stored)
-            return self._in_background(stored, context, streamed=bool(request.stream))
-        if request.stream:
-            return Answer(self._events(stored, context), streamed=True, failure=lambda error: _failed(builder, error))
-        return Answer(self._whole(stored, context), streamed=False)
+            answer = self._in_background(stored, context, streamed=bool(request.stream))
+        elif request.stream:
+            events = self._events(stored, context)
+            answer = Answer(events, streamed=True, failure=lambda error: _failed(builder, error))
+        else:
+            answer = Answer(self._whole(stored, context), streamed=False)
+        answer.headers.update(headers)
+        return answer
 
     async def retrieve(self, body: bytes, context: RequestContext) -> Answer:
         """GET /v1/responses/{response_id}; with `stream=true`, the events of a background stream.
