@@ -16,16 +16,14 @@ from ray import serve
 from cluster.engine import RunningEngine, describe
 from cluster.http.keys import open_keys
 from cluster.observability.logs import log_to_stderr
-from cluster.observability.telemetry import Identity, Telemetry
+from cluster.observability.replica import replica_telemetry
 from cluster.placement import NodeResources, check_fits, group_bundles, uses_gpus
 from cluster.preflight import check_checkpoint
 from configs.load import parse_engine_config
 from configs.resolve import default_max_num_seqs
-from configs.schema import EngineConfig, resolved
+from configs.schema import EngineConfig
 
 if TYPE_CHECKING:
-    from ray.serve.context import ReplicaContext
-
     from cluster.http.guard import Guard
     from cluster.openai.served_model import ServedModel
 
@@ -48,7 +46,8 @@ class Engine:
         name = f"{context.app_name}:{context.replica_id.unique_id}"
         log_to_stderr(config.observability.log_format, replica=name)
         spec = describe(config, gpus=gpus)
-        self._engine = await RunningEngine.start(spec, placement_group, name, _telemetry(spec.config, context))
+        self._telemetry = replica_telemetry(spec.config, context)
+        self._engine = await RunningEngine.start(spec, placement_group, name, self._telemetry)
         self._model: ServedModel = await self._engine.open_model()
 
     def __serve_build_asgi_app__(self) -> Guard:
@@ -71,22 +70,7 @@ class Engine:
     async def __del__(self) -> None:
         if hasattr(self, "_engine"):  # absent when the constructor failed
             await self._engine.close()
-
-
-def _telemetry(config: EngineConfig, context: ReplicaContext) -> Telemetry:
-    """That of a replica; its metrics go to Ray too."""
-    from cluster.observability.ray_export import RayExport
-
-    aliases = config.observability.metric_aliases
-    identity = Identity(
-        model_name=resolved(config.served_model_name),
-        application=context.app_name,
-        deployment=context.deployment,
-        replica=context.replica_id.unique_id,
-    )
-    telemetry = Telemetry(identity, aliases)
-    telemetry.export = RayExport(telemetry.metrics, identity.model_name, aliases).flush
-    return telemetry
+            self._telemetry.close()
 
 
 def build_app(args: dict[str, Any]) -> serve.Application:

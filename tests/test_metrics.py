@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.http.context import RequestContext
-from cluster.messages import EngineStats, FinishReason, Prefilled
+from cluster.messages import EngineStats, FinishReason, Prefilled, SamplingParams
 from cluster.observability import table
 from cluster.observability.logs import formatter
 from cluster.observability.metrics import Metrics
@@ -68,7 +68,7 @@ def record(**changes: Any) -> RequestRecord:
             "num_cached_tokens": 16,
             "num_generated": [11],
             "finish_reasons": [FinishReason.STOP],
-            "seed": 7,
+            "sampling": SamplingParams(max_tokens=16, seed=7),
             "prefilled": Prefilled(1, 16, queue_s=0.05, prefill_s=0.2),
             **changes,
         }

@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cluster.http.context import RequestContext
-from cluster.messages import EngineStats, FinishReason, Prefilled
+from cluster.messages import EngineStats, FinishReason, Prefilled, SamplingParams
 from cluster.observability import prometheus, table
 from cluster.observability.board import StatsBoard
 from cluster.observability.metrics import Metrics
+from cluster.observability.tracing import RequestTracer
 from configs.errors import RequestError
 
 logger = logging.getLogger(__name__)
@@ -58,9 +59,14 @@ class RequestRecord:
     """Tokens of each sequence."""
     finish_reasons: list[FinishReason]
     """Of each sequence."""
-    seed: int
+    sampling: SamplingParams
+    """Of the first sequence."""
+    chat: bool = False
+    """Through the chat template."""
     prefilled: Prefilled | None = None
     """What the scheduler said of the first sequence."""
+    error: str | None = None
+    """The kind of error that ended it."""
 
     @property
     def num_generated_tokens(self) -> int:
@@ -96,6 +102,8 @@ class Telemetry:
         self.metrics = Metrics()
         self.export: Callable[[], None] | None = None
         """Called after each report of the engine: hands the metrics to someone else."""
+        self.tracer: RequestTracer | None = None
+        """Makes spans of requests, where somebody takes them."""
         self._aliases = aliases
         self._intervals: list[float] = []
         self._line_at = time.monotonic()
@@ -131,6 +139,8 @@ class Telemetry:
         """A request ended, however it did."""
         self._count(record)
         _log_request(record)
+        if self.tracer is not None:
+            self.tracer.finished(record)
 
     def refused(self, error: RequestError) -> None:
         """A request got an error instead of an answer, or in the midst of it."""
@@ -146,6 +156,11 @@ class Telemetry:
         for phase, seconds in phases.items():
             self.metrics.set(table.STARTUP, seconds, phase.replace(" ", "_"))
         self.metrics.set(table.CONFIG, 1, *(str(config[label]) for label in table.CONFIG.labels))
+
+    def close(self) -> None:
+        """The replica ends: sends what is not sent yet."""
+        if self.tracer is not None:
+            self.tracer.close()
 
     # What comes out
 
@@ -242,7 +257,7 @@ def _log_request(record: RequestRecord) -> None:
         "cached": record.num_cached_tokens,
         "out": record.num_generated_tokens,
         "finish": ",".join(sorted(set(record.finish_reasons))),
-        "seed": record.seed,
+        "seed": record.sampling.seed,
     }
     if len(record.num_generated) > 1:
         fields["sequences"] = len(record.num_generated)

@@ -19,7 +19,7 @@ from cluster.openai.generation import Delta, Output, read_outputs
 from cluster.openai.stops import TextOptions
 from cluster.openai.tokenizer import Tokenizer
 from cluster.openai.wire import PromptTokensDetails, Usage
-from configs.errors import EngineError, OverloadedError
+from configs.errors import EngineError, LockstepError, RequestError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +36,8 @@ class Job:
     client: str = ""
     priority: int = 0
     cache_salt: bytes = b""
+    chat: bool = False
+    """The prompt is what the chat template made of messages."""
 
     @property
     def num_choices(self) -> int:
@@ -64,6 +66,7 @@ class Run:
         self._outputs: list[Output] = []
         self._aborted = False
         self._first_token: float | None = None
+        self._error: LockstepError | None = None
 
     async def deltas(self) -> AsyncGenerator[list[Delta], None]:
         """What each engine step brought, until every sequence has ended; `Delta.index` counts over all of them.
@@ -78,7 +81,6 @@ class Run:
         if self._aborted:
             self.abort()
         context, telemetry = current_request(), self._engine.telemetry
-        unfinished = FinishReason.ABORT
         try:
             async with aclosing(read_outputs(self._outputs, timeout_s=self._timeout_s)) as steps:
                 async for deltas in steps:
@@ -87,12 +89,12 @@ class Run:
                         if context is not None:
                             telemetry.first_token(self._first_token - context.arrived_s)
                     yield deltas
-        except (EngineError, OverloadedError):
-            unfinished = FinishReason.ERROR
+        except (EngineError, RequestError) as error:
+            self._error = error
             raise
         finally:
             if context is not None:  # else nobody asked: a warm-up
-                telemetry.finished(self._record(context, unfinished))
+                telemetry.finished(self._record(context))
 
     def abort(self) -> None:
         """Ends it now, from outside: the sequences that have not ended end with `FinishReason.ABORT`."""
@@ -142,8 +144,9 @@ class Run:
                 output.stream.abort()
             raise
 
-    def _record(self, context: RequestContext, unfinished: FinishReason) -> RequestRecord:
+    def _record(self, context: RequestContext) -> RequestRecord:
         usage = self.usage()
+        unfinished = FinishReason.ABORT if self._error is None else FinishReason.ERROR
         return RequestRecord(
             id=self.job.id,
             context=context,
@@ -153,8 +156,10 @@ class Run:
             num_cached_tokens=usage.prompt_tokens_details.cached_tokens,
             num_generated=[output.num_tokens for output in self._outputs],
             finish_reasons=[output.finish_reason or unfinished for output in self._outputs],
-            seed=self.job.sampling[0][0].seed,
+            sampling=self.job.sampling[0][0],
+            chat=self.job.chat,
             prefilled=self._outputs[0].prefilled,
+            error=None if self._error is None else type(self._error).__name__,
         )
 
 

@@ -229,6 +229,7 @@ class ServedModel:
         priority: int = 0,
         cache_salt: str | None = None,
         name: str | None = None,
+        chat: bool = False,
     ) -> Job:
         """A request ready to run.
 
@@ -240,6 +241,7 @@ class ServedModel:
             priority: lower goes first.
             cache_salt: prompts share cached pages only under the same one. None: one of the client's own.
             name: the rest of the answer's id. None: a new one.
+            chat: the prompts are of the chat template.
 
         Raises:
             RequestError: a field's value is not possible with this model.
@@ -262,6 +264,7 @@ class ServedModel:
             client=context.client,
             priority=priority,
             cache_salt=context.cache_salt(cache_salt),
+            chat=chat,
         )
 
     def run(self, job: Job, *, timeout_s: float | None = None) -> Run:

@@ -125,6 +125,7 @@ async def chat_job(model: ServedModel, prefix: str, request: ChatRequest, contex
         priority=request.priority or 0,
         cache_salt=request.cache_salt,
         name=request.request_id,
+        chat=True,
     )
 
 

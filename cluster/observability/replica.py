@@ -1,0 +1,29 @@
+"""The telemetry of a Serve replica: named after it, its metrics handed to Ray, its spans to whoever takes them."""
+
+from __future__ import annotations
+
+from ray.serve.context import ReplicaContext
+
+from cluster.observability.ray_export import RayExport
+from cluster.observability.telemetry import Identity, Telemetry
+from cluster.observability.tracing import open_tracer
+from configs.schema import EngineConfig, resolved
+
+
+def replica_telemetry(config: EngineConfig, context: ReplicaContext) -> Telemetry:
+    """That of the replica of `context`, which runs with the resolved `config`.
+
+    Raises:
+        ConfigError: `observability.otlp_traces_endpoint` is set and cannot be used.
+    """
+    settings = config.observability
+    identity = Identity(
+        model_name=resolved(config.served_model_name),
+        application=context.app_name,
+        deployment=context.deployment,
+        replica=context.replica_id.unique_id,
+    )
+    telemetry = Telemetry(identity, settings.metric_aliases)
+    telemetry.export = RayExport(telemetry.metrics, identity.model_name, settings.metric_aliases).flush
+    telemetry.tracer = open_tracer(settings.otlp_traces_endpoint, identity)
+    return telemetry

@@ -1,0 +1,137 @@
+"""OpenTelemetry spans of requests, by the GenAI conventions: one for the request, and its queueing, prefill and decode.
+
+They are made when a request has ended, of times that are known anyway: a running request costs nothing, and nothing at
+all is done where nobody takes spans. The parent is the caller's span, by its W3C `traceparent`. No span has a word of
+a prompt or an answer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.trace import Span, SpanKind, StatusCode, TracerProvider
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.util.types import AttributeValue
+
+from cluster.http.context import RequestContext
+from configs.errors import ConfigError
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider as ExportingProvider
+
+    from cluster.observability.telemetry import Identity, RequestRecord
+
+_NAME = "lockstep"
+_PROPAGATOR = TraceContextTextMapPropagator()
+
+
+class RequestTracer:
+    """Makes the spans of one replica's requests."""
+
+    def __init__(self, provider: TracerProvider, model_name: str, close: Callable[[], None] | None = None) -> None:
+        """`close`: sends what is not sent yet, at the end."""
+        self._tracer = provider.get_tracer(_NAME)
+        self._model_name = model_name
+        self._close = close
+
+    def close(self) -> None:
+        """No span comes any more."""
+        if self._close is not None:
+            self._close()
+
+    def finished(self, record: RequestRecord) -> None:
+        """A request has ended: its span, and one for each phase it went through."""
+        sampling = record.sampling
+        operation = "chat" if record.chat else "text_completion"
+        attributes: dict[str, AttributeValue] = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": _NAME,
+            "gen_ai.request.model": self._model_name,
+            "gen_ai.request.max_tokens": sampling.max_tokens,
+            "gen_ai.request.temperature": sampling.temperature,
+            "gen_ai.request.top_p": sampling.top_p,
+            "gen_ai.request.top_k": sampling.top_k,
+            "gen_ai.request.seed": sampling.seed,
+            "gen_ai.request.choice.count": len(record.num_generated),
+            "gen_ai.response.id": record.id,
+            "gen_ai.response.model": self._model_name,
+            "gen_ai.response.finish_reasons": [str(reason) for reason in record.finish_reasons],
+            "gen_ai.usage.input_tokens": record.num_prompt_tokens,
+            "gen_ai.usage.output_tokens": record.num_generated_tokens,
+            "gen_ai.usage.cache_read.input_tokens": record.num_cached_tokens,
+        }
+        if record.ttft_s is not None:
+            attributes["gen_ai.response.time_to_first_chunk"] = record.ttft_s
+        span = self._start(f"{operation} {self._model_name}", record.context, attributes)
+        if record.error is not None:
+            span.set_attribute("error.type", record.error)
+            span.set_status(StatusCode.ERROR)
+        self._phases(span, record)
+        span.end(_epoch_ns(record.ended_s))
+
+    def _start(self, name: str, context: RequestContext, attributes: dict[str, AttributeValue]) -> Span:
+        return self._tracer.start_span(
+            name,
+            _PROPAGATOR.extract(context.trace, Context()),
+            SpanKind.SERVER,
+            {**attributes, "lockstep.request.id": context.request_id},
+            start_time=_epoch_ns(context.arrived_s),
+        )
+
+    def _phases(self, parent: Span, record: RequestRecord) -> None:
+        prefilled, first_token_s = record.prefilled, record.first_token_s
+        if prefilled is None or first_token_s is None or not parent.is_recording():
+            return
+        admitted_s = first_token_s - prefilled.prefill_s
+        phases = {
+            "queue": (admitted_s - prefilled.queue_s, admitted_s),
+            "prefill": (admitted_s, first_token_s),
+            "decode": (first_token_s, record.ended_s),
+        }
+        within = trace.set_span_in_context(parent, Context())
+        for name, (begin_s, end_s) in phases.items():
+            self._tracer.start_span(name, within, start_time=_epoch_ns(begin_s)).end(_epoch_ns(end_s))
+
+
+def open_tracer(endpoint: str | None, identity: Identity) -> RequestTracer | None:
+    """The tracer of a replica; None where nobody takes spans.
+
+    Args:
+        endpoint: `observability.otlp_traces_endpoint`. None: the provider that the process has, if it has one.
+
+    Raises:
+        ConfigError: there is no exporter for the endpoint.
+    """
+    if endpoint is None:
+        provider = trace.get_tracer_provider()
+        if isinstance(provider, trace.ProxyTracerProvider | trace.NoOpTracerProvider):
+            return None
+        return RequestTracer(provider, identity.model_name)
+    exporting = _exporting_provider(endpoint, identity)
+    return RequestTracer(exporting, identity.model_name, exporting.shutdown)
+
+
+def _exporting_provider(endpoint: str, identity: Identity) -> ExportingProvider:
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise ConfigError(
+            f"observability.otlp_traces_endpoint needs the package {error.name}, which is not installed; install "
+            "opentelemetry-exporter-otlp-proto-http in every replica's environment, or remove the setting"
+        ) from None
+    resource = Resource.create({"service.name": _NAME, "service.instance.id": identity.replica})
+    provider = TracerProvider(resource=resource)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))
+    return provider
+
+
+def _epoch_ns(monotonic_s: float) -> int:
+    """A `time.monotonic()` of this process as nanoseconds of Unix time."""
+    return time.time_ns() - int((time.monotonic() - monotonic_s) * 1e9)
