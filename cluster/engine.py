@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
 from pathlib import Path
@@ -17,11 +18,13 @@ from cluster.coordinator_actor import CoordinatorActor, EngineFacts, EngineSpec
 from cluster.engine_client import EngineClient
 from cluster.native.engine_info import EngineInfo
 from cluster.observability.telemetry import Telemetry
+from cluster.openai.sampling import SamplingDefaults
 from cluster.openai.served_model import ServedModel
 from cluster.openai.tokenizer import Tokenizer
 from cluster.rank_group import NAMESPACE, node_cores
 from configs.checkpoint import resolve_model_path
 from configs.errors import EngineError, LockstepError
+from configs.generation_config import read_generation_defaults
 from configs.model_config import read_model_config
 from configs.resolve import HostFacts, resolve
 from configs.schema import EngineConfig
@@ -119,10 +122,14 @@ class RunningEngine:
             max_model_len=self.facts.max_model_len,
             server=config.server,
             vocab_size=self.spec.model.vocab_size,
+            eos_token_ids=self.spec.model.eos_token_ids,
+            defaults=SamplingDefaults.of(
+                read_generation_defaults(self.spec.model_path, config.server.generation_config)
+            ),
             rank_devices=[location.device for location in self.facts.locations],
             version=VERSION,
             info=EngineInfo.of(config, self.facts.num_pages),
-            system_fingerprint=f"lockstep-{VERSION}-tp{config.tensor_parallel_size}-{config.dtype}",
+            system_fingerprint=_fingerprint(self.spec),
         )
         phases["reading the tokenizer"] = (read := time.monotonic()) - began
         await served.warm_up(config.parallel.step_timeout_s)
@@ -149,6 +156,13 @@ class RunningEngine:
         elif (error := self._run.exception()) is not None:
             logger.warning("the engine had failed: %s", _cause(error))
         ray.kill(self.coordinator)
+
+
+def _fingerprint(spec: EngineSpec) -> str:
+    """Version, ranks, and a hash of all that may change an answer: the model and the settings but those of serving."""
+    settings = spec.config.model_dump_json(exclude={"model", "tokenizer", "server", "placement", "num_replicas"})
+    digest = hashlib.sha256(f"{spec.model}{settings}".encode()).hexdigest()
+    return f"lockstep-{VERSION}-tp{spec.config.tensor_parallel_size}-{digest[:8]}"
 
 
 def _cause(error: BaseException) -> LockstepError:

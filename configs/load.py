@@ -239,7 +239,8 @@ def _parse(args: Mapping[str, Any], places: Mapping[str, str]) -> EngineConfig:
     except ValidationError as error:
         problems = []
         for detail in error.errors(include_url=False):
-            key = ".".join(str(part) for part in detail["loc"])
+            # What a setting with several types is taken for stands in brackets and is no key.
+            key = ".".join(str(part) for part in detail["loc"] if not str(part).startswith("<"))
             problems.append(places.get(key, "") + _problem(key, detail["type"], detail["msg"], detail["input"]))
         raise ConfigError("\n".join(problems)) from None
 

@@ -6,9 +6,9 @@ Growth is visible: tests pin the list of settings in `tests/settings.txt`, at mo
 
 from __future__ import annotations
 
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from configs.checkpoint import is_local
 
@@ -91,6 +91,21 @@ class PlacementConfig(_Section):
     """Ray placement strategy of a group. STRICT_PACK: one node, always what NVLink wants."""
 
 
+class GenerationDefaults(_Section):
+    """What requests get that name no value. None: what is neutral."""
+
+    temperature: float | None = Field(None, ge=0.0, le=2.0)
+    top_p: float | None = Field(None, gt=0.0, le=1.0)
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0.0, le=1.0)
+    frequency_penalty: float | None = Field(None, ge=-2.0, le=2.0)
+    presence_penalty: float | None = Field(None, ge=-2.0, le=2.0)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100.0)
+    max_new_tokens: int | None = Field(None, ge=1)
+    """Of a chat's answer."""
+    skip_special_tokens: bool | None = None
+
+
 class ServerConfig(_Section):
     """The HTTP endpoint. Host and port are Ray Serve's `http_options`."""
 
@@ -113,6 +128,12 @@ class ServerConfig(_Section):
     """A file of API keys, a line each: `id:sha256[:role[:requests a minute[:requests at once]]]`, with the roles user,
     admin and metrics; `python -m cluster key ID` makes one. Read again when it changes. None: no keys, and only this
     machine is answered. false: no keys, and whoever reaches the port is answered."""
+    generation_config: Annotated[
+        Annotated[Literal["auto", "off"], Tag("<word>")] | Annotated[GenerationDefaults, Tag("<values>")],
+        Discriminator(lambda given: "<word>" if isinstance(given, str) else "<values>"),
+    ] = "auto"
+    """Sampling values of requests that name none. auto: those of the model's generation_config.json. off: neutral ones.
+    An object such as {temperature: 0.7}: these over the model's."""
     chat_template: str | None = None
     """A Jinja file used in place of the model's own chat template."""
 

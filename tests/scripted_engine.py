@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 import msgspec
+import numpy as np
 import uvicorn
 
 from cluster.engine_client import EngineClient, pack_frame, read_frame
@@ -28,6 +29,7 @@ from cluster.messages import (
     FinishReason,
     GenerateRequest,
     Prefilled,
+    PromptLogprobs,
     StepOutput,
     Submit,
     TokenLogprobs,
@@ -51,6 +53,8 @@ class ScriptedCoordinator:
     fail_after: int | None = None
     """Tokens after which requests end with an engine error."""
     overloaded: bool = False
+    burst: int = 1
+    """Tokens that come at once."""
     hang_after: int | None = None
     """Tokens after which nothing comes any more."""
     requests: list[GenerateRequest] = field(default_factory=list)
@@ -84,7 +88,8 @@ class ScriptedCoordinator:
             return
         live = list(requests)
         for position, token in enumerate(self.reply):
-            await asyncio.sleep(self.step_s)
+            if position % self.burst == 0:
+                await asyncio.sleep(self.step_s)
             live = [request for request in live if request.id not in self.aborted]
             if not live or position == self.hang_after:
                 return
@@ -98,6 +103,11 @@ class ScriptedCoordinator:
                     ids=b"".join(struct.pack("<q", request.id) for request in live),
                     tokens=struct.pack("<i", token) * len(live),
                     logprobs=[_logprobs(request) for request in live if request.sampling.num_logprobs >= 0],
+                    prompt_logprobs=[
+                        _prompt_logprobs(request)
+                        for request in live
+                        if request.sampling.prompt_logprobs >= 0 and position == 0
+                    ],
                     prefilled=[Prefilled(request.id, 16) for request in live] if position == 0 else [],
                     finished=finished,
                 )
@@ -115,14 +125,37 @@ class ScriptedCoordinator:
 
 
 def _logprobs(request: GenerateRequest) -> TokenLogprobs:
-    """Of a token that has -1.5: 19556 and 5 are the likeliest, the tokens asked for have -1, -2 and so on."""
-    k, asked = request.sampling.num_logprobs, request.sampling.logprob_token_ids
-    # Without asked tokens one more than was asked for: the step's width is the widest request's.
-    top_ids, top_logprobs = [19556, 5], [-0.5, float("-inf")]
-    if asked:
-        top_ids, top_logprobs = top_ids[:k], top_logprobs[:k]
-    top_logprobs += [-1.0 - i for i in range(len(asked))]
-    return TokenLogprobs(id=request.id, logprob=-1.5, top_ids=[*top_ids, *asked], top_logprobs=top_logprobs)
+    """ "Hello" is the likeliest, all others are impossible; those asked for by id have -1, -2 and so on."""
+    k, extra = request.sampling.num_logprobs, request.sampling.logprob_token_ids
+    likeliest = [19556, 5, *range(100, 200)][:k]
+    return TokenLogprobs(
+        id=request.id,
+        logprob=-1.5,
+        top_ids=[*likeliest, *extra],
+        top_logprobs=[*[-0.5, *[float("-inf")] * 200][:k], *(-1.0 - i for i in range(len(extra)))],
+    )
+
+
+def _prompt_logprobs(request: GenerateRequest) -> PromptLogprobs:
+    """Each token has minus its position; "Hello" has -0.5 everywhere, and the token itself is the second likeliest."""
+    ids = prompt_ids(request)[1:]
+    k = request.sampling.prompt_logprobs
+    own = [-float(position) for position in range(1, len(ids) + 1)]
+    top_ids = [[19556, id_, *range(100, 200)][:k] for id_ in ids]
+    top_logprobs = [[-0.5, logprob, *[-99.0] * 100][:k] for logprob in own]
+    return PromptLogprobs(
+        id=request.id,
+        start=1,
+        logprobs=np.array(own, "<f4").tobytes(),
+        top_ids=np.array(top_ids, "<i4").tobytes(),
+        top_logprobs=np.array(top_logprobs, "<f4").tobytes(),
+    )
+
+
+def prompt_ids(request: GenerateRequest) -> list[int]:
+    """The tokens of a request's prompt."""
+    ids: list[int] = np.frombuffer(request.prompt, "<i4").tolist()
+    return ids
 
 
 @dataclass

@@ -74,11 +74,12 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
         add_generation_prompt: bool = True,
-        timeout_s: float = RENDER_TIMEOUT_S,
+        timeout_s: float | None = None,
     ) -> str:
-        """The prompt's text. Blocks for as long as the template takes, at most `timeout_s`.
+        """The prompt's text. Blocks for as long as the template takes.
 
         Args:
+            timeout_s: at most as long. None: `RENDER_TIMEOUT_S`.
             variables: more names for the template; only those it `takes`.
             continue_final_message: the text ends where the last message's content does, without what the template
                 writes after it.
@@ -92,7 +93,7 @@ class ChatTemplate:
             mark = f"<{secrets.token_hex(16)}>"
             messages = [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}{mark}"}]
         template = self._templates.get(self._name(tools, documents)) or next(iter(self._templates.values()))
-        self._environment.start_clock(timeout_s)
+        self._environment.start_clock(RENDER_TIMEOUT_S if timeout_s is None else timeout_s)
         text = []
         size = 0
         for piece in template.generate(

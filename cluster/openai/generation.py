@@ -13,7 +13,7 @@ from cluster.engine_client import PromptScores, RequestStream, wait_ready
 from cluster.messages import Finished, FinishReason, Prefilled, SamplingParams, TokenLogprobs
 from cluster.openai.stops import TextEnd, TextOptions
 from cluster.openai.tokenizer import Tokenizer
-from configs.errors import DeadlineError, EngineError, OverloadedError
+from configs.errors import DeadlineError, EngineError, GuideError, LockstepError, OverloadedError
 
 
 @dataclass(slots=True)
@@ -147,7 +147,7 @@ async def read_outputs(outputs: Sequence[Output], *, timeout_s: float) -> AsyncG
             output.stream.abort()
 
 
-def engine_failure(end: Finished) -> EngineError | OverloadedError:
+def engine_failure(end: Finished) -> LockstepError:
     """The exception for a request that ended with `FinishReason.ERROR`."""
     message = end.error or "the engine failed"
     if end.error_code == "engine_overloaded":
@@ -158,4 +158,6 @@ def engine_failure(end: Finished) -> EngineError | OverloadedError:
         )
     if end.error_code == "deadline_exceeded":
         return DeadlineError(message)
+    if end.error_code == "grammar_error":
+        return GuideError(message)
     return EngineError(message)

@@ -17,7 +17,7 @@ from cluster.openai.protocol import SamplingFields
 from cluster.openai.stops import TextOptions
 from cluster.openai.tokenizer import Tokenizer
 from configs.errors import RequestError
-from configs.schema import ServerConfig
+from configs.schema import GenerationDefaults, ServerConfig
 
 _MAX_BAD_WORD_TOKENS = 1024
 _T = TypeVar("_T")
@@ -36,6 +36,14 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int | None = None
     """None: what fits."""
     skip_special_tokens: bool = True
+
+    @classmethod
+    def of(cls, given: GenerationDefaults) -> SamplingDefaults:
+        """`given`, and neutral values where it has none."""
+        values = given.model_dump(exclude_none=True)
+        if "max_new_tokens" in values:
+            values["max_tokens"] = values.pop("max_new_tokens")
+        return cls(**values)
 
 
 class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
