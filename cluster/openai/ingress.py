@@ -22,6 +22,7 @@ from cluster.http.endpoint import Endpoint, Handler
 from cluster.http.guard import Guard
 from cluster.http.keys import KeyRing
 from cluster.native.admin import AdminServing
+from cluster.native.generate import NativeServing
 from cluster.native.score import ScoreServing
 from cluster.native.status import StatusServing
 from cluster.observability.prometheus import CONTENT_TYPE
@@ -91,6 +92,7 @@ def create_app(
         post("/v1/responses/{response_id}/cancel", responses.cancel),
         post("/v1/messages", anthropic.messages),
         post("/v1/messages/count_tokens", anthropic.count_tokens),
+        post("/generate", NativeServing(model).generate),
         post("/v1/score", score),
         post("/score", score),
         route("GET", "/v1/loads", status.loads),

@@ -102,6 +102,10 @@ class Run:
         for output in self._outputs:
             output.stream.abort()
 
+    def output(self, index: int) -> Output:
+        """One sequence, for what is counted of it; once it is submitted."""
+        return self._outputs[index]
+
     def usage(self) -> Usage:
         """Tokens so far, over all sequences; a prompt counts once however many choices it has."""
         prompt = sum(len(prompt) for prompt in self.job.prompts)

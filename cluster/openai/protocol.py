@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import ErrorDetails
 
 from cluster.openai.fields import FieldPolicy, field_names, neutral, unknown_field
 from configs.errors import RequestError
@@ -281,7 +282,7 @@ def validated(kind: type[_Model], raw: object, path: str = "") -> _Model:
     try:
         return kind.model_validate(raw)
     except pydantic.ValidationError as error:
-        raise _as_request_error(error, path) from error
+        raise _as_request_error(error, raw, path) from error
 
 
 def unknown_fields(kind: type[BaseModel], raw: Mapping[str, Any]) -> list[str]:
@@ -328,12 +329,31 @@ def _refuse_unsupported(kind: type[BaseModel], raw: Mapping[str, Any]) -> None:
     _FIELDS.refuse(kind, raw)
 
 
-def _as_request_error(error: pydantic.ValidationError, path: str) -> RequestError:
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    for part in first["loc"]:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
+def _as_request_error(error: pydantic.ValidationError, raw: object, path: str) -> RequestError:
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    # A union has errors of each of its types: the one that got furthest into the value is the one meant.
+    first, below = max(
+        ((found, _path(found, raw)) for found in errors if found["loc"][:1] == errors[0]["loc"][:1]),
+        key=lambda candidate: len(candidate[1]),
+    )
+    for part in below:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
     if first["type"] == "missing":
         return RequestError(f"{path} is required.", code="missing_required_parameter", param=path)
     wrong_type = first["type"].endswith(("_type", "_parsing", "_parsing_size", "_from_float"))
     code = "invalid_type" if wrong_type else "invalid_value"
     return RequestError(f"{path}: {first['msg']}.", code=code, param=path)
+
+
+def _path(error: ErrorDetails, raw: object) -> list[int | str]:
+    """Where in `raw` an error is; pydantic also names the types of a union that it tried."""
+    path: list[int | str] = []
+    for part in error["loc"]:
+        if isinstance(part, int):
+            if isinstance(raw, list) and part < len(raw):
+                path.append(part)
+                raw = raw[part]
+        elif isinstance(raw, dict) and part in raw:
+            path.append(part)
+            raw = raw[part]
+    return [*path, error["loc"][-1]] if error["type"] == "missing" else path

@@ -1,0 +1,263 @@
+"""The route /generate, SGLang's own: texts or token ids in, text, ids and log probabilities out.
+
+What RL trainers and evaluation harnesses speak: no messages, no model name, one prompt or a batch of them, and for each
+parameter one value or one for each prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from cluster.http.answer import Answer
+from cluster.http.context import RequestContext
+from cluster.native.generate_answer import Asked, native_answer
+from cluster.openai import protocol
+from cluster.openai.checks import MAX_SEQUENCES, check_token_ids
+from cluster.openai.fields import FieldPolicy, ignored_header, neutral
+from cluster.openai.job import Job
+from cluster.openai.protocol import SamplingFields
+from cluster.openai.schema import Documented
+from cluster.openai.served_model import ServedModel
+from configs.errors import RequestError
+
+_DEFAULT_NEW_TOKENS = 128
+_MAX_TOKENS = 2**31 - 1
+_T = TypeVar("_T")
+
+_Count = Annotated[int, Field(ge=0, le=_MAX_TOKENS)]
+_Start = Annotated[int, Field(ge=-1, le=_MAX_TOKENS)]
+_Rid = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
+
+
+class NativeSampling(SamplingFields):
+    """`sampling_params`: every sampling field of the other routes, and SGLang's names."""
+
+    max_new_tokens: _Count | None = None
+    """None: 128. 0: only the prompt is of interest."""
+    min_new_tokens: _Count | None = None
+    sampling_seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    n: int | None = Field(None, ge=1)
+
+
+class NativeRequest(BaseModel):
+    """POST /generate: `text` or `input_ids`."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", protected_namespaces=())
+
+    text: str | list[str] | None = None
+    input_ids: list[int] | list[list[int]] | None = None
+    sampling_params: Annotated[Any, Documented(NativeSampling | list[NativeSampling] | None)] = None
+    rid: _Rid | list[_Rid] | None = None
+    """`meta_info.id` of the answer."""
+    return_logprob: bool | list[bool] | None = None
+    logprob_start_len: _Start | list[_Start] | None = None
+    """Position in the prompt from which its tokens' log probabilities are wanted too; -1: none."""
+    top_logprobs_num: _Count | list[_Count] | None = None
+    token_ids_logprob: list[int] | list[list[int]] | None = None
+    """Tokens whose log probabilities are wanted at every place of the answer."""
+    return_text_in_logprobs: bool | None = None
+    stream: bool | None = None
+    priority: int | None = Field(None, ge=-(2**53) + 1, le=2**53 - 1)
+    """Lower goes first."""
+
+
+_SAMPLING = FieldPolicy(
+    {**protocol.UNSUPPORTED, "json_schema": neutral(), "structural_tag": neutral()},
+    frozenset({"spaces_between_special_tokens", "stream_interval"}),
+)
+_FIELDS = FieldPolicy(
+    {
+        "audio_data": neutral(),
+        "bootstrap_host": neutral(),
+        "custom_logit_processor": neutral(),
+        "image_data": neutral(),
+        "input_embeds": neutral(),
+        "lora_path": neutral(),
+        "return_hidden_states": neutral(False),
+        "session_params": neutral(),
+        "video_data": neutral(),
+    },
+    frozenset({"background", "log_metrics", "modalities", "model", "return_bytes", "user"}),
+)
+
+
+class NativeServing:
+    """Answers /generate for one model."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
+
+    async def generate(self, body: bytes, context: RequestContext) -> Answer:
+        """POST /generate. Raises RequestError for a bad request."""
+        model = self._model
+        raw = protocol.decode_body(body)
+        ignored = _FIELDS.check(NativeRequest, raw, strict=model.server.strict_fields)
+        request = protocol.validated(NativeRequest, raw)
+        prompts, is_batch = await self._prompts(request)
+        count = len(prompts)
+        sampling = self._sampling(request, count)
+        with_logprobs = _spread(request.return_logprob, count, False, "return_logprob")
+        starts = _spread(request.logprob_start_len, count, -1, "logprob_start_len")
+        tops = _spread(request.top_logprobs_num, count, 0, "top_logprobs_num")
+        tokens = _spread_ids(request.token_ids_logprob, count)
+        asked = [
+            Asked(logprobs, start if logprobs else -1, top if logprobs else 0, ids if logprobs else [])
+            for logprobs, start, top, ids in zip(with_logprobs, starts, tops, tokens, strict=True)
+        ]
+        self._check(asked, sampling, prompts)
+        job = self._job(request, prompts, sampling, asked, context)
+        own_names = [f"{job.id}-{i}" for i in range(count)] if count > 1 else [job.id]
+        names = own_names if request.rid is None else _spread(request.rid, count, "", "rid")
+        return native_answer(
+            model.run(job),
+            model.tokenizer,
+            asked,
+            ids=names,
+            as_list=is_batch or job.num_choices > 1,
+            with_text=bool(request.return_text_in_logprobs),
+            streamed=bool(request.stream),
+            headers=ignored_header(ignored),
+        )
+
+    async def _prompts(self, request: NativeRequest) -> tuple[list[list[int]], bool]:
+        """Token ids of the prompts, and whether they came as a batch."""
+        text, ids = request.text, request.input_ids
+        if (text is None) == (ids is None):
+            raise RequestError("Give either text or input_ids.", code="missing_required_parameter", param="text")
+        param = "text" if ids is None else "input_ids"
+        if not (text or ids):
+            raise RequestError(f"{param} must not be empty.", code="empty_array", param=param)
+        if isinstance(text, str):
+            return [await self._model.encode(text)], False
+        if ids is not None and isinstance(ids[0], int):
+            return [self._checked(ids, "input_ids")], False
+        batch: Sequence[Any] = text or ids or ()
+        if len(batch) > MAX_SEQUENCES:
+            raise RequestError(f"{param} holds {len(batch)} prompts; at most {MAX_SEQUENCES} are allowed.", param=param)
+        if text is not None:
+            return await self._model.encode_all(text), True
+        return [self._checked(entry, f"input_ids[{i}]") for i, entry in enumerate(batch)], True
+
+    def _checked(self, ids: Any, param: str) -> list[int]:
+        check_token_ids(ids, param, self._model.vocab_size)
+        return list(ids)
+
+    def _sampling(self, request: NativeRequest, count: int) -> list[NativeSampling]:
+        given = request.sampling_params
+        path = "sampling_params"
+        entries = given if isinstance(given, list) else [{} if given is None else given] * count
+        if len(entries) != count:
+            raise RequestError(f"{path} must be one object, or one for each of {count} prompts.", param=path)
+        checked = []
+        for i, entry in enumerate(entries if isinstance(given, list) else entries[:1]):
+            own_path = f"{path}[{i}]" if isinstance(given, list) else path
+            if not isinstance(entry, dict):
+                raise RequestError(f"{own_path} must be an object.", code="invalid_type", param=own_path)
+            try:
+                _SAMPLING.check(NativeSampling, entry, strict=self._model.server.strict_fields)
+            except RequestError as error:
+                raise below(own_path, error) from error
+            checked.append(protocol.validated(NativeSampling, entry, own_path))
+        return checked if isinstance(given, list) else checked * count
+
+    def _check(self, asked: Sequence[Asked], sampling: Sequence[NativeSampling], prompts: Sequence[list[int]]) -> None:
+        server = self._model.server
+        num_choices = sampling[0].n or 1
+        if any((fields.n or 1) != num_choices for fields in sampling):
+            raise RequestError("n must be the same for all prompts.", param="sampling_params")
+        if num_choices > server.max_n:
+            raise RequestError(f"n={num_choices} exceeds server.max_n={server.max_n}.", param="sampling_params.n")
+        if num_choices * len(prompts) > MAX_SEQUENCES:
+            raise RequestError(
+                f"{len(prompts)} prompts times n={num_choices} exceed {MAX_SEQUENCES}.", param="sampling_params.n"
+            )
+        for wanted in asked:
+            if wanted.num_top > server.max_logprobs:
+                raise RequestError(
+                    f"top_logprobs_num={wanted.num_top} exceeds server.max_logprobs={server.max_logprobs}.",
+                    param="top_logprobs_num",
+                )
+            check_token_ids(wanted.token_ids, "token_ids_logprob", self._model.vocab_size)
+            if wanted.token_ids and wanted.start >= 0:
+                raise RequestError(
+                    "token_ids_logprob is for the answer's tokens; it needs logprob_start_len=-1.",
+                    code="unsupported_parameter",
+                    param="token_ids_logprob",
+                )
+
+    def _job(
+        self,
+        request: NativeRequest,
+        prompts: Sequence[list[int]],
+        sampling: Sequence[NativeSampling],
+        asked: Sequence[Asked],
+        context: RequestContext,
+    ) -> Job:
+        """One job of one for each prompt, which may differ in all but how their texts end."""
+        model = self._model
+        single = len(prompts) == 1
+        jobs = []
+        for i, (prompt, given, wanted) in enumerate(zip(prompts, sampling, asked, strict=True)):
+            param = "text" if request.input_ids is None else "input_ids"
+            limit = model.checked_max_tokens(
+                prompt,
+                given.max_new_tokens,
+                default=min(_DEFAULT_NEW_TOKENS, model.room(prompt)),
+                param=param if single else f"{param}[{i}]",
+            )
+            fields = given.model_copy(
+                update={
+                    "seed": given.seed if given.sampling_seed is None else given.sampling_seed,
+                    "min_tokens": given.min_tokens if given.min_new_tokens is None else given.min_new_tokens,
+                    "logprob_token_ids": wanted.token_ids or None,
+                }
+            )
+            try:
+                job = model.job(
+                    "",
+                    fields,
+                    [prompt],
+                    [limit],
+                    context,
+                    num_choices=given.n or 1,
+                    num_logprobs=wanted.num_top if wanted.logprobs else -1,
+                    num_prompt_logprobs=wanted.num_top if wanted.start >= 0 else -1,
+                    priority=request.priority or 0,
+                )
+            except RequestError as error:
+                raise below("sampling_params" if single else f"sampling_params[{i}]", error) from error
+            jobs.append(job)
+        if any(job.text != jobs[0].text for job in jobs):
+            raise RequestError(
+                "stop, stop_regex, no_stop_trim, skip_special_tokens and max_new_tokens=0 must be the same for all "
+                "prompts.",
+                param="sampling_params",
+            )
+        return replace(jobs[0], prompts=list(prompts), sampling=[job.sampling[0] for job in jobs])
+
+
+def below(path: str, error: RequestError) -> RequestError:
+    """`error` of a field of the object at `path`."""
+    param = path if error.param is None else f"{path}.{error.param}"
+    return RequestError(str(error), code=error.code, param=param, status=error.status)
+
+
+def _spread(value: _T | list[_T] | None, count: int, default: _T, param: str) -> list[_T]:
+    """One value for each prompt."""
+    if isinstance(value, list):
+        if len(value) != count:
+            raise RequestError(f"{param} must be one value, or one for each of {count} prompts.", param=param)
+        return value
+    return [default if value is None else value] * count
+
+
+def _spread_ids(value: list[int] | list[list[int]] | None, count: int) -> list[list[int]]:
+    """Token ids for each prompt."""
+    ids: list[Any] = list(value or ())
+    if ids and isinstance(ids[0], list):
+        return _spread(ids, count, [], "token_ids_logprob")
+    return [ids] * count
