@@ -150,6 +150,7 @@ class RankActor:
         import time
 
         worker = self._ready()
+        self._progress = 0.0
         began = time.monotonic()
         worker.load(self._on_progress)
         seconds = time.monotonic() - began
@@ -158,8 +159,9 @@ class RankActor:
         )
 
     def allocate(self, num_pages: int, max_model_len: int) -> None:
-        """Allocates the KV pool and the request tables."""
-        self._ready().allocate(num_pages, max_model_len)
+        """Allocates the KV pool and the request tables; on CUDA captures the decode steps."""
+        self._progress = 0.0
+        self._ready().allocate(num_pages, max_model_len, self._on_progress)
 
     def attach_ring(self, frames_address: str, results_address: str) -> None:
         """Connects to the shared-memory step channel of this node; rank 0 also to the results."""
@@ -198,7 +200,7 @@ class RankActor:
 
     @ray.method(concurrency_group="ctl")
     def progress(self) -> float:
-        """Share of the weights loaded, 0 to 1."""
+        """Share done of what `load` or `allocate` does at length: reading weights, capturing graphs. 0 to 1."""
         return self._progress
 
     @ray.method(concurrency_group="ctl")

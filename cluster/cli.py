@@ -1,15 +1,17 @@
-"""The command line: serve, check, chat, generate, key. Heavy imports are inside the commands: --help is quick."""
+"""The command line. Heavy imports happen inside the commands, so that --help is quick."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from configs.errors import LockstepError
+from configs.errors import ConfigError, LockstepError
 
 app = typer.Typer(
     help="Lockstep serves one LLM on any number of GPUs as one worker.",
@@ -54,15 +56,26 @@ def serve(
 
 
 @app.command()
-def check(file: ConfigFile, overrides: Set = None) -> None:
+def check(
+    file: ConfigFile,
+    overrides: Set = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="Memory of one GPU (80GiB) or its name (h200): shows which sizes fit.")
+    ] = None,
+    settings: Annotated[
+        bool, typer.Option("--settings", help="Show every setting, its value and where it comes from.")
+    ] = False,
+) -> None:
     """Validate FILE and show the plan and the memory arithmetic; starts nothing."""
+    from cluster.fit import parse_memory
     from cluster.preflight import check_checkpoint
     from cluster.report import print_plan
     from configs.load import load_app_config
 
     with _friendly_errors():
         app_config = load_app_config(file, overrides or [])
-        print_plan(app_config)
+        gpu_memory_bytes = None if gpu is None else parse_memory(gpu)
+        print_plan(app_config, gpu_memory_bytes=gpu_memory_bytes, settings=settings)
         check_checkpoint(app_config.engine)
 
 
@@ -95,7 +108,7 @@ def chat(
     from cluster.chat_client import run_chat
 
     with _friendly_errors():
-        run_chat(url, model, temperature, api_key=os.environ.get("OPENAI_API_KEY"))
+        run_chat(url, model, temperature)
 
 
 @app.command()
@@ -110,6 +123,81 @@ def key(
         secret, line = new_key(id_, parse_role(role))
     typer.echo(f"key, shown once: {secret}", err=True)
     typer.echo(line)
+
+
+@app.command()
+def bench(
+    url: Annotated[str, typer.Argument(help="Base URL of any OpenAI endpoint.")] = "http://127.0.0.1:8000/v1",
+    model: Annotated[str | None, typer.Option(help="Model name; default: the endpoint's first.")] = None,
+    clients: Annotated[str, typer.Option(help="Clients at once, of each level.")] = "1,16,64",
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="Requests of a level; default: two for each client, at least 8.")
+    ] = None,
+    input_len: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 512,
+    output_len: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 128,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Where the figures go as well.")] = None,
+) -> None:
+    """Measure an endpoint under load: TTFT, time per token, throughput. Its API key is read from OPENAI_API_KEY."""
+    from cluster.bench.command import run_bench
+
+    with _friendly_errors():
+        good = run_bench(
+            url,
+            model=model,
+            clients=_counts(clients),
+            requests=requests,
+            input_tokens=input_len,
+            output_tokens=output_len,
+            json_path=json_file,
+        )
+    if not good:
+        raise typer.Exit(1)
+
+
+@app.command()
+def status(
+    url: Annotated[str, typer.Argument(help="Base URL of a Lockstep endpoint.")] = "http://127.0.0.1:8000/v1",
+    as_json: Annotated[bool, typer.Option("--json", help="The figures as JSON.")] = False,
+) -> None:
+    """Show what an endpoint is doing. Its API key is read from OPENAI_API_KEY."""
+    from cluster.status import print_status
+
+    with _friendly_errors():
+        print_status(url, as_json=as_json)
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of config files, as in configs/schema.json; for editors."""
+    from configs.json_schema import config_file_schema
+
+    typer.echo(json.dumps(config_file_schema(), indent=2))
+
+
+class Shell(StrEnum):
+    """What `completion` knows."""
+
+    BASH = "bash"
+    ZSH = "zsh"
+    FISH = "fish"
+
+
+@app.command()
+def completion(shell: Annotated[Shell, typer.Argument(help="Whose script to print.")]) -> None:
+    """Print a shell's completion script for the `lockstep` command; installs nothing."""
+    from typer.completion import get_completion_script  # type: ignore[attr-defined]  # it does not say it exports it
+
+    typer.echo(get_completion_script(prog_name="lockstep", complete_var="_LOCKSTEP_COMPLETE", shell=shell.value))
+
+
+def _counts(text: str) -> list[int]:
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        counts = []
+    if not counts or min(counts) < 1:
+        raise ConfigError(f"--clients={text}: give counts of at least 1, e.g. 1,16,64")
+    return counts
 
 
 class _friendly_errors:

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_LOADING = "loading weights"
+_CAPTURING = "capturing CUDA graphs"
+_MEASURED_PHASES = (_LOADING, _CAPTURING)
+
 
 @dataclass(frozen=True)
 class EngineSpec:
@@ -54,8 +58,8 @@ class Progress:
     """Where a start stands."""
 
     phase: str
-    loaded: tuple[float, ...] = ()
-    """Share of its weights that each rank has loaded."""
+    done: tuple[float, ...] = ()
+    """By rank, the share of the phase that is done, 0 to 1. Empty where it is not known."""
 
 
 class CoordinatorActor:
@@ -93,12 +97,12 @@ class CoordinatorActor:
         )
         self._group = group
         locations = group.start()
-        self._enter("loading weights")
+        self._enter(_LOADING)
         memory = group.load(locations)
         num_pages = num_kv_pages(config.kv_cache, memory.bytes_per_page, memory.free_bytes)
         max_model_len = cut_max_model_len(config, spec.model, num_pages)
         _log_pool(num_pages, config.kv_cache.page_size, memory)
-        self._enter("allocating the KV pool")
+        self._enter(_CAPTURING if config.device == "cuda" else "allocating the KV pool")
         limits = SchedulerLimits(
             num_pages=num_pages,
             page_size=config.kv_cache.page_size,
@@ -149,8 +153,8 @@ class CoordinatorActor:
     @ray.method(concurrency_group="ctl")
     def progress(self) -> Progress:
         """Where the start stands; answers while `start` runs."""
-        loaded = self._group.progress() if self._group is not None and self._phase == "loading weights" else []
-        return Progress(self._phase, tuple(loaded))
+        done = self._group.progress() if self._group is not None and self._phase in _MEASURED_PHASES else []
+        return Progress(self._phase, tuple(done))
 
     @ray.method(concurrency_group="ctl")
     def status(self) -> dict[str, Any]:

@@ -138,7 +138,7 @@ class RankGroup:
         return GroupMemory(tuple(self._on_all("load")), self._config.device == "cpu")
 
     def progress(self) -> list[float]:
-        """Share of its weights that each rank has loaded, 0 to 1. Empty before the ranks are there."""
+        """Share of the weights loaded, or of the graphs captured, by each rank, 0 to 1. Empty without ranks."""
         if not self._ranks:
             return []
         return ray.get([rank.progress.remote() for rank in self._ranks], timeout=_PROGRESS_TIMEOUT_S)

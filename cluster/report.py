@@ -8,29 +8,42 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.table import Table
 
+from cluster.fit import fits, sizes_to_show
 from cluster.placement import group_bundles
 from configs.checkpoint import resolve_model_path
-from configs.load import AppConfig
-from configs.model_config import read_model_config
-from configs.resolve import HostFacts, dtype_bytes, resolve
+from configs.load import AppConfig, all_settings
+from configs.model_config import ModelConfig, read_model_config
+from configs.resolve import Decision, HostFacts, ResolvedConfig, dtype_bytes, resolve
 from configs.schema import EngineConfig, resolved
 from parallel.plan import ShardPlan
 
 _MIB = 1 << 20
+_GIB = 1 << 30
+_WIDEST = 36  # a longer value, a path mostly, moves only its own line
+_OPEN = ("kv_cache.num_tokens", "max_model_len")
 
 
-def print_plan(app: AppConfig, console: Console | None = None, *, gpus: bool | None = None) -> None:
+def print_plan(
+    app: AppConfig,
+    console: Console | None = None,
+    *,
+    gpus: bool | None = None,
+    gpu_memory_bytes: int | None = None,
+    settings: bool = False,
+) -> None:
     """Prints model, ranks, memory and placement of one config file.
 
     Args:
         gpus: whether the ranks run on GPUs; None takes the config's word, and cpu for `device: auto`.
+        gpu_memory_bytes: of each GPU; also shows which numbers of them hold the model, and how many tokens beside it.
+        settings: also shows every setting, its value and where that comes from.
 
     Raises:
         ConfigError: the file, the checkpoint or the two together are wrong.
     """
     console = console or Console(highlight=False)
     config = app.engine
-    on_gpus = config.device == "cuda" if gpus is None else gpus
+    on_gpus = config.device == "cuda" or gpu_memory_bytes is not None if gpus is None else gpus
     model_path = resolve_model_path(config.model, config.revision, weights=config.load_format != "dummy")
     model = read_model_config(model_path)
     # One GPU a rank is what the placement will ask for; whether the cluster has them is checked when it is joined.
@@ -48,13 +61,47 @@ def print_plan(app: AppConfig, console: Console | None = None, *, gpus: bool | N
         _placement_line(config, gpus=on_gpus),
         f"endpoint   http://{app.host}:{app.port}{app.route_prefix.rstrip('/')}/v1",
         "",
-        *(f"  {decision}" for decision in resolved.decisions),
     ]
-    if gpus is None and config.device == "auto":
+    if gpu_memory_bytes is not None:
+        lines += [_fit_table(model, resolved.config, gpu_memory_bytes), ""]
+    if settings:
+        lines += _settings_lines(app, resolved)
+    else:
+        lines += [f"  {decision}" for decision in resolved.decisions]
+    if gpus is None and config.device == "auto" and not on_gpus:
         lines.append("  device: auto takes GPUs where the cluster has them; this is the plan without")
     for line in lines:
         # Not wrapped: a line is for grep and for copying too, and a terminal wraps by itself.
         console.print(line, soft_wrap=isinstance(line, str), markup=False)
+
+
+def _fit_table(model: ModelConfig, config: EngineConfig, memory_bytes: int) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="")
+    for title in ("GPUs", "weights on the fullest", "KV tokens, about", "requests of 4,096 tokens"):
+        table.add_column(title, justify="right")
+    for fit in fits(model, config, sizes_to_show(model, config.tensor_parallel_size), memory_bytes):
+        mark = " <" if fit.tp_size == config.tensor_parallel_size else "  "
+        weights = f"{fit.weight_bytes / _GIB:.1f} of {memory_bytes / _GIB:.1f} GiB"
+        cells = [f"{fit.kv_tokens:,}", f"{fit.kv_tokens // 4096:,}"] if fit.kv_tokens else ["does not fit", "-"]
+        table.add_row(str(fit.tp_size), weights, cells[0], cells[1] + mark)
+    return table
+
+
+def _settings_lines(app: AppConfig, resolved: ResolvedConfig) -> list[str]:
+    rows = []
+    decided: dict[str, Decision] = {decision.key: decision for decision in resolved.decisions}
+    for name in all_settings():
+        value: object = resolved.config
+        for part in name.split("."):
+            value = getattr(value, part)
+        if name in decided:
+            source = f"decided: {decided[name].why}"
+        else:
+            source = app.places.get(name, "default")
+        shown = "open until the weights are loaded" if value is None and name in _OPEN else str(value)
+        rows.append((name, shown, source))
+    widths = [max(len(row[i]) for row in rows if len(row[i]) <= _WIDEST) for i in (0, 1)]
+    return [f"  {name:{widths[0]}}  {shown:{widths[1]}}  {source}" for name, shown, source in rows]
 
 
 def _rank_table(plan: ShardPlan, element_bytes: int) -> Table:

@@ -21,6 +21,8 @@ import ray
 from ray import serve
 from ray.serve.schema import ApplicationStatus
 from rich.console import Console
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
 
 from cluster.coordinator_actor import Progress
 from cluster.deployment import Deployment, serve_is_running
@@ -163,9 +165,11 @@ class ServingJob:
         return overview.status, "\n".join([overview.message, *details]).strip()
 
     def _wait_until_running(self) -> bool:
-        """True once the app runs, False when interrupted; shows each phase once and the weights as they load."""
+        """True once the app runs, False when interrupted; shows each phase once, and on a terminal how far it is."""
         shown = ""
-        with self._console.status("starting") as spinner:
+        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+        with Bars(*columns, console=self._console, transient=True, disable=not self._console.is_terminal) as bars:
+            bar = bars.add_task("starting", total=None)
             while not self._stop.wait(_POLL_S):
                 status, message = self._status()
                 if status == ApplicationStatus.RUNNING:
@@ -177,11 +181,13 @@ class ServingJob:
                 if progress is None:
                     continue
                 phase = _PHASES.get(progress.phase, progress.phase)
-                percent = f" {100 * sum(progress.loaded) / len(progress.loaded):.0f} %" if progress.loaded else ""
-                spinner.update(phase + percent)
                 if phase != shown:
                     shown = phase
                     self._say(phase)
+                    bars.reset(bar, total=None, description=phase)
+                if progress.done:
+                    # The group waits for the last of its ranks.
+                    bars.update(bar, total=1.0, completed=min(progress.done))
         return False
 
     def _progress(self) -> Progress | None:

@@ -35,6 +35,8 @@ class AppConfig:
     route_prefix: str
     host: str
     port: int
+    places: Mapping[str, str]
+    """Where each setting that is not left open was given, by dotted name: `FILE:LINE`, or `--set`."""
     document: Mapping[str, Any]
     """The whole file, for Ray Serve: what is not ours (logging, replicas' environment) is passed on as it is."""
 
@@ -63,6 +65,7 @@ def load_app_config(path: Path, overrides: Sequence[str] = ()) -> AppConfig:
             raise ConfigError(f"{path}: {section} is a {type(value).__name__}; it must be a mapping of settings")
     args = _underscored(args)
     http = dict(http)
+    given = {}
     for override in overrides:
         key, value = _split_override(override)
         if key.startswith(_HTTP_PREFIX):
@@ -70,10 +73,11 @@ def load_app_config(path: Path, overrides: Sequence[str] = ()) -> AppConfig:
         else:
             _assign(args, key, value)
             lines.pop(_args_path(key), None)
+            given[key] = "--set"
     application = {**application, "args": args}
     document = {**document, "http_options": http, "applications": [application]}
     places = {
-        key.removeprefix("applications.0.args."): f"{path}:{line}: "
+        key.removeprefix("applications.0.args."): f"{path}:{line}"
         for key, line in lines.items()
         if key.startswith("applications.0.args.")
     }
@@ -92,6 +96,7 @@ def load_app_config(path: Path, overrides: Sequence[str] = ()) -> AppConfig:
         route_prefix=route_prefix,
         host=host,
         port=port,
+        places={**places, **given},
         document=document,
     )
 
@@ -241,7 +246,8 @@ def _parse(args: Mapping[str, Any], places: Mapping[str, str]) -> EngineConfig:
         for detail in error.errors(include_url=False):
             # What a setting with several types is taken for stands in brackets and is no key.
             key = ".".join(str(part) for part in detail["loc"] if not str(part).startswith("<"))
-            problems.append(places.get(key, "") + _problem(key, detail["type"], detail["msg"], detail["input"]))
+            place = f"{places[key]}: " if key in places else ""
+            problems.append(place + _problem(key, detail["type"], detail["msg"], detail["input"]))
         raise ConfigError("\n".join(problems)) from None
 
 

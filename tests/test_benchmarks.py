@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks import engine, engine_report, online
+from benchmarks import engine, engine_report
 from benchmarks.report import ROOT, Report, circumstances, table
-from benchmarks.stream_client import Sample, StreamReader
+from cluster.bench import load_test
+from cluster.bench.stream_client import Sample, StreamReader
+from cluster.endpoint_client import EndpointClient
 from configs.errors import ConfigError
 from configs.load import load_app_config
 from configs.model_config import ModelConfig, RopeConfig
@@ -190,37 +192,37 @@ def test_failed_requests_are_counted_and_in_no_other_figure() -> None:
         Sample(sent=t, first=t + 0.5, last=t + 2.5, gaps=[0.5] * 4, output_tokens=5, input_tokens=8) for t in (0, 1)
     ]
     failed = Sample(sent=0.0, first=90.0, last=100.0, output_tokens=1000, error="HTTP 503")
-    summary = online.summarise([*good, failed])
+    summary = load_test.summarise([*good, failed])
     assert summary["errors"] == 1
     assert summary["first_error"] == "HTTP 503"
     assert summary["ttft_ms"] == {"median": 500.0, "p99": 500.0}
     assert summary["tpot_ms"] == {"median": 500.0, "p99": 500.0}
     assert summary["output_tok_s"] == pytest.approx(10 / 3.5, abs=0.05)
-    assert online.summarise([failed]) == {"requests": 1, "errors": 1, "first_error": "HTTP 503"}
+    assert load_test.summarise([failed]) == {"requests": 1, "errors": 1, "first_error": "HTTP 503"}
 
 
 @pytest.fixture
-def load() -> Callable[..., online.Load]:
-    def make(url: str = "", model: str = "m", *, as_ids: bool = True) -> online.Load:
-        return online.Load(url=url, model=model, input_tokens=6, output_tokens=4, as_ids=as_ids, seed="0")
+def load() -> Callable[..., load_test.Load]:
+    def make(url: str = "", model: str = "m", *, as_ids: bool = True) -> load_test.Load:
+        return load_test.Load(url=url, model=model, input_tokens=6, output_tokens=4, as_ids=as_ids, seed="0")
 
     return make
 
 
-def test_no_two_prompts_of_a_run_are_alike(load: Callable[..., online.Load]) -> None:
+def test_no_two_prompts_of_a_run_are_alike(load: Callable[..., load_test.Load]) -> None:
     bodies = [*load().bodies("16", 32), *load().bodies("64", 32)]
     assert len({tuple(json.loads(body)["prompt"]) for body in bodies}) == 64
     assert len(json.loads(load(as_ids=False).bodies("16", 1)[0])["prompt"].split()) == 6
 
 
 @pytest.mark.ray
-def test_clients_measure_the_endpoint(endpoint: Any, load: Callable[..., online.Load]) -> None:
+def test_clients_measure_the_endpoint(endpoint: Any, load: Callable[..., load_test.Load]) -> None:
     url = f"{endpoint.url}/v1"
-    assert online.first_model(url) == endpoint.model
-    assert online.takes_ids(url, endpoint.model)
+    assert EndpointClient(url).first_model() == endpoint.model
+    assert load_test.takes_ids(EndpointClient(url), endpoint.model)
     with ThreadPoolExecutor(1) as lane:
-        level = online.measure_level([lane], load(url, endpoint.model), "3", clients=3, requests=5)
-        refused = online.measure_level([lane], load(url, "no-such-model"), "1", clients=1, requests=2)
+        level = load_test.measure_level([lane], load(url, endpoint.model), "3", clients=3, requests=5)
+        refused = load_test.measure_level([lane], load(url, "no-such-model"), "1", clients=1, requests=2)
     assert (level["requests"], level["errors"]) == (5, 0)
     assert level["mean_input_tokens"] == 6
     assert level["ttft_ms"]["median"] > 0

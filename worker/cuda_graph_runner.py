@@ -51,17 +51,25 @@ class CudaGraphRunner:
         self._sizes: list[int] = []
         self._group = group
 
-    def capture(self, step: Callable[[int], StepOutput], sizes: Sequence[int]) -> None:
+    def capture(
+        self,
+        step: Callable[[int], StepOutput],
+        sizes: Sequence[int],
+        on_progress: Callable[[float], None] | None = None,
+    ) -> None:
         """Captures `step` at each of `sizes`; logs what that took.
 
         Args:
             step: runs the decode step of so many rows, padding included, over static buffers; the same launches at
                 each call. Not kept: its owner owns this object, and a cycle would keep the KV pool alive.
+            on_progress: gets the share done, 0 to 1.
         """
         began, free = time.monotonic(), torch.cuda.mem_get_info(self._group.device)[0]
         pool = torch.cuda.graph_pool_handle()
         for num_rows in sorted(sizes, reverse=True):
             self._captured[num_rows] = self._capture(step, num_rows, pool)
+            if on_progress is not None:
+                on_progress(len(self._captured) / len(sizes))
         self._sizes = sorted(self._captured)
         _log.info(
             "rank %d: %d CUDA graphs for 1 to %d rows in %.1f s, %.2f GiB",

@@ -6,6 +6,7 @@ filters, adjustments or logprobs are sampled again behind it, before the next st
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -67,11 +68,11 @@ class CudaModelRunner:
         """Bytes on the device that stay as they are however many pages there are: the rows' adjustments."""
         return self._sampler.adjustments.num_bytes
 
-    def capture(self, max_rows: int | None = None) -> None:
+    def capture(self, max_rows: int | None = None, *, on_progress: Callable[[float], None] | None = None) -> None:
         """Captures the decode step at every batch size, or only at `max_rows`; the KV pool must stay where it is."""
         if self._backend.captures_cuda_graphs:
             sizes = graph_batch_sizes(self._max_rows) if max_rows is None else [max_rows]
-            self._graphs.capture(self._decode, sizes)
+            self._graphs.capture(self._decode, sizes, on_progress)
 
     def launch(self, frame: StepFrame) -> CudaStep:
         """Queues the step.

@@ -142,18 +142,19 @@ class TPWorker:
         return memory
 
     @torch.inference_mode()
-    def allocate(self, num_pages: int, max_model_len: int) -> None:
+    def allocate(self, num_pages: int, max_model_len: int, on_progress: Callable[[float], None] | None = None) -> None:
         """Allocates the KV pool and page table; on CUDA captures the decode step as well.
 
         Args:
             num_pages: pages with ids 1 to num_pages; page 0 comes on top. The same on every rank.
             max_model_len: most tokens of one sequence.
+            on_progress: gets the share of the graphs captured, 0 to 1.
         """
         check_length(self._model, max_model_len)
         if self._device.type == "cuda":
             with naming_the_rank(self._group.rank, self._device, "capturing the CUDA graphs"):
                 runner = self._cuda_runner(num_pages, max_model_len)
-                runner.capture()
+                runner.capture(on_progress=on_progress)
             self._runner = runner
             # What was made by now stays: the collector, which would stop a step for milliseconds, need not look at it.
             gc.collect()

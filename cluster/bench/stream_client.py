@@ -1,4 +1,4 @@
-"""The client's side of `benchmarks.online`: streams completions from an OpenAI endpoint and notes when tokens come.
+"""The clients of a load test: they stream completions from an OpenAI endpoint and note when tokens come.
 
 Owns one process's part of the load. It parses no more than it needs: beside hundreds of streams, a client library's
 objects for every event would be what is measured.
@@ -102,6 +102,8 @@ class Share:
     clients: int
     begin: float
     """When the first requests are sent, on the monotonic clock."""
+    headers: dict[str, str] = field(default_factory=dict)
+    """Sent with every request, e.g. its authorization."""
 
 
 def run_share(share: Share) -> tuple[list[Sample], float]:
@@ -119,19 +121,19 @@ async def _run_clients(share: Share) -> list[Sample]:
 
         async def client() -> None:
             for body in bodies:  # shared: the next request goes to whoever is free
-                samples.append(await _stream(session, share.url, body, share.output_tokens))
+                samples.append(await _stream(session, share, body))
 
         await asyncio.sleep(max(0.0, share.begin - time.perf_counter()))
         await asyncio.gather(*(client() for _ in range(share.clients)))
     return samples
 
 
-async def _stream(session: aiohttp.ClientSession, url: str, body: bytes, output_tokens: int) -> Sample:
+async def _stream(session: aiohttp.ClientSession, share: Share, body: bytes) -> Sample:
     sample = Sample(sent=time.perf_counter())
     reader = StreamReader(sample)
     try:
-        headers = {"Content-Type": "application/json"}
-        async with session.post(f"{url}/completions", data=body, headers=headers) as response:
+        headers = {"Content-Type": "application/json", **share.headers}
+        async with session.post(f"{share.url}/completions", data=body, headers=headers) as response:
             if response.status != 200:
                 sample.error = f"HTTP {response.status}: {await response.text()}"
                 return sample
@@ -139,6 +141,6 @@ async def _stream(session: aiohttp.ClientSession, url: str, body: bytes, output_
                 reader.feed(received, time.perf_counter())
     except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
         sample.error = repr(error)
-    if sample.error is None and sample.output_tokens != output_tokens:
-        sample.error = f"{sample.output_tokens} tokens came where {output_tokens} were asked for"
+    if sample.error is None and sample.output_tokens != share.output_tokens:
+        sample.error = f"{sample.output_tokens} tokens came where {share.output_tokens} were asked for"
     return sample

@@ -1,0 +1,115 @@
+"""An OpenAI endpoint as the commands ask it: where it is, the caller's key, and errors that a person can act on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+
+from configs.errors import ConfigError, EngineError
+
+API_KEY_VARIABLE = "OPENAI_API_KEY"
+"""The environment's name for the key that commands send: on a command line every user of the machine could read it."""
+
+_CONNECT_TIMEOUT_S = 5.0
+_READ_TIMEOUT_S = 600.0
+
+
+class EndpointClient:
+    """Every method raises EngineError when the endpoint does not answer, or answers with an error."""
+
+    def __init__(self, url: str) -> None:
+        """Args:
+            url: the scheme may be left out, and `/v1` where there is no path.
+
+        Raises:
+            ConfigError: `url` is none.
+        """
+        self.url = _base_url(url)
+        """Base URL, `/v1` included."""
+        key = os.environ.get(API_KEY_VARIABLE)
+        self.headers = {"Authorization": f"Bearer {key}"} if key else {}
+        timeout = httpx.Timeout(_READ_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S)
+        self._client = httpx.Client(base_url=self.url, timeout=timeout, headers=self.headers, trust_env=False)
+
+    def __enter__(self) -> EndpointClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+
+    def first_model(self) -> str:
+        """The first model that the endpoint lists."""
+        with self._answering():
+            response = self._client.get("models")
+        if response.status_code == 401:
+            _check(response)
+        try:
+            name: str = response.raise_for_status().json()["data"][0]["id"]
+        except (httpx.HTTPStatusError, ValueError, LookupError, TypeError):
+            raise EngineError(
+                f"{self.url} is no OpenAI endpoint: GET {response.url.path} answered {response.status_code}; give its "
+                "base URL, which ends in /v1"
+            ) from None
+        return name
+
+    def json(self, path: str) -> Any:
+        """The body of a GET; `path` is relative to `/v1`, or from the host's root with a slash before it."""
+        with self._answering():
+            response = self._client.get(path if not path.startswith("/") else self._root(path))
+            _check(response)
+            return response.json()
+
+    def accepts(self, path: str, body: dict[str, Any]) -> bool:
+        """Whether a POST succeeds; an error of the server's own is raised."""
+        with self._answering():
+            response = self._client.post(path, json=body)
+            if response.status_code in (400, 422):
+                return False
+            _check(response)
+            return True
+
+    def events(self, method: str, path: str, body: dict[str, Any] | None = None) -> Iterator[str]:
+        """The data of each server-sent event, as it comes; `path` as for `json`."""
+        with (
+            self._answering(),
+            self._client.stream(method, path if not path.startswith("/") else self._root(path), json=body) as response,
+        ):
+            if not response.is_success:
+                response.read()
+            _check(response)
+            for line in response.iter_lines():
+                if line.startswith("data: "):
+                    yield line.removeprefix("data: ")
+
+    def _root(self, path: str) -> str:
+        return self.url.removesuffix("/v1") + path
+
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        try:
+            yield
+        except httpx.HTTPError as error:
+            raise EngineError(f"nothing answers at {self.url} ({error}); is `cluster serve` running there?") from None
+
+
+def _base_url(url: str) -> str:
+    try:
+        parsed = httpx.URL(url if "://" in url else f"http://{url}")
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"{url} is no URL: {error}") from None
+    return str(parsed.copy_with(path=parsed.path.rstrip("/") or "/v1"))
+
+
+def _check(response: httpx.Response) -> None:
+    if response.is_success:
+        return
+    try:
+        said = response.json()["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        said = response.text[:500]
+    hint = f"; set {API_KEY_VARIABLE} to an API key" if response.status_code == 401 else ""
+    raise EngineError(f"the endpoint answered {response.status_code}: {said}{hint}")

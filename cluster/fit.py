@@ -1,0 +1,92 @@
+"""Whether a model fits, and how many tokens its KV pool would hold, by number of ranks: from config.json alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from configs.errors import ConfigError
+from configs.model_config import ModelConfig
+from configs.resolve import dtype_bytes, kv_bytes_per_page
+from configs.schema import EngineConfig, resolved
+from parallel.plan import ShardPlan
+
+_GIB = 1 << 30
+GPU_MEMORY: dict[str, int] = {
+    "h100": 81559 << 20,
+    "h200": 143771 << 20,
+    "h20": 97871 << 20,
+    "b200": 183359 << 20,
+    "a100-40gb": 40960 << 20,
+    "a100-80gb": 81920 << 20,
+    "l40s": 46068 << 20,
+    "rtx-4090": 24564 << 20,
+}
+"""Bytes of one GPU, as its driver reports them."""
+_UNITS = {"gb": 10**9, "gib": _GIB, "mib": 1 << 20, "g": _GIB, "m": 1 << 20}
+
+# What a rank uses besides weights and KV: CUDA's context, kernels, libraries' workspaces, the captured graphs, and
+# the tensors of the largest step. Fitted to Qwen3-0.6B, 8B and 32B on H200s at 1, 2 and 4 ranks (2.8 to 3.9 GB).
+_FIXED_BYTES = 2_600_000_000
+_ACTIVATIONS_PER_TOKEN = 12  # hidden states' worth
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One number of ranks."""
+
+    tp_size: int
+    weight_bytes: int
+    """Of the fullest rank."""
+    kv_tokens: int
+    """0: it does not fit."""
+
+
+def parse_memory(text: str) -> int:
+    """Bytes of `80GB`, `94GiB` or a GPU's name, e.g. `h200`. Raises ConfigError for anything else."""
+    known = GPU_MEMORY.get(text.lower())
+    if known is not None:
+        return known
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]+)", text)
+    if match is None or match[2].lower() not in _UNITS:
+        raise ConfigError(f"{text!r} is no amount of memory; give e.g. 80GiB, or one of {', '.join(GPU_MEMORY)}")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def sizes_to_show(model: ModelConfig, configured: int) -> list[int]:
+    """1 to 8 ranks, 16, and what the config says, as far as the model has query heads for them."""
+    return sorted({size for size in (*range(1, 9), 16, configured) if size <= model.num_attention_heads})
+
+
+def fits(model: ModelConfig, config: EngineConfig, sizes: Iterable[int], memory_bytes: int) -> list[Fit]:
+    """What each number of GPUs of `memory_bytes` each would hold.
+
+    Args:
+        config: resolved for CUDA.
+    """
+    scheduler = config.scheduler
+    used = _FIXED_BYTES + (
+        _ACTIVATIONS_PER_TOKEN
+        * resolved(scheduler.max_num_batched_tokens)
+        * model.hidden_size
+        * dtype_bytes(config.dtype)
+    )
+    found = []
+    for size in sizes:
+        plan = ShardPlan.create(model, size)
+        weights = max(plan.weight_elements(rank) for rank in range(size)) * dtype_bytes(config.dtype)
+        found.append(Fit(size, weights, _kv_tokens(plan, config, memory_bytes - used - weights)))
+    return found
+
+
+def _kv_tokens(plan: ShardPlan, config: EngineConfig, free_bytes: int) -> int:
+    kv = config.kv_cache
+    page = max(
+        kv_bytes_per_page(plan.kv_elements_per_token(rank), kv.page_size, config.dtype) for rank in range(plan.tp_size)
+    )
+    if kv.num_tokens is not None:
+        return kv.num_tokens if (-(-kv.num_tokens // kv.page_size) + 1) * page <= free_bytes else 0
+    budget = free_bytes * resolved(kv.memory_fraction) if kv.memory_bytes is None else min(kv.memory_bytes, free_bytes)
+    # One page is padding, and the next one must hold a prompt and its answer.
+    return max(int(budget // page) - 1, 0) * kv.page_size

@@ -1,0 +1,64 @@
+"""`python -m cluster status`: what one endpoint is doing now, in a dozen lines."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rich.console import Console
+
+from cluster.endpoint_client import EndpointClient
+from configs.errors import EngineError
+
+_WINDOW_S = 10
+
+
+def print_status(url: str, *, as_json: bool, console: Console | None = None) -> None:
+    """Prints model, requests, speed, KV pages and ranks.
+
+    Args:
+        as_json: the endpoint's own figures, for a script.
+
+    Raises:
+        ConfigError: `url` is none.
+        EngineError: the endpoint does not answer, or has not heard of its engine yet.
+    """
+    console = console or Console(highlight=False, soft_wrap=True)
+    with EndpointClient(url) as endpoint:
+        version = endpoint.json("/version")["version"]
+        live: dict[str, Any] | None = next((json.loads(data) for data in endpoint.events("GET", "/live")), None)
+        if live is None:
+            raise EngineError(f"{endpoint.url} is stopping")
+        if as_json:
+            console.print_json(json.dumps({"url": endpoint.url, "version": version, **live}))
+            return
+        for line in status_lines(live, endpoint.url, version):
+            console.print(line, markup=False)
+
+
+def status_lines(live: dict[str, Any], url: str, version: str) -> list[str]:
+    """What `/live` said, as a person reads it."""
+    seconds = [
+        second for second in live["seconds"] if live["time"] - _WINDOW_S - 1 <= second["time"] < live["time"] - 1
+    ]
+    generated = sum(second["generated"] for second in seconds) / _WINDOW_S
+    answers = sum(second["first_tokens"] for second in live["seconds"])
+    first = sum(second["ttft"] for second in live["seconds"])
+    steps = live["steps"][-50:]
+    pages = live["pages"]
+    used, num_pages = pages["owned"] + pages["cached"] - pages["evictable"], sum(pages.values()) - pages["evictable"]
+    hits = live["prefix_hit_tokens"] / live["prompt_tokens"] if live["prompt_tokens"] else 0.0
+    lines = [
+        f"{live['model']} at {url}, Lockstep {version}: {'serving' if live['ready'] else 'not ready'}",
+        f"requests   {live['running']} running, {live['waiting']} waiting",
+        f"speed      {generated:,.0f} tokens/s over {_WINDOW_S} s"
+        + (f", first token after {1e3 * first / answers:,.0f} ms" if answers else "")
+        + (f", {1e3 * sum(step['duration'] for step in steps) / len(steps):,.1f} ms a step" if steps else ""),
+        f"KV pages   {used:,} in use, {pages['evictable']:,} kept for prompts that begin alike, {pages['free']:,} free "
+        f"of {num_pages:,}; {hits:.0%} of prompt tokens found",
+    ]
+    for rank, state in enumerate(live["ranks"]):
+        age = state["heartbeat_age_s"]
+        heard = "on another node" if age is None else f"heard {age:.1f} s ago"
+        lines.append(f"rank {rank:<5} {state['device']}, {heard}")
+    return lines
