@@ -136,6 +136,14 @@ class ServerConfig(_Section):
     An object such as {temperature: 0.7}: these over the model's."""
     chat_template: str | None = None
     """A Jinja file used in place of the model's own chat template."""
+    tool_call_parser: Literal[
+        "auto", "none", "hermes", "llama3_json", "mistral", "json", "deepseek_v3", "qwen3_coder"
+    ] = "auto"
+    """Format in which the model writes tool calls. auto: the one its chat template shows; where it shows none, tools
+    are refused unless a call is required. none: calls are left in the text."""
+    reasoning_parser: Literal["auto", "none", "think", "mistral"] = "auto"
+    """Tags around the model's thinking, which is kept out of the answer's content: think is `<think>`, mistral is
+    `[THINK]`. auto: those its chat template knows. none: thinking is left in the text."""
 
 
 class ObservabilityConfig(_Section):

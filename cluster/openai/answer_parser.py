@@ -33,6 +33,13 @@ class AnswerFormat:
     """What may be called: for each name the JSON schema of its arguments."""
     max_calls: int | None = None
     """Calls after as many are dropped."""
+    call_is_named: bool = False
+    """The request names the function to call."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all of an answer is content."""
+        return self.reasoning is None and self.calls is None
 
     @property
     def tags(self) -> frozenset[str]:

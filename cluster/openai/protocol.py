@@ -140,6 +140,12 @@ class ChatRequest(GenerationRequest):
     """More variables for the chat template; only those it reads."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     """For templates that read it."""
+    include_reasoning: bool | None = None
+    """Whether the answer shows the model's thinking; it is counted either way. None: true."""
+    tools: Any = None
+    """Read by `tools.request.parse_tools`, like the two below."""
+    tool_choice: Any = None
+    parallel_tool_calls: Any = None
 
     @property
     def asked_max_tokens(self) -> int | None:
@@ -207,8 +213,6 @@ UNSUPPORTED: Mapping[str, Callable[[object], bool]] = {
     "session_params": neutral(),
     "structured_outputs": neutral(),
     "suffix": neutral(""),
-    "tool_choice": neutral("none", "auto"),
-    "tools": neutral([]),
     "use_beam_search": neutral(False),
     "verbosity": neutral("medium"),
     "web_search_options": neutral(),
