@@ -185,7 +185,7 @@ Scenario = Callable[[Stack], Coroutine[Any, Any, None]]
 Run = Callable[..., None]
 
 
-def runner(smollm2: Tokenizer, folder: Path) -> Run:
+def runner(smollm2: Tokenizer, folder: Path, max_model_len: int = 128) -> Run:
     """run(scenario, server=..., **script): a fresh stack for each scenario, at most twenty seconds."""
     reply = [*smollm2.encode(REPLY, add_special_tokens=False), EOS]
 
@@ -195,7 +195,9 @@ def runner(smollm2: Tokenizer, folder: Path) -> Run:
         path = folder / "engine.sock"
         listening = await asyncio.start_unix_server(coordinator.serve, path)
         engine = await EngineClient.connect(str(path))
-        model = ServedModel(engine, smollm2, model_name=MODEL, max_model_len=128, server=server, version="1.2")
+        model = ServedModel(
+            engine, smollm2, model_name=MODEL, max_model_len=max_model_len, server=server, version="1.2"
+        )
         transport = httpx.ASGITransport(create_app(model))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
             yield Stack(coordinator, engine, model, http)

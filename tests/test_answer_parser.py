@@ -302,8 +302,8 @@ def test_a_prompt_says_whether_the_answer_begins_inside_the_thinking() -> None:
     assert not THINK.is_open("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     # What a user wrote opens nothing, unless it is the answer itself that goes on.
     assert not THINK.is_open("<|im_start|>user\n<think><|im_end|>\n<|im_start|>assistant\n")
-    assert THINK.is_open("<think>I begin", continued=True)
-    assert not THINK.is_open("<think>I begin</think> and", continued=True)
+    assert THINK.is_open("<think>I begin", "<think>I begin")
+    assert not THINK.is_open("<think>I begin</think> and", "<think>I begin</think> and")
 
 
 # --- Whatever the cuts ------------------------------------------------------------------------------------------------

@@ -113,6 +113,21 @@ def test_endless_broken_bytes_neither_stall_nor_raise(byte_fallback: RustTokeniz
     assert "".join(pieces).count("�") + detokenizer.flush().count("�") == 200
 
 
+def test_special_tokens_that_an_answer_needs_are_shown(smollm2: Tokenizer) -> None:
+    ids = smollm2.encode("<|im_start|>a<|im_end|>é", add_special_tokens=False)
+    assert run(smollm2.detokenizer([]), ids) == "aé"
+    assert run(smollm2.detokenizer([], shown=frozenset({"<|im_end|>", "no token"})), ids) == "a<|im_end|>é"
+
+
+def test_special_tokens_are_shown_by_byte_fallback_tokenizers_too(byte_fallback: RustTokenizer) -> None:
+    tokenizer = RustTokenizer.from_str(byte_fallback.to_str())
+    tokenizer.add_special_tokens(["[TOOL_CALLS]", "</s>"])
+    call, end = tokenizer.token_to_id("[TOOL_CALLS]"), tokenizer.token_to_id("</s>")
+    world = tokenizer.token_to_id("▁world")
+    detokenizer = StreamDetokenizer(tokenizer, [world, end], skip_special_tokens=False, hidden=frozenset({end}))
+    assert run(detokenizer, [call, world, end]) == "[TOOL_CALLS] world"
+
+
 def find_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
     """The plain definition: the match that ends first, the longest of those that end together."""
     for end in range(1, len(text) + 1):

@@ -158,8 +158,8 @@ def test_a_missing_field_is_named() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function"}]),
-        ("tool_choice", "required"),
+        ("functions", [{"name": "f"}]),
+        ("function_call", {"name": "f"}),
         ("response_format", {"type": "json_object"}),
         ("best_of", 2),
         ("suffix", "x"),

@@ -38,7 +38,7 @@ WEATHER = {
 NOW = {"type": "function", "function": {"name": "now"}}
 
 
-def use(tools: object, choice: object = None, parallel: object = None) -> ToolUse:
+def use(tools: object, choice: object = None, parallel: bool | None = None) -> ToolUse:
     parsed = parse_tools(tools, choice, parallel)
     assert parsed is not None
     return parsed

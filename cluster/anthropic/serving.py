@@ -20,6 +20,7 @@ from cluster.openai.job import Run
 from cluster.openai.protocol import ChatRequest
 from cluster.openai.served_model import ServedModel
 from cluster.openai.serving import chat_job, chat_prompt
+from cluster.openai.tools.events import CallStarted, tell
 from configs.errors import RequestError
 
 
@@ -78,25 +79,27 @@ async def _whole(run: Run, builder: MessageBuilder) -> AsyncGenerator[bytes, Non
 async def _events(run: Run, builder: MessageBuilder) -> AsyncGenerator[bytes, None]:
     """Runs the request and builds its message; yields its events."""
     begun = False
+    called = False
     last: Delta | None = None
     async with aclosing(run.deltas()) as steps:
         async for deltas in steps:
             chunk = b"" if begun else builder.begin(run.usage())
             begun = True
             for delta in deltas:
-                if delta.text:
-                    chunk += builder.say(delta.text)
+                for event in delta.events:
+                    chunk += tell(builder, event)
+                    called = called or isinstance(event, CallStarted)
                 last = delta
             if chunk:
                 yield chunk
     assert last is not None, "a sequence ends with a delta"
-    yield builder.finish(*_stop(last), run.usage())
+    yield builder.finish(*_stop(last, called=called), run.usage())
 
 
-def _stop(last: Delta) -> tuple[StopReason, str | None]:
+def _stop(last: Delta, *, called: bool) -> tuple[StopReason, str | None]:
     """Why the model stopped, and the stop sequence that made it."""
     if last.finish_reason is FinishReason.LENGTH:
         return "max_tokens", None
     if isinstance(last.stop_reason, str):
         return "stop_sequence", last.stop_reason
-    return "end_turn", None
+    return "tool_use" if called else "end_turn", None

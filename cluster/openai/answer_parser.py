@@ -6,12 +6,13 @@ is why a stream and a whole answer cannot differ.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cluster.openai.reasoning import ReasoningStyle, read_reasoning
-from cluster.openai.tools.events import Event
+from cluster.openai.tools.events import Content, Event, merged
 from cluster.openai.tools.sink import Sink
 from cluster.openai.tools.styles import CallStyle, read_content
 from cluster.openai.tools.text_stream import Reading, TextStream
@@ -47,8 +48,39 @@ class AnswerFormat:
         return frozenset((*(self.reasoning.tags if self.reasoning else ()), *(self.calls.tags if self.calls else ())))
 
 
+class AnswerReader:
+    """Reads one answer as its tokens come, and counts those of its thinking."""
+
+    __slots__ = ("_parser", "_starts", "num_reasoning_tokens")
+
+    def __init__(self, form: AnswerFormat) -> None:
+        self.num_reasoning_tokens = 0
+        self._parser = None if form.is_plain else AnswerParser(form)
+        self._starts: list[int] | None = None if form.reasoning is None else []
+
+    def read(self, text: str, starts: Sequence[int], *, ended: bool) -> list[Event]:
+        """What `text` made certain.
+
+        Args:
+            starts: characters of the answer before each new token. The tokens may be ahead of the text.
+            ended: nothing follows.
+        """
+        if self._parser is None:
+            return [Content(text)] if text else []
+        events = self._parser.push(text)
+        if ended:
+            events = merged([*events, *self._parser.finish()])
+        if self._starts is not None:
+            self._starts += starts
+            end = self._parser.reasoning_end
+            self.num_reasoning_tokens = len(self._starts) if end is None else bisect_left(self._starts, end)
+            if end is not None and self._starts and self._starts[-1] >= end:
+                self._starts = None
+        return events
+
+
 class AnswerParser:
-    """Reads one answer."""
+    """Reads the text of one answer."""
 
     __slots__ = ("_reading", "_sink", "_text", "reasoning_end")
 

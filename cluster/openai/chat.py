@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 from jinja2.exceptions import TemplateError
 
+from cluster.openai.chat_template import ChatTemplate
+from cluster.openai.formats import ModelFormats
 from cluster.openai.protocol import ChatRequest
 from cluster.openai.tokenizer import Tokenizer
+from cluster.openai.tools.request import ToolUse
 from configs.errors import RequestError
 
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
@@ -24,7 +28,7 @@ class ChatPrompt:
 
     messages: list[dict[str, Any]]
     """From `parse_messages`."""
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Mapping[str, Any]] | None = None
     documents: list[dict[str, Any]] | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
     continue_final_message: bool = False
@@ -33,13 +37,20 @@ class ChatPrompt:
     """Templates write them; adding them again would double the first one."""
 
 
-def chat_prompt(request: ChatRequest, tokenizer: Tokenizer) -> ChatPrompt:
+def chat_prompt(
+    request: ChatRequest, tokenizer: Tokenizer, formats: ModelFormats, use: ToolUse | None = None
+) -> ChatPrompt:
     """What the model's template makes a prompt of.
+
+    Args:
+        use: the request's tools.
 
     Raises:
         RequestError: with the path of the field at fault.
     """
     messages = parse_messages(request.messages)
+    if not formats.takes_calls:
+        _refuse_calls(messages)
     template = tokenizer.template
     if template is not None and request.documents and not template.reads("documents"):
         raise RequestError(
@@ -59,6 +70,7 @@ def chat_prompt(request: ChatRequest, tokenizer: Tokenizer) -> ChatPrompt:
         raise RequestError("The final message has no content to continue.", param="continue_final_message")
     return ChatPrompt(
         messages=messages,
+        tools=formats.shown_tools(use),
         documents=request.documents or None,
         variables=variables,
         continue_final_message=continued,
@@ -93,14 +105,13 @@ def render_prompt(tokenizer: Tokenizer, prompt: ChatPrompt) -> str:
             param="messages",
         )
     try:
-        return tokenizer.template.render(
-            prompt.messages,
-            tools=prompt.tools,
-            documents=prompt.documents,
-            variables=prompt.variables,
-            continue_final_message=prompt.continue_final_message,
-            add_generation_prompt=prompt.add_generation_prompt,
-        )
+        try:
+            return _render(tokenizer.template, prompt, prompt.messages)
+        except TypeError:
+            # DeepSeek's templates join the arguments of calls to text; all others write objects as JSON.
+            if not any("tool_calls" in message for message in prompt.messages):
+                raise
+            return _render(tokenizer.template, prompt, [_with_text_arguments(message) for message in prompt.messages])
     except (
         TemplateError,
         TypeError,
@@ -113,6 +124,36 @@ def render_prompt(tokenizer: Tokenizer, prompt: ChatPrompt) -> str:
         # raise_exception() in a template speaks to the caller; anything else is a message it did not foresee.
         reason = str(error) if isinstance(error, TemplateError) else type(error).__name__
         raise RequestError(f"The chat template refuses these messages: {reason}", param="messages") from error
+
+
+def _render(template: ChatTemplate, prompt: ChatPrompt, messages: Sequence[Mapping[str, Any]]) -> str:
+    return template.render(
+        messages,
+        tools=prompt.tools,
+        documents=prompt.documents,
+        variables=prompt.variables,
+        continue_final_message=prompt.continue_final_message,
+        add_generation_prompt=prompt.add_generation_prompt,
+    )
+
+
+def _with_text_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in message.get("tool_calls", ())
+    ]
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _refuse_calls(messages: Sequence[Mapping[str, Any]]) -> None:
+    for i, message in enumerate(messages):
+        path = f"messages[{i}].tool_calls" if "tool_calls" in message else f"messages[{i}].role"
+        if "tool_calls" in message or message["role"] == "tool":
+            raise RequestError(
+                f"{path}: this model's chat template shows neither calls nor their results to it.",
+                code="unsupported_parameter",
+                param=path,
+            )
 
 
 def parse_messages(messages: object) -> list[dict[str, Any]]:

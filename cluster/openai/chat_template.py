@@ -50,6 +50,8 @@ class ChatTemplate:
             jinja2.TemplateSyntaxError: a template is not Jinja.
         """
         named = {"default": sources} if isinstance(sources, str) else dict(sources)
+        self.source = "\n".join(named.values())
+        """The text of all of them, to look for what they know."""
         self._environment = _Sandbox()
         self._templates = {name: self._environment.from_string(source) for name, source in named.items()}
         self._special_tokens = dict(special_tokens)

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from cluster.messages import TokenLogprobs
+from cluster.messages import FinishReason, TokenLogprobs
 from cluster.openai.echo import finite, prompt_logprobs_json
 from cluster.openai.generation import Delta
+from cluster.openai.job import Job
+from cluster.openai.tokenizer import Tokenizer
+from cluster.openai.tools.events import Arguments, CallStarted, Content, Event, Reasoning, collect
 from cluster.openai.wire import (
     AssistantMessage,
     ChatChoice,
@@ -17,16 +20,26 @@ from cluster.openai.wire import (
     ChatCompletion,
     ChatDelta,
     ChatLogprobs,
+    FunctionCall,
+    FunctionDelta,
+    Head,
     PromptLogprobsJson,
+    Reason,
     TokenLogprob,
+    ToolCall,
+    ToolCallDelta,
     TopLogprob,
     Usage,
 )
-from cluster.openai.writer import DONE, REASONS, BaseWriter, encode, event
+from cluster.openai.writer import DONE, REASONS, AnswerOptions, BaseWriter, encode, event
 
 
 class ChatWriter(BaseWriter):
     """Answers of /v1/chat/completions."""
+
+    def __init__(self, head: Head, job: Job, tokenizer: Tokenizer, options: AnswerOptions) -> None:
+        super().__init__(head, job, tokenizer, options)
+        self._calling: set[int] = set()  # choices whose stream has a call
 
     def begin(self, num_choices: int) -> bytes:
         ids = self._token_ids(self._job.prompts[0])
@@ -38,19 +51,22 @@ class ChatWriter(BaseWriter):
     def chunks(self, deltas: Sequence[Delta]) -> bytes:
         events = []
         for delta in deltas:
-            if self._shows(delta):
-                choice = ChatChunkChoice(
-                    delta.index,
-                    ChatDelta(content=delta.text),
-                    logprobs=self._logprobs(delta.token_ids, delta.logprobs),
-                    token_ids=self._token_ids(delta.token_ids),
-                )
+            shown = [shape for event in delta.events if (shape := self._shape(event)) is not None]
+            if not shown and self._has_tokens(delta):
+                shown = [ChatDelta(content="")]
+            for i, shape in enumerate(shown):
+                choice = ChatChunkChoice(delta.index, shape)
+                if i == 0:  # what is said of the tokens is said once
+                    choice.logprobs = self._logprobs(delta.token_ids, delta.logprobs)
+                    choice.token_ids = self._token_ids(delta.token_ids)
                 events.append(self._event([choice]))
+            if any(isinstance(event, CallStarted) for event in delta.events):
+                self._calling.add(delta.index)
             if delta.finish_reason is not None:
                 choice = ChatChunkChoice(
                     delta.index,
                     ChatDelta(),
-                    finish_reason=REASONS[delta.finish_reason],
+                    finish_reason=self._reason(delta.finish_reason, called=delta.index in self._calling),
                     stop_reason=delta.stop_reason,
                 )
                 events.append(self._event([choice]))
@@ -63,12 +79,13 @@ class ChatWriter(BaseWriter):
         choices = []
         for index in range(num_choices):
             got = self._collected[index]
+            message = self._message(got.events)
             choices.append(
                 ChatChoice(
                     index,
-                    AssistantMessage("".join(got.text)),
+                    message,
                     self._logprobs(got.token_ids, got.logprobs),
-                    REASONS[got.finish_reason],
+                    self._reason(got.finish_reason, called=bool(message.tool_calls)),
                     got.stop_reason,
                     self._token_ids(got.token_ids),
                 )
@@ -86,6 +103,35 @@ class ChatWriter(BaseWriter):
                 self._prompt_logprobs(),
             )
         )
+
+    def _shape(self, event: Event) -> ChatDelta | None:
+        """`event` as clients read it; None when it is not shown."""
+        match event:
+            case Content(text):
+                return ChatDelta(content=text)
+            case Reasoning(text):
+                return ChatDelta(reasoning_content=text, reasoning=text) if self._options.reasoning else None
+            case CallStarted(index, id_, name):
+                return ChatDelta(tool_calls=[ToolCallDelta(index, FunctionDelta("", name), id_, "function")])
+            case Arguments(index, fragment):
+                return ChatDelta(tool_calls=[ToolCallDelta(index, FunctionDelta(fragment))])
+
+    def _message(self, events: Sequence[Event]) -> AssistantMessage:
+        parsed = collect(events)
+        message = AssistantMessage(parsed.content)
+        if parsed.reasoning and self._options.reasoning:
+            message.reasoning_content = message.reasoning = parsed.reasoning
+        if parsed.calls:
+            message.tool_calls = [ToolCall(call.id, FunctionCall(call.name, call.arguments)) for call in parsed.calls]
+            message.content = parsed.content or None
+        return message
+
+    def _reason(self, reason: FinishReason, *, called: bool) -> Reason:
+        # OpenAI says `stop` of a call it was told to make.
+        form = self._job.form
+        if called and reason is FinishReason.STOP and form is not None and not form.call_is_named:
+            return "tool_calls"
+        return REASONS[reason]
 
     def _event(
         self,

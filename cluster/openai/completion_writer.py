@@ -36,7 +36,7 @@ class CompletionWriter(BaseWriter):
             if delta.index not in self._begun:
                 self._begun.add(delta.index)
                 events.append(self._first(delta))
-            if self._shows(delta):
+            if delta.text or self._has_tokens(delta):
                 logprobs = self._logprobs(delta.index, delta.token_ids, delta.logprobs, delta.text_offsets)
                 ids = self._token_ids(delta.token_ids)
                 events.append(self._event([CompletionChoice(delta.index, delta.text, logprobs, None, token_ids=ids)]))

@@ -53,18 +53,28 @@ class StreamDetokenizer:
     The prompt's last tokens are given as context, so that a first word keeps its leading space.
     """
 
-    __slots__ = ("_context", "_pending", "_skip", "_stream", "_tokenizer")
+    __slots__ = ("_context", "_hidden", "_pending", "_skip", "_stream", "_tokenizer")
 
     def __init__(
-        self, tokenizer: RustTokenizer, prompt_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+        self,
+        tokenizer: RustTokenizer,
+        prompt_ids: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+        hidden: frozenset[int] = frozenset(),
     ) -> None:
+        """`hidden`: more ids that are not to be seen."""
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._context = _safe_tail(tokenizer, prompt_ids, skip_special_tokens)
+        self._hidden = hidden
+        context = [id_ for id_ in prompt_ids[-_MAX_PENDING_TOKENS:] if id_ not in hidden]
+        self._context = _safe_tail(tokenizer, context, skip_special_tokens)
         self._pending: list[int] = []  # tokens whose text is not out yet
         self._stream = self._new_stream()
 
     def push(self, token_id: int) -> str:
+        if token_id in self._hidden:
+            return ""
         self._pending.append(token_id)
         try:
             text = self._stream.step(self._tokenizer, token_id)

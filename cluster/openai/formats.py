@@ -8,7 +8,7 @@ that the template would leave out are refused. A call that is required needs nei
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,15 +83,10 @@ class ModelFormats:
                 )
         return [tool.shown for tool in use.tools] if self.takes_tools else None
 
-    def answer_format(self, use: ToolUse | None, prompt: str, *, continued: bool = False) -> AnswerFormat:
-        """How an answer to `prompt` is read.
-
-        Args:
-            prompt: as the template wrote it.
-            continued: the prompt ends inside the answer.
-        """
+    def answer_format(self, use: ToolUse | None, prompt: str, continued: str = "") -> AnswerFormat:
+        """How an answer is read; `prompt` and `continued` as in `ReasoningStyle.is_open`."""
         reasoning = self.reasoning
-        is_open = reasoning is not None and reasoning.is_open(prompt, continued=continued)
+        is_open = reasoning is not None and reasoning.is_open(prompt, continued)
         if use is None or use.mode is ToolMode.NONE:
             return AnswerFormat(reasoning=reasoning, starts_in_reasoning=is_open, tools={})
         return AnswerFormat(
@@ -131,11 +126,3 @@ def _decide(setting: str, given: str, detected: Any) -> Any:
     if detected not in (None, given):
         logger.warning("server.%s=%s, but the chat template shows the format %s", setting, given, detected)
     return None if given == "none" else given
-
-
-def joined_sources(sources: str | Mapping[str, str] | None) -> str:
-    """All of a model's templates as one text to look for formats in."""
-    if sources is None:
-        return ""
-    parts: Sequence[str] = [sources] if isinstance(sources, str) else list(sources.values())
-    return "\n".join(parts)

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 
 from cluster.engine_client import PromptScores, RequestStream, wait_ready
 from cluster.messages import Finished, FinishReason, Prefilled, SamplingParams, TokenLogprobs
+from cluster.openai.answer_parser import AnswerFormat, AnswerReader
 from cluster.openai.stops import TextEnd, TextOptions
 from cluster.openai.tokenizer import Tokenizer
+from cluster.openai.tools.events import Event
 from configs.errors import DeadlineError, EngineError, GuideError, LockstepError, OverloadedError
 
 
@@ -35,6 +37,8 @@ class Delta:
     """The stop string, stop pattern or id of `stop_token_ids` that ended it; None for end of sequence."""
     prompt_logprobs: PromptScores | None = None
     """On the first delta with a token, when asked for."""
+    events: list[Event] = field(default_factory=list)
+    """What `text` is made of, for a sequence that is the answer in a chat."""
 
 
 class Output:
@@ -48,7 +52,9 @@ class Output:
         prompt_ids: Sequence[int],
         sampling: SamplingParams,
         options: TextOptions,
+        form: AnswerFormat | None = None,
     ) -> None:
+        """`form`: how its text is read; None: it is not."""
         self.index = index
         self.stream = stream
         self.num_tokens = 0
@@ -57,9 +63,19 @@ class Output:
         self.finish_reason: FinishReason | None = None
         self._sampling = sampling
         self._options = options
-        self._detokenizer = tokenizer.detokenizer(prompt_ids, skip_special_tokens=options.skip_special_tokens)
+        self._detokenizer = tokenizer.detokenizer(
+            prompt_ids,
+            skip_special_tokens=options.skip_special_tokens,
+            shown=frozenset() if form is None else form.tags,
+        )
+        self._reader = None if form is None else AnswerReader(form)
         self._end = TextEnd(options)
         self._num_chars = 0
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Of `num_tokens`, those of the model's thinking."""
+        return 0 if self._reader is None else self._reader.num_reasoning_tokens
 
     def advance(self) -> Delta:
         """What has arrived since the last call, as text.
@@ -103,6 +119,9 @@ class Output:
             delta.logprobs, delta.text_offsets = chunk.logprobs[:num_taken], offsets[:num_taken]
         self.num_tokens += num_taken
         self.finish_reason = delta.finish_reason
+        if self._reader is not None:
+            ended = delta.finish_reason is not None
+            delta.events = self._reader.read(delta.text, offsets[:num_taken], ended=ended)
         return delta
 
     def _finish(self, delta: Delta, end: Finished, texts: list[str]) -> None:

@@ -15,10 +15,11 @@ from cluster.engine_client import EngineClient
 from cluster.http.context import RequestContext, current_request
 from cluster.messages import FinishReason, SamplingParams
 from cluster.observability.telemetry import RequestRecord
+from cluster.openai.answer_parser import AnswerFormat
 from cluster.openai.generation import Delta, Output, read_outputs
 from cluster.openai.stops import TextOptions
 from cluster.openai.tokenizer import Tokenizer
-from cluster.openai.wire import PromptTokensDetails, Usage
+from cluster.openai.wire import CompletionTokensDetails, PromptTokensDetails, Usage
 from configs.errors import EngineError, LockstepError, RequestError
 
 
@@ -33,11 +34,11 @@ class Job:
     sampling: list[list[SamplingParams]]
     """For each prompt, one for each of its choices."""
     text: TextOptions = field(default_factory=TextOptions)
+    form: AnswerFormat | None = None
+    """How answers in a chat are read: thinking, content and calls. None: they are text."""
     client: str = ""
     priority: int = 0
     cache_salt: bytes = b""
-    chat: bool = False
-    """The prompt is what the chat template made of messages."""
 
     @property
     def num_choices(self) -> int:
@@ -113,7 +114,10 @@ class Run:
         # A prompt's later choices find the first one's pages; only what the first one found was free.
         firsts = self._outputs[:: self.job.num_choices]
         cached = sum(output.prefilled.num_cached_tokens for output in firsts if output.prefilled is not None)
-        return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
+        thought = sum(output.num_reasoning_tokens for output in self._outputs)
+        return Usage(
+            prompt, completion, prompt + completion, PromptTokensDetails(cached), CompletionTokensDetails(thought)
+        )
 
     def server_timing(self) -> str:
         """The value of a Server-Timing header, in milliseconds: the slowest sequence's wait in the queue and its
@@ -142,7 +146,7 @@ class Run:
                 )
                 for stream, params in zip(streams, sampling, strict=True):
                     index = len(self._outputs)
-                    self._outputs.append(Output(index, stream, self._tokenizer, prompt, params, job.text))
+                    self._outputs.append(Output(index, stream, self._tokenizer, prompt, params, job.text, job.form))
         except BaseException:
             for output in self._outputs:
                 output.stream.abort()
@@ -161,7 +165,7 @@ class Run:
             num_generated=[output.num_tokens for output in self._outputs],
             finish_reasons=[output.finish_reason or unfinished for output in self._outputs],
             sampling=self.job.sampling[0][0],
-            chat=self.job.chat,
+            chat=self.job.form is not None,
             prefilled=self._outputs[0].prefilled,
             error=None if self._error is None else type(self._error).__name__,
         )

@@ -143,9 +143,11 @@ class ChatRequest(GenerationRequest):
     include_reasoning: bool | None = None
     """Whether the answer shows the model's thinking; it is counted either way. None: true."""
     tools: Any = None
-    """Read by `tools.request.parse_tools`, like the two below."""
+    """Functions the model may call; read by `tools.request.parse_tools`, like the next one."""
     tool_choice: Any = None
-    parallel_tool_calls: Any = None
+    """none, auto, required, or the function to call. None: auto."""
+    parallel_tool_calls: bool | None = None
+    """Whether an answer may have several calls. None: true."""
 
     @property
     def asked_max_tokens(self) -> int | None:
@@ -222,7 +224,6 @@ UNSUPPORTED: Mapping[str, Callable[[object], bool]] = {
 _WITHOUT_EFFECT = frozenset(
     {
         "metadata",
-        "parallel_tool_calls",
         "prompt_cache_key",
         "prompt_cache_retention",
         "safety_identifier",

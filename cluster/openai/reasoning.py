@@ -28,15 +28,15 @@ class ReasoningStyle:
         """What a tokenizer may have as special tokens, which an answer's text must then show."""
         return self.begin, self.end
 
-    def is_open(self, prompt: str, *, continued: bool = False) -> bool:
-        """Whether an answer to `prompt` begins inside the thinking.
+    def is_open(self, prompt: str, continued: str = "") -> bool:
+        """Whether an answer begins inside the thinking.
 
         Args:
-            prompt: its end is enough.
-            continued: the prompt ends inside the answer, not where one begins, and any tag in it counts.
+            prompt: what it is an answer to; the end is enough.
+            continued: what there is of the answer already, at the prompt's end.
         """
         if continued:
-            return prompt.rfind(self.begin) > prompt.rfind(self.end)
+            return continued.rfind(self.begin) > continued.rfind(self.end)
         return prompt.rstrip(SPACE).endswith(self.begin)
 
 

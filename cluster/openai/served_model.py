@@ -17,7 +17,9 @@ from cluster.engine_client import EngineClient
 from cluster.http.context import RequestContext
 from cluster.messages import SamplingParams
 from cluster.native.engine_info import EngineInfo
+from cluster.openai.answer_parser import AnswerFormat
 from cluster.openai.chat import ChatPrompt, render_prompt
+from cluster.openai.formats import ModelFormats
 from cluster.openai.job import Job, Run
 from cluster.openai.protocol import SamplingFields
 from cluster.openai.sampling import SamplingDefaults, Vocabulary, sampling_params, text_options
@@ -73,6 +75,12 @@ class ServedModel:
         self.info = info
         self.vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
         self._vocabulary = Vocabulary(tokenizer=tokenizer, size=self.vocab_size, eos_token_ids=frozenset(eos_token_ids))
+        template = tokenizer.template
+        self.formats = ModelFormats.of(
+            "" if template is None else template.source,
+            reads_tools=template is not None and template.reads("tools"),
+            server=server,
+        )
         self._defaults = defaults or SamplingDefaults()
         self._next_seed = next_seed
         self._renderers = ThreadPoolExecutor(_NUM_RENDERERS, thread_name_prefix="chat-template")
@@ -229,7 +237,7 @@ class ServedModel:
         priority: int = 0,
         cache_salt: str | None = None,
         name: str | None = None,
-        chat: bool = False,
+        form: AnswerFormat | None = None,
     ) -> Job:
         """A request ready to run.
 
@@ -241,7 +249,7 @@ class ServedModel:
             priority: lower goes first.
             cache_salt: prompts share cached pages only under the same one. None: one of the client's own.
             name: the rest of the answer's id. None: a new one.
-            chat: the prompts are of the chat template.
+            form: how answers in a chat are read. None: this is no chat.
 
         Raises:
             RequestError: a field's value is not possible with this model.
@@ -261,10 +269,10 @@ class ServedModel:
                 num_prompt_logprobs=num_prompt_logprobs,
             ),
             text=text_options(fields, self._defaults, self.server, prompt_only=prompt_only),
+            form=form,
             client=context.client,
             priority=priority,
             cache_salt=context.cache_salt(cache_salt),
-            chat=chat,
         )
 
     def run(self, job: Job, *, timeout_s: float | None = None) -> Run:

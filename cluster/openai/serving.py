@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from cluster.http.answer import Answer
 from cluster.http.context import RequestContext
@@ -15,8 +16,11 @@ from cluster.openai.fields import ignored_header
 from cluster.openai.job import Job, Run
 from cluster.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from cluster.openai.served_model import ServedModel
+from cluster.openai.tools.request import parse_tools
 from cluster.openai.writer import AnswerOptions
 from configs.errors import RequestError
+
+_ENDING_TOKENS = 16  # of a prompt: a tag and the whitespace after it
 
 
 class OpenAIServing:
@@ -32,7 +36,8 @@ class OpenAIServing:
         request = protocol.check_request(ChatRequest, raw, model.server)
         job = await chat_job(model, "chatcmpl-", request, context)
         run = model.run(job)
-        writer = ChatWriter(model.head(job), job, model.tokenizer, _options(request, run))
+        options = replace(_options(request, run), reasoning=request.include_reasoning is not False)
+        writer = ChatWriter(model.head(job), job, model.tokenizer, options)
         unread = chat.unread_fields(request, model.tokenizer)
         if unread and model.server.strict_fields:
             raise RequestError(f"This model's chat template reads no {unread[0]}.", param=unread[0])
@@ -108,7 +113,13 @@ async def chat_job(model: ServedModel, prefix: str, request: ChatRequest, contex
         RequestError: with the path of the field at fault.
     """
     model.check_name(request.model)
-    ids = await chat_prompt(model, request)
+    use = parse_tools(request.tools, request.tool_choice, request.parallel_tool_calls)
+    if use is not None and use.is_forced:
+        raise RequestError("A required call is not supported.", code="unsupported_parameter", param="tool_choice")
+    template_input = chat.chat_prompt(request, model.tokenizer, model.formats, use)
+    ids = await model.encode_chat(template_input)
+    continued = template_input.messages[-1]["content"] if template_input.continue_final_message else ""
+    ending = model.tokenizer.decode(ids[-_ENDING_TOKENS:], skip_special_tokens=False)
     prompt = model.truncated(ids, request.truncate_prompt_tokens, request.asked_max_tokens)
     max_tokens = model.checked_max_tokens(
         prompt, request.asked_max_tokens, default=model.default_max_tokens(prompt), param="messages"
@@ -125,7 +136,7 @@ async def chat_job(model: ServedModel, prefix: str, request: ChatRequest, contex
         priority=request.priority or 0,
         cache_salt=request.cache_salt,
         name=request.request_id,
-        chat=True,
+        form=model.formats.answer_format(use, ending, continued),
     )
 
 
@@ -135,7 +146,8 @@ async def chat_prompt(model: ServedModel, request: ChatRequest) -> list[int]:
     Raises:
         RequestError: with the path of the field at fault.
     """
-    return await model.encode_chat(chat.chat_prompt(request, model.tokenizer))
+    use = parse_tools(request.tools, request.tool_choice, request.parallel_tool_calls)
+    return await model.encode_chat(chat.chat_prompt(request, model.tokenizer, model.formats, use))
 
 
 def _options(request: GenerationRequest, run: Run) -> AnswerOptions:

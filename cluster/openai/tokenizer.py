@@ -117,8 +117,25 @@ class Tokenizer:
         """Text of `ids` on their own."""
         return str(self._rust.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
-    def detokenizer(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True) -> Detokenizer:
-        """A decoder for the tokens that follow `prompt_ids`."""
+    def special_id(self, text: str) -> int | None:
+        """The id of the special token that is written as `text`; None where it is no special token."""
+        id_ = self._rust.token_to_id(text)
+        return id_ if id_ in self._special_ids else None
+
+    def detokenizer(
+        self, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True, shown: frozenset[str] = frozenset()
+    ) -> Detokenizer:
+        """A decoder for the tokens that follow `prompt_ids`.
+
+        Args:
+            shown: special tokens that are not skipped.
+        """
+        shown_ids = {id_ for text in shown if (id_ := self.special_id(text)) is not None}
+        if skip_special_tokens and shown_ids:
+            hidden = self._special_ids - shown_ids
+            if self._byte_level:
+                return ByteDetokenizer(lambda id_: b"" if id_ in hidden else self.token_bytes(id_))
+            return StreamDetokenizer(self._rust, prompt_ids, skip_special_tokens=False, hidden=hidden)
         if self._byte_level:
             return ByteDetokenizer(self.visible_bytes if skip_special_tokens else self.token_bytes)
         return StreamDetokenizer(self._rust, prompt_ids, skip_special_tokens=skip_special_tokens)

@@ -17,6 +17,7 @@ from cluster.openai.echo import finite
 from cluster.openai.generation import Delta
 from cluster.openai.job import Job
 from cluster.openai.tokenizer import Tokenizer
+from cluster.openai.tools.events import Event
 from cluster.openai.wire import Head, Reason, Usage
 
 DONE = b"data: [DONE]\n\n"
@@ -61,6 +62,8 @@ class AnswerOptions:
     """Log probabilities name tokens `token_id:<id>` and not by their text."""
     num_prompt_logprobs: int = -1
     """-1: no field `prompt_logprobs`."""
+    reasoning: bool = True
+    """The model's thinking, where the answer is one in a chat."""
 
 
 class Collected:
@@ -68,6 +71,7 @@ class Collected:
 
     def __init__(self) -> None:
         self.text: list[str] = []
+        self.events: list[Event] = []
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.text_offsets: list[int] = []
@@ -77,6 +81,7 @@ class Collected:
 
     def add(self, delta: Delta) -> None:
         self.text.append(delta.text)
+        self.events += delta.events
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
         self.text_offsets += delta.text_offsets
@@ -110,9 +115,9 @@ class BaseWriter:
     def _token_ids(self, ids: list[int]) -> list[int] | msgspec.UnsetType:
         return ids if self._options.token_ids else msgspec.UNSET
 
-    def _shows(self, delta: Delta) -> bool:
-        """Whether `delta` has something to show besides why it ended."""
-        return bool(delta.text or delta.logprobs or (self._options.token_ids and delta.token_ids))
+    def _has_tokens(self, delta: Delta) -> bool:
+        """Whether `delta` has something to show of its tokens besides their text."""
+        return bool(delta.logprobs or (self._options.token_ids and delta.token_ids))
 
     def _name(self, token_id: int) -> str:
         """A token in log probabilities."""

@@ -203,7 +203,7 @@ class ResponseBuilder:
             usage.prompt_tokens,
             objects.InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
             usage.completion_tokens,
-            objects.OutputTokensDetails(0),
+            objects.OutputTokensDetails(usage.completion_tokens_details.reasoning_tokens),
             usage.total_tokens,
         )
 

@@ -36,6 +36,7 @@ from cluster.openai.responses.request import (
 from cluster.openai.responses.store import ResponseStore, StoredResponse
 from cluster.openai.served_model import ServedModel
 from cluster.openai.serving import chat_job
+from cluster.openai.tools.events import tell
 from configs.errors import RequestError
 
 _MAX_LISTED_ITEMS = 100
@@ -221,8 +222,8 @@ class ResponsesServing:
                 chunk = b"" if begun else builder.begin()
                 begun = True
                 for delta in deltas:
-                    if delta.text:
-                        chunk += builder.say(delta.text)
+                    for event in delta.events:
+                        chunk += tell(builder, event)
                     reason = delta.finish_reason or reason
                 yield chunk
         if reason is FinishReason.ABORT:

@@ -60,14 +60,12 @@ class ToolUse:
         return self.mode in (ToolMode.REQUIRED, ToolMode.NAMED)
 
 
-def parse_tools(tools: object, tool_choice: object = None, parallel_tool_calls: object = None) -> ToolUse | None:
+def parse_tools(tools: object, tool_choice: object = None, parallel_tool_calls: bool | None = None) -> ToolUse | None:
     """The tools of a request in the shape of chat completions; None when it has none.
 
     Raises:
         RequestError: with the path of the field at fault, e.g. `tools[0].function.name`.
     """
-    if not isinstance(parallel_tool_calls, bool | None):
-        raise _invalid("parallel_tool_calls", "must be true or false")
     if tools is None or tools == []:
         if tool_choice not in (None, "none", "auto"):
             raise RequestError("tool_choice is only allowed with tools.", param="tool_choice")
