@@ -119,7 +119,11 @@ def ray_cluster() -> Iterator[None]:
     """A cluster of this run's own: one node, no GPUs, enough logical CPUs for every test's groups."""
     import ray
 
+    from cluster.http.edge import CALLBACK
+    from cluster.session import PROXY_CALLBACK
+
     os.environ["RAY_AUTH_MODE"] = "disabled"
+    os.environ[PROXY_CALLBACK] = CALLBACK  # as in a cluster that `cluster serve` starts
     os.environ["PYTHONPATH"] = str(ROOT)  # the workers' way to this checkout
     ray.init(
         address="local",

@@ -190,7 +190,7 @@ def runner(smollm2: Tokenizer, folder: Path, max_model_len: int = 128) -> Run:
     reply = [*smollm2.encode(REPLY, add_special_tokens=False), EOS]
 
     @contextlib.asynccontextmanager
-    async def stack(server: ServerConfig, script: dict[str, Any]) -> AsyncIterator[Stack]:
+    async def stack(server: ServerConfig, max_model_len: int, script: dict[str, Any]) -> AsyncIterator[Stack]:
         coordinator = ScriptedCoordinator(**{"reply": reply, **script})
         path = folder / "engine.sock"
         listening = await asyncio.start_unix_server(coordinator.serve, path)
@@ -204,12 +204,12 @@ def runner(smollm2: Tokenizer, folder: Path, max_model_len: int = 128) -> Run:
         await engine.close()
         listening.close()
 
-    async def bounded(scenario: Scenario, server: ServerConfig, script: dict[str, Any]) -> None:
-        async with asyncio.timeout(20), stack(server, script) as made:
+    async def bounded(scenario: Scenario, *stack_of: Any) -> None:
+        async with asyncio.timeout(20), stack(*stack_of) as made:
             await scenario(made)
 
-    def go(scenario: Scenario, server: ServerConfig | None = None, **script: Any) -> None:
-        asyncio.run(bounded(scenario, server or ServerConfig(), script))
+    def go(scenario: Scenario, server: ServerConfig | None = None, max_model_len: int = 128, **script: Any) -> None:
+        asyncio.run(bounded(scenario, server or ServerConfig(), max_model_len, script))
 
     return go
 

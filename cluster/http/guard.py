@@ -130,10 +130,15 @@ class _Response:
         await self._send(message)
 
 
+def is_request_id(name: bytes) -> bool:
+    """Whether a request may go by this name: short, and of characters that need no care in logs."""
+    return _REQUEST_ID.fullmatch(name) is not None
+
+
 def _request_id(scope: Scope) -> tuple[str, bool]:
     """The request's name, and whether it came with it."""
     given = [value for name, value in scope["headers"] if name == b"x-request-id"]
-    if len(given) == 1 and _REQUEST_ID.fullmatch(given[0]):
+    if len(given) == 1 and is_request_id(given[0]):
         return given[0].decode(), True
     return uuid.uuid4().hex, False
 

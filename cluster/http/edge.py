@@ -1,0 +1,164 @@
+"""The outermost layer, in the process that holds the clients' connections: Ray Serve's proxy.
+
+Ray Serve has neither limits nor backpressure between a connection and a replica, and speaks plain text when it fails.
+`RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=cluster.http.edge:middlewares` puts this around it; Serve reads that when its
+proxies start. Without it everything works, but a slow client's answer piles up in the proxy, and a replica that dies
+cuts its streams.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import deque
+from collections.abc import MutableMapping
+from typing import Any
+
+import uvicorn.protocols.http.auto
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cluster.http.connection import SCOPE_KEY, LimitedConnection
+from cluster.http.endpoint import PAUSE, RESUME
+from cluster.http.errors import error_event, send_error
+from cluster.http.guard import is_request_id
+from configs.errors import OverloadedError, RequestError
+
+CALLBACK = "cluster.http.edge:middlewares"
+"""Value of RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH."""
+# By these a client could have its request go on after it left, or fill the proxy's table of models.
+_SERVE_HEADERS = re.compile(rb"x-request-disconnect-disabled|serve[_-]multiplexed[_-]model[_-]id")
+_STATUS = {
+    404: RequestError("There is no such route.", code="not_found", status=404),
+    408: RequestError("The request took too long.", code="request_timeout", status=408),
+    503: OverloadedError("No replica can take the request; try again later."),
+}
+_FAILED = RequestError("The server failed while running this request.", code="engine_error", status=500)
+_CUT = RequestError("The replica that answered this request ended; try again.", code="engine_error", status=503)
+
+
+def middlewares() -> list[Middleware]:
+    """For Ray Serve's proxy: makes its connections limited ones, and returns the layer around it."""
+    uvicorn.protocols.http.auto.AutoHTTPProtocol = LimitedConnection
+    return [Middleware(Edge)]
+
+
+class Edge:
+    """ASGI middleware around Ray Serve's proxy."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        connection: LimitedConnection | None = scope.pop(SCOPE_KEY, None)
+        if scope["type"] != "http" or scope["path"].startswith("/-/"):
+            await self._app(scope, receive, send)
+            return
+        scope["headers"] = _clean(scope["headers"])
+        inbox, outbox = _Inbox(receive), _Outbox(send)
+        if connection is not None:
+            connection.on_full = inbox.tell_full
+        try:
+            await self._app(scope, inbox.receive, outbox.send)
+        finally:
+            if connection is not None:
+                connection.on_full = None
+        await outbox.complete()
+
+
+def _clean(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Without what steers Ray Serve, and without a request id that is no fit name: Serve then makes one."""
+    ids = [value for name, value in headers if name == b"x-request-id"]
+    keep_id = len(ids) == 1 and is_request_id(ids[0])
+    return [
+        (name, value)
+        for name, value in headers
+        if not _SERVE_HEADERS.fullmatch(name) and (keep_id or name != b"x-request-id")
+    ]
+
+
+class _Inbox:
+    """`receive` of one request, into which the connection's news are mixed for the replica to see."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._news: deque[Message] = deque()
+        self._pending: asyncio.Task[MutableMapping[str, Any]] | None = None
+        self._told = asyncio.Event()
+
+    def tell_full(self, full: bool) -> None:
+        self._news.append({"type": PAUSE if full else RESUME})
+        self._told.set()
+
+    async def receive(self) -> Message:
+        if self._pending is None:
+            self._pending = asyncio.ensure_future(_awaited(self._receive))
+        if not self._news and not self._pending.done():
+            told = asyncio.ensure_future(self._told.wait())
+            try:
+                await asyncio.wait((self._pending, told), return_when=asyncio.FIRST_COMPLETED)
+            except asyncio.CancelledError:
+                self._pending.cancel()
+                raise
+            finally:
+                told.cancel()
+        if self._news:
+            self._told.clear()
+            return self._news.popleft()
+        message, self._pending = self._pending.result(), None
+        return message
+
+
+async def _awaited(receive: Receive) -> Message:
+    return await receive()
+
+
+class _Outbox:
+    """`send` of one request: what Ray Serve says itself gets our shape, and a stream never ends without a word."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._error: RequestError | None = None  # in whose place Serve's plain text is dropped
+        self._begun = False
+        self._streaming = False
+        self._done = False
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._begun = True
+            if _is_serves_own(message):
+                self._error = _STATUS.get(message["status"], _FAILED)
+                self._start = message
+                return
+            content_type = dict(message["headers"]).get(b"content-type", b"")
+            self._streaming = content_type.startswith(b"text/event-stream")
+        last = message["type"] == "http.response.body" and not message.get("more_body", False)
+        if self._error is not None:
+            if last:
+                self._done = True
+                await send_error(self._send, self._error, _other_headers(self._start))
+            return
+        self._done = self._done or last
+        await self._send(message)
+
+    async def complete(self) -> None:
+        """To be called when the app has returned."""
+        if not self._begun:
+            await send_error(self._send, _FAILED)
+        if self._streaming and not self._done:
+            await self._send({"type": "http.response.body", "body": error_event(_CUT), "more_body": False})
+
+
+def _is_serves_own(message: Message) -> bool:
+    """Whether Ray Serve made this response, and not a replica: an error in plain text, without even its length."""
+    headers = dict(message["headers"])
+    return (
+        message["status"] >= 400
+        and headers.get(b"content-type", b"").startswith(b"text/plain")
+        and b"content-length" not in headers
+    )
+
+
+def _other_headers(message: Message) -> dict[str, str]:
+    kept = (b"x-request-id", b"retry-after")
+    return {name.decode().lower(): value.decode() for name, value in message["headers"] if name.lower() in kept}
