@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -25,8 +26,9 @@ from cluster.messages import (
     TokenLogprobs,
 )
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
+from configs.errors import GuideError
 from worker.frame_check import FrameLimits, check_frame
-from worker.protocol import RowFlag, StepFrame, StepResult
+from worker.protocol import RowFlag, StepFrame, StepResult, UInt32Array, mask_words
 
 EOS = 7
 VOCAB = 40
@@ -50,14 +52,77 @@ def next_token(tokens: list[int] | npt.NDArray[np.int64], seed: int) -> int:
     return zlib.crc32(np.asarray(tokens, np.int32).tobytes(), seed) % VOCAB
 
 
+def allows(answer: Sequence[int], token: int) -> bool:
+    """The grammar of the requests that have one: what may come next depends on all that came before."""
+    return (token + sum(answer)) % 3 == 0
+
+
+def is_complete(answer: Sequence[int]) -> bool:
+    return len(answer) > 0 and sum(answer) % 11 == 0
+
+
+def goes_wrong(answer: Sequence[int]) -> bool:
+    """The grammar has no way on, or so it says."""
+    return sum(answer) % 37 == 36
+
+
+def first_allowed(token: int, mask: npt.NDArray[np.bool_]) -> int:
+    """The token drawn where `token` would be without a mask [VOCAB]."""
+    return int(np.roll(mask, -token).argmax() + token) % VOCAB
+
+
+class RuleGuide:
+    """Follows the grammar; each mask is there after some polls."""
+
+    def __init__(self, max_delay: int, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._max_delay = max_delay
+        self._answer: list[int] = []
+        self._delay = 0
+        self.is_closed = False
+        self.accept(())
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        assert not self.is_closed
+        assert not self._delay, "a token without a mask"
+        self._answer += tokens
+        self._delay = self._random.randint(0, self._max_delay)
+
+    def poll(self) -> UInt32Array | None:
+        assert not self.is_closed
+        if self._delay:
+            self._delay -= 1
+            return None
+        if goes_wrong(self._answer):
+            raise GuideError("no way on")
+        bits = np.zeros(32 * mask_words(VOCAB), np.uint8)
+        bits[:VOCAB] = [allows(self._answer, token) for token in range(VOCAB)]
+        return np.packbits(bits, bitorder="little").view(np.uint32)
+
+    @property
+    def is_finished(self) -> bool:
+        return not self._delay and is_complete(self._answer)
+
+    def close(self) -> None:
+        assert not self.is_closed, "closed twice"
+        self.is_closed = True
+
+
 def reference(prompt: list[int], sampling: SamplingParams, limits: SchedulerLimits) -> tuple[list[int], FinishReason]:
     """What a request must get, with nothing else in the engine."""
     tokens = list(prompt)
     while True:
-        token = next_token(tokens, sampling.seed)
-        tokens.append(token)
         answer = tokens[len(prompt) :]
+        token = next_token(tokens, sampling.seed)
+        if sampling.grammar is not None:
+            token = first_allowed(token, np.array([allows(answer, i) for i in range(VOCAB)]))
+        tokens.append(token)
+        answer.append(token)
         if (token in limits.eos_token_ids and not sampling.ignore_eos) or token in sampling.stop_token_ids:
+            return answer, FinishReason.STOP
+        if sampling.grammar is not None and goes_wrong(answer):
+            return answer, FinishReason.ERROR
+        if sampling.grammar is not None and is_complete(answer):
             return answer, FinishReason.STOP
         if len(answer) == sampling.max_tokens or len(tokens) == limits.max_model_len:
             return answer, FinishReason.LENGTH
@@ -78,6 +143,7 @@ class FakeWorker:
         self.last_token = np.zeros(limits.max_num_seqs + 1, np.int64)
         self.seeds: dict[int, int] = {}
         self.num_logprobs: dict[int, int] = {}
+        self.masks: dict[int, npt.NDArray[np.bool_]] = {}
         self.num_computed = 0
 
     def run(self, encoded: bytes) -> bytes:
@@ -87,6 +153,9 @@ class FakeWorker:
         for record in frame.params:
             self.seeds[int(record["row"])] = int(record["seed"])
             self.num_logprobs[int(record["row"])] = int(record["num_logprobs"])
+            self.masks.pop(int(record["row"]), None)
+        for row, mask in zip(frame.mask_rows.tolist(), frame.masks, strict=True):
+            self.masks[row] = np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB].astype(np.bool_)
         plan = []
         offset = 0
         for row, start, num, flags in zip(
@@ -108,7 +177,8 @@ class FakeWorker:
             if flags & RowFlag.SAMPLE:
                 positions = np.arange(num_tokens)
                 history = self.kv[self.table[row, positions // self.page_size], positions % self.page_size]
-                self.last_token[row] = next_token(history, self.seeds[row])
+                token = next_token(history, self.seeds[row])
+                self.last_token[row] = first_allowed(token, self.masks[row]) if row in self.masks else token
                 if self.num_logprobs[row] >= 0:
                     asked.append(len(tokens))
                 tokens.append(int(self.last_token[row]))
@@ -160,11 +230,13 @@ class Answer:
 class Engine:
     """Scheduler and fake worker; checks every frame and every output against the rules."""
 
-    def __init__(self, limits: SchedulerLimits) -> None:
+    def __init__(self, limits: SchedulerLimits, max_mask_delay: int = 2) -> None:
         self.limits = limits
+        self.max_mask_delay = max_mask_delay
+        self.guides: list[RuleGuide] = []
         self.now = 0.0
         """Seconds; a launch takes a hundredth."""
-        self.scheduler = Scheduler(limits, clock=lambda: self.now)
+        self.scheduler = Scheduler(limits, make_guide=self._make_guide, clock=lambda: self.now)
         self.worker = FakeWorker(limits)
         self.answers: dict[int, Answer] = {}
         self.frames: deque[StepFrame] = deque()
@@ -202,6 +274,12 @@ class Engine:
         self.scheduler.check_integrity()
         return request_id
 
+    def _make_guide(self, request: GenerateRequest) -> RuleGuide | None:
+        if request.sampling.grammar is None:
+            return None
+        self.guides.append(RuleGuide(self.max_mask_delay, request.id))
+        return self.guides[-1]
+
     def abort(self, *ids: int) -> None:
         for request_id in ids:
             answer = self.answers.get(request_id)
@@ -221,6 +299,9 @@ class Engine:
             self.log.append(encoded)
             self.frames.append(frame)
             self.results.append(self.worker.run(encoded))
+        elif not self.frames:
+            self.take(self.scheduler.drain_finished())
+            assert self.scheduler.is_awaiting_masks or not self.scheduler.has_work, "the engine stands still"
         return frame
 
     def retire(self) -> StepOutput:
@@ -286,10 +367,12 @@ class Engine:
         assert stats.num_running == stats.num_waiting == stats.num_waiting_tokens == stats.num_owned_pages == 0
         assert stats.num_free_pages + stats.num_cached_pages == self.limits.num_pages
         assert stats.num_evictable_pages == stats.num_cached_pages
+        assert all(guide.is_closed for guide in self.guides)
         for answer in self.answers.values():
             assert answer.finished is not None, "a request never ended"
             is_late = answer.finished.error_code == "deadline_exceeded"
-            if answer.finished.reason is FinishReason.ERROR and not is_late:
+            is_astray = answer.finished.error_code == "grammar_error"
+            if answer.finished.reason is FinishReason.ERROR and not (is_late or is_astray):
                 continue
             tokens, reason = reference(answer.prompt, answer.sampling, self.limits)
             if is_late:
@@ -300,7 +383,8 @@ class Engine:
                 assert answer.tokens == tokens[: len(answer.tokens)]
                 continue
             assert (answer.tokens, answer.finished.reason) == (tokens, reason)
-            assert answer.finished.stop_token_id == (tokens[-1] if reason is FinishReason.STOP else None)
+            if answer.finished.stop_token_id is not None or answer.sampling.grammar is None:
+                assert answer.finished.stop_token_id == (tokens[-1] if reason is FinishReason.STOP else None)
             assert answer.cached is not None
             assert answer.cached < len(answer.prompt)
 

@@ -53,6 +53,7 @@ def run_random_load(seed: int, steps_in_flight: int) -> Engine:
                     ignore_eos=rng.random() < 0.5,
                     stop_token_ids=rng.choice([(), (), (3, 5)]),
                     prompt_logprobs=rng.choice([-1, -1, -1, 0, 2]),
+                    grammar=rng.choice([None, None, None, "rule"]),
                     seed=rng.randrange(2),
                 )
         elif event < 0.32 and engine.answers:
@@ -98,6 +99,11 @@ def test_random_load_reaches_preemption_eviction_hits_and_every_finish() -> None
     assert {FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR} <= reasons
     assert sum(stat.total_expired for stat in stats) > 10
     assert sum(len(answer.scores) for engine in engines for answer in engine.answers.values()) > 1000
+    guided = [answer for engine in engines for answer in engine.answers.values() if answer.sampling.grammar]
+    ends = [answer.finished for answer in guided if answer.finished]
+    assert sum(end.reason is FinishReason.STOP and end.stop_token_id is None for end in ends) > 10
+    assert sum(end.error_code == "grammar_error" for end in ends) > 3
+    assert sum(end.num_preemptions for end in ends) > 3
 
 
 def test_the_same_calls_give_the_same_bytes() -> None:
