@@ -1,0 +1,72 @@
+"""Words of several tokens that must not occur in an answer: the last token is banned where the others just came.
+
+A word of one token is a bias that always holds, and no matter of a guide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from cluster.scheduling.guide import Guide
+from worker.protocol import UInt32Array, mask_words
+
+
+class BadWordsGuide:
+    """A `cluster.scheduling.guide.Guide` that keeps an answer free of `words`."""
+
+    def __init__(self, words: Sequence[Sequence[int]], vocab_size: int) -> None:
+        """`words`: token ids below `vocab_size`, at least two each."""
+        self._words = [(list(word[:-1]), word[-1]) for word in words]
+        self._num_kept = max(len(before) for before, _ in self._words)
+        self._last: list[int] = []  # as many tokens as the longest word has before its last
+        self._any = _full_mask(vocab_size)
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        self._last = [*self._last, *tokens][-self._num_kept :]
+
+    def poll(self) -> UInt32Array:
+        banned = [last for before, last in self._words if self._last[-len(before) :] == before]
+        if not banned:
+            return self._any
+        mask = self._any.copy()
+        for token in banned:
+            mask[token >> 5] &= ~(np.uint32(1) << np.uint32(token & 31))
+        return mask
+
+    @property
+    def is_finished(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+
+class BothGuides:
+    """Allows what both of two guides allow."""
+
+    def __init__(self, first: Guide, second: Guide) -> None:
+        self._both = (first, second)
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        for guide in self._both:
+            guide.accept(tokens)
+
+    def poll(self) -> UInt32Array | None:
+        first, second = (guide.poll() for guide in self._both)
+        return None if first is None or second is None else first & second
+
+    @property
+    def is_finished(self) -> bool:
+        return any(guide.is_finished for guide in self._both)
+
+    def close(self) -> None:
+        for guide in self._both:
+            guide.close()
+
+
+def _full_mask(vocab_size: int) -> UInt32Array:
+    bits = np.zeros(32 * mask_words(vocab_size), np.uint8)
+    bits[:vocab_size] = 1
+    return np.packbits(bits, bitorder="little").view(np.uint32)

@@ -1,0 +1,147 @@
+"""From a `GrammarSpec` to llguidance's own JSON of a grammar. Runs where it can be killed: see `matcher_process`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import any_to_lark
+
+from cluster.structured.schema import prepare_schema
+from cluster.structured.spec import GrammarKind, GrammarSpec, StructuralTag
+from configs.errors import RequestError
+
+_CODE_FRAME = re.compile(r"^(\d+ \||\^+$)")
+_POSITION = re.compile(r"^(at )?\d+\(\d+\): ")
+_MAX_MESSAGE_CHARS = 300
+
+
+class GrammarCompiler:
+    """Compiles for one model, whose special tokens may occur in texts around JSON."""
+
+    def __init__(self, special_tokens: dict[str, int]) -> None:
+        """`special_tokens`: id by text."""
+        self._special_tokens = special_tokens
+        texts = sorted(map(re.escape, special_tokens), key=len, reverse=True)
+        self._special = re.compile(f"({'|'.join(texts)})") if texts else None
+
+    def compile(self, spec: GrammarSpec) -> str:
+        """The grammar, not yet known to be one that llguidance can run.
+
+        Raises:
+            RequestError: it cannot be compiled; names the field and, where it can, the place in it.
+        """
+        match spec.kind:
+            case GrammarKind.JSON_SCHEMA:
+                return _grammars([{"json_schema": _schema(_json(spec), spec, spec.param)}])
+            case GrammarKind.REGEX:
+                return LLMatcher.grammar_from_regex(_unanchored(spec.body.decode()))
+            case GrammarKind.CHOICE:
+                # A terminal: one automaton, where a rule would try each choice by itself.
+                return _lark("start: CHOICE\nCHOICE: " + "|".join(map(_quote, _json(spec))))
+            case GrammarKind.GRAMMAR:
+                return _lark(_as_lark(spec))
+            case GrammarKind.STRUCTURAL_TAG:
+                return self._structural_tag(msgspec.json.decode(spec.body, type=StructuralTag), spec)
+            case GrammarKind.COMPILED:
+                return spec.body.decode()
+
+    def _structural_tag(self, tag: StructuralTag, spec: GrammarSpec) -> str:
+        # Text up to a trigger is one lazy token of the grammar; what follows the last tag is free.
+        by_trigger: list[list[int]] = [[] for _ in tag.triggers]
+        grammars: list[dict[str, Any]] = []
+        tags = []
+        for j, piece in enumerate(tag.structures):
+            param = f"{spec.param}.structures[{j}]"
+            i = next((i for i, trigger in enumerate(tag.triggers) if trigger and piece.begin.startswith(trigger)), None)
+            if i is None:
+                raise RequestError(f"{param}.begin must begin with one of the triggers.", param=f"{param}.begin")
+            by_trigger[i].append(j)
+            begin = self._text(piece.begin.removeprefix(tag.triggers[i]))
+            tags.append(f"tag_{j}: {begin} @schema_{j} {self._text(piece.end)}")
+            grammars.append({"name": f"schema_{j}", "json_schema": _schema(piece.schema, spec, f"{param}.schema")})
+        used = [i for i, members in enumerate(by_trigger) if members]
+        if not used:
+            raise RequestError(f"{spec.param} needs structures and triggers.", param=spec.param)
+        parts = [f"part_{i}: head_{i} ({_alternatives('tag', by_trigger[i])})" for i in used]
+        heads = [self._head(i, tag.triggers[i]) for i in used]
+        start = ["start: part* TEXT", r"TEXT: /(.|\n)*/", f"part: {_alternatives('part', used)}"]
+        return _grammars([{"name": "answer", "lark_grammar": "\n".join(start + parts + heads + tags)}, *grammars])
+
+    def _head(self, i: int, trigger: str) -> str:
+        if trigger in self._special_tokens:
+            return f"head_{i}: TEXT <[{self._special_tokens[trigger]}]>"
+        return f"head_{i}[lazy]: TEXT {_quote(trigger)}"
+
+    def _text(self, text: str) -> str:
+        """`text` as a sequence of Lark: special tokens by their id, since they have no bytes to match."""
+        if self._special is None:
+            return _quote(text) if text else ""
+        pieces = self._special.split(text)
+        return " ".join(
+            f"<[{self._special_tokens[piece]}]>" if i % 2 else _quote(piece) for i, piece in enumerate(pieces) if piece
+        )
+
+
+def clean_message(message: str) -> str:
+    """The words of an error of llguidance, without the excerpt of a grammar that the caller never wrote."""
+    lines = (line.strip() for line in message.replace("<non-verbose/>", "").splitlines())
+    text = " ".join(line for line in lines if line and not _CODE_FRAME.match(line))
+    return _POSITION.sub("", text)[:_MAX_MESSAGE_CHARS]
+
+
+def _json(spec: GrammarSpec) -> Any:
+    try:
+        return msgspec.json.decode(spec.body)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{spec.param} is not valid JSON: {error}.", param=spec.param) from None
+
+
+def _schema(schema: object, spec: GrammarSpec, param: str) -> dict[str, Any]:
+    prepared = prepare_schema(schema, param)
+    options = {
+        "whitespace_flexible": False,
+        "item_separator": "," if spec.compact else ", ?",
+        "key_separator": ":" if spec.compact else ": ?",
+        "coerce_one_of": not spec.strict,
+        "lenient": not spec.strict,
+    }
+    return {**prepared, "x-guidance": options}
+
+
+def _as_lark(spec: GrammarSpec) -> str:
+    try:
+        return any_to_lark(spec.body.decode())
+    except Exception as error:  # noqa: BLE001 -- the converter raises Exception itself, and IndexError at the end
+        raise RequestError(
+            f"{spec.param} is neither a Lark grammar, with a rule `start`, nor GBNF, with a rule `root`: "
+            f"{clean_message(str(error))}",
+            param=spec.param,
+        ) from None
+
+
+def _unanchored(regex: str) -> str:
+    """`regex` without an outer ^ and $, which change nothing where all of an answer must match."""
+    regex = regex.removeprefix("^")
+    escapes = len(regex) - 1 - len(regex[:-1].rstrip("\\"))
+    return regex[:-1] if regex.endswith("$") and escapes % 2 == 0 else regex
+
+
+def _alternatives(name: str, numbers: Iterable[int]) -> str:
+    return " | ".join(f"{name}_{i}" for i in numbers)
+
+
+def _quote(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _lark(grammar: str) -> str:
+    return _grammars([{"lark_grammar": grammar}])
+
+
+def _grammars(grammars: Sequence[dict[str, Any]]) -> str:
+    return msgspec.json.encode({"grammars": grammars}).decode()

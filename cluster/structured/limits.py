@@ -1,0 +1,39 @@
+"""What a grammar may cost. Every number is a bound on what one request can take from the others.
+
+llguidance counts its own work ("fuel") and gives up with an error; measured, that bounds a mask to some 30 ms but not
+a compile: `multipleOf: 999983` takes half a minute, an intersection of three regexes six minutes and 2 GB. So every
+piece of work also has a limit of CPU time and memory that ends the process it runs in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+MAX_GRAMMAR_BYTES = 256 << 10
+"""Of a schema, regex, grammar or list of choices, as UTF-8 JSON or text."""
+MAX_SCHEMA_DEPTH = 60
+"""Schemas within schemas. llguidance reads JSON of at most 128 levels, two for each of ours."""
+MAX_ENUM_VALUES = 5000
+"""Values of all `enum`s of a schema together, and choices."""
+
+CHECK_CPU_S = 0.05
+"""CPU time to compile a grammar and compute its first mask. A refusal has to come within 100 ms."""
+OPEN_CPU_S = 0.25
+"""The same for a grammar that was checked: more, since CPU time varies with what else the machine does."""
+MASK_CPU_S = 0.1
+"""CPU time of one mask."""
+TOKEN_CPU_S = 0.002
+"""CPU time of a mask on average; an answer gets this much for each of its tokens, and MASK_CPU_S once."""
+MATCHER_MEMORY_BYTES = 1 << 30
+"""Address space of a process that compiles and matches, beyond what it starts with."""
+
+PARSER_LIMITS: Mapping[str, Any] = {
+    "initial_lexer_fuel": 200_000,
+    "step_lexer_fuel": 50_000,
+    "step_max_items": 10_000,
+    "max_lexer_states": 20_000,
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,
+}
+"""Keyword arguments of `llguidance.LLParserLimits`, on both sides. 500 optional properties of one object still fit."""

@@ -1,0 +1,168 @@
+"""JSON schemas before llguidance sees them: limits, what can never end, and objects that need not stay open."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from cluster.structured.limits import MAX_ENUM_VALUES, MAX_SCHEMA_DEPTH
+from configs.errors import RequestError
+
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_SINGLE = ("items", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames")
+_MAX_PARAM_CHARS = 200
+# With these about, whether an object is open is decided by several schemas together.
+_ENTANGLING = {"not", "if", "dependentSchemas", "unevaluatedProperties"}
+_OF_OBJECTS = {"properties", "patternProperties", "additionalProperties", "required", "$ref", "allOf", "anyOf", "oneOf"}
+
+
+def prepare_schema(schema: object, param: str) -> dict[str, Any]:
+    """The schema to compile: `schema`, checked, with objects closed that do not say whether they are open.
+
+    It is changed in place. An object that names its properties and says nothing about others would otherwise be
+    followed by any number of made-up ones. The closed schema allows less: whatever matches it matches `schema`.
+
+    Raises:
+        RequestError: not a schema, too deep, too many enum values, or nothing finite can match it.
+    """
+    if not isinstance(schema, dict | bool):
+        raise RequestError(f"{param} must be a JSON schema.", code="invalid_type", param=param)
+    num_values = 0
+    entangled = False
+    nodes = []
+    for node, path, depth in _schemas(schema, param):
+        if depth > MAX_SCHEMA_DEPTH:
+            raise _too_complex(f"is nested deeper than {MAX_SCHEMA_DEPTH} schemas", param)
+        if not isinstance(node, dict):
+            continue
+        if "x-guidance" in node:
+            raise RequestError(f"{path}: x-guidance is not supported.", code="unsupported_parameter", param=path)
+        values = node.get("enum")
+        num_values += len(values) if isinstance(values, list) else 0
+        if num_values > MAX_ENUM_VALUES:
+            raise _too_complex(f"has more than {MAX_ENUM_VALUES} enum values", f"{path}.enum")
+        entangled = entangled or not _ENTANGLING.isdisjoint(node) or _merges(node)
+        nodes.append(node)
+    if not _Finite(schema).ends():
+        raise RequestError(f"{param} is matched by nothing finite.", param=param)
+    if not entangled:
+        for node in nodes:
+            _close(node)
+    return schema if isinstance(schema, dict) else {}
+
+
+def _schemas(schema: object, param: str) -> Iterator[tuple[object, str, int]]:
+    """Every schema in `schema` with its path and depth; what is data (enum, const, default) is not looked into."""
+    stack: list[tuple[object, str, int]] = [(schema, param, 0)]
+    while stack:
+        node, path, depth = stack.pop()
+        yield node, path[:_MAX_PARAM_CHARS], depth
+        if not isinstance(node, dict):
+            continue
+        for key, value in node.items():
+            if key in _SINGLE:
+                stack.append((value, f"{path}.{key}", depth + 1))
+            elif key in _LISTS and isinstance(value, list):
+                stack += [(entry, f"{path}.{key}[{i}]", depth + 1) for i, entry in enumerate(value)]
+            elif key in _BY_NAME and isinstance(value, dict):
+                stack += [(entry, f"{path}.{key}.{name}", depth + 1) for name, entry in value.items()]
+
+
+def _merges(node: dict[str, Any]) -> bool:
+    """Several schemas have a say in the properties of one object."""
+    parts = [part for part in _list(node.get("allOf")) if isinstance(part, dict) and not _OF_OBJECTS.isdisjoint(part)]
+    if len(parts) > 1:
+        return True
+    return "properties" in node and (bool(parts) or not {"$ref", "anyOf", "oneOf"}.isdisjoint(node))
+
+
+def _close(node: dict[str, Any]) -> None:
+    properties = node.get("properties")
+    if (
+        isinstance(properties, dict)
+        and properties
+        and {"additionalProperties", "patternProperties", "minProperties"}.isdisjoint(node)
+        and isinstance(required := node.get("required", []), list)
+        and all(name in properties for name in required if isinstance(name, str))
+    ):
+        node["additionalProperties"] = False
+
+
+class _Finite:
+    """Whether a schema has a match that ends: the least fixed point over its local references."""
+
+    def __init__(self, root: object) -> None:
+        self._root = root
+        self._ends: dict[str, bool] = {}  # by reference; False until shown otherwise
+
+    def ends(self) -> bool:
+        """Whether the root has one. References that lead nowhere are left to the compiler to refuse."""
+        while True:
+            known = dict(self._ends)
+            result = self._node(self._root)
+            for reference in list(self._ends):
+                self._ends[reference] = self._ends[reference] or self._node(_resolve(self._root, reference))
+            if result or self._ends == known:
+                return result
+
+    def _node(self, node: object) -> bool:
+        if not isinstance(node, dict):
+            return node is not False
+        if "enum" in node or "const" in node:
+            return True
+        reference = node.get("$ref")
+        if isinstance(reference, str) and not self._ends.setdefault(reference, False):
+            return False
+        if not all(map(self._node, _list(node.get("allOf")))):
+            return False
+        for key in ("anyOf", "oneOf"):
+            options = _list(node.get(key))
+            if options and not any(map(self._node, options)):
+                return False
+        kinds = node.get("type")
+        kinds = [kinds] if isinstance(kinds, str) else _list(kinds)
+        return not kinds or any(
+            self._object(node) if kind == "object" else self._array(node) if kind == "array" else True for kind in kinds
+        )
+
+    def _object(self, node: dict[str, Any]) -> bool:
+        properties = node.get("properties")
+        if not isinstance(properties, dict):
+            return True
+        return all(self._node(properties[name]) for name in _list(node.get("required")) if _is_key(name, properties))
+
+    def _array(self, node: dict[str, Any]) -> bool:
+        least = node.get("minItems", 0)
+        if not isinstance(least, int) or least <= 0:
+            return True
+        first = _list(node.get("prefixItems"))
+        return all(map(self._node, first[:least])) and (least <= len(first) or self._node(node.get("items", True)))
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _is_key(name: object, mapping: dict[str, Any]) -> bool:
+    return isinstance(name, str) and name in mapping
+
+
+def _resolve(root: object, reference: str) -> object:
+    """What a local reference (`#`, `#/$defs/a`) points at; True for any other."""
+    if not reference.startswith("#"):
+        return True
+    node = root
+    for part in reference[1:].split("/")[1:]:
+        part = part.replace("~1", "/").replace("~0", "~")
+        if isinstance(node, dict) and part in node:
+            node = node[part]
+        elif isinstance(node, list) and part.isdigit() and int(part) < len(node):
+            node = node[int(part)]
+        else:
+            return True
+    return node
+
+
+def _too_complex(reason: str, param: str) -> RequestError:
+    return RequestError(f"{param} {reason}.", code="grammar_too_complex", param=param)
