@@ -49,6 +49,7 @@ class Engine:
         self._telemetry = replica_telemetry(spec.config, context)
         self._engine = await RunningEngine.start(spec, placement_group, name, self._telemetry)
         self._model: ServedModel = await self._engine.open_model()
+        await self._model.grammars.start()
 
     def __serve_build_asgi_app__(self) -> Guard:
         # Built here and not at import: an app object that holds the engine cannot be pickled.
@@ -68,7 +69,9 @@ class Engine:
             os._exit(1)
 
     async def __del__(self) -> None:
-        if hasattr(self, "_engine"):  # absent when the constructor failed
+        if hasattr(self, "_model"):  # absent when the constructor failed, as below
+            await self._model.close()
+        if hasattr(self, "_engine"):
             await self._engine.close()
             self._telemetry.close()
 

@@ -66,6 +66,8 @@ class CoordinatorActor:
     """Ray's shell around a `Coordinator` and its `RankGroup`."""
 
     def __init__(self, spec: EngineSpec, name: str) -> None:
+        from cluster.structured.request_guides import RequestGuides
+
         log_to_stderr(spec.config.observability.log_format, replica=name, rank="coordinator")
         self._spec = spec
         self._name = name
@@ -74,6 +76,7 @@ class CoordinatorActor:
         self._phase_s: list[tuple[str, float]] = []
         self._group: RankGroup | None = None
         self._coordinator: Coordinator | None = None
+        self._guides = RequestGuides(spec.model.vocab_size, spec.model.eos_token_ids, self._wake)
 
     def __repr__(self) -> str:
         return "Coordinator"
@@ -115,7 +118,7 @@ class CoordinatorActor:
         result_bytes = StepResult.max_bytes(limits.max_num_seqs, config.server.max_logprobs)
         frames, results = group.run(num_pages, max_model_len, max(limits.max_frame_bytes, result_bytes))
         coordinator = Coordinator(
-            scheduler=Scheduler(limits, GENERATION),
+            scheduler=Scheduler(limits, GENERATION, self._guides.make),
             frames=frames,
             results=results,
             step_timeout_s=config.parallel.step_timeout_s,
@@ -149,6 +152,12 @@ class CoordinatorActor:
         finally:
             self._phase = "ended"
             group.close(coordinator.failure)
+            self._guides.close()
+
+    @ray.method(concurrency_group="ctl")
+    def set_tokenizer(self, tokenizer: str) -> None:
+        """Makes grammars possible. `tokenizer`: the model's, as the text of a tokenizer.json."""
+        self._guides.set_tokenizer(tokenizer)
 
     @ray.method(concurrency_group="ctl")
     def progress(self) -> Progress:
@@ -170,6 +179,10 @@ class CoordinatorActor:
             "num_steps": coordinator.num_steps,
             **dataclasses.asdict(stats),
         }
+
+    def _wake(self) -> None:
+        if self._coordinator is not None:
+            self._coordinator.wake()
 
     @ray.method(concurrency_group="ctl")
     def close(self) -> None:

@@ -131,6 +131,10 @@ class RunningEngine:
             info=EngineInfo.of(config, self.facts.num_pages),
             system_fingerprint=_fingerprint(self.spec),
         )
+        try:
+            await self.coordinator.set_tokenizer.remote(tokenizer.to_json())
+        except ray.exceptions.RayError as error:
+            raise _cause(error) from None
         phases["reading the tokenizer"] = (read := time.monotonic()) - began
         await served.warm_up(config.parallel.step_timeout_s)
         phases["warming up"] = time.monotonic() - read

@@ -201,6 +201,7 @@ def runner(smollm2: Tokenizer, folder: Path, max_model_len: int = 128) -> Run:
         transport = httpx.ASGITransport(create_app(model))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
             yield Stack(coordinator, engine, model, http)
+        await model.close()
         await engine.close()
         listening.close()
 

@@ -18,9 +18,9 @@ from cluster.structured.protocol import Setup
 from cluster.structured.spec import compiled_grammar, lark_grammar, read_grammar
 from configs.errors import RequestError
 
-# A refusal must come within 100 ms where the machine is ours; here others may have it, so only the order is checked.
-# benchmarks/structured.py measures.
-REFUSED_WITHIN_S = 2.0
+# A refusal comes within 100 ms where the machine is ours (benchmarks/structured.py measures). Here others may have it:
+# what is shown is that no compile was waited for.
+REFUSED_WITHIN_S = 10.0
 
 NESTED: dict[str, Any] = {"type": "string"}
 for _ in range(400):
@@ -142,10 +142,10 @@ def test_what_was_checked_is_known(run: Callable[[Scenario], None]) -> None:
         first = await asyncio.gather(*(check(checker, regex="a+") for _ in range(20)))
         assert len({id(grammar) for grammar in first}) == 1
         await refusal(checker, **SLOW["multiple of a large prime"])
-        began = time.process_time(), time.monotonic()
+        await checker.close()
         for _ in range(100):
             await refusal(checker, **SLOW["multiple of a large prime"])
-        assert time.monotonic() - began[1] < 1.0, "a hundred refusals from memory took as long as ten compiles"
+        assert checker._pool is None, "what was known was checked again"
 
     run(scenario)
 
@@ -165,12 +165,11 @@ def test_the_memory_of_what_was_checked_is_bounded(run: Callable[[Scenario], Non
 def test_many_slow_grammars_at_once_do_not_keep_a_good_one_waiting_for_long(run: Callable[[Scenario], None]) -> None:
     async def scenario(checker: GrammarChecker) -> None:
         await check(checker, regex="warm")
-        slow = [refusal(checker, json_schema={"type": "integer", "multipleOf": 999_983 + i}) for i in range(6)]
+        slow = [refusal(checker, json_schema={"type": "integer", "multipleOf": 999_983 + i}) for i in range(8)]
         tasks = [asyncio.create_task(one) for one in slow]
         await asyncio.sleep(0)
-        began = time.monotonic()
         await check(checker, regex="good")
-        assert time.monotonic() - began < REFUSED_WITHIN_S
+        assert not all(task.done() for task in tasks)
         assert {error.code for error in await asyncio.gather(*tasks)} == {"grammar_too_complex"}
 
     run(scenario)

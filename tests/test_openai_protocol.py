@@ -160,7 +160,6 @@ def test_a_missing_field_is_named() -> None:
     [
         ("functions", [{"name": "f"}]),
         ("function_call", {"name": "f"}),
-        ("response_format", {"type": "json_object"}),
         ("best_of", 2),
         ("suffix", "x"),
         ("echo", True),

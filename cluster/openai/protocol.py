@@ -75,6 +75,15 @@ class SamplingFields(BaseModel):
     """SGLang's name of the one above."""
     skip_special_tokens: bool | None = None
     """None: true."""
+    response_format: Any = None
+    """What the answer must be. This and the following four are read by `structured.spec`; at most one may ask for
+    something."""
+    structured_outputs: Any = None
+    """vLLM's form of it."""
+    regex: Any = None
+    """SGLang's forms of it: this, `ebnf` and `json_schema`."""
+    ebnf: Any = None
+    json_schema: Any = None
 
 
 class GenerationRequest(SamplingFields):
@@ -191,7 +200,6 @@ UNSUPPORTED: Mapping[str, Callable[[object], bool]] = {
     "custom_logit_processor": neutral(),
     "custom_params": neutral(),
     "echo": neutral(False),
-    "ebnf": neutral(),
     "function_call": neutral("none", "auto"),
     "functions": neutral([]),
     "guided_choice": neutral(),
@@ -209,11 +217,8 @@ UNSUPPORTED: Mapping[str, Callable[[object], bool]] = {
     "modalities": neutral(["text"]),
     "prediction": neutral(),
     "prompt_embeds": neutral(),
-    "regex": neutral(),
-    "response_format": neutral({"type": "text"}),
     "return_hidden_states": neutral(False),
     "session_params": neutral(),
-    "structured_outputs": neutral(),
     "suffix": neutral(""),
     "use_beam_search": neutral(False),
     "verbosity": neutral("medium"),

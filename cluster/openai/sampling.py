@@ -65,6 +65,7 @@ def sampling_params(
     seed: int,
     num_logprobs: int = -1,
     num_prompt_logprobs: int = -1,
+    grammar: str | None = None,
 ) -> list[list[SamplingParams]]:
     """For each prompt, one for each of its choices; choices differ in their seeds, counted up from the first one's, and
     the first alone asks for the prompt's log probabilities, which are the same for all.
@@ -73,6 +74,7 @@ def sampling_params(
         max_tokens: for each prompt.
         seed: when the request names none.
         num_logprobs, num_prompt_logprobs: -1 none, k the token's own and the k likeliest.
+        grammar: a checked one.
 
     Raises:
         RequestError: with the path of the field at fault.
@@ -111,6 +113,7 @@ def sampling_params(
         bad_words=tuple(word for word in words if len(word) > 1),
         min_tokens=min_tokens,
         prompt_logprobs=num_prompt_logprobs,
+        grammar=grammar,
     )
 
     def choice_of(limit: int, choice: int) -> SamplingParams:

@@ -25,6 +25,9 @@ from cluster.openai.protocol import SamplingFields
 from cluster.openai.sampling import SamplingDefaults, Vocabulary, sampling_params, text_options
 from cluster.openai.tokenizer import Tokenizer
 from cluster.openai.wire import Head, ModelCard
+from cluster.structured.checker import GrammarChecker
+from cluster.structured.protocol import Setup
+from cluster.structured.spec import read_grammar
 from configs.errors import ContextLengthError, EngineError, OverloadedError, RequestError
 from configs.schema import ServerConfig
 
@@ -62,6 +65,7 @@ class ServedModel:
         vocab_size: ids the model has an embedding for. None: those of the tokenizer.
         rank_devices: by rank, e.g. `cuda:0`.
         info: what clients may know of the engine.
+        eos_token_ids: empty: the tokenizer's.
         next_seed: int64 for a request that brings none.
         """
         self.engine = engine
@@ -74,6 +78,8 @@ class ServedModel:
         self.system_fingerprint = system_fingerprint
         self.info = info
         self.vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
+        eos = eos_token_ids or [id_ for id_ in (tokenizer.eos_token_id,) if id_ is not None]
+        self.grammars = GrammarChecker(lambda: Setup(tokenizer.to_json(), self.vocab_size, list(eos)))
         self._vocabulary = Vocabulary(tokenizer=tokenizer, size=self.vocab_size, eos_token_ids=frozenset(eos_token_ids))
         template = tokenizer.template
         self.formats = ModelFormats.of(
@@ -122,6 +128,11 @@ class ServedModel:
             num_tokens = sum([len(delta.token_ids) async for deltas in steps for delta in deltas])
         if num_tokens != 1:
             raise EngineError(f"one token was asked for, and {num_tokens} came")
+
+    async def close(self) -> None:
+        """Ends what is this model's own; the engine is not."""
+        await self.grammars.close()
+        self._renderers.shutdown(wait=False)
 
     def cards(self) -> list[ModelCard]:
         """The one model, as /v1/models lists it."""
@@ -223,6 +234,22 @@ class ServedModel:
             )
         return max_tokens
 
+    async def grammar(self, fields: SamplingFields) -> str | None:
+        """What the answer must match, checked; None: anything.
+
+        Raises:
+            RequestError: the grammar is wrong or too complex, or two are asked for.
+            OverloadedError: too many grammars wait to be checked.
+        """
+        spec = read_grammar(
+            response_format=fields.response_format,
+            structured_outputs=fields.structured_outputs,
+            regex=fields.regex,
+            ebnf=fields.ebnf,
+            json_schema=fields.json_schema,
+        )
+        return None if spec is None else await self.grammars.check(spec)
+
     def job(
         self,
         prefix: str,
@@ -238,6 +265,7 @@ class ServedModel:
         cache_salt: str | None = None,
         name: str | None = None,
         form: AnswerFormat | None = None,
+        grammar: str | None = None,
     ) -> Job:
         """A request ready to run.
 
@@ -250,6 +278,7 @@ class ServedModel:
             cache_salt: prompts share cached pages only under the same one. None: one of the client's own.
             name: the rest of the answer's id. None: a new one.
             form: how answers in a chat are read. None: this is no chat.
+            grammar: from `grammar`.
 
         Raises:
             RequestError: a field's value is not possible with this model.
@@ -267,6 +296,7 @@ class ServedModel:
                 seed=self._next_seed(),
                 num_logprobs=num_logprobs,
                 num_prompt_logprobs=num_prompt_logprobs,
+                grammar=grammar,
             ),
             text=text_options(fields, self._defaults, self.server, prompt_only=prompt_only),
             form=form,

@@ -100,6 +100,7 @@ async def _completion_job(
         priority=request.priority or 0,
         cache_salt=request.cache_salt,
         name=request.request_id,
+        grammar=await model.grammar(request),
     )
 
 
@@ -137,6 +138,7 @@ async def chat_job(model: ServedModel, prefix: str, request: ChatRequest, contex
         cache_salt=request.cache_salt,
         name=request.request_id,
         form=model.formats.answer_format(use, ending, continued),
+        grammar=await model.grammar(request),
     )
 
 

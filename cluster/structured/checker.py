@@ -17,7 +17,8 @@ from configs.errors import OverloadedError, RequestError
 
 logger = logging.getLogger(__name__)
 
-_NUM_PROCESSES = 2
+# More than there may be cores for: the kernel shares these among slow grammars and quick ones.
+_NUM_PROCESSES = 4
 _MAX_WAITING = 256
 _MAX_CACHE_BYTES = 32 << 20
 _REPLY_TIMEOUT_S = 10.0
