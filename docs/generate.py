@@ -1,0 +1,131 @@
+"""Writes docs/reference from the code: settings, commands and metrics. A test keeps the files equal to this.
+
+python docs/generate.py
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+REFERENCE = Path(__file__).resolve().parent / "reference"
+sys.path.insert(0, str(REFERENCE.parent.parent))
+
+from cluster.cli import app  # noqa: E402 -- the checkout is not installed
+from cluster.observability import table  # noqa: E402
+from configs.schema import EngineConfig  # noqa: E402
+
+_MADE = "<!-- made by docs/generate.py -->"
+
+
+def pages() -> dict[str, str]:
+    """Text of each file in docs/reference, by name."""
+    return {"settings.md": _settings(), "commands.md": _commands(), "metrics.md": _metrics()}
+
+
+def _settings() -> str:
+    lines = [
+        _MADE,
+        "# Settings",
+        "",
+        "`args` of the config file; `--set a.b=value` on the command line. `python -m cluster check FILE --settings` "
+        "shows the values of a file and where they come from.",
+    ]
+    for section, doc, fields in _sections(EngineConfig, ""):
+        lines += ["", f"## {section or 'The job'}", "", doc, "", "| setting | type | default | |", "|---|---|---|---|"]
+        lines += [_row(f"{section}.{name}" if section else name, field) for name, field in fields]
+    return "\n".join(lines) + "\n"
+
+
+def _sections(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, list[tuple[str, FieldInfo]]]]:
+    plain, nested = [], []
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            nested.append((f"{prefix}.{name}".lstrip("."), kind))
+        else:
+            plain.append((name, field))
+    yield prefix, " ".join((model.__doc__ or "").split()), plain
+    for name, kind in nested:
+        yield from _sections(kind, name)
+
+
+def _row(name: str, field: FieldInfo) -> str:
+    default = "required" if field.is_required() else f"`{_plain(field.get_default(call_default_factory=True))}`"
+    bounds = [_bound(item) for item in field.metadata]
+    kind = _kind(field.annotation) + "".join(f", {bound}" for bound in bounds if bound)
+    text = " ".join((field.description or "").split())
+    return f"| `{name}` | {_cell(kind)} | {_cell(default)} | {_cell(text)} |"
+
+
+def _plain(value: Any) -> str:
+    return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
+
+
+def _kind(annotation: Any) -> str:
+    text = annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("typing.", "")
+    if text.startswith("Literal["):
+        return ", ".join(f"`{part.strip()}`" for part in text[8:-1].replace("'", "").split(","))
+    return text.replace(" | None", " or null")
+
+
+def _bound(item: Any) -> str:
+    for name, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
+        if (value := getattr(item, name, None)) is not None:
+            return f"{sign} {value}"
+    return ""
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _commands() -> str:
+    lines = [_MADE, "# Commands", "", "`python -m cluster COMMAND`, or `lockstep COMMAND` where it is installed."]
+    group: Any = typer.main.get_command(app)
+    for name, command in sorted(group.commands.items()):
+        arguments = [it for it in command.params if it.param_type_name == "argument"]
+        options = [it for it in command.params if it.param_type_name == "option"]
+        places = [(it.metavar or it.name).upper() for it in arguments]
+        usage = " ".join([name, *(at if it.required else f"[{at}]" for at, it in zip(places, arguments, strict=True))])
+        lines += ["", f"## {name}", "", f"`{usage}`", "", " ".join((command.help or "").split())]
+        if options:
+            lines += ["", "| option | default | |", "|---|---|---|"]
+        for option in options:
+            default = "" if option.default in (None, False) or callable(option.default) else f"`{option.default}`"
+            names = ", ".join(f"`{it}`" for it in option.opts)
+            lines.append(f"| {names} | {default} | {_cell(' '.join((option.help or '').split()))} |")
+    return "\n".join(lines) + "\n"
+
+
+def _metrics() -> str:
+    lines = [
+        _MADE,
+        "# Metrics",
+        "",
+        "At `/metrics`, and through Ray with `ray_` before the name. Each has the labels `model_name`, `application`, "
+        "`deployment` and `replica`.",
+        "",
+        "| metric | kind | labels of its own | |",
+        "|---|---|---|---|",
+    ]
+    for metric in table.METRICS:
+        labels = ", ".join(f"`{label}`" for label in metric.labels)
+        lines.append(f"| `{metric.full_name}` | {metric.kind} | {labels} | {_cell(metric.help)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    REFERENCE.mkdir(exist_ok=True)
+    for name, text in pages().items():
+        (REFERENCE / name).write_text(text)
+
+
+if __name__ == "__main__":
+    main()
