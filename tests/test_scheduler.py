@@ -244,6 +244,18 @@ def test_siblings_wait_for_the_first_one_and_compute_only_their_last_page(
     assert engine.scheduler.last_step == num_steps
 
 
+@pytest.mark.parametrize(("num_prompt_tokens", "num_shared"), [(500, 31), (520, 32)])
+def test_eight_answers_to_one_prompt_keep_its_whole_pages_once(num_prompt_tokens: int, num_shared: int) -> None:
+    limits = {"page_size": 16, "num_pages": 600, "max_num_batched_tokens": 1024, "max_model_len": 1024}
+    engine = Engine(replace(LIMITS, **limits, prefill_chunk_size=1024))  # type: ignore[arg-type]
+    ids = [engine.add(prompt_of(num_prompt_tokens), max_tokens=20, seed=seed) for seed in range(8)]
+    while not all(engine.answers[i].tokens for i in ids):
+        engine.step()
+    # The page that the prompt ends in is each answer's own.
+    assert limits["num_pages"] - engine.scheduler.stats().num_free_pages == num_shared + 8
+    engine.run()
+
+
 def test_a_prompt_that_parts_later_takes_over_what_another_prefill_has_computed_so_far() -> None:
     engine = Engine(replace(LIMITS, max_num_batched_tokens=24, prefill_chunk_size=8, steps_in_flight=1))
     first = engine.add(prompt_of(40), max_tokens=2)
