@@ -13,29 +13,20 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from cluster.messages import (
-    Finished,
-    FinishReason,
-    GenerateRequest,
-    Prefilled,
-    PromptLogprobs,
-    StepOutput,
-    TokenLogprobs,
-)
+from cluster.messages import Finished, FinishReason, GenerateRequest, StepOutput
 from cluster.scheduling.adjustments import add_adjustments
 from cluster.scheduling.deadlines import Deadlines
 from cluster.scheduling.guide import Guide
 from cluster.scheduling.guided_rows import GuidedRows
 from cluster.scheduling.limits import SchedulerLimits, SchedulerStats
-from cluster.scheduling.prefill import PrefillPlan, PrefillQueue, PromptScore
+from cluster.scheduling.prefill import PrefillPlan, PrefillQueue
 from cluster.scheduling.request import Request, reason_never_fits, refused
 from cluster.scheduling.row_pages import RowPages
 from cluster.scheduling.row_table import RowTable
+from cluster.scheduling.step_results import Launched, find_stopped, prompt_logprobs, take_prefilled, token_logprobs
 from configs.errors import EngineError, RequestError
 from worker.protocol import Int32Array, RowFlag, StepFrame, StepResult
 
@@ -48,24 +39,6 @@ _MAX_RETRY_S = 60.0
 
 def _no_guide(request: GenerateRequest) -> None:
     return None
-
-
-@dataclass(slots=True, eq=False)
-class _Launched:
-    """What `retire` may know of a step: as it was at launch."""
-
-    step: int
-    rows: Int32Array
-    """Every row the frame names."""
-    sampled: Int32Array
-    """[num_sampled] rows that get a token."""
-    positions: Int32Array
-    """[num_sampled] place of that token in its sequence."""
-    is_last: npt.NDArray[np.bool_]
-    """[num_sampled] the token uses up the request's length."""
-    prefilled: list[int]
-    """Rows among `sampled` whose prefill ends here."""
-    scores: list[PromptScore]
 
 
 class Scheduler:
@@ -106,7 +79,7 @@ class Scheduler:
         self._by_id: dict[int, Request] = {}
         self._deadlines = Deadlines()
         self._num_draining = 0  # rows that are taken but no longer live
-        self._in_flight: deque[_Launched] = deque()
+        self._in_flight: deque[Launched] = deque()
 
     # Requests in and out
 
@@ -213,7 +186,10 @@ class Scheduler:
 
     def retire(self, result: StepResult) -> StepOutput:
         """Takes the oldest step's result and returns the tokens and finishes it brings."""
-        launched = self._take_launched(result)
+        if not self._in_flight:
+            raise EngineError(f"result of step {result.step}, but no step is in flight")
+        self._in_flight[0].check(result, self._generation)
+        launched = self._in_flight.popleft()
         table = self._rows
         table.in_flight[launched.rows] -= 1
         rows, positions, tokens, is_last = launched.sampled, launched.positions, result.tokens, launched.is_last
@@ -223,12 +199,12 @@ class Scheduler:
             rows, positions, tokens, is_last = rows[live], positions[live], tokens[live], is_last[live]
         table.tokens[rows, positions] = tokens
         table.num_known[rows] = positions + 1
-        prefilled = self._take_prefilled(launched.prefilled)
-        logprobs = self._take_logprobs(launched.sampled, live, result) if len(result.logprob_rows) else []
-        prompt_logprobs = self._take_prompt_logprobs(launched.scores, result) if launched.scores else []
+        prefilled = take_prefilled(table, launched.prefilled, self._clock()) if launched.prefilled else []
+        logprobs = token_logprobs(table, launched.sampled, live, result) if len(result.logprob_rows) else []
+        scored = prompt_logprobs(table, launched.scores, result) if launched.scores else []
         ids = table.ids[rows].tobytes()
         self._total_answer_tokens += len(tokens)
-        stopped = self._find_stopped(rows, tokens)
+        stopped = find_stopped(table, rows, tokens, self._limits.eos_token_ids)
         if table.num_guided:
             self._guided.take_tokens(rows, tokens, stopped)
             is_last = is_last & ~table.guided[rows]
@@ -248,7 +224,7 @@ class Scheduler:
             ids=ids,
             tokens=tokens.tobytes(),
             logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
+            prompt_logprobs=scored,
             prefilled=prefilled,
             finished=self._take_pending(),
         )
@@ -352,7 +328,7 @@ class Scheduler:
         table.in_flight[frame.rows] += 1
         is_last = positions + 1 >= table.max_total[sampled]
         table.ready[sampled[is_last]] = False
-        self._in_flight.append(_Launched(self._step, frame.rows, sampled, positions, is_last, ending, plan.scores))
+        self._in_flight.append(Launched(self._step, frame.rows, sampled, positions, is_last, ending, plan.scores))
         return frame
 
     def _preempt_one(self) -> None:
@@ -377,87 +353,6 @@ class Scheduler:
         self._total_preemptions += 1
 
     # Ending a step
-
-    def _take_launched(self, result: StepResult) -> _Launched:
-        if not self._in_flight:
-            raise EngineError(f"result of step {result.step}, but no step is in flight")
-        launched = self._in_flight[0]
-        num_targets = sum(score.num for score in launched.scores)
-        got = (result.generation, result.step, len(result.tokens), len(result.target_logprobs))
-        expected = (self._generation, launched.step, len(launched.sampled), num_targets)
-        if got != expected:
-            raise EngineError(f"result has (generation, step, tokens, targets) {got}, expected {expected}")
-        return self._in_flight.popleft()
-
-    def _find_stopped(self, rows: Int32Array, tokens: Int32Array) -> npt.NDArray[np.bool_]:
-        """Which of `tokens` end their row."""
-        table = self._rows
-        stopped = np.zeros(len(rows), np.bool_)
-        for eos in self._limits.eos_token_ids:
-            stopped |= tokens == eos
-        stopped &= table.ends_on_eos[rows]
-        asked = table.has_stop_ids[rows]
-        if asked.any():
-            for index in np.flatnonzero(asked):
-                if int(tokens[index]) in table.request(int(rows[index])).stop_token_ids:
-                    stopped[index] = True
-        return stopped
-
-    def _take_prefilled(self, rows: list[int]) -> list[Prefilled]:
-        """Those of `rows` that got the first token of their answer."""
-        prefilled: list[Prefilled] = []
-        now = self._clock() if rows else 0.0
-        for row in rows:
-            request = self._rows.request(row)
-            if self._rows.live[row] and not request.has_emitted:
-                request.has_emitted = True
-                admitted = request.admission_s
-                assert admitted is not None, "a first token before an admission"
-                queue_s, prefill_s = admitted - request.arrival_s, now - admitted
-                prefilled.append(Prefilled(request.id, request.num_cached_tokens, queue_s, prefill_s))
-        return prefilled
-
-    def _take_logprobs(
-        self, sampled: Int32Array, live: npt.NDArray[np.bool_], result: StepResult
-    ) -> list[TokenLogprobs]:
-        logprobs: list[TokenLogprobs] = []
-        for index, logprob, top_ids, top_logprobs, asked in zip(
-            result.logprob_rows.tolist(),
-            result.logprobs.tolist(),
-            result.top_ids.tolist(),
-            result.top_logprobs.tolist(),
-            result.asked_logprobs.tolist(),
-            strict=True,
-        ):
-            request = self._rows.request(int(sampled[index]))
-            # The arrays are as wide as the widest request of the step.
-            k, ids = request.sampling.num_logprobs, request.sampling.logprob_token_ids
-            if live[index] and k >= 0:
-                likeliest, their_logprobs = [*top_ids[:k], *ids], [*top_logprobs[:k], *asked[: len(ids)]]
-                logprobs.append(TokenLogprobs(request.id, logprob, likeliest, their_logprobs))
-        return logprobs
-
-    def _take_prompt_logprobs(self, scores: list[PromptScore], result: StepResult) -> list[PromptLogprobs]:
-        table = self._rows
-        taken: list[PromptLogprobs] = []
-        offset = 0
-        for row, first, num, k in scores:
-            run = slice(offset, offset + num)
-            offset += num
-            if table.live[row]:
-                request = table.request(row)
-                request.next_target = first + num
-                taken.append(
-                    PromptLogprobs(
-                        request.id,
-                        first,
-                        result.target_logprobs[run].tobytes(),
-                        # As wide as the widest request of the step.
-                        result.target_top_ids[run, :k].tobytes(),
-                        result.target_top_logprobs[run, :k].tobytes(),
-                    )
-                )
-        return taken
 
     def _end_expired(self, now: float) -> None:
         for request_id in self._deadlines.take_expired(now):
