@@ -192,7 +192,8 @@ class RequestStream:
     ) -> None:
         self.abort()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Ends a pending `wait_ready`, whether there is something to take or not."""
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
@@ -200,16 +201,13 @@ class RequestStream:
     def _finish(self, finished: Finished) -> None:
         if self._finished is None:
             self._finished = finished
-            self._wake()
+            self.wake()
 
 
-async def wait_ready(streams: Sequence[RequestStream], deadline: float | None = None) -> None:
-    """Returns once at least one of `streams` has something to take.
+async def wait_ready(streams: Sequence[RequestStream]) -> None:
+    """Returns once at least one of `streams` has something to take, or was woken.
 
     One future serves them all, so reading n streams needs no task for each.
-
-    Args:
-        deadline: on the event loop's clock; past it TimeoutError.
     """
     if any(stream.ready for stream in streams):
         return
@@ -217,11 +215,7 @@ async def wait_ready(streams: Sequence[RequestStream], deadline: float | None = 
     for stream in streams:
         stream._waiter = waiter
     try:
-        async with asyncio.timeout_at(deadline):
-            await waiter
-    except TimeoutError:
-        if not any(stream.ready for stream in streams):
-            raise
+        await waiter
     finally:
         for stream in streams:
             stream._waiter = None
@@ -396,7 +390,7 @@ class EngineClient:
                 if stream._token_at:
                     intervals.append(now - stream._token_at)
                 stream._token_at = now
-                stream._wake()
+                stream.wake()
         self.telemetry.intervals(intervals)
         for finished in output.finished:
             if (stream := streams.pop(finished.id, None)) is not None:

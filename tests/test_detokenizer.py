@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +14,8 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, normalizers
 
 from cluster.openai.detokenizer import Detokenizer, StreamDetokenizer
-from cluster.openai.stops import StopMatcher
+from cluster.openai.stop_regex import StopRegex
+from cluster.openai.stops import StopMatcher, TextOptions, text_end
 from cluster.openai.tokenizer import Tokenizer
 
 
@@ -173,3 +176,51 @@ def test_only_the_possible_beginning_of_a_stop_string_is_held_back() -> None:
     assert matcher.push("m>") == ("</em>", None)
     assert matcher.push("<") == ("", None)
     assert matcher.flush() == "<"
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    pieces=st.lists(st.text("abc", max_size=4), max_size=8),
+    sources=st.lists(st.sampled_from(["ab+c", "a.b", "[bc]{3}", "a|bb", "ca?c"]), min_size=1, max_size=2, unique=True),
+    stops=st.lists(st.text("abc", min_size=1, max_size=3), max_size=1),
+    num_quiet=st.integers(0, 3),
+)
+def test_patterns_end_a_text_at_the_same_character_however_it_is_cut(
+    pieces: list[str], sources: list[str], stops: list[str], num_quiet: int
+) -> None:
+    text, quiet = "".join(pieces), len("".join(pieces[:num_quiet]))
+    ends = [
+        end
+        for end in range(quiet + 1, len(text) + 1)
+        if any(re.fullmatch(source, text[start:end]) for source in sources for start in range(end))
+    ]
+    found = [end for end in range(quiet + 1, len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)]
+    expected = text
+    if found and (not ends or found[0] <= ends[0]):
+        expected = text[: found[0] - len(stops[0])]
+    elif ends:
+        expected = text[: ends[0]]
+    matcher = text_end(TextOptions(stops=stops, patterns=[StopRegex(source, "stop_regex") for source in sources]))
+    out, matched = "", None
+    for i, piece in enumerate(pieces):
+        certain, matched = matcher.push(piece, may_end=i >= num_quiet)
+        out += certain
+        if matched is not None:
+            break
+    assert out + ("" if matched else matcher.flush()) == expected
+
+
+def test_a_pattern_looks_back_over_a_window() -> None:
+    matcher = text_end(TextOptions(patterns=[StopRegex("<x+>", "stop_regex")]))
+    assert matcher.push("<" + "x" * 300) == ("<" + "x" * 300, None)
+    assert matcher.push(">")[1] is None  # longer than the window
+    assert matcher.push("<" + "x" * 200)[1] is None
+    assert matcher.push(">") == (">", "<x+>")
+
+
+def test_a_hostile_pattern_costs_little() -> None:
+    pattern = StopRegex("(.{1,20}a){3}z", "stop_regex")
+    began = time.process_time()
+    for _ in range(200):
+        assert pattern.first_end("ab" * 128, "abab") is None
+    assert time.process_time() - began < 1

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from cluster.engine_client import PromptScores, RequestStream, wait_ready
 from cluster.messages import Finished, FinishReason, Prefilled, SamplingParams, TokenLogprobs
 from cluster.openai.answer_parser import AnswerFormat, AnswerReader
-from cluster.openai.stops import TextEnd, TextOptions
+from cluster.openai.stops import TextOptions, text_end
 from cluster.openai.tokenizer import Tokenizer
 from cluster.openai.tools.events import Event
 from configs.errors import DeadlineError, EngineError, GuideError, LockstepError, OverloadedError
@@ -69,7 +69,7 @@ class Output:
             shown=frozenset() if form is None else form.tags,
         )
         self._reader = None if form is None else AnswerReader(form)
-        self._end = TextEnd(options)
+        self._end = text_end(options)
         self._num_chars = 0
 
     @property
@@ -148,20 +148,27 @@ async def read_outputs(outputs: Sequence[Output], *, timeout_s: float) -> AsyncG
     Raises:
         DeadlineError, OverloadedError, EngineError: the other outputs are aborted too.
     """
-    deadline = asyncio.get_running_loop().time() + timeout_s
     pending = list(outputs)
+    is_late = False
+
+    def be_late() -> None:
+        nonlocal is_late
+        is_late = True
+        for output in pending:
+            output.stream.wake()
+
+    # One timer a request: one a wait costs a tenth of what a token costs.
+    timer = asyncio.get_running_loop().call_later(timeout_s, be_late)
     try:
         while pending:
-            try:
-                await wait_ready([output.stream for output in pending], deadline)
-            except TimeoutError as error:
-                raise DeadlineError(
-                    f"The request did not finish within server.request_timeout_s={timeout_s:g}."
-                ) from error
+            await wait_ready([output.stream for output in pending])
+            if is_late:
+                raise DeadlineError(f"The request did not finish within server.request_timeout_s={timeout_s:g}.")
             deltas = [output.advance() for output in pending if output.stream.ready]
             pending = [output for output in pending if output.finish_reason is None]
             yield deltas
     finally:
+        timer.cancel()
         for output in outputs:
             output.stream.abort()
 

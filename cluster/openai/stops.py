@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from cluster.openai.stop_regex import StopRegex
 
@@ -25,24 +26,37 @@ class TextOptions:
     """The one token that is generated is no part of the answer, which is about the prompt."""
 
 
-class TextEnd:
+class TextEnd(Protocol):
     """Finds the end of one text that comes in pieces."""
-
-    __slots__ = ("_patterns", "_strings", "_tail")
-
-    def __init__(self, options: TextOptions) -> None:
-        self._patterns = options.patterns
-        self._strings = StopMatcher(options.stops, keep=options.include_stop)
-        self._tail = ""  # of the text so far, for the patterns
 
     def push(self, text: str, *, may_end: bool = True) -> tuple[str, str | None]:
         """(text that is certain, the stop string or pattern met or None). After a match the rest is dropped.
 
         Args:
-            may_end: False: nothing that is met in `text` counts.
+            may_end: False: a match that ends in `text` does not count.
         """
-        if not self._patterns:
-            return self._strings.push(text, may_end=may_end)
+
+    def flush(self) -> str:
+        """The text held back, for a sequence that ended otherwise."""
+
+
+def text_end(options: TextOptions) -> TextEnd:
+    """What ends the text of one sequence."""
+    strings = StopMatcher(options.stops, keep=options.include_stop)
+    return PatternMatcher(options.patterns, strings) if options.patterns else strings
+
+
+class PatternMatcher:
+    """Finds stop patterns, and stop strings before them. What a pattern matches stays in the text: nothing is held."""
+
+    __slots__ = ("_patterns", "_strings", "_tail")
+
+    def __init__(self, patterns: Sequence[StopRegex], strings: StopMatcher) -> None:
+        self._patterns = patterns
+        self._strings = strings
+        self._tail = ""  # of the text so far
+
+    def push(self, text: str, *, may_end: bool = True) -> tuple[str, str | None]:
         end, source = len(text), None
         if may_end and text:
             for pattern in self._patterns:
@@ -56,7 +70,6 @@ class TextEnd:
         return certain, stop
 
     def flush(self) -> str:
-        """The text held back, for a sequence that ended otherwise."""
         return self._strings.flush()
 
 
@@ -83,11 +96,6 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str, *, may_end: bool = True) -> tuple[str, str | None]:
-        """(text that is certain, the stop string met or None). After a match the rest of the text is dropped.
-
-        Args:
-            may_end: False: a match that ends in `text` does not count.
-        """
         if not self._stops:
             return text, None
         states, stops, failures = self._states, self._stops, self._failures
@@ -111,7 +119,6 @@ class StopMatcher:
         return seen[:num_certain], None
 
     def flush(self) -> str:
-        """The text held back, for a sequence that ended otherwise."""
         held, self._held = self._held, ""
         return held
 
