@@ -8,26 +8,32 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import serve
 
+from cluster.autoscaling import KV_USAGE, QUEUED_TOKENS, RUNNING_SHARE
 from cluster.engine import RunningEngine, describe
 from cluster.http.keys import open_keys
 from cluster.observability.logs import log_to_stderr
 from cluster.observability.replica import replica_telemetry
 from cluster.placement import NodeResources, check_fits, group_bundles, uses_gpus
 from cluster.preflight import check_checkpoint
+from configs.errors import ConfigError
 from configs.load import parse_engine_config
 from configs.resolve import default_max_num_seqs
-from configs.schema import EngineConfig
+from configs.schema import EngineConfig, resolved
 
 if TYPE_CHECKING:
     from cluster.http.guard import Guard
     from cluster.openai.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
+
+DEPLOYMENT = "Engine"
+"""Name of the one deployment of the application, as `deployments:` of the file names it."""
 
 # Serve's own limit must lie above what the engine runs and queues: the engine's refusals say what is full.
 _ONGOING_PER_SEQ = 4
@@ -46,6 +52,7 @@ class Engine:
         name = f"{context.app_name}:{context.replica_id.unique_id}"
         log_to_stderr(config.observability.log_format, replica=name)
         spec = describe(config, gpus=gpus)
+        self._max_num_seqs = resolved(spec.config.scheduler.max_num_seqs)
         self._telemetry = replica_telemetry(spec.config, context)
         self._engine = await RunningEngine.start(spec, placement_group, name, self._telemetry)
         self._model: ServedModel = await self._engine.open_model()
@@ -68,6 +75,17 @@ class Engine:
             logging.shutdown()
             os._exit(1)
 
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Figures for `autoscaling_config.policy`, which Ray Serve asks for where there is one."""
+        board, stats = self._telemetry.board, self._telemetry.board.latest
+        if stats is None:
+            return {}
+        return {
+            QUEUED_TOKENS: float(stats.scheduler.num_waiting_tokens),
+            KV_USAGE: board.kv_usage,
+            RUNNING_SHARE: stats.scheduler.num_running / self._max_num_seqs,
+        }
+
     async def __del__(self) -> None:
         if hasattr(self, "_model"):  # absent when the constructor failed, as below
             await self._model.close()
@@ -85,7 +103,19 @@ def build_app(args: dict[str, Any]) -> serve.Application:
     Raises:
         ConfigError: a setting is wrong, the checkpoint does not fit, or no node can hold a group.
     """
-    config = parse_engine_config(args)
+    return engine_app(parse_engine_config(args), {})
+
+
+def engine_app(config: EngineConfig, options: Mapping[str, Any]) -> serve.Application:
+    """The application with `options` of its deployment in place of ours.
+
+    Args:
+        options: an entry of the file's `deployments:`, without its name. Ray Serve applies it itself where it gets the
+            file, and not where it gets an application.
+
+    Raises:
+        ConfigError: as build_app, or Ray Serve does not take the options.
+    """
     open_keys(config.server)
     nodes = NodeResources.from_ray(ray.nodes())
     gpus = uses_gpus(config, nodes)
@@ -97,7 +127,7 @@ def build_app(args: dict[str, Any]) -> serve.Application:
     max_num_seqs = config.scheduler.max_num_seqs or default_max_num_seqs(on_gpu=gpus)
     ongoing = max_num_seqs * _ONGOING_PER_SEQ + config.scheduler.max_num_queued_requests
     deploy = serve.deployment(
-        name="Engine",
+        name=DEPLOYMENT,
         num_replicas=config.num_replicas,
         placement_group_bundles=bundles,
         placement_group_strategy=config.placement.strategy,
@@ -109,4 +139,10 @@ def build_app(args: dict[str, Any]) -> serve.Application:
         health_check_timeout_s=_HEALTH_CHECK_TIMEOUT_S,
         graceful_shutdown_timeout_s=config.server.shutdown_timeout_s,
     )
-    return deploy(serve.ingress()(Engine)).bind(config, gpus)
+    deployment = deploy(serve.ingress()(Engine))
+    if options:
+        try:
+            deployment = deployment.options(**options)
+        except (TypeError, ValueError, ImportError) as error:
+            raise ConfigError(f"applications[0].deployments: Ray Serve does not take it: {error}") from None
+    return deployment.bind(config, gpus)

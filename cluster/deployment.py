@@ -12,7 +12,7 @@ import ray
 from ray import serve
 from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 
-from cluster.app import build_app
+from cluster.app import DEPLOYMENT, engine_app
 from cluster.session import Session, check_port_free
 from configs.errors import ConfigError, EngineError
 from configs.load import AppConfig
@@ -43,14 +43,12 @@ class Deployment:
             ConfigError: a setting, the checkpoint, the size of the cluster's nodes, or the port is wrong.
         """
         declaration = _declaration(config, session)
-        application = build_app(declaration["applications"][0]["args"])
+        application = engine_app(config.engine, _engine_options(declaration["applications"][0]))
         client = _dashboard_client(session)
         details = {} if client is None else client.get_serve_details()
         _check_http_options(config, details.get("http_options") or {})
         if _others(details, config.name):
             client = None
-        if client is None and declaration["applications"][0].get("deployments"):
-            logger.warning("`deployments:` has no effect: it needs a dashboard, and no other app that was declared")
         return cls(config, declaration, application, client)
 
     def submit(self) -> None:
@@ -89,6 +87,27 @@ def _declaration(config: AppConfig, session: Session) -> dict[str, Any]:
         application["runtime_env"] = runtime_env
     http_options = {**(config.document.get("http_options") or {}), "host": config.host, "port": config.port}
     return {**config.document, "http_options": http_options, "applications": [application]}
+
+
+def _engine_options(application: dict[str, Any]) -> dict[str, Any]:
+    """The entry of `deployments:`, without its name.
+
+    Raises:
+        ConfigError: it is for a deployment that does not exist, or contradicts `args`.
+    """
+    given = application.get("deployments") or []
+    names = [entry.get("name") for entry in given]
+    if names not in ([], [DEPLOYMENT]):
+        raise ConfigError(
+            f"applications[0].deployments names {', '.join(map(str, names))}; the application has one deployment, "
+            f"{DEPLOYMENT}"
+        )
+    options = {key: value for entry in given for key, value in entry.items() if key != "name"}
+    if options.get("autoscaling_config") is not None and "num_replicas" in application["args"]:
+        raise ConfigError(
+            "applications[0] sets both args.num_replicas and deployments[0].autoscaling_config; keep one of them"
+        )
+    return options
 
 
 def _dashboard_client(session: Session) -> ServeSubmissionClient | None:

@@ -182,7 +182,8 @@ class EngineConfig(_Section):
     tensor_parallel_size: int = Field(1, ge=1)
     """Ranks of one group. Any number from 1 to the model's query heads."""
     num_replicas: int = Field(1, ge=1)
-    """Groups. Each serves on its own; Ray Serve balances between them."""
+    """Groups. Each serves on its own; Ray Serve balances between them. As many as the load asks for: leave it out, and
+    give the file's `deployments:` an `autoscaling_config`."""
     max_model_len: int | None = Field(None, ge=2)
     """Longest prompt plus completion. None: the model's own, or what the KV pool holds if that is less."""
     kv_cache: KVCacheConfig = KVCacheConfig()

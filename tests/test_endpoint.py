@@ -255,7 +255,7 @@ def test_the_engine_shows_in_the_metrics_and_a_rank_says_where_it_is(client: ope
     values = {sample.name: sample.value for sample in samples}
     assert values["lockstep_steps_total"] >= 8
     assert values["lockstep_generation_tokens_total"] >= 8
-    assert values["lockstep_request_decode_time_seconds_sum"] > 0
+    assert values["lockstep_request_prefill_time_seconds_sum"] > 0
     assert values["lockstep_coordinator_report_age_seconds"] < 3
     ages = {s.labels["rank"]: s.value for s in samples if s.name == "lockstep_rank_heartbeat_age_seconds"}
     assert set(ages) == {"0", "1"}

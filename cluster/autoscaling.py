@@ -1,0 +1,55 @@
+"""How many replicas the load asks for: a policy for `deployments[].autoscaling_config.policy` of the config file.
+
+    policy:
+      policy_function: cluster.autoscaling:LoadPolicy
+      policy_kwargs: {target_queued_tokens: 8192, target_kv_usage: 0.8, target_running: 0.9}
+
+Requests are a poor measure: one may be a hundred times the work of another. What counts is prompt tokens that wait, and
+how full the KV pool and the batch are. Delays, factors and bounds are Ray Serve's, from the same section.
+
+The Serve controller runs the policy, where our packages need not be: nothing here imports them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ray.serve.config import AutoscalingContext
+
+QUEUED_TOKENS = "queued_tokens"
+"""Prompt tokens that wait in a replica."""
+KV_USAGE = "kv_usage"
+"""Share of its KV pages that running requests hold, 0 to 1."""
+RUNNING_SHARE = "running_share"
+"""Running requests as a share of `scheduler.max_num_seqs`, 0 to 1."""
+
+
+class LoadPolicy:
+    """As many replicas as bring each of three figures, averaged over them, down to its target."""
+
+    def __init__(
+        self, target_queued_tokens: float = 8192, target_kv_usage: float = 0.8, target_running: float = 0.9
+    ) -> None:
+        """Raises ValueError for a target that is not positive, or a share above 1."""
+        for name, target in (("target_kv_usage", target_kv_usage), ("target_running", target_running)):
+            if not 0 < target <= 1:
+                raise ValueError(f"{name}={target} must be above 0 and at most 1")
+        if target_queued_tokens <= 0:
+            raise ValueError(f"target_queued_tokens={target_queued_tokens} must be above 0")
+        self._targets = {
+            QUEUED_TOKENS: target_queued_tokens,
+            KV_USAGE: target_kv_usage,
+            RUNNING_SHARE: target_running,
+        }
+
+    def __call__(self, context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
+        """Replicas wanted, and the policy's state, of which it has none."""
+        figures = context.aggregated_metrics or {}
+        wanted = [
+            sum(by_replica.values()) / target
+            for name, target in self._targets.items()
+            if (by_replica := figures.get(name))
+        ]
+        # Before the first report nothing is known: as many as there are to be.
+        return (max(wanted) if wanted else context.target_num_replicas), {}

@@ -1,0 +1,129 @@
+"""Two CPU replicas of the example file: they come and go with the load, and keep each conversation."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
+
+EXAMPLE = Path(__file__).resolve().parent.parent / "configs" / "smollm2-135m-replicas.yaml"
+
+
+@contextmanager
+def serving(endpoint: Any, **changes: Any) -> Iterator[str]:
+    """The example beside the shared app, with other options of its deployment; its URL."""
+    from ray import serve
+
+    from cluster.app import engine_app
+    from cluster.deployment import _engine_options
+    from configs.load import load_app_config
+
+    app = load_app_config(EXAMPLE)
+    options = copy.deepcopy(_engine_options(dict(app.document["applications"][0])))
+    for key, value in changes.items():
+        options[key] = {**options[key], **value} if isinstance(options.get(key), dict) and value else value
+    if options["autoscaling_config"] is None:
+        del options["autoscaling_config"]
+    serve.run(engine_app(app.engine, options), name="replicas", route_prefix="/replicas")
+    try:
+        yield f"{endpoint.url}/replicas"
+    finally:
+        serve.delete("replicas")
+
+
+def num_replicas() -> int:
+    from ray import serve
+
+    states = serve.status().applications["replicas"].deployments["Engine"].replica_states
+    return states.get("RUNNING", 0)
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float, what: str) -> float:
+    """Seconds until `condition` holds."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < timeout_s, f"{what} did not come within {timeout_s:g} s"
+        time.sleep(0.2)
+    return time.monotonic() - began
+
+
+def chat(url: str, messages: list[dict[str, str]], session: str | None = None, max_tokens: int = 16) -> Any:
+    headers = {} if session is None else {"x-session-id": session}
+    body = {"model": "smollm2-135m-instruct", "messages": messages, "max_tokens": max_tokens, "temperature": 0}
+    response = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=300)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_replicas_come_with_a_queue_and_go_with_it(endpoint: Any) -> None:
+    """One replica, a queue, two replicas, nothing to do, one replica."""
+    # Only the queue may ask for the second: the batch may be full.
+    policy = {
+        "policy_function": "cluster.autoscaling:LoadPolicy",
+        "policy_kwargs": {"target_queued_tokens": 64, "target_running": 1.0},
+    }
+    quick = {"upscale_delay_s": 0.5, "downscale_delay_s": 3.0, "aggregation_function": "max", "policy": policy}
+    with serving(endpoint, autoscaling_config=quick) as url:
+        assert num_replicas() == 1
+        stop = threading.Event()
+
+        def load(worker: int) -> int:
+            answered = 0
+            while not stop.is_set():
+                chat(url, [{"role": "user", "content": f"Write about the number {worker}. Begin with it."}])
+                answered += 1
+            return answered
+
+        with ThreadPoolExecutor(12) as workers:
+            answers = [workers.submit(load, worker) for worker in range(12)]
+            try:
+                up_s = wait_for(lambda: num_replicas() == 2, 180, "the second replica")
+            finally:
+                stop.set()
+            # Nothing was lost on the way.
+            assert sum(answer.result() for answer in answers) > 0
+        down_s = wait_for(lambda: num_replicas() == 1, 180, "the end of the second replica")
+        print(f"1 -> 2 after {up_s:.0f} s, 2 -> 1 after {down_s:.0f} s")  # noqa: T201 -- for who runs it
+        chat(url, [{"role": "user", "content": "Are you there?"}])
+
+
+def test_the_turns_of_a_conversation_find_their_prefix(endpoint: Any) -> None:
+    system = "You are a patient teacher of arithmetic, geometry and logic who answers in one short sentence. " * 3
+
+    def talk(url: str, session: str, *, named: bool) -> list[int]:
+        """Cached tokens of the second, third and fourth turn."""
+        # The session comes first: conversations share no page.
+        messages = [{"role": "system", "content": f"{session}. {system}"}, {"role": "user", "content": "Hello"}]
+        cached = []
+        for turn in range(4):
+            reply = chat(url, messages, session if named else None, max_tokens=8)
+            if turn:
+                cached.append(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
+            messages += [reply["choices"][0]["message"], {"role": "user", "content": f"And {turn} plus {turn}?"}]
+            messages = [{"role": each["role"], "content": each["content"] or ""} for each in messages]
+        return cached
+
+    with serving(endpoint, autoscaling_config=None, num_replicas=2) as url:
+        wait_for(lambda: num_replicas() == 2, 120, "two replicas")
+        time.sleep(2)  # the proxy hears of the second one
+        with_header = [talk(url, f"Session {i}", named=True) for i in range(6)]
+        assert all(cached >= 48 for turns in with_header for cached in turns), with_header
+        replicas = set()
+        for _ in range(40):
+            text = httpx.get(f"{url}/metrics", timeout=30).text
+            replicas.add(text.split('replica="')[1].split('"')[0])
+        assert len(replicas) == 2, "requests without a session go to both"
+        without = [talk(url, f"Guest {i}", named=False) for i in range(6)]
+        misses = sum(cached == 0 for turns in without for cached in turns)
+        assert misses > 0, without
+        print(f"turns without their prefix: 0 of 18 with the header, {misses} of 18 without")  # noqa: T201
