@@ -6,7 +6,8 @@ import json
 import logging
 import re
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import httpx
 import numpy as np
@@ -366,3 +367,79 @@ def test_a_warm_up_is_no_request(run: Run) -> None:
         assert not [name for name, _ in found if name == "lockstep_requests_finished_total"]
 
     run(scenario)
+
+
+# --- Ray's metrics ----------------------------------------------------------------------------------------------------
+
+
+class RayMetric:
+    """Any of Ray's three kinds: keeps what it was told."""
+
+    made: ClassVar[dict[str, RayMetric]] = {}
+
+    def __init__(self, name: str, description: str, tag_keys: tuple[str, ...], boundaries: Any = None) -> None:
+        self.tag_keys = tag_keys
+        self.told: list[tuple[float, dict[str, str]]] = []
+        RayMetric.made[name] = self
+
+    def set_default_tags(self, tags: dict[str, str]) -> None:
+        self.default_tags = tags
+
+    def inc(self, value: float, tags: dict[str, str]) -> None:
+        assert value > 0, "a counter of Ray takes no other"
+        self.told.append((value, tags))
+
+    def set(self, value: float, tags: dict[str, str]) -> None:
+        self.told.append((value, tags))
+
+    def observe(self, value: float) -> None:
+        self.told.append((value, {}))
+
+
+@pytest.fixture
+def ray_metrics(monkeypatch: pytest.MonkeyPatch) -> dict[str, RayMetric]:
+    from cluster.observability import ray_export
+
+    RayMetric.made.clear()
+    fake = SimpleNamespace(Counter=RayMetric, Gauge=RayMetric, Histogram=RayMetric)
+    monkeypatch.setattr(ray_export, "ray_metrics", fake)
+    monkeypatch.setattr(ray_export, "_VALUES_INTERVAL_S", 0.0)
+    return RayMetric.made
+
+
+def test_ray_gets_what_is_new_under_all_names(ray_metrics: dict[str, RayMetric]) -> None:
+    from cluster.observability.ray_export import RayExport
+
+    telemetry = Telemetry(IDENTITY, aliases="sglang")
+    telemetry.export = RayExport(telemetry.metrics, "m", "sglang").flush
+    telemetry.finished(record())
+    telemetry.report(stats([(1.0, 0.01, 0.0, 3, 2, 100, 3)], num_running=3))
+    telemetry.finished(record())
+    telemetry.report(stats(num_running=1))
+    assert not [name for name in ray_metrics if ":" in name]
+    assert ray_metrics["lockstep_requests_finished_total"].told == [(1, {"finished_reason": "stop"})] * 2
+    assert ray_metrics["lockstep_generation_tokens_total"].told == [(3, {})]
+    for name in ("lockstep_num_requests_running", "sglang_num_running_reqs"):
+        assert ray_metrics[name].told == [(3, {}), (1, {})]
+        assert ray_metrics[name].default_tags == {"model_name": "m"}
+    assert ray_metrics["lockstep_rank_heartbeat_age_seconds"].told[:2] == [(0.1, {"rank": "0"}), (0.2, {"rank": "1"})]
+    assert [value for value, _ in ray_metrics["lockstep_e2e_request_latency_seconds"].told] == [1.25, 1.25]
+    assert ray_metrics["sglang_e2e_request_latency_seconds"].told == (
+        ray_metrics["lockstep_e2e_request_latency_seconds"].told
+    )
+
+
+def test_of_very_frequent_values_ray_gets_a_part_and_prometheus_all(ray_metrics: dict[str, RayMetric]) -> None:
+    from cluster.observability.ray_export import RayExport
+
+    telemetry = Telemetry(IDENTITY)
+    telemetry.export = RayExport(telemetry.metrics, "m").flush
+    values = [0.01 * i for i in range(1, 10_001)]
+    telemetry.intervals(values)
+    telemetry.report(stats())
+    told = [value for value, _ in ray_metrics["lockstep_inter_token_latency_seconds"].told]
+    assert len(told) == 20
+    assert set(told) <= set(values)
+    assert samples(telemetry.prometheus())["lockstep_inter_token_latency_seconds_count", labels()] == 10_000
+    telemetry.report(stats())
+    assert len(ray_metrics["lockstep_inter_token_latency_seconds"].told) == 20

@@ -15,7 +15,7 @@ from ray.serve import metrics as ray_metrics
 from cluster.observability.metrics import Metrics
 from cluster.observability.table import METRICS, Kind, Metric
 
-_GAUGE_INTERVAL_S = 1.0
+_VALUES_INTERVAL_S = 1.0
 _MAX_VALUES_AT_ONCE = 20
 
 
@@ -44,7 +44,7 @@ class RayExport:
                 for value in values:
                     histogram.observe(value)
         now = time.monotonic()
-        if now - self._values_at >= _GAUGE_INTERVAL_S:
+        if now - self._values_at >= _VALUES_INTERVAL_S:
             self._values_at = now
             for metric, by_label in self._metrics.values():
                 for labels, value in by_label.items():
