@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 VERSION = "0.1.0"
 CACHE_DIR = Path.home() / ".cache" / "lockstep"
 _CLOSE_TIMEOUT_S = 15.0
+# How much longer than a step's deadline a coordinator may be silent.
+_SILENCE_S = 10.0
 
 
 def describe(config: EngineConfig, *, gpus: bool) -> EngineSpec:
@@ -100,7 +102,16 @@ class RunningEngine:
         if self._run.done():
             error = self._run.exception()
             return EngineError("the engine was closed") if error is None else _cause(error)
-        return None if self.client.failure is None else EngineError(self.client.failure)
+        if self.client.failure is not None:
+            return EngineError(self.client.failure)
+        silence_s, limit_s = self.client.board.age_s, self.spec.config.parallel.step_timeout_s + _SILENCE_S
+        if silence_s > limit_s:
+            # It reports once a second, also while a step hangs: its own deadlines do not pass any more.
+            return EngineError(
+                f"the coordinator has not reported for {silence_s:.0f} s; it fails a step after "
+                f"parallel.step_timeout_s={self.spec.config.parallel.step_timeout_s:g}, so it is stuck itself"
+            )
+        return None
 
     async def open_model(self) -> ServedModel:
         """What requests are put to, once the engine has generated a token."""

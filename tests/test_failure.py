@@ -263,6 +263,25 @@ def test_a_killed_coordinator_ends_every_request_and_the_ranks(ray_cluster: None
     asyncio.run(main())
 
 
+def test_a_coordinator_that_is_stuck_itself_counts_as_failed(
+    ray_cluster: None, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster.engine, "_SILENCE_S", 1.0)
+
+    async def main() -> None:
+        async with running(tiny_path, parallel={"step_timeout_s": 2.0}) as engine:
+            await asyncio.sleep(4)
+            assert engine.failure is None, "an idle one reports all the same"
+            pid = coordinator_pid(engine.facts)
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                await until(lambda: "has not reported" in str(engine.failure), 10, "the silence is noticed")
+            finally:
+                os.kill(pid, signal.SIGCONT)
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [("missing", "model.norm.weight"), pytest.param("cut", "model.safetensors", marks=pytest.mark.slow)],
