@@ -37,6 +37,10 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     top: list[dict[int, float]] = field(default_factory=list)
     """Of each token, the log probabilities of the likeliest ids, where they were asked for."""
+    logprobs: list[float] = field(default_factory=list)
+    """Of each token, where they were asked for."""
+    prompt_logprobs: list[float] = field(default_factory=list)
+    """Of each prompt token but the first, where they were asked for."""
     reason: FinishReason | None = None
 
 
@@ -183,7 +187,10 @@ class GpuEngine:
         ids = np.frombuffer(output.ids, np.int64).tolist()
         for request_id, token in zip(ids, np.frombuffer(output.tokens, np.int32).tolist(), strict=True):
             self.answers[request_id].tokens.append(token)
+        for run in output.prompt_logprobs:
+            self.answers[run.id].prompt_logprobs += np.frombuffer(run.logprobs, np.float32).tolist()
         for entry in output.logprobs:
+            self.answers[entry.id].logprobs.append(entry.logprob)
             self.answers[entry.id].top.append(dict(zip(entry.top_ids, entry.top_logprobs, strict=True)))
         for finished in output.finished:
             self.answers[finished.id].reason = finished.reason

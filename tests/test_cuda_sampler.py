@@ -26,6 +26,7 @@ from worker.adjustments import RowAdjustments, adjusted
 from worker.cuda_sampler import Chosen, CudaSampler, LogprobTensors, SamplingTables
 from worker.kernels import adjustments as adjustments_kernels
 from worker.kernels import sampling
+from worker.prompt_scores import TargetScores, target_scores
 from worker.protocol import ASKED_DTYPE, BIAS_DTYPE, COUNT_DTYPE, PARAMS_DTYPE, StepFrame, mask_words
 from worker.sampler import Sampler, default_params
 
@@ -239,6 +240,26 @@ def test_shards_draw_what_the_whole_row_draws(tp_size: int, device: torch.device
     for tokens, logprobs in _run_ranks(tp_size, device, body):
         assert tokens == expected.tokens.tolist()
         _assert_logprobs_close(logprobs, expected)
+
+
+@pytest.mark.parametrize("tp_size", [1, 3])
+def test_scores_of_given_tokens_are_those_of_the_cpu(tp_size: int, device: torch.device) -> None:
+    logits, plan = _logits(5), _plan(tp_size, VOCAB)
+    logits[2] = (logits[2] / 4).round()  # ties across the shards
+    targets = torch.tensor([0, VOCAB - 1, 700, 3, 3])
+
+    def body(group: TensorParallelGroup) -> list[TargetScores]:
+        span = plan.vocab[group.rank]
+        cuda = CudaSampler(plan, group, 2)
+        local = logits[:, span.start : span.stop].contiguous().to(device)
+        return [cuda.score(local, targets.to(device), k).to_host() for k in (0, 6)]
+
+    for scores in _run_ranks(tp_size, device, body):
+        for k, ours in zip((0, 6), scores, strict=True):
+            expected = target_scores(logits, targets, k)
+            torch.testing.assert_close(ours.logprobs, expected.logprobs, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(ours.top_logprobs, expected.top_logprobs, atol=1e-5, rtol=1e-5)
+            assert torch.equal(ours.top_ids, expected.top_ids)
 
 
 def test_a_rank_without_vocabulary_rows_draws_with_the_others(device: torch.device) -> None:

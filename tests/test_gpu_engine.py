@@ -85,6 +85,26 @@ def test_logprobs_are_descending_and_hold_the_greedy_token_first(shape: Path, si
 
 
 @pytest.mark.parametrize("size", SIZES)
+def test_a_prompts_scores_are_the_logprobs_its_tokens_had_as_an_answer(shape: Path, size: int) -> None:
+    [prompt] = _prompts(1)
+    prompt = prompt[:9]
+    with _engine(shape, size, dtype="float32") as engine:
+        # Long enough for two steps of scores.
+        [answer] = engine.generate([prompt], max_tokens=700, num_logprobs=0, temperature=1.0, seed=3)
+        whole = [*prompt, *answer.tokens]
+        others = _prompts(4, seed=5)
+        for index, other in enumerate(others):
+            engine.add(10 + index, other, max_tokens=20)
+        engine.add(1, whole, max_tokens=2, prompt_logprobs=3)
+        engine.add(2, whole, max_tokens=2, prompt_logprobs=0)
+        answers = engine.run()
+    for request_id in (1, 2):
+        scores = answers[request_id].prompt_logprobs
+        assert len(scores) == len(whole) - 1
+        assert scores[len(prompt) - 1 :] == pytest.approx(answer.logprobs, abs=2e-3)
+
+
+@pytest.mark.parametrize("size", SIZES)
 def test_two_hundred_cycles_with_aborts_leave_memory_and_pages_as_they_were(shape: Path, size: int) -> None:
     generator = random.Random(1)
     with _engine(shape, size, kv_cache={"enable_prefix_caching": False}) as engine:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from cluster.messages import SamplingParams
 from configs.errors import EngineError
 from tests.fake_engine import LIMITS, Engine, prompt_of
+from tests.local_group import Limits, LocalGroup, assert_scores_equal
 from worker.frame_check import FrameLimits, check_frame
+from worker.prompt_scores import WantedTokens, target_scores
 from worker.protocol import MAX_TARGETS, SCORE_DTYPE, RowFlag, StepFrame, StepResult
 
 # The scheduler: `Engine` checks every score against the prompt it belongs to, and that each comes once, in order and
@@ -168,3 +174,89 @@ def test_a_result_without_the_scores_it_owes_is_an_error() -> None:
     assert engine.launch() is not None
     with pytest.raises(EngineError, match="targets"):
         engine.scheduler.retire(StepResult(1, 1, np.zeros(1, np.int32)))
+
+
+# The ranks: SmolLM2 is in test_answers.py.
+
+
+def test_the_wanted_inputs_are_those_before_targets_and_the_sampled_ones() -> None:
+    wanted = WantedTokens.of(_frame([(3, 5, 2, 4), (1, 0, 2, 0)], [7, 8, 9, 10]))
+    # Inputs 0 to 3 are row 3's positions 4 to 7, 4 to 6 are row 1's, 7 is the row that is sampled.
+    assert wanted.tokens.tolist() == [1, 2, 4, 5, 7]
+    assert wanted.tokens[wanted.scored].tolist() == [1, 2, 4, 5]
+    assert wanted.tokens[wanted.sampled].tolist() == [7]
+
+
+def test_equal_log_probabilities_stand_in_the_order_of_their_ids() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0, 2.0, 1.0, 1.0]])
+    scores = target_scores(logits, torch.tensor([4]), 4)
+    assert scores.top_ids.tolist() == [[1, 3, 2, 4]]
+    assert scores.logprobs.item() == scores.top_logprobs[0, 3].item() == logits.log_softmax(-1)[0, 4].item()
+
+
+VOCAB = 320
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A random model of transformers in fp32, and where it is saved."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            intermediate_size=384,
+            max_position_embeddings=1024,
+            initializer_range=0.2,
+        )
+    ).eval()
+    path = tmp_path_factory.mktemp("tiny")
+    model.save_pretrained(path)
+    return model, path
+
+
+@pytest.fixture(scope="module")
+def group(request: pytest.FixtureRequest, tiny: tuple[Any, Path]) -> Iterator[LocalGroup]:
+    group = LocalGroup(tiny[1], request.param, Limits().num_pages)
+    yield group
+    group.close()
+
+
+def _request(length: int, k: int, max_tokens: int) -> tuple[list[int], SamplingParams]:
+    prompt = np.random.default_rng(length).integers(0, VOCAB, length).tolist()
+    return prompt, SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, prompt_logprobs=k)
+
+
+# Of each request the prompt's length, the number of likeliest tokens, and the answer's length. The longest prompt has
+# more targets than one step takes.
+MANY = [(300, -1, 60), (1, 3, 4), (2, 0, 4), (600, 2, 4), (40, VOCAB, 4), (300, 1, 60), (600, 5, 4)]
+CROWDED = [(10, -1, 120), (11, -1, 120), (12, -1, 120), (600, 2, 4), (40, 7, 4)]
+
+
+@pytest.mark.parametrize("group", [1, 2, 3], indirect=True, ids=lambda size: f"tp{size}")
+@pytest.mark.parametrize(
+    ("shapes", "limits", "preempts"),
+    [
+        pytest.param(MANY, Limits(chunk=2048), False, id="whole"),
+        pytest.param(MANY, Limits(chunk=33, prefix_caching=True), False, id="chunked"),
+        pytest.param(CROWDED, Limits(chunk=8, max_num_seqs=5, num_pages=45), True, id="preempted"),
+    ],
+)
+def test_scores_equal_transformers_beside_other_requests(
+    group: LocalGroup, tiny: tuple[Any, Path], shapes: list[tuple[int, int, int]], limits: Limits, preempts: bool
+) -> None:
+    requests = [_request(*shape) for shape in shapes]
+    answers = group.generate(requests, limits, at_once=True)
+    assert (answers.stats.total_preemptions > 0) == preempts
+    for (prompt, sampling), scores, tokens in zip(requests, answers.scores, answers.tokens, strict=True):
+        assert len(tokens) == sampling.max_tokens
+        if sampling.prompt_logprobs < 0:
+            assert len(scores.logprobs) == 0
+            continue
+        with torch.inference_mode():
+            expected = tiny[0](torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+        assert_scores_equal(scores, prompt, expected)

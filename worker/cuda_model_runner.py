@@ -7,6 +7,7 @@ filters, adjustments or logprobs are sampled again behind it, before the next st
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,10 @@ from worker.cuda_graph_runner import CudaGraphRunner, StepOutput, graph_batch_si
 from worker.cuda_sampler import CudaSampler, LogprobTensors
 from worker.frame_check import FrameLimits, check_frame
 from worker.models.decoder import Decoder
+from worker.prompt_scores import CHUNK_ROWS, TargetScores, WantedTokens, score_in_chunks
 from worker.protocol import Int32Array, RowFlag, StepFrame, StepResult
 from worker.step_inputs import StepInputs
+from worker.upload import upload
 
 
 class CudaModelRunner:
@@ -85,7 +88,7 @@ class CudaModelRunner:
         self._sampler.update(frame)
         is_sampled = (frame.flags & RowFlag.SAMPLE) != 0
         num_rows, sampled = len(frame.rows), frame.rows[is_sampled]
-        padded = None
+        padded, scores = None, None
         if len(sampled) == num_rows == int(frame.lens.sum()):
             padded = self._graphs.padded(num_rows)
         self._inputs.upload(frame, padded or 0)
@@ -95,9 +98,12 @@ class CudaModelRunner:
             rows, positions = self._inputs.rows(num_rows), self._inputs.seq_lens(num_rows)
         else:
             batch = self._inputs.batch(frame)
-            hidden = self._forward(batch)
+            if len(frame.targets):
+                hidden, scores = self._forward_and_score(frame, batch)
+            else:
+                hidden = self._forward(batch)
             if len(sampled) == 0:
-                return CudaStep.record(self._group, frame, None, sampled, None)
+                return CudaStep.record(self._group, frame, None, sampled, None, scores)
             which = self._inputs.sampled(len(sampled))
             rows = self._inputs.rows(num_rows).index_select(0, which)
             positions = self._inputs.seq_lens(num_rows).index_select(0, which)
@@ -108,7 +114,7 @@ class CudaModelRunner:
             logprobs = self._sampler.resample(output.logits, rows, positions, output.tokens, chosen)
             self._inputs.last_tokens.index_copy_(0, rows.long(), output.tokens)
         asked = chosen.which[chosen.num_logprobs >= 0].astype(np.int32)
-        return CudaStep.record(self._group, frame, output.tokens, asked, logprobs)
+        return CudaStep.record(self._group, frame, output.tokens, asked, logprobs, scores)
 
     def _decode(self, num_rows: int) -> StepOutput:
         """The decode step of `num_rows` rows over static buffers: what a graph captures."""
@@ -118,6 +124,20 @@ class CudaModelRunner:
     def _forward(self, batch: ForwardBatch) -> torch.Tensor:
         self._backend.init_forward_metadata(batch)
         return self._decoder.forward(batch, self._backend)
+
+    def _forward_and_score(self, frame: StepFrame, batch: ForwardBatch) -> tuple[torch.Tensor, TargetScores]:
+        """Hidden states of the rows that are sampled, and scores of the frame's targets."""
+        wanted, device = WantedTokens.of(frame), self._group.device
+        hidden = self._forward(replace(batch, sample_indices=upload(wanted.tokens, device)))
+        scored = hidden.index_select(0, upload(wanted.scored, device))
+        targets, k = upload(frame.targets.astype(np.int64), device), int(frame.scores["k"].max())
+        scores = score_in_chunks(
+            scored,
+            targets,
+            min(CHUNK_ROWS, self._max_rows),
+            lambda states, ids: self._sampler.score(self._decoder.local_logits(states), ids, k),
+        )
+        return hidden.index_select(0, upload(wanted.sampled, device)), scores
 
     def _sample(self, hidden: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> StepOutput:
         """The plain rule for every row. The noise key is the new token's index in its whole sequence, which is how
@@ -138,6 +158,7 @@ class CudaStep:
         tokens: torch.Tensor | None,
         logprob_rows: Int32Array,
         logprobs: LogprobTensors | None,
+        scores: TargetScores | None,
         done: Any,
     ) -> None:
         self._group = group
@@ -145,6 +166,7 @@ class CudaStep:
         self._tokens = tokens
         self._logprob_rows = logprob_rows
         self._logprobs = logprobs
+        self._scores = scores
         self._done = done
 
     @classmethod
@@ -155,21 +177,24 @@ class CudaStep:
         tokens: torch.Tensor | None,
         logprob_rows: Int32Array,
         logprobs: LogprobTensors | None,
+        scores: TargetScores | None,
     ) -> CudaStep:
         """Queues the copies and the event behind them.
 
         Args:
             tokens: [num_sampled] int64, device; None when no row was sampled.
             logprob_rows: indices of the sampled rows that asked for logprobs.
+            scores: of the frame's targets; None when it has none.
         """
         # A non-blocking copy to the host lands in pinned memory, which the event says is filled.
         on_host = None if tokens is None else tokens.to("cpu", non_blocking=True)
         copied = None
         if logprobs is not None:
             copied = LogprobTensors(*(part.to("cpu", non_blocking=True) for part in logprobs))
+        host_scores = None if scores is None else scores.to_host()
         done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch does not annotate it
         done.record()
-        return cls(group, frame, on_host, logprob_rows, copied, done)
+        return cls(group, frame, on_host, logprob_rows, copied, host_scores, done)
 
     def is_done(self) -> bool:
         return bool(self._done.query())
@@ -178,6 +203,12 @@ class CudaStep:
         self._done.synchronize()
         # A sum whose wait was ended goes on with what there is: those tokens must not get out.
         self._group.check_alive()
+        result = self._sampled()
+        if self._scores is not None:
+            self._scores.put_into(result)
+        return result
+
+    def _sampled(self) -> StepResult:
         frame = self._frame
         if self._tokens is None:
             return StepResult(frame.generation, frame.step, tokens=np.empty(0, np.int32))

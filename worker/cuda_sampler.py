@@ -27,6 +27,7 @@ from worker.kernels.sampling import (
     reduce_candidates,
     reduce_tokens,
 )
+from worker.prompt_scores import TargetScores
 from worker.protocol import PARAMS_DTYPE, Int32Array, StepFrame
 from worker.sampler import default_params
 from worker.upload import upload
@@ -183,6 +184,16 @@ class CudaSampler:
                 most = int(chosen.num_logprobs.max())
                 parts.append(_logprobs(raw, drawn.index_select(0, wanted), most, asked))
         return LogprobTensors(*map(torch.cat, zip(*parts, strict=True))) if parts else None
+
+    def score(self, logits: torch.Tensor, targets: torch.Tensor, k: int) -> TargetScores:
+        """Log probabilities of given tokens. Launches kernels only; not for a graph.
+
+        Args:
+            logits: [num_rows, span.size] fp32; takes about 20 bytes for each logit of the vocabulary.
+            targets: [num_rows] int64, device.
+            k: how many of the likeliest tokens are wanted too.
+        """
+        return TargetScores(*_logprobs(self._whole(logits), targets, k, targets[:, None])[:3])
 
     def _whole(self, logits: torch.Tensor) -> torch.Tensor:
         """This rank's columns -> every rank's, in vocabulary order: [num_rows, vocab_size], contiguous."""

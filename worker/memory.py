@@ -12,7 +12,7 @@ import numpy.typing as npt
 import psutil  # type: ignore[import-untyped]  # ships no types
 import torch
 
-from worker.protocol import RowFlag, StepFrame
+from worker.protocol import MAX_TARGETS, SCORE_DTYPE, RowFlag, StepFrame
 from worker.sampler import default_params
 
 if TYPE_CHECKING:
@@ -90,8 +90,8 @@ def profile_cuda(
 
 
 def _largest_frames(max_rows: int, max_tokens: int, max_model_len: int, page_size: int) -> list[StepFrame]:
-    """A prefill of `max_tokens` in as few rows as they fit in, and a decode of every row; all sampled, the latter with
-    every filter and with logprobs."""
+    """A prefill of `max_tokens` in as few rows as they fit in, as many of its tokens scored as may be, and a decode of
+    every row; all sampled, the latter with every filter and with logprobs."""
     frames = []
     lens = [max_model_len] * (max_tokens // max_model_len)
     if rest := max_tokens % max_model_len:
@@ -118,6 +118,9 @@ def _largest_frames(max_rows: int, max_tokens: int, max_model_len: int, page_siz
                 page_deltas=np.array(deltas, np.int32).reshape(-1, 3),
             )
         )
+    if (num_targets := min(MAX_TARGETS, lens[0] - 1)) > 0:
+        frames[0].scores = np.array([(1, 0, num_targets, _NUM_LOGPROBS)], SCORE_DTYPE)
+        frames[0].targets = np.zeros(num_targets, np.int32)
     frames[-1].params = _every_filter(max_rows)
     return frames
 

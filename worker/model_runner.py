@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -13,6 +15,7 @@ from worker.adjustments import RowAdjustments, adjusted
 from worker.frame_check import FrameLimits, check_frame
 from worker.models.decoder import Decoder
 from worker.pending_step import CompletedStep
+from worker.prompt_scores import CHUNK_ROWS, TargetScores, WantedTokens, score_in_chunks, target_scores
 from worker.protocol import RowFlag, StepFrame, StepResult
 from worker.sampler import SampledTokens, Sampler, default_params
 
@@ -54,24 +57,39 @@ class ModelRunner:
         self._params[frame.params["row"]] = frame.params
         self._adjustments.update(frame)
         sampled = (frame.flags & RowFlag.SAMPLE) != 0
-        hidden = self._forward(frame, sampled)
+        if len(frame.targets) == 0:
+            return CompletedStep(self._sampled(frame, sampled, self._forward(frame, sampled)))
+        wanted = WantedTokens.of(frame)
+        hidden = self._forward(frame, sampled, wanted.tokens)
+        scores = self._score(frame, hidden.index_select(0, torch.from_numpy(wanted.scored)))
+        result = self._sampled(frame, sampled, hidden.index_select(0, torch.from_numpy(wanted.sampled)))
+        scores.put_into(result)
+        return CompletedStep(result)
+
+    def _sampled(self, frame: StepFrame, sampled: npt.NDArray[np.bool_], hidden: torch.Tensor) -> StepResult:
+        """What the rows that are sampled bring; `hidden` [num_sampled, hidden_size] are their states."""
         if len(hidden) == 0:
-            return CompletedStep(StepResult(frame.generation, frame.step, tokens=np.empty(0, np.int32)))
+            return StepResult(frame.generation, frame.step, tokens=np.empty(0, np.int32))
         rows = frame.rows[sampled]
         # The noise key: the new token's index in its whole sequence, which preemption and recompute do not change.
         positions = (frame.starts + frame.lens)[sampled].astype(np.int64)
         result = self._sample(self._decoder.logits(hidden), rows, positions)
-        return CompletedStep(
-            StepResult(
-                generation=frame.generation,
-                step=frame.step,
-                tokens=result.tokens.numpy().astype(np.int32),
-                logprob_rows=result.logprob_rows,
-                logprobs=result.logprobs.numpy(),
-                top_ids=result.top_ids.numpy().astype(np.int32),
-                top_logprobs=result.top_logprobs.numpy(),
-                asked_logprobs=result.asked_logprobs.numpy(),
-            )
+        return StepResult(
+            generation=frame.generation,
+            step=frame.step,
+            tokens=result.tokens.numpy().astype(np.int32),
+            logprob_rows=result.logprob_rows,
+            logprobs=result.logprobs.numpy(),
+            top_ids=result.top_ids.numpy().astype(np.int32),
+            top_logprobs=result.top_logprobs.numpy(),
+            asked_logprobs=result.asked_logprobs.numpy(),
+        )
+
+    def _score(self, frame: StepFrame, hidden: torch.Tensor) -> TargetScores:
+        """Scores of the frame's targets, of which `hidden` [num_targets, hidden_size] are the states before."""
+        targets, k = torch.from_numpy(frame.targets.astype(np.int64)), int(frame.scores["k"].max())
+        return score_in_chunks(
+            hidden, targets, CHUNK_ROWS, lambda states, ids: target_scores(self._decoder.logits(states), ids, k)
         )
 
     def _sample(
@@ -94,8 +112,10 @@ class ModelRunner:
         self._last_tokens.index_copy_(0, row_ids, result.tokens)
         return result
 
-    def _forward(self, frame: StepFrame, sampled: np.ndarray) -> torch.Tensor:
-        """Hidden states [num_sampled, hidden_size] of the rows that are sampled."""
+    def _forward(
+        self, frame: StepFrame, sampled: npt.NDArray[np.bool_], wanted: npt.NDArray[np.int64] | None = None
+    ) -> torch.Tensor:
+        """Hidden states [num_sampled, hidden_size] of the rows that are sampled, or of the `wanted` inputs."""
         batch = ForwardBatch.create(
             req_pool_indices=frame.rows.astype(np.int64),
             prefix_lens=frame.starts.astype(np.int64),
@@ -105,6 +125,8 @@ class ModelRunner:
             page_size=self._token_to_kv_pool.page_size,
             sampled=sampled,
         )
+        if wanted is not None:
+            batch = replace(batch, sample_indices=torch.from_numpy(wanted))
         self._backend.init_forward_metadata(batch)
         return self._decoder.forward(batch, self._backend)
 

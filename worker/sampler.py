@@ -147,14 +147,14 @@ def _with_logprobs(
     logprobs = torch.log_softmax(logits.index_select(0, chosen).float(), dim=-1)
     # A stable sort, not topk: equal log probabilities stand in the order of their ids.
     k = int(num_logprobs[rows].max())
-    top = _top_stable(logprobs, k)
+    top = likeliest(logprobs, k)
     own = logprobs.gather(1, tokens.index_select(0, chosen).unsqueeze(1)).squeeze(1)
     asked_logprobs = logprobs.gather(1, asked.index_select(0, chosen))
     return SampledTokens(tokens, rows, own, top, logprobs.gather(1, top), asked_logprobs)
 
 
-def _top_stable(values: torch.Tensor, k: int) -> torch.Tensor:
-    """Indices [num_rows, k] of the largest values, descending, equal ones by index."""
+def likeliest(values: torch.Tensor, k: int) -> torch.Tensor:
+    """Indices [num_rows, k] int64 of the largest of `values` [num_rows, n], descending, equal ones by index."""
     if k == 0:
         return torch.empty(values.shape[0], 0, dtype=torch.int64, device=values.device)
     indices = [
