@@ -261,6 +261,8 @@ def test_an_echo_alone_generates_nothing(run: Run) -> None:
         assert len(choice["logprobs"]["tokens"]) == body["usage"]["prompt_tokens"] == 3
         assert body["usage"]["completion_tokens"] == 0
         assert (await stack.complete(prompt=PROMPT, echo=True)).json()["choices"][0]["text"] == PROMPT + REPLY
+        assert (await stack.complete(prompt=[9] * 127, echo=True, max_tokens=0)).status_code == 200
+        error_of(await stack.complete(prompt=[9] * 128, echo=True, max_tokens=0), 400, "context_length_exceeded")
         only = (await stack.complete(prompt=PROMPT, max_tokens=0, prompt_logprobs=0)).json()["choices"][0]
         assert (only["text"], len(only["prompt_logprobs"])) == ("", 3)
 

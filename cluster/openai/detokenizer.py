@@ -104,7 +104,9 @@ class StreamDetokenizer:
     def _decode_pending(self) -> str:
         known = self._tokenizer.decode(self._context, skip_special_tokens=self._skip)
         text = self._tokenizer.decode([*self._context, *self._pending], skip_special_tokens=self._skip)
-        return text[len(known) :] if text.startswith(known) else self._tokenizer.decode(self._pending)
+        if text.startswith(known):
+            return text[len(known) :]
+        return self._tokenizer.decode(self._pending, skip_special_tokens=self._skip)
 
     def _new_stream(self) -> DecodeStream:
         return DecodeStream(ids=self._context, skip_special_tokens=self._skip)

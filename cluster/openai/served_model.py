@@ -228,7 +228,8 @@ class ServedModel:
         if not prompt:
             raise RequestError(f"{param} has no tokens.", code="empty_string", param=param)
         max_tokens = default if asked is None else asked
-        if len(prompt) + max_tokens > self.max_model_len:
+        # The engine always generates a token, also when only the prompt is of interest.
+        if len(prompt) + max(max_tokens, 1) > self.max_model_len:
             raise ContextLengthError(
                 max_model_len=self.max_model_len, num_prompt_tokens=len(prompt), max_tokens=max_tokens, param=param
             )
