@@ -185,7 +185,7 @@ Scenario = Callable[[Stack], Coroutine[Any, Any, None]]
 Run = Callable[..., None]
 
 
-def runner(smollm2: Tokenizer, folder: Path, max_model_len: int = 128) -> Run:
+def runner(smollm2: Tokenizer, folder: Path) -> Run:
     """run(scenario, server=..., **script): a fresh stack for each scenario, at most twenty seconds."""
     reply = [*smollm2.encode(REPLY, add_special_tokens=False), EOS]
 

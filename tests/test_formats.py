@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from typing import Any, get_args
 
@@ -21,10 +22,6 @@ QWEN = "{% if tools %}<tool_call>{% endif %}{{ message.tool_calls }}</think>"
 
 def formats(template: str = QWEN, *, reads_tools: bool = True, **settings: Any) -> ModelFormats:
     return ModelFormats.of(template, reads_tools=reads_tools, server=ServerConfig(**settings))
-
-
-def no_specials(tag: str) -> int | None:
-    return None
 
 
 def test_the_settings_name_the_formats_there_are() -> None:
@@ -82,7 +79,7 @@ def test_tools_are_refused_that_the_model_would_not_see_or_whose_calls_could_not
     forced = parse_tools([NOW], "required")
     assert (found.shown_tools(forced) is not None) == reads_tools
     assert found.answer_format(forced, "").calls is not None
-    assert found.call_grammar(forced, no_specials) is not None
+    assert found.needs_grammar(forced, has_grammar=False)
 
 
 def test_an_answer_is_read_as_its_request_and_prompt_say() -> None:
@@ -105,12 +102,45 @@ def test_an_answer_is_read_as_its_request_and_prompt_say() -> None:
     assert "<tool_call>" in auto.tags
 
 
-def test_only_strict_tools_bind_an_answer_that_is_free_to_call_or_not() -> None:
+def test_only_what_binds_calls_needs_a_grammar() -> None:
     found = formats()
-    assert found.call_grammar(None, no_specials) is None
-    assert found.call_grammar(parse_tools([NOW]), no_specials) is None
-    assert found.call_grammar(parse_tools([NOW, STRICT], "none"), no_specials) is None
-    grammar = found.call_grammar(parse_tools([NOW, STRICT]), no_specials)
-    assert grammar is not None
-    assert "tail: TEXT" in grammar
-    assert formats("<function= <parameter=").call_grammar(parse_tools([STRICT]), no_specials) is None
+    assert not found.needs_grammar(None, has_grammar=True)
+    assert not found.needs_grammar(parse_tools([NOW]), has_grammar=False)
+    assert not found.needs_grammar(parse_tools([NOW, STRICT], "none"), has_grammar=True)
+    assert found.needs_grammar(parse_tools([NOW, STRICT]), has_grammar=False)
+    assert found.needs_grammar(parse_tools([NOW]), has_grammar=True)
+    # Calls without a tag: nothing in a text shows where they begin.
+    bare = formats('"parameters": dictionary of argument name and its value')
+    assert bare.calls is STYLES["llama3_json"]
+    assert not bare.needs_grammar(parse_tools([STRICT]), has_grammar=False)
+    assert bare.needs_grammar(parse_tools([STRICT], "required"), has_grammar=True)
+    with pytest.raises(RequestError) as raised:
+        bare.needs_grammar(parse_tools([NOW]), has_grammar=True)
+    assert raised.value.param == "tools"
+    assert not formats(tool_call_parser="none").needs_grammar(parse_tools([STRICT]), has_grammar=True)
+
+
+def test_a_grammar_is_put_together_for_how_tools_are_used() -> None:
+    found = formats()
+    anything = json.dumps({"grammars": [{"json_schema": {"type": "object"}}]})
+
+    def grammar(use: Any, answer: str | None = None) -> list[Any]:
+        made = found.call_grammar(use, [anything] * len(use.callable), lambda tag: None, answer)
+        parts: list[Any] = json.loads(made)["grammars"]
+        return parts
+
+    one = grammar(parse_tools([NOW, STRICT], {"type": "function", "function": {"name": "now"}}))
+    assert [part.get("name") for part in one] == [None, "arguments_0"]
+    assert ")*" not in one[0]["lark_grammar"]
+    assert "call)*" in grammar(parse_tools([NOW], "required"))[0]["lark_grammar"]
+    assert "tail" in grammar(parse_tools([STRICT]))[0]["lark_grammar"]
+    either = grammar(parse_tools([NOW]), anything)
+    assert [part.get("name") for part in either] == [None, "arguments_0", "response"]
+
+
+def test_a_prompt_says_whether_thinking_is_to_come() -> None:
+    found = formats()
+    assert found.answer_format(None, "<think>\n\n</think>\n\n").starts_after_reasoning
+    assert not found.answer_format(None, "assistant\n").starts_after_reasoning
+    assert found.answer_format(None, "x", "<think>a</think>b").starts_after_reasoning
+    assert not found.answer_format(None, "x", "<think>a").starts_after_reasoning

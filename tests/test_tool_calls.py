@@ -53,10 +53,10 @@ def qwen(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Tokeni
 @pytest.fixture
 def ask(qwen: Tokenizer, tmp_path: Path) -> Run:
     """run(scenario, text=..., **script): the engine answers every request with `text`."""
-    run = runner(qwen, tmp_path, 1024)
+    run = runner(qwen, tmp_path)
 
     def go(scenario: Any, text: str = "", server: ServerConfig | None = None, **script: Any) -> None:
-        run(scenario, server, reply=[*qwen.encode(text, add_special_tokens=False), EOS], **script)
+        run(scenario, server, 1024, reply=[*qwen.encode(text, add_special_tokens=False), EOS], **script)
 
     return go
 
@@ -223,6 +223,64 @@ def test_the_older_form_of_tools_is_refused(ask: Run) -> None:
         assert refused["param"] == "tools[0].function.name"
 
     ask(scenario)
+
+
+# --- Calls that are required ------------------------------------------------------------------------------------------
+
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+
+
+def grammar_of(stack: Stack) -> list[dict[str, Any]]:
+    grammar = stack.coordinator.requests[-1].sampling.grammar
+    assert grammar is not None
+    parts: list[dict[str, Any]] = json.loads(grammar)["grammars"]
+    return parts
+
+
+@pytest.mark.parametrize(("choice", "reason"), [("required", "tool_calls"), (NAMED, "stop")])
+def test_a_required_call_has_a_grammar_and_openais_reason(ask: Run, choice: Any, reason: str) -> None:
+    async def scenario(stack: Stack) -> None:
+        fields = {"tools": [WEATHER], "tool_choice": choice}
+        [answer] = (await stack.chat(**fields)).json()["choices"]
+        assert answer["finish_reason"] == reason
+        assert answer["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Paris"}'
+        # The model may think first: its template knows how.
+        assert [part.get("name") for part in grammar_of(stack)] == [None, "answer", "arguments_0"]
+        chunks = events(await stack.chat(stream=True, **fields))
+        assert chunks[-2]["choices"][0]["finish_reason"] == reason
+        body = {"chat_template_kwargs": {"enable_thinking": False}, **fields}
+        assert (await stack.chat(**body)).status_code == 200
+        assert [part.get("name") for part in grammar_of(stack)] == [None, "arguments_0"]
+
+    ask(scenario, CALL)
+
+
+def test_a_call_can_be_required_of_any_model(run: Run, smollm2: Tokenizer) -> None:
+    reply = smollm2.encode('[{"name": "get_weather", "arguments": {"city": "Paris"}}]', add_special_tokens=False)
+
+    async def scenario(stack: Stack) -> None:
+        [answer] = (await stack.chat(tools=[WEATHER], tool_choice=NAMED)).json()["choices"]
+        assert answer["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
+        assert "get_weather" in grammar_of(stack)[0]["lark_grammar"]
+
+    run(scenario, reply=[*reply, EOS])
+
+
+def test_strict_tools_and_a_format_of_the_answer_share_a_grammar(ask: Run) -> None:
+    strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+
+    async def scenario(stack: Stack) -> None:
+        await stack.chat(tools=[WEATHER])
+        assert stack.coordinator.requests[-1].sampling.grammar is None
+        await stack.chat(tools=[strict])
+        assert [part.get("name") for part in grammar_of(stack)] == [None, "answer", "arguments_0"]
+        await stack.chat(tools=[WEATHER], response_format={"type": "json_object"})
+        assert [part.get("name") for part in grammar_of(stack)] == [None, "answer", "arguments_0", "response"]
+        bad = {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"minProperties": "x"}}}
+        refused = error_of(await stack.chat(tools=[WEATHER, bad], tool_choice="required"), 400, "invalid_value")
+        assert refused["param"] == "tools[1].function.parameters"
+
+    ask(scenario, "Hi.")
 
 
 # --- Thinking ---------------------------------------------------------------------------------------------------------

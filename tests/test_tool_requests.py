@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +13,11 @@ from cluster.openai.answer_parser import AnswerFormat, AnswerParser
 from cluster.openai.reasoning import REASONING_STYLES
 from cluster.openai.tokenizer import Tokenizer
 from cluster.openai.tools.events import collect
-from cluster.openai.tools.grammar import after_reasoning, forced_calls, free_calls
+from cluster.openai.tools.grammar import CallGrammar, SpecialId, after_reasoning
 from cluster.openai.tools.request import ToolMode, ToolUse, parse_tools
 from cluster.openai.tools.styles import STYLES, StyleName
+from cluster.structured.compiler import GrammarCompiler
+from cluster.structured.spec import schema_grammar
 from configs.errors import RequestError
 
 WEATHER = {
@@ -120,24 +120,18 @@ Accepts = Callable[[str, str], bool | None]
 
 
 @pytest.fixture(scope="module")
-def tokenizer(smollm2_path: Path) -> Tokenizer:
-    return Tokenizer.load(smollm2_path)
-
-
-@pytest.fixture(scope="module")
-def matching(tokenizer: Tokenizer) -> LLTokenizer:
-    return from_tokenizer(tokenizer._fast)
+def matching(smollm2: Tokenizer) -> LLTokenizer:
+    return from_tokenizer(smollm2._fast)
 
 
 @pytest.fixture
-def accepts(tokenizer: Tokenizer, matching: LLTokenizer) -> Accepts:
+def accepts(smollm2: Tokenizer, matching: LLTokenizer) -> Accepts:
     """Whether a grammar takes a text and lets it end there; None when it takes it and wants more."""
 
-    def accepts(lark: str, text: str) -> bool | None:
-        grammar = lark if lark.startswith("{") else json.dumps({"grammars": [{"lark_grammar": lark}]})
+    def accepts(grammar: str, text: str) -> bool | None:
         matcher = LLMatcher(matching, grammar)
         assert not matcher.is_error(), matcher.get_error()
-        ids = tokenizer.encode(text, add_special_tokens=False)
+        ids = smollm2.encode(text, add_special_tokens=False)
         if matcher.try_consume_tokens(ids) < len(ids):
             return False
         return True if matcher.is_accepting() else None
@@ -149,21 +143,27 @@ def no_specials(tag: str) -> int | None:
     return None
 
 
-FORCED = [name for name, style in STYLES.items() if style.layout is not None]
+def calls_of(name: StyleName, special_id: SpecialId = no_specials) -> CallGrammar:
+    """Calls of both tools."""
+    tools = use([WEATHER, NOW]).callable
+    compiler = GrammarCompiler({})
+    arguments = [compiler.compile(schema_grammar(tool.parameters, tool.param, strict=tool.strict)) for tool in tools]
+    return CallGrammar([tool.name for tool in tools], arguments, STYLES[name], special_id)
 
 
-@pytest.mark.parametrize("name", FORCED)
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("name", [name for name, style in STYLES.items() if style.layout is not None])
 def test_forced_calls_are_calls_that_the_format_reads_back(name: StyleName, accepts: Accepts) -> None:
     style = STYLES[name]
-    assert style.layout is not None
-    tools = use([WEATHER, NOW], "required").callable
-    one = forced_calls(tools, style, no_specials, parallel=False)
-    several = forced_calls(tools, style, no_specials, parallel=True)
-    key = style.layout.arguments_key
-    rome = f'{{"name": "get_weather", "{key}": {{"city": "Rome", "days": 3}}}}'
-    now = f'{{"name": "now", "{key}": {{}}}}'
-    single = style.layout.begin + rome + style.layout.end
-    double = style.layout.begin + rome + style.layout.separator + now + style.layout.end
+    layout = style.layout
+    assert layout is not None
+    one, several = calls_of(name).alone(parallel=False), calls_of(name).alone(parallel=True)
+    rome = f'{{"name": "get_weather", "{layout.arguments_key}": {{"city": "Rome", "days": 3}}}}'
+    now = f'{{"name": "now", "{layout.arguments_key}": {{}}}}'
+    single = layout.begin + rome + layout.end
+    double = layout.begin + rome + layout.separator + now + layout.end
     assert accepts(one, single) is True
     assert accepts(one, double) is False
     assert accepts(several, single) is True
@@ -173,7 +173,7 @@ def test_forced_calls_are_calls_that_the_format_reads_back(name: StyleName, acce
     assert accepts(several, "Rome is") is False
     assert accepts(several, "") is None
 
-    parser = AnswerParser(AnswerFormat(calls=style, tools={tool.name: tool.parameters for tool in tools}))
+    parser = AnswerParser(AnswerFormat(calls=style, tools={"get_weather": {}, "now": {}}))
     parsed = collect(parser.push(double) + parser.finish())
     assert parsed.content == ""
     assert [(call.name, call.arguments) for call in parsed.calls] == [
@@ -182,61 +182,54 @@ def test_forced_calls_are_calls_that_the_format_reads_back(name: StyleName, acce
     ]
 
 
-def test_free_calls_bind_what_begins_like_a_call_and_nothing_else(accepts: Accepts) -> None:
-    tools = use([WEATHER, NOW]).callable
-    grammar = free_calls(tools, STYLES["hermes"], no_specials)
-    assert grammar is not None
-    call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+def test_calls_in_text_are_bound_where_they_begin_and_nowhere_else(accepts: Accepts) -> None:
+    grammar = calls_of("hermes").in_text()
     assert accepts(grammar, 'Hello, <tool_ca {"name": "x"}') is True
-    assert accepts(grammar, f"Let me see.\n{call}\n{call}") is True
-    assert accepts(grammar, f"Let me see.\n{call.replace('Rome', 'Oslo')}") is False
+    assert accepts(grammar, f"Let me see.\n{CALL}\n{CALL}") is True
+    assert accepts(grammar, f"Let me see.\n{CALL.replace('Rome', 'Oslo')}") is False
     assert accepts(grammar, "<tool_call>\n{") is None
-    assert free_calls(tools, STYLES["json"], no_specials) is None
-    listed = free_calls(tools, STYLES["mistral"], no_specials)
-    assert listed is not None
-    assert (
-        accepts(listed, 'So: [TOOL_CALLS][{"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}]') is True
-    )
+    now = '{"name": "now", "arguments": {}}'
+    assert accepts(calls_of("mistral").in_text(), f"So: [TOOL_CALLS][{now}, {now}]") is True
 
 
-def test_tags_that_are_special_tokens_are_written_as_tokens(tokenizer: Tokenizer, matching: LLTokenizer) -> None:
+def test_an_answer_with_a_grammar_may_be_a_call_instead(accepts: Accepts) -> None:
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    answer = GrammarCompiler({}).compile(schema_grammar(schema, "response_format", strict=True))
+    grammar = calls_of("hermes").or_answer(answer, parallel=True)
+    thinking = after_reasoning(grammar, REASONING_STYLES["think"], no_specials, is_open=True)
+    for prefix, either in (("", grammar), ("So.</think>", thinking)):
+        assert accepts(either, f'{prefix}{{"ok": true}}') is True
+        assert accepts(either, f"{prefix}{CALL}\n{CALL}") is True
+        assert accepts(either, f"{prefix}{CALL}ok") is False
+        assert accepts(either, f"{prefix}Yes.") is False
+
+
+def test_tags_that_are_special_tokens_are_written_as_tokens(smollm2: Tokenizer, matching: LLTokenizer) -> None:
     # The model has no such tags: two of its special tokens stand for them.
-    [begin, end] = sorted(tokenizer.special_ids)[3:5]
-    ids = {"<tool_call>": begin, "</tool_call>": end}
-    tools = use([NOW], "required").callable
-    body = tokenizer.encode('\n{"name": "now", "arguments": {}}\n', add_special_tokens=False)
-    for lark in (
-        forced_calls(tools, STYLES["hermes"], ids.get, parallel=True),
-        free_calls(tools, STYLES["hermes"], ids.get),
-    ):
-        assert lark is not None
-        matcher = LLMatcher(matching, json.dumps({"grammars": [{"lark_grammar": lark}]}))
-        tokens = [begin, *body, end]
+    [begin, end] = sorted(smollm2.special_ids)[3:5]
+    calls = calls_of("hermes", {"<tool_call>": begin, "</tool_call>": end}.get)
+    tokens = [begin, *smollm2.encode('\n{"name": "now", "arguments": {}}\n', add_special_tokens=False), end]
+    for grammar in (calls.alone(parallel=True), calls.in_text()):
+        matcher = LLMatcher(matching, grammar)
         assert matcher.try_consume_tokens(tokens) == len(tokens), matcher.get_error()
+        assert matcher.is_accepting()
+    [begin_thinking, end_thinking] = sorted(smollm2.special_ids)[5:7]
+    ids = {"<think>": begin_thinking, "</think>": end_thinking}
+    grammar = after_reasoning(calls.alone(parallel=True), REASONING_STYLES["think"], ids.get, is_open=False)
+    thought = [begin_thinking, *smollm2.encode("Hm.", add_special_tokens=False), end_thinking]
+    for answer in ([*thought, *tokens], tokens):
+        matcher = LLMatcher(matching, grammar)
+        assert matcher.try_consume_tokens(answer) == len(answer), matcher.get_error()
         assert matcher.is_accepting()
 
 
 def test_thinking_comes_before_a_forced_call(accepts: Accepts) -> None:
-    tools = use([NOW], "required").callable
-    lark = forced_calls(tools, STYLES["hermes"], no_specials, parallel=True)
-    grammar = json.dumps({"grammars": [{"lark_grammar": lark}]})
-    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    grammar = calls_of("hermes").alone(parallel=True)
     opened = after_reasoning(grammar, REASONING_STYLES["think"], no_specials, is_open=True)
-    assert accepts(opened, f"I call <tool_call> now.\n</think>\n\n{call}") is True
+    assert accepts(opened, f"I call <tool_call> now.\n</think>\n\n{CALL}") is True
     assert accepts(opened, "I call it now.") is None
     assert accepts(opened, "I call it now.</think>No.") is False
     maybe = after_reasoning(grammar, REASONING_STYLES["think"], no_specials, is_open=False)
-    assert accepts(maybe, f"<think>\nI call it now.\n</think>\n\n{call}") is True
-    assert accepts(maybe, call) is True
+    assert accepts(maybe, f"<think>\nI call it now.\n</think>\n\n{CALL}") is True
+    assert accepts(maybe, CALL) is True
     assert accepts(maybe, "No.") is False
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_a_schema_beyond_a_grammar_is_an_error_only_where_all_of_it_was_asked_for(
-    matching: LLTokenizer, strict: bool
-) -> None:
-    parameters = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
-    tools = use(_function(parameters=parameters, strict=strict), "required").callable
-    lark = forced_calls(tools, STYLES["json"], no_specials, parallel=False)
-    matcher = LLMatcher(matching, json.dumps({"grammars": [{"lark_grammar": lark}]}))
-    assert matcher.is_error() == strict

@@ -28,6 +28,8 @@ class AnswerFormat:
     """None: a tag of thinking is text."""
     starts_in_reasoning: bool = False
     """The prompt has opened the thinking."""
+    starts_after_reasoning: bool = False
+    """The prompt has closed it."""
     calls: CallStyle | None = None
     """None: a call is text."""
     tools: Mapping[str, Mapping[str, Any]]

@@ -8,14 +8,14 @@ that the template would leave out are refused. A call that is required needs nei
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cluster.openai.answer_parser import AnswerFormat
 from cluster.openai.reasoning import REASONING_STYLES, ReasoningStyle, detect_reasoning
 from cluster.openai.tools.detect import detect_calls
-from cluster.openai.tools.grammar import forced_calls, free_calls
+from cluster.openai.tools.grammar import CallGrammar, SpecialId
 from cluster.openai.tools.request import ToolMode, ToolUse
 from cluster.openai.tools.styles import STYLES, CallStyle
 from configs.errors import RequestError
@@ -87,30 +87,61 @@ class ModelFormats:
         """How an answer is read; `prompt` and `continued` as in `ReasoningStyle.is_open`."""
         reasoning = self.reasoning
         is_open = reasoning is not None and reasoning.is_open(prompt, continued)
+        is_over = reasoning is not None and reasoning.is_over(prompt, continued)
         if use is None or use.mode is ToolMode.NONE:
-            return AnswerFormat(reasoning=reasoning, starts_in_reasoning=is_open, tools={})
+            return AnswerFormat(
+                reasoning=reasoning, starts_in_reasoning=is_open, starts_after_reasoning=is_over, tools={}
+            )
         return AnswerFormat(
             reasoning=reasoning,
             starts_in_reasoning=is_open,
+            starts_after_reasoning=is_over,
             calls=self._forced_style if use.is_forced else self.calls,
             tools={tool.name: tool.parameters for tool in use.callable},
             max_calls=None if use.parallel else 1,
             call_is_named=use.mode is ToolMode.NAMED,
         )
 
-    def call_grammar(self, use: ToolUse | None, special_id: Callable[[str], int | None]) -> str | None:
-        """What an answer must match for its calls to be right, in llguidance's Lark; None when it is free.
+    def call_grammar(
+        self, use: ToolUse, arguments: Sequence[str], special_id: SpecialId, answer: str | None = None
+    ) -> str:
+        """What an answer must match for its calls to be right, where they `needs_grammar`.
 
-        Under `auto` a grammar is needed only where a tool is strict. `special_id`: see `tools.grammar`.
+        Args:
+            arguments: for each tool that may be called, the checked grammar of its arguments.
+            answer: the grammar of an answer without calls; None: any text.
         """
-        if use is None:
-            return None
+        style = self._forced_style if use.is_forced else self.calls
+        assert style is not None, "what is not read binds nothing"
+        calls = CallGrammar([tool.name for tool in use.callable], arguments, style, special_id)
         if use.is_forced:
-            return forced_calls(use.callable, self._forced_style, special_id, parallel=use.parallel)
-        is_bound = use.mode is ToolMode.AUTO and any(tool.strict for tool in use.callable)
-        if is_bound and self.calls is not None and self.calls.layout is not None:
-            return free_calls(use.callable, self.calls, special_id)
-        return None
+            return calls.alone(parallel=use.parallel)
+        return calls.in_text() if answer is None else calls.or_answer(answer, parallel=use.parallel)
+
+    def needs_grammar(self, use: ToolUse | None, *, has_grammar: bool) -> bool:
+        """Whether the tools of a request make a grammar of their own necessary.
+
+        That is so where a call is required; where a tool is strict; and where the request `has_grammar`, which would
+        not let the model call.
+
+        Raises:
+            RequestError: an answer with a grammar cannot be told from calls in this model's format.
+        """
+        if use is None or use.mode is ToolMode.NONE:
+            return False
+        if use.is_forced:
+            return True
+        if self.calls is None:
+            return False
+        is_tagged = self.calls.layout is not None and bool(self.calls.layout.tag)
+        if has_grammar and not is_tagged:
+            raise RequestError(
+                "In this model's format of calls, tools and a format of the answer exclude each other unless "
+                "tool_choice says which: none or required.",
+                code="unsupported_parameter",
+                param="tools",
+            )
+        return is_tagged and (has_grammar or any(tool.strict for tool in use.callable))
 
     @property
     def _forced_style(self) -> CallStyle:

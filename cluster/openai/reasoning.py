@@ -39,6 +39,10 @@ class ReasoningStyle:
             return continued.rfind(self.begin) > continued.rfind(self.end)
         return prompt.rstrip(SPACE).endswith(self.begin)
 
+    def is_over(self, prompt: str, continued: str = "") -> bool:
+        """Whether an answer begins behind the thinking; arguments as of `is_open`."""
+        return self.end in continued if continued else prompt.rstrip(SPACE).endswith(self.end)
+
 
 REASONING_STYLES: Mapping[ReasoningName, ReasoningStyle] = {
     style.name: style

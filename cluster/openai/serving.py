@@ -9,6 +9,7 @@ from cluster.http.answer import Answer
 from cluster.http.context import RequestContext
 from cluster.openai import chat, checks, protocol
 from cluster.openai.answer import answer
+from cluster.openai.chat_grammar import chat_grammar
 from cluster.openai.chat_writer import ChatWriter
 from cluster.openai.completion_writer import CompletionWriter
 from cluster.openai.echo import Echo
@@ -115,12 +116,11 @@ async def chat_job(model: ServedModel, prefix: str, request: ChatRequest, contex
     """
     model.check_name(request.model)
     use = parse_tools(request.tools, request.tool_choice, request.parallel_tool_calls)
-    if use is not None and use.is_forced:
-        raise RequestError("A required call is not supported.", code="unsupported_parameter", param="tool_choice")
     template_input = chat.chat_prompt(request, model.tokenizer, model.formats, use)
     ids = await model.encode_chat(template_input)
     continued = template_input.messages[-1]["content"] if template_input.continue_final_message else ""
     ending = model.tokenizer.decode(ids[-_ENDING_TOKENS:], skip_special_tokens=False)
+    form = model.formats.answer_format(use, ending, continued)
     prompt = model.truncated(ids, request.truncate_prompt_tokens, request.asked_max_tokens)
     max_tokens = model.checked_max_tokens(
         prompt, request.asked_max_tokens, default=model.default_max_tokens(prompt), param="messages"
@@ -137,8 +137,8 @@ async def chat_job(model: ServedModel, prefix: str, request: ChatRequest, contex
         priority=request.priority or 0,
         cache_salt=request.cache_salt,
         name=request.request_id,
-        form=model.formats.answer_format(use, ending, continued),
-        grammar=await model.grammar(request),
+        form=form,
+        grammar=await chat_grammar(model, request, use, form),
     )
 
 

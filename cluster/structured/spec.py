@@ -61,6 +61,11 @@ class StructuralTag(msgspec.Struct, frozen=True):
     triggers: list[str]
 
 
+def schema_grammar(schema: object, param: str, *, strict: bool) -> GrammarSpec:
+    """JSON of a schema. Raises RequestError when it is none, or too long."""
+    return _json_schema(schema, param, strict=strict)
+
+
 def lark_grammar(text: str, param: str) -> GrammarSpec:
     """A grammar that this server wrote itself, in Lark's syntax. Raises RequestError when it is too long."""
     return _spec(GrammarKind.GRAMMAR, text.encode(), param)

@@ -1,85 +1,96 @@
-"""Grammars for answers that call tools, in llguidance's dialect of Lark. Text to text: nothing is compiled here.
+"""Grammars for answers that call tools, in llguidance's JSON. Text to text: what is put together here is checked later.
 
-A grammar writes calls in the model's own format, so that the reader of the format reads them back.
+A grammar writes calls in the model's own format, so that the reader of the format reads them back. The arguments of
+each tool are a grammar of their own, checked before.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from cluster.openai.reasoning import ReasoningStyle
-from cluster.openai.tools.request import Tool
-from cluster.openai.tools.styles import CallLayout, CallStyle
+from cluster.openai.tools.styles import CallStyle
 
-_SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+SpecialId = Callable[[str], int | None]
+"""The id of a special token by its text; None for text that is none."""
 _ANY_TEXT = r"/(?s:.*)/"
 
 
-def forced_calls(
-    tools: Sequence[Tool], style: CallStyle, special_id: Callable[[str], int | None], *, parallel: bool
-) -> str:
-    """The grammar of an answer that is one call of `tools`, or with `parallel` at least one.
+class CallGrammar:
+    """What calls look like: of some tools, in one format."""
 
-    Args:
+    def __init__(self, names: Sequence[str], arguments: Sequence[str], style: CallStyle, special_id: SpecialId) -> None:
+        """Args:
+        names: of the tools that may be called.
+        arguments: for each, the grammar of its arguments: a checked one, of a JSON schema.
         style: one with a layout.
-        special_id: the id of a special token, None for text that is none.
-    """
-    layout = _layout(style)
-    write = _Text(style.tags, special_id)
-    more = f" ({write(layout.separator)} call)*" if parallel else ""
-    return _lark(f"start: {write(layout.begin)} call{more} {write(layout.end)}", _call_rules(tools, layout))
+        """
+        assert style.layout is not None, f"{style.name} has no layout"
+        self._layout = style.layout
+        self._special_id = special_id
+        self._write = _Text(style.tags, special_id)
+        self._rules = [f"call: {' | '.join(f'call_{i}' for i in range(len(names)))}"]
+        self._schemas: list[dict[str, Any]] = []
+        for i, (name, schema) in enumerate(zip(names, arguments, strict=True)):
+            opening = f'{{"name": {json.dumps(name)}, {json.dumps(self._layout.arguments_key)}: '
+            self._rules.append(f"call_{i}: {_literal(opening)} @arguments_{i} {_literal('}')}")
+            self._schemas += _named(f"arguments_{i}", schema)
+
+    def alone(self, *, parallel: bool) -> str:
+        """An answer that is one call, or with `parallel` at least one."""
+        return self._grammar(f"start: {self._calls(parallel)}")
+
+    def or_answer(self, answer: str, *, parallel: bool) -> str:
+        """An answer that is calls and nothing else, or matches the grammar `answer`; the layout has a tag."""
+        rules = f"start: calls | @response\ncalls: {self._calls(parallel)}"
+        return self._grammar(rules, *_named("response", answer))
+
+    def in_text(self) -> str:
+        """Any text in which every call is a right one; the layout has a tag."""
+        layout = self._layout
+        tag = layout.tag
+        # A list of calls ends where its end is; calls in tags of their own follow one another like any text.
+        more = "" if layout.separator.startswith(layout.end) else f"({self._write(layout.separator)} call)*"
+        id_ = self._special_id(tag)
+        head = f"head[lazy]: TEXT {_literal(tag)}" if id_ is None else f"head: TEXT <[{id_}]>"
+        body = f"body: {self._write(layout.begin.removeprefix(tag))} call {more} {self._write(layout.end)}"
+        return self._grammar(f"start: (head body)* tail\n{head}\n{body}\ntail: TEXT\nTEXT: {_ANY_TEXT}")
+
+    def _calls(self, parallel: bool) -> str:
+        layout = self._layout
+        more = f"({self._write(layout.separator)} call)*" if parallel else ""
+        return f"{self._write(layout.begin)} call {more} {self._write(layout.end)}"
+
+    def _grammar(self, rules: str, *others: dict[str, Any]) -> str:
+        lark = "\n".join((rules, *self._rules))
+        return json.dumps({"grammars": [{"lark_grammar": lark}, *self._schemas, *others]})
 
 
-def free_calls(tools: Sequence[Tool], style: CallStyle, special_id: Callable[[str], int | None]) -> str | None:
-    """The grammar of any text in which every call is a right one. None for a format without a tag at its calls.
-
-    Args: as of `forced_calls`.
-    """
-    layout = _layout(style)
-    tag = next((tag for tag in style.tags if layout.begin.startswith(tag)), None)
-    if tag is None:
-        return None
-    write = _Text(style.tags, special_id)
-    # A list of calls ends where its end is; calls in tags of their own follow one another like any text.
-    more = "" if layout.separator.startswith(layout.end) else f" ({write(layout.separator)} call)*"
-    special = special_id(tag)
-    head = f"head[lazy]: TEXT {_literal(tag)}" if special is None else f"head: TEXT <[{special}]>"
-    return _lark(
-        "start: (head body)* tail",
-        head,
-        f"body: {write(layout.begin.removeprefix(tag))} call{more} {write(layout.end)}",
-        "tail: TEXT",
-        f"TEXT: {_ANY_TEXT}",
-        _call_rules(tools, layout),
-    )
-
-
-def after_reasoning(
-    grammar: str, style: ReasoningStyle, special_id: Callable[[str], int | None], *, is_open: bool
-) -> str:
-    """`grammar`, for an answer that may think first, or with `is_open` does.
-
-    Args:
-        grammar: llguidance's JSON, `{"grammars": [...]}`.
-    """
+def after_reasoning(answer: str, style: ReasoningStyle, special_id: SpecialId, *, is_open: bool) -> str:
+    """The grammar `answer` for a model that may think before it answers, or with `is_open` does."""
     end = special_id(style.end)
     if end is None:
         thinking = f"thinking[suffix={_literal(style.end)}]: {_ANY_TEXT}"
     else:
-        thinking = f"thinking: TEXT <[{end}]>\nTEXT: {_ANY_TEXT}"
+        thinking = f"thinking: THOUGHT <[{end}]>\nTHOUGHT: {_ANY_TEXT}"
     begin = _Text((style.begin,), special_id)(style.begin)
     before = "thinking" if is_open else f"({begin} thinking)?"
-    lark = _lark(f"start: {before} SPACE? @answer", thinking, r"SPACE: /\n{1,2}/")
+    lark = f"start: {before} SPACE? @answer\n{thinking}\nSPACE: /\\n{{1,2}}/"
+    return json.dumps({"grammars": [{"lark_grammar": lark}, *_named("answer", answer)]})
+
+
+def _named(name: str, grammar: str) -> list[dict[str, Any]]:
+    """The parts of `grammar`, to stand below another: the first is called `name`, the others keep their names."""
     first, *others = json.loads(grammar)["grammars"]
-    return json.dumps({"grammars": [{"lark_grammar": lark}, {**first, "name": "answer"}, *others]})
+    return [{**first, "name": name}, *others]
 
 
 class _Text:
     """Writes literal text with the tags in it that are special tokens."""
 
-    def __init__(self, tags: Sequence[str], special_id: Callable[[str], int | None]) -> None:
+    def __init__(self, tags: Sequence[str], special_id: SpecialId) -> None:
         self._ids = {tag: id_ for tag in tags if (id_ := special_id(tag)) is not None}
 
     def __call__(self, text: str) -> str:
@@ -94,29 +105,5 @@ class _Text:
         return " ".join(parts)
 
 
-def _layout(style: CallStyle) -> CallLayout:
-    assert style.layout is not None, f"{style.name} has no layout"
-    return style.layout
-
-
-def _call_rules(tools: Sequence[Tool], layout: CallLayout) -> str:
-    rules = [f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}"]
-    for i, tool in enumerate(tools):
-        opening = f'{{"name": {json.dumps(tool.name)}, {json.dumps(layout.arguments_key)}: '
-        rules.append(f"call_{i}: {_literal(opening)} arguments_{i} {_literal('}')}")
-        rules.append(f"arguments_{i}: %json {json.dumps(_schema(tool))}")
-    return "\n".join(rules)
-
-
-def _schema(tool: Tool) -> Mapping[str, Any]:
-    """The arguments' schema with one way to write each value: free whitespace is where small models get lost."""
-    # What a schema says beyond what a grammar can keep is an error only where the caller asked for all of it.
-    return {**tool.parameters, "x-guidance": {**_SEPARATORS, "lenient": not tool.strict}}
-
-
 def _literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False) if text else ""
-
-
-def _lark(*rules: str) -> str:
-    return "\n".join(("%llguidance {}", *rules, ""))

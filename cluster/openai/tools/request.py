@@ -40,6 +40,8 @@ class Tool:
     """Arguments follow the schema whether or not a call is required."""
     shown: Mapping[str, Any]
     """What the chat template is given: the tool as the request has it."""
+    param: str
+    """Path of `parameters` in the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +131,7 @@ def _parse_tool(tool: object, path: str) -> Tool:
     if not isinstance(parameters.get("properties", {}), dict):
         raise _invalid(f"{path}.parameters.properties", "must be an object")
     shown = {"type": "function", "function": {**function, "parameters": dict(parameters)}}
-    return Tool(name, {"type": "object", **parameters}, bool(strict), shown)
+    return Tool(name, {"type": "object", **parameters}, bool(strict), shown, f"{path}.parameters")
 
 
 def _parse_choice(choice: object, names: set[str]) -> tuple[ToolMode, set[str] | None]:

@@ -38,6 +38,8 @@ class CallLayout:
     separator: str
     end: str
     arguments_key: str = "arguments"
+    tag: str = ""
+    """What `begin` begins with when calls may stand beside other text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -385,7 +387,7 @@ STYLES: Mapping[StyleName, CallStyle] = {
             name="hermes",
             read=_hermes,
             tags=("<tool_call>", "</tool_call>"),
-            layout=CallLayout("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"),
+            layout=CallLayout("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>", tag="<tool_call>"),
         ),
         CallStyle(
             name="llama3_json",
@@ -398,7 +400,7 @@ STYLES: Mapping[StyleName, CallStyle] = {
             read=_mistral,
             tags=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
             new_id=_mistral_id,
-            layout=CallLayout("[TOOL_CALLS][", ", ", "]"),
+            layout=CallLayout("[TOOL_CALLS][", ", ", "]", tag="[TOOL_CALLS]"),
         ),
         CallStyle(name="json", read=_plain_json, layout=CallLayout("[", ", ", "]")),
         CallStyle(name="deepseek_v3", read=_deepseek_v3, tags=tuple(f"<｜tool▁{tag}｜>" for tag in _DEEPSEEK_TAGS)),
