@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,19 +78,26 @@ def setup(smollm2_path: Path) -> Setup:
     return Setup(Tokenizer.load(smollm2_path).to_json(), 49152, [2])
 
 
+@pytest.fixture(scope="module")
+def shared(setup: Setup) -> Iterator[tuple[asyncio.Runner, GrammarChecker]]:
+    """A running checker and the loop it belongs to."""
+    with asyncio.Runner() as runner:
+        checker = GrammarChecker(lambda: setup)
+        runner.run(checker.start())
+        yield runner, checker
+        runner.run(checker.close())
+
+
 @pytest.fixture
-def run(setup: Setup) -> Callable[[Scenario], None]:
+def run(shared: tuple[asyncio.Runner, GrammarChecker]) -> Callable[[Scenario], None]:
+    runner, checker = shared
+
     def go(scenario: Scenario) -> None:
         async def bounded() -> None:
-            checker = GrammarChecker(lambda: setup)
-            try:
-                async with asyncio.timeout(60):
-                    await checker.start()
-                    await scenario(checker)
-            finally:
-                await checker.close()
+            async with asyncio.timeout(60):
+                await scenario(checker)
 
-        asyncio.run(bounded())
+        runner.run(bounded())
 
     return go
 
@@ -146,18 +153,20 @@ def test_what_was_checked_is_known(run: Callable[[Scenario], None]) -> None:
         for _ in range(100):
             await refusal(checker, **SLOW["multiple of a large prime"])
         assert checker._pool is None, "what was known was checked again"
+        await checker.start()
 
     run(scenario)
 
 
 def test_the_memory_of_what_was_checked_is_bounded(run: Callable[[Scenario], None]) -> None:
     async def scenario(checker: GrammarChecker) -> None:
+        await check(checker, regex="first")
+        key = next(reversed(checker._cache))
         wide = "x" * (MAX_GRAMMAR_BYTES - 100)
-        for i in range(80):
+        for i in range(130):
             await refusal(checker, json_schema=f"{i}{wide}")
-        assert checker._cache_bytes == sum(len(key) + 512 + len(entry.message) for key, entry in checker._cache.items())
-        assert checker._cache_bytes <= 32 << 20
-        assert checker._cache
+        assert 0 < sum(map(len, checker._cache)) <= checker._cache_bytes <= 32 << 20
+        assert key not in checker._cache, "what was used last is kept, not what came first"
 
     run(scenario)
 

@@ -12,18 +12,21 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import decoders, models, normalizers
 
-from cluster.messages import GenerateRequest, SamplingParams
+from cluster.messages import Finished, FinishReason, GenerateRequest, SamplingParams, StepOutput
 from cluster.openai.tokenizer import Tokenizer
+from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
 from cluster.structured.bad_words import BadWordsGuide, BothGuides
 from cluster.structured.compiler import GrammarCompiler
 from cluster.structured.guides import GrammarGuide, GrammarGuides
 from cluster.structured.protocol import Setup
 from cluster.structured.request_guides import RequestGuides
-from cluster.structured.spec import read_grammar
+from cluster.structured.spec import GrammarKind, GrammarSpec, read_grammar
 from configs.errors import GuideError
 from tests.schemas import SchemaMaker
-from worker.protocol import UInt32Array, mask_words
+from worker.protocol import RowFlag, StepFrame, StepResult, UInt32Array, mask_words
 
 EOS = 2
 VOCAB = 49_200  # 48 more than the tokenizer has: a model's padding
@@ -164,6 +167,34 @@ def test_ids_without_a_token_are_never_allowed(guides: Guides) -> None:
     assert ids.max() < 49_152
     assert len(ids) > 48_000
     assert set(ids[ids < 17].tolist()) == {EOS}  # special tokens are no text
+
+
+def test_a_tokenizer_with_byte_fallback_works_too() -> None:
+    # As of Llama 2 and Mistral: words begin with U+2581, bytes without a token of their own are `<0xNN>`.
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "ab", "▁ab", "é"]
+    ids = {piece: i for i, piece in enumerate(pieces)}
+    rust = RustTokenizer(models.BPE(ids, [("a", "b"), ("▁", "ab")], unk_token="<unk>", byte_fallback=True))
+    rust.normalizer = normalizers.Replace(" ", "▁")
+    rust.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    rust.add_special_tokens(["<unk>", "<s>", "</s>"])
+    woken = threading.Event()
+    made = GrammarGuides(Setup(rust.to_str(), 300, [2]), woken.set, num_processes=1)
+    guide = made.open(
+        GrammarCompiler({}).compile(GrammarSpec(kind=GrammarKind.REGEX, body="(ab )+€é?".encode(), param=""))
+    )
+
+    def next_pieces() -> set[str]:
+        while (mask := guide.poll()) is None:
+            assert woken.wait(TIMEOUT_S)
+            woken.clear()
+        return {pieces[token] for token in allowed(mask).tolist()}
+
+    assert next_pieces() == {"ab"}  # of text that is certain, the one way in which the tokenizer would write it
+    guide.accept([ids["ab"], ids["▁ab"], ids["▁"]])
+    assert next_pieces() == {"a", "ab", "<0x61>", "<0xE2>"}
+    guide.accept([ids["<0xE2>"], ids["<0x82>"], ids["<0xAC>"]])
+    assert next_pieces() == {"é", "<0xC3>", "</s>"}
+    made.close()
 
 
 def test_a_special_token_may_be_a_trigger(guides: Guides) -> None:
@@ -317,6 +348,85 @@ def test_closing_ends_threads_and_processes(smollm2_path: Path) -> None:
     assert mine.made._running is not None
     mine.made.close()
     assert not mine.made._running.is_alive()
+
+
+class Steps:
+    """A scheduler with real guides over ranks that sample at random what the frames' masks allow."""
+
+    def __init__(self, guides: Guides, num_pages: int) -> None:
+        self.maker = RequestGuides(VOCAB, [EOS], guides.woken.set)
+        self.maker.set_tokenizer(guides.tokenizer.to_json())
+        self.scheduler = Scheduler(
+            SchedulerLimits(
+                num_pages=num_pages,
+                page_size=4,
+                max_num_seqs=6,
+                max_num_batched_tokens=64,
+                prefill_chunk_size=64,
+                max_model_len=128,
+                vocab_size=VOCAB,
+                max_num_queued_requests=100,
+                max_num_queued_tokens=10_000,
+                steps_in_flight=2,
+                enable_prefix_caching=True,
+                eos_token_ids=(EOS,),
+            ),
+            make_guide=self.maker.make,
+        )
+        self.woken = guides.woken
+        self.random = np.random.default_rng(0)
+        self.masks: dict[int, UInt32Array] = {}
+        self.tokens: dict[int, list[int]] = {}
+        self.ended: dict[int, Finished] = {}
+
+    def add(self, request_id: int, grammar: str) -> None:
+        self.tokens[request_id] = []
+        sampling = SamplingParams(max_tokens=60, grammar=grammar)
+        request = GenerateRequest(id=request_id, prompt=np.full(6, 50, np.int32).tobytes(), sampling=sampling)
+        assert self.scheduler.add(request) is None
+
+    def run(self) -> None:
+        """Until all have ended."""
+        frames: list[StepFrame] = []
+        while self.scheduler.has_work:
+            while (frame := self.scheduler.next_step()) is not None:
+                frames.append(frame)
+            if frames:
+                self._take(self.scheduler.retire(self._sample(frames.pop(0))))
+            else:
+                self.woken.wait(0.05)
+                self.woken.clear()
+            self._take(self.scheduler.drain_finished())
+            self.scheduler.check_integrity()
+
+    def _sample(self, frame: StepFrame) -> StepResult:
+        self.masks |= dict(zip(frame.mask_rows.tolist(), frame.masks, strict=True))
+        sampled = frame.rows[(frame.flags & RowFlag.SAMPLE) != 0].tolist()
+        tokens = [int(self.random.choice(allowed(self.masks[row]))) for row in sampled]
+        return StepResult(frame.generation, frame.step, np.array(tokens, np.int32))
+
+    def _take(self, output: StepOutput | None) -> None:
+        if output is None:
+            return
+        ids = np.frombuffer(output.ids, "<i8").tolist()
+        for request_id, token in zip(ids, np.frombuffer(output.tokens, "<i4").tolist(), strict=True):
+            self.tokens[request_id].append(token)
+        self.ended |= {finished.id: finished for finished in output.finished}
+
+
+def test_preempted_answers_still_follow_their_grammars(guides: Guides) -> None:
+    pattern = "^[a-z]{3}-[0-9]{3}$"
+    schema = {"type": "array", "items": {"type": "string", "pattern": pattern}, "minItems": 5, "maxItems": 5}
+    steps = Steps(guides, num_pages=18)
+    grammar = guides.compile(json_schema=schema)
+    for request_id in range(1, 9):
+        steps.add(request_id, grammar)
+    steps.run()
+    assert steps.scheduler.stats().total_preemptions > 0
+    for request_id, tokens in steps.tokens.items():
+        assert steps.ended[request_id].reason is FinishReason.STOP
+        jsonschema.validate(json.loads(guides.tokenizer.decode(tokens)), schema)
+    steps.maker.close()
 
 
 # Bad words

@@ -302,6 +302,7 @@ def in_own_words(error: RequestError) -> RequestError:
     for chat_name, name in (
         ("max_completion_tokens", "max_tokens"),
         ("stop", "stop_sequences"),
+        ("response_format.json_schema", "output_config.format"),
         ("response_format", "output_config.format"),
         ("reasoning_effort", "output_config.effort"),
         ("messages", "messages"),

@@ -26,6 +26,7 @@ from cluster.openai.sampling import SamplingDefaults, Vocabulary, sampling_param
 from cluster.openai.tokenizer import Tokenizer
 from cluster.openai.wire import Head, ModelCard
 from cluster.structured.checker import GrammarChecker
+from cluster.structured.limits import MAX_REQUEST_GRAMMAR_BYTES
 from cluster.structured.protocol import Setup
 from cluster.structured.spec import read_grammar
 from configs.errors import ContextLengthError, EngineError, OverloadedError, RequestError
@@ -285,6 +286,13 @@ class ServedModel:
             RequestError: a field's value is not possible with this model.
         """
         prompt_only = not any(max_tokens)
+        num_outputs = len(prompts) * num_choices
+        if grammar is not None and len(grammar) * num_outputs > MAX_REQUEST_GRAMMAR_BYTES:
+            raise RequestError(
+                f"A grammar of {len(grammar)} bytes is too long for {num_outputs} answers.",
+                code="grammar_too_complex",
+                param="n",
+            )
         return Job(
             id=f"{prefix}{name or uuid.uuid4().hex}",
             prompts=prompts,

@@ -17,6 +17,9 @@ MAX_SCHEMA_DEPTH = 60
 MAX_ENUM_VALUES = 5000
 """Values of all `enum`s of a schema together, and choices."""
 
+MAX_REQUEST_GRAMMAR_BYTES = 8 << 20
+"""Of one request's grammar, times its sequences: each of them carries it to the coordinator."""
+
 CHECK_CPU_S = 0.05
 """CPU time to compile a grammar and compute its first mask. A refusal has to come within 100 ms."""
 OPEN_CPU_S = 0.25
@@ -25,8 +28,9 @@ MASK_CPU_S = 0.1
 """CPU time of one mask."""
 TOKEN_CPU_S = 0.002
 """CPU time of a mask on average; an answer gets this much for each of its tokens, and MASK_CPU_S once."""
-MATCHER_MEMORY_BYTES = 1 << 30
-"""Address space of a process that compiles and matches, beyond what it starts with."""
+MATCHER_MEMORY_BYTES = 2 << 30
+"""Address space of a process that compiles and matches, beyond what it starts with; with half of it in use, no answer
+is begun. A grammar takes 0.1 MB, one of thousands of names 3 MB."""
 
 PARSER_LIMITS: Mapping[str, Any] = {
     "initial_lexer_fuel": 200_000,

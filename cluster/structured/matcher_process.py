@@ -81,6 +81,7 @@ class MatcherServer:
         self._num_words = -(-setup.vocab_size // 32)
         self._eos_mask = _mask_of(self._tokenizer.eos_tokens, self._num_words)
         self._compiler = GrammarCompiler(_special_tokens(setup.tokenizer))
+        self._enough_bytes = _memory_bytes() + MATCHER_MEMORY_BYTES // 2  # dying of it would hit all sessions
         self._sessions: dict[int, _Session] = {}
         self._templates: OrderedDict[str, LLMatcher] = OrderedDict()
 
@@ -94,6 +95,8 @@ class MatcherServer:
                 except RequestError as error:
                     return Refused(str(error), error.code, error.param or spec.param)
             case Open(id_, grammar, tokens):
+                if _memory_bytes() > self._enough_bytes:
+                    return Mask(b"", error="too many long grammars are in use; try again later")
                 answer = array("i", tokens)
                 signal.setitimer(signal.ITIMER_PROF, OPEN_CPU_S + TOKEN_CPU_S * len(answer))
                 session = self._sessions[id_] = self._open(grammar)
@@ -182,11 +185,16 @@ def _mask_of(ids: Sequence[int], num_words: int) -> bytes:
     return bytes(bits)
 
 
+def _memory_bytes() -> int:
+    """Address space of this process."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
 def _serve(sock: socket.socket, server: MatcherServer | str) -> None:
     """Answers until the other end closes; `server` is an error where there is none."""
     decoder = msgspec.msgpack.Decoder(Request)
-    memory = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()  # noqa: SIM115 -- a line of /proc
-    resource.setrlimit(resource.RLIMIT_AS, (memory + MATCHER_MEMORY_BYTES,) * 2)
+    resource.setrlimit(resource.RLIMIT_AS, (_memory_bytes() + MATCHER_MEMORY_BYTES,) * 2)
     while (frame := receive(sock)) is not None:
         request = decoder.decode(frame)
         if isinstance(server, str):

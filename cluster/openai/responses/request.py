@@ -390,6 +390,7 @@ def _chat_tool(tool: object) -> object:
 
 _NAMES = (
     ("max_completion_tokens", "max_output_tokens"),
+    ("response_format.json_schema", "text.format"),
     ("response_format", "text.format"),
     ("reasoning_effort", "reasoning.effort"),
     ("messages", "input"),
