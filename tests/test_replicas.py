@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,10 @@ from typing import Any
 
 import httpx
 import pytest
+
+from tests.test_cli import BIN, Head, environment, head, is_ready
+
+__all__ = ["head"]  # a fixture
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -131,3 +136,31 @@ def test_the_turns_of_a_conversation_find_their_prefix(endpoint: Any) -> None:
         misses = sum(cached == 0 for turns in without for cached in turns)
         assert misses > lost, without
         print(f"turns without their prefix: {lost} of 18 with the header, {misses} of 18 without")  # noqa: T201
+
+
+@pytest.mark.parametrize("head", [True], indirect=True)
+def test_serve_deploy_takes_the_example_and_new_bounds_restart_nothing(
+    smollm2_path: Path, head: Head, free_port: int, tmp_path: Path
+) -> None:
+    text = EXAMPLE.read_text().replace("port: 8000", f"port: {free_port}")
+    file = tmp_path / "config.yaml"
+    url = f"http://127.0.0.1:{free_port}"
+
+    def deploy(text: str) -> dict[str, Any]:
+        """The deployment as Ray Serve runs it."""
+        file.write_text(text)
+        env = environment(RAY_DASHBOARD_ADDRESS=head.dashboard_url)
+        subprocess.run([BIN / "serve", "deploy", file], env=env, check=True, capture_output=True, timeout=120)
+        wait_for(lambda: is_ready(url), 240, "the endpoint's readiness")
+        details = httpx.get(f"{head.dashboard_url}/api/serve/applications/", timeout=30).json()
+        config: dict[str, Any] = details["applications"]["smollm2-135m"]["deployments"]["Engine"]["deployment_config"]
+        return config
+
+    deployed = deploy(text)
+    assert deployed["autoscaling_config"]["policy"]["policy_function"] == "cluster.autoscaling:LoadPolicy"
+    assert deployed["request_router_config"]["request_router_class"] == "cluster.routing.SessionRouter"
+    chat(url, [{"role": "user", "content": "Hello"}], session="one")
+    before = head.replicas()
+    changed = deploy(text.replace("max_replicas: 2", "max_replicas: 3").replace("delay_s: 120", "delay_s: 60"))
+    assert changed["autoscaling_config"]["max_replicas"] == 3
+    assert head.replicas() == before
