@@ -268,3 +268,42 @@ def test_the_engine_shows_in_the_metrics_and_a_rank_says_where_it_is(client: ope
     [replica] = {s.labels["replica"] for s in samples}
     rank = ray.get_actor(f"{endpoint.app_name}:{replica}:tp1", namespace="lockstep")
     assert "_next_frame" in ray.get(rank.stacks.remote(), timeout=30)
+
+
+def test_penalties_biases_and_allowed_ids_rule_what_the_model_says(endpoint: Any) -> None:
+    prompt = "one two three one two three one two three one two"
+
+    async def main() -> None:
+        async with httpx.AsyncClient(base_url=endpoint.url, timeout=120) as client:
+
+            async def ids(**fields: Any) -> list[int]:
+                body = {"prompt": prompt, "max_tokens": 12, "temperature": 0, "return_token_ids": True, **fields}
+                reply = await client.post("/v1/completions", json={"model": endpoint.model, **body})
+                assert reply.status_code == 200, reply.text
+                return reply.json()["choices"][0]["token_ids"]
+
+            plain = await ids()
+            assert len(set(plain)) < 6, "the model repeats the prompt"
+            asked: list[dict[str, Any]] = [
+                {"repetition_penalty": 1.8},
+                {"frequency_penalty": 2.0, "presence_penalty": 2.0},
+                {"logit_bias": {str(token): -100 for token in set(plain)}},
+                {"allowed_token_ids": [*range(500, 600)], "temperature": 1, "seed": 1},
+                {"stop_token_ids": plain[:1], "min_tokens": 5},
+                {"bad_words": [" three"]},
+                {},
+            ]
+            one_by_one = [await ids(**fields) for fields in asked]
+            assert await asyncio.gather(*(ids(**fields) for fields in asked)) == one_by_one
+            repeating, frequent, biased, allowed, late, without, same = one_by_one
+            assert same == plain
+            assert len(set(repeating)) > len(set(plain))
+            assert len(set(frequent)) > len(set(plain))
+            assert not set(biased) & set(plain)
+            assert set(allowed) <= set(range(500, 600))
+            # The stop id ends nothing because it cannot be sampled before; then it ends the answer, if it comes.
+            assert len(late) >= 5
+            assert plain[0] not in late[:5]
+            assert without != plain
+
+    asyncio.run(main())

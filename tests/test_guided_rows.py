@@ -405,7 +405,7 @@ def test_a_resumed_row_starts_with_the_counts_of_its_answer() -> None:
         ({"logit_bias": ((40, 1.0),)}, "engine_error"),
         ({"allowed_token_ids": (-1,)}, "engine_error"),
         ({"num_logprobs": 0, "logprob_token_ids": tuple(range(40)) * 4}, "engine_error"),
-        ({"logit_bias": tuple((i % 40, 0.0) for i in range(1025))}, "engine_error"),
+        ({"logit_bias": tuple((i % 40, 0.0) for i in range(2049))}, "engine_error"),
         ({"allowed_token_ids": (EOS,), "min_tokens": 1}, "grammar_error"),
         ({"allowed_token_ids": (3,), "bad_words": ((3,),)}, "grammar_error"),
     ],

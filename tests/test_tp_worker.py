@@ -407,7 +407,7 @@ def test_reports_progress_and_the_bytes_of_its_weights(tiny_path: Path) -> None:
         ({"biases": _records(BIAS_DTYPE, (1, 300, 1.0, ALWAYS))}, "a bias outside"),
         ({"biases": _records(BIAS_DTYPE, (1, 3, np.nan, ALWAYS))}, "no number to add"),
         ({"biases": _records(BIAS_DTYPE, (1, 3, np.inf, ALWAYS))}, "no number to add"),
-        ({"biases": _records(BIAS_DTYPE, *(1025 * [(1, 3, 0.0, ALWAYS)]))}, "more than 1024 biases"),
+        ({"biases": _records(BIAS_DTYPE, *(2049 * [(1, 3, 0.0, ALWAYS)]))}, "more than 2048 biases"),
         ({"counts": _records(COUNT_DTYPE, (1, -1, 1, 1))}, "a count outside"),
         ({"counts": _records(COUNT_DTYPE, (1, 1, -1, 1))}, "a count below 0"),
         ({"asked": _records(ASKED_DTYPE, (0, 1))}, "an asked token outside"),

@@ -35,8 +35,8 @@ _HEADER = struct.Struct(f"<IIIIQ{_NUM_COUNTS}I")
 _CHECKED_FROM = 8
 
 HEADER_BYTES = _HEADER.size
-MAX_ROW_BIASES = 1024
-"""Most biases of one row."""
+MAX_ROW_BIASES = 2048
+"""Most biases of one row: what a request may ask for, and what `min_tokens` and `bad_words` ban."""
 MAX_ROW_ASKED = 128
 """Most token ids whose log probability one row may ask for."""
 MAX_TARGETS = 512
