@@ -38,6 +38,8 @@ _IDLE_POLL_S = 1.0
 # this long to say what happened.
 _BLAME_S = 2.0
 _FLUSH_S = 1.0
+# A mask takes a tenth of this, a step several times as long.
+_MASK_WAIT_S = 0.001
 _RECEIVE_BYTES = 1 << 16
 # While a step runs longer than this, the figures go out all the same.
 _WATCH_S = 1.0
@@ -296,6 +298,8 @@ class Coordinator:
 
     def _advance(self) -> bool:
         """Launches what may be launched, then retires one step. False: nothing can go on without a message or wake."""
+        if self.scheduler.num_in_flight and self.scheduler.is_awaiting_masks:
+            self._await_masks()
         with self._lock:
             while (frame := self.scheduler.next_step()) is not None:
                 self._frames.send(frame.encode(), self._step_timeout_s)
@@ -311,6 +315,18 @@ class Coordinator:
         if self.scheduler.has_work and not self.scheduler.is_awaiting_masks:
             raise EngineError("the scheduler has work but neither launched a step nor has one in flight")
         return False
+
+    def _await_masks(self) -> None:
+        """Gives guides a moment, so that their rows join the next step; the ranks have one to run meanwhile.
+
+        A row that misses it is sampled in every third step where it could be in every second.
+        """
+        deadline = time.monotonic() + _MASK_WAIT_S
+        while (left := deadline - time.monotonic()) > 0:
+            with self._lock:
+                if not self.scheduler.poll_guides():
+                    return
+            self._take_messages(left)
 
     def _rest(self) -> None:
         """Nothing can go on: reports, unless it is only a mask that is awaited and the last report is young."""

@@ -47,6 +47,8 @@ class CountingRank:
         self._reason: str | None = None
         self._step_s = step_s
         self.closed = threading.Event()
+        self.sampled: list[list[int]] = []
+        """Tokens of each step."""
         threading.Thread(target=self._run, daemon=True).start()
 
     def send(self, frame: bytes, timeout_s: float) -> None:
@@ -87,6 +89,7 @@ class CountingRank:
                 if flags & RowFlag.SAMPLE:
                     last[int(row)] += 1
                     tokens.append(last[int(row)])
+            self.sampled.append(tokens)
             self._results.put(StepResult(frame.generation, frame.step, np.array(tokens, np.int32)).encode())
 
 
@@ -207,6 +210,44 @@ def test_the_loop_sleeps_until_a_mask_wakes_it() -> None:
         asyncio.run(main())
     # Once when a mask is there and a few times beside, not all the time.
     assert guide.num_polls < 30
+
+
+class LateGuide(SlowGuide):
+    """Has no mask when it is asked first after a token; has it, and says so, right after."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        self._has_mask = False
+
+    def poll(self) -> UInt32Array | None:
+        mask = super().poll()
+        if mask is None:
+            self._compute()
+        return mask
+
+
+def test_a_guided_request_beside_others_is_sampled_in_every_second_step() -> None:
+    guide = LateGuide()
+    guides = iter([None, guide])
+
+    async def main() -> None:
+        client = await EngineClient.connect(coordinator.address)
+        [plain] = client.submit(prompt(100), [SamplingParams(max_tokens=100)])
+        await anext(plain)
+        [guided] = client.submit(prompt(200), [SamplingParams(max_tokens=20)])
+        await asyncio.wait_for(read(guided), 10)
+        plain.abort()
+        await client.close()
+        first, last = ([token in tokens for tokens in rank.sampled].index(True) for token in (201, 220))
+        assert last - first == 2 * 19
+
+    rank = CountingRank(0.01)
+    scheduler = Scheduler(LIMITS, make_guide=lambda _: next(guides))
+    with running(rank, scheduler=scheduler) as coordinator:
+        guide.wake = coordinator.wake
+        asyncio.run(main())
 
 
 def test_a_failed_engine_ends_every_request_with_its_reason_and_the_connection_after() -> None:

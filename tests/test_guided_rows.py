@@ -257,7 +257,7 @@ def test_an_aborted_guided_request_is_closed_once_in_every_state() -> None:
             steps.retire()
         if state == "ready":
             steps.guides[guided].allow(20)
-            steps.scheduler._take_guide_news()
+            assert not steps.scheduler.poll_guides()
         steps.scheduler.abort([guided])
         steps.scheduler.check_integrity()
         steps.launch()

@@ -164,7 +164,7 @@ class Scheduler:
         if len(self._in_flight) >= self._limits.steps_in_flight:
             return None
         if self.is_awaiting_masks:
-            self._take_guide_news()
+            self.poll_guides()
         while True:
             rows = np.flatnonzero(self._rows.ready).astype(np.int32)
             needy = self._pages.rows_without_room(rows, self._rows.num_computed[rows])
@@ -183,6 +183,15 @@ class Scheduler:
                 return None
             # Every running request is a prefill that lacks pages.
             self._preempt_one()
+
+    def poll_guides(self) -> bool:
+        """Takes in what guides have, as `next_step` does; returns whether a running request still lacks its mask."""
+        news = self._guided.poll()
+        for request in news.admissible:
+            self._queue.push(request)
+        for request, reason, error in news.ended:
+            self._finish(request, reason, error=error, error_code=None if error is None else "grammar_error")
+        return bool(self._guided.num_awaiting)
 
     def retire(self, result: StepResult) -> StepOutput:
         """Takes the oldest step's result and returns the tokens and finishes it brings."""
@@ -361,13 +370,6 @@ class Scheduler:
                 done = "running" if request.row else "waiting"
                 error = f"The request's deadline of {request.deadline_s:g} seconds passed while it was {done}."
                 self._finish(request, FinishReason.ERROR, error=error, error_code="deadline_exceeded")
-
-    def _take_guide_news(self) -> None:
-        news = self._guided.poll()
-        for request in news.admissible:
-            self._queue.push(request)
-        for request, reason, error in news.ended:
-            self._finish(request, reason, error=error, error_code=None if error is None else "grammar_error")
 
     def _finish(
         self,
