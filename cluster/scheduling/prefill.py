@@ -1,32 +1,24 @@
-"""What is prefilled next: the queue of waiting requests, their admission, and the rows that are in prefill.
+"""What is prefilled next: admission of waiting requests, beside the chunks of those that are in prefill.
 
 Decodes come first and are not known here. Then prefills in progress, then the queue in its order (`FairQueue`), with
 two exceptions, so that one huge prompt does not hold up all others:
 - While a prefill is in progress, requests whose whole prompts fit into half of what decodes leave need not wait for it.
 - A head of the queue that lacks pages is overtaken by those of the next few that have enough, `_MAX_OVERTAKEN` times:
   then it is waited for. What was preempted is never overtaken.
-
-A prompt of which another row computes the same part in the same step waits for that row: a step later the prefix cache
-has it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
+from cluster.scheduling.chunks import PrefillChunks, PrefillPlan
 from cluster.scheduling.fair_queue import FairQueue
 from cluster.scheduling.limits import MAX_PREFIX_DELTAS, SchedulerLimits
-from cluster.scheduling.prefix_cache import Node
 from cluster.scheduling.recent_rate import RecentRate
 from cluster.scheduling.request import Request
-from cluster.scheduling.row_pages import Prefix, RowPages
+from cluster.scheduling.row_pages import RowPages
 from cluster.scheduling.row_table import RowTable
-from worker.protocol import PARAMS_DTYPE, SCORE_DTYPE, Int32Array, RowFlag, StepFrame
+from worker.protocol import StepFrame
 
 _MAX_OVERTAKEN = 16
 _RATE_WINDOW_S = 10.0
@@ -43,54 +35,18 @@ class _Outcome(Enum):
     """Till the next step: for what another row computes in this one, or for room in the frame."""
 
 
-class PromptScore(NamedTuple):
-    """Prompt tokens whose log probability a step finds."""
-
-    row: int
-    first: int
-    """Position of the first of them; the step has the one before as an input."""
-    num: int
-    k: int
-    """How many of the likeliest tokens are wanted too."""
-
-
-@dataclass(slots=True, eq=False)
-class PrefillPlan:
-    """The prefill chunks of one step. Pages are taken already: a plan with rows must be launched."""
-
-    budget: int
-    """Tokens left."""
-    now: float
-    rows: list[int] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    lens: list[int] = field(default_factory=list)
-    deltas: list[Int32Array] = field(default_factory=list)
-    """Page deltas, each [n, 3]."""
-    admitted: list[Request] = field(default_factory=list)
-    num_adjustment_bytes: int = 0
-    """Of what the rows of `admitted` start with, besides parameters."""
-    num_prefix_deltas: int = 0
-    """Page deltas of pages that came from the prefix cache."""
-    scores: list[PromptScore] = field(default_factory=list)
-    num_targets: int = 0
-    """Prompt tokens of `scores`."""
-    computing: dict[tuple[Node, bytes], int] = field(default_factory=dict)
-    """Index into `rows` of the chunk that begins at this end of the cached prefixes with this page."""
-
-
 class PrefillQueue:
-    """Waiting requests and rows in prefill. Writes `RowTable.num_computed` of the latter."""
+    """Waiting requests, and rows in prefill."""
 
     def __init__(self, limits: SchedulerLimits, rows: RowTable, pages: RowPages) -> None:
         self._limits = limits
         self._rows = rows
         self._pages = pages
         self._waiting = FairQueue()
-        self._prefilling: list[int] = []  # in order of admission
+        self._chunks = PrefillChunks(limits, rows, pages)
         # All that were tried lacked pages, and nothing has happened since that could change it: spares their matches.
         self._is_blocked = False
         self._rate = RecentRate(_RATE_WINDOW_S)
-        self._total_prefix_hit_tokens = 0
         self._total_prompt_tokens = 0
 
     @property
@@ -114,11 +70,11 @@ class PrefillQueue:
     @property
     def is_prefilling(self) -> bool:
         """Some row is in prefill."""
-        return bool(self._prefilling)
+        return bool(self._chunks.rows)
 
     @property
     def total_prefix_hit_tokens(self) -> int:
-        return self._total_prefix_hit_tokens
+        return self._chunks.total_prefix_hit_tokens
 
     @property
     def total_prompt_tokens(self) -> int:
@@ -143,162 +99,33 @@ class PrefillQueue:
     def forget_row(self, row: int) -> None:
         """Row and pages of a request that ended or was preempted are free again, in prefill or not."""
         self._is_blocked = False
-        if row in self._prefilling:
-            self._prefilling.remove(row)
+        self._chunks.forget(row)
 
     def plan(self, budget: int, now: float) -> PrefillPlan:
         """Chunks of at most `budget` tokens in all, with their pages; admits requests."""
         plan = PrefillPlan(budget, now)
-        if in_progress := list(self._prefilling):
+        if in_progress := self._chunks.rows:
             self._admit(plan, longest=budget // 2)
         for row in in_progress:
             if plan.budget <= 0:
                 break
-            self._continue(row, plan)
+            self._chunks.go_on(row, plan)
         self._admit(plan)
         return plan
 
     def commit(self, plan: PrefillPlan, frame: StepFrame) -> list[int]:
         """Appends the plan to the frame, makes its whole pages known, and returns the rows whose prefill ends."""
-        table = self._rows
-        ending: list[int] = []
-        tokens: list[Int32Array] = []
-        flags: list[int] = []
-        for row, start, length in zip(plan.rows, plan.starts, plan.lens, strict=True):
-            end = start + length
-            tokens.append(table.tokens[row, start:end])
-            table.num_computed[row] = end
-            if end == table.num_prefill[row]:
-                ending.append(row)
-                flags.append(RowFlag.HAS_TOKENS | RowFlag.SAMPLE)
-            else:
-                flags.append(RowFlag.HAS_TOKENS)
-            # Pages that are cached already would be kept twice while the prompt is scored, which reads no cache.
-            if not table.request(row).is_scored:
-                self._pages.publish(row, table.tokens[row], end)
+        ending = self._chunks.commit(plan, frame)
         if ending:
-            self._prefilling = [row for row in self._prefilling if row not in ending]
-            self._is_blocked = False  # Its pages may be what the head needs.
-        frame.rows = np.concatenate((frame.rows, np.array(plan.rows, np.int32)))
-        frame.starts = np.concatenate((frame.starts, np.array(plan.starts, np.int32)))
-        frame.lens = np.concatenate((frame.lens, np.array(plan.lens, np.int32)))
-        frame.flags = np.concatenate((frame.flags, np.array(flags, np.int32)))
-        frame.token_ids = np.concatenate(tokens)
-        if plan.admitted:
-            frame.params = _params(plan.admitted)
-        if plan.scores:
-            scores = [(row, first - 1, num, k) for row, first, num, k in plan.scores]
-            frame.scores = np.array(scores, SCORE_DTYPE)
-            frame.targets = np.concatenate(
-                [table.tokens[row, first : first + num] for row, first, num, _ in plan.scores]
-            )
+            self._is_blocked = False  # Their pages may be what the head needs.
         return ending
 
     def check_integrity(self, running_ids: set[int]) -> set[int]:
         """Ids of the waiting requests. Raises AssertionError unless queue, prefills and the row table agree."""
-        table = self._rows
+        self._chunks.check_integrity()
         waiting = self._waiting.check_integrity()
         assert running_ids.isdisjoint(waiting), "a request runs and waits"
-        prefilling = np.flatnonzero(table.live & (table.num_computed < table.num_prefill))
-        assert sorted(self._prefilling) == prefilling.tolist(), "the list of prefills is wrong"
         return waiting
-
-    def _continue(self, row: int, plan: PrefillPlan) -> None:
-        """Adds the next chunk of a row in prefill, if there are pages for it and no other row computes the same."""
-        # Others may have computed what comes next since the last chunk.
-        prefix = self._find_prefix(row, plan)
-        if self._is_computed_by_another(row, prefix, plan):
-            return
-        if self._num_missing_pages(row) <= self._pages.num_available:
-            # Only then it is sure that the chunk gets its pages, and that the deltas of the prefix are sent.
-            self._adopt_prefix(row, prefix, plan)
-        self._add_chunk(row, plan)
-
-    def _add_chunk(self, row: int, plan: PrefillPlan) -> bool:
-        """Takes pages for the row's next chunk and adds it to the plan; False if there are too few, or none may be."""
-        start = int(self._rows.num_computed[row])
-        length = self._chunk_length(row, start, plan)
-        if length <= 0:
-            return False
-        key = self._next_page_key(row, self._pages.no_prefix(row))
-        deltas = self._pages.grow(row, start + length)
-        if deltas is None:
-            return False
-        if key is not None:
-            plan.computing.setdefault(key, len(plan.rows))
-        if len(deltas):
-            plan.deltas.append(deltas)
-        plan.rows.append(row)
-        plan.starts.append(start)
-        plan.lens.append(length)
-        plan.budget -= length
-        self._add_score(row, start, length, plan)
-        return True
-
-    def _add_score(self, row: int, start: int, length: int, plan: PrefillPlan) -> None:
-        request = self._rows.request(row)
-        first = max(start + 1, request.next_target)
-        num = min(start + length + 1, request.num_prompt_tokens) - first
-        if num > 0:
-            plan.scores.append(PromptScore(row, first, num, request.sampling.prompt_logprobs))
-            plan.num_targets += num
-
-    def _chunk_length(self, row: int, start: int, plan: PrefillPlan) -> int:
-        page_size, end = self._limits.page_size, int(self._rows.num_prefill[row])
-        length = min(end - start, self._limits.prefill_chunk_size, plan.budget)
-        request = self._rows.request(row)
-        if request.is_scored:
-            stop = max(start, request.next_target - 1) + self._limits.max_num_targets - plan.num_targets
-            if stop < request.num_prompt_tokens - 1:
-                length = min(length, stop - start)
-        last_boundary = (start + length) // page_size * page_size
-        if start + length < end and last_boundary > start:
-            return last_boundary - start  # Whole pages can be shared, partial ones cannot.
-        return length
-
-    def _find_prefix(self, row: int, plan: PrefillPlan) -> Prefix:
-        """Cached pages that go on where the row's own end. The last token is left: its logits are wanted."""
-        if plan.num_prefix_deltas >= MAX_PREFIX_DELTAS:
-            return self._pages.no_prefix(row)
-        table = self._rows
-        start, end = int(table.num_computed[row]), int(table.num_prefill[row])
-        request = table.request(row)
-        if request.is_scored:
-            end = max(start + 1, request.next_target)  # The rest has to be computed.
-        return self._pages.find_prefix(row, table.tokens[row, start : end - 1])
-
-    def _adopt_prefix(self, row: int, prefix: Prefix, plan: PrefillPlan) -> None:
-        table = self._rows
-        deltas = self._pages.adopt_prefix(row, prefix)
-        if len(deltas):
-            num_tokens = len(deltas) * self._limits.page_size
-            table.num_computed[row] += num_tokens
-            table.request(row).num_cached_tokens += num_tokens
-            self._total_prefix_hit_tokens += num_tokens
-            plan.deltas.append(deltas)
-            plan.num_prefix_deltas += len(deltas)
-
-    def _next_page_key(self, row: int, prefix: Prefix) -> tuple[Node, bytes] | None:
-        table, page_size = self._rows, self._limits.page_size
-        start = int(table.num_computed[row]) + len(prefix.pages) * page_size
-        tokens = table.tokens[row, start : min(start + page_size, int(table.num_prefill[row]))]
-        return self._pages.next_page_key(row, prefix, tokens)
-
-    def _is_computed_by_another(self, row: int, prefix: Prefix, plan: PrefillPlan) -> bool:
-        """A chunk of the plan computes whole pages that hold at least half of what the row would compute now."""
-        if self._rows.request(row).is_scored:
-            return False
-        key = self._next_page_key(row, prefix)
-        if key is None or (index := plan.computing.get(key)) is None:
-            return False
-        table, page_size = self._rows, self._limits.page_size
-        start = int(table.num_computed[row]) + len(prefix.pages) * page_size
-        length = self._chunk_length(row, start, plan)
-        shared = min(length, plan.lens[index], int(table.num_prefill[row]) - 1 - start)
-        differ = table.tokens[row, start : start + shared] != table.tokens[plan.rows[index], start : start + shared]
-        num_same = int(differ.argmax()) if differ.any() else shared
-        num_shareable = num_same // page_size * page_size
-        return num_shareable > 0 and 2 * num_shareable >= length
 
     def _admit(self, plan: PrefillPlan, longest: int | None = None) -> None:
         """Admits waiting requests in turn; with `longest` only whole prompts, as long as they have so many tokens in
@@ -343,26 +170,25 @@ class PrefillQueue:
 
     def _try_admit(self, request: Request, plan: PrefillPlan) -> _Outcome:
         """Gives a request a row and its first chunk, or leaves everything as it was."""
-        table = self._rows
-        num_running = table.num_taken
         if plan.num_adjustment_bytes + request.num_adjustment_bytes > self._limits.max_adjustment_bytes:
             return _Outcome.WAITS
-        if request.is_scored and plan.num_targets >= self._limits.max_num_targets:
+        if not self._chunks.may_score(request, plan):
             return _Outcome.WAITS
+        chunks, num_running = self._chunks, self._rows.num_taken
         # Pages that rows in prefill still need, and a page for each running request's next tokens.
-        reserved = num_running + sum(self._num_missing_pages(row) for row in self._prefilling)
-        row = table.take(request)
+        reserved = num_running + chunks.num_missing_pages
+        row = self._rows.take(request)
         self._pages.open(row, request.cache_salt)
         request.num_cached_tokens = 0
         num_deltas, num_prefix_deltas = len(plan.deltas), plan.num_prefix_deltas
-        prefix = self._find_prefix(row, plan)
-        if self._is_computed_by_another(row, prefix, plan):
+        prefix = chunks.find_prefix(row, plan)
+        if chunks.is_computed_by_another(row, prefix, plan):
             self._give_back(row)
             return _Outcome.WAITS
-        self._adopt_prefix(row, prefix, plan)
+        chunks.adopt_prefix(row, prefix, plan)
         # Alone it always fits: `reason_never_fits`.
-        if num_running > 0 and self._num_missing_pages(row) + reserved > self._pages.num_available:
-            self._total_prefix_hit_tokens -= request.num_cached_tokens
+        if num_running > 0 and chunks.num_pages_missing(row) + reserved > self._pages.num_available:
+            chunks.total_prefix_hit_tokens -= request.num_cached_tokens
             del plan.deltas[num_deltas:]
             plan.num_prefix_deltas = num_prefix_deltas
             self._give_back(row)
@@ -371,39 +197,11 @@ class PrefillQueue:
         self._rate.add(len(request.tokens), plan.now)
         if request.admission_s is None:
             request.admission_s = plan.now
-        self._prefilling.append(row)
         plan.admitted.append(request)
         plan.num_adjustment_bytes += request.num_adjustment_bytes
-        has_chunk = self._add_chunk(row, plan)
-        assert has_chunk, "a request was admitted without pages for its first chunk"
+        chunks.begin(row, plan)
         return _Outcome.ADMITTED
 
     def _give_back(self, row: int) -> None:
         self._pages.release(row)
         self._rows.give_back(row)
-
-    def _num_missing_pages(self, row: int) -> int:
-        """Pages a row in prefill lacks for its tokens and the first one after them."""
-        request = self._rows.request(row)
-        num_positions = min(len(request.tokens) + 1, request.max_total_tokens - 1)
-        return self._limits.num_pages_for(num_positions) - self._pages.num_row_pages(row)
-
-
-def _params(requests: list[Request]) -> npt.NDArray[np.void]:
-    """PARAMS_DTYPE records of newly admitted requests."""
-    params = np.zeros(len(requests), PARAMS_DTYPE)
-    for index, request in enumerate(requests):
-        sampling = request.sampling
-        params[index] = (
-            request.row,
-            sampling.top_k,
-            sampling.num_logprobs,
-            sampling.temperature,
-            sampling.top_p,
-            sampling.min_p,
-            sampling.seed,
-            sampling.repetition_penalty,
-            sampling.frequency_penalty,
-            sampling.presence_penalty,
-        )
-    return params

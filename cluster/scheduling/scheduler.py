@@ -18,11 +18,12 @@ import numpy as np
 
 from cluster.messages import Finished, FinishReason, GenerateRequest, StepOutput
 from cluster.scheduling.adjustments import add_adjustments
+from cluster.scheduling.chunks import PrefillPlan
 from cluster.scheduling.deadlines import Deadlines
 from cluster.scheduling.guide import Guide
 from cluster.scheduling.guided_rows import GuidedRows
 from cluster.scheduling.limits import SchedulerLimits, SchedulerStats
-from cluster.scheduling.prefill import PrefillPlan, PrefillQueue
+from cluster.scheduling.prefill import PrefillQueue
 from cluster.scheduling.request import Request, reason_never_fits, refused
 from cluster.scheduling.row_pages import RowPages
 from cluster.scheduling.row_table import RowTable

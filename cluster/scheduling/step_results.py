@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cluster.messages import Prefilled, PromptLogprobs, TokenLogprobs
-from cluster.scheduling.prefill import PromptScore
+from cluster.scheduling.chunks import PromptScore
 from cluster.scheduling.row_table import RowTable
 from configs.errors import EngineError
 from worker.protocol import Int32Array, StepResult
