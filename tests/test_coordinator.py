@@ -102,9 +102,11 @@ def running(
     coordinator = Coordinator(scheduler=scheduler or Scheduler(LIMITS), frames=rank, results=rank, **options)
     with ThreadPoolExecutor(1) as loop:
         ended = loop.submit(coordinator.run)
-        yield coordinator
-        coordinator.close()
-        coordinator.close()
+        try:
+            yield coordinator
+        finally:  # a test that fails must not wait for the loop
+            coordinator.close()
+            coordinator.close()
         assert ended.exception(10) is raises
 
 
