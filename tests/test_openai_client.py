@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import httpx
 import openai
 import pytest
 
+from cluster.openai.sampling import bad_words
 from cluster.openai.tokenizer import Tokenizer
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
@@ -120,6 +122,12 @@ def test_biases_allowed_ids_and_bad_words_decide_which_tokens_come(complete: Any
     word = tokenizer.token_text(first)
     assert word.strip()
     assert word.strip() not in complete(extra={"bad_words": [word.strip()]}).choices[0].text.split()
+    pair = tuple(plain.token_ids[1:3])
+    phrase = tokenizer.decode(pair).strip()
+    assert pair in bad_words([phrase], tokenizer)
+    apart = complete(extra={"bad_words": [phrase], "return_token_ids": True}).choices[0].token_ids
+    assert pair not in pairwise(apart)
+    assert apart[:2] == plain.token_ids[:2]
 
 
 def test_min_tokens_holds_the_end_back(chat: Any) -> None:
@@ -201,14 +209,16 @@ def test_a_chat_can_continue_its_last_message(chat: Any) -> None:
     assert continued.choices[0].message.content
 
 
-def test_a_tools_result_is_part_of_the_prompt(chat: Any) -> None:
+def test_calls_that_the_template_would_drop_are_refused(client: openai.OpenAI, endpoint: Any) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
     messages = [
         *MESSAGES,
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c1", "content": "It rains in Oslo."},
     ]
-    assert chat(messages=messages).usage.prompt_tokens > chat().usage.prompt_tokens + 10
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model=endpoint.model, messages=messages)
+    assert caught.value.param == "messages[1].tool_calls"
 
 
 def test_usage_counts_up_in_every_chunk_when_asked(client: openai.OpenAI, endpoint: Any) -> None:
