@@ -55,7 +55,14 @@ async def stream_all(
             nonlocal num_sent
             num_sent += bool(message.get("body"))
 
-        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "root_path": ""}
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/chat/completions",
+            "headers": [],
+            "root_path": "",
+            "query_string": b"",
+        }
         await app(scope, receive, send)
 
     calls = [asyncio.create_task(call()) for _ in range(num_streams)]

@@ -6,6 +6,8 @@ are actors in the same placement group.
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import logging
 import os
 from collections.abc import Mapping
@@ -15,7 +17,9 @@ import ray
 from ray import serve
 
 from cluster.autoscaling import KV_USAGE, QUEUED_TOKENS, RUNNING_SHARE
+from cluster.draining import StopWatch, replicas_are_stopping
 from cluster.engine import RunningEngine, describe
+from cluster.http.active import ActiveRequests
 from cluster.http.keys import open_keys
 from cluster.observability.logs import log_to_stderr
 from cluster.observability.replica import replica_telemetry
@@ -39,6 +43,8 @@ DEPLOYMENT = "Engine"
 _ONGOING_PER_SEQ = 4
 _HEALTH_CHECK_PERIOD_S = 2.0
 _HEALTH_CHECK_TIMEOUT_S = 10.0
+# Serve kills a stopping replica that much later: it must first find out, and tell the clients that are left.
+_LAST_WORDS_S = 10.0
 
 
 class Engine:
@@ -46,7 +52,14 @@ class Engine:
 
     async def __init__(self, config: EngineConfig, gpus: bool) -> None:  # type: ignore[misc]  # Serve awaits it
         self._keys = open_keys(config.server)
+        self._requests = ActiveRequests()
         context = serve.get_replica_context()
+        self._stop_watch = StopWatch(
+            self._requests,
+            functools.partial(replicas_are_stopping, context.app_name),
+            period_s=_HEALTH_CHECK_PERIOD_S,
+            shutdown_timeout_s=config.server.shutdown_timeout_s,
+        )
         placement_group = ray.util.get_current_placement_group()
         assert placement_group is not None, "the deployment asks for a placement group"
         name = f"{context.app_name}:{context.replica_id.unique_id}"
@@ -57,19 +70,21 @@ class Engine:
         self._engine = await RunningEngine.start(spec, placement_group, name, self._telemetry)
         self._model: ServedModel = await self._engine.open_model()
         await self._model.grammars.start()
+        self._watching = asyncio.create_task(self._stop_watch.run())
 
     def __serve_build_asgi_app__(self) -> Guard:
         # Built here and not at import: an app object that holds the engine cannot be pickled.
         from cluster.openai.ingress import create_app
 
         # Serve names every response after its request, and every request that has no name.
-        return create_app(self._model, keys=self._keys, names_responses=False)
+        return create_app(self._model, self._requests, self._keys, names_responses=False)
 
     async def check_health(self) -> None:
         """Ends this process once the engine has failed: Serve then replaces the replica, group and all.
 
         A crash is acted on at once, a check that raises only after three periods. Every request has been told by then.
         """
+        self._stop_watch.asked()
         if (failure := self._engine.failure) is not None:
             logger.critical("the engine failed, this replica ends: %s", failure)
             logging.shutdown()
@@ -87,7 +102,9 @@ class Engine:
         }
 
     async def __del__(self) -> None:
-        if hasattr(self, "_model"):  # absent when the constructor failed, as below
+        if hasattr(self, "_watching"):  # absent when the constructor failed, as below
+            self._watching.cancel()
+        if hasattr(self, "_model"):
             await self._model.close()
         if hasattr(self, "_engine"):
             await self._engine.close()
@@ -137,7 +154,7 @@ def engine_app(config: EngineConfig, options: Mapping[str, Any]) -> serve.Applic
         max_queued_requests=ongoing,
         health_check_period_s=_HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=_HEALTH_CHECK_TIMEOUT_S,
-        graceful_shutdown_timeout_s=config.server.shutdown_timeout_s,
+        graceful_shutdown_timeout_s=config.server.shutdown_timeout_s + _LAST_WORDS_S,
     )
     deployment = deploy(serve.ingress()(Engine))
     if options:

@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -128,12 +129,10 @@ class RankGroup:
 
     def load(self, locations: list[Location]) -> GroupMemory:
         """Joins the ranks into one process group and loads every shard."""
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not declared
-
         here = ray.get_runtime_context().get_node_id()
         self._one_node = all(location.node_id == here for location in locations)
         self._host = "127.0.0.1" if self._one_node else ray.util.get_node_ip_address()
-        self._store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
+        self._store = _open_store(self._host)
         self._on_all("join", self._host, self._store.port, GENERATION, self._one_node)
         return GroupMemory(tuple(self._on_all("load")), self._config.device == "cpu")
 
@@ -309,6 +308,16 @@ def _death(ray_says: str) -> str:
     if (exit_type := re.search(r"Worker exit type: (\w+)", ray_says)) is not None:
         return f"its process ended ({exit_type[1]}): killed, out of memory or crashed; see its log and the kernel's"
     return ray_says.strip().splitlines()[-1][:200]
+
+
+def _open_store(host: str) -> Any:
+    """A rendezvous store that listens on `host` only; by itself it would on every interface, and it knows no keys."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not declared
+
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family)
+    port = listener.getsockname()[1]
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def node_cores() -> int:

@@ -41,9 +41,10 @@ _PROGRESS_TIMEOUT_S = 1.0
 _URL_TIMEOUT_S = 10.0
 # What a coordinator calls its phases, where a person at the prompt needs other words.
 _PHASES = {"starting": "starting the coordinator", "ready": "generating the first token"}
-# Requests may run on for server.shutdown_timeout_s, but nobody waits that long at a prompt.
-_STOP_TIMEOUT_S = 8.0
-_GIVE_UP_S = 12.0
+# Beyond server.shutdown_timeout_s, for which running requests may go on: for Serve to end the replicas, and for this
+# process to end Ray.
+_STOP_MARGIN_S = 12.0
+_GIVE_UP_MARGIN_S = 16.0
 # `ray job stop` sends SIGTERM and, three seconds later, SIGKILL: the delete must be on its way before that.
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _ERROR_LINE = re.compile(r"([A-Za-z_][\w.]*(?:Error|Exception|Timeout|Exit)): (.*)")
@@ -59,6 +60,7 @@ class ServingJob:
         self._config = app_config
         self._address = address
         self._stop = threading.Event()
+        self._hurry = threading.Event()  # asked to stop twice
         self._console = Console(highlight=False)
         self._began = time.monotonic()
 
@@ -109,7 +111,7 @@ class ServingJob:
 
     def _trap_signals(self) -> None:
         for number in _STOP_SIGNALS:
-            signal.signal(number, lambda *_: self._stop.set())
+            signal.signal(number, lambda *_: (self._hurry if self._stop.is_set() else self._stop).set())
 
     def _serve_watchfully(self, session: Session, *, detach: bool) -> None:
         """`_serve` in a thread: Ray's calls wait a minute for a cluster that the same signal ended, this does not."""
@@ -117,9 +119,9 @@ class ServingJob:
             serving = pool.submit(self._serve, session, detach=detach)
             while not serving.done() and not self._stop.is_set():
                 wait([serving], _POLL_S)
-            deadline = time.monotonic() + _GIVE_UP_S
+            deadline = time.monotonic() + self._config.engine.server.shutdown_timeout_s + _GIVE_UP_MARGIN_S
             while session.own and not serving.done():
-                if time.monotonic() > deadline or not _gcs_lives():
+                if time.monotonic() > deadline or self._hurry.is_set() or not _gcs_lives():
                     self._say("stopped")
                     _end_at_once()
                 wait([serving], _POLL_S)
@@ -153,7 +155,7 @@ class ServingJob:
         serve.delete(self._config.name, _blocking=False)
         if until_gone:
             self._say("stopping")
-        deadline = time.monotonic() + _STOP_TIMEOUT_S
+        deadline = time.monotonic() + self._config.engine.server.shutdown_timeout_s + _STOP_MARGIN_S
         while until_gone and self._status()[0] != ApplicationStatus.NOT_STARTED and time.monotonic() < deadline:
             time.sleep(_POLL_S)
 

@@ -123,7 +123,8 @@ class ServerConfig(_Section):
     request_timeout_s: float = Field(3600.0, gt=0)
     """Deadline of one request; past it 504."""
     shutdown_timeout_s: float = Field(20.0, ge=0)
-    """How long a stopping replica lets running requests finish."""
+    """How long a stopping replica lets running requests finish; those left end with an error that says to try again.
+    A second interrupt of `cluster serve` does not wait."""
     api_keys: str | Literal[False] | None = None
     """A file of API keys, a line each: `id:sha256[:role[:requests a minute[:requests at once]]]`, with the roles user,
     admin and metrics; `python -m cluster key ID` makes one. Read again when it changes. None: no keys, and only this

@@ -60,6 +60,10 @@ class ActiveRequests:
         if self._stopping:
             raise OverloadedError(_STOPPING)
 
+    def admit_again(self) -> None:
+        """Takes `drain` back, for the requests to come."""
+        self._stopping = False
+
     @contextlib.contextmanager
     def track(self, context: RequestContext, task: asyncio.Task[None]) -> Iterator[ActiveRequest]:
         """Counts `task` as the answer to a request for the time of the block."""

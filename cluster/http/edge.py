@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections import deque
 from collections.abc import MutableMapping
 from typing import Any
@@ -28,11 +29,13 @@ CALLBACK = "cluster.http.edge:middlewares"
 """Value of RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH."""
 # By these a client could have its request go on after it left, or fill the proxy's table of models.
 _SERVE_HEADERS = re.compile(rb"x-request-disconnect-disabled|serve[_-]multiplexed[_-]model[_-]id")
+_RECENTLY_S = 600.0
 _STATUS = {
     404: RequestError("There is no such route.", code="not_found", status=404),
     408: RequestError("The request took too long.", code="request_timeout", status=408),
     503: OverloadedError("No replica can take the request; try again later."),
 }
+_STOPPED = OverloadedError("The model is being stopped or replaced; try again later.", retry_after_s=5.0)
 _FAILED = RequestError("The server failed while running this request.", code="engine_error", status=500)
 _CUT = RequestError("The replica that answered this request ended; try again.", code="engine_error", status=503)
 
@@ -48,6 +51,7 @@ class Edge:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
+        self._answered: dict[str, float] = {}  # by route prefix: when a replica last answered there
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection: LimitedConnection | None = scope.pop(SCOPE_KEY, None)
@@ -63,7 +67,19 @@ class Edge:
         finally:
             if connection is not None:
                 connection.on_full = None
+        if outbox.is_replicas:
+            self._answered[scope.get("root_path", "")] = time.monotonic()
+        elif outbox.status == 404 and self._was_served(scope["path"]):
+            outbox.error = _STOPPED
         await outbox.complete()
+
+    def _was_served(self, path: str) -> bool:
+        """Whether an app answered there until a moment ago: it is being stopped or replaced."""
+        earliest = time.monotonic() - _RECENTLY_S
+        return any(
+            answered > earliest and (path == prefix or path.startswith(f"{prefix}/"))
+            for prefix, answered in self._answered.items()
+        )
 
 
 def _clean(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
@@ -117,35 +133,37 @@ class _Outbox:
     """`send` of one request: what Ray Serve says itself gets our shape, and a stream never ends without a word."""
 
     def __init__(self, send: Send) -> None:
+        self.status: int | None = None
+        self.error: RequestError | None = None
+        """What is told in place of Serve's own words, once they are all there."""
         self._send = send
-        self._error: RequestError | None = None  # in whose place Serve's plain text is dropped
-        self._begun = False
+        self._headers: dict[str, str] = {}
         self._streaming = False
         self._done = False
 
+    @property
+    def is_replicas(self) -> bool:
+        """Whether a replica answered, and not Serve itself."""
+        return self.status is not None and self.error is None
+
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self._begun = True
+            self.status = message["status"]
             if _is_serves_own(message):
-                self._error = _STATUS.get(message["status"], _FAILED)
-                self._start = message
-                return
+                self.error = _STATUS.get(message["status"], _FAILED)
+                self._headers = _other_headers(message)
             content_type = dict(message["headers"]).get(b"content-type", b"")
             self._streaming = content_type.startswith(b"text/event-stream")
-        last = message["type"] == "http.response.body" and not message.get("more_body", False)
-        if self._error is not None:
-            if last:
-                self._done = True
-                await send_error(self._send, self._error, _other_headers(self._start))
+        if self.error is not None:
             return
-        self._done = self._done or last
+        self._done = message["type"] == "http.response.body" and not message.get("more_body", False)
         await self._send(message)
 
     async def complete(self) -> None:
         """To be called when the app has returned."""
-        if not self._begun:
-            await send_error(self._send, _FAILED)
-        if self._streaming and not self._done:
+        if self.error is not None or self.status is None:
+            await send_error(self._send, self.error or _FAILED, self._headers)
+        elif self._streaming and not self._done:
             await self._send({"type": "http.response.body", "body": error_event(_CUT), "more_body": False})
 
 

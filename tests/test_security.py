@@ -1,0 +1,356 @@
+"""Classes of attack that other servers of this kind have met, and the proof that each is absent. See also test_auth,
+test_connection, test_chat_template, test_weights and test_channel."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import contextlib
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from cluster.openai.tokenizer import Tokenizer
+from configs.errors import CheckpointError
+from configs.model_config import read_model_config
+from configs.schema import ServerConfig
+from tests.scripted_engine import MODEL, Run, Stack, error_of
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("attention", "cluster", "configs", "parallel", "worker")
+
+# --- Nothing that came from outside is run ----------------------------------------------------------------------------
+
+FORBIDDEN_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "code"}
+FORBIDDEN_CALLS = {
+    "eval",
+    "exec",
+    "compile",
+    "__import__",
+    "yaml.load",
+    "yaml.unsafe_load",
+    "yaml.full_load",
+    "torch.load",
+    "np.load",
+    "numpy.load",
+    "os.system",
+    "os.popen",
+    "importlib.import_module",
+    "msgspec.convert_type",
+}
+# They pickle what they send.
+FORBIDDEN_ATTRIBUTES = {
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "scatter_object_list",
+    "send_object_list",
+    "recv_object_list",
+    "send_pyobj",
+    "recv_pyobj",
+}
+ALLOWED: set[tuple[str, str]] = set()
+"""(file, what), with a reason beside each."""
+
+
+def sources() -> Iterator[tuple[str, ast.AST]]:
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            yield str(path.relative_to(ROOT)), ast.parse(path.read_text("utf-8"))
+
+
+def dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Name):
+        return node.id
+    return f"{dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else ""
+
+
+def test_nothing_unpickles_evaluates_or_imports_what_it_is_given() -> None:
+    found = set()
+    for file, tree in sources():
+        for node in ast.walk(tree):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names if alias.name.split(".")[0] in FORBIDDEN_MODULES]
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in FORBIDDEN_MODULES:
+                names = [node.module or ""]
+            elif isinstance(node, ast.Call) and dotted(node.func) in FORBIDDEN_CALLS:
+                names = [dotted(node.func)]
+            elif isinstance(node, ast.Call) and dotted(node.func).startswith("subprocess."):
+                names = ["a shell" for keyword in node.keywords if keyword.arg == "shell"]
+            elif isinstance(node, ast.Attribute) and node.attr in FORBIDDEN_ATTRIBUTES:
+                names = [node.attr]
+            elif isinstance(node, ast.keyword) and node.arg in ("allow_pickle", "trust_remote_code"):
+                names = [] if isinstance(node.value, ast.Constant) and node.value.value is False else [node.arg]
+            found |= {(file, name) for name in names}
+    assert found == ALLOWED
+
+
+def test_no_model_code_is_imported(smollm2: Tokenizer, smollm2_path: Path, tmp_path: Path) -> None:
+    """A repository that asks for code of its own: `auto_map` in every file that may have it."""
+    converted = smollm2_path.with_name(smollm2_path.name + ".tokenizer")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((converted / name).read_bytes())
+    marker = tmp_path / "ran"
+    code = f"open({str(marker)!r}, 'w').close()\nclass Any: pass\n"
+    for module in ("configuration_evil", "modeling_evil", "tokenization_evil"):
+        (tmp_path / f"{module}.py").write_text(code)
+    tokenizer_config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    tokenizer_config["auto_map"] = {"AutoTokenizer": ["tokenization_evil.Any", "tokenization_evil.Any"]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "auto_map": {"AutoConfig": "configuration_evil.Any", "AutoModelForCausalLM": "modeling_evil.Any"},
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 49152,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 64,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_model_config(tmp_path).hidden_size == 64
+    assert Tokenizer.load(tmp_path).encode("hi", add_special_tokens=False)
+    # Without its fast tokenizer, transformers looks for a class, and would take the repository's.
+    (tmp_path / "tokenizer.json").unlink()
+    with contextlib.suppress(CheckpointError):
+        Tokenizer.load(tmp_path)
+    assert not marker.exists()
+
+
+def test_validation_does_not_rest_on_asserts_and_no_request_is_unpickled(smollm2_path: Path) -> None:
+    """The same refusals under `python -O`, in a process where finding a class for a pickle ends it."""
+    result = subprocess.run(
+        [sys.executable, "-O", "-m", "tests.refusals", str(smollm2_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "refused as they should be" in result.stdout
+
+
+# --- No request reaches out -------------------------------------------------------------------------------------------
+
+URL = "http://192.0.2.1:9/x.png"
+PARTS: list[dict[str, Any]] = [
+    {"type": "image_url", "image_url": {"url": URL}},
+    {"type": "image_url", "image_url": URL},
+    {"type": "input_image", "image_url": URL},
+    {"type": "video_url", "video_url": {"url": URL}},
+    {"type": "audio_url", "audio_url": {"url": URL}},
+    {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
+    {"type": "file", "file": {"file_id": "f"}},
+    {"type": "file", "file": {"file_data": URL}},
+    {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}},
+    {"type": "image", "source": {"type": "url", "url": URL}},
+    {"type": "document", "source": {"type": "url", "url": URL}},
+]
+
+
+def test_media_are_refused_and_no_socket_is_opened(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(stack: Stack) -> None:
+        opened: list[object] = []
+
+        def refuse(*args: object, **kwargs: object) -> None:
+            opened.append(args)
+            raise OSError("no socket may be opened")
+
+        for name in ("connect", "connect_ex"):
+            monkeypatch.setattr(socket.socket, name, refuse)
+        monkeypatch.setattr(socket, "getaddrinfo", refuse)
+        for part in PARTS:
+            content = [{"type": "text", "text": "see"}, part]
+            error_of(await stack.chat(messages=[{"role": "user", "content": content}]), 400, "unsupported_parameter")
+            for path in ("/v1/messages", "/v1/responses"):
+                key = "messages" if path.endswith("messages") else "input"
+                body = {"model": MODEL, "max_tokens": 2, key: [{"role": "user", "content": content}]}
+                response = await stack.http.post(path, json=body)
+                assert response.status_code == 400, (path, part, response.text)
+        assert opened == []
+        assert stack.coordinator.requests == []
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"chat_template": "{{ 1 }}"},
+        {"chat_template_kwargs": {"chat_template": "x"}},
+        {"chat_template_kwargs": {"tokenize": True}},
+    ],
+)
+def test_no_route_takes_a_template_from_a_request(run: Run, fields: dict[str, Any]) -> None:
+    async def scenario(stack: Stack) -> None:
+        messages = [{"role": "user", "content": "hi"}]
+        for path in ("/v1/chat/completions", "/tokenize", "/v1/tokenize", "/v1/messages", "/v1/responses"):
+            body = {"model": MODEL, "messages": messages, "input": messages, "max_tokens": 2, **fields}
+            if path == "/v1/responses":
+                del body["messages"], body["max_tokens"]
+            elif path != "/tokenize":
+                del body["input"]
+            response = await stack.http.post(path, json=body)
+            assert response.status_code == 400 or stack.coordinator.requests == [], (path, response.text)
+        assert stack.coordinator.requests == []
+
+    run(scenario, server=ServerConfig(strict_fields=True))
+
+
+# --- Numbers ----------------------------------------------------------------------------------------------------------
+
+NUMBERS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "seed", "logprobs", "frequency_penalty",
+           "presence_penalty", "repetition_penalty", "min_tokens", "priority", "prompt_logprobs")  # fmt: skip
+HOSTILE = ("-1", "0", "NaN", "Infinity", "-Infinity", "1e309", "1e308", str(2**31), str(2**63), str(-(2**63) - 1),
+           "9" * 5000, '"1"', "null", "true", "[]", "{}", "1.5")  # fmt: skip
+
+
+def test_no_number_breaks_the_server(run: Run) -> None:
+    async def scenario(stack: Stack) -> None:
+        for field in NUMBERS:
+            for value in HOSTILE:
+                for path, rest in (
+                    ("/v1/completions", '"prompt": "hi"'),
+                    ("/v1/chat/completions", '"messages": [{"role": "user", "content": "hi"}]'),
+                ):
+                    raw = f'{{"model": "{MODEL}", {rest}, "max_tokens": 2, "{field}": {value}}}'
+                    response = await stack.http.post(path, content=raw.encode())
+                    assert response.status_code in (200, 400), (path, raw[:200], response.text)
+        # Whatever passed is within what the workers take.
+        for request in stack.coordinator.requests:
+            sampling = request.sampling
+            assert 1 <= sampling.max_tokens <= 128
+            assert -(2**63) <= sampling.seed < 2**63
+            assert 0 <= sampling.temperature <= 2
+        assert stack.engine.num_open == 0
+
+    run(scenario)
+
+
+def test_lists_without_end_are_refused(run: Run) -> None:
+    async def scenario(stack: Stack) -> None:
+        for fields in (
+            {"prompt": ["a"] * 5000},
+            {"prompt": [[1]] * 5000},
+            {"stop": ["a"] * 33},
+            {"stop": ["a" * 100_000]},
+            {"stop_token_ids": [5] * 5000},
+            {"logit_bias": {str(i): 1 for i in range(20_000)}},
+            {"bad_words": ["a"] * 5000},
+            {"logprob_token_ids": list(range(5000)), "logprobs": 1},
+            {"n": 10**6},
+            {"cache_salt": "a" * 10_000},
+        ):
+            response = await stack.complete(**fields)
+            assert response.status_code == 400, (list(fields), response.text[:300])
+        assert stack.coordinator.requests == []
+
+    run(scenario)
+
+
+# --- Sockets ----------------------------------------------------------------------------------------------------------
+
+GARBAGE = (
+    pickle.dumps({"a": Path}),
+    b"\x80\x04\x95\xff\xff\xff\xff\xff\xff\xff\xffcos\nsystem\n(S'true'\ntR.",
+    b"GET / HTTP/1.1\r\n\r\n",
+    b"\xff" * 4096,
+    b"\0" * 4096,
+    (1 << 31).to_bytes(4, "little") + b"x" * 100,
+)
+
+
+def our_processes() -> dict[int, psutil.Process]:
+    """The coordinators and ranks of this run's cluster, by pid."""
+    found = {}
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error, IndexError):
+            if process.cmdline()[0].startswith(("ray::CoordinatorActor", "ray::RankActor")):
+                found[process.pid] = process
+    return found
+
+
+def send(address: Any, garbage: bytes, family: int = socket.AF_INET) -> None:
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as stranger:
+        stranger.settimeout(2)
+        stranger.connect(address)
+        stranger.sendall(garbage)
+        stranger.shutdown(socket.SHUT_WR)
+        stranger.recv(4096)
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(900)
+def test_no_process_listens_elsewhere_and_garbage_on_its_sockets_harms_nobody(endpoint: Any) -> None:
+    processes = our_processes()
+    assert len(processes) >= 3, processes
+    listening = set()
+    for process in processes.values():
+        sockets = [c.laddr for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+        # Each Ray worker has the gRPC server of Ray itself, which the cluster's token guards; no other may be seen.
+        elsewhere = [address for address in sockets if not address.ip.startswith("127.")]
+        assert len(elsewhere) <= 1, (process, sockets)
+        listening |= {address.port for address in sockets}
+    local = [line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if "@lockstep-" in line]
+    assert local
+    for garbage in GARBAGE:
+        for port in listening:
+            send(("127.0.0.1", port), garbage)
+        for name in set(local):
+            send("\0" + name[1:], garbage, socket.AF_UNIX)
+        send((endpoint.url.split(":")[1].strip("/"), int(endpoint.url.rsplit(":", 1)[1])), garbage)
+    body = {"model": endpoint.model, "prompt": "One, two,", "max_tokens": 4, "temperature": 0}
+    assert httpx.post(f"{endpoint.url}/v1/completions", json=body, timeout=60).status_code == 200
+    assert processes.keys() <= our_processes().keys()
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(900)
+def test_hostile_neighbours_do_not_change_an_answer(endpoint: Any) -> None:
+    body = {"model": endpoint.model, "prompt": "The ship left the harbour", "max_tokens": 12, "temperature": 1,
+            "seed": 5, "logprobs": 2}  # fmt: skip
+    hostile: list[dict[str, Any]] = [
+        {"prompt": [1, 49152]},
+        {"prompt": [-1]},
+        {"stop_token_ids": [10**9]},
+        {"logit_bias": {"49152": 5}},
+        {"logit_bias": {"5": 100}, "n": 4},
+        {"allowed_token_ids": [7]},
+        {"bad_words": ["the"] * 100},
+        {"repetition_penalty": 1e-3, "frequency_penalty": 2.0},
+        {"temperature": 2.0, "top_k": 1, "min_p": 1.0, "ignore_eos": True},
+        {"prompt": "x" * 20_000, "max_tokens": 1},
+        {"n": 129},
+    ]
+
+    async def ask() -> list[Any]:
+        async with httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=None)) as client:
+            url = f"{endpoint.url}/v1/completions"
+            mates = [
+                asyncio.create_task(client.post(url, json={**body, "seed": 7, **fields}))
+                for fields in hostile
+            ]
+            canary = await client.post(url, json=body)
+            statuses = [(await mate).status_code for mate in mates]
+            assert set(statuses) <= {200, 400}, statuses
+            return [canary.json()["choices"][0]]
+
+    alone = httpx.post(f"{endpoint.url}/v1/completions", json=body, timeout=120).json()["choices"][0]
+    [among] = asyncio.run(ask())
+    assert among["text"] == alone["text"]
+    assert os.environ.get("PYTHONOPTIMIZE") is None
