@@ -341,10 +341,7 @@ def test_hostile_neighbours_do_not_change_an_answer(endpoint: Any) -> None:
     async def ask() -> list[Any]:
         async with httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_connections=None)) as client:
             url = f"{endpoint.url}/v1/completions"
-            mates = [
-                asyncio.create_task(client.post(url, json={**body, "seed": 7, **fields}))
-                for fields in hostile
-            ]
+            mates = [asyncio.create_task(client.post(url, json={**body, "seed": 7, **fields})) for fields in hostile]
             canary = await client.post(url, json=body)
             statuses = [(await mate).status_code for mate in mates]
             assert set(statuses) <= {200, 400}, statuses

@@ -113,3 +113,29 @@ def test_a_stream_joined_is_the_whole_answer(run: Run, smollm2: Tokenizer, route
                 assert of_stream(chunks, index, token_ids=ids) == of_whole(body, index), fields
 
     run(scenario)
+
+
+def test_chunks_of_text_alone_are_like_any_other(run: Run, smollm2: Tokenizer) -> None:
+    """They take a shorter way than chunks that show more."""
+
+    async def scenario(stack: Stack) -> None:
+        stack.coordinator.reply = smollm2.encode('a "quoted"\n\\ 😀 \x00 text', add_special_tokens=False)
+        for ask in (stack.chat, stack.complete):
+            plain, fuller = [
+                [{**chunk, "id": "", "created": 0} for chunk in events(await ask(stream=True, **fields))[:-1]]
+                for fields in ({}, {"return_token_ids": True})
+            ]
+            for chunk in fuller:
+                chunk.pop("prompt_token_ids", None)
+                for name in ("token_ids", "prompt_token_ids"):
+                    chunk["choices"][0].pop(name, None)
+            # Token ids have chunks of their own where a token's text is still held, or where the prompt's are shown.
+            assert [c for c in plain if _text(c)] == [c for c in fuller if _text(c)]
+
+    run(scenario)
+
+
+def _text(chunk: dict[str, Any]) -> str:
+    choice = chunk["choices"][0]
+    text: str = choice["text"] if "text" in choice else choice["delta"].get("content", "")
+    return text

@@ -51,6 +51,11 @@ class ChatWriter(BaseWriter):
     def chunks(self, deltas: Sequence[Delta]) -> bytes:
         events = []
         for delta in deltas:
+            if self._text_only and delta.finish_reason is None and len(delta.events) == 1:
+                [only] = delta.events
+                if isinstance(only, Content):
+                    events.append(self._text_chunk(delta.index, only.text))
+                    continue
             shown = [shape for event in delta.events if (shape := self._shape(event)) is not None]
             if not shown and self._has_tokens(delta):
                 shown = [ChatDelta(content="")]
@@ -103,6 +108,9 @@ class ChatWriter(BaseWriter):
                 self._prompt_logprobs(),
             )
         )
+
+    def _encoded_chunk(self, index: int, text: str) -> bytes:
+        return self._event([ChatChunkChoice(index, ChatDelta(content=text))])
 
     def _shape(self, event: Event) -> ChatDelta | None:
         """`event` as clients read it; None when it is not shown."""

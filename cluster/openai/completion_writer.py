@@ -36,7 +36,9 @@ class CompletionWriter(BaseWriter):
             if delta.index not in self._begun:
                 self._begun.add(delta.index)
                 events.append(self._first(delta))
-            if delta.text or self._has_tokens(delta):
+            if self._text_only and delta.text:
+                events.append(self._text_chunk(delta.index, delta.text))
+            elif delta.text or self._has_tokens(delta):
                 logprobs = self._logprobs(delta.index, delta.token_ids, delta.logprobs, delta.text_offsets)
                 ids = self._token_ids(delta.token_ids)
                 events.append(self._event([CompletionChoice(delta.index, delta.text, logprobs, None, token_ids=ids)]))
@@ -73,6 +75,9 @@ class CompletionWriter(BaseWriter):
             )
         head = self._head
         return encode(Completion(head.id, head.created, head.model, choices, usage, head.system_fingerprint))
+
+    def _encoded_chunk(self, index: int, text: str) -> bytes:
+        return self._event([CompletionChoice(index, text, None, None)])
 
     def _first(self, delta: Delta) -> bytes:
         """The chunk with the prompt, when it is asked for in any way."""

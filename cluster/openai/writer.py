@@ -5,6 +5,7 @@ A writer belongs to one request. Order of a stream: `begin`, any number of `chun
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -27,6 +28,7 @@ REASONS: dict[FinishReason, Reason] = {
     FinishReason.ABORT: "abort",
 }
 encode = msgspec.json.Encoder().encode
+_MARK = "\ue000text\ue000"
 
 
 def event(message: msgspec.Struct) -> bytes:
@@ -90,7 +92,7 @@ class Collected:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
 
-class BaseWriter:
+class BaseWriter(ABC):
     """What the writers of both OpenAI routes share."""
 
     def __init__(self, head: Head, job: Job, tokenizer: Tokenizer, options: AnswerOptions) -> None:
@@ -104,10 +106,24 @@ class BaseWriter:
         # Null in every chunk but the last one, absent when not asked for.
         self._no_usage: msgspec.UnsetType | None = None if options.include_usage else msgspec.UNSET
         self._collected: dict[int, Collected] = {}
+        self._text_only = self._num_logprobs < 0 and not options.token_ids and options.usage is None
+        self._frames: dict[int, tuple[bytes, bytes]] = {}  # what stands around the text of a choice's chunks
 
     def collect(self, deltas: Sequence[Delta]) -> None:
         for delta in deltas:
             self._collected.setdefault(delta.index, Collected()).add(delta)
+
+    def _text_chunk(self, index: int, text: str) -> bytes:
+        """A chunk that shows nothing but text, as most do: what stands around it is encoded once."""
+        frame = self._frames.get(index)
+        if frame is None:
+            before, _, after = self._encoded_chunk(index, _MARK).rpartition(encode(_MARK))
+            frame = self._frames[index] = before, after
+        return frame[0] + encode(text) + frame[1]
+
+    @abstractmethod
+    def _encoded_chunk(self, index: int, text: str) -> bytes:
+        """The same, all of it encoded."""
 
     def _chunk_usage(self) -> Usage | msgspec.UnsetType | None:
         return self._no_usage if self._options.usage is None else self._options.usage()
