@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 
 import msgspec
 
+from cluster.structured.limits import CHECK_CPU_S, QUICK_CHECK_CPU_S
 from cluster.structured.matcher_pool import MatcherPool
 from cluster.structured.protocol import Check, Checked, Died, Refused, Reply, Setup, pack
 from cluster.structured.spec import GrammarSpec
@@ -17,15 +18,20 @@ from configs.errors import OverloadedError, RequestError
 
 logger = logging.getLogger(__name__)
 
-# More than there may be cores for: the kernel shares these among slow grammars and quick ones.
 _NUM_PROCESSES = 4
-_MAX_WAITING = 256
+# Of these processes, so that there is always one for grammars that may be quick.
+_NUM_SLOW = 2
+_MAX_CHECKING = 1024
+_MAX_WAIT_S = 2.0
+# With more waiting than this the newest goes first: a flood then waits for itself, and for its time to be up.
+_CROWD = 16
 _MAX_CACHE_BYTES = 32 << 20
 _REPLY_TIMEOUT_S = 10.0
 # The first answer has to wait for the tokenizer.
 _START_TIMEOUT_S = 60.0
 _ENTRY_BYTES = 512  # of a cached refusal and of the dictionary's own
 _LENGTH_BYTES = 4
+_TOO_MANY = "Too many grammars wait to be checked; try again later."
 
 _Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -45,9 +51,11 @@ class GrammarChecker:
         self._cache_bytes = 0
         self._checking: dict[bytes, asyncio.Task[Checked | Refused]] = {}
         self._pool: MatcherPool | None = None
-        self._idle: asyncio.Queue[_Connection] = asyncio.Queue()
         self._connections: list[_Connection] = []
+        self._idle: list[_Connection] = []
+        self._waiting: deque[asyncio.Future[_Connection]] = deque()
         self._starting = asyncio.Lock()
+        self._slow = asyncio.Semaphore(_NUM_SLOW)
 
     async def start(self) -> None:
         """Starts the processes unless they run: then the first check need not wait half a second for them."""
@@ -55,12 +63,12 @@ class GrammarChecker:
             if self._pool is not None:
                 return
             pool = await asyncio.to_thread(lambda: MatcherPool.start(self._make_setup(), _NUM_PROCESSES))
-            self._pool, self._idle = pool, asyncio.Queue()
+            self._pool = pool
             for sock in pool.sockets:
                 sock.setblocking(False)
                 connection = await asyncio.open_unix_connection(sock=sock)
                 self._connections.append(connection)
-                self._idle.put_nowait(connection)
+                self._give_back(connection)
 
     async def check(self, spec: GrammarSpec) -> str:
         """The checked grammar.
@@ -76,8 +84,8 @@ class GrammarChecker:
         else:
             task = self._checking.get(key)
             if task is None:
-                if len(self._checking) >= _MAX_WAITING:
-                    raise OverloadedError(f"{len(self._checking)} grammars wait to be checked; try again later.")
+                if len(self._checking) >= _MAX_CHECKING:
+                    raise OverloadedError(_TOO_MANY)
                 task = self._checking[key] = asyncio.create_task(self._check(key, spec))
                 task.add_done_callback(lambda _: self._checking.pop(key, None))
             # One caller that goes away must not take the check from the others.
@@ -94,7 +102,18 @@ class GrammarChecker:
         self._drop_pool()
 
     async def _check(self, key: bytes, spec: GrammarSpec) -> Checked | Refused:
-        reply = await self._ask(pack(Check(spec)))
+        reply = await self._ask(pack(Check(spec, QUICK_CHECK_CPU_S)))
+        if isinstance(reply, Died):
+            # In a queue of its own: a hundred slow grammars must not keep a quick one waiting for each of them.
+            try:
+                async with asyncio.timeout(_MAX_WAIT_S):
+                    await self._slow.acquire()
+            except TimeoutError:
+                raise OverloadedError(_TOO_MANY) from None
+            try:
+                reply = await self._ask(pack(Check(spec, CHECK_CPU_S)))
+            finally:
+                self._slow.release()
         match reply:
             case Died(reason):
                 reply = Refused(f"{spec.param}: the grammar {reason}.", "grammar_too_complex", spec.param)
@@ -107,12 +126,7 @@ class GrammarChecker:
     async def _ask(self, frame: bytes) -> Reply:
         timeout_s = _REPLY_TIMEOUT_S if self._pool is not None else _START_TIMEOUT_S
         await self.start()
-        idle = self._idle
-        try:
-            async with asyncio.timeout(timeout_s):
-                connection = await idle.get()
-        except TimeoutError:
-            raise OverloadedError("Too many grammars wait to be checked; try again later.") from None
+        connection = await self._take()
         reader, writer = connection
         try:
             async with asyncio.timeout(timeout_s):
@@ -124,8 +138,36 @@ class GrammarChecker:
             logger.error("the processes that check grammars do not answer: %r", error)
             self._drop_pool()
             raise OverloadedError("Grammars cannot be checked just now; try again later.") from error
-        idle.put_nowait(connection)
+        self._give_back(connection)
         return reply
+
+    async def _take(self) -> _Connection:
+        """A connection to a process that does nothing. Raises OverloadedError when none is found in time."""
+        if self._idle:
+            return self._idle.pop()
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[_Connection] = loop.create_future()
+        self._waiting.append(waiter)
+        timer = loop.call_later(_MAX_WAIT_S, self._give_up, waiter)
+        try:
+            return await waiter
+        finally:
+            timer.cancel()
+
+    def _give_up(self, waiter: asyncio.Future[_Connection]) -> None:
+        if not waiter.done():
+            self._waiting.remove(waiter)
+            waiter.set_exception(OverloadedError(_TOO_MANY))
+
+    def _give_back(self, connection: _Connection) -> None:
+        if connection not in self._connections:
+            return  # its processes were given up meanwhile
+        while self._waiting:
+            waiter = self._waiting.pop() if len(self._waiting) > _CROWD else self._waiting.popleft()
+            if not waiter.done():
+                waiter.set_result(connection)
+                return
+        self._idle.append(connection)
 
     def _remember(self, key: bytes, reply: Checked | Refused) -> None:
         self._cache[key] = reply
@@ -138,6 +180,7 @@ class GrammarChecker:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 writer.transport.abort()
         self._connections.clear()
+        self._idle.clear()
         if self._pool is not None:
             self._pool.end()
             self._pool = None

@@ -24,7 +24,6 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from cluster.structured.compiler import GrammarCompiler, clean_message
 from cluster.structured.limits import (
-    CHECK_CPU_S,
     MASK_CPU_S,
     MATCHER_MEMORY_BYTES,
     OPEN_CPU_S,
@@ -88,8 +87,8 @@ class MatcherServer:
     def answer(self, request: Request) -> Reply | None:
         """The reply, unless the process dies of it."""
         match request:
-            case Check(spec):
-                signal.setitimer(signal.ITIMER_PROF, CHECK_CPU_S)
+            case Check(spec, cpu_s):
+                signal.setitimer(signal.ITIMER_PROF, cpu_s)
                 try:
                     return Checked(self._checked(self._compiler.compile(spec)))
                 except RequestError as error:

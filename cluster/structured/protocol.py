@@ -30,6 +30,8 @@ class Check(msgspec.Struct, tag="check", frozen=True):
     """Compile a grammar, and compute its first mask. Answered by `Checked` or `Refused`."""
 
     spec: GrammarSpec
+    cpu_s: float
+    """CPU time it may take."""
 
 
 class Open(msgspec.Struct, tag="open", frozen=True):
