@@ -174,6 +174,15 @@ def schema() -> None:
     typer.echo(json.dumps(config_file_schema(), indent=2))
 
 
+@app.command()
+def openapi() -> None:
+    """Print the OpenAPI document of the endpoint, as in docs/openapi.json."""
+    from cluster.openapi.document import build_document
+    from cluster.version import VERSION
+
+    typer.echo(json.dumps(build_document(VERSION), indent=1))
+
+
 class Shell(StrEnum):
     """What `completion` knows."""
 

@@ -22,6 +22,7 @@ from cluster.openai.sampling import SamplingDefaults
 from cluster.openai.served_model import ServedModel
 from cluster.openai.tokenizer import Tokenizer
 from cluster.rank_group import NAMESPACE, node_cores
+from cluster.version import VERSION
 from configs.checkpoint import resolve_model_path
 from configs.errors import EngineError, LockstepError
 from configs.generation_config import read_generation_defaults
@@ -31,7 +32,7 @@ from configs.schema import EngineConfig
 
 logger = logging.getLogger(__name__)
 
-VERSION = "0.1.0"
+
 CACHE_DIR = Path.home() / ".cache" / "lockstep"
 _CLOSE_TIMEOUT_S = 15.0
 # How much longer than a step's deadline a coordinator may be silent.

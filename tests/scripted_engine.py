@@ -186,7 +186,7 @@ Run = Callable[..., None]
 
 
 def runner(smollm2: Tokenizer, folder: Path) -> Run:
-    """run(scenario, server=..., **script): a fresh stack for each scenario, at most twenty seconds."""
+    """run(scenario, server=..., timeout_s=20, **script): a fresh stack for each scenario, for a bounded time."""
     reply = [*smollm2.encode(REPLY, add_special_tokens=False), EOS]
 
     @contextlib.asynccontextmanager
@@ -205,12 +205,19 @@ def runner(smollm2: Tokenizer, folder: Path) -> Run:
         await engine.close()
         listening.close()
 
-    async def bounded(scenario: Scenario, *stack_of: Any) -> None:
-        async with asyncio.timeout(20), stack(*stack_of) as made:
+    async def bounded(scenario: Scenario, timeout_s: float, *stack_of: Any) -> None:
+        async with asyncio.timeout(timeout_s), stack(*stack_of) as made:
             await scenario(made)
 
-    def go(scenario: Scenario, server: ServerConfig | None = None, max_model_len: int = 128, **script: Any) -> None:
-        asyncio.run(bounded(scenario, server or ServerConfig(), max_model_len, script))
+    def go(
+        scenario: Scenario,
+        server: ServerConfig | None = None,
+        max_model_len: int = 128,
+        *,
+        timeout_s: float = 20,
+        **script: Any,
+    ) -> None:
+        asyncio.run(bounded(scenario, timeout_s, server or ServerConfig(), max_model_len, script))
 
     return go
 

@@ -17,7 +17,9 @@ _MAX_TOKENS = 2**31 - 1
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", protected_namespaces=())
+    model_config = ConfigDict(
+        strict=True, frozen=True, extra="ignore", protected_namespaces=(), use_attribute_docstrings=True
+    )
 
 
 # --- Blocks and messages ----------------------------------------------------------------------------------------------

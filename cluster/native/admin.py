@@ -6,14 +6,36 @@ They act on the replica that answers.
 from __future__ import annotations
 
 import msgspec
+from pydantic import BaseModel, ConfigDict
 
 from cluster.http.active import ActiveRequests
 from cluster.http.answer import Answer
 from cluster.http.context import RequestContext
 from cluster.openai.answer import json_answer
-from cluster.openai.protocol import decode_body
+from cluster.openai.protocol import decode_body, validated
 from cluster.openai.served_model import ServedModel
 from configs.errors import RequestError
+
+
+class AbortRequest(BaseModel):
+    """POST /abort_request: one of the two."""
+
+    model_config = ConfigDict(
+        strict=True,
+        frozen=True,
+        extra="ignore",
+        use_attribute_docstrings=True,
+        json_schema_extra={
+            "anyOf": [
+                {"required": ["rid"], "properties": {"rid": {"type": "string"}}},
+                {"required": ["abort_all"], "properties": {"abort_all": {"const": True}}},
+            ]
+        },
+    )
+
+    rid: str | None = None
+    """The `x-request-id` of the requests to end."""
+    abort_all: bool | None = None
 
 
 class Aborted(msgspec.Struct):
@@ -37,13 +59,10 @@ class AdminServing:
 
     async def abort_request(self, body: bytes, context: RequestContext) -> Answer:
         """POST /abort_request: ends the requests whose `x-request-id` is `rid`, or with `abort_all` every one."""
-        fields = decode_body(body)
-        everyone, rid = fields.get("abort_all", False), fields.get("rid")
-        if not isinstance(everyone, bool):
-            raise RequestError("abort_all must be true or false.", code="invalid_type", param="abort_all")
-        if not everyone and not isinstance(rid, str):
+        request = validated(AbortRequest, decode_body(body))
+        if not request.abort_all and request.rid is None:
             raise RequestError("rid must be the id of a request.", code="invalid_type", param="rid")
-        return json_answer(Aborted(self._requests.abort(None if everyone else rid, spare=context)))
+        return json_answer(Aborted(self._requests.abort(None if request.abort_all else request.rid, spare=context)))
 
     async def flush_cache(self, body: bytes, context: RequestContext) -> Answer:
         """POST /flush_cache: forgets every cached prompt that no running request uses."""

@@ -20,7 +20,7 @@ from cluster.openai.checks import MAX_SEQUENCES, check_token_ids
 from cluster.openai.fields import FieldPolicy, ignored_header, neutral
 from cluster.openai.job import Job
 from cluster.openai.protocol import SamplingFields
-from cluster.openai.schema import Documented
+from cluster.openai.schema import Documented, exactly_one
 from cluster.openai.served_model import ServedModel
 from configs.errors import RequestError
 
@@ -30,6 +30,8 @@ _T = TypeVar("_T")
 
 _Count = Annotated[int, Field(ge=0, le=_MAX_TOKENS)]
 _Start = Annotated[int, Field(ge=-1, le=_MAX_TOKENS)]
+_Text = Annotated[str, Field(min_length=1)]
+_Ids = Annotated[list[int], Field(min_length=1)]
 _Rid = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
 
 
@@ -46,10 +48,17 @@ class NativeSampling(SamplingFields):
 class NativeRequest(BaseModel):
     """POST /generate: `text` or `input_ids`."""
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", protected_namespaces=())
+    model_config = ConfigDict(
+        strict=True,
+        frozen=True,
+        extra="ignore",
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
+        json_schema_extra=exactly_one(text=["string", "array"], input_ids="array"),
+    )
 
-    text: str | list[str] | None = None
-    input_ids: list[int] | list[list[int]] | None = None
+    text: _Text | Annotated[list[_Text], Field(min_length=1)] | None = None
+    input_ids: _Ids | Annotated[list[_Ids], Field(min_length=1)] | None = None
     sampling_params: Annotated[Any, Documented(NativeSampling | list[NativeSampling] | None)] = None
     rid: _Rid | list[_Rid] | None = None
     """`meta_info.id` of the answer."""
@@ -129,8 +138,6 @@ class NativeServing:
         if (text is None) == (ids is None):
             raise RequestError("Give either text or input_ids.", code="missing_required_parameter", param="text")
         param = "text" if ids is None else "input_ids"
-        if not (text or ids):
-            raise RequestError(f"{param} must not be empty.", code="empty_array", param=param)
         if isinstance(text, str):
             return [await self._model.encode(text)], False
         if ids is not None and isinstance(ids[0], int):

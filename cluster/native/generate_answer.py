@@ -10,7 +10,8 @@ import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+
+import msgspec
 
 from cluster.engine_client import PromptScores
 from cluster.http.answer import Answer
@@ -23,6 +24,51 @@ from cluster.openai.writer import DONE, encode
 
 Entry = tuple[float | None, int, str | None]
 """Log probability, token id, and the token's text when it is asked for."""
+
+
+class MatchedStop(msgspec.Struct, tag_field="type", tag="stop"):
+    """The model ended, or a stop string or token did."""
+
+    matched: int | str | None
+
+
+class ReachedLength(msgspec.Struct, tag_field="type", tag="length"):
+    """`max_new_tokens` or the context is used up."""
+
+    length: int
+
+
+class WasAborted(msgspec.Struct, tag_field="type", tag="abort"):
+    """Somebody ended it."""
+
+    message: str
+
+
+class MetaInfo(msgspec.Struct, kw_only=True):
+    """What is known of a sequence besides its text."""
+
+    id: str
+    finish_reason: MatchedStop | ReachedLength | WasAborted | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    e2e_latency: float | msgspec.UnsetType = msgspec.UNSET
+    """Seconds; once the sequence has ended."""
+    input_token_logprobs: list[Entry] | msgspec.UnsetType = msgspec.UNSET
+    output_token_logprobs: list[Entry] | msgspec.UnsetType = msgspec.UNSET
+    input_top_logprobs: list[list[Entry] | None] | msgspec.UnsetType = msgspec.UNSET
+    output_top_logprobs: list[list[Entry]] | msgspec.UnsetType = msgspec.UNSET
+    output_token_ids_logprobs: list[list[Entry]] | msgspec.UnsetType = msgspec.UNSET
+
+
+class NativeAnswer(msgspec.Struct):
+    """One sequence, so far."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: MetaInfo
+    index: int | msgspec.UnsetType = msgspec.UNSET
+    """Which sequence it is, in a stream of several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +129,7 @@ async def _stream(
             for delta in deltas:
                 outputs[delta.index].add(delta)
                 shown = outputs[delta.index].shown(names[delta.index])
-                if as_list:
-                    shown["index"] = delta.index
+                shown.index = delta.index if as_list else msgspec.UNSET
                 chunks.append(b"data: " + encode(shown) + b"\n\n")
             yield b"".join(chunks)
     yield DONE
@@ -102,11 +147,12 @@ class _Output:
         self._begin = time.monotonic()
         self._text = ""
         self._ids: list[int] = []
-        self._finish_reason: dict[str, Any] | None = None
+        self._finish_reason: MatchedStop | ReachedLength | WasAborted | None = None
         self._logprobs: list[Entry] = []
         self._top: list[list[Entry]] = []
         self._of_tokens: list[list[Entry]] = []
-        self._prompt: dict[str, Any] = {}
+        self._prompt: list[Entry] = []
+        self._prompt_top: list[list[Entry] | None] = []
 
     def add(self, delta: Delta) -> None:
         """Takes what a step brought."""
@@ -119,58 +165,55 @@ class _Output:
             self._top.append([self._entry(*pair) for pair in pairs[:k]])
             self._of_tokens.append([self._entry(*pair) for pair in pairs[k : k + len(self._asked.token_ids)]])
         if delta.prompt_logprobs is not None:
-            self._prompt = self._of_prompt(delta.prompt_logprobs)
+            self._score_prompt(delta.prompt_logprobs)
         if delta.finish_reason is not None:
             self._finish_reason = self._reason(delta)
 
-    def shown(self, name: str) -> dict[str, Any]:
+    def shown(self, name: str) -> NativeAnswer:
         """The sequence as clients read it."""
-        output = self._run.output(self._index)
-        meta: dict[str, Any] = {
-            "id": name,
-            "finish_reason": self._finish_reason,
-            "prompt_tokens": len(self._run.job.prompt_of(self._index)),
-            "completion_tokens": output.num_tokens,
-            "cached_tokens": 0 if output.prefilled is None else output.prefilled.num_cached_tokens,
-        }
-        if self._finish_reason is not None:
-            meta["e2e_latency"] = round(time.monotonic() - self._begin, 6)
-        if self._asked.logprobs:
-            meta |= {"input_token_logprobs": [], **self._prompt, "output_token_logprobs": self._logprobs}
-            if self._asked.num_top and self._finish_reason is not None:
-                meta["output_top_logprobs"] = self._top
-            if self._asked.token_ids and self._finish_reason is not None:
-                meta["output_token_ids_logprobs"] = self._of_tokens
-        return {"text": self._text, "output_ids": self._ids, "meta_info": meta}
+        output, asked = self._run.output(self._index), self._asked
+        has_ended = self._finish_reason is not None
+        meta = MetaInfo(
+            id=name,
+            finish_reason=self._finish_reason,
+            prompt_tokens=len(self._run.job.prompt_of(self._index)),
+            completion_tokens=output.num_tokens,
+            cached_tokens=0 if output.prefilled is None else output.prefilled.num_cached_tokens,
+        )
+        if has_ended:
+            meta.e2e_latency = round(time.monotonic() - self._begin, 6)
+        if asked.logprobs:
+            meta.input_token_logprobs, meta.output_token_logprobs = self._prompt, self._logprobs
+            if asked.num_top and has_ended:
+                meta.output_top_logprobs = self._top
+                if asked.start >= 0:
+                    meta.input_top_logprobs = self._prompt_top
+            if asked.token_ids and has_ended:
+                meta.output_token_ids_logprobs = self._of_tokens
+        return NativeAnswer(self._text, self._ids, meta)
 
     def _entry(self, logprob: float | None, token: int) -> Entry:
         text = self._tokenizer.token_text(token) if self._with_text else None
         return None if logprob is None else finite(logprob), token, text
 
-    def _of_prompt(self, scores: PromptScores) -> dict[str, Any]:
+    def _score_prompt(self, scores: PromptScores) -> None:
         """The prompt's tokens from `start` on; the first of all has no log probability."""
         prompt = self._run.job.prompt_of(self._index)
-        logprobs: list[Entry] = []
-        top: list[list[Entry] | None] = []
         for position in range(self._asked.start, len(prompt)):
-            logprob = None if position == 0 else float(scores.logprobs[position - 1])
-            logprobs.append(self._entry(logprob, prompt[position]))
             if position == 0:
-                top.append(None)
+                self._prompt.append(self._entry(None, prompt[0]))
+                self._prompt_top.append(None)
                 continue
+            self._prompt.append(self._entry(float(scores.logprobs[position - 1]), prompt[position]))
             ids, values = scores.top_ids[position - 1].tolist(), scores.top_logprobs[position - 1].tolist()
-            top.append([self._entry(value, id_) for value, id_ in zip(values, ids, strict=True)])
-        shown: dict[str, Any] = {"input_token_logprobs": logprobs}
-        if self._asked.num_top:
-            shown["input_top_logprobs"] = top
-        return shown
+            self._prompt_top.append([self._entry(value, id_) for value, id_ in zip(values, ids, strict=True)])
 
-    def _reason(self, delta: Delta) -> dict[str, Any]:
+    def _reason(self, delta: Delta) -> MatchedStop | ReachedLength | WasAborted:
         if delta.finish_reason is FinishReason.LENGTH:
-            return {"type": "length", "length": len(self._ids)}
+            return ReachedLength(len(self._ids))
         if delta.finish_reason is FinishReason.STOP:
             matched = delta.stop_reason
             if matched is None and self._ids:
                 matched = self._ids[-1]  # the end of sequence
-            return {"type": "stop", "matched": matched}
-        return {"type": "abort", "message": "The request was cancelled."}
+            return MatchedStop(matched)
+        return WasAborted("The request was cancelled.")

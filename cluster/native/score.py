@@ -34,7 +34,19 @@ _CROSS_ENCODER_FIELDS = ("text_1", "text_2", "queries", "documents", "data_1", "
 class ScoreRequest(BaseModel):
     """POST /v1/score: each of `items`, put after `query`, is a prompt."""
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", protected_namespaces=())
+    model_config = ConfigDict(
+        strict=True,
+        frozen=True,
+        extra="ignore",
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
+        json_schema_extra={
+            "oneOf": [
+                {"properties": {"query": {"type": "string"}, "items": {"items": {"type": "string"}}}},
+                {"properties": {"query": {"type": "array"}, "items": {"type": "array", "items": {"type": "array"}}}},
+            ]
+        },
+    )
 
     model: str | None = None
     query: Annotated[Any, Documented(str | list[int])]

@@ -32,6 +32,7 @@ from cluster.openai.served_model import ServedModel
 from cluster.openai.serving import OpenAIServing
 from cluster.openai.tokenize import TokenizerServing
 from cluster.openai.wire import ModelList
+from cluster.openapi.document import build_document
 from cluster.page.live import LiveServing
 from cluster.page.page import page
 from configs.errors import OverloadedError
@@ -109,6 +110,7 @@ def create_app(
         get("/", page()),
         route("GET", "/live", LiveServing(model, requests).live),
         get("/metrics", _metrics(telemetry)),
+        get("/openapi.json", _openapi(model)),
     ]
     return Guard(
         routes,
@@ -147,6 +149,15 @@ def _version(model: ServedModel) -> _Get:
         return json_response({"version": model.version})
 
     return version
+
+
+def _openapi(model: ServedModel) -> _Get:
+    body = _encode(build_document(model.version))
+
+    async def openapi(request: Request) -> Response:
+        return Response(body, media_type="application/json")
+
+    return openapi
 
 
 def _metrics(telemetry: Telemetry) -> _Get:

@@ -7,14 +7,16 @@ happens to those nobody knows. It knows neither tokens nor the engine; what goes
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import ErrorDetails
 
+from cluster.openai.described import BadWords, LogitBias, Messages, Prompt, Stops
 from cluster.openai.fields import FieldPolicy, field_names, neutral, unknown_field
+from cluster.openai.schema import Documented
 from configs.errors import RequestError
 from configs.schema import ServerConfig
 
@@ -44,7 +46,14 @@ class SamplingFields(BaseModel):
     """
 
     # Strict: true is no integer, "1" is no number, 1.5 is no count.
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        strict=True,
+        frozen=True,
+        extra="ignore",
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
+    )
 
     temperature: float | None = Field(None, ge=0.0, le=2.0)
     top_p: float | None = Field(None, gt=0.0, le=1.0)
@@ -56,17 +65,17 @@ class SamplingFields(BaseModel):
     presence_penalty: float | None = Field(None, ge=-2.0, le=2.0)
     repetition_penalty: float | None = Field(None, ge=0.01, le=100.0)
     """Above 1 against repetition. The bounds keep every logit finite in float32."""
-    logit_bias: Any = None
+    logit_bias: Annotated[Any, Documented(LogitBias)] = None
     """Token id, as a string, to what is added to its logit."""
     allowed_token_ids: list[int] | None = None
-    bad_words: Any = None
+    bad_words: Annotated[Any, Documented(BadWords)] = None
     logprob_token_ids: list[int] | None = Field(None, max_length=_MAX_LOGPROB_TOKEN_IDS)
     """With logprobs: these ids' log probabilities beside the likeliest."""
     min_tokens: int | None = Field(None, ge=0, le=_MAX_TOKENS)
     """Before the answer has as many, neither end of sequence, stop ids nor stop strings end it."""
-    stop: Any = None
+    stop: Annotated[Any, Documented(Stops)] = None
     """A string or a list of strings."""
-    stop_regex: Any = None
+    stop_regex: Annotated[Any, Documented(Stops)] = None
     """A regular expression or a list of them: the text ends with the first match, which stays in it."""
     stop_token_ids: list[int] | None = Field(None, max_length=_MAX_STOP_TOKEN_IDS)
     ignore_eos: bool | None = None
@@ -133,7 +142,7 @@ class GenerationRequest(SamplingFields):
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
-    messages: Any
+    messages: Annotated[Any, Documented(Messages)]
     """Checked by `chat.parse_messages`."""
     max_completion_tokens: int | None = Field(None, ge=1, le=_MAX_TOKENS)
     """Newer name of max_tokens; wins over it."""
@@ -171,7 +180,7 @@ class ChatRequest(GenerationRequest):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
-    prompt: Any
+    prompt: Annotated[Any, Documented(Prompt)]
     """Read by `checks.prompts`."""
     max_tokens: int | None = Field(None, ge=0, le=_MAX_TOKENS)
     """0 only with `echo` or `prompt_logprobs`: the prompt alone is of interest."""

@@ -1,4 +1,4 @@
-"""How fields that are checked by hand still describe themselves in the OpenAPI document."""
+"""How what is checked by hand still describes itself in the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -23,3 +23,16 @@ class Documented:
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         return handler(TypeAdapter(self.kind).core_schema)
+
+
+def exactly_one(**types: str | list[str]) -> dict[str, Any]:
+    """For a model's `json_schema_extra`: one of these fields is there and of its JSON types, the others are null."""
+    return {
+        "oneOf": [
+            {
+                "required": [name],
+                "properties": {other: {"type": types[other] if other == name else "null"} for other in types},
+            }
+            for name in types
+        ]
+    }

@@ -17,8 +17,10 @@ from cluster.http.context import RequestContext
 from cluster.openai import protocol
 from cluster.openai.answer import json_answer
 from cluster.openai.checks import check_token_ids
+from cluster.openai.described import Messages
 from cluster.openai.fields import OWN_FIELDS, ignored_header
 from cluster.openai.protocol import ChatRequest
+from cluster.openai.schema import Documented, exactly_one
 from cluster.openai.served_model import ServedModel
 from cluster.openai.serving import chat_prompt
 from configs.errors import RequestError
@@ -30,11 +32,18 @@ _OWN_FIELDS = frozenset({"prompt", "messages", "model", "add_special_tokens", "r
 class TokenizeRequest(BaseModel):
     """POST /tokenize: a `prompt`, or `messages` with any field of a chat that the chat template reads."""
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="allow", protected_namespaces=())
+    model_config = ConfigDict(
+        strict=True,
+        frozen=True,
+        extra="allow",
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
+        json_schema_extra=exactly_one(prompt="string", messages="array"),
+    )
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = Field(None, min_length=1)
+    messages: Annotated[list[dict[str, Any]] | None, Documented(Messages | None), Field(min_length=1)] = None
     add_special_tokens: bool | None = None
     """Null: true for a prompt. A chat's template writes the special tokens itself."""
     return_token_strs: bool | None = None
@@ -52,7 +61,9 @@ class Tokens(msgspec.Struct):
 class DetokenizeRequest(BaseModel):
     """POST /detokenize."""
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", protected_namespaces=())
+    model_config = ConfigDict(
+        strict=True, frozen=True, extra="ignore", protected_namespaces=(), use_attribute_docstrings=True
+    )
 
     model: str | None = None
     tokens: list[Annotated[int, Field(ge=0)]]

@@ -22,7 +22,9 @@ _INCLUDABLE = frozenset({"message.output_text.logprobs", "reasoning.encrypted_co
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", protected_namespaces=())
+    model_config = ConfigDict(
+        strict=True, frozen=True, extra="ignore", protected_namespaces=(), use_attribute_docstrings=True
+    )
 
 
 # --- Input items ------------------------------------------------------------------------------------------------------

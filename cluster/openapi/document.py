@@ -1,0 +1,189 @@
+"""The OpenAPI 3.1 document, made of the table of routes and of the models that check and write the bodies."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, get_args
+
+import msgspec
+from pydantic import BaseModel
+from pydantic.json_schema import GenerateJsonSchema, models_json_schema
+
+from cluster.http.access import ADMIN_PATHS, METRICS_PATHS, OPEN_PATHS
+from cluster.openapi.operations import OPERATIONS, Operation
+
+_REF = "#/components/schemas/"
+_REASONS = {
+    400: "A field is wrong, missing or not supported; `param` names it.",
+    401: "No API key, or not a known one.",
+    403: "The key's role does not allow it.",
+    404: "There is no such model, response or route.",
+    408: "The body came too slowly.",
+    409: "What it needs has not ended yet, or an operator has ended it.",
+    413: "The body is too large.",
+    415: "The body is not plain JSON.",
+    429: "The key's quota is used up; see Retry-After.",
+    431: "Too many headers, or too large ones.",
+    500: "A fault of the server.",
+    503: "The server is full, starting or stopping; see Retry-After.",
+    504: "The request's deadline has passed.",
+}
+_HEADERS: dict[str, dict[str, Any]] = {
+    "X-Request-Id": {
+        "description": "The request's name in logs: its own X-Request-Id, or one of the server's.",
+        "schema": {"type": "string"},
+    },
+    "Retry-After": {"description": "Seconds after which to try again.", "schema": {"type": "integer", "minimum": 1}},
+    "WWW-Authenticate": {"description": "How to say who one is.", "schema": {"type": "string"}},
+    "X-Ignored-Fields": {
+        "description": "Fields of the request that nobody here knows.",
+        "schema": {"type": "string"},
+    },
+}
+
+
+class _WithoutTitles(GenerateJsonSchema):
+    """Titles would only repeat the names."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+
+def build_document(version: str, operations: Sequence[Operation] = OPERATIONS) -> dict[str, Any]:
+    """The document as plain data, the same on every run.
+
+    Raises:
+        ValueError: two models that differ have one name.
+    """
+    schemas = _request_schemas(operations)
+    for name, schema in _answer_schemas(operations).items():
+        if schemas.setdefault(name, schema) != schema:
+            raise ValueError(f"two models of the API are named {name}")
+    paths: dict[str, dict[str, Any]] = {}
+    failures: dict[str, Any] = {}
+    for operation in operations:
+        for status in operation.errors:
+            failures[_failure_name(operation, status)] = _failure(operation, status)
+        paths.setdefault(operation.path, {})[operation.method.lower()] = _described(operation)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Lockstep",
+            "version": version,
+            "description": "One model, served by tensor-parallel ranks. Any other method of a path is 405.",
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
+        "servers": [{"url": "/"}],
+        "security": [{"bearer": []}, {"x-api-key": []}],
+        "tags": [{"name": tag} for tag in dict.fromkeys(operation.tag for operation in operations)],
+        "paths": paths,
+        "components": {
+            "schemas": dict(sorted(schemas.items())),
+            "responses": dict(sorted(failures.items())),
+            "headers": _HEADERS,
+            "securitySchemes": {
+                "bearer": {
+                    "type": "http",
+                    "scheme": "bearer",
+                    "description": "An API key of `server.api_keys`; without that setting none is asked for.",
+                },
+                "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
+        },
+    }
+
+
+def _request_schemas(operations: Iterable[Operation]) -> dict[str, Any]:
+    models: list[type[BaseModel]] = list(dict.fromkeys(op.request for op in operations if op.request is not None))
+    _, definitions = models_json_schema(
+        [(model, "validation") for model in models], ref_template=_REF + "{model}", schema_generator=_WithoutTitles
+    )
+    schemas: dict[str, Any] = definitions["$defs"]
+    return {name: _untitled(schema) for name, schema in schemas.items()}
+
+
+def _answer_schemas(operations: Iterable[Operation]) -> dict[str, Any]:
+    types = [kind for op in operations for kind in (op.answer, op.event, op.error) if kind is not None]
+    _, components = msgspec.json.schema_components(types, ref_template=_REF + "{name}")
+    return {name: _untitled(schema) for name, schema in components.items()}
+
+
+def _untitled(schema: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in schema.items() if key != "title"}
+
+
+def _described(operation: Operation) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "operationId": _operation_id(operation),
+        "summary": operation.about,
+        "tags": [operation.tag],
+    }
+    if operation.path in OPEN_PATHS:
+        described["security"] = []
+    elif operation.path in ADMIN_PATHS:
+        described["x-roles"] = ["admin"]
+    else:
+        described["x-roles"] = ["user", "admin"] + ["metrics"] * (operation.path in METRICS_PATHS)
+    if operation.parameters:
+        described["parameters"] = [
+            {
+                "name": parameter.name,
+                "in": parameter.place,
+                "required": parameter.place == "path",
+                "description": parameter.about,
+                "schema": dict(parameter.schema),
+            }
+            for parameter in operation.parameters
+        ]
+    if operation.request is not None:
+        schema = {"$ref": _REF + operation.request.__name__}
+        described["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    described["responses"] = {"200": _success(operation)}
+    for status in sorted(set(operation.errors)):
+        described["responses"][str(status)] = {"$ref": f"#/components/responses/{_failure_name(operation, status)}"}
+    return described
+
+
+def _success(operation: Operation) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    if operation.answer is not None:
+        content["application/json"] = {"schema": _schema_of(operation.answer)}
+    if operation.event is not None:
+        # A stream is text to this version of OpenAPI; what its events hold has a name of our own.
+        content["text/event-stream"] = {"schema": {"type": "string"}, "x-event-schema": _schema_of(operation.event)}
+    if not content:
+        content[operation.media_type] = {"schema": {"type": "string"}}
+    headers = ["X-Request-Id"] + ["X-Ignored-Fields"] * (operation.request is not None)
+    return {"description": operation.about, "headers": _header_refs(headers), "content": content}
+
+
+def _failure_name(operation: Operation, status: int) -> str:
+    return f"{operation.error.__name__}{status}"
+
+
+def _failure(operation: Operation, status: int) -> dict[str, Any]:
+    headers = ["X-Request-Id"]
+    if status == 401:
+        headers.append("WWW-Authenticate")
+    if status in (429, 503):
+        headers.append("Retry-After")
+    content = {"application/json": {"schema": _schema_of(operation.error)}}
+    return {"description": _REASONS[status], "headers": _header_refs(headers), "content": content}
+
+
+def _header_refs(names: Iterable[str]) -> dict[str, Any]:
+    return {name: {"$ref": f"#/components/headers/{name}"} for name in names}
+
+
+def _schema_of(kind: Any) -> dict[str, Any]:
+    members = get_args(kind)
+    if members and all(isinstance(member, type) for member in members) and len(members) > 1 and kind is not dict:
+        return {"anyOf": [_schema_of(member) for member in members]}
+    [schema], _ = msgspec.json.schema_components([kind], ref_template=_REF + "{name}")
+    return schema
+
+
+def _operation_id(operation: Operation) -> str:
+    words = re.findall(r"[a-z0-9]+", operation.path.lower()) or ["page"]
+    return "_".join([operation.method.lower(), *words])
