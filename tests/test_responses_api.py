@@ -85,6 +85,23 @@ def test_a_stream_has_openais_events_in_order_and_the_same_text(run: Run) -> Non
     run(scenario)
 
 
+def test_log_probabilities_come_with_the_text_when_they_are_included(run: Run) -> None:
+    async def scenario(stack: Stack) -> None:
+        fields = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
+        [message] = (await create(stack, **fields)).json()["output"]
+        [part] = message["content"]
+        assert (
+            "".join(bytes(entry["bytes"]).decode("utf-8", "replace") for entry in part["logprobs"][:2]) == "Hello there"
+        )
+        assert [entry["logprob"] for entry in part["logprobs"]] == [-1.5] * (len(stack.coordinator.reply) - 1)
+        assert len(part["logprobs"][1]["top_logprobs"]) == 2
+        events = sse_events((await create(stack, stream=True, **fields)).text)
+        told = [entry for event in events if event["type"].endswith("text.delta") for entry in event["logprobs"]]
+        assert told == part["logprobs"]
+
+    run(scenario)
+
+
 def test_max_output_tokens_leaves_a_response_incomplete(run: Run) -> None:
     async def scenario(stack: Stack) -> None:
         body = (await create(stack, max_output_tokens=3)).json()

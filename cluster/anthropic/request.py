@@ -132,8 +132,8 @@ class RequestMetadata(_Part):
     user_id: str | None = None
 
 
-class CountTokensRequest(SamplingFields):
-    """POST /v1/messages/count_tokens."""
+class CountTokensRequest(_Part):
+    """POST /v1/messages/count_tokens: what of a request makes its prompt."""
 
     model: str
     messages: Annotated[list[Any], Documented(list[MessageParam]), Field(min_length=1)]
@@ -144,7 +144,7 @@ class CountTokensRequest(SamplingFields):
     output_config: OutputConfig | None = None
 
 
-class MessagesRequest(CountTokensRequest):
+class MessagesRequest(SamplingFields, CountTokensRequest):
     """POST /v1/messages."""
 
     max_tokens: int = Field(ge=1, le=_MAX_TOKENS)
@@ -184,14 +184,12 @@ def chat_fields(request: CountTokensRequest) -> dict[str, Any]:
     Raises:
         RequestError: with the path of the field at fault.
     """
-    fields: dict[str, Any] = {
-        name: value for name in SamplingFields.model_fields if (value := getattr(request, name)) is not None
-    }
-    fields |= {"model": request.model, "messages": _messages(request)}
+    fields: dict[str, Any] = {"model": request.model, "messages": _messages(request)}
     if fields["messages"][-1]["role"] == "assistant":
         # The answer goes on where the caller's beginning of it ends.
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
     if isinstance(request, MessagesRequest):
+        fields |= {name: value for name in SamplingFields.model_fields if (value := getattr(request, name)) is not None}
         fields["max_completion_tokens"] = request.max_tokens
         if request.stop_sequences is not None:
             fields["stop"] = request.stop_sequences

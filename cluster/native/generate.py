@@ -75,7 +75,7 @@ class NativeRequest(BaseModel):
 
 
 _SAMPLING = FieldPolicy(
-    {**protocol.UNSUPPORTED, "json_schema": neutral(), "structural_tag": neutral()},
+    {**protocol.UNSUPPORTED, "structural_tag": neutral()},
     frozenset({"spaces_between_special_tokens", "stream_interval"}),
 )
 _FIELDS = FieldPolicy(
@@ -118,7 +118,7 @@ class NativeServing:
             for logprobs, start, top, ids in zip(with_logprobs, starts, tops, tokens, strict=True)
         ]
         self._check(asked, sampling, prompts)
-        job = self._job(request, prompts, sampling, asked, context)
+        job = await self._job(request, prompts, sampling, asked, context)
         own_names = [f"{job.id}-{i}" for i in range(count)] if count > 1 else [job.id]
         names = own_names if request.rid is None else _spread(request.rid, count, "", "rid")
         return native_answer(
@@ -196,7 +196,7 @@ class NativeServing:
                     param="token_ids_logprob",
                 )
 
-    def _job(
+    async def _job(
         self,
         request: NativeRequest,
         prompts: Sequence[list[int]],
@@ -234,6 +234,7 @@ class NativeServing:
                     num_logprobs=wanted.num_top if wanted.logprobs else -1,
                     num_prompt_logprobs=wanted.num_top if wanted.start >= 0 else -1,
                     priority=request.priority or 0,
+                    grammar=await model.grammar(fields),
                 )
             except RequestError as error:
                 raise below("sampling_params" if single else f"sampling_params[{i}]", error) from error

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from cluster.messages import FinishReason, TokenLogprobs
-from cluster.openai.echo import finite, prompt_logprobs_json
+from cluster.openai.echo import prompt_logprobs_json
 from cluster.openai.generation import Delta
 from cluster.openai.job import Job
 from cluster.openai.tokenizer import Tokenizer
@@ -25,13 +25,11 @@ from cluster.openai.wire import (
     Head,
     PromptLogprobsJson,
     Reason,
-    TokenLogprob,
     ToolCall,
     ToolCallDelta,
-    TopLogprob,
     Usage,
 )
-from cluster.openai.writer import DONE, REASONS, AnswerOptions, BaseWriter, encode, event
+from cluster.openai.writer import DONE, REASONS, AnswerOptions, BaseWriter, encode, event, token_logprobs
 
 
 class ChatWriter(BaseWriter):
@@ -156,12 +154,8 @@ class ChatWriter(BaseWriter):
     def _logprobs(self, token_ids: list[int], logprobs: list[TokenLogprobs]) -> ChatLogprobs | None:
         if self._num_logprobs < 0:
             return None
-        raw = self._tokenizer.token_bytes
-        content = []
-        for token, row in zip(token_ids, logprobs, strict=True):
-            top = [TopLogprob(self._name(id_), lp, list(raw(id_))) for id_, lp in self._top(row, token)]
-            content.append(TokenLogprob(self._name(token), finite(row.logprob), list(raw(token)), top))
-        return ChatLogprobs(content)
+        sampling = self._job.sampling[0][0]
+        return ChatLogprobs(token_logprobs(sampling, token_ids, logprobs, self._tokenizer, self._name))
 
     def _prompt_logprobs(self) -> PromptLogprobsJson | msgspec.UnsetType:
         scores = self._collected[0].prompt_logprobs

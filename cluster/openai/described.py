@@ -25,6 +25,158 @@ Prompt = (
 )
 
 
+Schema = dict[str, Any] | bool
+"""A JSON schema."""
+Pattern = Annotated[str, Field(min_length=1)] | None
+"""A regular expression, or a grammar."""
+
+
+class TextFormatParam(BaseModel):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectParam(BaseModel):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class NamedSchema(BaseModel):
+    """A schema and how strictly it is taken."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: Schema | str = Field(alias="schema")
+    strict: bool | None = None
+    """A keyword that cannot be enforced is refused; otherwise it is ignored."""
+
+
+class JsonSchemaParam(BaseModel):
+    """JSON of a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+class RegexParam(BaseModel):
+    """What a regular expression matches."""
+
+    type: Literal["regex"]
+    regex: str = Field(min_length=1)
+
+
+class ChoiceParam(BaseModel):
+    """One of some texts."""
+
+    type: Literal["choice"]
+    choice: list[Annotated[str, Field(min_length=1)]] = Field(min_length=1)
+
+
+class GrammarParam(BaseModel):
+    """What a grammar of Lark or GBNF derives."""
+
+    type: Literal["grammar"]
+    grammar: str = Field(min_length=1)
+
+
+class TagParam(BaseModel):
+    """Text whose middle is JSON of a schema."""
+
+    begin: str
+    schema_: Schema = Field(alias="schema")
+    end: str = ""
+
+
+class StructuralTagParam(BaseModel):
+    """Free text in which each trigger must go on as a tag."""
+
+    structures: list[TagParam]
+    triggers: list[str]
+
+
+class StructuralTagFormat(StructuralTagParam):
+    """`response_format` of tags."""
+
+    type: Literal["structural_tag"]
+
+
+ResponseFormat = (
+    TextFormatParam
+    | JsonObjectParam
+    | JsonSchemaParam
+    | RegexParam
+    | ChoiceParam
+    | GrammarParam
+    | StructuralTagFormat
+    | None
+)
+
+
+class StructuredOutputs(BaseModel):
+    """One of these forms."""
+
+    json_: Schema | str | None = Field(None, alias="json")
+    regex: Pattern = None
+    choice: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
+    grammar: Pattern = None
+    json_object: bool | None = None
+    structural_tag: StructuralTagParam | str | None = None
+    disable_any_whitespace: bool | None = None
+
+
+_FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+
+
+class FunctionParam(BaseModel):
+    """A function the model may call."""
+
+    name: _FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """The JSON schema of its arguments, an object's."""
+    strict: bool | None = None
+
+
+class ToolOffer(BaseModel):
+    """A tool the model may use."""
+
+    type: Literal["function"] = "function"
+    function: FunctionParam
+
+
+class CalledName(BaseModel):
+    """The name of a function."""
+
+    name: _FunctionName
+
+
+class ChosenFunction(BaseModel):
+    """One of the tools."""
+
+    type: Literal["function"]
+    function: CalledName
+
+
+class AllowedFunctions(BaseModel):
+    """Some of the tools."""
+
+    mode: Literal["auto", "required"]
+    tools: list[ChosenFunction] = Field(min_length=1)
+
+
+class AllowedChoice(BaseModel):
+    """`tool_choice` of some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedFunctions
+
+
+Tools = Annotated[list[ToolOffer], Field(max_length=128)] | None
+ToolChoice = Literal["none", "auto", "required"] | ChosenFunction | AllowedChoice | None
+
+
 class ContentPart(BaseModel):
     """A piece of a message's text. Parts of other types are refused."""
 

@@ -14,7 +14,19 @@ import pydantic
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import ErrorDetails
 
-from cluster.openai.described import BadWords, LogitBias, Messages, Prompt, Stops
+from cluster.openai.described import (
+    BadWords,
+    LogitBias,
+    Messages,
+    Pattern,
+    Prompt,
+    ResponseFormat,
+    Schema,
+    Stops,
+    StructuredOutputs,
+    ToolChoice,
+    Tools,
+)
 from cluster.openai.fields import FieldPolicy, field_names, neutral, unknown_field
 from cluster.openai.schema import Documented
 from configs.errors import RequestError
@@ -84,15 +96,15 @@ class SamplingFields(BaseModel):
     """SGLang's name of the one above."""
     skip_special_tokens: bool | None = None
     """None: true."""
-    response_format: Any = None
+    response_format: Annotated[Any, Documented(ResponseFormat)] = None
     """What the answer must be. This and the following four are read by `structured.spec`; at most one may ask for
     something."""
-    structured_outputs: Any = None
+    structured_outputs: Annotated[Any, Documented(StructuredOutputs | None)] = None
     """vLLM's form of it."""
-    regex: Any = None
+    regex: Annotated[Any, Documented(Pattern)] = None
     """SGLang's forms of it: this, `ebnf` and `json_schema`."""
-    ebnf: Any = None
-    json_schema: Any = None
+    ebnf: Annotated[Any, Documented(Pattern)] = None
+    json_schema: Annotated[Any, Documented(Schema | None)] = None
 
 
 class GenerationRequest(SamplingFields):
@@ -160,9 +172,9 @@ class ChatRequest(GenerationRequest):
     """For templates that read it."""
     include_reasoning: bool | None = None
     """Whether the answer shows the model's thinking; it is counted either way. None: true."""
-    tools: Any = None
+    tools: Annotated[Any, Documented(Tools)] = None
     """Functions the model may call; read by `tools.request.parse_tools`, like the next one."""
-    tool_choice: Any = None
+    tool_choice: Annotated[Any, Documented(ToolChoice)] = None
     """none, auto, required, or the function to call. None: auto."""
     parallel_tool_calls: bool | None = None
     """Whether an answer may have several calls. None: true."""
@@ -353,15 +365,19 @@ def _as_request_error(error: pydantic.ValidationError, raw: object, path: str) -
     # A union has errors of each of its types: the one that got furthest into the value is the one meant.
     first, below = max(
         ((found, _path(found, raw)) for found in errors if found["loc"][:1] == errors[0]["loc"][:1]),
-        key=lambda candidate: len(candidate[1]),
+        key=lambda candidate: (len(candidate[1]), not _is_wrong_type(candidate[0])),
     )
     for part in below:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
     if first["type"] == "missing":
         return RequestError(f"{path} is required.", code="missing_required_parameter", param=path)
-    wrong_type = first["type"].endswith(("_type", "_parsing", "_parsing_size", "_from_float"))
-    code = "invalid_type" if wrong_type else "invalid_value"
+    code = "invalid_type" if _is_wrong_type(first) else "invalid_value"
     return RequestError(f"{path}: {first['msg']}.", code=code, param=path)
+
+
+def _is_wrong_type(error: ErrorDetails) -> bool:
+    """Whether the value is of the wrong type, and not only out of range."""
+    return error["type"].endswith(("_type", "_parsing", "_parsing_size", "_from_float"))
 
 
 def _path(error: ErrorDetails, raw: object) -> list[int | str]:

@@ -13,13 +13,13 @@ from typing import Protocol
 import msgspec
 
 from cluster.engine_client import PromptScores
-from cluster.messages import FinishReason, TokenLogprobs
+from cluster.messages import FinishReason, SamplingParams, TokenLogprobs
 from cluster.openai.echo import finite
 from cluster.openai.generation import Delta
 from cluster.openai.job import Job
 from cluster.openai.tokenizer import Tokenizer
 from cluster.openai.tools.events import Event
-from cluster.openai.wire import Head, Reason, Usage
+from cluster.openai.wire import Head, Reason, TokenLogprob, TopLogprob, Usage
 
 DONE = b"data: [DONE]\n\n"
 REASONS: dict[FinishReason, Reason] = {
@@ -102,7 +102,6 @@ class BaseWriter(ABC):
         self._options = options
         sampling = job.sampling[0][0]
         self._num_logprobs = sampling.num_logprobs
-        self._num_extra_logprobs = len(sampling.logprob_token_ids)
         # Null in every chunk but the last one, absent when not asked for.
         self._no_usage: msgspec.UnsetType | None = None if options.include_usage else msgspec.UNSET
         self._collected: dict[int, Collected] = {}
@@ -140,12 +139,37 @@ class BaseWriter(ABC):
         return f"token_id:{token_id}" if self._options.tokens_as_ids else self._tokenizer.token_text(token_id)
 
     def _top(self, row: TokenLogprobs, sampled: int) -> list[tuple[int, float]]:
-        """(id, logprob) of the k likeliest, of those asked for by id, and of the sampled token when it is not there."""
-        k, extra = self._num_logprobs, self._num_extra_logprobs
-        top = dict(zip(row.top_ids[:k], row.top_logprobs[:k], strict=True))
-        if extra:
-            for id_, logprob in zip(row.top_ids[-extra:], row.top_logprobs[-extra:], strict=True):
-                top.setdefault(id_, logprob)
-        if k:
-            top.setdefault(sampled, row.logprob)
-        return [(id_, finite(logprob)) for id_, logprob in top.items()]
+        return top_logprobs(self._job.sampling[0][0], row, sampled)
+
+
+def top_logprobs(sampling: SamplingParams, row: TokenLogprobs, sampled: int) -> list[tuple[int, float]]:
+    """(id, logprob) of the k likeliest, of those asked for by id, and of the sampled token when it is not there."""
+    k, extra = sampling.num_logprobs, len(sampling.logprob_token_ids)
+    top = dict(zip(row.top_ids[:k], row.top_logprobs[:k], strict=True))
+    if extra:
+        for id_, logprob in zip(row.top_ids[-extra:], row.top_logprobs[-extra:], strict=True):
+            top.setdefault(id_, logprob)
+    if k:
+        top.setdefault(sampled, row.logprob)
+    return [(id_, finite(logprob)) for id_, logprob in top.items()]
+
+
+def token_logprobs(
+    sampling: SamplingParams,
+    token_ids: Sequence[int],
+    rows: Sequence[TokenLogprobs],
+    tokenizer: Tokenizer,
+    name: Callable[[int], str],
+) -> list[TokenLogprob]:
+    """Each of `token_ids` as the answers of chats show it.
+
+    Args:
+        rows: one for each token.
+        name: what a token is called.
+    """
+    raw = tokenizer.token_bytes
+    shown = []
+    for token, row in zip(token_ids, rows, strict=True):
+        top = [TopLogprob(name(id_), logprob, list(raw(id_))) for id_, logprob in top_logprobs(sampling, row, token)]
+        shown.append(TokenLogprob(name(token), finite(row.logprob), list(raw(token)), top))
+    return shown

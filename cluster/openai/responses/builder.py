@@ -16,7 +16,7 @@ import msgspec
 
 from cluster.openai.responses import objects
 from cluster.openai.responses.objects import (
-    FunctionCall,
+    CallItem,
     ItemStatus,
     OutputItem,
     OutputMessage,
@@ -93,11 +93,11 @@ class ResponseBuilder:
 
     def call(self, call_id: str, name: str) -> bytes:
         """The model calls the function `name`; its arguments follow."""
-        return self._switch(FunctionCall(f"fc_{uuid.uuid4().hex}", call_id, name))
+        return self._switch(CallItem(f"fc_{uuid.uuid4().hex}", call_id, name))
 
     def argue(self, arguments: str) -> bytes:
         """More of the arguments of the last `call`."""
-        assert isinstance(self._open, FunctionCall), "arguments belong to a call"
+        assert isinstance(self._open, CallItem), "arguments belong to a call"
         self._texts.append(arguments)
         return self._event(
             objects.FunctionCallArgumentsDelta,
@@ -162,7 +162,7 @@ class ResponseBuilder:
         """The open item's text, which is also written into it."""
         text = "".join(self._texts)
         self._texts = [text]
-        if isinstance(self._open, FunctionCall):
+        if isinstance(self._open, CallItem):
             self._open.arguments = text
         elif isinstance(self._open, OutputMessage):
             self._open.content = [OutputText(text, logprobs=self._logprobs)]
@@ -175,7 +175,7 @@ class ResponseBuilder:
         if item is None:
             return b""
         text = self._settle()
-        if isinstance(item, FunctionCall):
+        if isinstance(item, CallItem):
             events = self._event(
                 objects.FunctionCallArgumentsDone,
                 output_index=self._index,

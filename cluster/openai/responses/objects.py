@@ -52,7 +52,7 @@ class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning"):
     status: ItemStatus = "in_progress"
 
 
-class FunctionCall(msgspec.Struct, tag_field="type", tag="function_call"):
+class CallItem(msgspec.Struct, tag_field="type", tag="function_call"):
     """A function the model wants called."""
 
     id: str
@@ -64,7 +64,7 @@ class FunctionCall(msgspec.Struct, tag_field="type", tag="function_call"):
     status: ItemStatus = "in_progress"
 
 
-OutputItem = OutputMessage | ReasoningItem | FunctionCall
+OutputItem = OutputMessage | ReasoningItem | CallItem
 
 # --- The response -----------------------------------------------------------------------------------------------------
 

@@ -114,6 +114,14 @@ class NamedFunction(_Part):
     name: str
 
 
+class AllowedTools(_Part):
+    """`tool_choice` of some of the tools."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[NamedFunction] = Field(min_length=1)
+
+
 class TextFormat(_Part):
     """What the text must look like."""
 
@@ -157,6 +165,9 @@ class ResponsesStreamOptions(_Part):
     """Without effect: events are never padded."""
 
 
+_ToolChoice = Literal["none", "auto", "required"] | NamedFunction | AllowedTools | None
+
+
 class ResponsesRequest(SamplingFields):
     """POST /v1/responses."""
 
@@ -180,7 +191,7 @@ class ResponsesRequest(SamplingFields):
     stream_options: ResponsesStreamOptions | None = None
     text: TextOptions | None = None
     tools: list[Annotated[Any, Documented(FunctionTool)]] | None = Field(None, max_length=128)
-    tool_choice: Annotated[Any, Documented(Literal["none", "auto", "required"] | NamedFunction | None)] = None
+    tool_choice: Annotated[Any, Documented(_ToolChoice)] = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     truncation: Literal["disabled"] | None = None
     include: list[str] | None = Field(None, max_length=16)
@@ -369,9 +380,7 @@ def chat_fields(request: ResponsesRequest, messages: Sequence[Mapping[str, Any]]
         if request.parallel_tool_calls is not None:
             fields["parallel_tool_calls"] = request.parallel_tool_calls
     if request.tool_choice is not None:
-        choice = request.tool_choice
-        named = isinstance(choice, dict) and choice.get("type") == "function"
-        fields["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}} if named else choice
+        fields["tool_choice"] = _chat_tool_choice(request.tool_choice)
     return fields
 
 
@@ -388,6 +397,18 @@ def _chat_tool(tool: object) -> object:
         return tool
     function = {name: value for name, value in tool.items() if name != "type" and value is not None}
     return {"type": "function", "function": function}
+
+
+def _chat_tool_choice(choice: object) -> object:
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    if choice.get("type") == "allowed_tools":
+        tools = choice.get("tools")
+        listed = [_chat_tool(tool) for tool in tools] if isinstance(tools, list) else tools
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": listed}}
+    return choice
 
 
 _NAMES = (

@@ -20,6 +20,8 @@ from cluster.messages import FinishReason, SamplingParams
 from cluster.openai import protocol
 from cluster.openai.answer import json_answer, once
 from cluster.openai.fields import ignored_header
+from cluster.openai.generation import Delta
+from cluster.openai.job import Run
 from cluster.openai.protocol import ChatRequest
 from cluster.openai.responses.builder import ResponseBuilder
 from cluster.openai.responses.event_log import EventLog
@@ -36,7 +38,9 @@ from cluster.openai.responses.request import (
 from cluster.openai.responses.store import ResponseStore, StoredResponse
 from cluster.openai.served_model import ServedModel
 from cluster.openai.serving import chat_job
-from cluster.openai.tools.events import tell
+from cluster.openai.tools.events import Content, tell
+from cluster.openai.wire import TokenLogprob
+from cluster.openai.writer import token_logprobs
 from configs.errors import RequestError
 
 _MAX_LISTED_ITEMS = 100
@@ -217,19 +221,30 @@ class ResponsesServing:
         assert run is not None, "a response is made once"
         begun = False
         reason = FinishReason.ABORT
+        scores: list[TokenLogprob] = []  # of tokens whose text is yet to come
         async with aclosing(run.deltas()) as steps:
             async for deltas in steps:
                 chunk = b"" if begun else builder.begin()
                 begun = True
                 for delta in deltas:
+                    scores += self._scores(run, delta)
                     for event in delta.events:
-                        chunk += tell(builder, event)
+                        # Only text has log probabilities; those of thinking and of calls have no place to be shown.
+                        chunk += builder.say(event.text, scores) if isinstance(event, Content) else tell(builder, event)
+                        scores = []
                     reason = delta.finish_reason or reason
                 yield chunk
         if reason is FinishReason.ABORT:
             yield builder.cancel(run.usage())
         else:
             yield builder.finish(run.usage(), cut=reason is FinishReason.LENGTH)
+
+    def _scores(self, run: Run, delta: Delta) -> list[TokenLogprob]:
+        if not delta.logprobs:
+            return []
+        tokenizer = self._model.tokenizer
+        sampling = run.job.sampling[0][0]
+        return token_logprobs(sampling, delta.token_ids, delta.logprobs, tokenizer, tokenizer.token_text)
 
 
 def _failed(builder: ResponseBuilder, error: RequestError) -> bytes:
