@@ -1,4 +1,4 @@
-"""Writes docs/reference from the code: settings, commands and metrics. A test keeps the files equal to this.
+"""Writes docs/reference from the code: settings, fields of requests, commands and metrics. A test compares the files.
 
 python docs/generate.py
 """
@@ -6,9 +6,9 @@ python docs/generate.py
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import typer
 from pydantic import BaseModel
@@ -19,6 +19,14 @@ sys.path.insert(0, str(REFERENCE.parent.parent))
 
 from cluster.cli import app  # noqa: E402 -- the checkout is not installed
 from cluster.observability import table  # noqa: E402
+from cluster.openai.protocol import (  # noqa: E402
+    UNSUPPORTED,
+    WITHOUT_EFFECT,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    SamplingFields,
+)
 from configs.schema import EngineConfig  # noqa: E402
 
 _MADE = "<!-- made by docs/generate.py -->"
@@ -26,7 +34,12 @@ _MADE = "<!-- made by docs/generate.py -->"
 
 def pages() -> dict[str, str]:
     """Text of each file in docs/reference, by name."""
-    return {"settings.md": _settings(), "commands.md": _commands(), "metrics.md": _metrics()}
+    return {
+        "settings.md": _settings(),
+        "fields.md": _fields(),
+        "commands.md": _commands(),
+        "metrics.md": _metrics(),
+    }
 
 
 def _settings() -> str:
@@ -84,6 +97,40 @@ def _bound(item: Any) -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|")
+
+
+def _fields() -> str:
+    lines = [
+        _MADE,
+        "# Fields of a request",
+        "",
+        "Of `/v1/chat/completions` and `/v1/completions`. Null is the default of each. The types of those that hold "
+        "objects are in [openapi.json](../openapi.json).",
+    ]
+    for title, kind in (
+        ("Both routes: sampling and where a text ends", SamplingFields),
+        ("Both routes: the request", GenerationRequest),
+        ("Chat", ChatRequest),
+        ("Completions", CompletionRequest),
+    ):
+        lines += ["", f"## {title}", "", "| field | | |", "|---|---|---|"]
+        lines += [_field(name, kind.model_fields[name]) for name in kind.__annotations__ if name in kind.model_fields]
+    lines += ["", "## Accepted, without effect", "", _names(WITHOUT_EFFECT)]
+    lines += ["", "## Refused unless they ask for nothing", "", _names(UNSUPPORTED)]
+    return "\n".join(lines) + "\n"
+
+
+def _field(name: str, field: FieldInfo) -> str:
+    kinds = [kind for kind in get_args(field.annotation) if kind is not type(None)]
+    kind = "" if field.annotation is Any else _kind(kinds[0] if kinds else field.annotation)
+    # Bounds that only say what an integer holds are no help.
+    notes = [kind, *(bound for item in field.metadata if len(bound := _bound(item)) < 9)]
+    text = " ".join((field.description or "").split())
+    return f"| `{name}` | {_cell(', '.join(note for note in notes if note))} | {_cell(text)} |"
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names))
 
 
 def _commands() -> str:

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from cluster.http.errors import error_body
-from cluster.openai import checks, protocol
+from cluster.openai import checks
+from cluster.openai.body import decode_body
 from cluster.openai.chat import parse_messages
 from cluster.openai.protocol import ChatRequest, CompletionRequest, parse_request, unknown_fields
 from configs.errors import ContextLengthError, OverloadedError, RequestError
@@ -140,7 +141,7 @@ def test_what_is_no_finite_json_number_is_refused(literal: str) -> None:
 )
 def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(RequestError) as caught:
-        protocol.decode_body(body)
+        decode_body(body)
     assert (caught.value.status, caught.value.code) == (400, "invalid_json")
 
 

@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
+from cluster.openai.body import validated
 from cluster.openai.fields import FieldPolicy, neutral
-from cluster.openai.protocol import UNSUPPORTED, SamplingFields, validated
+from cluster.openai.protocol import UNSUPPORTED, SamplingFields
 from cluster.openai.schema import Documented
 from configs.errors import RequestError
 

@@ -14,6 +14,7 @@ from cluster.http.context import RequestContext
 from cluster.messages import FinishReason
 from cluster.openai import protocol
 from cluster.openai.answer import json_answer
+from cluster.openai.body import decode_body, validated
 from cluster.openai.fields import ignored_header
 from cluster.openai.generation import Delta
 from cluster.openai.job import Run
@@ -33,9 +34,9 @@ class AnthropicServing:
     async def messages(self, body: bytes, context: RequestContext) -> Answer:
         """POST /v1/messages. Raises RequestError for a bad request."""
         model = self._model
-        raw = protocol.decode_body(body)
+        raw = decode_body(body)
         ignored = FIELDS.check(MessagesRequest, raw, strict=model.server.strict_fields)
-        request = protocol.validated(MessagesRequest, raw)
+        request = validated(MessagesRequest, raw)
         fields = chat_fields(request)
         try:
             job = await chat_job(model, "msg_", protocol.check_request(ChatRequest, fields, model.server), context)
@@ -56,10 +57,10 @@ class AnthropicServing:
     async def count_tokens(self, body: bytes, context: RequestContext) -> Answer:
         """POST /v1/messages/count_tokens. Raises RequestError for a bad request."""
         model = self._model
-        raw = protocol.decode_body(body)
+        raw = decode_body(body)
         # Whoever counts may send the whole request.
         FIELDS.check(MessagesRequest, raw, strict=model.server.strict_fields)
-        request = protocol.validated(CountTokensRequest, raw)
+        request = validated(CountTokensRequest, raw)
         fields = chat_fields(request)
         try:
             chat = protocol.check_request(ChatRequest, fields, model.server)

@@ -16,6 +16,7 @@ from cluster.http.answer import Answer
 from cluster.http.context import RequestContext
 from cluster.native.generate_answer import Asked, native_answer
 from cluster.openai import protocol
+from cluster.openai.body import decode_body, validated
 from cluster.openai.checks import MAX_SEQUENCES, check_token_ids
 from cluster.openai.fields import FieldPolicy, ignored_header, neutral
 from cluster.openai.job import Job
@@ -103,9 +104,9 @@ class NativeServing:
     async def generate(self, body: bytes, context: RequestContext) -> Answer:
         """POST /generate. Raises RequestError for a bad request."""
         model = self._model
-        raw = protocol.decode_body(body)
+        raw = decode_body(body)
         ignored = _FIELDS.check(NativeRequest, raw, strict=model.server.strict_fields)
-        request = protocol.validated(NativeRequest, raw)
+        request = validated(NativeRequest, raw)
         prompts, is_batch = await self._prompts(request)
         count = len(prompts)
         sampling = self._sampling(request, count)
@@ -168,7 +169,7 @@ class NativeServing:
                 _SAMPLING.check(NativeSampling, entry, strict=self._model.server.strict_fields)
             except RequestError as error:
                 raise below(own_path, error) from error
-            checked.append(protocol.validated(NativeSampling, entry, own_path))
+            checked.append(validated(NativeSampling, entry, own_path))
         return checked if isinstance(given, list) else checked * count
 
     def _check(self, asked: Sequence[Asked], sampling: Sequence[NativeSampling], prompts: Sequence[list[int]]) -> None:

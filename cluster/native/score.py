@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from cluster.http.answer import Answer
 from cluster.http.context import RequestContext
 from cluster.messages import SamplingParams
-from cluster.openai import protocol
+from cluster.openai.body import decode_body, validated
 from cluster.openai.checks import MAX_SEQUENCES, check_token_ids
 from cluster.openai.fields import OWN_FIELDS, ignored_header
 from cluster.openai.job import Job, Run
@@ -79,7 +79,7 @@ class ScoreServing:
     async def score(self, body: bytes, context: RequestContext) -> Answer:
         """POST /v1/score. Raises RequestError for a bad request."""
         model = self._model
-        raw = protocol.decode_body(body)
+        raw = decode_body(body)
         for name in _CROSS_ENCODER_FIELDS:
             if raw.get(name) is not None:
                 raise RequestError(
@@ -88,7 +88,7 @@ class ScoreServing:
                     param=name,
                 )
         ignored = OWN_FIELDS.check(ScoreRequest, raw, strict=model.server.strict_fields)
-        request = protocol.validated(ScoreRequest, raw)
+        request = validated(ScoreRequest, raw)
         model.check_name(model.model_name if request.model is None else request.model)
         labels = request.label_token_ids
         check_token_ids(labels, "label_token_ids", model.vocab_size)

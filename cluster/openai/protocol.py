@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-import msgspec
-import pydantic
 from pydantic import BaseModel, ConfigDict, Field
-from pydantic_core import ErrorDetails
 
+from cluster.openai.body import decode_body, validated
 from cluster.openai.described import (
     BadWords,
     LogitBias,
@@ -68,19 +66,27 @@ class SamplingFields(BaseModel):
     )
 
     temperature: float | None = Field(None, ge=0.0, le=2.0)
+    """0: the likeliest token. None, here and below: what the model's makers or the operator set, else neutral."""
     top_p: float | None = Field(None, gt=0.0, le=1.0)
+    """Only of the likeliest tokens that have this probability together."""
     top_k: int | None = Field(None, ge=-1, le=_MAX_TOKENS)
     """0 and -1 both turn it off."""
     min_p: float | None = Field(None, ge=0.0, le=1.0)
+    """Only of tokens with at least this share of the likeliest one's probability."""
     seed: int | None = Field(None, ge=-_INT64_MAX - 1, le=_INT64_MAX)
+    """The same one gives the same tokens, whatever else is served."""
     frequency_penalty: float | None = Field(None, ge=-2.0, le=2.0)
+    """Taken from a token's logit for each time the answer has it."""
     presence_penalty: float | None = Field(None, ge=-2.0, le=2.0)
+    """Taken from the logit of each token the answer has."""
     repetition_penalty: float | None = Field(None, ge=0.01, le=100.0)
     """Above 1 against repetition. The bounds keep every logit finite in float32."""
     logit_bias: Annotated[Any, Documented(LogitBias)] = None
     """Token id, as a string, to what is added to its logit."""
     allowed_token_ids: list[int] | None = None
+    """Only these are sampled."""
     bad_words: Annotated[Any, Documented(BadWords)] = None
+    """Words and phrases that the answer must not have, at its start or after a space."""
     logprob_token_ids: list[int] | None = Field(None, max_length=_MAX_LOGPROB_TOKEN_IDS)
     """With logprobs: these ids' log probabilities beside the likeliest."""
     min_tokens: int | None = Field(None, ge=0, le=_MAX_TOKENS)
@@ -90,31 +96,40 @@ class SamplingFields(BaseModel):
     stop_regex: Annotated[Any, Documented(Stops)] = None
     """A regular expression or a list of them: the text ends with the first match, which stays in it."""
     stop_token_ids: list[int] | None = Field(None, max_length=_MAX_STOP_TOKEN_IDS)
+    """Tokens that end the text beside the model's own."""
     ignore_eos: bool | None = None
+    """Whether the answer goes on past the model's own end."""
     include_stop_str_in_output: bool | None = None
+    """Whether what ended the text stays in it."""
     no_stop_trim: bool | None = None
     """SGLang's name of the one above."""
     skip_special_tokens: bool | None = None
     """None: true."""
     response_format: Annotated[Any, Documented(ResponseFormat)] = None
-    """What the answer must be. This and the following four are read by `structured.spec`; at most one may ask for
-    something."""
+    """What the answer must be: at most one of this and the following four. `structured.spec` reads them."""
     structured_outputs: Annotated[Any, Documented(StructuredOutputs | None)] = None
     """vLLM's form of it."""
     regex: Annotated[Any, Documented(Pattern)] = None
-    """SGLang's forms of it: this, `ebnf` and `json_schema`."""
+    """SGLang's form of a regular expression."""
     ebnf: Annotated[Any, Documented(Pattern)] = None
+    """SGLang\'s form of a grammar."""
     json_schema: Annotated[Any, Documented(Schema | None)] = None
+    """SGLang\'s form of a schema."""
 
 
 class GenerationRequest(SamplingFields):
     """The fields that chat completions and completions share."""
 
     model: str
+    """As /v1/models lists it."""
     max_tokens: int | None = Field(None, ge=1, le=_MAX_TOKENS)
+    """Of the answer. None: a completion 16, a chat as many as fit."""
     n: int | None = Field(None, ge=1)
+    """Answers to each prompt."""
     stream: bool | None = None
+    """Whether the answer comes as server-sent events."""
     stream_options: StreamOptions | None = None
+    """With `stream`: whether it ends with the usage (`include_usage`), and has it in every chunk."""
     prompt_logprobs: int | None = Field(None, ge=0)
     """Log probabilities of the prompt's tokens, and of as many of the likeliest in their place."""
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=_MAX_TOKENS)
@@ -122,6 +137,7 @@ class GenerationRequest(SamplingFields):
     add_special_tokens: bool | None = None
     """Whether the tokenizer adds its own, such as BOS. None: to a completion's prompt yes, to a chat's text no."""
     return_token_ids: bool | None = None
+    """Those of the prompt and of the answer."""
     return_tokens_as_token_ids: bool | None = None
     """Log probabilities name tokens `token_id:<id>`."""
     priority: int | None = Field(None, ge=-_MAX_SAFE_INT, le=_MAX_SAFE_INT)
@@ -155,11 +171,13 @@ class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
     messages: Annotated[Any, Documented(Messages)]
-    """Checked by `chat.parse_messages`."""
+    """The conversation, oldest message first. `chat.parse_messages` checks it."""
     max_completion_tokens: int | None = Field(None, ge=1, le=_MAX_TOKENS)
     """Newer name of max_tokens; wins over it."""
     logprobs: bool | None = None
+    """Log probabilities of the answer's tokens."""
     top_logprobs: int | None = Field(None, ge=0)
+    """So many of the likeliest tokens in each place, beside the one sampled."""
     add_generation_prompt: bool | None = None
     """Whether the prompt ends with the opening of an answer. None: true, unless a message is continued."""
     continue_final_message: bool | None = None
@@ -173,7 +191,7 @@ class ChatRequest(GenerationRequest):
     include_reasoning: bool | None = None
     """Whether the answer shows the model's thinking; it is counted either way. None: true."""
     tools: Annotated[Any, Documented(Tools)] = None
-    """Functions the model may call; read by `tools.request.parse_tools`, like the next one."""
+    """Functions the model may call. `tools.request.parse_tools` checks this and the next one."""
     tool_choice: Annotated[Any, Documented(ToolChoice)] = None
     """none, auto, required, or the function to call. None: auto."""
     parallel_tool_calls: bool | None = None
@@ -193,10 +211,11 @@ class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
     prompt: Annotated[Any, Documented(Prompt)]
-    """Read by `checks.prompts`."""
+    """Text, token ids, or a list of either, each with its answers. `checks.prompts` checks it."""
     max_tokens: int | None = Field(None, ge=0, le=_MAX_TOKENS)
     """0 only with `echo` or `prompt_logprobs`: the prompt alone is of interest."""
     logprobs: int | None = Field(None, ge=0)
+    """Log probabilities of the tokens, and of as many of the likeliest in their place."""
     echo: bool | None = None
     """The prompt is a part of the text, and with `logprobs` of them."""
 
@@ -211,7 +230,6 @@ class CompletionRequest(GenerationRequest):
 
 
 _Request = TypeVar("_Request", ChatRequest, CompletionRequest)
-_Model = TypeVar("_Model", bound=BaseModel)
 
 
 UNSUPPORTED: Mapping[str, Callable[[object], bool]] = {
@@ -247,7 +265,7 @@ UNSUPPORTED: Mapping[str, Callable[[object], bool]] = {
 }
 """Fields other servers know and this one does not, each with the values that ask for nothing."""
 
-_WITHOUT_EFFECT = frozenset(
+WITHOUT_EFFECT = frozenset(
     {
         "metadata",
         "prompt_cache_key",
@@ -261,24 +279,7 @@ _WITHOUT_EFFECT = frozenset(
 )
 """Fields that are accepted and change no answer."""
 
-_FIELDS = FieldPolicy(UNSUPPORTED, _WITHOUT_EFFECT)
-
-
-def decode_body(body: bytes) -> dict[str, Any]:
-    """The JSON object of a request body.
-
-    Raises:
-        RequestError: not strict JSON (NaN and lone surrogates included), nested too deep, or not an object.
-    """
-    try:
-        decoded = msgspec.json.decode(body)
-    except ValueError as error:  # DecodeError, UnicodeDecodeError, and Python's limit on the digits of an int
-        raise RequestError(f"The body is not valid JSON: {error}", code="invalid_json") from error
-    except RecursionError as error:
-        raise RequestError("The body is nested too deep.", code="invalid_json") from error
-    if not isinstance(decoded, dict):
-        raise RequestError("The body must be a JSON object.", code="invalid_json")
-    return decoded
+_FIELDS = FieldPolicy(UNSUPPORTED, WITHOUT_EFFECT)
 
 
 def parse_request(kind: type[_Request], body: bytes, server: ServerConfig) -> _Request:
@@ -299,21 +300,6 @@ def check_request(kind: type[_Request], raw: Mapping[str, Any], server: ServerCo
         raise unknown_field(unknown[0], known)
     _check_counts(request, server)
     return request
-
-
-def validated(kind: type[_Model], raw: object, path: str = "") -> _Model:
-    """`raw` as a `kind`, by its field types alone.
-
-    Args:
-        path: of `raw` in the request.
-
-    Raises:
-        RequestError: with the path of the field at fault.
-    """
-    try:
-        return kind.model_validate(raw)
-    except pydantic.ValidationError as error:
-        raise _as_request_error(error, raw, path) from error
 
 
 def unknown_fields(kind: type[BaseModel], raw: Mapping[str, Any]) -> list[str]:
@@ -358,37 +344,3 @@ def _refuse_unsupported(kind: type[BaseModel], raw: Mapping[str, Any]) -> None:
     if "best_of" in raw and raw["best_of"] == raw.get("n"):
         raw = {name: value for name, value in raw.items() if name != "best_of"}
     _FIELDS.refuse(kind, raw)
-
-
-def _as_request_error(error: pydantic.ValidationError, raw: object, path: str) -> RequestError:
-    errors = error.errors(include_url=False, include_context=False, include_input=False)
-    # A union has errors of each of its types: the one that got furthest into the value is the one meant.
-    first, below = max(
-        ((found, _path(found, raw)) for found in errors if found["loc"][:1] == errors[0]["loc"][:1]),
-        key=lambda candidate: (len(candidate[1]), not _is_wrong_type(candidate[0])),
-    )
-    for part in below:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
-    if first["type"] == "missing":
-        return RequestError(f"{path} is required.", code="missing_required_parameter", param=path)
-    code = "invalid_type" if _is_wrong_type(first) else "invalid_value"
-    return RequestError(f"{path}: {first['msg']}.", code=code, param=path)
-
-
-def _is_wrong_type(error: ErrorDetails) -> bool:
-    """Whether the value is of the wrong type, and not only out of range."""
-    return error["type"].endswith(("_type", "_parsing", "_parsing_size", "_from_float"))
-
-
-def _path(error: ErrorDetails, raw: object) -> list[int | str]:
-    """Where in `raw` an error is; pydantic also names the types of a union that it tried."""
-    path: list[int | str] = []
-    for part in error["loc"]:
-        if isinstance(part, int):
-            if isinstance(raw, list) and part < len(raw):
-                path.append(part)
-                raw = raw[part]
-        elif isinstance(raw, dict) and part in raw:
-            path.append(part)
-            raw = raw[part]
-    return [*path, error["loc"][-1]] if error["type"] == "missing" else path

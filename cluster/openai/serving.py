@@ -9,6 +9,7 @@ from cluster.http.answer import Answer
 from cluster.http.context import RequestContext
 from cluster.openai import chat, checks, protocol
 from cluster.openai.answer import answer
+from cluster.openai.body import decode_body
 from cluster.openai.chat_grammar import chat_grammar
 from cluster.openai.chat_writer import ChatWriter
 from cluster.openai.completion_writer import CompletionWriter
@@ -33,7 +34,7 @@ class OpenAIServing:
     async def chat(self, body: bytes, context: RequestContext) -> Answer:
         """POST /v1/chat/completions. Raises RequestError for a bad request."""
         model = self._model
-        raw = protocol.decode_body(body)
+        raw = decode_body(body)
         request = protocol.check_request(ChatRequest, raw, model.server)
         job = await chat_job(model, "chatcmpl-", request, context)
         run = model.run(job)
@@ -48,7 +49,7 @@ class OpenAIServing:
     async def completions(self, body: bytes, context: RequestContext) -> Answer:
         """POST /v1/completions. Raises RequestError for a bad request."""
         model = self._model
-        raw = protocol.decode_body(body)
+        raw = decode_body(body)
         request = protocol.check_request(CompletionRequest, raw, model.server)
         model.check_name(request.model)
         given = checks.prompts(request.prompt, model.vocab_size)

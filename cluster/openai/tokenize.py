@@ -16,6 +16,7 @@ from cluster.http.answer import Answer
 from cluster.http.context import RequestContext
 from cluster.openai import protocol
 from cluster.openai.answer import json_answer
+from cluster.openai.body import decode_body, validated
 from cluster.openai.checks import check_token_ids
 from cluster.openai.described import Messages
 from cluster.openai.fields import OWN_FIELDS, ignored_header
@@ -84,8 +85,8 @@ class TokenizerServing:
     async def tokenize(self, body: bytes, context: RequestContext) -> Answer:
         """POST /tokenize. Raises RequestError for a bad request."""
         model = self._model
-        raw = protocol.decode_body(body)
-        request = protocol.validated(TokenizeRequest, raw)
+        raw = decode_body(body)
+        request = validated(TokenizeRequest, raw)
         model.check_name(model.model_name if request.model is None else request.model)
         if (request.prompt is None) == (request.messages is None):
             raise RequestError("Give either prompt or messages.", code="missing_required_parameter", param="prompt")
@@ -114,9 +115,9 @@ class TokenizerServing:
     async def detokenize(self, body: bytes, context: RequestContext) -> Answer:
         """POST /detokenize. Raises RequestError for a bad request."""
         model = self._model
-        raw = protocol.decode_body(body)
+        raw = decode_body(body)
         ignored = OWN_FIELDS.check(DetokenizeRequest, raw, strict=model.server.strict_fields)
-        request = protocol.validated(DetokenizeRequest, raw)
+        request = validated(DetokenizeRequest, raw)
         model.check_name(model.model_name if request.model is None else request.model)
         check_token_ids(request.tokens, "tokens", model.vocab_size)
         if len(request.tokens) <= _INLINE_TOKENS:

@@ -19,6 +19,7 @@ from cluster.http.errors import as_request_error
 from cluster.messages import FinishReason, SamplingParams
 from cluster.openai import protocol
 from cluster.openai.answer import json_answer, once
+from cluster.openai.body import decode_body, validated
 from cluster.openai.fields import ignored_header
 from cluster.openai.generation import Delta
 from cluster.openai.job import Run
@@ -58,9 +59,9 @@ class ResponsesServing:
     async def create(self, body: bytes, context: RequestContext) -> Answer:
         """POST /v1/responses. Raises RequestError for a bad request."""
         model = self._model
-        raw = protocol.decode_body(body)
+        raw = decode_body(body)
         headers = ignored_header(FIELDS.check(ResponsesRequest, raw, strict=model.server.strict_fields))
-        request = protocol.validated(ResponsesRequest, raw)
+        request = validated(ResponsesRequest, raw)
         check_options(request)
         new_items = input_items(request.input)
         items, num_bytes = self._earlier(request, context)
