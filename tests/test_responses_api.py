@@ -12,6 +12,8 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from cluster.http.active import ActiveRequests
+from cluster.openai.ingress import create_app
 from cluster.openai.responses.builder import ResponseBuilder
 from cluster.openai.responses.objects import Reasoning
 from cluster.openai.responses.objects import Response as OwnResponse
@@ -301,6 +303,25 @@ def test_a_cancelled_response_frees_its_request(run: Run, fields: dict[str, Any]
             assert stack.engine.num_open == 0
 
     run(scenario, hang_after=3)
+
+
+@pytest.mark.parametrize(("timeout_s", "status"), [(10, "completed"), (0, "failed")])
+def test_a_stopping_server_waits_for_background_responses(run: Run, timeout_s: float, status: str) -> None:
+    async def scenario(stack: Stack) -> None:
+        requests = ActiveRequests()
+        app = create_app(stack.model, requests)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
+            body = {"model": MODEL, "input": "hi", "background": True}
+            made = (await http.post("/v1/responses", json=body)).json()
+            await stack.until(lambda: len(stack.coordinator.requests) == 1)
+            await requests.drain(timeout_s)
+            assert len(requests) == 0
+            requests.admit_again()
+            kept = (await http.get(f"/v1/responses/{made['id']}")).json()
+            assert kept["status"] == status
+            assert stack.engine.num_open == 0
+
+    run(scenario, step_s=0.02)
 
 
 def test_a_client_that_goes_away_leaves_a_cancelled_response(run: Run) -> None:

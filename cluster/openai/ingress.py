@@ -58,7 +58,7 @@ def create_app(
     requests = ActiveRequests() if active is None else active
     serving = OpenAIServing(model)
     tokenizer = TokenizerServing(model)
-    responses = ResponsesServing(model)
+    responses = ResponsesServing(model, requests)
     anthropic = AnthropicServing(model)
     status = StatusServing(model)
     telemetry = model.engine.telemetry

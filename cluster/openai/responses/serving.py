@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
+from cluster.http.active import ActiveRequests
 from cluster.http.answer import Answer
 from cluster.http.context import RequestContext
 from cluster.http.errors import as_request_error
@@ -51,9 +52,13 @@ _CANCEL_TIMEOUT_S = 2.0
 class ResponsesServing:
     """Answers /v1/responses for one model."""
 
-    def __init__(self, model: ServedModel, store: ResponseStore | None = None) -> None:
+    def __init__(
+        self, model: ServedModel, requests: ActiveRequests | None = None, store: ResponseStore | None = None
+    ) -> None:
+        """`requests`: where background responses are counted, so that a stopping server waits for them too."""
         self._model = model
-        self._store = store or ResponseStore()
+        self._requests = ActiveRequests() if requests is None else requests
+        self._store = ResponseStore() if store is None else store
         self._tasks: set[asyncio.Task[None]] = set()  # background responses; the event loop holds tasks weakly
 
     async def create(self, body: bytes, context: RequestContext) -> Answer:
@@ -160,25 +165,34 @@ class ResponsesServing:
             stored.log = EventLog()
             stored.log.append(queued)
         body = stored.builder.encoded()
-        task = asyncio.create_task(self._drain(stored, context))
+        task = asyncio.create_task(self._make(stored, context))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         if stored.log is not None:
             return Answer(stored.log.follow(), streamed=True)
         return Answer(once(body), streamed=False)
 
-    async def _drain(self, stored: StoredResponse, context: RequestContext) -> None:
+    async def _make(self, stored: StoredResponse, context: RequestContext) -> None:
         """Makes a background response to its end, whatever that is."""
         log = stored.log
-        try:
-            async with aclosing(self._events(stored, context)) as chunks:
-                async for chunk in chunks:
-                    if log is not None:
-                        log.append(chunk)
-        finally:
-            if log is not None:
-                log.close()
-                self._store.grow(context.client, stored, log.num_bytes)
+        task = asyncio.current_task()
+        assert task is not None, "a coroutine runs in a task"
+        with self._requests.track(context, task) as request:
+            try:
+                async with aclosing(self._events(stored, context)) as chunks:
+                    async for chunk in chunks:
+                        if log is not None:
+                            log.append(chunk)
+            except asyncio.CancelledError:
+                if request.error is None:
+                    raise
+                last = _failed(stored.builder, request.error)
+                if log is not None:
+                    log.append(last)
+            finally:
+                if log is not None:
+                    log.close()
+                    self._store.grow(context.client, stored, log.num_bytes)
 
     async def _whole(self, stored: StoredResponse, context: RequestContext) -> AsyncGenerator[bytes, None]:
         async with aclosing(self._events(stored, context)) as chunks:
