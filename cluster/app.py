@@ -25,6 +25,7 @@ from cluster.observability.logs import log_to_stderr
 from cluster.observability.replica import replica_telemetry
 from cluster.placement import NodeResources, check_fits, group_bundles, uses_gpus
 from cluster.preflight import check_checkpoint
+from cluster.replicas import replica_options
 from configs.errors import ConfigError
 from configs.load import parse_engine_config
 from configs.resolve import default_max_num_seqs
@@ -145,7 +146,7 @@ def engine_app(config: EngineConfig, options: Mapping[str, Any]) -> serve.Applic
     ongoing = max_num_seqs * _ONGOING_PER_SEQ + config.scheduler.max_num_queued_requests
     deploy = serve.deployment(
         name=DEPLOYMENT,
-        num_replicas=config.num_replicas,
+        **replica_options(config),
         placement_group_bundles=bundles,
         placement_group_strategy=config.placement.strategy,
         ray_actor_options={"num_cpus": bundles[0]["CPU"]},

@@ -1,8 +1,4 @@
-"""How many replicas the load asks for: a policy for `deployments[].autoscaling_config.policy` of the config file.
-
-    policy:
-      policy_function: cluster.autoscaling:LoadPolicy
-      policy_kwargs: {target_queued_tokens: 8192, target_kv_usage: 0.8, target_running: 0.9}
+"""How many replicas the load asks for: the policy of `autoscaling_config`.
 
 Requests are a poor measure: one may be a hundred times the work of another. What counts is prompt tokens that wait, and
 how full the KV pool and the batch are. Delays, factors and bounds are Ray Serve's, from the same section.

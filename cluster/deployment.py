@@ -61,7 +61,13 @@ class Deployment:
             try:
                 self._client.deploy_applications(self._declaration)
             except RuntimeError as error:
-                raise EngineError(f"Ray Serve refused the application: {error}") from None
+                hint = ""
+                if "No module named" in str(error):
+                    hint = (
+                        "; the dashboard reads `deployments:` itself and has not this code: set autoscaling_config in "
+                        "`args`, or make the code known to the head node"
+                    )
+                raise EngineError(f"Ray Serve refused the application: {error}{hint}") from None
             return
         serve.start(
             http_options=self._declaration["http_options"],
@@ -103,10 +109,11 @@ def _engine_options(application: dict[str, Any]) -> dict[str, Any]:
             f"{DEPLOYMENT}"
         )
     options = {key: value for entry in given for key, value in entry.items() if key != "name"}
-    if options.get("autoscaling_config") is not None and "num_replicas" in application["args"]:
-        raise ConfigError(
-            "applications[0] sets both args.num_replicas and deployments[0].autoscaling_config; keep one of them"
-        )
+    for key in ("num_replicas", "autoscaling_config"):
+        if options.get("autoscaling_config") is not None and key in application["args"]:
+            raise ConfigError(
+                f"applications[0] sets both args.{key} and deployments[0].autoscaling_config; keep one of them"
+            )
     return options
 
 

@@ -1,8 +1,4 @@
-"""Which replica a request goes to: a router for `deployments[].request_router_config` of the config file.
-
-    request_router_config:
-      request_router_class: cluster.routing.SessionRouter
-      request_router_kwargs: {max_lead: 16}
+"""Which replica a request goes to, where there are several.
 
 The turns of a conversation share a prefix, whose KV pages lie in the replica that answered the last one. The proxy
 routes a request by its head, before its body has come: the prompt cannot be looked at, so a client says which

@@ -126,6 +126,8 @@ def resolve(config: EngineConfig, model: ModelConfig, host: HostFacts) -> Resolv
 
 def check_settings(config: EngineConfig) -> None:
     """Raises ConfigError when settings contradict each other, whatever model and machine are."""
+    if config.autoscaling_config is not None and config.num_replicas != 1:
+        raise ConfigError(f"num_replicas={config.num_replicas} and autoscaling_config are both set; keep one of them")
     page_size = config.kv_cache.page_size
     if page_size & (page_size - 1):
         lower = 1 << (page_size.bit_length() - 1)

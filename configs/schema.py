@@ -6,7 +6,7 @@ Growth is visible: tests pin the list of settings in `tests/settings.txt`, at mo
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
@@ -183,8 +183,11 @@ class EngineConfig(_Section):
     tensor_parallel_size: int = Field(1, ge=1)
     """Ranks of one group. Any number from 1 to the model's query heads."""
     num_replicas: int = Field(1, ge=1)
-    """Groups. Each serves on its own; Ray Serve balances between them. As many as the load asks for: leave it out, and
-    give the file's `deployments:` an `autoscaling_config`."""
+    """Groups. Each serves on its own; Ray Serve balances between them."""
+    autoscaling_config: dict[str, Any] | None = None
+    """As many groups as the load asks for, in place of `num_replicas`: Ray Serve's section of this name
+    (`min_replicas`, `max_replicas`, `upscale_delay_s`, `downscale_delay_s` and more). Its policy is ours unless it
+    names another; `policy: {policy_kwargs: {...}}` sets its targets (`cluster.autoscaling:LoadPolicy`)."""
     max_model_len: int | None = Field(None, ge=2)
     """Longest prompt plus completion. None: the model's own, or what the KV pool holds if that is less."""
     kv_cache: KVCacheConfig = KVCacheConfig()

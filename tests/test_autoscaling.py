@@ -12,13 +12,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
-from ray.serve.config import AutoscalingConfig, AutoscalingContext, RequestRouterConfig
+from ray.serve.config import AutoscalingContext
 
 from cluster.autoscaling import KV_USAGE, QUEUED_TOKENS, RUNNING_SHARE, LoadPolicy
 from cluster.deployment import _engine_options
+from cluster.replicas import replica_options
 from cluster.routing import SessionRouter, favourite_of
 from configs.errors import ConfigError
+from configs.load import load_app_config, parse_engine_config
+from configs.resolve import check_settings
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "configs" / "smollm2-135m-replicas.yaml"
@@ -138,16 +140,17 @@ def test_wrong_settings_of_the_router_are_refused(kwargs: dict[str, Any]) -> Non
 # --- The config file --------------------------------------------------------------------------------------------------
 
 
-def example() -> dict[str, Any]:
-    application: dict[str, Any] = yaml.safe_load(EXAMPLE.read_text())["applications"][0]
-    return application
+def options_of(**settings: Any) -> dict[str, Any]:
+    return replica_options(parse_engine_config({"model": "m", **settings}))
 
 
 def test_the_example_gives_ray_serve_our_policy_and_router_where_our_packages_are_not() -> None:
-    options = _engine_options(example())
-    policy = AutoscalingConfig(**options["autoscaling_config"]).policy
-    router = RequestRouterConfig(**options["request_router_config"])
-    blobs = (policy.get_serialized_policy_def(), router.get_serialized_request_router_cls())
+    options = replica_options(load_app_config(EXAMPLE).engine)
+    scaling, router = options["autoscaling_config"], options["request_router_config"]
+    assert (scaling.min_replicas, scaling.max_replicas, scaling.upscale_delay_s) == (1, 2, 5)
+    assert scaling.policy.policy_function == "cluster.autoscaling:LoadPolicy"
+    assert scaling.policy.policy_kwargs["target_queued_tokens"] == 2048
+    blobs = (scaling.policy.get_serialized_policy_def(), router.get_serialized_request_router_cls())
     # As the controller and the proxies read them: by value, in a process that finds nothing of ours.
     script = (
         "import pickle, sys; sys.path = [p for p in sys.path if p not in ('', '.')]\n"
@@ -158,14 +161,37 @@ def test_the_example_gives_ray_serve_our_policy_and_router_where_our_packages_ar
         [sys.executable, "-c", script], input=pickle.dumps(blobs), capture_output=True, cwd="/", check=True, timeout=60
     )
     assert done.stdout.decode().split() == ["LoadPolicy", "SessionRouter"]
-    assert LoadPolicy(**policy.policy_kwargs)
 
 
-def test_a_file_may_not_set_replicas_and_autoscaling_both() -> None:
-    application = example()
-    application["args"]["num_replicas"] = 2
-    with pytest.raises(ConfigError, match=r"both args\.num_replicas and deployments\[0\]\.autoscaling_config"):
-        _engine_options(application)
+def test_one_replica_needs_no_router_and_several_have_ours_but_behind_haproxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert options_of() == {"num_replicas": 1}
+    assert set(options_of(num_replicas=2)) == {"num_replicas", "request_router_config"}
+    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
+    assert set(options_of(num_replicas=2)) == {"num_replicas"}
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"max_replica": 2}, "unknown keys: max_replica; Ray Serve knows .*max_replicas"),
+        ({"min_replicas": 3, "max_replicas": 2}, r"max_replicas \(2\) must be greater"),
+        ({"policy": {"policy_kwargs": {"target_kv_usage": 8}}}, "target_kv_usage=8 must be above 0 and at most 1"),
+        ({"policy": {"policy_kwargs": {"target": 1}}}, "unexpected keyword argument 'target'"),
+        ({"policy": {"policy_function": "nowhere:policy"}}, "No module named 'nowhere'"),
+    ],
+)
+def test_a_wrong_section_is_refused_before_anything_is_placed(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"autoscaling_config.*{message}"):
+        options_of(autoscaling_config=section)
+
+
+def test_replicas_are_given_once() -> None:
+    with pytest.raises(ConfigError, match="num_replicas=2 and autoscaling_config are both set"):
+        check_settings(parse_engine_config({"model": "m", "num_replicas": 2, "autoscaling_config": {}}))
+    deployments = [{"name": "Engine", "autoscaling_config": {"max_replicas": 2}}]
+    for key, value in (("num_replicas", 2), ("autoscaling_config", {})):
+        with pytest.raises(ConfigError, match=rf"both args\.{key} and deployments\[0\]\.autoscaling_config"):
+            _engine_options({"args": {key: value}, "deployments": deployments})
 
 
 def test_options_of_a_deployment_that_does_not_exist_are_refused() -> None:

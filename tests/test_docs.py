@@ -15,7 +15,6 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from ray.serve.schema import DeploymentSchema
 
 from configs.json_schema import config_file_schema
 from configs.load import parse_engine_config
@@ -129,10 +128,6 @@ def test_a_cluster_serves_what_the_guide_submits(
 @_of("yaml")
 def test_manifests_hold_a_config_that_is_one(block: Block) -> None:
     document = yaml.safe_load(block.text)
-    if "deployments" in document:  # a part of a config file's application
-        for options in document["deployments"]:
-            DeploymentSchema.model_validate(options)
-        return
     config = yaml.safe_load(document["spec"]["serveConfigV2"])
     jsonschema.Draft202012Validator(config_file_schema()).validate(config)
     parse_engine_config(config["applications"][0]["args"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,31 +13,25 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.test_cli import BIN, Head, environment, head, is_ready
+from tests.test_cli import ROOT, Head, head, is_ready
 
 __all__ = ["head"]  # a fixture
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
-EXAMPLE = Path(__file__).resolve().parent.parent / "configs" / "smollm2-135m-replicas.yaml"
+EXAMPLE = ROOT / "configs" / "smollm2-135m-replicas.yaml"
 
 
 @contextmanager
-def serving(endpoint: Any, **changes: Any) -> Iterator[str]:
-    """The example beside the shared app, with other options of its deployment; its URL."""
+def serving(endpoint: Any, **settings: Any) -> Iterator[str]:
+    """The example beside the shared app, with some other settings; its URL."""
     from ray import serve
 
-    from cluster.app import engine_app
-    from cluster.deployment import _engine_options
+    from cluster.app import build_app
     from configs.load import load_app_config
 
-    app = load_app_config(EXAMPLE)
-    options = copy.deepcopy(_engine_options(dict(app.document["applications"][0])))
-    for key, value in changes.items():
-        options[key] = {**options[key], **value} if isinstance(options.get(key), dict) and value else value
-    if options["autoscaling_config"] is None:
-        del options["autoscaling_config"]
-    serve.run(engine_app(app.engine, options), name="replicas", route_prefix="/replicas")
+    args = {**load_app_config(EXAMPLE).engine.model_dump(), **settings}
+    serve.run(build_app(args), name="replicas", route_prefix="/replicas")
     try:
         yield f"{endpoint.url}/replicas"
     finally:
@@ -73,11 +65,14 @@ def chat(url: str, messages: list[dict[str, str]], session: str | None = None, m
 def test_replicas_come_with_a_queue_and_go_with_it(endpoint: Any) -> None:
     """One replica, a queue, two replicas, nothing to do, one replica."""
     # Only the queue may ask for the second: the batch may be full.
-    policy = {
-        "policy_function": "cluster.autoscaling:LoadPolicy",
-        "policy_kwargs": {"target_queued_tokens": 64, "target_running": 1.0},
+    quick = {
+        "max_replicas": 2,
+        "look_back_period_s": 12,
+        "upscale_delay_s": 0.5,
+        "downscale_delay_s": 3.0,
+        "aggregation_function": "max",
+        "policy": {"policy_kwargs": {"target_queued_tokens": 64, "target_running": 1.0}},
     }
-    quick = {"upscale_delay_s": 0.5, "downscale_delay_s": 3.0, "aggregation_function": "max", "policy": policy}
     with serving(endpoint, autoscaling_config=quick) as url:
         assert num_replicas() == 1
         stop = threading.Event()
@@ -138,29 +133,21 @@ def test_the_turns_of_a_conversation_find_their_prefix(endpoint: Any) -> None:
         print(f"turns without their prefix: {lost} of 18 with the header, {misses} of 18 without")  # noqa: T201
 
 
-@pytest.mark.parametrize("head", [True], indirect=True)
-def test_serve_deploy_takes_the_example_and_new_bounds_restart_nothing(
-    smollm2_path: Path, head: Head, free_port: int, tmp_path: Path
+@pytest.mark.parametrize("head", [False], indirect=True)
+def test_a_job_serves_the_example_on_a_cluster_that_has_not_our_code(
+    smollm2_path: Path, head: Head, free_port: int
 ) -> None:
-    text = EXAMPLE.read_text().replace("port: 8000", f"port: {free_port}")
-    file = tmp_path / "config.yaml"
+    """The dashboard, the controller and the proxies find none of our packages."""
+    command = ["python", "-m", "cluster", "serve", str(EXAMPLE.relative_to(ROOT))]
+    port = ["--set", f"http_options.port={free_port}"]
+    head.job("submit", "--no-wait", "--working-dir", ".", "--", *command, *port)
     url = f"http://127.0.0.1:{free_port}"
-
-    def deploy(text: str) -> dict[str, Any]:
-        """The deployment as Ray Serve runs it."""
-        file.write_text(text)
-        env = environment(RAY_DASHBOARD_ADDRESS=head.dashboard_url)
-        subprocess.run([BIN / "serve", "deploy", file], env=env, check=True, capture_output=True, timeout=120)
-        wait_for(lambda: is_ready(url), 240, "the endpoint's readiness")
-        details = httpx.get(f"{head.dashboard_url}/api/serve/applications/", timeout=30).json()
-        config: dict[str, Any] = details["applications"]["smollm2-135m"]["deployments"]["Engine"]["deployment_config"]
-        return config
-
-    deployed = deploy(text)
-    assert deployed["autoscaling_config"]["policy"]["policy_function"] == "cluster.autoscaling:LoadPolicy"
-    assert deployed["request_router_config"]["request_router_class"] == "cluster.routing.SessionRouter"
+    wait_for(lambda: is_ready(url), 300, "the endpoint's readiness")
     chat(url, [{"role": "user", "content": "Hello"}], session="one")
-    before = head.replicas()
-    changed = deploy(text.replace("max_replicas: 2", "max_replicas: 3").replace("delay_s: 120", "delay_s: 60"))
-    assert changed["autoscaling_config"]["max_replicas"] == 3
-    assert head.replicas() == before
+    details = httpx.get(f"{head.dashboard_url}/api/serve/applications/", timeout=30).json()
+    application = details["applications"]["smollm2-135m"]
+    assert application["source"] == "declarative"
+    config = application["deployments"]["Engine"]["deployment_config"]
+    assert config["autoscaling_config"]["max_replicas"] == 2
+    assert config["autoscaling_config"]["policy"]["policy_function"] == "cluster.autoscaling:LoadPolicy"
+    assert config["request_router_config"]["request_router_class"] == "cluster.routing.SessionRouter"
