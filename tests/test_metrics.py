@@ -21,9 +21,10 @@ from cluster.observability import table
 from cluster.observability.logs import formatter
 from cluster.observability.metrics import Metrics
 from cluster.observability.prometheus import exposition
+from cluster.observability.record import Identity, RequestRecord
 from cluster.observability.steps import STEP_DTYPE
 from cluster.observability.table import METRICS, Kind
-from cluster.observability.telemetry import Identity, RequestRecord, Telemetry
+from cluster.observability.telemetry import Telemetry
 from cluster.scheduling.limits import SchedulerStats
 from configs.errors import OverloadedError
 from tests.scripted_engine import MODEL, Run, Stack

@@ -15,7 +15,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from cluster.http.context import RequestContext
 from cluster.messages import FinishReason, Prefilled, SamplingParams
-from cluster.observability.telemetry import Identity, RequestRecord
+from cluster.observability.record import Identity, RequestRecord
 from cluster.observability.tracing import RequestTracer, open_tracer
 from configs.errors import ConfigError
 from tests.scripted_engine import MODEL, Run, Stack

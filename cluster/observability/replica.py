@@ -5,7 +5,8 @@ from __future__ import annotations
 from ray.serve.context import ReplicaContext
 
 from cluster.observability.ray_export import RayExport
-from cluster.observability.telemetry import Identity, Telemetry
+from cluster.observability.record import Identity
+from cluster.observability.telemetry import Telemetry
 from cluster.observability.tracing import open_tracer
 from configs.schema import EngineConfig, resolved
 

@@ -18,12 +18,11 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from opentelemetry.util.types import AttributeValue
 
 from cluster.http.context import RequestContext
+from cluster.observability.record import Identity, RequestRecord
 from configs.errors import ConfigError
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider as ExportingProvider
-
-    from cluster.observability.telemetry import Identity, RequestRecord
 
 _NAME = "lockstep"
 _PROPAGATOR = TraceContextTextMapPropagator()

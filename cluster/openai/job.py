@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from cluster.engine_client import EngineClient
 from cluster.http.context import RequestContext, current_request
 from cluster.messages import FinishReason, SamplingParams
-from cluster.observability.telemetry import RequestRecord
+from cluster.observability.record import RequestRecord
 from cluster.openai.answer_parser import AnswerFormat
 from cluster.openai.generation import Delta, Output, read_outputs
 from cluster.openai.stops import TextOptions

@@ -5,9 +5,8 @@ Worked out once, when the request arrives; it becomes frame records whenever the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -22,14 +21,9 @@ from worker.protocol import (
     COUNT_DTYPE,
     MAX_ROW_ASKED,
     MAX_ROW_BIASES,
-    Int32Array,
-    StepFrame,
     UInt32Array,
     mask_words,
 )
-
-if TYPE_CHECKING:
-    from cluster.scheduling.request import Request
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,28 +117,6 @@ def check_allows_a_token(mask: UInt32Array) -> None:
         raise GuideError("the grammar, with the other parameters of the request, allows no further token")
 
 
-def add_adjustments(frame: StepFrame, admitted: Sequence[Request], masks: Mapping[int, UInt32Array]) -> None:
-    """Puts into `frame` what the rows of `admitted` start with, and `masks`, by row, of rows that go on."""
-    rows_of_masks, all_masks = list(masks), list(masks.values())
-    biases, counts, asked = [], [], []
-    for request in admitted:
-        if request.mask is not None:
-            rows_of_masks.append(request.row)
-            all_masks.append(request.mask)
-        if (adjustments := request.adjustments) is None:
-            continue
-        biases.append(_with_row(adjustments.biases, request.row))
-        asked.append(_with_row(adjustments.asked, request.row))
-        if adjustments.counts_answer:
-            counts.append(_counts(request, adjustments.counts_prompt))
-    if all_masks:
-        frame.mask_rows, frame.masks = np.array(rows_of_masks, np.int32), np.stack(all_masks)
-    if biases:
-        frame.biases, frame.asked = np.concatenate(biases), np.concatenate(asked)
-    if counts:
-        frame.counts = np.concatenate(counts)
-
-
 def _bans(sampling: SamplingParams, num_prompt_tokens: int, limits: SchedulerLimits) -> dict[int, int]:
     """Token ids that must not be sampled -> the first position at which they may be."""
     bans: dict[int, int] = {}
@@ -160,23 +132,3 @@ def _mask_of(ids: Sequence[int], vocab_size: int) -> UInt32Array:
     bits = np.zeros(32 * mask_words(vocab_size), np.uint8)
     bits[np.array(ids, np.int64)] = 1
     return np.packbits(bits, bitorder="little").view(np.uint32)
-
-
-def _with_row(records: npt.NDArray[np.void], row: int) -> npt.NDArray[np.void]:
-    records = records.copy()
-    records["row"] = row
-    return records
-
-
-def _counts(request: Request, counts_prompt: bool) -> npt.NDArray[np.void]:
-    """COUNT_DTYPE records of a request's tokens."""
-    tokens: Int32Array = request.tokens
-    if not counts_prompt:
-        tokens = tokens[request.num_prompt_tokens :]
-    ids, places = np.unique(tokens, return_inverse=True)
-    counts = np.zeros(len(ids), COUNT_DTYPE)
-    counts["row"], counts["token_id"] = request.row, ids
-    num_prompt = request.num_prompt_tokens if counts_prompt else 0
-    counts["in_prompt"][places[:num_prompt]] = 1
-    counts["num_generated"] = np.bincount(places[num_prompt:], minlength=len(ids))
-    return counts

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from cluster.messages import Finished, FinishReason, GenerateRequest, StepOutput
-from cluster.scheduling.adjustments import add_adjustments
 from cluster.scheduling.chunks import PrefillPlan
 from cluster.scheduling.deadlines import Deadlines
+from cluster.scheduling.frame_sections import add_adjustments
 from cluster.scheduling.guide import Guide
 from cluster.scheduling.guided_rows import GuidedRows
 from cluster.scheduling.limits import SchedulerLimits, SchedulerStats

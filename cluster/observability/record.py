@@ -1,0 +1,76 @@
+"""What is told of a replica and of each request it has ended: the subjects of metrics, spans and log lines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cluster.http.context import RequestContext
+from cluster.messages import FinishReason, Prefilled, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """What every metric of a replica is labelled with."""
+
+    model_name: str = ""
+    application: str = ""
+    deployment: str = ""
+    replica: str = ""
+
+    def labels(self) -> dict[str, str]:
+        """By name, in a fixed order."""
+        return {
+            "model_name": self.model_name,
+            "application": self.application,
+            "deployment": self.deployment,
+            "replica": self.replica,
+        }
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestRecord:
+    """One request that has ended, of any route. Times are `time.monotonic()`."""
+
+    id: str
+    """The answer's id."""
+    context: RequestContext
+    first_token_s: float | None
+    """None: it got none."""
+    ended_s: float
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_generated: list[int]
+    """Tokens of each sequence."""
+    finish_reasons: list[FinishReason]
+    """Of each sequence."""
+    sampling: SamplingParams
+    """Of the first sequence."""
+    chat: bool = False
+    """Through the chat template."""
+    prefilled: Prefilled | None = None
+    """What the scheduler said of the first sequence."""
+    error: str | None = None
+    """The kind of error that ended it."""
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """Of all sequences."""
+        return sum(self.num_generated)
+
+    @property
+    def ttft_s(self) -> float | None:
+        """From arrival to the first token."""
+        return None if self.first_token_s is None else self.first_token_s - self.context.arrived_s
+
+    @property
+    def e2e_s(self) -> float:
+        """From arrival to end."""
+        return self.ended_s - self.context.arrived_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per token after the first, in the longest sequence; None of an answer of one token."""
+        longest = max(self.num_generated, default=0)
+        if self.first_token_s is None or longest < 2:
+            return None
+        return (self.ended_s - self.first_token_s) / (longest - 1)
