@@ -32,9 +32,9 @@ class Arrivals:
         return request
 
     def admit(self) -> Request:
-        request = self.queue.take()
+        request = self.queue.first()
         assert request is not None
-        self.queue.admit(request)
+        self.queue.pop(request)
         self.queue.check_integrity()
         return request
 
@@ -47,7 +47,7 @@ def test_a_lower_priority_goes_first_and_equal_ones_in_order_of_arrival() -> Non
     for priority in (5, 0, -3, 0, 5, 2**62):
         arrivals.push(priority=priority)
     assert [request.id for request in arrivals.admit_all()] == [3, 2, 4, 1, 5, 6]
-    assert arrivals.queue.take() is None
+    assert arrivals.queue.first() is None
 
 
 def test_clients_take_turns_whoever_has_more_waiting() -> None:
@@ -116,7 +116,8 @@ def test_what_is_put_back_keeps_its_place_and_costs_nothing() -> None:
         ids = []
         while len(arrivals.queue):
             for _ in range(looks):
-                arrivals.queue.take()
+                if (request := arrivals.queue.first()) is not None:
+                    arrivals.queue.set_aside(request)
             arrivals.queue.put_back()
             arrivals.queue.check_integrity()
             ids.append(arrivals.admit().id)
@@ -146,14 +147,43 @@ def test_what_is_remembered_of_clients_is_bounded() -> None:
             GenerateRequest(id=2 + index, prompt=bytes(4), sampling=SAMPLING, client=str(index)), LIMITS
         )
         arrivals.queue.push(request)
-        taken = arrivals.queue.take()
-        assert taken is not None
-        arrivals.queue.admit(taken)
+        first = arrivals.queue.first()
+        assert first is not None
+        arrivals.queue.pop(first)
     [level] = arrivals.queue._levels.values()
     assert len(level._clients) < 5000
     assert len(level._heap) < 10_100
     arrivals.admit_all()
-    assert not arrivals.queue._levels
+    for priority in range(1000):
+        arrivals.push(priority=priority)
+        arrivals.admit()
+    assert len(arrivals.queue._levels) <= 64
+
+
+def test_being_passed_over_for_long_costs_no_memory() -> None:
+    arrivals = Arrivals()
+    for client in "aab":
+        arrivals.push(client)
+    for _ in range(5000):
+        for _ in range(2):
+            first = arrivals.queue.first()
+            assert first is not None
+            arrivals.queue.set_aside(first)
+        arrivals.queue.put_back()
+    [level] = arrivals.queue._levels.values()
+    assert len(level._heap) < 100
+    assert [request.client for request in arrivals.admit_all()] == ["a", "b", "a"]
+
+
+def test_what_was_served_is_forgotten_once_nothing_waits() -> None:
+    arrivals = Arrivals()
+    for _ in range(10):
+        arrivals.push("heavy", num_tokens=1000)
+    arrivals.push("light")
+    arrivals.admit_all()
+    for client in ("heavy", "light", "heavy", "light"):
+        arrivals.push(client)
+    assert [request.client for request in arrivals.admit_all()] == ["heavy", "light", "heavy", "light"]
 
 
 def test_any_sequence_of_operations_loses_no_request_and_repeats_none() -> None:
@@ -179,10 +209,12 @@ def test_any_sequence_of_operations_loses_no_request_and_repeats_none() -> None:
                 arrivals.queue.charge(admitted.pop(), rng.randrange(100))
             elif waiting:
                 for _ in range(rng.randrange(1, 6)):
-                    taken = arrivals.queue.take()
-                    if taken is not None and rng.random() < 0.5:
-                        arrivals.queue.admit(waiting.pop(taken.id))
-                        admitted.append(taken)
+                    first = arrivals.queue.first()
+                    if first is not None and rng.random() < 0.5:
+                        arrivals.queue.pop(waiting.pop(first.id))
+                        admitted.append(first)
+                    elif first is not None:
+                        arrivals.queue.set_aside(first)
                 arrivals.queue.put_back()
             assert arrivals.queue.check_integrity() == set(waiting)
             assert arrivals.queue.num_tokens == sum(len(request.tokens) for request in waiting.values())

@@ -72,5 +72,5 @@ class PageAllocator:
         assert np.array_equal(free, expected), "free stack and page owners disagree"
 
     def _check_owned(self, pages: Int32Array) -> None:
-        if len(pages) and int((self._owners[pages] == FREE).any()):
+        if np.count_nonzero(self._owners[pages]) != len(pages):  # FREE is 0
             raise EngineError(f"pages {pages[self._owners[pages] == FREE].tolist()} are free already")

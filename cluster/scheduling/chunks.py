@@ -19,6 +19,13 @@ from cluster.scheduling.row_pages import Prefix, RowPages
 from cluster.scheduling.row_table import RowTable
 from worker.protocol import PARAMS_DTYPE, SCORE_DTYPE, Int32Array, RowFlag, StepFrame
 
+# Plain integers: operations of enumerations take a microsecond each.
+_CHUNK = int(RowFlag.HAS_TOKENS)
+_LAST_CHUNK = int(RowFlag.HAS_TOKENS | RowFlag.SAMPLE)
+
+PageKey = tuple[Node, bytes]
+"""An end of the cached prefixes, and the tokens of the page after it."""
+
 
 class PromptScore(NamedTuple):
     """Prompt tokens whose log probability a step finds."""
@@ -51,7 +58,7 @@ class PrefillPlan:
     scores: list[PromptScore] = field(default_factory=list)
     num_targets: int = 0
     """Prompt tokens of `scores`."""
-    computing: dict[tuple[Node, bytes], int] = field(default_factory=dict)
+    computing: dict[PageKey, int] = field(default_factory=dict)
     """Index into `rows` of the chunk that begins at this end of the cached prefixes with this page."""
 
 
@@ -76,10 +83,11 @@ class PrefillChunks:
         """Pages that these rows still lack."""
         return sum(self.num_pages_missing(row) for row in self._prefilling)
 
-    def begin(self, row: int, plan: PrefillPlan) -> None:
-        """Adds the first chunk of a row that was just admitted; it has enough pages."""
+    def begin(self, row: int, key: PageKey | None, plan: PrefillPlan) -> None:
+        """Adds the first chunk of a row that was just admitted, which begins with the page of `key`; there are enough
+        pages for it."""
         self._prefilling.append(row)
-        has_chunk = self._add_chunk(row, plan)
+        has_chunk = self._add_chunk(row, key, plan)
         assert has_chunk, "a request was admitted without pages for its first chunk"
 
     def forget(self, row: int) -> None:
@@ -93,12 +101,15 @@ class PrefillChunks:
             return
         # Others may have computed what comes next since the last chunk.
         prefix = self.find_prefix(row, plan)
-        if self.is_computed_by_another(row, prefix, plan):
+        key = self.next_page_key(row, prefix)
+        if self.is_computed_by_another(row, prefix, key, plan):
             return
         if self.num_pages_missing(row) <= self._pages.num_available:
             # Only then it is sure that the chunk gets its pages, and that the deltas of the prefix are sent.
             self.adopt_prefix(row, prefix, plan)
-        self._add_chunk(row, plan)
+        elif len(prefix.pages):
+            key = self.next_page_key(row, self._pages.no_prefix(row))
+        self._add_chunk(row, key, plan)
 
     def may_score(self, request: Request, plan: PrefillPlan) -> bool:
         """Whether the step finds another log probability, if the request needs one to go on."""
@@ -127,12 +138,16 @@ class PrefillChunks:
             plan.deltas.append(deltas)
             plan.num_prefix_deltas += len(deltas)
 
-    def is_computed_by_another(self, row: int, prefix: Prefix, plan: PrefillPlan) -> bool:
+    def next_page_key(self, row: int, prefix: Prefix) -> PageKey | None:
+        """What a chunk after `prefix` begins with, by which others can tell that they begin alike; None if none can."""
+        table, page_size = self._rows, self._limits.page_size
+        start = int(table.num_computed[row]) + len(prefix.pages) * page_size
+        tokens = table.tokens[row, start : min(start + page_size, int(table.num_prefill[row]))]
+        return self._pages.next_page_key(row, prefix, tokens)
+
+    def is_computed_by_another(self, row: int, prefix: Prefix, key: PageKey | None, plan: PrefillPlan) -> bool:
         """A chunk of the plan computes whole pages that hold at least half of what the row would compute now."""
-        if self._rows.request(row).is_scored:
-            return False
-        key = self._next_page_key(row, prefix)
-        if key is None or (index := plan.computing.get(key)) is None:
+        if key is None or (index := plan.computing.get(key)) is None or self._rows.request(row).is_scored:
             return False
         table, page_size = self._rows, self._limits.page_size
         start = int(table.num_computed[row]) + len(prefix.pages) * page_size
@@ -161,9 +176,9 @@ class PrefillChunks:
             table.num_computed[row] = end
             if end == table.num_prefill[row]:
                 ending.append(row)
-                flags.append(RowFlag.HAS_TOKENS | RowFlag.SAMPLE)
+                flags.append(_LAST_CHUNK)
             else:
-                flags.append(RowFlag.HAS_TOKENS)
+                flags.append(_CHUNK)
             # Pages that are cached already would be kept twice while the prompt is scored, which reads no cache.
             if not table.request(row).is_scored:
                 self._pages.publish(row, table.tokens[row], end)
@@ -190,11 +205,10 @@ class PrefillChunks:
         prefilling = np.flatnonzero(table.live & (table.num_computed < table.num_prefill))
         assert sorted(self._prefilling) == prefilling.tolist(), "the list of prefills is wrong"
 
-    def _add_chunk(self, row: int, plan: PrefillPlan) -> bool:
+    def _add_chunk(self, row: int, key: PageKey | None, plan: PrefillPlan) -> bool:
         """Takes pages for the row's next chunk and adds it to the plan; False if there are too few."""
         start = int(self._rows.num_computed[row])
         length = self._chunk_length(row, start, plan)
-        key = self._next_page_key(row, self._pages.no_prefix(row))
         deltas = self._pages.grow(row, start + length)
         if deltas is None:
             return False
@@ -206,15 +220,15 @@ class PrefillChunks:
         plan.starts.append(start)
         plan.lens.append(length)
         plan.budget -= length
-        self._add_score(row, start, length, plan)
+        if (request := self._rows.request(row)).is_scored:
+            self._add_score(request, start, length, plan)
         return True
 
-    def _add_score(self, row: int, start: int, length: int, plan: PrefillPlan) -> None:
-        request = self._rows.request(row)
+    def _add_score(self, request: Request, start: int, length: int, plan: PrefillPlan) -> None:
         first = max(start + 1, request.next_target)
         num = min(start + length + 1, request.num_prompt_tokens) - first
         if num > 0:
-            plan.scores.append(PromptScore(row, first, num, request.sampling.prompt_logprobs))
+            plan.scores.append(PromptScore(request.row, first, num, request.sampling.prompt_logprobs))
             plan.num_targets += num
 
     def _chunk_length(self, row: int, start: int, plan: PrefillPlan) -> int:
@@ -229,12 +243,6 @@ class PrefillChunks:
         if start + length < end and last_boundary > start:
             return last_boundary - start  # Whole pages can be shared, partial ones cannot.
         return length
-
-    def _next_page_key(self, row: int, prefix: Prefix) -> tuple[Node, bytes] | None:
-        table, page_size = self._rows, self._limits.page_size
-        start = int(table.num_computed[row]) + len(prefix.pages) * page_size
-        tokens = table.tokens[row, start : min(start + page_size, int(table.num_prefill[row]))]
-        return self._pages.next_page_key(row, prefix, tokens)
 
 
 def _params(requests: list[Request]) -> npt.NDArray[np.void]:

@@ -40,6 +40,7 @@ class PrefillQueue:
 
     def __init__(self, limits: SchedulerLimits, rows: RowTable, pages: RowPages) -> None:
         self._limits = limits
+        self._max_num_running = limits.max_num_running
         self._rows = rows
         self._pages = pages
         self._waiting = FairQueue()
@@ -131,13 +132,14 @@ class PrefillQueue:
         """Admits waiting requests in turn; with `longest` only whole prompts, as long as they have so many tokens in
         all. Those that cannot be admitted now keep their place.
         """
-        if self._is_blocked:
+        waiting = self._waiting
+        if self._is_blocked or not waiting:
             return
         budget = plan.budget if longest is None else longest
         lacking: list[Request] = []
         num_waits = 0
         while min(budget, plan.budget) > 0 and self._has_room(plan):
-            request = self._waiting.take() if len(lacking) + num_waits <= _LOOKAHEAD else None
+            request = waiting.first() if len(lacking) + num_waits <= _LOOKAHEAD else None
             if request is None:
                 self._is_blocked = bool(lacking) and not num_waits
                 break
@@ -146,27 +148,24 @@ class PrefillQueue:
             before = plan.budget
             outcome = self._try_admit(request, plan)
             if outcome is _Outcome.ADMITTED:
-                self._waiting.admit(request)
+                waiting.pop(request)
                 budget -= before - plan.budget
                 for other in lacking:
                     other.num_overtaken += 1
-            elif outcome is _Outcome.LACKS_PAGES:
-                lacking.append(request)
-                if request.num_overtaken >= _MAX_OVERTAKEN:
-                    self._is_blocked = not num_waits
-                    break
-            else:
+                continue
+            waiting.set_aside(request)
+            if outcome is _Outcome.WAITS:
                 num_waits += 1
-        self._waiting.put_back()
+                continue
+            lacking.append(request)
+            if request.num_overtaken >= _MAX_OVERTAKEN:
+                self._is_blocked = not num_waits
+                break
+        waiting.put_back()
 
     def _has_room(self, plan: PrefillPlan) -> bool:
         """Whether one more request may be admitted, pages aside."""
-        table = self._rows
-        return (
-            table.num_free > 0
-            and table.num_taken < self._limits.max_num_running
-            and plan.num_prefix_deltas < MAX_PREFIX_DELTAS
-        )
+        return self._rows.num_taken < self._max_num_running and plan.num_prefix_deltas < MAX_PREFIX_DELTAS
 
     def _try_admit(self, request: Request, plan: PrefillPlan) -> _Outcome:
         """Gives a request a row and its first chunk, or leaves everything as it was."""
@@ -182,7 +181,8 @@ class PrefillQueue:
         request.num_cached_tokens = 0
         num_deltas, num_prefix_deltas = len(plan.deltas), plan.num_prefix_deltas
         prefix = chunks.find_prefix(row, plan)
-        if chunks.is_computed_by_another(row, prefix, plan):
+        key = chunks.next_page_key(row, prefix)
+        if chunks.is_computed_by_another(row, prefix, key, plan):
             self._give_back(row)
             return _Outcome.WAITS
         chunks.adopt_prefix(row, prefix, plan)
@@ -199,7 +199,7 @@ class PrefillQueue:
             request.admission_s = plan.now
         plan.admitted.append(request)
         plan.num_adjustment_bytes += request.num_adjustment_bytes
-        chunks.begin(row, plan)
+        chunks.begin(row, key, plan)
         return _Outcome.ADMITTED
 
     def _give_back(self, row: int) -> None:

@@ -204,7 +204,7 @@ class Scheduler:
         table.in_flight[launched.rows] -= 1
         rows, positions, tokens, is_last = launched.sampled, launched.positions, result.tokens, launched.is_last
         live = table.live[rows]
-        if not live.all():
+        if np.count_nonzero(live) != len(live):
             # Ended since the launch: their tokens were computed in vain.
             rows, positions, tokens, is_last = rows[live], positions[live], tokens[live], is_last[live]
         table.tokens[rows, positions] = tokens
