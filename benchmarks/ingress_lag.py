@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
@@ -31,6 +32,7 @@ import msgspec
 import numpy as np
 import psutil
 import uvicorn
+import uvloop
 
 from benchmarks.report import circumstances
 from cluster.engine_client import EngineClient, pack_frame, read_frame
@@ -86,9 +88,10 @@ def run_coordinator(path: str, token: int, num_streams: int, num_steps: int, ste
 async def connected_model(path: str, tokenizer: str, num_steps: int) -> ServedModel:
     """A model whose engine is the scripted coordinator."""
     engine = await EngineClient.connect(path)
-    return ServedModel(
-        engine, Tokenizer.load(Path(tokenizer)), model_name=MODEL, max_model_len=num_steps + 256, server=ServerConfig()
-    )
+    loaded = Tokenizer.load(Path(tokenizer))
+    gc.collect()
+    gc.freeze()  # as the Engine replica does
+    return ServedModel(engine, loaded, model_name=MODEL, max_model_len=num_steps + 256, server=ServerConfig())
 
 
 def run_replica(path: str, tokenizer: str, num_steps: int, port: int) -> None:
@@ -100,7 +103,7 @@ def run_replica(path: str, tokenizer: str, num_steps: int, port: int) -> None:
         await uvicorn.Server(config).serve()
 
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(serve())
+        uvloop.run(serve())  # as in Ray's processes
 
 
 class _Stream(asyncio.Protocol):
@@ -115,8 +118,7 @@ class _Stream(asyncio.Protocol):
         self._num_tokens = num_tokens
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        transport.write(self._request)
+        transport.write(self._request)  # type: ignore[attr-defined]  # uvloop's is no asyncio.WriteTransport
 
     def data_received(self, data: bytes) -> None:
         now = time.monotonic()
@@ -159,7 +161,7 @@ async def follow(host: str, port: int, num_streams: int, num_tokens: int) -> tup
 
 
 def run_clients(host: str, port: int, num_streams: int, num_tokens: int, out: Connection) -> None:
-    out.send(asyncio.run(follow(host, port, num_streams, num_tokens)))
+    out.send(uvloop.run(follow(host, port, num_streams, num_tokens)))
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import logging
 import os
 from collections.abc import Mapping
@@ -72,6 +73,9 @@ class Engine:
         self._model: ServedModel = await self._engine.open_model()
         await self._model.grammars.start()
         self._watching = asyncio.create_task(self._stop_watch.run())
+        # What the start made stays; collections that walk over it would hold up every stream.
+        gc.collect()
+        gc.freeze()
 
     def __serve_build_asgi_app__(self) -> Guard:
         # Built here and not at import: an app object that holds the engine cannot be pickled.

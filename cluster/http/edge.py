@@ -9,6 +9,7 @@ cuts its streams.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import time
 from collections import deque
@@ -23,13 +24,15 @@ from cluster.http.connection import SCOPE_KEY, LimitedConnection
 from cluster.http.endpoint import PAUSE, RESUME
 from cluster.http.errors import error_event, send_error
 from cluster.http.guard import is_request_id
+from cluster.http.lane import HEADER, LaneHub, LaneStream
 from configs.errors import OverloadedError, RequestError
 
 CALLBACK = "cluster.http.edge:middlewares"
 """Value of RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH."""
 # By these a client could have its request go on after it left, or fill the proxy's table of models.
-_SERVE_HEADERS = re.compile(rb"x-request-disconnect-disabled|serve[_-]multiplexed[_-]model[_-]id")
+_INNER_HEADERS = re.compile(rb"x-request-disconnect-disabled|serve[_-]multiplexed[_-]model[_-]id|" + HEADER)
 _RECENTLY_S = 600.0
+_LANE_END_S = 10.0
 _STATUS = {
     404: RequestError("There is no such route.", code="not_found", status=404),
     408: RequestError("The request took too long.", code="request_timeout", status=408),
@@ -51,6 +54,7 @@ class Edge:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
+        self._hub = LaneHub()
         self._answered: dict[str, float] = {}  # by route prefix: when a replica last answered there
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -59,14 +63,28 @@ class Edge:
             await self._app(scope, receive, send)
             return
         scope["headers"] = _clean(scope["headers"])
-        inbox, outbox = _Inbox(receive), _Outbox(send)
-        if connection is not None:
-            connection.on_full = inbox.tell_full
+        inbox = _Inbox(receive)
+        if connection is None:
+            await self._serve(scope, inbox, _Outbox(send, None))
+            return
+        await self._hub.open()
+        stream = LaneStream(connection)
+        stream_id, name = self._hub.add(stream)
+        scope["headers"].append((HEADER, name))
+
+        def tell_full(full: bool) -> None:
+            if not stream.tell_full(stream_id, full):
+                inbox.tell_full(full)
+
+        connection.on_full = tell_full
         try:
-            await self._app(scope, inbox.receive, outbox.send)
+            await self._serve(scope, inbox, _Outbox(send, stream))
         finally:
-            if connection is not None:
-                connection.on_full = None
+            connection.on_full = None
+            self._hub.remove(stream_id)
+
+    async def _serve(self, scope: Scope, inbox: _Inbox, outbox: _Outbox) -> None:
+        await self._app(scope, inbox.receive, outbox.send)
         if outbox.is_replicas:
             self._answered[scope.get("root_path", "")] = time.monotonic()
         elif outbox.status == 404 and self._was_served(scope["path"]):
@@ -89,7 +107,7 @@ def _clean(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     return [
         (name, value)
         for name, value in headers
-        if not _SERVE_HEADERS.fullmatch(name) and (keep_id or name != b"x-request-id")
+        if not _INNER_HEADERS.fullmatch(name) and (keep_id or name != b"x-request-id")
     ]
 
 
@@ -132,11 +150,13 @@ async def _awaited(receive: Receive) -> Message:
 class _Outbox:
     """`send` of one request: what Ray Serve says itself gets our shape, and a stream never ends without a word."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, stream: LaneStream | None) -> None:
         self.status: int | None = None
         self.error: RequestError | None = None
         """What is told in place of Serve's own words, once they are all there."""
         self._send = send
+        self._stream = stream  # a lane that may carry the body
+        self._on_lane = False
         self._headers: dict[str, str] = {}
         self._streaming = False
         self._done = False
@@ -154,10 +174,26 @@ class _Outbox:
                 self._headers = _other_headers(message)
             content_type = dict(message["headers"]).get(b"content-type", b"")
             self._streaming = content_type.startswith(b"text/event-stream")
+            self._on_lane = self._stream is not None and any(name == HEADER for name, _ in message["headers"])
+            message = {**message, "headers": [it for it in message["headers"] if it[0] != HEADER]}
         if self.error is not None:
             return
-        self._done = message["type"] == "http.response.body" and not message.get("more_body", False)
+        last = message["type"] == "http.response.body" and not message.get("more_body", False)
+        if self._on_lane and last and not await self._lane_ended():
+            return
+        self._done = last
         await self._send(message)
+        if self._on_lane and message["type"] == "http.response.start":
+            assert self._stream is not None, "the body of a response without a lane's stream is on none"
+            self._stream.start()
+
+    async def _lane_ended(self) -> bool:
+        """Whether all of the body has come; the end that Serve brings may overtake the lane's last parts."""
+        assert self._stream is not None, "the body of a response without a lane's stream is on none"
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LANE_END_S):
+                await self._stream.ended.wait()
+        return self._stream.ended.is_set()
 
     async def complete(self) -> None:
         """To be called when the app has returned."""

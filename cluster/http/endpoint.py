@@ -8,11 +8,13 @@ from contextlib import aclosing
 
 from starlette.types import Receive, Scope, Send
 
-from cluster.http.active import ActiveRequest, ActiveRequests
+from cluster.http.active import ActiveRequests
 from cluster.http.answer import Answer
 from cluster.http.body import ClientDisconnect, read_body
 from cluster.http.context import RequestContext, request_context, with_url
-from cluster.http.errors import as_request_error, error_event, response_start, send_json
+from cluster.http.delivery import Delivery
+from cluster.http.errors import as_request_error
+from cluster.http.lane import Lanes
 from configs.errors import RequestError
 from configs.schema import ServerConfig
 
@@ -38,6 +40,7 @@ class Endpoint:
         handle: Handler,
         server: ServerConfig,
         active: ActiveRequests,
+        lanes: Lanes,
         engine_is_there: Callable[[], bool],
         on_stream_error: Callable[[RequestError], None] | None = None,
     ) -> None:
@@ -45,6 +48,7 @@ class Endpoint:
         self._handle = handle
         self._server = server
         self._active = active
+        self._lanes = lanes
         self._engine_is_there = engine_is_there
         self._on_stream_error = on_stream_error
 
@@ -55,7 +59,7 @@ class Endpoint:
             body = await read_body(scope, receive, self._server)
         except ClientDisconnect:
             return
-        delivery = _Delivery(send)
+        delivery = Delivery(send, scope["headers"], self._lanes)
         answering = asyncio.create_task(self._answer(body, context, delivery))
         with self._active.track(context, answering) as request:
             delivery.request = request
@@ -67,10 +71,11 @@ class Endpoint:
                 for task in (answering, watching):
                     task.cancel()
                 await asyncio.gather(answering, watching, return_exceptions=True)
+                delivery.close()
         if not answering.cancelled():
             answering.result()
 
-    async def _answer(self, body: bytes, context: RequestContext, delivery: _Delivery) -> None:
+    async def _answer(self, body: bytes, context: RequestContext, delivery: Delivery) -> None:
         try:
             answer = await self._handle(body, context)
             async with aclosing(answer.chunks) as chunks:
@@ -88,7 +93,7 @@ class Endpoint:
         except Exception as error:  # noqa: BLE001 -- the last place that can still tell the client of a stream
             await self._fail(error, context, delivery)
 
-    async def _fail(self, error: Exception, context: RequestContext, delivery: _Delivery) -> None:
+    async def _fail(self, error: Exception, context: RequestContext, delivery: Delivery) -> None:
         failure = as_request_error(error, context.request_id, engine_is_there=self._engine_is_there())
         if not delivery.begun:
             raise failure
@@ -97,53 +102,8 @@ class Endpoint:
         await delivery.fail(failure)
 
 
-class _Delivery:
-    """What is sent to one client, no faster than it reads."""
-
-    def __init__(self, send: Send) -> None:
-        self.begun = False
-        self.request: ActiveRequest | None = None
-        self._failure: Callable[[RequestError], bytes] = error_event
-        self._send = send
-        self._writable = asyncio.Event()
-        self._writable.set()
-        self._now = asyncio.get_running_loop().time
-
-    def pause(self) -> None:
-        self._writable.clear()
-
-    def resume(self) -> None:
-        self._writable.set()
-
-    async def stream(self, chunk: bytes, answer: Answer) -> None:
-        if not self.begun:
-            self.begun = True
-            self._failure = answer.failure
-            headers = {"cache-control": "no-cache", **answer.headers}
-            await self._send(response_start(200, "text/event-stream; charset=utf-8", headers))
-        request = self.request
-        assert request is not None, "a request is tracked before its answer begins"
-        request.stuck_since = self._now()
-        if not self._writable.is_set():
-            await self._writable.wait()
-        await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
-        request.stuck_since = None
-
-    async def whole(self, chunk: bytes, answer: Answer) -> None:
-        self.begun = True
-        await send_json(self._send, 200, chunk, answer.headers)
-
-    async def fail(self, error: RequestError) -> None:
-        await self.end(self._failure(error))
-
-    async def end(self, last: bytes = b"") -> None:
-        await self._send({"type": "http.response.body", "body": last, "more_body": False})
-
-
-async def _watch(receive: Receive, delivery: _Delivery) -> None:
+async def _watch(receive: Receive, delivery: Delivery) -> None:
     """Returns once the client is gone."""
     while (kind := (await receive())["type"]) != "http.disconnect":
-        if kind == PAUSE:
-            delivery.pause()
-        elif kind == RESUME:
-            delivery.resume()
+        if kind in (PAUSE, RESUME):
+            delivery.tell_full(kind == PAUSE)
