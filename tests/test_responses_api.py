@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,12 +15,13 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from cluster.http.active import ActiveRequests
+from cluster.http.keys import KeyRing
 from cluster.openai.ingress import create_app
 from cluster.openai.responses.builder import ResponseBuilder
 from cluster.openai.responses.objects import Reasoning
 from cluster.openai.responses.objects import Response as OwnResponse
-from cluster.openai.responses.request import chat_messages, input_items
 from cluster.openai.responses.store import ResponseStore, StoredResponse, StoreLimits
+from cluster.openai.responses.to_chat import chat_messages, input_items
 from cluster.openai.wire import PromptTokensDetails, Usage
 from configs.errors import OverloadedError, RequestError
 from tests.scripted_engine import MODEL, REPLY, Run, Stack, error_of, served
@@ -205,6 +208,43 @@ def test_items_of_one_turn_become_one_message() -> None:
     assert [call["id"] for call in turn["tool_calls"]] == ["a", "b"]
     assert turn["content"] == [{"type": "text", "text": "I look."}]
     assert messages[4] == {"role": "tool", "tool_call_id": "b", "content": [{"type": "text", "text": "rain"}]}
+
+
+def test_what_a_response_gave_out_can_be_given_back_as_input() -> None:
+    builder = ResponseBuilder(own_response())
+    builder.begin()
+    builder.think("Hm.")
+    builder.say("I look.")
+    builder.call("call_1", "weather")
+    builder.argue("{}")
+    builder.finish(USAGE, cut=False)
+    output = Response.model_validate_json(builder.encoded()).to_dict()["output"]
+    assert isinstance(output, list)
+    given = [{"role": "user", "content": "Weather?"}, *output]
+    given.append({"type": "function_call_output", "call_id": "call_1", "output": "sunny"})
+    [_, turn, result] = chat_messages(input_items(given), None)
+    assert (turn["reasoning_content"], turn["tool_calls"][0]["id"]) == ("Hm.", "call_1")
+    assert result["role"] == "tool"
+
+
+def test_no_client_gets_at_anothers_response(run: Run, tmp_path: Path) -> None:
+    lines = [f"{name}:{hashlib.sha256(name.encode()).hexdigest()}" for name in ("alice", "bob")]
+    (tmp_path / "keys").write_text("\n".join(lines))
+
+    async def scenario(stack: Stack) -> None:
+        app = create_app(stack.model, keys=KeyRing(tmp_path / "keys"))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
+            alice, bob = ({"x-api-key": name} for name in ("alice", "bob"))
+            body = {"model": MODEL, "input": "hi"}
+            made = (await http.post("/v1/responses", json=body, headers=alice)).json()
+            path = f"/v1/responses/{made['id']}"
+            for method, tail in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")):
+                error_of(await http.request(method, path + tail, headers=bob), 404, "response_not_found")
+            follow = await http.post("/v1/responses", json={**body, "previous_response_id": made["id"]}, headers=bob)
+            error_of(follow, 404, "previous_response_not_found")
+            assert (await http.get(path, headers=alice)).json() == made
+
+    run(scenario)
 
 
 # --- Bad requests -----------------------------------------------------------------------------------------------------

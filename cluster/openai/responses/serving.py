@@ -28,16 +28,9 @@ from cluster.openai.protocol import ChatRequest
 from cluster.openai.responses.builder import ResponseBuilder
 from cluster.openai.responses.event_log import EventLog
 from cluster.openai.responses.objects import DeletedResponse, ItemList, Reasoning, Response
-from cluster.openai.responses.request import (
-    FIELDS,
-    ResponsesRequest,
-    chat_fields,
-    chat_messages,
-    check_options,
-    in_own_words,
-    input_items,
-)
+from cluster.openai.responses.request import FIELDS, ResponsesRequest, check_options
 from cluster.openai.responses.store import ResponseStore, StoredResponse
+from cluster.openai.responses.to_chat import chat_fields, chat_messages, in_own_words, input_items
 from cluster.openai.served_model import ServedModel
 from cluster.openai.serving import chat_job
 from cluster.openai.tools.events import Content, tell
