@@ -188,6 +188,8 @@ BAD: list[tuple[dict[str, Any], int, str, str]] = [
     ),
     ({"stop_sequences": [""]}, 400, "invalid_request_error", "stop_sequences[0]"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400, "invalid_request_error", "tools[0].type"),
+    ({"stop_token_ids": [10**8]}, 400, "invalid_request_error", "stop_token_ids[0]"),
+    ({"tools": [{"name": "a b", "input_schema": {}}]}, 400, "invalid_request_error", "tools[0].name"),
     ({"tool_choice": {"type": "tool"}}, 400, "invalid_request_error", "tool_choice.name"),
     ({"model": "claude"}, 404, "not_found_error", "claude"),
     ({"max_tokens": 4096}, 400, "invalid_request_error", "maximum context length"),

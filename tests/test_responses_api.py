@@ -274,6 +274,14 @@ BAD: list[tuple[dict[str, Any], int, str, str | None]] = [
     ({"metadata": {"k": "v" * 513}}, 400, "invalid_value", "metadata"),
     ({"truncation": "auto"}, 400, "invalid_value", "truncation"),
     ({"stream_options": {}}, 400, "invalid_value", "stream_options"),
+    ({"stop_token_ids": [10**8]}, 400, "invalid_value", "stop_token_ids[0]"),
+    ({"tools": [{"type": "function", "name": "a b"}]}, 400, "invalid_value", "tools[0].name"),
+    (
+        {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": 7}}}},
+        400,
+        "invalid_json_schema",
+        "text.format.schema",
+    ),
 ]
 
 

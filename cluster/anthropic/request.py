@@ -9,7 +9,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
 from cluster.openai.body import validated
-from cluster.openai.fields import FieldPolicy, neutral
+from cluster.openai.fields import FieldPolicy, neutral, renamed
 from cluster.openai.protocol import UNSUPPORTED, SamplingFields
 from cluster.openai.schema import Documented
 from configs.errors import RequestError
@@ -51,7 +51,7 @@ class ToolUseParam(_Part):
 
     type: Literal["tool_use"]
     id: str
-    name: str
+    name: str = Field(min_length=1)
     input: dict[str, Any]
 
 
@@ -298,18 +298,21 @@ def _tool_message(result: ToolResultParam, path: str) -> dict[str, Any]:
     return {"role": "tool", "tool_call_id": result.tool_use_id, "content": content or ""}
 
 
+_NAMES = (
+    ("max_completion_tokens", "max_tokens"),
+    ("stop", "stop_sequences"),
+    (r"response_format\.json_schema", "output_config.format"),
+    ("response_format", "output_config.format"),
+    ("reasoning_effort", "output_config.effort"),
+    (r"tools\[(\d+)\]\.function\.parameters", r"tools[\1].input_schema"),
+    (r"tools\[(\d+)\]\.function", r"tools[\1]"),
+    (r"tool_choice\.function", "tool_choice"),
+    # Messages do not correspond one to one; their number would mislead.
+    (r"messages\[\d+\]", "messages"),
+)
+"""What a chat calls it, and what this API calls it."""
+
+
 def in_own_words(error: RequestError) -> RequestError:
     """A chat's error with the names of this API's fields."""
-    for chat_name, name in (
-        ("max_completion_tokens", "max_tokens"),
-        ("stop", "stop_sequences"),
-        ("response_format.json_schema", "output_config.format"),
-        ("response_format", "output_config.format"),
-        ("reasoning_effort", "output_config.effort"),
-        ("messages", "messages"),
-    ):
-        if error.param is not None and error.param.startswith(chat_name):
-            # Messages do not correspond one to one; their number would mislead.
-            own = name if name == "messages" else name + error.param.removeprefix(chat_name)
-            return RequestError(str(error).replace(error.param, own), code=error.code, param=own, status=error.status)
-    return error
+    return renamed(error, _NAMES)

@@ -94,3 +94,18 @@ def ignored_header(names: Sequence[str]) -> dict[str, str]:
 def field_names(kind: type[BaseModel]) -> set[str]:
     """Names of the fields of `kind` as they come in."""
     return {field.alias or name for name, field in kind.model_fields.items()}
+
+
+def renamed(error: RequestError, names: Sequence[tuple[str, str]]) -> RequestError:
+    """`error` with the names of another API's fields.
+
+    Args:
+        names: for each a pattern that the path of the field at fault begins with, and what stands there instead; the
+            first that fits counts.
+    """
+    for pattern, name in names:
+        param, count = re.subn(rf"^(?:{pattern})(?=$|[.\[])", name, error.param or "")
+        if count:
+            message = str(error).replace(error.param or "", param)
+            return RequestError(message, code=error.code, param=param, status=error.status)
+    return error

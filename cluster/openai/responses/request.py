@@ -56,7 +56,7 @@ class FunctionCallItem(_Part):
 
     type: Literal["function_call"]
     call_id: str
-    name: str
+    name: str = Field(min_length=1)
     arguments: str
 
 

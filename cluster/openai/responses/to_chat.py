@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster.openai.body import validated
+from cluster.openai.fields import renamed
 from cluster.openai.protocol import SamplingFields
 from cluster.openai.responses.request import (
     ITEMS,
@@ -181,20 +182,17 @@ def _chat_tool_choice(choice: object) -> object:
 
 _NAMES = (
     ("max_completion_tokens", "max_output_tokens"),
-    ("response_format.json_schema", "text.format"),
+    (r"response_format\.json_schema", "text.format"),
     ("response_format", "text.format"),
     ("reasoning_effort", "reasoning.effort"),
-    ("messages", "input"),
+    (r"tools\[(\d+)\]\.function", r"tools[\1]"),
+    (r"tool_choice\.(?:function|allowed_tools)", "tool_choice"),
+    # Items and messages do not correspond one to one; their number would mislead.
+    (r"messages\[\d+\]|messages", "input"),
 )
 """What a chat calls it, and what this API calls it."""
 
 
 def in_own_words(error: RequestError) -> RequestError:
     """A chat's error with the names of this API's fields."""
-    param = error.param or ""
-    for chat_name, name in _NAMES:
-        if param.startswith(chat_name):
-            # Items and messages do not correspond one to one; their number would mislead.
-            own = name if name == "input" else name + param.removeprefix(chat_name)
-            return RequestError(str(error).replace(param, own), code=error.code, param=own, status=error.status)
-    return error
+    return renamed(error, _NAMES)
