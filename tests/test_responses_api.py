@@ -279,7 +279,7 @@ BAD: list[tuple[dict[str, Any], int, str, str | None]] = [
     (
         {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": 7}}}},
         400,
-        "invalid_json_schema",
+        "invalid_value",
         "text.format.schema",
     ),
 ]
