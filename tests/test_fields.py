@@ -61,3 +61,17 @@ def test_a_field_that_would_change_the_answer_is_refused_by_name(run: Run, path:
         assert f"{next(iter(field))} is not supported" in reply.json()["error"]["message"]
 
     run(scenario)
+
+
+@pytest.mark.parametrize("stream", [{}, {"stream": True}])
+@pytest.mark.parametrize("path", [*list(ROUTES)[:5], "/generate"])
+def test_every_answer_of_the_engine_says_where_its_time_went(run: Run, path: str, stream: dict[str, Any]) -> None:
+    async def scenario(stack: Stack) -> None:
+        if path == "/v1/score" and stream:
+            pytest.skip("scores are not streamed")
+        body = {"text": "hi"} if path == "/generate" else {"model": MODEL, **ROUTES[path]}
+        reply = await stack.http.post(path, json={**body, **stream})
+        assert reply.status_code == 200, reply.text
+        assert reply.headers["server-timing"].startswith("queue;dur=")
+
+    run(scenario)

@@ -13,7 +13,7 @@ from cluster.http.answer import Answer
 from cluster.http.context import RequestContext
 from cluster.messages import FinishReason
 from cluster.openai import protocol
-from cluster.openai.answer import json_answer
+from cluster.openai.answer import json_answer, timed
 from cluster.openai.body import decode_body, validated
 from cluster.openai.fields import ignored_header
 from cluster.openai.generation import Delta
@@ -46,13 +46,14 @@ class AnthropicServing:
         run = model.run(job)
         headers = {"request-id": context.request_id, **ignored_header(ignored)}
         if not request.stream:
-            return Answer(_whole(run, builder), streamed=False, headers=headers)
-        return Answer(
+            return timed(Answer(_whole(run, builder), streamed=False, headers=headers), run)
+        answer = Answer(
             _events(run, builder),
             streamed=True,
             headers=headers,
             failure=lambda error: sse(anthropic_error(error, context.request_id)),
         )
+        return timed(answer, run)
 
     async def count_tokens(self, body: bytes, context: RequestContext) -> Answer:
         """POST /v1/messages/count_tokens. Raises RequestError for a bad request."""

@@ -16,6 +16,7 @@ import msgspec
 from cluster.engine_client import PromptScores
 from cluster.http.answer import Answer
 from cluster.messages import FinishReason
+from cluster.openai.answer import timed
 from cluster.openai.echo import finite
 from cluster.openai.generation import Delta
 from cluster.openai.job import Run
@@ -106,7 +107,7 @@ def native_answer(
     ]
     names = [ids[index // run.job.num_choices] for index in range(run.job.num_outputs)]
     chunks = _stream(run, outputs, names, as_list) if streamed else _whole(run, outputs, names, as_list)
-    return Answer(chunks, streamed, dict(headers))
+    return timed(Answer(chunks, streamed, dict(headers)), run)
 
 
 async def _whole(

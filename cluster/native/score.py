@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from cluster.http.answer import Answer
 from cluster.http.context import RequestContext
 from cluster.messages import SamplingParams
+from cluster.openai.answer import timed
 from cluster.openai.body import decode_body, validated
 from cluster.openai.checks import MAX_SEQUENCES, check_token_ids
 from cluster.openai.fields import OWN_FIELDS, ignored_header
@@ -106,8 +107,9 @@ class ScoreServing:
             client=context.client,
             cache_salt=context.cache_salt(),
         )
-        chunks = _scored(model.run(job), model.model_name, softmax=bool(request.apply_softmax))
-        return Answer(chunks, streamed=False, headers=ignored_header(ignored))
+        run = model.run(job)
+        chunks = _scored(run, model.model_name, softmax=bool(request.apply_softmax))
+        return timed(Answer(chunks, streamed=False, headers=ignored_header(ignored)), run)
 
     async def _prompts(self, request: ScoreRequest) -> list[list[int]]:
         query, items = request.query, request.items

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 
 import msgspec
 
@@ -21,6 +22,19 @@ def answer(run: Run, writer: AnswerWriter, *, streamed: bool, headers: Mapping[s
 def json_answer(message: msgspec.Struct, headers: Mapping[str, str] | None = None) -> Answer:
     """`message`, whole."""
     return Answer(once(encode(message)), streamed=False, headers=dict(headers or {}))
+
+
+def timed(answer: Answer, run: Run) -> Answer:
+    """`answer`, with the Server-Timing of `run` beside its headers from its first chunk on."""
+
+    async def chunks() -> AsyncGenerator[bytes, None]:
+        async with aclosing(answer.chunks) as parts:
+            async for chunk in parts:
+                if "server-timing" not in answer.headers:
+                    answer.headers["server-timing"] = run.server_timing()
+                yield chunk
+
+    return replace(answer, chunks=chunks())
 
 
 async def once(body: bytes) -> AsyncGenerator[bytes, None]:

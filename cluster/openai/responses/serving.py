@@ -19,7 +19,7 @@ from cluster.http.context import RequestContext
 from cluster.http.errors import as_request_error
 from cluster.messages import FinishReason, SamplingParams
 from cluster.openai import protocol
-from cluster.openai.answer import json_answer, once
+from cluster.openai.answer import json_answer, once, timed
 from cluster.openai.body import decode_body, validated
 from cluster.openai.fields import ignored_header
 from cluster.openai.generation import Delta
@@ -71,15 +71,16 @@ class ResponsesServing:
         except RequestError as error:
             raise in_own_words(error) from error
         builder = ResponseBuilder(_response(request, job.id, job.sampling[0][0], model.model_name))
-        stored = StoredResponse(builder=builder, items=items, run=model.run(job), num_bytes=num_bytes + len(body))
+        run = model.run(job)
+        stored = StoredResponse(builder=builder, items=items, run=run, num_bytes=num_bytes + len(body))
         if request.background:
             self._store.put(context.client, stored)
             answer = self._in_background(stored, context, streamed=bool(request.stream))
         elif request.stream:
             events = self._events(stored, context)
-            answer = Answer(events, streamed=True, failure=lambda error: _failed(builder, error))
+            answer = timed(Answer(events, streamed=True, failure=lambda error: _failed(builder, error)), run)
         else:
-            answer = Answer(self._whole(stored, context), streamed=False)
+            answer = timed(Answer(self._whole(stored, context), streamed=False), run)
         answer.headers.update(headers)
         return answer
 
