@@ -19,6 +19,8 @@ from configs.errors import OverloadedError, RequestError
 logger = logging.getLogger(__name__)
 
 _NUM_PROCESSES = 4
+# Where there are no cores to spare, a new request's grammar waits rather than the answers that are under way.
+_NICENESS = 5
 # Of these processes, so that there is always one for grammars that may be quick.
 _NUM_SLOW = 2
 _MAX_CHECKING = 1024
@@ -62,7 +64,9 @@ class GrammarChecker:
         async with self._starting:
             if self._pool is not None:
                 return
-            pool = await asyncio.to_thread(lambda: MatcherPool.start(self._make_setup(), _NUM_PROCESSES))
+            pool = await asyncio.to_thread(
+                lambda: MatcherPool.start(self._make_setup(), _NUM_PROCESSES, niceness=_NICENESS)
+            )
             self._pool = pool
             for sock in pool.sockets:
                 sock.setblocking(False)

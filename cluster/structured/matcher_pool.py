@@ -23,14 +23,18 @@ class MatcherPool:
         """Blocking. What is sent before the processes have read their tokenizer waits in the kernel."""
 
     @classmethod
-    def start(cls, setup: Setup, num_processes: int) -> MatcherPool:
-        """Takes as long as the new process needs to begin to read: tens of milliseconds."""
+    def start(cls, setup: Setup, num_processes: int, *, niceness: int = 0) -> MatcherPool:
+        """Takes as long as the new process needs to begin to read: tens of milliseconds.
+
+        Args:
+            niceness: added to that of this process.
+        """
         pairs = [socket.socketpair() for _ in range(num_processes)]
         theirs = [end.fileno() for _, end in pairs]
         # Isolated from what the environment would import, and able to import this very code.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(_ROOT), *filter(None, sys.path)))}
         process = subprocess.Popen(
-            [sys.executable, "-m", "cluster.structured.matcher_process", *map(str, theirs)],
+            [sys.executable, "-m", "cluster.structured.matcher_process", str(niceness), *map(str, theirs)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             pass_fds=theirs,

@@ -1,4 +1,4 @@
-"""The program that compiles grammars and computes masks: `python -m cluster.structured.matcher_process FD...`.
+"""The program that compiles grammars and computes masks: `python -m cluster.structured.matcher_process NICENESS FD...`.
 
 The first process reads the tokenizer once and serves nothing itself. It forks one child for each socket; a child that
 takes too much CPU time or memory is ended by the kernel, and the next one, forked in milliseconds, goes on where it
@@ -54,10 +54,10 @@ _MAX_TEMPLATES = 16
 class _Session:
     """One answer that follows a grammar."""
 
-    def __init__(self, grammar: str, matcher: LLMatcher, *, shares_lexer: bool) -> None:
+    def __init__(self, grammar: str, matcher: LLMatcher) -> None:
         self.grammar = grammar
         self.matcher = matcher
-        self.shares_lexer = shares_lexer
+        self.shares_lexer = True
         """Its lexer has states that other sessions made, and may be full because of them."""
         self.tokens: list[int] = []
         self.seconds_left = MASK_CPU_S
@@ -128,14 +128,13 @@ class MatcherServer:
 
     def _open(self, grammar: str) -> _Session:
         template = self._templates.get(grammar)
-        is_new = template is None
         if template is None:
             # Compiled and warm: another request with the same grammar takes a copy in microseconds.
             template = self._templates[grammar] = self._build(grammar)
             if len(self._templates) > _MAX_TEMPLATES:
                 self._templates.popitem(last=False)
         self._templates.move_to_end(grammar)
-        return _Session(grammar, template.deep_copy(), shares_lexer=not is_new)
+        return _Session(grammar, template.deep_copy())
 
     def _mask(self, session: _Session) -> Mask:
         matcher = session.matcher
@@ -223,8 +222,9 @@ def _fork(sock: socket.socket, others: Sequence[socket.socket], server: MatcherS
         os._exit(status)  # nothing of the first process is to be cleaned up here
 
 
-def main(descriptors: Sequence[int]) -> None:
+def main(niceness: int, descriptors: Sequence[int]) -> None:
     """Serves the sockets `descriptors` until all of them are closed at the other end."""
+    os.nice(niceness)
     setup = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Setup)
     try:
         server: MatcherServer | str = MatcherServer(setup)
@@ -251,4 +251,4 @@ def main(descriptors: Sequence[int]) -> None:
 
 
 if __name__ == "__main__":
-    main([int(argument) for argument in sys.argv[1:]])
+    main(int(sys.argv[1]), [int(argument) for argument in sys.argv[2:]])
