@@ -12,6 +12,7 @@ import gc
 import logging
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -138,7 +139,8 @@ def engine_app(config: EngineConfig, options: Mapping[str, Any]) -> serve.Applic
     Raises:
         ConfigError: as build_app, or Ray Serve does not take the options.
     """
-    open_keys(config.server)
+    if config.server.api_keys and Path(config.server.api_keys).expanduser().exists():
+        open_keys(config.server)  # where it is not, this may be no node that serves
     nodes = NodeResources.from_ray(ray.nodes())
     gpus = uses_gpus(config, nodes)
     if config.is_local_model:

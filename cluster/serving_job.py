@@ -27,6 +27,7 @@ from rich.progress import Progress as Bars
 from cluster.coordinator_actor import Progress
 from cluster.deployment import Deployment, serve_is_running
 from cluster.engine import describe
+from cluster.http.keys import open_keys
 from cluster.placement import NodeResources, group_bundles, uses_gpus
 from cluster.preflight import check_checkpoint
 from cluster.rank_group import NAMESPACE
@@ -97,6 +98,7 @@ class ServingJob:
                     "--detach needs a Ray cluster that stays; start one with `ray start --head`, or leave it out"
                 )
             check_port_free(self._config.host, self._config.port)
+            open_keys(config.server)
         cpus = sum(bundle["CPU"] for bundle in group_bundles(config, gpus=False)) * config.num_replicas
         self._say("starting Ray" if self._address is None else f"joining Ray at {self._address}")
         try:
