@@ -1,6 +1,6 @@
 """Random JSON schemas that mean something: nested objects, enums, patterns, references, unions, bounds, any alphabet.
 
-Each has short matches: strings, arrays and integers are bounded, and recursion is optional.
+Each has short matches: strings, arrays and integers are bounded, and recursion may end at once.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _FORMATS = ["date", "ipv4", "uuid"]  # a time's fraction of a second may be as l
 class SchemaMaker:
     """Schemas from one seed."""
 
-    def __init__(self, seed: int, *, recursive: bool = True) -> None:
-        """`recursive`: references may lead back, which a model that repeats itself follows without end."""
+    def __init__(self, seed: int, *, bounded: bool = False) -> None:
+        """`bounded`: no recursion and no fractions of any length, which a model that repeats itself may never end."""
         self._random = random.Random(seed)
-        self._recursive = recursive
+        self._bounded = bounded
         self._defs: dict[str, Any] = {}
 
     def schema(self) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class SchemaMaker:
         name = f"node{len(self._defs)}"
         reference = {"$ref": f"#/$defs/{name}"}
         self._defs[name] = {}  # taken, before what is inside takes another
-        following = reference if self._recursive else self._any(0)
+        following = self._any(0) if self._bounded else reference
         self._defs[name] = {
             "type": "object",
             "properties": {"value": self._any(depth - 1), "next": {"anyOf": [{"type": "null"}, following]}},
@@ -121,7 +121,12 @@ class SchemaMaker:
 
     def _number(self) -> dict[str, Any]:
         least = round(self._random.uniform(-50, 50), 2)
-        return {"type": "number", "exclusiveMinimum": least, "maximum": round(least + self._random.uniform(1, 100), 2)}
+        schema = {
+            "type": "number",
+            "exclusiveMinimum": least,
+            "maximum": round(least + self._random.uniform(1, 100), 2),
+        }
+        return {**schema, "multipleOf": 0.25} if self._bounded else schema
 
     def _enum(self) -> dict[str, Any]:
         values: list[Any] = self._random.sample(_WORDS, 3)
