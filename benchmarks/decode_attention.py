@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from attention.fa3 import FA3Provider, load_provider
 from attention.forward_batch import PagedMetadata
 from attention.kernels.decode import DecodeTuning, choose, paged_decode
 from attention.layer import AttentionLayer
+from benchmarks.graph_timing import graph_us
 
 HEAD_DIM = 128
 MAX_TOKENS = 40_960  # of a row: the width of the page table
@@ -137,23 +137,8 @@ class Inputs:
         return run
 
     def us(self, run: Callable[[], None]) -> float:
-        """Microseconds of one layer: the median of 3 measurements of two replays of a captured graph."""
-        run()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
-        times = []
-        for _ in range(3):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            graph.replay()  # the GPU is busy while the rest is queued
-            start.record()
-            graph.replay()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(1e3 * start.elapsed_time(end) / 2 / len(self.paged))
-        return statistics.median(times)
+        """Microseconds of one layer."""
+        return graph_us(run, len(self.paged))
 
 
 class Benchmark:

@@ -8,13 +8,11 @@ bytes over the speed of copies of large tensors (benchmarks/bandwidth.py).
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
-
 import torch
 import triton
 
 from benchmarks.bandwidth import measure
+from benchmarks.graph_timing import graph_us
 from parallel.kernels.skinny_gemm import is_faster, skinny_gemm
 
 TARGET_BYTES = 450 << 20  # of weights that a graph reads
@@ -26,25 +24,6 @@ LAYERS = (
     ("Qwen3-8B / 4", 4096, 1536, 1024, 3072),
     ("Qwen3-32B / 4", 5120, 2560, 2048, 6400),
 )
-
-
-def graph_us(run: Callable[[], None], count: int) -> float:
-    """Microseconds over `count`: the median of 5 replays of a captured graph, each queued behind another."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    times = []
-    for _ in range(5):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        graph.replay()
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * start.elapsed_time(end) / count)
-    return statistics.median(times)
 
 
 def product_us(num_rows: int, out_features: int, in_features: int) -> tuple[float, float]:
