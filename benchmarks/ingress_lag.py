@@ -2,9 +2,10 @@
 
     python -m benchmarks.ingress_lag TOKENIZER [--via replica|serve] [--streams 128] [--steps 200] [--step-ms 50]
 
-A scripted coordinator sends a token to every stream at fixed times and notes when it did. The clients, in processes of
-their own, note when each arrives; all are processes of one host and read one monotonic clock. TOKENIZER is a directory
-or a .gguf file.
+A scripted coordinator sends a token to every stream at fixed times and notes when it did. The clients, in a process of
+their own, note when each arrives; all are processes of one host and read one monotonic clock. The same is done without
+an ingress: the coordinator writes the same bytes to the clients' sockets itself. The difference is what the ingress
+adds. TOKENIZER is a directory or a .gguf file.
   replica  clients connect to the Engine replica's app behind uvicorn: the ingress itself
   serve    clients connect to Ray Serve, started here, and its proxy asks a replica with the same app. With
            RAY_SERVE_ENABLE_HA_PROXY=1 in the environment the proxy is HAProxy, else Serve's own in Python
@@ -30,7 +31,7 @@ from typing import Any
 import httpx
 import msgspec
 import numpy as np
-import psutil
+import numpy.typing as npt
 import uvicorn
 import uvloop
 
@@ -41,10 +42,11 @@ from cluster.messages import EngineToCoordinator, Finished, FinishReason, StepOu
 from cluster.openai.ingress import create_app
 from cluster.openai.served_model import ServedModel
 from cluster.openai.tokenizer import Tokenizer
+from cluster.openai.wire import Completion, CompletionChoice
+from cluster.openai.writer import event
 from configs.schema import ServerConfig
 
 MODEL = "m"
-_CLIENTS_PER_PROCESS = 32
 _SETTLE_S = 1.0
 _TEXT = b'"text":"'
 
@@ -83,6 +85,31 @@ async def scripted_coordinator(path: str, token: int, num_streams: int, num_step
 
 def run_coordinator(path: str, token: int, num_streams: int, num_steps: int, step_s: float, out: Connection) -> None:
     out.send(asyncio.run(scripted_coordinator(path, token, num_streams, num_steps, step_s)))
+
+
+def run_without_ingress(port: int, num_streams: int, num_steps: int, step_s: float, out: Connection) -> None:
+    """Sends the chunks of `num_steps` tokens to the clients that connect to `port`; when each step began."""
+    sockets = []
+    with socket.create_server(("127.0.0.1", port), backlog=num_streams) as server:
+        while len(sockets) < num_streams:
+            client, _ = server.accept()
+            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            client.recv(1 << 16)
+            client.send(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+            sockets.append(client)
+    time.sleep(_SETTLE_S)
+    completion = Completion("cmpl-" + "0" * 32, 0, MODEL, [CompletionChoice(0, "a", None, None)])
+    part = event(completion)
+    chunk = b"%x\r\n%b\r\n" % (len(part), part)
+    sent = []
+    began = time.monotonic()
+    for step in range(num_steps):
+        time.sleep(max(0.0, began + step * step_s - time.monotonic()))
+        sent.append(time.monotonic())
+        for client in sockets:
+            client.send(chunk)
+    time.sleep(_SETTLE_S)
+    out.send(sent)
 
 
 async def connected_model(path: str, tokenizer: str, num_steps: int) -> ServedModel:
@@ -214,6 +241,12 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
+def _wait_until_bound(port: int) -> None:
+    # Looked up and not connected to: who connects is a client.
+    while f"0100007F:{port:04X}" not in Path("/proc/net/tcp").read_text():
+        time.sleep(0.05)
+
+
 def _wait_until_open(host: str, port: int) -> None:
     deadline = time.monotonic() + 60
     while True:
@@ -225,8 +258,35 @@ def _wait_until_open(host: str, port: int) -> None:
         time.sleep(0.1)
 
 
+def follow_steps(
+    host: str, port: int, num_streams: int, num_steps: int, from_coordinator: Connection
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], int]:
+    """When each token of each stream came, when each step was sent, and how many events carried the tokens."""
+    receive, send = multiprocessing.Pipe(duplex=False)
+    clients = multiprocessing.Process(target=run_clients, args=(host, port, num_streams, num_steps, send))
+    clients.start()
+    sent = np.array(from_coordinator.recv())
+    arrived, num_events = receive.recv()
+    clients.join()
+    return np.array(arrived), sent, num_events
+
+
+def measure_direct(num_streams: int, num_steps: int, step_s: float) -> npt.NDArray[np.float64]:
+    """[streams, steps] seconds of each token's way without an ingress."""
+    port = _free_port()
+    from_coordinator, to_parent = multiprocessing.Pipe(duplex=False)
+    arguments = (port, num_streams, num_steps, step_s, to_parent)
+    coordinator = multiprocessing.Process(target=run_without_ingress, args=arguments)
+    coordinator.start()
+    _wait_until_bound(port)
+    arrived, sent, _ = follow_steps("127.0.0.1", port, num_streams, num_steps, from_coordinator)
+    coordinator.join()
+    return arrived - sent[None, :]
+
+
 def measure(via: str, tokenizer: str, num_streams: int, num_steps: int, step_s: float) -> dict[str, Any]:
     """Figures of one run."""
+    direct = measure_direct(num_streams, num_steps, step_s)
     [token] = Tokenizer.load(Path(tokenizer)).encode("a", add_special_tokens=False)
     opened = {"replica": replica, "serve": behind_serve}[via]
     with tempfile.TemporaryDirectory() as folder:
@@ -237,36 +297,28 @@ def measure(via: str, tokenizer: str, num_streams: int, num_steps: int, step_s: 
         coordinator.start()
         with opened(path, tokenizer, num_steps) as (host, port):
             _wait_until_open(host, port)
-            shares = [
-                len(part) for part in np.array_split(np.arange(num_streams), -(-num_streams // _CLIENTS_PER_PROCESS))
-            ]
-            clients = []
-            busy = psutil.cpu_times()
-            for share in shares:
-                receive, send = multiprocessing.Pipe(duplex=False)
-                process = multiprocessing.Process(target=run_clients, args=(host, port, share, num_steps, send))
-                process.start()
-                clients.append((process, receive))
-            sent = np.array(from_coordinator.recv())
-            results = [receive.recv() for _, receive in clients]
-            idle = psutil.cpu_times().idle - busy.idle
-            for process, _ in clients:
-                process.join()
+            arrived, sent, num_events = follow_steps(host, port, num_streams, num_steps, from_coordinator)
         coordinator.join()
-    arrived = np.array([times for share, _ in results for times in share])
-    lag = (arrived - sent[None, :]) * 1e3
-    percentiles = {"median": 50, "p90": 90, "p99": 99}
+    lag = arrived - sent[None, :]
     rates = (num_steps - 1) / (arrived[:, -1] - arrived[:, 0])
+    shown, shown_direct = _percentiles_ms(lag), _percentiles_ms(direct)
     return {
         "via": via,
         "streams": num_streams,
         "steps": num_steps,
         "step_ms": step_s * 1e3,
-        "lag_ms": {name: round(float(np.percentile(lag, q)), 3) for name, q in percentiles.items()},
-        "first_stream_of_a_step_ms": round(float(np.median(lag.min(axis=0))), 3),
-        "events_a_token": round(sum(events for _, events in results) / lag.size, 3),
+        "lag_ms": shown,
+        "lag_without_ingress_ms": shown_direct,
+        "added_ms": {name: round(shown[name] - shown_direct[name], 3) for name in shown},
+        "first_stream_of_a_step_ms": round(float(np.median(lag.min(axis=0))) * 1e3, 3),
+        "events_a_token": round(num_events / lag.size, 3),
         "slowest_rate_over_median": round(float(rates.min() / np.median(rates)), 3),
-        "idle_cpu_s": round(idle, 1),
+    }
+
+
+def _percentiles_ms(lag_s: npt.NDArray[np.float64]) -> dict[str, float]:
+    return {
+        name: round(float(np.percentile(lag_s, q)) * 1e3, 3) for name, q in (("median", 50), ("p90", 90), ("p99", 99))
     }
 
 

@@ -209,8 +209,9 @@ async def wait_ready(streams: Sequence[RequestStream]) -> None:
 
     One future serves them all, so reading n streams needs no task for each.
     """
-    if any(stream.ready for stream in streams):
-        return
+    for stream in streams:
+        if stream.ready:
+            return
     waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     for stream in streams:
         stream._waiter = waiter

@@ -7,6 +7,7 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -15,6 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from cluster.http.connection import SCOPE_KEY, LimitedConnection
 from cluster.http.edge import Edge
+from cluster.http.handover import HEADER
 from cluster.openai.ingress import create_app
 from configs.schema import ServerConfig
 from tests.scripted_engine import MODEL, Run, Stack, served
@@ -192,8 +194,16 @@ def test_a_gigabyte_is_refused_at_its_first_megabytes(run: Run, declared: bool) 
 
 
 def test_a_client_that_does_not_read_loses_connection_and_request(run: Run) -> None:
+    """Where the replica does not write to its socket, as behind TLS."""
+
     async def scenario(stack: Stack) -> None:
-        async with limited(stack) as address:
+        app = create_app(stack.model)
+
+        async def without_offers(scope: Scope, receive: Receive, send: Send) -> None:
+            await app({**scope, "headers": [it for it in scope["headers"] if it[0] != HEADER]}, receive, send)
+
+        async with served(Edge(without_offers), http=Quick) as url:
+            address = url.removeprefix("http://").split(":")
             reader, writer = await asyncio.open_connection(*address, limit=1 << 10)
             writer.get_extra_info("socket").setsockopt(1, 8, 4096)  # SOL_SOCKET, SO_RCVBUF
             body = {"model": MODEL, "prompt": "hi", "max_tokens": 4000, "stream": True, "logprobs": 2}
@@ -310,6 +320,7 @@ def test_serves_own_routes_pass() -> None:
 
 def test_a_full_connection_is_news_to_the_replica() -> None:
     connection = LimitedConnection.__new__(LimitedConnection)
+    connection.transport = SimpleNamespace(get_extra_info={"sslcontext": "TLS"}.get)  # type: ignore[assignment]
     received: list[str] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -323,3 +334,4 @@ def test_a_full_connection_is_news_to_the_replica() -> None:
     assert received == ["http.request", "lockstep.pause", "lockstep.resume", "lockstep.resume"]
     assert connection.on_full is None
     assert SCOPE_KEY not in scope
+    assert scope["headers"] == []  # no offer of a socket whose bytes are not the client's

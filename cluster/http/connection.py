@@ -92,10 +92,10 @@ class LimitedConnection(HttpToolsProtocol):
         self._unset_stall_timer()
         self._tell_full(False)
 
-    def write_part(self, part: bytes) -> None:
-        """Writes a part of the body of the chunked response that uvicorn's `send` has begun and will end."""
-        if part and not self.transport.is_closing():
-            self.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+    @property
+    def is_plain(self) -> bool:
+        """Whether what is written to its socket is what the client reads: no TLS."""
+        return self.transport.get_extra_info("sslcontext") is None
 
     # ---- the parser
 

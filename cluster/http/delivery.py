@@ -1,8 +1,9 @@
-"""What is sent to one client: its answer, no faster than it reads, by a lane where one leads to its proxy."""
+"""What is sent to one client: its answer, no faster than it reads, straight to its socket where that is handed over."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
 from starlette.types import Send
@@ -10,21 +11,23 @@ from starlette.types import Send
 from cluster.http.active import ActiveRequest
 from cluster.http.answer import Answer
 from cluster.http.errors import error_event, response_start, send_json
-from cluster.http.lane import HEADER, Lanes, ReplicaLane
+from cluster.http.handover import HEADER, Claim, ClientSocket, Handovers
 from configs.errors import RequestError
+
+_LAST_WORDS_S = 1.0  # for a client that reads slowly to take them
 
 
 class Delivery:
     """One response. Call `close` when nothing more is sent."""
 
-    def __init__(self, send: Send, request_headers: list[tuple[bytes, bytes]], lanes: Lanes) -> None:
+    def __init__(self, send: Send, request_headers: list[tuple[bytes, bytes]], handovers: Handovers) -> None:
         self.begun = False
         self.request: ActiveRequest | None = None
         """The request it answers; set before it begins."""
         self._request_headers = request_headers
-        self._lanes = lanes
-        self._lane: ReplicaLane | None = None
-        self._stream_id = 0
+        self._handovers = handovers
+        self._claim: Claim | None = None
+        self._socket: ClientSocket | None = None
         self._failure: Callable[[RequestError], bytes] = error_event
         self._send = send
         self._writable = asyncio.Event()
@@ -40,17 +43,17 @@ class Delivery:
 
     async def stream(self, chunk: bytes, answer: Answer) -> None:
         """Sends a part of a streamed answer, once the client has room for it."""
+        if self._socket is not None and self._socket.send(chunk):
+            return
         request = self.request
         assert request is not None, "a request is tracked before its answer begins"
         request.stuck_since = self._now()
-        if not self.begun:
-            await self._begin(answer)
-        if not self._writable.is_set():
-            await self._writable.wait()
-        if self._lane is None:
-            await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+        if self._socket is not None:
+            await self._socket.flush()
         else:
-            await self._lane.write(self._stream_id, chunk)
+            if not self.begun:
+                await self._begin(answer)
+            await self._write(chunk)
         request.stuck_since = None
 
     async def whole(self, chunk: bytes, answer: Answer) -> None:
@@ -64,24 +67,36 @@ class Delivery:
 
     async def end(self, last: bytes = b"") -> None:
         """Ends a streamed answer."""
-        if self._lane is not None and self._lane.is_open:
-            if last:
-                await self._lane.write(self._stream_id, last)
-            self._lane.end(self._stream_id)
+        if self._socket is not None and last:
+            with contextlib.suppress(ConnectionError, TimeoutError):
+                async with asyncio.timeout(_LAST_WORDS_S):
+                    await self._write(last)
             last = b""
+        self.close()
         await self._send({"type": "http.response.body", "body": last, "more_body": False})
 
     def close(self) -> None:
-        """Gives the lane back."""
-        if self._lane is not None:
-            self._lane.remove(self._stream_id)
+        """Gives the client's socket back."""
+        if self._claim is not None:
+            self._claim.close()
+            self._claim = self._socket = None
+
+    async def _write(self, chunk: bytes) -> None:
+        if self._socket is not None:
+            if not self._socket.send(chunk):
+                await self._socket.flush()
+        else:
+            if not self._writable.is_set():
+                await self._writable.wait()
+            await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
 
     async def _begin(self, answer: Answer) -> None:
         self.begun = True
         self._failure = answer.failure
         headers = {"cache-control": "no-cache", **answer.headers}
-        if (found := await self._lanes.find(self._request_headers)) is not None:
-            self._lane, self._stream_id = found
-            self._lane.add(self._stream_id, self.tell_full)
+        self._claim = self._handovers.claim(self._request_headers)
+        if self._claim is not None:
             headers[HEADER.decode()] = "1"
         await self._send(response_start(200, "text/event-stream; charset=utf-8", headers))
+        if self._claim is not None:
+            self._socket = await self._claim.socket()

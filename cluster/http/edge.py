@@ -9,7 +9,6 @@ cuts its streams.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 import time
 from collections import deque
@@ -24,7 +23,7 @@ from cluster.http.connection import SCOPE_KEY, LimitedConnection
 from cluster.http.endpoint import PAUSE, RESUME
 from cluster.http.errors import error_event, send_error
 from cluster.http.guard import is_request_id
-from cluster.http.lane import HEADER, LaneHub, LaneStream
+from cluster.http.handover import HEADER, HandoverHub, Offer
 from configs.errors import OverloadedError, RequestError
 
 CALLBACK = "cluster.http.edge:middlewares"
@@ -32,7 +31,6 @@ CALLBACK = "cluster.http.edge:middlewares"
 # By these a client could have its request go on after it left, or fill the proxy's table of models.
 _INNER_HEADERS = re.compile(rb"x-request-disconnect-disabled|serve[_-]multiplexed[_-]model[_-]id|" + HEADER)
 _RECENTLY_S = 600.0
-_LANE_END_S = 10.0
 _STATUS = {
     404: RequestError("There is no such route.", code="not_found", status=404),
     408: RequestError("The request took too long.", code="request_timeout", status=408),
@@ -54,7 +52,7 @@ class Edge:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._hub = LaneHub()
+        self._hub = HandoverHub()
         self._answered: dict[str, float] = {}  # by route prefix: when a replica last answered there
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -67,21 +65,18 @@ class Edge:
         if connection is None:
             await self._serve(scope, inbox, _Outbox(send, None))
             return
-        await self._hub.open()
-        stream = LaneStream(connection)
-        stream_id, name = self._hub.add(stream)
-        scope["headers"].append((HEADER, name))
-
-        def tell_full(full: bool) -> None:
-            if not stream.tell_full(stream_id, full):
-                inbox.tell_full(full)
-
-        connection.on_full = tell_full
+        connection.on_full = inbox.tell_full
+        offer = None
+        if connection.is_plain:
+            self._hub.open()
+            offer = self._hub.offer(connection.transport)
+            scope["headers"].append((HEADER, offer.header))
         try:
-            await self._serve(scope, inbox, _Outbox(send, stream))
+            await self._serve(scope, inbox, _Outbox(send, offer))
         finally:
             connection.on_full = None
-            self._hub.remove(stream_id)
+            if offer is not None:
+                self._hub.withdraw(offer)
 
     async def _serve(self, scope: Scope, inbox: _Inbox, outbox: _Outbox) -> None:
         await self._app(scope, inbox.receive, outbox.send)
@@ -150,13 +145,12 @@ async def _awaited(receive: Receive) -> Message:
 class _Outbox:
     """`send` of one request: what Ray Serve says itself gets our shape, and a stream never ends without a word."""
 
-    def __init__(self, send: Send, stream: LaneStream | None) -> None:
+    def __init__(self, send: Send, offer: Offer | None) -> None:
         self.status: int | None = None
         self.error: RequestError | None = None
         """What is told in place of Serve's own words, once they are all there."""
         self._send = send
-        self._stream = stream  # a lane that may carry the body
-        self._on_lane = False
+        self._offer = offer
         self._headers: dict[str, str] = {}
         self._streaming = False
         self._done = False
@@ -167,6 +161,7 @@ class _Outbox:
         return self.status is not None and self.error is None
 
     async def send(self, message: Message) -> None:
+        is_claimed = False
         if message["type"] == "http.response.start":
             self.status = message["status"]
             if _is_serves_own(message):
@@ -174,26 +169,14 @@ class _Outbox:
                 self._headers = _other_headers(message)
             content_type = dict(message["headers"]).get(b"content-type", b"")
             self._streaming = content_type.startswith(b"text/event-stream")
-            self._on_lane = self._stream is not None and any(name == HEADER for name, _ in message["headers"])
+            is_claimed = any(name == HEADER for name, _ in message["headers"])
             message = {**message, "headers": [it for it in message["headers"] if it[0] != HEADER]}
         if self.error is not None:
             return
-        last = message["type"] == "http.response.body" and not message.get("more_body", False)
-        if self._on_lane and last and not await self._lane_ended():
-            return
-        self._done = last
+        self._done = message["type"] == "http.response.body" and not message.get("more_body", False)
         await self._send(message)
-        if self._on_lane and message["type"] == "http.response.start":
-            assert self._stream is not None, "the body of a response without a lane's stream is on none"
-            self._stream.start()
-
-    async def _lane_ended(self) -> bool:
-        """Whether all of the body has come; the end that Serve brings may overtake the lane's last parts."""
-        assert self._stream is not None, "the body of a response without a lane's stream is on none"
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LANE_END_S):
-                await self._stream.ended.wait()
-        return self._stream.ended.is_set()
+        if is_claimed and self._offer is not None:
+            await self._offer.hand_over()
 
     async def complete(self) -> None:
         """To be called when the app has returned."""

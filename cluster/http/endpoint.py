@@ -14,7 +14,7 @@ from cluster.http.body import ClientDisconnect, read_body
 from cluster.http.context import RequestContext, request_context, with_url
 from cluster.http.delivery import Delivery
 from cluster.http.errors import as_request_error
-from cluster.http.lane import Lanes
+from cluster.http.handover import Handovers
 from configs.errors import RequestError
 from configs.schema import ServerConfig
 
@@ -40,7 +40,7 @@ class Endpoint:
         handle: Handler,
         server: ServerConfig,
         active: ActiveRequests,
-        lanes: Lanes,
+        handovers: Handovers,
         engine_is_there: Callable[[], bool],
         on_stream_error: Callable[[RequestError], None] | None = None,
     ) -> None:
@@ -48,7 +48,7 @@ class Endpoint:
         self._handle = handle
         self._server = server
         self._active = active
-        self._lanes = lanes
+        self._handovers = handovers
         self._engine_is_there = engine_is_there
         self._on_stream_error = on_stream_error
 
@@ -59,7 +59,7 @@ class Endpoint:
             body = await read_body(scope, receive, self._server)
         except ClientDisconnect:
             return
-        delivery = Delivery(send, scope["headers"], self._lanes)
+        delivery = Delivery(send, scope["headers"], self._handovers)
         answering = asyncio.create_task(self._answer(body, context, delivery))
         with self._active.track(context, answering) as request:
             delivery.request = request

@@ -151,7 +151,7 @@ class ChatWriter(BaseWriter):
             ChatChunk(head.id, head.created, head.model, choices, shown, head.system_fingerprint, prompt_token_ids)
         )
 
-    def _logprobs(self, token_ids: list[int], logprobs: list[TokenLogprobs]) -> ChatLogprobs | None:
+    def _logprobs(self, token_ids: list[int], logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs | None:
         if self._num_logprobs < 0:
             return None
         sampling = self._job.sampling[0][0]

@@ -100,7 +100,7 @@ class CompletionWriter(BaseWriter):
         return self._echoes[index // self._job.num_choices]
 
     def _logprobs(
-        self, index: int, token_ids: list[int], logprobs: list[TokenLogprobs], offsets: list[int]
+        self, index: int, token_ids: list[int], logprobs: Sequence[TokenLogprobs], offsets: Sequence[int]
     ) -> CompletionLogprobs | None:
         if self._num_logprobs < 0:
             return None

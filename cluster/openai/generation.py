@@ -5,11 +5,10 @@ Owns, for each sequence, decoding, stop strings, the count of tokens and the rea
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from cluster.engine_client import PromptScores, RequestStream, wait_ready
+from cluster.engine_client import PromptScores, RequestStream
 from cluster.messages import Finished, FinishReason, Prefilled, SamplingParams, TokenLogprobs
 from cluster.openai.answer_parser import AnswerFormat, AnswerReader
 from cluster.openai.stops import TextOptions, text_end
@@ -27,9 +26,9 @@ class Delta:
     """Certain text; what may yet become a stop string or a whole character comes later."""
     token_ids: list[int]
     """Tokens that count, the one that ended the sequence included. They may be ahead of `text`."""
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: Sequence[TokenLogprobs] = ()
     """One for each of `token_ids` when asked for."""
-    text_offsets: list[int] = field(default_factory=list)
+    text_offsets: Sequence[int] = ()
     """With logprobs: characters of the output decoded before each of `token_ids`."""
     finish_reason: FinishReason | None = None
     """Set on the last delta."""
@@ -37,7 +36,7 @@ class Delta:
     """The stop string, stop pattern or id of `stop_token_ids` that ended it; None for end of sequence."""
     prompt_logprobs: PromptScores | None = None
     """On the first delta with a token, when asked for."""
-    events: list[Event] = field(default_factory=list)
+    events: Sequence[Event] = ()
     """What `text` is made of, for a sequence that is the answer in a chat."""
 
 
@@ -96,81 +95,45 @@ class Output:
         silent = len(chunk.token_ids)
         if end is not None and end.stop_token_id is not None and not self._options.include_stop:
             silent -= 1  # the token that ended the sequence is counted, not shown
-        texts = []
+        certain_text = ""
         num_taken = len(chunk.token_ids)
         offsets = []
-        delta = Delta(self.index, "", chunk.token_ids, chunk.logprobs or [], prompt_logprobs=chunk.prompt_logprobs)
+        delta = Delta(self.index, "", chunk.token_ids, chunk.logprobs or (), prompt_logprobs=chunk.prompt_logprobs)
         for i, token in enumerate(chunk.token_ids):
             offsets.append(self._num_chars)
             text = self._detokenizer.push(token) if i < silent else ""
             self._num_chars += len(text)
             certain, matched = self._end.push(text, may_end=self.num_tokens + i >= self._sampling.min_tokens)
-            texts.append(certain)
+            certain_text += certain
             if matched is not None:
                 num_taken = i + 1
                 delta.finish_reason, delta.stop_reason = FinishReason.STOP, matched
                 self.stream.abort()
                 break
         if delta.finish_reason is None and end is not None:
-            self._finish(delta, end, texts)
-        delta.text = "".join(texts)
-        delta.token_ids = chunk.token_ids[:num_taken]
+            certain_text += self._finish(delta, end)
+        delta.text = certain_text
+        if num_taken < len(chunk.token_ids):
+            delta.token_ids = chunk.token_ids[:num_taken]
         if chunk.logprobs is not None:
             delta.logprobs, delta.text_offsets = chunk.logprobs[:num_taken], offsets[:num_taken]
         self.num_tokens += num_taken
         self.finish_reason = delta.finish_reason
         if self._reader is not None:
             ended = delta.finish_reason is not None
-            delta.events = self._reader.read(delta.text, offsets[:num_taken], ended=ended)
+            delta.events = self._reader.read(delta.text, offsets, ended=ended)
         return delta
 
-    def _finish(self, delta: Delta, end: Finished, texts: list[str]) -> None:
-        """Flushes what is held; the flushed text can itself complete a stop string that ends in U+FFFD."""
+    def _finish(self, delta: Delta, end: Finished) -> str:
+        """What is held; flushed text can itself complete a stop string that ends in U+FFFD."""
         certain, matched = self._end.push(self._detokenizer.flush())
-        texts.append(certain)
         if matched is not None:
             delta.finish_reason, delta.stop_reason = FinishReason.STOP, matched
-            return
-        texts.append(self._end.flush())
+            return certain
         delta.finish_reason = end.reason
         if end.stop_token_id in self._sampling.stop_token_ids:
             delta.stop_reason = end.stop_token_id
-
-
-async def read_outputs(outputs: Sequence[Output], *, timeout_s: float) -> AsyncGenerator[list[Delta], None]:
-    """The deltas of all `outputs` as they come, one list per engine step, until every one has ended.
-
-    Leaving it early, by any way, aborts what still runs: close it (`contextlib.aclosing`) where it is used.
-
-    Args:
-        timeout_s: for the whole of it; `server.request_timeout_s`.
-
-    Raises:
-        DeadlineError, OverloadedError, EngineError: the other outputs are aborted too.
-    """
-    pending = list(outputs)
-    is_late = False
-
-    def be_late() -> None:
-        nonlocal is_late
-        is_late = True
-        for output in pending:
-            output.stream.wake()
-
-    # One timer a request: one a wait costs a tenth of what a token costs.
-    timer = asyncio.get_running_loop().call_later(timeout_s, be_late)
-    try:
-        while pending:
-            await wait_ready([output.stream for output in pending])
-            if is_late:
-                raise DeadlineError(f"The request did not finish within server.request_timeout_s={timeout_s:g}.")
-            deltas = [output.advance() for output in pending if output.stream.ready]
-            pending = [output for output in pending if output.finish_reason is None]
-            yield deltas
-    finally:
-        timer.cancel()
-        for output in outputs:
-            output.stream.abort()
+        return certain + self._end.flush()
 
 
 def engine_failure(end: Finished) -> LockstepError:

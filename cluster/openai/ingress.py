@@ -20,8 +20,8 @@ from cluster.http.access import Access
 from cluster.http.active import ActiveRequests
 from cluster.http.endpoint import Endpoint, Handler
 from cluster.http.guard import Guard
+from cluster.http.handover import Handovers
 from cluster.http.keys import KeyRing
-from cluster.http.lane import Lanes
 from cluster.native.admin import AdminServing
 from cluster.native.generate import NativeServing
 from cluster.native.score import ScoreServing
@@ -57,7 +57,7 @@ def create_app(
         names_responses: False behind a server that adds `x-request-id` itself.
     """
     requests = ActiveRequests() if active is None else active
-    lanes = Lanes()
+    handovers = Handovers()
     serving = OpenAIServing(model)
     tokenizer = TokenizerServing(model)
     responses = ResponsesServing(model, requests)
@@ -71,7 +71,7 @@ def create_app(
         return model.engine.connected
 
     def route(method: str, path: str, handle: Handler) -> Route:
-        endpoint = Endpoint(handle, model.server, requests, lanes, engine_is_there, telemetry.refused)
+        endpoint = Endpoint(handle, model.server, requests, handovers, engine_is_there, telemetry.refused)
         return Route(path, endpoint, methods=[method])
 
     def post(path: str, handle: Handler) -> Route:

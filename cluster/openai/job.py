@@ -5,22 +5,22 @@ A `Job` is data: what to generate, checked. A `Run` is a job in the engine. Neit
 
 from __future__ import annotations
 
+import asyncio
 import time
 from array import array
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from cluster.engine_client import EngineClient
+from cluster.engine_client import EngineClient, wait_ready
 from cluster.http.context import RequestContext, current_request
 from cluster.messages import FinishReason, SamplingParams
 from cluster.observability.record import RequestRecord
 from cluster.openai.answer_parser import AnswerFormat
-from cluster.openai.generation import Delta, Output, read_outputs
+from cluster.openai.generation import Delta, Output
 from cluster.openai.stops import TextOptions
 from cluster.openai.tokenizer import Tokenizer
 from cluster.openai.wire import CompletionTokensDetails, PromptTokensDetails, Usage
-from configs.errors import EngineError, LockstepError, RequestError
+from configs.errors import DeadlineError, EngineError, LockstepError, RequestError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +66,7 @@ class Run:
         self._timeout_s = timeout_s
         self._outputs: list[Output] = []
         self._aborted = False
+        self._late = False
         self._first_token: float | None = None
         self._error: LockstepError | None = None
 
@@ -82,20 +83,39 @@ class Run:
         if self._aborted:
             self.abort()
         context, telemetry = current_request(), self._engine.telemetry
+        # One timer a request: one a wait costs a tenth of what a token costs.
+        timer = asyncio.get_running_loop().call_later(self._timeout_s, self._be_late)
+        pending = self._outputs
+        streams = [output.stream for output in pending]
         try:
-            async with aclosing(read_outputs(self._outputs, timeout_s=self._timeout_s)) as steps:
-                async for deltas in steps:
-                    if self._first_token is None:
-                        self._first_token = time.monotonic()
-                        if context is not None:
-                            telemetry.first_token(self._first_token - context.arrived_s)
-                    yield deltas
+            while pending:
+                await wait_ready(streams)
+                if self._late:
+                    limit = self._timeout_s
+                    raise DeadlineError(f"The request did not finish within server.request_timeout_s={limit:g}.")
+                deltas = [output.advance() for output in pending if output.stream.ready]
+                if self._first_token is None:
+                    self._first_token = time.monotonic()
+                    if context is not None:
+                        telemetry.first_token(self._first_token - context.arrived_s)
+                if any(delta.finish_reason is not None for delta in deltas):
+                    pending = [output for output in pending if output.finish_reason is None]
+                    streams = [output.stream for output in pending]
+                yield deltas
         except (EngineError, RequestError) as error:
             self._error = error
             raise
         finally:
+            timer.cancel()
+            for output in self._outputs:
+                output.stream.abort()
             if context is not None:  # else nobody asked: a warm-up
                 telemetry.finished(self._record(context))
+
+    def _be_late(self) -> None:
+        self._late = True
+        for output in self._outputs:
+            output.stream.wake()
 
     def abort(self) -> None:
         """Ends it now, from outside: the sequences that have not ended end with `FinishReason.ABORT`."""
