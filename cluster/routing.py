@@ -1,9 +1,10 @@
 """Which replica a request goes to, where there are several.
 
-The turns of a conversation share a prefix, whose KV pages lie in the replica that answered the last one. The proxy
-routes a request by its head, before its body has come: the prompt cannot be looked at, so a client says which
-conversation it is by the header `x-session-id` (RAY_SERVE_SESSION_ID_HEADER_KEY names another). Every proxy comes to
-the same replica without knowing of the others. Ray refuses such a router where HAProxy is its proxy.
+The turns of a conversation share a prefix, whose KV pages lie in the replica that answered the last one. Ray Serve
+routes a request by its head, by the session named in the header `x-session-id` (RAY_SERVE_SESSION_ID_HEADER_KEY names
+another): a client says there which conversation it is, and for one that does not, the proxy names how its prompt
+begins (`cluster/http/edge.py`). Every proxy comes to the same replica without knowing of the others. Ray refuses such a
+router where HAProxy is its proxy.
 
 Proxies run it, where our packages need not be: nothing here imports them.
 """

@@ -236,7 +236,7 @@ async def through_edge(app: Any, **scope: Any) -> tuple[list[Message], Scope]:
     async def receive() -> Message:
         return {"type": "http.request", "body": b"", "more_body": False}
 
-    await Edge(watched)({"type": "http", "path": "/", "headers": [], **scope}, receive, send)
+    await Edge(watched)({"type": "http", "method": "GET", "path": "/", "headers": [], **scope}, receive, send)
     return sent, seen[0]
 
 

@@ -129,7 +129,7 @@ def test_the_turns_of_a_conversation_find_their_prefix(endpoint: Any) -> None:
         assert len(replicas) == 2, "requests without a session go to both"
         without = [talk(url, f"Guest {i}", named=False) for i in range(6)]
         misses = sum(cached == 0 for turns in without for cached in turns)
-        assert misses > lost, without
+        assert misses <= 1, without  # the proxy sees how their prompts begin
         print(f"turns without their prefix: {lost} of 18 with the header, {misses} of 18 without")  # noqa: T201
 
 

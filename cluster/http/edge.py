@@ -1,6 +1,7 @@
 """The outermost layer, in the process that holds the clients' connections: Ray Serve's proxy.
 
-Ray Serve has neither limits nor backpressure between a connection and a replica, and speaks plain text when it fails.
+Ray Serve has neither limits nor backpressure between a connection and a replica, routes a request before its body has
+come, and speaks plain text when it fails.
 `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=cluster.http.edge:middlewares` puts this around it; Serve reads that when its
 proxies start. Without it everything works, but a slow client's answer piles up in the proxy, and a replica that dies
 cuts its streams.
@@ -9,6 +10,8 @@ cuts its streams.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import re
 import time
 from collections import deque
@@ -19,6 +22,7 @@ import uvicorn.protocols.http.auto
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cluster.http.affinity import PEEKED_BYTES, beginning_key
 from cluster.http.connection import SCOPE_KEY, LimitedConnection
 from cluster.http.endpoint import PAUSE, RESUME
 from cluster.http.errors import error_event, send_error
@@ -30,6 +34,8 @@ CALLBACK = "cluster.http.edge:middlewares"
 """Value of RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH."""
 # By these a client could have its request go on after it left, or fill the proxy's table of models.
 _INNER_HEADERS = re.compile(rb"x-request-disconnect-disabled|serve[_-]multiplexed[_-]model[_-]id|" + HEADER)
+_SESSION = os.environ.get("RAY_SERVE_SESSION_ID_HEADER_KEY", "x-session-id").lower().encode()
+_PEEK_S = 1.0  # a client that takes longer is served without
 _RECENTLY_S = 600.0
 _STATUS = {
     404: RequestError("There is no such route.", code="not_found", status=404),
@@ -62,6 +68,8 @@ class Edge:
             return
         scope["headers"] = _clean(scope["headers"])
         inbox = _Inbox(receive)
+        if scope["method"] == "POST" and not any(name == _SESSION for name, _ in scope["headers"]):
+            await _name_beginning(scope, inbox)
         if connection is None:
             await self._serve(scope, inbox, _Outbox(send, None))
             return
@@ -106,11 +114,20 @@ def _clean(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     ]
 
 
+async def _name_beginning(scope: Scope, inbox: _Inbox) -> None:
+    """Sends requests that begin alike to one replica, where the router goes by sessions."""
+    start = await inbox.peek(PEEKED_BYTES, _PEEK_S)
+    client = b"".join(value for name, value in scope["headers"] if name in (b"authorization", b"x-api-key"))
+    if (key := beginning_key(start, client)) is not None:
+        scope["headers"].append((_SESSION, f"prefix-{key}".encode()))
+
+
 class _Inbox:
     """`receive` of one request, into which the connection's news are mixed for the replica to see."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
+        self._peeked: deque[Message] = deque()
         self._news: deque[Message] = deque()
         self._pending: asyncio.Task[MutableMapping[str, Any]] | None = None
         self._told = asyncio.Event()
@@ -119,7 +136,25 @@ class _Inbox:
         self._news.append({"type": PAUSE if full else RESUME})
         self._told.set()
 
+    async def peek(self, size: int, timeout_s: float) -> bytes:
+        """The first `size` bytes of the body, or what comes of it in time; `receive` gives them again."""
+        start = b""
+        is_whole = False
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while len(start) < size and not is_whole:
+                    # Kept when this ends early: a message that has come must not be lost.
+                    self._pending = self._pending or asyncio.ensure_future(_awaited(self._receive))
+                    await asyncio.wait((self._pending,))
+                    message, self._pending = self._pending.result(), None
+                    self._peeked.append(message)
+                    start += message.get("body", b"")
+                    is_whole = not message.get("more_body", False)
+        return start[:size]
+
     async def receive(self) -> Message:
+        if self._peeked:
+            return self._peeked.popleft()
         if self._pending is None:
             self._pending = asyncio.ensure_future(_awaited(self._receive))
         if not self._news and not self._pending.done():
