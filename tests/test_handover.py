@@ -114,6 +114,7 @@ def test_nothing_piles_up_for_a_client_that_reads_slowly() -> None:
             received += await client.read()
         await flushing
         assert received == b"100000\r\n" + part + b"\r\n"
+        assert sock.send(b"")  # which must not end the body
         assert sock.send(b"y")
         assert await client.read() == b"1\r\ny\r\n"
         sock.close()

@@ -180,6 +180,8 @@ class ClientSocket:
         """
         if self._unsent:
             raise ConnectionError("the part before this one is not sent")
+        if not part:
+            return True  # a chunk of no bytes would be the end of the body
         self._unsent = b"%x\r\n%b\r\n" % (len(part), part)
         return self._send()
 
