@@ -312,6 +312,41 @@ def test_headers_that_steer_ray_serve_are_dropped() -> None:
     assert scope["headers"] == [(b"x-request-id", b"good")]
 
 
+def test_a_route_that_an_app_has_just_left_says_to_come_again() -> None:
+    gone = False
+    found = replies(200, b"application/json", b"{}", headers=[(b"content-length", b"2")])
+    missing = replies(404, b"text/plain; charset=utf-8", b"Path not found")
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if not gone and scope["path"].startswith("/llm"):
+            scope["root_path"] = "/llm"  # as Serve does
+        await (found if scope.get("root_path") else missing)(scope, receive, send)
+
+    async def status(edge: Edge, path: str) -> tuple[int, dict[bytes, bytes]]:
+        sent: list[Message] = []
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        async def receive() -> Message:
+            return {"type": "http.request"}
+
+        await edge({"type": "http", "method": "GET", "path": path, "headers": []}, receive, send)
+        return sent[0]["status"], dict(sent[0]["headers"])
+
+    async def run() -> None:
+        nonlocal gone
+        edge = Edge(app)
+        assert (await status(edge, "/llm/v1/models"))[0] == 200
+        gone = True
+        late, headers = await status(edge, "/llm/v1/chat/completions")
+        assert (late, headers[b"retry-after"]) == (503, b"5")
+        assert (await status(edge, "/llmx"))[0] == 404
+        assert (await status(Edge(app), "/llm/v1/models"))[0] == 404  # nothing was ever there
+
+    asyncio.run(run())
+
+
 def test_serves_own_routes_pass() -> None:
     app = replies(503, b"text/plain", b"draining")
     sent, _ = asyncio.run(through_edge(app, path="/-/healthz"))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ import pytest
 
 from cluster.draining import StopWatch
 from cluster.http.active import ActiveRequests
+from tests.test_cli import read_until, read_until_ready, served
 
 
 @pytest.fixture
@@ -83,6 +86,7 @@ def test_streams_outlive_a_scale_down_and_are_told_when_the_app_is_deleted(
     args = {
         "model": str(smollm2_path),
         "served_model_name": endpoint.model,
+        "tensor_parallel_size": 1,  # two replicas share two cores
         "max_model_len": 4096,
         "kv_cache": {"num_tokens": 16384},
         "server": {"shutdown_timeout_s": 25.0},
@@ -91,7 +95,7 @@ def test_streams_outlive_a_scale_down_and_are_told_when_the_app_is_deleted(
     fields = {"model": endpoint.model, "ignore_eos": True, "temperature": 0}
     try:
         declare("stopping", "/stopping", args, 2)
-        followers = [Follower(pool, url, max_tokens=100, **fields) for _ in range(6)]
+        followers = [Follower(pool, url, max_tokens=40, **fields) for _ in range(6)]
         assert all(follower.begun.wait(120) for follower in followers)
         declare("stopping", "/stopping", args, 1)
         for follower in followers:
@@ -103,17 +107,46 @@ def test_streams_outlive_a_scale_down_and_are_told_when_the_app_is_deleted(
         last = Follower(pool, url, max_tokens=4000, **fields)
         assert last.begun.wait(120)
         serve.delete("stopping", _blocking=False)
+        # No longer routed there, but to the shared app at /.
         deadline = time.monotonic() + 10
-        while (late := httpx.get(f"{url}/v1/models", timeout=30)).status_code == 200:
+        while httpx.get(f"{url}/v1/models", timeout=30).status_code != 404:
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        assert (late.status_code, late.json()["error"]["code"]) == (503, "engine_overloaded")
-        assert late.headers["retry-after"] == "5"
         last.done.result(90)
         assert last.payloads[-1]["error"]["code"] == "engine_overloaded"
         assert "try again" in last.payloads[-1]["error"]["message"]
     finally:
         serve.delete("stopping")
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.timeout(600)
+def test_a_terminated_server_lets_its_streams_end(smollm2_path: Path, free_port: int, pool: ThreadPoolExecutor) -> None:
+    """SIGTERM to the command alone, as a process manager sends it."""
+    url = f"http://127.0.0.1:{free_port}"
+    fields = {"model": "smollm2-135m-instruct", "ignore_eos": True, "temperature": 0}
+    with served(free_port, "--set", "server.shutdown_timeout_s=120") as server:
+        read_until_ready(server)
+        followers = [Follower(pool, url, max_tokens=150, **fields) for _ in range(4)]
+        assert all(follower.begun.wait(120) for follower in followers)
+        server.send_signal(signal.SIGTERM)
+        read_until(server, "stopping")
+        statuses = set()
+        while not any(follower.done.done() for follower in followers):
+            with contextlib.suppress(httpx.TransportError):
+                late = httpx.post(f"{url}/v1/completions", json={**fields, "prompt": "a", "max_tokens": 1}, timeout=60)
+                statuses.add(late.status_code)
+                if late.status_code != 200:
+                    assert late.headers["retry-after"]
+            time.sleep(0.1)
+        for follower in followers:
+            follower.done.result(300)
+            assert follower.payloads[-1] == "[DONE]"
+        assert 503 in statuses
+        assert statuses <= {200, 503}
+        server.communicate(timeout=120)
+        assert server.returncode == 0
 
 
 # --- The sign ---------------------------------------------------------------------------------------------------------
