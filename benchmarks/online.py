@@ -3,7 +3,7 @@
     python -m benchmarks.online URL [--model NAME] [--clients 1,16,64,256] [--requests N] [--json OUT]
     python -m benchmarks.online --serve CONFIG [--set KEY=VALUE ...] ...
 
-URL ends in /v1 and may be any server's. cluster/bench/load_test.py says what is measured.
+URL ends in /v1 and may be any server's. cluster/commands/bench/load_test.py says what is measured.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 
 from benchmarks.report import Report, circumstances, describe_circumstances, table
 from benchmarks.serving import endpoint
-from cluster.bench.load_test import Load, level_line, run_levels, table_of, takes_ids
-from cluster.endpoint_client import EndpointClient
+from cluster.commands.bench.load_test import Load, level_line, run_levels, table_of, takes_ids
+from cluster.commands.endpoint_client import EndpointClient
 
 
 def render(figures: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 REFERENCE = Path(__file__).resolve().parent / "reference"
 sys.path.insert(0, str(REFERENCE.parent.parent))
 
-from cluster.cli import app  # noqa: E402 -- the checkout is not installed
+from cluster.commands.cli import app  # noqa: E402 -- the checkout is not installed
 from cluster.observability import table  # noqa: E402
 from cluster.openai.protocol import (  # noqa: E402
     UNSUPPORTED,

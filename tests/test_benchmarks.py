@@ -13,9 +13,9 @@ import pytest
 
 from benchmarks import engine, engine_report
 from benchmarks.report import ROOT, Report, circumstances, table
-from cluster.bench import load_test
-from cluster.bench.stream_client import Sample, StreamReader
-from cluster.endpoint_client import EndpointClient
+from cluster.commands.bench import load_test
+from cluster.commands.bench.stream_client import Sample, StreamReader
+from cluster.commands.endpoint_client import EndpointClient
 from configs.errors import ConfigError
 from configs.load import load_app_config
 from configs.model_config import ModelConfig, RopeConfig

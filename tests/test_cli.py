@@ -23,7 +23,7 @@ import httpx
 import psutil
 import pytest
 
-from cluster.serving_job import root_cause
+from cluster.commands.serve import root_cause
 from cluster.session import cluster_address
 from configs.errors import ConfigError
 

@@ -10,8 +10,8 @@ import jsonschema
 import pytest
 import yaml
 
-from cluster.fit import GPU_MEMORY, fits, parse_memory, sizes_to_show
-from cluster.status import status_lines
+from cluster.commands.fit import GPU_MEMORY, fits, parse_memory, sizes_to_show
+from cluster.commands.status import status_lines
 from configs.errors import ConfigError
 from configs.json_schema import config_file_schema
 from configs.load import load_app_config

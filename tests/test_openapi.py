@@ -20,7 +20,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from typer.testing import CliRunner
 
-from cluster.cli import app as cli
+from cluster.commands.cli import app as cli
 from cluster.http.access import OPEN_PATHS
 from cluster.http.keys import KeyRing
 from cluster.openai.ingress import create_app

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
-from cluster.endpoint_client import EndpointClient
+from cluster.commands.endpoint_client import EndpointClient
 from configs.errors import EngineError
 
 

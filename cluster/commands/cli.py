@@ -49,7 +49,7 @@ def serve(
     """Serve the model of FILE until interrupted."""
     # Read when Ray is imported. A SIGTERM while Ray starts would else wait half a minute for a node without work.
     os.environ.setdefault("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", "0")
-    from cluster.serving_job import ServingJob
+    from cluster.commands.serve import ServingJob
 
     with _friendly_errors():
         ServingJob.create(file, overrides or [], address).run(detach=detach)
@@ -67,9 +67,9 @@ def check(
     ] = False,
 ) -> None:
     """Validate FILE and show the plan and the memory arithmetic; starts nothing."""
-    from cluster.fit import parse_memory
+    from cluster.commands.fit import parse_memory
+    from cluster.commands.report import print_plan
     from cluster.preflight import check_checkpoint
-    from cluster.report import print_plan
     from configs.load import load_app_config
 
     with _friendly_errors():
@@ -90,7 +90,7 @@ def generate(
     address: Address = None,
 ) -> None:
     """Generate from one prompt, without HTTP and without Ray Serve."""
-    from cluster.offline import generate_text
+    from cluster.commands.generate import generate_text
 
     with _friendly_errors():
         generate_text(
@@ -105,7 +105,7 @@ def chat(
     temperature: Annotated[float, typer.Option(min=0.0, max=2.0)] = 0.7,
 ) -> None:
     """Talk to an endpoint; an empty line or Ctrl-D ends it. Its API key is read from OPENAI_API_KEY."""
-    from cluster.chat_client import run_chat
+    from cluster.commands.chat import run_chat
 
     with _friendly_errors():
         run_chat(url, model, temperature)
@@ -138,7 +138,7 @@ def bench(
     json_file: Annotated[Path | None, typer.Option("--json", help="Where the figures go as well.")] = None,
 ) -> None:
     """Measure an endpoint under load: TTFT, time per token, throughput. Its API key is read from OPENAI_API_KEY."""
-    from cluster.bench.command import run_bench
+    from cluster.commands.bench.command import run_bench
 
     with _friendly_errors():
         good = run_bench(
@@ -160,7 +160,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="The figures as JSON.")] = False,
 ) -> None:
     """Show what an endpoint is doing. Its API key is read from OPENAI_API_KEY."""
-    from cluster.status import print_status
+    from cluster.commands.status import print_status
 
     with _friendly_errors():
         print_status(url, as_json=as_json)

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
+from cluster.commands.report import print_plan
 from cluster.coordinator_actor import Progress
 from cluster.deployment import Deployment, serve_is_running
 from cluster.engine import describe
@@ -31,7 +32,6 @@ from cluster.http.keys import open_keys
 from cluster.placement import NodeResources, group_bundles, uses_gpus
 from cluster.preflight import check_checkpoint
 from cluster.rank_group import NAMESPACE
-from cluster.report import print_plan
 from cluster.session import Session, check_port_free, cluster_address, ray_session
 from configs.errors import ConfigError, EngineError
 from configs.load import AppConfig, load_app_config

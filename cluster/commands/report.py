@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.table import Table
 
-from cluster.fit import fits, sizes_to_show
+from cluster.commands.fit import fits, sizes_to_show
 from cluster.placement import group_bundles
 from configs.checkpoint import resolve_model_path
 from configs.load import AppConfig, all_settings

@@ -23,8 +23,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from cluster.bench.stream_client import Sample, Share, run_share
-from cluster.endpoint_client import EndpointClient
+from cluster.commands.bench.stream_client import Sample, Share, run_share
+from cluster.commands.endpoint_client import EndpointClient
 from configs.errors import EngineError
 
 _IDS = (100, 10_000)  # of random prompts: text in every vocabulary, and no special tokens in most

@@ -12,8 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from cluster.bench.load_test import Load, level_line, run_levels, table_of, takes_ids
-from cluster.endpoint_client import EndpointClient
+from cluster.commands.bench.load_test import Load, level_line, run_levels, table_of, takes_ids
+from cluster.commands.endpoint_client import EndpointClient
 
 _TABLE_WIDTH = 120
 

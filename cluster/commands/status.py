@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from cluster.endpoint_client import EndpointClient
+from cluster.commands.endpoint_client import EndpointClient
 from configs.errors import EngineError
 
 _WINDOW_S = 10
