@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from cluster.messages import Finished, FinishReason, GenerateRequest, StepOutput
+from cluster.scheduling.admission import Admission
 from cluster.scheduling.chunks import PrefillPlan
 from cluster.scheduling.deadlines import Deadlines
 from cluster.scheduling.frame_sections import add_adjustments
@@ -24,7 +25,7 @@ from cluster.scheduling.guide import Guide
 from cluster.scheduling.guided_rows import GuidedRows
 from cluster.scheduling.limits import SchedulerLimits, SchedulerStats
 from cluster.scheduling.prefill import PrefillQueue
-from cluster.scheduling.request import Request, reason_never_fits, refused
+from cluster.scheduling.request import Request, refused
 from cluster.scheduling.row_pages import RowPages
 from cluster.scheduling.row_table import RowTable
 from cluster.scheduling.step_results import Launched, find_stopped, prompt_logprobs, take_prefilled, token_logprobs
@@ -34,8 +35,6 @@ from worker.protocol import Int32Array, RowFlag, StepFrame, StepResult
 __all__ = ["Scheduler", "SchedulerLimits", "SchedulerStats"]
 
 _NO_DELTAS = np.empty((0, 3), np.int32)
-_MIN_RETRY_S = 1.0
-_MAX_RETRY_S = 60.0
 
 
 def _no_guide(request: GenerateRequest) -> None:
@@ -77,6 +76,7 @@ class Scheduler:
         self._pages = RowPages(self._limits)
         self._queue = PrefillQueue(self._limits, self._rows, self._pages)
         self._guided = GuidedRows(self._limits, self._rows)
+        self._admission = Admission(self._limits, self._queue, self._guided)
         self._by_id: dict[int, Request] = {}
         self._deadlines = Deadlines()
         self._num_draining = 0  # rows that are taken but no longer live
@@ -93,13 +93,9 @@ class Scheduler:
             entry = Request.create(request, self._limits, now)
         except RequestError as error:
             return refused(request.id, str(error), error.code)
-        if (reason := reason_never_fits(entry, self._limits)) is not None:
-            # The ingress checks the same: it is the engine's fault that the request came this far.
-            return refused(request.id, reason, "engine_error")
-        if (full := self._reason_full(len(entry.tokens))) is not None:
-            self._total_refused += 1
-            reason = f"the queue is full: {full}; try again later"
-            return refused(request.id, reason, "engine_overloaded", self._retry_after_s(now))
+        if (refusal := self._admission.refusal(entry, now)) is not None:
+            self._total_refused += refusal.error_code == "engine_overloaded"
+            return refusal
         try:
             entry.guide = self._make_guide(request)
         except RequestError as error:
@@ -112,22 +108,6 @@ class Scheduler:
         else:
             self._guided.hold(entry)
         return None
-
-    def _reason_full(self, num_tokens: int) -> str | None:
-        limits = self._limits
-        num_waiting, num_waiting_tokens = self._num_waiting, self._num_waiting_tokens
-        if num_waiting >= limits.max_num_queued_requests:
-            return f"{num_waiting} requests wait, max_num_queued_requests={limits.max_num_queued_requests}"
-        # A prompt longer than the limit may still wait alone.
-        if num_waiting and num_waiting_tokens + num_tokens > limits.max_num_queued_tokens:
-            return f"{num_waiting_tokens} tokens wait, max_num_queued_tokens={limits.max_num_queued_tokens}"
-        return None
-
-    def _retry_after_s(self, now: float) -> float:
-        """When the queue will be empty if it goes on as it went lately."""
-        rate = self._queue.tokens_per_s(now)
-        drained_s = self._num_waiting_tokens / rate if rate else _MIN_RETRY_S
-        return min(max(drained_s, _MIN_RETRY_S), _MAX_RETRY_S)
 
     def abort(self, ids: Iterable[int]) -> None:
         """Ends requests: no token after this call, one Finished each in a later output. Unknown ids are ignored."""
@@ -273,8 +253,8 @@ class Scheduler:
         allocator, cache, queue, now = self._pages.allocator, self._pages.cache, self._queue, self._clock()
         return SchedulerStats(
             num_running=self._rows.num_taken - self._num_draining,
-            num_waiting=self._num_waiting,
-            num_waiting_tokens=self._num_waiting_tokens,
+            num_waiting=self._admission.num_waiting,
+            num_waiting_tokens=self._admission.num_waiting_tokens,
             num_free_pages=allocator.num_free,
             num_cached_pages=cache.num_pages,
             num_evictable_pages=cache.num_evictable_pages,
@@ -421,14 +401,6 @@ class Scheduler:
         self._pages.release(row)
         table.give_back(row)
         self._queue.forget_row(row)
-
-    @property
-    def _num_waiting(self) -> int:
-        return self._queue.num_waiting + self._guided.num_held
-
-    @property
-    def _num_waiting_tokens(self) -> int:
-        return self._queue.num_waiting_tokens + self._guided.num_held_tokens
 
     def _take_pending(self) -> list[Finished]:
         pending, self._pending = self._pending, []
