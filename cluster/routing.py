@@ -18,6 +18,9 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
+REPLICA_SESSION = "replica-"
+"""A session of this and a replica's id is that replica's, however busy it is."""
+
 
 class SessionRouter(RequestRouter):
     """The same replica for every request of a session, unless it is much busier than the least busy one.
@@ -61,6 +64,8 @@ class SessionRouter(RequestRouter):
         if not session:
             return [drawn]
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        if session.startswith(REPLICA_SESSION) and session.removeprefix(REPLICA_SESSION) in by_name:
+            return [[by_name[session.removeprefix(REPLICA_SESSION)]]]
         favourite = by_name[favourite_of(session, by_name)]
         return [drawn] if self._is_too_busy(favourite.replica_id, candidate_replicas) else [[favourite], drawn]
 

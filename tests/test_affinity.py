@@ -11,7 +11,7 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from cluster.http import edge
-from cluster.http.affinity import PEEKED_BYTES, beginning_key
+from cluster.http.affinity import PEEKED_BYTES, beginning_key, keeping_replica, response_prefix
 from cluster.http.edge import Edge
 
 
@@ -108,7 +108,9 @@ def test_random_cuts_of_a_body_never_fail() -> None:
 # --- In the proxy -----------------------------------------------------------------------------------------------------
 
 
-def through(parts: list[bytes], headers: list[tuple[bytes, bytes]], *, pause_s: float = 0.0) -> tuple[Scope, bytes]:
+def through(
+    parts: list[bytes], headers: list[tuple[bytes, bytes]], *, path: str = "/", pause_s: float = 0.0
+) -> tuple[Scope, bytes]:
     """The scope and the body that the app behind the edge sees."""
     seen: list[Scope] = []
     body = b""
@@ -136,7 +138,8 @@ def through(parts: list[bytes], headers: list[tuple[bytes, bytes]], *, pause_s: 
         async def send(message: Message) -> None:
             pass
 
-        await Edge(app)({"type": "http", "method": "POST", "path": "/", "headers": headers}, receive, send)
+        scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
+        await Edge(app)(scope, receive, send)
 
     asyncio.run(run())
     return seen[0], body
@@ -162,6 +165,31 @@ def test_a_client_that_names_its_conversation_is_believed() -> None:
     raw = json.dumps({"messages": turns("Hello", 2)}).encode()
     scope, body = through([raw], [(b"x-session-id", b"mine")])
     assert (session_of(scope), body) == (b"mine", raw)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/responses/resp_ab12_0f", b""),
+        ("/llm/v1/responses/resp_ab12_0f/cancel", b""),
+        ("/v1/responses", b'{"input": "And then?", "previous_response_id" : "resp_ab12_0f"}'),
+    ],
+)
+def test_what_speaks_of_a_response_goes_to_the_replica_that_keeps_it(path: str, body: bytes) -> None:
+    for headers in ([], [(b"x-session-id", b"mine")]):
+        scope, seen = through([body], headers, path=path)
+        assert (session_of(scope), seen) == (b"replica-ab12", body)
+
+
+@pytest.mark.parametrize("id_", ["resp_0f", "resp_AB_0f", "chatcmpl-1", "resp_../x_"])
+def test_other_ids_name_no_replica(id_: str) -> None:
+    scope, _ = through([json.dumps({"previous_response_id": id_}).encode()], [], path=f"/v1/responses/{id_}")
+    assert session_of(scope) is None
+
+
+def test_a_replicas_prefix_is_what_the_proxy_reads() -> None:
+    assert keeping_replica(f"/v1/responses/{response_prefix('8dq07xp3')}{'0' * 32}", b"") == "8dq07xp3"
+    assert response_prefix("") == "resp_"
 
 
 def test_a_slow_client_is_served_without(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,6 +131,12 @@ def test_a_favourite_that_is_far_busier_than_another_is_left_to_the_draw() -> No
     assert choose({other: 50}, "s")[0] == [favourite]  # not heard of lately: Serve asks it
 
 
+def test_what_a_replica_keeps_is_its_own_however_busy_it_is() -> None:
+    for name in "abcd":
+        assert choose({name: 1000, "a": 3}, f"replica-{name}") == [[name]]
+    assert len(choose({}, "replica-gone")) == 2  # any session's
+
+
 @pytest.mark.parametrize("kwargs", [{"max_lead": 0}, {"max_lead": "16"}, {"max_lead": True}, {"lead": 4}])
 def test_wrong_settings_of_the_router_are_refused(kwargs: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="max_lead"):

@@ -14,12 +14,13 @@ import httpx
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from cluster.http import handover
+from cluster.http import delivery, handover
 from cluster.http.active import ActiveRequests
 from cluster.http.connection import LimitedConnection
 from cluster.http.edge import Edge
 from cluster.http.handover import HEADER, ClientSocket, HandoverHub, Handovers
 from cluster.openai.ingress import create_app
+from configs.schema import ServerConfig
 from tests.scripted_engine import MODEL, REPLY, Run, Stack, events, served
 
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream": True}
@@ -373,3 +374,43 @@ def test_a_client_that_reads_nothing_is_cut_off_and_leaves_nothing(run: Run) -> 
             await stack.until(lambda: num_fds() == before + 3)  # the hub's, and both ends of a connection to it
 
     run(scenario, reply=[19556] * 4000, max_model_len=8192, hang_after=3999)
+
+
+@pytest.mark.parametrize("handed_over", [True, False])
+def test_a_silent_stream_says_that_it_is_alive(run: Run, monkeypatch: pytest.MonkeyPatch, handed_over: bool) -> None:
+    monkeypatch.setattr(delivery, "KEEP_ALIVE_S", 0.05)
+
+    async def scenario(stack: Stack) -> None:
+        app = create_app(stack.model)
+        async with (
+            served(Edge(app) if handed_over else app, http=LimitedConnection) as url,
+            httpx.AsyncClient(base_url=url, trust_env=False) as client,
+            client.stream("POST", "/v1/chat/completions", json=BODY) as response,
+        ):
+            assert response.status_code == 200
+            blocks = [line async for line in response.aiter_lines() if line]
+        kept = [i for i, line in enumerate(blocks) if line == ": keep-alive"]
+        said = [json.loads(line.removeprefix("data: ")) for line in blocks if line.startswith("data: {")]
+        assert kept[0] == 0  # before the first token
+        assert any(line.startswith("data: {") for line in blocks[: kept[-1]])  # and between tokens
+        assert len(kept) + len(said) + 1 == len(blocks)
+        assert "".join(it["choices"][0]["delta"].get("content", "") for it in said if it["choices"]) == REPLY
+
+    run(scenario, step_s=0.25)
+
+
+def test_an_error_after_a_sign_of_life_is_told_in_the_stream(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery, "KEEP_ALIVE_S", 0.05)
+
+    async def scenario(stack: Stack) -> None:
+        async with (
+            served(Edge(create_app(stack.model)), http=LimitedConnection) as url,
+            httpx.AsyncClient(base_url=url, trust_env=False) as client,
+        ):
+            response = await client.post("/v1/chat/completions", json=BODY)
+            assert response.status_code == 200
+            first, *_, last = [line for line in response.text.split("\n") if line]
+            assert first == ": keep-alive"
+            assert json.loads(last.removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
+
+    run(scenario, hang_after=0, server=ServerConfig(request_timeout_s=0.3))

@@ -62,6 +62,13 @@ def chat(url: str, messages: list[dict[str, str]], session: str | None = None, m
     return response.json()
 
 
+def respond(url: str, text: str, **fields: Any) -> Any:
+    body = {"model": "smollm2-135m-instruct", "input": text, "max_output_tokens": 4, "temperature": 0, **fields}
+    response = httpx.post(f"{url}/v1/responses", json=body, timeout=300)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
 def test_replicas_come_with_a_queue_and_go_with_it(endpoint: Any) -> None:
     """One replica, a queue, two replicas, nothing to do, one replica."""
     # Only the queue may ask for the second: the batch may be full.
@@ -130,6 +137,11 @@ def test_the_turns_of_a_conversation_find_their_prefix(endpoint: Any) -> None:
         without = [talk(url, f"Guest {i}", named=False) for i in range(6)]
         misses = sum(cached == 0 for turns in without for cached in turns)
         assert misses <= 1, without  # the proxy sees how their prompts begin
+        stored = [respond(url, f"Say {i}.") for i in range(6)]
+        assert len({it["id"].split("_")[1] for it in stored}) == 2, "both replicas keep some"
+        for it in stored:
+            assert httpx.get(f"{url}/v1/responses/{it['id']}", timeout=60).json()["output"] == it["output"]
+            assert respond(url, "Again.", previous_response_id=it["id"])["previous_response_id"] == it["id"]
         print(f"turns without their prefix: {lost} of 18 with the header, {misses} of 18 without")  # noqa: T201
 
 

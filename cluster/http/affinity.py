@@ -1,7 +1,9 @@
-"""Which requests begin alike, told from the first bytes of their bodies: what a proxy can know before it routes.
+"""Which replica a request had better go to, told from its path and the first bytes of its body: what a proxy can know
+before it routes.
 
-The turns of a conversation begin with the same messages, up to the first one of the user's; other prompts are alike
-when their first few kilobytes are. Looked for in the text of the JSON, not in its structure: the body is not whole yet.
+A stored response lies in the replica that made it, which its id names. The turns of a conversation begin with the same
+messages, up to the first one of the user's; other prompts are alike when their first few kilobytes are. Looked for in
+the text of the JSON, not in its structure: the body is not whole yet.
 """
 
 from __future__ import annotations
@@ -13,10 +15,29 @@ import re
 PEEKED_BYTES = 16 << 10
 """How much of a body is looked at."""
 _MAX_CHARS = 4096  # a thousand tokens: what a wrong guess lets another replica compute again
+_KEPT_PATH = re.compile(r"/v1/responses/resp_([a-z0-9]{1,32})_")
+_KEPT_BODY = re.compile(rb'"previous_response_id"\s*:\s*"resp_([a-z0-9]{1,32})_')
 _PROMPT = re.compile(r'"(?:messages|prompt|input|text|input_ids)"\s*:\s*')
 _MESSAGES = re.compile(r"\[\s*(?={)")
 _SEPARATOR = re.compile(r"\s*,\s*")
 _decode = json.JSONDecoder().raw_decode
+
+
+def response_prefix(replica: str) -> str:
+    """What the ids of responses begin with that `replica` keeps; empty: it is the only one."""
+    return f"resp_{replica}_" if replica else "resp_"
+
+
+def keeping_replica(path: str, body: bytes) -> str | None:
+    """The replica that keeps the response of which a request speaks; None when it speaks of none.
+
+    Args:
+        body: the first `PEEKED_BYTES` of it, or all.
+    """
+    if (in_path := _KEPT_PATH.search(path)) is not None:
+        return in_path[1]
+    in_body = _KEPT_BODY.search(body)
+    return None if in_body is None else in_body[1].decode()
 
 
 def beginning_key(body: bytes, client: bytes = b"") -> str | None:

@@ -14,6 +14,10 @@ from cluster.http.errors import error_event, response_start, send_json
 from cluster.http.handover import HEADER, Claim, ClientSocket, Handovers
 from configs.errors import RequestError
 
+KEEP_ALIVE_S = 15.0
+"""A stream in which nothing was said for so long, and at most twice that, says that it is alive: load balancers end
+connections that are silent for a minute, and a request may wait longer than that in the queue."""
+_KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients of server-sent events skip
 _LAST_WORDS_S = 1.0  # for a client that reads slowly to take them
 
 
@@ -32,7 +36,10 @@ class Delivery:
         self._send = send
         self._writable = asyncio.Event()
         self._writable.set()
-        self._now = asyncio.get_running_loop().time
+        self._loop = asyncio.get_running_loop()
+        self._spoke = False  # since the timer went off last
+        self._timer: asyncio.TimerHandle | None = None
+        self._keeping: asyncio.Task[None] | None = None
 
     def tell_full(self, full: bool) -> None:
         """The client's connection takes no more, or does again."""
@@ -41,14 +48,22 @@ class Delivery:
         else:
             self._writable.set()
 
+    def keep_alive(self, answer: Answer) -> None:
+        """From now on, lets a silent stream say that it is alive; it may begin so."""
+        self._timer = self._loop.call_later(KEEP_ALIVE_S, self._break_silence, answer)
+
     async def stream(self, chunk: bytes, answer: Answer) -> None:
         """Sends a part of a streamed answer, once the client has room for it."""
-        if self._socket is not None and self._socket.send(chunk):
+        self._spoke = True
+        if self._keeping is None and self._socket is not None and self._socket.send(chunk):
             return
         request = self.request
         assert request is not None, "a request is tracked before its answer begins"
-        request.stuck_since = self._now()
-        if self._socket is not None:
+        request.stuck_since = self._loop.time()
+        if self._keeping is not None:
+            await self._keeping
+            await self._write(chunk)
+        elif self._socket is not None:
             await self._socket.flush()
         else:
             if not self.begun:
@@ -67,6 +82,8 @@ class Delivery:
 
     async def end(self, last: bytes = b"") -> None:
         """Ends a streamed answer."""
+        if self._keeping is not None:
+            await asyncio.wait([self._keeping], timeout=_LAST_WORDS_S)
         if self._socket is not None and last:
             with contextlib.suppress(ConnectionError, TimeoutError):
                 async with asyncio.timeout(_LAST_WORDS_S):
@@ -76,7 +93,11 @@ class Delivery:
         await self._send({"type": "http.response.body", "body": last, "more_body": False})
 
     def close(self) -> None:
-        """Gives the client's socket back."""
+        """Says nothing more, and gives the client's socket back."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._keeping is not None:
+            self._keeping.cancel()
         if self._claim is not None:
             self._claim.close()
             self._claim = self._socket = None
@@ -89,6 +110,22 @@ class Delivery:
             if not self._writable.is_set():
                 await self._writable.wait()
             await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+    def _break_silence(self, answer: Answer) -> None:
+        is_writing = self.request is None or self.request.stuck_since is not None
+        if not self._spoke and not is_writing and self._keeping is None:
+            self._keeping = self._loop.create_task(self._say_alive(answer))
+        self._spoke = False
+        self.keep_alive(answer)
+
+    async def _say_alive(self, answer: Answer) -> None:
+        try:
+            if not self.begun:
+                await self._begin(answer)
+            with contextlib.suppress(ConnectionError):  # whoever watches the client hears of it
+                await self._write(_KEEP_ALIVE)
+        finally:
+            self._keeping = None
 
     async def _begin(self, answer: Answer) -> None:
         self.begun = True

@@ -22,12 +22,13 @@ import uvicorn.protocols.http.auto
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.http.affinity import PEEKED_BYTES, beginning_key
+from cluster.http.affinity import PEEKED_BYTES, beginning_key, keeping_replica
 from cluster.http.connection import SCOPE_KEY, LimitedConnection
 from cluster.http.endpoint import PAUSE, RESUME
 from cluster.http.errors import error_event, send_error
 from cluster.http.guard import is_request_id
 from cluster.http.handover import HEADER, HandoverHub, Offer
+from cluster.routing import REPLICA_SESSION
 from configs.errors import OverloadedError, RequestError
 
 CALLBACK = "cluster.http.edge:middlewares"
@@ -68,8 +69,7 @@ class Edge:
             return
         scope["headers"] = _clean(scope["headers"])
         inbox = _Inbox(receive)
-        if scope["method"] == "POST" and not any(name == _SESSION for name, _ in scope["headers"]):
-            await _name_beginning(scope, inbox)
+        await _name_session(scope, inbox)
         if connection is None:
             await self._serve(scope, inbox, _Outbox(send, None))
             return
@@ -114,12 +114,20 @@ def _clean(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     ]
 
 
-async def _name_beginning(scope: Scope, inbox: _Inbox) -> None:
-    """Sends requests that begin alike to one replica, where the router goes by sessions."""
-    start = await inbox.peek(PEEKED_BYTES, _PEEK_S)
-    client = b"".join(value for name, value in scope["headers"] if name in (b"authorization", b"x-api-key"))
-    if (key := beginning_key(start, client)) is not None:
-        scope["headers"].append((_SESSION, f"prefix-{key}".encode()))
+async def _name_session(scope: Scope, inbox: _Inbox) -> None:
+    """Tells the router, where it goes by sessions, which replica keeps what the request needs.
+
+    That is the one with the response of which it speaks; else the one of the session that the client names; else the
+    one of prompts that begin like this one.
+    """
+    start = await inbox.peek(PEEKED_BYTES, _PEEK_S) if scope["method"] == "POST" else b""
+    others = [it for it in scope["headers"] if it[0] != _SESSION]
+    if (replica := keeping_replica(scope["path"], start)) is not None:
+        scope["headers"] = [*others, (_SESSION, f"{REPLICA_SESSION}{replica}".encode())]
+    elif len(others) == len(scope["headers"]):
+        client = b"".join(value for name, value in others if name in (b"authorization", b"x-api-key"))
+        if (key := beginning_key(start, client)) is not None:
+            scope["headers"].append((_SESSION, f"prefix-{key}".encode()))
 
 
 class _Inbox:

@@ -80,6 +80,7 @@ class Endpoint:
             answer = await self._handle(body, context)
             async with aclosing(answer.chunks) as chunks:
                 if answer.streamed:
+                    delivery.keep_alive(answer)
                     async for chunk in chunks:
                         await delivery.stream(chunk, answer)
                     await delivery.end()

@@ -14,6 +14,7 @@ from contextlib import aclosing
 from typing import Any
 
 from cluster.http.active import ActiveRequests
+from cluster.http.affinity import response_prefix
 from cluster.http.answer import Answer
 from cluster.http.context import RequestContext
 from cluster.http.errors import as_request_error
@@ -50,6 +51,7 @@ class ResponsesServing:
     ) -> None:
         """`requests`: where background responses are counted, so that a stopping server waits for them too."""
         self._model = model
+        self._prefix = response_prefix(model.engine.telemetry.identity.replica)
         self._requests = ActiveRequests() if requests is None else requests
         self._store = ResponseStore() if store is None else store
         self._tasks: set[asyncio.Task[None]] = set()  # background responses; the event loop holds tasks weakly
@@ -67,7 +69,7 @@ class ResponsesServing:
         fields = chat_fields(request, chat_messages(items, request.instructions))
         try:
             chat = protocol.check_request(ChatRequest, fields, model.server)
-            job = await chat_job(model, "resp_", chat, context)
+            job = await chat_job(model, self._prefix, chat, context)
         except RequestError as error:
             raise in_own_words(error) from error
         builder = ResponseBuilder(_response(request, job.id, job.sampling[0][0], model.model_name))
