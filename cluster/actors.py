@@ -145,6 +145,17 @@ class RankActor:
             group=self._group,
         )
 
+    def fetch(self) -> None:
+        """Makes sure that the weights are on this node, before the ranks join. Raises CheckpointError."""
+        from dataclasses import replace
+
+        from configs.checkpoint import resolve_model_path
+
+        config = self._spec.config
+        self._progress = 0.0
+        path = resolve_model_path(config.model, config.revision, on_progress=self._on_progress)
+        self._spec = replace(self._spec, model_path=str(path))
+
     def load(self) -> RankLoad:
         """Loads this rank's shard and finds out what is left for the KV pool."""
         import time

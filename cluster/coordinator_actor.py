@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_FETCHING = "downloading weights"
 _LOADING = "loading weights"
 _CAPTURING = "capturing CUDA graphs"
-_MEASURED_PHASES = (_LOADING, _CAPTURING)
+_MEASURED_PHASES = (_FETCHING, _LOADING, _CAPTURING)
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,9 @@ class CoordinatorActor:
         )
         self._group = group
         locations = group.start()
+        if not config.is_local_model and config.load_format != "dummy":
+            self._enter(_FETCHING)
+            group.fetch(locations)
         self._enter(_LOADING)
         memory = group.load(locations)
         num_pages = num_kv_pages(config.kv_cache, memory.bytes_per_page, memory.free_bytes)

@@ -40,8 +40,11 @@ _SILENCE_S = 10.0
 
 
 def describe(config: EngineConfig, *, gpus: bool) -> EngineSpec:
-    """Finds the model's files, reads what it is, and decides every auto value; logs each decision."""
-    model_path = resolve_model_path(config.model, config.revision, weights=config.load_format != "dummy")
+    """Finds the model's files, reads what it is, and decides every auto value; logs each decision.
+
+    Weights on the Hub are not fetched here, but by the ranks, whose nodes need them.
+    """
+    model_path = resolve_model_path(config.model, config.revision, weights=config.has_local_weights)
     model = read_model_config(model_path)
     resolved = resolve(config, model, HostFacts(num_cores=node_cores(), num_gpus=int(gpus)))
     for decision in resolved.decisions:

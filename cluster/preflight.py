@@ -8,14 +8,15 @@ from configs.schema import EngineConfig
 
 
 def check_checkpoint(config: EngineConfig) -> None:
-    """Reads the headers of the model's files, as every rank does, and none of their weights; random weights have none.
+    """Reads the headers of the model's files, as every rank does, and none of their weights. Of random weights and of a
+    model on the Hub only the config is read.
 
     Raises:
         CheckpointError: files are missing, truncated, of an unsafe kind or of another model than their config.
     """
     from worker.weights import Checkpoint  # imports torch, which takes a second
 
-    path = resolve_model_path(config.model, config.revision, weights=config.load_format != "dummy")
+    path = resolve_model_path(config.model, config.revision, weights=config.has_local_weights)
     model = read_model_config(path)
-    if config.load_format != "dummy":
+    if config.has_local_weights:
         Checkpoint.open(path, model).close()

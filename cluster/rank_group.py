@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import re
 import signal
@@ -88,6 +89,7 @@ class RankGroup:
         self._placement_group = placement_group
         self._name = name
         self._ranks: list[Any] = []
+        self._measured = self._ranks  # those whose progress is the group's
         self._processes: list[int] = []  # pidfds of the ranks on this node
         self._runs: list[ray.ObjectRef[None]] = []
         self._store: Any = None
@@ -127,6 +129,15 @@ class RankGroup:
                     self._processes.append(os.pidfd_open(location.pid))
         return locations
 
+    def fetch(self, locations: list[Location]) -> None:
+        """Has every node fetch the weights that it lacks, however long that takes."""
+        # One rank of a node fetches, the others find what it left.
+        firsts = {location.node_id: rank for rank, location in zip(self._ranks, locations, strict=True)}
+        self._measured = list(firsts.values())
+        self._get([rank.fetch.remote() for rank in self._measured], math.inf)
+        self._measured = self._ranks
+        self._on_all("fetch")
+
     def load(self, locations: list[Location]) -> GroupMemory:
         """Joins the ranks into one process group and loads every shard."""
         here = ray.get_runtime_context().get_node_id()
@@ -137,10 +148,11 @@ class RankGroup:
         return GroupMemory(tuple(self._on_all("load")), self._config.device == "cpu")
 
     def progress(self) -> list[float]:
-        """Share of the weights loaded, or of the graphs captured, by each rank, 0 to 1. Empty without ranks."""
-        if not self._ranks:
+        """Share of the weights loaded, or of the graphs captured, by each rank, or of the weights fetched by each node,
+        0 to 1. Empty without ranks."""
+        if not self._measured:
             return []
-        return ray.get([rank.progress.remote() for rank in self._ranks], timeout=_PROGRESS_TIMEOUT_S)
+        return ray.get([rank.progress.remote() for rank in self._measured], timeout=_PROGRESS_TIMEOUT_S)
 
     def run(self, num_pages: int, max_model_len: int, max_message_bytes: int) -> tuple[FrameWriter, FrameReader]:
         """Allocates the KV pools, connects the channel and puts every rank into its step loop.
@@ -229,7 +241,7 @@ class RankGroup:
                 signal.pidfd_send_signal(process, signal.SIGKILL)
             os.close(process)
         self._processes = []
-        self._ranks = []
+        self._ranks = self._measured = []
         self._runs = []
 
     def _watch(self, on_failure: Callable[[LockstepError], None]) -> None:
@@ -256,7 +268,8 @@ class RankGroup:
         deadline = time.monotonic() + timeout_s
         pending = list(refs)
         while pending:
-            done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+            left_s = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+            done, pending = ray.wait(pending, num_returns=1, timeout=left_s)
             if not done:
                 raise DeadlineError(
                     f"{len(pending)} of {self.size} ranks did not answer within parallel.init_timeout_s={timeout_s:g} s"

@@ -5,8 +5,11 @@ Owns which kinds of files are taken. Reads none of them: pickles are refused by 
 
 from __future__ import annotations
 
+import io
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from configs.errors import CheckpointError
 
@@ -34,13 +37,20 @@ def model_name(model: str) -> str:
     return path.stem if path.suffix == ".gguf" else path.resolve().name
 
 
-def resolve_model_path(model: str, revision: str | None = None, *, weights: bool = True) -> Path:
+def resolve_model_path(
+    model: str,
+    revision: str | None = None,
+    *,
+    weights: bool = True,
+    on_progress: Callable[[float], None] | None = None,
+) -> Path:
     """The directory or .gguf file that `model` names; fetched first when it is on the Hub and not yet here.
 
     Args:
         model: a local directory or .gguf file, a Hub id `owner/name`, or one file of it, `owner/name/file.gguf`.
         revision: commit or tag of the Hub repository; None is its default branch.
-        weights: False takes a directory with no more than config.json, and fetches no weights.
+        weights: False takes a directory with no more than config.json, and fetches no safetensors.
+        on_progress: gets the share of the bytes fetched, 0 to 1. It may fall back when the Hub tells of more.
 
     Raises:
         CheckpointError: nothing is there, it holds no weights that can be read safely, or the Hub cannot give it.
@@ -52,7 +62,7 @@ def resolve_model_path(model: str, revision: str | None = None, *, weights: bool
         raise CheckpointError(
             f"model={model} does not exist; set it to a directory, a .gguf file or a Hugging Face id owner/name"
         )
-    fetched = _fetch(model, revision, weights)
+    fetched = _fetch(model, revision, weights, on_progress)
     return _weights_at(fetched) if weights else _config_at(fetched)
 
 
@@ -90,18 +100,23 @@ def _weights_at(path: Path) -> Path:
 _ALTERNATIVES = "use a checkpoint in safetensors or GGUF format"
 
 
-def _fetch(model: str, revision: str | None, weights: bool) -> Path:
+def _fetch(model: str, revision: str | None, weights: bool, on_progress: Callable[[float], None] | None) -> Path:
     # Imported here: most starts are from local files, and this import costs more than all of configs.
     import httpx
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import EntryNotFoundError
 
     one_file = _HUB_FILE.fullmatch(model)
+    bars: Any = None if on_progress is None else _reporting_bars(on_progress)
     try:
         if one_file:
-            return Path(hf_hub_download(one_file[1], one_file[2], revision=revision))
+            return Path(hf_hub_download(one_file[1], one_file[2], revision=revision, tqdm_class=bars))
         unwanted = [*_UNWANTED] if weights else [*_UNWANTED, "*.safetensors"]
-        return Path(snapshot_download(model, revision=revision, allow_patterns=list(_WANTED), ignore_patterns=unwanted))
+        return Path(
+            snapshot_download(
+                model, revision=revision, allow_patterns=list(_WANTED), ignore_patterns=unwanted, tqdm_class=bars
+            )
+        )
     except (OSError, ValueError, httpx.HTTPError, EntryNotFoundError) as error:
         # Not found, gated, offline, no space left: the Hub's errors for these are OSError or ValueError.
         reason = str(error).strip().split("\n")[0]
@@ -110,3 +125,20 @@ def _fetch(model: str, revision: str | None, weights: bool) -> Path:
             f"model={model}{at} is no local path and cannot be fetched from the Hugging Face Hub: {reason}; check the "
             "name, or set `model` to a local directory or .gguf file"
         ) from error
+
+
+def _reporting_bars(on_progress: Callable[[float], None]) -> type:
+    """The bars that huggingface_hub shows, made to tell `on_progress` instead: its only news of a download."""
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    class ReportingBar(tqdm):  # type: ignore[misc]  # tqdm has no types
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "file": io.StringIO(), "disable": False})
+
+        def update(self, n: float | None = 1) -> bool | None:
+            shown = super().update(n)
+            if self.unit == "B" and self.total:  # the others count files
+                on_progress(min(self.n / self.total, 1.0))
+            return shown
+
+    return ReportingBar

@@ -201,3 +201,8 @@ class EngineConfig(_Section):
     def is_local_model(self) -> bool:
         """Whether `model` names files of this machine and not of the Hub."""
         return is_local(self.model)
+
+    @property
+    def has_local_weights(self) -> bool:
+        """Whether there are weights on this machine: not random ones, and none that the ranks fetch from the Hub."""
+        return self.is_local_model and self.load_format != "dummy"

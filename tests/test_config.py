@@ -474,7 +474,7 @@ def test_one_file_of_a_hub_repository_can_be_named(tmp_path: Path, monkeypatch: 
     (tmp_path / "m.gguf").touch()
     asked = []
 
-    def hf_hub_download(repo_id: str, filename: str, *, revision: str | None) -> str:
+    def hf_hub_download(repo_id: str, filename: str, *, revision: str | None, tqdm_class: object) -> str:
         asked.append((repo_id, filename, revision))
         return str(tmp_path / filename)
 

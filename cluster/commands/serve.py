@@ -62,6 +62,7 @@ class ServingJob:
         self._address = address
         self._stop = threading.Event()
         self._hurry = threading.Event()  # asked to stop twice
+        self._ran = False
         self._console = Console(highlight=False)
         self._began = time.monotonic()
 
@@ -121,7 +122,9 @@ class ServingJob:
             serving = pool.submit(self._serve, session, detach=detach)
             while not serving.done() and not self._stop.is_set():
                 wait([serving], _POLL_S)
-            deadline = time.monotonic() + self._config.engine.server.shutdown_timeout_s + _GIVE_UP_MARGIN_S
+            # Before it ran, nobody's request is left to end.
+            patience_s = self._config.engine.server.shutdown_timeout_s if self._ran else 0.0
+            deadline = time.monotonic() + patience_s + _GIVE_UP_MARGIN_S
             while session.own and not serving.done():
                 if time.monotonic() > deadline or self._hurry.is_set() or not _gcs_lives():
                     self._say("stopped")
@@ -177,6 +180,7 @@ class ServingJob:
             while not self._stop.wait(_POLL_S):
                 status, message = self._status()
                 if status == ApplicationStatus.RUNNING:
+                    self._ran = True
                     return True
                 failed = status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
                 if failed or any(kind in message for kind in _FINAL_ERRORS):
