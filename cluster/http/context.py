@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -30,6 +30,14 @@ class Role(StrEnum):
     """Only what shows how the server does."""
 
 
+KeepSlot = Callable[[], Callable[[], None]]
+
+
+def no_slot() -> Callable[[], None]:
+    """The `KeepSlot` of a client whose requests are not counted."""
+    return lambda: None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestContext:
     """One request. Set by the guard before any route sees it; every log line and span of the request names its id."""
@@ -49,6 +57,8 @@ class RequestContext:
     """When its headers were there."""
     trace: Mapping[str, str] = field(default_factory=dict)
     """W3C trace context: its headers `traceparent` and `tracestate`, where it has them."""
+    keep_slot: KeepSlot = field(default=no_slot, repr=False, compare=False)
+    """Counts what outlives the request among those that its client may have at once; ends with what it returns."""
 
     def cache_salt(self, asked: str | None = None) -> bytes:
         """What keeps cached prompts apart: clients never share one, and one client shares it where it asks alike.

@@ -80,7 +80,8 @@ class Guard:
             context, key = self._access.admit(scope, request_id)
             if trace := _trace(scope):
                 context = replace(context, trace=trace)
-            with self._quotas.take(key if scope["method"] == "POST" else None), serving(scope, context):
+            counted = key if scope["method"] == "POST" else None
+            with self._quotas.take(counted) as keep_slot, serving(scope, replace(context, keep_slot=keep_slot)):
                 await self.router(scope, receive, response.send)
         except HTTPException as error:
             await self._refuse(response, _from_starlette(error, scope["method"]), scope, request_id, error.headers)

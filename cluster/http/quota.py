@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from cluster.http.context import KeepSlot, no_slot
 from cluster.http.keys import ApiKey
 from configs.errors import RequestError
 
@@ -30,14 +31,14 @@ class Quotas:
         self._used: dict[str, _Used] = {}
 
     @contextlib.contextmanager
-    def take(self, key: ApiKey | None) -> Iterator[None]:
-        """Counts one request for the time of the block.
+    def take(self, key: ApiKey | None) -> Iterator[KeepSlot]:
+        """Counts one request for the time of the block; yields how to count on for what outlives it.
 
         Raises:
             RequestError: 429, with the time after which one more is allowed.
         """
         if key is None or (key.rpm is None and key.concurrency is None):
-            yield
+            yield no_slot
             return
         used = self._used.setdefault(key.id, _Used())
         now = self._clock()
@@ -51,10 +52,18 @@ class Quotas:
         if key.rpm is not None:
             used.began.append(now)
         used.running += 1
-        try:
-            yield
-        finally:
+
+        def release() -> None:
             used.running -= 1
+
+        def keep() -> Callable[[], None]:
+            used.running += 1
+            return release
+
+        try:
+            yield keep
+        finally:
+            release()
 
 
 def _exceeded(limit: str, retry_after_s: float) -> RequestError:

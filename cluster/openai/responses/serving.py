@@ -164,6 +164,8 @@ class ResponsesServing:
         task = asyncio.create_task(self._make(stored, context))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        release = context.keep_slot()
+        task.add_done_callback(lambda _: release())
         if stored.log is not None:
             return Answer(stored.log.follow(), streamed=True)
         return Answer(once(body), streamed=False)
