@@ -130,7 +130,12 @@ class ServingJob:
                     self._say("stopped")
                     _end_at_once()
                 wait([serving], _POLL_S)
-            serving.result()
+            try:
+                serving.result()
+            except ray.exceptions.RayError:
+                # The same signal may have ended the cluster under a call.
+                if not (session.own and self._stop.is_set()):
+                    raise
 
     def _serve(self, session: Session, *, detach: bool) -> None:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
