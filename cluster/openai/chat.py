@@ -202,7 +202,7 @@ def _parse_message(message: object, path: str) -> dict[str, Any]:
 
 def _parse_calls(calls: object, role: str, path: str) -> list[dict[str, Any]]:
     """Tool calls with their arguments as objects."""
-    if not calls:
+    if calls is None or calls == []:
         return []
     if role != "assistant":
         raise RequestError(f"{path}: only an assistant calls tools.", param=path)
