@@ -62,13 +62,11 @@ class Delivery:
         request.stuck_since = self._loop.time()
         if self._keeping is not None:
             await self._keeping
-            await self._write(chunk)
+            await self._write(chunk, answer)
         elif self._socket is not None:
             await self._socket.flush()
         else:
-            if not self.begun:
-                await self._begin(answer)
-            await self._write(chunk)
+            await self._write(chunk, answer)
         request.stuck_since = None
 
     async def whole(self, chunk: bytes, answer: Answer) -> None:
@@ -87,7 +85,8 @@ class Delivery:
         if self._socket is not None and last:
             with contextlib.suppress(ConnectionError, TimeoutError):
                 async with asyncio.timeout(_LAST_WORDS_S):
-                    await self._write(last)
+                    if not self._socket.send(last):
+                        await self._socket.flush()
             last = b""
         self.close()
         await self._send({"type": "http.response.body", "body": last, "more_body": False})
@@ -98,11 +97,16 @@ class Delivery:
             self._timer.cancel()
         if self._keeping is not None:
             self._keeping.cancel()
-        if self._claim is not None:
-            self._claim.close()
-            self._claim = self._socket = None
+        self._drop_claim()
 
-    async def _write(self, chunk: bytes) -> None:
+    async def _write(self, chunk: bytes, answer: Answer) -> None:
+        if not self.begun:
+            await self._begin(answer)
+        elif self._claim is not None and self._socket is None:
+            # Only now: the first part did not wait for it.
+            self._socket = await self._claim.socket()
+            if self._socket is None:
+                self._drop_claim()
         if self._socket is not None:
             if not self._socket.send(chunk):
                 await self._socket.flush()
@@ -110,6 +114,11 @@ class Delivery:
             if not self._writable.is_set():
                 await self._writable.wait()
             await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+    def _drop_claim(self) -> None:
+        if self._claim is not None:
+            self._claim.close()
+            self._claim = self._socket = None
 
     def _break_silence(self, answer: Answer) -> None:
         is_writing = self.request is None or self.request.stuck_since is not None
@@ -120,10 +129,8 @@ class Delivery:
 
     async def _say_alive(self, answer: Answer) -> None:
         try:
-            if not self.begun:
-                await self._begin(answer)
             with contextlib.suppress(ConnectionError):  # whoever watches the client hears of it
-                await self._write(_KEEP_ALIVE)
+                await self._write(_KEEP_ALIVE, answer)
         finally:
             self._keeping = None
 
@@ -135,5 +142,3 @@ class Delivery:
         if self._claim is not None:
             headers[HEADER.decode()] = "1"
         await self._send(response_start(200, "text/event-stream; charset=utf-8", headers))
-        if self._claim is not None:
-            self._socket = await self._claim.socket()

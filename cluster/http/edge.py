@@ -196,6 +196,7 @@ class _Outbox:
         self._offer = offer
         self._headers: dict[str, str] = {}
         self._streaming = False
+        self._is_claimed = False
         self._done = False
 
     @property
@@ -204,7 +205,6 @@ class _Outbox:
         return self.status is not None and self.error is None
 
     async def send(self, message: Message) -> None:
-        is_claimed = False
         if message["type"] == "http.response.start":
             self.status = message["status"]
             if _is_serves_own(message):
@@ -212,13 +212,15 @@ class _Outbox:
                 self._headers = _other_headers(message)
             content_type = dict(message["headers"]).get(b"content-type", b"")
             self._streaming = content_type.startswith(b"text/event-stream")
-            is_claimed = any(name == HEADER for name, _ in message["headers"])
+            self._is_claimed = any(name == HEADER for name, _ in message["headers"])
             message = {**message, "headers": [it for it in message["headers"] if it[0] != HEADER]}
         if self.error is not None:
             return
-        self._done = message["type"] == "http.response.body" and not message.get("more_body", False)
+        is_part = message["type"] == "http.response.body"
+        self._done = is_part and not message.get("more_body", False)
         await self._send(message)
-        if is_claimed and self._offer is not None:
+        if is_part and not self._done and self._is_claimed and self._offer is not None:
+            self._is_claimed = False  # handed over after the first part, which need not wait for that
             await self._offer.hand_over()
 
     async def complete(self) -> None:

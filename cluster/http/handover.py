@@ -2,8 +2,9 @@
 
 Ray Serve carries every part of a response as an object of its own, through two event loops and a pickle at each end:
 0.4 ms of processor time a token. Where proxy and replica share a node, the proxy hands the replica a duplicate of the
-client's socket instead (SCM_RIGHTS, over a unix socket), once it has written the head of the response. The replica
-writes the parts, the proxy the end of the body. Everything else, routing, headers, cancellation, stays Serve's.
+client's socket instead (SCM_RIGHTS, over a unix socket), once it has written the head of the response and the first
+part of its body. The replica writes all others, the proxy the end. Everything else, routing, headers, cancellation,
+stays Serve's.
 
 The proxy names its address and an offer in a header of the request; both are random, and both ends check the other's
 user. A replica that cannot reach the address, or gets no socket, answers through Serve.
@@ -63,7 +64,7 @@ class Offer:
     async def hand_over(self) -> None:
         """Gives the replica the socket, or tells it to go on without.
 
-        To be called when the head of a response was written that says that a replica took the offer.
+        To be called when the first part of a response was written that says that a replica took the offer.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CLAIM_S):
@@ -219,7 +220,7 @@ class Claim:
         self._received = received
 
     async def socket(self) -> ClientSocket | None:
-        """The socket, whose head the proxy has written; None: the parts go through Ray Serve."""
+        """The socket, once the proxy has written the first part; None: all parts go through Ray Serve."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_SOCKET_S):
                 return await self._received
