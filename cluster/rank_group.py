@@ -131,12 +131,13 @@ class RankGroup:
 
     def fetch(self, locations: list[Location]) -> None:
         """Has every node fetch the weights that it lacks, however long that takes."""
-        # One rank of a node fetches, the others find what it left.
-        firsts = {location.node_id: rank for rank, location in zip(self._ranks, locations, strict=True)}
-        self._measured = list(firsts.values())
+        fetchers = {location.node_id: rank for rank, location in zip(self._ranks, locations, strict=True)}
+        self._measured = list(fetchers.values())
         self._get([rank.fetch.remote() for rank in self._measured], math.inf)
+        # The others of a node find what its one has left.
+        others = [rank for rank in self._ranks if rank not in self._measured]
         self._measured = self._ranks
-        self._on_all("fetch")
+        self._get([rank.fetch.remote() for rank in others], self._config.parallel.init_timeout_s)
 
     def load(self, locations: list[Location]) -> GroupMemory:
         """Joins the ranks into one process group and loads every shard."""
