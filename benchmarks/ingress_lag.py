@@ -87,10 +87,11 @@ def run_coordinator(path: str, token: int, num_streams: int, num_steps: int, ste
     out.send(asyncio.run(scripted_coordinator(path, token, num_streams, num_steps, step_s)))
 
 
-def run_without_ingress(port: int, num_streams: int, num_steps: int, step_s: float, out: Connection) -> None:
-    """Sends the chunks of `num_steps` tokens to the clients that connect to `port`; when each step began."""
+def run_without_ingress(num_streams: int, num_steps: int, step_s: float, out: Connection) -> None:
+    """Tells its port, sends the chunks of `num_steps` tokens to clients that connect, tells when each step began."""
     sockets = []
-    with socket.create_server(("127.0.0.1", port), backlog=num_streams) as server:
+    with socket.create_server(("127.0.0.1", 0), backlog=num_streams) as server:
+        out.send(server.getsockname()[1])
         while len(sockets) < num_streams:
             client, _ = server.accept()
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -241,12 +242,6 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _wait_until_bound(port: int) -> None:
-    # Looked up and not connected to: who connects is a client.
-    while f"0100007F:{port:04X}" not in Path("/proc/net/tcp").read_text():
-        time.sleep(0.05)
-
-
 def _wait_until_open(host: str, port: int) -> None:
     deadline = time.monotonic() + 60
     while True:
@@ -273,13 +268,11 @@ def follow_steps(
 
 def measure_direct(num_streams: int, num_steps: int, step_s: float) -> npt.NDArray[np.float64]:
     """[streams, steps] seconds of each token's way without an ingress."""
-    port = _free_port()
     from_coordinator, to_parent = multiprocessing.Pipe(duplex=False)
-    arguments = (port, num_streams, num_steps, step_s, to_parent)
+    arguments = (num_streams, num_steps, step_s, to_parent)
     coordinator = multiprocessing.Process(target=run_without_ingress, args=arguments)
     coordinator.start()
-    _wait_until_bound(port)
-    arrived, sent, _ = follow_steps("127.0.0.1", port, num_streams, num_steps, from_coordinator)
+    arrived, sent, _ = follow_steps("127.0.0.1", from_coordinator.recv(), num_streams, num_steps, from_coordinator)
     coordinator.join()
     return arrived - sent[None, :]
 
