@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import httpx
+import psutil  # type: ignore[import-untyped]  # ships no types
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
@@ -73,8 +74,17 @@ def with_hub(scenario: Callable[[HandoverHub, Handovers, Client], Awaitable[None
     asyncio.run(run())
 
 
-def num_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
+def target(fd: int | str) -> str:
+    """What a descriptor of this process leads to; duplicates of a socket lead to the same."""
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except FileNotFoundError:  # the descriptor of the listing itself
+        return ""
+
+
+def num_fds(of: str) -> int:
+    """Descriptors that lead there: other tests' sockets, which may be collected at any moment, do not count."""
+    return sum(target(fd) == of for fd in os.listdir("/proc/self/fd"))
 
 
 def test_a_replica_writes_to_the_socket_it_was_handed() -> None:
@@ -89,11 +99,12 @@ def test_a_replica_writes_to_the_socket_it_was_handed() -> None:
             size = offer.id % 20 + 1
             assert await client.read() == b"%x\r\n%b\r\n" % (size, b"x" * size)
             hub.withdraw(offer)
-        before = num_fds()
+        near = target(client.near.fileno())
+        assert num_fds(near) == 4
         for claim in claims:
             assert claim is not None
             claim.close()
-        assert num_fds() == before - 3
+        assert num_fds(near) == 1
         client.near.send(b"the proxy's")
         assert await client.read() == b"the proxy's"
 
@@ -205,11 +216,10 @@ def test_a_socket_that_comes_too_late_is_let_go() -> None:
         offer = hub.offer(client)  # type: ignore[arg-type]
         claim = replica.claim([(HEADER, offer.header)])
         assert claim is not None
-        before = num_fds()
         claim.close()
         await offer.hand_over()
         await asyncio.sleep(0.05)
-        assert num_fds() == before + 1  # the proxy's end of the connection to the replica
+        assert num_fds(target(client.near.fileno())) == 1
 
     with_hub(scenario)
 
@@ -360,7 +370,6 @@ def test_a_client_that_reads_nothing_is_cut_off_and_leaves_nothing(run: Run) -> 
     async def scenario(stack: Stack) -> None:
         app = create_app(stack.model, active=ActiveRequests(send_timeout_s=0.3))
         async with served(Edge(app), http=LimitedConnection) as url:
-            before = num_fds()
             host, port = url.removeprefix("http://").split(":")
             reader, writer = await asyncio.open_connection(host, int(port), limit=1 << 10)
             writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -369,9 +378,13 @@ def test_a_client_that_reads_nothing_is_cut_off_and_leaves_nothing(run: Run) -> 
             head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
             writer.write(head + b"Content-Length: %d\r\n\r\n%s" % (len(raw), raw))
             await stack.until(lambda: stack.engine.num_open == 1)
+            own_port = writer.get_extra_info("sockname")[1]
+            [accepted] = [c for c in psutil.Process().net_connections("tcp") if c.raddr and c.raddr.port == own_port]
+            served_socket = target(accepted.fd)
+            await stack.until(lambda: num_fds(served_socket) == 2)  # the proxy's and the replica's
             await stack.until(lambda: stack.engine.num_open == 0)
             writer.transport.abort()
-            await stack.until(lambda: num_fds() == before + 3)  # the hub's, and both ends of a connection to it
+            await stack.until(lambda: not num_fds(served_socket))
 
     run(scenario, reply=[19556] * 4000, max_model_len=8192, hang_after=3999)
 
