@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import socket
@@ -17,6 +16,7 @@ import pytest
 from configs.errors import DeadlineError, EngineError
 from parallel.channel import FrameReader, FrameWriter, Ring
 from parallel.tcp_channel import Connection, TcpListener, TcpReader, TcpWriter, connect
+from tests.forks import start_forked
 
 SLOT_BYTES = 4096
 
@@ -217,10 +217,7 @@ def test_a_ring_crosses_processes_either_way() -> None:
             writer.send(bytes([rank]) + frame, 10)
         reader.close()
 
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=rank_main, args=(rank, frames.address, results[rank].address)) for rank in range(2)]
-    for process in ranks:
-        process.start()
+    ranks = start_forked(rank_main, [(rank, frames.address, results[rank].address) for rank in range(2)])
     writer, readers = frames.writer(), [ring.reader(0) for ring in results]
     for step in range(200):
         frame = step.to_bytes(4, "little")
@@ -237,10 +234,7 @@ def test_a_ring_crosses_processes_either_way() -> None:
 def test_a_killed_reader_does_not_block_the_writer_for_ever_and_shows_a_stale_heartbeat() -> None:
     ring = Ring.create(num_readers=1, slots=4, slot_bytes=SLOT_BYTES, spin_us=0)
     assert ring.reader_status(0).heartbeat_age_s == float("inf")
-    process = multiprocessing.get_context("fork").Process(
-        target=lambda address: Ring.attach(address).reader(0).recv(30), args=(ring.address,)
-    )
-    process.start()
+    [process] = start_forked(lambda address: Ring.attach(address).reader(0).recv(30), [(ring.address,)])
     while ring.reader_status(0).heartbeat_age_s > 1:
         time.sleep(0.01)
     time.sleep(1.2)

@@ -5,7 +5,6 @@ Of symmetric_memory they have to be processes that were not forked: test_symmetr
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import pickle
@@ -25,6 +24,7 @@ from configs.errors import ConfigError, DeadlineError, EngineError
 from parallel.all_reduce import SharedMemoryCollectives
 from parallel.environment import MULTICAST_OFF, RANK_ENVIRONMENT
 from parallel.group import Strategy, TensorParallelGroup
+from tests.forks import start_forked
 
 Body = Callable[[TensorParallelGroup], Any]
 
@@ -77,11 +77,9 @@ def run_threads(size: int, strategy: Strategy, body: Body, **options: Any) -> li
 
 def run_processes(size: int, strategy: Strategy, body: Body, **options: Any) -> list[Any]:
     """As run_threads, each rank a forked process; a rank that was killed gives its exit code as text."""
-    context = multiprocessing.get_context("fork")
 
     def rank_main(rank: int, pipe: Connection) -> None:
         torch.set_num_threads(1)
-        gc.freeze()  # a gloo group of the parent, finalised here without its threads, is a segmentation fault
         try:
             group = join(rank, size, pipe.recv(), strategy, **options)
             result = body(group)
@@ -90,10 +88,8 @@ def run_processes(size: int, strategy: Strategy, body: Body, **options: Any) -> 
             result = error
         pipe.send_bytes(pickle.dumps(result))
 
-    pipes = [context.Pipe() for _ in range(size)]
-    ranks = [context.Process(target=rank_main, args=(rank, pipe[1])) for rank, pipe in enumerate(pipes)]
-    for process in ranks:
-        process.start()
+    pipes = [multiprocessing.Pipe() for _ in range(size)]
+    ranks = start_forked(rank_main, [(rank, pipe[1]) for rank, pipe in enumerate(pipes)])
     # Only now: a process forked beside the store's server threads may inherit a lock that one of them holds.
     master = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for ours, theirs in pipes:
