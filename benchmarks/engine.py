@@ -7,6 +7,7 @@ Prompts are random token ids, submitted through the same client as HTTP's. Parts
             median of rounds
   workload  output tokens per second of 256 requests at once, 100-1024 tokens in and out, seed 0
   prefill   prompt tokens per second of 16 prompts of 2048, one new token each, median of rounds
+  ttft      ms to the one new token of a prompt of 16, 128, 512 and 2048 tokens on an idle engine, median of 10
   floor     bytes a decode step must read over the measured copy bandwidth of the device's memory
 Each is warmed up with other prompts of its shape. The JSON is written after every part. On CPU take smaller ones, e.g.
 --batches 1,4 --new-tokens 4,12 --requests 8 --lengths 8,32 --prefill 2x64.
@@ -44,7 +45,8 @@ from configs.resolve import dtype_bytes
 from configs.schema import EngineConfig
 from parallel.plan import ShardPlan
 
-PARTS = ("decode", "workload", "prefill", "floor")
+PARTS = ("decode", "workload", "prefill", "ttft", "floor")
+_NUM_TTFT_RUNS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +65,8 @@ class Options:
     """Least and most tokens of a workload request, in and out."""
     prefill: tuple[int, int] = (16, 2048)
     """(prompts, tokens of each)."""
+    ttft: tuple[int, ...] = (16, 128, 512, 2048)
+    """Prompt tokens of single requests."""
     rounds: int = 3
     temperature: float = 0.0
     skip: tuple[str, ...] = ()
@@ -219,6 +223,15 @@ async def measure_prefill(driver: Driver, options: Options) -> dict[str, Any]:
     return {**shape, "tok_s": round(statistics.median(rates), 1), "rounds_tok_s": [round(r, 1) for r in rates]}
 
 
+async def measure_ttft(driver: Driver, options: Options, tokens: int) -> dict[str, Any]:
+    """Milliseconds from the submission of one request of so many tokens to its first token, nothing else running."""
+    if (reason := driver.misfit(tokens + 1)) is not None:
+        return {"tokens": tokens, "skipped": reason}
+    runs = [1e3 * await driver.seconds(driver.prompts(1, tokens), [1]) for _ in range(_NUM_TTFT_RUNS + 1)]
+    rest = runs[1:]  # the first warms up
+    return {"tokens": tokens, "ms": round(statistics.median(rest), 2), "most_ms": round(max(rest), 2)}
+
+
 @contextlib.asynccontextmanager
 async def started_engine(spec: EngineSpec, *, gpus: bool) -> AsyncIterator[tuple[RunningEngine, float]]:
     """(a running engine, the seconds its start took), in the Ray cluster that this process has joined."""
@@ -293,6 +306,9 @@ async def _measure_parts(driver: Driver, options: Options, report: Report, *, on
     if "prefill" not in options.skip:
         report.add(prefill=await measure_prefill(driver, options))
         print(engine_report.prefill_line(report.figures["prefill"]), flush=True)
+    if "ttft" not in options.skip:
+        report.add(ttft=[await measure_ttft(driver, options, tokens) for tokens in options.ttft])
+        print(engine_report.ttft_line(report.figures["ttft"]), flush=True)
     if "workload" not in options.skip:
         report.add(workload=await measure_workload(driver, options))
         print(engine_report.workload_line(report.figures["workload"]), flush=True)
@@ -317,6 +333,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=defaults.requests)
     parser.add_argument("--lengths", type=_numbers(","), default=defaults.lengths, metavar="LEAST,MOST")
     parser.add_argument("--prefill", type=_numbers("x"), default=defaults.prefill, metavar="PROMPTSxTOKENS")
+    parser.add_argument("--ttft", type=_numbers(","), default=defaults.ttft, metavar="TOKENS,...")
     parser.add_argument("--rounds", type=int, default=defaults.rounds)
     parser.add_argument("--temperature", type=float, default=defaults.temperature)
     parser.add_argument("--skip", type=lambda text: tuple(text.split(",")), default=(), metavar=",".join(PARTS))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,15 @@ def prefill_line(prefill: Mapping[str, Any]) -> str:
     return what + f"{prefill['tok_s']:,.0f} tok/s (rounds: {rounds})"
 
 
+def ttft_line(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The ttft part."""
+    parts = [
+        f"{row['tokens']:,} tokens " + (f"{row['ms']:.1f} ms" if "ms" in row else f"skipped, {row['skipped']}")
+        for row in rows
+    ]
+    return "first token of one prompt, idle engine: " + "; ".join(parts)
+
+
 def render(figures: Mapping[str, Any]) -> str:
     """All that `figures`, the JSON of one run, hold; parts that were not measured are left out."""
     lines = []
@@ -90,6 +99,8 @@ def render(figures: Mapping[str, Any]) -> str:
     ):
         if part in figures:
             lines.append(line(figures[part]) + _beside(figures[part], peer, key))
+    if "ttft" in figures:
+        lines.append(ttft_line(figures["ttft"]))
     if peer is not None:
         lines += ["", f"speed / {peer['name']}'s: above 1 is faster than it. {peer['hardware']}; {peer['method']}"]
     return "\n".join(lines)

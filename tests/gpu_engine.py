@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from cluster.messages import FinishReason, GenerateRequest, SamplingParams
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits, SchedulerStats
 from configs.model_config import ModelConfig, read_model_config
 from configs.resolve import HostFacts, resolve
 from configs.schema import EngineConfig
+from tests.conftest import SHARE_GPUS
 from worker.protocol import FrameKind, StepFrame, StepResult
 
 # Longer than a start with a cold Triton cache takes, shorter than what a step runner is given for a test.
@@ -44,8 +46,18 @@ class Answer:
     reason: FinishReason | None = None
 
 
+def _must_share_gpus(size: int) -> bool:
+    """Whether so many ranks have to share GPUs; skips the test where they may not."""
+    import torch
+
+    found = torch.cuda.device_count()
+    if found < size and SHARE_GPUS not in os.environ:
+        pytest.skip(f"needs {size} CUDA devices, found {found}; {SHARE_GPUS}=1 lets ranks share them")
+    return found < size
+
+
 class GpuEngine:
-    """Ranks on GPUs 0 to tensor_parallel_size - 1.
+    """Ranks on GPUs 0 to tensor_parallel_size - 1; on fewer GPUs, where SHARE_GPUS is set, in turns.
 
     Args:
         model_path: a directory; weights are random with `load_format: dummy` in `changes`.
@@ -57,6 +69,8 @@ class GpuEngine:
         config = EngineConfig(**{"model": str(model_path), "device": "cuda", **changes})
         self.model: ModelConfig = read_model_config(model_path)
         size = config.tensor_parallel_size
+        if _must_share_gpus(size):
+            config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"all_reduce": "nccl"})})
         self.config = resolve(config, self.model, HostFacts(num_cores=8 * size, num_gpus=size)).config
         self._num_pages, self._max_model_len = num_pages, max_model_len
         context = mp.get_context("spawn")
@@ -242,13 +256,18 @@ def _rank_main(
     os.environ.update(RANK_ENVIRONMENT)
     import torch
 
+    num_gpus = torch.cuda.device_count()
+    if num_gpus < size:
+        # NCCL refuses two ranks on one GPU of a host, so each says that its host is another, and they talk over TCP.
+        os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+
     from parallel.group import TensorParallelGroup
     from parallel.plan import ShardPlan
     from worker.tp_worker import TPWorker, reduce_buffer_bytes
 
     faulthandler.register(signal.SIGUSR1)
     try:
-        device = torch.device("cuda", rank)
+        device = torch.device("cuda", rank % num_gpus)
         torch.cuda.set_device(device)
         group = TensorParallelGroup.create(
             rank=rank,

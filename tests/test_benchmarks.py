@@ -37,7 +37,14 @@ QWEN3_8B = ModelConfig(
     qk_norm=True,
 )
 SMALL = engine.Options(
-    batches=(1, 2), prompt_tokens=8, new_tokens=(2, 26), requests=3, lengths=(4, 8), prefill=(2, 16), rounds=1
+    batches=(1, 2),
+    prompt_tokens=8,
+    new_tokens=(2, 26),
+    requests=3,
+    lengths=(4, 8),
+    prefill=(2, 16),
+    ttft=(4, 70),
+    rounds=1,
 )
 
 
@@ -80,6 +87,7 @@ def test_a_faster_figure_than_the_peers_is_above_one_in_every_unit() -> None:
             {"batch": 4, "skipped": "no room"},
         ],
         "prefill": {"prompts": 16, "tokens": 2048, "tok_s": 144_426.0, "rounds_tok_s": [144_426.0]},
+        "ttft": [{"tokens": 2048, "ms": 31.04, "most_ms": 40.0}, {"tokens": 9999, "skipped": "too long"}],
         "peer": peer,
     }
     text = engine_report.render(figures)
@@ -87,6 +95,7 @@ def test_a_faster_figure_than_the_peers_is_above_one_in_every_unit() -> None:
     assert text.splitlines()[3].split() == ["3", "2.000", "1,500", "-", "-", "-", "-"]
     assert "batch 4: skipped, no room" in text
     assert "72,213, speed / its 2.00" in text
+    assert "2,048 tokens 31.0 ms; 9,999 tokens skipped, too long" in text
 
 
 def test_peers_are_only_compared_at_the_same_number_of_ranks() -> None:
@@ -147,6 +156,9 @@ def test_one_run_measures_every_part_of_the_engine(
     longest = max(engine.workload(3, (4, 8), 49152)[1])
     assert figures["workload"]["num_steps"] >= longest
     assert figures["prefill"]["tok_s"] > 0
+    first, too_long = figures["ttft"]
+    assert 0 < first["ms"] <= first["most_ms"]
+    assert "exceed max_model_len=64" in too_long["skipped"]
     assert figures["status"]["num_running"] == 0
     assert "of floor" in engine_report.render(figures)
 

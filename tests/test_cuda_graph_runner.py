@@ -1,4 +1,4 @@
-"""What of the graphs of decode steps needs no GPU."""
+"""What of the graphs of steps needs no GPU."""
 
 from __future__ import annotations
 
@@ -8,11 +8,41 @@ import pytest
 import torch
 
 from parallel.group import TensorParallelGroup
-from worker.cuda_graph_runner import CudaGraphRunner, StepOutput, graph_batch_sizes
+from worker.cuda_graph_runner import CudaGraphRunner, StepOutput
+from worker.step_layout import StepShape, decode_shapes, prompt_shapes
 
 
 class Graph:
     """Stands for torch.cuda.CUDAGraph."""
+
+    def replay(self) -> None:
+        """Nothing to queue."""
+
+
+class Capture:
+    """Stands for torch.cuda.graph."""
+
+    def __init__(self, graph: Graph, **_: object) -> None:
+        """Captures nothing."""
+
+    def __enter__(self) -> None:
+        """Nothing to begin."""
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing to end."""
+
+
+@pytest.fixture(autouse=True)
+def _no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", Capture)
+
+
+def output_of(shape: StepShape) -> StepOutput:
+    return StepOutput(torch.zeros(shape.num_sampled), torch.zeros(shape.num_sampled, 1))
 
 
 def test_graphs_go_before_the_group_whose_communicator_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,36 +53,33 @@ def test_graphs_go_before_the_group_whose_communicator_waits_for_them(monkeypatc
         weakref.finalize(made, dropped.append, "graph")
         return made
 
-    class Capture:
-        def __init__(self, graph: Graph, **_: object) -> None:
-            """Captures nothing."""
-
-        def __enter__(self) -> None:
-            """Nothing to begin."""
-
-        def __exit__(self, *_: object) -> None:
-            """Nothing to end."""
-
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
-    monkeypatch.setattr(torch.cuda, "graph", Capture)
     group = TensorParallelGroup.single()
     weakref.finalize(group, dropped.append, "group")
     runner = CudaGraphRunner(group)
-    runner.capture(lambda num_rows: StepOutput(torch.zeros(num_rows), torch.zeros(num_rows, 1)), [1, 2])
+    runner.capture(output_of, decode_shapes(2))
     del group  # as when a rank ends: what it captured is the last to hold the group
     assert dropped == []
     del runner
     assert dropped == ["graph", "graph", "group"]
 
 
-@pytest.mark.parametrize("max_rows", [1, 3, 7, 8, 16, 250, 256, 257, 300, 4096])
-def test_the_ladder_of_graphs_pads_little_and_reaches_the_largest_step(max_rows: int) -> None:
-    sizes = graph_batch_sizes(max_rows)
-    assert sizes == sorted(set(sizes))
-    assert sizes[-1] == max_rows
-    for num_rows in range(1, max_rows + 1):
-        padding = min(size for size in sizes if size >= num_rows) - num_rows
-        assert padding <= (7 if num_rows <= 256 else 31), num_rows
+def test_a_step_gets_the_smallest_graph_of_its_kind_that_holds_it() -> None:
+    runner, shares = CudaGraphRunner(TensorParallelGroup.single()), list[float]()
+    shapes = decode_shapes(20) + prompt_shapes(20, 100)
+    runner.capture(output_of, shapes, shares.append)
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    for tokens, rows, sampled, expected in (
+        (1, 1, 1, StepShape(1, 1, 1)),
+        (17, 17, 17, StepShape(20, 20, 20)),
+        (3, 1, 1, StepShape(16, 16, 15)),
+        (3, 3, 0, StepShape(16, 16, 15)),
+        (17, 1, 0, StepShape(32, 21, 20)),
+        (96, 20, 20, StepShape(96, 21, 20)),
+    ):
+        shape = runner.smallest(StepShape(tokens, rows, sampled))
+        assert shape == expected
+        assert len(runner.replay(expected).tokens) == expected.num_sampled
+    assert runner.smallest(StepShape(97, 1, 1)) is None
+    assert runner.smallest(StepShape(21, 21, 21)) is None

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from cluster.messages import FinishReason
 from tests.gpu_engine import GpuEngine
@@ -29,8 +28,6 @@ def shape(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _engine(shape: Path, size: int = 1, **changes: Any) -> GpuEngine:
-    if torch.cuda.device_count() < size:
-        pytest.skip(f"needs {size} CUDA devices, found {torch.cuda.device_count()}")
     settings = {"scheduler": {"max_num_seqs": 16, "max_num_batched_tokens": 512}, **changes}
     return GpuEngine(shape, num_pages=NUM_PAGES, load_format="dummy", tensor_parallel_size=size, **settings)
 

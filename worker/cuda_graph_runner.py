@@ -1,4 +1,4 @@
-"""CUDA graphs of the whole decode step, one for each batch size of a ladder."""
+"""CUDA graphs of whole steps, one for each shape of a ladder."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from parallel.group import TensorParallelGroup
+from worker.step_layout import StepShape
 
 _log = logging.getLogger(__name__)
 
@@ -23,9 +24,9 @@ class StepOutput:
     """What a step leaves on the device."""
 
     tokens: torch.Tensor
-    """[num_rows] int64."""
+    """[num_sampled] int64."""
     logits: torch.Tensor
-    """[num_rows, columns of this rank] fp32; of a graph, valid until the next replay of any."""
+    """[num_sampled, columns of this rank] fp32; of a graph, valid until the next replay of any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class _Captured:
 
 
 class CudaGraphRunner:
-    """Captures `step` once for each number of rows, and replays the smallest that fits.
+    """Captures a step once for each shape, and replays the smallest that holds it.
 
     All graphs share one memory pool: none runs beside another, and what the largest needs, captured first, the
     others find there.
@@ -47,67 +48,64 @@ class CudaGraphRunner:
     def __init__(self, group: TensorParallelGroup) -> None:
         # Python drops these in order. The graphs must be gone before the group's NCCL communicator, whose end waits for
         # the graphs that hold it: forever, were they dropped by the same thread afterwards.
-        self._captured: dict[int, _Captured] = {}
-        self._sizes: list[int] = []
+        self._captured: dict[StepShape, _Captured] = {}
+        self._decodes: list[StepShape] = []
+        self._prompts: list[StepShape] = []
         self._group = group
 
     def capture(
         self,
-        step: Callable[[int], StepOutput],
-        sizes: Sequence[int],
+        step: Callable[[StepShape], StepOutput],
+        shapes: Sequence[StepShape],
         on_progress: Callable[[float], None] | None = None,
     ) -> None:
-        """Captures `step` at each of `sizes`; logs what that took.
+        """Captures `step` at each of `shapes`; logs what that took.
 
         Args:
-            step: runs the decode step of so many rows, padding included, over static buffers; the same launches at
-                each call. Not kept: its owner owns this object, and a cycle would keep the KV pool alive.
+            step: runs a step of that shape, padding included, over static buffers; the same launches at each call. Not
+                kept: its owner owns this object, and a cycle would keep the KV pool alive.
             on_progress: gets the share done, 0 to 1.
         """
         began, free = time.monotonic(), torch.cuda.mem_get_info(self._group.device)[0]
         pool = torch.cuda.graph_pool_handle()
-        for num_rows in sorted(sizes, reverse=True):
-            self._captured[num_rows] = self._capture(step, num_rows, pool)
+        for shape in sorted(shapes, reverse=True):
+            self._captured[shape] = self._capture(step, shape, pool)
             if on_progress is not None:
-                on_progress(len(self._captured) / len(sizes))
-        self._sizes = sorted(self._captured)
+                on_progress(len(self._captured) / len(shapes))
+        self._decodes = sorted(shape for shape in shapes if shape.is_decode)
+        self._prompts = sorted(shape for shape in shapes if not shape.is_decode)
         _log.info(
-            "rank %d: %d CUDA graphs for 1 to %d rows in %.1f s, %.2f GiB",
+            "rank %d: %d CUDA graphs for decodes of up to %d rows and %d for prompts of up to %d tokens in %.1f s, "
+            "%.2f GiB",
             self._group.rank,
-            len(self._sizes),
-            self._sizes[-1] if self._sizes else 0,
+            len(self._decodes),
+            self._decodes[-1].num_rows if self._decodes else 0,
+            len(self._prompts),
+            self._prompts[-1].num_tokens if self._prompts else 0,
             time.monotonic() - began,
             (free - torch.cuda.mem_get_info(self._group.device)[0]) / (1 << 30),
         )
 
-    def padded(self, num_rows: int) -> int | None:
-        """Rows of the smallest graph that holds `num_rows`; None when none does."""
-        index = bisect.bisect_left(self._sizes, num_rows)
-        return self._sizes[index] if index < len(self._sizes) else None
+    def smallest(self, step: StepShape) -> StepShape | None:
+        """The captured shape with the fewest tokens that holds `step`; None when none does."""
+        ladder = self._decodes if step.is_decode else self._prompts
+        first = bisect.bisect_left(ladder, step.num_tokens, key=lambda shape: shape.num_tokens)
+        return next((shape for shape in ladder[first:] if shape.holds(step)), None)
 
-    def replay(self, padded_rows: int) -> StepOutput:
-        """Queues the graph of exactly `padded_rows`, one of `padded`'s answers."""
-        captured = self._captured[padded_rows]
+    def replay(self, shape: StepShape) -> StepOutput:
+        """Queues the graph of exactly that shape, one of `smallest`'s answers."""
+        captured = self._captured[shape]
         captured.graph.replay()
         return captured.output
 
-    def _capture(self, step: Callable[[int], StepOutput], num_rows: int, pool: Any) -> _Captured:
+    def _capture(self, step: Callable[[StepShape], StepOutput], shape: StepShape, pool: Any) -> _Captured:
         for _ in range(_NUM_WARM_UPS):
-            step(num_rows)
+            step(shape)
             torch.cuda.synchronize(self._group.device)
             self._group.barrier()
         graph = torch.cuda.CUDAGraph()
         # Other threads of the process (Ray's, a test's other ranks) may call CUDA meanwhile.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            output = step(num_rows)
+            output = step(shape)
         torch.cuda.synchronize(self._group.device)
         return _Captured(graph, output)
-
-
-def graph_batch_sizes(max_rows: int) -> list[int]:
-    """The ladder: fine where a step's cost grows with each row, coarser above; always with `max_rows` itself.
-
-    Padding costs at most 7 rows up to 256 and 31 above.
-    """
-    sizes = [1, 2, 4, *range(8, 257, 8), *range(288, max_rows + 1, 32)]
-    return sorted({size for size in sizes if size < max_rows} | {max_rows})

@@ -1,7 +1,8 @@
 """The steps of a CUDA rank: a frame is queued on the stream and its tokens are read later.
 
-A step of decodes alone replays a CUDA graph of the whole step; any other runs eagerly through the same code. Rows with
-filters, adjustments or logprobs are sampled again behind it, before the next step reads their tokens.
+A step that a captured shape holds, of decodes alone or with prompts, replays a CUDA graph of the whole step; any other
+runs eagerly through the same code. Rows with filters, adjustments or logprobs are sampled again behind it, before the
+next step reads their tokens.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from attention.backend import AttentionBackend
 from attention.forward_batch import ForwardBatch
 from attention.kv_pool import ReqToTokenPool, TokenToKVPool
 from parallel.group import TensorParallelGroup
-from worker.cuda_graph_runner import CudaGraphRunner, StepOutput, graph_batch_sizes
+from worker.cuda_graph_runner import CudaGraphRunner, StepOutput
 from worker.cuda_sampler import CudaSampler, LogprobTensors
 from worker.frame_check import FrameLimits, check_frame
 from worker.models.decoder import Decoder
 from worker.prompt_scores import CHUNK_ROWS, TargetScores, WantedTokens, score_in_chunks
 from worker.protocol import Int32Array, RowFlag, StepFrame, StepResult
 from worker.step_inputs import StepInputs
+from worker.step_layout import StepShape, decode_shapes, prompt_shapes
 from worker.upload import upload
 
 
@@ -57,9 +59,11 @@ class CudaModelRunner:
         self._group = group
         self._limits = limits
         self._max_rows = max_rows
+        # A padding row of no more than what a row can have.
+        self._max_graph_tokens = min(max_tokens, limits.max_model_len)
         self._inputs = StepInputs(
             req_to_token_pool,
-            max_rows=max_rows,
+            max_rows=max_rows + 1,  # with a row for padding
             max_tokens=max_tokens,
             page_size=token_to_kv_pool.page_size,
             device=group.device,
@@ -71,11 +75,12 @@ class CudaModelRunner:
         """Bytes on the device that stay as they are however many pages there are: the rows' adjustments."""
         return self._sampler.adjustments.num_bytes
 
-    def capture(self, max_rows: int | None = None, *, on_progress: Callable[[float], None] | None = None) -> None:
-        """Captures the decode step at every batch size, or only at `max_rows`; the KV pool must stay where it is."""
+    def capture(self, *, largest: bool = False, on_progress: Callable[[float], None] | None = None) -> None:
+        """Captures steps at every shape of the ladders, or only their `largest`; the KV pool must stay where it is."""
         if self._backend.captures_cuda_graphs:
-            sizes = graph_batch_sizes(self._max_rows) if max_rows is None else [max_rows]
-            self._graphs.capture(self._decode, sizes, on_progress)
+            ladders = decode_shapes(self._max_rows), prompt_shapes(self._max_rows, self._max_graph_tokens)
+            shapes = [shape for ladder in ladders for shape in (ladder[-1:] if largest else ladder)]
+            self._graphs.capture(self._step, shapes, on_progress)
 
     def launch(self, frame: StepFrame) -> CudaStep:
         """Queues the step.
@@ -87,39 +92,35 @@ class CudaModelRunner:
         self._req_to_token_pool.apply(frame.page_deltas, self._num_pages)
         self._sampler.update(frame)
         is_sampled = (frame.flags & RowFlag.SAMPLE) != 0
-        num_rows, sampled = len(frame.rows), frame.rows[is_sampled]
-        padded, scores = None, None
-        if len(sampled) == num_rows == int(frame.lens.sum()):
-            padded = self._graphs.padded(num_rows)
-        self._inputs.upload(frame, padded or 0)
-        if padded is not None:
-            output = self._graphs.replay(padded)
-            output = StepOutput(output.tokens[:num_rows], output.logits[:num_rows])
-            rows, positions = self._inputs.rows(num_rows), self._inputs.seq_lens(num_rows)
+        step, sampled = StepShape.of(frame), frame.rows[is_sampled]
+        shape = None if len(frame.targets) else self._graphs.smallest(step)
+        self._inputs.upload(frame, shape or step)
+        scores = None
+        if shape is not None:
+            output = self._graphs.replay(shape)
+            output = StepOutput(output.tokens[: len(sampled)], output.logits[: len(sampled)])
         else:
             batch = self._inputs.batch(frame)
             if len(frame.targets):
                 hidden, scores = self._forward_and_score(frame, batch)
             else:
                 hidden = self._forward(batch)
-            if len(sampled) == 0:
-                return CudaStep.record(self._group, frame, None, sampled, None, scores)
-            which = self._inputs.sampled(len(sampled))
-            rows = self._inputs.rows(num_rows).index_select(0, which)
-            positions = self._inputs.seq_lens(num_rows).index_select(0, which)
-            output = self._sample(hidden, rows, positions)
+            if len(sampled):
+                output = self._sample(hidden, step)
+        if len(sampled) == 0:
+            return CudaStep.record(self._group, frame, None, sampled, None, scores)
         chosen = self._sampler.choose(sampled, (frame.starts + frame.lens)[is_sampled])
         logprobs = None
         if len(chosen.which):
+            rows, positions = self._inputs.sampled_rows(step)
             logprobs = self._sampler.resample(output.logits, rows, positions, output.tokens, chosen)
             self._inputs.last_tokens.index_copy_(0, rows.long(), output.tokens)
         asked = chosen.which[chosen.num_logprobs >= 0].astype(np.int32)
         return CudaStep.record(self._group, frame, output.tokens, asked, logprobs, scores)
 
-    def _decode(self, num_rows: int) -> StepOutput:
-        """The decode step of `num_rows` rows over static buffers: what a graph captures."""
-        batch = self._inputs.decode_batch(num_rows)
-        return self._sample(self._forward(batch), self._inputs.rows(num_rows), self._inputs.seq_lens(num_rows))
+    def _step(self, shape: StepShape) -> StepOutput:
+        """A step of that shape over static buffers: what a graph captures."""
+        return self._sample(self._forward(self._inputs.graph_batch(shape)), shape)
 
     def _forward(self, batch: ForwardBatch) -> torch.Tensor:
         self._backend.init_forward_metadata(batch)
@@ -139,9 +140,10 @@ class CudaModelRunner:
         )
         return hidden.index_select(0, upload(wanted.sampled, device)), scores
 
-    def _sample(self, hidden: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> StepOutput:
-        """The plain rule for every row. The noise key is the new token's index in its whole sequence, which is how
-        many tokens the row has now."""
+    def _sample(self, hidden: torch.Tensor, shape: StepShape) -> StepOutput:
+        """The plain rule for every sampled row. The noise key is the new token's index in its whole sequence, which is
+        how many tokens the row has now."""
+        rows, positions = self._inputs.sampled_rows(shape)
         logits = self._decoder.local_logits(hidden)
         tokens = self._sampler.sample(logits, rows, positions)
         self._inputs.last_tokens.index_copy_(0, rows.long(), tokens)

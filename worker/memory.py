@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from worker.cuda_model_runner import CudaModelRunner
 
 _GIB = 1 << 30
-# Graphs of the smaller batch sizes live in the memory of the largest, but for their nodes: a few MiB each.
+# Graphs of the smaller shapes live in the memory of the largest, but for their nodes: a few MiB each.
 _GRAPH_RESERVE = 1.5
 _GRAPH_FLOOR_BYTES = 256 << 20
 _NUM_LOGPROBS = 20
@@ -66,7 +66,7 @@ def profile_cuda(
     max_model_len: int,
     page_size: int,
 ) -> DeviceMemory:
-    """Runs the largest steps and the largest graph on a runner with a small pool, and drops it.
+    """Runs the largest steps and the largest graphs on a runner with a small pool, and drops it.
 
     It also compiles the kernels and makes the libraries' workspaces, so what is then free is free for good. Every
     rank of the group must call it with the same sizes.
@@ -80,7 +80,7 @@ def profile_cuda(
     activation = torch.cuda.max_memory_allocated(device) - base
     torch.cuda.empty_cache()
     before_graph = free_bytes(device)
-    runner.capture(max_rows)
+    runner.capture(largest=True)
     graph = int((before_graph - free_bytes(device)) * _GRAPH_RESERVE) + _GRAPH_FLOOR_BYTES
     tables = runner.table_bytes
     del runner

@@ -1,0 +1,133 @@
+"""Shapes that steps are padded to, and what a padded step tells the kernels: the same as the exact one, and padding."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from worker.protocol import RowFlag, StepFrame
+from worker.step_layout import LAST_TOKEN, StepLayout, StepShape, decode_shapes, prompt_shapes
+
+MAX_ROWS, MAX_TOKENS = 40, 512
+STALE = 1 << 29
+
+
+def frame_of(generator: np.random.Generator, num_rows: int, *, decodes: bool = False) -> StepFrame:
+    """Rows in random order, decodes and prompts among them, the last of a prompt's chunks or not."""
+    lens = np.ones(num_rows, np.int32)
+    flags = np.full(num_rows, RowFlag.SAMPLE, np.int32)
+    if not decodes:
+        is_prompt = generator.random(num_rows) < 0.4
+        is_prompt[generator.integers(num_rows)] = True
+        lens[is_prompt] = generator.integers(2, 12, int(is_prompt.sum()))
+        flags[is_prompt] = RowFlag.HAS_TOKENS | RowFlag.SAMPLE
+        flags[is_prompt & (generator.random(num_rows) < 0.3)] = RowFlag.HAS_TOKENS
+    has_tokens = (flags & RowFlag.HAS_TOKENS) != 0
+    return StepFrame(
+        generation=1,
+        step=1,
+        rows=generator.permutation(np.arange(1, MAX_ROWS + 1, dtype=np.int32))[:num_rows],
+        starts=generator.integers(0, 900, num_rows).astype(np.int32),
+        lens=lens,
+        flags=flags,
+        token_ids=generator.integers(0, 1000, int(lens[has_tokens].sum())).astype(np.int32),
+    )
+
+
+def smallest(ladder: list[StepShape], step: StepShape) -> StepShape:
+    return next(shape for shape in ladder if shape.holds(step))
+
+
+@pytest.mark.parametrize("decodes", [True, False])
+@pytest.mark.parametrize("seed", range(20))
+def test_a_padded_step_says_of_its_own_rows_what_the_exact_one_says(seed: int, decodes: bool) -> None:
+    generator = np.random.default_rng(seed)
+    layout = StepLayout(MAX_ROWS + 1, MAX_TOKENS)
+    frame = frame_of(generator, int(generator.integers(1, MAX_ROWS + 1)), decodes=decodes)
+    step = StepShape.of(frame)
+    assert step.is_decode == decodes
+    shape = smallest(decode_shapes(MAX_ROWS) if decodes else prompt_shapes(MAX_ROWS, MAX_TOKENS), step)
+    exact, padded = (np.full(layout.capacity, STALE, np.int32) for _ in range(2))
+    assert layout.pack(exact, frame, step) == layout.token_ids(step.num_tokens).stop
+    assert layout.pack(padded, frame, shape) == layout.token_ids(shape.num_tokens).stop
+    np.testing.assert_array_equal(exact[layout.rows(step.num_rows)], frame.rows)
+    np.testing.assert_array_equal(exact[layout.starts(step.num_rows)], frame.starts)
+    np.testing.assert_array_equal(np.diff(exact[layout.cu_seqlens_q(step.num_rows)]), frame.lens)
+    for part, count in (
+        (layout.rows, step.num_rows),
+        (layout.starts, step.num_rows),
+        (layout.cu_seqlens_q, step.num_rows),
+        (layout.sampled, step.num_sampled),
+        (layout.sample_tokens, step.num_sampled),
+        (layout.token_ids, step.num_tokens),
+    ):
+        np.testing.assert_array_equal(padded[part(count)], exact[part(count)])
+    # What is left is the padding row's, and no element is another step's.
+    rest = slice(step.num_rows, shape.num_rows)
+    assert not padded[layout.rows(shape.num_rows)][rest].any()
+    assert not padded[layout.starts(shape.num_rows)][rest].any()
+    lens = np.diff(padded[layout.cu_seqlens_q(shape.num_rows)])
+    assert lens.sum() == shape.num_tokens
+    assert (padded[layout.token_ids(shape.num_tokens)][step.num_tokens :] == LAST_TOKEN).all()
+    if decodes:
+        assert (lens == 1).all()
+    else:
+        assert not lens[step.num_rows : -1].any()
+        assert (padded[layout.sampled(shape.num_sampled)][step.num_sampled :] == shape.num_rows - 1).all()
+        assert padded[layout.rows(shape.num_rows)][-1] == 0
+    samples = padded[layout.sample_tokens(shape.num_sampled)]
+    assert ((samples >= 0) & (samples < shape.num_tokens)).all()
+
+
+def test_a_step_samples_the_last_token_of_its_sampled_rows() -> None:
+    frame = StepFrame(
+        generation=1,
+        step=1,
+        rows=np.array([4, 2, 7], np.int32),
+        starts=np.array([0, 10, 5], np.int32),
+        lens=np.array([3, 1, 2], np.int32),
+        flags=np.array([RowFlag.HAS_TOKENS, RowFlag.SAMPLE, RowFlag.HAS_TOKENS | RowFlag.SAMPLE], np.int32),
+        token_ids=np.array([11, 12, 13, 21, 22], np.int32),
+    )
+    layout, shape = StepLayout(9, 16), StepShape(num_tokens=16, num_rows=9, num_sampled=8)
+    out = np.full(layout.capacity, STALE, np.int32)
+    layout.pack(out, frame, shape)
+    assert out[layout.cu_seqlens_q(9)].tolist() == [0, 3, 4, 6, 6, 6, 6, 6, 6, 16]
+    assert out[layout.sampled(8)].tolist() == [1, 2] + [8] * 6
+    assert out[layout.sample_tokens(8)].tolist() == [3, 5] + [15] * 6
+    assert out[layout.token_ids(16)].tolist() == [11, 12, 13, LAST_TOKEN, 21, 22] + [LAST_TOKEN] * 10
+
+
+@pytest.mark.parametrize("max_rows", [1, 3, 7, 8, 16, 250, 256, 257, 300, 4096])
+def test_the_ladder_of_decodes_pads_little_and_reaches_the_largest_step(max_rows: int) -> None:
+    ladder = decode_shapes(max_rows)
+    assert ladder == sorted(set(ladder))
+    assert all(shape.is_decode for shape in ladder)
+    assert ladder[-1].num_rows == max_rows
+    for num_rows in range(1, max_rows + 1):
+        padding = smallest(ladder, StepShape(num_rows, num_rows, num_rows)).num_rows - num_rows
+        assert padding <= (7 if num_rows <= 256 else 31), num_rows
+
+
+@pytest.mark.parametrize("max_rows", [1, 3, 16, 256])
+def test_the_ladder_of_prompts_pads_little_and_always_has_a_row_for_padding(max_rows: int) -> None:
+    ladder = prompt_shapes(max_rows, 4096)
+    assert ladder == sorted(set(ladder))
+    for num_tokens in range(2, ladder[-1].num_tokens + 1):
+        for num_rows in {1, min(max_rows, num_tokens - 1)}:
+            shape = smallest(ladder, StepShape(num_tokens, num_rows, num_rows))
+            assert not shape.is_decode
+            assert shape.num_rows > num_rows
+            assert shape.num_sampled >= num_rows
+            assert shape.num_tokens - num_tokens <= (15 if num_tokens <= 64 else 31 if num_tokens <= 256 else 63)
+
+
+def test_no_shape_is_larger_than_a_step_may_be() -> None:
+    assert prompt_shapes(8, 15) == []
+    assert [shape.num_tokens for shape in prompt_shapes(8, 100)] == [16, 32, 48, 64, 96]
+
+
+def test_a_step_with_prompts_takes_no_shape_of_decodes() -> None:
+    for step in (StepShape(4, 3, 2), StepShape(4, 4, 3), StepShape(1, 1, 0)):
+        assert not StepShape(8, 8, 8).holds(step)
+        assert StepShape(16, 16, 15).holds(step)

@@ -1,0 +1,146 @@
+"""How a step's frame lies in the one buffer that is copied to the device, and the shapes that steps are padded to.
+
+The buffer, int32, with B = `max_rows`:
+
+    rows B | starts B | sampled B | sample_tokens B | cu_seqlens_q B + 1 | token_ids | page deltas
+
+All but the deltas lie where every step's lie, so that captured graphs find them; the deltas follow the token ids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from worker.protocol import Int32Array, RowFlag, StepFrame
+
+LAST_TOKEN = -1
+"""In place of a token id: the row's own last sampled token."""
+_DECODE_SIZES = (1, 2, 4, *range(8, 257, 8))
+_PROMPT_SIZES = (16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class StepShape:
+    """Of a step, or of a captured one that others are padded to.
+
+    Where every token is sampled, all rows are decodes: each padding row has one token too. In other captured shapes the
+    last row is padding and has all tokens that a step does not fill; rows between the step's and it have none.
+    """
+
+    num_tokens: int
+    num_rows: int
+    num_sampled: int
+    """Rows that get a token; who has fewer samples the last row for the rest."""
+
+    @property
+    def is_decode(self) -> bool:
+        return self.num_sampled == self.num_tokens
+
+    @classmethod
+    def of(cls, frame: StepFrame) -> StepShape:
+        """Of the frame as it is."""
+        sampled = int(np.count_nonzero(frame.flags & RowFlag.SAMPLE))
+        return cls(num_tokens=int(frame.lens.sum()), num_rows=len(frame.rows), num_sampled=sampled)
+
+    def holds(self, step: StepShape) -> bool:
+        """Whether a step of that shape can be padded to this one, a captured one."""
+        if self.is_decode:
+            return step.is_decode and step.num_rows <= self.num_rows
+        return step.num_tokens <= self.num_tokens and step.num_rows < self.num_rows
+
+
+def decode_shapes(max_rows: int) -> list[StepShape]:
+    """The ladder of decodes: fine where a step's cost grows with each row, coarser above; `max_rows` is one of it.
+
+    Padding costs at most 7 rows up to 256 and 31 above.
+    """
+    sizes = {size for size in (*_DECODE_SIZES, *range(288, max_rows, 32)) if size < max_rows}
+    return [StepShape(size, size, size) for size in sorted(sizes | {max_rows})]
+
+
+def prompt_shapes(max_rows: int, max_tokens: int) -> list[StepShape]:
+    """The ladder of steps with prompts, up to as many tokens as keep a GPU busy for longer than their launches take.
+
+    Padding costs at most 15 tokens up to 64, 31 up to 256 and 63 above.
+    """
+    shapes = []
+    for num_tokens in _PROMPT_SIZES:
+        if num_tokens <= max_tokens:
+            num_sampled = min(max_rows, num_tokens - 1)
+            shapes.append(StepShape(num_tokens, num_sampled + 1, num_sampled))
+    return shapes
+
+
+class StepLayout:
+    """Where the parts of the buffer are.
+
+    Args:
+        max_rows: most rows of a step, padding included.
+        max_tokens: most input tokens of a step, padding included.
+    """
+
+    def __init__(self, max_rows: int, max_tokens: int) -> None:
+        self._max_rows = max_rows
+        self._token_ids = 5 * max_rows + 1
+        self.capacity = self._token_ids + max_tokens + 3 * (max_rows + max_tokens)
+        """Elements of the buffer: page deltas of a step with many prefix hits may not fit."""
+
+    def rows(self, num_rows: int) -> slice:
+        return slice(num_rows)
+
+    def starts(self, num_rows: int) -> slice:
+        return slice(self._max_rows, self._max_rows + num_rows)
+
+    def sampled(self, num_sampled: int) -> slice:
+        return slice(2 * self._max_rows, 2 * self._max_rows + num_sampled)
+
+    def sample_tokens(self, num_sampled: int) -> slice:
+        return slice(3 * self._max_rows, 3 * self._max_rows + num_sampled)
+
+    def cu_seqlens_q(self, num_rows: int) -> slice:
+        return slice(4 * self._max_rows, 4 * self._max_rows + num_rows + 1)
+
+    def token_ids(self, num_tokens: int) -> slice:
+        return slice(self._token_ids, self._token_ids + num_tokens)
+
+    def pack(self, out: Int32Array, frame: StepFrame, shape: StepShape) -> int:
+        """Writes all but the page deltas, padded to `shape`; returns where the deltas would begin.
+
+        Args:
+            out: [capacity] int32.
+        """
+        num_rows = len(frame.rows)
+        rows, starts = out[self.rows(shape.num_rows)], out[self.starts(shape.num_rows)]
+        rows[:num_rows], rows[num_rows:] = frame.rows, 0
+        starts[:num_rows], starts[num_rows:] = frame.starts, 0
+        cu_seqlens_q = out[self.cu_seqlens_q(shape.num_rows)]
+        cu_seqlens_q[0] = 0
+        np.cumsum(frame.lens, out=cu_seqlens_q[1 : num_rows + 1])
+        if shape.is_decode:
+            cu_seqlens_q[num_rows + 1 :] = np.arange(num_rows + 1, shape.num_rows + 1)
+        else:
+            cu_seqlens_q[num_rows + 1 :] = cu_seqlens_q[num_rows]
+            cu_seqlens_q[-1] = shape.num_tokens
+        which = np.flatnonzero(frame.flags & RowFlag.SAMPLE)
+        sampled, tokens = out[self.sampled(shape.num_sampled)], out[self.sample_tokens(shape.num_sampled)]
+        sampled[: len(which)], sampled[len(which) :] = which, shape.num_rows - 1
+        tokens[: len(which)], tokens[len(which) :] = cu_seqlens_q[1:][which] - 1, shape.num_tokens - 1
+        token_ids = self.token_ids(shape.num_tokens)
+        _put_token_ids(out[token_ids], frame)
+        return token_ids.stop
+
+
+def _put_token_ids(out: npt.NDArray[np.int32], frame: StepFrame) -> None:
+    has_tokens = (frame.flags & RowFlag.HAS_TOKENS) != 0
+    if not has_tokens.any():
+        out[:] = LAST_TOKEN
+    elif has_tokens.all():
+        out[: len(frame.token_ids)] = frame.token_ids
+        out[len(frame.token_ids) :] = LAST_TOKEN
+    else:
+        out[:] = LAST_TOKEN
+        given = np.repeat(has_tokens, frame.lens)
+        out[: len(given)][given] = frame.token_ids
