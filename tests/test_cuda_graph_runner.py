@@ -57,7 +57,7 @@ def test_graphs_go_before_the_group_whose_communicator_waits_for_them(monkeypatc
     group = TensorParallelGroup.single()
     weakref.finalize(group, dropped.append, "group")
     runner = CudaGraphRunner(group)
-    runner.capture(output_of, decode_shapes(2))
+    runner.capture(output_of, decode_shapes(2), prepare=lambda shape: None)
     del group  # as when a rank ends: what it captured is the last to hold the group
     assert dropped == []
     del runner
@@ -65,9 +65,10 @@ def test_graphs_go_before_the_group_whose_communicator_waits_for_them(monkeypatc
 
 
 def test_a_step_gets_the_smallest_graph_of_its_kind_that_holds_it() -> None:
-    runner, shares = CudaGraphRunner(TensorParallelGroup.single()), list[float]()
+    runner, shares, prepared = CudaGraphRunner(TensorParallelGroup.single()), list[float](), list[StepShape]()
     shapes = decode_shapes(20) + prompt_shapes(20, 100)
-    runner.capture(output_of, shapes, shares.append)
+    runner.capture(output_of, shapes, prepare=prepared.append, on_progress=shares.append)
+    assert prepared == sorted(shapes, reverse=True)  # the largest first, which takes the most memory
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
     for tokens, rows, sampled, expected in (

@@ -57,6 +57,8 @@ class CudaGraphRunner:
         self,
         step: Callable[[StepShape], StepOutput],
         shapes: Sequence[StepShape],
+        *,
+        prepare: Callable[[StepShape], None],
         on_progress: Callable[[float], None] | None = None,
     ) -> None:
         """Captures `step` at each of `shapes`; logs what that took.
@@ -64,11 +66,13 @@ class CudaGraphRunner:
         Args:
             step: runs a step of that shape, padding included, over static buffers; the same launches at each call. Not
                 kept: its owner owns this object, and a cycle would keep the KV pool alive.
+            prepare: fills the static buffers for the warm-ups of a shape, with what is valid for it.
             on_progress: gets the share done, 0 to 1.
         """
         began, free = time.monotonic(), torch.cuda.mem_get_info(self._group.device)[0]
         pool = torch.cuda.graph_pool_handle()
         for shape in sorted(shapes, reverse=True):
+            prepare(shape)
             self._captured[shape] = self._capture(step, shape, pool)
             if on_progress is not None:
                 on_progress(len(self._captured) / len(shapes))

@@ -80,7 +80,13 @@ class CudaModelRunner:
         if self._backend.captures_cuda_graphs:
             ladders = decode_shapes(self._max_rows), prompt_shapes(self._max_rows, self._max_graph_tokens)
             shapes = [shape for ladder in ladders for shape in (ladder[-1:] if largest else ladder)]
-            self._graphs.capture(self._step, shapes, on_progress)
+            nothing = StepFrame(generation=0, step=0)
+            self._graphs.capture(
+                self._step,
+                shapes,
+                prepare=lambda shape: self._inputs.upload(nothing, shape),
+                on_progress=on_progress,
+            )
 
     def launch(self, frame: StepFrame) -> CudaStep:
         """Queues the step.

@@ -19,7 +19,7 @@ from worker.protocol import Int32Array, RowFlag, StepFrame
 LAST_TOKEN = -1
 """In place of a token id: the row's own last sampled token."""
 _DECODE_SIZES = (1, 2, 4, *range(8, 257, 8))
-_PROMPT_SIZES = (16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+_PROMPT_SIZES = (16, *range(32, 129, 32), *range(192, 513, 64), *range(640, 2049, 128))
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -64,7 +64,7 @@ def decode_shapes(max_rows: int) -> list[StepShape]:
 def prompt_shapes(max_rows: int, max_tokens: int) -> list[StepShape]:
     """The ladder of steps with prompts, up to as many tokens as keep a GPU busy for longer than their launches take.
 
-    Padding costs at most 15 tokens up to 64, 31 up to 256 and 63 above.
+    Padding costs at most 31 tokens up to 128, 63 up to 512 and 127 above.
     """
     shapes = []
     for num_tokens in _PROMPT_SIZES:
