@@ -74,9 +74,11 @@ def test_a_step_gets_the_smallest_graph_of_its_kind_that_holds_it() -> None:
     for tokens, rows, sampled, expected in (
         (1, 1, 1, StepShape(1, 1, 1)),
         (17, 17, 17, StepShape(20, 20, 20)),
-        (3, 1, 1, StepShape(16, 16, 15)),
-        (3, 3, 0, StepShape(16, 16, 15)),
-        (17, 1, 0, StepShape(32, 21, 20)),
+        (3, 1, 1, StepShape(16, 9, 8)),
+        (3, 3, 0, StepShape(16, 9, 8)),
+        (16, 9, 9, StepShape(16, 16, 15)),
+        (17, 1, 0, StepShape(32, 9, 8)),
+        (17, 16, 16, StepShape(32, 21, 20)),
         (96, 20, 20, StepShape(96, 21, 20)),
     ):
         shape = runner.smallest(StepShape(tokens, rows, sampled))

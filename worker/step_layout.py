@@ -19,6 +19,7 @@ from worker.protocol import Int32Array, RowFlag, StepFrame
 LAST_TOKEN = -1
 """In place of a token id: the row's own last sampled token."""
 _DECODE_SIZES = (1, 2, 4, *range(8, 257, 8))
+_FEW_ROWS = 8
 _PROMPT_SIZES = (16, *range(32, 129, 32), *range(192, 513, 64), *range(640, 2049, 128))
 
 
@@ -38,6 +39,11 @@ class StepShape:
     @property
     def is_decode(self) -> bool:
         return self.num_sampled == self.num_tokens
+
+    @property
+    def has_many_rows(self) -> bool:
+        """Of a shape for prompts: more than one prompt, or a few, beside few decodes."""
+        return self.num_rows > _FEW_ROWS + 1
 
     @classmethod
     def of(cls, frame: StepFrame) -> StepShape:
@@ -64,14 +70,15 @@ def decode_shapes(max_rows: int) -> list[StepShape]:
 def prompt_shapes(max_rows: int, max_tokens: int) -> list[StepShape]:
     """The ladder of steps with prompts, up to as many tokens as keep a GPU busy for longer than their launches take.
 
-    Padding costs at most 31 tokens up to 128, 63 up to 512 and 127 above.
+    Padding costs at most 31 tokens up to 128, 63 up to 512 and 127 above. Each number of tokens comes with few rows,
+    for prompts that nothing or little else runs beside, and with as many as there may be.
     """
-    shapes = []
-    for num_tokens in _PROMPT_SIZES:
-        if num_tokens <= max_tokens:
-            num_sampled = min(max_rows, num_tokens - 1)
-            shapes.append(StepShape(num_tokens, num_sampled + 1, num_sampled))
-    return shapes
+    return [
+        StepShape(num_tokens, num_sampled + 1, num_sampled)
+        for num_tokens in _PROMPT_SIZES
+        if num_tokens <= max_tokens
+        for num_sampled in sorted({min(max_rows, num_tokens - 1, most) for most in (_FEW_ROWS, max_rows)})
+    ]
 
 
 class StepLayout:
