@@ -345,7 +345,7 @@ def test_the_figures_of_the_engine_reach_its_client_with_the_tokens_and_when_it_
         assert client.board.totals.num_generated_tokens == 120
         assert client.board.totals.num_prefill_tokens == 3
         assert client.board.totals.num_steps == rest.num_steps == coordinator.num_steps
-        assert 0 < client.board.timeline()["duration_s"].mean() < 0.1
+        assert 0 < client.board.steps()["duration_s"].mean() < 0.1
         await client.close()
 
     with running(CountingRank(step_s=0.005), heartbeat_ages=lambda: [0.5]) as coordinator:

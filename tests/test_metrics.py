@@ -15,18 +15,18 @@ import prometheus_client
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.http.context import RequestContext
-from cluster.messages import EngineStats, FinishReason, Prefilled, SamplingParams
+from cluster.messages import EngineStats, FinishReason
 from cluster.observability import table
 from cluster.observability.logs import formatter
 from cluster.observability.metrics import Metrics
 from cluster.observability.prometheus import exposition
-from cluster.observability.record import Identity, RequestRecord
+from cluster.observability.record import Identity
 from cluster.observability.steps import STEP_DTYPE
 from cluster.observability.table import METRICS, Kind
 from cluster.observability.telemetry import Telemetry
 from cluster.scheduling.limits import SchedulerStats
 from configs.errors import OverloadedError
+from tests.records import record
 from tests.scripted_engine import MODEL, Run, Stack
 
 IDENTITY = Identity(model_name="m", application="a", deployment="Engine", replica="r1")
@@ -56,24 +56,6 @@ def stats(steps: list[tuple[float, ...]] | None = None, **figures: int) -> Engin
         step_age_s=0.5,
         heartbeat_age_s=[0.1, 0.2],
         steps=np.array(steps or [], STEP_DTYPE).tobytes(),
-    )
-
-
-def record(**changes: Any) -> RequestRecord:
-    return RequestRecord(
-        **{
-            "id": "chatcmpl-1",
-            "context": RequestContext(request_id="req-1", client="key-1", arrived_s=100.0),
-            "first_token_s": 100.25,
-            "ended_s": 101.25,
-            "num_prompt_tokens": 40,
-            "num_cached_tokens": 16,
-            "num_generated": [11],
-            "finish_reasons": [FinishReason.STOP],
-            "sampling": SamplingParams(max_tokens=16, seed=7),
-            "prefilled": Prefilled(1, 16, queue_s=0.05, prefill_s=0.2),
-            **changes,
-        }
     )
 
 

@@ -117,10 +117,26 @@ def test_the_board_counts_by_second_and_keeps_the_last_steps() -> None:
     assert (last.num_running, last.kv_usage) == (2, 0.2)
     assert (last.num_first_tokens, last.ttft_s) == (1, 0.25)
     assert board.totals.num_generated_tokens == 540
-    timeline = board.timeline()
-    assert len(timeline) == 200
-    assert timeline["launched_s"][-1] == pytest.approx(1002.89, abs=0.02)
+    last_steps = board.steps(200)
+    assert len(last_steps) == 200
+    assert last_steps["launched_s"][-1] == pytest.approx(1002.89, abs=0.02)
+    assert len(board.steps()) == 270
     assert board.age_s == pytest.approx(0.1)
+
+
+def test_the_board_keeps_as_many_steps_as_it_has_room_for_in_order() -> None:
+    board = StatsBoard(clock := Clock())
+    meter = StepMeter(clock)
+    launched = []
+    for _ in range(9):
+        for _ in range(2000):
+            launched.append(clock.now)
+            meter.launched(frame(1, 1))
+            clock.now += 0.01
+            meter.retired(1)
+        board.update(report(meter))
+    np.testing.assert_array_equal(board.steps()["launched_s"], launched[-(1 << 14) :])
+    np.testing.assert_array_equal(board.steps(5)["launched_s"], launched[-5:])
 
 
 def test_the_board_forgets_what_is_older_than_five_minutes() -> None:

@@ -1,4 +1,4 @@
-"""The routes that show what this replica is and how it does: /server_info, /v1/loads, /load and /health_generate."""
+"""The routes that show what this replica is and does: /server_info, /v1/loads, /load, /health_generate, timelines."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from datetime import UTC, datetime
 import msgspec
 
 from cluster.http.answer import Answer
-from cluster.http.context import RequestContext
+from cluster.http.context import RequestContext, Role
 from cluster.native.engine_info import EngineInfo
+from cluster.observability.timeline import NUM_REQUESTS, timeline
 from cluster.openai.answer import json_answer
 from cluster.openai.served_model import ServedModel
-from configs.errors import DeadlineError, OverloadedError
+from configs.errors import DeadlineError, OverloadedError, RequestError
 
 _PROBE_TIMEOUT_S = 20.0
 _RETRY_AFTER_S = 1.0
@@ -127,6 +128,23 @@ class StatusServing:
                 f"No token was generated within {_PROBE_TIMEOUT_S:g} seconds.", retry_after_s=_RETRY_AFTER_S
             ) from None
         return json_answer(Healthy(round(time.monotonic() - begin, 4)))
+
+    async def timeline(self, body: bytes, context: RequestContext) -> Answer:
+        """GET /v1/timelines/{request_id}: of a request that has ended; of others' to an admin alone.
+
+        Raises:
+            RequestError: 404, there is none of that id among the last.
+        """
+        request_id = context.path_params["request_id"]
+        telemetry = self._model.engine.telemetry
+        record = telemetry.recent.find(request_id, None if context.role is Role.ADMIN else context.client)
+        if record is None:
+            raise RequestError(
+                f"No request {request_id!r} is among the last {NUM_REQUESTS} that ended on this replica.",
+                code="request_not_found",
+                status=404,
+            )
+        return json_answer(timeline(record, telemetry.board.steps()))
 
     def _load(self) -> Load | None:
         """None before the engine's first report."""

@@ -17,7 +17,7 @@ from cluster.messages import EngineStats
 from cluster.observability.steps import STEP_DTYPE
 
 _HISTORY_S = 300
-_TIMELINE_STEPS = 200
+_KEPT_STEPS = 1 << 14
 
 
 @dataclass(slots=True)
@@ -62,8 +62,8 @@ class StatsBoard:
         self._latest: EngineStats | None = None
         self._received_at = clock()
         self._seconds: deque[Second] = deque(maxlen=_HISTORY_S)
-        self._steps: deque[npt.NDArray[np.void]] = deque()
-        self._num_kept_steps = 0
+        self._steps = np.zeros(_KEPT_STEPS, STEP_DTYPE)
+        self._num_steps = 0  # that were ever kept; the next goes there, modulo what there is room for
         self.totals = Totals()
 
     @property
@@ -114,10 +114,10 @@ class StatsBoard:
         """The last minutes, oldest first, without seconds in which nothing was heard."""
         return list(self._seconds)
 
-    def timeline(self) -> npt.NDArray[np.void]:
-        """[at most 200] of STEP_DTYPE: the steps that retired last, oldest first."""
-        steps = list(self._steps)
-        return np.concatenate(steps)[-_TIMELINE_STEPS:] if steps else np.empty(0, STEP_DTYPE)
+    def steps(self, count: int | None = None) -> npt.NDArray[np.void]:
+        """[at most `count`] of STEP_DTYPE: the steps that retired last, oldest first. None: all of the last 16384."""
+        kept = min(self._num_steps, _KEPT_STEPS if count is None else count)
+        return self._steps[np.arange(self._num_steps - kept, self._num_steps) % _KEPT_STEPS]
 
     def _second(self) -> Second:
         now = int(self._clock())
@@ -126,10 +126,9 @@ class StatsBoard:
         return self._seconds[-1]
 
     def _keep(self, steps: npt.NDArray[np.void]) -> None:
-        self._steps.append(steps)
-        self._num_kept_steps += len(steps)
-        while self._num_kept_steps - len(self._steps[0]) >= _TIMELINE_STEPS:
-            self._num_kept_steps -= len(self._steps.popleft())
+        steps = steps[-_KEPT_STEPS:]
+        self._steps[np.arange(self._num_steps, self._num_steps + len(steps)) % _KEPT_STEPS] = steps
+        self._num_steps += len(steps)
 
 
 def _kv_usage(stats: EngineStats) -> float:

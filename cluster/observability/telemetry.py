@@ -14,6 +14,7 @@ from cluster.observability import prometheus, table
 from cluster.observability.board import StatsBoard
 from cluster.observability.metrics import Metrics
 from cluster.observability.record import Identity, RequestRecord
+from cluster.observability.timeline import RecentRequests
 from cluster.observability.tracing import RequestTracer
 from configs.errors import RequestError
 
@@ -31,6 +32,7 @@ class Telemetry:
         self.identity = identity or Identity()
         self.board = StatsBoard()
         self.metrics = Metrics()
+        self.recent = RecentRequests()
         self.export: Callable[[], None] | None = None
         """Called after each report of the engine: hands the metrics to someone else."""
         self.tracer: RequestTracer | None = None
@@ -69,6 +71,7 @@ class Telemetry:
     def finished(self, record: RequestRecord) -> None:
         """A request ended, however it did."""
         self._count(record)
+        self.recent.keep(record)
         _log_request(record)
         if self.tracer is not None:
             self.tracer.finished(record)

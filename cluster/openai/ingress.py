@@ -100,6 +100,7 @@ def create_app(
         post("/score", score),
         route("GET", "/v1/loads", status.loads),
         route("GET", "/load", status.load),
+        route("GET", "/v1/timelines/{request_id}", status.timeline),
         route("GET", "/server_info", status.server_info),
         route("GET", "/health_generate", status.health_generate),
         post("/abort_request", admin.abort_request),

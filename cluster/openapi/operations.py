@@ -21,6 +21,7 @@ from cluster.native.generate import NativeRequest
 from cluster.native.generate_answer import NativeAnswer
 from cluster.native.score import ScoreRequest, Scores
 from cluster.native.status import Healthy, Loads, ServerInfo, ServerLoad
+from cluster.observability.timeline import Timeline
 from cluster.openai.protocol import ChatRequest, CompletionRequest
 from cluster.openai.responses.objects import DeletedResponse, ItemList, Response, StreamEvent
 from cluster.openai.responses.request import ResponsesRequest
@@ -260,6 +261,17 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation(method="GET", path="/version", about="The version.", tag="Operations", answer=Version, errors=_ANY),
     Operation(method="GET", path="/server_info", about="What this replica is.", tag="Operations", answer=ServerInfo),
     Operation(method="GET", path="/v1/loads", about="What this replica does.", tag="Operations", answer=Loads),
+    Operation(
+        method="GET",
+        path="/v1/timelines/{request_id}",
+        about="What happened to a request that has ended, in the Trace Event Format.",
+        tag="Operations",
+        answer=Timeline,
+        errors=_MODEL,
+        parameters=(
+            Parameter(name="request_id", place="path", about="The answer's id, or the request's `x-request-id`."),
+        ),
+    ),
     Operation(method="GET", path="/load", about="How many requests run or wait.", tag="Operations", answer=ServerLoad),
     Operation(
         method="GET",

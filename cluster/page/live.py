@@ -17,6 +17,7 @@ from configs.errors import OverloadedError
 
 _INTERVAL_S = 0.5
 _HISTORY_S = 120
+_NUM_STEPS = 200
 _MAX_READERS = 64
 
 
@@ -158,7 +159,7 @@ class LiveStream:
         ]
 
     def _new_steps(self) -> list[StepView]:
-        steps = self._board.timeline()
+        steps = self._board.steps(_NUM_STEPS)
         steps = steps[steps["launched_s"] > self._last_step_s]
         if len(steps):
             self._last_step_s = float(steps["launched_s"][-1])
