@@ -140,14 +140,14 @@ class NativeServing:
             raise RequestError("Give either text or input_ids.", code="missing_required_parameter", param="text")
         param = "text" if ids is None else "input_ids"
         if isinstance(text, str):
-            return [await self._model.encode(text)], False
+            return [await self._model.prompts.encode(text)], False
         if ids is not None and isinstance(ids[0], int):
             return [self._checked(ids, "input_ids")], False
         batch: Sequence[Any] = text or ids or ()
         if len(batch) > MAX_SEQUENCES:
             raise RequestError(f"{param} holds {len(batch)} prompts; at most {MAX_SEQUENCES} are allowed.", param=param)
         if text is not None:
-            return await self._model.encode_all(text), True
+            return await self._model.prompts.encode_all(text), True
         return [self._checked(entry, f"input_ids[{i}]") for i, entry in enumerate(batch)], True
 
     def _checked(self, ids: Any, param: str) -> list[int]:

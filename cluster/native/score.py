@@ -121,7 +121,7 @@ class ScoreServing:
                 )
             _check_number(texts)
             joined = [text + query if request.item_first else query + text for text in texts]
-            return await self._model.encode_all(joined)
+            return await self._model.prompts.encode_all(joined)
         _check_ids(query, "query", self._model.vocab_size)
         if not isinstance(items, list):
             raise RequestError("items must be lists of token ids, as query is one.", code="invalid_type", param="items")

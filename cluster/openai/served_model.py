@@ -1,16 +1,14 @@
 """What one replica serves, as every route sees it: one model, its tokenizer and the connection to its engine.
 
-Owns what a request must pass before it is a `Job`: the model's name, encoding, room in the context, and parameters.
+Owns what a request must pass before it is a `Job`: the model's name, room in the context, and parameters.
 """
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 
 from cluster.engine_client import EngineClient
@@ -18,9 +16,10 @@ from cluster.http.context import RequestContext
 from cluster.messages import SamplingParams
 from cluster.native.engine_info import EngineInfo
 from cluster.openai.answer_parser import AnswerFormat
-from cluster.openai.chat import ChatPrompt, render_prompt
+from cluster.openai.chat import ChatPrompt
 from cluster.openai.formats import ModelFormats
 from cluster.openai.job import Job, Run
+from cluster.openai.prompt_encoder import PromptEncoder
 from cluster.openai.protocol import SamplingFields
 from cluster.openai.sampling import SamplingDefaults, Vocabulary, sampling_params, text_options
 from cluster.openai.tokenizer import Tokenizer
@@ -29,13 +28,10 @@ from cluster.structured.checker import GrammarChecker
 from cluster.structured.limits import MAX_REQUEST_GRAMMAR_BYTES
 from cluster.structured.protocol import Setup
 from cluster.structured.spec import read_grammar
-from configs.errors import ContextLengthError, EngineError, OverloadedError, RequestError
+from configs.errors import ContextLengthError, EngineError, RequestError
 from configs.schema import ServerConfig
 
 _FIRST = -(1 << 62)  # a priority that no request has
-_NUM_RENDERERS = 4
-_MAX_RENDERING = 1024  # chats in the hands of the renderers and before them
-_INLINE_CHARS = 2048  # encoding takes under 1 ms; a thread costs a tenth of that and more jitter
 
 
 def _random_seed() -> int:
@@ -71,6 +67,7 @@ class ServedModel:
         """
         self.engine = engine
         self.tokenizer = tokenizer
+        self.prompts = PromptEncoder(tokenizer)
         self.model_name = model_name
         self.max_model_len = max_model_len
         self.server = server
@@ -90,8 +87,6 @@ class ServedModel:
         )
         self._defaults = defaults or SamplingDefaults()
         self._next_seed = next_seed
-        self._renderers = ThreadPoolExecutor(_NUM_RENDERERS, thread_name_prefix="chat-template")
-        self._num_rendering = 0
         self._started = int(time.time())
         self._warm = False
 
@@ -133,7 +128,7 @@ class ServedModel:
     async def close(self) -> None:
         """Ends what is this model's own; the engine is not."""
         await self.grammars.close()
-        self._renderers.shutdown(wait=False)
+        self.prompts.close()
 
     def cards(self) -> list[ModelCard]:
         """The one model, as /v1/models lists it."""
@@ -153,51 +148,6 @@ class ServedModel:
                 param="model",
                 status=404,
             )
-
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; does not hold up the event loop."""
-        if len(text) <= _INLINE_CHARS:
-            ids = self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        else:
-            ids = await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
-        return self._with_one_bos(ids) if add_special_tokens else ids
-
-    async def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of each of `texts`, special tokens added."""
-
-        def encode() -> list[list[int]]:
-            return [self._with_one_bos(self.tokenizer.encode(text, add_special_tokens=True)) for text in texts]
-
-        if sum(len(text) for text in texts) <= _INLINE_CHARS:
-            return encode()
-        return await asyncio.to_thread(encode)
-
-    async def encode_chat(self, prompt: ChatPrompt) -> list[int]:
-        """Token ids of the chat template's text, with one BOS however often the template writes it.
-
-        Raises:
-            RequestError: there is no template, or it refuses these messages.
-            OverloadedError: too many templates wait to be rendered.
-        """
-        if self._num_rendering >= _MAX_RENDERING:
-            raise OverloadedError("Too many chats are being prepared; try again later.")
-
-        def encode() -> list[int]:
-            text = render_prompt(self.tokenizer, prompt)
-            return self.tokenizer.encode(text, add_special_tokens=prompt.add_special_tokens)
-
-        self._num_rendering += 1
-        try:
-            # Never on the event loop: how long a template takes is not known before.
-            ids = await asyncio.get_running_loop().run_in_executor(self._renderers, encode)
-        finally:
-            self._num_rendering -= 1
-        return self._with_one_bos(ids)
-
-    def _with_one_bos(self, ids: list[int]) -> list[int]:
-        """A second BOS worsens answers and shows nowhere: text that begins with one gets no other."""
-        bos = self.tokenizer.bos_token_id
-        return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
     def room(self, prompt: Sequence[int]) -> int:
         """Tokens that fit after `prompt`; 1 when none does, so that asking for them names the prompt's length."""
@@ -337,7 +287,7 @@ class ServedModel:
             EngineError: the engine failed.
         """
         message = {"role": "user", "content": prompt}
-        ids = await (self.encode_chat(ChatPrompt(messages=[message])) if chat else self.encode(prompt))
+        ids = await (self.prompts.encode_chat(ChatPrompt(messages=[message])) if chat else self.prompts.encode(prompt))
         limit = self.checked_max_tokens(ids, max_tokens, default=self.room(ids), param="prompt")
         fields = SamplingFields(temperature=temperature)
         job = self.job("text-", fields, [ids], [limit], RequestContext(request_id=uuid.uuid4().hex))

@@ -81,7 +81,7 @@ async def _completion_job(
     prompts = []
     max_tokens = []
     for i, entry in enumerate(given):
-        ids = await model.encode(entry, add_special_tokens=add) if isinstance(entry, str) else entry
+        ids = await model.prompts.encode(entry, add_special_tokens=add) if isinstance(entry, str) else entry
         limit = protocol.COMPLETION_DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
         prompt = model.truncated(ids, request.truncate_prompt_tokens, limit)
         default = min(protocol.COMPLETION_DEFAULT_MAX_TOKENS, model.room(prompt))
@@ -118,7 +118,7 @@ async def chat_job(model: ServedModel, prefix: str, request: ChatRequest, contex
     model.check_name(request.model)
     use = parse_tools(request.tools, request.tool_choice, request.parallel_tool_calls)
     template_input = chat.chat_prompt(request, model.tokenizer, model.formats, use)
-    ids = await model.encode_chat(template_input)
+    ids = await model.prompts.encode_chat(template_input)
     continued = template_input.messages[-1]["content"] if template_input.continue_final_message else ""
     ending = model.tokenizer.decode(ids[-_ENDING_TOKENS:], skip_special_tokens=False)
     form = model.formats.answer_format(use, ending, continued)
@@ -150,7 +150,7 @@ async def chat_prompt(model: ServedModel, request: ChatRequest) -> list[int]:
         RequestError: with the path of the field at fault.
     """
     use = parse_tools(request.tools, request.tool_choice, request.parallel_tool_calls)
-    return await model.encode_chat(chat.chat_prompt(request, model.tokenizer, model.formats, use))
+    return await model.prompts.encode_chat(chat.chat_prompt(request, model.tokenizer, model.formats, use))
 
 
 def _options(request: GenerationRequest, run: Run) -> AnswerOptions:

@@ -93,7 +93,7 @@ class TokenizerServing:
         if request.prompt is not None:
             ignored = OWN_FIELDS.check(TokenizeRequest, raw, strict=model.server.strict_fields)
             special = request.add_special_tokens is not False
-            tokens = await model.encode(request.prompt, add_special_tokens=special)
+            tokens = await model.prompts.encode(request.prompt, add_special_tokens=special)
         else:
             tokens, ignored = await self._chat_tokens(raw, request)
         strings = [model.tokenizer.token_text(token) for token in tokens] if request.return_token_strs else None
