@@ -43,9 +43,6 @@ class PagedMetadata:
     """[batch_size, max_pages] int32: pages of each row of the batch. What follows a row's last page is undefined."""
     max_seqlen_q: int
     """Most input tokens of a row."""
-    num_splits: int = 0
-    """Pieces that FA3 cuts a row's keys into, at most; 0 leaves that to it, 1 makes a row's result independent of the
-    other rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -137,7 +137,7 @@ def test_the_ladder_of_prompts_pads_little_and_always_has_a_row_for_padding(max_
             assert not shape.is_decode
             assert shape.num_rows > num_rows
             assert shape.num_sampled >= num_rows
-            assert shape.has_many_rows == (num_rows > 8)
+            assert (shape.num_sampled <= 8) == (num_rows <= 8)
             assert shape.num_tokens - num_tokens <= (31 if num_tokens <= 128 else 63 if num_tokens <= 512 else 127)
 
 

@@ -76,21 +76,15 @@ class StepInputs:
         Queues the kernel that fills them from the last upload. Host arrays are those of no particular step.
         """
         lens = np.ones(shape.num_rows, np.int64)
-        num_splits = 0
         if not shape.is_decode:
             lens[:-1], lens[-1] = 0, shape.num_tokens
-            # The kernel that joins splits has programs for every token that every row may have, almost all of them
-            # empty in a shape of many rows: with it, 512 tokens took 17 ms where 2048 took 30 (8B shape, two H200s).
-            num_splits = 1 if shape.has_many_rows else 0
         nothing = np.zeros(shape.num_rows, np.int64)
-        return self._batch(shape, nothing, nothing, lens, num_splits)
+        return self._batch(shape, nothing, nothing, lens)
 
     def batch(self, frame: StepFrame) -> ForwardBatch:
         """The batch of any frame. Queues the kernel that fills it from the last upload, which was this frame's."""
         rows, starts, lens = (part.astype(np.int64) for part in (frame.rows, frame.starts, frame.lens))
-        # FA3 chooses the splits: up to 19 times as fast as one piece for one row of 32k tokens (H200, two KV heads).
-        # The last bits of a decode in a step with prompts then depend on what else is in the batch.
-        return self._batch(StepShape.of(frame), rows, starts, lens, num_splits=0)
+        return self._batch(StepShape.of(frame), rows, starts, lens)
 
     def sampled_rows(self, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor]:
         """Of the rows that get a token, each [num_sampled] int32: their page-table rows, and their tokens once this
@@ -103,7 +97,7 @@ class StepInputs:
         return rows.index_select(0, which), seq_lens.index_select(0, which)
 
     def _batch(
-        self, shape: StepShape, rows: Int64Array, prefix_lens: Int64Array, extend_lens: Int64Array, num_splits: int
+        self, shape: StepShape, rows: Int64Array, prefix_lens: Int64Array, extend_lens: Int64Array
     ) -> ForwardBatch:
         full, layout = self._tensors, self._layout
         tensors = StepTensors(
@@ -144,7 +138,6 @@ class StepInputs:
                 cu_seqlens_q=cu_seqlens_q,
                 page_table=tensors.page_table,
                 max_seqlen_q=max_seqlen_q,
-                num_splits=num_splits,
             ),
         )
 

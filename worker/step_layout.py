@@ -40,11 +40,6 @@ class StepShape:
     def is_decode(self) -> bool:
         return self.num_sampled == self.num_tokens
 
-    @property
-    def has_many_rows(self) -> bool:
-        """Of a shape for prompts: more than one prompt, or a few, beside few decodes."""
-        return self.num_rows > _FEW_ROWS + 1
-
     @classmethod
     def of(cls, frame: StepFrame) -> StepShape:
         """Of the frame as it is."""
@@ -71,7 +66,8 @@ def prompt_shapes(max_rows: int, max_tokens: int) -> list[StepShape]:
     """The ladder of steps with prompts, up to as many tokens as keep a GPU busy for longer than their launches take.
 
     Padding costs at most 31 tokens up to 128, 63 up to 512 and 127 above. Each number of tokens comes with few rows,
-    for prompts that nothing or little else runs beside, and with as many as there may be.
+    for prompts that nothing or little else runs beside, and with as many as there may be: the kernel by which FA3 joins
+    splits has programs for every token that every row may have, almost all of them empty where rows are many.
     """
     return [
         StepShape(num_tokens, num_sampled + 1, num_sampled)
