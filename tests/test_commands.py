@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -170,3 +172,21 @@ def test_endpoints_that_are_none_are_named(free_port: int) -> None:
     for command in ("bench", "status"):
         assert_refused(run(command, f"127.0.0.1:{free_port}"), "nothing answers", str(free_port))
     assert_refused(run("bench", "127.0.0.1:1", "--clients", "1,none"), "--clients=1,none")
+
+
+# ---- what a command costs
+
+
+@pytest.mark.parametrize("command", ["", "serve", "check", "generate", "chat", "bench", "status"])
+def test_help_and_completion_load_nothing_heavy(command: str) -> None:
+    """A shell completes within a blink: what takes seconds to import is imported when it runs."""
+    heavy = ("torch", "ray", "numpy", "transformers", "httpx")
+    script = (
+        "import runpy, sys\n"
+        f"sys.argv = {['cluster', *filter(None, [command]), '--help']!r}\n"
+        "try:\n    runpy.run_module('cluster', run_name='__main__')\n"
+        "except SystemExit as end:\n    assert not end.code\n"
+        f"print('loaded:', [name for name in {heavy!r} if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "loaded: []", done.stdout + done.stderr
