@@ -357,11 +357,12 @@ def test_a_step_that_hangs_is_reported_while_it_lasts_and_asked_about_once() -> 
 
     async def main() -> None:
         client = await EngineClient.connect(coordinator.address)
+        began = time.monotonic()
         [stream] = client.submit(prompt(100), [SamplingParams(max_tokens=1)])
         await asyncio.sleep(1.5)
         stats = client.board.latest
         assert stats is not None
-        assert 0.9 < stats.step_age_s < 1.5
+        assert 0.9 < stats.step_age_s < time.monotonic() - began
         assert client.board.age_s < 1
         _, finished = await asyncio.wait_for(read(stream), 10)
         assert finished is not None

@@ -244,7 +244,7 @@ def test_abort_from_another_thread_ends_a_blocked_collective(strategy: Strategy)
 
     took_s = run_threads(2, strategy, body)[0]
     assert isinstance(took_s, float), took_s
-    assert 0.15 < took_s < 1.0
+    assert 0.15 < took_s < 1.4  # the other leaves after 1.5
 
 
 @pytest.mark.parametrize("strategy", ["gloo", "shared_memory"])
