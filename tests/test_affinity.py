@@ -12,7 +12,10 @@ from starlette.types import Message, Receive, Scope, Send
 
 from cluster.http import edge
 from cluster.http.affinity import PEEKED_BYTES, beginning_key, keeping_replica, response_prefix
+from cluster.http.body import BODY, read_body
 from cluster.http.edge import Edge
+from configs.errors import RequestError
+from configs.schema import ServerConfig
 
 
 def key_of(body: dict[str, Any], **how: Any) -> str:
@@ -198,3 +201,50 @@ def test_a_slow_client_is_served_without(monkeypatch: pytest.MonkeyPatch) -> Non
     scope, body = through([raw[:5], raw[5:50], raw[50:]], [], pause_s=0.1)
     assert body == raw
     assert session_of(scope) is None
+
+
+# --- The body, which rides along with the request --------------------------------------------------------------------
+
+
+def test_a_small_body_goes_with_its_request_and_comes_as_messages_too() -> None:
+    raw = json.dumps({"messages": turns("Hello", 2)}).encode()
+    for parts in ([raw], [raw[:5], raw[5:50], raw[50:]], [b"", raw, b""]):
+        scope, body = through(parts, [])
+        assert (scope[BODY], body) == (raw, raw)
+
+
+def test_a_body_that_did_not_come_whole_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edge, "_PEEK_S", 0.05)
+    long = b"x" * (2 * PEEKED_BYTES)
+    assert BODY not in through([long[:PEEKED_BYTES], long], [])[0]
+    assert BODY not in through([b"{", b"}"], [], pause_s=0.1)[0]
+
+    async def left() -> Scope:
+        """A client that leaves in the midst of its body."""
+        messages = [{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}]
+        seen: list[Scope] = []
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            seen.append(scope)
+
+        async def receive() -> Message:
+            return messages.pop(0)
+
+        async def send(message: Message) -> None:
+            pass
+
+        await Edge(app)({"type": "http", "method": "POST", "path": "/", "headers": []}, receive, send)
+        return seen[0]
+
+    assert BODY not in asyncio.run(left())
+
+
+def test_a_body_that_came_along_is_read_without_its_messages_and_within_the_limit() -> None:
+    async def never() -> Message:
+        raise AssertionError("nothing is asked for")
+
+    scope = {"type": "http", "headers": [], BODY: b"{}" * 600}
+    assert asyncio.run(read_body(scope, never, ServerConfig())) == b"{}" * 600
+    with pytest.raises(RequestError) as caught:
+        asyncio.run(read_body(scope, never, ServerConfig(max_body_bytes=1024)))
+    assert caught.value.status == 413

@@ -23,6 +23,7 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.http.affinity import PEEKED_BYTES, beginning_key, keeping_replica
+from cluster.http.body import BODY
 from cluster.http.connection import SCOPE_KEY, LimitedConnection
 from cluster.http.endpoint import PAUSE, RESUME
 from cluster.http.errors import error_event, send_error
@@ -70,6 +71,8 @@ class Edge:
         scope["headers"] = _clean(scope["headers"])
         inbox = _Inbox(receive)
         await _name_session(scope, inbox)
+        if inbox.body is not None:
+            scope[BODY] = inbox.body
         if connection is None:
             await self._serve(scope, inbox, _Outbox(send, None))
             return
@@ -134,6 +137,8 @@ class _Inbox:
     """`receive` of one request, into which the connection's news are mixed for the replica to see."""
 
     def __init__(self, receive: Receive) -> None:
+        self.body: bytes | None = None
+        """All of the request's, where `peek` has come upon its end."""
         self._receive = receive
         self._peeked: deque[Message] = deque()
         self._news: deque[Message] = deque()
@@ -158,6 +163,8 @@ class _Inbox:
                     self._peeked.append(message)
                     start += message.get("body", b"")
                     is_whole = not message.get("more_body", False)
+                    if is_whole and message["type"] == "http.request":
+                        self.body = start
         return start[:size]
 
     async def receive(self) -> Message:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from datetime import UTC, datetime
 
@@ -140,11 +141,12 @@ class StatusServing:
         record = telemetry.recent.find(request_id, None if context.role is Role.ADMIN else context.client)
         if record is None:
             raise RequestError(
-                f"No request {request_id!r} is among the last {NUM_REQUESTS} that ended on this replica.",
+                f"No request {request_id[:200]!r} is among the last {NUM_REQUESTS} that ended on this replica.",
                 code="request_not_found",
                 status=404,
             )
-        return json_answer(timeline(record, telemetry.board.steps()))
+        # A long life takes tens of milliseconds to write down.
+        return json_answer(await asyncio.to_thread(timeline, record, telemetry.board.steps()))
 
     def _load(self) -> Load | None:
         """None before the engine's first report."""
