@@ -11,11 +11,12 @@ from cluster.commands.endpoint_client import EndpointClient
 from configs.errors import EngineError
 
 
-def run_chat(url: str, model: str | None, temperature: float) -> None:
+def run_chat(url: str, model: str | None, *, temperature: float, max_tokens: int | None) -> None:
     """Reads lines, streams answers; ends at an empty line or end of input. Ctrl-C ends an answer, at the prompt it all.
 
     Args:
         url: of the endpoint; the scheme may be left out, and `/v1` where there is no path.
+        max_tokens: of an answer. None: what the endpoint allows.
 
     Raises:
         ConfigError: `url` is none.
@@ -25,12 +26,14 @@ def run_chat(url: str, model: str | None, temperature: float) -> None:
     with EndpointClient(url) as endpoint:
         model = model or endpoint.first_model()
         console.print(f"{model} at {endpoint.url}; an empty line ends the chat")
+        limit = {} if max_tokens is None else {"max_tokens": max_tokens}
         messages: list[dict[str, str]] = []
         while line := _read_line(console):
             messages.append({"role": "user", "content": line})
             answer = ""
             try:
-                for piece in _stream(endpoint, {"model": model, "messages": messages, "temperature": temperature}):
+                body = {"model": model, "messages": messages, "temperature": temperature, **limit}
+                for piece in _stream(endpoint, body):
                     console.print(piece, end="", markup=False)
                     answer += piece
             except KeyboardInterrupt:

@@ -103,12 +103,15 @@ def chat(
     url: Annotated[str, typer.Argument(help="Base URL of an OpenAI endpoint.")] = "http://127.0.0.1:8000/v1",
     model: Annotated[str | None, typer.Option(help="Model name; default: the endpoint's first.")] = None,
     temperature: Annotated[float, typer.Option(min=0.0, max=2.0)] = 0.7,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens of an answer. Default: what the endpoint allows.")
+    ] = None,
 ) -> None:
     """Talk to an endpoint; an empty line or Ctrl-D ends it. Its API key is read from OPENAI_API_KEY."""
     from cluster.commands.chat import run_chat
 
     with _friendly_errors():
-        run_chat(url, model, temperature)
+        run_chat(url, model, temperature=temperature, max_tokens=max_tokens)
 
 
 @app.command()
