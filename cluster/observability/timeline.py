@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from cluster.http.context import RequestContext
 from cluster.messages import SamplingParams
 from cluster.observability.record import RequestRecord
 
@@ -56,8 +57,10 @@ class RecentRequests:
     def keep(self, record: RequestRecord) -> None:
         """`record` has ended."""
         self._records.pop(record.id, None)
-        # Sampling parameters may name a whole vocabulary.
-        self._records[record.id] = replace(record, sampling=_NO_SAMPLING)
+        of = record.context
+        # Without what may be large: parameters that name a whole vocabulary, a URL, headers.
+        context = RequestContext(request_id=of.request_id, client=of.client, arrived_s=of.arrived_s)
+        self._records[record.id] = replace(record, context=context, sampling=_NO_SAMPLING)
         if len(self._records) > NUM_REQUESTS:
             del self._records[next(iter(self._records))]
 
