@@ -68,6 +68,18 @@ class RequestRecord:
         return self.ended_s - self.context.arrived_s
 
     @property
+    def phases(self) -> dict[str, tuple[float, float]]:
+        """(begin, end) of queue, prefill and decode, which follow each other; empty where no token came."""
+        if self.prefilled is None or self.first_token_s is None:
+            return {}
+        admitted_s = self.first_token_s - self.prefilled.prefill_s
+        return {
+            "queue": (admitted_s - self.prefilled.queue_s, admitted_s),
+            "prefill": (admitted_s, self.first_token_s),
+            "decode": (self.first_token_s, self.ended_s),
+        }
+
+    @property
     def tpot_s(self) -> float | None:
         """Time per token after the first, in the longest sequence; None of an answer of one token."""
         longest = max(self.num_generated, default=0)

@@ -95,7 +95,7 @@ def timeline(record: RequestRecord, steps: npt.NDArray[np.void]) -> Timeline:
 
 
 def _phases(record: RequestRecord) -> Iterator[TraceEvent]:
-    arrived_s, prefilled, first_token_s = record.context.arrived_s, record.prefilled, record.first_token_s
+    arrived_s, phases = record.context.arrived_s, record.phases
     about: dict[str, str | int | None] = {
         "x-request-id": record.context.request_id,
         "prompt_tokens": record.num_prompt_tokens,
@@ -106,16 +106,9 @@ def _phases(record: RequestRecord) -> Iterator[TraceEvent]:
         "error": record.error,
     }
     yield _span(_REQUEST_TRACK, "request", arrived_s, record.ended_s, arrived_s, about)
-    if prefilled is None or first_token_s is None:
-        return
-    admitted_s = first_token_s - prefilled.prefill_s
-    queued_s = admitted_s - prefilled.queue_s
-    for name, begin_s, end_s in (
-        ("prepare", arrived_s, queued_s),
-        ("queue", queued_s, admitted_s),
-        ("prefill", admitted_s, first_token_s),
-        ("decode", first_token_s, record.ended_s),
-    ):
+    if phases:
+        phases = {"prepare": (arrived_s, phases["queue"][0]), **phases}
+    for name, (begin_s, end_s) in phases.items():
         yield _span(_REQUEST_TRACK, name, begin_s, end_s, arrived_s, {})
 
 

@@ -82,17 +82,10 @@ class RequestTracer:
         )
 
     def _phases(self, parent: Span, record: RequestRecord) -> None:
-        prefilled, first_token_s = record.prefilled, record.first_token_s
-        if prefilled is None or first_token_s is None or not parent.is_recording():
+        if not parent.is_recording():
             return
-        admitted_s = first_token_s - prefilled.prefill_s
-        phases = {
-            "queue": (admitted_s - prefilled.queue_s, admitted_s),
-            "prefill": (admitted_s, first_token_s),
-            "decode": (first_token_s, record.ended_s),
-        }
         within = trace.set_span_in_context(parent, Context())
-        for name, (begin_s, end_s) in phases.items():
+        for name, (begin_s, end_s) in record.phases.items():
             self._tracer.start_span(name, within, start_time=_epoch_ns(begin_s)).end(_epoch_ns(end_s))
 
 
