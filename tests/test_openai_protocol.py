@@ -334,6 +334,11 @@ def test_calls_have_their_arguments_as_objects_and_results_their_ids() -> None:
         ([{"role": "user", "content": [{"type": "text", "text": 1}]}], "messages[0].content[0].text", "invalid_type"),
         ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls[0]", "invalid_type"),
         ([{"role": "assistant", "content": "", "tool_calls": {}}], "messages[0].tool_calls", "invalid_type"),
+        (
+            [{"role": "assistant", "content": "", "reasoning_content": "hm", "reasoning": []}],
+            "messages[0].reasoning",
+            "invalid_type",
+        ),
         ([{"role": "user", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls", "invalid_value"),
         (
             [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],

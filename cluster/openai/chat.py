@@ -194,7 +194,9 @@ def _parse_message(message: object, path: str) -> dict[str, Any]:
     if calls:
         parsed["tool_calls"] = calls
     # Two names of one thing: templates read one or the other.
-    thought = _optional_text(message, "reasoning_content", path) or _optional_text(message, "reasoning", path)
+    # Both are checked, also where the first is the one that counts.
+    thoughts = [_optional_text(message, name, path) for name in ("reasoning_content", "reasoning")]
+    thought = thoughts[0] or thoughts[1]
     if thought:
         parsed |= {"reasoning_content": thought, "reasoning": thought}
     return parsed
