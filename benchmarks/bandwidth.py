@@ -12,33 +12,22 @@ import json
 import statistics
 import subprocess
 import sys
-import time
 
 import torch
 
 from benchmarks.report import ROOT
+from worker.peaks import copy_rates
 
 _ROUNDS = 5
 _DEFAULT_MIB = {"cuda": 4096, "cpu": 256}
+_COPIES = {"cuda": 10, "cpu": 3}
 _TIMEOUT_S = 300.0
 
 
 def measure(device: str, mib: int | None = None) -> float:
     """GB/s (1e9 bytes) of copies between two tensors of `mib` MiB on `device`, median of rounds."""
-    num_bytes = (mib or _DEFAULT_MIB[device]) << 20
-    source = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
-    target = torch.zeros_like(source)
-    copies = 10 if device == "cuda" else 3
-    target.copy_(source)
-    rates = []
-    for _ in range(_ROUNDS):
-        _wait(device)
-        began = time.perf_counter()
-        for _ in range(copies):
-            target.copy_(source)
-        _wait(device)
-        rates.append(2 * num_bytes * copies / (time.perf_counter() - began) / 1e9)
-    return statistics.median(rates)
+    rates = copy_rates(torch.device(device), (mib or _DEFAULT_MIB[device]) << 20, _COPIES[device], _ROUNDS)
+    return statistics.median(rates) / 1e9
 
 
 def measure_apart(device: str) -> float:
@@ -50,11 +39,6 @@ def measure_apart(device: str) -> float:
     command = [sys.executable, "-m", "benchmarks.bandwidth", "--device", device]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=_TIMEOUT_S)
     return float(json.loads(done.stdout.splitlines()[-1])["gb_s"])
-
-
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def main() -> None:

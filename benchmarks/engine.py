@@ -44,6 +44,7 @@ from configs.load import load_app_config
 from configs.resolve import dtype_bytes
 from configs.schema import EngineConfig
 from parallel.plan import ShardPlan
+from parallel.step_cost import StepCost
 
 PARTS = ("decode", "workload", "prefill", "ttft", "floor")
 _NUM_TTFT_RUNS = 10
@@ -78,9 +79,9 @@ class Options:
             raise ConfigError(f"--skip {','.join(unknown)}: the parts are {', '.join(PARTS)}")
 
     @property
-    def mean_context(self) -> float:
+    def mean_context(self) -> int:
         """Tokens a row has in the KV pool in the mean step of the decode part."""
-        return self.prompt_tokens + sum(self.new_tokens) / 2
+        return self.prompt_tokens + sum(self.new_tokens) // 2
 
 
 def workload(requests: int, lengths: tuple[int, int], vocab_size: int) -> tuple[list[bytes], list[int]]:
@@ -95,18 +96,11 @@ def workload(requests: int, lengths: tuple[int, int], vocab_size: int) -> tuple[
     return [(np.array(prompt, "<i4") % vocab_size).tobytes() for prompt in ids], new_tokens
 
 
-def step_bytes(plan: ShardPlan, element_bytes: int, batch: int, context: float) -> list[float]:
-    """Bytes each rank must read in a decode step: its weights once, and the KV of `batch` rows of `context` tokens.
-
-    Of an embedding that is not also the LM head only a few rows are read, which are not counted.
-    """
-    model = plan.model
-    amounts = []
-    for rank in range(plan.tp_size):
-        unread = 0 if model.tie_word_embeddings else plan.vocab[rank].size * model.hidden_size
-        kv = batch * context * plan.kv_elements_per_token(rank)
-        amounts.append((plan.weight_elements(rank) - unread + kv) * element_bytes)
-    return amounts
+def step_bytes(plan: ShardPlan, element_bytes: int, batch: int, context: int) -> list[float]:
+    """Bytes each rank must read in a decode step of `batch` rows with `context` tokens each."""
+    starts, lens = np.full(batch, context - 1, np.int32), np.ones(batch, np.int32)
+    costs = (StepCost.of(plan, element_bytes, [rank]) for rank in range(plan.tp_size))
+    return [cost.step(starts, lens, batch)[1] for cost in costs]
 
 
 class Driver:

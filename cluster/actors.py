@@ -20,6 +20,7 @@ from configs.schema import EngineConfig
 if TYPE_CHECKING:
     from parallel.channel import FrameReader, FrameWriter
     from parallel.group import TensorParallelGroup
+    from worker.peaks import Peaks
     from worker.tp_worker import TPWorker
 
 logger = logging.getLogger(__name__)
@@ -168,6 +169,10 @@ class RankActor:
         return RankLoad(
             kv_bytes_per_page=worker.kv_bytes_per_page(), free_bytes=worker.profile().usable_bytes, seconds=seconds
         )
+
+    def measure(self) -> Peaks:
+        """Measures what this rank's device can do; all ranks at the same time, since they may share it."""
+        return self._ready().measure()
 
     def allocate(self, num_pages: int, max_model_len: int) -> None:
         """Allocates the KV pool and the request tables; on CUDA captures the decode steps."""

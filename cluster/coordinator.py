@@ -27,6 +27,7 @@ from cluster.observability.steps import StepMeter
 from cluster.scheduling.scheduler import Scheduler
 from configs.errors import DeadlineError, EngineError, LockstepError
 from parallel.channel import STEP_TIMEOUT, FrameReader, FrameWriter
+from parallel.step_cost import StepCost
 from worker.protocol import FrameKind, StepFrame, StepResult
 
 logger = logging.getLogger(__name__)
@@ -179,6 +180,7 @@ class Coordinator:
         frames: to every rank.
         results: from rank 0.
         step_timeout_s: `parallel.step_timeout_s`.
+        cost: of the steps, all ranks together.
         heartbeat_ages: seconds since each rank last took or awaited a frame; nothing where that is not known.
         on_stuck: called once for a step that takes suspiciously long, with its age in seconds; must not block.
     """
@@ -190,6 +192,7 @@ class Coordinator:
         frames: FrameWriter,
         results: FrameReader,
         step_timeout_s: float,
+        cost: StepCost,
         heartbeat_ages: Callable[[], Sequence[float]] = tuple,
         on_stuck: Callable[[float], None] | None = None,
     ) -> None:
@@ -203,7 +206,7 @@ class Coordinator:
         self._failure: LockstepError | None = None
         self._heartbeat_ages = heartbeat_ages
         self._on_stuck = on_stuck
-        self._meter = StepMeter()
+        self._meter = StepMeter(cost)
         # Control threads ask the scheduler for its figures; a step holds the lock only while it computes.
         self._lock = threading.Lock()
 

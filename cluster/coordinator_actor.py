@@ -50,6 +50,10 @@ class EngineFacts:
     max_model_len: int
     locations: tuple[Location, ...]
     loads: tuple[RankLoad, ...]
+    peak_flops: float
+    """Per second, of large matrix products: what all ranks together were measured to do."""
+    peak_bandwidth: float
+    """Bytes per second that all ranks together were measured to read and write in memory."""
     phase_s: tuple[tuple[str, float], ...]
     """Seconds that each phase of the start took, in order."""
 
@@ -87,7 +91,9 @@ class CoordinatorActor:
         from cluster.coordinator import Coordinator
         from cluster.rank_group import GENERATION, RankGroup
         from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
-        from configs.resolve import cut_max_model_len, num_kv_pages
+        from configs.resolve import cut_max_model_len, dtype_bytes, num_kv_pages
+        from parallel.plan import ShardPlan
+        from parallel.step_cost import StepCost
         from worker.protocol import StepResult
 
         spec, config = self._spec, self._spec.config
@@ -106,6 +112,8 @@ class CoordinatorActor:
             group.fetch(locations)
         self._enter(_LOADING)
         memory = group.load(locations)
+        self._enter("measuring the devices")
+        peak_flops, peak_bandwidth = group.measure()
         num_pages = num_kv_pages(config.kv_cache, memory.bytes_per_page, memory.free_bytes)
         max_model_len = cut_max_model_len(config, spec.model, num_pages)
         _log_pool(num_pages, config.kv_cache.page_size, memory)
@@ -126,6 +134,7 @@ class CoordinatorActor:
             frames=frames,
             results=results,
             step_timeout_s=config.parallel.step_timeout_s,
+            cost=StepCost.of(ShardPlan.create(spec.model, config.tensor_parallel_size), dtype_bytes(config.dtype)),
             heartbeat_ages=group.heartbeat_ages,
             on_stuck=group.log_stacks,
         )
@@ -138,6 +147,8 @@ class CoordinatorActor:
             max_model_len=max_model_len,
             locations=tuple(locations),
             loads=memory.loads,
+            peak_flops=peak_flops,
+            peak_bandwidth=peak_bandwidth,
             phase_s=tuple(self._phase_s),
         )
 

@@ -155,6 +155,8 @@ class RunningEngine:
         phases["warming up"] = time.monotonic() - read
         self.client.telemetry.started(
             phases,
+            peak_flops=self.facts.peak_flops,
+            peak_bandwidth=self.facts.peak_bandwidth,
             version=VERSION,
             tensor_parallel_size=config.tensor_parallel_size,
             dtype=config.dtype,

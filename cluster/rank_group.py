@@ -148,6 +148,11 @@ class RankGroup:
         self._on_all("join", self._host, self._store.port, GENERATION, self._one_node)
         return GroupMemory(tuple(self._on_all("load")), self._config.device == "cpu")
 
+    def measure(self) -> tuple[float, float]:
+        """What the loaded ranks can do together, measured at the same time: (FLOP/s, bytes/s of memory)."""
+        peaks = self._on_all("measure")
+        return sum(peak.flops for peak in peaks), sum(peak.bandwidth for peak in peaks)
+
     def progress(self) -> list[float]:
         """Share of the weights loaded, or of the graphs captured, by each rank, or of the weights fetched by each node,
         0 to 1. Empty without ranks."""

@@ -132,15 +132,18 @@ LIVE = {
     "seconds": [
         {"time": time, "generated": 50, "prefilled": 0, "first_tokens": 1, "ttft": 0.02} for time in range(985, 1001)
     ],
-    "steps": [{"duration": 0.004, "gap": 0.0, "rows": 3, "prefill": 0}] * 4,
+    "steps": [{"duration": 0.004, "gap": 0.0, "rows": 3, "prefill": 0, "flops": 4e9, "read_bytes": 6e9}] * 4,
+    "peak_flops": 10e12,
+    "peak_bandwidth": 2e12,
 }
 
 
 def test_status_sums_up_whole_seconds() -> None:
-    first, requests, speed, pages, *ranks = status_lines(LIVE, "http://x/v1", "1.2")
+    first, requests, speed, hardware, pages, *ranks = status_lines(LIVE, "http://x/v1", "1.2")
     assert first == "m at http://x/v1, Lockstep 1.2: serving"
     assert requests.split(maxsplit=1)[1] == "3 running, 1 waiting"
     assert speed.split(maxsplit=1)[1] == "50 tokens/s over 10 s, first token after 20 ms, 4.0 ms a step"
+    assert "use 75% of the memory bandwidth (2,000 GB/s) and 10.0% of the FLOP/s (10.00 T)" in hardware
     assert "15 in use, 15 kept for prompts that begin alike, 70 free of 100; 25% of" in pages
     assert [line.split(maxsplit=2)[2] for line in ranks] == ["cuda:0, heard 0.0 s ago", "cuda:0, on another node"]
 
@@ -151,6 +154,7 @@ def test_status_shows_a_serving_endpoint(endpoint: Any) -> None:
     assert result.returncode == 0, result.stderr
     assert f"{endpoint.model} at {endpoint.url}/v1" in result.stdout
     assert "rank 0" in result.stdout
+    assert "of the memory bandwidth" in result.stdout
     figures = json.loads(run("status", endpoint.url, "--json").stdout)
     assert figures["ready"] is True
     assert figures["pages"]["free"] > 0

@@ -19,6 +19,7 @@ from cluster.engine_client import EngineClient, RequestStream
 from cluster.messages import Finished, FinishReason, SamplingParams
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
 from configs.errors import DeadlineError, EngineError, LockstepError, RankDiedError
+from parallel.step_cost import StepCost
 from worker.protocol import FrameKind, RowFlag, StepFrame, StepResult, UInt32Array, mask_words
 
 EOS = 7
@@ -36,6 +37,8 @@ LIMITS = SchedulerLimits(
     enable_prefix_caching=True,
     eos_token_ids=(EOS,),
 )
+
+COST = StepCost(1000, 100, 10, ())
 
 
 class CountingRank:
@@ -99,7 +102,7 @@ def running(
 ) -> Iterator[Coordinator]:
     """A coordinator whose loop, told to close, must end by itself or have raised `raises`."""
     options = {"step_timeout_s": 5.0, **options}
-    coordinator = Coordinator(scheduler=scheduler or Scheduler(LIMITS), frames=rank, results=rank, **options)
+    coordinator = Coordinator(scheduler=scheduler or Scheduler(LIMITS), frames=rank, results=rank, cost=COST, **options)
     with ThreadPoolExecutor(1) as loop:
         ended = loop.submit(coordinator.run)
         try:
@@ -303,7 +306,7 @@ def test_a_bug_in_the_loop_ends_every_request_and_the_loop(monkeypatch: pytest.M
         await client.close()
 
     coordinator = Coordinator(
-        scheduler=Scheduler(LIMITS), frames=(rank := CountingRank(0.01)), results=rank, step_timeout_s=5.0
+        scheduler=Scheduler(LIMITS), frames=(rank := CountingRank(0.01)), results=rank, cost=COST, step_timeout_s=5.0
     )
     with ThreadPoolExecutor(1) as loop:
         ended = loop.submit(coordinator.run)
@@ -344,6 +347,7 @@ def test_the_figures_of_the_engine_reach_its_client_with_the_tokens_and_when_it_
         assert (rest.scheduler.num_running, rest.step_age_s) == (0, 0)
         assert client.board.totals.num_generated_tokens == 120
         assert client.board.totals.num_prefill_tokens == 3
+        assert client.board.totals.read_bytes == 1000 * coordinator.num_steps
         assert client.board.totals.num_steps == rest.num_steps == coordinator.num_steps
         assert 0 < client.board.steps()["duration_s"].mean() < 0.1
         await client.close()
@@ -385,7 +389,7 @@ def test_a_step_past_its_deadline_fails_the_engine_and_names_the_setting() -> No
         await client.close()
 
     coordinator = Coordinator(
-        scheduler=Scheduler(LIMITS), frames=(rank := CountingRank(1.0)), results=rank, step_timeout_s=0.3
+        scheduler=Scheduler(LIMITS), frames=(rank := CountingRank(1.0)), results=rank, cost=COST, step_timeout_s=0.3
     )
     with ThreadPoolExecutor(1) as loop:
         ended = loop.submit(coordinator.run)

@@ -97,8 +97,10 @@ def test_a_histogram_counts_as_prometheus_own_client_does() -> None:
 
 def test_everything_in_the_table_is_exported_under_its_name() -> None:
     telemetry = Telemetry(IDENTITY)
-    telemetry.report(stats([(1.0, 0.01, 0.001, 3, 2, 5, 3)]))
-    telemetry.started({"warming up": 1.5}, **dict.fromkeys(table.CONFIG.labels, 1))
+    telemetry.report(stats([(1.0, 0.01, 0.001, 3, 2, 5, 3, 6e9, 7e9)]))
+    telemetry.started(
+        {"warming up": 1.5}, peak_flops=8e12, peak_bandwidth=9e11, **dict.fromkeys(table.CONFIG.labels, 1)
+    )
     telemetry.first_token(0.1)
     telemetry.intervals([0.01])
     telemetry.finished(record())
@@ -111,8 +113,8 @@ def test_everything_in_the_table_is_exported_under_its_name() -> None:
 
 def test_figures_of_the_engine_are_those_of_its_last_report_and_of_all_its_steps() -> None:
     telemetry = Telemetry(IDENTITY)
-    # launched, duration, gap, rows, decodes, prefill tokens, sampled
-    telemetry.report(stats([(1.0, 0.01, 0.0, 3, 2, 100, 3), (2.0, 0.02, 0.004, 3, 3, 0, 3)]))
+    # launched, duration, gap, rows, decodes, prefill tokens, sampled, FLOPs, bytes read
+    telemetry.report(stats([(1.0, 0.01, 0.0, 3, 2, 100, 3, 6e9, 7e9), (2.0, 0.02, 0.004, 3, 3, 0, 3, 1e9, 2e9)]))
     figures = {
         "num_running": 3,
         "num_waiting": 2,
@@ -125,12 +127,14 @@ def test_figures_of_the_engine_are_those_of_its_last_report_and_of_all_its_steps
         "total_prefix_hit_tokens": 50,
         "total_preemptions": 4,
     }
-    telemetry.report(stats([(3.0, 0.01, 0.0, 3, 3, 0, 2)], **figures))
+    telemetry.report(stats([(3.0, 0.01, 0.0, 3, 3, 0, 2, 1e9, 2e9)], **figures))
     found = samples(telemetry.prometheus())
     none = labels()
     assert found["lockstep_steps_total", none] == 3
     assert found["lockstep_generation_tokens_total", none] == 8
     assert found["lockstep_prefill_tokens_total", none] == 100
+    assert found["lockstep_model_flops_total", none] == 8e9
+    assert found["lockstep_model_read_bytes_total", none] == 11e9
     assert found["lockstep_step_tokens_sum", none] == 108
     assert found["lockstep_step_time_seconds_sum", none] == pytest.approx(0.04)
     assert found["lockstep_step_gap_seconds_sum", none] == pytest.approx(0.004)
@@ -250,9 +254,10 @@ def test_a_busy_engine_logs_a_line_every_ten_seconds(
     now = [50.0]
     monkeypatch.setattr("cluster.observability.telemetry.time.monotonic", lambda: now[0])
     telemetry = Telemetry(IDENTITY)
+    telemetry.started({}, peak_flops=2e11, peak_bandwidth=8e10, **dict.fromkeys(table.CONFIG.labels, 1))
     for _ in range(120):
         now[0] += 0.1
-        telemetry.report(stats([(1.0, 0.05, 0.0, 2, 2, 0, 2)], num_running=2))
+        telemetry.report(stats([(1.0, 0.05, 0.0, 2, 2, 0, 2, 1e9, 2e9)], num_running=2))
     for _ in range(30):  # idle: nothing to say
         now[0] += 1.0
         telemetry.report(stats())
@@ -260,6 +265,7 @@ def test_a_busy_engine_logs_a_line_every_ten_seconds(
     assert first["running"] == 2
     assert first["generated_tok_s"] == pytest.approx(20, rel=0.02)
     assert first["step_ms"] == 50
+    assert (first["mfu"], first["mbu"]) == (0.1, 0.5)
     assert second["generated_tok_s"] < 5
 
 
@@ -396,7 +402,7 @@ def test_ray_gets_what_is_new_under_all_names(ray_metrics: dict[str, RayMetric])
     telemetry = Telemetry(IDENTITY, aliases="sglang")
     telemetry.export = RayExport(telemetry.metrics, "m", "sglang").flush
     telemetry.finished(record())
-    telemetry.report(stats([(1.0, 0.01, 0.0, 3, 2, 100, 3)], num_running=3))
+    telemetry.report(stats([(1.0, 0.01, 0.0, 3, 2, 100, 3, 6e9, 7e9)], num_running=3))
     telemetry.finished(record())
     telemetry.report(stats(num_running=1))
     assert not [name for name in ray_metrics if ":" in name]

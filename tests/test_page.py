@@ -19,6 +19,7 @@ from cluster.messages import EngineStats
 from cluster.observability.steps import StepMeter
 from cluster.page.live import LiveStream
 from cluster.scheduling.limits import SchedulerStats
+from parallel.step_cost import StepCost
 from tests.conftest import Endpoint
 from tests.scripted_engine import Run, Stack
 from worker.protocol import StepFrame
@@ -39,6 +40,9 @@ def _stats(meter: StepMeter, heartbeats: list[float]) -> EngineStats:
     return meter.report(scheduler, heartbeats)
 
 
+COST = StepCost(1000, 100, 10, ())
+
+
 def _step(meter: StepMeter, num_sampled: int) -> None:
     meter.launched(StepFrame(1, 1))
     meter.retired(num_sampled)
@@ -47,7 +51,7 @@ def _step(meter: StepMeter, num_sampled: int) -> None:
 def test_the_stream_tells_each_step_once_and_the_latest_figures(run: Run) -> None:
     async def scenario(stack: Stack) -> None:
         stack.model.rank_devices = ["cpu", "cpu"]
-        board, meter = stack.engine.board, StepMeter()
+        board, meter = stack.engine.board, StepMeter(COST)
         stream = LiveStream(stack.model, board)
         assert stream.view() is None, "the engine has not reported yet"
         for num_sampled in (1, 3):
@@ -57,7 +61,8 @@ def test_the_stream_tells_each_step_once_and_the_latest_figures(run: Run) -> Non
         assert view is not None
         assert (view.running, view.waiting, view.prompt_tokens, view.prefix_hit_tokens) == (3, 2, 100, 25)
         assert (view.pages.owned, view.pages.cached, view.pages.evictable, view.pages.free) == (10, 20, 15, 70)
-        assert len(view.steps) == 2
+        assert [(step.flops, step.read_bytes) for step in view.steps] == [(0, 1000)] * 2
+        assert view.peak_bandwidth == 0, "nothing was measured yet"
         assert sum(second.generated for second in view.seconds) == 4
         assert [rank.device for rank in view.ranks] == ["cpu", "cpu"]
         assert view.ranks[1].heartbeat_age_s == pytest.approx(7.0, abs=1.0)
@@ -79,7 +84,7 @@ def test_a_stream_ends_when_the_server_stops(run: Run) -> None:
         from cluster.page.live import LiveServing
 
         requests = ActiveRequests()
-        stack.engine.board.update(_stats(StepMeter(), []))
+        stack.engine.board.update(_stats(StepMeter(COST), []))
         answer = await LiveServing(stack.model, requests).live(b"", RequestContext(request_id="x"))
         assert answer.streamed
         first = await anext(answer.chunks)
@@ -158,6 +163,8 @@ def test_a_person_chats_and_sees_the_engine_work(endpoint: Endpoint, browser: we
     assert "tokens / s" in _text(browser, ".message.assistant footer")
     assert int(_text(browser, "#rate").replace(",", "")) >= 0
     _wait(browser, lambda it: _text(it, "#step") != "–", 10)
+    assert 0 < float(_text(browser, "#mbu").removesuffix(" %")) < 120
+    assert 0 < float(_text(browser, "#mfu").removesuffix(" %")) < 120
     # A long answer is stopped, and what was said so far stays.
     limit.clear()
     limit.send_keys("2000")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,10 @@ from cluster.messages import EngineStats
 from cluster.observability.board import StatsBoard
 from cluster.observability.steps import STEP_DTYPE, StepMeter
 from cluster.scheduling.limits import SchedulerStats
+from parallel.step_cost import AttentionCost, StepCost
 from worker.protocol import RowFlag, StepFrame
+
+COST = StepCost(1000, 100, 10, (AttentionCost(None, 2, 3),))
 
 
 class Clock:
@@ -28,7 +33,11 @@ def frame(num_rows: int, num_prefill_tokens: int = 0) -> StepFrame:
     if num_prefill_tokens:
         flags[-1] |= RowFlag.HAS_TOKENS
     rows = np.arange(1, num_rows + 1, dtype=np.int32)
-    return StepFrame(1, 1, rows=rows, flags=flags, token_ids=np.zeros(num_prefill_tokens, np.int32))
+    lens = np.ones(num_rows, np.int32)
+    if num_prefill_tokens:
+        lens[-1] = num_prefill_tokens
+    tokens = np.zeros(num_prefill_tokens, np.int32)
+    return StepFrame(1, 1, rows=rows, starts=np.zeros_like(rows), lens=lens, flags=flags, token_ids=tokens)
 
 
 def scheduler_stats(**figures: int) -> SchedulerStats:
@@ -45,7 +54,7 @@ def steps_of(stats: EngineStats) -> list[tuple[float, ...]]:
 
 
 def test_a_step_lasts_from_the_end_of_the_one_before_it_when_two_are_in_flight() -> None:
-    meter = StepMeter(clock := Clock())
+    meter = StepMeter(COST, clock := Clock())
     meter.launched(frame(3, 100))
     clock.now += 0.001
     meter.launched(frame(3))
@@ -53,13 +62,54 @@ def test_a_step_lasts_from_the_end_of_the_one_before_it_when_two_are_in_flight()
     meter.retired(3)
     clock.now += 0.005
     meter.retired(3)
-    assert steps_of(report(meter)) == [(1000.0, 0.01, 0.0, 3, 2, 100, 3), (1000.001, 0.005, 0.0, 3, 3, 0, 3)]
+    assert [step[:7] for step in steps_of(report(meter))] == [
+        (1000.0, 0.01, 0.0, 3, 2, 100, 3),
+        (1000.001, 0.005, 0.0, 3, 3, 0, 3),
+    ]
     assert report(meter).steps == b""
     assert report(meter).num_steps == 2
 
 
+def test_a_step_costs_what_its_rows_and_their_contexts_make_it() -> None:
+    meter = StepMeter(COST, Clock())
+    decodes = frame(3)
+    decodes.starts[:] = 10, 20, 30
+    scored = frame(1, 4)
+    scored.flags[:] = RowFlag.HAS_TOKENS
+    scored.targets = np.zeros(3, np.int32)
+    for launched in (decodes, scored):
+        meter.launched(launched)
+        meter.retired(0)
+    assert [step[7:] for step in steps_of(report(meter))] == [
+        (3 * 100 + 3 * 10 + 2 * (11 + 21 + 31), 1000 + 3 * (11 + 21 + 31)),
+        (4 * 100 + 3 * 10 + 2 * (1 + 2 + 3 + 4), 1000 + 3 * 4),
+    ]
+
+
+def test_utilisation_is_what_steps_needed_of_what_was_measured_while_they_ran() -> None:
+    board = StatsBoard(clock := Clock())
+    meter = StepMeter(COST, clock)
+    for _ in range(3):
+        meter.launched(frame(2))
+        clock.now += 0.5
+        meter.retired(2)
+        clock.now += 0.5
+    board.update(report(meter))
+    assert board.utilisation(board.totals) is None, "nobody has said what the devices can do"
+    board.peak_flops, board.peak_bandwidth = 1000.0, 10_000.0
+    assert board.utilisation(board.totals) == pytest.approx((224 / 0.5 / 1000, 1006 / 0.5 / 10_000))
+    before = replace(board.totals)
+    assert board.utilisation(board.totals.since(before)) is None
+    meter.launched(frame(2))
+    clock.now += 0.1
+    meter.retired(2)
+    board.update(report(meter))
+    assert board.totals.since(before).num_steps == 1
+    assert board.utilisation(board.totals.since(before)) == pytest.approx((2.24, 1.006), rel=1e-6)
+
+
 def test_time_between_steps_is_a_gap_unless_there_was_nothing_to_do() -> None:
-    meter = StepMeter(clock := Clock())
+    meter = StepMeter(COST, clock := Clock())
     for _ in range(2):
         meter.launched(frame(1))
         clock.now += 0.01
@@ -74,7 +124,7 @@ def test_time_between_steps_is_a_gap_unless_there_was_nothing_to_do() -> None:
 
 
 def test_a_report_is_due_every_tenth_of_a_second_and_tells_the_age_of_the_step_in_flight() -> None:
-    meter = StepMeter(clock := Clock())
+    meter = StepMeter(COST, clock := Clock())
     assert meter.is_due()
     assert report(meter).step_age_s == 0
     assert not meter.is_due()
@@ -85,7 +135,7 @@ def test_a_report_is_due_every_tenth_of_a_second_and_tells_the_age_of_the_step_i
 
 
 def test_records_that_nobody_reads_are_bounded() -> None:
-    meter = StepMeter(Clock())
+    meter = StepMeter(COST, Clock())
     for _ in range(10_000):
         meter.launched(frame(1))
         meter.retired(1)
@@ -94,7 +144,7 @@ def test_records_that_nobody_reads_are_bounded() -> None:
 
 def test_the_board_counts_by_second_and_keeps_the_last_steps() -> None:
     board = StatsBoard(clock := Clock())
-    meter = StepMeter(clock)
+    meter = StepMeter(COST, clock)
     assert board.latest is None
     assert board.kv_usage == 0
     for _ in range(3):
@@ -126,7 +176,7 @@ def test_the_board_counts_by_second_and_keeps_the_last_steps() -> None:
 
 def test_the_board_keeps_as_many_steps_as_it_has_room_for_in_order() -> None:
     board = StatsBoard(clock := Clock())
-    meter = StepMeter(clock)
+    meter = StepMeter(COST, clock)
     launched = []
     for _ in range(9):
         for _ in range(2000):

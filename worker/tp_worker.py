@@ -26,6 +26,7 @@ from worker.layers.rotary import check_length
 from worker.memory import DeviceMemory, free_bytes, profile_cuda
 from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
+from worker.peaks import Peaks, measure_peaks
 from worker.pending_step import PendingStep, StepRunner
 from worker.protocol import FrameKind, StepFrame
 from worker.weights import Checkpoint
@@ -140,6 +141,13 @@ class TPWorker:
             )
         _log.info("rank %d: %s (profile run of %.1f s)", self._group.rank, memory, time.monotonic() - began)
         return memory
+
+    def measure(self) -> Peaks:
+        """What this rank's device can do, in the model's dtype; before `allocate`, while there is room."""
+        with naming_the_rank(self._group.rank, self._device, "measuring the device"):
+            peaks = measure_peaks(self._device, self._dtype)
+        _log.info("rank %d: %s", self._group.rank, peaks)
+        return peaks
 
     @torch.inference_mode()
     def allocate(self, num_pages: int, max_model_len: int, on_progress: Callable[[float], None] | None = None) -> None:

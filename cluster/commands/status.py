@@ -54,6 +54,7 @@ def status_lines(live: dict[str, Any], url: str, version: str) -> list[str]:
         f"speed      {generated:,.0f} tokens/s over {_WINDOW_S} s"
         + (f", first token after {1e3 * first / answers:,.0f} ms" if answers else "")
         + (f", {1e3 * sum(step['duration'] for step in steps) / len(steps):,.1f} ms a step" if steps else ""),
+        *_utilisation(steps, live["peak_flops"], live["peak_bandwidth"]),
         f"KV pages   {used:,} in use, {pages['evictable']:,} kept for prompts that begin alike, {pages['free']:,} free "
         f"of {num_pages:,}; {hits:.0%} of prompt tokens found",
     ]
@@ -62,3 +63,16 @@ def status_lines(live: dict[str, Any], url: str, version: str) -> list[str]:
         heard = "on another node" if age is None else f"heard {age:.1f} s ago"
         lines.append(f"rank {rank:<5} {state['device']}, {heard}")
     return lines
+
+
+def _utilisation(steps: list[dict[str, Any]], peak_flops: float, peak_bandwidth: float) -> list[str]:
+    """A line, where there were steps and the peaks are known."""
+    step_s = sum(step["duration"] for step in steps)
+    if not (step_s and peak_flops and peak_bandwidth):
+        return []
+    mbu = sum(step["read_bytes"] for step in steps) / step_s / peak_bandwidth
+    mfu = sum(step["flops"] for step in steps) / step_s / peak_flops
+    return [
+        f"hardware   steps use {mbu:.0%} of the memory bandwidth ({peak_bandwidth / 1e9:,.0f} GB/s) and {mfu:.1%} of "
+        f"the FLOP/s ({peak_flops / 1e12:,.2f} T) measured at the start"
+    ]

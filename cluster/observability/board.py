@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -21,11 +21,9 @@ _KEPT_STEPS = 1 << 14
 
 
 @dataclass(slots=True)
-class Second:
-    """One second of the engine's life: counts of what ended in it, gauges as they were last."""
+class StepCounts:
+    """Of steps that ended in some time."""
 
-    time_s: int
-    """CLOCK_MONOTONIC of the host, whole seconds."""
     num_steps: int = 0
     step_s: float = 0.0
     """Spent in steps."""
@@ -33,6 +31,32 @@ class Second:
     """Spent between steps though there was work."""
     num_prefill_tokens: int = 0
     num_generated_tokens: int = 0
+    flops: float = 0.0
+    """That the model needed, all ranks together."""
+    read_bytes: float = 0.0
+    """Of weights, keys and values that had to be read, all ranks together."""
+
+    def add(self, steps: npt.NDArray[np.void]) -> None:
+        """Counts `steps`, [num_steps] of STEP_DTYPE."""
+        self.num_steps += len(steps)
+        self.step_s += float(steps["duration_s"].sum())
+        self.gap_s += float(steps["gap_s"].sum())
+        self.num_prefill_tokens += int(steps["num_prefill_tokens"].sum())
+        self.num_generated_tokens += int(steps["num_sampled"].sum())
+        self.flops += float(steps["flops"].sum(dtype=np.float64))
+        self.read_bytes += float(steps["read_bytes"].sum(dtype=np.float64))
+
+    def since(self, before: StepCounts) -> StepCounts:
+        """What was added to `before`, an earlier state of these."""
+        return StepCounts(*(getattr(self, it.name) - getattr(before, it.name) for it in fields(StepCounts)))
+
+
+@dataclass(slots=True)
+class Second(StepCounts):
+    """One second of the engine's life: counts of what ended in it, gauges as they were last."""
+
+    time_s: int = field(kw_only=True)
+    """CLOCK_MONOTONIC of the host, whole seconds."""
     num_first_tokens: int = 0
     """Requests whose answer began."""
     ttft_s: float = 0.0
@@ -41,17 +65,6 @@ class Second:
     num_waiting: int = 0
     num_waiting_tokens: int = 0
     kv_usage: float = 0.0
-
-
-@dataclass(slots=True)
-class Totals:
-    """Counters since the start."""
-
-    num_steps: int = 0
-    step_s: float = 0.0
-    gap_s: float = 0.0
-    num_prefill_tokens: int = 0
-    num_generated_tokens: int = 0
 
 
 class StatsBoard:
@@ -64,7 +77,12 @@ class StatsBoard:
         self._seconds: deque[Second] = deque(maxlen=_HISTORY_S)
         self._steps = np.zeros(_KEPT_STEPS, STEP_DTYPE)
         self._num_steps = 0  # that were ever kept; the next goes there, modulo what there is room for
-        self.totals = Totals()
+        self.totals = StepCounts()
+        """Since the start."""
+        self.peak_flops = 0.0
+        """Per second, of large matrix products, by all ranks together; 0 before the engine has started."""
+        self.peak_bandwidth = 0.0
+        """Bytes per second that all ranks together copy in memory; 0 before the engine has started."""
 
     @property
     def latest(self) -> EngineStats | None:
@@ -89,14 +107,8 @@ class StatsBoard:
         second = self._second()
         if len(steps):
             self._keep(steps)
-            num_prefill, num_sampled = int(steps["num_prefill_tokens"].sum()), int(steps["num_sampled"].sum())
-            step_s, gap_s = float(steps["duration_s"].sum()), float(steps["gap_s"].sum())
-            for counts in (second, self.totals):
-                counts.num_steps += len(steps)
-                counts.step_s += step_s
-                counts.gap_s += gap_s
-                counts.num_prefill_tokens += num_prefill
-                counts.num_generated_tokens += num_sampled
+            second.add(steps)
+            self.totals.add(steps)
         scheduler = stats.scheduler
         second.num_running = scheduler.num_running
         second.num_waiting = scheduler.num_waiting
@@ -110,6 +122,12 @@ class StatsBoard:
         second.num_first_tokens += 1
         second.ttft_s += ttft_s
 
+    def utilisation(self, steps: StepCounts) -> tuple[float, float] | None:
+        """(MFU, MBU) of `steps` while they ran, 0 to 1. None where they took no time, or before the engine started."""
+        if not (steps.step_s and self.peak_flops and self.peak_bandwidth):
+            return None
+        return steps.flops / steps.step_s / self.peak_flops, steps.read_bytes / steps.step_s / self.peak_bandwidth
+
     def history(self) -> list[Second]:
         """The last minutes, oldest first, without seconds in which nothing was heard."""
         return list(self._seconds)
@@ -122,7 +140,7 @@ class StatsBoard:
     def _second(self) -> Second:
         now = int(self._clock())
         if not self._seconds or self._seconds[-1].time_s != now:
-            self._seconds.append(Second(now))
+            self._seconds.append(Second(time_s=now))
         return self._seconds[-1]
 
     def _keep(self, steps: npt.NDArray[np.void]) -> None:

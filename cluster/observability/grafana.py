@@ -76,6 +76,16 @@ def _share(part: Metric, whole: Metric) -> Query:
     return Query(f"{rate(part)} / {rate(whole)}", "share")
 
 
+def _of_peak(amount: Metric, peak: Metric) -> list[Query]:
+    """Of a peak, while steps ran and over all time."""
+    total = f"sum by (replica) (rate({_PREFIX_VARIABLE}{amount.name}{_FILTER}{_RANGE}))"
+    most = f"sum by (replica) ({_PREFIX_VARIABLE}{peak.name}{_FILTER})"
+    return [
+        Query(f"{total} / {most} / {_busy().expression}", "{{replica}} in steps"),
+        Query(f"{total} / {most}", "{{replica}} over all time"),
+    ]
+
+
 def _busy() -> Query:
     """Share of the time that steps take, the rest being gaps and rest."""
     return Query(
@@ -117,6 +127,13 @@ ROWS: dict[str, list[Panel]] = {
         Panel("Tokens of a step", "short", _quantiles(table.STEP_TOKENS), table.STEP_TOKENS),
         Panel("Steps", "ops", [_rate(table.STEPS, "replica")], table.STEPS),
         Panel("Time spent in steps", "percentunit", [_busy()], table.STEP_TIME),
+        Panel(
+            "Memory bandwidth used (MBU)",
+            "percentunit",
+            _of_peak(table.READ_BYTES, table.PEAK_BANDWIDTH),
+            table.READ_BYTES,
+        ),
+        Panel("FLOP/s used (MFU)", "percentunit", _of_peak(table.MODEL_FLOPS, table.PEAK_FLOPS), table.MODEL_FLOPS),
         Panel("Age of the step in flight", "s", [_value(table.STEP_AGE, "replica", aggregate="max")], table.STEP_AGE),
         Panel(
             "Heartbeat of each rank",

@@ -1,6 +1,7 @@
 """What each step cost, as the coordinator saw it: measured there, sent in records, read in the Engine replica.
 
-No torch, no Ray: the coordinator's loop runs this for every step, so it keeps to two clock readings and one `pack`.
+No torch, no Ray: the coordinator's loop runs this for every step, so it keeps to two clock readings, a few sums over
+the rows and one `pack`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 
 from cluster.messages import EngineStats
 from cluster.scheduling.limits import SchedulerStats
+from parallel.step_cost import StepCost
 from worker.protocol import RowFlag, StepFrame
 
 STEP_DTYPE = np.dtype(
@@ -25,23 +27,28 @@ STEP_DTYPE = np.dtype(
         ("num_decodes", "<i4"),  # those of them that computed their last token, and no prompt
         ("num_prefill_tokens", "<i4"),  # prompt tokens it computed
         ("num_sampled", "<i4"),  # tokens it brought
+        ("flops", "<f4"),  # that the model needs for it, all ranks together
+        ("read_bytes", "<f4"),  # of weights, keys and values that it must read, all ranks together
     ],
     align=False,
 )
 """One retired step."""
 
 _REPORT_INTERVAL_S = 0.1
-_RECORD = struct.Struct("<dffiiii")
+_RECORD = struct.Struct("<dffiiiiff")
 # Nobody may be there to read: then the records of the last seconds are enough.
 _MAX_UNREAD_BYTES = _RECORD.size * 4096
 
 
 class StepMeter:
-    """Times the steps of one coordinator. One thread."""
+    """Times the steps of one coordinator and counts what they cost. One thread."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, cost: StepCost, clock: Callable[[], float] = time.monotonic) -> None:
+        """`cost`: of all ranks together."""
+        self._cost = cost
         self._clock = clock
-        self._in_flight: deque[tuple[float, int, int, int]] = deque()  # launched at, and the counts
+        # Launched at; rows, decodes and prompt tokens; FLOPs and bytes.
+        self._in_flight: deque[tuple[float, tuple[int, int, int], tuple[float, float]]] = deque()
         self._last_end: float | None = None  # of a step; None where the engine had nothing to do since
         self._records = bytearray()
         self._reported_at = -_REPORT_INTERVAL_S
@@ -54,18 +61,20 @@ class StepMeter:
         num_rows = num_decodes = len(frame.rows)
         if len(frame.token_ids):
             num_decodes -= int(np.count_nonzero(frame.flags & RowFlag.HAS_TOKENS))
-        self._in_flight.append((self._clock(), num_rows, num_decodes, len(frame.token_ids)))
+        num_logits = int(np.count_nonzero(frame.flags & RowFlag.SAMPLE)) + len(frame.targets)
+        cost = self._cost.step(frame.starts, frame.lens, num_logits)
+        self._in_flight.append((self._clock(), (num_rows, num_decodes, len(frame.token_ids)), cost))
 
     def retired(self, num_sampled: int) -> None:
         """The oldest step's result is there, with that many tokens."""
         now = self._clock()
-        launched, *counts = self._in_flight.popleft()
+        launched, counts, cost = self._in_flight.popleft()
         before = launched if self._last_end is None else self._last_end
         duration, gap = now - max(launched, before), max(0.0, launched - before)
         self._last_end = now
         if len(self._records) >= _MAX_UNREAD_BYTES:
             self._records.clear()
-        self._records += _RECORD.pack(launched, duration, gap, *counts, num_sampled)
+        self._records += _RECORD.pack(launched, duration, gap, *counts, num_sampled, *cost)
 
     def rest(self) -> None:
         """There is nothing to do: the time until the next launch is nobody's delay."""

@@ -179,6 +179,16 @@ PREEMPTIONS = Metric(
     help="Times that a running request gave up its pages and began again.",
     aliases={"vllm": "num_preemptions_total"},
 )
+MODEL_FLOPS = Metric(
+    name="model_flops_total",
+    kind=Kind.COUNTER,
+    help="FLOPs that the model needed for what was computed, all ranks together: matrix products and attention.",
+)
+READ_BYTES = Metric(
+    name="model_read_bytes_total",
+    kind=Kind.COUNTER,
+    help="Bytes of weights, keys and values that the steps had to read, all ranks together.",
+)
 FINISHED = Metric(
     name="requests_finished_total",
     kind=Kind.COUNTER,
@@ -247,6 +257,18 @@ STARTUP = Metric(
     kind=Kind.GAUGE,
     help="What each phase of the start took.",
     labels=("phase",),
+)
+PEAK_FLOPS = Metric(
+    name="peak_flops_per_second",
+    kind=Kind.GAUGE,
+    help="FLOP/s of large matrix products that all ranks together were measured to do at the start: MFU is the rate of "
+    "model_flops_total over it.",
+)
+PEAK_BANDWIDTH = Metric(
+    name="peak_memory_bytes_per_second",
+    kind=Kind.GAUGE,
+    help="Bytes per second that all ranks together were measured to copy at the start, read and written: MBU is the "
+    "rate of model_read_bytes_total over it.",
 )
 CONFIG = Metric(
     name="engine_config_info",

@@ -8,10 +8,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from cluster.messages import EngineStats, FinishReason
 from cluster.observability import prometheus, table
-from cluster.observability.board import StatsBoard
+from cluster.observability.board import StatsBoard, StepCounts
 from cluster.observability.metrics import Metrics
 from cluster.observability.record import Identity, RequestRecord
 from cluster.observability.timeline import RecentRequests
@@ -40,7 +41,7 @@ class Telemetry:
         self._aliases = aliases
         self._intervals: list[float] = []
         self._line_at = time.monotonic()
-        self._line_totals = (0, 0, 0, 0.0)
+        self._line_totals = StepCounts()
 
     # What happens
 
@@ -80,13 +81,18 @@ class Telemetry:
         """A request got an error instead of an answer, or in the midst of it."""
         self.metrics.add(table.REFUSED, 1, error.code, str(error.status))
 
-    def started(self, phases: dict[str, float], **config: object) -> None:
+    def started(self, phases: dict[str, float], *, peak_flops: float, peak_bandwidth: float, **config: object) -> None:
         """The replica is ready.
 
         Args:
             phases: seconds by phase of the start.
+            peak_flops: per second, that all ranks together were measured to do.
+            peak_bandwidth: bytes per second that they were measured to read and write in memory.
             config: a value for each label of `table.CONFIG`.
         """
+        self.board.peak_flops, self.board.peak_bandwidth = peak_flops, peak_bandwidth
+        self.metrics.set(table.PEAK_FLOPS, peak_flops)
+        self.metrics.set(table.PEAK_BANDWIDTH, peak_bandwidth)
         for phase, seconds in phases.items():
             self.metrics.set(table.STARTUP, seconds, phase.replace(" ", "_"))
         self.metrics.set(table.CONFIG, 1, *(str(config[label]) for label in table.CONFIG.labels))
@@ -120,6 +126,8 @@ class Telemetry:
         metrics.set(table.STEPS, totals.num_steps)
         metrics.set(table.PREFILL_TOKENS, totals.num_prefill_tokens)
         metrics.set(table.GENERATION_TOKENS, totals.num_generated_tokens)
+        metrics.set(table.MODEL_FLOPS, totals.flops)
+        metrics.set(table.READ_BYTES, totals.read_bytes)
         metrics.set(table.PREFIX_QUERIES, scheduler.total_prompt_tokens)
         metrics.set(table.PREFIX_HITS, scheduler.total_prefix_hit_tokens)
         metrics.set(table.PREFIX_HIT_RATIO, scheduler.total_prefix_hit_tokens / max(scheduler.total_prompt_tokens, 1))
@@ -159,25 +167,23 @@ class Telemetry:
         seconds = now - self._line_at
         if seconds < _LINE_INTERVAL_S:
             return
-        totals = self.board.totals
-        before, self._line_at = self._line_totals, now
-        self._line_totals = (totals.num_steps, totals.num_prefill_tokens, totals.num_generated_tokens, totals.step_s)
-        num_steps, num_prefill, num_generated, step_s = (
-            new - old for new, old in zip(self._line_totals, before, strict=True)
-        )
-        if not num_steps:
+        steps = self.board.totals.since(self._line_totals)
+        self._line_at, self._line_totals = now, replace(self.board.totals)
+        if not steps.num_steps:
             return
         scheduler = stats.scheduler
         fields = {
             "running": scheduler.num_running,
             "waiting": scheduler.num_waiting,
             "kv_usage": round(self.board.kv_usage, 3),
-            "generated_tok_s": round(num_generated / seconds, 1),
-            "prefill_tok_s": round(num_prefill / seconds, 1),
-            "step_ms": round(1e3 * step_s / num_steps, 2),
+            "generated_tok_s": round(steps.num_generated_tokens / seconds, 1),
+            "prefill_tok_s": round(steps.num_prefill_tokens / seconds, 1),
+            "step_ms": round(1e3 * steps.step_s / steps.num_steps, 2),
             "prefix_hit_ratio": round(self.metrics.value(table.PREFIX_HIT_RATIO), 3),
             "preemptions": scheduler.total_preemptions,
         }
+        if (utilisation := self.board.utilisation(steps)) is not None:
+            fields["mfu"], fields["mbu"] = (round(share, 4) for share in utilisation)
         logger.info("engine", extra={"fields": fields})
 
 

@@ -44,6 +44,10 @@ class StepView(msgspec.Struct, frozen=True):
     rows: int
     prefill: int
     """Prompt tokens."""
+    flops: float
+    """That the model needed, all ranks together."""
+    read_bytes: float
+    """Of weights, keys and values that had to be read, all ranks together."""
 
 
 class PagesView(msgspec.Struct, frozen=True):
@@ -75,6 +79,10 @@ class LiveView(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int
     prompt_tokens: int
     prefix_hit_tokens: int
+    peak_flops: float
+    """Per second, of large matrix products: what all ranks together were measured to do at the start."""
+    peak_bandwidth: float
+    """Bytes per second, read and written: what all ranks together were measured to copy at the start."""
     pages: PagesView
     ranks: list[RankView]
     seconds: list[SecondView]
@@ -135,6 +143,8 @@ class LiveStream:
             waiting=scheduler.num_waiting,
             prompt_tokens=scheduler.total_prompt_tokens,
             prefix_hit_tokens=scheduler.total_prefix_hit_tokens,
+            peak_flops=self._board.peak_flops,
+            peak_bandwidth=self._board.peak_bandwidth,
             pages=PagesView(
                 scheduler.num_owned_pages,
                 scheduler.num_cached_pages,
@@ -164,6 +174,6 @@ class LiveStream:
         if len(steps):
             self._last_step_s = float(steps["launched_s"][-1])
         return [
-            StepView(round(duration, 6), round(gap, 6), rows, prefill)
-            for _, duration, gap, rows, _, prefill, _ in steps.tolist()
+            StepView(round(duration, 6), round(gap, 6), rows, prefill, flops, read_bytes)
+            for _, duration, gap, rows, _, prefill, _, flops, read_bytes in steps.tolist()
         ]

@@ -1,0 +1,107 @@
+"""What a step must compute and read at the least: over what the hardware can, how much of it the step uses.
+
+Model FLOPs and bytes in the sense of MFU and MBU: matrix products and attention alone, two FLOPs to a multiply-add,
+every weight read once a step, every key and value once a layer. What an implementation adds to that (padding,
+recomputation, activations, communication) is not counted: it is what the utilisation is to show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from parallel.plan import ShardPlan
+
+_Float64Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class AttentionCost:
+    """Of all layers that have the same window."""
+
+    window: int | None
+    """Tokens that a query sees; None: all before it."""
+    flops_per_pair: int
+    """Of a query and a key it sees, with the value: all heads and layers."""
+    bytes_per_token: int
+    """Of a token's keys and values: all layers."""
+
+    def pairs(self, starts: _Float64Array, ends: _Float64Array) -> float:
+        """Queries times the keys each sees, for rows whose queries have the positions [start, end)."""
+        return float((self._seen(ends) - self._seen(starts)).sum())
+
+    def tokens(self, starts: _Float64Array, ends: _Float64Array) -> float:
+        """Tokens whose keys and values are read for such rows."""
+        if self.window is None:
+            return float(ends.sum())
+        return float(np.minimum(ends, ends - starts + self.window - 1).sum())
+
+    def _seen(self, num_queries: _Float64Array) -> _Float64Array:
+        """Keys that the first queries of a sequence see, together."""
+        if self.window is None:
+            return num_queries * (num_queries + 1) / 2
+        growing = np.minimum(num_queries, self.window)
+        return growing * (growing + 1) / 2 + (num_queries - growing) * self.window
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Of some ranks of a group, together."""
+
+    weight_bytes: int
+    """Of the weights that every step reads. Of an embedding that is not also the LM head it reads a few rows only,
+    which are not counted."""
+    flops_per_token: int
+    """Of the layers' matrix products."""
+    flops_per_logits: int
+    """Of the LM head, for one position whose logits are wanted."""
+    attention: tuple[AttentionCost, ...]
+
+    @classmethod
+    def of(cls, plan: ShardPlan, element_bytes: int, ranks: Iterable[int] | None = None) -> StepCost:
+        """Of `ranks`, None for all, where weights, keys and values have elements of `element_bytes`."""
+        model = plan.model
+        weights = layer_flops = vocab_rows = 0
+        windows = model.layer_windows or (None,) * model.num_hidden_layers
+        q_heads, kv_heads = dict.fromkeys(windows, 0), dict.fromkeys(windows, 0)
+        for rank in range(plan.tp_size) if ranks is None else ranks:
+            rows = plan.vocab[rank].size
+            vocab_rows += rows
+            weights += plan.weight_elements(rank) - (0 if model.tie_word_embeddings else rows * model.hidden_size)
+            for layer, window in enumerate(windows):
+                shard = plan.shard(layer, rank)
+                heads = 2 * (shard.q_heads.size + shard.kv_heads.size) * model.head_dim  # q and o, k and v
+                layer_flops += 2 * model.hidden_size * (heads + 3 * shard.mlp.size)
+                q_heads[window] += shard.q_heads.size
+                kv_heads[window] += shard.kv_heads.size
+        return cls(
+            weight_bytes=weights * element_bytes,
+            flops_per_token=layer_flops,
+            flops_per_logits=2 * vocab_rows * model.hidden_size,
+            attention=tuple(
+                AttentionCost(
+                    window, 4 * model.head_dim * q_heads[window], 2 * model.head_dim * kv_heads[window] * element_bytes
+                )
+                for window in q_heads
+            ),
+        )
+
+    def step(self, starts: npt.NDArray[np.int32], lens: npt.NDArray[np.int32], num_logits: int) -> tuple[float, float]:
+        """(FLOPs, bytes read) of one step.
+
+        Args:
+            starts: [num_rows] position of each row's first input token.
+            lens: [num_rows] its input tokens.
+            num_logits: positions whose logits are wanted.
+        """
+        first = starts.astype(np.float64)
+        ends = first + lens
+        flops = self.flops_per_token * float(lens.sum()) + self.flops_per_logits * float(num_logits)
+        read = float(self.weight_bytes)
+        for layers in self.attention:
+            flops += layers.flops_per_pair * layers.pairs(first, ends)
+            read += layers.bytes_per_token * layers.tokens(first, ends)
+        return flops, read
