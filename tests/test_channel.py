@@ -172,7 +172,7 @@ def test_failing_wakes_a_blocked_reader_and_ends_later_calls(make_channel: Calla
     for wait in waits:
         with pytest.raises(EngineError, match="rank 1 died"):
             wait()
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 5
     with pytest.raises(EngineError, match="rank 1 died"):
         channel.readers[0].recv(1)
     with pytest.raises(EngineError, match="rank 1 died"):
@@ -203,7 +203,7 @@ def test_failing_wakes_a_blocked_writer(make_channel: Callable[[int], Channel]) 
     channel.writer.fail("recovery began")
     with pytest.raises(EngineError, match="recovery began"):
         wait()
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 5
 
 
 def test_a_ring_crosses_processes_either_way() -> None:

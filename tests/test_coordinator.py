@@ -16,7 +16,7 @@ import pytest
 
 from cluster.coordinator import Coordinator
 from cluster.engine_client import EngineClient, RequestStream
-from cluster.messages import Finished, FinishReason, SamplingParams
+from cluster.messages import EngineStats, Finished, FinishReason, SamplingParams
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
 from configs.errors import DeadlineError, EngineError, LockstepError, RankDiedError
 from parallel.step_cost import StepCost
@@ -120,6 +120,17 @@ async def read(stream: RequestStream) -> tuple[list[int], Finished | None]:
         tokens += chunk.token_ids
         finished = chunk.finished or finished
     return tokens, finished
+
+
+async def reported(client: EngineClient, condition: Callable[[EngineStats], bool]) -> EngineStats:
+    """The first report of which `condition` holds."""
+    deadline = time.monotonic() + 10
+    while True:
+        stats = client.board.latest
+        if stats is not None and condition(stats):
+            return stats
+        assert time.monotonic() < deadline, stats
+        await asyncio.sleep(0.005)
 
 
 def prompt(*tokens: int) -> bytes:
@@ -286,7 +297,7 @@ def test_an_idle_engine_that_fails_ends_the_connection() -> None:
         client = await EngineClient.connect(coordinator.address)
         await asyncio.sleep(0.05)
         coordinator.fail(error)
-        await asyncio.wait_for(client.wait_closed(), 0.5)
+        await asyncio.wait_for(client.wait_closed(), 0.9)  # before an idle loop looks by itself
         await client.close()
 
     with running(CountingRank(), raises=error) as coordinator:
@@ -331,21 +342,13 @@ def test_a_second_connection_is_refused_while_the_first_is_open() -> None:
 def test_the_figures_of_the_engine_reach_its_client_with_the_tokens_and_when_it_rests() -> None:
     async def main() -> None:
         client = await EngineClient.connect(coordinator.address)
-        streams = [client.submit(prompt(100 + i), [SamplingParams(max_tokens=40)])[0] for i in range(3)]
-        for stream in streams:
-            await anext(stream)
-        await asyncio.sleep(0.12)
-        busy = client.board.latest
-        assert busy is not None
-        assert busy.scheduler.num_running == 3
+        streams = [client.submit(prompt(100 + i), [SamplingParams(max_tokens=80)])[0] for i in range(3)]
+        busy = await reported(client, lambda stats: stats.scheduler.num_running == 3)
         assert busy.heartbeat_age_s == [0.5]
         for stream in streams:
             await asyncio.wait_for(read(stream), 20)
-        await asyncio.sleep(0.05)
-        rest = client.board.latest
-        assert rest is not None
-        assert (rest.scheduler.num_running, rest.step_age_s) == (0, 0)
-        assert client.board.totals.num_generated_tokens == 120
+        rest = await reported(client, lambda stats: (stats.scheduler.num_running, stats.step_age_s) == (0, 0))
+        assert client.board.totals.num_generated_tokens == 240
         assert client.board.totals.num_prefill_tokens == 3
         assert client.board.totals.read_bytes == 1000 * coordinator.num_steps
         assert client.board.totals.num_steps == rest.num_steps == coordinator.num_steps
