@@ -65,10 +65,13 @@ def check(
     settings: Annotated[
         bool, typer.Option("--settings", help="Show every setting, its value and where it comes from.")
     ] = False,
+    against: Annotated[
+        Path | None, typer.Option(help="The file that the app runs with: shows what FILE changes, and what that does.")
+    ] = None,
 ) -> None:
     """Validate FILE and show the plan and the memory arithmetic; starts nothing."""
     from cluster.commands.fit import parse_memory
-    from cluster.commands.report import print_plan
+    from cluster.commands.report import print_changes, print_plan
     from cluster.preflight import check_checkpoint
     from configs.load import load_app_config
 
@@ -77,6 +80,8 @@ def check(
         gpu_memory_bytes = None if gpu is None else parse_memory(gpu)
         print_plan(app_config, gpu_memory_bytes=gpu_memory_bytes, settings=settings)
         check_checkpoint(app_config.engine)
+        if against is not None:
+            print_changes(load_app_config(against), app_config)
 
 
 @app.command()
