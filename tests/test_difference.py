@@ -129,5 +129,9 @@ def test_check_says_what_a_file_would_change(tmp_path: Path) -> None:
     begin = lines.index("2 changes to what runs")
     assert lines[begin + 1].split(maxsplit=1) == ["scheduler.max_num_seqs", "32 -> 8  replaces every replica"]
     assert lines[begin + 2].split() == ["applications[0].deployments[0].num_replicas", "-", "->", "3", "in", "place"]
+    _, with_token = changed(tmp_path, ("applications.0.runtime_env", {"env_vars": {"HF_TOKEN": "hf_abc"}}))
+    secret = run("check", str(with_token), "--against", str(before)).stdout
+    assert "applications[0].runtime_env.env_vars.HF_TOKEN  - -> (not shown)  replaces every replica" in secret
+    assert "hf_abc" not in secret
     same = run("check", str(before), "--against", str(before))
     assert same.stdout.splitlines()[-1] == "no changes to what runs"

@@ -11,7 +11,7 @@ from rich.table import Table
 from cluster.commands.fit import fits, sizes_to_show
 from cluster.placement import group_bundles
 from configs.checkpoint import resolve_model_path
-from configs.difference import changes
+from configs.difference import Change, changes
 from configs.load import AppConfig, all_settings
 from configs.model_config import ModelConfig, read_model_config
 from configs.resolve import Decision, HostFacts, ResolvedConfig, dtype_bytes, resolve
@@ -79,15 +79,18 @@ def print_plan(
 def print_changes(before: AppConfig, after: AppConfig, console: Console | None = None) -> None:
     """Prints what is different in `after`, and what each change does to an app that runs with `before`."""
     console = console or Console(highlight=False)
-    rows = [(it.key, f"{_shown(it.before)} -> {_shown(it.after)}", str(it.effect)) for it in changes(before, after)]
+    rows = [(it.key, _values(it), str(it.effect)) for it in changes(before, after)]
     widths = [max((len(row[i]) for row in rows), default=0) for i in (0, 1)]
     console.print(f"{len(rows) or 'no'} change{'' if len(rows) == 1 else 's'} to what runs", markup=False)
     for key, values, effect in rows:
         console.print(f"  {key:{widths[0]}}  {values:{widths[1]}}  {effect}", soft_wrap=True, markup=False)
 
 
-def _shown(value: object) -> str:
-    return "-" if value is None else str(value)
+def _values(change: Change) -> str:
+    """Of an environment variable, which may be a secret, only whether there is one."""
+    secret = ".env_vars." in change.key
+    shown = ["-" if it is None else "(not shown)" if secret else str(it) for it in (change.before, change.after)]
+    return " -> ".join(shown)
 
 
 def _fit_table(model: ModelConfig, config: EngineConfig, memory_bytes: int) -> Table:
