@@ -175,6 +175,20 @@ Some trailing text: of Serve's"""
     assert root_cause("waiting for resources") == "waiting for resources"
 
 
+def test_from_an_interrupt_on_only_the_command_itself_is_heard(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cluster.commands.serve import ServingJob
+
+    monkeypatch.setattr(sys, "stdout", sys.stdout)  # as it is again afterwards
+    job = ServingJob.create(ROOT / CONFIG, [], "local")
+    print("(raylet) before")  # noqa: T201 -- as Ray's own thread does
+    job._on_signal(signal.SIGINT, None)
+    print("(raylet) A worker died or was killed while executing a task")  # noqa: T201
+    job._say("stopped")
+    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()] == ["before", "stopped"]
+
+
 def test_detaching_from_a_cluster_that_ends_with_the_command_is_refused(smollm2_path: Path) -> None:
     assert_refused(run("serve", CONFIG, "--address", "local", "--detach"), "--detach", "ray start --head")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
 import os
@@ -63,7 +64,7 @@ class ServingJob:
         self._stop = threading.Event()
         self._hurry = threading.Event()  # asked to stop twice
         self._ran = False
-        self._console = Console(highlight=False)
+        self._console = Console(file=sys.stdout, highlight=False)
         self._began = time.monotonic()
 
     @classmethod
@@ -114,7 +115,13 @@ class ServingJob:
 
     def _trap_signals(self) -> None:
         for number in _STOP_SIGNALS:
-            signal.signal(number, lambda *_: (self._hurry if self._stop.is_set() else self._stop).set())
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, *_: object) -> None:
+        (self._hurry if self._stop.is_set() else self._stop).set()
+        # Ray prints there, whatever it is told, how processes of its own came to their end: by this very signal, or by
+        # our stop. What we say goes to the console.
+        sys.stdout = io.StringIO()
 
     def _serve_watchfully(self, session: Session, *, detach: bool) -> None:
         """`_serve` in a thread: Ray's calls wait a minute for a cluster that the same signal ended, this does not."""
@@ -272,7 +279,6 @@ def _end_at_once() -> NoReturn:
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
-    sys.stdout.flush()
     os._exit(0)
 
 
