@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import sys
 from pathlib import Path
+from typing import TextIO
 
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
@@ -30,11 +31,15 @@ def generate_text(
     """Prints the continuation of `prompt` as it is generated. Raises ConfigError, RequestError, EngineError."""
     config = load_app_config(file, overrides).engine
     cpus = sum(bundle["CPU"] for bundle in group_bundles(config, gpus=False))
-    with ray_session(cluster_address(address), min_cpus=cpus):
-        asyncio.run(_generate(config, prompt, max_tokens, temperature, chat))
+    # Ray prints what it has to say on standard output, where the text alone belongs.
+    out = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr), ray_session(cluster_address(address), min_cpus=cpus):
+        asyncio.run(_generate(config, prompt, max_tokens, temperature, chat, out))
 
 
-async def _generate(config: EngineConfig, prompt: str, max_tokens: int, temperature: float, chat: bool) -> None:
+async def _generate(
+    config: EngineConfig, prompt: str, max_tokens: int, temperature: float, chat: bool, out: TextIO
+) -> None:
     nodes = NodeResources.from_ray(ray.nodes())
     gpus = uses_gpus(config, nodes)
     bundles = group_bundles(config, gpus=gpus)
@@ -48,9 +53,9 @@ async def _generate(config: EngineConfig, prompt: str, max_tokens: int, temperat
                 model.stream_text(prompt, chat=chat, max_tokens=max_tokens, temperature=temperature)
             ) as pieces:
                 async for piece in pieces:
-                    sys.stdout.write(piece)
-                    sys.stdout.flush()
-            sys.stdout.write("\n")
+                    out.write(piece)
+                    out.flush()
+            out.write("\n")
         finally:
             await engine.close()
     finally:
