@@ -5,13 +5,14 @@ A data sheet's figures are those of another clock and cooling, and a CPU has non
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-_ROUNDS = 3
+_ROUNDS = 5
 # Larger than the caches, and small beside what is left for a KV pool.
 _COPY_BYTES = {"cuda": 512 << 20, "cpu": 64 << 20}
 _COPIES = {"cuda": 10, "cpu": 1}
@@ -35,9 +36,9 @@ class Peaks:
 
 @torch.inference_mode()
 def measure_peaks(device: torch.device, dtype: torch.dtype) -> Peaks:
-    """The best of a few rounds on `device`, whose memory is free again afterwards. Takes a tenth of a second."""
-    bandwidth = max(copy_rates(device, _COPY_BYTES[device.type], _COPIES[device.type], _ROUNDS))
-    flops = max(_product_rates(device, dtype))
+    """The median of a few rounds on `device`, whose memory is free again afterwards. Takes a tenth of a second."""
+    bandwidth = statistics.median(copy_rates(device, _COPY_BYTES[device.type], _COPIES[device.type], _ROUNDS))
+    flops = statistics.median(_product_rates(device, dtype))
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return Peaks(flops, bandwidth)
