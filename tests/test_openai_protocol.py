@@ -272,6 +272,8 @@ def test_a_prompt_is_text_or_ids_or_a_list_of_either() -> None:
         ([[]], "prompt[0]"),
         ([1, "x"], "prompt[1]"),
         (["x", 1], "prompt[1]"),
+        (["x", [1]], "prompt[1]"),
+        ([[1], "x"], "prompt[1]"),
         ([True], "prompt[0]"),
         ([1, True], "prompt[1]"),
         ([1, 10], "prompt[1]"),

@@ -75,7 +75,7 @@ def logit_bias(value: object, vocab_size: int) -> dict[int, float]:
 
 
 def prompts(prompt: object, vocab_size: int) -> list[str | list[int]]:
-    """The prompts of a completion request: a string, token ids, or a list of either.
+    """The prompts of a completion request: a string, token ids, or a list of either kind.
 
     Raises:
         RequestError: wrong type, empty, too many, or an id outside the vocabulary.
@@ -92,10 +92,14 @@ def prompts(prompt: object, vocab_size: int) -> list[str | list[int]]:
         return [_checked_ids(prompt, "prompt", vocab_size)]
     if len(prompt) > MAX_SEQUENCES:
         raise RequestError(f"prompt holds {len(prompt)} prompts; at most {MAX_SEQUENCES} are allowed.", param="prompt")
+    are_texts = isinstance(prompt[0], str)
     parsed: list[str | list[int]] = []
     for i, entry in enumerate(prompt):
         param = f"prompt[{i}]"
-        parsed.append(_checked_text(entry, param) if isinstance(entry, str) else _checked_ids(entry, param, vocab_size))
+        if i and isinstance(entry, str) != are_texts:
+            kind = "a string" if are_texts else "a list of token ids"
+            raise RequestError(f"{param} must be {kind}, as prompt[0] is.", code="invalid_type", param=param)
+        parsed.append(_checked_text(entry, param) if are_texts else _checked_ids(entry, param, vocab_size))
     return parsed
 
 

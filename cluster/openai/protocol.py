@@ -211,7 +211,7 @@ class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
     prompt: Annotated[Any, Documented(Prompt)]
-    """Text, token ids, or a list of either, each with its answers. `checks.prompts` checks it."""
+    """Text, token ids, or a list of either kind, each with its answers. `checks.prompts` checks it."""
     max_tokens: int | None = Field(None, ge=0, le=_MAX_TOKENS)
     """0 only with `echo` or `prompt_logprobs`: the prompt alone is of interest."""
     logprobs: int | None = Field(None, ge=0)
