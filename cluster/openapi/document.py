@@ -150,8 +150,9 @@ def _success(operation: Operation) -> dict[str, Any]:
     if operation.answer is not None:
         content["application/json"] = {"schema": _schema_of(operation.answer)}
     if operation.event is not None:
-        # A stream is text to this version of OpenAPI; what its events hold has a name of our own.
-        content["text/event-stream"] = {"schema": {"type": "string"}, "x-event-schema": _schema_of(operation.event)}
+        # This version of OpenAPI has no word for a stream of events, and to some tools a `schema` is that of each: what
+        # their data holds has a name of our own.
+        content["text/event-stream"] = {"x-event-schema": _schema_of(operation.event)}
     if not content:
         content[operation.media_type] = {"schema": {"type": "string"}}
     headers = ["X-Request-Id"] + ["X-Ignored-Fields"] * (operation.request is not None)
