@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from cluster.coordinator import Coordinator
     from cluster.rank_group import GroupMemory, RankGroup
+    from cluster.scheduling.scheduler import SchedulerLimits
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ class CoordinatorActor:
         """Starts the ranks and loads the model; the socket takes connections, `run` serves them."""
         from cluster.coordinator import Coordinator
         from cluster.rank_group import GENERATION, RankGroup
-        from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
+        from cluster.scheduling.scheduler import Scheduler
         from configs.resolve import cut_max_model_len, dtype_bytes, num_kv_pages
         from parallel.plan import ShardPlan
         from parallel.step_cost import StepCost
@@ -118,15 +119,7 @@ class CoordinatorActor:
         max_model_len = cut_max_model_len(config, spec.model, num_pages)
         _log_pool(num_pages, config.kv_cache.page_size, memory)
         self._enter(_CAPTURING if config.device == "cuda" else "allocating the KV pool")
-        limits = SchedulerLimits(
-            num_pages=num_pages,
-            page_size=config.kv_cache.page_size,
-            max_model_len=max_model_len,
-            vocab_size=spec.model.vocab_size,
-            enable_prefix_caching=config.kv_cache.enable_prefix_caching,
-            eos_token_ids=spec.model.eos_token_ids,
-            **config.scheduler.model_dump(),
-        )
+        limits = _scheduler_limits(spec, num_pages, max_model_len)
         result_bytes = StepResult.max_bytes(limits.max_num_seqs, config.server.max_logprobs)
         frames, results = group.run(num_pages, max_model_len, max(limits.max_frame_bytes, result_bytes))
         coordinator = Coordinator(
@@ -204,6 +197,21 @@ class CoordinatorActor:
         """Makes `run` return after the step in flight, the ranks ended. Before `start` is done there is none."""
         if self._coordinator is not None:
             self._coordinator.close()
+
+
+def _scheduler_limits(spec: EngineSpec, num_pages: int, max_model_len: int) -> SchedulerLimits:
+    """Of a group whose ranks hold `num_pages` pages each."""
+    from cluster.scheduling.scheduler import SchedulerLimits
+
+    return SchedulerLimits(
+        num_pages=num_pages,
+        page_size=spec.config.kv_cache.page_size,
+        max_model_len=max_model_len,
+        vocab_size=spec.model.vocab_size,
+        enable_prefix_caching=spec.config.kv_cache.enable_prefix_caching,
+        eos_token_ids=spec.model.eos_token_ids,
+        **spec.config.scheduler.model_dump(),
+    )
 
 
 def _log_pool(num_pages: int, page_size: int, memory: GroupMemory) -> None:
