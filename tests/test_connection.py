@@ -285,7 +285,7 @@ def test_what_a_replica_says_passes_unchanged() -> None:
         assert asyncio.run(through_edge(app))[0] == direct
 
 
-def test_a_stream_that_is_cut_ends_with_an_error() -> None:
+def test_an_answer_that_is_cut_ends_with_an_error_and_may_be_asked_for_again() -> None:
     app = replies(200, b"text/event-stream", b"data: 1\n\n", complete=False)
     sent, _ = asyncio.run(through_edge(app))
     assert sent[-1]["more_body"] is False
@@ -295,7 +295,10 @@ def test_a_stream_that_is_cut_ends_with_an_error() -> None:
         pass
 
     sent, _ = asyncio.run(through_edge(silent))
-    assert sent[0]["status"] == 500
+    assert sent[0]["status"] == 503
+    headers = dict(sent[0]["headers"])
+    assert (headers[b"retry-after"], headers[b"x-should-retry"]) == (b"1", b"true")
+    assert json.loads(sent[1]["body"])["error"]["code"] == "engine_error"
 
 
 def test_headers_that_steer_ray_serve_are_dropped() -> None:

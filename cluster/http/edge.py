@@ -46,7 +46,9 @@ _STATUS = {
 }
 _STOPPED = OverloadedError("The model is being stopped or replaced; try again later.", retry_after_s=5.0)
 _FAILED = RequestError("The server failed while running this request.", code="engine_error", status=500)
-_CUT = RequestError("The replica that answered this request ended; try again.", code="engine_error", status=503)
+_CUT = RequestError(
+    "The replica that answered this request ended; try again.", code="engine_error", status=503, retry_after_s=1.0
+)
 
 
 def middlewares() -> list[Middleware]:
@@ -233,7 +235,8 @@ class _Outbox:
     async def complete(self) -> None:
         """To be called when the app has returned."""
         if self.error is not None or self.status is None:
-            await send_error(self._send, self.error or _FAILED, self._headers)
+            # Serve says nothing at all when the replica it chose ends before it answers.
+            await send_error(self._send, self.error or _CUT, self._headers)
         elif self._streaming and not self._done:
             await self._send({"type": "http.response.body", "body": error_event(_CUT), "more_body": False})
 
