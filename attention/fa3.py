@@ -38,7 +38,6 @@ class FA3Provider(ABC):
         paged: PagedMetadata,
         layer: AttentionLayer,
         *,
-        num_splits: int = 0,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Causal attention of new tokens over the pages of their rows, which already hold these tokens.
@@ -52,8 +51,6 @@ class FA3Provider(ABC):
             paged: `page_table` is read up to each row's last page. Its width times page_size is the bound from which
                 the number of splits follows: keep one width where results are to be equal bit for bit.
             layer: its scale, window and softcap are applied.
-            num_splits: pieces that a row's keys are cut into, at most; 0 leaves the number to FA3, 1 makes a row's
-                result independent of the other rows.
             out: [num_tokens, tp_q_head_num, head_dim] to write to. None: a new tensor.
 
         Returns:
@@ -109,7 +106,6 @@ class SglKernel(FA3Provider):
         paged: PagedMetadata,
         layer: AttentionLayer,
         *,
-        num_splits: int = 0,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return self._with_kvcache(
@@ -124,7 +120,7 @@ class SglKernel(FA3Provider):
             causal=True,
             window_size=_window(layer),
             softcap=layer.softcap or 0.0,
-            num_splits=num_splits,
+            num_splits=paged.num_splits,
             out=out,
         )
 
@@ -145,7 +141,6 @@ class FlashAttention3(FA3Provider):
         paged: PagedMetadata,
         layer: AttentionLayer,
         *,
-        num_splits: int = 0,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         left, right = _window(layer)
@@ -163,7 +158,7 @@ class FlashAttention3(FA3Provider):
             window_size_left=left,
             window_size_right=right,
             softcap=layer.softcap or 0.0,
-            num_splits=num_splits,
+            num_splits=paged.num_splits,
         )
         return attended
 

@@ -14,9 +14,6 @@ from attention.kv_pool import ReqToTokenPool, TokenToKVPool
 from attention.layer import AttentionLayer
 from configs.errors import ConfigError, EngineError
 
-# FA3 chooses: up to 19 times as fast as one piece for one row of 32k tokens (H200, two KV heads). The last bits of a
-# decode in a step with prompts then depend on what else is in the batch.
-_NUM_SPLITS = 0
 _MAX_PAGE_SIZE = 256
 
 
@@ -89,7 +86,7 @@ class FlashAttentionBackend(AttentionBackend):
             out = torch.empty(heads.shape, dtype=q.dtype, device=q.device)
             self._paged_decode(heads, k_pages, v_pages, paged, layer, out=out)
         else:
-            out = self._provider.attend(heads, k_pages, v_pages, paged, layer, num_splits=_NUM_SPLITS)
+            out = self._provider.attend(heads, k_pages, v_pages, paged, layer)
         return out.view(q.shape)
 
 

@@ -11,11 +11,11 @@ on an H200). First several tunings of the kernel are tried on a few batches; the
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -54,7 +54,7 @@ SHAPES = (
 )
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Case:
     """One batch on one rank."""
 
@@ -129,10 +129,11 @@ class Inputs:
 
     def fa3(self, provider: FA3Provider, *, num_splits: int) -> Callable[[], None]:
         """All layers by FA3."""
+        split = [dataclasses.replace(paged, num_splits=num_splits) for paged in self.paged]
 
         def run() -> None:
-            for paged in self.paged:
-                provider.attend(self.q, self.k, self.v, paged, self.layer, num_splits=num_splits, out=self.out)
+            for paged in split:
+                provider.attend(self.q, self.k, self.v, paged, self.layer, out=self.out)
 
         return run
 

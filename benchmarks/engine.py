@@ -7,10 +7,11 @@ Prompts are random token ids, submitted through the same client as HTTP's. Parts
             median of rounds
   workload  output tokens per second of 256 requests at once, 100-1024 tokens in and out, seed 0
   prefill   prompt tokens per second of 16 prompts of 2048, one new token each, median of rounds
-  ttft      ms to the one new token of a prompt of 16, 128, 512 and 2048 tokens on an idle engine, median of 10
+  ttft      ms to the one new token of a prompt of 16, 128, 512 and 2048 tokens, median of 10: on an idle engine, and
+            while 60 other requests decode
   floor     bytes a decode step must read over the measured copy bandwidth of the device's memory
 Each is warmed up with other prompts of its shape. The JSON is written after every part. On CPU take smaller ones, e.g.
---batches 1,4 --new-tokens 4,12 --requests 8 --lengths 8,32 --prefill 2x64.
+--batches 1,4 --beside 0,4 --new-tokens 4,12 --requests 8 --lengths 8,32 --prefill 2x64.
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ class Options:
     """(prompts, tokens of each)."""
     ttft: tuple[int, ...] = (16, 128, 512, 2048)
     """Prompt tokens of single requests."""
+    beside: tuple[int, ...] = (0, 60)
+    """Requests that decode meanwhile, with prompts of `prompt_tokens`."""
     rounds: int = 3
     temperature: float = 0.0
     skip: tuple[str, ...] = ()
@@ -118,13 +121,18 @@ class Driver:
         ids = self._random.integers(0, self.engine.spec.model.vocab_size, (count, tokens), np.int32)
         return [row.tobytes() for row in ids]
 
-    async def seconds(self, prompts: Sequence[bytes], new_tokens: Sequence[int]) -> float:
-        """From the first request's submission to the last one's end. Raises EngineError when a request fails."""
-        began = time.perf_counter()
+    def submit(self, prompts: Sequence[bytes], new_tokens: Sequence[int]) -> list[RequestStream]:
+        """Submits one request for each prompt, none of which ends before it has all its new tokens."""
         streams: list[RequestStream] = []
         for seed, (prompt, limit) in enumerate(zip(prompts, new_tokens, strict=True)):
             sampling = SamplingParams(max_tokens=limit, temperature=self._temperature, seed=seed, ignore_eos=True)
             streams += self.engine.client.submit(prompt, [sampling])
+        return streams
+
+    async def seconds(self, prompts: Sequence[bytes], new_tokens: Sequence[int]) -> float:
+        """From the first request's submission to the last one's end. Raises EngineError when a request fails."""
+        began = time.perf_counter()
+        streams = self.submit(prompts, new_tokens)
         received = 0
         while streams:
             # One wake-up a step for all of them: a task for each would make this process the bottleneck.
@@ -217,13 +225,24 @@ async def measure_prefill(driver: Driver, options: Options) -> dict[str, Any]:
     return {**shape, "tok_s": round(statistics.median(rates), 1), "rounds_tok_s": [round(r, 1) for r in rates]}
 
 
-async def measure_ttft(driver: Driver, options: Options, tokens: int) -> dict[str, Any]:
-    """Milliseconds from the submission of one request of so many tokens to its first token, nothing else running."""
+async def measure_ttft(driver: Driver, options: Options, tokens: int, beside: int) -> dict[str, Any]:
+    """Milliseconds from the submission of one request of so many tokens to its first token."""
+    row = {"tokens": tokens, "beside": beside}
     if (reason := driver.misfit(tokens + 1)) is not None:
-        return {"tokens": tokens, "skipped": reason}
-    runs = [1e3 * await driver.seconds(driver.prompts(1, tokens), [1]) for _ in range(_NUM_TTFT_RUNS + 1)]
+        return {**row, "skipped": reason}
+    endless = driver.max_model_len - options.prompt_tokens
+    others = driver.submit(driver.prompts(beside, options.prompt_tokens), [endless] * beside)
+    try:
+        for stream in others:
+            await anext(stream)
+        runs = [1e3 * await driver.seconds(driver.prompts(1, tokens), [1]) for _ in range(_NUM_TTFT_RUNS + 1)]
+        if any(stream.take().finished is not None for stream in others):
+            return {**row, "skipped": f"the other requests reached max_model_len={driver.max_model_len}"}
+    finally:
+        for stream in others:
+            stream.abort()
     rest = runs[1:]  # the first warms up
-    return {"tokens": tokens, "ms": round(statistics.median(rest), 2), "most_ms": round(max(rest), 2)}
+    return {**row, "ms": round(statistics.median(rest), 2), "most_ms": round(max(rest), 2)}
 
 
 @contextlib.asynccontextmanager
@@ -256,11 +275,12 @@ async def benchmark(config: EngineConfig, options: Options, report: Report, *, v
     spec = describe(config, gpus=gpus)
     limit = spec.config.scheduler.max_num_seqs
     assert limit is not None, "max_num_seqs is resolved by describe"
-    if "decode" not in options.skip and max(options.batches) > limit:
-        raise ConfigError(
-            f"scheduler.max_num_seqs={limit} is less than the batch {max(options.batches)}; raise it with --set, or "
-            "choose smaller --batches"
-        )
+    for part, most in (("decode", max(options.batches)), ("ttft", max(options.beside) + 1)):
+        if part not in options.skip and most > limit:
+            raise ConfigError(
+                f"scheduler.max_num_seqs={limit} is less than the {most} requests of the part {part}; raise it with "
+                "--set, or choose smaller --batches or --beside"
+            )
     if "floor" not in options.skip:
         copied = await asyncio.to_thread(bandwidth.measure_apart, "cuda" if gpus else "cpu")
         report.add(copy_bandwidth_gb_s=copied)
@@ -301,8 +321,9 @@ async def _measure_parts(driver: Driver, options: Options, report: Report, *, on
         report.add(prefill=await measure_prefill(driver, options))
         print(engine_report.prefill_line(report.figures["prefill"]), flush=True)
     if "ttft" not in options.skip:
-        report.add(ttft=[await measure_ttft(driver, options, tokens) for tokens in options.ttft])
-        print(engine_report.ttft_line(report.figures["ttft"]), flush=True)
+        prompts = [(beside, tokens) for beside in options.beside for tokens in options.ttft]
+        report.add(ttft=[await measure_ttft(driver, options, tokens, beside) for beside, tokens in prompts])
+        print("\n".join(engine_report.ttft_lines(report.figures["ttft"])), flush=True)
     if "workload" not in options.skip:
         report.add(workload=await measure_workload(driver, options))
         print(engine_report.workload_line(report.figures["workload"]), flush=True)
@@ -328,6 +349,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=_numbers(","), default=defaults.lengths, metavar="LEAST,MOST")
     parser.add_argument("--prefill", type=_numbers("x"), default=defaults.prefill, metavar="PROMPTSxTOKENS")
     parser.add_argument("--ttft", type=_numbers(","), default=defaults.ttft, metavar="TOKENS,...")
+    parser.add_argument("--beside", type=_numbers(","), default=defaults.beside, metavar="N,...")
     parser.add_argument("--rounds", type=int, default=defaults.rounds)
     parser.add_argument("--temperature", type=float, default=defaults.temperature)
     parser.add_argument("--skip", type=lambda text: tuple(text.split(",")), default=(), metavar=",".join(PARTS))

@@ -64,13 +64,18 @@ def prefill_line(prefill: Mapping[str, Any]) -> str:
     return what + f"{prefill['tok_s']:,.0f} tok/s (rounds: {rounds})"
 
 
-def ttft_line(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The ttft part."""
-    parts = [
-        f"{row['tokens']:,} tokens " + (f"{row['ms']:.1f} ms" if "ms" in row else f"skipped, {row['skipped']}")
-        for row in rows
+def ttft_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The ttft part: a line for each number of other requests."""
+    by_beside: dict[int, list[str]] = {}
+    for row in rows:
+        told = f"{row['ms']:.1f} ms" if "ms" in row else f"skipped, {row['skipped']}"
+        by_beside.setdefault(row["beside"], []).append(f"{row['tokens']:,} tokens {told}")
+    return [
+        "first token of one prompt, "
+        + (f"beside {beside} that decode: " if beside else "idle engine: ")
+        + "; ".join(told)
+        for beside, told in by_beside.items()
     ]
-    return "first token of one prompt, idle engine: " + "; ".join(parts)
 
 
 def render(figures: Mapping[str, Any]) -> str:
@@ -100,7 +105,7 @@ def render(figures: Mapping[str, Any]) -> str:
         if part in figures:
             lines.append(line(figures[part]) + _beside(figures[part], peer, key))
     if "ttft" in figures:
-        lines.append(ttft_line(figures["ttft"]))
+        lines += ttft_lines(figures["ttft"])
     if peer is not None:
         lines += ["", f"speed / {peer['name']}'s: above 1 is faster than it. {peer['hardware']}; {peer['method']}"]
     return "\n".join(lines)

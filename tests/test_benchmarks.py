@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
-from benchmarks import engine, engine_report
+from benchmarks import engine, engine_report, make_tokenizer
 from benchmarks.report import ROOT, Report, circumstances, table
 from cluster.commands.bench import load_test
 from cluster.commands.bench.stream_client import Sample, StreamReader
@@ -44,6 +45,7 @@ SMALL = engine.Options(
     lengths=(4, 8),
     prefill=(2, 16),
     ttft=(4, 70),
+    beside=(0, 1),
     rounds=1,
 )
 
@@ -87,7 +89,11 @@ def test_a_faster_figure_than_the_peers_is_above_one_in_every_unit() -> None:
             {"batch": 4, "skipped": "no room"},
         ],
         "prefill": {"prompts": 16, "tokens": 2048, "tok_s": 144_426.0, "rounds_tok_s": [144_426.0]},
-        "ttft": [{"tokens": 2048, "ms": 31.04, "most_ms": 40.0}, {"tokens": 9999, "skipped": "too long"}],
+        "ttft": [
+            {"tokens": 2048, "beside": 0, "ms": 31.04, "most_ms": 40.0},
+            {"tokens": 9999, "beside": 0, "skipped": "too long"},
+            {"tokens": 512, "beside": 60, "ms": 12.3, "most_ms": 15.0},
+        ],
         "peer": peer,
     }
     text = engine_report.render(figures)
@@ -95,7 +101,8 @@ def test_a_faster_figure_than_the_peers_is_above_one_in_every_unit() -> None:
     assert text.splitlines()[3].split() == ["3", "2.000", "1,500", "-", "-", "-", "-"]
     assert "batch 4: skipped, no room" in text
     assert "72,213, speed / its 2.00" in text
-    assert "2,048 tokens 31.0 ms; 9,999 tokens skipped, too long" in text
+    assert "idle engine: 2,048 tokens 31.0 ms; 9,999 tokens skipped, too long\n" in text
+    assert "beside 60 that decode: 512 tokens 12.3 ms\n" in text
 
 
 def test_peers_are_only_compared_at_the_same_number_of_ranks() -> None:
@@ -107,6 +114,21 @@ def test_peers_are_only_compared_at_the_same_number_of_ranks() -> None:
 def test_options_that_measure_nothing_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         engine.Options(**change)
+
+
+def test_a_filled_tokenizer_has_text_for_every_id_and_encodes_as_before(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    tokens = {"a": 0, "b": 1, "<s>": 2, "ab": 3}
+    model = {"type": "BPE", "vocab": tokens, "merges": [["a", "b"]]}
+    added = {"id": 2, "content": "<s>", "special": True, "normalized": False}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False}
+    decoder = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    path.write_text(json.dumps({"version": "1.0", "added_tokens": [added | flags], "decoder": decoder, "model": model}))
+    make_tokenizer.fill(path, 6)
+    filled = tokenizers.Tokenizer.from_file(str(path))
+    assert filled.get_vocab_size() == 6
+    assert filled.encode("abba").ids == [3, 1, 0]
+    assert filled.decode([0, 4, 5]) == "a word4 word5"
 
 
 def test_figures_are_on_disk_as_soon_as_they_are_known(tmp_path: Path) -> None:
@@ -131,6 +153,7 @@ def test_one_run_measures_every_part_of_the_engine(
     ray_cluster: None, smollm2_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("benchmarks.bandwidth.measure_apart", lambda device: 10.0)
+    monkeypatch.setattr(engine, "_NUM_TTFT_RUNS", 3)  # the one beside them has 56 new tokens
     config = load_app_config(
         ROOT / "configs" / "smollm2-135m.yaml",
         [
@@ -142,8 +165,9 @@ def test_one_run_measures_every_part_of_the_engine(
         ],
     ).engine
     report = Report(tmp_path / "run.json")
-    with pytest.raises(ConfigError, match="max_num_seqs=32 is less than the batch 33"):
-        asyncio.run(engine.benchmark(config, engine.Options(batches=(33,)), report))
+    for options, most in ((engine.Options(batches=(33,)), 33), (engine.Options(batches=(1,)), 61)):
+        with pytest.raises(ConfigError, match=f"max_num_seqs=32 is less than the {most} requests"):
+            asyncio.run(engine.benchmark(config, options, report))
     options = engine.Options(**{**vars(SMALL), "batches": (1, 2, 8)})
     asyncio.run(engine.benchmark(config, options, report))
     figures = json.loads((tmp_path / "run.json").read_text())
@@ -156,9 +180,11 @@ def test_one_run_measures_every_part_of_the_engine(
     longest = max(engine.workload(3, (4, 8), 49152)[1])
     assert figures["workload"]["num_steps"] >= longest
     assert figures["prefill"]["tok_s"] > 0
-    first, too_long = figures["ttft"]
-    assert 0 < first["ms"] <= first["most_ms"]
+    alone, too_long, crowded, _ = figures["ttft"]
+    assert 0 < alone["ms"] <= alone["most_ms"]
     assert "exceed max_model_len=64" in too_long["skipped"]
+    assert crowded["beside"] == 1
+    assert crowded.get("ms", 0) > 0 or "the other requests reached" in crowded["skipped"]
     assert figures["status"]["num_running"] == 0
     assert "of floor" in engine_report.render(figures)
 

@@ -71,17 +71,18 @@ def test_a_step_gets_the_smallest_graph_of_its_kind_that_holds_it() -> None:
     assert prepared == sorted(shapes, reverse=True)  # the largest first, which takes the most memory
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
-    for tokens, rows, sampled, expected in (
-        (1, 1, 1, StepShape(1, 1, 1)),
-        (17, 17, 17, StepShape(20, 20, 20)),
-        (3, 1, 1, StepShape(16, 9, 8)),
-        (3, 3, 0, StepShape(16, 9, 8)),
-        (16, 9, 9, StepShape(16, 16, 15)),
-        (17, 1, 0, StepShape(32, 9, 8)),
-        (17, 16, 16, StepShape(32, 21, 20)),
-        (96, 20, 20, StepShape(96, 21, 20)),
+    for step, expected in (
+        (StepShape(1, 1, 1, 9), StepShape(1, 1, 1)),
+        (StepShape(17, 17, 17, 999), StepShape(20, 20, 20)),
+        (StepShape(3, 1, 1, 3), StepShape(16, 9, 8)),
+        (StepShape(3, 3, 0, 999), StepShape(16, 9, 8)),
+        (StepShape(16, 9, 9, 128), StepShape(16, 16, 15, 128)),
+        (StepShape(16, 9, 9, 129), StepShape(16, 16, 15)),
+        (StepShape(17, 1, 0, 17), StepShape(32, 9, 8)),
+        (StepShape(17, 16, 16, 256), StepShape(32, 21, 20, 256)),
+        (StepShape(96, 20, 20, 999), StepShape(96, 21, 20)),
     ):
-        shape = runner.smallest(StepShape(tokens, rows, sampled))
+        shape = runner.smallest(step)
         assert shape == expected
         assert len(runner.replay(expected).tokens) == expected.num_sampled
     assert runner.smallest(StepShape(97, 1, 1)) is None

@@ -170,14 +170,15 @@ class Case:
         shaped = out.view(-1, self.layer.tp_q_head_num, self.layer.head_dim)
         return list(shaped.split([self.rows[i][1] for i in chosen]))
 
-    def run_fa3(self, provider: FA3Provider) -> list[torch.Tensor]:
+    def run_fa3(self, provider: FA3Provider, *, num_splits: int = 0) -> list[torch.Tensor]:
         """[extend_len, Hq, D] of each row by FA3, which the backend spares batches of decodes."""
         batch = self.batch()
         assert batch.paged is not None
+        paged = dataclasses.replace(batch.paged, num_splits=num_splits)
         q, k, v = self.qkv(range(len(self.rows)))
         self.pool.set_kv(0, batch.out_cache_loc, k, v)
         heads = q.view(-1, self.layer.tp_q_head_num, self.layer.head_dim)
-        out = provider.attend(heads, *self.pool.pages(0), batch.paged, self.layer)
+        out = provider.attend(heads, *self.pool.pages(0), paged, self.layer)
         assert out.shape == heads.shape
         assert out.is_contiguous()
         return list(out.split([extend for _, extend in self.rows]))
@@ -246,7 +247,7 @@ def _emulated_fwd(q: Any, k: Any, v: Any, **given: Any) -> tuple[torch.Tensor, .
     """`torch.ops.flash_attn_3.fwd`."""
     assert given.pop("is_causal")
     assert given.pop("window_size_right") in (-1, 0)
-    assert given.pop("num_splits") == 0
+    assert given.pop("num_splits") in (0, 1)
     names = {"seqused_k": "cache_seqlens", "softmax_scale": "scale", "window_size_left": "left"}
     nothing = torch.empty(0)
     return _emulate(q, k, v, **{names.get(name, name): value for name, value in given.items()}), *[nothing] * 3
@@ -255,7 +256,7 @@ def _emulated_fwd(q: Any, k: Any, v: Any, **given: Any) -> tuple[torch.Tensor, .
 def _emulated_with_kvcache(q: Any, k: Any, v: Any, **given: Any) -> torch.Tensor:
     """`sgl_kernel.flash_attn.flash_attn_with_kvcache`."""
     assert given.pop("causal")
-    assert given.pop("num_splits") == 0
+    assert given.pop("num_splits") in (0, 1)
     left, right = given.pop("window_size")
     assert right == (-1 if left < 0 else 0)
     return _emulate(q, k, v, left=left, scale=given.pop("softmax_scale"), **given)
@@ -304,6 +305,23 @@ def test_writes_to_the_tensor_that_it_is_given() -> None:
         out = torch.empty_like(q)
         assert provider.attend(q, *case.pool.pages(0), paged, case.layer, out=out) is out
         assert torch.equal(out, provider.attend(q, *case.pool.pages(0), paged, case.layer))
+
+
+@pytest.mark.parametrize("num_splits", [0, 1])
+def test_the_batch_says_into_how_many_pieces_keys_are_cut(num_splits: int) -> None:
+    told: list[int] = []
+
+    def fwd(*args: Any, **given: Any) -> tuple[torch.Tensor, ...]:
+        told.append(given["num_splits"])
+        return _emulated_fwd(*args, **given)
+
+    def with_kvcache(*args: Any, **given: Any) -> torch.Tensor:
+        told.append(given["num_splits"])
+        return _emulated_with_kvcache(*args, **given)
+
+    for provider in (FlashAttention3(fwd), SglKernel(with_kvcache)):
+        _small(_layer()).run_fa3(provider, num_splits=num_splits)
+    assert told == [num_splits] * 2
 
 
 def test_decodes_go_to_the_triton_kernel_and_mixed_steps_and_wide_groups_to_fa3(
@@ -440,6 +458,14 @@ def test_every_installed_provider_errs_at_most_twice_as_far_as_torch(
 ) -> None:
     case = Case(_layer(head_dim=head_dim, window=window), page_size, BATCHES[batch])
     case.check(case.run_fa3(load_provider(_provider(name), CUDA)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", list(BATCHES))
+@pytest.mark.parametrize("name", list(PROVIDERS))
+def test_keys_in_one_piece_err_at_most_twice_as_far_as_torch(name: str, batch: str) -> None:
+    case = Case(_layer(), 64, BATCHES[batch])
+    case.check(case.run_fa3(load_provider(_provider(name), CUDA), num_splits=1))
 
 
 @pytest.mark.gpu

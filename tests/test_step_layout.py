@@ -141,9 +141,31 @@ def test_the_ladder_of_prompts_pads_little_and_always_has_a_row_for_padding(max_
             assert shape.num_tokens - num_tokens <= (31 if num_tokens <= 128 else 63 if num_tokens <= 512 else 127)
 
 
+@pytest.mark.parametrize(("longest", "splits"), [(100, False), (768, False), (769, True), (40_000, True)])
+def test_keys_of_short_rows_stay_whole_where_rows_are_many(longest: int, splits: bool) -> None:
+    ladder = prompt_shapes(256, 4096)
+    frame = StepFrame(
+        generation=1,
+        step=1,
+        rows=np.arange(1, 10, dtype=np.int32),
+        starts=np.array([longest - 1, *[60] * 8], np.int32),
+        lens=np.array([*[1] * 8, 80], np.int32),
+        flags=np.array([*[RowFlag.SAMPLE] * 8, RowFlag.HAS_TOKENS], np.int32),
+        token_ids=np.zeros(80, np.int32),
+    )
+    step = StepShape.of(frame)
+    assert step.max_seq_len == max(longest, 140)
+    shape = smallest(ladder, step)
+    assert (shape.num_tokens, shape.num_rows, shape.splits_keys) == (96, 96, splits)
+    alone = smallest(ladder, StepShape(80, 8, 8, step.max_seq_len))
+    assert (alone.num_rows, alone.splits_keys) == (9, True)
+    assert all(shape.splits_keys for shape in decode_shapes(256))
+
+
 def test_no_shape_is_larger_than_a_step_may_be() -> None:
     assert prompt_shapes(8, 15) == []
     assert [shape.num_tokens for shape in prompt_shapes(8, 100)] == [16, 32, 64, 96]
+    assert len(prompt_shapes(9, 100)) == 12
 
 
 def test_a_step_with_prompts_takes_no_shape_of_decodes() -> None:

@@ -79,12 +79,12 @@ class StepInputs:
         if not shape.is_decode:
             lens[:-1], lens[-1] = 0, shape.num_tokens
         nothing = np.zeros(shape.num_rows, np.int64)
-        return self._batch(shape, nothing, nothing, lens)
+        return self._batch(shape, nothing, nothing, lens, num_splits=0 if shape.splits_keys else 1)
 
     def batch(self, frame: StepFrame) -> ForwardBatch:
         """The batch of any frame. Queues the kernel that fills it from the last upload, which was this frame's."""
         rows, starts, lens = (part.astype(np.int64) for part in (frame.rows, frame.starts, frame.lens))
-        return self._batch(StepShape.of(frame), rows, starts, lens)
+        return self._batch(StepShape.of(frame), rows, starts, lens, num_splits=0)
 
     def sampled_rows(self, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor]:
         """Of the rows that get a token, each [num_sampled] int32: their page-table rows, and their tokens once this
@@ -97,7 +97,13 @@ class StepInputs:
         return rows.index_select(0, which), seq_lens.index_select(0, which)
 
     def _batch(
-        self, shape: StepShape, rows: Int64Array, prefix_lens: Int64Array, extend_lens: Int64Array
+        self,
+        shape: StepShape,
+        rows: Int64Array,
+        prefix_lens: Int64Array,
+        extend_lens: Int64Array,
+        *,
+        num_splits: int,
     ) -> ForwardBatch:
         full, layout = self._tensors, self._layout
         tensors = StepTensors(
@@ -138,6 +144,7 @@ class StepInputs:
                 cu_seqlens_q=cu_seqlens_q,
                 page_table=tensors.page_table,
                 max_seqlen_q=max_seqlen_q,
+                num_splits=num_splits,
             ),
         )
 
