@@ -39,16 +39,20 @@ _CLOSE_TIMEOUT_S = 15.0
 _SILENCE_S = 10.0
 
 
-def describe(config: EngineConfig, *, gpus: bool) -> EngineSpec:
-    """Finds the model's files, reads what it is, and decides every auto value; logs each decision.
+def describe(config: EngineConfig, *, gpus: bool, announce: bool = True) -> EngineSpec:
+    """Finds the model's files, reads what it is, and decides every auto value.
 
     Weights on the Hub are not fetched here, but by the ranks, whose nodes need them.
+
+    Args:
+        announce: log each decision. False where `gpus` is a guess.
     """
     model_path = resolve_model_path(config.model, config.revision, weights=config.has_local_weights)
     model = read_model_config(model_path)
     resolved = resolve(config, model, HostFacts(num_cores=node_cores(), num_gpus=int(gpus)))
-    for decision in resolved.decisions:
-        logger.info("%s", decision)
+    if announce:
+        for decision in resolved.decisions:
+            logger.info("%s", decision)
     return EngineSpec(resolved.config, model, model_path)
 
 

@@ -106,7 +106,7 @@ class CudaModelRunner:
             output = self._graphs.replay(shape)
             output = StepOutput(output.tokens[: len(sampled)], output.logits[: len(sampled)])
         else:
-            batch = self._inputs.batch(frame)
+            batch = self._inputs.batch(frame, step)
             if len(frame.targets):
                 hidden, scores = self._forward_and_score(frame, batch)
             else:

@@ -81,10 +81,13 @@ class StepInputs:
         nothing = np.zeros(shape.num_rows, np.int64)
         return self._batch(shape, nothing, nothing, lens, num_splits=0 if shape.splits_keys else 1)
 
-    def batch(self, frame: StepFrame) -> ForwardBatch:
-        """The batch of any frame. Queues the kernel that fills it from the last upload, which was this frame's."""
+    def batch(self, frame: StepFrame, shape: StepShape) -> ForwardBatch:
+        """The batch of any frame, of its own shape.
+
+        Queues the kernel that fills it from the last upload, which was this frame's.
+        """
         rows, starts, lens = (part.astype(np.int64) for part in (frame.rows, frame.starts, frame.lens))
-        return self._batch(StepShape.of(frame), rows, starts, lens, num_splits=0)
+        return self._batch(shape, rows, starts, lens, num_splits=0)
 
     def sampled_rows(self, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor]:
         """Of the rows that get a token, each [num_sampled] int32: their page-table rows, and their tokens once this

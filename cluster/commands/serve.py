@@ -92,7 +92,7 @@ class ServingJob:
         self._trap_signals()
         config = self._config.engine
         if config.is_local_model:
-            describe(config, gpus=config.device == "cuda")
+            describe(config, gpus=config.device == "cuda", announce=False)
             check_checkpoint(config)
         if self._address is None:
             if detach:
