@@ -83,10 +83,19 @@ class ParallelLMHead:
         """Uses the embedding's weight, which stays the only copy of these rows."""
         self._matmul = Matmul(embedding.weight, None, pack=False)
 
-    def local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [num_rows, hidden_size] -> logits [num_rows, columns of this rank] fp32; on CUDA never rounded."""
+    @property
+    def num_local_columns(self) -> int:
+        """Of the logits, those of this rank."""
+        return self._plan.vocab[self._group.rank].size
+
+    def local_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden [num_rows, hidden_size] -> logits [num_rows, num_local_columns] fp32; on CUDA never rounded.
+
+        Args:
+            out: to write to. None: a new tensor.
+        """
         assert self._matmul is not None, "forward before load"
-        return self._matmul.in_fp32(hidden)
+        return self._matmul.in_fp32(hidden, out)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [num_rows, hidden_size] -> logits [num_rows, vocab_size] fp32, the same on every rank."""

@@ -67,13 +67,16 @@ class Matmul:
             return torch.mm(x, self._transposed, out=out)
         return torch.addmm(self._bias, x, self._transposed, out=out)
 
-    def in_fp32(self, x: torch.Tensor) -> torch.Tensor:
+    def in_fp32(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """The same in fp32: on CUDA as the product was summed, elsewhere rounded to the weight's type before."""
         if self._few_rows and _is_skinny(x, self._weight):
-            return _skinny(x, self._weight, self._bias, torch.float32)
+            return _skinny(x, self._weight, self._bias, torch.float32, out)
         if self._weight.device.type == "cuda" and self._bias is None and x.dtype is not torch.float32:
-            return torch.mm(x, self._transposed, out_dtype=torch.float32)
-        return self(x).float()
+            if out is None:
+                return torch.mm(x, self._transposed, out_dtype=torch.float32)
+            return torch.mm(x, self._transposed, out_dtype=torch.float32, out=out)
+        y = self(x).float()
+        return y if out is None else out.copy_(y)
 
 
 def _is_skinny(x: torch.Tensor, weight: torch.Tensor) -> bool:

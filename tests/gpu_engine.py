@@ -281,8 +281,13 @@ def _rank_main(
         plan = ShardPlan.create(model, size)
         worker = TPWorker(config=config, model=model, model_path=model_path, plan=plan, group=group)
         worker.load()
-        worker.profile()
+        expected = worker.profile()
+        free = torch.cuda.mem_get_info(device)[0]
         worker.allocate(num_pages, max_model_len)
+        taken = free - torch.cuda.mem_get_info(device)[0]
+        own = expected.activation_bytes + expected.graph_bytes + expected.table_bytes
+        if num_gpus >= size:  # else others take from the same device
+            assert taken <= own + (num_pages + 1) * worker.kv_bytes_per_page(), f"{taken} bytes taken, {expected} said"
         results.put("ready")
         while True:  # one run of the loop for each scheduler
             worker.run(_Frames(frames), results.put if rank == 0 else None)

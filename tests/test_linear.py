@@ -149,7 +149,10 @@ def test_a_product_goes_where_it_is_asked_to(dtype: torch.dtype, bias: torch.Ten
     matmul = Matmul(weight, bias)
     assert matmul(x, out) is out
     torch.testing.assert_close(out, F.linear(x, weight, bias))
-    torch.testing.assert_close(matmul.in_fp32(x), F.linear(x, weight, bias).float())
+    logits = torch.full((5, 40), float("nan"))
+    assert matmul.in_fp32(x, logits) is logits
+    assert torch.equal(matmul.in_fp32(x), logits)
+    torch.testing.assert_close(logits, F.linear(x, weight, bias).float())
 
 
 @pytest.mark.gpu
@@ -160,6 +163,9 @@ def test_logits_on_cuda_are_not_rounded_to_the_type_of_the_weight(num_rows: int)
     weight = torch.randn(1024, 4096, generator=generator, device="cuda").bfloat16()
     logits = Matmul(weight, None).in_fp32(x)
     assert logits.dtype is torch.float32
+    out = torch.full_like(logits, float("nan"))
+    assert Matmul(weight, None).in_fp32(x, out) is out
+    assert torch.equal(out, logits)
     exact = x.double() @ weight.double().t()
     assert (logits - exact).abs().max() < 0.01  # of values near 64, where bf16 steps are 0.5
 

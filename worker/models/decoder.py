@@ -292,10 +292,16 @@ class Decoder:
         """[num_rows, vocab_size] fp32 of hidden states [num_rows, hidden_size] that `forward` returned."""
         return self._capped(self._lm_head(hidden))
 
-    def local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Of `logits` the columns of this rank's vocabulary span: [num_rows, span.size] fp32."""
-        return self._capped(self._lm_head.local_logits(hidden))
+    @property
+    def num_local_logits(self) -> int:
+        """Columns of `local_logits`: this rank's vocabulary span."""
+        return self._lm_head.num_local_columns
+
+    def local_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Of `logits` the columns of this rank: [num_rows, num_local_logits] fp32; `out` if one is given."""
+        return self._capped(self._lm_head.local_logits(hidden, out))
 
     def _capped(self, logits: torch.Tensor) -> torch.Tensor:
+        """In place."""
         softcap = self._model.final_logit_softcap
-        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
