@@ -135,6 +135,13 @@ def test_a_prompt_of_one_token_and_a_full_batch_of_decodes_run(shape: Path) -> N
 
 
 @pytest.mark.gpu
+def test_all_graphs_fit_in_what_the_profile_run_says(shape: Path) -> None:
+    """Each rank compares the two as it starts."""
+    with _engine(shape, scheduler={"max_num_seqs": 256, "max_num_batched_tokens": 2048}) as engine:
+        assert len(engine.generate([[7, 8]], max_tokens=2)[0].tokens) == 2
+
+
+@pytest.mark.gpu
 def test_too_little_memory_names_the_rank_and_the_setting(shape: Path) -> None:
     from configs.errors import EngineError
 
