@@ -72,8 +72,6 @@ class Matmul:
         if self._few_rows and _is_skinny(x, self._weight):
             return _skinny(x, self._weight, self._bias, torch.float32, out)
         if self._weight.device.type == "cuda" and self._bias is None and x.dtype is not torch.float32:
-            if out is None:
-                return torch.mm(x, self._transposed, out_dtype=torch.float32)
             return torch.mm(x, self._transposed, out_dtype=torch.float32, out=out)
         y = self(x).float()
         return y if out is None else out.copy_(y)

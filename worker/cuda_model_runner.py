@@ -69,7 +69,6 @@ class CudaModelRunner:
             device=group.device,
         )
         self._graphs = CudaGraphRunner(group)
-        self._graph_logits: torch.Tensor | None = None
 
     @property
     def table_bytes(self) -> int:
@@ -82,12 +81,12 @@ class CudaModelRunner:
             ladders = decode_shapes(self._max_rows), prompt_shapes(self._max_rows, self._max_graph_tokens)
             shapes = [shape for ladder in ladders for shape in (ladder[-1:] if largest else ladder)]
             nothing = StepFrame(generation=0, step=0)
-            # One for all graphs: what each kept for itself came to 8 GiB (Qwen3-8B at TP 1).
-            self._graph_logits = torch.empty(
+            # One for all graphs, kept by their outputs: what each had of its own came to 8 GiB (Qwen3-8B at TP 1).
+            logits = torch.empty(
                 self._max_rows, self._decoder.num_local_logits, dtype=torch.float32, device=self._group.device
             )
             self._graphs.capture(
-                self._step,
+                lambda shape: self._step(shape, logits[: shape.num_sampled]),
                 shapes,
                 prepare=lambda shape: self._inputs.upload(nothing, shape),
                 on_progress=on_progress,
@@ -129,10 +128,8 @@ class CudaModelRunner:
         asked = chosen.which[chosen.num_logprobs >= 0].astype(np.int32)
         return CudaStep.record(self._group, frame, output.tokens, asked, logprobs, scores)
 
-    def _step(self, shape: StepShape) -> StepOutput:
-        """A step of that shape over static buffers: what a graph captures."""
-        assert self._graph_logits is not None, "a graph's step before capture()"
-        logits = self._graph_logits[: shape.num_sampled]
+    def _step(self, shape: StepShape, logits: torch.Tensor) -> StepOutput:
+        """A step of that shape over static buffers, its logits among them: what a graph captures."""
         return self._sample(self._forward(self._inputs.graph_batch(shape)), shape, logits)
 
     def _forward(self, batch: ForwardBatch) -> torch.Tensor:

@@ -20,7 +20,7 @@ LAST_TOKEN = -1
 """In place of a token id: the row's own last sampled token."""
 _DECODE_SIZES = (1, 2, 4, *range(8, 257, 8))
 _FEW_ROWS = 8
-_UNSPLIT_KEYS = 8
+_UNSPLIT_KEYS = 8  # of the longest row, for each token of a shape that does not split
 _ANY_LEN = int(np.iinfo(np.int32).max)
 _PROMPT_SIZES = (16, *range(32, 129, 32), *range(192, 513, 64), *range(640, 2049, 128))
 
