@@ -66,7 +66,7 @@ def test_graphs_go_before_the_group_whose_communicator_waits_for_them(monkeypatc
 
 def test_a_step_gets_the_smallest_graph_of_its_kind_that_holds_it() -> None:
     runner, shares, prepared = CudaGraphRunner(TensorParallelGroup.single()), list[float](), list[StepShape]()
-    shapes = decode_shapes(20) + prompt_shapes(20, 100)
+    shapes = decode_shapes(20) + prompt_shapes(20, 96, 1000)
     runner.capture(output_of, shapes, prepare=prepared.append, on_progress=shares.append)
     assert prepared == sorted(shapes, reverse=True)  # the largest first, which takes the most memory
     assert shares == sorted(shares)

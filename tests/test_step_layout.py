@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from worker.protocol import RowFlag, StepFrame
-from worker.step_layout import LAST_TOKEN, StepLayout, StepShape, decode_shapes, prompt_shapes
+from worker.step_layout import LAST_TOKEN, StepLayout, StepShape, decode_shapes, launch_bound_tokens, prompt_shapes
 
 MAX_ROWS, MAX_TOKENS = 40, 640
+LONGEST = 40_000
 STALE = 1 << 29
 
 
@@ -46,7 +47,7 @@ def test_a_padded_step_says_of_its_own_rows_what_the_exact_one_says(seed: int, d
     frame = frame_of(generator, int(generator.integers(1, MAX_ROWS + 1)), decodes=decodes)
     step = StepShape.of(frame)
     assert step.is_decode == decodes
-    shape = smallest(decode_shapes(MAX_ROWS) if decodes else prompt_shapes(MAX_ROWS, MAX_TOKENS), step)
+    shape = smallest(decode_shapes(MAX_ROWS) if decodes else prompt_shapes(MAX_ROWS, MAX_TOKENS, LONGEST), step)
     exact, padded = (np.full(layout.capacity, STALE, np.int32) for _ in range(2))
     assert layout.pack(exact, frame, step) == layout.token_ids(step.num_tokens).stop
     assert layout.pack(padded, frame, shape) == layout.token_ids(shape.num_tokens).stop
@@ -79,7 +80,7 @@ def test_a_padded_step_says_of_its_own_rows_what_the_exact_one_says(seed: int, d
     assert ((samples >= 0) & (samples < shape.num_tokens)).all()
 
 
-@pytest.mark.parametrize("shape", [*decode_shapes(MAX_ROWS), *prompt_shapes(MAX_ROWS, MAX_TOKENS)], ids=str)
+@pytest.mark.parametrize("shape", [*decode_shapes(MAX_ROWS), *prompt_shapes(MAX_ROWS, MAX_TOKENS, LONGEST)], ids=str)
 def test_a_shape_is_valid_without_any_rows(shape: StepShape) -> None:
     """What graphs are captured with: kernels that got less than no tokens of a row have written anywhere."""
     layout = StepLayout(MAX_ROWS + 1, MAX_TOKENS)
@@ -127,23 +128,27 @@ def test_the_ladder_of_decodes_pads_little_and_reaches_the_largest_step(max_rows
         assert padding <= (7 if num_rows <= 256 else 31), num_rows
 
 
+@pytest.mark.parametrize("max_tokens", [2048, 3240, 8192])
 @pytest.mark.parametrize("max_rows", [1, 3, 16, 256])
-def test_the_ladder_of_prompts_pads_little_and_always_has_a_row_for_padding(max_rows: int) -> None:
-    ladder = prompt_shapes(max_rows, 4096)
+def test_the_ladder_of_prompts_pads_little_and_always_has_a_row_for_padding(max_rows: int, max_tokens: int) -> None:
+    ladder = prompt_shapes(max_rows, max_tokens, LONGEST)
     assert ladder == sorted(set(ladder))
-    for num_tokens in range(2, ladder[-1].num_tokens + 1):
+    assert ladder[-1].num_tokens == max_tokens
+    for num_tokens in range(2, max_tokens + 1):
         for num_rows in {1, min(max_rows, num_tokens - 1)}:
-            shape = smallest(ladder, StepShape(num_tokens, num_rows, num_rows))
+            shape = smallest(ladder, StepShape(num_tokens, num_rows, num_rows, LONGEST))
             assert not shape.is_decode
             assert shape.num_rows > num_rows
             assert shape.num_sampled >= num_rows
-            assert (shape.num_sampled <= 8) == (num_rows <= 8)
-            assert shape.num_tokens - num_tokens <= (31 if num_tokens <= 128 else 63 if num_tokens <= 512 else 127)
+            if num_tokens <= 2048:
+                assert (shape.num_sampled <= 8) == (num_rows <= 8)
+            limits = {128: 31, 512: 63, 4096: 127, 8192: 511}
+            assert shape.num_tokens - num_tokens <= next(limits[end] for end in limits if num_tokens <= end)
 
 
 @pytest.mark.parametrize(("longest", "splits"), [(100, False), (768, False), (769, True), (40_000, True)])
 def test_keys_of_short_rows_stay_whole_where_rows_are_many(longest: int, splits: bool) -> None:
-    ladder = prompt_shapes(256, 4096)
+    ladder = prompt_shapes(256, 4096, LONGEST)
     frame = StepFrame(
         generation=1,
         step=1,
@@ -162,10 +167,34 @@ def test_keys_of_short_rows_stay_whole_where_rows_are_many(longest: int, splits:
     assert all(shape.splits_keys for shape in decode_shapes(256))
 
 
-def test_no_shape_is_larger_than_a_step_may_be() -> None:
-    assert prompt_shapes(8, 15) == []
-    assert [shape.num_tokens for shape in prompt_shapes(8, 100)] == [16, 32, 64, 96]
-    assert len(prompt_shapes(9, 100)) == 12
+def test_the_largest_step_is_a_shape_and_none_is_larger() -> None:
+    assert prompt_shapes(8, 1, LONGEST) == []
+    assert prompt_shapes(8, 2, LONGEST) == [StepShape(2, 2, 1)]
+    assert [shape.num_tokens for shape in prompt_shapes(8, 100, LONGEST)] == [16, 32, 64, 96, 100]
+    assert [shape.num_tokens for shape in prompt_shapes(8, 100, 33)] == [16, 32, 33]  # a padding row is no longer
+    assert len(prompt_shapes(9, 100, LONGEST)) == 15
+    assert prompt_shapes(256, 100_000, LONGEST)[-1].num_tokens == 8192
+
+
+def test_keys_are_split_only_where_a_row_may_be_longer_than_what_stays_whole() -> None:
+    ladder = prompt_shapes(256, 8192, 8 * 4096)
+    assert {shape.num_tokens for shape in ladder if shape.num_rows > 9 and shape.splits_keys} == {
+        shape.num_tokens for shape in ladder if shape.num_tokens < 4096
+    }
+    for num_tokens in (4095, 4096, 8000):
+        assert smallest(ladder, StepShape(num_tokens, 256, 256, 8 * 4096)).num_tokens >= num_tokens
+
+
+@pytest.mark.parametrize(
+    ("flops_per_token", "num_tokens"),
+    [
+        pytest.param(2 * 4096 * (80 * 128 + 3 * 12288), 2073, id="Qwen3-8B"),
+        pytest.param(2 * 4096 * (80 * 128 + 3 * 12288) / 4, 8292, id="Qwen3-8B over 4 ranks"),
+        pytest.param(2 * 8192 * (144 * 128 + 3 * 28672), 2048, id="Llama-3.1-70B"),
+    ],
+)
+def test_graphs_end_where_a_rank_computes_longer_than_it_launches(flops_per_token: float, num_tokens: int) -> None:
+    assert launch_bound_tokens(flops_per_token) == num_tokens
 
 
 def test_a_step_with_prompts_takes_no_shape_of_decodes() -> None:

@@ -35,6 +35,7 @@ class CudaModelRunner:
     Args:
         max_rows: most rows of a step.
         max_tokens: most input tokens of a step.
+        max_graph_tokens: most input tokens of a captured step with prompts.
         limits: frames are checked against them.
     """
 
@@ -50,6 +51,7 @@ class CudaModelRunner:
         *,
         max_rows: int,
         max_tokens: int,
+        max_graph_tokens: int,
     ) -> None:
         self._decoder = decoder
         self._backend = backend
@@ -59,8 +61,7 @@ class CudaModelRunner:
         self._group = group
         self._limits = limits
         self._max_rows = max_rows
-        # A padding row of no more than what a row can have.
-        self._max_graph_tokens = min(max_tokens, limits.max_model_len)
+        self._max_graph_tokens = min(max_tokens, max_graph_tokens)
         self._inputs = StepInputs(
             req_to_token_pool,
             max_rows=max_rows + 1,  # with a row for padding
@@ -78,7 +79,8 @@ class CudaModelRunner:
     def capture(self, *, largest: bool = False, on_progress: Callable[[float], None] | None = None) -> None:
         """Captures steps at every shape of the ladders, or only their `largest`; the KV pool must stay where it is."""
         if self._backend.captures_cuda_graphs:
-            ladders = decode_shapes(self._max_rows), prompt_shapes(self._max_rows, self._max_graph_tokens)
+            prompts = prompt_shapes(self._max_rows, self._max_graph_tokens, self._limits.max_model_len)
+            ladders = decode_shapes(self._max_rows), prompts
             shapes = [shape for ladder in ladders for shape in (ladder[-1:] if largest else ladder)]
             nothing = StepFrame(generation=0, step=0)
             # One for all graphs, kept by their outputs: what each had of its own came to 8 GiB (Qwen3-8B at TP 1).

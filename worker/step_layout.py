@@ -22,7 +22,11 @@ _DECODE_SIZES = (1, 2, 4, *range(8, 257, 8))
 _FEW_ROWS = 8
 _UNSPLIT_KEYS = 8  # of the longest row, for each token of a shape that does not split
 _ANY_LEN = int(np.iinfo(np.int32).max)
-_PROMPT_SIZES = (16, *range(32, 129, 32), *range(192, 513, 64), *range(640, 2049, 128))
+_PROMPT_SIZES = (16, *range(32, 129, 32), *range(192, 513, 64), *range(640, 4097, 128), *range(4608, 8193, 512))
+_FEW_ROWS_TOKENS = 2048  # above, FA3 does not split, and the logits of all rows are little of a step
+_LEAST_GRAPH_TOKENS = 2048
+# Of a layer on one rank: 1.2 ms of an H200, which eager steps launch in 0.4 to 0.9 ms, or in over 2 on a busy host.
+_LAUNCH_BOUND_FLOPS = 0.8e12
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -80,24 +84,36 @@ def decode_shapes(max_rows: int) -> list[StepShape]:
     return [StepShape(size, size, size) for size in sorted(sizes | {max_rows})]
 
 
-def prompt_shapes(max_rows: int, max_tokens: int) -> list[StepShape]:
-    """The ladder of steps with prompts, up to as many tokens as keep a GPU busy for longer than their launches take.
+def launch_bound_tokens(flops_per_token: float) -> int:
+    """Input tokens up to which launching a step may take longer than running it: those are worth a CUDA graph.
 
-    Padding costs at most 31 tokens up to 128, 63 up to 512 and 127 above. Each number of tokens comes with few rows,
-    for prompts that nothing or little else runs beside, and with as many as there may be. The kernel by which FA3 joins
-    what it split has programs for every token that every row may have, almost all of them empty where rows are many:
-    such a shape comes without splits too, for rows whose keys take no longer in one piece. With 12 decodes of 600
-    tokens beside a prompt, 512 tokens in all, a layer takes 21 us instead of 201 (benchmarks/prompt_attention.py; H200,
-    16 query heads).
+    Args:
+        flops_per_token: of the matrix products of one layer on one rank, two to a multiply-add.
     """
+    return max(_LEAST_GRAPH_TOKENS, int(_LAUNCH_BOUND_FLOPS / flops_per_token))
+
+
+def prompt_shapes(max_rows: int, max_tokens: int, max_model_len: int) -> list[StepShape]:
+    """The ladder of steps with prompts, up to `max_tokens` or its own end at 8192; that end is one of it.
+
+    Padding costs at most 31 tokens up to 128, 63 up to 512, 127 up to 4096 and 511 above. Up to 2048 tokens each number
+    comes with few rows, for prompts that nothing or little else runs beside, and with as many as there may be. The
+    kernel by which FA3 joins what it split has programs for every token that every row may have, almost all of them
+    empty where rows are many: such a shape comes without splits too, for rows whose keys take no longer in one piece.
+    With 12 decodes of 600 tokens beside a prompt, 512 tokens in all, a layer takes 21 us instead of 201
+    (benchmarks/prompt_attention.py; H200, 16 query heads).
+    """
+    most_tokens = min(max_tokens, max_model_len, _PROMPT_SIZES[-1])
     shapes = []
-    for num_tokens in _PROMPT_SIZES:
-        if num_tokens <= max_tokens:
-            few, many = (min(most, max_rows, num_tokens - 1) for most in (_FEW_ROWS, max_rows))
+    for num_tokens in sorted({size for size in _PROMPT_SIZES if size < most_tokens} | {most_tokens}):
+        few, many = (min(most, max_rows, num_tokens - 1) for most in (_FEW_ROWS, max_rows))
+        if few and (few == many or num_tokens <= _FEW_ROWS_TOKENS):
             shapes.append(StepShape(num_tokens, few + 1, few))
-            if many > few:
-                unsplit = StepShape(num_tokens, many + 1, many, _UNSPLIT_KEYS * num_tokens)
-                shapes += [unsplit, StepShape(num_tokens, many + 1, many)]
+        if many > few:
+            unsplit_keys = _UNSPLIT_KEYS * num_tokens
+            shapes.append(StepShape(num_tokens, many + 1, many, unsplit_keys))
+            if unsplit_keys < max_model_len:
+                shapes.append(StepShape(num_tokens, many + 1, many))
     return shapes
 
 

@@ -20,6 +20,7 @@ from configs.model_config import ModelConfig
 from configs.schema import EngineConfig, resolved
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
+from parallel.step_cost import StepCost
 from worker.dummy_weights import DummyCheckpoint
 from worker.frame_check import FrameLimits
 from worker.layers.rotary import check_length
@@ -29,6 +30,7 @@ from worker.models.decoder import Decoder
 from worker.peaks import Peaks, measure_peaks
 from worker.pending_step import PendingStep, StepRunner
 from worker.protocol import FrameKind, StepFrame
+from worker.step_layout import launch_bound_tokens
 from worker.weights import Checkpoint
 
 if TYPE_CHECKING:
@@ -241,6 +243,7 @@ class TPWorker:
         from worker.cuda_sampler import CudaSampler
 
         scheduler = self._config.scheduler
+        flops = StepCost.of(self._plan, self._dtype.itemsize).flops_per_token / self._group.size
         req_to_token_pool, token_to_kv_pool = self._pools(num_pages, max_model_len)
         return CudaModelRunner(
             self._decoder,
@@ -254,6 +257,7 @@ class TPWorker:
             self._limits(max_model_len),
             max_rows=resolved(scheduler.max_num_seqs),
             max_tokens=resolved(scheduler.max_num_batched_tokens),
+            max_graph_tokens=launch_bound_tokens(flops / self._model.num_hidden_layers),
         )
 
     def _pools(self, num_pages: int, max_model_len: int) -> tuple[ReqToTokenPool, TokenToKVPool]:
