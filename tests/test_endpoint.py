@@ -270,6 +270,18 @@ def test_the_engine_shows_in_the_metrics_and_a_rank_says_where_it_is(client: ope
     assert "_next_frame" in ray.get(rank.stacks.remote(), timeout=30)
 
 
+def test_a_requests_timeline_shows_the_steps_of_its_life(endpoint: Any) -> None:
+    body = {"model": endpoint.model, "prompt": "Once", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    headers = {"x-request-id": "told-later"}
+    httpx.post(f"{endpoint.url}/v1/completions", json=body, headers=headers, timeout=60).raise_for_status()
+    endpoint.wait_idle()
+    reply = httpx.get(f"{endpoint.url}/v1/timelines/told-later", timeout=30)
+    reply.raise_for_status()
+    steps = [event for event in reply.json()["traceEvents"] if event["ph"] == "X" and event["tid"] == 2]
+    assert [step["name"] for step in steps[:8]] == ["prefill", *["decode"] * 7]
+    assert all(step["dur"] > 0 and step["args"]["rows"] >= 1 for step in steps)
+
+
 def test_penalties_biases_and_allowed_ids_rule_what_the_model_says(endpoint: Any) -> None:
     prompt = "one two three one two three one two three one two"
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 
@@ -71,6 +72,7 @@ def test_the_steps_of_its_life_are_there_and_no_other() -> None:
     ]
     assert events[0].args == {"rows": 3, "decodes": 2, "prompt_tokens": 7, "gap_before_us": 0}
     assert made.steps_left_out == 0
+    assert msgspec.json.decode(msgspec.json.encode(made), type=Timeline) == made
 
 
 def test_a_long_life_has_its_first_steps() -> None:

@@ -119,7 +119,7 @@ def _ends(steps: npt.NDArray[np.void]) -> npt.NDArray[np.float64]:
 
 
 def _steps(steps: npt.NDArray[np.void], arrived_s: float) -> Iterator[TraceEvent]:
-    for step, end_s in zip(steps, _ends(steps), strict=True):
+    for step, end_s in zip(steps, _ends(steps).tolist(), strict=True):  # of numpy, they would not encode
         about: dict[str, str | int | None] = {
             "rows": int(step["num_rows"]),
             "decodes": int(step["num_decodes"]),
