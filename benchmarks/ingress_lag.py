@@ -208,8 +208,7 @@ def replica(path: str, tokenizer: str, num_steps: int) -> Iterator[tuple[str, in
 @contextlib.contextmanager
 def behind_serve(path: str, tokenizer: str, num_steps: int) -> Iterator[tuple[str, int]]:
     """Host and port of Ray Serve with the app in a replica."""
-    from cluster.http.edge import CALLBACK
-    from cluster.session import PROXY_CALLBACK
+    from cluster.http.edge import CALLBACK, PROXY_CALLBACK
 
     os.environ["RAY_AUTH_MODE"] = "disabled"
     os.environ[PROXY_CALLBACK] = CALLBACK

@@ -6,13 +6,17 @@ Declared, a re-run that changes only `deployments:` restarts nothing. Applicatio
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 import ray
+from pydantic import ValidationError
 from ray import serve
 from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
+from ray.serve.schema import ServeDeploySchema
 
 from cluster.app import DEPLOYMENT, engine_app
+from cluster.http.edge import CALLBACK, PROXY_CALLBACK
 from cluster.session import Session, check_port_free
 from configs.errors import ConfigError, EngineError
 from configs.load import AppConfig
@@ -57,6 +61,8 @@ class Deployment:
         Raises:
             EngineError: Ray Serve refused the application.
         """
+        if not serve_is_running():
+            _start_serve(self._declaration)
         if self._client is not None:
             try:
                 self._client.deploy_applications(self._declaration)
@@ -69,11 +75,6 @@ class Deployment:
                     )
                 raise EngineError(f"Ray Serve refused the application: {error}{hint}") from None
             return
-        serve.start(
-            http_options=self._declaration["http_options"],
-            proxy_location=self._declaration.get("proxy_location"),
-            logging_config=self._declaration.get("logging_config"),
-        )
         target = serve.RunTarget(self._application, name=self._config.name, route_prefix=self._config.route_prefix)
         serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
@@ -81,6 +82,29 @@ class Deployment:
 def serve_is_running() -> bool:
     """Whether the cluster has a Serve controller; asking Serve itself would start one."""
     return any(actor["namespace"] == "serve" for actor in ray.util.list_named_actors(all_namespaces=True))
+
+
+def _start_serve(declaration: dict[str, Any]) -> None:
+    """Starts Ray Serve as the dashboard would, but from here: its proxies inherit this job's code, and so can have our
+    layer around them.
+
+    Raises:
+        EngineError: Ray Serve refused what is said of it.
+    """
+    try:
+        schema = ServeDeploySchema.model_validate({**declaration, "applications": []})
+    except ValidationError as error:
+        raise EngineError(f"Ray Serve refused the application: {error}") from None
+    given = schema.controller_options.runtime_env if schema.controller_options is not None else None
+    env_vars = {PROXY_CALLBACK: os.environ.get(PROXY_CALLBACK, CALLBACK), **(given or {}).get("env_vars", {})}
+    serve.start(
+        proxy_location=schema.proxy_location,
+        http_options=schema.http_options.model_dump(),
+        grpc_options=schema.grpc_options.model_dump(),
+        logging_config=schema.logging_config,
+        tracing_config=schema.tracing_config,
+        controller_options={"runtime_env": {"env_vars": env_vars}},
+    )
 
 
 def _declaration(config: AppConfig, session: Session) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from typing import Any
 
 import ray
 
-from cluster.http.edge import CALLBACK
 from configs.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,8 +24,6 @@ _PROBE_TIMEOUT_S = 3.0
 # minute for a server that never does.
 _HTTP2_SETTINGS = b"\x04"
 _HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0" + _HTTP2_SETTINGS + b"\0\0\0\0\0"
-PROXY_CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
-"""Read by Ray Serve's proxies when they start: what puts `cluster.http.edge` around them."""
 _JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 
@@ -120,7 +117,6 @@ def ray_session(address: str | None, *, min_cpus: float) -> Iterator[Session]:
 def _connect(address: str | None, min_cpus: float) -> Session:
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address is None:
-        os.environ.setdefault(PROXY_CALLBACK, CALLBACK)
         ray.init(
             address="local",
             num_cpus=max(os.cpu_count() or 1, int(min_cpus) + 1),

@@ -121,8 +121,7 @@ def ray_cluster() -> Iterator[None]:
     """A cluster of this run's own: one node, no GPUs, enough logical CPUs for every test's groups."""
     import ray
 
-    from cluster.http.edge import CALLBACK
-    from cluster.session import PROXY_CALLBACK
+    from cluster.http.edge import CALLBACK, PROXY_CALLBACK
 
     os.environ["RAY_AUTH_MODE"] = "disabled"
     os.environ[PROXY_CALLBACK] = CALLBACK  # as in a cluster that `cluster serve` starts

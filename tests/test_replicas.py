@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from tests.test_cli import ROOT, Head, head, is_ready
@@ -149,13 +151,15 @@ def test_the_turns_of_a_conversation_find_their_prefix(endpoint: Any) -> None:
 def test_a_job_serves_the_example_on_a_cluster_that_has_not_our_code(
     smollm2_path: Path, head: Head, free_port: int
 ) -> None:
-    """The dashboard, the controller and the proxies find none of our packages."""
+    """The dashboard finds none of our packages; the job brings them to the controller and the proxies it starts."""
     command = ["python", "-m", "cluster", "serve", str(EXAMPLE.relative_to(ROOT))]
     port = ["--set", f"http_options.port={free_port}"]
     head.job("submit", "--no-wait", "--working-dir", ".", "--", *command, *port)
     url = f"http://127.0.0.1:{free_port}"
     wait_for(lambda: is_ready(url), 300, "the endpoint's readiness")
     chat(url, [{"role": "user", "content": "Hello"}], session="one")
+    refused = httpx.get(f"{url}/health", headers={"x-long": "a" * (70 << 10)}, timeout=30)
+    assert refused.json()["error"]["code"] == "headers_too_large", "our layer is around the proxy"
     details = httpx.get(f"{head.dashboard_url}/api/serve/applications/", timeout=30).json()
     application = details["applications"]["smollm2-135m"]
     assert application["source"] == "declarative"
@@ -163,3 +167,31 @@ def test_a_job_serves_the_example_on_a_cluster_that_has_not_our_code(
     assert config["autoscaling_config"]["max_replicas"] == 2
     assert config["autoscaling_config"]["policy"]["policy_function"] == "cluster.autoscaling:LoadPolicy"
     assert config["request_router_config"]["request_router_class"] == "cluster.routing.SessionRouter"
+
+
+@pytest.mark.parametrize("head", [False], indirect=True)
+def test_a_job_can_have_haproxy_in_the_proxys_place(smollm2_path: Path, head: Head, free_port: int) -> None:
+    command = [
+        "python",
+        "-m",
+        "cluster",
+        "serve",
+        "configs/smollm2-135m.yaml",
+        "--set",
+        f"http_options.port={free_port}",
+    ]
+    environment = json.dumps({"env_vars": {"RAY_SERVE_ENABLE_HA_PROXY": "1"}})
+    head.job("submit", "--no-wait", "--working-dir", ".", "--runtime-env-json", environment, "--", *command)
+    url = f"http://127.0.0.1:{free_port}"
+    wait_for(lambda: is_ready(url), 300, "the endpoint's readiness")
+    owners = {
+        psutil.Process(it.pid).name()
+        for it in psutil.net_connections("tcp")
+        if it.laddr.port == free_port and it.status == psutil.CONN_LISTEN
+    }
+    assert owners == {"haproxy"}
+    body = {"model": "smollm2-135m-instruct", "prompt": "Once", "max_tokens": 8, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as reply:
+        events = [line for line in reply.iter_lines() if line]
+    assert len(events) == 10, events  # eight tokens, the reason, the end
+    assert events[-1] == "data: [DONE]"

@@ -3,8 +3,8 @@
 Ray Serve has neither limits nor backpressure between a connection and a replica, routes a request before its body has
 come, and speaks plain text when it fails.
 `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=cluster.http.edge:middlewares` puts this around it; Serve reads that when its
-proxies start. Without it everything works, but a slow client's answer piles up in the proxy, and a replica that dies
-cuts its streams.
+proxies start (`cluster/deployment.py` has it set where it starts Serve). Without it everything works, but each part of
+a stream goes through Ray, a slow client's answer piles up in the proxy, and a replica that dies cuts its streams.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ from cluster.http.handover import HEADER, HandoverHub, Offer
 from cluster.routing import REPLICA_SESSION
 from configs.errors import OverloadedError, RequestError
 
+PROXY_CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
+"""The variable that Ray Serve's proxies read when they start."""
 CALLBACK = "cluster.http.edge:middlewares"
-"""Value of RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH."""
+"""Its value that puts this layer around them."""
 # By these a client could have its request go on after it left, or fill the proxy's table of models.
 _INNER_HEADERS = re.compile(rb"x-request-disconnect-disabled|serve[_-]multiplexed[_-]model[_-]id|" + HEADER)
 _SESSION = os.environ.get("RAY_SERVE_SESSION_ID_HEADER_KEY", "x-session-id").lower().encode()
