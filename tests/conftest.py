@@ -124,7 +124,7 @@ def ray_cluster() -> Iterator[None]:
     from cluster.http.edge import CALLBACK, PROXY_CALLBACK
 
     os.environ["RAY_AUTH_MODE"] = "disabled"
-    os.environ[PROXY_CALLBACK] = CALLBACK  # as in a cluster that `cluster serve` starts
+    os.environ[PROXY_CALLBACK] = CALLBACK  # as `cluster serve` has it where it starts Serve
     os.environ["PYTHONPATH"] = str(ROOT)  # the workers' way to this checkout
     ray.init(
         address="local",
