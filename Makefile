@@ -1,4 +1,5 @@
-# make serve | test | test-gpu | check | setup: the verbs of this project. CI calls `make test`.
+# make serve | test | test-all | test-exhaustive | test-gpu | check | setup: the verbs of this project. CI calls
+# `make test` and `make test-all`.
 PYTHON ?= python3.11
 BIN := .venv/bin
 CONFIG ?= configs/smollm2-135m.yaml
@@ -8,7 +9,7 @@ MODEL := $(MODEL_DIR)/SmolLM2-135M-Instruct.Q4_1.gguf
 export RAY_AUTH_MODE ?= disabled
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: serve test test-slow test-gpu check setup clean
+.PHONY: serve test test-all test-exhaustive test-gpu check setup agents clean
 
 serve: setup
 	$(BIN)/python -m cluster serve $(CONFIG) $(ARGS)
@@ -16,8 +17,21 @@ serve: setup
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
 
-test-slow: setup
-	$(BIN)/python -m pytest -m slow $(ARGS)
+# What `make test` leaves out, the agent frameworks of tests/test_agents.py among it.
+test-all: setup agents
+	$(BIN)/python -m pytest -m "slow and not exhaustive" $(ARGS)
+
+# Too long for CI.
+test-exhaustive: setup
+	$(BIN)/python -m pytest -m exhaustive $(ARGS)
+
+# In an environment of their own: they would not all go with ours.
+agents: .venv-agents/.installed
+
+.venv-agents/.installed: tests/agents/requirements.txt
+	$(PYTHON) -m venv .venv-agents
+	.venv-agents/bin/python -m pip install --quiet --disable-pip-version-check -r tests/agents/requirements.txt
+	touch $@
 
 # On a GPU host, with the Python whose torch sees the GPUs.
 test-gpu:
@@ -47,4 +61,4 @@ $(MODEL): | .venv/.installed
 	rm -rf $(MODEL_DIR)/.download
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-agents .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -8,6 +8,7 @@ One call serves decodes, prompts, chunks behind a cached prefix and any mixture 
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from configs.errors import ConfigError
 _log = logging.getLogger(__name__)
 
 _HOPPER = (9, 0)
+SGLANG_KERNEL = "0.4.3"
+"""The version of that package that was run, with torch 2.11."""
 
 
 class FA3Provider(ABC):
@@ -186,6 +189,22 @@ _LOADERS: dict[str, Callable[[], FA3Provider]] = {
 }
 
 
+def _other_version(provider: str) -> str | None:
+    """What to say of an sglang-kernel that nobody has run; None where there is nothing to say."""
+    if provider != SglKernel.name:
+        return None
+    try:
+        version = importlib.metadata.version("sglang-kernel").partition("+")[0]
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    if version == SGLANG_KERNEL:
+        return None
+    return (
+        f"sglang-kernel {version} is installed, with torch {torch.__version__}; only {SGLANG_KERNEL} with torch 2.11 "
+        "was run, and other versions lack operators: `pip install '.[cuda]'` takes that one"
+    )
+
+
 def load_provider(name: str | None, device: torch.device) -> FA3Provider:
     """Imports the build called `name`, or the first there is, and logs which.
 
@@ -207,9 +226,11 @@ def load_provider(name: str | None, device: torch.device) -> FA3Provider:
         try:
             provider = _LOADERS[candidate]()
         except (ImportError, OSError) as error:  # OSError: a shared library that it needs is not there
-            failures.append(f"{candidate}: {error}")
+            failures.append("; ".join(filter(None, (f"{candidate}: {error}", _other_version(candidate)))))
             continue
         _log.info("attention: FlashAttention-3 of %s", candidate)
+        if other := _other_version(candidate):
+            _log.warning("%s", other)
         return provider
     raise ConfigError(
         "attention_backend=flash_attention finds no build of FlashAttention-3: install `sglang-kernel` (the `cuda` "

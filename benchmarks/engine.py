@@ -126,7 +126,7 @@ class Driver:
         streams: list[RequestStream] = []
         for seed, (prompt, limit) in enumerate(zip(prompts, new_tokens, strict=True)):
             sampling = SamplingParams(max_tokens=limit, temperature=self._temperature, seed=seed, ignore_eos=True)
-            streams += self.engine.client.submit(prompt, [sampling])
+            streams += self.engine.client.submit([prompt], [[sampling]])
         return streams
 
     async def seconds(self, prompts: Sequence[bytes], new_tokens: Sequence[int]) -> float:

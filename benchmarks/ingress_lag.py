@@ -63,7 +63,7 @@ async def scripted_coordinator(path: str, token: int, num_streams: int, num_step
         while len(ids) < num_streams:
             message = decoder.decode(await read_frame(reader))
             if isinstance(message, Submit):
-                ids += [request.id for request in message.requests]
+                ids += [request.id for request in message.requests()]
         await asyncio.sleep(_SETTLE_S)
         raw_ids = np.array(ids, "<i8").tobytes()
         tokens = np.full(num_streams, token, "<i4").tobytes()

@@ -13,7 +13,8 @@ import argparse
 import json
 from pathlib import Path
 
-from cluster.openai.tokenizer import Tokenizer, convert_gguf
+from cluster.openai.gguf_tokenizer import read_gguf_tokenizer
+from cluster.openai.tokenizer import Tokenizer
 
 
 def fill(path: Path, vocab_size: int) -> None:
@@ -36,8 +37,7 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="a directory; made when it is not there")
     parser.add_argument("--vocab-size", type=int, default=0, help="make words up for ids below this that have no token")
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    convert_gguf(args.gguf, args.out)
+    read_gguf_tokenizer(args.gguf).save_pretrained(args.out)
     fill(args.out / "tokenizer.json", args.vocab_size)
     tokenizer = Tokenizer.load(args.out)
     template = "no chat template" if tokenizer.chat_template is None else "a chat template"

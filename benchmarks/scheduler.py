@@ -71,8 +71,8 @@ def measure(
         max_tokens = int(rng.integers(128, 384)) if churn else max_model_len - num_prompt_tokens
         prompt = rng.integers(10, 32000, num_prompt_tokens, np.int32).tobytes()
         sampling = SamplingParams(max_tokens=max_tokens, seed=next_id)
-        refusal = scheduler.add(GenerateRequest(id=next_id, prompt=prompt, sampling=sampling))
-        assert refusal is None, refusal
+        refused = scheduler.add([GenerateRequest(id=next_id, prompt=prompt, sampling=sampling)])
+        assert not refused, refused
         next_id += 1
 
     for _ in range(num_rows):

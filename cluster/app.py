@@ -26,7 +26,7 @@ from cluster.http.keys import open_keys
 from cluster.observability.logs import log_to_stderr
 from cluster.observability.replica import replica_telemetry
 from cluster.placement import NodeResources, check_fits, group_bundles, uses_gpus
-from cluster.preflight import check_checkpoint
+from cluster.preflight import check_checkpoint, read_tokenizer
 from cluster.replicas import replica_options
 from configs.errors import ConfigError
 from configs.load import parse_engine_config
@@ -70,8 +70,10 @@ class Engine:
         spec = describe(config, gpus=gpus)
         self._max_num_seqs = resolved(spec.config.scheduler.max_num_seqs)
         self._telemetry = replica_telemetry(spec.config, context)
+        # Before the weights: what is wrong with it is said at once.
+        tokenizer = await asyncio.to_thread(read_tokenizer, spec.config, spec.model, spec.tokenizer_path)
         self._engine = await RunningEngine.start(spec, placement_group, name, self._telemetry)
-        self._model: ServedModel = await self._engine.open_model()
+        self._model: ServedModel = await self._engine.open_model(tokenizer)
         await self._model.grammars.start()
         self._watching = asyncio.create_task(self._stop_watch.run())
         # What the start made stays; collections that walk over it would hold up every stream.

@@ -7,14 +7,8 @@ No Ray and no torch here: the actor around it (cluster/actors.py) starts the ran
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-import os
-import secrets
-import selectors
-import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +16,8 @@ from typing import TypeVar
 
 import msgspec
 
-from cluster.messages import Abort, EngineStats, EngineToCoordinator, Finished, FlushCache, StepOutput, Submit
+from cluster.engine_socket import EngineSocket
+from cluster.messages import Abort, EngineStats, Finished, FlushCache, StepOutput, Submit
 from cluster.observability.steps import StepMeter
 from cluster.scheduling.scheduler import Scheduler
 from configs.errors import DeadlineError, EngineError, LockstepError
@@ -32,8 +27,6 @@ from worker.protocol import FrameKind, StepFrame, StepResult
 
 logger = logging.getLogger(__name__)
 
-_LENGTH = struct.Struct("<I")
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
 _IDLE_POLL_S = 1.0
 # A dead rank breaks connections, and its peers' deadlines pass with the coordinator's: whoever watches the ranks gets
 # this long to say what happened.
@@ -41,135 +34,12 @@ _BLAME_S = 2.0
 _FLUSH_S = 1.0
 # A mask takes a tenth of this, a step several times as long.
 _MASK_WAIT_S = 0.001
-_RECEIVE_BYTES = 1 << 16
 # While a step runs longer than this, the figures go out all the same.
 _WATCH_S = 1.0
 # A step that has used up this share of its deadline counts as stuck: what its ranks do is worth a line in the log.
 _STUCK_SHARE = 0.25
 
 _T = TypeVar("_T")
-
-
-class EngineSocket:
-    """The coordinator's end of the socket to its Engine replica: length-prefixed msgpack, never blocking on a write.
-
-    The address is in Linux's abstract namespace: no file to leave behind. Only processes of the same user may connect.
-    """
-
-    def __init__(self) -> None:
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.address = f"\0lockstep-{os.getpid()}-{secrets.token_hex(8)}"
-        self._listener.bind(self.address)
-        self._listener.listen(1)
-        self._listener.setblocking(False)
-        self._peer: socket.socket | None = None
-        self._received = bytearray()
-        self._unsent = bytearray()
-        self._decoder = msgspec.msgpack.Decoder(EngineToCoordinator)
-        self._encoder = msgspec.msgpack.Encoder()
-        self._wake_reader, self._wake_writer = socket.socketpair()
-        self._wake_reader.setblocking(False)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._wake_reader, selectors.EVENT_READ)
-
-    def wake(self) -> None:
-        """Makes a blocked `poll` return; callable from another thread."""
-        with contextlib.suppress(OSError):
-            self._wake_writer.send(b"\0")
-
-    def poll(self, timeout_s: float) -> tuple[list[EngineToCoordinator], bool]:
-        """Messages that arrived within `timeout_s`, and whether the peer went away."""
-        messages: list[EngineToCoordinator] = []
-        lost = False
-        for key, events in self._selector.select(timeout_s):
-            if key.fileobj is self._listener:
-                self._accept()
-            elif key.fileobj is self._wake_reader:
-                self._wake_reader.recv(4096)
-            else:
-                if events & selectors.EVENT_WRITE:
-                    self._write()
-                if events & selectors.EVENT_READ:
-                    lost = not self._read(messages) or lost
-        return messages, lost
-
-    def send(self, output: StepOutput) -> None:
-        """Queues one message and writes what the socket takes now."""
-        if self._peer is None:
-            return
-        body = self._encoder.encode(output)
-        self._unsent += _LENGTH.pack(len(body))
-        self._unsent += body
-        self._write()
-
-    def flush(self, timeout_s: float) -> None:
-        """Writes what is queued, unless the peer takes longer than `timeout_s` to read it."""
-        deadline = time.monotonic() + timeout_s
-        while self._unsent and self._peer is not None and (left := deadline - time.monotonic()) > 0:
-            self.poll(left)
-
-    def close(self) -> None:
-        """Closes every socket; the address is gone with them."""
-        self._selector.close()
-        for end in (self._peer, self._listener, self._wake_reader, self._wake_writer):
-            if end is not None:
-                end.close()
-        self._peer = None
-
-    def _accept(self) -> None:
-        peer, _ = self._listener.accept()
-        _, uid, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-        if uid != os.getuid() or self._peer is not None:
-            logger.warning("refused a connection to the engine socket from uid %d", uid)
-            peer.close()
-            return
-        peer.setblocking(False)
-        self._peer = peer
-        self._selector.register(peer, selectors.EVENT_READ)
-
-    def _read(self, messages: list[EngineToCoordinator]) -> bool:
-        assert self._peer is not None, "a read event without a peer"
-        try:
-            chunk = self._peer.recv(_RECEIVE_BYTES)
-        except BlockingIOError:
-            return True
-        except OSError:
-            chunk = b""
-        if not chunk:
-            self._drop_peer()
-            return False
-        self._received += chunk
-        offset = 0
-        while len(self._received) - offset >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._received, offset)
-            end = offset + _LENGTH.size + length
-            if len(self._received) < end:
-                break
-            messages.append(self._decoder.decode(self._received[offset + _LENGTH.size : end]))
-            offset = end
-        del self._received[:offset]
-        return True
-
-    def _write(self) -> None:
-        assert self._peer is not None, "a write without a peer"
-        try:
-            while self._unsent:
-                del self._unsent[: self._peer.send(self._unsent)]
-        except BlockingIOError:
-            pass
-        except OSError:
-            return  # the read side sees the loss and drops the peer
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
-        self._selector.modify(self._peer, events)
-
-    def _drop_peer(self) -> None:
-        assert self._peer is not None, "no peer to drop"
-        self._selector.unregister(self._peer)
-        self._peer.close()
-        self._peer = None
-        self._received.clear()
-        self._unsent.clear()
 
 
 class Coordinator:
@@ -255,6 +125,7 @@ class Coordinator:
             LockstepError: the engine failed. Every request has been told.
         """
         try:
+            self._socket.start()
             busy = False
             while not self._closing.is_set():
                 if not busy:
@@ -287,8 +158,8 @@ class Coordinator:
             refused: list[Finished] = []
             for message in messages:
                 match message:
-                    case Submit(requests):
-                        refused += [refusal for request in requests if (refusal := self.scheduler.add(request))]
+                    case Submit():
+                        refused += self.scheduler.add(message.requests())
                     case Abort(ids):
                         self.scheduler.abort(ids)
                     case FlushCache():
@@ -372,7 +243,8 @@ class Coordinator:
 
     def _fail_all(self, error: LockstepError) -> None:
         with self._lock:
-            output = self.scheduler.fail_all(str(error))
+            told = error.told if isinstance(error, EngineError) else None
+            output = self.scheduler.fail_all(str(error), told)
         logger.error("%d requests ended: %s", len(output.finished), error)
         self._socket.send(output)
         self._socket.flush(_FLUSH_S)

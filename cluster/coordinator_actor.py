@@ -39,6 +39,8 @@ class EngineSpec:
     """Resolved: nothing is left to be decided but what the ranks' memory decides."""
     model: ModelConfig
     model_path: Path
+    tokenizer_path: Path
+    """Directory or .gguf file."""
 
 
 @dataclass(frozen=True)

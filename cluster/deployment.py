@@ -48,8 +48,7 @@ class Deployment:
         """
         declaration = _declaration(config, session)
         application = engine_app(config.engine, _engine_options(declaration["applications"][0]))
-        client = _dashboard_client(session)
-        details = {} if client is None else client.get_serve_details()
+        client, details = find_dashboard(session.dashboard_url)
         _check_http_options(config, details.get("http_options") or {})
         if _others(details, config.name):
             client = None
@@ -66,7 +65,7 @@ class Deployment:
         if self._client is not None:
             try:
                 self._client.deploy_applications(self._declaration)
-            except RuntimeError as error:
+            except (RuntimeError, OSError) as error:  # refused, or the dashboard is gone
                 hint = ""
                 if "No module named" in str(error):
                     hint = (
@@ -141,14 +140,22 @@ def _engine_options(application: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _dashboard_client(session: Session) -> ServeSubmissionClient | None:
-    if session.dashboard_url is None:
-        return None
+def find_dashboard(url: str | None) -> tuple[ServeSubmissionClient | None, dict[str, Any]]:
+    """What declares applications, and what it says of Ray Serve; None and nothing where no dashboard answers at `url`.
+
+    A head node without `ray[default]` has one that is not up; another may listen where this node cannot reach it.
+    """
+    if url is None:
+        return None, {}
     try:
-        return ServeSubmissionClient(session.dashboard_url)
-    except ConnectionError:  # it may listen where this node cannot reach it
-        logger.warning("the dashboard at %s does not answer; deploying without it", session.dashboard_url)
-        return None
+        client = ServeSubmissionClient(url)
+        return client, client.get_serve_details()
+    except (OSError, RuntimeError, ValueError, KeyError) as error:  # whatever answers there need not be Ray's
+        reason = str(error).strip().split("\n")[0][:200]
+        logger.warning(
+            "the dashboard at %s is not up (%s: %s); deploying without it", url, type(error).__name__, reason
+        )
+        return None, {}
 
 
 def _others(details: dict[str, Any], name: str) -> list[str]:

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import logging
 import time
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -21,6 +20,7 @@ from cluster.observability.telemetry import Telemetry
 from cluster.openai.sampling import SamplingDefaults
 from cluster.openai.served_model import ServedModel
 from cluster.openai.tokenizer import Tokenizer
+from cluster.preflight import find_tokenizer
 from cluster.rank_group import NAMESPACE, node_cores
 from cluster.version import VERSION
 from configs.checkpoint import resolve_model_path
@@ -33,14 +33,13 @@ from configs.schema import EngineConfig
 logger = logging.getLogger(__name__)
 
 
-CACHE_DIR = Path.home() / ".cache" / "lockstep"
 _CLOSE_TIMEOUT_S = 15.0
 # How much longer than a step's deadline a coordinator may be silent.
 _SILENCE_S = 10.0
 
 
 def describe(config: EngineConfig, *, gpus: bool, announce: bool = True) -> EngineSpec:
-    """Finds the model's files, reads what it is, and decides every auto value.
+    """Finds the files of the model and of its tokenizer, reads what it is, and decides every auto value.
 
     Weights on the Hub are not fetched here, but by the ranks, whose nodes need them.
 
@@ -53,7 +52,7 @@ def describe(config: EngineConfig, *, gpus: bool, announce: bool = True) -> Engi
     if announce:
         for decision in resolved.decisions:
             logger.info("%s", decision)
-    return EngineSpec(resolved.config, model, model_path)
+    return EngineSpec(resolved.config, model, model_path, find_tokenizer(config, model_path))
 
 
 class RunningEngine:
@@ -121,18 +120,11 @@ class RunningEngine:
             )
         return None
 
-    async def open_model(self) -> ServedModel:
-        """What requests are put to, once the engine has generated a token."""
+    async def open_model(self, tokenizer: Tokenizer) -> ServedModel:
+        """What requests are put to, once the engine has generated a token. `tokenizer`: that of `spec`."""
         config = self.spec.config
         phases = dict(self.facts.phase_s)
         began = time.monotonic()
-        # Reading a tokenizer takes a third of a second, its first conversion from GGUF five.
-        tokenizer = await asyncio.to_thread(
-            Tokenizer.load,
-            config.tokenizer or self.spec.model_path,
-            cache_dir=CACHE_DIR,
-            chat_template=config.server.chat_template,
-        )
         assert config.served_model_name is not None, "served_model_name is resolved before the engine starts"
         served = ServedModel(
             self.client,
@@ -154,9 +146,8 @@ class RunningEngine:
             await self.coordinator.set_tokenizer.remote(tokenizer.to_json())
         except ray.exceptions.RayError as error:
             raise _cause(error) from None
-        phases["reading the tokenizer"] = (read := time.monotonic()) - began
         await served.warm_up(config.parallel.step_timeout_s)
-        phases["warming up"] = time.monotonic() - read
+        phases["warming up"] = time.monotonic() - began
         self.client.telemetry.started(
             phases,
             peak_flops=self.facts.peak_flops,

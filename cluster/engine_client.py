@@ -28,17 +28,17 @@ from cluster.messages import (
     Finished,
     FinishReason,
     FlushCache,
-    GenerateRequest,
     Prefilled,
     PromptLogprobs,
     SamplingParams,
     StepOutput,
     Submit,
     TokenLogprobs,
+    shared_sampling,
 )
 from cluster.observability.board import StatsBoard
 from cluster.observability.telemetry import Telemetry
-from configs.errors import DeadlineError, EngineError, OverloadedError
+from configs.errors import DeadlineError, EngineError, OverloadedError, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +46,8 @@ _LENGTH = struct.Struct("<I")
 MAX_FRAME_BYTES = 256 << 20
 """A longer frame is taken for a broken peer."""
 _MAX_UNSENT_BYTES = 64 << 20
+MAX_CHUNK_TOKENS = 128
+"""Of a reader that was away, at most so many tokens are read at once: the event loop is not only its."""
 
 
 def pack_frame(body: bytes) -> bytes:
@@ -86,7 +88,7 @@ class PromptScores:
 
 @dataclass(slots=True)
 class TokenChunk:
-    """Everything that arrived for one request since it was last read."""
+    """What arrived for one request since it was last read."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None
@@ -149,17 +151,18 @@ class RequestStream:
         return self._done
 
     def take(self) -> TokenChunk:
-        """What has arrived, without waiting; possibly no tokens."""
-        tokens, self._tokens = self._tokens, []
-        logprobs = self._logprobs
-        if logprobs is not None:
-            self._logprobs = []
+        """What has arrived, without waiting; possibly no tokens. Of many tokens, the first MAX_CHUNK_TOKENS."""
+        tokens, self._tokens = self._tokens[:MAX_CHUNK_TOKENS], self._tokens[MAX_CHUNK_TOKENS:]
+        logprobs = None
+        if self._logprobs is not None:
+            logprobs, self._logprobs = self._logprobs[: len(tokens)], self._logprobs[len(tokens) :]
         prompt_logprobs = None
         if tokens and self._prompt_runs is not None:
             prompt_logprobs = PromptScores.join(self._prompt_runs, self._sampling.prompt_logprobs)
             self._prompt_runs = None
-        self._done = self._finished is not None
-        return TokenChunk(tokens, logprobs, self._prefilled, prompt_logprobs, self._finished)
+        finished = None if self._tokens else self._finished
+        self._done = finished is not None
+        return TokenChunk(tokens, logprobs, self._prefilled, prompt_logprobs, finished)
 
     def abort(self) -> None:
         """Ends the request now, unless it has ended. A pending or later read gets `FinishReason.ABORT`."""
@@ -284,42 +287,44 @@ class EngineClient:
 
     def submit(
         self,
-        prompt: bytes,
-        params: Sequence[SamplingParams],
+        prompts: Sequence[bytes],
+        params: Sequence[Sequence[SamplingParams]],
         *,
         priority: int = 0,
         client: str = "",
         cache_salt: bytes = b"",
         deadline_s: float = 0.0,
     ) -> list[RequestStream]:
-        """Queues one request for each of `params`, all with the same prompt.
+        """Queues the sequences of one HTTP request, all or none: for each prompt one for each of its `params`, and in
+        this order the streams.
 
         Args:
-            prompt: little-endian int32 token ids, at least one.
+            prompts: little-endian int32 token ids, at least one each.
             priority, client, cache_salt, deadline_s: as in GenerateRequest.
 
         Raises:
             EngineError: the coordinator is gone.
             OverloadedError: it does not read what it was sent.
+            RequestError: the request is too large to be sent at all.
         """
         if self._lost is not None:
             raise EngineError(self._lost)
         if self._writer.transport.get_write_buffer_size() > _MAX_UNSENT_BYTES:
             raise OverloadedError("The engine is not keeping up with new requests; try again later.")
-        requests = [
-            GenerateRequest(
-                id=next(self._ids),
-                prompt=prompt,
+        sampling, choices = shared_sampling(params)
+        streams = [RequestStream(self, next(self._ids), own) for of_prompt in params for own in of_prompt]
+        self._send(
+            Submit(
+                first_id=streams[0].id,
+                prompts=list(prompts),
                 sampling=sampling,
+                choices=choices,
                 priority=priority,
                 client=client,
                 cache_salt=cache_salt,
                 deadline_s=deadline_s,
             )
-            for sampling in params
-        ]
-        streams = [RequestStream(self, request.id, request.sampling) for request in requests]
-        self._send(Submit(requests))
+        )
         self._streams.update((stream.id, stream) for stream in streams)
         return streams
 
@@ -345,10 +350,13 @@ class EngineClient:
             await self._writer.wait_closed()
 
     def _send(self, message: EngineToCoordinator) -> None:
-        body = self._encoder.encode(message)
-        if len(body) > MAX_FRAME_BYTES:
-            raise OverloadedError(f"The request takes {len(body)} bytes for the engine; send fewer prompts at once.")
-        self._writer.write(pack_frame(body))
+        frame = bytearray(_LENGTH.size)
+        self._encoder.encode_into(message, frame, _LENGTH.size)  # in its place: a large one is not copied once more
+        num_bytes = len(frame) - _LENGTH.size
+        if num_bytes > MAX_FRAME_BYTES:
+            raise RequestError(f"The request takes {num_bytes} bytes for the engine; send fewer prompts at once.")
+        _LENGTH.pack_into(frame, 0, num_bytes)
+        self._writer.write(frame)
 
     def _abort(self, stream: RequestStream) -> None:
         self._streams.pop(stream.id, None)

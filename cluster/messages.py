@@ -6,6 +6,7 @@ Array fields are raw little-endian bytes: one message a step must not cost a Pyt
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 
 import msgspec
@@ -83,10 +84,67 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds from its arrival after which it ends with the code `deadline_exceeded`, wherever it is; 0: never."""
 
 
-class Submit(msgspec.Struct, tag="submit", frozen=True):
-    """New requests."""
+class Choice(msgspec.Struct, frozen=True, array_like=True):
+    """One sequence of a `Submit`: which prompt it continues, and the parameters it has of its own."""
 
-    requests: list[GenerateRequest]
+    prompt: int
+    """Index in `Submit.prompts`."""
+    sampling: int
+    """Index in `Submit.sampling`."""
+    max_tokens: int
+    seed: int
+    prompt_logprobs: int
+
+
+class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True):
+    """The sequences of one HTTP request: the engine lets all of them wait, or none. What they share is here once."""
+
+    first_id: int
+    """Ids count up from it, in the order of `choices`."""
+    prompts: list[bytes]
+    """int32 token ids, at least one each."""
+    sampling: list[SamplingParams]
+    """For what is not in `Choice`."""
+    choices: list[Choice]
+    priority: int = 0
+    """This and what follows: as in GenerateRequest."""
+    client: str = ""
+    cache_salt: bytes = b""
+    deadline_s: float = 0.0
+
+    def requests(self) -> list[GenerateRequest]:
+        """What was submitted, one request for each sequence; those of one prompt have the same bytes."""
+        return [
+            GenerateRequest(
+                id=request_id,
+                prompt=self.prompts[choice.prompt],
+                sampling=msgspec.structs.replace(
+                    self.sampling[choice.sampling],
+                    max_tokens=choice.max_tokens,
+                    seed=choice.seed,
+                    prompt_logprobs=choice.prompt_logprobs,
+                ),
+                priority=self.priority,
+                client=self.client,
+                cache_salt=self.cache_salt,
+                deadline_s=self.deadline_s,
+            )
+            for request_id, choice in enumerate(self.choices, self.first_id)
+        ]
+
+
+def shared_sampling(params: Sequence[Sequence[SamplingParams]]) -> tuple[list[SamplingParams], list[Choice]]:
+    """`Submit.sampling` and `Submit.choices` of the parameters of each prompt's choices."""
+    shared: list[SamplingParams] = []
+    choices: list[Choice] = []
+    for prompt, of_prompt in enumerate(params):
+        for own in of_prompt:
+            common = msgspec.structs.replace(own, max_tokens=1, seed=0, prompt_logprobs=-1)
+            # Those of one request seldom differ in more, and then from one prompt to the next.
+            if not shared or common != shared[-1]:
+                shared.append(common)
+            choices.append(Choice(prompt, len(shared) - 1, own.max_tokens, own.seed, own.prompt_logprobs))
+    return shared, choices
 
 
 class Abort(msgspec.Struct, tag="abort", frozen=True):
@@ -109,8 +167,9 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     that the answer is complete."""
     error: str | None = None
     error_code: str | None = None
-    """`engine_overloaded` (503), `deadline_exceeded` (504) `engine_error` (500) or `grammar_error`
-    (400)."""
+    """`engine_overloaded` (503), `deadline_exceeded` (504), `engine_error` (500) or `grammar_error` (400)."""
+    told: str | None = None
+    """With `engine_error`: what the caller may be told, as in EngineError; `error` is for the log."""
     retry_after_s: float | None = None
     """With `engine_overloaded`: seconds in which the queue may be expected to drain."""
     num_preemptions: int = 0

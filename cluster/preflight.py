@@ -1,10 +1,17 @@
-"""What can be found wrong with a model before any process of the group exists."""
+"""What can be found wrong with a model and its tokenizer before any process of the group exists."""
 
 from __future__ import annotations
 
-from configs.checkpoint import resolve_model_path
-from configs.model_config import read_model_config
+import logging
+from pathlib import Path
+
+from cluster.openai.gguf_tokenizer import check_gguf_tokenizer
+from cluster.openai.tokenizer import Tokenizer
+from configs.checkpoint import resolve_model_path, resolve_tokenizer_path
+from configs.model_config import ModelConfig, read_model_config
 from configs.schema import EngineConfig
+
+logger = logging.getLogger(__name__)
 
 
 def check_checkpoint(config: EngineConfig) -> None:
@@ -12,11 +19,55 @@ def check_checkpoint(config: EngineConfig) -> None:
     model on the Hub only the config is read.
 
     Raises:
-        CheckpointError: files are missing, truncated, of an unsafe kind or of another model than their config.
+        CheckpointError: files are missing, truncated, of an unsafe kind or of another model than their config, or a
+            GGUF's tokenizer is of an unknown kind.
     """
     from worker.weights import Checkpoint  # imports torch, which takes a second
 
     path = resolve_model_path(config.model, config.revision, weights=config.has_local_weights)
     model = read_model_config(path)
+    tokenizer = find_tokenizer(config, path)
+    if tokenizer.suffix == ".gguf":
+        check_gguf_tokenizer(tokenizer)
     if config.has_local_weights:
         Checkpoint.open(path, model).close()
+
+
+def check_tokenizer(config: EngineConfig) -> None:
+    """Reads the tokenizer as a replica does, and warns as it does. Random weights may be measured without any.
+
+    Raises:
+        CheckpointError, ConfigError: there is no tokenizer, or one that cannot be used.
+    """
+    if config.load_format == "dummy" and config.tokenizer is None:
+        return
+    model_path = resolve_model_path(config.model, config.revision, weights=config.has_local_weights)
+    read_tokenizer(config, read_model_config(model_path), find_tokenizer(config, model_path))
+
+
+def find_tokenizer(config: EngineConfig, model_path: Path) -> Path:
+    """Directory or .gguf file with the tokenizer of the model at `model_path`. Raises CheckpointError without one."""
+    if config.tokenizer is None:
+        return model_path
+    return resolve_tokenizer_path(config.tokenizer, config.model, config.revision)
+
+
+def read_tokenizer(config: EngineConfig, model: ModelConfig, path: Path) -> Tokenizer:
+    """The tokenizer at `path`; takes tenths of a second, or seconds for the largest vocabularies. Warns when it has
+    tokens that `model` does not.
+
+    Raises:
+        CheckpointError, ConfigError: there is none that can be used, or `server.chat_template` is none.
+    """
+    tokenizer = Tokenizer.load(path, chat_template=config.server.chat_template)
+    if tokenizer.vocab_size > model.vocab_size:
+        logger.warning(
+            "the tokenizer at %s has ids up to %d, %s has embeddings for 0 to %d: texts with one of the other tokens, "
+            "%r the first, are refused",
+            path,
+            tokenizer.vocab_size - 1,
+            config.model,
+            model.vocab_size - 1,
+            tokenizer.token_text(model.vocab_size),
+        )
+    return tokenizer

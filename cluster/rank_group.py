@@ -15,7 +15,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.actors import Location, RankActor, RankLoad, RankSpec, actor_class
+from configs.addresses import family_of
 from configs.errors import ConfigError, DeadlineError, EngineError, LockstepError, RankDiedError
 from configs.model_config import ModelConfig
 from configs.schema import EngineConfig
@@ -45,6 +46,7 @@ _STACKS_TIMEOUT_S = 2.0
 # A process that dies breaks its peers' connections, and their errors may come first.
 _CAUSE_S = 0.5
 _CHANNEL_SLOTS = 8  # more than the steps in flight, so that the writer never waits
+_NEXT = "The replica is being replaced; send the request again."
 
 # Ray's own masking of devices would hide the peers that CUDA IPC and symmetric memory must open.
 _CUDA_ENVIRONMENT = {**RANK_ENVIRONMENT, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
@@ -131,13 +133,13 @@ class RankGroup:
 
     def fetch(self, locations: list[Location]) -> None:
         """Has every node fetch the weights that it lacks, however long that takes."""
-        fetchers = {location.node_id: rank for rank, location in zip(self._ranks, locations, strict=True)}
-        self._measured = list(fetchers.values())
-        self._get([rank.fetch.remote() for rank in self._measured], math.inf)
+        fetchers = sorted({location.node_id: rank for rank, location in enumerate(locations)}.values())
+        self._measured = [self._ranks[rank] for rank in fetchers]
+        self._get({rank: self._ranks[rank].fetch.remote() for rank in fetchers}, math.inf)
         # The others of a node find what its one has left.
-        others = [rank for rank in self._ranks if rank not in self._measured]
+        others = [rank for rank in range(self.size) if rank not in fetchers]
         self._measured = self._ranks
-        self._get([rank.fetch.remote() for rank in others], self._config.parallel.init_timeout_s)
+        self._get({rank: self._ranks[rank].fetch.remote() for rank in others}, self._config.parallel.init_timeout_s)
 
     def load(self, locations: list[Location]) -> GroupMemory:
         """Joins the ranks into one process group and loads every shard."""
@@ -259,20 +261,20 @@ class RankGroup:
                 done, _ = ray.wait(runs, num_returns=1, timeout=_WATCH_INTERVAL_S)
             if self._closing.is_set():
                 return
-            on_failure(_cause(runs))
+            on_failure(failure_of(dict(enumerate(runs)), self.size))
         except Exception as error:  # whatever stops the watch, the requests must not go on unwatched
             logger.exception("the watch over the ranks failed")
             on_failure(EngineError(f"the watch over the ranks failed: {error!r}"))
 
     def _on_all(self, method: str, *args: object) -> list[Any]:
-        return self._get(
-            [getattr(rank, method).remote(*args) for rank in self._ranks], self._config.parallel.init_timeout_s
-        )
+        calls = {rank: getattr(actor, method).remote(*args) for rank, actor in enumerate(self._ranks)}
+        return self._get(calls, self._config.parallel.init_timeout_s)
 
-    def _get(self, refs: list[Any], timeout_s: float) -> list[Any]:
-        """Every rank's answer, or the first failure at once: the others may wait in a collective for the failed one."""
+    def _get(self, calls: Mapping[int, Any], timeout_s: float) -> list[Any]:
+        """The answers to `calls` by rank, or the first failure at once: the others may wait in a collective for the
+        failed one."""
         deadline = time.monotonic() + timeout_s
-        pending = list(refs)
+        pending = list(calls.values())
         while pending:
             left_s = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
             done, pending = ray.wait(pending, num_returns=1, timeout=left_s)
@@ -280,18 +282,22 @@ class RankGroup:
                 raise DeadlineError(
                     f"{len(pending)} of {self.size} ranks did not answer within parallel.init_timeout_s={timeout_s:g} s"
                 )
-            if _failure(0, done[0]) is not None:
-                raise _cause(refs)
-        return ray.get(refs)
+            if _failure(0, self.size, done[0]) is not None:
+                raise failure_of(calls, self.size)
+        return ray.get(list(calls.values()))
 
 
-def _cause(calls: list[Any]) -> LockstepError:
-    """Why the ranks' `calls`, one of which has ended, failed: a rank that died or raised of itself, where one did."""
+def failure_of(calls: Mapping[int, Any], size: int) -> LockstepError:
+    """Why `calls` by rank, one of which has ended, failed: a rank that died or raised of itself, where one did.
+
+    Args:
+        size: ranks of the group.
+    """
     done: list[Any] = []
     failures: list[LockstepError] = []
     for wait_s in (0.0, _CAUSE_S):
-        done, _ = ray.wait(calls, num_returns=len(calls), timeout=wait_s)
-        found = [_failure(rank, call) for rank, call in enumerate(calls) if call in done]
+        done, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=wait_s)
+        found = [_failure(rank, size, call) for rank, call in calls.items() if call in done]
         failures = [error for error in found if error is not None]
         # Other errors of the engine may be what the loss of a peer did to this rank.
         for error in failures:
@@ -299,13 +305,13 @@ def _cause(calls: list[Any]) -> LockstepError:
                 return error
     if not failures:
         return RankDiedError("a rank left its step loop without an error")
-    silent = [str(rank) for rank, call in enumerate(calls) if call not in done]
+    silent = [str(rank) for rank, call in calls.items() if call not in done]
     if isinstance(failures[0], DeadlineError) and silent:
         return DeadlineError(f"{failures[0]} (no word from rank {', '.join(silent)})")
     return failures[0]
 
 
-def _failure(rank: int, call: Any) -> LockstepError | None:
+def _failure(rank: int, size: int, call: Any) -> LockstepError | None:
     """How the ended `call` of rank `rank` failed; None if it returned."""
     try:
         ray.get(call)
@@ -316,25 +322,39 @@ def _failure(rank: int, call: Any) -> LockstepError | None:
         if isinstance(cause, EngineError):
             kind = type(cause)
             return kind(f"rank {rank} failed: {cause}")
-        return RankDiedError(f"rank {rank} failed: {type(cause).__name__}: {cause}")
+        return RankDiedError(
+            f"rank {rank} failed: {type(cause).__name__}: {cause}",
+            told=f"Rank {rank} of {size} failed with an error of its own, which is in the log. {_NEXT}",
+        )
     except ray.exceptions.RayError as error:
-        return RankDiedError(f"rank {rank} died: {_death(str(error))}")
+        death = rank_death(str(error))
+        return RankDiedError(
+            f"rank {rank} died: {death}; see its log and the kernel's",
+            told=f"Rank {rank} of {size} died: {death}. {_NEXT}",
+        )
     return None
 
 
-def _death(ray_says: str) -> str:
-    """Ray's page about a dead actor in one line."""
-    if (exit_type := re.search(r"Worker exit type: (\w+)", ray_says)) is not None:
-        return f"its process ended ({exit_type[1]}): killed, out of memory or crashed; see its log and the kernel's"
-    return ray_says.strip().splitlines()[-1][:200]
+def rank_death(ray_says: str) -> str:
+    """What ended an actor, in one line without Ray's addresses; Ray does not know the signal."""
+    if "node has died" in ray_says:
+        return "its node was lost"
+    exit_type = re.search(r"Worker exit type: (\w+)", ray_says)
+    if exit_type is None:
+        return "Ray lost its process"
+    if exit_type[1] == "NODE_OUT_OF_MEMORY":
+        return "Ray ended its process because the node was out of memory"
+    return (
+        "its process was killed (signal 9, which the kernel sends when the node or the container is out of memory) or "
+        f"crashed ({exit_type[1]})"
+    )
 
 
 def _open_store(host: str) -> Any:
     """A rendezvous store that listens on `host` only; by itself it would on every interface, and it knows no keys."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not declared
 
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, 0), family=family)
+    listener = socket.create_server((host, 0), family=family_of(host))
     port = listener.getsockname()[1]
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 

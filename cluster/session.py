@@ -15,6 +15,7 @@ from typing import Any
 
 import ray
 
+from configs.addresses import family_of
 from configs.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,8 +42,7 @@ class Session:
 
 def check_port_free(host: str, port: int) -> None:
     """Raises ConfigError when another program listens on `host:port`: Serve's proxy would only log it."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
+    with socket.socket(family_of(host), socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

@@ -1,4 +1,4 @@
-"""Where a model's files are: what the `model` setting names, found on disk or fetched from the Hugging Face Hub.
+"""Where a model's files are: what `model` and `tokenizer` name, found on disk or fetched from the Hugging Face Hub.
 
 Owns which kinds of files are taken. Reads none of them: pickles are refused by name, for opening one runs its code.
 """
@@ -16,7 +16,8 @@ from configs.errors import CheckpointError
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILE = re.compile(r"([\w.-]+/[\w.-]+)/([\w./-]+\.gguf)")
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_WANTED = ("*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.txt")
+_TOKENIZER_FILES = ("tokenizer*", "*.model", "merges.txt", "vocab.txt")
+_WANTED = ("*.safetensors", "*.json", "*.jinja", *_TOKENIZER_FILES)
 # Folders hold the same weights for other frameworks; consolidated files hold them once more under other names.
 _UNWANTED = ("*/*", "consolidated*", *(f"*{suffix}" for suffix in _PICKLE_SUFFIXES))
 
@@ -62,8 +63,41 @@ def resolve_model_path(
         raise CheckpointError(
             f"model={model} does not exist; set it to a directory, a .gguf file or a Hugging Face id owner/name"
         )
-    fetched = _fetch(model, revision, weights, on_progress)
+    fetched = _fetch("model", model, revision, weights, on_progress)
     return _weights_at(fetched) if weights else _config_at(fetched)
+
+
+def resolve_tokenizer_path(tokenizer: str, model: str, revision: str | None = None) -> Path:
+    """The directory or .gguf file that the `tokenizer` setting names; fetched first when it is on the Hub.
+
+    Args:
+        tokenizer: a local directory or .gguf file, a Hub id `owner/name`, or one .gguf file of it.
+        model: the setting of this name.
+        revision: commit or tag of the model's repository; any other repository is read at its default branch.
+
+    Raises:
+        CheckpointError: nothing is there, it holds no tokenizer, or the Hub cannot give it.
+    """
+    path = Path(tokenizer).expanduser()
+    if not path.exists():
+        if is_local(tokenizer):
+            raise CheckpointError(
+                f"tokenizer={tokenizer} does not exist; set it to a directory, a .gguf file or a Hugging Face id "
+                "owner/name, or leave it out to take the model's own"
+            )
+        own = not is_local(model) and _repository(tokenizer) == _repository(model)
+        path = _fetch("tokenizer", tokenizer, revision if own else None, weights=False, on_progress=None)
+    if path.suffix != ".gguf" and not any(any(path.glob(pattern)) for pattern in _TOKENIZER_FILES):
+        raise CheckpointError(
+            f"tokenizer={tokenizer} holds no tokenizer.json; set it to a directory or .gguf file with a tokenizer, or "
+            "leave it out to take the model's own"
+        )
+    return path
+
+
+def _repository(model: str) -> str:
+    """`owner/name` of a Hub id or of a file on the Hub."""
+    return "/".join(model.split("/")[:2])
 
 
 def _config_at(path: Path) -> Path:
@@ -100,7 +134,10 @@ def _weights_at(path: Path) -> Path:
 _ALTERNATIVES = "use a checkpoint in safetensors or GGUF format"
 
 
-def _fetch(model: str, revision: str | None, weights: bool, on_progress: Callable[[float], None] | None) -> Path:
+def _fetch(
+    key: str, model: str, revision: str | None, weights: bool, on_progress: Callable[[float], None] | None
+) -> Path:
+    """`key`: the setting that names `model`."""
     # Imported here: most starts are from local files, and this import costs more than all of configs.
     import httpx
     from huggingface_hub import hf_hub_download, snapshot_download
@@ -122,8 +159,8 @@ def _fetch(model: str, revision: str | None, weights: bool, on_progress: Callabl
         reason = str(error).strip().split("\n")[0]
         at = f" at revision={revision}" if revision else ""
         raise CheckpointError(
-            f"model={model}{at} is no local path and cannot be fetched from the Hugging Face Hub: {reason}; check the "
-            "name, or set `model` to a local directory or .gguf file"
+            f"{key}={model}{at} is no local path and cannot be fetched from the Hugging Face Hub: {reason}; check the "
+            f"name, or set `{key}` to a local directory or .gguf file"
         ) from error
 
 

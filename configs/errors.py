@@ -106,7 +106,16 @@ class OverloadedError(RequestError):
 
 
 class EngineError(LockstepError, RuntimeError):
-    """The engine failed; every request in it ends with this error."""
+    """The engine failed; every request in it ends with this error.
+
+    Args:
+        message: for the log; it may have paths and addresses.
+        told: for the caller, without them. None: the caller learns no more than that the engine failed.
+    """
+
+    def __init__(self, message: str, *, told: str | None = None) -> None:
+        super().__init__(message)
+        self.told = told
 
 
 class RankDiedError(EngineError):

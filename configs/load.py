@@ -88,7 +88,9 @@ def load_app_config(path: Path, overrides: Sequence[str] = ()) -> AppConfig:
     if not isinstance(route_prefix, str) or not route_prefix.startswith("/"):
         raise ConfigError(f"{path}: applications[0].route_prefix={route_prefix!r} must begin with /")
     engine = _parse(args, places)
-    host = str(http.get("host", _DEFAULT_HOST))
+    host = http.get("host", _DEFAULT_HOST)
+    if not isinstance(host, str):
+        raise ConfigError(f'http_options.host={host!r}: must be an address or a name; put "::" in quotes')
     _check_exposure(host, engine)
     return AppConfig(
         engine=engine,

@@ -9,7 +9,7 @@ import json
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +106,8 @@ def read_model_config(path: Path) -> ModelConfig:
     else:
         model = _from_directory(path)
     _check(model, path)
-    return model
+    # An id without an embedding is never sampled, and grammars take none.
+    return replace(model, eos_token_ids=tuple(id_ for id_ in model.eos_token_ids if 0 <= id_ < model.vocab_size))
 
 
 def _check_groups(model: ModelConfig, where: str) -> None:

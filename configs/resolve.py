@@ -100,6 +100,11 @@ def resolve(config: EngineConfig, model: ModelConfig, host: HostFacts) -> Resolv
     """
     check_settings(config)
     check_tensor_parallel_size(model, config.tensor_parallel_size)
+    if config.server.max_logprobs > model.vocab_size:
+        raise ConfigError(
+            f"server.max_logprobs={config.server.max_logprobs} exceeds the model's vocab_size={model.vocab_size}; "
+            "choose at most the latter"
+        )
     resolver = _Resolver()
     decide = resolver.decide
     on_gpu = host.num_gpus > 0

@@ -56,9 +56,11 @@ class SchedulerConfig(_Section):
     """Most prompt tokens one request may prefill in one step. None: `max_num_batched_tokens`, above which no more has
     an effect."""
     max_num_queued_requests: int = Field(1024, ge=1)
-    """Waiting requests above which new ones are refused with 503."""
+    """Waiting sequences above which new requests are refused with 503. Those of one HTTP request (prompts times `n`)
+    are taken or refused together; when nothing waits they are taken, however many they are."""
     max_num_queued_tokens: int = Field(1 << 20, ge=1)
-    """Waiting prompt tokens above which new requests are refused with 503."""
+    """Waiting prompt tokens above which new requests are refused with 503; when nothing waits one is taken, however
+    long it is."""
     steps_in_flight: int = Field(2, ge=1, le=2)
     """Steps launched before the first one's tokens are read. 1 is for debugging."""
 
@@ -115,7 +117,7 @@ class ServerConfig(_Section):
     """Largest `n` of one request."""
     max_logprobs: int = Field(20, ge=0)
     """Largest `top_logprobs`."""
-    max_stop: int = Field(4, ge=0, le=32)
+    max_stop: int = Field(16, ge=0, le=32)
     """Most stop strings of one request."""
     strict_fields: bool = False
     """Refuse requests with fields nobody knows, with the nearest name. Else they are ignored and the header
@@ -137,11 +139,15 @@ class ServerConfig(_Section):
     An object such as {temperature: 0.7}: these over the model's."""
     chat_template: str | None = None
     """A Jinja file used in place of the model's own chat template."""
+    tool_template: Literal["auto", "generic", "off"] = "auto"
+    """What shows the model tools, calls and their results. auto: its chat template where that shows all three in a
+    format that is known, else generic. generic: text in the system message, calls in `<tool_call>` and results as user
+    messages, as docs/guides/api.md has them. off: the chat template alone; what it does not show is refused."""
     tool_call_parser: Literal[
         "auto", "none", "hermes", "llama3_json", "mistral", "json", "deepseek_v3", "qwen3_coder"
     ] = "auto"
-    """Format in which the model writes tool calls. auto: the one its chat template shows; where it shows none, tools
-    are refused unless a call is required. none: calls are left in the text."""
+    """Format in which the model writes tool calls. auto: the one its chat template shows, or that of the generic
+    form. none: calls are left in the text."""
     reasoning_parser: Literal["auto", "none", "think", "mistral"] = "auto"
     """Tags around the model's thinking, which is kept out of the answer's content: think is `<think>`, mistral is
     `[THINK]`. auto: those its chat template knows. none: thinking is left in the text."""
@@ -170,9 +176,10 @@ class EngineConfig(_Section):
     served_model_name: str | None = None
     """Name clients use. None: derived from `model`."""
     tokenizer: str | None = None
-    """A tokenizer directory or Hugging Face id. None: the model's own."""
+    """A directory or .gguf file with a tokenizer, or a Hugging Face id. None: the model's own."""
     revision: str | None = None
-    """Commit or tag that pins every file taken from the Hub."""
+    """Commit or tag of the model's repository on the Hub. A `tokenizer` of another repository is that of its default
+    branch: name a directory to pin it."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where the cluster has GPUs, else cpu."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

@@ -20,6 +20,7 @@ sys.path.insert(0, str(REFERENCE.parent.parent))
 from cluster.commands.cli import app  # noqa: E402 -- the checkout is not installed
 from cluster.observability import table  # noqa: E402
 from cluster.openai.protocol import (  # noqa: E402
+    STYLING,
     UNSUPPORTED,
     WITHOUT_EFFECT,
     ChatRequest,
@@ -116,6 +117,7 @@ def _fields() -> str:
         lines += ["", f"## {title}", "", "| field | | |", "|---|---|---|"]
         lines += [_field(name, kind.model_fields[name]) for name in kind.__annotations__ if name in kind.model_fields]
     lines += ["", "## Accepted, without effect", "", _names(WITHOUT_EFFECT)]
+    lines += ["", "## Ignored, and named in `x-ignored-fields`", "", _names(STYLING)]
     lines += ["", "## Refused unless they ask for nothing", "", _names(UNSUPPORTED)]
     return "\n".join(lines) + "\n"
 

@@ -433,8 +433,9 @@ def _own_address(*, rank: int, size: int, store: Store, timeout_s: float) -> str
     if not isinstance(store, torch.distributed.TCPStore):  # type: ignore[attr-defined]  # not in its `__all__`
         return None
     # The interface that reaches the store is the one the ranks share. Connecting UDP sends nothing.
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((store.host, store.port))
+    family, kind, _, _, store_address = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(store_address)
         address: str = probe.getsockname()[0]
     return address
 

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+from configs.addresses import family_of, host_and_port
 from configs.errors import DeadlineError, EngineError
 from parallel.channel import STEP_TIMEOUT
 
@@ -110,9 +111,10 @@ class Connection:
         while len(self._received) < count:
             left = deadline - time.monotonic()
             try:
-                self._sock.settimeout(min(max(left, 1e-6), _LONGEST_WAIT_S))
+                # A timeout of 0 does not wait at all; the shortest other one is a millisecond.
+                self._sock.settimeout(min(max(left, 0.0), _LONGEST_WAIT_S))
                 arrived = self._sock.recv(max(count - len(self._received), 1 << 16))
-            except TimeoutError:
+            except (TimeoutError, BlockingIOError):
                 if left > _LONGEST_WAIT_S:
                     continue
                 raise DeadlineError(f"no frame came from {self.peer} within {bound}") from None
@@ -142,7 +144,7 @@ class TcpListener:
             EngineError: `host` is not an address of this machine.
         """
         try:
-            sock = socket.create_server((host, 0))
+            sock = socket.create_server((host, 0), family=family_of(host))
         except OSError as error:
             raise EngineError(
                 f"cannot listen on host={host}: {error.strerror}; give an address of this node"
@@ -209,7 +211,7 @@ def connect(address: str, index: int, *, timeout_s: float, setting: str = INIT_T
         EngineError: the listener is gone, or does not know the secret, or turned this end away.
     """
     host, port, token = address.rsplit(":", 2)
-    peer = f"the channel's listener at {host}:{port}"
+    peer = f"the channel's listener at {host_and_port(host, int(port))}"
     try:
         sock = socket.create_connection((host, int(port)), timeout=timeout_s)
         sock.settimeout(timeout_s)

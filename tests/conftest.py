@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
+import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from cluster.openai.tokenizer import Tokenizer
     from tests.scripted_engine import Run
 
@@ -76,12 +80,37 @@ def smollm2(smollm2_path: Path) -> Tokenizer:
     return Tokenizer.load(smollm2_path)
 
 
+@pytest.fixture(scope="session")
+def smollm2_reference(smollm2_path: Path) -> PreTrainedModel:
+    """The default model by transformers in fp32, which its answers are compared with."""
+    import torch
+
+    transformers = pytest.importorskip("transformers")
+    torch.set_num_threads(2)
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        smollm2_path.parent, gguf_file=smollm2_path.name, dtype=torch.float32
+    )
+
+
 @pytest.fixture
 def run(smollm2: Tokenizer, tmp_path: Path) -> Run:
     """run(scenario, server=..., **script): a scenario against a scripted engine, without a model or Ray."""
     from tests.scripted_engine import runner
 
     return runner(smollm2, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def node_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the scripts of tests/node and what they need."""
+    if shutil.which("npm") is None or shutil.which("node") is None:
+        pytest.skip("Node.js and npm are not installed")
+    folder = tmp_path_factory.mktemp("node") / "package"
+    shutil.copytree(ROOT / "tests" / "node", folder)
+    installed = subprocess.run(["npm", "ci", "--no-audit", "--no-fund"], cwd=folder, capture_output=True, text=True)
+    if installed.returncode != 0:
+        pytest.skip(f"npm cannot install the package: {installed.stderr[-300:]}")
+    return folder
 
 
 @dataclass(frozen=True)
@@ -136,6 +165,16 @@ def ray_cluster() -> Iterator[None]:
     )
     yield
     ray.shutdown()
+
+
+@pytest.fixture
+def ipv6_loopback() -> str:
+    """The address ::1; skips where this host has none."""
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"this host has no IPv6 loopback: {error.strerror}")
+    return "::1"
 
 
 @pytest.fixture

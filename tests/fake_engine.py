@@ -268,8 +268,7 @@ class Engine:
             cache_salt=cache_salt,
             deadline_s=deadline_s,
         )
-        refusal = self.scheduler.add(request)
-        if refusal is not None:
+        for refusal in self.scheduler.add([request]):
             self.answers[request_id].finished = refusal
         self.scheduler.check_integrity()
         return request_id

@@ -96,7 +96,7 @@ class GpuEngine:
         self.answers[request_id] = Answer()
         params = SamplingParams(**{"temperature": 0.0, "ignore_eos": True, **sampling})
         encoded = np.array(list(prompt), np.int32).tobytes()
-        assert self.scheduler.add(GenerateRequest(id=request_id, prompt=encoded, sampling=params)) is None
+        assert not self.scheduler.add([GenerateRequest(id=request_id, prompt=encoded, sampling=params)])
 
     def step(self) -> None:
         """Launches what may be launched and retires one step."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jsonschema_rs
@@ -40,8 +40,10 @@ anything = st.recursive(
 class Bodies:
     """Values by the schemas of one OpenAPI document."""
 
-    def __init__(self, document: Mapping[str, Any]) -> None:
+    def __init__(self, document: Mapping[str, Any], words: Sequence[str] = ()) -> None:
+        """`words`: some texts are made of them."""
         self._document = document
+        self._words = words
         self._named: dict[str, st.SearchStrategy[Any]] = {}
         self._validators: dict[str, jsonschema_rs.Draft202012Validator] = {}
 
@@ -119,7 +121,10 @@ class Bodies:
         if "pattern" in schema:
             texts = st.from_regex(schema["pattern"], fullmatch=True)
             return texts.filter(lambda text: low <= len(text) and (high is None or len(text) <= high))
-        return _texts(_NEAR if high is None else min(high, _NEAR), low)
+        texts = _texts(_NEAR if high is None else min(high, _NEAR), low)
+        if not self._words or high is not None:
+            return texts
+        return texts | st.lists(st.sampled_from(self._words), min_size=max(low, 1), max_size=4).map("".join)
 
     def _array(self, schema: Mapping[str, Any]) -> st.SearchStrategy[Any]:
         if "prefixItems" in schema:

@@ -148,7 +148,7 @@ class LocalGroup:
         for wave in waves:
             for index, (prompt, sampling) in wave:
                 encoded = np.array(prompt, np.int32).tobytes()
-                assert scheduler.add(GenerateRequest(id=index + 1, prompt=encoded, sampling=sampling)) is None
+                assert not scheduler.add([GenerateRequest(id=index + 1, prompt=encoded, sampling=sampling)])
             while scheduler.has_work or scheduler.num_in_flight:
                 while (frame := scheduler.next_step()) is not None:
                     self.send(frame)

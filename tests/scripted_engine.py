@@ -1,4 +1,4 @@
-"""The HTTP surface over a coordinator that answers every request with the same tokens, without a model or Ray.
+"""The HTTP surface over a coordinator that answers requests with given tokens, without a model or Ray.
 
 A test module makes a fixture of `runner` and hands it scenarios: coroutines that talk to a `Stack`.
 """
@@ -46,20 +46,30 @@ MODEL = "test/smollm2"
 
 @dataclass
 class ScriptedCoordinator:
-    """Answers every request with the same tokens, one a step, as the scheduler would end them."""
+    """Answers requests with given tokens, one a step, as the scheduler would end them."""
 
     reply: list[int]
+    replies: list[list[int]] = field(default_factory=list)
+    """In place of `reply`: answers in turn, over and over."""
     step_s: float = 0.0
     fail_after: int | None = None
     """Tokens after which requests end with an engine error."""
+    told: str | None = None
+    """What callers may be told of that error."""
     overloaded: bool = False
     burst: int = 1
     """Tokens that come at once."""
     hang_after: int | None = None
     """Tokens after which nothing comes any more."""
-    requests: list[GenerateRequest] = field(default_factory=list)
+    submissions: list[list[GenerateRequest]] = field(default_factory=list)
+    """What came at once, in order."""
     aborted: list[int] = field(default_factory=list)
     num_flushes: int = 0
+
+    @property
+    def requests(self) -> list[GenerateRequest]:
+        """All that were submitted, in order."""
+        return [request for requests in self.submissions for request in requests]
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         decoder = msgspec.msgpack.Decoder(EngineToCoordinator)
@@ -68,8 +78,10 @@ class ScriptedCoordinator:
             while True:
                 message = decoder.decode(await read_frame(reader))
                 if isinstance(message, Submit):
-                    self.requests += message.requests
-                    running.add(asyncio.create_task(self._generate(message.requests, writer)))
+                    turn = len(self.requests)
+                    self.submissions.append(requests := message.requests())
+                    reply = self.replies[turn % len(self.replies)] if self.replies else self.reply
+                    running.add(asyncio.create_task(self._generate(requests, reply, writer)))
                 elif isinstance(message, Abort):
                     self.aborted += message.ids
                 else:
@@ -78,7 +90,7 @@ class ScriptedCoordinator:
             task.cancel()
         writer.close()
 
-    async def _generate(self, requests: list[GenerateRequest], writer: asyncio.StreamWriter) -> None:
+    async def _generate(self, requests: list[GenerateRequest], reply: list[int], writer: asyncio.StreamWriter) -> None:
         def send(output: StepOutput) -> None:
             writer.write(pack_frame(msgspec.msgpack.encode(output)))
 
@@ -87,17 +99,18 @@ class ScriptedCoordinator:
             send(StepOutput(finished=[Finished(id=request.id, **error) for request in requests]))  # type: ignore[arg-type]
             return
         live = list(requests)
-        for position, token in enumerate(self.reply):
+        for position, token in enumerate(reply):
             if position % self.burst == 0:
                 await asyncio.sleep(self.step_s)
             live = [request for request in live if request.id not in self.aborted]
             if not live or position == self.hang_after:
                 return
             if position == self.fail_after:
-                error = {"reason": FinishReason.ERROR, "error": "rank 1 died", "error_code": "engine_error"}
-                send(StepOutput(finished=[Finished(id=request.id, **error) for request in live]))  # type: ignore[arg-type]
+                error = {"error": "rank 1 of /tmp died", "error_code": "engine_error", "told": self.told}
+                ends = [Finished(id=request.id, reason=FinishReason.ERROR, **error) for request in live]  # type: ignore[arg-type]
+                send(StepOutput(finished=ends))
                 return
-            finished = [end for request in live if (end := self._end(request, position, token)) is not None]
+            finished = [end for request in live if (end := _end(request, reply, position)) is not None]
             send(
                 StepOutput(
                     ids=b"".join(struct.pack("<q", request.id) for request in live),
@@ -115,13 +128,14 @@ class ScriptedCoordinator:
             ended = {end.id for end in finished}
             live = [request for request in live if request.id not in ended]
 
-    def _end(self, request: GenerateRequest, position: int, token: int) -> Finished | None:
-        sampling = request.sampling
-        if token in sampling.stop_token_ids or (token == EOS and not sampling.ignore_eos):
-            return Finished(id=request.id, reason=FinishReason.STOP, stop_token_id=token)
-        if position + 1 == sampling.max_tokens or position + 1 == len(self.reply):
-            return Finished(id=request.id, reason=FinishReason.LENGTH)
-        return None
+
+def _end(request: GenerateRequest, reply: list[int], position: int) -> Finished | None:
+    sampling, token = request.sampling, reply[position]
+    if token in sampling.stop_token_ids or (token == EOS and not sampling.ignore_eos):
+        return Finished(id=request.id, reason=FinishReason.STOP, stop_token_id=token)
+    if position + 1 == sampling.max_tokens or position + 1 == len(reply):
+        return Finished(id=request.id, reason=FinishReason.LENGTH)
+    return None
 
 
 def _logprobs(request: GenerateRequest) -> TokenLogprobs:
@@ -138,17 +152,18 @@ def _logprobs(request: GenerateRequest) -> TokenLogprobs:
 
 def _prompt_logprobs(request: GenerateRequest) -> PromptLogprobs:
     """Each token has minus its position; "Hello" has -0.5 everywhere, and the token itself is the second likeliest."""
-    ids = prompt_ids(request)[1:]
+    ids = np.frombuffer(request.prompt, "<i4")[1:]
     k = request.sampling.prompt_logprobs
-    own = [-float(position) for position in range(1, len(ids) + 1)]
-    top_ids = [[19556, id_, *range(100, 200)][:k] for id_ in ids]
-    top_logprobs = [[-0.5, logprob, *[-99.0] * 100][:k] for logprob in own]
+    own = -np.arange(1, len(ids) + 1, dtype="<f4")
+    top_ids = np.tile(np.array([19556, 0, *range(100, 200)], "<i4"), (len(ids), 1))
+    top_logprobs = np.tile(np.array([-0.5, 0.0] + [-99.0] * 100, "<f4"), (len(ids), 1))
+    top_ids[:, 1], top_logprobs[:, 1] = ids, own
     return PromptLogprobs(
         id=request.id,
         start=1,
-        logprobs=np.array(own, "<f4").tobytes(),
-        top_ids=np.array(top_ids, "<i4").tobytes(),
-        top_logprobs=np.array(top_logprobs, "<f4").tobytes(),
+        logprobs=own.tobytes(),
+        top_ids=top_ids[:, :k].tobytes(),
+        top_logprobs=top_logprobs[:, :k].tobytes(),
     )
 
 
@@ -247,7 +262,7 @@ def error_of(response: httpx.Response, status: int, code: str) -> dict[str, Any]
 async def served(what: ServedModel | Guard, **options: Any) -> AsyncIterator[str]:
     """The URL of a model, or of its app, behind uvicorn on a free loopback port."""
     app = create_app(what) if isinstance(what, ServedModel) else what
-    listening = socket.socket()
+    listening = socket.socket(proto=socket.IPPROTO_TCP)  # else asyncio leaves Nagle on: 40 ms an answer
     listening.bind(("127.0.0.1", 0))
     config = uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1, **options)
     server = uvicorn.Server(config)

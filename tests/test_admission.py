@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.scheduling.scheduler import SchedulerLimits
+from cluster.messages import Finished, GenerateRequest, SamplingParams
+from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
+from configs.schema import SchedulerConfig
 from tests.fake_engine import LIMITS, Engine, prompt_of
 
 ONE_AT_A_TIME = replace(LIMITS, max_num_seqs=1, enable_prefix_caching=False)
@@ -181,3 +183,54 @@ def test_short_prompts_slow_a_huge_one_down_to_half_at_most() -> None:
         steps += 1
     assert 60 / 8 < steps <= 60 / 4 + 1
     engine.run()
+
+
+# Submissions of many sequences
+
+
+def submit(scheduler: Scheduler, count: int, num_tokens: int, first_id: int = 1) -> list[Finished]:
+    """Submits `count` sequences of `num_tokens` tokens each; returns the refusals."""
+    sampling = SamplingParams(max_tokens=1)
+    prompt = bytes(4 * num_tokens)
+    return scheduler.add([GenerateRequest(id=first_id + i, prompt=prompt, sampling=sampling) for i in range(count)])
+
+
+@pytest.fixture
+def roomy() -> Scheduler:
+    """A scheduler with the queue of a default configuration, whose contexts are long."""
+    defaults = SchedulerConfig()
+    return Scheduler(
+        replace(
+            LIMITS,
+            num_pages=10_000,
+            max_model_len=40_000,
+            max_num_queued_requests=defaults.max_num_queued_requests,
+            max_num_queued_tokens=defaults.max_num_queued_tokens,
+        )
+    )
+
+
+@pytest.mark.parametrize(("count", "num_tokens"), [(1024, 1100), (128, 32_000), (2000, 1), (1, 39_000)])
+def test_an_idle_engine_accepts_all_sequences_of_one_request(roomy: Scheduler, count: int, num_tokens: int) -> None:
+    assert submit(roomy, count, num_tokens) == []
+    assert roomy.stats().num_waiting == count
+    roomy.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("count", "num_tokens", "setting"),
+    [(1024, 1, "max_num_queued_requests=1024"), (1000, 1100, "max_num_queued_tokens=1048576")],
+)
+def test_the_sequences_of_one_request_are_refused_together_where_others_wait(
+    roomy: Scheduler, count: int, num_tokens: int, setting: str
+) -> None:
+    assert submit(roomy, 1, 10) == []
+    refusals = submit(roomy, count, num_tokens, first_id=2)
+    assert [refusal.id for refusal in refusals] == list(range(2, 2 + count))
+    assert {(refusal.error_code, refusal.retry_after_s) for refusal in refusals} == {("engine_overloaded", 1.0)}
+    assert setting in str(refusals[0].error)
+    stats = roomy.stats()
+    assert (stats.num_waiting, stats.total_refused) == (1, count)
+    # What was refused is accepted when nothing waits any more: to try again was not in vain.
+    roomy.abort([1])
+    assert submit(roomy, count, num_tokens, first_id=2) == []

@@ -79,9 +79,8 @@ def test_a_tied_embedding_is_read_as_the_lm_head() -> None:
 
 
 def test_a_faster_figure_than_the_peers_is_above_one_in_every_unit() -> None:
-    peer = engine_report.find_peer("qwen3-8b", 2)
-    assert peer is not None
-    assert peer["decode_ms"]["256"] == 7.77
+    peer = {"name": "theirs", "hardware": "2 GPUs", "method": "in process", "decode_ms": {"1": 3.74}}
+    peer["prefill_tok_s"] = 72_213
     figures = {
         "decode": [
             {"batch": 1, "ms": 1.87, "tok_s": 534.8, "rounds_ms": [1.87], "floor_ms": 1.76, "of_floor": 0.941},
@@ -106,6 +105,7 @@ def test_a_faster_figure_than_the_peers_is_above_one_in_every_unit() -> None:
 
 
 def test_peers_are_only_compared_at_the_same_number_of_ranks() -> None:
+    assert engine_report.find_peer("Qwen3-8B", 2)
     assert engine_report.find_peer("Qwen3-8B", 3) is None
     assert engine_report.find_peer("SmolLM2-135M", 1) is None
 
@@ -148,6 +148,7 @@ def test_circumstances_name_commit_machine_and_versions() -> None:
     assert table(["a", "bb"], [["100", "2"]]) == "  a  bb\n100   2"
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_one_run_measures_every_part_of_the_engine(
     ray_cluster: None, smollm2_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

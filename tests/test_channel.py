@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import socket
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -55,8 +56,8 @@ def ring_channel(num_readers: int) -> Channel:
     return Channel(ring.writer(), [Ring.attach(ring.address).reader(i) for i in range(num_readers)])
 
 
-def tcp_channel(num_readers: int) -> Channel:
-    listener = TcpListener.create("127.0.0.1")
+def tcp_channel(num_readers: int, host: str = "127.0.0.1") -> Channel:
+    listener = TcpListener.create(host)
     accepted = in_thread(lambda: listener.accept(num_readers, timeout_s=10))
     ends = [connect(listener.address, index, timeout_s=10) for index in range(num_readers)]
     writer = TcpWriter(accepted(), max_frame_bytes=SLOT_BYTES)
@@ -123,9 +124,13 @@ def test_slow_and_fast_ends_lose_nothing(make_channel: Callable[[int], Channel])
 def test_polling_gets_what_is_there_and_never_waits(make_channel: Callable[[int], Channel]) -> None:
     channel = make_channel(1)
     [reader] = channel.readers
+    waits = []
+    for _ in range(200):
+        began = time.perf_counter()
+        assert reader.poll() is None
+        waits.append(time.perf_counter() - began)
+    assert statistics.median(waits) < 100e-6
     began = time.monotonic()
-    assert [reader.poll() for _ in range(10)] == [None] * 10
-    assert time.monotonic() - began < 1
     for frame in (b"one", b"two"):
         channel.writer.send(frame, 5)
     polled = []
@@ -298,6 +303,15 @@ def test_closing_a_ring_twice_or_before_its_ends_is_harmless() -> None:
         reader.recv(1)
     reader.close()
     writer.close()
+
+
+def test_a_tcp_channel_works_over_ipv6(ipv6_loopback: str) -> None:
+    channel = tcp_channel(2, ipv6_loopback)
+    channel.writer.send(b"hello", 1)
+    assert [reader.recv(5) for reader in channel.readers] == [b"hello", b"hello"]
+    channel.writer.close()
+    with pytest.raises(EngineError, match=r"listener at \[::1\]:\d+ broke"):
+        channel.readers[0].recv(5)
 
 
 def test_a_tcp_peer_that_goes_away_ends_the_readers_wait() -> None:

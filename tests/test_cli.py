@@ -83,6 +83,24 @@ def test_check_shows_the_plan_in_80_columns(smollm2_path: Path) -> None:
     assert max(len(line) for line in lines[begin : begin + 10]) <= 80
     assert any("of what is free after loading" in line for line in lines)
     assert any("a group takes 1 CPU of Ray" in line for line in lines)
+    assert "tools      generic form, calls as hermes (docs/guides/api.md)" in lines
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ messages[0].tool_calls }}{{ tools }}<tool_call>", "by the chat template, calls as hermes"),
+        ([{"name": "default", "template": "{{ messages }}"}], "generic form, calls as hermes (docs/guides/api.md)"),
+        (None, "none: there is no chat template"),
+    ],
+)
+def test_check_says_what_shows_the_model_tools(template: Any, words: str, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(ROOT / "benchmarks/models/qwen3-0.6b", model)
+    (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    result = run("check", CONFIG, "--set", f"model={model}", "--set", "load_format=dummy")
+    assert result.returncode == 0, result.stderr
+    assert f"tools      {words}" in result.stdout.splitlines()
 
 
 @pytest.mark.parametrize(
@@ -108,7 +126,7 @@ def test_broken_weights_are_refused_before_ray_starts(smollm2_path: Path, tmp_pa
     elif broken == "safetensors":
         header = json.dumps({"model.norm.weight": {"dtype": "F32", "shape": [64], "data_offsets": [0, 256]}}).encode()
         (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 100)
-        settings = {"model_type": "llama", "vocab_size": 8, "hidden_size": 64, "intermediate_size": 128}
+        settings = {"model_type": "llama", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 128}
         heads = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
         limits = {"max_position_embeddings": 128, "rms_norm_eps": 1e-5}
         (tmp_path / "config.json").write_text(json.dumps({**settings, **heads, **limits}))
@@ -189,6 +207,22 @@ def test_from_an_interrupt_on_only_the_command_itself_is_heard(
     assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()] == ["before", "stopped"]
 
 
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("0.0.0.0", "http://127.0.0.1:8000/v1"),
+        ("::", "http://[::1]:8000/v1"),
+        ("::1", "http://[::1]:8000/v1"),
+        ("::ffff:127.0.0.1", "http://[::ffff:127.0.0.1]:8000/v1"),
+    ],
+)
+def test_the_url_of_an_endpoint_has_its_ipv6_address_in_brackets(host: str, url: str) -> None:
+    from cluster.commands.serve import ServingJob
+
+    overrides = [f"http_options.host='{host}'", "server.api_keys=false"]
+    assert ServingJob.create(ROOT / CONFIG, overrides, "local").url == url
+
+
 def test_detaching_from_a_cluster_that_ends_with_the_command_is_refused(smollm2_path: Path) -> None:
     assert_refused(run("serve", CONFIG, "--address", "local", "--detach"), "--detach", "ray start --head")
 
@@ -231,6 +265,7 @@ def test_a_taken_port_is_refused_before_anything_starts(smollm2_path: Path) -> N
     assert "starting Ray" not in result.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(300)
 def test_serve_answers_and_an_interrupt_leaves_nothing_behind(smollm2_path: Path, free_port: int) -> None:
@@ -258,8 +293,16 @@ def test_serve_answers_and_an_interrupt_leaves_nothing_behind(smollm2_path: Path
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("moment", ["starting Ray\n", "starting Ray Serve", "starting ranks", "loading weights"])
+@pytest.mark.parametrize(
+    ("moment", "number"),
+    [
+        ("starting Ray\n", signal.SIGINT),
+        ("starting Ray Serve", signal.SIGTERM),
+        ("starting ranks", signal.SIGINT),
+        ("loading weights", signal.SIGINT),
+        ("loading weights", signal.SIGTERM),
+    ],
+)
 def test_an_interrupt_during_the_start_leaves_nothing_behind(
     smollm2_path: Path, free_port: int, moment: str, number: signal.Signals
 ) -> None:
@@ -286,6 +329,7 @@ def test_replicas_of_three_ranks_serve_side_by_side(smollm2_path: Path, free_por
         server.communicate(timeout=60)
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(300)
 def test_generate_prints_the_text_and_nothing_else(smollm2_path: Path) -> None:

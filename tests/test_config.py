@@ -246,6 +246,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         ("seed=[", "is no YAML"),
         ("model.name=x", "model='/models/tiny' is a value and has no settings inside"),
         ("http_options.root=x", "http_options.host and http_options.port can be set"),
+        ("http_options.host=::", 'must be an address or a name; put "::" in quotes'),
     ],
 )
 def test_a_malformed_override_is_refused_with_the_reason(file: Path, override: str, message: str) -> None:
@@ -300,6 +301,12 @@ def test_float32_on_gpus_attends_by_the_reference_backend() -> None:
     assert _resolved(GPU_NODE, dtype="float32").config.attention_backend == "torch_native"
     with pytest.raises(ConfigError, match="needs GPUs and bfloat16 or float16, but device=cuda and dtype=float32"):
         _resolved(GPU_NODE, dtype="float32", attention_backend="flash_attention")
+
+
+def test_more_logprobs_than_the_model_has_tokens_are_refused() -> None:
+    assert _resolved(server={"max_logprobs": 256}).config.server.max_logprobs == 256
+    with pytest.raises(ConfigError, match=r"server\.max_logprobs=257 exceeds the model's vocab_size=256"):
+        _resolved(server={"max_logprobs": 257})
 
 
 def test_what_is_set_is_not_decided() -> None:

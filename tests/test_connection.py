@@ -170,6 +170,31 @@ def test_what_is_not_http_gets_the_one_shape_of_errors(run: Run, garbage: bytes)
     run(scenario)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_of_http_1_0_gets_an_answer_without_chunks(run: Run, stream: bool) -> None:
+    async def scenario(stack: Stack) -> None:
+        fields = {"stream": True} if stream else {"prompt_logprobs": 20}  # so long that it comes in parts
+        body = json.dumps({"model": MODEL, "prompt": [7] * 99, **fields}).encode()
+        request = b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body)
+        async with limited(stack) as (host, port):
+            reader, writer = await asyncio.open_connection(host, port)
+            writer.write(request + body)
+            answer = await read_all(reader)  # the connection's end is the answer's
+            writer.close()
+        head, _, text = answer.partition(b"\r\n\r\n")
+        headers = head.lower().split(b"\r\n")
+        assert headers[0].endswith(b" 200 ok")
+        assert b"connection: close" in headers
+        assert not any(line.startswith((b"transfer-encoding", b"content-length")) for line in headers)
+        if stream:
+            assert text.startswith(b"data: {")
+            assert text.endswith(b"data: [DONE]\n\n")
+        else:
+            assert len(json.loads(text)["choices"][0]["prompt_logprobs"]) == 99
+
+    run(scenario)
+
+
 @pytest.mark.parametrize("declared", [True, False])
 def test_a_gigabyte_is_refused_at_its_first_megabytes(run: Run, declared: bool) -> None:
     async def scenario(stack: Stack) -> None:

@@ -141,13 +141,13 @@ def test_tokens_come_back_in_order_and_every_request_ends_once() -> None:
     async def main() -> None:
         client = await EngineClient.connect(coordinator.address)
         sampling = [SamplingParams(max_tokens=count) for count in (1, 5, 40)]
-        streams = [client.submit(prompt(100 + i), [params])[0] for i, params in enumerate(sampling)]
+        streams = [client.submit([prompt(100 + i)], [[params]])[0] for i, params in enumerate(sampling)]
         answers = await asyncio.wait_for(asyncio.gather(*(read(stream) for stream in streams)), 20)
         for i, (tokens, finished) in enumerate(answers):
             assert tokens == list(range(101 + i, 101 + i + sampling[i].max_tokens))
             assert finished is not None
             assert finished.reason is FinishReason.LENGTH
-        [stream] = client.submit(prompt(4), [SamplingParams(max_tokens=40)])
+        [stream] = client.submit([prompt(4)], [[SamplingParams(max_tokens=40)]])
         tokens, finished = await asyncio.wait_for(read(stream), 20)
         assert tokens == [5, 6, EOS]
         assert finished is not None
@@ -164,7 +164,7 @@ def test_tokens_come_back_in_order_and_every_request_ends_once() -> None:
 def test_an_abort_frees_the_pages_and_a_lost_connection_frees_them_all() -> None:
     async def main() -> None:
         client = await EngineClient.connect(coordinator.address)
-        first, second = (client.submit(prompt(100 * i), [SamplingParams(max_tokens=100)])[0] for i in (1, 2))
+        first, second = (client.submit([prompt(100 * i)], [[SamplingParams(max_tokens=100)]])[0] for i in (1, 2))
         await anext(first)
         first.abort()
         await anext(second)
@@ -214,7 +214,7 @@ def test_the_loop_sleeps_until_a_mask_wakes_it() -> None:
     async def main() -> None:
         client = await EngineClient.connect(coordinator.address)
         began = time.monotonic()
-        [stream] = client.submit(prompt(100), [SamplingParams(max_tokens=4)])
+        [stream] = client.submit([prompt(100)], [[SamplingParams(max_tokens=4)]])
         tokens, finished = await asyncio.wait_for(read(stream), 10)
         assert (tokens, finished) == ([101, 102, 103, 104], Finished(id=stream.id, reason=FinishReason.LENGTH))
         # Well below the second after which the loop looks by itself, for each of the five masks.
@@ -250,9 +250,9 @@ def test_a_guided_request_beside_others_is_sampled_in_every_second_step() -> Non
 
     async def main() -> None:
         client = await EngineClient.connect(coordinator.address)
-        [plain] = client.submit(prompt(100), [SamplingParams(max_tokens=100)])
+        [plain] = client.submit([prompt(100)], [[SamplingParams(max_tokens=100)]])
         await anext(plain)
-        [guided] = client.submit(prompt(200), [SamplingParams(max_tokens=20)])
+        [guided] = client.submit([prompt(200)], [[SamplingParams(max_tokens=20)]])
         await asyncio.wait_for(read(guided), 10)
         plain.abort()
         await client.close()
@@ -267,12 +267,12 @@ def test_a_guided_request_beside_others_is_sampled_in_every_second_step() -> Non
 
 
 def test_a_failed_engine_ends_every_request_with_its_reason_and_the_connection_after() -> None:
-    error = RankDiedError("rank 1 died: out of luck")
+    error = RankDiedError("rank 1 died: out of luck", told="Rank 1 of 2 died.")
 
     async def main() -> None:
         client = await EngineClient.connect(coordinator.address)
-        [stream] = client.submit(prompt(100), [SamplingParams(max_tokens=100)])
-        [waiting] = client.submit(prompt(100), [SamplingParams(max_tokens=100)])
+        [stream] = client.submit([prompt(100)], [[SamplingParams(max_tokens=100)]])
+        [waiting] = client.submit([prompt(100)], [[SamplingParams(max_tokens=100)]])
         await anext(stream)
         coordinator.fail(error)
         coordinator.fail(RankDiedError("rank 0 died of the same"))
@@ -281,9 +281,10 @@ def test_a_failed_engine_ends_every_request_with_its_reason_and_the_connection_a
             assert finished is not None
             assert finished.reason is FinishReason.ERROR
             assert finished.error == "rank 1 died: out of luck"
+            assert finished.told == "Rank 1 of 2 died."
         await asyncio.wait_for(client.wait_closed(), 5)
         with pytest.raises(EngineError, match="ended the connection"):
-            client.submit(prompt(100), [SamplingParams(max_tokens=100)])
+            client.submit([prompt(100)], [[SamplingParams(max_tokens=100)]])
         await client.close()
 
     with running(CountingRank(step_s=0.01), raises=error) as coordinator:
@@ -307,7 +308,7 @@ def test_an_idle_engine_that_fails_ends_the_connection() -> None:
 def test_a_bug_in_the_loop_ends_every_request_and_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         client = await EngineClient.connect(coordinator.address)
-        [stream] = client.submit(prompt(100), [SamplingParams(max_tokens=100)])
+        [stream] = client.submit([prompt(100)], [[SamplingParams(max_tokens=100)]])
         await anext(stream)
         monkeypatch.setattr(coordinator.scheduler, "retire", lambda result: 1 // 0)
         _, finished = await asyncio.wait_for(read(stream), 5)
@@ -342,7 +343,7 @@ def test_a_second_connection_is_refused_while_the_first_is_open() -> None:
 def test_the_figures_of_the_engine_reach_its_client_with_the_tokens_and_when_it_rests() -> None:
     async def main() -> None:
         client = await EngineClient.connect(coordinator.address)
-        streams = [client.submit(prompt(100 + i), [SamplingParams(max_tokens=80)])[0] for i in range(3)]
+        streams = [client.submit([prompt(100 + i)], [[SamplingParams(max_tokens=80)]])[0] for i in range(3)]
         busy = await reported(client, lambda stats: stats.scheduler.num_running == 3)
         assert busy.heartbeat_age_s == [0.5]
         for stream in streams:
@@ -365,7 +366,7 @@ def test_a_step_that_hangs_is_reported_while_it_lasts_and_asked_about_once() -> 
     async def main() -> None:
         client = await EngineClient.connect(coordinator.address)
         began = time.monotonic()
-        [stream] = client.submit(prompt(100), [SamplingParams(max_tokens=1)])
+        [stream] = client.submit([prompt(100)], [[SamplingParams(max_tokens=1)]])
         await asyncio.sleep(1.5)
         stats = client.board.latest
         assert stats is not None
@@ -385,7 +386,7 @@ def test_a_step_that_hangs_is_reported_while_it_lasts_and_asked_about_once() -> 
 def test_a_step_past_its_deadline_fails_the_engine_and_names_the_setting() -> None:
     async def main() -> None:
         client = await EngineClient.connect(coordinator.address)
-        [stream] = client.submit(prompt(100), [SamplingParams(max_tokens=1)])
+        [stream] = client.submit([prompt(100)], [[SamplingParams(max_tokens=1)]])
         _, finished = await asyncio.wait_for(read(stream), 10)
         assert finished is not None
         assert finished.error == "no result came within parallel.step_timeout_s=0.3"

@@ -75,6 +75,7 @@ def test_a_command_that_is_shown_is_a_command_that_is_run() -> None:
             assert block.page.name == "README.md" or not COMMAND_LINE.search(block.text), block.id
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 @_of("bash")
 def test_commands_run(block: Block, endpoint: Endpoint, smollm2_path: Path) -> None:
@@ -82,6 +83,7 @@ def test_commands_run(block: Block, endpoint: Endpoint, smollm2_path: Path) -> N
     assert _run(["bash", "-euo", "pipefail", "-c", text]), "nothing was printed"
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 @_of("python")
 def test_programs_run(block: Block, endpoint: Endpoint) -> None:

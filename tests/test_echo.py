@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,16 +17,12 @@ Reference = Callable[[list[int]], torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def reference(smollm2_path: Path) -> Reference:
+def reference(smollm2_reference: Any) -> Reference:
     """Log probabilities of the token after each position, [num_tokens, vocab_size] float32."""
-    transformers = pytest.importorskip("transformers")
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        smollm2_path.parent, gguf_file=smollm2_path.name, dtype=torch.float32
-    )
 
     def score(ids: list[int]) -> torch.Tensor:
         with torch.no_grad():
-            return torch.log_softmax(model(torch.tensor([ids])).logits[0].float(), -1)
+            return torch.log_softmax(smollm2_reference(torch.tensor([ids])).logits[0].float(), -1)
 
     return score
 

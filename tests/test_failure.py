@@ -21,6 +21,7 @@ import httpx
 import numpy as np
 import psutil  # type: ignore[import-untyped]  # ships no types
 import pytest
+import ray
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -31,7 +32,7 @@ from cluster.engine import RunningEngine, describe
 from cluster.engine_client import RequestStream
 from cluster.messages import Finished, FinishReason, SamplingParams
 from cluster.placement import group_bundles
-from cluster.rank_group import RankGroup
+from cluster.rank_group import RankGroup, failure_of, rank_death
 from configs.errors import CheckpointError, DeadlineError, EngineError, LockstepError, RankDiedError
 from configs.load import parse_engine_config
 from configs.model_config import read_model_config
@@ -137,7 +138,7 @@ async def running(path: Path, **changes: Any) -> AsyncIterator[RunningEngine]:
 
 def submit(engine: RunningEngine, count: int = 1) -> list[RequestStream]:
     params = SamplingParams(max_tokens=CONTEXT - 8, ignore_eos=True)
-    return engine.client.submit(np.arange(5, 10, dtype=np.int32).tobytes(), [params] * count)
+    return engine.client.submit([np.arange(5, 10, dtype=np.int32).tobytes()], [[params] * count])
 
 
 async def end_of(stream: RequestStream) -> Finished:
@@ -186,6 +187,9 @@ def test_a_killed_rank_ends_every_request_with_its_name_and_the_group_with_it(
                 assert end.error_code == "engine_error"
                 assert end.error is not None
                 assert end.error.startswith(f"rank {victim} died: ")
+                assert end.told is not None
+                assert end.told.startswith(f"Rank {victim} of 2 died: its process was killed (signal 9")
+                assert end.told.endswith("send the request again.")
             assert isinstance(error := await cause(engine), RankDiedError)
             assert str(error) == ends[0].error
             # Ended by the coordinator itself, before anybody closes the engine.
@@ -237,6 +241,7 @@ class FaultyCoordinator(CoordinatorActor):
         return super().start(placement_group)
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_ends_every_request_with_its_own_words(
     ray_cluster: None, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,6 +270,7 @@ def test_a_killed_coordinator_ends_every_request_and_the_ranks(ray_cluster: None
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_is_stuck_itself_counts_as_failed(
     ray_cluster: None, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,9 +290,10 @@ def test_a_coordinator_that_is_stuck_itself_counts_as_failed(
     asyncio.run(main())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "words"),
-    [("missing", "model.norm.weight"), pytest.param("cut", "model.safetensors", marks=pytest.mark.slow)],
+    [("missing", "model.norm.weight"), ("cut", "model.safetensors")],
 )
 def test_a_damaged_checkpoint_ends_the_start_at_once_with_its_own_error(
     ray_cluster: None, tiny_path: Path, tmp_path: Path, damage: str, words: str
@@ -356,6 +363,7 @@ def test_a_watch_over_the_ranks_that_breaks_counts_as_a_failure(ray_cluster: Non
     assert "the watch over the ranks failed" in str(failures.get(timeout=5))
 
 
+@pytest.mark.slow
 def test_closing_twice_or_before_the_start_is_done_leaves_nothing(ray_cluster: None, tiny_path: Path) -> None:
     async def main() -> None:
         before = rank_processes()
@@ -379,7 +387,8 @@ async def complete(client: httpx.AsyncClient, endpoint: Any, **fields: Any) -> h
     return await client.post(f"{endpoint.url}/v1/completions", json=body)
 
 
-@pytest.mark.parametrize("victim", ["Rank", pytest.param("Coordinator", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["Rank", "Coordinator"])
 def test_serve_replaces_a_replica_whose_group_failed(endpoint: Any, victim: str) -> None:
     async def refused_until_served(client: httpx.AsyncClient) -> None:
         while (reply := await complete(client, endpoint, max_tokens=2)).status_code != 200:
@@ -397,9 +406,13 @@ def test_serve_replaces_a_replica_whose_group_failed(endpoint: Any, victim: str)
             async with asyncio.timeout(5):
                 streamed, failed = await streaming, await whole
             last = json.loads(streamed.text.strip().split("\n\n")[-1].removeprefix("data: "))
-            assert last["error"]["code"] in ("engine_error", "engine_overloaded")
+            for error in (last["error"], failed.json()["error"]):
+                if victim == "Rank":
+                    assert error["code"] == "engine_error"
+                    assert re.match(r"Rank [01] of 2 died: its process was killed \(signal 9", error["message"])
+                else:
+                    assert error["code"] in ("engine_error", "engine_overloaded")
             assert failed.status_code in (500, 503)
-            assert failed.json()["error"]["code"] in ("engine_error", "engine_overloaded")
             began = time.monotonic()
             # Refused while the failed replica is still there, held by Serve until the next one is. With many clients
             # some ask it in the moment in which Serve ends it.
@@ -474,3 +487,37 @@ def test_two_hundred_aborted_requests_leave_no_file_descriptor(endpoint: Any) ->
             break
         LOG.info("open since: %s", more)
     assert not more
+
+
+def test_a_failed_call_names_its_own_rank_where_not_all_ranks_were_called(ray_cluster: None) -> None:
+    @ray.remote(num_cpus=0)
+    def fetch(rank: int) -> None:
+        if rank == 3:
+            raise ZeroDivisionError("no weights in /tmp")
+
+    calls = {1: fetch.remote(1), 3: fetch.remote(3)}
+    ray.wait(list(calls.values()), num_returns=2, timeout=60)
+    error = failure_of(calls, 4)
+    assert isinstance(error, RankDiedError)
+    assert str(error) == "rank 3 failed: ZeroDivisionError: no weights in /tmp"
+    assert error.told is not None
+    assert error.told.startswith("Rank 3 of 4 failed")
+    assert "/tmp" not in error.told
+
+
+@pytest.mark.parametrize(
+    ("ray_says", "told"),
+    [
+        (
+            "ip: 192.0.2.2\nThe actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR",
+            "its process was killed (signal 9",
+        ),
+        ("Worker exit type: NODE_OUT_OF_MEMORY Worker exit detail: on 192.0.2.2", "the node was out of memory"),
+        ("The actor died because its node has died. Node Id: 5be1 ip: 192.0.2.2", "its node was lost"),
+        ("The actor is temporarily unavailable: rpc error to 192.0.2.2", "Ray lost its process"),
+    ],
+)
+def test_a_ranks_death_is_told_without_addresses(ray_says: str, told: str) -> None:
+    death = rank_death(ray_says)
+    assert told in death
+    assert "192.0.2.2" not in death

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
+from cluster.openai.body import decode_body
+from configs.errors import RequestError
 from configs.schema import ServerConfig
 from tests.scripted_engine import MODEL, Run, Stack
 
@@ -75,3 +78,62 @@ def test_every_answer_of_the_engine_says_where_its_time_went(run: Run, path: str
         assert reply.headers["server-timing"].startswith("queue;dur=")
 
     run(scenario)
+
+
+IGNORED: list[tuple[str, dict[str, Any], str | None]] = [
+    ("/v1/chat/completions", {"verbosity": "low"}, "verbosity"),
+    ("/v1/chat/completions", {"verbosity": "medium"}, None),
+    ("/v1/chat/completions", {"prediction": {"type": "content", "content": "a"}}, "prediction"),
+    ("/v1/chat/completions", {"reasoning_effort": "low"}, "reasoning_effort"),
+    ("/v1/responses", {"text": {"verbosity": "high"}}, "text.verbosity"),
+    ("/v1/responses", {"text": {"verbosity": "medium"}}, None),
+    ("/v1/responses", {"reasoning": {"effort": "high"}}, "reasoning.effort"),
+    ("/v1/responses", {"reasoning": {"summary": "auto"}}, "reasoning.summary"),
+    ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+    ("/v1/messages", {"thinking": {"type": "adaptive"}}, None),
+    ("/v1/messages", {"thinking": {"type": "disabled"}}, None),
+    ("/v1/messages", {"output_config": {"effort": "low"}}, "output_config.effort"),
+]
+
+
+@pytest.mark.parametrize(("path", "field", "named"), IGNORED)
+def test_what_only_asks_for_a_style_or_for_thinking_is_ignored_by_name(
+    run: Run, path: str, field: dict[str, Any], named: str | None
+) -> None:
+    async def scenario(stack: Stack) -> None:
+        reply = await stack.http.post(path, json={"model": MODEL, **ROUTES[path], **field})
+        assert reply.status_code == 200, reply.text
+        assert reply.headers.get("x-ignored-fields") == named
+
+    run(scenario)
+
+
+def test_sixteen_stop_strings_are_taken(run: Run) -> None:
+    async def scenario(stack: Stack) -> None:
+        stops = [f"stop {i}" for i in range(16)]
+        assert (await stack.complete(stop=stops)).status_code == 200
+        assert (await stack.complete(stop=[*stops, "more"])).status_code == 400
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("body", "shown"),
+    [
+        (rb'{"a": "x\ud83d"}', r"\ud83d at byte 8"),
+        (rb'{"a": "\ude00x"}', r"\ude00 at byte 7"),
+        (rb'{"a": "\\\ud83d\ud83d\ude00"}', r"\ud83d at byte 9"),
+        (b'{"a": "\xed\xa0\xbd"}', r"\ud83d at byte 7"),
+        (rb'{"\ud83dxxxxxx": 1}', r"\ud83d at byte 2"),
+    ],
+)
+def test_a_lone_surrogate_is_said_to_be_one(body: bytes, shown: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(f"a lone surrogate, {shown}")):
+        decode_body(body)
+
+
+@pytest.mark.parametrize("body", [rb'{"a": "\\ud83d", }', rb'{"a": "\ud83d\ude00", }', rb'{"a": NaN}'])
+def test_whole_characters_and_other_faults_are_no_surrogates(body: bytes) -> None:
+    with pytest.raises(RequestError) as caught:
+        decode_body(body)
+    assert "surrogate" not in str(caught.value)

@@ -13,7 +13,9 @@ import dataclasses
 import importlib.util
 import math
 import sys
+import tomllib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,7 @@ import pytest
 import torch
 
 from attention.backend import AttentionBackend
-from attention.fa3 import FA3Provider, FlashAttention3, SglKernel, load_provider
+from attention.fa3 import SGLANG_KERNEL, FA3Provider, FlashAttention3, SglKernel, load_provider
 from attention.flash_attention import FlashAttentionBackend
 from attention.forward_batch import ForwardBatch, PagedMetadata
 from attention.kv_pool import ReqToTokenPool, TokenToKVPool
@@ -423,6 +425,39 @@ def test_refuses_devices_without_fa3_and_says_what_to_install(monkeypatch: pytes
     with pytest.raises(ConfigError, match="flash_attention_3: ") as raised:
         load_provider("flash_attention_3", CUDA)
     assert "sgl_kernel:" not in str(raised.value)
+
+
+def test_the_cuda_extra_takes_the_kernels_and_the_torch_that_were_run() -> None:
+    pyproject = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text("utf-8"))
+    assert pyproject["project"]["optional-dependencies"]["cuda"] == [
+        f"sglang-kernel=={SGLANG_KERNEL}",
+        "torch>=2.11,<2.12",
+    ]
+
+
+def test_another_version_of_the_kernels_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    package, installed = tmp_path / "sgl_kernel", tmp_path / "sglang_kernel-0.4.10.dist-info"
+    package.mkdir()
+    installed.mkdir()
+    (package / "__init__.py").touch()
+    (package / "flash_attn.py").write_text("def flash_attn_with_kvcache(): ...")
+    (installed / "METADATA").write_text("Name: sglang-kernel\nVersion: 0.4.10\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    load_provider("sgl_kernel", CUDA)
+    [warning] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "sglang-kernel 0.4.10 is installed" in warning
+    assert "only 0.4.3 with torch 2.11 was run" in warning
+    for module in ("sgl_kernel", "sgl_kernel.flash_attn"):
+        monkeypatch.setitem(sys.modules, module, None)  # as where an operator that it imports is gone
+    with pytest.raises(ConfigError, match=r"sgl_kernel: .*; sglang-kernel 0\.4\.10 is installed"):
+        load_provider("sgl_kernel", CUDA)
+    (installed / "METADATA").write_text("Name: sglang-kernel\nVersion: 0.4.3+cu130\n")
+    with pytest.raises(ConfigError) as raised:
+        load_provider("sgl_kernel", CUDA)
+    assert "is installed" not in str(raised.value)
 
 
 # On a GPU.

@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import pytest
 
+from cluster.openai.chat_template import ChatTemplate
 from cluster.openai.formats import ModelFormats
 from cluster.openai.reasoning import REASONING_STYLES
 from cluster.openai.tools.request import parse_tools
@@ -20,8 +21,8 @@ STRICT: dict[str, Any] = {"type": "function", "function": {"name": "strict", "st
 QWEN = "{% if tools %}<tool_call>{% endif %}{{ message.tool_calls }}</think>"
 
 
-def formats(template: str = QWEN, *, reads_tools: bool = True, **settings: Any) -> ModelFormats:
-    return ModelFormats.of(template, reads_tools=reads_tools, server=ServerConfig(**settings))
+def formats(template: str = QWEN, **settings: Any) -> ModelFormats:
+    return ModelFormats.of(ChatTemplate(template, {}), ServerConfig(**settings))
 
 
 def test_the_settings_name_the_formats_there_are() -> None:
@@ -41,8 +42,36 @@ def test_formats_come_from_the_template_and_settings_win(caplog: pytest.LogCaptu
     assert (named.calls, named.reasoning) == (STYLES["json"], None)
     assert "server.tool_call_parser=json, but the chat template shows the format hermes" in caplog.text
     assert formats("", tool_call_parser="mistral").calls is STYLES["mistral"]
-    plain = formats("{{ messages }}", reads_tools=False)
+    plain = formats("{{ messages }}", tool_template="off")
     assert (plain.calls, plain.reasoning, plain.takes_calls) == (None, None, False)
+    assert ModelFormats.of(None, ServerConfig()).tool_template == "none"
+    assert ModelFormats.of(None, ServerConfig()).calls is None
+
+
+@pytest.mark.parametrize(
+    ("template", "settings", "shown_by", "calls"),
+    [
+        (QWEN, {}, "own", "hermes"),
+        (QWEN, {"tool_template": "generic"}, "generic", "hermes"),
+        (QWEN, {"tool_call_parser": "none"}, "own", None),
+        ("{{ messages }}", {}, "generic", "hermes"),
+        ("{{ messages }}", {"tool_template": "off"}, "none", None),
+        ("{{ messages }}", {"tool_call_parser": "none"}, "generic", None),
+        ("{{ messages }}", {"tool_call_parser": "mistral"}, "generic", "mistral"),
+        ("{{ messages }}", {"tool_call_parser": "qwen3_coder"}, "generic", "hermes"),
+        # Tools without calls and results are half of a conversation; calls in a format that nothing reads are text.
+        ("{{ tools }}<tool_call>", {}, "generic", "hermes"),
+        ("{{ tools }}{{ messages[0].tool_calls }}", {}, "generic", "hermes"),
+        ("{{ tools }}", {"tool_template": "off"}, "own", None),
+    ],
+)
+def test_tools_are_shown_by_the_template_or_in_the_generic_form(
+    template: str, settings: dict[str, Any], shown_by: str, calls: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = formats(template, **settings)
+    assert found.tool_template == shown_by
+    assert (None if found.calls is None else found.calls.name) == calls
+    assert ("has no effect" in caplog.text) == (settings.get("tool_call_parser") == "qwen3_coder")
 
 
 def test_tools_are_shown_only_where_they_may_be_called() -> None:
@@ -55,20 +84,20 @@ def test_tools_are_shown_only_where_they_may_be_called() -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "reads_tools", "settings", "is_refused"),
+    ("template", "settings", "is_refused"),
     [
-        (QWEN, True, {}, False),
-        ("{{ messages }}", False, {}, True),
-        ("{{ tools }}", True, {}, True),
-        ("{{ tools }}", True, {"tool_call_parser": "json"}, False),
-        ("{{ tools }}", True, {"tool_call_parser": "none"}, False),
-        ("{{ messages }}", False, {"tool_call_parser": "json"}, True),
+        (QWEN, {}, False),
+        ("{{ messages }}", {}, True),
+        ("{{ tools }}", {}, True),
+        ("{{ tools }}", {"tool_call_parser": "json"}, False),
+        ("{{ tools }}", {"tool_call_parser": "none"}, False),
+        ("{{ messages }}", {"tool_call_parser": "json"}, True),
     ],
 )
-def test_tools_are_refused_that_the_model_would_not_see_or_whose_calls_could_not_be_read(
-    template: str, reads_tools: bool, settings: dict[str, Any], is_refused: bool
+def test_without_the_generic_form_tools_are_refused_that_the_model_would_not_see_or_whose_calls_could_not_be_read(
+    template: str, settings: dict[str, Any], is_refused: bool
 ) -> None:
-    found = formats(template, reads_tools=reads_tools, **settings)
+    found = formats(template, tool_template="off", **settings)
     if is_refused:
         with pytest.raises(RequestError) as raised:
             found.shown_tools(parse_tools([NOW]))
@@ -77,7 +106,7 @@ def test_tools_are_refused_that_the_model_would_not_see_or_whose_calls_could_not
         assert found.shown_tools(parse_tools([NOW])) is not None
     # A call that is required is written by the grammar, and read as the grammar writes it.
     forced = parse_tools([NOW], "required")
-    assert (found.shown_tools(forced) is not None) == reads_tools
+    assert (found.shown_tools(forced) is not None) == ("tools" in template)
     assert found.answer_format(forced, "").calls is not None
     assert found.needs_grammar(forced, has_grammar=False)
 
@@ -95,7 +124,7 @@ def test_an_answer_is_read_as_its_request_and_prompt_say() -> None:
     one = found.answer_format(parse_tools([NOW, STRICT], {"type": "function", "function": {"name": "now"}}), "")
     assert (list(one.tools), one.max_calls) == (["now"], 1)
     # The format of Qwen 3 Coder has no grammar: a forced call is plain JSON.
-    coder = formats("<function= <parameter=")
+    coder = formats("<function= <parameter= {{ tools }} {{ messages[0].tool_calls }}")
     assert coder.answer_format(parse_tools([NOW], "required"), "").calls is STYLES["json"]
     assert coder.answer_format(parse_tools([NOW]), "").calls is STYLES["qwen3_coder"]
     assert "<think>" in auto.tags
@@ -110,7 +139,9 @@ def test_only_what_binds_calls_needs_a_grammar() -> None:
     assert found.needs_grammar(parse_tools([NOW, STRICT]), has_grammar=False)
     assert found.needs_grammar(parse_tools([NOW]), has_grammar=True)
     # Calls without a tag: nothing in a text shows where they begin.
-    bare = formats('"parameters": dictionary of argument name and its value')
+    bare = formats(
+        '"parameters": dictionary of argument name and its value {{ tools }} {{ messages[0].tool_calls }}',
+    )
     assert bare.calls is STYLES["llama3_json"]
     assert not bare.needs_grammar(parse_tools([STRICT]), has_grammar=False)
     assert bare.needs_grammar(parse_tools([STRICT], "required"), has_grammar=True)

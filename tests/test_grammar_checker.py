@@ -17,6 +17,7 @@ from cluster.structured.limits import MAX_GRAMMAR_BYTES
 from cluster.structured.protocol import Setup
 from cluster.structured.spec import compiled_grammar, lark_grammar, read_grammar
 from configs.errors import RequestError
+from tests.descriptors import no_free_descriptors
 
 # A refusal comes within 100 ms where the machine is ours (benchmarks/structured.py measures). Here others may have it:
 # what is shown is that no compile was waited for.
@@ -210,6 +211,19 @@ def test_checks_go_on_after_the_processes_were_killed(run: Callable[[Scenario], 
         assert "after" in await check(checker, regex="after")
 
     run(scenario)
+
+
+def test_a_check_whose_processes_cannot_start_is_503_and_a_later_one_tries_again(setup: Setup) -> None:
+    async def scenario() -> None:
+        checker = GrammarChecker(lambda: setup)
+        await asyncio.to_thread(int)  # a thread to start them in is there
+        with no_free_descriptors():
+            error = await refusal(checker, regex="now")
+        assert error.status == 503
+        assert "later" in await check(checker, regex="later")
+        await checker.close()
+
+    asyncio.run(scenario())
 
 
 def test_a_tokenizer_that_cannot_be_used_is_said_to_the_caller() -> None:

@@ -25,6 +25,7 @@ from cluster.structured.protocol import Setup
 from cluster.structured.request_guides import RequestGuides
 from cluster.structured.spec import GrammarKind, GrammarSpec, read_grammar
 from configs.errors import GuideError
+from tests.descriptors import no_free_descriptors
 from tests.schemas import SchemaMaker
 from worker.protocol import RowFlag, StepFrame, StepResult, UInt32Array, mask_words
 
@@ -342,6 +343,19 @@ def test_guides_fail_with_their_processes_and_new_ones_work(smollm2_path: Path) 
     mine.made.close()
 
 
+def test_guides_end_when_their_processes_cannot_start_and_a_later_one_tries_again(smollm2_path: Path) -> None:
+    guides = Guides(Tokenizer.load(smollm2_path))
+    with no_free_descriptors():
+        first, second = guides.open(regex="[ab]{3}"), guides.open(regex="[ab]{3}")
+        for guide in (first, second):
+            with pytest.raises(GuideError, match="cannot be started"):
+                guides.wait(guide)
+        assert guides.made._running is not None
+        guides.made._running.join(TIMEOUT_S)
+    assert guides.wait(guides.open(regex="[ab]{3}")) is not None
+    guides.made.close()
+
+
 def test_closing_ends_threads_and_processes(smollm2_path: Path) -> None:
     mine = Guides(Tokenizer.load(smollm2_path))
     assert mine.wait(mine.open(regex="a")) is not None
@@ -383,7 +397,7 @@ class Steps:
         self.tokens[request_id] = []
         sampling = SamplingParams(max_tokens=60, grammar=grammar)
         request = GenerateRequest(id=request_id, prompt=np.full(6, 50, np.int32).tobytes(), sampling=sampling)
-        assert self.scheduler.add(request) is None
+        assert not self.scheduler.add([request])
 
     def run(self) -> None:
         """Until all have ended."""

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,10 +19,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed import HashStore, TCPStore
+from torch.distributed import HashStore, PrefixStore, ProcessGroupGloo, TCPStore
 
 from configs.errors import ConfigError, DeadlineError, EngineError
-from parallel.all_reduce import SharedMemoryCollectives
+from parallel.all_reduce import SharedMemoryCollectives, _own_address
 from parallel.environment import MULTICAST_OFF, RANK_ENVIRONMENT
 from parallel.group import Strategy, TensorParallelGroup
 from tests.forks import start_forked
@@ -370,6 +371,17 @@ def test_generations_share_a_store_without_meeting() -> None:
     wait.join(10)
     for group in groups.values():
         group.close()
+
+
+def test_a_rank_finds_the_address_its_peers_reach_it_by_over_ipv6(ipv6_loopback: str) -> None:
+    listening = socket.create_server((ipv6_loopback, 0), family=socket.AF_INET6)
+    port = listening.getsockname()[1]
+    master = TCPStore(ipv6_loopback, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+    store = PrefixStore("generation", master)
+    store.set("network/1", "that of another node")
+    address = _own_address(rank=0, size=2, store=store, timeout_s=5.0)
+    assert address == ipv6_loopback
+    assert ProcessGroupGloo.create_device(hostname=address) is not None
 
 
 def test_group_of_one_is_the_identity() -> None:

@@ -85,9 +85,8 @@ class Steps:
             self.guides[request_id] = HandGuide()
         prompt = (np.arange(num_tokens, dtype=np.int32) + request_id) % 30
         params = SamplingParams(**{"max_tokens": 5, **sampling})
-        refusal = self.scheduler.add(GenerateRequest(id=request_id, prompt=prompt.tobytes(), sampling=params))
-        if refusal is not None:
-            self.ended[request_id] = refusal
+        request = GenerateRequest(id=request_id, prompt=prompt.tobytes(), sampling=params)
+        self.ended.update((refusal.id, refusal) for refusal in self.scheduler.add([request]))
         self.scheduler.check_integrity()
         return request_id
 
@@ -426,9 +425,8 @@ def test_a_grammar_that_makes_no_guide_is_refused() -> None:
 
     scheduler = Scheduler(LIMITS, make_guide=refuse)
     request = GenerateRequest(id=1, prompt=bytes(8), sampling=SamplingParams(max_tokens=1))
-    assert scheduler.add(request) == Finished(
-        id=1, reason=FinishReason.ERROR, error="not a grammar", error_code="grammar_error"
-    )
+    refusal = Finished(id=1, reason=FinishReason.ERROR, error="not a grammar", error_code="grammar_error")
+    assert scheduler.add([request]) == [refusal]
     assert not scheduler.has_work
 
 

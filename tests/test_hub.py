@@ -13,10 +13,11 @@ import httpx
 import pytest
 
 from benchmarks.make_checkpoint import write_checkpoint
-from cluster.openai.tokenizer import convert_gguf
+from cluster.openai.gguf_tokenizer import read_gguf_tokenizer
 from tests.fake_hub import COMMIT, REPO, hub
 from tests.test_cli import CONFIG as EXAMPLE
 from tests.test_cli import ROOT, read_until_ready, run, served
+from tests.tiny_engine import VOCAB_SIZE, make_tokenizer
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -70,6 +71,94 @@ def test_weights_are_fetched_once_and_their_progress_told(tmp_path: Path) -> Non
     assert fetched == ["config.json", "model.safetensors"]
 
 
+FIND = """
+import sys
+from configs.checkpoint import resolve_tokenizer_path
+
+print(resolve_tokenizer_path(*sys.argv[1:]))
+"""
+
+
+@pytest.fixture
+def shape(tmp_path: Path) -> Path:
+    """A model of random weights, without a tokenizer."""
+    folder = tmp_path / "shape"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+@pytest.fixture
+def tokenizer_files(tmp_path: Path) -> Path:
+    """The files of a repository that holds a tokenizer."""
+    folder = tmp_path / "tokenizer"
+    make_tokenizer()._fast.save_pretrained(folder)
+    (folder / "model.safetensors").write_bytes(b"not wanted")
+    return folder
+
+
+def settings_of(**settings: object) -> list[str]:
+    return [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+
+
+def test_a_tokenizer_of_the_hub_is_read_before_anything_starts(
+    shape: Path, tokenizer_files: Path, tmp_path: Path
+) -> None:
+    with hub(tokenizer_files) as (url, fetched):
+        options = settings_of(model=shape, load_format="dummy", tokenizer=REPO, max_model_len=512)
+        checked = run("check", EXAMPLE, *options, HF_ENDPOINT=url, HF_HOME=str(tmp_path / "home"))
+    assert checked.returncode == 0, checked.stderr
+    assert "tokenizer.json" in fetched
+    assert "model.safetensors" not in fetched
+
+
+def test_check_warns_of_tokens_that_the_model_does_not_have(shape: Path, tokenizer_files: Path) -> None:
+    (shape / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": VOCAB_SIZE}))
+    options = settings_of(model=shape, load_format="dummy", tokenizer=tokenizer_files, max_model_len=512)
+    checked = run("check", EXAMPLE, *options)
+    assert checked.returncode == 0, checked.stderr
+    [warning] = [line for line in checked.stderr.splitlines() if line.startswith("WARNING")]
+    assert f"has embeddings for 0 to {VOCAB_SIZE - 1}: texts with one of the other tokens, 'lock' the first" in warning
+
+
+@pytest.mark.parametrize("command", ["check", "serve"])
+@pytest.mark.parametrize(
+    ("tokenizer", "words"),
+    [
+        ("owner/none", "cannot be fetched from the Hugging Face Hub"),
+        ("/nowhere/tokenizer", "does not exist; set it to a directory"),
+        ("/nowhere/file.gguf", "does not exist; set it to a directory"),
+        ("shape", "holds no tokenizer.json"),
+    ],
+)
+def test_a_tokenizer_that_is_not_there_is_refused_before_anything_starts(
+    shape: Path, tokenizer_files: Path, tmp_path: Path, command: str, tokenizer: str, words: str
+) -> None:
+    named = str(shape) if tokenizer == "shape" else tokenizer
+    with hub(tokenizer_files) as (url, _):
+        options = settings_of(model=shape, load_format="dummy", tokenizer=named, max_model_len=512)
+        address = ("--address", "local") if command == "serve" else ()
+        refused = run(command, EXAMPLE, *options, *address, HF_ENDPOINT=url, HF_HOME=str(tmp_path / "home"))
+    assert refused.returncode != 0
+    assert f"tokenizer={named}" in refused.stderr
+    assert words in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert "starting Ray" not in refused.stdout
+
+
+@pytest.mark.parametrize(("model", "branch"), [(REPO, "v1"), (f"{REPO}/file.gguf", "v1"), ("other/model", "main")])
+def test_the_revision_is_of_the_models_repository(
+    tokenizer_files: Path, tmp_path: Path, model: str, branch: str
+) -> None:
+    home = tmp_path / "home"
+    with hub(tokenizer_files) as (url, _):
+        settings = {"HF_ENDPOINT": url, "HF_HOME": str(home), "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-c", FIND, REPO, model, "v1"]
+        subprocess.run(command, env={**os.environ, **settings}, check=True, capture_output=True, timeout=120)
+    [asked] = (home / "hub" / "models--owner--tiny" / "refs").iterdir()
+    assert asked.name == branch
+
+
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(600)
@@ -81,7 +170,7 @@ def test_serve_fetches_a_model_of_the_hub(
         folder.mkdir()
     (source / "config.json").write_text(json.dumps(CONFIG))
     write_checkpoint(source, files)
-    convert_gguf(smollm2_path, files)
+    read_gguf_tokenizer(smollm2_path).save_pretrained(files)
     settings = [f"model={REPO}", "served_model_name=tiny", "max_model_len=512", "tensor_parallel_size=2"]
     options = [word for setting in settings for word in ("--set", setting)]
     with hub(files, pause_s=0.5) as (url, fetched):

@@ -73,11 +73,13 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     return Report(**json.loads((path / "report.json").read_text()))
 
 
+@pytest.mark.slow
 def test_every_kernel_compiles_for_an_h200(report: Report) -> None:
     failed = {kernel: errors for kernel, errors in report.errors.items() if errors}
     assert not failed, "\n".join(f"{kernel}, {len(said)} times:\n{said[0]}" for kernel, said in failed.items())
 
 
+@pytest.mark.slow
 def test_no_kernel_is_left_out(report: Report) -> None:
     assert report.kernels
     missing = set(report.kernels) - set(report.errors)

@@ -201,7 +201,7 @@ def test_128_streams_have_no_error_and_none_starves(endpoint: Any) -> None:
     assert share > 1 / 3
 
 
-def test_a_thousand_slow_readers_take_bounded_memory(endpoint: Any) -> None:
+def test_four_hundred_slow_readers_take_bounded_memory(endpoint: Any) -> None:
     """Each asks for an answer that is long in bytes and reads none of it, until all are generated."""
     asyncio.run(warm_up(endpoint.url, endpoint.model))
     endpoint.wait_idle()
@@ -220,7 +220,7 @@ def test_a_thousand_slow_readers_take_bounded_memory(endpoint: Any) -> None:
         }
         host, port, request = raw_request(endpoint.url, body)
         writers = []
-        for i in range(1000):
+        for i in range(400):
             reader, writer = await asyncio.open_connection(host, port, limit=1 << 10)
             reader._transport.pause_reading()  # type: ignore[attr-defined]
             writer.write(request)
@@ -251,5 +251,5 @@ def test_a_thousand_slow_readers_take_bounded_memory(endpoint: Any) -> None:
     endpoint.wait_idle(120)
     wait_until_like(endpoint.app_name, before, "tasks", "sockets", slack=6, timeout_s=120)
     print({name: f"{grown >> 20} MiB" for name, grown in peak.items()})  # noqa: T201 -- figures to report
-    assert peak["replica"] < 600 << 20
-    assert peak["proxy"] < 600 << 20
+    assert peak["replica"] < 300 << 20
+    assert peak["proxy"] < 300 << 20

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-import numpy as np
-import pytest
+from pathlib import Path
 
+import numpy as np
+import psutil  # type: ignore[import-untyped]  # ships no types
+import pytest
+import torch
+
+from worker.cgroup import available_bytes
 from worker.frame_check import FrameLimits, check_frame
-from worker.memory import DeviceMemory, _largest_frames
+from worker.memory import DeviceMemory, _largest_frames, free_bytes
 from worker.protocol import RowFlag, StepFrame
 
 
@@ -37,3 +42,60 @@ def test_what_a_step_needs_is_taken_off_and_said() -> None:
     assert memory.usable_bytes == 94 * gib
     assert str(memory).endswith("less 3.00 for the largest step, 2.00 for CUDA graphs and 1.00 for sampling: 94.00 GiB")
     assert DeviceMemory(gib, gib, gib).usable_bytes == 0
+
+
+# What a container leaves
+
+GIB = 1 << 30
+UNLIMITED_V1 = 9223372036854771712
+
+
+def control_group(root: Path, folder: str, limit: object, used: int, reclaimable: int = 0) -> None:
+    """Writes the files of one control group, of the version that `folder` is of."""
+    made = root / "sys/fs/cgroup" / folder
+    made.mkdir(parents=True, exist_ok=True)
+    is_v1 = folder.startswith("memory")
+    (made / ("memory.limit_in_bytes" if is_v1 else "memory.max")).write_text(f"{limit}\n")
+    (made / ("memory.usage_in_bytes" if is_v1 else "memory.current")).write_text(f"{used}\n")
+    name = "total_inactive_file" if is_v1 else "inactive_file"
+    (made / "memory.stat").write_text(f"anon {used}\n{name} {reclaimable}\n")
+
+
+def membership(root: Path, *lines: str) -> None:
+    """Writes which control groups this process is in."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text("".join(line + "\n" for line in lines))
+
+
+def test_a_containers_limit_bounds_what_is_free_less_what_it_uses(tmp_path: Path) -> None:
+    membership(tmp_path, "0::/")
+    control_group(tmp_path, "", 8 * GIB, used=3 * GIB, reclaimable=GIB)
+    assert available_bytes(tmp_path) == 6 * GIB
+    control_group(tmp_path, "", 2 * GIB, used=3 * GIB)
+    assert available_bytes(tmp_path) == 0
+
+
+def test_the_tightest_of_all_groups_above_counts_and_those_without_a_limit_do_not(tmp_path: Path) -> None:
+    membership(tmp_path, "0::/pods/one/main")
+    control_group(tmp_path, "pods", 64 * GIB, used=60 * GIB)
+    control_group(tmp_path, "pods/one", 8 * GIB, used=GIB)
+    control_group(tmp_path, "pods/one/main", "max", used=GIB)
+    assert available_bytes(tmp_path) == 4 * GIB
+    control_group(tmp_path, "pods", "max", used=60 * GIB)
+    assert available_bytes(tmp_path) == 7 * GIB
+
+
+def test_a_container_of_version_1_that_has_another_name_inside_is_found_at_the_mount(tmp_path: Path) -> None:
+    membership(tmp_path, "12:cpu,cpuacct:/docker/4711", "4:memory:/docker/4711", "0::/")
+    control_group(tmp_path, "memory", 4 * GIB, used=GIB)
+    assert available_bytes(tmp_path) == 3 * GIB
+
+
+def test_without_a_limit_all_of_the_nodes_memory_counts(tmp_path: Path) -> None:
+    assert available_bytes(tmp_path) is None, "a system without control groups"
+    membership(tmp_path, "4:memory:/", "0::/")
+    control_group(tmp_path, "memory", UNLIMITED_V1, used=GIB)
+    left = available_bytes(tmp_path)
+    assert left is None or left > 1 << 60
+    free = free_bytes(torch.device("cpu"))
+    assert 0 < free <= psutil.virtual_memory().total

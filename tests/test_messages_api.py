@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import anthropic
@@ -12,8 +13,9 @@ from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from cluster.anthropic.builder import MessageBuilder
-from cluster.anthropic.request import MessagesRequest, chat_fields
+from cluster.anthropic.request import MessagesRequest, chat_fields, in_own_words
 from cluster.openai.wire import PromptTokensDetails, Usage
+from configs.errors import RequestError
 from tests.scripted_engine import MODEL, REPLY, Run, Stack, served
 
 USAGE = Usage(30, 4, 34, PromptTokensDetails(16))
@@ -41,7 +43,7 @@ def sse_events(text: str) -> list[dict[str, Any]]:
 
 def chat_of(**fields: Any) -> dict[str, Any]:
     body = {"model": MODEL, "max_tokens": 64, "messages": MESSAGES, **fields}
-    return chat_fields(MessagesRequest.model_validate(body))
+    return chat_fields(MessagesRequest.model_validate(body))[0]
 
 
 def test_a_message_has_its_text_and_counts_what_was_cached_apart(run: Run) -> None:
@@ -175,43 +177,25 @@ def test_tool_choices_have_their_counterpart_in_a_chat(choice: dict[str, Any], e
     assert chat["tools"] == [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 
 
-BAD: list[tuple[dict[str, Any], int, str, str]] = [
-    ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens"),
-    ({"messages": []}, 400, "invalid_request_error", "messages"),
-    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "invalid_request_error", "content[0].type"),
-    ({"messages": [{"role": "user", "content": []}]}, 400, "invalid_request_error", "messages[0].content"),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}]}]},
-        400,
-        "invalid_request_error",
-        "messages[0].content[0].type",
-    ),
-    ({"stop_sequences": [""]}, 400, "invalid_request_error", "stop_sequences[0]"),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, 400, "invalid_request_error", "tools[0].type"),
-    ({"stop_token_ids": [10**8]}, 400, "invalid_request_error", "stop_token_ids[0]"),
-    ({"tools": [{"name": "a b", "input_schema": {}}]}, 400, "invalid_request_error", "tools[0].name"),
-    ({"tool_choice": {"type": "tool"}}, 400, "invalid_request_error", "tool_choice.name"),
-    ({"model": "claude"}, 404, "not_found_error", "claude"),
-    ({"max_tokens": 4096}, 400, "invalid_request_error", "maximum context length"),
-]
-
-
-@pytest.mark.parametrize(("fields", "status", "kind", "words"), BAD, ids=range(len(BAD)))
-@pytest.mark.parametrize("stream", [False, True])
-def test_errors_have_anthropics_shape(
-    run: Run, fields: dict[str, Any], status: int, kind: str, words: str, stream: bool
-) -> None:
-    async def scenario(stack: Stack) -> None:
-        reply = await create(stack, stream=stream, **fields)
-        assert reply.status_code == status
-        body = reply.json()
-        assert set(body) == {"type", "error", "request_id"}
-        assert body["type"] == "error"
-        assert body["error"]["type"] == kind
-        assert words in body["error"]["message"]
-        assert body["request_id"] == reply.headers["x-request-id"]
-
-    run(scenario)
+def test_a_chats_error_names_the_message_it_is_about() -> None:
+    result = {"type": "tool_result", "tool_use_id": "a", "content": "c"}
+    text = {"type": "text", "text": "Well?"}
+    body = {
+        "model": MODEL,
+        "max_tokens": 1,
+        "system": "Be kind.",
+        "messages": [*MESSAGES, {"role": "assistant", "content": "ok"}, {"role": "user", "content": [result, text]}],
+    }
+    chat, sources = chat_fields(MessagesRequest.model_validate(body))
+    assert [message["role"] for message in chat["messages"]] == ["system", "user", "assistant", "tool", "user"]
+    for path, own in (
+        ("messages[0].content", "system.content"),
+        ("messages[2].tool_calls[0].function.name", "messages[1].content"),
+        ("messages[3].role", "messages[2].content"),
+        ("messages[4].content", "messages[2].content"),
+    ):
+        error = in_own_words(RequestError(f"{path}: no.", param=path), sources)
+        assert (error.param, str(error)) == (own, f"{own}: no.")
 
 
 def test_a_failing_engine_ends_a_stream_with_an_error_event(run: Run) -> None:
@@ -241,8 +225,15 @@ def test_the_anthropic_package_works_unmodified(run: Run) -> None:
             assert final.usage == whole.usage
             counted = await client.messages.count_tokens(model=MODEL, messages=MESSAGES)
             assert counted.input_tokens == whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0)
+            assert counted._request_id
             with pytest.raises(anthropic.NotFoundError) as caught:
                 await client.messages.create(model="other", max_tokens=1, messages=MESSAGES)
             assert caught.value.type == "not_found_error"
+            assert caught.value.request_id == caught.value.body["request_id"]
+            [listed] = [model async for model in client.models.list()]
+            retrieved = await client.models.retrieve(MODEL)
+            assert (listed.id, listed.type, listed.display_name) == (MODEL, "model", MODEL)
+            assert retrieved.created_at == listed.created_at
+            assert abs(listed.created_at.timestamp() - time.time()) < 600
 
     run(scenario)

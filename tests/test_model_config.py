@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers.models import BPE
 
+from cluster.preflight import check_checkpoint
 from configs.errors import CheckpointError
 from configs.gguf_header import GGUFHeader
 from configs.model_config import ModelConfig, RopeConfig, read_model_config
+from configs.schema import EngineConfig
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -128,6 +132,7 @@ def test_end_tokens_are_the_union_of_what_all_files_name(tmp_path: Path) -> None
     tokens = {"9": {"content": "<|im_end|>"}, "8": {"content": "<|other|>"}}
     _write(tmp_path, {"eos_token": "<|im_end|>", "added_tokens_decoder": tokens}, "tokenizer_config.json")
     assert _read(tmp_path, "llama", eos_token_id=3).eos_token_ids == (3, 5, 9)
+    assert _read(tmp_path, "llama", eos_token_id=3, vocab_size=9).eos_token_ids == (3, 5), "9 has no embedding"
 
 
 def test_the_dtype_is_read_from_old_and_new_keys(tmp_path: Path) -> None:
@@ -299,6 +304,25 @@ def test_a_gguf_file_that_cannot_be_served_is_refused(tmp_path: Path, options: d
     path = _write_gguf(tmp_path / "m.gguf", **options)
     with pytest.raises(CheckpointError, match=message):
         read_model_config(path)
+
+
+def test_long_arrays_of_a_gguf_file_are_read_where_they_are_asked_for(tmp_path: Path) -> None:
+    path = _write_gguf(tmp_path / "m.gguf")
+    keys = {"tokenizer.ggml.tokens", "tokenizer.ggml.scores"}
+    assert not keys & GGUFHeader.read(path).metadata.keys()
+    header = GGUFHeader.read(path, arrays=keys)
+    assert header.metadata["tokenizer.ggml.tokens"] == tuple(f"t{i}" for i in range(2000))
+    assert header.metadata["tokenizer.ggml.scores"] == (0.5,) * 2000
+    assert header.tensors == GGUFHeader.read(path).tensors
+
+
+def test_an_unknown_tokenizer_of_a_gguf_file_is_refused_before_any_process_starts(tmp_path: Path) -> None:
+    path = _write_gguf(tmp_path / "m.gguf")
+    config = EngineConfig(model=str(path), load_format="dummy", device="cpu")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.ggml\.model=nothing is not supported.*set `tokenizer`"):
+        check_checkpoint(config)
+    RustTokenizer(BPE({"a": 0}, [])).save(str(tmp_path / "tokenizer.json"))
+    check_checkpoint(config.model_copy(update={"tokenizer": str(tmp_path)}))
 
 
 def test_a_gguf_file_cut_anywhere_in_its_header_is_called_truncated(tmp_path: Path) -> None:

@@ -76,15 +76,6 @@ def test_panels_do_not_overlap_and_fill_their_rows() -> None:
         taken |= cells
 
 
-def test_an_alert_says_what_is_wrong_and_what_to_do() -> None:
-    names = [alert.name for alert in grafana.ALERTS]
-    assert len(set(names)) == len(names)
-    for alert in grafana.ALERTS:
-        assert alert.severity in ("warning", "critical")
-        assert alert.summary.endswith(".")
-        assert alert.advice.endswith(".")
-
-
 @pytest.mark.parametrize("name", [grafana.DASHBOARD_FILE, grafana.ALERTS_FILE])
 def test_the_files_hold_nothing_of_a_machine(name: str) -> None:
     text = (MONITORING / name).read_text()

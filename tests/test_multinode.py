@@ -90,12 +90,12 @@ def generate(
         try:
             locations = engine.facts.locations
             assert len({location.node_id for location in locations}) == num_nodes
-            [stream] = engine.client.submit(PROMPT, [SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)])
+            [stream] = engine.client.submit([PROMPT], [[SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)]])
             tokens, error = await asyncio.wait_for(read(stream), 60)
             assert error is None
             if kill_rank is not None:
                 [stream] = engine.client.submit(
-                    PROMPT, [SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)]
+                    [PROMPT], [[SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)]]
                 )
                 await asyncio.wait_for(anext(stream), 30)
                 os.kill(locations[kill_rank].pid, with_signal)

@@ -3,36 +3,20 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT, Endpoint
-
-SOURCE = ROOT / "tests" / "node"
-
-
-@pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the script and what it needs."""
-    if shutil.which("npm") is None or shutil.which("node") is None:
-        pytest.skip("Node.js and npm are not installed")
-    folder = tmp_path_factory.mktemp("node") / "package"
-    shutil.copytree(SOURCE, folder)
-    installed = subprocess.run(["npm", "ci", "--no-audit", "--no-fund"], cwd=folder, capture_output=True, text=True)
-    if installed.returncode != 0:
-        pytest.skip(f"npm cannot install the package: {installed.stderr[-300:]}")
-    return folder
+from tests.conftest import Endpoint
 
 
 @pytest.mark.slow
 @pytest.mark.ray
-def test_the_node_package_chats_calls_tools_parses_and_responds(package: Path, endpoint: Endpoint) -> None:
+def test_the_node_package_chats_calls_tools_parses_and_responds(node_package: Path, endpoint: Endpoint) -> None:
     command = ["node", "openai_client.mjs", f"{endpoint.url}/v1", endpoint.model]
-    done = subprocess.run(command, cwd=package, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=node_package, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     got: dict[str, Any] = json.loads(done.stdout)
     assert got["models"] == [endpoint.model]

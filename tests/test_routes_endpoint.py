@@ -118,7 +118,8 @@ def test_a_response_is_parsed_into_a_model_and_calls_a_function(client: openai.O
     )
     assert isinstance(parsed.output_parsed, City)
     tool: Any = {"type": "function", "name": "weather", "parameters": WEATHER, "strict": True}
-    asked = {"model": endpoint.model, "input": "Weather in Rome?", "tools": [tool], "tool_choice": "required"}
+    asked: Any = {"model": endpoint.model, "input": "Weather in Rome?", "tools": [tool], "tool_choice": "required"}
+    asked |= {"parallel_tool_calls": False}
     with client.responses.stream(**asked, temperature=0, max_output_tokens=64) as stream:
         fragments = [event.delta for event in stream if event.type == "response.function_call_arguments.delta"]
         final = stream.get_final_response()

@@ -14,7 +14,7 @@ from cluster.scheduling.request import Request
 from cluster.scheduling.row_pages import RowPages
 from cluster.scheduling.row_table import RowTable
 from configs.errors import ConfigError, EngineError
-from tests.fake_engine import EOS, LIMITS, Engine, prompt_of, prompt_stopping_at
+from tests.fake_engine import EOS, LIMITS, VOCAB, Engine, prompt_of, prompt_stopping_at
 from worker.protocol import RowFlag, StepFrame, StepResult
 
 
@@ -77,14 +77,14 @@ def test_one_request_gets_the_reference_answer(steps_in_flight: int) -> None:
     engine.run()
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(15))
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 def test_every_answer_equals_the_reference_under_random_load(seed: int, steps_in_flight: int) -> None:
     run_random_load(seed, steps_in_flight)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1000, 1400))
+@pytest.mark.parametrize("seed", range(1000, 1150))
 @pytest.mark.parametrize("steps_in_flight", [1, 2, 3])
 def test_every_answer_equals_the_reference_under_more_random_load(seed: int, steps_in_flight: int) -> None:
     run_random_load(seed, steps_in_flight)
@@ -499,7 +499,14 @@ def test_queue_limits_refuse_at_once_with_the_overload_code() -> None:
 
 def test_what_can_never_fit_is_refused_at_once() -> None:
     engine = Engine(replace(LIMITS, num_pages=8))
-    for prompt, max_tokens in ((prompt_of(30), 10), (prompt_of(64), 1), ([], 1), (prompt_of(3), 0)):
+    for prompt, max_tokens in (
+        (prompt_of(30), 10),
+        (prompt_of(64), 1),
+        ([], 1),
+        (prompt_of(3), 0),
+        ([3, VOCAB], 1),
+        ([-1], 1),
+    ):
         finished = engine.answers[engine.add(prompt, max_tokens=max_tokens)].finished
         assert finished is not None
         assert finished.reason is FinishReason.ERROR
@@ -550,7 +557,7 @@ def test_an_id_in_use_is_an_error() -> None:
     engine.add(prompt_of(4))
     request = GenerateRequest(id=1, prompt=bytes(4), sampling=SamplingParams(max_tokens=1))
     with pytest.raises(EngineError, match="in use"):
-        engine.scheduler.add(request)
+        engine.scheduler.add([request])
 
 
 def test_logprobs_reach_only_those_who_asked_each_with_its_own_width() -> None:

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from worker.protocol import RowFlag, StepFrame
-from worker.step_layout import LAST_TOKEN, StepLayout, StepShape, decode_shapes, launch_bound_tokens, prompt_shapes
+from worker.step_layout import (
+    LAST_TOKEN,
+    StepLayout,
+    StepShape,
+    decode_shapes,
+    launch_bound_tokens,
+    prompt_shapes,
+    smallest,
+)
 
 MAX_ROWS, MAX_TOKENS = 40, 640
 LONGEST = 40_000
@@ -35,10 +43,6 @@ def frame_of(generator: np.random.Generator, num_rows: int, *, decodes: bool = F
     )
 
 
-def smallest(ladder: list[StepShape], step: StepShape) -> StepShape:
-    return next(shape for shape in ladder if shape.holds(step))
-
-
 @pytest.mark.parametrize("decodes", [True, False])
 @pytest.mark.parametrize("seed", range(20))
 def test_a_padded_step_says_of_its_own_rows_what_the_exact_one_says(seed: int, decodes: bool) -> None:
@@ -48,6 +52,7 @@ def test_a_padded_step_says_of_its_own_rows_what_the_exact_one_says(seed: int, d
     step = StepShape.of(frame)
     assert step.is_decode == decodes
     shape = smallest(decode_shapes(MAX_ROWS) if decodes else prompt_shapes(MAX_ROWS, MAX_TOKENS, LONGEST), step)
+    assert shape is not None
     exact, padded = (np.full(layout.capacity, STALE, np.int32) for _ in range(2))
     assert layout.pack(exact, frame, step) == layout.token_ids(step.num_tokens).stop
     assert layout.pack(padded, frame, shape) == layout.token_ids(shape.num_tokens).stop
@@ -117,6 +122,27 @@ def test_a_step_samples_the_last_token_of_its_sampled_rows() -> None:
     assert out[layout.token_ids(16)].tolist() == [11, 12, 13, LAST_TOKEN, 21, 22] + [LAST_TOKEN] * 10
 
 
+def test_a_step_gets_the_smallest_shape_of_its_kind_that_holds_it() -> None:
+    decodes, prompts = decode_shapes(20), prompt_shapes(20, 96, 1000)
+    for step, expected in (
+        (StepShape(1, 1, 1, 9), StepShape(1, 1, 1)),
+        (StepShape(17, 17, 17, 999), StepShape(20, 20, 20)),
+        (StepShape(21, 21, 21), None),
+    ):
+        assert smallest(decodes, step) == expected
+    for step, expected in (
+        (StepShape(3, 1, 1, 3), StepShape(16, 9, 8)),
+        (StepShape(3, 3, 0, 999), StepShape(16, 9, 8)),
+        (StepShape(16, 9, 9, 128), StepShape(16, 16, 15, 128)),
+        (StepShape(16, 9, 9, 129), StepShape(16, 16, 15)),
+        (StepShape(17, 1, 0, 17), StepShape(32, 9, 8)),
+        (StepShape(17, 16, 16, 256), StepShape(32, 21, 20, 256)),
+        (StepShape(96, 20, 20, 999), StepShape(96, 21, 20)),
+        (StepShape(97, 1, 1), None),
+    ):
+        assert smallest(sorted(prompts), step) == expected
+
+
 @pytest.mark.parametrize("max_rows", [1, 3, 7, 8, 16, 250, 256, 257, 300, 4096])
 def test_the_ladder_of_decodes_pads_little_and_reaches_the_largest_step(max_rows: int) -> None:
     ladder = decode_shapes(max_rows)
@@ -124,7 +150,9 @@ def test_the_ladder_of_decodes_pads_little_and_reaches_the_largest_step(max_rows
     assert all(shape.is_decode for shape in ladder)
     assert ladder[-1].num_rows == max_rows
     for num_rows in range(1, max_rows + 1):
-        padding = smallest(ladder, StepShape(num_rows, num_rows, num_rows)).num_rows - num_rows
+        shape = smallest(ladder, StepShape(num_rows, num_rows, num_rows))
+        assert shape is not None
+        padding = shape.num_rows - num_rows
         assert padding <= (7 if num_rows <= 256 else 31), num_rows
 
 

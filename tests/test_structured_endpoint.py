@@ -144,7 +144,7 @@ def test_an_answer_whose_grammar_is_too_much_ends_alone(endpoint: Endpoint) -> N
 
 
 @pytest.mark.slow
-def test_200_schemas_are_kept_at_temperature_1(endpoint: Endpoint) -> None:
+def test_eighty_schemas_are_kept_at_temperature_1(endpoint: Endpoint) -> None:
     async def answers() -> list[tuple[int, Any]]:
         limit = asyncio.Semaphore(16)
 
@@ -165,7 +165,7 @@ def test_200_schemas_are_kept_at_temperature_1(endpoint: Endpoint) -> None:
             return seed, response.json()["choices"][0]
 
         async with httpx.AsyncClient() as client:
-            return await asyncio.gather(*(one(client, seed) for seed in range(200)))
+            return await asyncio.gather(*(one(client, seed) for seed in range(80)))
 
     began = time.monotonic()
     cut = []
@@ -176,7 +176,7 @@ def test_200_schemas_are_kept_at_temperature_1(endpoint: Endpoint) -> None:
         assert choice["finish_reason"] == "stop"
         schema = SchemaMaker(seed, bounded=True).schema()
         jsonschema.validate(json.loads(choice["message"]["content"]), schema, jsonschema.Draft202012Validator)
-    print(f"200 schemas in {time.monotonic() - began:.0f} s, cut at max_tokens: {cut}")  # noqa: T201 -- shown with -s
+    print(f"80 schemas in {time.monotonic() - began:.0f} s, cut at max_tokens: {cut}")  # noqa: T201 -- shown with -s
     assert not cut
     endpoint.wait_idle()
 

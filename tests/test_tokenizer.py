@@ -1,8 +1,7 @@
-"""A GGUF's tokenizer is converted once, keeps what the file says, and loads without torch."""
+"""A tokenizer keeps what the model's files say, loads without torch, and renders chats as its template says."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -12,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from cluster.openai import tokenizer as module
 from cluster.openai.chat import ChatPrompt, parse_messages, render_prompt
 from cluster.openai.tokenizer import Tokenizer
 from configs.errors import CheckpointError, ConfigError, RequestError
@@ -26,13 +24,14 @@ def smollm2(smollm2_path: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def converted(smollm2_path: Path, smollm2: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the saved tokenizer files."""
-    source = module._converted_gguf(smollm2_path, None)
-    return Path(shutil.copytree(source, tmp_path_factory.mktemp("tokenizer") / "files"))
+def directory(smollm2: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The default model's tokenizer as a directory."""
+    path = tmp_path_factory.mktemp("tokenizer")
+    smollm2._fast.save_pretrained(path)
+    return path
 
 
-def test_the_conversion_keeps_template_and_special_tokens(smollm2: Tokenizer) -> None:
+def test_a_gguf_keeps_template_and_special_tokens(smollm2: Tokenizer) -> None:
     assert smollm2.chat_template is not None
     assert "<|im_start|>" in smollm2.chat_template
     assert (smollm2.bos_token_id, smollm2.eos_token_id) == (1, 2)
@@ -50,88 +49,34 @@ def test_the_gguf_names_the_same_special_tokens_and_the_same_template(smollm2: T
     assert len(fields["tokenizer.ggml.tokens"].contents()) == smollm2.vocab_size
 
 
-def test_digits_are_single_tokens_as_the_gguf_asks(smollm2: Tokenizer) -> None:
-    # The file's pre-tokenizer (`smollm`) splits numbers into digits; the conversion knows no such rule.
-    ids = smollm2.encode("In 2024, 31415 days", add_special_tokens=False)
-    texts = [smollm2.token_text(id_) for id_ in ids]
-    assert "".join(texts) == "In 2024, 31415 days"
-    assert all(sum(char.isdigit() for char in text) <= 1 for text in texts)
+def test_a_directory_encodes_as_the_gguf_it_was_saved_from(directory: Path, smollm2: Tokenizer) -> None:
+    saved = Tokenizer.load(directory)
+    text = "<|im_start|>user\n\n1. It's 2024,   né 漢字 😀<|im_end|>"
+    assert saved.encode(text, add_special_tokens=True) == smollm2.encode(text, add_special_tokens=True)
+    assert saved.chat_template == smollm2.chat_template
+    assert (saved.special_ids, saved.eos_token_id) == (smollm2.special_ids, smollm2.eos_token_id)
 
 
-def test_a_second_load_reads_the_saved_files_only(converted: Path, tmp_path: Path, smollm2: Tokenizer) -> None:
-    gguf = tmp_path / "model.gguf"
-    gguf.write_bytes(b"not a GGUF at all")
-    target = tmp_path / "model.gguf.tokenizer"
-    shutil.copytree(converted, target)
-    stat = gguf.stat()
-    source = {"name": gguf.name, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
-    (target / module._SOURCE_FILE).write_text(json.dumps(source))
-    assert Tokenizer.load(gguf).encode("a b", add_special_tokens=False) == smollm2.encode(
-        "a b", add_special_tokens=False
-    )
-
-
-@pytest.fixture
-def fake_conversion(monkeypatch: pytest.MonkeyPatch, converted: Path) -> list[Path]:
-    """Conversions that took place; each copies the saved files in place of four seconds of work."""
-    calls: list[Path] = []
-
-    def convert(gguf: Path, target: Path) -> None:
-        calls.append(gguf)
-        shutil.copytree(converted, target, dirs_exist_ok=True)
-
-    monkeypatch.setattr(module, "convert_gguf", convert)
-    return calls
-
-
-def test_a_changed_file_is_converted_again_and_an_unchanged_one_is_not(
-    tmp_path: Path, fake_conversion: list[Path]
+@pytest.mark.parametrize("kind", ["gguf", "directory"])
+def test_loading_it_imports_no_torch_and_writes_nothing(
+    kind: str, smollm2_path: Path, directory: Path, tmp_path: Path
 ) -> None:
-    gguf = tmp_path / "model.gguf"
-    gguf.write_bytes(b"one")
-    Tokenizer.load(gguf)
-    Tokenizer.load(gguf)
-    assert len(fake_conversion) == 1
-    gguf.write_bytes(b"other")
-    Tokenizer.load(gguf)
-    assert len(fake_conversion) == 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.gguf", "model.gguf.tokenizer"]
-
-
-def test_a_folder_that_cannot_be_written_sends_the_conversion_to_the_cache(
-    tmp_path: Path, fake_conversion: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gguf = tmp_path / "read_only" / "model.gguf"
-    gguf.parent.mkdir()
-    gguf.write_bytes(b"one")
-    make = module.tempfile.mkdtemp
-
-    def mkdtemp(prefix: str, dir: Path) -> str:
-        if Path(dir) == gguf.parent:  # root may write anywhere: permissions alone would not be a test
-            raise PermissionError("read-only")
-        return make(prefix=prefix, dir=dir)
-
-    monkeypatch.setattr(module.tempfile, "mkdtemp", mkdtemp)
-    Tokenizer.load(gguf, cache_dir=tmp_path / "cache")
-    Tokenizer.load(gguf, cache_dir=tmp_path / "cache")
-    assert len(fake_conversion) == 1
-    assert [path.name for path in gguf.parent.iterdir()] == ["model.gguf"]
-
-
-def test_loading_saved_files_imports_no_torch(converted: Path) -> None:
+    path = tmp_path / "tokenizer.gguf" if kind == "gguf" else tmp_path / "tokenizer"
+    path.symlink_to(smollm2_path if kind == "gguf" else directory)
     script = (
         "import sys; from cluster.openai.tokenizer import Tokenizer\n"
         "t = Tokenizer.load(sys.argv[1]); t.template.render([{'role': 'user', 'content': 'x'}])\n"
         "sys.exit(int('torch' in sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", script, str(converted)], cwd=Path.cwd(), check=False, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script, str(path)], cwd=Path.cwd(), check=False, timeout=120)
     assert done.returncode == 0
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"neither a directory nor a \.gguf"):
         Tokenizer.load(tmp_path / "nothing")
-    with pytest.raises(CheckpointError, match="does not exist"):
+    with pytest.raises(CheckpointError, match="No such file"):
         Tokenizer.load(tmp_path / "nothing.gguf")
 
 
@@ -141,13 +86,13 @@ def test_a_directory_with_a_models_shape_alone_has_no_tokenizer() -> None:
         Tokenizer.load(models / "qwen3-8b")
 
 
-def test_the_servers_chat_template_takes_the_place_of_the_models(converted: Path, tmp_path: Path) -> None:
+def test_the_servers_chat_template_takes_the_place_of_the_models(directory: Path, tmp_path: Path) -> None:
     template = tmp_path / "mine.jinja"
     template.write_text("{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}")
-    tokenizer = Tokenizer.load(converted, chat_template=str(template))
+    tokenizer = Tokenizer.load(directory, chat_template=str(template))
     assert render_prompt(tokenizer, PROMPT) == "[user:x]"
     with pytest.raises(ConfigError, match=r"server\.chat_template"):
-        Tokenizer.load(converted, chat_template=str(tmp_path / "absent.jinja"))
+        Tokenizer.load(directory, chat_template=str(tmp_path / "absent.jinja"))
 
 
 def test_a_chat_is_rendered_as_the_template_says(smollm2: Tokenizer) -> None:
@@ -159,7 +104,7 @@ def test_a_chat_is_rendered_as_the_template_says(smollm2: Tokenizer) -> None:
     assert smollm2.decode(ids, skip_special_tokens=False) == text
 
 
-def test_a_template_that_refuses_or_breaks_is_the_callers_error(converted: Path, tmp_path: Path) -> None:
+def test_a_template_that_refuses_or_breaks_is_the_callers_error(directory: Path, tmp_path: Path) -> None:
     template = tmp_path / "mine.jinja"
     for source, match in [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
@@ -167,13 +112,13 @@ def test_a_template_that_refuses_or_breaks_is_the_callers_error(converted: Path,
         ("{{ messages.__class__.__mro__ }}", "refuses"),
     ]:
         template.write_text(source)
-        tokenizer = Tokenizer.load(converted, chat_template=str(template))
+        tokenizer = Tokenizer.load(directory, chat_template=str(template))
         with pytest.raises(RequestError, match=match):
             render_prompt(tokenizer, PROMPT)
 
 
-def test_a_model_without_chat_template_says_so(converted: Path, tmp_path: Path) -> None:
-    bare = Path(shutil.copytree(converted, tmp_path / "bare"))
+def test_a_model_without_chat_template_says_so(directory: Path, tmp_path: Path) -> None:
+    bare = Path(shutil.copytree(directory, tmp_path / "bare"))
     os.remove(bare / "chat_template.jinja")
     with pytest.raises(RequestError, match="no chat template") as caught:
         render_prompt(Tokenizer.load(bare), PROMPT)

@@ -196,10 +196,10 @@ def test_templates_that_join_arguments_to_text_get_them_as_text(
         assert (await stack.chat(messages=messages)).status_code == 200
         assert '<｜tool▁sep｜>{"city": "Paris"}' in prompt_of(stack, deepseek)
 
-    runner(deepseek, tmp_path)(scenario)
+    runner(deepseek, tmp_path)(scenario, ServerConfig(tool_template="off"))
 
 
-def test_what_a_template_would_leave_out_is_refused(run: Run) -> None:
+def test_without_the_generic_form_what_a_template_would_leave_out_is_refused(run: Run) -> None:
     async def scenario(stack: Stack) -> None:
         refused = error_of(await stack.chat(tools=[WEATHER]), 400, "unsupported_parameter")
         assert refused["param"] == "tools"
@@ -212,7 +212,7 @@ def test_what_a_template_would_leave_out_is_refused(run: Run) -> None:
         assert refused["param"] == "messages[1].role"
         assert (await stack.chat(tools=[WEATHER], tool_choice="none")).status_code == 200
 
-    run(scenario)
+    run(scenario, ServerConfig(tool_template="off"))
 
 
 def test_the_older_form_of_tools_is_refused(ask: Run) -> None:
@@ -263,7 +263,7 @@ def test_a_call_can_be_required_of_any_model(run: Run, smollm2: Tokenizer) -> No
         assert answer["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
         assert "get_weather" in grammar_of(stack)[0]["lark_grammar"]
 
-    run(scenario, reply=[*reply, EOS])
+    run(scenario, ServerConfig(tool_template="off"), reply=[*reply, EOS])
 
 
 def test_strict_tools_and_a_format_of_the_answer_share_a_grammar(ask: Run) -> None:

@@ -101,7 +101,18 @@ def test_the_openai_packages_helpers_parse_the_arguments(client: openai.OpenAI, 
     assert [event.parsed_arguments for event in done] == [parsed.tool_calls[0].function.parsed_arguments]
 
 
-def test_tools_a_model_would_not_see_are_refused(client: openai.OpenAI, endpoint: Any) -> None:
-    with pytest.raises(openai.BadRequestError, match="chat template does not show tools") as refused:
-        client.chat.completions.create(model=endpoint.model, messages=MESSAGES, tools=TOOLS)
-    assert refused.value.param == "tools"
+def test_an_agents_loop_works_though_the_template_shows_no_tools(client: openai.OpenAI, endpoint: Any) -> None:
+    messages = [*MESSAGES]
+    fields: Any = {"model": endpoint.model, "tools": TOOLS, "temperature": 0, "max_tokens": 64}
+    first = client.chat.completions.with_raw_response.create(messages=messages, tool_choice="required", **fields)
+    assert first.headers["x-tool-template"] == "generic"
+    called = first.parse().choices[0].message
+    assert called.tool_calls is not None
+    messages.append(called.model_dump(exclude_none=True))
+    messages += [{"role": "tool", "tool_call_id": call.id, "content": "Sunny, 25 C."} for call in called.tool_calls]
+    second = client.chat.completions.create(messages=messages, tool_choice="auto", **fields)
+    assert second.choices[0].message.content or second.choices[0].message.tool_calls
+    assert second.usage is not None
+    assert first.parse().usage.prompt_tokens < second.usage.prompt_tokens
+    [card] = client.models.list().data
+    assert card.to_dict()["tool_template"] == "generic"

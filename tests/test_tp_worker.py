@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch.distributed import HashStore
 
 from configs.errors import ConfigError, EngineError
-from configs.model_config import ModelConfig, RopeConfig, read_model_config
+from configs.model_config import ModelConfig, RopeConfig
 from configs.schema import EngineConfig
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
@@ -460,54 +460,3 @@ def test_what_a_device_raises_names_rank_phase_and_what_to_do() -> None:
         raise torch.OutOfMemoryError("no room")
     with pytest.raises(EngineError, match=r"^as it was$"), naming_the_rank(0, gpu, "a step"):
         raise EngineError("as it was")
-
-
-# SmolLM2
-
-PROMPTS = ("The capital of France is", "def fibonacci(n):\n", "Once upon a time, in a land far away,")
-NUM_GREEDY = 24
-
-
-@pytest.fixture(scope="module")
-def greedy(smollm2_path: Path) -> list[tuple[list[int], list[int]]]:
-    """(prompt, tokens) of each of PROMPTS by transformers in fp32."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    where = {"pretrained_model_name_or_path": smollm2_path.parent, "gguf_file": smollm2_path.name}
-    tokenizer = AutoTokenizer.from_pretrained(**where)
-    hf = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-    answers = []
-    for text in PROMPTS:
-        prompt = tokenizer(text, return_tensors="pt")
-        # The mask is given: without it the padding token, which is also the end token, is taken for padding.
-        output = hf.generate(**prompt, max_new_tokens=NUM_GREEDY, do_sample=False, eos_token_id=None)
-        ids = prompt["input_ids"][0].tolist()
-        answers.append((ids, output[0, len(ids) :].tolist()))
-    return answers
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tp_size", [1, 2, 3, 5])
-def test_smollm2_greedy_tokens_equal_transformers(
-    smollm2_path: Path, greedy: list[tuple[list[int], list[int]]], tp_size: int
-) -> None:
-    model = read_model_config(smollm2_path)
-
-    def body(group: TensorParallelGroup) -> list[int]:
-        worker = _worker(smollm2_path, model, group)
-        return [token for prompt, _ in greedy for token in _generate(worker, prompt, NUM_GREEDY)]
-
-    results = [body(TensorParallelGroup.single())] if tp_size == 1 else _on_ranks(tp_size, body)
-    assert results == [[token for _, tokens in greedy for token in tokens]] * tp_size
-
-
-@pytest.mark.slow
-def test_smollm2_greedy_tokens_in_one_batch_equal_transformers(
-    smollm2_path: Path, greedy: list[tuple[list[int], list[int]]]
-) -> None:
-    frames = Frames()
-    sent = [frames.step([(row + 1, prompt, True) for row, (prompt, _) in enumerate(greedy)])]
-    sent += [frames.step([(row + 1, None, True) for row in range(len(greedy))]) for _ in range(NUM_GREEDY - 1)]
-    results = _run(_worker(smollm2_path, read_model_config(smollm2_path)), [*sent, frames.close()])
-    for row, (_, tokens) in enumerate(greedy):
-        assert [int(result.tokens[row]) for result in results] == tokens

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 from parallel.group import TensorParallelGroup
-from worker.step_layout import StepShape
+from worker.step_layout import StepShape, smallest
 
 _log = logging.getLogger(__name__)
 
@@ -92,9 +91,7 @@ class CudaGraphRunner:
 
     def smallest(self, step: StepShape) -> StepShape | None:
         """The captured shape with the fewest tokens that holds `step`; None when none does."""
-        ladder = self._decodes if step.is_decode else self._prompts
-        first = bisect.bisect_left(ladder, step.num_tokens, key=lambda shape: shape.num_tokens)
-        return next((shape for shape in ladder[first:] if shape.holds(step)), None)
+        return smallest(self._decodes if step.is_decode else self._prompts, step)
 
     def replay(self, shape: StepShape) -> StepOutput:
         """Queues the graph of exactly that shape, one of `smallest`'s answers."""

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import psutil  # type: ignore[import-untyped]  # ships no types
 import torch
 
+from worker.cgroup import available_bytes
 from worker.protocol import MAX_TARGETS, SCORE_DTYPE, RowFlag, StepFrame
 from worker.sampler import default_params
 
@@ -51,10 +52,11 @@ class DeviceMemory:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Bytes that can still be allocated on `device`; on CPU of the whole node, shared by all its ranks."""
+    """Bytes that can still be allocated on `device`; on CPU by the whole node or container, shared by all its ranks."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)
+    node, container = int(psutil.virtual_memory().available), available_bytes()
+    return node if container is None else min(node, container)
 
 
 def profile_cuda(

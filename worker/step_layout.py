@@ -9,6 +9,8 @@ All but the deltas lie where every step's lie, so that captured graphs find them
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,6 +75,12 @@ class StepShape:
             and step.num_rows < self.num_rows
             and step.max_seq_len <= self.max_seq_len
         )
+
+
+def smallest(ladder: Sequence[StepShape], step: StepShape) -> StepShape | None:
+    """The shape with the fewest tokens that holds `step`, of a ladder in order; None when none does."""
+    first = bisect.bisect_left(ladder, step.num_tokens, key=lambda shape: shape.num_tokens)
+    return next((shape for shape in ladder[first:] if shape.holds(step)), None)
 
 
 def decode_shapes(max_rows: int) -> list[StepShape]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
 from cluster.openai.body import validated
-from cluster.openai.fields import FieldPolicy, neutral, renamed
-from cluster.openai.protocol import UNSUPPORTED, SamplingFields
+from cluster.openai.fields import FieldPolicy, message_names, neutral, own_name, renamed
+from cluster.openai.protocol import STYLING, UNSUPPORTED, SamplingFields
 from cluster.openai.schema import Documented
 from configs.errors import RequestError
 
@@ -174,18 +174,20 @@ FIELDS = FieldPolicy(
             "workspace_id",
         }
     ),
+    STYLING,
 )
 
 # --- To a chat --------------------------------------------------------------------------------------------------------
 
 
-def chat_fields(request: CountTokensRequest) -> dict[str, Any]:
-    """The fields of the chat that `request` means; only those it names.
+def chat_fields(request: CountTokensRequest) -> tuple[dict[str, Any], list[str]]:
+    """The fields of the chat that `request` means, only those it names; and where each of its messages comes from.
 
     Raises:
         RequestError: with the path of the field at fault.
     """
-    fields: dict[str, Any] = {"model": request.model, "messages": _messages(request)}
+    messages, sources = _messages(request)
+    fields: dict[str, Any] = {"model": request.model, "messages": messages}
     if fields["messages"][-1]["role"] == "assistant":
         # The answer goes on where the caller's beginning of it ends.
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
@@ -206,7 +208,7 @@ def chat_fields(request: CountTokensRequest) -> dict[str, Any]:
     if output is not None and output.format is not None:
         schema = {"name": "output", "strict": True, "schema": output.format.schema_}
         fields["response_format"] = {"type": "json_schema", "json_schema": schema}
-    return fields
+    return fields, sources
 
 
 def _chat_tool(tool: ToolParam) -> dict[str, Any]:
@@ -230,22 +232,26 @@ def _chat_tool_choice(choice: ToolChoiceParam) -> dict[str, Any]:
     return fields
 
 
-def _messages(request: CountTokensRequest) -> list[dict[str, Any]]:
+def _messages(request: CountTokensRequest) -> tuple[list[dict[str, Any]], list[str]]:
     messages: list[dict[str, Any]] = []
+    sources: list[str] = []
     if request.system is not None:
         messages.append({"role": "system", "content": _texts(_blocks(request.system, "system", "system"))})
+        sources.append("system")
     for i, given in enumerate(request.messages):
         path = f"messages[{i}]"
         message = validated(MessageParam, given, path)
         blocks = _blocks(message.content, message.role, f"{path}.content")
         if message.role == "assistant":
             messages.append(_assistant_message(blocks))
+            sources.append(path)
             continue
         results = [block for block in blocks if isinstance(block, ToolResultParam)]
         messages += [_tool_message(result, f"{path}.content") for result in results]
         if len(results) < len(blocks):
             messages.append({"role": message.role, "content": _texts(blocks)})
-    return messages
+        sources += [path] * (len(messages) - len(sources))
+    return messages, sources
 
 
 def _blocks(content: object, role: str, path: str) -> list[Block]:
@@ -307,12 +313,28 @@ _NAMES = (
     (r"tools\[(\d+)\]\.function\.parameters", r"tools[\1].input_schema"),
     (r"tools\[(\d+)\]\.function", r"tools[\1]"),
     (r"tool_choice\.function", "tool_choice"),
-    # Messages do not correspond one to one; their number would mislead.
-    (r"messages\[\d+\]", "messages"),
+    (r"chat_template_kwargs\.enable_thinking", "thinking"),
 )
 """What a chat calls it, and what this API calls it."""
 
 
-def in_own_words(error: RequestError) -> RequestError:
-    """A chat's error with the names of this API's fields."""
-    return renamed(error, _NAMES)
+def in_own_words(error: RequestError, sources: Sequence[str]) -> RequestError:
+    """A chat's error with the names of this API's fields.
+
+    Args:
+        sources: from `chat_fields`.
+    """
+    return renamed(error, [*_NAMES, *message_names(sources, calls="content")])
+
+
+def ignored_options(request: CountTokensRequest, unread: Sequence[str], *, thinks: bool) -> list[str]:
+    """Options of `request` that the model's template does not read, by their names here.
+
+    Args:
+        unread: as a chat calls them.
+        thinks: whether the model thinks, unless its template can be told not to.
+    """
+    own = [own_name(path, _NAMES) for path in unread]
+    if request.thinking is not None and (request.thinking.type == "enabled") == thinks:
+        return [name for name in own if name != "thinking"]  # it is as asked for, without being told
+    return own

@@ -8,19 +8,27 @@ from contextlib import aclosing
 from cluster.anthropic.builder import MessageBuilder, sse
 from cluster.anthropic.errors import anthropic_error
 from cluster.anthropic.objects import StopReason, TokenCount
-from cluster.anthropic.request import FIELDS, CountTokensRequest, MessagesRequest, chat_fields, in_own_words
+from cluster.anthropic.request import (
+    FIELDS,
+    CountTokensRequest,
+    MessagesRequest,
+    chat_fields,
+    ignored_options,
+    in_own_words,
+)
 from cluster.http.answer import Answer
 from cluster.http.context import RequestContext
 from cluster.messages import FinishReason
 from cluster.openai import protocol
 from cluster.openai.answer import json_answer, timed
-from cluster.openai.body import decode_body, validated
+from cluster.openai.body import decoded, validated
+from cluster.openai.chat import unread_fields
 from cluster.openai.fields import ignored_header
 from cluster.openai.generation import Delta
 from cluster.openai.job import Run
 from cluster.openai.protocol import ChatRequest
 from cluster.openai.served_model import ServedModel
-from cluster.openai.serving import chat_job, chat_prompt
+from cluster.openai.serving import chat_job, chat_prompt, refuse_unread, tool_header
 from cluster.openai.tools.events import CallStarted, tell
 from configs.errors import RequestError
 
@@ -34,17 +42,21 @@ class AnthropicServing:
     async def messages(self, body: bytes, context: RequestContext) -> Answer:
         """POST /v1/messages. Raises RequestError for a bad request."""
         model = self._model
-        raw = decode_body(body)
+        raw = await decoded(body)
         ignored = FIELDS.check(MessagesRequest, raw, strict=model.server.strict_fields)
         request = validated(MessagesRequest, raw)
-        fields = chat_fields(request)
+        fields, sources = chat_fields(request)
         try:
-            job = await chat_job(model, "msg_", protocol.check_request(ChatRequest, fields, model.server), context)
+            chat = protocol.check_request(ChatRequest, fields, model.server)
+            job = await chat_job(model, "msg_", chat, context)
         except RequestError as error:
-            raise in_own_words(error) from error
+            raise in_own_words(error, sources) from error
+        thinks = model.formats.reasoning is not None
+        unread = ignored_options(request, unread_fields(chat, model.tokenizer), thinks=thinks)
+        refuse_unread(unread, model.server)
         builder = MessageBuilder(job.id, model.model_name)
         run = model.run(job)
-        headers = {"request-id": context.request_id, **ignored_header(ignored)}
+        headers = {**ignored_header([*ignored, *unread]), **tool_header(model, chat)}
         if not request.stream:
             return timed(Answer(_whole(run, builder), streamed=False, headers=headers), run)
         answer = Answer(
@@ -58,17 +70,18 @@ class AnthropicServing:
     async def count_tokens(self, body: bytes, context: RequestContext) -> Answer:
         """POST /v1/messages/count_tokens. Raises RequestError for a bad request."""
         model = self._model
-        raw = decode_body(body)
+        raw = await decoded(body)
         # Whoever counts may send the whole request.
-        FIELDS.check(MessagesRequest, raw, strict=model.server.strict_fields)
+        ignored = FIELDS.check(MessagesRequest, raw, strict=model.server.strict_fields)
         request = validated(CountTokensRequest, raw)
-        fields = chat_fields(request)
+        fields, sources = chat_fields(request)
         try:
             chat = protocol.check_request(ChatRequest, fields, model.server)
             model.check_name(chat.model)
-            return json_answer(TokenCount(len(await chat_prompt(model, chat))))
+            count = TokenCount(len(await chat_prompt(model, chat)))
         except RequestError as error:
-            raise in_own_words(error) from error
+            raise in_own_words(error, sources) from error
+        return json_answer(count, ignored_header(ignored))
 
 
 async def _whole(run: Run, builder: MessageBuilder) -> AsyncGenerator[bytes, None]:

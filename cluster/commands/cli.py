@@ -72,7 +72,7 @@ def check(
     """Validate FILE and show the plan and the memory arithmetic; starts nothing."""
     from cluster.commands.fit import parse_memory
     from cluster.commands.report import print_changes, print_plan
-    from cluster.preflight import check_checkpoint
+    from cluster.preflight import check_checkpoint, check_tokenizer
     from configs.load import load_app_config
 
     with _friendly_errors():
@@ -80,6 +80,7 @@ def check(
         gpu_memory_bytes = None if gpu is None else parse_memory(gpu)
         print_plan(app_config, gpu_memory_bytes=gpu_memory_bytes, settings=settings)
         check_checkpoint(app_config.engine)
+        check_tokenizer(app_config.engine)
         if against is not None:
             print_changes(load_app_config(against), app_config)
 

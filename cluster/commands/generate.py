@@ -13,6 +13,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 
 from cluster.engine import RunningEngine, describe
 from cluster.placement import NodeResources, check_fits, group_bundles, uses_gpus
+from cluster.preflight import read_tokenizer
 from cluster.session import cluster_address, ray_session
 from configs.load import load_app_config
 from configs.schema import EngineConfig
@@ -46,9 +47,11 @@ async def _generate(
     check_fits(config, bundles, nodes)
     group = placement_group(bundles, strategy=config.placement.strategy)
     try:
-        engine = await RunningEngine.start(describe(config, gpus=gpus), group, "generate")
+        spec = describe(config, gpus=gpus)
+        tokenizer = read_tokenizer(spec.config, spec.model, spec.tokenizer_path)
+        engine = await RunningEngine.start(spec, group, "generate")
         try:
-            model = await engine.open_model()
+            model = await engine.open_model(tokenizer)
             async with contextlib.aclosing(
                 model.stream_text(prompt, chat=chat, max_tokens=max_tokens, temperature=temperature)
             ) as pieces:

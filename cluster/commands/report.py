@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from pathlib import Path
 
+from jinja2.exceptions import TemplateError
 from rich.console import Console
 from rich.table import Table
 
 from cluster.commands.fit import fits, sizes_to_show
+from cluster.openai.chat_template import ChatTemplate, template_sources
+from cluster.openai.formats import ModelFormats
+from cluster.openai.tools.generic import GenericTools
 from cluster.placement import group_bundles
+from configs.addresses import host_and_port
 from configs.checkpoint import resolve_model_path
 from configs.difference import Change, changes
+from configs.errors import ConfigError
 from configs.load import AppConfig, all_settings
 from configs.model_config import ModelConfig, read_model_config
 from configs.resolve import Decision, HostFacts, ResolvedConfig, dtype_bytes, resolve
@@ -60,7 +67,8 @@ def print_plan(
         "",
         *_memory_lines(plan, resolved.config),
         _placement_line(config, gpus=on_gpus),
-        f"endpoint   http://{app.host}:{app.port}{app.route_prefix.rstrip('/')}/v1",
+        f"tools      {_tools(config, model_path)}",
+        f"endpoint   http://{host_and_port(app.host, app.port)}{app.route_prefix.rstrip('/')}/v1",
         "",
     ]
     if gpu_memory_bytes is not None:
@@ -173,6 +181,28 @@ def _placement_line(config: EngineConfig, *, gpus: bool) -> str:
     groups = _count(config.num_replicas, "group")
     ranks = _count(config.tensor_parallel_size, "rank")
     return f"placement  {groups} of {ranks}; a group takes {' and '.join(amounts)} of Ray ({config.placement.strategy})"
+
+
+def _tools(config: EngineConfig, model_path: Path) -> str:
+    """What shows the model tools."""
+    given = config.server.chat_template
+    tokenizer = Path(config.tokenizer or model_path).expanduser()
+    if given is None and not tokenizer.exists():
+        return "by the chat template, once the tokenizer is here"
+    try:
+        sources = template_sources(tokenizer) if given is None else Path(given).expanduser().read_text("utf-8")
+        template = None if sources is None else ChatTemplate(sources, {})
+    except (OSError, UnicodeDecodeError, TemplateError) as error:
+        raise ConfigError(f"the chat template {given or f'of {tokenizer}'} cannot be read: {error}") from error
+    if template is None:
+        return "none: there is no chat template"
+    match ModelFormats.of(template, config.server):
+        case ModelFormats(generic=GenericTools(), calls=calls):
+            return f"generic form, calls as {calls.name if calls else 'text'} (docs/guides/api.md)"
+        case ModelFormats(takes_tools=True, calls=calls):
+            return f"by the chat template, calls as {calls.name if calls else 'text'}"
+        case _:
+            return "none: the chat template shows none (server.tool_template=off)"
 
 
 def _count(number: float, noun: str) -> str:

@@ -34,6 +34,7 @@ from cluster.placement import NodeResources, group_bundles, uses_gpus
 from cluster.preflight import check_checkpoint
 from cluster.rank_group import NAMESPACE
 from cluster.session import Session, check_port_free, cluster_address, ray_session
+from configs.addresses import host_and_port
 from configs.errors import ConfigError, EngineError
 from configs.load import AppConfig, load_app_config
 
@@ -79,8 +80,8 @@ class ServingJob:
 
     @property
     def _root_url(self) -> str:
-        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self._config.host, self._config.host)
-        return f"http://{host}:{self._config.port}{self._config.route_prefix.rstrip('/')}"
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._config.host, self._config.host)
+        return f"http://{host_and_port(host, self._config.port)}{self._config.route_prefix.rstrip('/')}"
 
     def run(self, *, detach: bool) -> None:
         """Serves until interrupted, or until ready when `detach`.

@@ -10,10 +10,10 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import msgspec
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from cluster.http.errors import error_body
 from configs.errors import RequestError
@@ -34,7 +34,7 @@ SCOPE_KEY = "lockstep.connection"
 
 
 class LimitedConnection(HttpToolsProtocol):
-    """An HTTP/1.1 connection that no client can make hold much memory, or hold for long without using it.
+    """An HTTP connection that no client can make hold much memory, or hold for long without using it.
 
     Puts itself into the ASGI scope of its requests, under `SCOPE_KEY`, for `Edge` to take out.
     """
@@ -116,6 +116,8 @@ class LimitedConnection(HttpToolsProtocol):
         self._set_timer(0, None)
         if not self._refused:
             super().on_headers_complete()
+            if self.parser.get_http_version() == "1.0" and self.cycle is not None:
+                _send_unframed(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         self._heard = True
@@ -183,3 +185,19 @@ class LimitedConnection(HttpToolsProtocol):
     def _tell_full(self, full: bool) -> None:
         if self.on_full is not None:
             self.on_full(full)
+
+
+def _send_unframed(cycle: RequestResponseCycle) -> None:
+    """Has a response to HTTP/1.0, which knows no chunks, end with its connection.
+
+    Of itself uvicorn sends chunks wherever a response has no length.
+    """
+    send = cycle.send
+    cycle.chunked_encoding = False
+
+    async def unframed(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            cycle.expected_content_length = len(message.get("body", b""))  # uvicorn counts off what is sent
+        await send(message)
+
+    cycle.send = unframed  # type: ignore[method-assign]  # it has no hook for it

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 
 from starlette.types import Send
 
 from cluster.http.active import ActiveRequest
-from cluster.http.answer import Answer
+from cluster.http.answer import Answer, Turns
 from cluster.http.errors import error_event, response_start, send_json
 from cluster.http.handover import HEADER, Claim, ClientSocket, Handovers
 from configs.errors import RequestError
@@ -24,12 +24,16 @@ _LAST_WORDS_S = 1.0  # for a client that reads slowly to take them
 class Delivery:
     """One response. Call `close` when nothing more is sent."""
 
-    def __init__(self, send: Send, request_headers: list[tuple[bytes, bytes]], handovers: Handovers) -> None:
-        self.begun = False
+    def __init__(
+        self, send: Send, request_headers: list[tuple[bytes, bytes]], handovers: Handovers, turns: Turns
+    ) -> None:
+        self.streaming = False
+        """Whether a streamed answer has begun."""
         self.request: ActiveRequest | None = None
         """The request it answers; set before it begins."""
         self._request_headers = request_headers
         self._handovers = handovers
+        self._turns = turns
         self._claim: Claim | None = None
         self._socket: ClientSocket | None = None
         self._failure: Callable[[RequestError], bytes] = error_event
@@ -55,24 +59,33 @@ class Delivery:
     async def stream(self, chunk: bytes, answer: Answer) -> None:
         """Sends a part of a streamed answer, once the client has room for it."""
         self._spoke = True
-        if self._keeping is None and self._socket is not None and self._socket.send(chunk):
-            return
-        request = self.request
-        assert request is not None, "a request is tracked before its answer begins"
-        request.stuck_since = self._loop.time()
-        if self._keeping is not None:
-            await self._keeping
-            await self._write(chunk, answer)
-        elif self._socket is not None:
-            await self._socket.flush()
-        else:
-            await self._write(chunk, answer)
-        request.stuck_since = None
+        if self._keeping is not None or self._socket is None or not self._socket.send(chunk):
+            with self._waiting_for_client():
+                if self._keeping is not None:
+                    await self._keeping
+                    await self._write(chunk, answer)
+                elif self._socket is not None:
+                    await self._socket.flush()
+                else:
+                    await self._write(chunk, answer)
+        await self._turns.after(chunk)
 
-    async def whole(self, chunk: bytes, answer: Answer) -> None:
-        """Sends a whole answer."""
-        self.begun = True
-        await send_json(self._send, 200, chunk, answer.headers)
+    async def whole(self, parts: AsyncIterator[bytes], answer: Answer) -> None:
+        """Sends an answer that is no stream; one of several parts without its length, as the client has room for it."""
+        part = await anext(parts)
+        begun = False
+        async for following in parts:
+            with self._waiting_for_client():
+                if not begun:
+                    begun = True
+                    await self._send(response_start(200, "application/json", answer.headers))
+                await self._pass_on(part)
+            await self._turns.after(part)
+            part = following
+        if begun:
+            await self._send({"type": "http.response.body", "body": part, "more_body": False})
+        else:
+            await send_json(self._send, 200, part, answer.headers)
 
     async def fail(self, error: RequestError) -> None:
         """Ends a streamed answer with `error`."""
@@ -100,7 +113,7 @@ class Delivery:
         self._drop_claim()
 
     async def _write(self, chunk: bytes, answer: Answer) -> None:
-        if not self.begun:
+        if not self.streaming:
             await self._begin(answer)
         elif self._claim is not None and self._socket is None:
             # Only now: the first part did not wait for it.
@@ -111,9 +124,22 @@ class Delivery:
             if not self._socket.send(chunk):
                 await self._socket.flush()
         else:
-            if not self._writable.is_set():
-                await self._writable.wait()
-            await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await self._pass_on(chunk)
+
+    async def _pass_on(self, part: bytes) -> None:
+        """Sends a part that others follow."""
+        if not self._writable.is_set():
+            await self._writable.wait()
+        await self._send({"type": "http.response.body", "body": part, "more_body": True})
+
+    @contextlib.contextmanager
+    def _waiting_for_client(self) -> Iterator[None]:
+        """A client that does not let the block end in time loses its request."""
+        request = self.request
+        assert request is not None, "a request is tracked before its answer begins"
+        request.stuck_since = self._loop.time()
+        yield
+        request.stuck_since = None
 
     def _drop_claim(self) -> None:
         if self._claim is not None:
@@ -135,7 +161,7 @@ class Delivery:
             self._keeping = None
 
     async def _begin(self, answer: Answer) -> None:
-        self.begun = True
+        self.streaming = True
         self._failure = answer.failure
         headers = {"cache-control": "no-cache", **answer.headers}
         self._claim = self._handovers.claim(self._request_headers)

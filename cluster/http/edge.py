@@ -82,7 +82,7 @@ class Edge:
             return
         connection.on_full = inbox.tell_full
         offer = None
-        if connection.is_plain:
+        if connection.is_plain and scope["http_version"] != "1.0":  # what is handed over is sent in chunks
             self._hub.open()
             offer = self._hub.offer(connection.transport)
             scope["headers"].append((HEADER, offer.header))

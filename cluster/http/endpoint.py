@@ -9,7 +9,7 @@ from contextlib import aclosing
 from starlette.types import Receive, Scope, Send
 
 from cluster.http.active import ActiveRequests
-from cluster.http.answer import Answer
+from cluster.http.answer import Answer, Turns
 from cluster.http.body import ClientDisconnect, read_body
 from cluster.http.context import RequestContext, request_context, with_url
 from cluster.http.delivery import Delivery
@@ -32,7 +32,8 @@ class Endpoint:
     not, queued or running. A client that reads slowly slows its own answer: nothing more is written for it than its
     connection takes, and what the engine generates meanwhile waits as token ids.
 
-    Errors before the first byte are raised, for the guard to write; later ones become the last event of the stream.
+    Errors before the first byte are raised, for the guard to write; later ones become the last event of a stream, and
+    cut any other answer off.
     """
 
     def __init__(
@@ -41,14 +42,19 @@ class Endpoint:
         server: ServerConfig,
         active: ActiveRequests,
         handovers: Handovers,
+        turns: Turns,
         engine_is_there: Callable[[], bool],
         on_stream_error: Callable[[RequestError], None] | None = None,
     ) -> None:
-        """`on_stream_error`: is told of every error that ends a stream which had begun."""
+        """Args:
+        turns: shared by all endpoints of an event loop.
+        on_stream_error: is told of every error that ends a stream which had begun.
+        """
         self._handle = handle
         self._server = server
         self._active = active
         self._handovers = handovers
+        self._turns = turns
         self._engine_is_there = engine_is_there
         self._on_stream_error = on_stream_error
 
@@ -59,7 +65,7 @@ class Endpoint:
             body = await read_body(scope, receive, self._server)
         except ClientDisconnect:
             return
-        delivery = Delivery(send, scope["headers"], self._handovers)
+        delivery = Delivery(send, scope["headers"], self._handovers, self._turns)
         answering = asyncio.create_task(self._answer(body, context, delivery))
         with self._active.track(context, answering) as request:
             delivery.request = request
@@ -85,8 +91,7 @@ class Endpoint:
                         await delivery.stream(chunk, answer)
                     await delivery.end()
                 else:
-                    async for chunk in chunks:
-                        await delivery.whole(chunk, answer)
+                    await delivery.whole(chunks, answer)
         except asyncio.CancelledError:
             if delivery.request is None or delivery.request.error is None:
                 raise
@@ -96,8 +101,8 @@ class Endpoint:
 
     async def _fail(self, error: Exception, context: RequestContext, delivery: Delivery) -> None:
         failure = as_request_error(error, context.request_id, engine_is_there=self._engine_is_there())
-        if not delivery.begun:
-            raise failure
+        if not delivery.streaming:
+            raise failure  # an answer that has begun and is no stream is cut: nothing can be said in it
         if self._on_stream_error is not None:
             self._on_stream_error(failure)
         await delivery.fail(failure)

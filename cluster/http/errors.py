@@ -65,10 +65,11 @@ def as_request_error(error: BaseException, request_id: str, *, engine_is_there: 
     if isinstance(error, DeadlineError):
         return RequestError(str(error), code="deadline_exceeded", status=504)
     if isinstance(error, EngineError):
-        if not engine_is_there:
+        if not engine_is_there and error.told is None:
             return OverloadedError("The engine is not available; try again later.", retry_after_s=_RETRY_AFTER_S)
         logger.error("request %s: engine error: %s", request_id, error)
-        return RequestError("The engine failed while running this request.", code="engine_error", status=500)
+        told = error.told or "The engine failed while running this request."
+        return RequestError(told, code="engine_error", status=500)
     logger.error("request %s: internal error", request_id, exc_info=error)
     return RequestError(f"Internal error; the request id is {request_id}.", code="internal_error", status=500)
 

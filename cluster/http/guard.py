@@ -8,7 +8,6 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-import msgspec
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Router
 from starlette.types import Message, Receive, Scope, Send
@@ -48,7 +47,8 @@ class Guard:
         access: decides before any route does.
         engine_is_there: whether requests can reach an engine at all.
         on_error: is told of every response that is not a success.
-        error_shapes: by path, how errors look there and below; elsewhere they look like OpenAI's.
+        error_shapes: by path, how errors look there and below, where responses have `request-id` as Anthropic's do;
+            elsewhere they look like OpenAI's.
         names_responses: False where a server in front adds `x-request-id` from the request to every response.
         """
         self.router = Router(routes, redirect_slashes=False)
@@ -73,7 +73,10 @@ class Guard:
             await send({"type": "websocket.close", "code": 1008})
             return
         request_id, known = _request_id(scope)
-        response = _Response(send, None if known and not self._names_responses else request_id)
+        names = [] if known and not self._names_responses else ["x-request-id"]
+        if self._error_shape(scope) is not None:
+            names.append("request-id")
+        response = _Response(send, [(name.encode(), request_id.encode()) for name in names])
         scope["app"] = self  # the router then raises for a path or method it does not have
         try:
             _check_headers(scope)
@@ -103,31 +106,30 @@ class Guard:
     ) -> None:
         if self._on_error is not None:
             self._on_error(error)
-        await send_error(response.send, error, headers, body=self._error_body(error, scope, request_id))
+        shape = self._error_shape(scope)
+        body = error_body(error) if shape is None else shape(error, request_id)
+        await send_error(response.send, error, headers, body=body)
 
-    def _error_body(self, error: RequestError, scope: Scope, request_id: str) -> msgspec.Struct:
+    def _error_shape(self, scope: Scope) -> ErrorShape | None:
         path: str = scope["path"]
         for prefix, shape in self._error_shapes.items():
             if path == prefix or path.startswith(f"{prefix}/"):
-                return shape(error, request_id)
-        return error_body(error)
+                return shape
+        return None
 
 
 class _Response:
     """`send` of one request, with the headers that every response has."""
 
-    def __init__(self, send: Send, request_id: str | None) -> None:
+    def __init__(self, send: Send, names: list[tuple[bytes, bytes]]) -> None:
         self.begun = False
         self._send = send
-        self._request_id = request_id
+        self._headers = [*names, (b"x-content-type-options", b"nosniff")]
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.begun = True
-            headers = [*message.get("headers", ()), (b"x-content-type-options", b"nosniff")]
-            if self._request_id is not None:
-                headers.append((b"x-request-id", self._request_id.encode()))
-            message = {**message, "headers": headers}
+            message = {**message, "headers": [*message.get("headers", ()), *self._headers]}
         await self._send(message)
 
 

@@ -171,7 +171,7 @@ class ClientSocket:
     def __init__(self, fd: int) -> None:
         """Takes over `fd`, a connected socket that does not block."""
         self._sock = socket.socket(fileno=fd)
-        self._unsent = b""
+        self._unsent = memoryview(b"")  # a rest of it is no copy
 
     def send(self, part: bytes) -> bool:
         """Sends as much of a part as the client has room for; whether that was all.
@@ -183,7 +183,7 @@ class ClientSocket:
             raise ConnectionError("the part before this one is not sent")
         if not part:
             return True  # a chunk of no bytes would be the end of the body
-        self._unsent = b"%x\r\n%b\r\n" % (len(part), part)
+        self._unsent = memoryview(b"%x\r\n%b\r\n" % (len(part), part))
         return self._send()
 
     async def flush(self) -> None:

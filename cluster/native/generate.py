@@ -16,7 +16,7 @@ from cluster.http.answer import Answer
 from cluster.http.context import RequestContext
 from cluster.native.generate_answer import Asked, native_answer
 from cluster.openai import protocol
-from cluster.openai.body import decode_body, validated
+from cluster.openai.body import decoded, validated
 from cluster.openai.checks import MAX_SEQUENCES, check_token_ids
 from cluster.openai.fields import FieldPolicy, ignored_header, neutral
 from cluster.openai.job import Job
@@ -78,6 +78,7 @@ class NativeRequest(BaseModel):
 _SAMPLING = FieldPolicy(
     {**protocol.UNSUPPORTED, "structural_tag": neutral()},
     frozenset({"spaces_between_special_tokens", "stream_interval"}),
+    protocol.STYLING,
 )
 _FIELDS = FieldPolicy(
     {
@@ -104,7 +105,7 @@ class NativeServing:
     async def generate(self, body: bytes, context: RequestContext) -> Answer:
         """POST /generate. Raises RequestError for a bad request."""
         model = self._model
-        raw = decode_body(body)
+        raw = await decoded(body)
         ignored = _FIELDS.check(NativeRequest, raw, strict=model.server.strict_fields)
         request = validated(NativeRequest, raw)
         prompts, is_batch = await self._prompts(request)

@@ -7,7 +7,7 @@ likeliest tokens: in all of them, they would be most of the stream.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -20,8 +20,9 @@ from cluster.openai.answer import timed
 from cluster.openai.echo import finite
 from cluster.openai.generation import Delta
 from cluster.openai.job import Run
+from cluster.openai.json_parts import gathered, json_parts, long_list
 from cluster.openai.tokenizer import Tokenizer
-from cluster.openai.writer import DONE, encode
+from cluster.openai.writer import DONE, event_parts
 
 Entry = tuple[float | None, int, str | None]
 """Log probability, token id, and the token's text when it is asked for."""
@@ -117,22 +118,25 @@ async def _whole(
         async for deltas in steps:
             for delta in deltas:
                 outputs[delta.index].add(delta)
-    shown = [output.shown(name) for output, name in zip(outputs, names, strict=True)]
-    yield encode(shown if as_list else shown[0])
+    shown = long_list(output.shown(name) for output, name in zip(outputs, names, strict=True))
+    for part in gathered(json_parts(shown if as_list else outputs[0].shown(names[0]))):
+        yield part
 
 
 async def _stream(
     run: Run, outputs: Sequence[_Output], names: Sequence[str], as_list: bool
 ) -> AsyncGenerator[bytes, None]:
+    def events(deltas: Sequence[Delta]) -> Iterator[bytes]:
+        for delta in deltas:
+            outputs[delta.index].add(delta)
+            shown = outputs[delta.index].shown(names[delta.index])
+            shown.index = delta.index if as_list else msgspec.UNSET
+            yield from event_parts(shown)
+
     async with aclosing(run.deltas()) as steps:
         async for deltas in steps:
-            chunks = []
-            for delta in deltas:
-                outputs[delta.index].add(delta)
-                shown = outputs[delta.index].shown(names[delta.index])
-                shown.index = delta.index if as_list else msgspec.UNSET
-                chunks.append(b"data: " + encode(shown) + b"\n\n")
-            yield b"".join(chunks)
+            for part in gathered(events(deltas)):
+                yield part
     yield DONE
 
 
@@ -152,8 +156,8 @@ class _Output:
         self._logprobs: list[Entry] = []
         self._top: list[list[Entry]] = []
         self._of_tokens: list[list[Entry]] = []
+        self._scores: PromptScores | None = None
         self._prompt: list[Entry] = []
-        self._prompt_top: list[list[Entry] | None] = []
 
     def add(self, delta: Delta) -> None:
         """Takes what a step brought."""
@@ -166,7 +170,7 @@ class _Output:
             self._top.append([self._entry(*pair) for pair in pairs[:k]])
             self._of_tokens.append([self._entry(*pair) for pair in pairs[k : k + len(self._asked.token_ids)]])
         if delta.prompt_logprobs is not None:
-            self._score_prompt(delta.prompt_logprobs)
+            self._scores = delta.prompt_logprobs
         if delta.finish_reason is not None:
             self._finish_reason = self._reason(delta)
 
@@ -184,30 +188,42 @@ class _Output:
         if has_ended:
             meta.e2e_latency = round(time.monotonic() - self._begin, 6)
         if asked.logprobs:
-            meta.input_token_logprobs, meta.output_token_logprobs = self._prompt, self._logprobs
+            meta.input_token_logprobs = long_list(self._prompt_entries())
+            meta.output_token_logprobs = long_list(self._logprobs)
             if asked.num_top and has_ended:
-                meta.output_top_logprobs = self._top
+                meta.output_top_logprobs = long_list(self._top)
                 if asked.start >= 0:
-                    meta.input_top_logprobs = self._prompt_top
+                    meta.input_top_logprobs = long_list(self._prompt_tops())
             if asked.token_ids and has_ended:
-                meta.output_token_ids_logprobs = self._of_tokens
+                meta.output_token_ids_logprobs = long_list(self._of_tokens)
         return NativeAnswer(self._text, self._ids, meta)
 
     def _entry(self, logprob: float | None, token: int) -> Entry:
         text = self._tokenizer.token_text(token) if self._with_text else None
         return None if logprob is None else finite(logprob), token, text
 
-    def _score_prompt(self, scores: PromptScores) -> None:
-        """The prompt's tokens from `start` on; the first of all has no log probability."""
-        prompt = self._run.job.prompt_of(self._index)
-        for position in range(self._asked.start, len(prompt)):
-            if position == 0:
-                self._prompt.append(self._entry(None, prompt[0]))
-                self._prompt_top.append(None)
-                continue
-            self._prompt.append(self._entry(float(scores.logprobs[position - 1]), prompt[position]))
-            ids, values = scores.top_ids[position - 1].tolist(), scores.top_logprobs[position - 1].tolist()
-            self._prompt_top.append([self._entry(value, id_) for value, id_ in zip(values, ids, strict=True)])
+    def _prompt_entries(self) -> Iterator[Entry]:
+        """The prompt's tokens from `start` on, kept for all objects of a stream; the first of all has no log
+        probability."""
+        yield from self._prompt
+        if self._scores is None:
+            return
+        prompt, scores = self._run.job.prompt_of(self._index), self._scores.logprobs
+        for position in range(self._asked.start + len(self._prompt), len(prompt)):
+            entry = self._entry(float(scores[position - 1]) if position else None, prompt[position])
+            self._prompt.append(entry)
+            yield entry
+
+    def _prompt_tops(self) -> Iterator[list[Entry] | None]:
+        """The likeliest tokens in the places of those."""
+        if self._scores is None:
+            return
+        start = self._asked.start
+        if start == 0:
+            yield None
+        first = max(start - 1, 0)
+        for ids, logprobs in zip(self._scores.top_ids[first:], self._scores.top_logprobs[first:], strict=True):
+            yield [self._entry(value, id_) for value, id_ in zip(logprobs.tolist(), ids.tolist(), strict=True)]
 
     def _reason(self, delta: Delta) -> MatchedStop | ReachedLength | WasAborted:
         if delta.finish_reason is FinishReason.LENGTH:

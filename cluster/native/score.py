@@ -18,14 +18,14 @@ from cluster.http.answer import Answer
 from cluster.http.context import RequestContext
 from cluster.messages import SamplingParams
 from cluster.openai.answer import timed
-from cluster.openai.body import decode_body, validated
+from cluster.openai.body import decoded, validated
 from cluster.openai.checks import MAX_SEQUENCES, check_token_ids
 from cluster.openai.fields import OWN_FIELDS, ignored_header
 from cluster.openai.job import Job, Run
+from cluster.openai.json_parts import gathered, json_parts, long_list
 from cluster.openai.schema import Documented
 from cluster.openai.served_model import ServedModel
 from cluster.openai.wire import Usage
-from cluster.openai.writer import encode
 from configs.errors import RequestError
 from worker.protocol import MAX_ROW_ASKED
 
@@ -80,7 +80,7 @@ class ScoreServing:
     async def score(self, body: bytes, context: RequestContext) -> Answer:
         """POST /v1/score. Raises RequestError for a bad request."""
         model = self._model
-        raw = decode_body(body)
+        raw = await decoded(body)
         for name in _CROSS_ENCODER_FIELDS:
             if raw.get(name) is not None:
                 raise RequestError(
@@ -149,7 +149,8 @@ async def _scored(run: Run, model_name: str, *, softmax: bool) -> AsyncGenerator
             for delta in deltas:
                 for row in delta.logprobs:
                     scores[delta.index] = _scores(row.top_logprobs, softmax=softmax)
-    yield encode(Scores(run.job.id, model_name, scores, run.usage()))
+    for part in gathered(json_parts(Scores(run.job.id, model_name, long_list(scores), run.usage()))):
+        yield part
 
 
 def _scores(logprobs: Sequence[float], *, softmax: bool) -> list[float]:

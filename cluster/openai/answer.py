@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
+from itertools import chain
 
 import msgspec
 
 from cluster.http.answer import Answer
 from cluster.openai.job import Run
-from cluster.openai.writer import AnswerWriter, encode
+from cluster.openai.json_parts import gathered, json_parts
+from cluster.openai.writer import AnswerWriter
 
 
 def answer(run: Run, writer: AnswerWriter, *, streamed: bool, headers: Mapping[str, str] | None = None) -> Answer:
@@ -21,7 +23,7 @@ def answer(run: Run, writer: AnswerWriter, *, streamed: bool, headers: Mapping[s
 
 def json_answer(message: msgspec.Struct, headers: Mapping[str, str] | None = None) -> Answer:
     """`message`, whole."""
-    return Answer(once(encode(message)), streamed=False, headers=dict(headers or {}))
+    return Answer(in_parts(json_parts(message)), streamed=False, headers=dict(headers or {}))
 
 
 def timed(answer: Answer, run: Run) -> Answer:
@@ -37,22 +39,23 @@ def timed(answer: Answer, run: Run) -> Answer:
     return replace(answer, chunks=chunks())
 
 
-async def once(body: bytes) -> AsyncGenerator[bytes, None]:
-    """`body` in one chunk."""
-    yield body
+async def in_parts(parts: Iterable[bytes]) -> AsyncGenerator[bytes, None]:
+    """`parts`, each made when it is asked for."""
+    for part in gathered(parts):
+        yield part
 
 
 async def _stream(run: Run, writer: AnswerWriter, headers: dict[str, str]) -> AsyncGenerator[bytes, None]:
     begun = False
     async with aclosing(run.deltas()) as steps:
         async for deltas in steps:
-            chunk = writer.chunks(deltas)
+            parts = writer.chunks(deltas)
             if not begun:
                 begun = True
                 headers["server-timing"] = run.server_timing()
-                chunk = writer.begin(run.job.num_outputs) + chunk
-            if chunk:
-                yield chunk
+                parts = chain(writer.begin(run.job.num_outputs), parts)
+            for part in gathered(parts):
+                yield part
     yield writer.end(run.usage())
 
 
@@ -61,4 +64,5 @@ async def _whole(run: Run, writer: AnswerWriter, headers: dict[str, str]) -> Asy
         async for deltas in steps:
             writer.collect(deltas)
     headers["server-timing"] = run.server_timing()
-    yield writer.whole(run.job.num_outputs, run.usage())
+    for part in gathered(writer.whole(run.job.num_outputs, run.usage())):
+        yield part

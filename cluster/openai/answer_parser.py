@@ -36,6 +36,8 @@ class AnswerFormat:
     """What may be called: for each name the JSON schema of its arguments."""
     max_calls: int | None = None
     """Calls after as many are dropped."""
+    calls_only: bool = False
+    """A grammar makes the answer nothing but calls: what is no call is the beginning of one that was cut off."""
     call_is_named: bool = False
     """The request names the function to call."""
 
@@ -60,18 +62,19 @@ class AnswerReader:
         self._parser = None if form.is_plain else AnswerParser(form)
         self._starts: list[int] | None = None if form.reasoning is None else []
 
-    def read(self, text: str, starts: Sequence[int], *, ended: bool) -> list[Event]:
+    def read(self, text: str, starts: Sequence[int], *, ended: bool, cut: bool = False) -> list[Event]:
         """What `text` made certain.
 
         Args:
             starts: characters of the answer before each new token. The tokens may be ahead of the text.
             ended: nothing follows.
+            cut: it ended at a limit, and the model would have gone on.
         """
         if self._parser is None:
             return [Content(text)] if text else []
         events = self._parser.push(text)
         if ended:
-            events = merged([*events, *self._parser.finish()])
+            events = merged([*events, *self._parser.finish(cut=cut)])
         if self._starts is not None:
             self._starts += starts
             end = self._parser.reasoning_end
@@ -90,7 +93,12 @@ class AnswerParser:
         self.reasoning_end: int | None = None
         """Characters of the answer up to the end of its thinking, tags included; None until it is known."""
         self._text = TextStream()
-        self._sink = Sink(form.tools, form.calls.new_id if form.calls else str, max_calls=form.max_calls)
+        self._sink = Sink(
+            form.tools,
+            form.calls.new_id if form.calls else str,
+            max_calls=form.max_calls,
+            calls_only=form.calls_only,
+        )
         self._reading = self._read(form)
         next(self._reading)
 
@@ -106,9 +114,13 @@ class AnswerParser:
             next(self._reading)
         return self._sink.take()
 
-    def finish(self) -> list[Event]:
-        """What was held back, once the answer is over. Nothing may be pushed after it."""
-        self._text.ended = True
+    def finish(self, *, cut: bool = False) -> list[Event]:
+        """What was held back, once the answer is over. Nothing may be pushed after it.
+
+        Args:
+            cut: it ended at a limit, and the model would have gone on.
+        """
+        self._text.ended, self._text.cut = True, cut
         next(self._reading, None)
         self._sink.end()
         return self._sink.take()

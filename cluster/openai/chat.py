@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -14,7 +14,8 @@ from cluster.openai.chat_template import ChatTemplate
 from cluster.openai.formats import ModelFormats
 from cluster.openai.protocol import ChatRequest
 from cluster.openai.tokenizer import Tokenizer
-from cluster.openai.tools.request import ToolUse
+from cluster.openai.tools.generic import GenericTools
+from cluster.openai.tools.request import ToolUse, is_told_of
 from configs.errors import RequestError
 
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
@@ -29,6 +30,10 @@ class ChatPrompt:
     messages: list[dict[str, Any]]
     """From `parse_messages`."""
     tools: list[Mapping[str, Any]] | None = None
+    generic: GenericTools | None = None
+    """What shows the model tools, calls and results in place of the template."""
+    use: ToolUse | None = None
+    """For `generic`: the tools."""
     documents: list[dict[str, Any]] | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
     continue_final_message: bool = False
@@ -49,8 +54,9 @@ def chat_prompt(
         RequestError: with the path of the field at fault.
     """
     messages = parse_messages(request.messages)
-    if not formats.takes_calls:
+    if formats.generic is None and not formats.takes_calls:
         _refuse_calls(messages)
+    speaks_of_tools = is_told_of(use) or any(map(has_calls, messages))
     template = tokenizer.template
     if template is not None and request.documents and not template.reads("documents"):
         raise RequestError(
@@ -71,6 +77,8 @@ def chat_prompt(
     return ChatPrompt(
         messages=messages,
         tools=formats.shown_tools(use),
+        generic=formats.generic if speaks_of_tools else None,
+        use=use,
         documents=request.documents or None,
         variables=variables,
         continue_final_message=continued,
@@ -80,7 +88,7 @@ def chat_prompt(
 
 
 def unread_fields(request: ChatRequest, tokenizer: Tokenizer) -> list[str]:
-    """Fields of `request` that are for the template and that it does not read."""
+    """Paths of fields of `request` that are for the template and that it does not read."""
     template = tokenizer.template
     unread = [
         f"chat_template_kwargs.{name}"
@@ -105,13 +113,9 @@ def render_prompt(tokenizer: Tokenizer, prompt: ChatPrompt) -> str:
             param="messages",
         )
     try:
-        try:
-            return _render(tokenizer.template, prompt, prompt.messages)
-        except TypeError:
-            # DeepSeek's templates join the arguments of calls to text; all others write objects as JSON.
-            if not any("tool_calls" in message for message in prompt.messages):
-                raise
-            return _render(tokenizer.template, prompt, [_with_text_arguments(message) for message in prompt.messages])
+        if prompt.generic is not None:
+            prompt = replace(prompt, messages=prompt.generic.messages(prompt.messages, prompt.use))
+        return _render_calls(tokenizer.template, prompt)
     except (
         TemplateError,
         TypeError,
@@ -126,6 +130,23 @@ def render_prompt(tokenizer: Tokenizer, prompt: ChatPrompt) -> str:
         raise RequestError(f"The chat template refuses these messages: {reason}", param="messages") from error
 
 
+def _render_calls(template: ChatTemplate, prompt: ChatPrompt) -> str:
+    """The text, with the arguments of calls in the shape that `template` takes.
+
+    DeepSeek's templates join arguments to text. All others write objects as JSON, and some of them take nothing else,
+    also of a call that was cut off.
+    """
+    shapes = [prompt.messages]
+    if any("tool_calls" in message for message in prompt.messages):
+        shapes += [[_with_arguments(message, shape) for message in prompt.messages] for shape in (_as_text, _as_object)]
+    for messages in shapes[:-1]:
+        try:
+            return _render(template, prompt, messages)
+        except TypeError:
+            continue
+    return _render(template, prompt, shapes[-1])
+
+
 def _render(template: ChatTemplate, prompt: ChatPrompt, messages: Sequence[Mapping[str, Any]]) -> str:
     return template.render(
         messages,
@@ -137,18 +158,31 @@ def _render(template: ChatTemplate, prompt: ChatPrompt, messages: Sequence[Mappi
     )
 
 
-def _with_text_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_arguments(message: Mapping[str, Any], shape: Callable[[Any], object]) -> dict[str, Any]:
     calls = [
-        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        {**call, "function": {**call["function"], "arguments": shape(call["function"]["arguments"])}}
         for call in message.get("tool_calls", ())
     ]
-    return {**message, "tool_calls": calls} if calls else message
+    return {**message, "tool_calls": calls} if calls else dict(message)
+
+
+def _as_text(arguments: object) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments)
+
+
+def _as_object(arguments: object) -> object:
+    return {"arguments": arguments} if isinstance(arguments, str) else arguments
+
+
+def has_calls(message: Mapping[str, Any]) -> bool:
+    """Whether `message` holds calls or the result of one."""
+    return bool(message.get("tool_calls")) or message.get("role") == "tool"
 
 
 def _refuse_calls(messages: Sequence[Mapping[str, Any]]) -> None:
     for i, message in enumerate(messages):
         path = f"messages[{i}].tool_calls" if "tool_calls" in message else f"messages[{i}].role"
-        if "tool_calls" in message or message["role"] == "tool":
+        if has_calls(message):
             raise RequestError(
                 f"{path}: this model's chat template shows neither calls nor their results to it.",
                 code="unsupported_parameter",
@@ -157,7 +191,8 @@ def _refuse_calls(messages: Sequence[Mapping[str, Any]]) -> None:
 
 
 def parse_messages(messages: object) -> list[dict[str, Any]]:
-    """Messages as templates read them: contents are text, and the arguments of calls are objects.
+    """Messages as templates read them: contents are text, and the arguments of calls are objects, or text where a call
+    was cut off.
 
     Raises:
         RequestError: with the path of the field at fault, e.g. `messages[0].content`.
@@ -203,7 +238,7 @@ def _parse_message(message: object, path: str) -> dict[str, Any]:
 
 
 def _parse_calls(calls: object, role: str, path: str) -> list[dict[str, Any]]:
-    """Tool calls with their arguments as objects."""
+    """Tool calls with their arguments as objects, or as text where they are no JSON."""
     if calls is None or calls == []:
         return []
     if role != "assistant":
@@ -223,21 +258,26 @@ def _parse_call(call: object, path: str) -> dict[str, Any]:
     if not name:
         param = f"{path}.function.name"
         raise RequestError(f"{param} is required.", code="missing_required_parameter", param=param)
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = msgspec.json.decode(arguments) if arguments.strip() else {}
-        except (ValueError, RecursionError):
-            arguments = "not JSON"
-    elif arguments is None:
-        arguments = {}
-    if not isinstance(arguments, dict):
-        param = f"{path}.function.arguments"
-        raise RequestError(f"{param} must be a JSON object, or one written as a string.", param=param)
+    arguments = _parse_arguments(function.get("arguments"), f"{path}.function.arguments")
     parsed: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": arguments}}
     if (call_id := _optional_text(call, "id", path)) is not None:
         parsed["id"] = call_id
     return parsed
+
+
+def _parse_arguments(arguments: object, path: str) -> dict[str, Any] | str:
+    """The object they are; text where they are no JSON: an answer that a limit cut off has such calls."""
+    decoded = arguments
+    if isinstance(arguments, str):
+        try:
+            decoded = msgspec.json.decode(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError):
+            return arguments
+    if decoded is None:
+        return {}
+    if not isinstance(decoded, dict):
+        raise RequestError(f"{path} must be a JSON object, or one written as a string.", param=path)
+    return decoded
 
 
 def _optional_text(holder: Mapping[str, Any], key: str, path: str) -> str | None:

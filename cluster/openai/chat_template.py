@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from jinja2 import nodes
@@ -23,6 +24,9 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from configs.errors import CheckpointError
+from configs.gguf_header import GGUFHeader
+
 RENDER_TIMEOUT_S = 5.0
 MAX_RENDERED_CHARS = 32 << 20
 _MAX_REPEATED = 1 << 20
@@ -31,6 +35,33 @@ _OURS = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
 )
 """Variables that a request sets by fields of their own, or not at all."""
+
+
+def template_sources(path: Path) -> str | dict[str, str] | None:
+    """The chat template, or several by name, in the files of a model or tokenizer; None where there is none.
+
+    For whoever needs no tokenizer: the tokenizer's own reader finds the same.
+
+    Args:
+        path: a directory or a .gguf file.
+
+    Raises:
+        CheckpointError: a file there is none of its kind.
+    """
+    if path.suffix == ".gguf":
+        source = GGUFHeader.read(path).metadata.get("tokenizer.chat_template")
+        return source if isinstance(source, str) else None
+    try:
+        if (file := path / "chat_template.jinja").is_file():
+            return file.read_text("utf-8")
+        if not (file := path / "tokenizer_config.json").is_file():
+            return None
+        found = json.loads(file.read_text("utf-8")).get("chat_template")
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    if isinstance(found, list):
+        return {str(entry["name"]): str(entry["template"]) for entry in found}
+    return found if isinstance(found, str) else None
 
 
 class TemplateLimitError(TemplateError):
@@ -66,6 +97,15 @@ class ChatTemplate:
     def takes(self, name: str) -> bool:
         """Whether a request may set the variable in `chat_template_kwargs`: it is read and has no field of its own."""
         return self.reads(name) and name not in _OURS and name not in self._special_tokens
+
+    def shows_system(self) -> bool:
+        """Whether a system message comes out: some templates refuse it, others leave it out."""
+        mark = secrets.token_hex(16)
+        try:
+            text = self.render([{"role": "system", "content": mark}, {"role": "user", "content": "x"}])
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError):
+            return False
+        return mark in text
 
     def render(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -10,6 +10,7 @@ from cluster.messages import FinishReason, TokenLogprobs
 from cluster.openai.echo import prompt_logprobs_json
 from cluster.openai.generation import Delta
 from cluster.openai.job import Job
+from cluster.openai.json_parts import json_parts, long_list
 from cluster.openai.tokenizer import Tokenizer
 from cluster.openai.tools.events import Arguments, CallStarted, Content, Event, Reasoning, collect
 from cluster.openai.wire import (
@@ -29,7 +30,7 @@ from cluster.openai.wire import (
     ToolCallDelta,
     Usage,
 )
-from cluster.openai.writer import DONE, REASONS, AnswerOptions, BaseWriter, encode, event, token_logprobs
+from cluster.openai.writer import DONE, REASONS, AnswerOptions, BaseWriter, event, token_logprobs
 
 
 class ChatWriter(BaseWriter):
@@ -39,20 +40,17 @@ class ChatWriter(BaseWriter):
         super().__init__(head, job, tokenizer, options)
         self._calling: set[int] = set()  # choices whose stream has a call
 
-    def begin(self, num_choices: int) -> bytes:
+    def begin(self, num_choices: int) -> Iterator[bytes]:
         ids = self._token_ids(self._job.prompts[0])
-        return b"".join(
-            self._event([ChatChunkChoice(index, ChatDelta(role="assistant", content=""))], prompt_token_ids=ids)
-            for index in range(num_choices)
-        )
+        for index in range(num_choices):
+            yield self._event([ChatChunkChoice(index, ChatDelta(role="assistant", content=""))], prompt_token_ids=ids)
 
-    def chunks(self, deltas: Sequence[Delta]) -> bytes:
-        events = []
+    def chunks(self, deltas: Sequence[Delta]) -> Iterator[bytes]:
         for delta in deltas:
             if self._text_only and delta.finish_reason is None and len(delta.events) == 1:
                 [only] = delta.events
                 if isinstance(only, Content):
-                    events.append(self._text_chunk(delta.index, only.text))
+                    yield self._text_chunk(delta.index, only.text)
                     continue
             shown = [shape for event in delta.events if (shape := self._shape(event)) is not None]
             if not shown and self._has_tokens(delta):
@@ -62,7 +60,7 @@ class ChatWriter(BaseWriter):
                 if i == 0:  # what is said of the tokens is said once
                     choice.logprobs = self._logprobs(delta.token_ids, delta.logprobs)
                     choice.token_ids = self._token_ids(delta.token_ids)
-                events.append(self._event([choice]))
+                yield self._event([choice])
             if any(isinstance(event, CallStarted) for event in delta.events):
                 self._calling.add(delta.index)
             if delta.finish_reason is not None:
@@ -72,39 +70,36 @@ class ChatWriter(BaseWriter):
                     finish_reason=self._reason(delta.finish_reason, called=delta.index in self._calling),
                     stop_reason=delta.stop_reason,
                 )
-                events.append(self._event([choice]))
-        return b"".join(events)
+                yield self._event([choice])
 
     def end(self, usage: Usage) -> bytes:
         return self._event([], usage) + DONE if self._options.include_usage else DONE
 
-    def whole(self, num_choices: int, usage: Usage) -> bytes:
-        choices = []
-        for index in range(num_choices):
-            got = self._collected[index]
-            message = self._message(got.events)
-            choices.append(
-                ChatChoice(
-                    index,
-                    message,
-                    self._logprobs(got.token_ids, got.logprobs),
-                    self._reason(got.finish_reason, called=bool(message.tool_calls)),
-                    got.stop_reason,
-                    self._token_ids(got.token_ids),
-                )
-            )
+    def whole(self, num_choices: int, usage: Usage) -> Iterator[bytes]:
         head = self._head
-        return encode(
+        return json_parts(
             ChatCompletion(
                 head.id,
                 head.created,
                 head.model,
-                choices,
+                long_list(self._choice(index) for index in range(num_choices)),
                 usage,
                 head.system_fingerprint,
                 self._token_ids(self._job.prompts[0]),
                 self._prompt_logprobs(),
             )
+        )
+
+    def _choice(self, index: int) -> ChatChoice:
+        got = self._collected[index]
+        message = self._message(got.events)
+        return ChatChoice(
+            index,
+            message,
+            self._logprobs(got.token_ids, got.logprobs),
+            self._reason(got.finish_reason, called=bool(message.tool_calls)),
+            got.stop_reason,
+            self._token_ids(got.token_ids),
         )
 
     def _encoded_chunk(self, index: int, text: str) -> bytes:
@@ -155,11 +150,11 @@ class ChatWriter(BaseWriter):
         if self._num_logprobs < 0:
             return None
         sampling = self._job.sampling[0][0]
-        return ChatLogprobs(token_logprobs(sampling, token_ids, logprobs, self._tokenizer, self._name))
+        return ChatLogprobs(long_list(token_logprobs(sampling, token_ids, logprobs, self._tokenizer, self._name)))
 
     def _prompt_logprobs(self) -> PromptLogprobsJson | msgspec.UnsetType:
         scores = self._collected[0].prompt_logprobs
         k = self._options.num_prompt_logprobs
         if k < 0 or scores is None:
             return msgspec.UNSET
-        return prompt_logprobs_json(scores, self._job.prompts[0], k, self._tokenizer)
+        return long_list(prompt_logprobs_json(scores, self._job.prompts[0], k, self._tokenizer))

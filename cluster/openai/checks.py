@@ -121,9 +121,9 @@ def _checked_ids(ids: object, param: str, vocab_size: int) -> list[int]:
         raise RequestError(f"{param} must be a string or a list of token ids.", code="invalid_type", param=param)
     if not ids:
         raise RequestError(f"{param} must not be empty.", code="empty_array", param=param)
-    for i, token in enumerate(ids):
-        if type(token) is not int:
-            raise RequestError(f"{param}[{i}] must be a token id.", code="invalid_type", param=f"{param}[{i}]")
+    if set(map(type, ids)) != {int}:  # a third of a loop's time, and a body may hold a million
+        i = next(i for i, token in enumerate(ids) if type(token) is not int)
+        raise RequestError(f"{param}[{i}] must be a token id.", code="invalid_type", param=f"{param}[{i}]")
     check_token_ids(ids, param, vocab_size)
     return ids
 

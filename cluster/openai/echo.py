@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from cluster.engine_client import PromptScores
 from cluster.openai.tokenizer import Tokenizer
-from cluster.openai.wire import PromptLogprob, PromptLogprobsJson
+from cluster.openai.wire import PromptLogprob
 
 _LOWEST_LOGPROB = -9999.0  # JSON has no -inf; this is what clients know
+_BLOCK = 64  # positions that are read out at once
+_TOKENS_AT_ONCE = 512  # that are decoded: 5 ms with the slowest of decoders
 
 
 def finite(logprob: float) -> float:
@@ -26,10 +31,11 @@ class Echo:
     """Characters of `text` before each of the prompt's tokens."""
 
     @classmethod
-    def of(
+    async def of(
         cls, prompt: str | Sequence[int], ids: Sequence[int], tokenizer: Tokenizer, *, skip_special_tokens: bool
     ) -> Echo:
-        """
+        """The echo of one prompt; the event loop has its turn meanwhile.
+
         Args:
             prompt: as the request has it. Text comes back as it is; token ids are decoded.
             ids: its tokens.
@@ -39,7 +45,9 @@ class Echo:
         starts = []
         length = 0
         pieces = []
-        for id_ in ids:
+        for i, id_ in enumerate(ids):
+            if i % _TOKENS_AT_ONCE == 0:
+                await asyncio.sleep(0)
             starts.append(length)
             pieces.append(detokenizer.push(id_))
             length += len(pieces[-1])
@@ -51,28 +59,30 @@ class Echo:
         return cls(given, [min(max(start - added, 0), len(given)) for start in starts])
 
 
-def prompt_tops(scores: PromptScores, ids: Sequence[int], k: int) -> list[list[tuple[int, float]]]:
+def prompt_tops(scores: PromptScores, ids: Sequence[int], k: int) -> Iterator[list[tuple[int, float]]]:
     """For each token after the first: (id, logprob) of the `k` likeliest in its place, and of its own if it is none of
     them and `k` is not 0."""
-    tops = []
-    top_ids, top_logprobs = scores.top_ids[:, :k].tolist(), scores.top_logprobs[:, :k].tolist()
-    for own, logprob, row_ids, row in zip(ids[1:], scores.logprobs.tolist(), top_ids, top_logprobs, strict=True):
-        top = [(id_, finite(lp)) for id_, lp in zip(row_ids, row, strict=True)]
-        if k and own not in row_ids:
-            top.append((own, finite(logprob)))
-        tops.append(top)
-    return tops
+    for first in range(0, len(scores.logprobs), _BLOCK):
+        rows = slice(first, first + _BLOCK)
+        tops = np.maximum(scores.top_logprobs[rows, :k], _LOWEST_LOGPROB).tolist()
+        own = ids[1 + first : 1 + first + _BLOCK]
+        for token, logprob, top_ids, top in zip(
+            own, scores.logprobs[rows].tolist(), scores.top_ids[rows, :k].tolist(), tops, strict=True
+        ):
+            likeliest = list(zip(top_ids, top, strict=True))
+            if k and token not in top_ids:
+                likeliest.append((token, finite(logprob)))
+            yield likeliest
 
 
-def prompt_logprobs_json(scores: PromptScores, ids: Sequence[int], k: int, tokenizer: Tokenizer) -> PromptLogprobsJson:
-    """The field `prompt_logprobs`: each token's own and the `k` likeliest in its place."""
-    entries: PromptLogprobsJson = [None]
-    tops = prompt_tops(scores, ids, k)
-    for own, logprob, top in zip(ids[1:], scores.logprobs.tolist(), tops, strict=True):
-        entry = {
-            id_: PromptLogprob(lp, rank if rank <= k else None, tokenizer.token_text(id_))
-            for rank, (id_, lp) in enumerate(top, 1)
-        }
-        entry.setdefault(own, PromptLogprob(finite(logprob), None, tokenizer.token_text(own)))
-        entries.append(entry)
-    return entries
+def prompt_logprobs_json(
+    scores: PromptScores, ids: Sequence[int], k: int, tokenizer: Tokenizer
+) -> Iterator[dict[int, PromptLogprob] | None]:
+    """The entries of the field `prompt_logprobs`: each token's own and the `k` likeliest in its place."""
+    name = tokenizer.token_text
+    yield None
+    for own, logprob, top in zip(ids[1:], scores.logprobs.tolist(), prompt_tops(scores, ids, k), strict=True):
+        entry = {id_: PromptLogprob(lp, rank, name(id_)) for rank, (id_, lp) in enumerate(top, 1)}
+        if len(top) > k or not k:
+            entry[own] = PromptLogprob(finite(logprob), None, name(own))
+        yield entry

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel
@@ -42,6 +42,8 @@ class FieldPolicy:
     """Fields that this server does not have, each with the values that ask for nothing."""
     without_effect: frozenset[str]
     """Fields that are accepted and change no answer."""
+    styling: Mapping[str, Callable[[object], bool]] = field(default_factory=dict)
+    """Fields that only ask for a style, or for speed, as in `unsupported`; they count as fields that nobody knows."""
 
     def refuse(self, kind: type[BaseModel], raw: Mapping[str, Any]) -> None:
         """Raises RequestError for a field that would ask this server for what it does not do."""
@@ -52,7 +54,8 @@ class FieldPolicy:
     def unknown(self, kind: type[BaseModel], raw: Mapping[str, Any]) -> list[str]:
         """Names in `raw` that nobody here knows."""
         known = field_names(kind) | self.unsupported.keys() | self.without_effect
-        return [name for name in raw if name not in known]
+        asks_nothing = {name for name, is_neutral in self.styling.items() if name in raw and is_neutral(raw[name])}
+        return [name for name in raw if name not in known and name not in asks_nothing]
 
     def check(self, kind: type[BaseModel], raw: Mapping[str, Any], *, strict: bool) -> list[str]:
         """The fields of `raw` that are ignored.
@@ -103,9 +106,32 @@ def renamed(error: RequestError, names: Sequence[tuple[str, str]]) -> RequestErr
         names: for each a pattern that the path of the field at fault begins with, and what stands there instead; the
             first that fits counts.
     """
+    path = error.param or ""
+    param = own_name(path, names)
+    if param == path:
+        return error
+    return RequestError(str(error).replace(path, param), code=error.code, param=param, status=error.status)
+
+
+def message_names(sources: Sequence[str], *, calls: str) -> list[tuple[str, str]]:
+    """For `renamed`: a chat's messages by where they come from in a request of another API.
+
+    Args:
+        sources: path of each message.
+        calls: what stands there below it for what in a chat only calls and their results have.
+    """
+    below = f".{calls}" if calls else ""
+    names = []
+    for i, source in enumerate(sources):
+        message = rf"messages\[{i}\]"
+        names += [(rf"{message}\.(?:tool_calls|tool_call_id|role)\b.*", source + below), (message, source)]
+    return names
+
+
+def own_name(path: str, names: Sequence[tuple[str, str]]) -> str:
+    """What `path` is called elsewhere; `names` as in `renamed`."""
     for pattern, name in names:
-        param, count = re.subn(rf"^(?:{pattern})(?=$|[.\[])", name, error.param or "")
+        own, count = re.subn(rf"^(?:{pattern})(?=$|[.\[])", name, path)
         if count:
-            message = str(error).replace(error.param or "", param)
-            return RequestError(message, code=error.code, param=param, status=error.status)
-    return error
+            return own
+    return path

@@ -1,26 +1,29 @@
 """How one model writes calls and thinking, and what that makes of a request: what its template is shown, how its
 answers are read, and which grammar they must match.
 
-Nothing is guessed: a format that the chat template does not show is not read, unless a setting names it, and tools
-that the template would leave out are refused. A call that is required needs neither: the grammar writes it.
+Nothing is guessed: a format that the chat template does not show is not read, unless a setting names it. Tools that the
+template would leave out, or whose calls could not be read, take the generic form (`tools.generic`).
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from cluster.openai.answer_parser import AnswerFormat
+from cluster.openai.chat_template import ChatTemplate
 from cluster.openai.reasoning import REASONING_STYLES, ReasoningStyle, detect_reasoning
 from cluster.openai.tools.detect import detect_calls
+from cluster.openai.tools.generic import GenericTools
 from cluster.openai.tools.grammar import CallGrammar, SpecialId
-from cluster.openai.tools.request import ToolMode, ToolUse
+from cluster.openai.tools.request import ToolMode, ToolUse, is_told_of
 from cluster.openai.tools.styles import STYLES, CallStyle
 from configs.errors import RequestError
 from configs.schema import ServerConfig
 
+ToolTemplate = Literal["own", "generic", "none"]
 logger = logging.getLogger(__name__)
 
 
@@ -38,39 +41,55 @@ class ModelFormats:
     """The chat template shows tools to the model."""
     takes_calls: bool = False
     """The chat template shows earlier calls and their results."""
+    generic: GenericTools | None = None
+    """In place of what the template shows of tools, calls and results; None: the template itself."""
 
     @classmethod
-    def of(cls, template: str, *, reads_tools: bool, server: ServerConfig) -> ModelFormats:
-        """What `template` and the settings say.
-
-        Args:
-            template: the chat template's source; several joined.
-            reads_tools: whether it reads the variable `tools`.
-        """
-        calls, thinking = detect_calls(template), detect_reasoning(template)
-        call_name = _decide("tool_call_parser", server.tool_call_parser, calls)
-        thinking_name = _decide("reasoning_parser", server.reasoning_parser, thinking)
-        return cls(
-            calls=None if call_name is None else STYLES[call_name],
+    def of(cls, template: ChatTemplate | None, server: ServerConfig) -> ModelFormats:
+        """What the model's template and the settings say."""
+        source = "" if template is None else template.source
+        thinking_name = _decide("reasoning_parser", server.reasoning_parser, detect_reasoning(source))
+        call_name = _decide("tool_call_parser", server.tool_call_parser, detect_calls(source))
+        calls = None if call_name is None else STYLES[call_name]
+        formats = cls(
+            calls=calls,
             reasoning=None if thinking_name is None else REASONING_STYLES[thinking_name],
             calls_are_off=server.tool_call_parser == "none",
-            takes_tools=reads_tools,
-            takes_calls="tool_calls" in template,
+            takes_tools=template is not None and template.reads("tools"),
+            takes_calls="tool_calls" in source,
         )
+        shows_all = formats.takes_tools and formats.takes_calls and (calls is not None or formats.calls_are_off)
+        if template is not None and (
+            server.tool_template == "generic" or (server.tool_template == "auto" and not shows_all)
+        ):
+            style = _generic_style(server, calls)
+            assert style.layout is not None, f"{style.name} has no layout"
+            generic = GenericTools(style.layout, template.shows_system())
+            formats = replace(formats, calls=None if formats.calls_are_off else style, generic=generic)
+        if server.tool_template == "auto":
+            logger.info("server.tool_template: auto -> %s (by the chat template)", formats.tool_template)
+        return formats
+
+    @property
+    def tool_template(self) -> ToolTemplate:
+        """How the model is shown tools: by its own template, in the generic form, or not at all."""
+        if self.generic is not None:
+            return "generic"
+        return "own" if self.takes_tools else "none"
 
     def shown_tools(self, use: ToolUse | None) -> list[Mapping[str, Any]] | None:
-        """What the template is given as `tools`.
+        """What the template is given as `tools`; nothing where the `generic` form tells of them.
 
         Raises:
             RequestError: the model would not see the tools, or its calls could not be told from text.
         """
-        if use is None or use.mode is ToolMode.NONE:
-            return None  # a model that sees tools may call them
+        if use is None or not is_told_of(use) or self.generic is not None:
+            return None
         if use.mode is ToolMode.AUTO:
             if not self.takes_tools:
                 raise RequestError(
                     "This model's chat template does not show tools to it. Require a call (tool_choice required, or a "
-                    "named function), or have the server set server.chat_template.",
+                    "named function), or have the server set server.tool_template=auto.",
                     code="unsupported_parameter",
                     param="tools",
                 )
@@ -99,6 +118,7 @@ class ModelFormats:
             calls=self._forced_style if use.is_forced else self.calls,
             tools={tool.name: tool.parameters for tool in use.callable},
             max_calls=None if use.parallel else 1,
+            calls_only=use.is_forced,
             call_is_named=use.mode is ToolMode.NAMED,
         )
 
@@ -147,6 +167,20 @@ class ModelFormats:
     def _forced_style(self) -> CallStyle:
         """The model's own format, where a grammar can write it."""
         return STYLES["json"] if self.calls is None or self.calls.layout is None else self.calls
+
+
+def _generic_style(server: ServerConfig, calls: CallStyle | None) -> CallStyle:
+    """The format in which the generic form asks for calls: the one a setting names, where text can show it."""
+    if server.tool_call_parser in ("auto", "none") or calls is None:
+        return STYLES["hermes"]
+    if calls.layout is not None:
+        return calls
+    logger.warning(
+        "server.tool_call_parser=%s has no effect: tools are shown in the generic form, which asks for calls as hermes "
+        "has them; have server.chat_template show tools",
+        server.tool_call_parser,
+    )
+    return STYLES["hermes"]
 
 
 def _decide(setting: str, given: str, detected: Any) -> Any:

@@ -120,8 +120,8 @@ class Output:
         self.num_tokens += num_taken
         self.finish_reason = delta.finish_reason
         if self._reader is not None:
-            ended = delta.finish_reason is not None
-            delta.events = self._reader.read(delta.text, offsets, ended=ended)
+            ended, cut = delta.finish_reason is not None, delta.finish_reason is not FinishReason.STOP
+            delta.events = self._reader.read(delta.text, offsets, ended=ended, cut=cut)
         return delta
 
     def _finish(self, delta: Delta, end: Finished) -> str:
@@ -149,4 +149,4 @@ def engine_failure(end: Finished) -> LockstepError:
         return DeadlineError(message)
     if end.error_code == "grammar_error":
         return GuideError(message)
-    return EngineError(message)
+    return EngineError(message, told=end.told)

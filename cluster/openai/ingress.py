@@ -7,6 +7,7 @@ is `cluster.http`'s.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -18,6 +19,7 @@ from cluster.anthropic.errors import anthropic_error
 from cluster.anthropic.serving import AnthropicServing
 from cluster.http.access import Access
 from cluster.http.active import ActiveRequests
+from cluster.http.answer import Turns
 from cluster.http.endpoint import Endpoint, Handler
 from cluster.http.guard import Guard
 from cluster.http.handover import Handovers
@@ -57,7 +59,7 @@ def create_app(
         names_responses: False behind a server that adds `x-request-id` itself.
     """
     requests = ActiveRequests() if active is None else active
-    handovers = Handovers()
+    handovers, turns = Handovers(), Turns()
     serving = OpenAIServing(model)
     tokenizer = TokenizerServing(model)
     responses = ResponsesServing(model, requests)
@@ -71,7 +73,7 @@ def create_app(
         return model.engine.connected
 
     def route(method: str, path: str, handle: Handler) -> Route:
-        endpoint = Endpoint(handle, model.server, requests, handovers, engine_is_there, telemetry.refused)
+        endpoint = Endpoint(handle, model.server, requests, handovers, turns, engine_is_there, telemetry.refused)
         return Route(path, endpoint, methods=[method])
 
     def post(path: str, handle: Handler) -> Route:
@@ -89,6 +91,7 @@ def create_app(
             for handle in (tokenizer.tokenize, tokenizer.detokenize)
         ),
         post("/v1/responses", responses.create),
+        post("/v1/responses/input_tokens", responses.input_tokens),
         route("GET", "/v1/responses/{response_id}", responses.retrieve),
         route("DELETE", "/v1/responses/{response_id}", responses.delete),
         route("GET", "/v1/responses/{response_id}/input_items", responses.items),
@@ -154,8 +157,14 @@ def _version(model: ServedModel) -> _Get:
     return version
 
 
+@functools.cache
+def _document(version: str) -> bytes:
+    """The OpenAPI document. Making it takes 150 ms, which no request should wait for."""
+    return _encode(build_document(version))
+
+
 def _openapi(model: ServedModel) -> _Get:
-    body = _encode(build_document(model.version))
+    body = _document(model.version)
 
     async def openapi(request: Request) -> Response:
         return Response(body, media_type="application/json")
@@ -172,7 +181,8 @@ def _metrics(telemetry: Telemetry) -> _Get:
 
 def _models(model: ServedModel) -> _Get:
     async def models(request: Request) -> Response:
-        return json_response(ModelList(model.cards()))
+        cards = model.cards()
+        return json_response(ModelList(data=cards, first_id=cards[0].id, last_id=cards[-1].id))
 
     return models
 

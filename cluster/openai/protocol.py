@@ -254,13 +254,11 @@ UNSUPPORTED: Mapping[str, Callable[[object], bool]] = {
     "lora_request": neutral(),
     "mm_processor_kwargs": neutral({}),
     "modalities": neutral(["text"]),
-    "prediction": neutral(),
     "prompt_embeds": neutral(),
     "return_hidden_states": neutral(False),
     "session_params": neutral(),
     "suffix": neutral(""),
     "use_beam_search": neutral(False),
-    "verbosity": neutral("medium"),
     "web_search_options": neutral(),
 }
 """Fields other servers know and this one does not, each with the values that ask for nothing."""
@@ -279,7 +277,10 @@ WITHOUT_EFFECT = frozenset(
 )
 """Fields that are accepted and change no answer."""
 
-_FIELDS = FieldPolicy(UNSUPPORTED, WITHOUT_EFFECT)
+STYLING: Mapping[str, Callable[[object], bool]] = {"prediction": neutral(), "verbosity": neutral("medium")}
+"""Fields that ask for a style or for speed, each with the values that ask for nothing: ignored, and named as such."""
+
+_FIELDS = FieldPolicy(UNSUPPORTED, WITHOUT_EFFECT, STYLING)
 
 
 def parse_request(kind: type[_Request], body: bytes, server: ServerConfig) -> _Request:

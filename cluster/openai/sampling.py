@@ -6,7 +6,7 @@ Owns defaults, the checks that need the vocabulary, and how words and biases bec
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -62,17 +62,18 @@ def sampling_params(
     *,
     max_tokens: Sequence[int],
     num_choices: int,
-    seed: int,
+    next_seed: Callable[[], int],
     num_logprobs: int = -1,
     num_prompt_logprobs: int = -1,
     grammar: str | None = None,
 ) -> list[list[SamplingParams]]:
-    """For each prompt, one for each of its choices; choices differ in their seeds, counted up from the first one's, and
-    the first alone asks for the prompt's log probabilities, which are the same for all.
+    """For each prompt, one for each of its choices. Choices differ in their seeds: counted up from the request's, which
+    is that of each prompt's first, or one of its own for each choice of each prompt. The first choice alone asks for
+    the prompt's log probabilities, which are the same for all.
 
     Args:
         max_tokens: for each prompt.
-        seed: when the request names none.
+        next_seed: int64, when the request names none.
         num_logprobs, num_prompt_logprobs: -1 none, k the token's own and the k likeliest.
         grammar: a checked one.
 
@@ -90,7 +91,7 @@ def sampling_params(
     if min_tokens > min(max_tokens):
         raise RequestError(f"min_tokens={min_tokens} exceeds max_tokens={min(max_tokens)}.", param="min_tokens")
     bias = checks.logit_bias(fields.logit_bias, size)
-    words = bad_words(fields.bad_words, vocabulary.tokenizer)
+    words = bad_words(fields.bad_words, vocabulary)
     bias |= {word[0]: -math.inf for word in words if len(word) == 1}
     _check_choice_left(allowed, bias, {*stop_token_ids, *vocabulary.eos_token_ids} if min_tokens else set())
     top_k = _given(fields.top_k, defaults.top_k)
@@ -100,7 +101,7 @@ def sampling_params(
         top_p=_given(fields.top_p, defaults.top_p),
         top_k=0 if top_k >= size else max(top_k, 0),
         min_p=_given(fields.min_p, defaults.min_p),
-        seed=_given(fields.seed, seed),
+        seed=0 if fields.seed is None else fields.seed,
         stop_token_ids=tuple(stop_token_ids),
         ignore_eos=bool(fields.ignore_eos),
         num_logprobs=num_logprobs,
@@ -117,12 +118,10 @@ def sampling_params(
     )
 
     def choice_of(limit: int, choice: int) -> SamplingParams:
-        if limit == base.max_tokens and not choice:
-            return base
         return msgspec.structs.replace(
             base,
             max_tokens=limit,
-            seed=_wrap_int64(base.seed + choice),
+            seed=next_seed() if fields.seed is None else _wrap_int64(fields.seed + choice),
             prompt_logprobs=-1 if choice else num_prompt_logprobs,
         )
 
@@ -142,12 +141,14 @@ def text_options(
     )
 
 
-def bad_words(words: object, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
-    """Token ids of each word as it begins a text and as it follows a space, each sequence once.
+def bad_words(words: object, vocabulary: Vocabulary) -> list[tuple[int, ...]]:
+    """Token ids of each word as it begins a text and as it follows a space: each sequence once, and none with a token
+    that the model cannot write.
 
     Raises:
         RequestError: not a list of words, or too many words or tokens.
     """
+    tokenizer = vocabulary.tokenizer
     sequences: dict[tuple[int, ...], None] = {}
     for word in checks.words(words, "bad_words"):
         alone = tuple(tokenizer.encode(word.lstrip(" ") or word, add_special_tokens=False))
@@ -155,13 +156,13 @@ def bad_words(words: object, tokenizer: Tokenizer) -> list[tuple[int, ...]]:
         sequences[alone] = None
         if spaced[1:] != alone:  # else the space is a token of its own and `alone` matches after it
             sequences[spaced] = None
-    sequences.pop((), None)
-    num_tokens = sum(len(sequence) for sequence in sequences)
+    possible = [sequence for sequence in sequences if sequence and max(sequence) < vocabulary.size]
+    num_tokens = sum(len(sequence) for sequence in possible)
     if num_tokens > _MAX_BAD_WORD_TOKENS:
         raise RequestError(
             f"bad_words are {num_tokens} tokens; at most {_MAX_BAD_WORD_TOKENS} are allowed.", param="bad_words"
         )
-    return list(sequences)
+    return possible
 
 
 def _check_choice_left(allowed: Sequence[int], bias: dict[int, float], ends: set[int]) -> None:

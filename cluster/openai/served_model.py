@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from datetime import UTC, datetime
 
 from cluster.engine_client import EngineClient
 from cluster.http.context import RequestContext
@@ -32,6 +33,7 @@ from configs.errors import ContextLengthError, EngineError, RequestError
 from configs.schema import ServerConfig
 
 _FIRST = -(1 << 62)  # a priority that no request has
+_SHOWN_CHARS = 40  # of a token, in a message
 
 
 def _random_seed() -> int:
@@ -63,7 +65,7 @@ class ServedModel:
         rank_devices: by rank, e.g. `cuda:0`.
         info: what clients may know of the engine.
         eos_token_ids: empty: the tokenizer's.
-        next_seed: int64 for a request that brings none.
+        next_seed: int64 for an answer whose request brings none.
         """
         self.engine = engine
         self.tokenizer = tokenizer
@@ -76,15 +78,10 @@ class ServedModel:
         self.system_fingerprint = system_fingerprint
         self.info = info
         self.vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
-        eos = eos_token_ids or [id_ for id_ in (tokenizer.eos_token_id,) if id_ is not None]
+        eos = eos_token_ids or self._known(tokenizer.eos_token_id)
         self.grammars = GrammarChecker(lambda: Setup(tokenizer.to_json(), self.vocab_size, list(eos)))
         self._vocabulary = Vocabulary(tokenizer=tokenizer, size=self.vocab_size, eos_token_ids=frozenset(eos_token_ids))
-        template = tokenizer.template
-        self.formats = ModelFormats.of(
-            "" if template is None else template.source,
-            reads_tools=template is not None and template.reads("tools"),
-            server=server,
-        )
+        self.formats = ModelFormats.of(tokenizer.template, server)
         self._defaults = defaults or SamplingDefaults()
         self._next_seed = next_seed
         self._started = int(time.time())
@@ -116,8 +113,7 @@ class ServedModel:
         Raises:
             EngineError: the engine failed or did not answer in time.
         """
-        tokenizer = self.tokenizer
-        prompt = [next((id_ for id_ in (tokenizer.bos_token_id, tokenizer.eos_token_id) if id_ is not None), 0)]
+        prompt = [*self._known(self.tokenizer.bos_token_id), *self._known(self.tokenizer.eos_token_id), 0][:1]
         sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
         job = Job(id="probe", prompts=[prompt], sampling=[[sampling]], priority=_FIRST)
         async with aclosing(self.run(job, timeout_s=timeout_s).deltas()) as steps:
@@ -132,7 +128,17 @@ class ServedModel:
 
     def cards(self) -> list[ModelCard]:
         """The one model, as /v1/models lists it."""
-        return [ModelCard(self.model_name, self._started, self.max_model_len)]
+        created_at = datetime.fromtimestamp(self._started, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        return [
+            ModelCard(
+                self.model_name,
+                self._started,
+                created_at,
+                self.model_name,
+                self.max_model_len,
+                self.formats.tool_template,
+            )
+        ]
 
     def card(self, name: str) -> ModelCard:
         """Raises RequestError (404) for any other name."""
@@ -148,6 +154,10 @@ class ServedModel:
                 param="model",
                 status=404,
             )
+
+    def _known(self, token_id: int | None) -> list[int]:
+        """`token_id`, if the tokenizer has it and the model does."""
+        return [token_id] if token_id is not None and token_id < self.vocab_size else []
 
     def room(self, prompt: Sequence[int]) -> int:
         """Tokens that fit after `prompt`; 1 when none does, so that asking for them names the prompt's length."""
@@ -167,17 +177,24 @@ class ServedModel:
         return prompt[-keep:] if keep else []
 
     def checked_max_tokens(self, prompt: Sequence[int], asked: int | None, *, default: int, param: str) -> int:
-        """How many tokens may follow `prompt`.
+        """How many tokens may follow `prompt`. Every prompt passes here before it is put to the engine.
 
         Args:
             param: the field `prompt` came from.
 
         Raises:
-            RequestError: the prompt has no tokens.
+            RequestError: the prompt has no tokens, or one that the model has no embedding for.
             ContextLengthError: prompt and asked tokens do not fit.
         """
         if not prompt:
             raise RequestError(f"{param} has no tokens.", code="empty_string", param=param)
+        if (largest := max(prompt)) >= self.vocab_size:
+            # The text of a prompt may name it: the tokenizer has more tokens than the model.
+            raise RequestError(
+                f"{param} has {self.tokenizer.token_text(largest)[:_SHOWN_CHARS]!r}, which the tokenizer makes token "
+                f"{largest}; this model knows tokens 0 to {self.vocab_size - 1}.",
+                param=param,
+            )
         max_tokens = default if asked is None else asked
         # The engine always generates a token, also when only the prompt is of interest.
         if len(prompt) + max(max_tokens, 1) > self.max_model_len:
@@ -223,7 +240,7 @@ class ServedModel:
 
         Args:
             prefix: of the answer's id, e.g. `chatcmpl-`.
-            prompts: token ids, at least one each, all in the vocabulary.
+            prompts: token ids that `checked_max_tokens` has taken.
             max_tokens: for each prompt, from `checked_max_tokens`. All 0: only the prompts are of interest.
             num_logprobs, num_prompt_logprobs: -1 none, k the token's own and the k likeliest.
             priority: lower goes first.
@@ -252,7 +269,7 @@ class ServedModel:
                 self._vocabulary,
                 max_tokens=[max(limit, 1) for limit in max_tokens],  # the engine always generates a token
                 num_choices=num_choices,
-                seed=self._next_seed(),
+                next_seed=self._next_seed,
                 num_logprobs=num_logprobs,
                 num_prompt_logprobs=num_prompt_logprobs,
                 grammar=grammar,

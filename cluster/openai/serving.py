@@ -9,7 +9,7 @@ from cluster.http.answer import Answer
 from cluster.http.context import RequestContext
 from cluster.openai import chat, checks, protocol
 from cluster.openai.answer import answer
-from cluster.openai.body import decode_body
+from cluster.openai.body import decoded
 from cluster.openai.chat_grammar import chat_grammar
 from cluster.openai.chat_writer import ChatWriter
 from cluster.openai.completion_writer import CompletionWriter
@@ -21,6 +21,7 @@ from cluster.openai.served_model import ServedModel
 from cluster.openai.tools.request import parse_tools
 from cluster.openai.writer import AnswerOptions
 from configs.errors import RequestError
+from configs.schema import ServerConfig
 
 _ENDING_TOKENS = 16  # of a prompt: a tag and the whitespace after it
 
@@ -34,22 +35,22 @@ class OpenAIServing:
     async def chat(self, body: bytes, context: RequestContext) -> Answer:
         """POST /v1/chat/completions. Raises RequestError for a bad request."""
         model = self._model
-        raw = decode_body(body)
+        raw = await decoded(body)
         request = protocol.check_request(ChatRequest, raw, model.server)
         job = await chat_job(model, "chatcmpl-", request, context)
         run = model.run(job)
         options = replace(_options(request, run), reasoning=request.include_reasoning is not False)
         writer = ChatWriter(model.head(job), job, model.tokenizer, options)
         unread = chat.unread_fields(request, model.tokenizer)
-        if unread and model.server.strict_fields:
-            raise RequestError(f"This model's chat template reads no {unread[0]}.", param=unread[0])
+        refuse_unread(unread, model.server)
         ignored = [*protocol.unknown_fields(ChatRequest, raw), *unread]
-        return answer(run, writer, streamed=bool(request.stream), headers=ignored_header(ignored))
+        headers = {**ignored_header(ignored), **tool_header(model, request)}
+        return answer(run, writer, streamed=bool(request.stream), headers=headers)
 
     async def completions(self, body: bytes, context: RequestContext) -> Answer:
         """POST /v1/completions. Raises RequestError for a bad request."""
         model = self._model
-        raw = decode_body(body)
+        raw = await decoded(body)
         request = protocol.check_request(CompletionRequest, raw, model.server)
         model.check_name(request.model)
         given = checks.prompts(request.prompt, model.vocab_size)
@@ -60,7 +61,7 @@ class OpenAIServing:
         if request.echo:
             skip = job.text.skip_special_tokens
             echoes = [
-                Echo.of(
+                await Echo.of(
                     prompt if request.truncate_prompt_tokens is None else ids,
                     ids,
                     model.tokenizer,
@@ -141,6 +142,19 @@ async def chat_job(model: ServedModel, prefix: str, request: ChatRequest, contex
         form=form,
         grammar=await chat_grammar(model, request, use, form),
     )
+
+
+def refuse_unread(unread: Sequence[str], server: ServerConfig) -> None:
+    """Raises RequestError where fields that the template does not read may not be ignored."""
+    if unread and server.strict_fields:
+        raise RequestError(f"This model's chat template reads no {unread[0]}.", param=unread[0])
+
+
+def tool_header(model: ServedModel, request: ChatRequest) -> dict[str, str]:
+    """The header that names what showed the model the tools, calls or results of `request`; none where it has none."""
+    if not request.tools and not any(chat.has_calls(message) for message in request.messages):
+        return {}
+    return {"x-tool-template": model.formats.tool_template}
 
 
 async def chat_prompt(model: ServedModel, request: ChatRequest) -> list[int]:

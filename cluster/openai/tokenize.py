@@ -16,10 +16,11 @@ from cluster.http.answer import Answer
 from cluster.http.context import RequestContext
 from cluster.openai import protocol
 from cluster.openai.answer import json_answer
-from cluster.openai.body import decode_body, validated
+from cluster.openai.body import decoded, validated
 from cluster.openai.checks import check_token_ids
 from cluster.openai.described import Messages
 from cluster.openai.fields import OWN_FIELDS, ignored_header
+from cluster.openai.json_parts import long_list
 from cluster.openai.protocol import ChatRequest
 from cluster.openai.schema import Documented, exactly_one
 from cluster.openai.served_model import ServedModel
@@ -85,7 +86,7 @@ class TokenizerServing:
     async def tokenize(self, body: bytes, context: RequestContext) -> Answer:
         """POST /tokenize. Raises RequestError for a bad request."""
         model = self._model
-        raw = decode_body(body)
+        raw = await decoded(body)
         request = validated(TokenizeRequest, raw)
         model.check_name(model.model_name if request.model is None else request.model)
         if (request.prompt is None) == (request.messages is None):
@@ -96,8 +97,9 @@ class TokenizerServing:
             tokens = await model.prompts.encode(request.prompt, add_special_tokens=special)
         else:
             tokens, ignored = await self._chat_tokens(raw, request)
-        strings = [model.tokenizer.token_text(token) for token in tokens] if request.return_token_strs else None
-        return json_answer(Tokens(len(tokens), model.max_model_len, tokens, strings), ignored_header(ignored))
+        strings = long_list(map(model.tokenizer.token_text, tokens)) if request.return_token_strs else None
+        answer = Tokens(len(tokens), model.max_model_len, long_list(tokens), strings)
+        return json_answer(answer, ignored_header(ignored))
 
     async def _chat_tokens(self, raw: Mapping[str, Any], request: TokenizeRequest) -> tuple[list[int], list[str]]:
         """The ids, and the fields that are ignored."""
@@ -115,7 +117,7 @@ class TokenizerServing:
     async def detokenize(self, body: bytes, context: RequestContext) -> Answer:
         """POST /detokenize. Raises RequestError for a bad request."""
         model = self._model
-        raw = decode_body(body)
+        raw = await decoded(body)
         ignored = OWN_FIELDS.check(DetokenizeRequest, raw, strict=model.server.strict_fields)
         request = validated(DetokenizeRequest, raw)
         model.check_name(model.model_name if request.model is None else request.model)

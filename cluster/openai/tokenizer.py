@@ -1,18 +1,12 @@
 """The tokenizer of a model directory or a .gguf file: text to ids, ids to bytes, and the model's chat template.
 
-Owns the conversion of a GGUF's tokenizer into files that load in a fraction of a second. transformers does the
-reading; encoding and decoding go to its Rust tokenizer directly, which is safe to use from several threads.
+transformers reads directories and `gguf_tokenizer` GGUF files; encoding and decoding go to the Rust tokenizer directly,
+which is safe to use from several threads.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
-import os
 import re
-import shutil
-import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -24,14 +18,12 @@ from tokenizers import decoders
 
 from cluster.openai.chat_template import ChatTemplate
 from cluster.openai.detokenizer import ByteDetokenizer, Detokenizer, StreamDetokenizer
+from cluster.openai.gguf_tokenizer import read_gguf_tokenizer
 from configs.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-logger = logging.getLogger(__name__)
-
-_SOURCE_FILE = "lockstep_source.json"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -45,6 +37,7 @@ class Tokenizer:
         # A tokenizer.json may carry the truncation and padding it was trained with.
         self._rust.no_truncation()
         self._rust.no_padding()
+        self._vocab_size = max(self._rust.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         added = self._rust.get_added_tokens_decoder()
         self._special_ids = frozenset(id_ for id_, token in added.items() if token.special)
         self._byte_level = isinstance(self._rust.decoder, decoders.ByteLevel)
@@ -54,36 +47,34 @@ class Tokenizer:
         )
         self._bytes: dict[int, bytes] = {}  # of the tokens seen so far; bounded by the vocabulary
         self._visible: dict[int, bytes] = {}
+        self._texts: dict[int, str] = {}
 
     @classmethod
-    def load(cls, path: str | Path, *, cache_dir: Path | None = None, chat_template: str | None = None) -> Tokenizer:
+    def load(cls, path: str | Path, *, chat_template: str | None = None) -> Tokenizer:
         """Reads a directory with tokenizer.json, or the tokenizer inside a .gguf file.
-
-        A GGUF's is converted once, into `<file>.tokenizer/` beside it or, where that cannot be written, below
-        `cache_dir`.
 
         Args:
             chat_template: a Jinja file used in place of the model's own template.
 
         Raises:
-            CheckpointError: there is no tokenizer at `path`, or it is not one that tokenizers can run.
+            CheckpointError: there is no tokenizer at `path`, or it is of a kind that is not known.
             ConfigError: `chat_template` cannot be read, or is not Jinja.
         """
         source = Path(path).expanduser()
-        directory = _converted_gguf(source, cache_dir) if source.suffix == ".gguf" else source
+        fast = read_gguf_tokenizer(source) if source.suffix == ".gguf" else _load_directory(source)
         try:
-            return cls(_load_directory(directory), chat_template=_read_template(chat_template))
+            return cls(fast, chat_template=_read_template(chat_template))
         except TemplateSyntaxError as error:
             if chat_template is not None:
                 raise ConfigError(f"server.chat_template={chat_template} is not Jinja: {error}") from None
             raise CheckpointError(
-                f"the chat template in {directory} is not Jinja ({error}); set server.chat_template to one that is"
+                f"the chat template in {source} is not Jinja ({error}); set server.chat_template to one that is"
             ) from None
 
     @property
     def vocab_size(self) -> int:
-        """Ids the tokenizer knows, added tokens included."""
-        return int(self._rust.get_vocab_size(with_added_tokens=True))
+        """One more than the largest id, added tokens included."""
+        return self._vocab_size
 
     @property
     def bos_token_id(self) -> int | None:
@@ -162,7 +153,10 @@ class Tokenizer:
 
     def token_text(self, token_id: int) -> str:
         """`token_bytes` as text, U+FFFD for what is not a whole character."""
-        return self.token_bytes(token_id).decode("utf-8", "replace")
+        known = self._texts.get(token_id)
+        if known is None:
+            known = self._texts[token_id] = self.token_bytes(token_id).decode("utf-8", "replace")
+        return known
 
     def _token_bytes(self, token_id: int) -> bytes:
         piece = self._rust.id_to_token(token_id)
@@ -216,73 +210,3 @@ def _read_template(path: str | None) -> str | None:
         return Path(path).expanduser().read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"server.chat_template={path} cannot be read ({error}); name a Jinja file") from error
-
-
-def _converted_gguf(gguf: Path, cache_dir: Path | None) -> Path:
-    """The folder with the tokenizer of `gguf`, written by the first call that needs it."""
-    if not gguf.is_file():
-        raise CheckpointError(f"no tokenizer: {gguf} does not exist")
-    stat = gguf.stat()
-    source = {"name": gguf.name, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
-    name = f"{gguf.name}.tokenizer"
-    fallback_root = cache_dir or Path.home() / ".cache" / "lockstep" / "tokenizers"
-    fallback = fallback_root / f"{hashlib.sha256(str(gguf.resolve()).encode()).hexdigest()[:16]}-{name}"
-    candidates = [gguf.with_name(name), fallback]
-    for target in candidates:
-        if _is_conversion_of(target, source):
-            return target
-    for target in candidates:
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            scratch = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=target.parent))
-        except OSError as error:
-            logger.info("cannot keep the converted tokenizer at %s: %s", target.parent, error)
-            continue
-        try:
-            convert_gguf(gguf, scratch)
-            (scratch / _SOURCE_FILE).write_text(json.dumps(source), "utf-8")
-            return _move_into_place(scratch, target, source)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-    raise CheckpointError(f"the tokenizer of {gguf} must be converted once; make {fallback_root} writable")
-
-
-def _is_conversion_of(directory: Path, source: dict[str, object]) -> bool:
-    try:
-        return bool(json.loads((directory / _SOURCE_FILE).read_text("utf-8")) == source)
-    except (OSError, ValueError):
-        return False
-
-
-def convert_gguf(gguf: Path, target: Path) -> None:
-    """Writes the tokenizer inside `gguf`, chat template included, as files of the directory `target`; takes seconds.
-
-    Raises:
-        CheckpointError: transformers cannot convert it.
-    """
-    from transformers import AutoTokenizer
-
-    logger.info("converting the tokenizer of %s; done once", gguf.name)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name, local_files_only=True)
-    except (OSError, ValueError, KeyError, NotImplementedError) as error:
-        raise CheckpointError(
-            f"the tokenizer inside {gguf.name} cannot be converted ({error}); set `tokenizer` to a directory"
-        ) from error
-    tokenizer.save_pretrained(str(target))
-
-
-def _move_into_place(scratch: Path, target: Path, source: dict[str, object]) -> Path:
-    scratch.chmod(0o755)
-    try:
-        os.rename(scratch, target)
-    except OSError:
-        # Another process was first, or an older file's conversion is in the way.
-        if _is_conversion_of(target, source):
-            return target
-        shutil.rmtree(target, ignore_errors=True)
-        try:
-            os.rename(scratch, target)
-        except OSError as error:
-            raise CheckpointError(f"the converted tokenizer cannot be put at {target}: {error}") from error
-    return target

@@ -192,13 +192,28 @@ class Completion(msgspec.Struct):
 
 
 class ModelCard(msgspec.Struct):
+    """A model, with the fields of OpenAI's clients and those of Anthropic's."""
+
     id: str
     created: int
+    """Unix time, seconds."""
+    created_at: str
+    """The same, as RFC 3339 has it."""
+    display_name: str
     max_model_len: int
+    tool_template: Literal["own", "generic", "none"]
+    """How the model is shown tools: by its chat template, in the generic form, or not at all."""
     owned_by: str = "lockstep"
     object: Literal["model"] = "model"
+    type: Literal["model"] = "model"
+    lifecycle: Literal["active"] = "active"
 
 
-class ModelList(msgspec.Struct):
+class ModelList(msgspec.Struct, kw_only=True):
+    """All models, on the one page there is."""
+
     data: list[ModelCard]
+    first_id: str
+    last_id: str
+    has_more: bool = False
     object: Literal["list"] = "list"

@@ -1,12 +1,13 @@
 """Deltas to the bytes a client reads: SSE chunks in their fixed order, or one whole answer.
 
-A writer belongs to one request. Order of a stream: `begin`, any number of `chunks`, `end`.
+A writer belongs to one request. Order of a stream: `begin`, any number of `chunks`, `end`. What is long is made as it
+is read (`json_parts`).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +18,7 @@ from cluster.messages import FinishReason, SamplingParams, TokenLogprobs
 from cluster.openai.echo import finite
 from cluster.openai.generation import Delta
 from cluster.openai.job import Job
+from cluster.openai.json_parts import json_parts
 from cluster.openai.tokenizer import Tokenizer
 from cluster.openai.tools.events import Event
 from cluster.openai.wire import Head, Reason, TokenLogprob, TopLogprob, Usage
@@ -33,21 +35,28 @@ _MARK = "\ue000text\ue000"
 
 def event(message: msgspec.Struct) -> bytes:
     """`message` as one server-sent event."""
-    return b"data: " + encode(message) + b"\n\n"
+    return b"".join(event_parts(message))
+
+
+def event_parts(message: msgspec.Struct) -> Iterator[bytes]:
+    """`message` as one server-sent event that may be long."""
+    yield b"data: "
+    yield from json_parts(message)
+    yield b"\n\n"
 
 
 class AnswerWriter(Protocol):
     """Writes one request's answer, streamed (`begin`, `chunks`, `end`) or whole (`collect`, `whole`)."""
 
-    def begin(self, num_choices: int) -> bytes: ...
+    def begin(self, num_choices: int) -> Iterable[bytes]: ...
 
-    def chunks(self, deltas: Sequence[Delta]) -> bytes: ...
+    def chunks(self, deltas: Sequence[Delta]) -> Iterable[bytes]: ...
 
     def end(self, usage: Usage) -> bytes: ...
 
     def collect(self, deltas: Sequence[Delta]) -> None: ...
 
-    def whole(self, num_choices: int, usage: Usage) -> bytes: ...
+    def whole(self, num_choices: int, usage: Usage) -> Iterable[bytes]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +169,7 @@ def token_logprobs(
     rows: Sequence[TokenLogprobs],
     tokenizer: Tokenizer,
     name: Callable[[int], str],
-) -> list[TokenLogprob]:
+) -> Iterator[TokenLogprob]:
     """Each of `token_ids` as the answers of chats show it.
 
     Args:
@@ -168,8 +177,6 @@ def token_logprobs(
         name: what a token is called.
     """
     raw = tokenizer.token_bytes
-    shown = []
     for token, row in zip(token_ids, rows, strict=True):
         top = [TopLogprob(name(id_), logprob, list(raw(id_))) for id_, logprob in top_logprobs(sampling, row, token)]
-        shown.append(TokenLogprob(name(token), finite(row.logprob), list(raw(token)), top))
-    return shown
+        yield TokenLogprob(name(token), finite(row.logprob), list(raw(token)), top)

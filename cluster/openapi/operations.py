@@ -23,8 +23,8 @@ from cluster.native.score import ScoreRequest, Scores
 from cluster.native.status import Healthy, Loads, ServerInfo, ServerLoad
 from cluster.observability.timeline import Timeline
 from cluster.openai.protocol import ChatRequest, CompletionRequest
-from cluster.openai.responses.objects import DeletedResponse, ItemList, Response, StreamEvent
-from cluster.openai.responses.request import ResponsesRequest
+from cluster.openai.responses.objects import DeletedResponse, InputTokens, ItemList, Response, StreamEvent
+from cluster.openai.responses.request import InputTokensRequest, ResponsesRequest
 from cluster.openai.tokenize import DetokenizeRequest, Text, TokenizeRequest, Tokens
 from cluster.openai.wire import ChatChunk, ChatCompletion, Completion, ModelCard, ModelList
 from cluster.page.live import LiveView
@@ -117,6 +117,15 @@ OPERATIONS: tuple[Operation, ...] = (
         errors=_GENERATES,
     ),
     Operation(
+        method="POST",
+        path="/v1/responses/input_tokens",
+        about="How many tokens the prompt of a response would have.",
+        tag="OpenAI",
+        request=InputTokensRequest,
+        answer=InputTokens,
+        errors=(*_MODEL, 409),
+    ),
+    Operation(
         method="GET",
         path="/v1/responses/{response_id}",
         about="A kept response as it is now, or the events of a background stream.",
@@ -147,11 +156,26 @@ OPERATIONS: tuple[Operation, ...] = (
     Operation(
         method="GET",
         path="/v1/responses/{response_id}/input_items",
-        about="What a response was made from, the newest first.",
+        about="What a response was made from.",
         tag="OpenAI",
         answer=ItemList,
         errors=_MODEL,
-        parameters=(_RESPONSE_ID,),
+        parameters=(
+            _RESPONSE_ID,
+            Parameter(
+                name="limit",
+                place="query",
+                about="Most items of a page; without it 20.",
+                schema={"type": "integer", "minimum": 1, "maximum": 100},
+            ),
+            Parameter(
+                name="order",
+                place="query",
+                about="Without it the newest come first.",
+                schema={"enum": ["asc", "desc"]},
+            ),
+            Parameter(name="after", place="query", about="The id of the last item of the page before."),
+        ),
     ),
     Operation(
         method="POST",

@@ -87,6 +87,8 @@ def reason_never_fits(request: Request, limits: SchedulerLimits) -> str | None:
     num_prompt_tokens = len(request.tokens)
     if num_prompt_tokens == 0:
         return "the prompt is empty; send at least one token"
+    if request.tokens.min() < 0 or request.tokens.max() >= limits.vocab_size:
+        return f"the prompt has a token outside the vocabulary of {limits.vocab_size}; send ids below it"
     if request.sampling.max_tokens < 1:
         return f"max_tokens={request.sampling.max_tokens} is below 1; ask for at least one token"
     if num_prompt_tokens >= limits.max_model_len:

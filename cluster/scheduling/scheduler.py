@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from cluster.scheduling.guide import Guide
 from cluster.scheduling.guided_rows import GuidedRows
 from cluster.scheduling.limits import SchedulerLimits, SchedulerStats
 from cluster.scheduling.prefill import PrefillQueue
-from cluster.scheduling.request import Request, refused
+from cluster.scheduling.request import Request, reason_never_fits, refused
 from cluster.scheduling.row_pages import RowPages
 from cluster.scheduling.row_table import RowTable
 from cluster.scheduling.step_results import Launched, find_stopped, prompt_logprobs, take_prefilled, token_logprobs
@@ -84,18 +84,28 @@ class Scheduler:
 
     # Requests in and out
 
-    def add(self, request: GenerateRequest) -> Finished | None:
-        """Queues a request and returns None, or its finish if it can never fit or the queue is full."""
+    def add(self, requests: Sequence[GenerateRequest]) -> list[Finished]:
+        """Queues the requests of one submission; returns the finishes of those it refuses.
+
+        When the queue has no room for all of them it refuses all; else one by one, what can never run.
+        """
+        now = self._clock()
+        if (full := self._admission.reason_full(requests)) is not None:
+            self._total_refused += len(requests)
+            retry_after_s = self._admission.retry_after_s(now)
+            return [refused(request.id, full, "engine_overloaded", retry_after_s) for request in requests]
+        return [refusal for request in requests if (refusal := self._add_one(request, now)) is not None]
+
+    def _add_one(self, request: GenerateRequest, now: float) -> Finished | None:
         if request.id in self._by_id:
             raise EngineError(f"request id {request.id} is in use")
-        now = self._clock()
         try:
             entry = Request.create(request, self._limits, now)
         except RequestError as error:
             return refused(request.id, str(error), error.code)
-        if (refusal := self._admission.refusal(entry, now)) is not None:
-            self._total_refused += refusal.error_code == "engine_overloaded"
-            return refusal
+        if (reason := reason_never_fits(entry, self._limits)) is not None:
+            # The ingress checks the same: it is the engine's fault that the request came this far.
+            return refused(request.id, reason, "engine_error")
         try:
             entry.guide = self._make_guide(request)
         except RequestError as error:
@@ -123,11 +133,16 @@ class Scheduler:
         """Finishes that wait for no step; None if there are none."""
         return StepOutput(finished=self._take_pending()) if self._pending else None
 
-    def fail_all(self, error: str) -> StepOutput:
-        """Ends every request with ERROR and forgets steps in flight, rows, pages and the prefix cache."""
+    def fail_all(self, error: str, told: str | None = None) -> StepOutput:
+        """Ends every request with ERROR and forgets steps in flight, rows, pages and the prefix cache.
+
+        `told`: as in Finished.
+        """
         finished = self._take_pending()
         for request in self._by_id.values():
-            finished.append(refused(request.id, error, "engine_error"))
+            finished.append(
+                Finished(id=request.id, reason=FinishReason.ERROR, error=error, error_code="engine_error", told=told)
+            )
             if request.guide is not None:
                 request.guide.close()
         self._reset()

@@ -33,6 +33,7 @@ _REPLY_TIMEOUT_S = 10.0
 _START_TIMEOUT_S = 60.0
 _ENTRY_BYTES = 512  # of a cached refusal and of the dictionary's own
 _LENGTH_BYTES = 4
+_NOT_NOW = "Grammars cannot be checked just now; try again later."
 _TOO_MANY = "Too many grammars wait to be checked; try again later."
 
 _Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -60,18 +61,26 @@ class GrammarChecker:
         self._slow = asyncio.Semaphore(_NUM_SLOW)
 
     async def start(self) -> None:
-        """Starts the processes unless they run: then the first check need not wait half a second for them."""
+        """Starts the processes unless they run: then the first check need not wait half a second for them.
+
+        Raises:
+            OverloadedError: they cannot be started now; the next call tries again.
+        """
         async with self._starting:
             if self._pool is not None:
                 return
-            pool = await asyncio.to_thread(
-                lambda: MatcherPool.start(self._make_setup(), _NUM_PROCESSES, niceness=_NICENESS)
-            )
-            self._pool = pool
-            for sock in pool.sockets:
-                sock.setblocking(False)
-                connection = await asyncio.open_unix_connection(sock=sock)
-                self._connections.append(connection)
+            try:
+                self._pool = await asyncio.to_thread(
+                    lambda: MatcherPool.start(self._make_setup(), _NUM_PROCESSES, niceness=_NICENESS)
+                )
+                for sock in self._pool.sockets:
+                    sock.setblocking(False)
+                    self._connections.append(await asyncio.open_unix_connection(sock=sock))
+            except (OSError, RuntimeError, MemoryError) as error:
+                logger.error("the processes that check grammars cannot be started: %r", error)
+                self._drop_pool()
+                raise OverloadedError(_NOT_NOW) from error
+            for connection in list(self._connections):
                 self._give_back(connection)
 
     async def check(self, spec: GrammarSpec) -> str:
@@ -141,7 +150,7 @@ class GrammarChecker:
             # What was asked may still be answered: this connection is of no use any more, nor are its processes.
             logger.error("the processes that check grammars do not answer: %r", error)
             self._drop_pool()
-            raise OverloadedError("Grammars cannot be checked just now; try again later.") from error
+            raise OverloadedError(_NOT_NOW) from error
         self._give_back(connection)
         return reply
 

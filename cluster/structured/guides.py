@@ -35,7 +35,7 @@ from cluster.structured.protocol import (
     pack,
     receive,
 )
-from configs.errors import GuideError
+from configs.errors import GuideError, OverloadedError
 from worker.protocol import UInt32Array
 
 logger = logging.getLogger(__name__)
@@ -47,6 +47,7 @@ _GATHER_S = 0.0003
 _REPLY_TIMEOUT_S = 30.0
 _Work = queue.SimpleQueue["GrammarGuide | None"]
 _FAILED = "the processes that follow grammars ended"
+_NOT_STARTED = "the processes that follow grammars cannot be started"
 
 
 class GrammarGuide:
@@ -109,16 +110,21 @@ class GrammarGuides:
         self._running: _Processes | None = None
 
     def open(self, grammar: str) -> GrammarGuide:
-        """A guide for one answer; its first mask is on its way."""
+        """A guide for one answer; its first mask is on its way. Raises OverloadedError where no thread can start."""
         running = self._running
-        if running is None or running.have_failed:
-            running = self._running = _Processes(self._setup, self._wake, self._num_processes)
-            running.start()
+        if running is None or running.failure is not None:
+            running = _Processes(self._setup, self._wake, self._num_processes)
+            try:
+                running.start()
+            except RuntimeError as error:
+                logger.error("%s: %r", _NOT_STARTED, error)
+                raise OverloadedError("Grammars cannot be followed just now; try again later.") from error
+            self._running = running
         id_ = next(self._ids)
         guide = GrammarGuide(id_, grammar, running.queues[id_ % len(running.queues)])
         guide.accept(())
-        if running.have_failed:  # perhaps before it saw this guide
-            guide.fail(_FAILED)
+        if running.failure is not None:  # perhaps before it saw this guide
+            guide.fail(running.failure)
         return guide
 
     def close(self) -> None:
@@ -130,30 +136,43 @@ class GrammarGuides:
 
 
 class _Processes(threading.Thread):
-    """A pool of processes with a thread for each; over when one of them fails."""
+    """A pool of processes with a thread for each; over when one of them fails, or cannot be started."""
 
     def __init__(self, setup: Setup, wake: Callable[[], None], num_processes: int) -> None:
         super().__init__(name="grammar-processes", daemon=True)
         self.queues: list[_Work] = [queue.SimpleQueue() for _ in range(num_processes)]
-        self.have_failed = False
+        self.failure: str | None = None
+        """Why its guides end; None while it works. Set before they are told, so that none is overlooked."""
         self.pool: MatcherPool | None = None
         self._setup = setup
         self._wake = wake
 
     def run(self) -> None:
-        # Not in the step loop: a start takes tens of milliseconds, and writes a megabyte.
-        pool = self.pool = MatcherPool.start(self._setup, len(self.queues))
-        followers = [
-            _Follower(work, sock, self._wake, self._fail) for work, sock in zip(self.queues, pool.sockets, strict=True)
-        ]
-        for follower in followers:
-            follower.start()
-        for follower in followers:
+        started: list[_Follower] = []
+        try:
+            # Not in the step loop: a start takes tens of milliseconds, and writes a megabyte.
+            self.pool = MatcherPool.start(self._setup, len(self.queues))
+            for work, sock in zip(self.queues, self.pool.sockets, strict=True):
+                follower = _Follower(work, sock, self._wake, lambda: self._fail(_FAILED))
+                follower.start()
+                started.append(follower)
+        except Exception as error:  # noqa: BLE001 -- whatever it was, requests wait for these processes
+            logger.error("%s: %r", _NOT_STARTED, error)
+            self._fail(_NOT_STARTED)
+        for follower in started:
             follower.join()
-        pool.end()
+        if self.pool is not None:
+            for sock in self.pool.sockets:
+                sock.close()
+            self.pool.end()
+        if self.failure is not None:
+            for work in self.queues:  # of those that have no follower
+                for guide in _take_all(work):
+                    guide.fail(self.failure)
+            self._wake()
 
-    def _fail(self) -> None:
-        self.have_failed = True
+    def _fail(self, reason: str) -> None:
+        self.failure = self.failure or reason
         for work in self.queues:
             work.put(None)
 
@@ -180,7 +199,7 @@ class _Follower(threading.Thread):
         try:
             while (guide := self._next()) is not None:
                 self._send(guide)
-        except (OSError, EOFError, msgspec.DecodeError) as error:
+        except Exception as error:  # noqa: BLE001 -- whatever it was, requests wait for these replies
             logger.error("a process that follows grammars does not answer: %r", error)
             self._on_failure()
         finally:
@@ -188,11 +207,7 @@ class _Follower(threading.Thread):
             self._fail_guides()
 
     def _fail_guides(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                if (guide := self._work.get_nowait()) is not None:
-                    self._guides[guide.id] = guide
-        for guide in self._guides.values():
+        for guide in (*self._guides.values(), *_take_all(self._work)):
             guide.fail(_FAILED)
         self._wake()
 
@@ -250,3 +265,13 @@ class _Follower(threading.Thread):
             case Refused(message):
                 guide.fail(message)
         self._has_news = True
+
+
+def _take_all(work: _Work) -> list[GrammarGuide]:
+    """The guides in `work`, which is empty then."""
+    guides: list[GrammarGuide] = []
+    with contextlib.suppress(queue.Empty):
+        while True:
+            if (guide := work.get_nowait()) is not None:
+                guides.append(guide)
+    return guides

@@ -28,27 +28,40 @@ class MatcherPool:
 
         Args:
             niceness: added to that of this process.
+
+        Raises:
+            OSError: there is no memory, process or file descriptor to be had.
         """
-        pairs = [socket.socketpair() for _ in range(num_processes)]
-        theirs = [end.fileno() for _, end in pairs]
         # Isolated from what the environment would import, and able to import this very code.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(_ROOT), *filter(None, sys.path)))}
-        process = subprocess.Popen(
-            [sys.executable, "-m", "cluster.structured.matcher_process", str(niceness), *map(str, theirs)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            pass_fds=theirs,
-            env=environment,
-        )
-        for _, end in pairs:
-            end.close()
+        ours: list[socket.socket] = []
+        theirs: list[socket.socket] = []
+        try:
+            for _ in range(num_processes):
+                for ends, end in zip((ours, theirs), socket.socketpair(), strict=True):
+                    ends.append(end)
+            descriptors = [end.fileno() for end in theirs]
+            process = subprocess.Popen(
+                [sys.executable, "-m", "cluster.structured.matcher_process", str(niceness), *map(str, descriptors)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                pass_fds=descriptors,
+                env=environment,
+            )
+        except BaseException:
+            for end in ours:
+                end.close()
+            raise
+        finally:
+            for end in theirs:
+                end.close()
         assert process.stdin is not None, "asked for"
         try:
             process.stdin.write(pack(setup)[4:])
             process.stdin.close()
         except BrokenPipeError:
             pass  # it ended at once: the sockets say so
-        return cls(process, [ours for ours, _ in pairs])
+        return cls(process, ours)
 
     def end(self) -> None:
         """Ends the first process, and waits for it; the others end once their sockets are closed, which see to."""

@@ -75,10 +75,17 @@ class MatcherServer:
     def __init__(self, setup: Setup) -> None:
         """Raises ValueError for a tokenizer that llguidance cannot use."""
         eos = setup.eos_token_ids or None
-        self._tokenizer = LLTokenizer(setup.tokenizer, n_vocab=setup.vocab_size, eos_token=eos)
+        try:
+            self._tokenizer = LLTokenizer(setup.tokenizer, n_vocab=setup.vocab_size, eos_token=eos)
+        except ValueError:
+            # It may have more ids than the model: masks are cut to the model's.
+            self._tokenizer = LLTokenizer(setup.tokenizer, eos_token=eos)
         self._limits = LLParserLimits(**PARSER_LIMITS)
         self._num_words = -(-setup.vocab_size // 32)
-        self._eos_mask = _mask_of(self._tokenizer.eos_tokens, self._num_words)
+        self._last_word = (1 << (setup.vocab_size - 1) % 32 + 1) - 1
+        self._eos_mask = _mask_of(
+            [id_ for id_ in self._tokenizer.eos_tokens if id_ < setup.vocab_size], self._num_words
+        )
         self._compiler = GrammarCompiler(_special_tokens(setup.tokenizer))
         self._enough_bytes = _memory_bytes() + MATCHER_MEMORY_BYTES // 2  # dying of it would hit all sessions
         self._sessions: dict[int, _Session] = {}
@@ -119,7 +126,7 @@ class MatcherServer:
 
     def _checked(self, grammar: str) -> str:
         matcher = self._build(grammar)
-        mask = matcher.compute_bitmask()
+        mask = self._cut(matcher.compute_bitmask())
         if matcher.is_error():
             raise RequestError(f"The grammar cannot be used: {clean_message(matcher.get_error())}")
         if matcher.is_stopped() or self._only_ends(mask):
@@ -138,25 +145,30 @@ class MatcherServer:
 
     def _mask(self, session: _Session) -> Mask:
         matcher = session.matcher
-        mask = matcher.compute_bitmask()
+        mask = self._cut(matcher.compute_bitmask())
         if matcher.is_error() and session.shares_lexer:
             signal.setitimer(signal.ITIMER_PROF, OPEN_CPU_S + TOKEN_CPU_S * len(session.tokens))
             self._templates.pop(session.grammar, None)
             session.matcher = matcher = self._build(session.grammar)
             session.shares_lexer = False
             matcher.consume_tokens(session.tokens)
-            mask = matcher.compute_bitmask()
+            mask = self._cut(matcher.compute_bitmask())
         if matcher.is_error():
             return Mask(b"", error=f"the grammar cannot be followed: {clean_message(matcher.get_error())}")
         if matcher.is_stopped() or self._only_ends(mask):
             return Mask(b"", is_finished=True)
-        return Mask(mask[: 4 * self._num_words])
+        return Mask(mask)
 
     def _build(self, grammar: str) -> LLMatcher:
         return LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
 
     def _only_ends(self, mask: bytes) -> bool:
-        return mask[: 4 * self._num_words] == self._eos_mask
+        return mask == self._eos_mask
+
+    def _cut(self, mask: bytes) -> bytes:
+        """`mask` without ids that the model does not have."""
+        last = 4 * (self._num_words - 1)
+        return mask[:last] + (int.from_bytes(mask[last : last + 4], "little") & self._last_word).to_bytes(4, "little")
 
 
 class _AddedToken(msgspec.Struct):

@@ -22,7 +22,7 @@ class Setup(msgspec.Struct, frozen=True):
     tokenizer: str
     """A tokenizer.json."""
     vocab_size: int
-    """Token ids of the model; those the tokenizer does not know are never allowed."""
+    """Token ids of the model. Only those that the tokenizer knows too are ever allowed."""
     eos_token_ids: list[int]
 
 

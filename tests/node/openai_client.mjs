@@ -48,7 +48,7 @@ for await (const chunk of await client.completions.create({ ...completion, strea
   got.completionStreamed += chunk.choices[0]?.text ?? "";
 }
 
-const calling = { model, messages, tools, tool_choice: "required", max_tokens: 120, temperature: 1, seed: 3 };
+const calling = { model, messages, tools, tool_choice: "required", parallel_tool_calls: false, max_tokens: 120, temperature: 1, seed: 3 };
 got.called = (await client.chat.completions.create(calling)).choices[0];
 const runner = client.chat.completions.stream(calling);
 got.calledStreamed = (await runner.finalChatCompletion()).choices[0];

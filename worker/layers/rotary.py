@@ -47,8 +47,8 @@ class RotaryEmbedding:
 def rotate(x: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """x [num_tokens, heads, head_dim] turned by `RotaryEmbedding.at` of its positions."""
     cos, sin = cos_sin
-    first, second = x.chunk(2, dim=-1)
-    return torch.addcmul(x * cos, torch.cat((second, first), dim=-1), sin)
+    swapped = x.roll(x.shape[-1] // 2, -1)
+    return torch.addcmul(x * cos, swapped, sin)
 
 
 def inverse_frequencies(model: ModelConfig) -> tuple[torch.Tensor, float]:

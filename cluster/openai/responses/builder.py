@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
 
-import msgspec
-
+from cluster.openai.json_parts import json_parts, long_list
 from cluster.openai.responses import objects
 from cluster.openai.responses.objects import (
     CallItem,
@@ -28,22 +26,25 @@ from cluster.openai.responses.objects import (
 )
 from cluster.openai.wire import TokenLogprob, Usage
 
-_encode = msgspec.json.Encoder().encode
-_Event = TypeVar("_Event", bound=msgspec.Struct)
+_LOGPROB_BYTES = 128  # of memory, about
 
 
-def sse(event: StreamEvent) -> bytes:
+def sse_parts(event: StreamEvent) -> Iterator[bytes]:
     """`event` as a server-sent event with its name."""
-    name = type(event).__struct_config__.tag
-    return b"event: %s\ndata: %s\n\n" % (str(name).encode(), _encode(event))
+    yield b"event: %s\ndata: " % str(type(event).__struct_config__.tag).encode()
+    yield from json_parts(event)
+    yield b"\n\n"
 
 
 class ResponseBuilder:
-    """One response as it grows. Every method returns the events to send, encoded."""
+    """One response as it grows. Every method returns the events to send, encoded; the last ones, which may be long, as
+    they are read."""
 
     def __init__(self, response: Response) -> None:
         """`response` has no output yet; it is this object's from here on."""
         self.response = response
+        self.num_bytes = 0
+        """Memory that its output takes, about."""
         self._next_number = 0
         self._open: OutputItem | None = None
         self._texts: list[str] = []  # of the open item
@@ -79,6 +80,7 @@ class ResponseBuilder:
             events = self._switch(ReasoningItem(f"rs_{uuid.uuid4().hex}"))
             events += self._part(objects.ContentPartAdded, part=ReasoningText())
         self._texts.append(text)
+        self.num_bytes += len(text)
         return events + self._part(objects.ReasoningTextDelta, delta=text)
 
     def say(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> bytes:
@@ -89,6 +91,7 @@ class ResponseBuilder:
             events += self._part(objects.ContentPartAdded, part=OutputText())
         self._texts.append(text)
         self._logprobs += logprobs
+        self.num_bytes += len(text) + sum(_LOGPROB_BYTES * (1 + len(row.top_logprobs)) for row in logprobs)
         return events + self._part(objects.OutputTextDelta, delta=text, logprobs=list(logprobs))
 
     def call(self, call_id: str, name: str) -> bytes:
@@ -99,6 +102,7 @@ class ResponseBuilder:
         """More of the arguments of the last `call`."""
         assert isinstance(self._open, CallItem), "arguments belong to a call"
         self._texts.append(arguments)
+        self.num_bytes += len(arguments)
         return self._event(
             objects.FunctionCallArgumentsDelta,
             output_index=self._index,
@@ -106,30 +110,32 @@ class ResponseBuilder:
             delta=arguments,
         )
 
-    def finish(self, usage: Usage, *, cut: bool) -> bytes:
+    def finish(self, usage: Usage, *, cut: bool) -> Iterator[bytes]:
         """The model has ended.
 
         Args:
             cut: by `max_output_tokens` or the context, and not by itself.
         """
         self._count(usage)
-        events = self._close("incomplete" if cut else "completed")
-        if not cut:
+        yield from self._close("incomplete" if cut else "completed")
+        if cut:
+            self.response.incomplete_details = objects.IncompleteDetails("max_output_tokens")
+            yield from self._end("incomplete", objects.ResponseIncomplete)
+        else:
             self.response.completed_at = int(time.time())
-            return events + self._end("completed", objects.ResponseCompleted)
-        self.response.incomplete_details = objects.IncompleteDetails("max_output_tokens")
-        return events + self._end("incomplete", objects.ResponseIncomplete)
+            yield from self._end("completed", objects.ResponseCompleted)
 
-    def cancel(self, usage: Usage) -> bytes:
+    def cancel(self, usage: Usage) -> Iterator[bytes]:
         """The caller wants no more of it."""
         self._count(usage)
+        yield from self._close("incomplete")
         # OpenAI has no event of its own for it.
-        return self._close("incomplete") + self._end("cancelled", objects.ResponseIncomplete)
+        yield from self._end("cancelled", objects.ResponseIncomplete)
 
     def fail(self, code: str, message: str) -> bytes:
         """An error ended it."""
         self.response.error = objects.ResponseError(code, message)
-        return self._close("incomplete") + self._end("failed", objects.ResponseFailed)
+        return b"".join((*self._close("incomplete"), *self._end("failed", objects.ResponseFailed)))
 
     def abandon(self, usage: Usage) -> None:
         """Nobody reads on: it is cancelled unless it has ended. `fail` may still follow."""
@@ -137,17 +143,17 @@ class ResponseBuilder:
             self._count(usage)
             self.response.status = "cancelled"
 
-    def encoded(self) -> bytes:
-        """The response as it is now."""
+    def encoded(self) -> Iterator[bytes]:
+        """The response as it is now, in parts."""
         self._settle()
-        return _encode(self.response)
+        return json_parts(self.response)
 
     @property
     def _index(self) -> int:
         return len(self.response.output) - 1
 
     def _switch(self, item: OutputItem) -> bytes:
-        events = self._close("completed")
+        events = b"".join(self._close("completed"))
         self.response.output.append(item)
         self._open = item
         events += self._event(objects.OutputItemAdded, output_index=self._index, item=item)
@@ -165,38 +171,33 @@ class ResponseBuilder:
         if isinstance(self._open, CallItem):
             self._open.arguments = text
         elif isinstance(self._open, OutputMessage):
-            self._open.content = [OutputText(text, logprobs=self._logprobs)]
+            self._open.content = [OutputText(text, logprobs=long_list(self._logprobs))]
         elif isinstance(self._open, ReasoningItem):
             self._open.content = [ReasoningText(text)]
         return text
 
-    def _close(self, status: ItemStatus) -> bytes:
+    def _close(self, status: ItemStatus) -> Iterator[bytes]:
         item = self._open
         if item is None:
-            return b""
+            return
         text = self._settle()
-        if isinstance(item, CallItem):
-            events = self._event(
-                objects.FunctionCallArgumentsDone,
-                output_index=self._index,
-                item_id=item.id,
-                arguments=text,
-                name=item.name,
-            )
-        else:
-            if isinstance(item, OutputMessage):
-                events = self._part(objects.OutputTextDone, text=text, logprobs=self._logprobs)
-            else:
-                events = self._part(objects.ReasoningTextDone, text=text)
-            events += self._part(objects.ContentPartDone, part=item.content[0])
-        item.status = status
-        events += self._event(objects.OutputItemDone, output_index=self._index, item=item)
         self._open, self._texts, self._logprobs = None, [], []
-        return events
+        item.status = status
+        place = {"output_index": self._index, "item_id": item.id}
+        if isinstance(item, CallItem):
+            yield self._event(objects.FunctionCallArgumentsDone, **place, arguments=text, name=item.name)
+        else:
+            [part] = item.content
+            if isinstance(part, OutputText):
+                yield from self._parts(objects.OutputTextDone, **place, text=text, logprobs=part.logprobs)
+            else:
+                yield self._event(objects.ReasoningTextDone, **place, text=text)
+            yield from self._parts(objects.ContentPartDone, **place, part=part)
+        yield from self._parts(objects.OutputItemDone, output_index=self._index, item=item)
 
-    def _end(self, status: objects.Status, kind: Callable[..., StreamEvent]) -> bytes:
+    def _end(self, status: objects.Status, kind: Callable[..., StreamEvent]) -> Iterator[bytes]:
         self.response.status = status
-        return self._event(kind, response=self.response)
+        return self._parts(kind, response=self.response)
 
     def _count(self, usage: Usage) -> None:
         self.response.usage = objects.ResponseUsage(
@@ -212,5 +213,8 @@ class ResponseBuilder:
         return self._event(kind, output_index=self._index, item_id=self._open.id, **fields)
 
     def _event(self, kind: Callable[..., StreamEvent], **fields: object) -> bytes:
+        return b"".join(self._parts(kind, **fields))
+
+    def _parts(self, kind: Callable[..., StreamEvent], **fields: object) -> Iterator[bytes]:
         number, self._next_number = self._next_number, self._next_number + 1
-        return sse(kind(sequence_number=number, **fields))
+        return sse_parts(kind(sequence_number=number, **fields))

@@ -11,15 +11,19 @@ class EventLog:
 
     def __init__(self) -> None:
         self._events: list[bytes] = []
+        self._parts: list[bytes] = []  # of events that are yet to be whole
         self.num_bytes = 0
         self._closed = False
         self._grown = asyncio.Event()
 
     def append(self, events: bytes) -> None:
-        """Adds one or more whole events."""
-        self._events += [event + b"\n\n" for event in events.split(b"\n\n")[:-1]]
+        """Adds events, or a part of some; they can be read once the last one is whole."""
+        self._parts.append(events)
         self.num_bytes += len(events)
-        self._wake()
+        if events.endswith(b"\n\n"):
+            self._events += [event + b"\n\n" for event in b"".join(self._parts).split(b"\n\n")[:-1]]
+            self._parts.clear()
+            self._wake()
 
     def close(self) -> None:
         """No event follows."""

@@ -144,6 +144,13 @@ class DeletedResponse(msgspec.Struct):
     deleted: bool = True
 
 
+class InputTokens(msgspec.Struct):
+    """The answer of /v1/responses/input_tokens."""
+
+    input_tokens: int
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+
+
 class ItemList(msgspec.Struct, kw_only=True):
     """The items a response was made from."""
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from cluster.openai.fields import FieldPolicy, neutral
-from cluster.openai.protocol import UNSUPPORTED, SamplingFields
+from cluster.openai.protocol import STYLING, UNSUPPORTED, SamplingFields
 from cluster.openai.schema import Documented
 from configs.errors import RequestError
 
@@ -164,6 +164,25 @@ class ResponsesStreamOptions(_Part):
 _ToolChoice = Literal["none", "auto", "required"] | NamedFunction | AllowedTools | None
 
 
+class InputTokensRequest(_Part):
+    """POST /v1/responses/input_tokens: what of a request makes its prompt."""
+
+    # A schema cannot say that it may be left out where a previous response is known.
+    model_config = ConfigDict(json_schema_extra={"required": ["input"]})
+
+    model: str | None = None
+    """None: the one that is served."""
+    input: Annotated[Any, Documented(str | list[InputItem])] = None
+    """A text, or items; read by `input_items`. None only with `previous_response_id`."""
+    instructions: str | None = None
+    previous_response_id: str | None = Field(None, max_length=200)
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningOptions | None = None
+    text: TextOptions | None = None
+    tools: list[Annotated[Any, Documented(FunctionTool)]] | None = Field(None, max_length=128)
+    tool_choice: Annotated[Any, Documented(_ToolChoice)] = None
+
+
 class ResponsesRequest(SamplingFields):
     """POST /v1/responses."""
 
@@ -222,7 +241,18 @@ FIELDS = FieldPolicy(
             "service_tier",
         }
     ),
+    STYLING,
 )
+
+
+def ignored_options(request: ResponsesRequest) -> list[str]:
+    """Options of `request` that ask for a style this server does not have."""
+    ignored = []
+    if request.text is not None and request.text.verbosity not in (None, "medium"):
+        ignored.append("text.verbosity")
+    if request.reasoning is not None and request.reasoning.summary is not None:
+        ignored.append("reasoning.summary")
+    return ignored
 
 
 def check_options(request: ResponsesRequest) -> None:
@@ -241,7 +271,12 @@ def check_options(request: ResponsesRequest) -> None:
             raise RequestError(
                 "metadata has keys of at most 64 and values of at most 512 characters.", param="metadata"
             )
-    for i, tool in enumerate(request.tools or ()):
+    check_tools(request.tools)
+
+
+def check_tools(tools: Sequence[Any] | None) -> None:
+    """Raises RequestError for a tool that is no function."""
+    for i, tool in enumerate(tools or ()):
         if isinstance(tool, dict) and tool.get("type") not in (None, "function"):
             raise RequestError(
                 f"tools[{i}].type: this server has no tools of its own, only functions of the caller.",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -20,25 +20,35 @@ from cluster.http.context import RequestContext
 from cluster.http.errors import as_request_error
 from cluster.messages import FinishReason, SamplingParams
 from cluster.openai import protocol
-from cluster.openai.answer import json_answer, once, timed
-from cluster.openai.body import decode_body, validated
+from cluster.openai.answer import in_parts, json_answer, timed
+from cluster.openai.body import decoded, validated
+from cluster.openai.chat import unread_fields
 from cluster.openai.fields import ignored_header
 from cluster.openai.generation import Delta
 from cluster.openai.job import Run
+from cluster.openai.json_parts import gathered, long_list
 from cluster.openai.protocol import ChatRequest
 from cluster.openai.responses.builder import ResponseBuilder
 from cluster.openai.responses.event_log import EventLog
-from cluster.openai.responses.objects import DeletedResponse, ItemList, Reasoning, Response
-from cluster.openai.responses.request import FIELDS, ResponsesRequest, check_options
+from cluster.openai.responses.objects import DeletedResponse, InputTokens, ItemList, Reasoning, Response
+from cluster.openai.responses.request import (
+    FIELDS,
+    InputTokensRequest,
+    ResponsesRequest,
+    check_options,
+    check_tools,
+    ignored_options,
+)
 from cluster.openai.responses.store import ResponseStore, StoredResponse
-from cluster.openai.responses.to_chat import chat_fields, chat_messages, in_own_words, input_items
+from cluster.openai.responses.to_chat import chat_fields, chat_messages, in_own_words, input_items, own_names
 from cluster.openai.served_model import ServedModel
-from cluster.openai.serving import chat_job
+from cluster.openai.serving import chat_job, chat_prompt, refuse_unread, tool_header
 from cluster.openai.tools.events import Content, tell
 from cluster.openai.wire import TokenLogprob
 from cluster.openai.writer import token_logprobs
 from configs.errors import RequestError
 
+_LISTED_ITEMS = 20
 _MAX_LISTED_ITEMS = 100
 _CANCEL_TIMEOUT_S = 2.0
 
@@ -59,19 +69,22 @@ class ResponsesServing:
     async def create(self, body: bytes, context: RequestContext) -> Answer:
         """POST /v1/responses. Raises RequestError for a bad request."""
         model = self._model
-        raw = decode_body(body)
-        headers = ignored_header(FIELDS.check(ResponsesRequest, raw, strict=model.server.strict_fields))
+        raw = await decoded(body)
+        ignored = FIELDS.check(ResponsesRequest, raw, strict=model.server.strict_fields)
         request = validated(ResponsesRequest, raw)
         check_options(request)
         new_items = input_items(request.input)
-        items, num_bytes = self._earlier(request, context)
-        items += new_items
-        fields = chat_fields(request, chat_messages(items, request.instructions))
+        earlier, num_bytes = self._earlier(request.previous_response_id, context)
+        items = earlier + new_items
+        messages, sources = chat_messages(items, request.instructions, len(earlier))
         try:
-            chat = protocol.check_request(ChatRequest, fields, model.server)
+            chat = protocol.check_request(ChatRequest, chat_fields(request, messages), model.server)
             job = await chat_job(model, self._prefix, chat, context)
         except RequestError as error:
-            raise in_own_words(error) from error
+            raise in_own_words(error, sources) from error
+        unread = own_names(unread_fields(chat, model.tokenizer))
+        refuse_unread(unread, model.server)
+        headers = ignored_header([*ignored, *unread, *ignored_options(request)])
         builder = ResponseBuilder(_response(request, job.id, job.sampling[0][0], model.model_name))
         run = model.run(job)
         stored = StoredResponse(builder=builder, items=items, run=run, num_bytes=num_bytes + len(body))
@@ -83,7 +96,7 @@ class ResponsesServing:
             answer = timed(Answer(events, streamed=True, failure=lambda error: _failed(builder, error)), run)
         else:
             answer = timed(Answer(self._whole(stored, context), streamed=False), run)
-        answer.headers.update(headers)
+        answer.headers.update(headers | tool_header(model, chat))
         return answer
 
     async def retrieve(self, body: bytes, context: RequestContext) -> Answer:
@@ -94,7 +107,7 @@ class ResponsesServing:
         """
         stored = self._store.get(context.client, context.path_params["response_id"])
         if context.query.get("stream", "false") != "true":
-            return Answer(once(stored.builder.encoded()), streamed=False)
+            return Answer(in_parts(stored.builder.encoded()), streamed=False)
         if stored.log is None:
             raise RequestError("Only a background response made with stream: true can be streamed.", param="stream")
         after = context.query.get("starting_after", "-1")
@@ -103,28 +116,57 @@ class ResponsesServing:
         return Answer(stored.log.follow(max(int(after) + 1, 0)), streamed=True)
 
     async def items(self, body: bytes, context: RequestContext) -> Answer:
-        """GET /v1/responses/{response_id}/input_items: what it was made from, the newest first.
+        """GET /v1/responses/{response_id}/input_items: what it was made from, a page at a time.
 
         Raises:
-            RequestError: 404 for a response that is not kept.
+            RequestError: 404 for a response that is not kept, 400 for a page that there is not.
         """
         stored = self._store.get(context.client, context.path_params["response_id"])
-        listed = [{"id": f"item_{i}", **item} for i, item in enumerate(stored.items)][-_MAX_LISTED_ITEMS:][::-1]
-        more = len(stored.items) > len(listed)
-        return json_answer(ItemList(data=listed, first_id=listed[0]["id"], last_id=listed[-1]["id"], has_more=more))
+        listed, has_more = _page(stored.items, context.query)
+        first, last = (listed[0]["id"], listed[-1]["id"]) if listed else (None, None)
+        return json_answer(ItemList(data=long_list(listed), first_id=first, last_id=last, has_more=has_more))
+
+    async def input_tokens(self, body: bytes, context: RequestContext) -> Answer:
+        """POST /v1/responses/input_tokens: how many tokens the prompt of a response would have.
+
+        Raises:
+            RequestError: for a bad request.
+        """
+        model = self._model
+        raw = await decoded(body)
+        # Whoever counts may send the whole request.
+        ignored = FIELDS.check(ResponsesRequest, raw, strict=model.server.strict_fields)
+        request = validated(InputTokensRequest, raw)
+        check_tools(request.tools)
+        earlier, _ = self._earlier(request.previous_response_id, context)
+        new_items = [] if request.input is None and earlier else input_items(request.input)
+        messages, sources = chat_messages(earlier + new_items, request.instructions, len(earlier))
+        fields = chat_fields(request, messages)
+        if request.model is None:
+            fields["model"] = model.model_name
+        try:
+            chat = protocol.check_request(ChatRequest, fields, model.server)
+            model.check_name(chat.model)
+            count = InputTokens(len(await chat_prompt(model, chat)))
+        except RequestError as error:
+            raise in_own_words(error, sources) from error
+        return json_answer(count, ignored_header(ignored))
 
     async def cancel(self, body: bytes, context: RequestContext) -> Answer:
-        """POST /v1/responses/{response_id}/cancel: ends one that is on its way; one that has ended stays as it is.
+        """POST /v1/responses/{response_id}/cancel: ends one that is on its way; again, it changes nothing.
 
         Raises:
-            RequestError: 404 for a response that is not kept.
+            RequestError: 404 for a response that is not kept, 400 for one that has ended by itself.
         """
         stored = self._store.get(context.client, context.path_params["response_id"])
+        status = stored.builder.response.status
+        if stored.builder.ended and status != "cancelled":
+            raise RequestError(f"Cannot cancel a response that is {status}.", param="response_id")
         if stored.run is not None:
             stored.run.abort()
             with contextlib.suppress(TimeoutError):  # it ends with its reader, who may be slow
                 await asyncio.wait_for(stored.ended.wait(), _CANCEL_TIMEOUT_S)
-        return Answer(once(stored.builder.encoded()), streamed=False)
+        return Answer(in_parts(stored.builder.encoded()), streamed=False)
 
     async def delete(self, body: bytes, context: RequestContext) -> Answer:
         """DELETE /v1/responses/{response_id}; one that is on its way is cancelled.
@@ -137,16 +179,15 @@ class ResponsesServing:
             stored.run.abort()
         return json_answer(DeletedResponse(stored.id))
 
-    def _earlier(self, request: ResponsesRequest, context: RequestContext) -> tuple[list[dict[str, Any]], int]:
-        """The conversation that the request goes on from, and its bytes."""
-        if request.previous_response_id is None:
+    def _earlier(self, response_id: str | None, context: RequestContext) -> tuple[list[dict[str, Any]], int]:
+        """The conversation that a request goes on from, and its bytes."""
+        if response_id is None:
             return [], 0
         try:
-            stored = self._store.get(context.client, request.previous_response_id)
+            stored = self._store.get(context.client, response_id)
         except RequestError as error:
             raise RequestError(
-                f"Previous response {request.previous_response_id!r} not found; a replica keeps those it made, "
-                "for a while.",
+                f"Previous response {response_id!r} not found; a replica keeps those it made, for a while.",
                 code="previous_response_not_found",
                 param="previous_response_id",
                 status=404,
@@ -160,7 +201,7 @@ class ResponsesServing:
         if streamed:
             stored.log = EventLog()
             stored.log.append(queued)
-        body = stored.builder.encoded()
+        body = stored.builder.encoded()  # as it is before it begins
         task = asyncio.create_task(self._make(stored, context))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -168,7 +209,7 @@ class ResponsesServing:
         task.add_done_callback(lambda _: release())
         if stored.log is not None:
             return Answer(stored.log.follow(), streamed=True)
-        return Answer(once(body), streamed=False)
+        return Answer(in_parts(body), streamed=False)
 
     async def _make(self, stored: StoredResponse, context: RequestContext) -> None:
         """Makes a background response to its end, whatever that is."""
@@ -198,7 +239,8 @@ class ResponsesServing:
                 pass
         if stored.error is not None:
             raise stored.error
-        yield stored.builder.encoded()
+        for part in gathered(stored.builder.encoded()):
+            yield part
 
     async def _events(self, stored: StoredResponse, context: RequestContext) -> AsyncGenerator[bytes, None]:
         """Runs the request and builds its response; yields its events.
@@ -227,7 +269,7 @@ class ResponsesServing:
             builder.abandon(run.usage())  # unless it has ended, its reader went away
             stored.run = None
             stored.ended.set()
-            self._store.grow(context.client, stored, len(builder.encoded()))
+            self._store.grow(context.client, stored, builder.num_bytes)
 
     async def _steps(self, stored: StoredResponse) -> AsyncGenerator[bytes, None]:
         builder, run = stored.builder, stored.run
@@ -247,17 +289,38 @@ class ResponsesServing:
                         scores = []
                     reason = delta.finish_reason or reason
                 yield chunk
-        if reason is FinishReason.ABORT:
-            yield builder.cancel(run.usage())
-        else:
-            yield builder.finish(run.usage(), cut=reason is FinishReason.LENGTH)
+        usage = run.usage()
+        cancelled, cut = reason is FinishReason.ABORT, reason is FinishReason.LENGTH
+        for part in gathered(builder.cancel(usage) if cancelled else builder.finish(usage, cut=cut)):
+            yield part
+            await asyncio.sleep(0)  # not everyone who reads the events sends them
 
-    def _scores(self, run: Run, delta: Delta) -> list[TokenLogprob]:
+    def _scores(self, run: Run, delta: Delta) -> Iterable[TokenLogprob]:
         if not delta.logprobs:
-            return []
+            return ()
         tokenizer = self._model.tokenizer
         sampling = run.job.sampling[0][0]
         return token_logprobs(sampling, delta.token_ids, delta.logprobs, tokenizer, tokenizer.token_text)
+
+
+def _page(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> tuple[Sequence[dict[str, Any]], bool]:
+    """The items that a query asks for, and whether more follow.
+
+    Raises:
+        RequestError: with the parameter at fault.
+    """
+    limit, order, after = query.get("limit", str(_LISTED_ITEMS)), query.get("order", "desc"), query.get("after")
+    if not (limit.isascii() and limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= _MAX_LISTED_ITEMS):
+        raise RequestError(f"limit must be a number from 1 to {_MAX_LISTED_ITEMS}.", param="limit")
+    if order not in ("asc", "desc"):
+        raise RequestError("order must be asc or desc.", param="order")
+    ordered = items if order == "asc" else items[::-1]
+    if after is not None:
+        place = next((i for i, item in enumerate(ordered) if item["id"] == after), None)
+        if place is None:
+            raise RequestError(f"after: this response has no item {after[:100]!r}.", param="after")
+        ordered = ordered[place + 1 :]
+    return ordered[: int(limit)], len(ordered) > int(limit)
 
 
 def _failed(builder: ResponseBuilder, error: RequestError) -> bytes:

@@ -44,7 +44,8 @@ class StoredResponse:
 
     def conversation(self) -> list[dict[str, Any]]:
         """Everything up to now, the answer included: what the next turn goes on from."""
-        return [*self.items, *msgspec.to_builtins(self.builder.response.output)]
+        # Its log probabilities are no part of what was said.
+        return [*self.items, *msgspec.to_builtins(self.builder.response.output, enc_hook=lambda _: [])]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,15 +5,17 @@ What a chat refuses is refused here too, by its name in this API.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster.openai.body import validated
-from cluster.openai.fields import renamed
+from cluster.openai.fields import message_names, own_name, renamed
 from cluster.openai.protocol import SamplingFields
 from cluster.openai.responses.request import (
     ITEMS,
     FunctionCallOutputItem,
+    InputTokensRequest,
     JsonObjectFormat,
     JsonSchemaFormat,
     MessageItem,
@@ -23,17 +25,19 @@ from cluster.openai.responses.request import (
 )
 from configs.errors import RequestError
 
+_ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+
 # --- Items to messages ------------------------------------------------------------------------------------------------
 
 
 def input_items(given: object) -> list[dict[str, Any]]:
-    """The input as items, each checked.
+    """The input as items, each checked, with its type and an id.
 
     Raises:
         RequestError: with the path of the field at fault.
     """
     if isinstance(given, str):
-        return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": given}]}]
+        given = [{"role": "user", "content": [{"type": "input_text", "text": given}]}]
     if not isinstance(given, list):
         raise RequestError("input must be a string or a list of items.", code="invalid_type", param="input")
     if not given:
@@ -55,7 +59,9 @@ def _checked_item(item: object, path: str) -> dict[str, Any]:
         _texts(checked.content, f"{path}.content")
     elif isinstance(checked, FunctionCallOutputItem):
         _texts(checked.output, f"{path}.output")
-    return item
+    given_id = item.get("id")
+    named = given_id if isinstance(given_id, str) and given_id else f"{_ID_PREFIXES[kind]}_{uuid.uuid4().hex}"
+    return {**item, "type": kind, "id": named}
 
 
 def _texts(content: object, path: str) -> list[dict[str, Any]]:
@@ -80,11 +86,15 @@ def _texts(content: object, path: str) -> list[dict[str, Any]]:
     return [{"type": "text", "text": text} for text in texts]
 
 
-def chat_messages(items: Sequence[Mapping[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
-    """The conversation as a chat's messages: what the assistant thought, said and called in one turn is one message.
+def chat_messages(
+    items: Sequence[Mapping[str, Any]], instructions: str | None, num_earlier: int = 0
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The conversation as a chat's messages, and where each comes from: what the assistant thought, said and called in
+    one turn is one message.
 
     Args:
         items: checked by `input_items`, or made by an earlier response.
+        num_earlier: of `items`, how many are not of this request.
 
     Raises:
         RequestError: an output belongs to no call.
@@ -92,12 +102,15 @@ def chat_messages(items: Sequence[Mapping[str, Any]], instructions: str | None) 
     messages: list[dict[str, Any]] = []
     if instructions:
         messages.append({"role": "system", "content": instructions})
+    sources = ["instructions"] * len(messages)
     calls: set[str] = set()
-    for item in items:
+    for i, item in enumerate(items, -num_earlier):
         kind = item.get("type", "message")
+        source = "previous_response_id" if i < 0 else f"input[{i}]"
         if kind == "function_call_output":
             if item["call_id"] not in calls:
-                raise RequestError(f"No function call has the call_id {item['call_id'][:100]!r}.", param="input")
+                param = f"{source}.call_id"
+                raise RequestError(f"{param}: no function call has the id {item['call_id'][:100]!r}.", param=param)
             content = _texts(item["output"], "input")
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content})
         elif kind == "message" and item["role"] != "assistant":
@@ -113,7 +126,8 @@ def chat_messages(items: Sequence[Mapping[str, Any]], instructions: str | None) 
                 function = {"name": item["name"], "arguments": item["arguments"]}
                 call = {"id": item["call_id"], "type": "function", "function": function}
                 turn.setdefault("tool_calls", []).append(call)
-    return messages
+        sources += [source] * (len(messages) - len(sources))
+    return messages, sources
 
 
 def _assistant_turn(messages: list[dict[str, Any]], kind: str) -> dict[str, Any]:
@@ -128,18 +142,18 @@ def _assistant_turn(messages: list[dict[str, Any]], kind: str) -> dict[str, Any]
 # --- Everything else to a chat ----------------------------------------------------------------------------------------
 
 
-def chat_fields(request: ResponsesRequest, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def chat_fields(
+    request: ResponsesRequest | InputTokensRequest, messages: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
     """The fields of the chat that `request` means; only those it names."""
-    fields: dict[str, Any] = {
-        name: value for name in SamplingFields.model_fields if (value := getattr(request, name)) is not None
-    }
-    fields["model"] = request.model
-    fields["messages"] = messages
-    if request.max_output_tokens is not None:
-        fields["max_completion_tokens"] = request.max_output_tokens
-    if request.with_logprobs:
-        fields["logprobs"] = True
-        fields["top_logprobs"] = request.top_logprobs or 0
+    fields: dict[str, Any] = {"model": request.model, "messages": messages}
+    if isinstance(request, ResponsesRequest):
+        fields |= {name: value for name in SamplingFields.model_fields if (value := getattr(request, name)) is not None}
+        if request.max_output_tokens is not None:
+            fields["max_completion_tokens"] = request.max_output_tokens
+        if request.with_logprobs:
+            fields["logprobs"] = True
+            fields["top_logprobs"] = request.top_logprobs or 0
     if request.reasoning is not None and request.reasoning.effort is not None:
         fields["reasoning_effort"] = request.reasoning.effort
     if request.text is not None and request.text.format is not None and request.text.format.type != "text":
@@ -187,12 +201,19 @@ _NAMES = (
     ("reasoning_effort", "reasoning.effort"),
     (r"tools\[(\d+)\]\.function", r"tools[\1]"),
     (r"tool_choice\.(?:function|allowed_tools)", "tool_choice"),
-    # Items and messages do not correspond one to one; their number would mislead.
-    (r"messages\[\d+\]|messages", "input"),
 )
 """What a chat calls it, and what this API calls it."""
 
 
-def in_own_words(error: RequestError) -> RequestError:
-    """A chat's error with the names of this API's fields."""
-    return renamed(error, _NAMES)
+def in_own_words(error: RequestError, sources: Sequence[str]) -> RequestError:
+    """A chat's error with the names of this API's fields.
+
+    Args:
+        sources: from `chat_messages`.
+    """
+    return renamed(error, [*_NAMES, *message_names(sources, calls=""), ("messages", "input")])
+
+
+def own_names(paths: Sequence[str]) -> list[str]:
+    """Paths of a chat's fields, as this API calls them."""
+    return [own_name(path, _NAMES) for path in paths]

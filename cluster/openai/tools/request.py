@@ -20,7 +20,7 @@ class ToolMode(StrEnum):
     """How a request's tools are used."""
 
     NONE = "none"
-    """They are shown to the model, and nothing is read as a call."""
+    """The model is not told of them, and nothing is read as a call."""
     AUTO = "auto"
     """The model decides."""
     REQUIRED = "required"
@@ -60,6 +60,11 @@ class ToolUse:
     def is_forced(self) -> bool:
         """Whether the answer must be a call."""
         return self.mode in (ToolMode.REQUIRED, ToolMode.NAMED)
+
+
+def is_told_of(use: ToolUse | None) -> bool:
+    """Whether the model is told of the tools: one that is may call them."""
+    return use is not None and use.mode is not ToolMode.NONE
 
 
 def parse_tools(tools: object, tool_choice: object = None, parallel_tool_calls: bool | None = None) -> ToolUse | None:

@@ -16,20 +16,37 @@ from cluster.openai.tools.text_stream import SPACE
 class Sink:
     """The events of one answer."""
 
-    __slots__ = ("_dropping", "_events", "_is_reasoning", "_max_calls", "_new_id", "_space", "num_calls", "tools")
+    __slots__ = (
+        "_calls_only",
+        "_dropping",
+        "_events",
+        "_is_reasoning",
+        "_max_calls",
+        "_new_id",
+        "_space",
+        "num_calls",
+        "tools",
+    )
 
     def __init__(
-        self, tools: Mapping[str, Mapping[str, Any]], new_id: Callable[[], str], *, max_calls: int | None = None
+        self,
+        tools: Mapping[str, Mapping[str, Any]],
+        new_id: Callable[[], str],
+        *,
+        max_calls: int | None = None,
+        calls_only: bool = False,
     ) -> None:
         """Args:
         tools: for each name that may be called, the JSON schema of its arguments.
         new_id: an id for a call that brings none.
         max_calls: calls after as many are read and dropped.
+        calls_only: content is dropped.
         """
         self.tools = tools
         self.num_calls = 0
         self._new_id = new_id
         self._max_calls = max_calls
+        self._calls_only = calls_only
         self._dropping = False
         self._is_reasoning = False
         self._events: list[Event] = []
@@ -41,6 +58,8 @@ class Sink:
         return merged(events)
 
     def content(self, text: str) -> None:
+        if self._calls_only:
+            return
         visible = self._hold_space(text)
         if visible:
             self._events.append(Content(visible))

@@ -66,7 +66,7 @@ def _hermes(text: TextStream, sink: Sink) -> Reading[None]:
         text.mark(tag)
         yield from text.skip_space()
         if not (yield from _call_object(text, sink, stop_at="<")):
-            sink.content(text.unmark())
+            _no_call(text, sink)
         else:
             yield from _closing(text, sink, "</tool_call>")
 
@@ -78,7 +78,7 @@ def _llama3_json(text: TextStream, sink: Sink) -> Reading[None]:
         text.mark(tag)
         yield from text.skip_space()
         if not (yield from _call_objects(text, sink)):
-            sink.content(text.unmark())
+            _no_call(text, sink, tagged=bool(tag))
         tag = yield from text.take_until(("<|python_tag|>",), sink.content)
         if not tag:
             return
@@ -107,7 +107,7 @@ def _mistral(text: TextStream, sink: Sink) -> Reading[None]:
             case _:
                 is_call = yield from _mistral_named(text, sink)
         if not is_call:
-            sink.content(text.unmark())
+            _no_call(text, sink)
 
 
 def _mistral_named(text: TextStream, sink: Sink) -> Reading[bool]:
@@ -133,7 +133,7 @@ def _deepseek_v3(text: TextStream, sink: Sink) -> Reading[None]:
             yield from text.skip_space()
             yield from text.skip(begin)
         if not (yield from _deepseek_call(text, sink)):
-            sink.content(text.unmark())
+            _no_call(text, sink)
         else:
             yield from _closing(text, sink, end)
 
@@ -168,7 +168,7 @@ def _qwen3_coder(text: TextStream, sink: Sink) -> Reading[None]:
             is_call = yield from text.skip("<function=")
         name = (yield from text.take_name()) if is_call else ""
         if name not in sink.tools or not (yield from text.skip(">")):
-            sink.content(text.unmark())
+            _no_call(text, sink)
             continue
         text.unmark()
         sink.start_call(name)
@@ -283,7 +283,7 @@ def _call_objects(text: TextStream, sink: Sink) -> Reading[bool]:
         if (yield from text.skip(";")) or (yield from text.skip(",")):
             yield from text.skip_space()
         is_call = yield from _call_object(text, sink, needs_arguments=True)
-    sink.content(text.unmark())
+    _no_call(text, sink)
     return True
 
 
@@ -304,7 +304,7 @@ def _call_list(text: TextStream, sink: Sink) -> Reading[bool]:
         if is_call:
             yield from text.skip_space()
             is_call = yield from _call_object(text, sink, needs_arguments=True)
-    sink.content(text.unmark())
+    _no_call(text, sink)
     return True
 
 
@@ -315,6 +315,14 @@ def _stream_arguments(
     text.unmark()
     sink.start_call(name, id_)
     yield from text.take_json(sink.arguments, stop_at=stop_at)
+
+
+def _no_call(text: TextStream, sink: Sink, *, tagged: bool = True) -> None:
+    """What is marked was no call after all. Where the answer was cut off before that was certain, it is nothing: half a
+    call is no text. Without a tag it may have been any JSON, and is text."""
+    marked = text.unmark()
+    if not (text.cut and tagged):
+        sink.content(marked)
 
 
 def _rest_of_object(text: TextStream) -> Reading[None]:

@@ -24,10 +24,12 @@ class TextStream:
     was something else.
     """
 
-    __slots__ = ("_kept", "_mark", "_num_dropped", "_position", "_text", "ended")
+    __slots__ = ("_kept", "_mark", "_num_dropped", "_position", "_text", "cut", "ended")
 
     def __init__(self) -> None:
         self.ended = False
+        self.cut = False
+        """It ended at a limit; set with `ended`."""
         self._text = ""
         self._position = 0
         self._num_dropped = 0

@@ -1,0 +1,181 @@
+"""The event loop is held by no request for long, whatever is asked: all streams of a replica are answered on it.
+
+What is measured is the processor time of each callback of the loop, so that other processes do not count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from starlette.types import Message
+
+from cluster.openai.ingress import create_app
+from configs.schema import ServerConfig
+from tests.scripted_engine import MODEL, Run, Stack
+
+MOST_S = 0.05
+"""Longest that one callback may take; SSE streams of 20 tokens a second do not show it."""
+LONG = 4096  # tokens: 4096 x 20 log probabilities took 0.2 s when they were made at once
+
+
+class Slices:
+    """The longest callback of the loop since `begin`, by processor time of its thread."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.longest_s = 0.0
+        run = asyncio.Handle._run
+
+        def timed(handle: asyncio.Handle) -> None:
+            began = time.thread_time()
+            run(handle)
+            self.longest_s = max(self.longest_s, time.thread_time() - began)
+
+        monkeypatch.setattr(asyncio.Handle, "_run", timed)
+
+
+@pytest.fixture
+def slices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slices]:
+    gc.collect()
+    gc.freeze()  # as the Engine replica does when it has started
+    yield Slices(monkeypatch)
+    gc.unfreeze()
+
+
+async def post(app: Any, path: str, body: bytes) -> tuple[int, list[bytes]]:
+    """Status and parts of the answer of an app, with a client that costs the loop nothing."""
+    incoming: asyncio.Queue[Message] = asyncio.Queue()
+    incoming.put_nowait({"type": "http.request", "body": body, "more_body": False})
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": [], "root_path": ""}
+    await app(scope, incoming.get, send)
+    return sent[0]["status"], [message["body"] for message in sent[1:]]
+
+
+def answer(run: Run, slices: Slices, path: str, fields: dict[str, Any], **script: Any) -> bytes:
+    """The body of the answer to a request; the loop was never held for long while it was made."""
+    body = json.dumps({"model": MODEL, **fields}).encode()
+    got: list[tuple[int, list[bytes]]] = []
+
+    async def scenario(stack: Stack) -> None:
+        app = create_app(stack.model)
+        await asyncio.sleep(0)
+        slices.longest_s = 0.0
+        got.append(await post(app, path, body))
+
+    run(scenario, ServerConfig(max_body_bytes=32 << 20, max_n=128), 65536, timeout_s=300, **script)
+    [(status, parts)] = got
+    assert status == 200, parts[0][:500]
+    assert slices.longest_s < MOST_S
+    return b"".join(parts)
+
+
+def prompt(length: int = LONG) -> list[int]:
+    ids: list[int] = np.random.default_rng(length).integers(1000, 19000, length).tolist()
+    return ids
+
+
+SIZES = [LONG, pytest.param(32 << 10, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("length", SIZES)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_log_probabilities_of_a_long_prompt_hold_nobody_up(run: Run, slices: Slices, path: str, length: int) -> None:
+    given: dict[str, Any] = {"prompt": prompt(length)}
+    if path == "/v1/chat/completions":
+        given = {"messages": [{"role": "user", "content": "a b " * (length // 2)}]}
+    answered = json.loads(answer(run, slices, path, {**given, "prompt_logprobs": 20, "max_tokens": 1, "n": 2}))
+    holder = answered if path == "/v1/chat/completions" else answered["choices"][1]
+    entries = holder["prompt_logprobs"]
+    assert len(entries) == answered["usage"]["prompt_tokens"] >= length
+    assert entries[0] is None
+    assert all(len(entry) == 20 for entry in entries[1:])
+
+
+@pytest.mark.parametrize("length", SIZES)
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_with_log_probabilities_holds_nobody_up(run: Run, slices: Slices, stream: bool, length: int) -> None:
+    fields = {"prompt": prompt(length), "echo": True, "logprobs": 20, "max_tokens": 1, "stream": stream}
+    body = answer(run, slices, "/v1/completions", fields)
+    first = json.loads(body.split(b"\n\n")[0].removeprefix(b"data: "))["choices"][0]
+    logprobs = first["logprobs"]
+    assert {len(column) for column in logprobs.values()} == {length + (not stream)}
+    assert logprobs["text_offset"][length - 1] < len(first["text"])
+
+
+@pytest.mark.parametrize("length", SIZES)
+@pytest.mark.parametrize("stream", [False, True])
+def test_input_log_probabilities_of_generate_hold_nobody_up(
+    run: Run, slices: Slices, stream: bool, length: int
+) -> None:
+    fields = {
+        "input_ids": prompt(length),
+        "sampling_params": {"max_new_tokens": 3},
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "top_logprobs_num": 20,
+        "return_text_in_logprobs": True,
+        "stream": stream,
+    }
+    body = answer(run, slices, "/generate", fields)
+    *_, last = [block for block in body.split(b"\n\n") if block and b"[DONE]" not in block]
+    meta = json.loads(last.removeprefix(b"data: "))["meta_info"]
+    assert len(meta["input_token_logprobs"]) == len(meta["input_top_logprobs"]) == length
+    assert meta["input_top_logprobs"][0] is None
+    assert len(meta["output_token_logprobs"]) == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": "hi", "logprobs": 20, "max_tokens": LONG}),
+        ("/v1/chat/completions", {"logprobs": True, "top_logprobs": 20, "max_tokens": LONG}),
+        ("/v1/responses", {"input": "hi", "top_logprobs": 20, "include": ["message.output_text.logprobs"]}),
+        (
+            "/generate",
+            {
+                "text": "hi",
+                "sampling_params": {"max_new_tokens": LONG},
+                "return_logprob": True,
+                "top_logprobs_num": 20,
+                "stream_interval": LONG,
+            },
+        ),
+    ],
+)
+def test_log_probabilities_of_a_long_answer_hold_nobody_up(
+    run: Run, slices: Slices, path: str, fields: dict[str, Any], stream: bool
+) -> None:
+    if path == "/v1/chat/completions":
+        fields = {**fields, "messages": [{"role": "user", "content": "hi"}]}
+    # Tokens come in lumps, as to a client that reads slowly.
+    answer(run, slices, path, {**fields, "stream": stream}, reply=prompt(LONG // 4), burst=512)
+
+
+def test_tokens_of_a_long_text_hold_nobody_up(run: Run, slices: Slices) -> None:
+    text = "How are you today? " * 50_000
+    counted = json.loads(answer(run, slices, "/tokenize", {"prompt": text, "return_token_strs": True}))
+    assert counted["count"] == len(counted["tokens"]) == len(counted["token_strs"]) > 200_000
+    assert "".join(counted["token_strs"]) == text
+
+
+def test_many_long_prompts_hold_nobody_up(run: Run, slices: Slices) -> None:
+    prompts = [prompt(1000 + i % 8) for i in range(256)]
+    answered = json.loads(answer(run, slices, "/v1/completions", {"prompt": prompts, "max_tokens": 1, "echo": True}))
+    assert len(answered["choices"]) == len(prompts)
+
+
+def test_many_messages_hold_nobody_up(run: Run, slices: Slices) -> None:
+    messages = [{"role": "user" if i % 2 else "assistant", "content": "x"} for i in range(8_000)]
+    answer(run, slices, "/v1/chat/completions", {"messages": messages, "max_tokens": 1})
