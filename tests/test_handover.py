@@ -325,6 +325,40 @@ def test_a_client_that_leaves_aborts_its_request(run: Run) -> None:
     run(scenario, hang_after=3)
 
 
+def test_a_request_that_is_cancelled_twice_lets_its_socket_go(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray Serve does so: once for the call, once for the client that has left."""
+    handed_over: list[ClientSocket] = []
+
+    class Recorded(ClientSocket):
+        def __init__(self, fd: int) -> None:
+            super().__init__(fd)
+            handed_over.append(self)
+
+    monkeypatch.setattr(handover, "ClientSocket", Recorded)
+
+    async def scenario(stack: Stack) -> None:
+        app = create_app(stack.model)
+        answering: list[asyncio.Task[None]] = []
+
+        async def cancellable(scope: Scope, receive: Receive, send: Send) -> None:
+            answering.append(asyncio.create_task(app(scope, receive, send)))
+            await asyncio.wait(answering)
+
+        async with (
+            served(Edge(cancellable), http=LimitedConnection) as url,
+            httpx.AsyncClient(base_url=url, trust_env=False) as client,
+            client.stream("POST", "/v1/chat/completions", json=BODY),
+        ):
+            await stack.until(lambda: len(handed_over) == 1)
+            await asyncio.sleep(0.05)
+            answering[0].cancel()
+            await asyncio.sleep(0)
+            answering[0].cancel()
+            await stack.until(lambda: handed_over[0]._sock.fileno() == -1)
+
+    run(scenario, hang_after=3)
+
+
 def test_a_client_cannot_name_an_offer(run: Run) -> None:
     async def scenario(stack: Stack) -> None:
         seen: list[list[tuple[bytes, bytes]]] = []

@@ -77,7 +77,6 @@ class Endpoint:
                 for task in (answering, watching):
                     task.cancel()
                 await asyncio.gather(answering, watching, return_exceptions=True)
-                delivery.close()
         if not answering.cancelled():
             answering.result()
 
@@ -98,6 +97,9 @@ class Endpoint:
             await self._fail(delivery.request.error, context, delivery)
         except Exception as error:  # noqa: BLE001 -- the last place that can still tell the client of a stream
             await self._fail(error, context, delivery)
+        finally:
+            # Here, as whoever waits for the answer may be cancelled again, and leave before its end.
+            delivery.close()
 
     async def _fail(self, error: Exception, context: RequestContext, delivery: Delivery) -> None:
         failure = as_request_error(error, context.request_id, engine_is_there=self._engine_is_there())
