@@ -31,8 +31,8 @@ class _DecodeGroup:
     tokens: torch.Tensor | None
     """[num_rows] int64: their tokens in the batch. None: all of them, in order."""
     num_rows: int
-    slots: torch.Tensor
-    """[num_rows * num_keys] int64: KV slots each row reads."""
+    slots: torch.Tensor | slice
+    """[num_rows * num_keys] int64: KV slots each row reads. A slice where they follow one another, to copy nothing."""
     mask: torch.Tensor | None
     """[num_rows, 1, 1, num_keys] in the pool's dtype: 0 or -inf. None: no padding."""
 
@@ -44,8 +44,8 @@ class _Extend:
     start: int
     stop: int
     """Its tokens in the batch."""
-    slots: torch.Tensor
-    """[num_keys] int64."""
+    slots: torch.Tensor | slice
+    """[num_keys] int64, or a slice as above."""
     mask: torch.Tensor | None
     """[num_tokens, num_keys] in the pool's dtype: 0 or -inf. None: plainly causal, as many keys as tokens."""
 
@@ -107,8 +107,8 @@ class TorchNativeBackend(AttentionBackend):
         out = _attend(
             # Query heads of one KV head stand where a prompt's tokens would: one product reads each key once.
             q.reshape(num_rows, kv_heads, -1, head_dim),
-            k_slots.index_select(0, group.slots).view(kv_shape).transpose(1, 2),
-            v_slots.index_select(0, group.slots).view(kv_shape).transpose(1, 2),
+            _read(k_slots, group.slots).view(kv_shape).transpose(1, 2),
+            _read(v_slots, group.slots).view(kv_shape).transpose(1, 2),
             group.mask,
             layer,
             is_causal=False,
@@ -120,14 +120,15 @@ class TorchNativeBackend(AttentionBackend):
         k_slots, v_slots = self.token_to_kv_pool.slots(layer.layer_id)
         kv_heads, head_dim = layer.tp_k_head_num, layer.head_dim
         group_size = layer.tp_q_head_num // kv_heads
-        num_tokens, num_keys = len(q), len(extend.slots)
+        k, v = _read(k_slots, extend.slots), _read(v_slots, extend.slots)
+        num_tokens, num_keys = len(q), len(k)
         # [tp_k_head_num, group_size, num_keys, head_dim]: KV heads as the batch, each repeated for its query heads.
         kv_shape = (num_keys, kv_heads, 1, head_dim)
         wide = (kv_heads, group_size, num_keys, head_dim)
         out = _attend(
             q.reshape(num_tokens, kv_heads, group_size, head_dim).permute(1, 2, 0, 3),
-            k_slots.index_select(0, extend.slots).view(kv_shape).permute(1, 2, 0, 3).expand(wide),
-            v_slots.index_select(0, extend.slots).view(kv_shape).permute(1, 2, 0, 3).expand(wide),
+            k.view(kv_shape).permute(1, 2, 0, 3).expand(wide),
+            v.view(kv_shape).permute(1, 2, 0, 3).expand(wide),
             extend.mask,
             layer,
             is_causal=extend.mask is None,
@@ -148,12 +149,15 @@ class TorchNativeBackend(AttentionBackend):
             extends=tuple(self._plan_extend(batch, int(row), int(first_keys[row]), window) for row in extend_rows),
         )
 
-    def _slots(self, rows: Int64Array, positions: Int64Array) -> torch.Tensor:
+    def _slots(self, rows: Int64Array, positions: Int64Array) -> torch.Tensor | slice:
         """KV slots of `positions` of the requests in page-table rows `rows`, broadcast together and flattened."""
         page_size = self.token_to_kv_pool.page_size
         pages = self.req_to_token_pool.page_table[rows, positions // page_size].astype(np.int64)
-        slots = pages * page_size + positions % page_size
-        return torch.from_numpy(slots.reshape(-1)).to(self._device)
+        slots = (pages * page_size + positions % page_size).reshape(-1)
+        first, num_slots = int(slots[0]), len(slots)
+        if slots[-1] - first == num_slots - 1 and np.array_equal(slots, np.arange(first, first + num_slots)):
+            return slice(first, first + num_slots)  # the pages of one row that had the pool to itself
+        return torch.from_numpy(slots).to(self._device)
 
     def _plan_decode(self, batch: ForwardBatch, rows: Int64Array, first_keys: Int64Array) -> _DecodeGroup:
         last_keys = batch.seq_lens[rows] - 1
@@ -193,6 +197,11 @@ class TorchNativeBackend(AttentionBackend):
         """-inf where hidden, in the pool's dtype: a boolean mask would be turned into this once a layer."""
         mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
         return mask.masked_fill_(torch.from_numpy(hidden).to(self._device), float("-inf"))
+
+
+def _read(slots: torch.Tensor, which: torch.Tensor | slice) -> torch.Tensor:
+    """[num_slots, tp_k_head_num * head_dim] of a layer's keys or values."""
+    return slots[which] if isinstance(which, slice) else slots.index_select(0, which)
 
 
 def _similar_lengths(rows: Int64Array, lengths: Int64Array) -> list[Int64Array]:
