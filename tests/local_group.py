@@ -111,6 +111,7 @@ class LocalGroup:
     def result(self) -> StepResult:
         answer = self.results.get(timeout=300)
         if isinstance(answer, BaseException):
+            self.results.put(answer)  # for the tests that share the group: they would wait for a result in vain
             raise answer
         return StepResult.decode(answer)
 
