@@ -75,7 +75,9 @@ FIND = """
 import sys
 from configs.checkpoint import resolve_tokenizer_path
 
-print(resolve_tokenizer_path(*sys.argv[1:]))
+repo, *models = sys.argv[1:]
+for model in models:
+    resolve_tokenizer_path(repo, model, "v1")
 """
 
 
@@ -148,14 +150,14 @@ def test_a_tokenizer_that_is_not_there_is_refused_before_anything_starts(
     assert "starting Ray" not in refused.stdout
 
 
-@pytest.mark.parametrize(("model", "branch"), [(REPO, "v1"), (f"{REPO}/file.gguf", "v1"), ("other/model", "main")])
+@pytest.mark.parametrize(("models", "branch"), [((REPO, f"{REPO}/file.gguf"), "v1"), (("other/model",), "main")])
 def test_the_revision_is_of_the_models_repository(
-    tokenizer_files: Path, tmp_path: Path, model: str, branch: str
+    tokenizer_files: Path, tmp_path: Path, models: tuple[str, ...], branch: str
 ) -> None:
     home = tmp_path / "home"
     with hub(tokenizer_files) as (url, _):
         settings = {"HF_ENDPOINT": url, "HF_HOME": str(home), "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-c", FIND, REPO, model, "v1"]
+        command = [sys.executable, "-c", FIND, REPO, *models]
         subprocess.run(command, env={**os.environ, **settings}, check=True, capture_output=True, timeout=120)
     [asked] = (home / "hub" / "models--owner--tiny" / "refs").iterdir()
     assert asked.name == branch
