@@ -7,8 +7,9 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from unittest.mock import patch
 import pytest
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    import torch
 
     from cluster.openai.tokenizer import Tokenizer
     from tests.scripted_engine import Run
@@ -29,6 +30,7 @@ if not Path("/dev/nvidiactl").exists():
 SHARE_GPUS = "SHARE_GPUS"
 """Environment variable: set, ranks that have no GPU of their own share one, which is slow and goes over NCCL."""
 ROOT = Path(__file__).resolve().parent.parent
+Logits = Callable[[list[int]], "torch.Tensor"]
 SMOLLM2 = Path.home() / ".cache/lockstep/smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -45,6 +47,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for mark, needed in (("gpu", 1), ("multi_gpu", 1 if SHARE_GPUS in os.environ else 2)):
             if item.get_closest_marker(mark) and num_gpus < needed:
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s), found {num_gpus}"))
+
+
+def pytest_collection_finish() -> None:
+    # With several threads, MKL cuts even a row of logits into as many parts, and each call waits for the last of them:
+    # beside other work on the cores, a call of 20 us takes 10 ms. What is large enough sets more, and then one again.
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)
 
 
 @pytest.fixture
@@ -83,13 +92,15 @@ def smollm2(smollm2_path: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="session")
-def smollm2_reference(smollm2_path: Path) -> PreTrainedModel:
-    """The default model by transformers in fp32, which its answers are compared with."""
+def smollm2_logits(smollm2_path: Path) -> Logits:
+    """The default model by transformers in fp32, which its answers are compared with.
+
+    Of token ids, the logits after each: [num_tokens, vocab_size] fp32.
+    """
     import gguf
     import torch
 
     transformers = pytest.importorskip("transformers")
-    torch.set_num_threads(2)
     # As the model's publisher has it: read from the GGUF, it takes transformers 5 s more.
     config = transformers.LlamaConfig(
         vocab_size=49152,
@@ -108,9 +119,19 @@ def smollm2_reference(smollm2_path: Path) -> PreTrainedModel:
     )
     # transformers makes the table of tensor names anew for each of the model's modules: 4 s.
     with patch("gguf.get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)):
-        return transformers.AutoModelForCausalLM.from_pretrained(
+        model = transformers.AutoModelForCausalLM.from_pretrained(
             smollm2_path.parent, config=config, gguf_file=smollm2_path.name, dtype=torch.float32
         )
+
+    def logits(ids: list[int]) -> torch.Tensor:
+        torch.set_num_threads(2)
+        try:
+            with torch.inference_mode():
+                return model(torch.tensor([ids])).logits[0]
+        finally:
+            torch.set_num_threads(1)
+
+    return logits
 
 
 @pytest.fixture

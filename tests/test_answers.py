@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from cluster.messages import SamplingParams
+from tests.conftest import Logits
 from tests.local_group import Limits, LocalGroup, assert_scores_equal
 
 NUM_NEW_TOKENS = 24
@@ -43,7 +43,7 @@ AssertGreedy = Callable[[list[list[int]], list[list[int]]], None]
 
 
 @pytest.fixture(scope="module")
-def assert_greedy(smollm2_reference: Any) -> AssertGreedy:
+def assert_greedy(smollm2_logits: Logits) -> AssertGreedy:
     """Checks that answers are transformers' greedy ones in fp32, one prompt at a time.
 
     One pass over prompt and answer says what transformers would choose after each prefix of the answer: with every
@@ -55,9 +55,8 @@ def assert_greedy(smollm2_reference: Any) -> AssertGreedy:
         for prompt, answer in zip(prompts, answers, strict=True):
             assert len(answer) == NUM_NEW_TOKENS
             if known.get(tuple(prompt)) != answer:
-                with torch.inference_mode():
-                    logits = smollm2_reference(torch.tensor([prompt + answer[:-1]])).logits[0, len(prompt) - 1 :]
-                assert answer == logits.argmax(-1).tolist(), f"the answer to {len(prompt)} tokens"
+                logits = smollm2_logits(prompt + answer[:-1])
+                assert answer == logits[len(prompt) - 1 :].argmax(-1).tolist(), f"the answer to {len(prompt)} tokens"
                 known[tuple(prompt)] = answer
 
     return check
@@ -65,7 +64,7 @@ def assert_greedy(smollm2_reference: Any) -> AssertGreedy:
 
 @pytest.fixture(scope="module")
 def group(request: pytest.FixtureRequest, smollm2_path: Path) -> Iterator[LocalGroup]:
-    group = LocalGroup(smollm2_path, request.param, Limits().num_pages)
+    group = LocalGroup(smollm2_path, request.param, Limits().num_pages, num_threads=2 if request.param == 1 else 1)
     yield group
     group.close()
 
@@ -83,15 +82,14 @@ def test_batched_answers_equal_transformers(group: LocalGroup, assert_greedy: As
     "group", [1, 2, pytest.param(3, marks=pytest.mark.slow)], indirect=True, ids=lambda size: f"tp{size}"
 )
 def test_prompt_logprobs_equal_transformers_in_chunks_and_with_a_warm_prefix_cache(
-    group: LocalGroup, smollm2_reference: Any
+    group: LocalGroup, smollm2_logits: Logits
 ) -> None:
     prompts = make_prompts([1, 2, 17, 100], group.model.vocab_size)
     plain, scored = ([(prompt, SamplingParams(max_tokens=1, prompt_logprobs=k)) for prompt in prompts] for k in (-1, 5))
     together = group.generate(scored, Limits(), at_once=True)
     again = group.generate([*plain, *scored], Limits(chunk=48, prefix_caching=True), at_once=False)
     for index, prompt in enumerate(prompts):
-        with torch.inference_mode():
-            expected = smollm2_reference(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+        expected = smollm2_logits(prompt)[:-1].log_softmax(-1)
         for scores in (together.scores[index], again.scores[len(prompts) + index]):
             assert_scores_equal(scores, prompt, expected)
 
