@@ -65,9 +65,7 @@ class FrameQueue:
 class LocalGroup:
     """Ranks as threads: frames go in through queues, rank 0's results come out of one."""
 
-    def __init__(
-        self, model_path: Path, tp_size: int, num_pages: int, max_model_len: int = 1024, num_threads: int = 1
-    ) -> None:
+    def __init__(self, model_path: Path, tp_size: int, num_pages: int, max_model_len: int = 1024) -> None:
         self.max_model_len = max_model_len
         self.model: ModelConfig = read_model_config(model_path)
         config = EngineConfig(
@@ -75,7 +73,7 @@ class LocalGroup:
             tensor_parallel_size=tp_size,
             device="cpu",
             dtype="float32",
-            parallel=ParallelConfig(threads_per_rank=num_threads),
+            parallel=ParallelConfig(threads_per_rank=1),
         )
         resolved = resolve(config, self.model, HostFacts(num_cores=2, num_gpus=0)).config
         plan = ShardPlan.create(self.model, tp_size)
@@ -127,7 +125,6 @@ class LocalGroup:
         for thread in self.threads:
             thread.join(30)
             assert not thread.is_alive(), "a rank did not leave its loop"
-        torch.set_num_threads(1)  # MKL's number, which the ranks have set, is the process's
 
     def generate(
         self, requests: Sequence[tuple[list[int], SamplingParams]], limits: Limits, *, at_once: bool

@@ -64,7 +64,7 @@ def assert_greedy(smollm2_logits: Logits) -> AssertGreedy:
 
 @pytest.fixture(scope="module")
 def group(request: pytest.FixtureRequest, smollm2_path: Path) -> Iterator[LocalGroup]:
-    group = LocalGroup(smollm2_path, request.param, Limits().num_pages, num_threads=2 if request.param == 1 else 1)
+    group = LocalGroup(smollm2_path, request.param, Limits().num_pages)
     yield group
     group.close()
 
