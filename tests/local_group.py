@@ -17,7 +17,7 @@ from cluster.messages import GenerateRequest, PromptLogprobs, SamplingParams
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits, SchedulerStats
 from configs.model_config import ModelConfig, read_model_config
 from configs.resolve import HostFacts, resolve
-from configs.schema import EngineConfig
+from configs.schema import EngineConfig, ParallelConfig
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from worker.protocol import FrameKind, StepFrame, StepResult
@@ -68,7 +68,13 @@ class LocalGroup:
     def __init__(self, model_path: Path, tp_size: int, num_pages: int, max_model_len: int = 1024) -> None:
         self.max_model_len = max_model_len
         self.model: ModelConfig = read_model_config(model_path)
-        config = EngineConfig(model=str(model_path), tensor_parallel_size=tp_size, device="cpu", dtype="float32")
+        config = EngineConfig(
+            model=str(model_path),
+            tensor_parallel_size=tp_size,
+            device="cpu",
+            dtype="float32",
+            parallel=ParallelConfig(threads_per_rank=1),
+        )
         resolved = resolve(config, self.model, HostFacts(num_cores=2, num_gpus=0)).config
         plan = ShardPlan.create(self.model, tp_size)
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -89,7 +95,6 @@ class LocalGroup:
                         strategy="shared_memory",
                         timeout_s=120.0,
                     )
-                torch.set_num_threads(2 if tp_size == 1 else 1)
                 worker = TPWorker(config=resolved, model=self.model, model_path=model_path, plan=plan, group=group)
                 worker.load()
                 worker.allocate(num_pages, max_model_len)
