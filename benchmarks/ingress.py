@@ -22,7 +22,7 @@ from cluster.engine_client import EngineClient, pack_frame
 from cluster.messages import Finished, FinishReason, StepOutput
 from cluster.openai.ingress import create_app
 from cluster.openai.served_model import ServedModel
-from cluster.openai.tokenizer import Tokenizer
+from cluster.text.tokenizer import Tokenizer
 from configs.schema import ServerConfig
 
 

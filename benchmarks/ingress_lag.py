@@ -41,9 +41,9 @@ from cluster.http.connection import LimitedConnection
 from cluster.messages import EngineToCoordinator, Finished, FinishReason, StepOutput, Submit
 from cluster.openai.ingress import create_app
 from cluster.openai.served_model import ServedModel
-from cluster.openai.tokenizer import Tokenizer
 from cluster.openai.wire import Completion, CompletionChoice
 from cluster.openai.writer import event
+from cluster.text.tokenizer import Tokenizer
 from configs.schema import ServerConfig
 
 MODEL = "m"

@@ -19,9 +19,9 @@ from cluster.native.engine_info import EngineInfo
 from cluster.observability.telemetry import Telemetry
 from cluster.openai.sampling import SamplingDefaults
 from cluster.openai.served_model import ServedModel
-from cluster.openai.tokenizer import Tokenizer
 from cluster.preflight import find_tokenizer
 from cluster.rank_group import NAMESPACE, node_cores
+from cluster.text.tokenizer import Tokenizer
 from cluster.version import VERSION
 from configs.checkpoint import resolve_model_path
 from configs.errors import EngineError, LockstepError

@@ -17,7 +17,7 @@ import pytest
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from cluster.openai.tokenizer import Tokenizer
+    from cluster.text.tokenizer import Tokenizer
     from tests.scripted_engine import Run
 
 if not Path("/dev/nvidiactl").exists():
@@ -75,7 +75,7 @@ def smollm2_path() -> Path:
 @pytest.fixture(scope="session")
 def smollm2(smollm2_path: Path) -> Tokenizer:
     """The default model's tokenizer."""
-    from cluster.openai.tokenizer import Tokenizer
+    from cluster.text.tokenizer import Tokenizer
 
     return Tokenizer.load(smollm2_path)
 

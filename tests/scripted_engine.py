@@ -36,7 +36,7 @@ from cluster.messages import (
 )
 from cluster.openai.ingress import create_app
 from cluster.openai.served_model import ServedModel
-from cluster.openai.tokenizer import Tokenizer
+from cluster.text.tokenizer import Tokenizer
 from configs.schema import ServerConfig
 
 EOS = 2

@@ -11,8 +11,8 @@ import pytest
 from jinja2.exceptions import SecurityError, TemplateError
 
 from cluster.openai.chat import ChatPrompt, parse_messages, render_prompt
-from cluster.openai.chat_template import ChatTemplate, TemplateLimitError
-from cluster.openai.tokenizer import Tokenizer
+from cluster.text.chat_template import ChatTemplate, TemplateLimitError
+from cluster.text.tokenizer import Tokenizer
 from configs.errors import CheckpointError, ConfigError, RequestError
 from tests.scripted_engine import Run, Stack, error_of, runner
 
@@ -150,7 +150,7 @@ def test_an_endless_template_ends_in_time(source: str) -> None:
 
 
 def test_a_template_that_writes_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.openai.chat_template.MAX_RENDERED_CHARS", 1000)
+    monkeypatch.setattr("cluster.text.chat_template.MAX_RENDERED_CHARS", 1000)
     with pytest.raises(TemplateLimitError, match="1000 characters"):
         template("{% for i in range(99999) %}x{% endfor %}").render(USER)
 
@@ -162,7 +162,7 @@ def with_template(smollm2_path: Path, tmp_path: Path, source: str) -> Tokenizer:
 
 
 def test_others_are_served_while_a_template_hangs(smollm2_path: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("cluster.openai.chat_template.RENDER_TIMEOUT_S", 2.0)
+    monkeypatch.setattr("cluster.text.chat_template.RENDER_TIMEOUT_S", 2.0)
     source = "{% if hang %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}ok"
     run: Run = runner(with_template(smollm2_path, tmp_path, source), tmp_path)
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from cluster.openai.chat import ChatPrompt, parse_messages, render_prompt
-from cluster.openai.chat_template import ChatTemplate
-from cluster.openai.formats import ModelFormats
-from cluster.openai.tokenizer import Tokenizer
-from cluster.openai.tools.request import parse_tools
+from cluster.text.chat_template import ChatTemplate
+from cluster.text.formats import ModelFormats
+from cluster.text.tokenizer import Tokenizer
+from cluster.text.tools.request import parse_tools
 from configs.schema import ServerConfig
 from tests.scripted_engine import EOS, Run, Stack, error_of, prompt_ids, runner
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cluster.messages import SamplingParams
 from cluster.openai.protocol import SamplingFields
 from cluster.openai.sampling import SamplingDefaults, Vocabulary, sampling_params
-from cluster.openai.tokenizer import Tokenizer
+from cluster.text.tokenizer import Tokenizer
 from configs.errors import RequestError
 from configs.schema import GenerationDefaults, ServerConfig
 from tests.scripted_engine import MODEL, REPLY, Run, Stack, error_of, events, prompt_ids, runner

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cluster.openai.chat import ChatPrompt, parse_messages, render_prompt
-from cluster.openai.tokenizer import Tokenizer
+from cluster.text.tokenizer import Tokenizer
 from configs.errors import CheckpointError, ConfigError, RequestError
 
 PROMPT = ChatPrompt(messages=[{"role": "user", "content": "x"}])
@@ -64,7 +64,7 @@ def test_loading_it_imports_no_torch_and_writes_nothing(
     path = tmp_path / "tokenizer.gguf" if kind == "gguf" else tmp_path / "tokenizer"
     path.symlink_to(smollm2_path if kind == "gguf" else directory)
     script = (
-        "import sys; from cluster.openai.tokenizer import Tokenizer\n"
+        "import sys; from cluster.text.tokenizer import Tokenizer\n"
         "t = Tokenizer.load(sys.argv[1]); t.template.render([{'role': 'user', 'content': 'x'}])\n"
         "sys.exit(int('torch' in sys.modules))"
     )

@@ -27,9 +27,9 @@ from cluster.engine_client import EngineClient
 from cluster.openai.ingress import create_app
 from cluster.openai.sampling import SamplingDefaults
 from cluster.openai.served_model import ServedModel
-from cluster.openai.tokenizer import Tokenizer
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
 from cluster.structured.request_guides import RequestGuides
+from cluster.text.tokenizer import Tokenizer
 from configs.errors import DeadlineError
 from configs.schema import ServerConfig
 from parallel.plan import ShardPlan

@@ -29,7 +29,7 @@ from cluster.openai.job import Run
 from cluster.openai.protocol import ChatRequest
 from cluster.openai.served_model import ServedModel
 from cluster.openai.serving import chat_job, chat_prompt, refuse_unread, tool_header
-from cluster.openai.tools.events import CallStarted, tell
+from cluster.text.tools.events import CallStarted, tell
 from configs.errors import RequestError
 
 

@@ -21,8 +21,8 @@ from cluster.openai.echo import finite
 from cluster.openai.generation import Delta
 from cluster.openai.job import Run
 from cluster.openai.json_parts import gathered, json_parts, long_list
-from cluster.openai.tokenizer import Tokenizer
 from cluster.openai.writer import DONE, event_parts
+from cluster.text.tokenizer import Tokenizer
 
 Entry = tuple[float | None, int, str | None]
 """Log probability, token id, and the token's text when it is asked for."""

@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 from jinja2.exceptions import TemplateError
 
-from cluster.openai.chat_template import ChatTemplate
-from cluster.openai.formats import ModelFormats
 from cluster.openai.protocol import ChatRequest
-from cluster.openai.tokenizer import Tokenizer
-from cluster.openai.tools.generic import GenericTools
-from cluster.openai.tools.request import ToolUse, is_told_of
+from cluster.text.chat_template import ChatTemplate
+from cluster.text.formats import ModelFormats
+from cluster.text.tokenizer import Tokenizer
+from cluster.text.tools.generic import GenericTools
+from cluster.text.tools.request import ToolUse, is_told_of
 from configs.errors import RequestError
 
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from cluster.openai.answer_parser import AnswerFormat
 from cluster.openai.protocol import SamplingFields
 from cluster.openai.served_model import ServedModel
-from cluster.openai.tools.grammar import after_reasoning
-from cluster.openai.tools.request import ToolUse
 from cluster.structured.spec import compiled_grammar, schema_grammar
+from cluster.text.answer_parser import AnswerFormat
+from cluster.text.tools.grammar import after_reasoning
+from cluster.text.tools.request import ToolUse
 
 
 async def chat_grammar(

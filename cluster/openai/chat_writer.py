@@ -11,8 +11,6 @@ from cluster.openai.echo import prompt_logprobs_json
 from cluster.openai.generation import Delta
 from cluster.openai.job import Job
 from cluster.openai.json_parts import json_parts, long_list
-from cluster.openai.tokenizer import Tokenizer
-from cluster.openai.tools.events import Arguments, CallStarted, Content, Event, Reasoning, collect
 from cluster.openai.wire import (
     AssistantMessage,
     ChatChoice,
@@ -31,6 +29,8 @@ from cluster.openai.wire import (
     Usage,
 )
 from cluster.openai.writer import DONE, REASONS, AnswerOptions, BaseWriter, event, token_logprobs
+from cluster.text.tokenizer import Tokenizer
+from cluster.text.tools.events import Arguments, CallStarted, Content, Event, Reasoning, collect
 
 
 class ChatWriter(BaseWriter):

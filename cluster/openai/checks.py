@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.openai.stop_regex import StopRegex
+from cluster.text.stop_regex import StopRegex
 from configs.errors import RequestError
 from configs.schema import ServerConfig
 

@@ -13,9 +13,9 @@ from cluster.openai.echo import Echo, finite, prompt_logprobs_json, prompt_tops
 from cluster.openai.generation import Delta
 from cluster.openai.job import Job
 from cluster.openai.json_parts import json_parts, long_list
-from cluster.openai.tokenizer import Tokenizer
 from cluster.openai.wire import Completion, CompletionChoice, CompletionLogprobs, Head, PromptLogprobsJson, Usage
 from cluster.openai.writer import DONE, REASONS, AnswerOptions, BaseWriter, event_parts
+from cluster.text.tokenizer import Tokenizer
 
 
 class CompletionWriter(BaseWriter):

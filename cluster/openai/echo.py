@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from cluster.engine_client import PromptScores
-from cluster.openai.tokenizer import Tokenizer
 from cluster.openai.wire import PromptLogprob
+from cluster.text.tokenizer import Tokenizer
 
 _LOWEST_LOGPROB = -9999.0  # JSON has no -inf; this is what clients know
 _BLOCK = 64  # positions that are read out at once

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from cluster.engine_client import PromptScores, RequestStream
 from cluster.messages import Finished, FinishReason, Prefilled, SamplingParams, TokenLogprobs
-from cluster.openai.answer_parser import AnswerFormat, AnswerReader
-from cluster.openai.stops import TextOptions, text_end
-from cluster.openai.tokenizer import Tokenizer
-from cluster.openai.tools.events import Event
+from cluster.text.answer_parser import AnswerFormat, AnswerReader
+from cluster.text.stops import TextOptions, text_end
+from cluster.text.tokenizer import Tokenizer
+from cluster.text.tools.events import Event
 from configs.errors import DeadlineError, EngineError, GuideError, LockstepError, OverloadedError
 
 

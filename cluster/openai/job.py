@@ -15,11 +15,11 @@ from cluster.engine_client import EngineClient, wait_ready
 from cluster.http.context import RequestContext, current_request
 from cluster.messages import FinishReason, SamplingParams
 from cluster.observability.record import RequestRecord
-from cluster.openai.answer_parser import AnswerFormat
 from cluster.openai.generation import Delta, Output
-from cluster.openai.stops import TextOptions
-from cluster.openai.tokenizer import Tokenizer
 from cluster.openai.wire import CompletionTokensDetails, PromptTokensDetails, Usage
+from cluster.text.answer_parser import AnswerFormat
+from cluster.text.stops import TextOptions
+from cluster.text.tokenizer import Tokenizer
 from configs.errors import DeadlineError, EngineError, LockstepError, RequestError
 
 # What of a large request, and of many answers, is done before the event loop goes on with others: 1 to 4 ms of work.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from cluster.openai.chat import ChatPrompt, render_prompt
-from cluster.openai.tokenizer import Tokenizer
+from cluster.text.tokenizer import Tokenizer
 from configs.errors import OverloadedError
 
 _NUM_RENDERERS = 4

@@ -14,8 +14,8 @@ import msgspec
 from cluster.messages import SamplingParams
 from cluster.openai import checks
 from cluster.openai.protocol import SamplingFields
-from cluster.openai.stops import TextOptions
-from cluster.openai.tokenizer import Tokenizer
+from cluster.text.stops import TextOptions
+from cluster.text.tokenizer import Tokenizer
 from configs.errors import RequestError
 from configs.schema import GenerationDefaults, ServerConfig
 

@@ -16,19 +16,19 @@ from cluster.engine_client import EngineClient
 from cluster.http.context import RequestContext
 from cluster.messages import SamplingParams
 from cluster.native.engine_info import EngineInfo
-from cluster.openai.answer_parser import AnswerFormat
 from cluster.openai.chat import ChatPrompt
-from cluster.openai.formats import ModelFormats
 from cluster.openai.job import Job, Run
 from cluster.openai.prompt_encoder import PromptEncoder
 from cluster.openai.protocol import SamplingFields
 from cluster.openai.sampling import SamplingDefaults, Vocabulary, sampling_params, text_options
-from cluster.openai.tokenizer import Tokenizer
 from cluster.openai.wire import Head, ModelCard
 from cluster.structured.checker import GrammarChecker
 from cluster.structured.limits import MAX_REQUEST_GRAMMAR_BYTES
 from cluster.structured.protocol import Setup
 from cluster.structured.spec import read_grammar
+from cluster.text.answer_parser import AnswerFormat
+from cluster.text.formats import ModelFormats
+from cluster.text.tokenizer import Tokenizer
 from configs.errors import ContextLengthError, EngineError, RequestError
 from configs.schema import ServerConfig
 

@@ -18,8 +18,8 @@ from cluster.openai.fields import ignored_header
 from cluster.openai.job import Job, Run
 from cluster.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from cluster.openai.served_model import ServedModel
-from cluster.openai.tools.request import parse_tools
 from cluster.openai.writer import AnswerOptions
+from cluster.text.tools.request import parse_tools
 from configs.errors import RequestError
 from configs.schema import ServerConfig
 

@@ -19,9 +19,9 @@ from cluster.openai.echo import finite
 from cluster.openai.generation import Delta
 from cluster.openai.job import Job
 from cluster.openai.json_parts import json_parts
-from cluster.openai.tokenizer import Tokenizer
-from cluster.openai.tools.events import Event
 from cluster.openai.wire import Head, Reason, TokenLogprob, TopLogprob, Usage
+from cluster.text.tokenizer import Tokenizer
+from cluster.text.tools.events import Event
 
 DONE = b"data: [DONE]\n\n"
 REASONS: dict[FinishReason, Reason] = {

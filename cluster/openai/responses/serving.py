@@ -43,9 +43,9 @@ from cluster.openai.responses.store import ResponseStore, StoredResponse
 from cluster.openai.responses.to_chat import chat_fields, chat_messages, in_own_words, input_items, own_names
 from cluster.openai.served_model import ServedModel
 from cluster.openai.serving import chat_job, chat_prompt, refuse_unread, tool_header
-from cluster.openai.tools.events import Content, tell
 from cluster.openai.wire import TokenLogprob
 from cluster.openai.writer import token_logprobs
+from cluster.text.tools.events import Content, tell
 from configs.errors import RequestError
 
 _LISTED_ITEMS = 20

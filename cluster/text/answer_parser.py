@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.openai.reasoning import ReasoningStyle, read_reasoning
-from cluster.openai.tools.events import Content, Event, merged
-from cluster.openai.tools.sink import Sink
-from cluster.openai.tools.styles import CallStyle, read_content
-from cluster.openai.tools.text_stream import Reading, TextStream
+from cluster.text.reasoning import ReasoningStyle, read_reasoning
+from cluster.text.tools.events import Content, Event, merged
+from cluster.text.tools.sink import Sink
+from cluster.text.tools.styles import CallStyle, read_content
+from cluster.text.tools.text_stream import Reading, TextStream
 
 _PIECE = 4096  # a reader that looks ahead looks at one piece: whole answers too are read in linear time
 

@@ -10,8 +10,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cluster.openai.reasoning import ReasoningStyle
-from cluster.openai.tools.styles import CallStyle
+from cluster.text.reasoning import ReasoningStyle
+from cluster.text.tools.styles import CallStyle
 
 SpecialId = Callable[[str], int | None]
 """The id of a special token by its text; None for text that is none."""

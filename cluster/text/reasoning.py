@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from cluster.openai.tools.sink import Sink
-from cluster.openai.tools.text_stream import SPACE, Reading, TextStream
+from cluster.text.tools.sink import Sink
+from cluster.text.tools.text_stream import SPACE, Reading, TextStream
 
 ReasoningName = Literal["think", "mistral"]
 

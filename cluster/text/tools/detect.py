@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.openai.tools.styles import StyleName
+from cluster.text.tools.styles import StyleName
 
 
 def detect_calls(template: str) -> StyleName | None:

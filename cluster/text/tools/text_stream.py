@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import TypeVar
 
-from cluster.openai.tools.json_text import JsonScanner
+from cluster.text.tools.json_text import JsonScanner
 
 _T = TypeVar("_T")
 Reading = Generator[None, None, _T]

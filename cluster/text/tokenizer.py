@@ -16,9 +16,9 @@ from jinja2.exceptions import TemplateSyntaxError
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders
 
-from cluster.openai.chat_template import ChatTemplate
-from cluster.openai.detokenizer import ByteDetokenizer, Detokenizer, StreamDetokenizer
-from cluster.openai.gguf_tokenizer import read_gguf_tokenizer
+from cluster.text.chat_template import ChatTemplate
+from cluster.text.detokenizer import ByteDetokenizer, Detokenizer, StreamDetokenizer
+from cluster.text.gguf_tokenizer import read_gguf_tokenizer
 from configs.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from cluster.openai.tools.sink import Sink
-from cluster.openai.tools.text_stream import Reading, TextStream
+from cluster.text.tools.sink import Sink
+from cluster.text.tools.text_stream import Reading, TextStream
 
 StyleName = Literal["hermes", "llama3_json", "mistral", "json", "deepseek_v3", "qwen3_coder"]
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from cluster.openai.tools.request import ToolUse, is_told_of
-from cluster.openai.tools.styles import CallLayout
+from cluster.text.tools.request import ToolUse, is_told_of
+from cluster.text.tools.styles import CallLayout
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cluster.openai.tools.events import Arguments, CallStarted, Content, Event, Reasoning, merged
-from cluster.openai.tools.text_stream import SPACE
+from cluster.text.tools.events import Arguments, CallStarted, Content, Event, Reasoning, merged
+from cluster.text.tools.text_stream import SPACE
 
 
 class Sink:

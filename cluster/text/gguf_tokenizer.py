@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers,
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.models import BPE
 
-from cluster.openai.gguf_splits import SPLITS, TextSplit
+from cluster.text.gguf_splits import SPLITS, TextSplit
 from configs.errors import CheckpointError
 from configs.gguf_header import GGUFHeader
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from cluster.openai.stop_regex import StopRegex
+from cluster.text.stop_regex import StopRegex
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

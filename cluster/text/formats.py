@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from cluster.openai.answer_parser import AnswerFormat
-from cluster.openai.chat_template import ChatTemplate
-from cluster.openai.reasoning import REASONING_STYLES, ReasoningStyle, detect_reasoning
-from cluster.openai.tools.detect import detect_calls
-from cluster.openai.tools.generic import GenericTools
-from cluster.openai.tools.grammar import CallGrammar, SpecialId
-from cluster.openai.tools.request import ToolMode, ToolUse, is_told_of
-from cluster.openai.tools.styles import STYLES, CallStyle
+from cluster.text.answer_parser import AnswerFormat
+from cluster.text.chat_template import ChatTemplate
+from cluster.text.reasoning import REASONING_STYLES, ReasoningStyle, detect_reasoning
+from cluster.text.tools.detect import detect_calls
+from cluster.text.tools.generic import GenericTools
+from cluster.text.tools.grammar import CallGrammar, SpecialId
+from cluster.text.tools.request import ToolMode, ToolUse, is_told_of
+from cluster.text.tools.styles import STYLES, CallStyle
 from configs.errors import RequestError
 from configs.schema import ServerConfig
 
