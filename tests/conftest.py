@@ -195,7 +195,7 @@ def endpoint(ray_cluster: None, smollm2_path: Path) -> Iterator[Endpoint]:
     """configs/smollm2-135m.yaml behind Ray Serve, shared by every test that asks."""
     from ray import serve
 
-    from cluster.app import build_app
+    from cluster.serve.app import build_app
     from configs.load import load_app_config
 
     app = load_app_config(ROOT / "configs" / "smollm2-135m.yaml", ["kv_cache.num_tokens=16384"])

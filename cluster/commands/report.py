@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.commands.fit import fits, sizes_to_show
-from cluster.placement import group_bundles
+from cluster.serve.placement import group_bundles
 from cluster.text.chat_template import ChatTemplate, template_sources
 from cluster.text.formats import ModelFormats
 from cluster.text.tools.generic import GenericTools

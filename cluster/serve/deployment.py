@@ -15,8 +15,8 @@ from ray import serve
 from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 from ray.serve.schema import ServeDeploySchema
 
-from cluster.app import DEPLOYMENT, engine_app
 from cluster.http.edge import CALLBACK, PROXY_CALLBACK
+from cluster.serve.app import DEPLOYMENT, engine_app
 from cluster.session import Session, check_port_free
 from configs.errors import ConfigError, EngineError
 from configs.load import AppConfig

@@ -8,12 +8,12 @@ from typing import Any
 from pydantic import ValidationError
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
-from cluster.autoscaling import LoadPolicy
+from cluster.serve.autoscaling import LoadPolicy
 from configs.errors import ConfigError
 from configs.schema import EngineConfig
 
-_POLICY = "cluster.autoscaling:LoadPolicy"
-_ROUTER = "cluster.routing.SessionRouter"
+_POLICY = "cluster.serve.autoscaling:LoadPolicy"
+_ROUTER = "cluster.serve.routing.SessionRouter"
 
 
 def replica_options(config: EngineConfig) -> dict[str, Any]:
