@@ -23,14 +23,13 @@ import uvicorn.protocols.http.auto
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.http.affinity import PEEKED_BYTES, beginning_key, keeping_replica
+from cluster.http.affinity import PEEKED_BYTES, REPLICA_SESSION, beginning_key, keeping_replica
 from cluster.http.body import BODY
 from cluster.http.connection import SCOPE_KEY, LimitedConnection
 from cluster.http.endpoint import PAUSE, RESUME
 from cluster.http.errors import error_event, send_error
 from cluster.http.guard import is_request_id
 from cluster.http.handover import HEADER, HandoverHub, Offer
-from cluster.serve.routing import REPLICA_SESSION
 from configs.errors import OverloadedError, RequestError
 
 PROXY_CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"

@@ -6,7 +6,7 @@ another): a client says there which conversation it is, and for one that does no
 begins (`cluster/http/edge.py`). Every proxy comes to the same replica without knowing of the others. Ray refuses such a
 router where HAProxy is its proxy.
 
-Proxies run it, where our packages need not be: nothing here imports them.
+Proxies run it, where our packages need not be: of them it uses one text, which is pickled with it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-REPLICA_SESSION = "replica-"
-"""A session of this and a replica's id is that replica's, however busy it is."""
+from cluster.http.affinity import REPLICA_SESSION
 
 
 class SessionRouter(RequestRouter):
