@@ -34,7 +34,7 @@ from cluster.messages import (
     Submit,
     TokenLogprobs,
 )
-from cluster.openai.served_model import ServedModel
+from cluster.requests.served_model import ServedModel
 from cluster.serve.ingress import create_app
 from cluster.text.tokenizer import Tokenizer
 from configs.schema import ServerConfig

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from cluster.engine_client import RequestStream, TokenChunk
 from cluster.messages import Finished, FinishReason, SamplingParams, TokenLogprobs
-from cluster.openai.generation import Delta, Output
+from cluster.requests.generation import Delta, Output
 from cluster.text.stops import TextOptions
 from cluster.text.tokenizer import Tokenizer
 

@@ -14,7 +14,7 @@ import pytest
 from starlette.types import Message
 
 from cluster.messages import SamplingParams
-from cluster.openai.job import Job
+from cluster.requests.job import Job
 from cluster.serve.ingress import create_app
 from cluster.text.tokenizer import Tokenizer
 from configs.schema import ServerConfig

@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from cluster.openai.sampling import Vocabulary, bad_words
+from cluster.requests.sampling import Vocabulary, bad_words
 from cluster.text.tokenizer import Tokenizer
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from cluster.http.errors import error_body
-from cluster.openai import checks
 from cluster.openai.chat import parse_messages
 from cluster.openai.protocol import ChatRequest, CompletionRequest, parse_request, unknown_fields
+from cluster.requests import checks
 from configs.errors import ContextLengthError, OverloadedError, RequestError
 from configs.schema import ServerConfig
 

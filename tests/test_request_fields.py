@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cluster.messages import SamplingParams
 from cluster.openai.protocol import SamplingFields
-from cluster.openai.sampling import SamplingDefaults, Vocabulary, sampling_params
+from cluster.requests.sampling import SamplingDefaults, Vocabulary, sampling_params
 from cluster.text.tokenizer import Tokenizer
 from configs.errors import RequestError
 from configs.schema import GenerationDefaults, ServerConfig

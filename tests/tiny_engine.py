@@ -24,8 +24,8 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.make_checkpoint import write_checkpoint
 from cluster.coordinator import Coordinator
 from cluster.engine_client import EngineClient
-from cluster.openai.sampling import SamplingDefaults
-from cluster.openai.served_model import ServedModel
+from cluster.requests.sampling import SamplingDefaults
+from cluster.requests.served_model import ServedModel
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
 from cluster.serve.ingress import create_app
 from cluster.structured.request_guides import RequestGuides

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
-from cluster.openai.body import validated
-from cluster.openai.fields import FieldPolicy, message_names, neutral, own_name, renamed
 from cluster.openai.protocol import STYLING, UNSUPPORTED, SamplingFields
-from cluster.openai.schema import Documented
+from cluster.requests.body import validated
+from cluster.requests.fields import FieldPolicy, message_names, neutral, own_name, renamed
+from cluster.requests.schema import Documented
 from configs.errors import RequestError
 
 _MAX_TOKENS = 2**31 - 1

@@ -21,14 +21,14 @@ from cluster.http.context import RequestContext
 from cluster.messages import FinishReason
 from cluster.openai import protocol
 from cluster.openai.answer import json_answer, timed
-from cluster.openai.body import decoded, validated
 from cluster.openai.chat import unread_fields
-from cluster.openai.fields import ignored_header
-from cluster.openai.generation import Delta
-from cluster.openai.job import Run
 from cluster.openai.protocol import ChatRequest
-from cluster.openai.served_model import ServedModel
 from cluster.openai.serving import chat_job, chat_prompt, refuse_unread, tool_header
+from cluster.requests.body import decoded, validated
+from cluster.requests.fields import ignored_header
+from cluster.requests.generation import Delta
+from cluster.requests.job import Run
+from cluster.requests.served_model import ServedModel
 from cluster.text.tools.events import CallStarted, tell
 from configs.errors import RequestError
 

@@ -12,8 +12,8 @@ from cluster.http.active import ActiveRequests
 from cluster.http.answer import Answer
 from cluster.http.context import RequestContext
 from cluster.openai.answer import json_answer
-from cluster.openai.body import decode_body, validated
-from cluster.openai.served_model import ServedModel
+from cluster.requests.body import decode_body, validated
+from cluster.requests.served_model import ServedModel
 from configs.errors import RequestError
 
 

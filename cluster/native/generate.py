@@ -16,13 +16,13 @@ from cluster.http.answer import Answer
 from cluster.http.context import RequestContext
 from cluster.native.generate_answer import Asked, native_answer
 from cluster.openai import protocol
-from cluster.openai.body import decoded, validated
-from cluster.openai.checks import MAX_SEQUENCES, check_token_ids
-from cluster.openai.fields import FieldPolicy, ignored_header, neutral
-from cluster.openai.job import Job
 from cluster.openai.protocol import SamplingFields
-from cluster.openai.schema import Documented, exactly_one
-from cluster.openai.served_model import ServedModel
+from cluster.requests.body import decoded, validated
+from cluster.requests.checks import MAX_SEQUENCES, check_token_ids
+from cluster.requests.fields import FieldPolicy, ignored_header, neutral
+from cluster.requests.job import Job
+from cluster.requests.schema import Documented, exactly_one
+from cluster.requests.served_model import ServedModel
 from configs.errors import RequestError
 
 _DEFAULT_NEW_TOKENS = 128

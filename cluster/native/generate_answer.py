@@ -18,10 +18,10 @@ from cluster.http.answer import Answer
 from cluster.messages import FinishReason
 from cluster.openai.answer import timed
 from cluster.openai.echo import finite
-from cluster.openai.generation import Delta
-from cluster.openai.job import Run
-from cluster.openai.json_parts import gathered, json_parts, long_list
 from cluster.openai.writer import DONE, event_parts
+from cluster.requests.generation import Delta
+from cluster.requests.job import Run
+from cluster.requests.json_parts import gathered, json_parts, long_list
 from cluster.text.tokenizer import Tokenizer
 
 Entry = tuple[float | None, int, str | None]

@@ -18,14 +18,14 @@ from cluster.http.answer import Answer
 from cluster.http.context import RequestContext
 from cluster.messages import SamplingParams
 from cluster.openai.answer import timed
-from cluster.openai.body import decoded, validated
-from cluster.openai.checks import MAX_SEQUENCES, check_token_ids
-from cluster.openai.fields import OWN_FIELDS, ignored_header
-from cluster.openai.job import Job, Run
-from cluster.openai.json_parts import gathered, json_parts, long_list
-from cluster.openai.schema import Documented
-from cluster.openai.served_model import ServedModel
 from cluster.openai.wire import Usage
+from cluster.requests.body import decoded, validated
+from cluster.requests.checks import MAX_SEQUENCES, check_token_ids
+from cluster.requests.fields import OWN_FIELDS, ignored_header
+from cluster.requests.job import Job, Run
+from cluster.requests.json_parts import gathered, json_parts, long_list
+from cluster.requests.schema import Documented
+from cluster.requests.served_model import ServedModel
 from configs.errors import RequestError
 from worker.protocol import MAX_ROW_ASKED
 

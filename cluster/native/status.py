@@ -10,10 +10,10 @@ import msgspec
 
 from cluster.http.answer import Answer
 from cluster.http.context import RequestContext, Role
-from cluster.native.engine_info import EngineInfo
 from cluster.observability.timeline import NUM_REQUESTS, timeline
 from cluster.openai.answer import json_answer
-from cluster.openai.served_model import ServedModel
+from cluster.requests.engine_info import EngineInfo
+from cluster.requests.served_model import ServedModel
 from configs.errors import DeadlineError, OverloadedError, RequestError
 
 _PROBE_TIMEOUT_S = 20.0

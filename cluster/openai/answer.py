@@ -10,9 +10,9 @@ from itertools import chain
 import msgspec
 
 from cluster.http.answer import Answer
-from cluster.openai.job import Run
-from cluster.openai.json_parts import gathered, json_parts
 from cluster.openai.writer import AnswerWriter
+from cluster.requests.job import Run
+from cluster.requests.json_parts import gathered, json_parts
 
 
 def answer(run: Run, writer: AnswerWriter, *, streamed: bool, headers: Mapping[str, str] | None = None) -> Answer:

@@ -8,9 +8,6 @@ import msgspec
 
 from cluster.messages import FinishReason, TokenLogprobs
 from cluster.openai.echo import prompt_logprobs_json
-from cluster.openai.generation import Delta
-from cluster.openai.job import Job
-from cluster.openai.json_parts import json_parts, long_list
 from cluster.openai.wire import (
     AssistantMessage,
     ChatChoice,
@@ -29,6 +26,9 @@ from cluster.openai.wire import (
     Usage,
 )
 from cluster.openai.writer import DONE, REASONS, AnswerOptions, BaseWriter, event, token_logprobs
+from cluster.requests.generation import Delta
+from cluster.requests.job import Job
+from cluster.requests.json_parts import json_parts, long_list
 from cluster.text.tokenizer import Tokenizer
 from cluster.text.tools.events import Arguments, CallStarted, Content, Event, Reasoning, collect
 

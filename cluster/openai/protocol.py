@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from cluster.openai.body import decode_body, validated
-from cluster.openai.described import (
+from cluster.requests.body import decode_body, validated
+from cluster.requests.described import (
     BadWords,
     LogitBias,
     Messages,
@@ -25,8 +25,8 @@ from cluster.openai.described import (
     ToolChoice,
     Tools,
 )
-from cluster.openai.fields import FieldPolicy, field_names, neutral, unknown_field
-from cluster.openai.schema import Documented
+from cluster.requests.fields import FieldPolicy, field_names, neutral, unknown_field
+from cluster.requests.schema import Documented
 from configs.errors import RequestError
 from configs.schema import ServerConfig
 

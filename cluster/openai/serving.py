@@ -7,18 +7,19 @@ from dataclasses import replace
 
 from cluster.http.answer import Answer
 from cluster.http.context import RequestContext
-from cluster.openai import chat, checks, protocol
+from cluster.openai import chat, protocol
 from cluster.openai.answer import answer
-from cluster.openai.body import decoded
-from cluster.openai.chat_grammar import chat_grammar
 from cluster.openai.chat_writer import ChatWriter
 from cluster.openai.completion_writer import CompletionWriter
 from cluster.openai.echo import Echo
-from cluster.openai.fields import ignored_header
-from cluster.openai.job import Job, Run
 from cluster.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
-from cluster.openai.served_model import ServedModel
 from cluster.openai.writer import AnswerOptions
+from cluster.requests import checks
+from cluster.requests.body import decoded
+from cluster.requests.chat_grammar import chat_grammar
+from cluster.requests.fields import ignored_header
+from cluster.requests.job import Job, Run
+from cluster.requests.served_model import ServedModel
 from cluster.text.tools.request import parse_tools
 from configs.errors import RequestError
 from configs.schema import ServerConfig

@@ -16,15 +16,15 @@ from cluster.http.answer import Answer
 from cluster.http.context import RequestContext
 from cluster.openai import protocol
 from cluster.openai.answer import json_answer
-from cluster.openai.body import decoded, validated
-from cluster.openai.checks import check_token_ids
-from cluster.openai.described import Messages
-from cluster.openai.fields import OWN_FIELDS, ignored_header
-from cluster.openai.json_parts import long_list
 from cluster.openai.protocol import ChatRequest
-from cluster.openai.schema import Documented, exactly_one
-from cluster.openai.served_model import ServedModel
 from cluster.openai.serving import chat_prompt
+from cluster.requests.body import decoded, validated
+from cluster.requests.checks import check_token_ids
+from cluster.requests.described import Messages
+from cluster.requests.fields import OWN_FIELDS, ignored_header
+from cluster.requests.json_parts import long_list
+from cluster.requests.schema import Documented, exactly_one
+from cluster.requests.served_model import ServedModel
 from configs.errors import RequestError
 
 _INLINE_TOKENS = 4096  # decoding them takes well under 1 ms

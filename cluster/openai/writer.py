@@ -16,10 +16,10 @@ import msgspec
 from cluster.engine_client import PromptScores
 from cluster.messages import FinishReason, SamplingParams, TokenLogprobs
 from cluster.openai.echo import finite
-from cluster.openai.generation import Delta
-from cluster.openai.job import Job
-from cluster.openai.json_parts import json_parts
 from cluster.openai.wire import Head, Reason, TokenLogprob, TopLogprob, Usage
+from cluster.requests.generation import Delta
+from cluster.requests.job import Job
+from cluster.requests.json_parts import json_parts
 from cluster.text.tokenizer import Tokenizer
 from cluster.text.tools.events import Event
 

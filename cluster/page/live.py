@@ -11,8 +11,8 @@ from cluster.http.active import ActiveRequests
 from cluster.http.answer import Answer
 from cluster.http.context import RequestContext
 from cluster.observability.board import StatsBoard
-from cluster.openai.served_model import ServedModel
 from cluster.openai.writer import event
+from cluster.requests.served_model import ServedModel
 from configs.errors import OverloadedError
 
 _INTERVAL_S = 0.5

@@ -35,7 +35,7 @@ from configs.schema import EngineConfig, resolved
 
 if TYPE_CHECKING:
     from cluster.http.guard import Guard
-    from cluster.openai.served_model import ServedModel
+    from cluster.requests.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
 

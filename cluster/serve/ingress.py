@@ -31,13 +31,13 @@ from cluster.native.status import StatusServing
 from cluster.observability.prometheus import CONTENT_TYPE
 from cluster.observability.telemetry import Telemetry
 from cluster.openai.responses.serving import ResponsesServing
-from cluster.openai.served_model import ServedModel
 from cluster.openai.serving import OpenAIServing
 from cluster.openai.tokenize import TokenizerServing
 from cluster.openai.wire import ModelList
 from cluster.openapi.document import build_document
 from cluster.page.live import LiveServing
 from cluster.page.page import page
+from cluster.requests.served_model import ServedModel
 from configs.errors import OverloadedError
 
 _encode = msgspec.json.Encoder().encode

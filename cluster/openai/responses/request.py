@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from cluster.openai.fields import FieldPolicy, neutral
 from cluster.openai.protocol import STYLING, UNSUPPORTED, SamplingFields
-from cluster.openai.schema import Documented
+from cluster.requests.fields import FieldPolicy, neutral
+from cluster.requests.schema import Documented
 from configs.errors import RequestError
 
 _MAX_METADATA = 16

@@ -21,12 +21,7 @@ from cluster.http.errors import as_request_error
 from cluster.messages import FinishReason, SamplingParams
 from cluster.openai import protocol
 from cluster.openai.answer import in_parts, json_answer, timed
-from cluster.openai.body import decoded, validated
 from cluster.openai.chat import unread_fields
-from cluster.openai.fields import ignored_header
-from cluster.openai.generation import Delta
-from cluster.openai.job import Run
-from cluster.openai.json_parts import gathered, long_list
 from cluster.openai.protocol import ChatRequest
 from cluster.openai.responses.builder import ResponseBuilder
 from cluster.openai.responses.event_log import EventLog
@@ -41,10 +36,15 @@ from cluster.openai.responses.request import (
 )
 from cluster.openai.responses.store import ResponseStore, StoredResponse
 from cluster.openai.responses.to_chat import chat_fields, chat_messages, in_own_words, input_items, own_names
-from cluster.openai.served_model import ServedModel
 from cluster.openai.serving import chat_job, chat_prompt, refuse_unread, tool_header
 from cluster.openai.wire import TokenLogprob
 from cluster.openai.writer import token_logprobs
+from cluster.requests.body import decoded, validated
+from cluster.requests.fields import ignored_header
+from cluster.requests.generation import Delta
+from cluster.requests.job import Run
+from cluster.requests.json_parts import gathered, long_list
+from cluster.requests.served_model import ServedModel
 from cluster.text.tools.events import Content, tell
 from configs.errors import RequestError
 

@@ -9,8 +9,6 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cluster.openai.body import validated
-from cluster.openai.fields import message_names, own_name, renamed
 from cluster.openai.protocol import SamplingFields
 from cluster.openai.responses.request import (
     ITEMS,
@@ -23,6 +21,8 @@ from cluster.openai.responses.request import (
     ResponsesRequest,
     TextPart,
 )
+from cluster.requests.body import validated
+from cluster.requests.fields import message_names, own_name, renamed
 from configs.errors import RequestError
 
 _ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}

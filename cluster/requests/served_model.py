@@ -15,13 +15,13 @@ from datetime import UTC, datetime
 from cluster.engine_client import EngineClient
 from cluster.http.context import RequestContext
 from cluster.messages import SamplingParams
-from cluster.native.engine_info import EngineInfo
 from cluster.openai.chat import ChatPrompt
-from cluster.openai.job import Job, Run
-from cluster.openai.prompt_encoder import PromptEncoder
 from cluster.openai.protocol import SamplingFields
-from cluster.openai.sampling import SamplingDefaults, Vocabulary, sampling_params, text_options
 from cluster.openai.wire import Head, ModelCard
+from cluster.requests.engine_info import EngineInfo
+from cluster.requests.job import Job, Run
+from cluster.requests.prompt_encoder import PromptEncoder
+from cluster.requests.sampling import SamplingDefaults, Vocabulary, sampling_params, text_options
 from cluster.structured.checker import GrammarChecker
 from cluster.structured.limits import MAX_REQUEST_GRAMMAR_BYTES
 from cluster.structured.protocol import Setup

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from cluster.openai.protocol import SamplingFields
-from cluster.openai.served_model import ServedModel
+from cluster.requests.served_model import ServedModel
 from cluster.structured.spec import compiled_grammar, schema_grammar
 from cluster.text.answer_parser import AnswerFormat
 from cluster.text.tools.grammar import after_reasoning
