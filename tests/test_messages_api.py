@@ -14,7 +14,7 @@ from pydantic import TypeAdapter
 
 from cluster.anthropic.builder import MessageBuilder
 from cluster.anthropic.request import MessagesRequest, chat_fields, in_own_words
-from cluster.openai.wire import PromptTokensDetails, Usage
+from cluster.requests.usage import PromptTokensDetails, Usage
 from configs.errors import RequestError
 from tests.scripted_engine import MODEL, REPLY, Run, Stack, served
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.messages import SamplingParams
-from cluster.openai.protocol import SamplingFields
 from cluster.requests.sampling import SamplingDefaults, Vocabulary, sampling_params
+from cluster.requests.sampling_fields import SamplingFields
 from cluster.text.tokenizer import Tokenizer
 from configs.errors import RequestError
 from configs.schema import GenerationDefaults, ServerConfig

@@ -21,7 +21,7 @@ from cluster.openai.responses.objects import Reasoning
 from cluster.openai.responses.objects import Response as OwnResponse
 from cluster.openai.responses.store import ResponseStore, StoredResponse, StoreLimits
 from cluster.openai.responses.to_chat import chat_messages, in_own_words, input_items
-from cluster.openai.wire import PromptTokensDetails, Usage
+from cluster.requests.usage import PromptTokensDetails, Usage
 from cluster.serve.ingress import create_app
 from configs.errors import OverloadedError, RequestError
 from tests.scripted_engine import MODEL, REPLY, Run, Stack, error_of, served

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
-from cluster.openai.protocol import STYLING, UNSUPPORTED, SamplingFields
 from cluster.requests.body import validated
-from cluster.requests.fields import FieldPolicy, message_names, neutral, own_name, renamed
+from cluster.requests.fields import STYLING, UNSUPPORTED, FieldPolicy, message_names, neutral, own_name, renamed
+from cluster.requests.sampling_fields import SamplingFields
 from cluster.requests.schema import Documented
 from configs.errors import RequestError
 

@@ -15,12 +15,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from cluster.http.answer import Answer
 from cluster.http.context import RequestContext
 from cluster.native.generate_answer import Asked, native_answer
-from cluster.openai import protocol
-from cluster.openai.protocol import SamplingFields
 from cluster.requests.body import decoded, validated
 from cluster.requests.checks import MAX_SEQUENCES, check_token_ids
-from cluster.requests.fields import FieldPolicy, ignored_header, neutral
+from cluster.requests.fields import STYLING, UNSUPPORTED, FieldPolicy, ignored_header, neutral
 from cluster.requests.job import Job
+from cluster.requests.sampling_fields import SamplingFields
 from cluster.requests.schema import Documented, exactly_one
 from cluster.requests.served_model import ServedModel
 from configs.errors import RequestError
@@ -76,9 +75,9 @@ class NativeRequest(BaseModel):
 
 
 _SAMPLING = FieldPolicy(
-    {**protocol.UNSUPPORTED, "structural_tag": neutral()},
+    {**UNSUPPORTED, "structural_tag": neutral()},
     frozenset({"spaces_between_special_tokens", "stream_interval"}),
-    protocol.STYLING,
+    STYLING,
 )
 _FIELDS = FieldPolicy(
     {

@@ -18,7 +18,6 @@ from cluster.http.answer import Answer
 from cluster.http.context import RequestContext
 from cluster.messages import SamplingParams
 from cluster.openai.answer import timed
-from cluster.openai.wire import Usage
 from cluster.requests.body import decoded, validated
 from cluster.requests.checks import MAX_SEQUENCES, check_token_ids
 from cluster.requests.fields import OWN_FIELDS, ignored_header
@@ -26,6 +25,7 @@ from cluster.requests.job import Job, Run
 from cluster.requests.json_parts import gathered, json_parts, long_list
 from cluster.requests.schema import Documented
 from cluster.requests.served_model import ServedModel
+from cluster.requests.usage import Usage
 from configs.errors import RequestError
 from worker.protocol import MAX_ROW_ASKED
 

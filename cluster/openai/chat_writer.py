@@ -23,12 +23,12 @@ from cluster.openai.wire import (
     Reason,
     ToolCall,
     ToolCallDelta,
-    Usage,
 )
 from cluster.openai.writer import DONE, REASONS, AnswerOptions, BaseWriter, event, token_logprobs
 from cluster.requests.generation import Delta
 from cluster.requests.job import Job
 from cluster.requests.json_parts import json_parts, long_list
+from cluster.requests.usage import Usage
 from cluster.text.tokenizer import Tokenizer
 from cluster.text.tools.events import Arguments, CallStarted, Content, Event, Reasoning, collect
 

@@ -10,11 +10,12 @@ import msgspec
 from cluster.engine_client import PromptScores
 from cluster.messages import TokenLogprobs
 from cluster.openai.echo import Echo, finite, prompt_logprobs_json, prompt_tops
-from cluster.openai.wire import Completion, CompletionChoice, CompletionLogprobs, Head, PromptLogprobsJson, Usage
+from cluster.openai.wire import Completion, CompletionChoice, CompletionLogprobs, Head, PromptLogprobsJson
 from cluster.openai.writer import DONE, REASONS, AnswerOptions, BaseWriter, event_parts
 from cluster.requests.generation import Delta
 from cluster.requests.job import Job
 from cluster.requests.json_parts import json_parts, long_list
+from cluster.requests.usage import Usage
 from cluster.text.tokenizer import Tokenizer
 
 

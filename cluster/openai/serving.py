@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from cluster.openai.chat_writer import ChatWriter
 from cluster.openai.completion_writer import CompletionWriter
 from cluster.openai.echo import Echo
 from cluster.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from cluster.openai.wire import Head
 from cluster.openai.writer import AnswerOptions
 from cluster.requests import checks
 from cluster.requests.body import decoded
@@ -41,7 +43,7 @@ class OpenAIServing:
         job = await chat_job(model, "chatcmpl-", request, context)
         run = model.run(job)
         options = replace(_options(request, run), reasoning=request.include_reasoning is not False)
-        writer = ChatWriter(model.head(job), job, model.tokenizer, options)
+        writer = ChatWriter(_head(model, job), job, model.tokenizer, options)
         unread = chat.unread_fields(request, model.tokenizer)
         refuse_unread(unread, model.server)
         ignored = [*protocol.unknown_fields(ChatRequest, raw), *unread]
@@ -71,7 +73,7 @@ class OpenAIServing:
                 for prompt, ids in zip(given, job.prompts, strict=True)
             ]
         run = model.run(job)
-        writer = CompletionWriter(model.head(job), job, model.tokenizer, _options(request, run), echoes)
+        writer = CompletionWriter(_head(model, job), job, model.tokenizer, _options(request, run), echoes)
         headers = ignored_header(protocol.unknown_fields(CompletionRequest, raw))
         return answer(run, writer, streamed=bool(request.stream), headers=headers)
 
@@ -166,6 +168,11 @@ async def chat_prompt(model: ServedModel, request: ChatRequest) -> list[int]:
     """
     use = parse_tools(request.tools, request.tool_choice, request.parallel_tool_calls)
     return await model.prompts.encode_chat(chat.chat_prompt(request, model.tokenizer, model.formats, use))
+
+
+def _head(model: ServedModel, job: Job) -> Head:
+    """What the answer to `job` begins with."""
+    return Head(job.id, int(time.time()), model.model_name, model.system_fingerprint)
 
 
 def _options(request: GenerationRequest, run: Run) -> AnswerOptions:

@@ -16,11 +16,11 @@ from cluster.http.answer import Answer
 from cluster.http.context import RequestContext
 from cluster.openai import protocol
 from cluster.openai.answer import json_answer
+from cluster.openai.described import Messages
 from cluster.openai.protocol import ChatRequest
 from cluster.openai.serving import chat_prompt
 from cluster.requests.body import decoded, validated
 from cluster.requests.checks import check_token_ids
-from cluster.requests.described import Messages
 from cluster.requests.fields import OWN_FIELDS, ignored_header
 from cluster.requests.json_parts import long_list
 from cluster.requests.schema import Documented, exactly_one

@@ -16,10 +16,11 @@ import msgspec
 from cluster.engine_client import PromptScores
 from cluster.messages import FinishReason, SamplingParams, TokenLogprobs
 from cluster.openai.echo import finite
-from cluster.openai.wire import Head, Reason, TokenLogprob, TopLogprob, Usage
+from cluster.openai.wire import Head, Reason, TokenLogprob, TopLogprob
 from cluster.requests.generation import Delta
 from cluster.requests.job import Job
 from cluster.requests.json_parts import json_parts
+from cluster.requests.usage import Usage
 from cluster.text.tokenizer import Tokenizer
 from cluster.text.tools.events import Event
 

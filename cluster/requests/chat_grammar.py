@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from cluster.openai.protocol import SamplingFields
+from cluster.requests.sampling_fields import SamplingFields
 from cluster.requests.served_model import ServedModel
 from cluster.structured.spec import compiled_grammar, schema_grammar
 from cluster.text.answer_parser import AnswerFormat

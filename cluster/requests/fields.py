@@ -73,6 +73,40 @@ class FieldPolicy:
         return ignored
 
 
+UNSUPPORTED: Mapping[str, Callable[[object], bool]] = {
+    "audio": neutral(),
+    "best_of": neutral(1),
+    "chat_template": neutral(),
+    "custom_logit_processor": neutral(),
+    "custom_params": neutral(),
+    "echo": neutral(False),
+    "function_call": neutral("none", "auto"),
+    "functions": neutral([]),
+    "guided_choice": neutral(),
+    "guided_decoding_backend": neutral(),
+    "guided_grammar": neutral(),
+    "guided_json": neutral(),
+    "guided_regex": neutral(),
+    "guided_whitespace_pattern": neutral(),
+    "kv_transfer_params": neutral(),
+    "length_penalty": neutral(1),
+    "logits_processors": neutral([]),
+    "lora_path": neutral(),
+    "lora_request": neutral(),
+    "mm_processor_kwargs": neutral({}),
+    "modalities": neutral(["text"]),
+    "prompt_embeds": neutral(),
+    "return_hidden_states": neutral(False),
+    "session_params": neutral(),
+    "suffix": neutral(""),
+    "use_beam_search": neutral(False),
+    "web_search_options": neutral(),
+}
+"""Fields other servers know and this one does not, each with the values that ask for nothing."""
+
+STYLING: Mapping[str, Callable[[object], bool]] = {"prediction": neutral(), "verbosity": neutral("medium")}
+"""Fields that ask for a style or for speed, each with the values that ask for nothing: ignored, and named as such."""
+
 OWN_FIELDS = FieldPolicy({}, frozenset({"user"}))
 """For routes whose model has all that their API knows."""
 

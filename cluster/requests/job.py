@@ -15,8 +15,8 @@ from cluster.engine_client import EngineClient, wait_ready
 from cluster.http.context import RequestContext, current_request
 from cluster.messages import FinishReason, SamplingParams
 from cluster.observability.record import RequestRecord
-from cluster.openai.wire import CompletionTokensDetails, PromptTokensDetails, Usage
 from cluster.requests.generation import Delta, Output
+from cluster.requests.usage import CompletionTokensDetails, PromptTokensDetails, Usage
 from cluster.text.answer_parser import AnswerFormat
 from cluster.text.stops import TextOptions
 from cluster.text.tokenizer import Tokenizer

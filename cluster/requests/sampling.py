@@ -12,8 +12,8 @@ from typing import TypeVar
 import msgspec
 
 from cluster.messages import SamplingParams
-from cluster.openai.protocol import SamplingFields
 from cluster.requests import checks
+from cluster.requests.sampling_fields import SamplingFields
 from cluster.text.stops import TextOptions
 from cluster.text.tokenizer import Tokenizer
 from configs.errors import RequestError

@@ -10,18 +10,16 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from datetime import UTC, datetime
 
 from cluster.engine_client import EngineClient
 from cluster.http.context import RequestContext
 from cluster.messages import SamplingParams
 from cluster.openai.chat import ChatPrompt
-from cluster.openai.protocol import SamplingFields
-from cluster.openai.wire import Head, ModelCard
 from cluster.requests.engine_info import EngineInfo
 from cluster.requests.job import Job, Run
 from cluster.requests.prompt_encoder import PromptEncoder
 from cluster.requests.sampling import SamplingDefaults, Vocabulary, sampling_params, text_options
+from cluster.requests.sampling_fields import SamplingFields
 from cluster.structured.checker import GrammarChecker
 from cluster.structured.limits import MAX_REQUEST_GRAMMAR_BYTES
 from cluster.structured.protocol import Setup
@@ -84,7 +82,8 @@ class ServedModel:
         self.formats = ModelFormats.of(tokenizer.template, server)
         self._defaults = defaults or SamplingDefaults()
         self._next_seed = next_seed
-        self._started = int(time.time())
+        self.started = int(time.time())
+        """Unix time, seconds."""
         self._warm = False
 
     @property
@@ -125,25 +124,6 @@ class ServedModel:
         """Ends what is this model's own; the engine is not."""
         await self.grammars.close()
         self.prompts.close()
-
-    def cards(self) -> list[ModelCard]:
-        """The one model, as /v1/models lists it."""
-        created_at = datetime.fromtimestamp(self._started, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        return [
-            ModelCard(
-                self.model_name,
-                self._started,
-                created_at,
-                self.model_name,
-                self.max_model_len,
-                self.formats.tool_template,
-            )
-        ]
-
-    def card(self, name: str) -> ModelCard:
-        """Raises RequestError (404) for any other name."""
-        self.check_name(name)
-        return self.cards()[0]
 
     def check_name(self, name: str) -> None:
         """Raises RequestError (404) for a model that is not this one."""
@@ -289,10 +269,6 @@ class ServedModel:
         """
         timeout_s = self.server.request_timeout_s if timeout_s is None else timeout_s
         return Run(job, self.engine, self.tokenizer, timeout_s=timeout_s)
-
-    def head(self, job: Job) -> Head:
-        """What the answer to `job` begins with."""
-        return Head(job.id, int(time.time()), self.model_name, self.system_fingerprint)
 
     async def stream_text(
         self, prompt: str, *, chat: bool, max_tokens: int | None = None, temperature: float | None = None

@@ -30,10 +30,10 @@ from cluster.native.score import ScoreServing
 from cluster.native.status import StatusServing
 from cluster.observability.prometheus import CONTENT_TYPE
 from cluster.observability.telemetry import Telemetry
+from cluster.openai.models import model_card, model_list
 from cluster.openai.responses.serving import ResponsesServing
 from cluster.openai.serving import OpenAIServing
 from cluster.openai.tokenize import TokenizerServing
-from cluster.openai.wire import ModelList
 from cluster.openapi.document import build_document
 from cluster.page.live import LiveServing
 from cluster.page.page import page
@@ -181,14 +181,13 @@ def _metrics(telemetry: Telemetry) -> _Get:
 
 def _models(model: ServedModel) -> _Get:
     async def models(request: Request) -> Response:
-        cards = model.cards()
-        return json_response(ModelList(data=cards, first_id=cards[0].id, last_id=cards[-1].id))
+        return json_response(model_list(model))
 
     return models
 
 
 def _model(model: ServedModel) -> _Get:
     async def card(request: Request) -> Response:
-        return json_response(model.card(request.path_params["name"]))
+        return json_response(model_card(model, request.path_params["name"]))
 
     return card

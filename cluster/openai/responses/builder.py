@@ -23,8 +23,9 @@ from cluster.openai.responses.objects import (
     Response,
     StreamEvent,
 )
-from cluster.openai.wire import TokenLogprob, Usage
+from cluster.openai.wire import TokenLogprob
 from cluster.requests.json_parts import json_parts, long_list
+from cluster.requests.usage import Usage
 
 _LOGPROB_BYTES = 128  # of memory, about
 

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from cluster.openai.protocol import STYLING, UNSUPPORTED, SamplingFields
-from cluster.requests.fields import FieldPolicy, neutral
+from cluster.requests.fields import STYLING, UNSUPPORTED, FieldPolicy, neutral
+from cluster.requests.sampling_fields import SamplingFields
 from cluster.requests.schema import Documented
 from configs.errors import RequestError
 

@@ -9,7 +9,6 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cluster.openai.protocol import SamplingFields
 from cluster.openai.responses.request import (
     ITEMS,
     FunctionCallOutputItem,
@@ -23,6 +22,7 @@ from cluster.openai.responses.request import (
 )
 from cluster.requests.body import validated
 from cluster.requests.fields import message_names, own_name, renamed
+from cluster.requests.sampling_fields import SamplingFields
 from configs.errors import RequestError
 
 _ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
