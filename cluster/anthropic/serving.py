@@ -16,17 +16,17 @@ from cluster.anthropic.request import (
     ignored_options,
     in_own_words,
 )
-from cluster.http.answer import Answer
 from cluster.http.context import RequestContext
+from cluster.http.response import HttpResponse
 from cluster.messages import FinishReason
 from cluster.openai import protocol
-from cluster.openai.answer import json_answer, timed
 from cluster.openai.chat import unread_fields
 from cluster.openai.protocol import ChatRequest
 from cluster.openai.serving import chat_job, chat_prompt, refuse_unread, tool_header
 from cluster.requests.body import decoded, validated
 from cluster.requests.fields import ignored_header
 from cluster.requests.generation import Delta
+from cluster.requests.http_responses import json_response, timed
 from cluster.requests.job import Run
 from cluster.requests.served_model import ServedModel
 from cluster.text.tools.events import CallStarted, tell
@@ -39,7 +39,7 @@ class AnthropicServing:
     def __init__(self, model: ServedModel) -> None:
         self._model = model
 
-    async def messages(self, body: bytes, context: RequestContext) -> Answer:
+    async def messages(self, body: bytes, context: RequestContext) -> HttpResponse:
         """POST /v1/messages. Raises RequestError for a bad request."""
         model = self._model
         raw = await decoded(body)
@@ -58,16 +58,16 @@ class AnthropicServing:
         run = model.run(job)
         headers = {**ignored_header([*ignored, *unread]), **tool_header(model, chat)}
         if not request.stream:
-            return timed(Answer(_whole(run, builder), streamed=False, headers=headers), run)
-        answer = Answer(
+            return timed(HttpResponse(_whole(run, builder), streamed=False, headers=headers), run)
+        response = HttpResponse(
             _events(run, builder),
             streamed=True,
             headers=headers,
             failure=lambda error: sse(anthropic_error(error, context.request_id)),
         )
-        return timed(answer, run)
+        return timed(response, run)
 
-    async def count_tokens(self, body: bytes, context: RequestContext) -> Answer:
+    async def count_tokens(self, body: bytes, context: RequestContext) -> HttpResponse:
         """POST /v1/messages/count_tokens. Raises RequestError for a bad request."""
         model = self._model
         raw = await decoded(body)
@@ -81,7 +81,7 @@ class AnthropicServing:
             count = TokenCount(len(await chat_prompt(model, chat)))
         except RequestError as error:
             raise in_own_words(error, sources) from error
-        return json_answer(count, ignored_header(ignored))
+        return json_response(count, ignored_header(ignored))
 
 
 async def _whole(run: Run, builder: MessageBuilder) -> AsyncGenerator[bytes, None]:

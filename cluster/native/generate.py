@@ -12,9 +12,9 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from cluster.http.answer import Answer
 from cluster.http.context import RequestContext
-from cluster.native.generate_answer import Asked, native_answer
+from cluster.http.response import HttpResponse
+from cluster.native.generate_answer import Asked, native_response
 from cluster.requests.body import decoded, validated
 from cluster.requests.checks import MAX_SEQUENCES, check_token_ids
 from cluster.requests.fields import STYLING, UNSUPPORTED, FieldPolicy, ignored_header, neutral
@@ -101,7 +101,7 @@ class NativeServing:
     def __init__(self, model: ServedModel) -> None:
         self._model = model
 
-    async def generate(self, body: bytes, context: RequestContext) -> Answer:
+    async def generate(self, body: bytes, context: RequestContext) -> HttpResponse:
         """POST /generate. Raises RequestError for a bad request."""
         model = self._model
         raw = await decoded(body)
@@ -122,7 +122,7 @@ class NativeServing:
         job = await self._job(request, prompts, sampling, asked, context)
         own_names = [f"{job.id}-{i}" for i in range(count)] if count > 1 else [job.id]
         names = own_names if request.rid is None else _spread(request.rid, count, "", "rid")
-        return native_answer(
+        return native_response(
             model.run(job),
             model.tokenizer,
             asked,

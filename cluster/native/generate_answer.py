@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import msgspec
 
 from cluster.engine_client import PromptScores
-from cluster.http.answer import Answer
+from cluster.http.response import HttpResponse
 from cluster.messages import FinishReason
-from cluster.openai.answer import timed
 from cluster.openai.echo import finite
 from cluster.openai.writer import DONE, event_parts
 from cluster.requests.generation import Delta
+from cluster.requests.http_responses import timed
 from cluster.requests.job import Run
 from cluster.requests.json_parts import gathered, json_parts, long_list
 from cluster.text.tokenizer import Tokenizer
@@ -84,7 +84,7 @@ class Asked:
     token_ids: list[int]
 
 
-def native_answer(
+def native_response(
     run: Run,
     tokenizer: Tokenizer,
     asked: Sequence[Asked],
@@ -94,7 +94,7 @@ def native_answer(
     with_text: bool,
     streamed: bool,
     headers: Mapping[str, str],
-) -> Answer:
+) -> HttpResponse:
     """The answer to `run`.
 
     Args:
@@ -108,7 +108,7 @@ def native_answer(
     ]
     names = [ids[index // run.job.num_choices] for index in range(run.job.num_outputs)]
     chunks = _stream(run, outputs, names, as_list) if streamed else _whole(run, outputs, names, as_list)
-    return timed(Answer(chunks, streamed, dict(headers)), run)
+    return timed(HttpResponse(chunks, streamed, dict(headers)), run)
 
 
 async def _whole(

@@ -6,16 +6,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cluster.http.answer import Answer
 from cluster.http.context import RequestContext
+from cluster.http.response import HttpResponse
 from cluster.openai import chat, protocol
-from cluster.openai.answer import answer
 from cluster.openai.chat_writer import ChatWriter
 from cluster.openai.completion_writer import CompletionWriter
 from cluster.openai.echo import Echo
 from cluster.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from cluster.openai.wire import Head
-from cluster.openai.writer import AnswerOptions
+from cluster.openai.writer import AnswerOptions, written
 from cluster.requests import checks
 from cluster.requests.body import decoded
 from cluster.requests.chat_grammar import chat_grammar
@@ -35,7 +34,7 @@ class OpenAIServing:
     def __init__(self, model: ServedModel) -> None:
         self._model = model
 
-    async def chat(self, body: bytes, context: RequestContext) -> Answer:
+    async def chat(self, body: bytes, context: RequestContext) -> HttpResponse:
         """POST /v1/chat/completions. Raises RequestError for a bad request."""
         model = self._model
         raw = await decoded(body)
@@ -48,9 +47,9 @@ class OpenAIServing:
         refuse_unread(unread, model.server)
         ignored = [*protocol.unknown_fields(ChatRequest, raw), *unread]
         headers = {**ignored_header(ignored), **tool_header(model, request)}
-        return answer(run, writer, streamed=bool(request.stream), headers=headers)
+        return written(run, writer, streamed=bool(request.stream), headers=headers)
 
-    async def completions(self, body: bytes, context: RequestContext) -> Answer:
+    async def completions(self, body: bytes, context: RequestContext) -> HttpResponse:
         """POST /v1/completions. Raises RequestError for a bad request."""
         model = self._model
         raw = await decoded(body)
@@ -75,7 +74,7 @@ class OpenAIServing:
         run = model.run(job)
         writer = CompletionWriter(_head(model, job), job, model.tokenizer, _options(request, run), echoes)
         headers = ignored_header(protocol.unknown_fields(CompletionRequest, raw))
-        return answer(run, writer, streamed=bool(request.stream), headers=headers)
+        return written(run, writer, streamed=bool(request.stream), headers=headers)
 
 
 async def _completion_job(

@@ -7,19 +7,22 @@ is read (`json_parts`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 import msgspec
 
 from cluster.engine_client import PromptScores
+from cluster.http.response import HttpResponse
 from cluster.messages import FinishReason, SamplingParams, TokenLogprobs
 from cluster.openai.echo import finite
 from cluster.openai.wire import Head, Reason, TokenLogprob, TopLogprob
 from cluster.requests.generation import Delta
-from cluster.requests.job import Job
-from cluster.requests.json_parts import json_parts
+from cluster.requests.job import Job, Run
+from cluster.requests.json_parts import gathered, json_parts
 from cluster.requests.usage import Usage
 from cluster.text.tokenizer import Tokenizer
 from cluster.text.tools.events import Event
@@ -150,6 +153,37 @@ class BaseWriter(ABC):
 
     def _top(self, row: TokenLogprobs, sampled: int) -> list[tuple[int, float]]:
         return top_logprobs(self._job.sampling[0][0], row, sampled)
+
+
+def written(
+    run: Run, writer: AnswerWriter, *, streamed: bool, headers: Mapping[str, str] | None = None
+) -> HttpResponse:
+    """`run` as `writer` writes it, with its Server-Timing beside `headers`."""
+    shown = dict(headers or {})
+    return HttpResponse(_stream(run, writer, shown) if streamed else _whole(run, writer, shown), streamed, shown)
+
+
+async def _stream(run: Run, writer: AnswerWriter, headers: dict[str, str]) -> AsyncGenerator[bytes, None]:
+    begun = False
+    async with aclosing(run.deltas()) as steps:
+        async for deltas in steps:
+            parts = writer.chunks(deltas)
+            if not begun:
+                begun = True
+                headers["server-timing"] = run.server_timing()
+                parts = chain(writer.begin(run.job.num_outputs), parts)
+            for part in gathered(parts):
+                yield part
+    yield writer.end(run.usage())
+
+
+async def _whole(run: Run, writer: AnswerWriter, headers: dict[str, str]) -> AsyncGenerator[bytes, None]:
+    async with aclosing(run.deltas()) as steps:
+        async for deltas in steps:
+            writer.collect(deltas)
+    headers["server-timing"] = run.server_timing()
+    for part in gathered(writer.whole(run.job.num_outputs, run.usage())):
+        yield part
 
 
 def top_logprobs(sampling: SamplingParams, row: TokenLogprobs, sampled: int) -> list[tuple[int, float]]:

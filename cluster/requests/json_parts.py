@@ -14,7 +14,7 @@ from typing import Generic, TypeVar, cast
 
 import msgspec
 
-from cluster.http.answer import PART_BYTES
+from cluster.http.response import PART_BYTES
 
 _T = TypeVar("_T")
 _MARK = secrets.token_hex(16)  # no text of a client or a model

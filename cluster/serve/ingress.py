@@ -19,11 +19,11 @@ from cluster.anthropic.errors import anthropic_error
 from cluster.anthropic.serving import AnthropicServing
 from cluster.http.access import Access
 from cluster.http.active import ActiveRequests
-from cluster.http.answer import Turns
 from cluster.http.endpoint import Endpoint, Handler
 from cluster.http.guard import Guard
 from cluster.http.handover import Handovers
 from cluster.http.keys import KeyRing
+from cluster.http.response import LoopTurns
 from cluster.native.admin import AdminServing
 from cluster.native.generate import NativeServing
 from cluster.native.score import ScoreServing
@@ -59,7 +59,7 @@ def create_app(
         names_responses: False behind a server that adds `x-request-id` itself.
     """
     requests = ActiveRequests() if active is None else active
-    handovers, turns = Handovers(), Turns()
+    handovers, turns = Handovers(), LoopTurns()
     serving = OpenAIServing(model)
     tokenizer = TokenizerServing(model)
     responses = ResponsesServing(model, requests)
@@ -128,7 +128,7 @@ def create_app(
     )
 
 
-def json_response(message: object) -> Response:
+def _json(message: object) -> Response:
     """A success with `message` as its body."""
     return Response(_encode(message), media_type="application/json")
 
@@ -137,7 +137,7 @@ _Get = Callable[[Request], Awaitable[Response]]
 
 
 async def _health(request: Request) -> Response:
-    return json_response({"status": "ok"})
+    return _json({"status": "ok"})
 
 
 def _ready(model: ServedModel, requests: ActiveRequests) -> _Get:
@@ -145,14 +145,14 @@ def _ready(model: ServedModel, requests: ActiveRequests) -> _Get:
         if not model.ready:
             raise OverloadedError("The engine is not ready.", retry_after_s=_READY_AFTER_S)
         requests.check_admits()
-        return json_response({"status": "ready"})
+        return _json({"status": "ready"})
 
     return ready
 
 
 def _version(model: ServedModel) -> _Get:
     async def version(request: Request) -> Response:
-        return json_response({"version": model.version})
+        return _json({"version": model.version})
 
     return version
 
@@ -181,13 +181,13 @@ def _metrics(telemetry: Telemetry) -> _Get:
 
 def _models(model: ServedModel) -> _Get:
     async def models(request: Request) -> Response:
-        return json_response(model_list(model))
+        return _json(model_list(model))
 
     return models
 
 
 def _model(model: ServedModel) -> _Get:
     async def card(request: Request) -> Response:
-        return json_response(model_card(model, request.path_params["name"]))
+        return _json(model_card(model, request.path_params["name"]))
 
     return card

@@ -15,12 +15,11 @@ from typing import Any
 
 from cluster.http.active import ActiveRequests
 from cluster.http.affinity import response_prefix
-from cluster.http.answer import Answer
 from cluster.http.context import RequestContext
 from cluster.http.errors import as_request_error
+from cluster.http.response import HttpResponse
 from cluster.messages import FinishReason, SamplingParams
 from cluster.openai import protocol
-from cluster.openai.answer import in_parts, json_answer, timed
 from cluster.openai.chat import unread_fields
 from cluster.openai.protocol import ChatRequest
 from cluster.openai.responses.builder import ResponseBuilder
@@ -42,6 +41,7 @@ from cluster.openai.writer import token_logprobs
 from cluster.requests.body import decoded, validated
 from cluster.requests.fields import ignored_header
 from cluster.requests.generation import Delta
+from cluster.requests.http_responses import in_parts, json_response, timed
 from cluster.requests.job import Run
 from cluster.requests.json_parts import gathered, long_list
 from cluster.requests.served_model import ServedModel
@@ -66,7 +66,7 @@ class ResponsesServing:
         self._store = ResponseStore() if store is None else store
         self._tasks: set[asyncio.Task[None]] = set()  # background responses; the event loop holds tasks weakly
 
-    async def create(self, body: bytes, context: RequestContext) -> Answer:
+    async def create(self, body: bytes, context: RequestContext) -> HttpResponse:
         """POST /v1/responses. Raises RequestError for a bad request."""
         model = self._model
         raw = await decoded(body)
@@ -90,16 +90,16 @@ class ResponsesServing:
         stored = StoredResponse(builder=builder, items=items, run=run, num_bytes=num_bytes + len(body))
         if request.background:
             self._store.put(context.client, stored)
-            answer = self._in_background(stored, context, streamed=bool(request.stream))
+            response = self._in_background(stored, context, streamed=bool(request.stream))
         elif request.stream:
             events = self._events(stored, context)
-            answer = timed(Answer(events, streamed=True, failure=lambda error: _failed(builder, error)), run)
+            response = timed(HttpResponse(events, streamed=True, failure=lambda error: _failed(builder, error)), run)
         else:
-            answer = timed(Answer(self._whole(stored, context), streamed=False), run)
-        answer.headers.update(headers | tool_header(model, chat))
-        return answer
+            response = timed(HttpResponse(self._whole(stored, context), streamed=False), run)
+        response.headers.update(headers | tool_header(model, chat))
+        return response
 
-    async def retrieve(self, body: bytes, context: RequestContext) -> Answer:
+    async def retrieve(self, body: bytes, context: RequestContext) -> HttpResponse:
         """GET /v1/responses/{response_id}; with `stream=true`, the events of a background stream.
 
         Raises:
@@ -107,15 +107,15 @@ class ResponsesServing:
         """
         stored = self._store.get(context.client, context.path_params["response_id"])
         if context.query.get("stream", "false") != "true":
-            return Answer(in_parts(stored.builder.encoded()), streamed=False)
+            return HttpResponse(in_parts(stored.builder.encoded()), streamed=False)
         if stored.log is None:
             raise RequestError("Only a background response made with stream: true can be streamed.", param="stream")
         after = context.query.get("starting_after", "-1")
         if not after.removeprefix("-").isdecimal() or len(after) > 9:
             raise RequestError("starting_after must be the number of an event.", param="starting_after")
-        return Answer(stored.log.follow(max(int(after) + 1, 0)), streamed=True)
+        return HttpResponse(stored.log.follow(max(int(after) + 1, 0)), streamed=True)
 
-    async def items(self, body: bytes, context: RequestContext) -> Answer:
+    async def items(self, body: bytes, context: RequestContext) -> HttpResponse:
         """GET /v1/responses/{response_id}/input_items: what it was made from, a page at a time.
 
         Raises:
@@ -124,9 +124,9 @@ class ResponsesServing:
         stored = self._store.get(context.client, context.path_params["response_id"])
         listed, has_more = _page(stored.items, context.query)
         first, last = (listed[0]["id"], listed[-1]["id"]) if listed else (None, None)
-        return json_answer(ItemList(data=long_list(listed), first_id=first, last_id=last, has_more=has_more))
+        return json_response(ItemList(data=long_list(listed), first_id=first, last_id=last, has_more=has_more))
 
-    async def input_tokens(self, body: bytes, context: RequestContext) -> Answer:
+    async def input_tokens(self, body: bytes, context: RequestContext) -> HttpResponse:
         """POST /v1/responses/input_tokens: how many tokens the prompt of a response would have.
 
         Raises:
@@ -150,9 +150,9 @@ class ResponsesServing:
             count = InputTokens(len(await chat_prompt(model, chat)))
         except RequestError as error:
             raise in_own_words(error, sources) from error
-        return json_answer(count, ignored_header(ignored))
+        return json_response(count, ignored_header(ignored))
 
-    async def cancel(self, body: bytes, context: RequestContext) -> Answer:
+    async def cancel(self, body: bytes, context: RequestContext) -> HttpResponse:
         """POST /v1/responses/{response_id}/cancel: ends one that is on its way; again, it changes nothing.
 
         Raises:
@@ -166,9 +166,9 @@ class ResponsesServing:
             stored.run.abort()
             with contextlib.suppress(TimeoutError):  # it ends with its reader, who may be slow
                 await asyncio.wait_for(stored.ended.wait(), _CANCEL_TIMEOUT_S)
-        return Answer(in_parts(stored.builder.encoded()), streamed=False)
+        return HttpResponse(in_parts(stored.builder.encoded()), streamed=False)
 
-    async def delete(self, body: bytes, context: RequestContext) -> Answer:
+    async def delete(self, body: bytes, context: RequestContext) -> HttpResponse:
         """DELETE /v1/responses/{response_id}; one that is on its way is cancelled.
 
         Raises:
@@ -177,7 +177,7 @@ class ResponsesServing:
         stored = self._store.delete(context.client, context.path_params["response_id"])
         if stored.run is not None:
             stored.run.abort()
-        return json_answer(DeletedResponse(stored.id))
+        return json_response(DeletedResponse(stored.id))
 
     def _earlier(self, response_id: str | None, context: RequestContext) -> tuple[list[dict[str, Any]], int]:
         """The conversation that a request goes on from, and its bytes."""
@@ -196,7 +196,7 @@ class ResponsesServing:
             raise RequestError("The previous response has not ended yet.", param="previous_response_id", status=409)
         return stored.conversation(), stored.num_bytes
 
-    def _in_background(self, stored: StoredResponse, context: RequestContext, *, streamed: bool) -> Answer:
+    def _in_background(self, stored: StoredResponse, context: RequestContext, *, streamed: bool) -> HttpResponse:
         queued = stored.builder.queue()
         if streamed:
             stored.log = EventLog()
@@ -208,8 +208,8 @@ class ResponsesServing:
         release = context.keep_slot()
         task.add_done_callback(lambda _: release())
         if stored.log is not None:
-            return Answer(stored.log.follow(), streamed=True)
-        return Answer(in_parts(body), streamed=False)
+            return HttpResponse(stored.log.follow(), streamed=True)
+        return HttpResponse(in_parts(body), streamed=False)
 
     async def _make(self, stored: StoredResponse, context: RequestContext) -> None:
         """Makes a background response to its end, whatever that is."""

@@ -14,7 +14,7 @@ PART_BYTES = 32 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HttpResponse:
     """The body of a success, chunk by chunk. Raises what went wrong, before the first chunk where it can.
 
     It starts nothing until its first chunk is asked for, and aborts its requests when it is closed.
@@ -29,7 +29,7 @@ class Answer:
     """What ends a stream that has begun and cannot go on."""
 
 
-class Turns:
+class LoopTurns:
     """Lets the event loop go on between the parts of long answers: it makes one part a turn, however many there are."""
 
     def __init__(self) -> None:
