@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from cluster.http.active import ActiveRequests
 from cluster.http.keys import KeyRing
 from cluster.openai.responses.builder import ResponseBuilder
-from cluster.openai.responses.objects import Reasoning
+from cluster.openai.responses.objects import ReasoningSettings
 from cluster.openai.responses.objects import Response as OwnResponse
 from cluster.openai.responses.store import ResponseStore, StoredResponse, StoreLimits
 from cluster.openai.responses.to_chat import chat_messages, in_own_words, input_items
@@ -359,7 +359,7 @@ def own_response(id_: str = "resp_1") -> OwnResponse:
         model=MODEL,
         parallel_tool_calls=True,
         previous_response_id=None,
-        reasoning=Reasoning(),
+        reasoning=ReasoningSettings(),
         store=True,
         temperature=1.0,
         text={"format": {"type": "text"}},

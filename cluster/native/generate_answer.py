@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from cluster.engine_client import PromptScores
+from cluster.engine_client import WholePromptLogprobs
 from cluster.http.response import HttpResponse
 from cluster.messages import FinishReason
 from cluster.openai.echo import finite
@@ -156,7 +156,7 @@ class _Output:
         self._logprobs: list[Entry] = []
         self._top: list[list[Entry]] = []
         self._of_tokens: list[list[Entry]] = []
-        self._scores: PromptScores | None = None
+        self._prompt_logprobs: WholePromptLogprobs | None = None
         self._prompt: list[Entry] = []
 
     def add(self, delta: Delta) -> None:
@@ -170,7 +170,7 @@ class _Output:
             self._top.append([self._entry(*pair) for pair in pairs[:k]])
             self._of_tokens.append([self._entry(*pair) for pair in pairs[k : k + len(self._asked.token_ids)]])
         if delta.prompt_logprobs is not None:
-            self._scores = delta.prompt_logprobs
+            self._prompt_logprobs = delta.prompt_logprobs
         if delta.finish_reason is not None:
             self._finish_reason = self._reason(delta)
 
@@ -193,7 +193,7 @@ class _Output:
             if asked.num_top and has_ended:
                 meta.output_top_logprobs = long_list(self._top)
                 if asked.start >= 0:
-                    meta.input_top_logprobs = long_list(self._prompt_tops())
+                    meta.input_top_logprobs = long_list(self._prompt_top_logprobs())
             if asked.token_ids and has_ended:
                 meta.output_token_ids_logprobs = long_list(self._of_tokens)
         return NativeAnswer(self._text, self._ids, meta)
@@ -206,23 +206,25 @@ class _Output:
         """The prompt's tokens from `start` on, kept for all objects of a stream; the first of all has no log
         probability."""
         yield from self._prompt
-        if self._scores is None:
+        if self._prompt_logprobs is None:
             return
-        prompt, scores = self._run.job.prompt_of(self._index), self._scores.logprobs
+        prompt, logprobs = self._run.job.prompt_of(self._index), self._prompt_logprobs.logprobs
         for position in range(self._asked.start + len(self._prompt), len(prompt)):
-            entry = self._entry(float(scores[position - 1]) if position else None, prompt[position])
+            entry = self._entry(float(logprobs[position - 1]) if position else None, prompt[position])
             self._prompt.append(entry)
             yield entry
 
-    def _prompt_tops(self) -> Iterator[list[Entry] | None]:
+    def _prompt_top_logprobs(self) -> Iterator[list[Entry] | None]:
         """The likeliest tokens in the places of those."""
-        if self._scores is None:
+        if self._prompt_logprobs is None:
             return
         start = self._asked.start
         if start == 0:
             yield None
         first = max(start - 1, 0)
-        for ids, logprobs in zip(self._scores.top_ids[first:], self._scores.top_logprobs[first:], strict=True):
+        for ids, logprobs in zip(
+            self._prompt_logprobs.top_ids[first:], self._prompt_logprobs.top_logprobs[first:], strict=True
+        ):
             yield [self._entry(value, id_) for value, id_ in zip(logprobs.tolist(), ids.tolist(), strict=True)]
 
     def _reason(self, delta: Delta) -> MatchedStop | ReachedLength | WasAborted:

@@ -153,8 +153,8 @@ class ChatWriter(BaseWriter):
         return ChatLogprobs(long_list(token_logprobs(sampling, token_ids, logprobs, self._tokenizer, self._name)))
 
     def _prompt_logprobs(self) -> PromptLogprobsJson | msgspec.UnsetType:
-        scores = self._collected[0].prompt_logprobs
+        prompt_logprobs = self._collected[0].prompt_logprobs
         k = self._options.num_prompt_logprobs
-        if k < 0 or scores is None:
+        if k < 0 or prompt_logprobs is None:
             return msgspec.UNSET
-        return long_list(prompt_logprobs_json(scores, self._job.prompts[0], k, self._tokenizer))
+        return long_list(prompt_logprobs_json(prompt_logprobs, self._job.prompts[0], k, self._tokenizer))

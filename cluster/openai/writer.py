@@ -15,7 +15,7 @@ from typing import Protocol
 
 import msgspec
 
-from cluster.engine_client import PromptScores
+from cluster.engine_client import WholePromptLogprobs
 from cluster.http.response import HttpResponse
 from cluster.messages import FinishReason, SamplingParams, TokenLogprobs
 from cluster.openai.echo import finite
@@ -90,7 +90,7 @@ class Collected:
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.text_offsets: list[int] = []
-        self.prompt_logprobs: PromptScores | None = None
+        self.prompt_logprobs: WholePromptLogprobs | None = None
         self.finish_reason: FinishReason = FinishReason.ABORT
         self.stop_reason: int | str | None = None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.engine_client import PromptScores, RequestStream
+from cluster.engine_client import RequestStream, WholePromptLogprobs
 from cluster.messages import Finished, FinishReason, Prefilled, SamplingParams, TokenLogprobs
 from cluster.text.answer_parser import AnswerFormat, AnswerReader
 from cluster.text.stops import TextOptions, text_end
@@ -34,7 +34,7 @@ class Delta:
     """Set on the last delta."""
     stop_reason: int | str | None = None
     """The stop string, stop pattern or id of `stop_token_ids` that ended it; None for end of sequence."""
-    prompt_logprobs: PromptScores | None = None
+    prompt_logprobs: WholePromptLogprobs | None = None
     """On the first delta with a token, when asked for."""
     events: Sequence[Event] = ()
     """What `text` is made of, for a sequence that is the answer in a chat."""

@@ -140,7 +140,7 @@ class JsonSchemaFormat(_Part):
     strict: bool | None = None
 
 
-class TextOptions(_Part):
+class ResponseTextConfig(_Part):
     """How the text is written."""
 
     format: Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")] | None = None
@@ -178,7 +178,7 @@ class InputTokensRequest(_Part):
     previous_response_id: str | None = Field(None, max_length=200)
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
-    text: TextOptions | None = None
+    text: ResponseTextConfig | None = None
     tools: list[Annotated[Any, Documented(FunctionTool)]] | None = Field(None, max_length=128)
     tool_choice: Annotated[Any, Documented(_ToolChoice)] = None
 
@@ -204,7 +204,7 @@ class ResponsesRequest(SamplingFields):
     """Answer at once; the response is made meanwhile. Needs `store`."""
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
-    text: TextOptions | None = None
+    text: ResponseTextConfig | None = None
     tools: list[Annotated[Any, Documented(FunctionTool)]] | None = Field(None, max_length=128)
     tool_choice: Annotated[Any, Documented(_ToolChoice)] = None
     top_logprobs: int | None = Field(None, ge=0, le=20)

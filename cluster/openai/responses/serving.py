@@ -24,7 +24,7 @@ from cluster.openai.chat import unread_fields
 from cluster.openai.protocol import ChatRequest
 from cluster.openai.responses.builder import ResponseBuilder
 from cluster.openai.responses.event_log import EventLog
-from cluster.openai.responses.objects import DeletedResponse, InputTokens, ItemList, Reasoning, Response
+from cluster.openai.responses.objects import DeletedResponse, InputTokens, ItemList, ReasoningSettings, Response
 from cluster.openai.responses.request import (
     FIELDS,
     InputTokensRequest,
@@ -276,17 +276,19 @@ class ResponsesServing:
         assert run is not None, "a response is made once"
         begun = False
         reason = FinishReason.ABORT
-        scores: list[TokenLogprob] = []  # of tokens whose text is yet to come
+        logprobs: list[TokenLogprob] = []  # of tokens whose text is yet to come
         async with aclosing(run.deltas()) as steps:
             async for deltas in steps:
                 chunk = b"" if begun else builder.begin()
                 begun = True
                 for delta in deltas:
-                    scores += self._scores(run, delta)
+                    logprobs += self._logprobs(run, delta)
                     for event in delta.events:
                         # Only text has log probabilities; those of thinking and of calls have no place to be shown.
-                        chunk += builder.say(event.text, scores) if isinstance(event, Content) else tell(builder, event)
-                        scores = []
+                        chunk += (
+                            builder.say(event.text, logprobs) if isinstance(event, Content) else tell(builder, event)
+                        )
+                        logprobs = []
                     reason = delta.finish_reason or reason
                 yield chunk
         usage = run.usage()
@@ -295,7 +297,7 @@ class ResponsesServing:
             yield part
             await asyncio.sleep(0)  # not everyone who reads the events sends them
 
-    def _scores(self, run: Run, delta: Delta) -> Iterable[TokenLogprob]:
+    def _logprobs(self, run: Run, delta: Delta) -> Iterable[TokenLogprob]:
         if not delta.logprobs:
             return ()
         tokenizer = self._model.tokenizer
@@ -346,7 +348,7 @@ def _response(request: ResponsesRequest, response_id: str, sampling: SamplingPar
         model=model_name,
         parallel_tool_calls=request.parallel_tool_calls is not False,
         previous_response_id=request.previous_response_id,
-        reasoning=Reasoning() if reasoning is None else Reasoning(reasoning.effort, reasoning.summary),
+        reasoning=ReasoningSettings() if reasoning is None else ReasoningSettings(reasoning.effort, reasoning.summary),
         store=request.kept,
         temperature=sampling.temperature,
         text=text,
