@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from cluster.http.errors import error_body
-from cluster.openai.chat import parse_messages
+from cluster.openai.chat import parse_turns
 from cluster.openai.protocol import ChatRequest, CompletionRequest, parse_request, unknown_fields
 from cluster.requests import checks
 from configs.errors import ContextLengthError, OverloadedError, RequestError
@@ -120,7 +120,8 @@ def test_a_prompt_is_text_or_ids_or_a_list_of_either() -> None:
 
 def test_text_parts_are_joined_and_developer_is_system() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert parse_messages([{"role": "developer", "content": parts}]) == [{"role": "system", "content": "a\nb"}]
+    [turn] = parse_turns([{"role": "developer", "content": parts}])
+    assert turn.message() == {"role": "system", "content": "a\nb"}
 
 
 def test_calls_have_their_arguments_as_objects_and_results_their_ids() -> None:
@@ -129,12 +130,13 @@ def test_calls_have_their_arguments_as_objects_and_results_their_ids() -> None:
         {"id": "c2", "type": "function", "function": {"name": "g", "arguments": ""}},
         {"id": "c3", "type": "function", "function": {"name": "f", "arguments": '{"x": [1'}},
     ]
-    parsed = parse_messages(
+    turns = parse_turns(
         [
             {"role": "assistant", "content": None, "tool_calls": calls, "reasoning_content": "hm"},
             {"role": "tool", "tool_call_id": "c1", "content": "7"},
         ]
     )
+    parsed = [turn.message() for turn in turns]
     assert [call["function"]["arguments"] for call in parsed[0]["tool_calls"]] == [{"x": [1]}, {}, '{"x": [1'], (
         "cut off: text"
     )

@@ -40,6 +40,7 @@ def sampling(tokenizer: Tokenizer, defaults: SamplingDefaults | None = None, **f
         vocabulary,
         max_tokens=[16],
         num_choices=1,
+        num_logprobs=0,
         next_seed=lambda: 0,
     )
     return params

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from cluster.http.context import RequestContext
 from cluster.http.response import HttpResponse
 from cluster.native.generate_answer import Asked, native_response
+from cluster.requests import checks
 from cluster.requests.body import decoded, validated
 from cluster.requests.checks import MAX_SEQUENCES, check_token_ids
 from cluster.requests.fields import STYLING, UNSUPPORTED, FieldPolicy, ignored_header, neutral
@@ -184,11 +185,7 @@ class NativeServing:
                 f"{len(prompts)} prompts times n={num_choices} exceed {MAX_SEQUENCES}.", param="sampling_params.n"
             )
         for wanted in asked:
-            if wanted.num_top > server.max_logprobs:
-                raise RequestError(
-                    f"top_logprobs_num={wanted.num_top} exceeds server.max_logprobs={server.max_logprobs}.",
-                    param="top_logprobs_num",
-                )
+            checks.num_logprobs(wanted.num_top, "top_logprobs_num", server)
             check_token_ids(wanted.token_ids, "token_ids_logprob", self._model.vocab_size)
             if wanted.token_ids and wanted.start >= 0:
                 raise RequestError(

@@ -16,12 +16,10 @@ import msgspec
 from cluster.engine_client import WholePromptLogprobs
 from cluster.http.response import HttpResponse
 from cluster.messages import FinishReason
-from cluster.openai.echo import finite
-from cluster.openai.writer import DONE, event_parts
 from cluster.requests.generation import Delta
 from cluster.requests.http_responses import timed
 from cluster.requests.job import Run
-from cluster.requests.json_parts import gathered, json_parts, long_list
+from cluster.requests.json_parts import DONE, event_parts, finite, gathered, json_parts, long_list
 from cluster.text.tokenizer import Tokenizer
 
 Entry = tuple[float | None, int, str | None]

@@ -24,10 +24,10 @@ from cluster.openai.wire import (
     ToolCall,
     ToolCallDelta,
 )
-from cluster.openai.writer import DONE, REASONS, AnswerOptions, BaseWriter, event, token_logprobs
+from cluster.openai.writer import REASONS, AnswerOptions, BaseWriter, token_logprobs
 from cluster.requests.generation import Delta
 from cluster.requests.job import Job
-from cluster.requests.json_parts import json_parts, long_list
+from cluster.requests.json_parts import DONE, event, json_parts, long_list
 from cluster.requests.usage import Usage
 from cluster.text.tokenizer import Tokenizer
 from cluster.text.tools.events import Arguments, CallStarted, Content, Event, Reasoning, collect

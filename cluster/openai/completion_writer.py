@@ -9,12 +9,12 @@ import msgspec
 
 from cluster.engine_client import WholePromptLogprobs
 from cluster.messages import TokenLogprobs
-from cluster.openai.echo import Echo, finite, prompt_logprobs_json, prompt_top_logprobs
+from cluster.openai.echo import Echo, prompt_logprobs_json, prompt_top_logprobs
 from cluster.openai.wire import Completion, CompletionChoice, CompletionLogprobs, Head, PromptLogprobsJson
-from cluster.openai.writer import DONE, REASONS, AnswerOptions, BaseWriter, event_parts
+from cluster.openai.writer import REASONS, AnswerOptions, BaseWriter
 from cluster.requests.generation import Delta
 from cluster.requests.job import Job
-from cluster.requests.json_parts import json_parts, long_list
+from cluster.requests.json_parts import DONE, event_parts, finite, json_parts, long_list
 from cluster.requests.usage import Usage
 from cluster.text.tokenizer import Tokenizer
 

@@ -10,16 +10,11 @@ import numpy as np
 
 from cluster.engine_client import WholePromptLogprobs
 from cluster.openai.wire import PromptLogprob
+from cluster.requests.json_parts import LOWEST_LOGPROB, finite
 from cluster.text.tokenizer import Tokenizer
 
-_LOWEST_LOGPROB = -9999.0  # JSON has no -inf; this is what clients know
 _BLOCK = 64  # positions that are read out at once
 _TOKENS_AT_ONCE = 512  # that are decoded: 5 ms with the slowest of decoders
-
-
-def finite(logprob: float) -> float:
-    """`logprob`, or the lowest number clients know for minus infinity."""
-    return max(logprob, _LOWEST_LOGPROB)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +61,7 @@ def prompt_top_logprobs(
     them and `k` is not 0."""
     for first in range(0, len(prompt_logprobs.logprobs), _BLOCK):
         rows = slice(first, first + _BLOCK)
-        tops = np.maximum(prompt_logprobs.top_logprobs[rows, :k], _LOWEST_LOGPROB).tolist()
+        tops = np.maximum(prompt_logprobs.top_logprobs[rows, :k], LOWEST_LOGPROB).tolist()
         own = ids[1 + first : 1 + first + _BLOCK]
         for token, logprob, top_ids, top in zip(
             own, prompt_logprobs.logprobs[rows].tolist(), prompt_logprobs.top_ids[rows, :k].tolist(), tops, strict=True

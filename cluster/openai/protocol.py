@@ -7,14 +7,15 @@ happens to those nobody knows. It knows neither tokens nor the engine; what goes
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from cluster.openai.described import Messages, Prompt, ToolChoice, Tools
+from cluster.requests import checks
 from cluster.requests.body import decode_body, validated
 from cluster.requests.fields import STYLING, UNSUPPORTED, FieldPolicy, field_names, unknown_field
-from cluster.requests.sampling_fields import SamplingFields
+from cluster.requests.sampling_fields import ReasoningEffort, SamplingFields
 from cluster.requests.schema import Documented
 from configs.errors import RequestError
 from configs.schema import ServerConfig
@@ -88,7 +89,7 @@ class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
     messages: Annotated[Any, Documented(Messages)]
-    """The conversation, oldest message first. `chat.parse_messages` checks it."""
+    """The conversation, oldest message first. `chat.parse_turns` checks it."""
     max_completion_tokens: int | None = Field(None, ge=1, le=_MAX_TOKENS)
     """Newer name of max_tokens; wins over it."""
     logprobs: bool | None = None
@@ -103,12 +104,12 @@ class ChatRequest(GenerationRequest):
     """For templates that read them: objects with `title` and `text`."""
     chat_template_kwargs: dict[str, Any] | None = None
     """More variables for the chat template; only those it reads."""
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: ReasoningEffort | None = None
     """For templates that read it."""
     include_reasoning: bool | None = None
     """Whether the answer shows the model's thinking; it is counted either way. None: true."""
     tools: Annotated[Any, Documented(Tools)] = None
-    """Functions the model may call. `tools.request.parse_tools` checks this and the next one."""
+    """Functions the model may call. `tool_fields.parse_tools` checks this and the next one."""
     tool_choice: Annotated[Any, Documented(ToolChoice)] = None
     """none, auto, required, or the function to call. None: auto."""
     parallel_tool_calls: bool | None = None
@@ -214,10 +215,7 @@ def _check_counts(request: ChatRequest | CompletionRequest, server: ServerConfig
         if request.max_tokens == 0 and not (request.echo or request.prompt_logprobs is not None):
             raise RequestError("max_tokens must be at least 1 without echo or prompt_logprobs.", param="max_tokens")
     for param, count in ((name, request.num_logprobs), ("prompt_logprobs", request.num_prompt_logprobs)):
-        if count > server.max_logprobs:
-            raise RequestError(f"{param}={count} exceeds server.max_logprobs={server.max_logprobs}.", param=param)
-    if request.logprob_token_ids and request.num_logprobs < 0:
-        raise RequestError("logprob_token_ids needs logprobs.", param="logprob_token_ids")
+        checks.num_logprobs(count, param, server)
     if request.prompt_logprobs is not None and request.stream:
         raise RequestError("prompt_logprobs is not allowed with stream: true.", param="prompt_logprobs")
     if request.stream_options is not None and not request.stream:

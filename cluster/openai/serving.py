@@ -17,15 +17,12 @@ from cluster.openai.wire import Head
 from cluster.openai.writer import AnswerOptions, written
 from cluster.requests import checks
 from cluster.requests.body import decoded
-from cluster.requests.chat_grammar import chat_grammar
+from cluster.requests.chat import chat_job, refuse_unread, tool_header
 from cluster.requests.fields import ignored_header
 from cluster.requests.job import Job, Run
 from cluster.requests.served_model import ServedModel
-from cluster.text.tools.request import parse_tools
+from cluster.text.conversation import Conversation
 from configs.errors import RequestError
-from configs.schema import ServerConfig
-
-_ENDING_TOKENS = 16  # of a prompt: a tag and the whitespace after it
 
 
 class OpenAIServing:
@@ -39,14 +36,16 @@ class OpenAIServing:
         model = self._model
         raw = await decoded(body)
         request = protocol.check_request(ChatRequest, raw, model.server)
-        job = await chat_job(model, "chatcmpl-", request, context)
+        model.check_name(request.model)
+        conversation = chat.conversation(request)
+        job = await _chat_job(model, request, conversation, context)
         run = model.run(job)
         options = replace(_options(request, run), reasoning=request.include_reasoning is not False)
         writer = ChatWriter(_head(model, job), job, model.tokenizer, options)
-        unread = chat.unread_fields(request, model.tokenizer)
+        unread = conversation.unread(model.tokenizer.template)
         refuse_unread(unread, model.server)
         ignored = [*protocol.unknown_fields(ChatRequest, raw), *unread]
-        headers = {**ignored_header(ignored), **tool_header(model, request)}
+        headers = {**ignored_header(ignored), **tool_header(model, conversation)}
         return written(run, writer, streamed=bool(request.stream), headers=headers)
 
     async def completions(self, body: bytes, context: RequestContext) -> HttpResponse:
@@ -109,64 +108,24 @@ async def _completion_job(
     )
 
 
-async def chat_job(model: ServedModel, prefix: str, request: ChatRequest, context: RequestContext) -> Job:
-    """What a chat asks of the engine, for every route that speaks in messages.
-
-    Args:
-        prefix: of the answer's id, e.g. `chatcmpl-`.
-
-    Raises:
-        RequestError: with the path of the field at fault.
-    """
-    model.check_name(request.model)
-    use = parse_tools(request.tools, request.tool_choice, request.parallel_tool_calls)
-    template_input = chat.chat_prompt(request, model.tokenizer, model.formats, use)
-    ids = await model.prompts.encode_chat(template_input)
-    continued = template_input.messages[-1]["content"] if template_input.continue_final_message else ""
-    ending = model.tokenizer.decode(ids[-_ENDING_TOKENS:], skip_special_tokens=False)
-    form = model.formats.answer_format(use, ending, continued)
-    prompt = model.truncated(ids, request.truncate_prompt_tokens, request.asked_max_tokens)
-    max_tokens = model.checked_max_tokens(
-        prompt, request.asked_max_tokens, default=model.default_max_tokens(prompt), param="messages"
-    )
-    return model.job(
-        prefix,
+async def _chat_job(
+    model: ServedModel, request: ChatRequest, conversation: Conversation, context: RequestContext
+) -> Job:
+    return await chat_job(
+        model,
+        "chatcmpl-",
+        conversation,
         request,
-        [prompt],
-        [max_tokens],
         context,
+        max_tokens=request.asked_max_tokens,
+        truncate_prompt_tokens=request.truncate_prompt_tokens,
         num_choices=request.num_choices,
         num_logprobs=request.num_logprobs,
         num_prompt_logprobs=request.num_prompt_logprobs,
         priority=request.priority or 0,
         cache_salt=request.cache_salt,
         name=request.request_id,
-        form=form,
-        grammar=await chat_grammar(model, request, use, form),
     )
-
-
-def refuse_unread(unread: Sequence[str], server: ServerConfig) -> None:
-    """Raises RequestError where fields that the template does not read may not be ignored."""
-    if unread and server.strict_fields:
-        raise RequestError(f"This model's chat template reads no {unread[0]}.", param=unread[0])
-
-
-def tool_header(model: ServedModel, request: ChatRequest) -> dict[str, str]:
-    """The header that names what showed the model the tools, calls or results of `request`; none where it has none."""
-    if not request.tools and not any(chat.has_calls(message) for message in request.messages):
-        return {}
-    return {"x-tool-template": model.formats.tool_template}
-
-
-async def chat_prompt(model: ServedModel, request: ChatRequest) -> list[int]:
-    """Token ids of a chat, as the model reads it.
-
-    Raises:
-        RequestError: with the path of the field at fault.
-    """
-    use = parse_tools(request.tools, request.tool_choice, request.parallel_tool_calls)
-    return await model.prompts.encode_chat(chat.chat_prompt(request, model.tokenizer, model.formats, use))
 
 
 def _head(model: ServedModel, job: Job) -> Head:

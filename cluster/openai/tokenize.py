@@ -15,9 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from cluster.http.context import RequestContext
 from cluster.http.response import HttpResponse
 from cluster.openai import protocol
+from cluster.openai.chat import conversation
 from cluster.openai.described import Messages
 from cluster.openai.protocol import ChatRequest
-from cluster.openai.serving import chat_prompt
 from cluster.requests.body import decoded, validated
 from cluster.requests.checks import check_token_ids
 from cluster.requests.fields import OWN_FIELDS, ignored_header
@@ -112,7 +112,7 @@ class TokenizerServing:
         fields = {name: value for name, value in raw.items() if name not in _OWN_FIELDS}
         chat = {**fields, "model": self._model.model_name, "messages": request.messages}
         checked = protocol.check_request(ChatRequest, chat, self._model.server)
-        return await chat_prompt(self._model, checked), protocol.unknown_fields(ChatRequest, chat)
+        return await self._model.prompts.encode_chat(conversation(checked)), protocol.unknown_fields(ChatRequest, chat)
 
     async def detokenize(self, body: bytes, context: RequestContext) -> HttpResponse:
         """POST /detokenize. Raises RequestError for a bad request."""

@@ -18,16 +18,14 @@ import msgspec
 from cluster.engine_client import WholePromptLogprobs
 from cluster.http.response import HttpResponse
 from cluster.messages import FinishReason, SamplingParams, TokenLogprobs
-from cluster.openai.echo import finite
 from cluster.openai.wire import Head, Reason, TokenLogprob, TopLogprob
 from cluster.requests.generation import Delta
 from cluster.requests.job import Job, Run
-from cluster.requests.json_parts import gathered, json_parts
+from cluster.requests.json_parts import finite, gathered
 from cluster.requests.usage import Usage
 from cluster.text.tokenizer import Tokenizer
 from cluster.text.tools.events import Event
 
-DONE = b"data: [DONE]\n\n"
 REASONS: dict[FinishReason, Reason] = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
@@ -35,18 +33,6 @@ REASONS: dict[FinishReason, Reason] = {
 }
 encode = msgspec.json.Encoder().encode
 _MARK = "\ue000text\ue000"
-
-
-def event(message: msgspec.Struct) -> bytes:
-    """`message` as one server-sent event."""
-    return b"".join(event_parts(message))
-
-
-def event_parts(message: msgspec.Struct) -> Iterator[bytes]:
-    """`message` as one server-sent event that may be long."""
-    yield b"data: "
-    yield from json_parts(message)
-    yield b"\n\n"
 
 
 class AnswerWriter(Protocol):

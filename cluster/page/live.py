@@ -11,7 +11,7 @@ from cluster.http.active import ActiveRequests
 from cluster.http.context import RequestContext
 from cluster.http.response import HttpResponse
 from cluster.observability.board import StatsBoard
-from cluster.openai.writer import event
+from cluster.requests.json_parts import event
 from cluster.requests.served_model import ServedModel
 from configs.errors import OverloadedError
 

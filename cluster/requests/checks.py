@@ -14,16 +14,16 @@ _MAX_LOGIT_BIAS = 100.0
 _MAX_WORDS = 128
 
 
-def stop_strings(stop: object, server: ServerConfig) -> list[str]:
+def stop_strings(stop: object, server: ServerConfig, param: str = "stop") -> list[str]:
     """The stop strings of a request, none of them empty.
 
     Raises:
         RequestError: wrong type, too many, empty or too long.
     """
-    stops = _texts(stop, "stop", server.max_stop)
-    for param, text in stops.items():
+    stops = _texts(stop, param, server.max_stop)
+    for path, text in stops.items():
         if not 0 < len(text) <= _MAX_STOP_CHARS:
-            raise RequestError(f"{param} must have 1 to {_MAX_STOP_CHARS} characters.", param=param)
+            raise RequestError(f"{path} must have 1 to {_MAX_STOP_CHARS} characters.", param=path)
     return list(stops.values())
 
 
@@ -101,6 +101,12 @@ def prompts(prompt: object, vocab_size: int) -> list[str | list[int]]:
             raise RequestError(f"{param} must be {kind}, as prompt[0] is.", code="invalid_type", param=param)
         parsed.append(_checked_text(entry, param) if are_texts else _checked_ids(entry, param, vocab_size))
     return parsed
+
+
+def num_logprobs(count: int, param: str, server: ServerConfig) -> None:
+    """Raises RequestError for more log probabilities in a place than `server.max_logprobs`."""
+    if count > server.max_logprobs:
+        raise RequestError(f"{param}={count} exceeds server.max_logprobs={server.max_logprobs}.", param=param)
 
 
 def check_token_ids(ids: list[int], param: str, vocab_size: int) -> None:

@@ -16,6 +16,9 @@ import msgspec
 
 from cluster.http.response import PART_BYTES
 
+DONE = b"data: [DONE]\n\n"
+"""The last event of a stream."""
+LOWEST_LOGPROB = -9999.0  # JSON has no -inf; this is what clients know
 _T = TypeVar("_T")
 _MARK = secrets.token_hex(16)  # no text of a client or a model
 _ENCODED_MARK = msgspec.json.encode(_MARK)
@@ -80,3 +83,20 @@ def gathered(parts: Iterable[bytes]) -> Iterator[bytes]:
             size = 0
     if size:
         yield b"".join(short)
+
+
+def event(message: msgspec.Struct) -> bytes:
+    """`message` as one server-sent event."""
+    return b"".join(event_parts(message))
+
+
+def event_parts(message: msgspec.Struct) -> Iterator[bytes]:
+    """`message` as one server-sent event that may be long."""
+    yield b"data: "
+    yield from json_parts(message)
+    yield b"\n\n"
+
+
+def finite(logprob: float) -> float:
+    """`logprob`, or the lowest number clients know for minus infinity."""
+    return max(logprob, LOWEST_LOGPROB)

@@ -85,6 +85,8 @@ def sampling_params(
     checks.check_token_ids(stop_token_ids, "stop_token_ids", size)
     extra_ids = list(dict.fromkeys(fields.logprob_token_ids or []))
     checks.check_token_ids(extra_ids, "logprob_token_ids", size)
+    if extra_ids and num_logprobs < 0:
+        raise RequestError("logprob_token_ids needs logprobs.", param="logprob_token_ids")
     allowed = sorted(set(fields.allowed_token_ids or []))
     checks.check_token_ids(allowed, "allowed_token_ids", size)
     min_tokens = fields.min_tokens or 0

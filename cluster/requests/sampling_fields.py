@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -16,7 +16,10 @@ from cluster.requests.described import (
     StructuredOutputs,
 )
 from cluster.requests.schema import Documented
+from cluster.structured.spec import GrammarSpec, read_grammar
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+"""For chat templates that read it."""
 _INT64_MAX = 2**63 - 1
 _MAX_TOKENS = 2**31 - 1
 _MAX_STOP_TOKEN_IDS = 128
@@ -90,3 +93,21 @@ class SamplingFields(BaseModel):
     """SGLang's form of a grammar."""
     json_schema: Annotated[Any, Documented(Schema | None)] = None
     """SGLang's form of a schema."""
+
+    def grammar(self, own: GrammarSpec | None = None) -> GrammarSpec | None:
+        """What the answer must match; None: any text.
+
+        Args:
+            own: of a field that one API alone has, in place of `response_format`.
+
+        Raises:
+            RequestError: a field has the wrong shape, or two of them ask for something.
+        """
+        return read_grammar(
+            own,
+            response_format=self.response_format,
+            structured_outputs=self.structured_outputs,
+            regex=self.regex,
+            ebnf=self.ebnf,
+            json_schema=self.json_schema,
+        )

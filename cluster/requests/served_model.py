@@ -14,18 +14,17 @@ from contextlib import aclosing
 from cluster.engine_client import EngineClient
 from cluster.http.context import RequestContext
 from cluster.messages import SamplingParams
-from cluster.openai.chat import ChatPrompt
 from cluster.requests.engine_info import EngineInfo
 from cluster.requests.job import Job, Run
-from cluster.requests.prompt_encoder import PromptEncoder
 from cluster.requests.sampling import SamplingDefaults, Vocabulary, sampling_params, text_options
 from cluster.requests.sampling_fields import SamplingFields
 from cluster.structured.checker import GrammarChecker
 from cluster.structured.limits import MAX_REQUEST_GRAMMAR_BYTES
 from cluster.structured.protocol import Setup
-from cluster.structured.spec import read_grammar
 from cluster.text.answer_parser import AnswerFormat
+from cluster.text.conversation import Conversation, Turn
 from cluster.text.formats import ModelFormats
+from cluster.text.prompt_encoder import PromptEncoder
 from cluster.text.tokenizer import Tokenizer
 from configs.errors import ContextLengthError, EngineError, RequestError
 from configs.schema import ServerConfig
@@ -67,7 +66,6 @@ class ServedModel:
         """
         self.engine = engine
         self.tokenizer = tokenizer
-        self.prompts = PromptEncoder(tokenizer)
         self.model_name = model_name
         self.max_model_len = max_model_len
         self.server = server
@@ -80,6 +78,7 @@ class ServedModel:
         self.grammars = GrammarChecker(lambda: Setup(tokenizer.to_json(), self.vocab_size, list(eos)))
         self._vocabulary = Vocabulary(tokenizer=tokenizer, size=self.vocab_size, eos_token_ids=frozenset(eos_token_ids))
         self.formats = ModelFormats.of(tokenizer.template, server)
+        self.prompts = PromptEncoder(tokenizer, self.formats)
         self._defaults = defaults or SamplingDefaults()
         self._next_seed = next_seed
         self.started = int(time.time())
@@ -190,13 +189,7 @@ class ServedModel:
             RequestError: the grammar is wrong or too complex, or two are asked for.
             OverloadedError: too many grammars wait to be checked.
         """
-        spec = read_grammar(
-            response_format=fields.response_format,
-            structured_outputs=fields.structured_outputs,
-            regex=fields.regex,
-            ebnf=fields.ebnf,
-            json_schema=fields.json_schema,
-        )
+        spec = fields.grammar()
         return None if spec is None else await self.grammars.check(spec)
 
     def job(
@@ -279,8 +272,8 @@ class ServedModel:
             RequestError: the prompt is empty or does not fit.
             EngineError: the engine failed.
         """
-        message = {"role": "user", "content": prompt}
-        ids = await (self.prompts.encode_chat(ChatPrompt(messages=[message])) if chat else self.prompts.encode(prompt))
+        turns = Conversation(turns=[Turn(role="user", text=prompt)])
+        ids = await (self.prompts.encode_chat(turns) if chat else self.prompts.encode(prompt))
         limit = self.checked_max_tokens(ids, max_tokens, default=self.room(ids), param="prompt")
         fields = SamplingFields(temperature=temperature)
         job = self.job("text-", fields, [ids], [limit], RequestContext(request_id=uuid.uuid4().hex))

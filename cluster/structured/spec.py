@@ -66,6 +66,11 @@ def schema_grammar(schema: object, param: str, *, strict: bool) -> GrammarSpec:
     return _json_schema(schema, param, strict=strict)
 
 
+def object_grammar(param: str) -> GrammarSpec:
+    """Any JSON object."""
+    return _spec(GrammarKind.JSON_SCHEMA, b'{"type":"object"}', param)
+
+
 def lark_grammar(text: str, param: str) -> GrammarSpec:
     """A grammar that this server wrote itself, in Lark's syntax. Raises RequestError when it is too long."""
     return _spec(GrammarKind.GRAMMAR, text.encode(), param)
@@ -77,6 +82,7 @@ def compiled_grammar(grammar: str, param: str) -> GrammarSpec:
 
 
 def read_grammar(
+    own: GrammarSpec | None = None,
     *,
     response_format: object = None,
     structured_outputs: object = None,
@@ -87,6 +93,7 @@ def read_grammar(
     """What the fields of a request ask for; None: any text.
 
     Args:
+        own: read already; in place of `response_format`.
         structured_outputs: vLLM's.
         regex, ebnf, json_schema: SGLang's; `json_schema` is a schema or its JSON text.
 
@@ -94,13 +101,14 @@ def read_grammar(
         RequestError: a field has the wrong shape, or two of them ask for something.
     """
     given = {
-        "response_format": response_format,
+        "response_format": response_format if own is None else None,
         "structured_outputs": structured_outputs,
         "regex": regex,
         "ebnf": ebnf,
         "json_schema": json_schema,
     }
-    specs = [spec for name, value in given.items() if value is not None and (spec := _READERS[name](value, name))]
+    read = [_READERS[name](value, name) for name, value in given.items() if value is not None]
+    specs = [spec for spec in (own, *read) if spec is not None]
     if len(specs) > 1:
         raise RequestError(
             f"{specs[0].param} and {specs[1].param} cannot both be given: an answer has one grammar.",
@@ -116,7 +124,7 @@ def _response_format(value: object, param: str) -> GrammarSpec | None:
         case "text":
             return None
         case "json_object":
-            return _spec(GrammarKind.JSON_SCHEMA, b'{"type":"object"}', f"{param}.type")
+            return object_grammar(f"{param}.type")
         case "json_schema":
             path = f"{param}.json_schema"
             given = _object(fields.get("json_schema"), path)
@@ -168,7 +176,7 @@ def _json_schema(value: object, param: str, *, strict: bool = True) -> GrammarSp
 def _json_object(value: object, param: str) -> GrammarSpec:
     if value is not True:
         raise _wrong_type(param, "a boolean")
-    return _spec(GrammarKind.JSON_SCHEMA, b'{"type":"object"}', param)
+    return object_grammar(param)
 
 
 def _choice(value: object, param: str) -> GrammarSpec:

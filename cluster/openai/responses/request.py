@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from cluster.requests.fields import STYLING, UNSUPPORTED, FieldPolicy, neutral
-from cluster.requests.sampling_fields import SamplingFields
+from cluster.requests.sampling_fields import ReasoningEffort, SamplingFields
 from cluster.requests.schema import Documented
 from configs.errors import RequestError
 
@@ -150,7 +150,7 @@ class ResponseTextConfig(_Part):
 class ReasoningOptions(_Part):
     """How much the model thinks."""
 
-    effort: str | None = None
+    effort: ReasoningEffort | None = None
     summary: str | None = None
 
 

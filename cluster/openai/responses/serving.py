@@ -19,10 +19,8 @@ from cluster.http.context import RequestContext
 from cluster.http.errors import as_request_error
 from cluster.http.response import HttpResponse
 from cluster.messages import FinishReason, SamplingParams
-from cluster.openai import protocol
-from cluster.openai.chat import unread_fields
-from cluster.openai.protocol import ChatRequest
 from cluster.openai.responses.builder import ResponseBuilder
+from cluster.openai.responses.conversation import conversation, input_items, text_grammar
 from cluster.openai.responses.event_log import EventLog
 from cluster.openai.responses.objects import DeletedResponse, InputTokens, ItemList, ReasoningSettings, Response
 from cluster.openai.responses.request import (
@@ -34,11 +32,11 @@ from cluster.openai.responses.request import (
     ignored_options,
 )
 from cluster.openai.responses.store import ResponseStore, StoredResponse
-from cluster.openai.responses.to_chat import chat_fields, chat_messages, in_own_words, input_items, own_names
-from cluster.openai.serving import chat_job, chat_prompt, refuse_unread, tool_header
 from cluster.openai.wire import TokenLogprob
 from cluster.openai.writer import token_logprobs
+from cluster.requests import checks
 from cluster.requests.body import decoded, validated
+from cluster.requests.chat import chat_job, refuse_unread, tool_header
 from cluster.requests.fields import ignored_header
 from cluster.requests.generation import Delta
 from cluster.requests.http_responses import in_parts, json_response, timed
@@ -76,13 +74,21 @@ class ResponsesServing:
         new_items = input_items(request.input)
         earlier, num_bytes = self._earlier(request.previous_response_id, context)
         items = earlier + new_items
-        messages, sources = chat_messages(items, request.instructions, len(earlier))
-        try:
-            chat = protocol.check_request(ChatRequest, chat_fields(request, messages), model.server)
-            job = await chat_job(model, self._prefix, chat, context)
-        except RequestError as error:
-            raise in_own_words(error, sources) from error
-        unread = own_names(unread_fields(chat, model.tokenizer))
+        model.check_name(request.model)
+        chat = conversation(request, items, len(earlier))
+        num_logprobs = (request.top_logprobs or 0) if request.with_logprobs else -1
+        checks.num_logprobs(num_logprobs, "top_logprobs", model.server)
+        job = await chat_job(
+            model,
+            self._prefix,
+            chat,
+            request,
+            context,
+            max_tokens=request.max_output_tokens,
+            own_grammar=text_grammar(request),
+            num_logprobs=num_logprobs,
+        )
+        unread = chat.unread(model.tokenizer.template)
         refuse_unread(unread, model.server)
         headers = ignored_header([*ignored, *unread, *ignored_options(request)])
         builder = ResponseBuilder(_response(request, job.id, job.sampling[0][0], model.model_name))
@@ -140,16 +146,9 @@ class ResponsesServing:
         check_tools(request.tools)
         earlier, _ = self._earlier(request.previous_response_id, context)
         new_items = [] if request.input is None and earlier else input_items(request.input)
-        messages, sources = chat_messages(earlier + new_items, request.instructions, len(earlier))
-        fields = chat_fields(request, messages)
-        if request.model is None:
-            fields["model"] = model.model_name
-        try:
-            chat = protocol.check_request(ChatRequest, fields, model.server)
-            model.check_name(chat.model)
-            count = InputTokens(len(await chat_prompt(model, chat)))
-        except RequestError as error:
-            raise in_own_words(error, sources) from error
+        model.check_name(model.model_name if request.model is None else request.model)
+        chat = conversation(request, earlier + new_items, len(earlier))
+        count = InputTokens(len(await model.prompts.encode_chat(chat)))
         return json_response(count, ignored_header(ignored))
 
     async def cancel(self, body: bytes, context: RequestContext) -> HttpResponse:

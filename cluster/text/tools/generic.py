@@ -7,11 +7,11 @@ Owns the words. Calls are written as the style has them, by default as Hermes do
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
 
+from cluster.text.conversation import Call, Turn
 from cluster.text.tools.request import ToolUse, is_told_of
 from cluster.text.tools.styles import CallLayout
 
@@ -25,25 +25,24 @@ class GenericTools:
     shows_system: bool
     """The chat template shows a system message; else what it says begins the first user message."""
 
-    def messages(self, messages: Sequence[Mapping[str, Any]], use: ToolUse | None) -> list[dict[str, Any]]:
-        """`messages` as system, user and assistant messages of text alone, no two of one role in a row.
+    def turns(self, given: Sequence[Turn], use: ToolUse | None) -> list[Turn]:
+        """`given` as turns of system, user and assistant that are text alone, no two of one role in a row.
 
         Templates may want roles to alternate, and calls that follow one another have several results.
 
         Args:
-            messages: at least one, from `parse_messages`.
-            use: the request's tools, which the first message tells of.
+            given: at least one.
+            use: the request's tools, which the first turn tells of.
         """
-        given = list(messages)
+        turns = list(given)
         if use is not None and is_told_of(use):
-            if given[0]["role"] != "system":
-                given.insert(0, {"role": "system", "content": ""})
-            given[0] = {**given[0], "content": _joined(given[0]["content"], self._told(use))}
-        turns = []
-        for _, same in groupby(map(self._as_text, given), key=lambda turn: turn["role"]):
-            first, *rest = same
-            turns.append({**first, "content": _joined(first["content"], *(turn["content"] for turn in rest))})
-        return turns
+            if turns[0].role != "system":
+                turns.insert(0, Turn(role="system"))
+            turns[0] = replace(turns[0], text=_joined(turns[0].text, self._told(use)))
+        return [
+            replace(same[0], text=_joined(*(turn.text for turn in same)))
+            for same in (list(group) for _, group in groupby(map(self._as_text, turns), key=lambda turn: turn.role))
+        ]
 
     def _told(self, use: ToolUse) -> str:
         """What the model is told of its tools."""
@@ -60,26 +59,22 @@ class GenericTools:
         ]
         return "\n".join(lines)
 
-    def _as_text(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        turn = {name: value for name, value in message.items() if name not in ("tool_calls", "tool_call_id")}
-        if message["role"] == "tool":
+    def _as_text(self, turn: Turn) -> Turn:
+        if turn.role == "tool":
             # `name` is the tool's here, and would be taken for the user's.
-            return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
-        if message["role"] == "system" and not self.shows_system:
-            turn["role"] = "user"
-        if calls := message.get("tool_calls"):
-            turn["content"] = _joined(turn["content"], self._written(calls))
-        return turn
+            return Turn(role="user", text=f"<tool_response>\n{turn.text}\n</tool_response>")
+        role = "user" if turn.role == "system" and not self.shows_system else turn.role
+        text = _joined(turn.text, self._written(turn.calls)) if turn.calls else turn.text
+        return replace(turn, role=role, text=text, calls=(), call_id=None)
 
-    def _written(self, calls: Sequence[Mapping[str, Any]]) -> str:
+    def _written(self, calls: Sequence[Call]) -> str:
         """`calls` as the model would have written them."""
         layout = self.layout
         objects = []
         for call in calls:
-            name, arguments = call["function"]["name"], call["function"]["arguments"]
             # Arguments that were cut off are text.
-            text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-            objects.append(f'{{"name": {json.dumps(name)}, "{layout.arguments_key}": {text}}}')
+            text = call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments, ensure_ascii=False)
+            objects.append(f'{{"name": {json.dumps(call.name)}, "{layout.arguments_key}": {text}}}')
         return layout.begin + layout.separator.join(objects) + layout.end
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from configs.errors import RequestError
 
-MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MAX_DESCRIPTION = 1 << 16
 _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
@@ -40,8 +39,10 @@ class Tool:
     """Arguments follow the schema whether or not a call is required."""
     shown: Mapping[str, Any]
     """What the chat template is given: the tool as the request has it."""
+    path: str
+    """Where the request has it."""
     param: str
-    """Path of `parameters` in the request."""
+    """Path of `parameters` there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,119 +68,82 @@ def is_told_of(use: ToolUse | None) -> bool:
     return use is not None and use.mode is not ToolMode.NONE
 
 
-def parse_tools(tools: object, tool_choice: object = None, parallel_tool_calls: bool | None = None) -> ToolUse | None:
-    """The tools of a request in the shape of chat completions; None when it has none.
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Which of its tools a request lets the model call."""
+
+    mode: ToolMode = ToolMode.AUTO
+    names: Mapping[str, str] | None = None
+    """The names of those that may be called, each by the path at which the request has it. None: all."""
+
+
+def function_tool(function: Mapping[str, Any], path: str, *, parameters_name: str = "parameters") -> Tool:
+    """One tool, checked.
+
+    Args:
+        function: its `name`, `parameters`, `description`, `strict` and whatever else the template may show.
+        path: of the function in the request.
+        parameters_name: what the request calls `parameters`.
 
     Raises:
-        RequestError: with the path of the field at fault, e.g. `tools[0].function.name`.
+        RequestError: with the path of the field at fault.
     """
-    if tools is None or tools == []:
-        if tool_choice not in (None, "none", "auto"):
-            raise RequestError("tool_choice is only allowed with tools.", param="tool_choice")
-        return None
-    if not isinstance(tools, list):
-        raise _invalid("tools", "must be a list of tools")
-    if len(tools) > MAX_TOOLS:
-        raise RequestError(f"tools holds {len(tools)} tools; at most {MAX_TOOLS} are allowed.", param="tools")
-    parsed = tuple(_parse_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools))
-    seen: set[str] = set()
-    for i, tool in enumerate(parsed):
-        if tool.name in seen:
-            raise RequestError(f"Two tools are named {tool.name}.", param=f"tools[{i}].function.name")
-        seen.add(tool.name)
-    mode, names = _parse_choice(tool_choice, seen)
-    allowed = tuple(tool for tool in parsed if names is None or tool.name in names)
-    return ToolUse(parsed, allowed, mode, parallel_tool_calls is not False and mode is not ToolMode.NAMED)
-
-
-def _parse_tool(tool: object, path: str) -> Tool:
-    if not isinstance(tool, dict):
-        raise _invalid(path, "must be an object")
-    kind = tool.get("type", "function")
-    if kind != "function":
-        raise RequestError(
-            f"{path}.type must be function; no other kind of tool is supported.",
-            code="unsupported_parameter",
-            param=f"{path}.type",
-        )
-    function = tool.get("function")
-    path = f"{path}.function"
-    if not isinstance(function, dict):
-        raise _invalid(path, "must be an object")
     name = function.get("name")
     if not isinstance(name, str):
-        raise _invalid(f"{path}.name", "must be a string")
+        raise invalid(f"{path}.name", "must be a string")
     if not _NAME.fullmatch(name):
         raise RequestError(
             f"{path}.name must have 1 to 64 characters, each a letter, a digit, `_`, `-` or `.`.", param=f"{path}.name"
         )
     description = function.get("description")
     if not isinstance(description, str | None):
-        raise _invalid(f"{path}.description", "must be a string")
+        raise invalid(f"{path}.description", "must be a string")
     if description is not None and len(description) > _MAX_DESCRIPTION:
         raise RequestError(
             f"{path}.description must have at most {_MAX_DESCRIPTION} characters.", param=f"{path}.description"
         )
     strict = function.get("strict")
     if not isinstance(strict, bool | None):
-        raise _invalid(f"{path}.strict", "must be true or false")
+        raise invalid(f"{path}.strict", "must be true or false")
     parameters = function.get("parameters")
     if parameters is None or parameters == {}:
         parameters = _NO_ARGUMENTS
+    param = f"{path}.{parameters_name}"
     if not isinstance(parameters, dict):
-        raise _invalid(f"{path}.parameters", "must be an object")
+        raise invalid(param, "must be an object")
     if parameters.get("type", "object") != "object":
-        raise RequestError(
-            f"{path}.parameters must be the schema of an object: `type` must be object.",
-            param=f"{path}.parameters.type",
-        )
+        raise RequestError(f"{param} must be the schema of an object: `type` must be object.", param=f"{param}.type")
     if not isinstance(parameters.get("properties", {}), dict):
-        raise _invalid(f"{path}.parameters.properties", "must be an object")
+        raise invalid(f"{param}.properties", "must be an object")
     shown = {"type": "function", "function": {**function, "parameters": dict(parameters)}}
-    return Tool(name, {"type": "object", **parameters}, bool(strict), shown, f"{path}.parameters")
+    return Tool(name, {"type": "object", **parameters}, bool(strict), shown, path, param)
 
 
-def _parse_choice(choice: object, names: set[str]) -> tuple[ToolMode, set[str] | None]:
-    """The mode, and the names that may be called; None for all."""
-    if choice is None:
-        return ToolMode.AUTO, None
-    if isinstance(choice, str):
-        if choice in ("none", "auto", "required"):
-            return ToolMode(choice), None
-        raise RequestError(
-            "tool_choice must be none, auto, required, or an object that names a function.", param="tool_choice"
-        )
-    if not isinstance(choice, dict):
-        raise _invalid("tool_choice", "must be a string or an object")
-    if choice.get("type") == "allowed_tools":
-        return _parse_allowed(choice.get("allowed_tools"), names)
-    return ToolMode.NAMED, {_named(choice, names, "tool_choice")}
+def tool_use(tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool) -> ToolUse | None:
+    """The tools of a request; None when it has none.
+
+    Args:
+        parallel: an answer may have several calls, where it need not be one of one tool.
+
+    Raises:
+        RequestError: with the path of the field at fault.
+    """
+    if not tools:
+        if choice.names is not None or choice.mode not in (ToolMode.NONE, ToolMode.AUTO):
+            raise RequestError("tool_choice is only allowed with tools.", param="tool_choice")
+        return None
+    by_name: dict[str, Tool] = {}
+    for tool in tools:
+        if tool.name in by_name:
+            raise RequestError(f"Two tools are named {tool.name}.", param=f"{tool.path}.name")
+        by_name[tool.name] = tool
+    for path, name in (choice.names or {}).items():
+        if name not in by_name:
+            raise RequestError(f"tools has no function {name[:64]}.", param=path)
+    allowed = tools if choice.names is None else [tool for tool in tools if tool.name in choice.names.values()]
+    return ToolUse(tuple(tools), tuple(allowed), choice.mode, parallel and choice.mode is not ToolMode.NAMED)
 
 
-def _parse_allowed(allowed: object, names: set[str]) -> tuple[ToolMode, set[str]]:
-    path = "tool_choice.allowed_tools"
-    if not isinstance(allowed, dict):
-        raise _invalid(path, "must be an object")
-    mode = allowed.get("mode")
-    if mode not in ("auto", "required"):
-        raise RequestError(f"{path}.mode must be auto or required.", param=f"{path}.mode")
-    listed = allowed.get("tools")
-    if not isinstance(listed, list) or not listed:
-        raise _invalid(f"{path}.tools", "must be a list of tools, and not empty")
-    return ToolMode(mode), {_named(tool, names, f"{path}.tools[{i}]") for i, tool in enumerate(listed)}
-
-
-def _named(choice: object, names: set[str], path: str) -> str:
-    if not isinstance(choice, dict) or choice.get("type") != "function":
-        raise RequestError(f"{path}.type must be function.", param=f"{path}.type")
-    function = choice.get("function")
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str):
-        raise _invalid(f"{path}.function.name", "must be a string")
-    if name not in names:
-        raise RequestError(f"tools has no function {name[:64]}.", param=f"{path}.function.name")
-    return name
-
-
-def _invalid(path: str, rule: str) -> RequestError:
+def invalid(path: str, rule: str) -> RequestError:
+    """The error for a value of the wrong type."""
     return RequestError(f"{path} {rule}.", code="invalid_type", param=path)

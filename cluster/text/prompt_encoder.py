@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from cluster.openai.chat import ChatPrompt, render_prompt
+from cluster.text.conversation import Conversation
+from cluster.text.formats import ModelFormats
+from cluster.text.rendering import check, render
 from cluster.text.tokenizer import Tokenizer
 from configs.errors import OverloadedError
 
@@ -18,8 +20,9 @@ _INLINE_CHARS = 2048  # encoding takes under 1 ms; a thread costs a tenth of tha
 class PromptEncoder:
     """Encodes for one model; long texts and all chat templates in threads."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, formats: ModelFormats) -> None:
         self._tokenizer = tokenizer
+        self._formats = formats
         self._renderers = ThreadPoolExecutor(_NUM_RENDERERS, thread_name_prefix="chat-template")
         self._num_rendering = 0
 
@@ -45,19 +48,21 @@ class PromptEncoder:
             return encode()
         return await asyncio.to_thread(encode)
 
-    async def encode_chat(self, prompt: ChatPrompt) -> list[int]:
+    async def encode_chat(self, conversation: Conversation) -> list[int]:
         """Token ids of the chat template's text, with one BOS however often the template writes it.
 
         Raises:
-            RequestError: there is no template, or it refuses these messages.
+            RequestError: there is no template, it cannot show all of this, or it refuses these messages.
             OverloadedError: too many templates wait to be rendered.
         """
+        template, formats = self._tokenizer.template, self._formats
+        check(conversation, template, formats)
         if self._num_rendering >= _MAX_RENDERING:
             raise OverloadedError("Too many chats are being prepared; try again later.")
 
         def encode() -> list[int]:
-            text = render_prompt(self._tokenizer, prompt)
-            return self._tokenizer.encode(text, add_special_tokens=prompt.add_special_tokens)
+            text = render(conversation, template, formats)
+            return self._tokenizer.encode(text, add_special_tokens=conversation.add_special_tokens)
 
         self._num_rendering += 1
         try:
