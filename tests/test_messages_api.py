@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from cluster.anthropic.builder import MessageBuilder
 from cluster.anthropic.conversation import conversation
 from cluster.anthropic.request import MessagesRequest
-from cluster.requests.usage import PromptTokensDetails, Usage
+from cluster.requests.job import PromptTokensDetails, Usage
 from cluster.text.conversation import Call, Conversation, Turn
 from cluster.text.tools.request import ToolMode
 from configs.errors import RequestError

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.http.errors import error_body
 from cluster.openai.chat import parse_turns
-from cluster.openai.protocol import ChatRequest, CompletionRequest, parse_request, unknown_fields
+from cluster.openai.protocol import ChatRequest, CompletionRequest, check_request, unknown_fields
 from cluster.requests import checks
 from configs.errors import ContextLengthError, OverloadedError, RequestError
 from configs.schema import ServerConfig
@@ -20,11 +20,11 @@ SERVER = ServerConfig()
 
 def chat(**fields: Any) -> ChatRequest:
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], **fields}
-    return parse_request(ChatRequest, json.dumps(body).encode(), SERVER)
+    return check_request(ChatRequest, body, SERVER)
 
 
 def completion(**fields: Any) -> CompletionRequest:
-    return parse_request(CompletionRequest, json.dumps({"model": "m", "prompt": "x", **fields}).encode(), SERVER)
+    return check_request(CompletionRequest, {"model": "m", "prompt": "x", **fields}, SERVER)
 
 
 def test_every_supported_field_is_read() -> None:
@@ -83,9 +83,9 @@ def test_only_unknown_fields_are_listed_as_ignored() -> None:
     ("field", "near"), [("temprature", "temperature"), ("max_token", "max_tokens"), ("zzz", None), ("top-k", "top_k")]
 )
 def test_strict_fields_refuse_what_nobody_knows_with_the_nearest_name(field: str, near: str | None) -> None:
-    body = json.dumps({"model": "m", "prompt": "x", field: 1}).encode()
+    body = {"model": "m", "prompt": "x", field: 1}
     with pytest.raises(RequestError) as caught:
-        parse_request(CompletionRequest, body, ServerConfig(strict_fields=True))
+        check_request(CompletionRequest, body, ServerConfig(strict_fields=True))
     assert (caught.value.status, caught.value.code, caught.value.param) == (400, "unknown_parameter", field)
     assert (f"Did you mean {near}?" in str(caught.value)) is (near is not None)
 

@@ -21,7 +21,7 @@ from cluster.openai.responses.conversation import input_items, turns
 from cluster.openai.responses.objects import ReasoningSettings
 from cluster.openai.responses.objects import Response as OwnResponse
 from cluster.openai.responses.store import ResponseStore, StoredResponse, StoreLimits
-from cluster.requests.usage import PromptTokensDetails, Usage
+from cluster.requests.job import PromptTokensDetails, Usage
 from cluster.serve.ingress import create_app
 from cluster.text.conversation import Call, Turn
 from configs.errors import OverloadedError, RequestError

@@ -19,7 +19,7 @@ from cluster.requests.chat import chat_job, refuse_unread, tool_header
 from cluster.requests.fields import ignored_header
 from cluster.requests.generation import Delta
 from cluster.requests.http_responses import json_response, timed
-from cluster.requests.job import Run
+from cluster.requests.job import JobOptions, Run
 from cluster.requests.served_model import ServedModel
 from cluster.text.tools.events import CallStarted, tell
 
@@ -48,6 +48,7 @@ class AnthropicServing:
             chat,
             fields,
             context,
+            JobOptions(),
             max_tokens=request.max_tokens,
             own_grammar=output_grammar(request),
         )

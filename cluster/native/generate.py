@@ -17,9 +17,8 @@ from cluster.http.response import HttpResponse
 from cluster.native.generate_answer import Asked, native_response
 from cluster.requests import checks
 from cluster.requests.body import decoded, validated
-from cluster.requests.checks import MAX_SEQUENCES, check_token_ids
 from cluster.requests.fields import STYLING, UNSUPPORTED, FieldPolicy, ignored_header, neutral
-from cluster.requests.job import Job
+from cluster.requests.job import Job, JobOptions
 from cluster.requests.sampling_fields import SamplingFields
 from cluster.requests.schema import Documented, exactly_one
 from cluster.requests.served_model import ServedModel
@@ -145,14 +144,16 @@ class NativeServing:
         if ids is not None and isinstance(ids[0], int):
             return [self._checked(ids, "input_ids")], False
         batch: Sequence[Any] = text or ids or ()
-        if len(batch) > MAX_SEQUENCES:
-            raise RequestError(f"{param} holds {len(batch)} prompts; at most {MAX_SEQUENCES} are allowed.", param=param)
+        if len(batch) > checks.MAX_SEQUENCES:
+            raise RequestError(
+                f"{param} holds {len(batch)} prompts; at most {checks.MAX_SEQUENCES} are allowed.", param=param
+            )
         if text is not None:
             return await self._model.prompts.encode_all(text), True
         return [self._checked(entry, f"input_ids[{i}]") for i, entry in enumerate(batch)], True
 
     def _checked(self, ids: Any, param: str) -> list[int]:
-        check_token_ids(ids, param, self._model.vocab_size)
+        checks.check_token_ids(ids, param, self._model.vocab_size)
         return list(ids)
 
     def _sampling(self, request: NativeRequest, count: int) -> list[NativeSampling]:
@@ -180,13 +181,14 @@ class NativeServing:
             raise RequestError("n must be the same for all prompts.", param="sampling_params")
         if num_choices > server.max_n:
             raise RequestError(f"n={num_choices} exceeds server.max_n={server.max_n}.", param="sampling_params.n")
-        if num_choices * len(prompts) > MAX_SEQUENCES:
+        if num_choices * len(prompts) > checks.MAX_SEQUENCES:
             raise RequestError(
-                f"{len(prompts)} prompts times n={num_choices} exceed {MAX_SEQUENCES}.", param="sampling_params.n"
+                f"{len(prompts)} prompts times n={num_choices} exceed {checks.MAX_SEQUENCES}.",
+                param="sampling_params.n",
             )
         for wanted in asked:
             checks.num_logprobs(wanted.num_top, "top_logprobs_num", server)
-            check_token_ids(wanted.token_ids, "token_ids_logprob", self._model.vocab_size)
+            checks.check_token_ids(wanted.token_ids, "token_ids_logprob", self._model.vocab_size)
             if wanted.token_ids and wanted.start >= 0:
                 raise RequestError(
                     "token_ids_logprob is for the answer's tokens; it needs logprob_start_len=-1.",
@@ -228,10 +230,12 @@ class NativeServing:
                     [prompt],
                     [limit],
                     context,
-                    num_choices=given.n or 1,
-                    num_logprobs=wanted.num_top if wanted.logprobs else -1,
-                    num_prompt_logprobs=wanted.num_top if wanted.start >= 0 else -1,
-                    priority=request.priority or 0,
+                    JobOptions(
+                        num_choices=given.n or 1,
+                        num_logprobs=wanted.num_top if wanted.logprobs else -1,
+                        num_prompt_logprobs=wanted.num_top if wanted.start >= 0 else -1,
+                        priority=request.priority or 0,
+                    ),
                     grammar=await model.grammar(fields),
                 )
             except RequestError as error:

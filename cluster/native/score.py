@@ -21,11 +21,10 @@ from cluster.requests.body import decoded, validated
 from cluster.requests.checks import MAX_SEQUENCES, check_token_ids
 from cluster.requests.fields import OWN_FIELDS, ignored_header
 from cluster.requests.http_responses import timed
-from cluster.requests.job import Job, Run
+from cluster.requests.job import Job, Run, Usage
 from cluster.requests.json_parts import gathered, json_parts, long_list
 from cluster.requests.schema import Documented
 from cluster.requests.served_model import ServedModel
-from cluster.requests.usage import Usage
 from configs.errors import RequestError
 from worker.protocol import MAX_ROW_ASKED
 

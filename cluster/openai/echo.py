@@ -54,17 +54,15 @@ class Echo:
         return cls(given, [min(max(start - added, 0), len(given)) for start in starts])
 
 
-def prompt_top_logprobs(
-    prompt_logprobs: WholePromptLogprobs, ids: Sequence[int], k: int
-) -> Iterator[list[tuple[int, float]]]:
+def prompt_top_logprobs(whole: WholePromptLogprobs, ids: Sequence[int], k: int) -> Iterator[list[tuple[int, float]]]:
     """For each token after the first: (id, logprob) of the `k` likeliest in its place, and of its own if it is none of
     them and `k` is not 0."""
-    for first in range(0, len(prompt_logprobs.logprobs), _BLOCK):
+    for first in range(0, len(whole.logprobs), _BLOCK):
         rows = slice(first, first + _BLOCK)
-        tops = np.maximum(prompt_logprobs.top_logprobs[rows, :k], LOWEST_LOGPROB).tolist()
+        tops = np.maximum(whole.top_logprobs[rows, :k], LOWEST_LOGPROB).tolist()
         own = ids[1 + first : 1 + first + _BLOCK]
         for token, logprob, top_ids, top in zip(
-            own, prompt_logprobs.logprobs[rows].tolist(), prompt_logprobs.top_ids[rows, :k].tolist(), tops, strict=True
+            own, whole.logprobs[rows].tolist(), whole.top_ids[rows, :k].tolist(), tops, strict=True
         ):
             likeliest = list(zip(top_ids, top, strict=True))
             if k and token not in top_ids:
@@ -73,14 +71,12 @@ def prompt_top_logprobs(
 
 
 def prompt_logprobs_json(
-    prompt_logprobs: WholePromptLogprobs, ids: Sequence[int], k: int, tokenizer: Tokenizer
+    whole: WholePromptLogprobs, ids: Sequence[int], k: int, tokenizer: Tokenizer
 ) -> Iterator[dict[int, PromptLogprob] | None]:
     """The entries of the field `prompt_logprobs`: each token's own and the `k` likeliest in its place."""
     name = tokenizer.token_text
     yield None
-    for own, logprob, top in zip(
-        ids[1:], prompt_logprobs.logprobs.tolist(), prompt_top_logprobs(prompt_logprobs, ids, k), strict=True
-    ):
+    for own, logprob, top in zip(ids[1:], whole.logprobs.tolist(), prompt_top_logprobs(whole, ids, k), strict=True):
         entry = {id_: PromptLogprob(lp, rank, name(id_)) for rank, (id_, lp) in enumerate(top, 1)}
         if len(top) > k or not k:
             entry[own] = PromptLogprob(finite(logprob), None, name(own))

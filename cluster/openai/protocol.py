@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from cluster.openai.described import Messages, Prompt, ToolChoice, Tools
 from cluster.requests import checks
-from cluster.requests.body import decode_body, validated
+from cluster.requests.body import validated
 from cluster.requests.fields import STYLING, UNSUPPORTED, FieldPolicy, field_names, unknown_field
 from cluster.requests.sampling_fields import ReasoningEffort, SamplingFields
 from cluster.requests.schema import Documented
@@ -165,15 +165,6 @@ WITHOUT_EFFECT = frozenset(
 """Fields that are accepted and change no answer."""
 
 _FIELDS = FieldPolicy(UNSUPPORTED, WITHOUT_EFFECT, STYLING)
-
-
-def parse_request(kind: type[_Request], body: bytes, server: ServerConfig) -> _Request:
-    """A checked request.
-
-    Raises:
-        RequestError: with the path of the field at fault.
-    """
-    return check_request(kind, decode_body(body), server)
 
 
 def check_request(kind: type[_Request], raw: Mapping[str, Any], server: ServerConfig) -> _Request:

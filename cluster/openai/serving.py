@@ -19,9 +19,8 @@ from cluster.requests import checks
 from cluster.requests.body import decoded
 from cluster.requests.chat import chat_job, refuse_unread, tool_header
 from cluster.requests.fields import ignored_header
-from cluster.requests.job import Job, Run
+from cluster.requests.job import Job, JobOptions, Run
 from cluster.requests.served_model import ServedModel
-from cluster.text.conversation import Conversation
 from configs.errors import RequestError
 
 
@@ -38,7 +37,16 @@ class OpenAIServing:
         request = protocol.check_request(ChatRequest, raw, model.server)
         model.check_name(request.model)
         conversation = chat.conversation(request)
-        job = await _chat_job(model, request, conversation, context)
+        job = await chat_job(
+            model,
+            "chatcmpl-",
+            conversation,
+            request,
+            context,
+            _job_options(request),
+            max_tokens=request.asked_max_tokens,
+            truncate_prompt_tokens=request.truncate_prompt_tokens,
+        )
         run = model.run(job)
         options = replace(_options(request, run), reasoning=request.include_reasoning is not False)
         writer = ChatWriter(_head(model, job), job, model.tokenizer, options)
@@ -92,33 +100,13 @@ async def _completion_job(
         max_tokens.append(model.checked_max_tokens(prompt, request.asked_max_tokens, default=default, param=param))
     # The log probabilities of an echo are those of `logprobs`; `prompt_logprobs` may ask for more.
     echoed = request.num_logprobs if request.echo else -1
-    return model.job(
-        "cmpl-",
-        request,
-        prompts,
-        max_tokens,
-        context,
-        num_choices=request.num_choices,
-        num_logprobs=request.num_logprobs,
-        num_prompt_logprobs=max(echoed, request.num_prompt_logprobs),
-        priority=request.priority or 0,
-        cache_salt=request.cache_salt,
-        name=request.request_id,
-        grammar=await model.grammar(request),
-    )
+    options = replace(_job_options(request), num_prompt_logprobs=max(echoed, request.num_prompt_logprobs))
+    grammar = await model.grammar(request)
+    return model.job("cmpl-", request, prompts, max_tokens, context, options, grammar=grammar)
 
 
-async def _chat_job(
-    model: ServedModel, request: ChatRequest, conversation: Conversation, context: RequestContext
-) -> Job:
-    return await chat_job(
-        model,
-        "chatcmpl-",
-        conversation,
-        request,
-        context,
-        max_tokens=request.asked_max_tokens,
-        truncate_prompt_tokens=request.truncate_prompt_tokens,
+def _job_options(request: ChatRequest | CompletionRequest) -> JobOptions:
+    return JobOptions(
         num_choices=request.num_choices,
         num_logprobs=request.num_logprobs,
         num_prompt_logprobs=request.num_prompt_logprobs,

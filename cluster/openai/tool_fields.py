@@ -36,14 +36,15 @@ def parse_tools(
 def _parse_tool(tool: object, path: str, *, nested: bool) -> Tool:
     if not isinstance(tool, dict):
         raise invalid(path, "must be an object")
-    if not nested:
-        return function_tool({key: value for key, value in tool.items() if key != "type" and value is not None}, path)
-    if tool.get("type", "function") != "function":
+    kind = tool.get("type", "function")
+    if kind != "function" and (nested or kind is not None):
         raise RequestError(
             f"{path}.type must be function; no other kind of tool is supported.",
             code="unsupported_parameter",
             param=f"{path}.type",
         )
+    if not nested:
+        return function_tool({key: value for key, value in tool.items() if key != "type" and value is not None}, path)
     function = tool.get("function")
     if not isinstance(function, dict):
         raise invalid(f"{path}.function", "must be an object")

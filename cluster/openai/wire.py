@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from cluster.requests.usage import Usage
+from cluster.requests.job import Usage
 
 
 class Head(msgspec.Struct, frozen=True):

@@ -7,11 +7,10 @@ is read (`json_parts`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import chain
-from typing import Protocol
 
 import msgspec
 
@@ -20,9 +19,8 @@ from cluster.http.response import HttpResponse
 from cluster.messages import FinishReason, SamplingParams, TokenLogprobs
 from cluster.openai.wire import Head, Reason, TokenLogprob, TopLogprob
 from cluster.requests.generation import Delta
-from cluster.requests.job import Job, Run
+from cluster.requests.job import Job, Run, Usage
 from cluster.requests.json_parts import finite, gathered
-from cluster.requests.usage import Usage
 from cluster.text.tokenizer import Tokenizer
 from cluster.text.tools.events import Event
 
@@ -33,20 +31,6 @@ REASONS: dict[FinishReason, Reason] = {
 }
 encode = msgspec.json.Encoder().encode
 _MARK = "\ue000text\ue000"
-
-
-class AnswerWriter(Protocol):
-    """Writes one request's answer, streamed (`begin`, `chunks`, `end`) or whole (`collect`, `whole`)."""
-
-    def begin(self, num_choices: int) -> Iterable[bytes]: ...
-
-    def chunks(self, deltas: Sequence[Delta]) -> Iterable[bytes]: ...
-
-    def end(self, usage: Usage) -> bytes: ...
-
-    def collect(self, deltas: Sequence[Delta]) -> None: ...
-
-    def whole(self, num_choices: int, usage: Usage) -> Iterable[bytes]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +75,8 @@ class Collected:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
 
-class BaseWriter(ABC):
-    """What the writers of both OpenAI routes share."""
+class AnswerWriter(ABC):
+    """Writes one request's answer, streamed (`begin`, `chunks`, `end`) or whole (`collect`, `whole`)."""
 
     def __init__(self, head: Head, job: Job, tokenizer: Tokenizer, options: AnswerOptions) -> None:
         self._head = head
@@ -106,6 +90,18 @@ class BaseWriter(ABC):
         self._collected: dict[int, Collected] = {}
         self._text_only = self._num_logprobs < 0 and not options.token_ids and options.usage is None
         self._frames: dict[int, tuple[bytes, bytes]] = {}  # what stands around the text of a choice's chunks
+
+    @abstractmethod
+    def begin(self, num_choices: int) -> Iterator[bytes]: ...
+
+    @abstractmethod
+    def chunks(self, deltas: Sequence[Delta]) -> Iterator[bytes]: ...
+
+    @abstractmethod
+    def end(self, usage: Usage) -> bytes: ...
+
+    @abstractmethod
+    def whole(self, num_choices: int, usage: Usage) -> Iterator[bytes]: ...
 
     def collect(self, deltas: Sequence[Delta]) -> None:
         for delta in deltas:

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Sequence
 
 from cluster.http.context import RequestContext
-from cluster.requests.job import Job
+from cluster.requests.job import Job, JobOptions
 from cluster.requests.sampling_fields import SamplingFields
 from cluster.requests.served_model import ServedModel
 from cluster.structured.spec import GrammarSpec, compiled_grammar, schema_grammar
@@ -27,16 +27,11 @@ async def chat_job(
     conversation: Conversation,
     fields: SamplingFields,
     context: RequestContext,
+    options: JobOptions,
     *,
     max_tokens: int | None,
     own_grammar: GrammarSpec | None = None,
     truncate_prompt_tokens: int | None = None,
-    num_choices: int = 1,
-    num_logprobs: int = -1,
-    num_prompt_logprobs: int = -1,
-    priority: int = 0,
-    cache_salt: str | None = None,
-    name: str | None = None,
 ) -> Job:
     """What a conversation asks of the engine.
 
@@ -45,7 +40,6 @@ async def chat_job(
         max_tokens: None: as many as fit.
         own_grammar: as in `SamplingFields.grammar`.
         truncate_prompt_tokens: as in `ServedModel.truncated`.
-        num_choices, num_logprobs, num_prompt_logprobs, priority, cache_salt, name: as in `ServedModel.job`.
 
     Raises:
         RequestError: with the path of the field at fault.
@@ -59,21 +53,8 @@ async def chat_job(
     limit = model.checked_max_tokens(
         prompt, max_tokens, default=model.default_max_tokens(prompt), param=conversation.param
     )
-    return model.job(
-        prefix,
-        fields,
-        [prompt],
-        [limit],
-        context,
-        num_choices=num_choices,
-        num_logprobs=num_logprobs,
-        num_prompt_logprobs=num_prompt_logprobs,
-        priority=priority,
-        cache_salt=cache_salt,
-        name=name,
-        form=form,
-        grammar=await _grammar(model, fields.grammar(own_grammar), conversation.tools, form),
-    )
+    grammar = await _grammar(model, fields.grammar(own_grammar), conversation.tools, form)
+    return model.job(prefix, fields, [prompt], [limit], context, options, form=form, grammar=grammar)
 
 
 def refuse_unread(unread: Sequence[str], server: ServerConfig) -> None:

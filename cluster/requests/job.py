@@ -11,12 +11,13 @@ from array import array
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from cluster.engine_client import EngineClient, wait_ready
 from cluster.http.context import RequestContext, current_request
 from cluster.messages import FinishReason, SamplingParams
 from cluster.observability.record import RequestRecord
 from cluster.requests.generation import Delta, Output
-from cluster.requests.usage import CompletionTokensDetails, PromptTokensDetails, Usage
 from cluster.text.answer_parser import AnswerFormat
 from cluster.text.stops import TextOptions
 from cluster.text.tokenizer import Tokenizer
@@ -25,6 +26,41 @@ from configs.errors import DeadlineError, EngineError, LockstepError, RequestErr
 # What of a large request, and of many answers, is done before the event loop goes on with others: 1 to 4 ms of work.
 _IDS_AT_ONCE = 1 << 17
 _OUTPUTS_AT_ONCE = 32
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int = 0
+
+
+class Usage(msgspec.Struct):
+    """Counts over all choices of a request; the prompt counts once however many choices it has."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails = msgspec.field(default_factory=CompletionTokensDetails)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobOptions:
+    """What a request asks besides its prompts and how their tokens are chosen."""
+
+    num_choices: int = 1
+    """Answers to each prompt."""
+    num_logprobs: int = -1
+    """-1 none, k the token's own and the k likeliest; so is the next one."""
+    num_prompt_logprobs: int = -1
+    priority: int = 0
+    """Lower goes first."""
+    cache_salt: str | None = None
+    """Prompts share cached pages only under the same one. None: one of the client's own."""
+    name: str | None = None
+    """The answer's id, after its prefix. None: a new one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

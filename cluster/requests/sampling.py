@@ -13,6 +13,7 @@ import msgspec
 
 from cluster.messages import SamplingParams
 from cluster.requests import checks
+from cluster.requests.job import JobOptions
 from cluster.requests.sampling_fields import SamplingFields
 from cluster.text.stops import TextOptions
 from cluster.text.tokenizer import Tokenizer
@@ -59,12 +60,10 @@ def sampling_params(
     fields: SamplingFields,
     defaults: SamplingDefaults,
     vocabulary: Vocabulary,
+    options: JobOptions,
     *,
     max_tokens: Sequence[int],
-    num_choices: int,
     next_seed: Callable[[], int],
-    num_logprobs: int = -1,
-    num_prompt_logprobs: int = -1,
     grammar: str | None = None,
 ) -> list[list[SamplingParams]]:
     """For each prompt, one for each of its choices. Choices differ in their seeds: counted up from the request's, which
@@ -74,7 +73,6 @@ def sampling_params(
     Args:
         max_tokens: for each prompt.
         next_seed: int64, when the request names none.
-        num_logprobs, num_prompt_logprobs: -1 none, k the token's own and the k likeliest.
         grammar: a checked one.
 
     Raises:
@@ -85,7 +83,7 @@ def sampling_params(
     checks.check_token_ids(stop_token_ids, "stop_token_ids", size)
     extra_ids = list(dict.fromkeys(fields.logprob_token_ids or []))
     checks.check_token_ids(extra_ids, "logprob_token_ids", size)
-    if extra_ids and num_logprobs < 0:
+    if extra_ids and options.num_logprobs < 0:
         raise RequestError("logprob_token_ids needs logprobs.", param="logprob_token_ids")
     allowed = sorted(set(fields.allowed_token_ids or []))
     checks.check_token_ids(allowed, "allowed_token_ids", size)
@@ -106,7 +104,7 @@ def sampling_params(
         seed=0 if fields.seed is None else fields.seed,
         stop_token_ids=tuple(stop_token_ids),
         ignore_eos=bool(fields.ignore_eos),
-        num_logprobs=num_logprobs,
+        num_logprobs=options.num_logprobs,
         logprob_token_ids=tuple(extra_ids),
         frequency_penalty=_given(fields.frequency_penalty, defaults.frequency_penalty),
         presence_penalty=_given(fields.presence_penalty, defaults.presence_penalty),
@@ -115,7 +113,7 @@ def sampling_params(
         allowed_token_ids=tuple(allowed),
         bad_words=tuple(word for word in words if len(word) > 1),
         min_tokens=min_tokens,
-        prompt_logprobs=num_prompt_logprobs,
+        prompt_logprobs=options.num_prompt_logprobs,
         grammar=grammar,
     )
 
@@ -124,10 +122,10 @@ def sampling_params(
             base,
             max_tokens=limit,
             seed=next_seed() if fields.seed is None else _wrap_int64(fields.seed + choice),
-            prompt_logprobs=-1 if choice else num_prompt_logprobs,
+            prompt_logprobs=-1 if choice else options.num_prompt_logprobs,
         )
 
-    return [[choice_of(limit, choice) for choice in range(num_choices)] for limit in max_tokens]
+    return [[choice_of(limit, choice) for choice in range(options.num_choices)] for limit in max_tokens]
 
 
 def text_options(

@@ -16,7 +16,7 @@ from cluster.requests.described import (
     StructuredOutputs,
 )
 from cluster.requests.schema import Documented
-from cluster.structured.spec import GrammarSpec, read_grammar
+from cluster.structured.spec import GRAMMAR_FIELDS, GrammarSpec, read_grammar
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 """For chat templates that read it."""
@@ -103,11 +103,4 @@ class SamplingFields(BaseModel):
         Raises:
             RequestError: a field has the wrong shape, or two of them ask for something.
         """
-        return read_grammar(
-            own,
-            response_format=self.response_format,
-            structured_outputs=self.structured_outputs,
-            regex=self.regex,
-            ebnf=self.ebnf,
-            json_schema=self.json_schema,
-        )
+        return read_grammar(own, **{name: getattr(self, name) for name in GRAMMAR_FIELDS})

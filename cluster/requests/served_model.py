@@ -15,7 +15,7 @@ from cluster.engine_client import EngineClient
 from cluster.http.context import RequestContext
 from cluster.messages import SamplingParams
 from cluster.requests.engine_info import EngineInfo
-from cluster.requests.job import Job, Run
+from cluster.requests.job import Job, JobOptions, Run
 from cluster.requests.sampling import SamplingDefaults, Vocabulary, sampling_params, text_options
 from cluster.requests.sampling_fields import SamplingFields
 from cluster.structured.checker import GrammarChecker
@@ -199,13 +199,8 @@ class ServedModel:
         prompts: list[list[int]],
         max_tokens: Sequence[int],
         context: RequestContext,
+        options: JobOptions,
         *,
-        num_choices: int = 1,
-        num_logprobs: int = -1,
-        num_prompt_logprobs: int = -1,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        name: str | None = None,
         form: AnswerFormat | None = None,
         grammar: str | None = None,
     ) -> Job:
@@ -215,10 +210,6 @@ class ServedModel:
             prefix: of the answer's id, e.g. `chatcmpl-`.
             prompts: token ids that `checked_max_tokens` has taken.
             max_tokens: for each prompt, from `checked_max_tokens`. All 0: only the prompts are of interest.
-            num_logprobs, num_prompt_logprobs: -1 none, k the token's own and the k likeliest.
-            priority: lower goes first.
-            cache_salt: prompts share cached pages only under the same one. None: one of the client's own.
-            name: the rest of the answer's id. None: a new one.
             form: how answers in a chat are read. None: this is no chat.
             grammar: from `grammar`.
 
@@ -226,7 +217,7 @@ class ServedModel:
             RequestError: a field's value is not possible with this model.
         """
         prompt_only = not any(max_tokens)
-        num_outputs = len(prompts) * num_choices
+        num_outputs = len(prompts) * options.num_choices
         if grammar is not None and len(grammar) * num_outputs > MAX_REQUEST_GRAMMAR_BYTES:
             raise RequestError(
                 f"A grammar of {len(grammar)} bytes is too long for {num_outputs} answers.",
@@ -234,24 +225,22 @@ class ServedModel:
                 param="n",
             )
         return Job(
-            id=f"{prefix}{name or uuid.uuid4().hex}",
+            id=f"{prefix}{options.name or uuid.uuid4().hex}",
             prompts=prompts,
             sampling=sampling_params(
                 fields,
                 self._defaults,
                 self._vocabulary,
+                options,
                 max_tokens=[max(limit, 1) for limit in max_tokens],  # the engine always generates a token
-                num_choices=num_choices,
                 next_seed=self._next_seed,
-                num_logprobs=num_logprobs,
-                num_prompt_logprobs=num_prompt_logprobs,
                 grammar=grammar,
             ),
             text=text_options(fields, self._defaults, self.server, prompt_only=prompt_only),
             form=form,
             client=context.client,
-            priority=priority,
-            cache_salt=context.cache_salt(cache_salt),
+            priority=options.priority,
+            cache_salt=context.cache_salt(options.cache_salt),
         )
 
     def run(self, job: Job, *, timeout_s: float | None = None) -> Run:
@@ -276,7 +265,7 @@ class ServedModel:
         ids = await (self.prompts.encode_chat(turns) if chat else self.prompts.encode(prompt))
         limit = self.checked_max_tokens(ids, max_tokens, default=self.room(ids), param="prompt")
         fields = SamplingFields(temperature=temperature)
-        job = self.job("text-", fields, [ids], [limit], RequestContext(request_id=uuid.uuid4().hex))
+        job = self.job("text-", fields, [ids], [limit], RequestContext(request_id=uuid.uuid4().hex), JobOptions())
         async with aclosing(self.run(job).deltas()) as steps:
             async for deltas in steps:
                 for delta in deltas:

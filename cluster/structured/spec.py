@@ -15,6 +15,9 @@ import msgspec
 from cluster.structured.limits import MAX_ENUM_VALUES, MAX_GRAMMAR_BYTES
 from configs.errors import RequestError
 
+GRAMMAR_FIELDS = ("response_format", "structured_outputs", "regex", "ebnf", "json_schema")
+"""OpenAI's, vLLM's and three of SGLang's, of which `json_schema` is a schema or its JSON text."""
+
 
 class GrammarKind(StrEnum):
     """What the body of a `GrammarSpec` is."""
@@ -81,33 +84,19 @@ def compiled_grammar(grammar: str, param: str) -> GrammarSpec:
     return _spec(GrammarKind.COMPILED, grammar.encode(), param)
 
 
-def read_grammar(
-    own: GrammarSpec | None = None,
-    *,
-    response_format: object = None,
-    structured_outputs: object = None,
-    regex: object = None,
-    ebnf: object = None,
-    json_schema: object = None,
-) -> GrammarSpec | None:
+def read_grammar(own: GrammarSpec | None = None, **fields: object) -> GrammarSpec | None:
     """What the fields of a request ask for; None: any text.
 
     Args:
-        own: read already; in place of `response_format`.
-        structured_outputs: vLLM's.
-        regex, ebnf, json_schema: SGLang's; `json_schema` is a schema or its JSON text.
+        own: of another field, read already; it takes the place of `response_format`.
+        fields: by name, each one of `GRAMMAR_FIELDS`.
 
     Raises:
         RequestError: a field has the wrong shape, or two of them ask for something.
     """
-    given = {
-        "response_format": response_format if own is None else None,
-        "structured_outputs": structured_outputs,
-        "regex": regex,
-        "ebnf": ebnf,
-        "json_schema": json_schema,
-    }
-    read = [_READERS[name](value, name) for name, value in given.items() if value is not None]
+    if own is not None:
+        fields.pop("response_format", None)
+    read = [_READERS[name](value, name) for name, value in fields.items() if value is not None]
     specs = [spec for spec in (own, *read) if spec is not None]
     if len(specs) > 1:
         raise RequestError(

@@ -5,7 +5,7 @@ Whatever can still be found wrong with a part keeps the path at which its reques
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,6 +13,10 @@ from cluster.text.chat_template import ChatTemplate
 from cluster.text.tools.request import ToolUse, is_told_of
 
 Role = Literal["system", "user", "assistant", "tool"]
+
+
+def as_given(arguments: object) -> object:
+    return arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +50,8 @@ class Turn:
         """Whether it holds calls or the result of one."""
         return bool(self.calls) or self.role == "tool"
 
-    def message(self) -> dict[str, Any]:
-        """The turn as chat templates read it."""
+    def message(self, shape: Callable[[Any], object] = as_given) -> dict[str, Any]:
+        """The turn as chat templates read it; `shape` makes what they are given of the arguments of a call."""
         message: dict[str, Any] = {"role": self.role, "content": self.text}
         if self.name is not None:
             message["name"] = self.name
@@ -55,7 +59,7 @@ class Turn:
             message["tool_call_id"] = self.call_id
         if self.calls:
             message["tool_calls"] = [
-                {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                {"type": "function", "function": {"name": call.name, "arguments": shape(call.arguments)}}
                 | ({} if call.id is None else {"id": call.id})
                 for call in self.calls
             ]

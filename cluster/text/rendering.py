@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jinja2.exceptions import TemplateError
 
 from cluster.text.chat_template import ChatTemplate
-from cluster.text.conversation import Conversation, Turn
+from cluster.text.conversation import Conversation, Turn, as_given
 from cluster.text.formats import ModelFormats
 from configs.errors import RequestError
 
@@ -71,9 +71,9 @@ def _render_calls(
     also of a call that was cut off.
     """
 
-    def rendered(messages: Sequence[Mapping[str, Any]]) -> str:
+    def rendered(shape: Callable[[Any], object]) -> str:
         return template.render(
-            messages,
+            [turn.message(shape) for turn in turns],
             tools=formats.shown_tools(conversation.tools),
             documents=conversation.documents or None,
             variables=conversation.variables(template),
@@ -81,27 +81,16 @@ def _render_calls(
             add_generation_prompt=conversation.add_generation_prompt,
         )
 
-    messages = [turn.message() for turn in turns]
-    shapes = [messages]
-    if any(turn.calls for turn in turns):
-        shapes += [[_with_arguments(message, shape) for message in messages] for shape in (_as_text, _as_object)]
-    for shaped in shapes[:-1]:
+    shapes = (as_given, _as_text, _as_object) if any(turn.calls for turn in turns) else (as_given,)
+    for shape in shapes[:-1]:
         try:
-            return rendered(shaped)
+            return rendered(shape)
         except TypeError:
             continue
     return rendered(shapes[-1])
 
 
-def _with_arguments(message: Mapping[str, Any], shape: Callable[[Any], object]) -> dict[str, Any]:
-    calls = [
-        {**call, "function": {**call["function"], "arguments": shape(call["function"]["arguments"])}}
-        for call in message.get("tool_calls", ())
-    ]
-    return {**message, "tool_calls": calls} if calls else dict(message)
-
-
-def _as_text(arguments: object) -> str:
+def _as_text(arguments: object) -> object:
     return arguments if isinstance(arguments, str) else json.dumps(arguments)
 
 

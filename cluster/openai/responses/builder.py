@@ -24,8 +24,8 @@ from cluster.openai.responses.objects import (
     StreamEvent,
 )
 from cluster.openai.wire import TokenLogprob
+from cluster.requests.job import Usage
 from cluster.requests.json_parts import json_parts, long_list
-from cluster.requests.usage import Usage
 
 _LOGPROB_BYTES = 128  # of memory, about
 

@@ -33,9 +33,7 @@ _BEGINS_TURN: Mapping[str, frozenset[str]] = {
 """After which items of the assistant's turn one of these begins another."""
 
 
-def conversation(
-    request: ResponsesRequest | InputTokensRequest, items: Sequence[Mapping[str, Any]], num_earlier: int
-) -> Conversation:
+def conversation(request: InputTokensRequest, items: Sequence[Mapping[str, Any]], num_earlier: int) -> Conversation:
     """What `request` has the model go on with.
 
     Args:

@@ -28,7 +28,6 @@ from cluster.openai.responses.request import (
     InputTokensRequest,
     ResponsesRequest,
     check_options,
-    check_tools,
     ignored_options,
 )
 from cluster.openai.responses.store import ResponseStore, StoredResponse
@@ -40,7 +39,7 @@ from cluster.requests.chat import chat_job, refuse_unread, tool_header
 from cluster.requests.fields import ignored_header
 from cluster.requests.generation import Delta
 from cluster.requests.http_responses import in_parts, json_response, timed
-from cluster.requests.job import Run
+from cluster.requests.job import JobOptions, Run
 from cluster.requests.json_parts import gathered, long_list
 from cluster.requests.served_model import ServedModel
 from cluster.text.tools.events import Content, tell
@@ -84,9 +83,9 @@ class ResponsesServing:
             chat,
             request,
             context,
+            JobOptions(num_logprobs=num_logprobs),
             max_tokens=request.max_output_tokens,
             own_grammar=text_grammar(request),
-            num_logprobs=num_logprobs,
         )
         unread = chat.unread(model.tokenizer.template)
         refuse_unread(unread, model.server)
@@ -143,7 +142,6 @@ class ResponsesServing:
         # Whoever counts may send the whole request.
         ignored = FIELDS.check(ResponsesRequest, raw, strict=model.server.strict_fields)
         request = validated(InputTokensRequest, raw)
-        check_tools(request.tools)
         earlier, _ = self._earlier(request.previous_response_id, context)
         new_items = [] if request.input is None and earlier else input_items(request.input)
         model.check_name(model.model_name if request.model is None else request.model)
