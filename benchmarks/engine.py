@@ -37,7 +37,7 @@ from cluster.coordinator_actor import EngineSpec
 from cluster.engine import RunningEngine, describe
 from cluster.engine_client import RequestStream, wait_ready
 from cluster.messages import FinishReason, SamplingParams
-from cluster.placement import NodeResources, check_fits, group_bundles, uses_gpus
+from cluster.serve.placement import NodeResources, check_fits, group_bundles, uses_gpus
 from cluster.session import cluster_address, ray_session
 from configs.checkpoint import model_name
 from configs.errors import ConfigError, EngineError, LockstepError

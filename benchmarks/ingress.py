@@ -20,9 +20,9 @@ from starlette.types import Message
 
 from cluster.engine_client import EngineClient, pack_frame
 from cluster.messages import Finished, FinishReason, StepOutput
-from cluster.openai.ingress import create_app
-from cluster.openai.served_model import ServedModel
-from cluster.openai.tokenizer import Tokenizer
+from cluster.requests.served_model import ServedModel
+from cluster.serve.ingress import create_app
+from cluster.text.tokenizer import Tokenizer
 from configs.schema import ServerConfig
 
 

@@ -39,11 +39,11 @@ from benchmarks.report import circumstances
 from cluster.engine_client import EngineClient, pack_frame, read_frame
 from cluster.http.connection import LimitedConnection
 from cluster.messages import EngineToCoordinator, Finished, FinishReason, StepOutput, Submit
-from cluster.openai.ingress import create_app
-from cluster.openai.served_model import ServedModel
-from cluster.openai.tokenizer import Tokenizer
 from cluster.openai.wire import Completion, CompletionChoice
-from cluster.openai.writer import event
+from cluster.requests.json_parts import event
+from cluster.requests.served_model import ServedModel
+from cluster.serve.ingress import create_app
+from cluster.text.tokenizer import Tokenizer
 from configs.schema import ServerConfig
 
 MODEL = "m"

@@ -13,8 +13,8 @@ import argparse
 import json
 from pathlib import Path
 
-from cluster.openai.gguf_tokenizer import read_gguf_tokenizer
-from cluster.openai.tokenizer import Tokenizer
+from cluster.text.gguf_tokenizer import read_gguf_tokenizer
+from cluster.text.tokenizer import Tokenizer
 
 
 def fill(path: Path, vocab_size: int) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.report import Report, circumstances, describe_circumstances, table
 from benchmarks.serving import endpoint
-from cluster.commands.bench.load_test import Load, level_line, run_levels, table_of, takes_ids
+from cluster.commands.bench.load_test import Traffic, level_line, run_levels, table_of, takes_ids
 from cluster.commands.endpoint_client import EndpointClient
 
 
@@ -37,7 +37,7 @@ def render(figures: dict[str, Any]) -> str:
 def run(server: EndpointClient, args: argparse.Namespace, report: Report) -> None:
     """Measures every level into `report` and prints it."""
     model = args.model or server.first_model()
-    load = Load(
+    traffic = Traffic(
         url=server.url,
         model=model,
         input_tokens=args.input_len,
@@ -46,10 +46,10 @@ def run(server: EndpointClient, args: argparse.Namespace, report: Report) -> Non
         seed=str(args.seed if args.seed is not None else time.time_ns()),
         headers=server.headers,
     )
-    report.add(model=model, input_len=args.input_len, output_len=args.output_len, seed=load.seed)
-    report.add(prompts="token ids" if load.as_ids else "words", levels=[])
+    report.add(model=model, input_len=args.input_len, output_len=args.output_len, seed=traffic.seed)
+    report.add(prompts="token ids" if traffic.as_ids else "words", levels=[])
     levels: list[dict[str, Any]] = []
-    for level in run_levels(load, args.clients, args.requests):
+    for level in run_levels(traffic, args.clients, args.requests):
         levels.append(level)
         report.add(levels=levels)
         print(level_line(level), flush=True)

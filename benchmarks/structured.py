@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.report import circumstances
-from cluster.openai.tokenizer import Tokenizer
 from cluster.structured.checker import GrammarChecker
 from cluster.structured.guides import GrammarGuide, GrammarGuides
 from cluster.structured.protocol import Setup
 from cluster.structured.spec import GrammarSpec, read_grammar
+from cluster.text.tokenizer import Tokenizer
 from configs.errors import OverloadedError, RequestError
 from tests.schemas import SchemaMaker
 from worker.protocol import UInt32Array

@@ -15,13 +15,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.actors import actor_class
 from cluster.coordinator_actor import CoordinatorActor, EngineFacts, EngineSpec
 from cluster.engine_client import EngineClient
-from cluster.native.engine_info import EngineInfo
 from cluster.observability.telemetry import Telemetry
-from cluster.openai.sampling import SamplingDefaults
-from cluster.openai.served_model import ServedModel
-from cluster.openai.tokenizer import Tokenizer
 from cluster.preflight import find_tokenizer
 from cluster.rank_group import NAMESPACE, node_cores
+from cluster.requests.engine_info import EngineInfo
+from cluster.requests.sampling import SamplingDefaults
+from cluster.requests.served_model import ServedModel
+from cluster.text.tokenizer import Tokenizer
 from cluster.version import VERSION
 from configs.checkpoint import resolve_model_path
 from configs.errors import EngineError, LockstepError

@@ -64,7 +64,7 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptScores:
+class WholePromptLogprobs:
     """Log probabilities of a whole prompt, before temperature and filters. Entry i is of the token at position i + 1:
     the first token has none before it."""
 
@@ -76,7 +76,7 @@ class PromptScores:
     """[num_prompt_tokens - 1, k]"""
 
     @classmethod
-    def join(cls, runs: Sequence[PromptLogprobs], k: int) -> PromptScores:
+    def join(cls, runs: Sequence[PromptLogprobs], k: int) -> WholePromptLogprobs:
         """Of all runs of one request, in the order they came."""
         logprobs = np.frombuffer(b"".join(run.logprobs for run in runs), "<f4")
         return cls(
@@ -95,7 +95,7 @@ class TokenChunk:
     """One for each of `token_ids` when the request asked for them."""
     prefilled: Prefilled | None
     """How the prompt was worked on; None until the first token."""
-    prompt_logprobs: PromptScores | None
+    prompt_logprobs: WholePromptLogprobs | None
     """On the first chunk with a token, when the request asked for them."""
     finished: Finished | None
     """Set on the last chunk."""
@@ -158,7 +158,7 @@ class RequestStream:
             logprobs, self._logprobs = self._logprobs[: len(tokens)], self._logprobs[len(tokens) :]
         prompt_logprobs = None
         if tokens and self._prompt_runs is not None:
-            prompt_logprobs = PromptScores.join(self._prompt_runs, self._sampling.prompt_logprobs)
+            prompt_logprobs = WholePromptLogprobs.join(self._prompt_runs, self._sampling.prompt_logprobs)
             self._prompt_runs = None
         finished = None if self._tokens else self._finished
         self._done = finished is not None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from cluster.openai.gguf_tokenizer import check_gguf_tokenizer
-from cluster.openai.tokenizer import Tokenizer
+from cluster.text.gguf_tokenizer import check_gguf_tokenizer
+from cluster.text.tokenizer import Tokenizer
 from configs.checkpoint import resolve_model_path, resolve_tokenizer_path
 from configs.model_config import ModelConfig, read_model_config
 from configs.schema import EngineConfig

@@ -194,7 +194,7 @@ class EngineConfig(_Section):
     autoscaling_config: dict[str, Any] | None = None
     """As many groups as the load asks for, in place of `num_replicas`: Ray Serve's section of this name
     (`min_replicas`, `max_replicas`, `upscale_delay_s`, `downscale_delay_s` and more). Its policy is ours unless it
-    names another; `policy: {policy_kwargs: {...}}` sets its targets (`cluster.autoscaling:LoadPolicy`)."""
+    names another; `policy: {policy_kwargs: {...}}` sets its targets (`cluster.serve.autoscaling:LoadPolicy`)."""
     max_model_len: int | None = Field(None, ge=2)
     """Longest prompt plus completion. None: the model's own, or what the KV pool holds if that is less."""
     kv_cache: KVCacheConfig = KVCacheConfig()

@@ -20,14 +20,13 @@ sys.path.insert(0, str(REFERENCE.parent.parent))
 from cluster.commands.cli import app  # noqa: E402 -- the checkout is not installed
 from cluster.observability import table  # noqa: E402
 from cluster.openai.protocol import (  # noqa: E402
-    STYLING,
-    UNSUPPORTED,
     WITHOUT_EFFECT,
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
-    SamplingFields,
 )
+from cluster.requests.fields import STYLING, UNSUPPORTED  # noqa: E402
+from cluster.requests.sampling_fields import SamplingFields  # noqa: E402
 from configs.schema import EngineConfig  # noqa: E402
 
 _MADE = "<!-- made by docs/generate.py -->"

@@ -20,7 +20,7 @@ import pytest
 if TYPE_CHECKING:
     import torch
 
-    from cluster.openai.tokenizer import Tokenizer
+    from cluster.text.tokenizer import Tokenizer
     from tests.scripted_engine import Run
 
 if not Path("/dev/nvidiactl").exists():
@@ -86,7 +86,7 @@ def smollm2_path() -> Path:
 @pytest.fixture(scope="session")
 def smollm2(smollm2_path: Path) -> Tokenizer:
     """The default model's tokenizer."""
-    from cluster.openai.tokenizer import Tokenizer
+    from cluster.text.tokenizer import Tokenizer
 
     return Tokenizer.load(smollm2_path)
 
@@ -233,7 +233,7 @@ def endpoint(ray_cluster: None, smollm2_path: Path) -> Iterator[Endpoint]:
     """configs/smollm2-135m.yaml behind Ray Serve, shared by every test that asks."""
     from ray import serve
 
-    from cluster.app import build_app
+    from cluster.serve.app import build_app
     from configs.load import load_app_config
 
     app = load_app_config(ROOT / "configs" / "smollm2-135m.yaml", ["kv_cache.num_tokens=16384"])

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.distributed import TCPStore
 
-from cluster.engine_client import PromptScores
+from cluster.engine_client import WholePromptLogprobs
 from cluster.messages import GenerateRequest, PromptLogprobs, SamplingParams
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits, SchedulerStats
 from configs.model_config import ModelConfig, read_model_config
@@ -41,7 +41,7 @@ class Answers:
     """What the requests of one call got, by their place in it."""
 
     tokens: list[list[int]]
-    scores: list[PromptScores]
+    scores: list[WholePromptLogprobs]
     """Of requests without prompt_logprobs those of no token."""
     stats: SchedulerStats
 
@@ -167,13 +167,13 @@ class LocalGroup:
         scheduler.check_integrity()
         self.send(StepFrame(1, scheduler.last_step + 1, kind=FrameKind.CLOSE))
         scores = [
-            PromptScores.join(of_one, max(sampling.prompt_logprobs, 0))
+            WholePromptLogprobs.join(of_one, max(sampling.prompt_logprobs, 0))
             for of_one, (_, sampling) in zip(runs, requests, strict=True)
         ]
         return Answers(tokens, scores, scheduler.stats())
 
 
-def assert_scores_equal(scores: PromptScores, prompt: list[int], expected: torch.Tensor) -> None:
+def assert_scores_equal(scores: WholePromptLogprobs, prompt: list[int], expected: torch.Tensor) -> None:
     """Checks a prompt's scores.
 
     Args:

@@ -19,8 +19,8 @@ from typing import Any
 import httpx
 
 from cluster.http.access import ADMIN_PATHS
-from cluster.openai.tokenizer import Tokenizer
 from cluster.openapi.operations import OPERATIONS
+from cluster.text.tokenizer import Tokenizer
 from tests.scripted_engine import MODEL, Stack, runner
 
 MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]

@@ -34,9 +34,9 @@ from cluster.messages import (
     Submit,
     TokenLogprobs,
 )
-from cluster.openai.ingress import create_app
-from cluster.openai.served_model import ServedModel
-from cluster.openai.tokenizer import Tokenizer
+from cluster.requests.served_model import ServedModel
+from cluster.serve.ingress import create_app
+from cluster.text.tokenizer import Tokenizer
 from configs.schema import ServerConfig
 
 EOS = 2

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cluster.openai.tokenizer import Tokenizer
+from cluster.text.tokenizer import Tokenizer
 from tests.conftest import ROOT
 from tests.scripted_engine import EOS, MODEL, Stack, prompt_ids, runner, served
 

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.openai.answer_parser import AnswerFormat, AnswerParser
-from cluster.openai.reasoning import REASONING_STYLES, detect_reasoning
-from cluster.openai.tools.detect import detect_calls
-from cluster.openai.tools.events import Arguments, CallStarted, Content, Event, Parsed, Reasoning, collect, merged
-from cluster.openai.tools.styles import STYLES, StyleName
+from cluster.text.answer_parser import AnswerFormat, AnswerParser
+from cluster.text.reasoning import REASONING_STYLES, detect_reasoning
+from cluster.text.tools.detect import detect_calls
+from cluster.text.tools.events import Arguments, CallStarted, Content, Event, Parsed, Reasoning, collect, merged
+from cluster.text.tools.styles import STYLES, StyleName
 
 TOOLS: dict[str, dict[str, Any]] = {
     "get_weather": {

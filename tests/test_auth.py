@@ -18,7 +18,7 @@ from cluster.http.context import Role
 from cluster.http.guard import Guard
 from cluster.http.keys import ApiKey, KeyRing, new_key, open_keys, parse_keys
 from cluster.http.quota import Quotas
-from cluster.openai.ingress import create_app
+from cluster.serve.ingress import create_app
 from configs.errors import ConfigError, RequestError
 from configs.load import load_app_config
 from configs.schema import ServerConfig

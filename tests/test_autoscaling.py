@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from ray.serve.config import AutoscalingContext
 
-from cluster.autoscaling import KV_USAGE, QUEUED_TOKENS, RUNNING_SHARE, LoadPolicy
-from cluster.deployment import _engine_options
-from cluster.replicas import replica_options
-from cluster.routing import SessionRouter, favourite_of
+from cluster.serve.autoscaling import KV_USAGE, QUEUED_TOKENS, RUNNING_SHARE, LoadPolicy
+from cluster.serve.deployment import _engine_options
+from cluster.serve.replicas import replica_options
+from cluster.serve.routing import SessionRouter, favourite_of
 from configs.errors import ConfigError
 from configs.load import load_app_config, parse_engine_config
 from configs.resolve import check_settings
@@ -154,7 +154,7 @@ def test_the_example_gives_ray_serve_our_policy_and_router_where_our_packages_ar
     options = replica_options(load_app_config(EXAMPLE).engine)
     scaling, router = options["autoscaling_config"], options["request_router_config"]
     assert (scaling.min_replicas, scaling.max_replicas, scaling.upscale_delay_s) == (1, 2, 5)
-    assert scaling.policy.policy_function == "cluster.autoscaling:LoadPolicy"
+    assert scaling.policy.policy_function == "cluster.serve.autoscaling:LoadPolicy"
     assert scaling.policy.policy_kwargs["target_queued_tokens"] == 2048
     blobs = (scaling.policy.get_serialized_policy_def(), router.get_serialized_request_router_cls())
     # As the controller and the proxies read them: by value, in a process that finds nothing of ours.

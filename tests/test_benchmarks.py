@@ -241,21 +241,21 @@ def test_failed_requests_are_counted_and_in_no_other_figure() -> None:
 
 
 @pytest.fixture
-def load() -> Callable[..., load_test.Load]:
-    def make(url: str = "", model: str = "m", *, as_ids: bool = True) -> load_test.Load:
-        return load_test.Load(url=url, model=model, input_tokens=6, output_tokens=4, as_ids=as_ids, seed="0")
+def load() -> Callable[..., load_test.Traffic]:
+    def make(url: str = "", model: str = "m", *, as_ids: bool = True) -> load_test.Traffic:
+        return load_test.Traffic(url=url, model=model, input_tokens=6, output_tokens=4, as_ids=as_ids, seed="0")
 
     return make
 
 
-def test_no_two_prompts_of_a_run_are_alike(load: Callable[..., load_test.Load]) -> None:
+def test_no_two_prompts_of_a_run_are_alike(load: Callable[..., load_test.Traffic]) -> None:
     bodies = [*load().bodies("16", 32), *load().bodies("64", 32)]
     assert len({tuple(json.loads(body)["prompt"]) for body in bodies}) == 64
     assert len(json.loads(load(as_ids=False).bodies("16", 1)[0])["prompt"].split()) == 6
 
 
 @pytest.mark.ray
-def test_clients_measure_the_endpoint(endpoint: Any, load: Callable[..., load_test.Load]) -> None:
+def test_clients_measure_the_endpoint(endpoint: Any, load: Callable[..., load_test.Traffic]) -> None:
     url = f"{endpoint.url}/v1"
     assert EndpointClient(url).first_model() == endpoint.model
     assert load_test.takes_ids(EndpointClient(url), endpoint.model)

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 from jinja2.exceptions import SecurityError, TemplateError
 
-from cluster.openai.chat import ChatPrompt, parse_messages, render_prompt
-from cluster.openai.chat_template import ChatTemplate, TemplateLimitError
-from cluster.openai.tokenizer import Tokenizer
+from cluster.openai.chat import parse_turns
+from cluster.text.chat_template import ChatTemplate, TemplateLimitError
+from cluster.text.conversation import Conversation
+from cluster.text.formats import ModelFormats
+from cluster.text.rendering import render
+from cluster.text.tokenizer import Tokenizer
 from configs.errors import CheckpointError, ConfigError, RequestError
 from tests.scripted_engine import Run, Stack, error_of, runner
 
@@ -46,7 +49,7 @@ TOOL_TEMPLATE = """{{ bos_token }}{% for tool in tools or [] %}[tool {{ tool | t
 
 def test_tools_calls_and_results_reach_the_template() -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Öl"}'}}
-    messages = parse_messages(
+    turns = parse_turns(
         [
             *USER,
             {"role": "assistant", "content": None, "tool_calls": [call]},
@@ -54,7 +57,7 @@ def test_tools_calls_and_results_reach_the_template() -> None:
         ]
     )
     tool = {"type": "function", "function": {"name": "weather", "description": "<é>"}}
-    text = template(TOOL_TEMPLATE).render(messages, tools=[tool])
+    text = template(TOOL_TEMPLATE).render([turn.message() for turn in turns], tools=[tool])
     assert text.startswith('<s>[tool {"type": "function", "function": {"name": "weather", "description": "<é>"}}]')
     assert text.endswith("<user>hi<assistant>[weather Öl]<tool>rain#c1")
 
@@ -150,7 +153,7 @@ def test_an_endless_template_ends_in_time(source: str) -> None:
 
 
 def test_a_template_that_writes_without_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.openai.chat_template.MAX_RENDERED_CHARS", 1000)
+    monkeypatch.setattr("cluster.text.chat_template.MAX_RENDERED_CHARS", 1000)
     with pytest.raises(TemplateLimitError, match="1000 characters"):
         template("{% for i in range(99999) %}x{% endfor %}").render(USER)
 
@@ -162,7 +165,7 @@ def with_template(smollm2_path: Path, tmp_path: Path, source: str) -> Tokenizer:
 
 
 def test_others_are_served_while_a_template_hangs(smollm2_path: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("cluster.openai.chat_template.RENDER_TIMEOUT_S", 2.0)
+    monkeypatch.setattr("cluster.text.chat_template.RENDER_TIMEOUT_S", 2.0)
     source = "{% if hang %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}ok"
     run: Run = runner(with_template(smollm2_path, tmp_path, source), tmp_path)
 
@@ -197,4 +200,4 @@ def test_a_template_that_is_not_jinja_is_a_wrong_setting(smollm2_path: Path, tmp
 def test_messages_a_template_did_not_foresee_are_the_callers_error(smollm2_path: Path, tmp_path: Path) -> None:
     tokenizer = with_template(smollm2_path, tmp_path, "{{ messages[5].content.nothing }}")
     with pytest.raises(RequestError, match="refuses these messages"):
-        render_prompt(tokenizer, ChatPrompt(messages=USER))
+        render(Conversation(turns=parse_turns(USER)), tokenizer.template, ModelFormats())

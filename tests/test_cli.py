@@ -205,7 +205,7 @@ def test_only_a_cluster_that_ray_start_noted_is_joined_unasked(tmp_path: Path, m
 def test_the_root_cause_of_a_failed_start_is_the_error_without_its_traceback() -> None:
     message = """A replica failed to start with exception. Retrying 2 more time(s). Error:
 Traceback (most recent call last):
-  File "cluster/app.py", line 45, in __init__
+  File "cluster/serve/app.py", line 45, in __init__
     self._engine = await RunningEngine.start(spec)
 configs.errors.CheckpointError: /models/a is truncated; download it again
 Some trailing text: of Serve's"""

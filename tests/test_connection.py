@@ -16,7 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 from cluster.http.connection import SCOPE_KEY, LimitedConnection
 from cluster.http.edge import Edge
 from cluster.http.handover import HEADER
-from cluster.openai.ingress import create_app
+from cluster.serve.ingress import create_app
 from configs.schema import ServerConfig
 from tests.scripted_engine import MODEL, Run, Stack, served
 

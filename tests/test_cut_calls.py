@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from cluster.openai.answer_parser import AnswerFormat, AnswerParser
-from cluster.openai.reasoning import REASONING_STYLES
-from cluster.openai.tokenizer import Tokenizer
-from cluster.openai.tools.events import Parsed, collect
-from cluster.openai.tools.styles import STYLES, CallStyle, StyleName
+from cluster.text.answer_parser import AnswerFormat, AnswerParser
+from cluster.text.reasoning import REASONING_STYLES
+from cluster.text.tokenizer import Tokenizer
+from cluster.text.tools.events import Parsed, collect
+from cluster.text.tools.styles import STYLES, CallStyle, StyleName
 from configs.schema import ServerConfig
 from tests.scripted_engine import EOS, MODEL, Stack, events, runner
 

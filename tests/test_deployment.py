@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import ray
 
-from cluster.deployment import find_dashboard
+from cluster.serve.deployment import find_dashboard
 
 VERSION = json.dumps({"version": "4", "ray_version": ray.__version__, "ray_commit": "", "session_name": ""})
 APPLICATIONS = "/api/serve/applications/"

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, normalizers
 
-from cluster.openai.detokenizer import Detokenizer, StreamDetokenizer
-from cluster.openai.stop_regex import StopRegex
-from cluster.openai.stops import StopMatcher, TextOptions, text_end
-from cluster.openai.tokenizer import Tokenizer
+from cluster.text.detokenizer import Detokenizer, StreamDetokenizer
+from cluster.text.stop_regex import StopRegex
+from cluster.text.stops import StopMatcher, TextOptions, text_end
+from cluster.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -52,8 +52,8 @@ EDITS: list[tuple[str, Any]] = [
     (f"{ENGINE}.graceful_shutdown_timeout_s", 99.0),
     (f"{ENGINE}.health_check_period_s", 3.0),
     (f"{ENGINE}.autoscaling_config", {"min_replicas": 1, "max_replicas": 4}),
-    (f"{ENGINE}.autoscaling_config", {"policy": {"policy_function": "cluster.autoscaling:LoadPolicy"}}),
-    (f"{ENGINE}.request_router_config", {"request_router_class": "cluster.routing.SessionRouter"}),
+    (f"{ENGINE}.autoscaling_config", {"policy": {"policy_function": "cluster.serve.autoscaling:LoadPolicy"}}),
+    (f"{ENGINE}.request_router_config", {"request_router_class": "cluster.serve.routing.SessionRouter"}),
     (f"{ENGINE}.ray_actor_options", {"num_cpus": 2.0}),
     (f"{ENGINE}.max_replicas_per_node", 1),
 ]

@@ -206,7 +206,7 @@ def test_the_answer_does_not_depend_on_the_number_of_ranks(endpoint: Any, smollm
     """A second app at tensor_parallel_size 3 and two replicas gives what the shared one gives at 2."""
     from ray import serve
 
-    from cluster.app import build_app
+    from cluster.serve.app import build_app
 
     args = {
         "model": str(smollm2_path),

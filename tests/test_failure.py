@@ -31,8 +31,8 @@ from cluster.coordinator_actor import CoordinatorActor, EngineFacts
 from cluster.engine import RunningEngine, describe
 from cluster.engine_client import RequestStream
 from cluster.messages import Finished, FinishReason, SamplingParams
-from cluster.placement import group_bundles
 from cluster.rank_group import RankGroup, failure_of, rank_death
+from cluster.serve.placement import group_bundles
 from configs.errors import CheckpointError, DeadlineError, EngineError, LockstepError, RankDiedError
 from configs.load import parse_engine_config
 from configs.model_config import read_model_config

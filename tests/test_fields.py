@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cluster.openai.body import decode_body
+from cluster.requests.body import decode_body
 from configs.errors import RequestError
 from configs.schema import ServerConfig
 from tests.scripted_engine import MODEL, Run, Stack

@@ -8,11 +8,11 @@ from typing import Any, get_args
 
 import pytest
 
-from cluster.openai.chat_template import ChatTemplate
-from cluster.openai.formats import ModelFormats
-from cluster.openai.reasoning import REASONING_STYLES
-from cluster.openai.tools.request import parse_tools
-from cluster.openai.tools.styles import STYLES
+from cluster.openai.tool_fields import parse_tools
+from cluster.text.chat_template import ChatTemplate
+from cluster.text.formats import ModelFormats
+from cluster.text.reasoning import REASONING_STYLES
+from cluster.text.tools.styles import STYLES
 from configs.errors import RequestError
 from configs.schema import ServerConfig
 

@@ -15,9 +15,9 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from cluster.engine_client import RequestStream, TokenChunk
 from cluster.messages import Finished, FinishReason, SamplingParams, TokenLogprobs
-from cluster.openai.generation import Delta, Output
-from cluster.openai.stops import TextOptions
-from cluster.openai.tokenizer import Tokenizer
+from cluster.requests.generation import Delta, Output
+from cluster.text.stops import TextOptions
+from cluster.text.tokenizer import Tokenizer
 
 MULTI_BYTE = "👩‍👩‍👧‍👦 né 漢字 🏳️‍🌈 Ünïcödé \U0001f600 �"
 

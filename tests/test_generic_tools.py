@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
-from cluster.openai.chat import ChatPrompt, parse_messages, render_prompt
-from cluster.openai.chat_template import ChatTemplate
-from cluster.openai.formats import ModelFormats
-from cluster.openai.tokenizer import Tokenizer
-from cluster.openai.tools.request import parse_tools
+from cluster.openai.chat import parse_turns
+from cluster.openai.tool_fields import parse_tools
+from cluster.text.chat_template import ChatTemplate
+from cluster.text.conversation import Conversation
+from cluster.text.formats import ModelFormats
+from cluster.text.rendering import render
+from cluster.text.tokenizer import Tokenizer
 from configs.schema import ServerConfig
 from tests.scripted_engine import EOS, Run, Stack, error_of, prompt_ids, runner
 
@@ -56,7 +58,8 @@ def rendered(source: str, messages: list[dict[str, Any]], *choice: Any) -> str:
     template = ChatTemplate(source, {})
     generic = ModelFormats.of(template, ServerConfig()).generic
     assert generic is not None
-    return template.render(generic.messages(parse_messages(messages), parse_tools([WEATHER], *choice)))
+    turns = generic.turns(parse_turns(messages), parse_tools([WEATHER], *choice))
+    return template.render([turn.message() for turn in turns])
 
 
 @pytest.mark.parametrize("source", TEMPLATES.values(), ids=TEMPLATES)
@@ -92,9 +95,9 @@ def test_tools_that_may_not_be_called_are_not_told_of_and_earlier_calls_are() ->
 def test_calls_are_told_of_as_the_named_parser_reads_them() -> None:
     generic = ModelFormats.of(ChatTemplate(CHATML, {}), ServerConfig(tool_call_parser="llama3_json")).generic
     assert generic is not None
-    system, _, called, *_ = generic.messages(parse_messages(LOOP), parse_tools([WEATHER]))
-    assert '{"name": "<name of the tool>", "parameters": {<its arguments>}}' in system["content"]
-    assert '{"name": "get_weather", "parameters": {"city": "Oslo"}}' in called["content"]
+    system, _, called, *_ = generic.turns(parse_turns(LOOP), parse_tools([WEATHER]))
+    assert '{"name": "<name of the tool>", "parameters": {<its arguments>}}' in system.text
+    assert '{"name": "get_weather", "parameters": {"city": "Oslo"}}' in called.text
 
 
 # --- Through HTTP, with a model whose template shows no tools ---------------------------------------------------------
@@ -187,11 +190,9 @@ def test_a_truncated_call_in_the_history_is_shown_as_it_is(source: str, smollm2_
     file.write_text(source)
     tokenizer = Tokenizer.load(smollm2_path, chat_template=str(file))
     cut = {**CALL, "function": {"name": "get_weather", "arguments": '{"city": "Os'}}
-    messages = parse_messages([LOOP[1], {"role": "assistant", "tool_calls": [cut, CALL]}, LOOP[3]])
-    generic = ModelFormats.of(tokenizer.template, ServerConfig()).generic
-    assert (generic is None) == (source != CHATML)
-    if generic is not None:
-        messages = generic.messages(messages, None)
-    text = render_prompt(tokenizer, ChatPrompt(messages=messages))
+    turns = parse_turns([LOOP[1], {"role": "assistant", "tool_calls": [cut, CALL]}, LOOP[3]])
+    formats = ModelFormats.of(tokenizer.template, ServerConfig())
+    assert (formats.generic is None) == (source != CHATML)
+    text = render(Conversation(turns=turns), tokenizer.template, formats)
     assert '{"city": "Os' in text.replace('\\"', '"')
     assert "Oslo" in text.split("Os", 2)[2]

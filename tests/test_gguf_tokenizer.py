@@ -13,9 +13,9 @@ import regex
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import pre_tokenizers
 
-from cluster.openai.gguf_splits import SPLITS
-from cluster.openai.gguf_tokenizer import check_gguf_tokenizer, read_gguf_tokenizer
-from cluster.openai.tokenizer import Tokenizer, _byte_of_char
+from cluster.text.gguf_splits import SPLITS
+from cluster.text.gguf_tokenizer import check_gguf_tokenizer, read_gguf_tokenizer
+from cluster.text.tokenizer import Tokenizer, _byte_of_char
 from configs.errors import CheckpointError
 
 BYTES = list(_byte_of_char())

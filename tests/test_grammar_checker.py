@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from cluster.openai.tokenizer import Tokenizer
 from cluster.structured.checker import GrammarChecker
 from cluster.structured.limits import MAX_GRAMMAR_BYTES
 from cluster.structured.protocol import Setup
 from cluster.structured.spec import compiled_grammar, lark_grammar, read_grammar
+from cluster.text.tokenizer import Tokenizer
 from configs.errors import RequestError
 from tests.descriptors import no_free_descriptors
 

@@ -16,7 +16,6 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, normalizers
 
 from cluster.messages import Finished, FinishReason, GenerateRequest, SamplingParams, StepOutput
-from cluster.openai.tokenizer import Tokenizer
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
 from cluster.structured.bad_words import BadWordsGuide, BothGuides
 from cluster.structured.compiler import GrammarCompiler
@@ -24,6 +23,7 @@ from cluster.structured.guides import GrammarGuide, GrammarGuides
 from cluster.structured.protocol import Setup
 from cluster.structured.request_guides import RequestGuides
 from cluster.structured.spec import GrammarKind, GrammarSpec, read_grammar
+from cluster.text.tokenizer import Tokenizer
 from configs.errors import GuideError
 from tests.descriptors import no_free_descriptors
 from tests.schemas import SchemaMaker

@@ -20,7 +20,7 @@ from cluster.http.active import ActiveRequests
 from cluster.http.connection import LimitedConnection
 from cluster.http.edge import Edge
 from cluster.http.handover import HEADER, ClientSocket, HandoverHub, Handovers
-from cluster.openai.ingress import create_app
+from cluster.serve.ingress import create_app
 from configs.schema import ServerConfig
 from tests.scripted_engine import MODEL, REPLY, Run, Stack, events, served
 

@@ -12,7 +12,7 @@ from starlette.types import Message
 from cluster.http.active import ActiveRequests
 from cluster.http.context import RequestContext, Role, current_request
 from cluster.http.endpoint import PAUSE, RESUME
-from cluster.openai.ingress import create_app
+from cluster.serve.ingress import create_app
 from tests.scripted_engine import MODEL, Run, Stack, error_of
 
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}

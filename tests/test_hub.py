@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from benchmarks.make_checkpoint import write_checkpoint
-from cluster.openai.gguf_tokenizer import read_gguf_tokenizer
+from cluster.text.gguf_tokenizer import read_gguf_tokenizer
 from tests.fake_hub import COMMIT, REPO, hub
 from tests.test_cli import CONFIG as EXAMPLE
 from tests.test_cli import ROOT, read_until_ready, run, run_apart, served

@@ -14,9 +14,9 @@ import pytest
 from starlette.types import Message
 
 from cluster.messages import SamplingParams
-from cluster.openai.ingress import create_app
-from cluster.openai.job import Job
-from cluster.openai.tokenizer import Tokenizer
+from cluster.requests.job import Job
+from cluster.serve.ingress import create_app
+from cluster.text.tokenizer import Tokenizer
 from configs.schema import ServerConfig
 from tests.scripted_engine import MODEL, REPLY, Run, Stack, error_of, events, served
 

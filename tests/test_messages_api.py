@@ -13,8 +13,11 @@ from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from cluster.anthropic.builder import MessageBuilder
-from cluster.anthropic.request import MessagesRequest, chat_fields, in_own_words
-from cluster.openai.wire import PromptTokensDetails, Usage
+from cluster.anthropic.conversation import conversation
+from cluster.anthropic.request import MessagesRequest
+from cluster.requests.job import PromptTokensDetails, Usage
+from cluster.text.conversation import Call, Conversation, Turn
+from cluster.text.tools.request import ToolMode
 from configs.errors import RequestError
 from tests.scripted_engine import MODEL, REPLY, Run, Stack, served
 
@@ -41,9 +44,9 @@ def sse_events(text: str) -> list[dict[str, Any]]:
     return events
 
 
-def chat_of(**fields: Any) -> dict[str, Any]:
+def chat_of(**fields: Any) -> Conversation:
     body = {"model": MODEL, "max_tokens": 64, "messages": MESSAGES, **fields}
-    return chat_fields(MessagesRequest.model_validate(body))[0]
+    return conversation(MessagesRequest.model_validate(body))
 
 
 def test_a_message_has_its_text_and_counts_what_was_cached_apart(run: Run) -> None:
@@ -141,61 +144,77 @@ def test_turns_of_blocks_become_a_chat() -> None:
             },
         ],
     )
-    text = {"type": "text", "text": "I look."}
-    call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Rome"}'}}
-    assert chat["messages"] == [
-        {"role": "system", "content": [{"type": "text", "text": "Be kind."}]},
-        {"role": "user", "content": [{"type": "text", "text": "Weather?"}]},
-        {"role": "assistant", "content": [text], "reasoning_content": "Hm.", "tool_calls": [call]},
-        {
-            "role": "tool",
-            "tool_call_id": "a",
-            "content": [{"type": "text", "text": "Error:"}, {"type": "text", "text": "down"}],
-        },
-        {"role": "user", "content": [{"type": "text", "text": "Well?"}]},
+    assert chat.turns == [
+        Turn(role="system", text="Be kind."),
+        Turn(role="user", text="Weather?", path="messages[0].content"),
+        Turn(
+            role="assistant",
+            text="I look.",
+            thinking="Hm.",
+            calls=(Call("weather", {"city": "Rome"}, "a"),),
+            path="messages[1].content[2]",
+        ),
+        Turn(role="tool", text="Error:\ndown", call_id="a", path="messages[2].content[0]"),
+        Turn(role="user", text="Well?", path="messages[2].content"),
     ]
 
 
 def test_an_answer_begun_by_the_caller_is_continued() -> None:
     chat = chat_of(messages=[*MESSAGES, {"role": "assistant", "content": "Sure: "}])
-    assert (chat["continue_final_message"], chat["add_generation_prompt"]) == (True, False)
-    assert "continue_final_message" not in chat_of()
+    assert (chat.continue_final, chat.add_generation_prompt) == (True, False)
+    assert (chat_of().continue_final, chat_of().add_generation_prompt) == (False, True)
+    with pytest.raises(RequestError, match="no content to continue"):
+        chat_of(messages=[*MESSAGES, {"role": "assistant", "content": ""}])
 
 
 @pytest.mark.parametrize(
     ("choice", "expected"),
     [
-        ({"type": "auto"}, {"tool_choice": "auto"}),
-        ({"type": "none"}, {"tool_choice": "none"}),
-        ({"type": "any", "disable_parallel_tool_use": True}, {"tool_choice": "required", "parallel_tool_calls": False}),
-        ({"type": "tool", "name": "f"}, {"tool_choice": {"type": "function", "function": {"name": "f"}}}),
+        ({"type": "auto"}, (ToolMode.AUTO, True)),
+        ({"type": "none"}, (ToolMode.NONE, True)),
+        ({"type": "any", "disable_parallel_tool_use": True}, (ToolMode.REQUIRED, False)),
+        ({"type": "tool", "name": "f"}, (ToolMode.NAMED, False)),
     ],
 )
-def test_tool_choices_have_their_counterpart_in_a_chat(choice: dict[str, Any], expected: dict[str, Any]) -> None:
-    chat = chat_of(tool_choice=choice, tools=[{"name": "f", "input_schema": {"type": "object"}}])
-    assert {name: chat[name] for name in ("tool_choice", "parallel_tool_calls") if name in chat} == expected
-    assert chat["tools"] == [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+def test_tools_are_used_as_the_request_chooses(choice: dict[str, Any], expected: tuple[ToolMode, bool]) -> None:
+    use = chat_of(tool_choice=choice, tools=[{"name": "f", "input_schema": {"type": "object"}}]).tools
+    assert use is not None
+    assert (use.mode, use.parallel) == expected
+    assert [tool.shown for tool in use.tools] == [
+        {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    ]
 
 
-def test_a_chats_error_names_the_message_it_is_about() -> None:
-    result = {"type": "tool_result", "tool_use_id": "a", "content": "c"}
-    text = {"type": "text", "text": "Well?"}
-    body = {
-        "model": MODEL,
-        "max_tokens": 1,
-        "system": "Be kind.",
-        "messages": [*MESSAGES, {"role": "assistant", "content": "ok"}, {"role": "user", "content": [result, text]}],
-    }
-    chat, sources = chat_fields(MessagesRequest.model_validate(body))
-    assert [message["role"] for message in chat["messages"]] == ["system", "user", "assistant", "tool", "user"]
-    for path, own in (
-        ("messages[0].content", "system.content"),
-        ("messages[2].tool_calls[0].function.name", "messages[1].content"),
-        ("messages[3].role", "messages[2].content"),
-        ("messages[4].content", "messages[2].content"),
-    ):
-        error = in_own_words(RequestError(f"{path}: no.", param=path), sources)
-        assert (error.param, str(error)) == (own, f"{own}: no.")
+TOOL = {"name": "f", "input_schema": {"type": "object"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "path"),
+    [
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"system": [{"type": "image"}]}, "system[0].type"),
+        (
+            {
+                "messages": [
+                    *MESSAGES,
+                    {
+                        "role": "user",
+                        "content": [{"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image"}]}],
+                    },
+                ]
+            },
+            "messages[1].content[0].content[0].type",
+        ),
+        ({"tools": [TOOL, TOOL]}, "tools[1].name"),
+        ({"tools": [{**TOOL, "input_schema": {"type": "array"}}]}, "tools[0].input_schema.type"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice.name"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+    ],
+)
+def test_what_is_wrong_is_named_by_its_path(fields: dict[str, Any], path: str) -> None:
+    with pytest.raises(RequestError) as raised:
+        chat_of(**fields)
+    assert raised.value.param == path
 
 
 def test_a_failing_engine_ends_a_stream_with_an_error_event(run: Run) -> None:

@@ -21,7 +21,7 @@ from cluster.actors import Location
 from cluster.engine import RunningEngine, describe
 from cluster.engine_client import RequestStream
 from cluster.messages import FinishReason, SamplingParams
-from cluster.placement import group_bundles
+from cluster.serve.placement import group_bundles
 from configs.load import parse_engine_config
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]

@@ -12,8 +12,8 @@ import httpx
 import openai
 import pytest
 
-from cluster.openai.sampling import Vocabulary, bad_words
-from cluster.openai.tokenizer import Tokenizer
+from cluster.requests.sampling import Vocabulary, bad_words
+from cluster.text.tokenizer import Tokenizer
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from cluster.http.errors import error_body
-from cluster.openai import checks
-from cluster.openai.chat import parse_messages
-from cluster.openai.protocol import ChatRequest, CompletionRequest, parse_request, unknown_fields
+from cluster.openai.chat import parse_turns
+from cluster.openai.protocol import ChatRequest, CompletionRequest, check_request, unknown_fields
+from cluster.requests import checks
 from configs.errors import ContextLengthError, OverloadedError, RequestError
 from configs.schema import ServerConfig
 
@@ -20,11 +20,11 @@ SERVER = ServerConfig()
 
 def chat(**fields: Any) -> ChatRequest:
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], **fields}
-    return parse_request(ChatRequest, json.dumps(body).encode(), SERVER)
+    return check_request(ChatRequest, body, SERVER)
 
 
 def completion(**fields: Any) -> CompletionRequest:
-    return parse_request(CompletionRequest, json.dumps({"model": "m", "prompt": "x", **fields}).encode(), SERVER)
+    return check_request(CompletionRequest, {"model": "m", "prompt": "x", **fields}, SERVER)
 
 
 def test_every_supported_field_is_read() -> None:
@@ -83,9 +83,9 @@ def test_only_unknown_fields_are_listed_as_ignored() -> None:
     ("field", "near"), [("temprature", "temperature"), ("max_token", "max_tokens"), ("zzz", None), ("top-k", "top_k")]
 )
 def test_strict_fields_refuse_what_nobody_knows_with_the_nearest_name(field: str, near: str | None) -> None:
-    body = json.dumps({"model": "m", "prompt": "x", field: 1}).encode()
+    body = {"model": "m", "prompt": "x", field: 1}
     with pytest.raises(RequestError) as caught:
-        parse_request(CompletionRequest, body, ServerConfig(strict_fields=True))
+        check_request(CompletionRequest, body, ServerConfig(strict_fields=True))
     assert (caught.value.status, caught.value.code, caught.value.param) == (400, "unknown_parameter", field)
     assert (f"Did you mean {near}?" in str(caught.value)) is (near is not None)
 
@@ -120,7 +120,8 @@ def test_a_prompt_is_text_or_ids_or_a_list_of_either() -> None:
 
 def test_text_parts_are_joined_and_developer_is_system() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert parse_messages([{"role": "developer", "content": parts}]) == [{"role": "system", "content": "a\nb"}]
+    [turn] = parse_turns([{"role": "developer", "content": parts}])
+    assert turn.message() == {"role": "system", "content": "a\nb"}
 
 
 def test_calls_have_their_arguments_as_objects_and_results_their_ids() -> None:
@@ -129,12 +130,13 @@ def test_calls_have_their_arguments_as_objects_and_results_their_ids() -> None:
         {"id": "c2", "type": "function", "function": {"name": "g", "arguments": ""}},
         {"id": "c3", "type": "function", "function": {"name": "f", "arguments": '{"x": [1'}},
     ]
-    parsed = parse_messages(
+    turns = parse_turns(
         [
             {"role": "assistant", "content": None, "tool_calls": calls, "reasoning_content": "hm"},
             {"role": "tool", "tool_call_id": "c1", "content": "7"},
         ]
     )
+    parsed = [turn.message() for turn in turns]
     assert [call["function"]["arguments"] for call in parsed[0]["tool_calls"]] == [{"x": [1]}, {}, '{"x": [1'], (
         "cut off: text"
     )

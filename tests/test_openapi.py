@@ -23,10 +23,10 @@ from typer.testing import CliRunner
 from cluster.commands.cli import app as cli
 from cluster.http.access import OPEN_PATHS
 from cluster.http.keys import KeyRing
-from cluster.openai.ingress import create_app
-from cluster.openai.tokenizer import Tokenizer
 from cluster.openapi.document import build_document
 from cluster.openapi.operations import OPERATIONS
+from cluster.serve.ingress import create_app
+from cluster.text.tokenizer import Tokenizer
 from cluster.version import VERSION
 from tests.json_bodies import Bodies
 from tests.scripted_engine import MODEL, Run, Stack, runner, served

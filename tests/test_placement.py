@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cluster.actors import device_index
-from cluster.placement import NodeResources, check_fits, group_bundles, uses_gpus
+from cluster.serve.placement import NodeResources, check_fits, group_bundles, uses_gpus
 from configs.errors import PlacementError
 from configs.schema import EngineConfig, PlacementConfig
 

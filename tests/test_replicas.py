@@ -29,7 +29,7 @@ def serving(endpoint: Any, **settings: Any) -> Iterator[str]:
     """The example beside the shared app, with some other settings; its URL."""
     from ray import serve
 
-    from cluster.app import build_app
+    from cluster.serve.app import build_app
     from configs.load import load_app_config
 
     args = {**load_app_config(EXAMPLE).engine.model_dump(), **settings}
@@ -165,8 +165,8 @@ def test_a_job_serves_the_example_on_a_cluster_that_has_not_our_code(
     assert application["source"] == "declarative"
     config = application["deployments"]["Engine"]["deployment_config"]
     assert config["autoscaling_config"]["max_replicas"] == 2
-    assert config["autoscaling_config"]["policy"]["policy_function"] == "cluster.autoscaling:LoadPolicy"
-    assert config["request_router_config"]["request_router_class"] == "cluster.routing.SessionRouter"
+    assert config["autoscaling_config"]["policy"]["policy_function"] == "cluster.serve.autoscaling:LoadPolicy"
+    assert config["request_router_config"]["request_router_class"] == "cluster.serve.routing.SessionRouter"
 
 
 @pytest.mark.parametrize("head", [False], indirect=True)

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.messages import SamplingParams
-from cluster.openai.protocol import SamplingFields
-from cluster.openai.sampling import SamplingDefaults, Vocabulary, sampling_params
-from cluster.openai.tokenizer import Tokenizer
+from cluster.requests.job import JobOptions
+from cluster.requests.sampling import SamplingDefaults, Vocabulary, sampling_params
+from cluster.requests.sampling_fields import SamplingFields
+from cluster.text.tokenizer import Tokenizer
 from configs.errors import RequestError
 from configs.schema import GenerationDefaults, ServerConfig
 from tests.scripted_engine import MODEL, REPLY, Run, Stack, error_of, events, prompt_ids, runner
@@ -38,8 +39,8 @@ def sampling(tokenizer: Tokenizer, defaults: SamplingDefaults | None = None, **f
         SamplingFields.model_validate(fields),
         defaults or SamplingDefaults(),
         vocabulary,
+        JobOptions(num_logprobs=0),
         max_tokens=[16],
-        num_choices=1,
         next_seed=lambda: 0,
     )
     return params
@@ -111,8 +112,8 @@ def test_without_a_seed_every_choice_of_every_prompt_has_one_of_its_own(
         SamplingFields(seed=seed),
         SamplingDefaults(),
         Vocabulary(tokenizer=smollm2, size=smollm2.vocab_size),
+        JobOptions(num_choices=num_choices),
         max_tokens=[16] * num_prompts,
-        num_choices=num_choices,
         next_seed=lambda: next(drawn),
     )
     seeds = [[choice.seed for choice in choices] for choices in params]

@@ -16,13 +16,14 @@ from pydantic import TypeAdapter
 
 from cluster.http.active import ActiveRequests
 from cluster.http.keys import KeyRing
-from cluster.openai.ingress import create_app
 from cluster.openai.responses.builder import ResponseBuilder
-from cluster.openai.responses.objects import Reasoning
+from cluster.openai.responses.conversation import input_items, turns
+from cluster.openai.responses.objects import ReasoningSettings
 from cluster.openai.responses.objects import Response as OwnResponse
 from cluster.openai.responses.store import ResponseStore, StoredResponse, StoreLimits
-from cluster.openai.responses.to_chat import chat_messages, in_own_words, input_items
-from cluster.openai.wire import PromptTokensDetails, Usage
+from cluster.requests.job import PromptTokensDetails, Usage
+from cluster.serve.ingress import create_app
+from cluster.text.conversation import Call, Turn
 from configs.errors import OverloadedError, RequestError
 from tests.scripted_engine import MODEL, REPLY, Run, Stack, error_of, served
 
@@ -193,26 +194,31 @@ def test_items_of_one_turn_become_one_message() -> None:
             {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Next."}]},
         ]
     )
-    messages, sources = chat_messages(items, "Be kind.", 1)
-    inputs = [f"input[{i}]" for i in (0, 4, 5, 6, 7)]
-    assert sources == ["instructions", "previous_response_id", *inputs]
-    path = "messages[2].tool_calls[0]"
-    error = in_own_words(RequestError(f"{path}: no.", param=path), sources)
-    assert (error.param, str(error)) == ("input[0]", "input[0]: no.")
-    assert [message["role"] for message in messages] == [
-        "system",
-        "user",
-        "assistant",
-        "tool",
-        "tool",
-        "assistant",
-        "assistant",
+    assert turns(items, "Be kind.", 1) == [
+        Turn(role="system", text="Be kind."),
+        Turn(role="user", text="Weather?", path="previous_response_id"),
+        Turn(
+            role="assistant",
+            text="I look.",
+            thinking="Hm.",
+            calls=(Call("weather", {"city": "Rome"}, "a"), Call("weather", {}, "b")),
+            path="input[2]",
+        ),
+        Turn(role="tool", text="sunny", call_id="a", path="input[4]"),
+        Turn(role="tool", text="rain", call_id="b", path="input[5]"),
+        Turn(role="assistant", text="Sunny.", path="input[6]"),
+        Turn(role="assistant", thinking="Next.", path="input[7]"),
     ]
-    turn = messages[2]
-    assert turn["reasoning_content"] == "Hm."
-    assert [call["id"] for call in turn["tool_calls"]] == ["a", "b"]
-    assert turn["content"] == [{"type": "text", "text": "I look."}]
-    assert messages[4] == {"role": "tool", "tool_call_id": "b", "content": [{"type": "text", "text": "rain"}]}
+
+
+def test_what_is_wrong_with_an_item_is_named_by_its_path() -> None:
+    call = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "[]"}
+    items = input_items([{"role": "assistant", "content": "I look."}, call])
+    for num_earlier, path in ((0, "input[1].arguments"), (2, "previous_response_id")):
+        with pytest.raises(RequestError) as raised:
+            turns(items, None, num_earlier)
+        assert raised.value.param == path
+        assert str(raised.value).startswith(f"{path} must be a JSON object")
 
 
 def test_what_a_response_gave_out_can_be_given_back_as_input() -> None:
@@ -227,9 +233,9 @@ def test_what_a_response_gave_out_can_be_given_back_as_input() -> None:
     assert isinstance(output, list)
     given = [{"role": "user", "content": "Weather?"}, *output]
     given.append({"type": "function_call_output", "call_id": "call_1", "output": "sunny"})
-    [_, turn, result], _ = chat_messages(input_items(given), None)
-    assert (turn["reasoning_content"], turn["tool_calls"][0]["id"]) == ("Hm.", "call_1")
-    assert result["role"] == "tool"
+    [_, turn, result] = turns(input_items(given), None)
+    assert (turn.thinking, turn.calls[0].id) == ("Hm.", "call_1")
+    assert result.role == "tool"
 
 
 def test_no_client_gets_at_anothers_response(run: Run, tmp_path: Path) -> None:
@@ -359,7 +365,7 @@ def own_response(id_: str = "resp_1") -> OwnResponse:
         model=MODEL,
         parallel_tool_calls=True,
         previous_response_id=None,
-        reasoning=Reasoning(),
+        reasoning=ReasoningSettings(),
         store=True,
         temperature=1.0,
         text={"format": {"type": "text"}},

@@ -20,7 +20,7 @@ import httpx
 import psutil
 import pytest
 
-from cluster.openai.tokenizer import Tokenizer
+from cluster.text.tokenizer import Tokenizer
 from configs.errors import CheckpointError
 from configs.model_config import read_model_config
 from configs.schema import ServerConfig

@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.draining import StopWatch
 from cluster.http.active import ActiveRequests
+from cluster.serve.draining import StopWatch
 from tests.test_cli import read_until, read_until_ready, served
 
 

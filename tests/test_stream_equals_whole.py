@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cluster.openai.tokenizer import Tokenizer
+from cluster.text.tokenizer import Tokenizer
 from tests.scripted_engine import EOS, Run, Stack, events, runner
 
 NUM_EXAMPLES = 60

@@ -15,7 +15,7 @@ from cluster.http.keys import KeyRing, new_key
 from cluster.messages import SamplingParams
 from cluster.observability.steps import STEP_DTYPE
 from cluster.observability.timeline import NUM_REQUESTS, RecentRequests, Timeline, timeline
-from cluster.openai.ingress import create_app
+from cluster.serve.ingress import create_app
 from tests.records import record
 from tests.scripted_engine import MODEL, Run, Stack, error_of
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.openai.tokenizer import Tokenizer
+from cluster.text.tokenizer import Tokenizer
 from tests.scripted_engine import MODEL, Run, Stack
 
 MESSAGES = [{"role": "user", "content": "hi"}]

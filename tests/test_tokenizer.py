@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from cluster.openai.chat import ChatPrompt, parse_messages, render_prompt
-from cluster.openai.tokenizer import Tokenizer
+from cluster.text.conversation import Conversation, Turn
+from cluster.text.formats import ModelFormats
+from cluster.text.rendering import render
+from cluster.text.tokenizer import Tokenizer
 from configs.errors import CheckpointError, ConfigError, RequestError
 
-PROMPT = ChatPrompt(messages=[{"role": "user", "content": "x"}])
+PROMPT = Conversation(turns=[Turn(role="user", text="x")])
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +66,7 @@ def test_loading_it_imports_no_torch_and_writes_nothing(
     path = tmp_path / "tokenizer.gguf" if kind == "gguf" else tmp_path / "tokenizer"
     path.symlink_to(smollm2_path if kind == "gguf" else directory)
     script = (
-        "import sys; from cluster.openai.tokenizer import Tokenizer\n"
+        "import sys; from cluster.text.tokenizer import Tokenizer\n"
         "t = Tokenizer.load(sys.argv[1]); t.template.render([{'role': 'user', 'content': 'x'}])\n"
         "sys.exit(int('torch' in sys.modules))"
     )
@@ -90,13 +92,13 @@ def test_the_servers_chat_template_takes_the_place_of_the_models(directory: Path
     template = tmp_path / "mine.jinja"
     template.write_text("{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}")
     tokenizer = Tokenizer.load(directory, chat_template=str(template))
-    assert render_prompt(tokenizer, PROMPT) == "[user:x]"
+    assert render(PROMPT, tokenizer.template, ModelFormats()) == "[user:x]"
     with pytest.raises(ConfigError, match=r"server\.chat_template"):
         Tokenizer.load(directory, chat_template=str(tmp_path / "absent.jinja"))
 
 
 def test_a_chat_is_rendered_as_the_template_says(smollm2: Tokenizer) -> None:
-    text = render_prompt(smollm2, ChatPrompt(messages=parse_messages([{"role": "user", "content": "hi"}])))
+    text = render(Conversation(turns=[Turn(role="user", text="hi")]), smollm2.template, ModelFormats())
     assert text.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
     ids = smollm2.encode(text, add_special_tokens=False)
     assert ids[0] == smollm2.bos_token_id
@@ -114,14 +116,14 @@ def test_a_template_that_refuses_or_breaks_is_the_callers_error(directory: Path,
         template.write_text(source)
         tokenizer = Tokenizer.load(directory, chat_template=str(template))
         with pytest.raises(RequestError, match=match):
-            render_prompt(tokenizer, PROMPT)
+            render(PROMPT, tokenizer.template, ModelFormats())
 
 
 def test_a_model_without_chat_template_says_so(directory: Path, tmp_path: Path) -> None:
     bare = Path(shutil.copytree(directory, tmp_path / "bare"))
     os.remove(bare / "chat_template.jinja")
     with pytest.raises(RequestError, match="no chat template") as caught:
-        render_prompt(Tokenizer.load(bare), PROMPT)
+        render(PROMPT, Tokenizer.load(bare).template, ModelFormats())
     assert caught.value.code == "no_chat_template"
 
 

@@ -11,7 +11,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from cluster.openai.tokenizer import Tokenizer
+from cluster.text.tokenizer import Tokenizer
 from configs.schema import ServerConfig
 from tests.scripted_engine import EOS, MODEL, Run, Stack, error_of, events, runner, served
 

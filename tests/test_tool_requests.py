@@ -9,15 +9,16 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 
-from cluster.openai.answer_parser import AnswerFormat, AnswerParser
-from cluster.openai.reasoning import REASONING_STYLES
-from cluster.openai.tokenizer import Tokenizer
-from cluster.openai.tools.events import collect
-from cluster.openai.tools.grammar import CallGrammar, SpecialId, after_reasoning
-from cluster.openai.tools.request import ToolMode, ToolUse, parse_tools
-from cluster.openai.tools.styles import STYLES, StyleName
+from cluster.openai.tool_fields import parse_tools
 from cluster.structured.compiler import GrammarCompiler
 from cluster.structured.spec import schema_grammar
+from cluster.text.answer_parser import AnswerFormat, AnswerParser
+from cluster.text.reasoning import REASONING_STYLES
+from cluster.text.tokenizer import Tokenizer
+from cluster.text.tools.events import collect
+from cluster.text.tools.grammar import CallGrammar, SpecialId, after_reasoning
+from cluster.text.tools.request import ToolMode, ToolUse
+from cluster.text.tools.styles import STYLES, StyleName
 from configs.errors import RequestError
 
 WEATHER = {

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from starlette.types import Message
 
-from cluster.openai.ingress import create_app
+from cluster.serve.ingress import create_app
 from configs.schema import ServerConfig
 from tests.scripted_engine import MODEL, Run, Stack
 

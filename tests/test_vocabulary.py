@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from cluster.engine_client import EngineClient
-from cluster.openai.served_model import ServedModel
 from cluster.openapi.document import build_document
 from cluster.openapi.operations import OPERATIONS
+from cluster.requests.served_model import ServedModel
 from cluster.version import VERSION
 from configs.errors import RequestError
 from configs.schema import ServerConfig

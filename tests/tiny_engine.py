@@ -24,12 +24,12 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.make_checkpoint import write_checkpoint
 from cluster.coordinator import Coordinator
 from cluster.engine_client import EngineClient
-from cluster.openai.ingress import create_app
-from cluster.openai.sampling import SamplingDefaults
-from cluster.openai.served_model import ServedModel
-from cluster.openai.tokenizer import Tokenizer
+from cluster.requests.sampling import SamplingDefaults
+from cluster.requests.served_model import ServedModel
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
+from cluster.serve.ingress import create_app
 from cluster.structured.request_guides import RequestGuides
+from cluster.text.tokenizer import Tokenizer
 from configs.errors import DeadlineError
 from configs.schema import ServerConfig
 from parallel.plan import ShardPlan

@@ -29,7 +29,7 @@ from cluster.anthropic.objects import (
     ThinkingDelta,
     ToolUseBlock,
 )
-from cluster.openai.wire import Usage
+from cluster.requests.job import Usage
 
 _encode = msgspec.json.Encoder().encode
 

@@ -6,31 +6,22 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from cluster.anthropic.builder import MessageBuilder, sse
+from cluster.anthropic.conversation import conversation, output_grammar
 from cluster.anthropic.errors import anthropic_error
 from cluster.anthropic.objects import StopReason, TokenCount
-from cluster.anthropic.request import (
-    FIELDS,
-    CountTokensRequest,
-    MessagesRequest,
-    chat_fields,
-    ignored_options,
-    in_own_words,
-)
-from cluster.http.answer import Answer
+from cluster.anthropic.request import FIELDS, CountTokensRequest, MessagesRequest
 from cluster.http.context import RequestContext
+from cluster.http.response import HttpResponse
 from cluster.messages import FinishReason
-from cluster.openai import protocol
-from cluster.openai.answer import json_answer, timed
-from cluster.openai.body import decoded, validated
-from cluster.openai.chat import unread_fields
-from cluster.openai.fields import ignored_header
-from cluster.openai.generation import Delta
-from cluster.openai.job import Run
-from cluster.openai.protocol import ChatRequest
-from cluster.openai.served_model import ServedModel
-from cluster.openai.serving import chat_job, chat_prompt, refuse_unread, tool_header
-from cluster.openai.tools.events import CallStarted, tell
-from configs.errors import RequestError
+from cluster.requests import checks
+from cluster.requests.body import decoded, validated
+from cluster.requests.chat import chat_job, refuse_unread, tool_header
+from cluster.requests.fields import ignored_header
+from cluster.requests.generation import Delta
+from cluster.requests.http_responses import json_response, timed
+from cluster.requests.job import JobOptions, Run
+from cluster.requests.served_model import ServedModel
+from cluster.text.tools.events import CallStarted, tell
 
 
 class AnthropicServing:
@@ -39,49 +30,56 @@ class AnthropicServing:
     def __init__(self, model: ServedModel) -> None:
         self._model = model
 
-    async def messages(self, body: bytes, context: RequestContext) -> Answer:
+    async def messages(self, body: bytes, context: RequestContext) -> HttpResponse:
         """POST /v1/messages. Raises RequestError for a bad request."""
         model = self._model
         raw = await decoded(body)
         ignored = FIELDS.check(MessagesRequest, raw, strict=model.server.strict_fields)
         request = validated(MessagesRequest, raw)
-        fields, sources = chat_fields(request)
-        try:
-            chat = protocol.check_request(ChatRequest, fields, model.server)
-            job = await chat_job(model, "msg_", chat, context)
-        except RequestError as error:
-            raise in_own_words(error, sources) from error
-        thinks = model.formats.reasoning is not None
-        unread = ignored_options(request, unread_fields(chat, model.tokenizer), thinks=thinks)
+        model.check_name(request.model)
+        chat = conversation(request)
+        fields = request
+        if request.stop_sequences is not None:
+            stops = checks.stop_strings(request.stop_sequences, model.server, "stop_sequences")
+            fields = request.model_copy(update={"stop": stops})
+        job = await chat_job(
+            model,
+            "msg_",
+            chat,
+            fields,
+            context,
+            JobOptions(),
+            max_tokens=request.max_tokens,
+            own_grammar=output_grammar(request),
+        )
+        unread = chat.unread(model.tokenizer.template)
+        thinking = request.thinking
+        if thinking is not None and (thinking.type == "enabled") == (model.formats.reasoning is not None):
+            unread = [path for path in unread if path != "thinking"]  # it is as asked for, without being told
         refuse_unread(unread, model.server)
         builder = MessageBuilder(job.id, model.model_name)
         run = model.run(job)
         headers = {**ignored_header([*ignored, *unread]), **tool_header(model, chat)}
         if not request.stream:
-            return timed(Answer(_whole(run, builder), streamed=False, headers=headers), run)
-        answer = Answer(
+            return timed(HttpResponse(_whole(run, builder), streamed=False, headers=headers), run)
+        response = HttpResponse(
             _events(run, builder),
             streamed=True,
             headers=headers,
             failure=lambda error: sse(anthropic_error(error, context.request_id)),
         )
-        return timed(answer, run)
+        return timed(response, run)
 
-    async def count_tokens(self, body: bytes, context: RequestContext) -> Answer:
+    async def count_tokens(self, body: bytes, context: RequestContext) -> HttpResponse:
         """POST /v1/messages/count_tokens. Raises RequestError for a bad request."""
         model = self._model
         raw = await decoded(body)
         # Whoever counts may send the whole request.
         ignored = FIELDS.check(MessagesRequest, raw, strict=model.server.strict_fields)
         request = validated(CountTokensRequest, raw)
-        fields, sources = chat_fields(request)
-        try:
-            chat = protocol.check_request(ChatRequest, fields, model.server)
-            model.check_name(chat.model)
-            count = TokenCount(len(await chat_prompt(model, chat)))
-        except RequestError as error:
-            raise in_own_words(error, sources) from error
-        return json_answer(count, ignored_header(ignored))
+        model.check_name(request.model)
+        count = TokenCount(len(await model.prompts.encode_chat(conversation(request))))
+        return json_response(count, ignored_header(ignored))
 
 
 async def _whole(run: Run, builder: MessageBuilder) -> AsyncGenerator[bytes, None]:

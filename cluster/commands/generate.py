@@ -12,8 +12,8 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 
 from cluster.engine import RunningEngine, describe
-from cluster.placement import NodeResources, check_fits, group_bundles, uses_gpus
 from cluster.preflight import read_tokenizer
+from cluster.serve.placement import NodeResources, check_fits, group_bundles, uses_gpus
 from cluster.session import cluster_address, ray_session
 from configs.load import load_app_config
 from configs.schema import EngineConfig

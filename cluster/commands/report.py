@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.commands.fit import fits, sizes_to_show
-from cluster.openai.chat_template import ChatTemplate, template_sources
-from cluster.openai.formats import ModelFormats
-from cluster.openai.tools.generic import GenericTools
-from cluster.placement import group_bundles
+from cluster.serve.placement import group_bundles
+from cluster.text.chat_template import ChatTemplate, template_sources
+from cluster.text.formats import ModelFormats
+from cluster.text.tools.generic import GenericTools
 from configs.addresses import host_and_port
 from configs.checkpoint import resolve_model_path
 from configs.difference import Change, changes

@@ -27,12 +27,12 @@ from rich.progress import Progress as Bars
 
 from cluster.commands.report import print_plan
 from cluster.coordinator_actor import Progress
-from cluster.deployment import Deployment, serve_is_running
 from cluster.engine import describe
 from cluster.http.keys import open_keys
-from cluster.placement import NodeResources, group_bundles, uses_gpus
 from cluster.preflight import check_checkpoint
 from cluster.rank_group import NAMESPACE
+from cluster.serve.deployment import Deployment, serve_is_running
+from cluster.serve.placement import NodeResources, group_bundles, uses_gpus
 from cluster.session import Session, check_port_free, cluster_address, ray_session
 from configs.addresses import host_and_port
 from configs.errors import ConfigError, EngineError

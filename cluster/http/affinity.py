@@ -14,6 +14,8 @@ import re
 
 PEEKED_BYTES = 16 << 10
 """How much of a body is looked at."""
+REPLICA_SESSION = "replica-"
+"""A session of this and a replica's id is that replica's, however busy it is."""
 _MAX_CHARS = 4096  # a thousand tokens: what a wrong guess lets another replica compute again
 _KEPT_PATH = re.compile(r"/v1/responses/resp_([a-z0-9]{1,32})_")
 _KEPT_BODY = re.compile(rb'"previous_response_id"\s*:\s*"resp_([a-z0-9]{1,32})_')

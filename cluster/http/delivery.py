@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from starlette.types import Send
 
 from cluster.http.active import ActiveRequest
-from cluster.http.answer import Answer, Turns
 from cluster.http.errors import error_event, response_start, send_json
 from cluster.http.handover import HEADER, Claim, ClientSocket, Handovers
+from cluster.http.response import HttpResponse, LoopTurns
 from configs.errors import RequestError
 
 KEEP_ALIVE_S = 15.0
@@ -25,7 +25,7 @@ class Delivery:
     """One response. Call `close` when nothing more is sent."""
 
     def __init__(
-        self, send: Send, request_headers: list[tuple[bytes, bytes]], handovers: Handovers, turns: Turns
+        self, send: Send, request_headers: list[tuple[bytes, bytes]], handovers: Handovers, turns: LoopTurns
     ) -> None:
         self.streaming = False
         """Whether a streamed answer has begun."""
@@ -52,25 +52,25 @@ class Delivery:
         else:
             self._writable.set()
 
-    def keep_alive(self, answer: Answer) -> None:
+    def keep_alive(self, response: HttpResponse) -> None:
         """From now on, lets a silent stream say that it is alive; it may begin so."""
-        self._timer = self._loop.call_later(KEEP_ALIVE_S, self._break_silence, answer)
+        self._timer = self._loop.call_later(KEEP_ALIVE_S, self._break_silence, response)
 
-    async def stream(self, chunk: bytes, answer: Answer) -> None:
+    async def stream(self, chunk: bytes, response: HttpResponse) -> None:
         """Sends a part of a streamed answer, once the client has room for it."""
         self._spoke = True
         if self._keeping is not None or self._socket is None or not self._socket.send(chunk):
             with self._waiting_for_client():
                 if self._keeping is not None:
                     await self._keeping
-                    await self._write(chunk, answer)
+                    await self._write(chunk, response)
                 elif self._socket is not None:
                     await self._socket.flush()
                 else:
-                    await self._write(chunk, answer)
+                    await self._write(chunk, response)
         await self._turns.after(chunk)
 
-    async def whole(self, parts: AsyncIterator[bytes], answer: Answer) -> None:
+    async def whole(self, parts: AsyncIterator[bytes], response: HttpResponse) -> None:
         """Sends an answer that is no stream; one of several parts without its length, as the client has room for it."""
         part = await anext(parts)
         begun = False
@@ -78,14 +78,14 @@ class Delivery:
             with self._waiting_for_client():
                 if not begun:
                     begun = True
-                    await self._send(response_start(200, "application/json", answer.headers))
+                    await self._send(response_start(200, "application/json", response.headers))
                 await self._pass_on(part)
             await self._turns.after(part)
             part = following
         if begun:
             await self._send({"type": "http.response.body", "body": part, "more_body": False})
         else:
-            await send_json(self._send, 200, part, answer.headers)
+            await send_json(self._send, 200, part, response.headers)
 
     async def fail(self, error: RequestError) -> None:
         """Ends a streamed answer with `error`."""
@@ -112,9 +112,9 @@ class Delivery:
             self._keeping.cancel()
         self._drop_claim()
 
-    async def _write(self, chunk: bytes, answer: Answer) -> None:
+    async def _write(self, chunk: bytes, response: HttpResponse) -> None:
         if not self.streaming:
-            await self._begin(answer)
+            await self._begin(response)
         elif self._claim is not None and self._socket is None:
             # Only now: the first part did not wait for it.
             self._socket = await self._claim.socket()
@@ -146,24 +146,24 @@ class Delivery:
             self._claim.close()
             self._claim = self._socket = None
 
-    def _break_silence(self, answer: Answer) -> None:
+    def _break_silence(self, response: HttpResponse) -> None:
         is_writing = self.request is None or self.request.stuck_since is not None
         if not self._spoke and not is_writing and self._keeping is None:
-            self._keeping = self._loop.create_task(self._say_alive(answer))
+            self._keeping = self._loop.create_task(self._say_alive(response))
         self._spoke = False
-        self.keep_alive(answer)
+        self.keep_alive(response)
 
-    async def _say_alive(self, answer: Answer) -> None:
+    async def _say_alive(self, response: HttpResponse) -> None:
         try:
             with contextlib.suppress(ConnectionError):  # whoever watches the client hears of it
-                await self._write(_KEEP_ALIVE, answer)
+                await self._write(_KEEP_ALIVE, response)
         finally:
             self._keeping = None
 
-    async def _begin(self, answer: Answer) -> None:
+    async def _begin(self, response: HttpResponse) -> None:
         self.streaming = True
-        self._failure = answer.failure
-        headers = {"cache-control": "no-cache", **answer.headers}
+        self._failure = response.failure
+        headers = {"cache-control": "no-cache", **response.headers}
         self._claim = self._handovers.claim(self._request_headers)
         if self._claim is not None:
             headers[HEADER.decode()] = "1"

@@ -3,8 +3,9 @@
 Ray Serve has neither limits nor backpressure between a connection and a replica, routes a request before its body has
 come, and speaks plain text when it fails.
 `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=cluster.http.edge:middlewares` puts this around it; Serve reads that when its
-proxies start (`cluster/deployment.py` has it set where it starts Serve). Without it everything works, but each part of
-a stream goes through Ray, a slow client's answer piles up in the proxy, and a replica that dies cuts its streams.
+proxies start (`cluster/serve/deployment.py` has it set where it starts Serve). Without it everything works, but each
+part of a stream goes through Ray, a slow client's answer piles up in the proxy, and a replica that dies cuts its
+streams.
 """
 
 from __future__ import annotations
@@ -22,14 +23,13 @@ import uvicorn.protocols.http.auto
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.http.affinity import PEEKED_BYTES, beginning_key, keeping_replica
+from cluster.http.affinity import PEEKED_BYTES, REPLICA_SESSION, beginning_key, keeping_replica
 from cluster.http.body import BODY
 from cluster.http.connection import SCOPE_KEY, LimitedConnection
 from cluster.http.endpoint import PAUSE, RESUME
 from cluster.http.errors import error_event, send_error
 from cluster.http.guard import is_request_id
 from cluster.http.handover import HEADER, HandoverHub, Offer
-from cluster.routing import REPLICA_SESSION
 from configs.errors import OverloadedError, RequestError
 
 PROXY_CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"

@@ -9,12 +9,12 @@ from contextlib import aclosing
 from starlette.types import Receive, Scope, Send
 
 from cluster.http.active import ActiveRequests
-from cluster.http.answer import Answer, Turns
 from cluster.http.body import ClientDisconnect, read_body
 from cluster.http.context import RequestContext, request_context, with_url
 from cluster.http.delivery import Delivery
 from cluster.http.errors import as_request_error
 from cluster.http.handover import Handovers
+from cluster.http.response import HttpResponse, LoopTurns
 from configs.errors import RequestError
 from configs.schema import ServerConfig
 
@@ -22,7 +22,7 @@ PAUSE = "lockstep.pause"
 RESUME = "lockstep.resume"
 """Types of messages, beside ASGI's, by which whoever holds the connection says that it is full, and no longer."""
 
-Handler = Callable[[bytes, RequestContext], Awaitable[Answer]]
+Handler = Callable[[bytes, RequestContext], Awaitable[HttpResponse]]
 
 
 class Endpoint:
@@ -42,7 +42,7 @@ class Endpoint:
         server: ServerConfig,
         active: ActiveRequests,
         handovers: Handovers,
-        turns: Turns,
+        turns: LoopTurns,
         engine_is_there: Callable[[], bool],
         on_stream_error: Callable[[RequestError], None] | None = None,
     ) -> None:
@@ -82,15 +82,15 @@ class Endpoint:
 
     async def _answer(self, body: bytes, context: RequestContext, delivery: Delivery) -> None:
         try:
-            answer = await self._handle(body, context)
-            async with aclosing(answer.chunks) as chunks:
-                if answer.streamed:
-                    delivery.keep_alive(answer)
+            response = await self._handle(body, context)
+            async with aclosing(response.chunks) as chunks:
+                if response.streamed:
+                    delivery.keep_alive(response)
                     async for chunk in chunks:
-                        await delivery.stream(chunk, answer)
+                        await delivery.stream(chunk, response)
                     await delivery.end()
                 else:
-                    await delivery.whole(chunks, answer)
+                    await delivery.whole(chunks, response)
         except asyncio.CancelledError:
             if delivery.request is None or delivery.request.error is None:
                 raise

@@ -9,11 +9,11 @@ import msgspec
 from pydantic import BaseModel, ConfigDict
 
 from cluster.http.active import ActiveRequests
-from cluster.http.answer import Answer
 from cluster.http.context import RequestContext
-from cluster.openai.answer import json_answer
-from cluster.openai.body import decode_body, validated
-from cluster.openai.served_model import ServedModel
+from cluster.http.response import HttpResponse
+from cluster.requests.body import decode_body, validated
+from cluster.requests.http_responses import json_response
+from cluster.requests.served_model import ServedModel
 from configs.errors import RequestError
 
 
@@ -57,14 +57,14 @@ class AdminServing:
         self._model = model
         self._requests = requests
 
-    async def abort_request(self, body: bytes, context: RequestContext) -> Answer:
+    async def abort_request(self, body: bytes, context: RequestContext) -> HttpResponse:
         """POST /abort_request: ends the requests whose `x-request-id` is `rid`, or with `abort_all` every one."""
         request = validated(AbortRequest, decode_body(body))
         if not request.abort_all and request.rid is None:
             raise RequestError("rid must be the id of a request.", code="invalid_type", param="rid")
-        return json_answer(Aborted(self._requests.abort(None if request.abort_all else request.rid, spare=context)))
+        return json_response(Aborted(self._requests.abort(None if request.abort_all else request.rid, spare=context)))
 
-    async def flush_cache(self, body: bytes, context: RequestContext) -> Answer:
+    async def flush_cache(self, body: bytes, context: RequestContext) -> HttpResponse:
         """POST /flush_cache: forgets every cached prompt that no running request uses."""
         self._model.engine.flush_cache()
-        return json_answer(Flushed())
+        return json_response(Flushed())

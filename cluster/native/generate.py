@@ -12,17 +12,16 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from cluster.http.answer import Answer
 from cluster.http.context import RequestContext
-from cluster.native.generate_answer import Asked, native_answer
-from cluster.openai import protocol
-from cluster.openai.body import decoded, validated
-from cluster.openai.checks import MAX_SEQUENCES, check_token_ids
-from cluster.openai.fields import FieldPolicy, ignored_header, neutral
-from cluster.openai.job import Job
-from cluster.openai.protocol import SamplingFields
-from cluster.openai.schema import Documented, exactly_one
-from cluster.openai.served_model import ServedModel
+from cluster.http.response import HttpResponse
+from cluster.native.generate_answer import Asked, native_response
+from cluster.requests import checks
+from cluster.requests.body import decoded, validated
+from cluster.requests.fields import STYLING, UNSUPPORTED, FieldPolicy, ignored_header, neutral
+from cluster.requests.job import Job, JobOptions
+from cluster.requests.sampling_fields import SamplingFields
+from cluster.requests.schema import Documented, exactly_one
+from cluster.requests.served_model import ServedModel
 from configs.errors import RequestError
 
 _DEFAULT_NEW_TOKENS = 128
@@ -76,9 +75,9 @@ class NativeRequest(BaseModel):
 
 
 _SAMPLING = FieldPolicy(
-    {**protocol.UNSUPPORTED, "structural_tag": neutral()},
+    {**UNSUPPORTED, "structural_tag": neutral()},
     frozenset({"spaces_between_special_tokens", "stream_interval"}),
-    protocol.STYLING,
+    STYLING,
 )
 _FIELDS = FieldPolicy(
     {
@@ -102,7 +101,7 @@ class NativeServing:
     def __init__(self, model: ServedModel) -> None:
         self._model = model
 
-    async def generate(self, body: bytes, context: RequestContext) -> Answer:
+    async def generate(self, body: bytes, context: RequestContext) -> HttpResponse:
         """POST /generate. Raises RequestError for a bad request."""
         model = self._model
         raw = await decoded(body)
@@ -123,7 +122,7 @@ class NativeServing:
         job = await self._job(request, prompts, sampling, asked, context)
         own_names = [f"{job.id}-{i}" for i in range(count)] if count > 1 else [job.id]
         names = own_names if request.rid is None else _spread(request.rid, count, "", "rid")
-        return native_answer(
+        return native_response(
             model.run(job),
             model.tokenizer,
             asked,
@@ -145,14 +144,16 @@ class NativeServing:
         if ids is not None and isinstance(ids[0], int):
             return [self._checked(ids, "input_ids")], False
         batch: Sequence[Any] = text or ids or ()
-        if len(batch) > MAX_SEQUENCES:
-            raise RequestError(f"{param} holds {len(batch)} prompts; at most {MAX_SEQUENCES} are allowed.", param=param)
+        if len(batch) > checks.MAX_SEQUENCES:
+            raise RequestError(
+                f"{param} holds {len(batch)} prompts; at most {checks.MAX_SEQUENCES} are allowed.", param=param
+            )
         if text is not None:
             return await self._model.prompts.encode_all(text), True
         return [self._checked(entry, f"input_ids[{i}]") for i, entry in enumerate(batch)], True
 
     def _checked(self, ids: Any, param: str) -> list[int]:
-        check_token_ids(ids, param, self._model.vocab_size)
+        checks.check_token_ids(ids, param, self._model.vocab_size)
         return list(ids)
 
     def _sampling(self, request: NativeRequest, count: int) -> list[NativeSampling]:
@@ -180,17 +181,14 @@ class NativeServing:
             raise RequestError("n must be the same for all prompts.", param="sampling_params")
         if num_choices > server.max_n:
             raise RequestError(f"n={num_choices} exceeds server.max_n={server.max_n}.", param="sampling_params.n")
-        if num_choices * len(prompts) > MAX_SEQUENCES:
+        if num_choices * len(prompts) > checks.MAX_SEQUENCES:
             raise RequestError(
-                f"{len(prompts)} prompts times n={num_choices} exceed {MAX_SEQUENCES}.", param="sampling_params.n"
+                f"{len(prompts)} prompts times n={num_choices} exceed {checks.MAX_SEQUENCES}.",
+                param="sampling_params.n",
             )
         for wanted in asked:
-            if wanted.num_top > server.max_logprobs:
-                raise RequestError(
-                    f"top_logprobs_num={wanted.num_top} exceeds server.max_logprobs={server.max_logprobs}.",
-                    param="top_logprobs_num",
-                )
-            check_token_ids(wanted.token_ids, "token_ids_logprob", self._model.vocab_size)
+            checks.num_logprobs(wanted.num_top, "top_logprobs_num", server)
+            checks.check_token_ids(wanted.token_ids, "token_ids_logprob", self._model.vocab_size)
             if wanted.token_ids and wanted.start >= 0:
                 raise RequestError(
                     "token_ids_logprob is for the answer's tokens; it needs logprob_start_len=-1.",
@@ -232,10 +230,12 @@ class NativeServing:
                     [prompt],
                     [limit],
                     context,
-                    num_choices=given.n or 1,
-                    num_logprobs=wanted.num_top if wanted.logprobs else -1,
-                    num_prompt_logprobs=wanted.num_top if wanted.start >= 0 else -1,
-                    priority=request.priority or 0,
+                    JobOptions(
+                        num_choices=given.n or 1,
+                        num_logprobs=wanted.num_top if wanted.logprobs else -1,
+                        num_prompt_logprobs=wanted.num_top if wanted.start >= 0 else -1,
+                        priority=request.priority or 0,
+                    ),
                     grammar=await model.grammar(fields),
                 )
             except RequestError as error:

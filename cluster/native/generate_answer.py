@@ -13,16 +13,14 @@ from dataclasses import dataclass
 
 import msgspec
 
-from cluster.engine_client import PromptScores
-from cluster.http.answer import Answer
+from cluster.engine_client import WholePromptLogprobs
+from cluster.http.response import HttpResponse
 from cluster.messages import FinishReason
-from cluster.openai.answer import timed
-from cluster.openai.echo import finite
-from cluster.openai.generation import Delta
-from cluster.openai.job import Run
-from cluster.openai.json_parts import gathered, json_parts, long_list
-from cluster.openai.tokenizer import Tokenizer
-from cluster.openai.writer import DONE, event_parts
+from cluster.requests.generation import Delta
+from cluster.requests.http_responses import timed
+from cluster.requests.job import Run
+from cluster.requests.json_parts import DONE, event_parts, finite, gathered, json_parts, long_list
+from cluster.text.tokenizer import Tokenizer
 
 Entry = tuple[float | None, int, str | None]
 """Log probability, token id, and the token's text when it is asked for."""
@@ -84,7 +82,7 @@ class Asked:
     token_ids: list[int]
 
 
-def native_answer(
+def native_response(
     run: Run,
     tokenizer: Tokenizer,
     asked: Sequence[Asked],
@@ -94,7 +92,7 @@ def native_answer(
     with_text: bool,
     streamed: bool,
     headers: Mapping[str, str],
-) -> Answer:
+) -> HttpResponse:
     """The answer to `run`.
 
     Args:
@@ -108,7 +106,7 @@ def native_answer(
     ]
     names = [ids[index // run.job.num_choices] for index in range(run.job.num_outputs)]
     chunks = _stream(run, outputs, names, as_list) if streamed else _whole(run, outputs, names, as_list)
-    return timed(Answer(chunks, streamed, dict(headers)), run)
+    return timed(HttpResponse(chunks, streamed, dict(headers)), run)
 
 
 async def _whole(
@@ -156,7 +154,7 @@ class _Output:
         self._logprobs: list[Entry] = []
         self._top: list[list[Entry]] = []
         self._of_tokens: list[list[Entry]] = []
-        self._scores: PromptScores | None = None
+        self._prompt_logprobs: WholePromptLogprobs | None = None
         self._prompt: list[Entry] = []
 
     def add(self, delta: Delta) -> None:
@@ -170,7 +168,7 @@ class _Output:
             self._top.append([self._entry(*pair) for pair in pairs[:k]])
             self._of_tokens.append([self._entry(*pair) for pair in pairs[k : k + len(self._asked.token_ids)]])
         if delta.prompt_logprobs is not None:
-            self._scores = delta.prompt_logprobs
+            self._prompt_logprobs = delta.prompt_logprobs
         if delta.finish_reason is not None:
             self._finish_reason = self._reason(delta)
 
@@ -193,7 +191,7 @@ class _Output:
             if asked.num_top and has_ended:
                 meta.output_top_logprobs = long_list(self._top)
                 if asked.start >= 0:
-                    meta.input_top_logprobs = long_list(self._prompt_tops())
+                    meta.input_top_logprobs = long_list(self._prompt_top_logprobs())
             if asked.token_ids and has_ended:
                 meta.output_token_ids_logprobs = long_list(self._of_tokens)
         return NativeAnswer(self._text, self._ids, meta)
@@ -206,23 +204,25 @@ class _Output:
         """The prompt's tokens from `start` on, kept for all objects of a stream; the first of all has no log
         probability."""
         yield from self._prompt
-        if self._scores is None:
+        if self._prompt_logprobs is None:
             return
-        prompt, scores = self._run.job.prompt_of(self._index), self._scores.logprobs
+        prompt, logprobs = self._run.job.prompt_of(self._index), self._prompt_logprobs.logprobs
         for position in range(self._asked.start + len(self._prompt), len(prompt)):
-            entry = self._entry(float(scores[position - 1]) if position else None, prompt[position])
+            entry = self._entry(float(logprobs[position - 1]) if position else None, prompt[position])
             self._prompt.append(entry)
             yield entry
 
-    def _prompt_tops(self) -> Iterator[list[Entry] | None]:
+    def _prompt_top_logprobs(self) -> Iterator[list[Entry] | None]:
         """The likeliest tokens in the places of those."""
-        if self._scores is None:
+        if self._prompt_logprobs is None:
             return
         start = self._asked.start
         if start == 0:
             yield None
         first = max(start - 1, 0)
-        for ids, logprobs in zip(self._scores.top_ids[first:], self._scores.top_logprobs[first:], strict=True):
+        for ids, logprobs in zip(
+            self._prompt_logprobs.top_ids[first:], self._prompt_logprobs.top_logprobs[first:], strict=True
+        ):
             yield [self._entry(value, id_) for value, id_ in zip(logprobs.tolist(), ids.tolist(), strict=True)]
 
     def _reason(self, delta: Delta) -> MatchedStop | ReachedLength | WasAborted:

@@ -14,18 +14,17 @@ from typing import Annotated, Any
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
-from cluster.http.answer import Answer
 from cluster.http.context import RequestContext
+from cluster.http.response import HttpResponse
 from cluster.messages import SamplingParams
-from cluster.openai.answer import timed
-from cluster.openai.body import decoded, validated
-from cluster.openai.checks import MAX_SEQUENCES, check_token_ids
-from cluster.openai.fields import OWN_FIELDS, ignored_header
-from cluster.openai.job import Job, Run
-from cluster.openai.json_parts import gathered, json_parts, long_list
-from cluster.openai.schema import Documented
-from cluster.openai.served_model import ServedModel
-from cluster.openai.wire import Usage
+from cluster.requests.body import decoded, validated
+from cluster.requests.checks import MAX_SEQUENCES, check_token_ids
+from cluster.requests.fields import OWN_FIELDS, ignored_header
+from cluster.requests.http_responses import timed
+from cluster.requests.job import Job, Run, Usage
+from cluster.requests.json_parts import gathered, json_parts, long_list
+from cluster.requests.schema import Documented
+from cluster.requests.served_model import ServedModel
 from configs.errors import RequestError
 from worker.protocol import MAX_ROW_ASKED
 
@@ -77,7 +76,7 @@ class ScoreServing:
     def __init__(self, model: ServedModel) -> None:
         self._model = model
 
-    async def score(self, body: bytes, context: RequestContext) -> Answer:
+    async def score(self, body: bytes, context: RequestContext) -> HttpResponse:
         """POST /v1/score. Raises RequestError for a bad request."""
         model = self._model
         raw = await decoded(body)
@@ -109,7 +108,7 @@ class ScoreServing:
         )
         run = model.run(job)
         chunks = _scored(run, model.model_name, softmax=bool(request.apply_softmax))
-        return timed(Answer(chunks, streamed=False, headers=ignored_header(ignored)), run)
+        return timed(HttpResponse(chunks, streamed=False, headers=ignored_header(ignored)), run)
 
     async def _prompts(self, request: ScoreRequest) -> list[list[int]]:
         query, items = request.query, request.items

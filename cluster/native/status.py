@@ -8,12 +8,12 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from cluster.http.answer import Answer
 from cluster.http.context import RequestContext, Role
-from cluster.native.engine_info import EngineInfo
+from cluster.http.response import HttpResponse
 from cluster.observability.timeline import NUM_REQUESTS, timeline
-from cluster.openai.answer import json_answer
-from cluster.openai.served_model import ServedModel
+from cluster.requests.engine_info import EngineInfo
+from cluster.requests.http_responses import json_response
+from cluster.requests.served_model import ServedModel
 from configs.errors import DeadlineError, OverloadedError, RequestError
 
 _PROBE_TIMEOUT_S = 20.0
@@ -92,29 +92,29 @@ class StatusServing:
     def __init__(self, model: ServedModel) -> None:
         self._model = model
 
-    async def server_info(self, body: bytes, context: RequestContext) -> Answer:
+    async def server_info(self, body: bytes, context: RequestContext) -> HttpResponse:
         """GET /server_info."""
         model = self._model
         server = model.server
         limits = ServerLimits(
             server.max_body_bytes, server.max_n, server.max_logprobs, server.max_stop, server.request_timeout_s
         )
-        return json_answer(
+        return json_response(
             ServerInfo(model.version, model.model_name, model.max_model_len, model.vocab_size, model.info, limits)
         )
 
-    async def loads(self, body: bytes, context: RequestContext) -> Answer:
+    async def loads(self, body: bytes, context: RequestContext) -> HttpResponse:
         """GET /v1/loads."""
         model = self._model
         loads = [load] if (load := self._load()) is not None else []
-        return json_answer(Loads(datetime.now(UTC).isoformat(), model.version, loads))
+        return json_response(Loads(datetime.now(UTC).isoformat(), model.version, loads))
 
-    async def load(self, body: bytes, context: RequestContext) -> Answer:
+    async def load(self, body: bytes, context: RequestContext) -> HttpResponse:
         """GET /load."""
         load = self._load()
-        return json_answer(ServerLoad(0 if load is None else load.num_running_reqs + load.num_waiting_reqs))
+        return json_response(ServerLoad(0 if load is None else load.num_running_reqs + load.num_waiting_reqs))
 
-    async def health_generate(self, body: bytes, context: RequestContext) -> Answer:
+    async def health_generate(self, body: bytes, context: RequestContext) -> HttpResponse:
         """GET /health_generate: generates one token, ahead of what waits.
 
         Raises:
@@ -128,9 +128,9 @@ class StatusServing:
             raise OverloadedError(
                 f"No token was generated within {_PROBE_TIMEOUT_S:g} seconds.", retry_after_s=_RETRY_AFTER_S
             ) from None
-        return json_answer(Healthy(round(time.monotonic() - begin, 4)))
+        return json_response(Healthy(round(time.monotonic() - begin, 4)))
 
-    async def timeline(self, body: bytes, context: RequestContext) -> Answer:
+    async def timeline(self, body: bytes, context: RequestContext) -> HttpResponse:
         """GET /v1/timelines/{request_id}: of a request that has ended; of others' to an admin alone.
 
         Raises:
@@ -146,7 +146,7 @@ class StatusServing:
                 status=404,
             )
         # A long life takes tens of milliseconds to write down.
-        return json_answer(await asyncio.to_thread(timeline, record, telemetry.board.steps()))
+        return json_response(await asyncio.to_thread(timeline, record, telemetry.board.steps()))
 
     def _load(self) -> Load | None:
         """None before the engine's first report."""

@@ -8,11 +8,6 @@ import msgspec
 
 from cluster.messages import FinishReason, TokenLogprobs
 from cluster.openai.echo import prompt_logprobs_json
-from cluster.openai.generation import Delta
-from cluster.openai.job import Job
-from cluster.openai.json_parts import json_parts, long_list
-from cluster.openai.tokenizer import Tokenizer
-from cluster.openai.tools.events import Arguments, CallStarted, Content, Event, Reasoning, collect
 from cluster.openai.wire import (
     AssistantMessage,
     ChatChoice,
@@ -28,12 +23,16 @@ from cluster.openai.wire import (
     Reason,
     ToolCall,
     ToolCallDelta,
-    Usage,
 )
-from cluster.openai.writer import DONE, REASONS, AnswerOptions, BaseWriter, event, token_logprobs
+from cluster.openai.writer import REASONS, AnswerOptions, AnswerWriter, token_logprobs
+from cluster.requests.generation import Delta
+from cluster.requests.job import Job, Usage
+from cluster.requests.json_parts import DONE, event, json_parts, long_list
+from cluster.text.tokenizer import Tokenizer
+from cluster.text.tools.events import Arguments, CallStarted, Content, Event, Reasoning, collect
 
 
-class ChatWriter(BaseWriter):
+class ChatWriter(AnswerWriter):
     """Answers of /v1/chat/completions."""
 
     def __init__(self, head: Head, job: Job, tokenizer: Tokenizer, options: AnswerOptions) -> None:
@@ -153,8 +152,8 @@ class ChatWriter(BaseWriter):
         return ChatLogprobs(long_list(token_logprobs(sampling, token_ids, logprobs, self._tokenizer, self._name)))
 
     def _prompt_logprobs(self) -> PromptLogprobsJson | msgspec.UnsetType:
-        scores = self._collected[0].prompt_logprobs
+        whole = self._collected[0].prompt_logprobs
         k = self._options.num_prompt_logprobs
-        if k < 0 or scores is None:
+        if k < 0 or whole is None:
             return msgspec.UNSET
-        return long_list(prompt_logprobs_json(scores, self._job.prompts[0], k, self._tokenizer))
+        return long_list(prompt_logprobs_json(whole, self._job.prompts[0], k, self._tokenizer))

@@ -7,18 +7,18 @@ from itertools import chain
 
 import msgspec
 
-from cluster.engine_client import PromptScores
+from cluster.engine_client import WholePromptLogprobs
 from cluster.messages import TokenLogprobs
-from cluster.openai.echo import Echo, finite, prompt_logprobs_json, prompt_tops
-from cluster.openai.generation import Delta
-from cluster.openai.job import Job
-from cluster.openai.json_parts import json_parts, long_list
-from cluster.openai.tokenizer import Tokenizer
-from cluster.openai.wire import Completion, CompletionChoice, CompletionLogprobs, Head, PromptLogprobsJson, Usage
-from cluster.openai.writer import DONE, REASONS, AnswerOptions, BaseWriter, event_parts
+from cluster.openai.echo import Echo, prompt_logprobs_json, prompt_top_logprobs
+from cluster.openai.wire import Completion, CompletionChoice, CompletionLogprobs, Head, PromptLogprobsJson
+from cluster.openai.writer import REASONS, AnswerOptions, AnswerWriter
+from cluster.requests.generation import Delta
+from cluster.requests.job import Job, Usage
+from cluster.requests.json_parts import DONE, event_parts, finite, json_parts, long_list
+from cluster.text.tokenizer import Tokenizer
 
 
-class CompletionWriter(BaseWriter):
+class CompletionWriter(AnswerWriter):
     """Answers of /v1/completions."""
 
     def __init__(
@@ -57,20 +57,20 @@ class CompletionWriter(BaseWriter):
 
     def _choice(self, index: int) -> CompletionChoice:
         got = self._collected[index]
-        # Every choice of a prompt has the same scores; the first one asked for them.
-        scores = self._collected[index - index % self._job.num_choices].prompt_logprobs
+        # Every choice of a prompt has the same; the first one asked for them.
+        whole = self._collected[index - index % self._job.num_choices].prompt_logprobs
         text = "".join(got.text)
         if self._echoes is not None:
             text = self._echo(index).text + text
         return CompletionChoice(
             index,
             text,
-            self._logprobs(index, got.token_ids, got.logprobs, got.text_offsets, scores),
+            self._logprobs(index, got.token_ids, got.logprobs, got.text_offsets, whole),
             REASONS[got.finish_reason],
             got.stop_reason,
             self._token_ids(got.token_ids),
             self._token_ids(self._job.prompt_of(index)),
-            self._prompt_logprobs(index, scores),
+            self._prompt_logprobs(index, whole),
         )
 
     def _encoded_chunk(self, index: int, text: str) -> bytes:
@@ -106,9 +106,9 @@ class CompletionWriter(BaseWriter):
         token_ids: Sequence[int],
         rows: Sequence[TokenLogprobs],
         offsets: Sequence[int],
-        scores: PromptScores | None = None,
+        whole: WholePromptLogprobs | None = None,
     ) -> CompletionLogprobs | None:
-        """The tokens' log probabilities; with `scores` and an echo, the prompt's come first."""
+        """The tokens' log probabilities; with `whole` and an echo, the prompt's come first."""
         k = self._num_logprobs
         if k < 0:
             return None
@@ -119,13 +119,13 @@ class CompletionWriter(BaseWriter):
         )
         before = 0 if self._echoes is None else len(self._echo(index).text)
         places = (before + offset for offset in offsets)
-        if self._echoes is None or scores is None:
+        if self._echoes is None or whole is None:
             return CompletionLogprobs(long_list(names), long_list(own), long_list(tops), long_list(places))
         prompt = self._job.prompt_of(index)
         return CompletionLogprobs(
             tokens=long_list(chain(map(self._name, prompt), names)),
-            token_logprobs=long_list(chain([None], map(finite, scores.logprobs.tolist()), own)),
-            top_logprobs=long_list(chain([None], map(self._by_name, prompt_tops(scores, prompt, k)), tops)),
+            token_logprobs=long_list(chain([None], map(finite, whole.logprobs.tolist()), own)),
+            top_logprobs=long_list(chain([None], map(self._by_name, prompt_top_logprobs(whole, prompt, k)), tops)),
             text_offset=long_list(chain(self._echo(index).offsets, places)),
         )
 
@@ -139,8 +139,8 @@ class CompletionWriter(BaseWriter):
             named.setdefault(self._name(id_), logprob)
         return named
 
-    def _prompt_logprobs(self, index: int, scores: PromptScores | None) -> PromptLogprobsJson | msgspec.UnsetType:
+    def _prompt_logprobs(self, index: int, whole: WholePromptLogprobs | None) -> PromptLogprobsJson | msgspec.UnsetType:
         k = self._options.num_prompt_logprobs
-        if k < 0 or scores is None:
+        if k < 0 or whole is None:
             return msgspec.UNSET
-        return long_list(prompt_logprobs_json(scores, self._job.prompt_of(index), k, self._tokenizer))
+        return long_list(prompt_logprobs_json(whole, self._job.prompt_of(index), k, self._tokenizer))

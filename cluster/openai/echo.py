@@ -8,18 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cluster.engine_client import PromptScores
-from cluster.openai.tokenizer import Tokenizer
+from cluster.engine_client import WholePromptLogprobs
 from cluster.openai.wire import PromptLogprob
+from cluster.requests.json_parts import LOWEST_LOGPROB, finite
+from cluster.text.tokenizer import Tokenizer
 
-_LOWEST_LOGPROB = -9999.0  # JSON has no -inf; this is what clients know
 _BLOCK = 64  # positions that are read out at once
 _TOKENS_AT_ONCE = 512  # that are decoded: 5 ms with the slowest of decoders
-
-
-def finite(logprob: float) -> float:
-    """`logprob`, or the lowest number clients know for minus infinity."""
-    return max(logprob, _LOWEST_LOGPROB)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +54,15 @@ class Echo:
         return cls(given, [min(max(start - added, 0), len(given)) for start in starts])
 
 
-def prompt_tops(scores: PromptScores, ids: Sequence[int], k: int) -> Iterator[list[tuple[int, float]]]:
+def prompt_top_logprobs(whole: WholePromptLogprobs, ids: Sequence[int], k: int) -> Iterator[list[tuple[int, float]]]:
     """For each token after the first: (id, logprob) of the `k` likeliest in its place, and of its own if it is none of
     them and `k` is not 0."""
-    for first in range(0, len(scores.logprobs), _BLOCK):
+    for first in range(0, len(whole.logprobs), _BLOCK):
         rows = slice(first, first + _BLOCK)
-        tops = np.maximum(scores.top_logprobs[rows, :k], _LOWEST_LOGPROB).tolist()
+        tops = np.maximum(whole.top_logprobs[rows, :k], LOWEST_LOGPROB).tolist()
         own = ids[1 + first : 1 + first + _BLOCK]
         for token, logprob, top_ids, top in zip(
-            own, scores.logprobs[rows].tolist(), scores.top_ids[rows, :k].tolist(), tops, strict=True
+            own, whole.logprobs[rows].tolist(), whole.top_ids[rows, :k].tolist(), tops, strict=True
         ):
             likeliest = list(zip(top_ids, top, strict=True))
             if k and token not in top_ids:
@@ -76,12 +71,12 @@ def prompt_tops(scores: PromptScores, ids: Sequence[int], k: int) -> Iterator[li
 
 
 def prompt_logprobs_json(
-    scores: PromptScores, ids: Sequence[int], k: int, tokenizer: Tokenizer
+    whole: WholePromptLogprobs, ids: Sequence[int], k: int, tokenizer: Tokenizer
 ) -> Iterator[dict[int, PromptLogprob] | None]:
     """The entries of the field `prompt_logprobs`: each token's own and the `k` likeliest in its place."""
     name = tokenizer.token_text
     yield None
-    for own, logprob, top in zip(ids[1:], scores.logprobs.tolist(), prompt_tops(scores, ids, k), strict=True):
+    for own, logprob, top in zip(ids[1:], whole.logprobs.tolist(), prompt_top_logprobs(whole, ids, k), strict=True):
         entry = {id_: PromptLogprob(lp, rank, name(id_)) for rank, (id_, lp) in enumerate(top, 1)}
         if len(top) > k or not k:
             entry[own] = PromptLogprob(finite(logprob), None, name(own))

@@ -6,35 +6,22 @@ happens to those nobody knows. It knows neither tokens nor the engine; what goes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from cluster.openai.body import decode_body, validated
-from cluster.openai.described import (
-    BadWords,
-    LogitBias,
-    Messages,
-    Pattern,
-    Prompt,
-    ResponseFormat,
-    Schema,
-    Stops,
-    StructuredOutputs,
-    ToolChoice,
-    Tools,
-)
-from cluster.openai.fields import FieldPolicy, field_names, neutral, unknown_field
-from cluster.openai.schema import Documented
+from cluster.openai.described import Messages, Prompt, ToolChoice, Tools
+from cluster.requests import checks
+from cluster.requests.body import validated
+from cluster.requests.fields import STYLING, UNSUPPORTED, FieldPolicy, field_names, unknown_field
+from cluster.requests.sampling_fields import ReasoningEffort, SamplingFields
+from cluster.requests.schema import Documented
 from configs.errors import RequestError
 from configs.schema import ServerConfig
 
-_INT64_MAX = 2**63 - 1
 _MAX_SAFE_INT = 2**53 - 1  # what every JSON reader keeps exact
 _MAX_TOKENS = 2**31 - 1
-_MAX_STOP_TOKEN_IDS = 128
-_MAX_LOGPROB_TOKEN_IDS = 128
 COMPLETION_DEFAULT_MAX_TOKENS = 16
 
 
@@ -46,75 +33,6 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     """The usage so far in every chunk."""
-
-
-class SamplingFields(BaseModel):
-    """How tokens are chosen and where a text ends: the fields every route that generates shares.
-
-    Null means the default, as in OpenAI's own schema. `sampling.sampling_params` makes engine parameters of them, and
-    `sampling.text_options` what is done with the text; fields of type Any are read there.
-    """
-
-    # Strict: true is no integer, "1" is no number, 1.5 is no count.
-    model_config = ConfigDict(
-        strict=True,
-        frozen=True,
-        extra="ignore",
-        allow_inf_nan=False,
-        protected_namespaces=(),
-        use_attribute_docstrings=True,
-    )
-
-    temperature: float | None = Field(None, ge=0.0, le=2.0)
-    """0: the likeliest token. None, here and below: what the model's makers or the operator set, else neutral."""
-    top_p: float | None = Field(None, gt=0.0, le=1.0)
-    """Only of the likeliest tokens that have this probability together."""
-    top_k: int | None = Field(None, ge=-1, le=_MAX_TOKENS)
-    """0 and -1 both turn it off."""
-    min_p: float | None = Field(None, ge=0.0, le=1.0)
-    """Only of tokens with at least this share of the likeliest one's probability."""
-    seed: int | None = Field(None, ge=-_INT64_MAX - 1, le=_INT64_MAX)
-    """The same one gives the same tokens, whatever else is served."""
-    frequency_penalty: float | None = Field(None, ge=-2.0, le=2.0)
-    """Taken from a token's logit for each time the answer has it."""
-    presence_penalty: float | None = Field(None, ge=-2.0, le=2.0)
-    """Taken from the logit of each token the answer has."""
-    repetition_penalty: float | None = Field(None, ge=0.01, le=100.0)
-    """Above 1 against repetition. The bounds keep every logit finite in float32."""
-    logit_bias: Annotated[Any, Documented(LogitBias)] = None
-    """Token id, as a string, to what is added to its logit."""
-    allowed_token_ids: list[int] | None = None
-    """Only these are sampled."""
-    bad_words: Annotated[Any, Documented(BadWords)] = None
-    """Words and phrases that the answer must not have, at its start or after a space."""
-    logprob_token_ids: list[int] | None = Field(None, max_length=_MAX_LOGPROB_TOKEN_IDS)
-    """With logprobs: these ids' log probabilities beside the likeliest."""
-    min_tokens: int | None = Field(None, ge=0, le=_MAX_TOKENS)
-    """Before the answer has as many, neither end of sequence, stop ids nor stop strings end it."""
-    stop: Annotated[Any, Documented(Stops)] = None
-    """A string or a list of strings."""
-    stop_regex: Annotated[Any, Documented(Stops)] = None
-    """A regular expression or a list of them: the text ends with the first match, which stays in it."""
-    stop_token_ids: list[int] | None = Field(None, max_length=_MAX_STOP_TOKEN_IDS)
-    """Tokens that end the text beside the model's own."""
-    ignore_eos: bool | None = None
-    """Whether the answer goes on past the model's own end."""
-    include_stop_str_in_output: bool | None = None
-    """Whether what ended the text stays in it."""
-    no_stop_trim: bool | None = None
-    """SGLang's name of the one above."""
-    skip_special_tokens: bool | None = None
-    """None: true."""
-    response_format: Annotated[Any, Documented(ResponseFormat)] = None
-    """What the answer must be: at most one of this and the following four. `structured.spec` reads them."""
-    structured_outputs: Annotated[Any, Documented(StructuredOutputs | None)] = None
-    """vLLM's form of it."""
-    regex: Annotated[Any, Documented(Pattern)] = None
-    """SGLang's form of a regular expression."""
-    ebnf: Annotated[Any, Documented(Pattern)] = None
-    """SGLang\'s form of a grammar."""
-    json_schema: Annotated[Any, Documented(Schema | None)] = None
-    """SGLang\'s form of a schema."""
 
 
 class GenerationRequest(SamplingFields):
@@ -171,7 +89,7 @@ class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
     messages: Annotated[Any, Documented(Messages)]
-    """The conversation, oldest message first. `chat.parse_messages` checks it."""
+    """The conversation, oldest message first. `chat.parse_turns` checks it."""
     max_completion_tokens: int | None = Field(None, ge=1, le=_MAX_TOKENS)
     """Newer name of max_tokens; wins over it."""
     logprobs: bool | None = None
@@ -186,12 +104,12 @@ class ChatRequest(GenerationRequest):
     """For templates that read them: objects with `title` and `text`."""
     chat_template_kwargs: dict[str, Any] | None = None
     """More variables for the chat template; only those it reads."""
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: ReasoningEffort | None = None
     """For templates that read it."""
     include_reasoning: bool | None = None
     """Whether the answer shows the model's thinking; it is counted either way. None: true."""
     tools: Annotated[Any, Documented(Tools)] = None
-    """Functions the model may call. `tools.request.parse_tools` checks this and the next one."""
+    """Functions the model may call. `tool_fields.parse_tools` checks this and the next one."""
     tool_choice: Annotated[Any, Documented(ToolChoice)] = None
     """none, auto, required, or the function to call. None: auto."""
     parallel_tool_calls: bool | None = None
@@ -232,37 +150,6 @@ class CompletionRequest(GenerationRequest):
 _Request = TypeVar("_Request", ChatRequest, CompletionRequest)
 
 
-UNSUPPORTED: Mapping[str, Callable[[object], bool]] = {
-    "audio": neutral(),
-    "best_of": neutral(1),
-    "chat_template": neutral(),
-    "custom_logit_processor": neutral(),
-    "custom_params": neutral(),
-    "echo": neutral(False),
-    "function_call": neutral("none", "auto"),
-    "functions": neutral([]),
-    "guided_choice": neutral(),
-    "guided_decoding_backend": neutral(),
-    "guided_grammar": neutral(),
-    "guided_json": neutral(),
-    "guided_regex": neutral(),
-    "guided_whitespace_pattern": neutral(),
-    "kv_transfer_params": neutral(),
-    "length_penalty": neutral(1),
-    "logits_processors": neutral([]),
-    "lora_path": neutral(),
-    "lora_request": neutral(),
-    "mm_processor_kwargs": neutral({}),
-    "modalities": neutral(["text"]),
-    "prompt_embeds": neutral(),
-    "return_hidden_states": neutral(False),
-    "session_params": neutral(),
-    "suffix": neutral(""),
-    "use_beam_search": neutral(False),
-    "web_search_options": neutral(),
-}
-"""Fields other servers know and this one does not, each with the values that ask for nothing."""
-
 WITHOUT_EFFECT = frozenset(
     {
         "metadata",
@@ -277,19 +164,7 @@ WITHOUT_EFFECT = frozenset(
 )
 """Fields that are accepted and change no answer."""
 
-STYLING: Mapping[str, Callable[[object], bool]] = {"prediction": neutral(), "verbosity": neutral("medium")}
-"""Fields that ask for a style or for speed, each with the values that ask for nothing: ignored, and named as such."""
-
 _FIELDS = FieldPolicy(UNSUPPORTED, WITHOUT_EFFECT, STYLING)
-
-
-def parse_request(kind: type[_Request], body: bytes, server: ServerConfig) -> _Request:
-    """A checked request.
-
-    Raises:
-        RequestError: with the path of the field at fault.
-    """
-    return check_request(kind, decode_body(body), server)
 
 
 def check_request(kind: type[_Request], raw: Mapping[str, Any], server: ServerConfig) -> _Request:
@@ -331,10 +206,7 @@ def _check_counts(request: ChatRequest | CompletionRequest, server: ServerConfig
         if request.max_tokens == 0 and not (request.echo or request.prompt_logprobs is not None):
             raise RequestError("max_tokens must be at least 1 without echo or prompt_logprobs.", param="max_tokens")
     for param, count in ((name, request.num_logprobs), ("prompt_logprobs", request.num_prompt_logprobs)):
-        if count > server.max_logprobs:
-            raise RequestError(f"{param}={count} exceeds server.max_logprobs={server.max_logprobs}.", param=param)
-    if request.logprob_token_ids and request.num_logprobs < 0:
-        raise RequestError("logprob_token_ids needs logprobs.", param="logprob_token_ids")
+        checks.num_logprobs(count, param, server)
     if request.prompt_logprobs is not None and request.stream:
         raise RequestError("prompt_logprobs is not allowed with stream: true.", param="prompt_logprobs")
     if request.stream_options is not None and not request.stream:

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cluster.http.answer import Answer
 from cluster.http.context import RequestContext
-from cluster.openai import chat, checks, protocol
-from cluster.openai.answer import answer
-from cluster.openai.body import decoded
-from cluster.openai.chat_grammar import chat_grammar
+from cluster.http.response import HttpResponse
+from cluster.openai import chat, protocol
 from cluster.openai.chat_writer import ChatWriter
 from cluster.openai.completion_writer import CompletionWriter
 from cluster.openai.echo import Echo
-from cluster.openai.fields import ignored_header
-from cluster.openai.job import Job, Run
 from cluster.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
-from cluster.openai.served_model import ServedModel
-from cluster.openai.tools.request import parse_tools
-from cluster.openai.writer import AnswerOptions
+from cluster.openai.wire import Head
+from cluster.openai.writer import AnswerOptions, written
+from cluster.requests import checks
+from cluster.requests.body import decoded
+from cluster.requests.chat import chat_job, refuse_unread, tool_header
+from cluster.requests.fields import ignored_header
+from cluster.requests.job import Job, JobOptions, Run
+from cluster.requests.served_model import ServedModel
 from configs.errors import RequestError
-from configs.schema import ServerConfig
-
-_ENDING_TOKENS = 16  # of a prompt: a tag and the whitespace after it
 
 
 class OpenAIServing:
@@ -32,22 +30,33 @@ class OpenAIServing:
     def __init__(self, model: ServedModel) -> None:
         self._model = model
 
-    async def chat(self, body: bytes, context: RequestContext) -> Answer:
+    async def chat(self, body: bytes, context: RequestContext) -> HttpResponse:
         """POST /v1/chat/completions. Raises RequestError for a bad request."""
         model = self._model
         raw = await decoded(body)
         request = protocol.check_request(ChatRequest, raw, model.server)
-        job = await chat_job(model, "chatcmpl-", request, context)
+        model.check_name(request.model)
+        conversation = chat.conversation(request)
+        job = await chat_job(
+            model,
+            "chatcmpl-",
+            conversation,
+            request,
+            context,
+            _job_options(request),
+            max_tokens=request.asked_max_tokens,
+            truncate_prompt_tokens=request.truncate_prompt_tokens,
+        )
         run = model.run(job)
         options = replace(_options(request, run), reasoning=request.include_reasoning is not False)
-        writer = ChatWriter(model.head(job), job, model.tokenizer, options)
-        unread = chat.unread_fields(request, model.tokenizer)
+        writer = ChatWriter(_head(model, job), job, model.tokenizer, options)
+        unread = conversation.unread(model.tokenizer.template)
         refuse_unread(unread, model.server)
         ignored = [*protocol.unknown_fields(ChatRequest, raw), *unread]
-        headers = {**ignored_header(ignored), **tool_header(model, request)}
-        return answer(run, writer, streamed=bool(request.stream), headers=headers)
+        headers = {**ignored_header(ignored), **tool_header(model, conversation)}
+        return written(run, writer, streamed=bool(request.stream), headers=headers)
 
-    async def completions(self, body: bytes, context: RequestContext) -> Answer:
+    async def completions(self, body: bytes, context: RequestContext) -> HttpResponse:
         """POST /v1/completions. Raises RequestError for a bad request."""
         model = self._model
         raw = await decoded(body)
@@ -70,9 +79,9 @@ class OpenAIServing:
                 for prompt, ids in zip(given, job.prompts, strict=True)
             ]
         run = model.run(job)
-        writer = CompletionWriter(model.head(job), job, model.tokenizer, _options(request, run), echoes)
+        writer = CompletionWriter(_head(model, job), job, model.tokenizer, _options(request, run), echoes)
         headers = ignored_header(protocol.unknown_fields(CompletionRequest, raw))
-        return answer(run, writer, streamed=bool(request.stream), headers=headers)
+        return written(run, writer, streamed=bool(request.stream), headers=headers)
 
 
 async def _completion_job(
@@ -91,80 +100,25 @@ async def _completion_job(
         max_tokens.append(model.checked_max_tokens(prompt, request.asked_max_tokens, default=default, param=param))
     # The log probabilities of an echo are those of `logprobs`; `prompt_logprobs` may ask for more.
     echoed = request.num_logprobs if request.echo else -1
-    return model.job(
-        "cmpl-",
-        request,
-        prompts,
-        max_tokens,
-        context,
-        num_choices=request.num_choices,
-        num_logprobs=request.num_logprobs,
-        num_prompt_logprobs=max(echoed, request.num_prompt_logprobs),
-        priority=request.priority or 0,
-        cache_salt=request.cache_salt,
-        name=request.request_id,
-        grammar=await model.grammar(request),
-    )
+    options = replace(_job_options(request), num_prompt_logprobs=max(echoed, request.num_prompt_logprobs))
+    grammar = await model.grammar(request)
+    return model.job("cmpl-", request, prompts, max_tokens, context, options, grammar=grammar)
 
 
-async def chat_job(model: ServedModel, prefix: str, request: ChatRequest, context: RequestContext) -> Job:
-    """What a chat asks of the engine, for every route that speaks in messages.
-
-    Args:
-        prefix: of the answer's id, e.g. `chatcmpl-`.
-
-    Raises:
-        RequestError: with the path of the field at fault.
-    """
-    model.check_name(request.model)
-    use = parse_tools(request.tools, request.tool_choice, request.parallel_tool_calls)
-    template_input = chat.chat_prompt(request, model.tokenizer, model.formats, use)
-    ids = await model.prompts.encode_chat(template_input)
-    continued = template_input.messages[-1]["content"] if template_input.continue_final_message else ""
-    ending = model.tokenizer.decode(ids[-_ENDING_TOKENS:], skip_special_tokens=False)
-    form = model.formats.answer_format(use, ending, continued)
-    prompt = model.truncated(ids, request.truncate_prompt_tokens, request.asked_max_tokens)
-    max_tokens = model.checked_max_tokens(
-        prompt, request.asked_max_tokens, default=model.default_max_tokens(prompt), param="messages"
-    )
-    return model.job(
-        prefix,
-        request,
-        [prompt],
-        [max_tokens],
-        context,
+def _job_options(request: ChatRequest | CompletionRequest) -> JobOptions:
+    return JobOptions(
         num_choices=request.num_choices,
         num_logprobs=request.num_logprobs,
         num_prompt_logprobs=request.num_prompt_logprobs,
         priority=request.priority or 0,
         cache_salt=request.cache_salt,
         name=request.request_id,
-        form=form,
-        grammar=await chat_grammar(model, request, use, form),
     )
 
 
-def refuse_unread(unread: Sequence[str], server: ServerConfig) -> None:
-    """Raises RequestError where fields that the template does not read may not be ignored."""
-    if unread and server.strict_fields:
-        raise RequestError(f"This model's chat template reads no {unread[0]}.", param=unread[0])
-
-
-def tool_header(model: ServedModel, request: ChatRequest) -> dict[str, str]:
-    """The header that names what showed the model the tools, calls or results of `request`; none where it has none."""
-    if not request.tools and not any(chat.has_calls(message) for message in request.messages):
-        return {}
-    return {"x-tool-template": model.formats.tool_template}
-
-
-async def chat_prompt(model: ServedModel, request: ChatRequest) -> list[int]:
-    """Token ids of a chat, as the model reads it.
-
-    Raises:
-        RequestError: with the path of the field at fault.
-    """
-    use = parse_tools(request.tools, request.tool_choice, request.parallel_tool_calls)
-    return await model.prompts.encode_chat(chat.chat_prompt(request, model.tokenizer, model.formats, use))
+def _head(model: ServedModel, job: Job) -> Head:
+    """What the answer to `job` begins with."""
+    return Head(job.id, int(time.time()), model.model_name, model.system_fingerprint)
 
 
 def _options(request: GenerationRequest, run: Run) -> AnswerOptions:

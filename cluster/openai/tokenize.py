@@ -12,19 +12,19 @@ from typing import Annotated, Any
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
-from cluster.http.answer import Answer
 from cluster.http.context import RequestContext
+from cluster.http.response import HttpResponse
 from cluster.openai import protocol
-from cluster.openai.answer import json_answer
-from cluster.openai.body import decoded, validated
-from cluster.openai.checks import check_token_ids
+from cluster.openai.chat import conversation
 from cluster.openai.described import Messages
-from cluster.openai.fields import OWN_FIELDS, ignored_header
-from cluster.openai.json_parts import long_list
 from cluster.openai.protocol import ChatRequest
-from cluster.openai.schema import Documented, exactly_one
-from cluster.openai.served_model import ServedModel
-from cluster.openai.serving import chat_prompt
+from cluster.requests.body import decoded, validated
+from cluster.requests.checks import check_token_ids
+from cluster.requests.fields import OWN_FIELDS, ignored_header
+from cluster.requests.http_responses import json_response
+from cluster.requests.json_parts import long_list
+from cluster.requests.schema import Documented, exactly_one
+from cluster.requests.served_model import ServedModel
 from configs.errors import RequestError
 
 _INLINE_TOKENS = 4096  # decoding them takes well under 1 ms
@@ -83,7 +83,7 @@ class TokenizerServing:
     def __init__(self, model: ServedModel) -> None:
         self._model = model
 
-    async def tokenize(self, body: bytes, context: RequestContext) -> Answer:
+    async def tokenize(self, body: bytes, context: RequestContext) -> HttpResponse:
         """POST /tokenize. Raises RequestError for a bad request."""
         model = self._model
         raw = await decoded(body)
@@ -98,8 +98,8 @@ class TokenizerServing:
         else:
             tokens, ignored = await self._chat_tokens(raw, request)
         strings = long_list(map(model.tokenizer.token_text, tokens)) if request.return_token_strs else None
-        answer = Tokens(len(tokens), model.max_model_len, long_list(tokens), strings)
-        return json_answer(answer, ignored_header(ignored))
+        shown = Tokens(len(tokens), model.max_model_len, long_list(tokens), strings)
+        return json_response(shown, ignored_header(ignored))
 
     async def _chat_tokens(self, raw: Mapping[str, Any], request: TokenizeRequest) -> tuple[list[int], list[str]]:
         """The ids, and the fields that are ignored."""
@@ -112,9 +112,9 @@ class TokenizerServing:
         fields = {name: value for name, value in raw.items() if name not in _OWN_FIELDS}
         chat = {**fields, "model": self._model.model_name, "messages": request.messages}
         checked = protocol.check_request(ChatRequest, chat, self._model.server)
-        return await chat_prompt(self._model, checked), protocol.unknown_fields(ChatRequest, chat)
+        return await self._model.prompts.encode_chat(conversation(checked)), protocol.unknown_fields(ChatRequest, chat)
 
-    async def detokenize(self, body: bytes, context: RequestContext) -> Answer:
+    async def detokenize(self, body: bytes, context: RequestContext) -> HttpResponse:
         """POST /detokenize. Raises RequestError for a bad request."""
         model = self._model
         raw = await decoded(body)
@@ -126,4 +126,4 @@ class TokenizerServing:
             text = model.tokenizer.decode(request.tokens, skip_special_tokens=False)
         else:
             text = await asyncio.to_thread(model.tokenizer.decode, request.tokens, skip_special_tokens=False)
-        return json_answer(Text(text), ignored_header(ignored))
+        return json_response(Text(text), ignored_header(ignored))

@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from cluster.requests.job import Usage
+
 
 class Head(msgspec.Struct, frozen=True):
     """What every chunk of one answer begins with."""
@@ -15,24 +17,6 @@ class Head(msgspec.Struct, frozen=True):
     """Unix time, seconds."""
     model: str
     system_fingerprint: str | None
-
-
-class PromptTokensDetails(msgspec.Struct):
-    cached_tokens: int
-
-
-class CompletionTokensDetails(msgspec.Struct):
-    reasoning_tokens: int = 0
-
-
-class Usage(msgspec.Struct):
-    """Counts over all choices of a request; the prompt counts once however many choices it has."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails = msgspec.field(default_factory=CompletionTokensDetails)
 
 
 class TopLogprob(msgspec.Struct):

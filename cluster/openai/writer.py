@@ -7,23 +7,23 @@ is read (`json_parts`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import chain
 
 import msgspec
 
-from cluster.engine_client import PromptScores
+from cluster.engine_client import WholePromptLogprobs
+from cluster.http.response import HttpResponse
 from cluster.messages import FinishReason, SamplingParams, TokenLogprobs
-from cluster.openai.echo import finite
-from cluster.openai.generation import Delta
-from cluster.openai.job import Job
-from cluster.openai.json_parts import json_parts
-from cluster.openai.tokenizer import Tokenizer
-from cluster.openai.tools.events import Event
-from cluster.openai.wire import Head, Reason, TokenLogprob, TopLogprob, Usage
+from cluster.openai.wire import Head, Reason, TokenLogprob, TopLogprob
+from cluster.requests.generation import Delta
+from cluster.requests.job import Job, Run, Usage
+from cluster.requests.json_parts import finite, gathered
+from cluster.text.tokenizer import Tokenizer
+from cluster.text.tools.events import Event
 
-DONE = b"data: [DONE]\n\n"
 REASONS: dict[FinishReason, Reason] = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
@@ -31,32 +31,6 @@ REASONS: dict[FinishReason, Reason] = {
 }
 encode = msgspec.json.Encoder().encode
 _MARK = "\ue000text\ue000"
-
-
-def event(message: msgspec.Struct) -> bytes:
-    """`message` as one server-sent event."""
-    return b"".join(event_parts(message))
-
-
-def event_parts(message: msgspec.Struct) -> Iterator[bytes]:
-    """`message` as one server-sent event that may be long."""
-    yield b"data: "
-    yield from json_parts(message)
-    yield b"\n\n"
-
-
-class AnswerWriter(Protocol):
-    """Writes one request's answer, streamed (`begin`, `chunks`, `end`) or whole (`collect`, `whole`)."""
-
-    def begin(self, num_choices: int) -> Iterable[bytes]: ...
-
-    def chunks(self, deltas: Sequence[Delta]) -> Iterable[bytes]: ...
-
-    def end(self, usage: Usage) -> bytes: ...
-
-    def collect(self, deltas: Sequence[Delta]) -> None: ...
-
-    def whole(self, num_choices: int, usage: Usage) -> Iterable[bytes]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +60,7 @@ class Collected:
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.text_offsets: list[int] = []
-        self.prompt_logprobs: PromptScores | None = None
+        self.prompt_logprobs: WholePromptLogprobs | None = None
         self.finish_reason: FinishReason = FinishReason.ABORT
         self.stop_reason: int | str | None = None
 
@@ -101,8 +75,8 @@ class Collected:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
 
-class BaseWriter(ABC):
-    """What the writers of both OpenAI routes share."""
+class AnswerWriter(ABC):
+    """Writes one request's answer, streamed (`begin`, `chunks`, `end`) or whole (`collect`, `whole`)."""
 
     def __init__(self, head: Head, job: Job, tokenizer: Tokenizer, options: AnswerOptions) -> None:
         self._head = head
@@ -116,6 +90,18 @@ class BaseWriter(ABC):
         self._collected: dict[int, Collected] = {}
         self._text_only = self._num_logprobs < 0 and not options.token_ids and options.usage is None
         self._frames: dict[int, tuple[bytes, bytes]] = {}  # what stands around the text of a choice's chunks
+
+    @abstractmethod
+    def begin(self, num_choices: int) -> Iterator[bytes]: ...
+
+    @abstractmethod
+    def chunks(self, deltas: Sequence[Delta]) -> Iterator[bytes]: ...
+
+    @abstractmethod
+    def end(self, usage: Usage) -> bytes: ...
+
+    @abstractmethod
+    def whole(self, num_choices: int, usage: Usage) -> Iterator[bytes]: ...
 
     def collect(self, deltas: Sequence[Delta]) -> None:
         for delta in deltas:
@@ -149,6 +135,37 @@ class BaseWriter(ABC):
 
     def _top(self, row: TokenLogprobs, sampled: int) -> list[tuple[int, float]]:
         return top_logprobs(self._job.sampling[0][0], row, sampled)
+
+
+def written(
+    run: Run, writer: AnswerWriter, *, streamed: bool, headers: Mapping[str, str] | None = None
+) -> HttpResponse:
+    """`run` as `writer` writes it, with its Server-Timing beside `headers`."""
+    shown = dict(headers or {})
+    return HttpResponse(_stream(run, writer, shown) if streamed else _whole(run, writer, shown), streamed, shown)
+
+
+async def _stream(run: Run, writer: AnswerWriter, headers: dict[str, str]) -> AsyncGenerator[bytes, None]:
+    begun = False
+    async with aclosing(run.deltas()) as steps:
+        async for deltas in steps:
+            parts = writer.chunks(deltas)
+            if not begun:
+                begun = True
+                headers["server-timing"] = run.server_timing()
+                parts = chain(writer.begin(run.job.num_outputs), parts)
+            for part in gathered(parts):
+                yield part
+    yield writer.end(run.usage())
+
+
+async def _whole(run: Run, writer: AnswerWriter, headers: dict[str, str]) -> AsyncGenerator[bytes, None]:
+    async with aclosing(run.deltas()) as steps:
+        async for deltas in steps:
+            writer.collect(deltas)
+    headers["server-timing"] = run.server_timing()
+    for part in gathered(writer.whole(run.job.num_outputs, run.usage())):
+        yield part
 
 
 def top_logprobs(sampling: SamplingParams, row: TokenLogprobs, sampled: int) -> list[tuple[int, float]]:

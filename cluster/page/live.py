@@ -8,11 +8,11 @@ from collections.abc import AsyncGenerator
 import msgspec
 
 from cluster.http.active import ActiveRequests
-from cluster.http.answer import Answer
 from cluster.http.context import RequestContext
+from cluster.http.response import HttpResponse
 from cluster.observability.board import StatsBoard
-from cluster.openai.served_model import ServedModel
-from cluster.openai.writer import event
+from cluster.requests.json_parts import event
+from cluster.requests.served_model import ServedModel
 from configs.errors import OverloadedError
 
 _INTERVAL_S = 0.5
@@ -99,11 +99,11 @@ class LiveServing:
         self._requests = requests
         self._num_readers = 0
 
-    async def live(self, body: bytes, context: RequestContext) -> Answer:
+    async def live(self, body: bytes, context: RequestContext) -> HttpResponse:
         """Raises OverloadedError: a reader costs a little work for as long as it stays, so their number is bounded."""
         if self._num_readers >= _MAX_READERS:
             raise OverloadedError(f"{_MAX_READERS} readers follow the engine already.", retry_after_s=10.0)
-        return Answer(self._events(), streamed=True)
+        return HttpResponse(self._events(), streamed=True)
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
         stream = LiveStream(self._model, self._model.engine.board)

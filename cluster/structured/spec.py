@@ -15,6 +15,9 @@ import msgspec
 from cluster.structured.limits import MAX_ENUM_VALUES, MAX_GRAMMAR_BYTES
 from configs.errors import RequestError
 
+GRAMMAR_FIELDS = ("response_format", "structured_outputs", "regex", "ebnf", "json_schema")
+"""OpenAI's, vLLM's and three of SGLang's, of which `json_schema` is a schema or its JSON text."""
+
 
 class GrammarKind(StrEnum):
     """What the body of a `GrammarSpec` is."""
@@ -66,6 +69,11 @@ def schema_grammar(schema: object, param: str, *, strict: bool) -> GrammarSpec:
     return _json_schema(schema, param, strict=strict)
 
 
+def object_grammar(param: str) -> GrammarSpec:
+    """Any JSON object."""
+    return _spec(GrammarKind.JSON_SCHEMA, b'{"type":"object"}', param)
+
+
 def lark_grammar(text: str, param: str) -> GrammarSpec:
     """A grammar that this server wrote itself, in Lark's syntax. Raises RequestError when it is too long."""
     return _spec(GrammarKind.GRAMMAR, text.encode(), param)
@@ -76,31 +84,20 @@ def compiled_grammar(grammar: str, param: str) -> GrammarSpec:
     return _spec(GrammarKind.COMPILED, grammar.encode(), param)
 
 
-def read_grammar(
-    *,
-    response_format: object = None,
-    structured_outputs: object = None,
-    regex: object = None,
-    ebnf: object = None,
-    json_schema: object = None,
-) -> GrammarSpec | None:
+def read_grammar(own: GrammarSpec | None = None, **fields: object) -> GrammarSpec | None:
     """What the fields of a request ask for; None: any text.
 
     Args:
-        structured_outputs: vLLM's.
-        regex, ebnf, json_schema: SGLang's; `json_schema` is a schema or its JSON text.
+        own: of another field, read already; it takes the place of `response_format`.
+        fields: by name, each one of `GRAMMAR_FIELDS`.
 
     Raises:
         RequestError: a field has the wrong shape, or two of them ask for something.
     """
-    given = {
-        "response_format": response_format,
-        "structured_outputs": structured_outputs,
-        "regex": regex,
-        "ebnf": ebnf,
-        "json_schema": json_schema,
-    }
-    specs = [spec for name, value in given.items() if value is not None and (spec := _READERS[name](value, name))]
+    if own is not None:
+        fields.pop("response_format", None)
+    read = [_READERS[name](value, name) for name, value in fields.items() if value is not None]
+    specs = [spec for spec in (own, *read) if spec is not None]
     if len(specs) > 1:
         raise RequestError(
             f"{specs[0].param} and {specs[1].param} cannot both be given: an answer has one grammar.",
@@ -116,7 +113,7 @@ def _response_format(value: object, param: str) -> GrammarSpec | None:
         case "text":
             return None
         case "json_object":
-            return _spec(GrammarKind.JSON_SCHEMA, b'{"type":"object"}', f"{param}.type")
+            return object_grammar(f"{param}.type")
         case "json_schema":
             path = f"{param}.json_schema"
             given = _object(fields.get("json_schema"), path)
@@ -168,7 +165,7 @@ def _json_schema(value: object, param: str, *, strict: bool = True) -> GrammarSp
 def _json_object(value: object, param: str) -> GrammarSpec:
     if value is not True:
         raise _wrong_type(param, "a boolean")
-    return _spec(GrammarKind.JSON_SCHEMA, b'{"type":"object"}', param)
+    return object_grammar(param)
 
 
 def _choice(value: object, param: str) -> GrammarSpec:

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from cluster.commands.bench.load_test import Load, level_line, run_levels, table_of, takes_ids
+from cluster.commands.bench.load_test import Traffic, level_line, run_levels, table_of, takes_ids
 from cluster.commands.endpoint_client import EndpointClient
 
 _TABLE_WIDTH = 120
@@ -43,7 +43,7 @@ def run_bench(
     with EndpointClient(url) as endpoint:
         model = model or endpoint.first_model()
         as_ids = takes_ids(endpoint, model)
-        load = Load(
+        traffic = Traffic(
             url=endpoint.url,
             model=model,
             input_tokens=input_tokens,
@@ -55,7 +55,7 @@ def run_bench(
         kind = "token ids" if as_ids else "words"
         console.print(f"{model} at {endpoint.url}: {input_tokens} {kind} in, {output_tokens} tokens out", markup=False)
         levels: list[dict[str, Any]] = []
-        for level in run_levels(load, clients, requests):
+        for level in run_levels(traffic, clients, requests):
             levels.append(level)
             console.print(level_line(level), markup=False)
             if json_path is not None:

@@ -35,7 +35,7 @@ _MIN_REQUESTS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load:
+class Traffic:
     """What every client asks for."""
 
     url: str
@@ -77,7 +77,7 @@ def takes_ids(endpoint: EndpointClient, model: str) -> bool:
     raise EngineError(f"{endpoint.url} does not complete text for model {model}")
 
 
-def run_levels(load: Load, levels: Sequence[int], requests: int | None = None) -> Iterator[dict[str, Any]]:
+def run_levels(traffic: Traffic, levels: Sequence[int], requests: int | None = None) -> Iterator[dict[str, Any]]:
     """Figures of each number of clients, one after the other, each after a warm-up of as many requests.
 
     Args:
@@ -93,11 +93,13 @@ def run_levels(load: Load, levels: Sequence[int], requests: int | None = None) -
         for started in [lane.submit(os.getpid) for lane in lanes]:
             started.result()
         for clients in levels:
-            measure_level(lanes, load, f"warm-up {clients}", clients, clients)
-            yield measure_level(lanes, load, str(clients), clients, requests or max(_MIN_REQUESTS, 2 * clients))
+            measure_level(lanes, traffic, f"warm-up {clients}", clients, clients)
+            yield measure_level(lanes, traffic, str(clients), clients, requests or max(_MIN_REQUESTS, 2 * clients))
 
 
-def measure_level(lanes: Sequence[Executor], load: Load, level: str, clients: int, requests: int) -> dict[str, Any]:
+def measure_level(
+    lanes: Sequence[Executor], traffic: Traffic, level: str, clients: int, requests: int
+) -> dict[str, Any]:
     """Figures of `clients` clients that take `requests` requests between them.
 
     Args:
@@ -105,12 +107,14 @@ def measure_level(lanes: Sequence[Executor], load: Load, level: str, clients: in
         level: names the prompts; each level of a run has its own.
     """
     processes = min(len(lanes), -(-clients // _CLIENTS_PER_PROCESS))
-    bodies = load.bodies(level, requests)
+    bodies = traffic.bodies(level, requests)
     begin = time.perf_counter() + _START_DELAY_S
     shares = []
     for i in range(processes):
         num_clients = len(range(i, clients, processes))
-        share = Share(load.url, tuple(bodies[i::processes]), load.output_tokens, num_clients, begin, dict(load.headers))
+        share = Share(
+            traffic.url, tuple(bodies[i::processes]), traffic.output_tokens, num_clients, begin, dict(traffic.headers)
+        )
         shares.append(share)
     futures = [lane.submit(run_share, share) for lane, share in zip(lanes, shares, strict=False)]
     results = [future.result() for future in futures]

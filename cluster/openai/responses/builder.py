@@ -11,7 +11,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 
-from cluster.openai.json_parts import json_parts, long_list
 from cluster.openai.responses import objects
 from cluster.openai.responses.objects import (
     CallItem,
@@ -24,7 +23,9 @@ from cluster.openai.responses.objects import (
     Response,
     StreamEvent,
 )
-from cluster.openai.wire import TokenLogprob, Usage
+from cluster.openai.wire import TokenLogprob
+from cluster.requests.job import Usage
+from cluster.requests.json_parts import json_parts, long_list
 
 _LOGPROB_BYTES = 128  # of memory, about
 

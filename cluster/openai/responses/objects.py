@@ -97,7 +97,7 @@ class IncompleteDetails(msgspec.Struct):
     reason: Literal["max_output_tokens"]
 
 
-class Reasoning(msgspec.Struct):
+class ReasoningSettings(msgspec.Struct):
     effort: str | None = None
     summary: str | None = None
 
@@ -122,7 +122,7 @@ class Response(msgspec.Struct, kw_only=True):
     output: list[OutputItem] = []
     parallel_tool_calls: bool
     previous_response_id: str | None
-    reasoning: Reasoning
+    reasoning: ReasoningSettings
     service_tier: Literal["default"] = "default"
     store: bool
     temperature: float

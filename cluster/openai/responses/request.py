@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from cluster.openai.fields import FieldPolicy, neutral
-from cluster.openai.protocol import STYLING, UNSUPPORTED, SamplingFields
-from cluster.openai.schema import Documented
+from cluster.requests.fields import STYLING, UNSUPPORTED, FieldPolicy, neutral
+from cluster.requests.sampling_fields import ReasoningEffort, SamplingFields
+from cluster.requests.schema import Documented
 from configs.errors import RequestError
 
 _MAX_METADATA = 16
@@ -140,7 +140,7 @@ class JsonSchemaFormat(_Part):
     strict: bool | None = None
 
 
-class TextOptions(_Part):
+class ResponseTextConfig(_Part):
     """How the text is written."""
 
     format: Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")] | None = None
@@ -150,7 +150,7 @@ class TextOptions(_Part):
 class ReasoningOptions(_Part):
     """How much the model thinks."""
 
-    effort: str | None = None
+    effort: ReasoningEffort | None = None
     summary: str | None = None
 
 
@@ -175,38 +175,33 @@ class InputTokensRequest(_Part):
     input: Annotated[Any, Documented(str | list[InputItem])] = None
     """A text, or items; read by `input_items`. None only with `previous_response_id`."""
     instructions: str | None = None
+    """A system message before everything else; not carried over by `previous_response_id`."""
     previous_response_id: str | None = Field(None, max_length=200)
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
-    text: TextOptions | None = None
+    text: ResponseTextConfig | None = None
     tools: list[Annotated[Any, Documented(FunctionTool)]] | None = Field(None, max_length=128)
     tool_choice: Annotated[Any, Documented(_ToolChoice)] = None
 
 
-class ResponsesRequest(SamplingFields):
+class ResponsesRequest(SamplingFields, InputTokensRequest):
     """POST /v1/responses."""
+
+    model_config = ConfigDict(json_schema_extra={})
 
     model: str
     input: Annotated[Any, Documented(str | list[InputItem])]
     """A text, or items; read by `input_items`."""
-    instructions: str | None = None
-    """A system message before everything else; not carried over by `previous_response_id`."""
     max_output_tokens: int | None = Field(None, ge=1, le=_MAX_TOKENS)
     max_tool_calls: int | None = Field(None, ge=1)
     """Without effect: it counts calls of tools that the server runs, and there are none."""
     metadata: dict[str, str] | None = Field(None, max_length=_MAX_METADATA)
-    parallel_tool_calls: bool | None = None
-    previous_response_id: str | None = Field(None, max_length=200)
-    reasoning: ReasoningOptions | None = None
     store: bool | None = None
     """Keep the response for GET and `previous_response_id`; true unless false."""
     background: bool | None = None
     """Answer at once; the response is made meanwhile. Needs `store`."""
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
-    text: TextOptions | None = None
-    tools: list[Annotated[Any, Documented(FunctionTool)]] | None = Field(None, max_length=128)
-    tool_choice: Annotated[Any, Documented(_ToolChoice)] = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     truncation: Literal["disabled"] | None = None
     include: list[str] | None = Field(None, max_length=16)
@@ -270,16 +265,4 @@ def check_options(request: ResponsesRequest) -> None:
         if len(key) > 64 or len(value) > 512:
             raise RequestError(
                 "metadata has keys of at most 64 and values of at most 512 characters.", param="metadata"
-            )
-    check_tools(request.tools)
-
-
-def check_tools(tools: Sequence[Any] | None) -> None:
-    """Raises RequestError for a tool that is no function."""
-    for i, tool in enumerate(tools or ()):
-        if isinstance(tool, dict) and tool.get("type") not in (None, "function"):
-            raise RequestError(
-                f"tools[{i}].type: this server has no tools of its own, only functions of the caller.",
-                code="unsupported_parameter",
-                param=f"tools[{i}].type",
             )

@@ -15,37 +15,34 @@ from typing import Any
 
 from cluster.http.active import ActiveRequests
 from cluster.http.affinity import response_prefix
-from cluster.http.answer import Answer
 from cluster.http.context import RequestContext
 from cluster.http.errors import as_request_error
+from cluster.http.response import HttpResponse
 from cluster.messages import FinishReason, SamplingParams
-from cluster.openai import protocol
-from cluster.openai.answer import in_parts, json_answer, timed
-from cluster.openai.body import decoded, validated
-from cluster.openai.chat import unread_fields
-from cluster.openai.fields import ignored_header
-from cluster.openai.generation import Delta
-from cluster.openai.job import Run
-from cluster.openai.json_parts import gathered, long_list
-from cluster.openai.protocol import ChatRequest
 from cluster.openai.responses.builder import ResponseBuilder
+from cluster.openai.responses.conversation import conversation, input_items, text_grammar
 from cluster.openai.responses.event_log import EventLog
-from cluster.openai.responses.objects import DeletedResponse, InputTokens, ItemList, Reasoning, Response
+from cluster.openai.responses.objects import DeletedResponse, InputTokens, ItemList, ReasoningSettings, Response
 from cluster.openai.responses.request import (
     FIELDS,
     InputTokensRequest,
     ResponsesRequest,
     check_options,
-    check_tools,
     ignored_options,
 )
 from cluster.openai.responses.store import ResponseStore, StoredResponse
-from cluster.openai.responses.to_chat import chat_fields, chat_messages, in_own_words, input_items, own_names
-from cluster.openai.served_model import ServedModel
-from cluster.openai.serving import chat_job, chat_prompt, refuse_unread, tool_header
-from cluster.openai.tools.events import Content, tell
 from cluster.openai.wire import TokenLogprob
 from cluster.openai.writer import token_logprobs
+from cluster.requests import checks
+from cluster.requests.body import decoded, validated
+from cluster.requests.chat import chat_job, refuse_unread, tool_header
+from cluster.requests.fields import ignored_header
+from cluster.requests.generation import Delta
+from cluster.requests.http_responses import in_parts, json_response, timed
+from cluster.requests.job import JobOptions, Run
+from cluster.requests.json_parts import gathered, long_list
+from cluster.requests.served_model import ServedModel
+from cluster.text.tools.events import Content, tell
 from configs.errors import RequestError
 
 _LISTED_ITEMS = 20
@@ -66,7 +63,7 @@ class ResponsesServing:
         self._store = ResponseStore() if store is None else store
         self._tasks: set[asyncio.Task[None]] = set()  # background responses; the event loop holds tasks weakly
 
-    async def create(self, body: bytes, context: RequestContext) -> Answer:
+    async def create(self, body: bytes, context: RequestContext) -> HttpResponse:
         """POST /v1/responses. Raises RequestError for a bad request."""
         model = self._model
         raw = await decoded(body)
@@ -76,13 +73,21 @@ class ResponsesServing:
         new_items = input_items(request.input)
         earlier, num_bytes = self._earlier(request.previous_response_id, context)
         items = earlier + new_items
-        messages, sources = chat_messages(items, request.instructions, len(earlier))
-        try:
-            chat = protocol.check_request(ChatRequest, chat_fields(request, messages), model.server)
-            job = await chat_job(model, self._prefix, chat, context)
-        except RequestError as error:
-            raise in_own_words(error, sources) from error
-        unread = own_names(unread_fields(chat, model.tokenizer))
+        model.check_name(request.model)
+        chat = conversation(request, items, len(earlier))
+        num_logprobs = (request.top_logprobs or 0) if request.with_logprobs else -1
+        checks.num_logprobs(num_logprobs, "top_logprobs", model.server)
+        job = await chat_job(
+            model,
+            self._prefix,
+            chat,
+            request,
+            context,
+            JobOptions(num_logprobs=num_logprobs),
+            max_tokens=request.max_output_tokens,
+            own_grammar=text_grammar(request),
+        )
+        unread = chat.unread(model.tokenizer.template)
         refuse_unread(unread, model.server)
         headers = ignored_header([*ignored, *unread, *ignored_options(request)])
         builder = ResponseBuilder(_response(request, job.id, job.sampling[0][0], model.model_name))
@@ -90,16 +95,16 @@ class ResponsesServing:
         stored = StoredResponse(builder=builder, items=items, run=run, num_bytes=num_bytes + len(body))
         if request.background:
             self._store.put(context.client, stored)
-            answer = self._in_background(stored, context, streamed=bool(request.stream))
+            response = self._in_background(stored, context, streamed=bool(request.stream))
         elif request.stream:
             events = self._events(stored, context)
-            answer = timed(Answer(events, streamed=True, failure=lambda error: _failed(builder, error)), run)
+            response = timed(HttpResponse(events, streamed=True, failure=lambda error: _failed(builder, error)), run)
         else:
-            answer = timed(Answer(self._whole(stored, context), streamed=False), run)
-        answer.headers.update(headers | tool_header(model, chat))
-        return answer
+            response = timed(HttpResponse(self._whole(stored, context), streamed=False), run)
+        response.headers.update(headers | tool_header(model, chat))
+        return response
 
-    async def retrieve(self, body: bytes, context: RequestContext) -> Answer:
+    async def retrieve(self, body: bytes, context: RequestContext) -> HttpResponse:
         """GET /v1/responses/{response_id}; with `stream=true`, the events of a background stream.
 
         Raises:
@@ -107,15 +112,15 @@ class ResponsesServing:
         """
         stored = self._store.get(context.client, context.path_params["response_id"])
         if context.query.get("stream", "false") != "true":
-            return Answer(in_parts(stored.builder.encoded()), streamed=False)
+            return HttpResponse(in_parts(stored.builder.encoded()), streamed=False)
         if stored.log is None:
             raise RequestError("Only a background response made with stream: true can be streamed.", param="stream")
         after = context.query.get("starting_after", "-1")
         if not after.removeprefix("-").isdecimal() or len(after) > 9:
             raise RequestError("starting_after must be the number of an event.", param="starting_after")
-        return Answer(stored.log.follow(max(int(after) + 1, 0)), streamed=True)
+        return HttpResponse(stored.log.follow(max(int(after) + 1, 0)), streamed=True)
 
-    async def items(self, body: bytes, context: RequestContext) -> Answer:
+    async def items(self, body: bytes, context: RequestContext) -> HttpResponse:
         """GET /v1/responses/{response_id}/input_items: what it was made from, a page at a time.
 
         Raises:
@@ -124,9 +129,9 @@ class ResponsesServing:
         stored = self._store.get(context.client, context.path_params["response_id"])
         listed, has_more = _page(stored.items, context.query)
         first, last = (listed[0]["id"], listed[-1]["id"]) if listed else (None, None)
-        return json_answer(ItemList(data=long_list(listed), first_id=first, last_id=last, has_more=has_more))
+        return json_response(ItemList(data=long_list(listed), first_id=first, last_id=last, has_more=has_more))
 
-    async def input_tokens(self, body: bytes, context: RequestContext) -> Answer:
+    async def input_tokens(self, body: bytes, context: RequestContext) -> HttpResponse:
         """POST /v1/responses/input_tokens: how many tokens the prompt of a response would have.
 
         Raises:
@@ -137,22 +142,14 @@ class ResponsesServing:
         # Whoever counts may send the whole request.
         ignored = FIELDS.check(ResponsesRequest, raw, strict=model.server.strict_fields)
         request = validated(InputTokensRequest, raw)
-        check_tools(request.tools)
         earlier, _ = self._earlier(request.previous_response_id, context)
         new_items = [] if request.input is None and earlier else input_items(request.input)
-        messages, sources = chat_messages(earlier + new_items, request.instructions, len(earlier))
-        fields = chat_fields(request, messages)
-        if request.model is None:
-            fields["model"] = model.model_name
-        try:
-            chat = protocol.check_request(ChatRequest, fields, model.server)
-            model.check_name(chat.model)
-            count = InputTokens(len(await chat_prompt(model, chat)))
-        except RequestError as error:
-            raise in_own_words(error, sources) from error
-        return json_answer(count, ignored_header(ignored))
+        model.check_name(model.model_name if request.model is None else request.model)
+        chat = conversation(request, earlier + new_items, len(earlier))
+        count = InputTokens(len(await model.prompts.encode_chat(chat)))
+        return json_response(count, ignored_header(ignored))
 
-    async def cancel(self, body: bytes, context: RequestContext) -> Answer:
+    async def cancel(self, body: bytes, context: RequestContext) -> HttpResponse:
         """POST /v1/responses/{response_id}/cancel: ends one that is on its way; again, it changes nothing.
 
         Raises:
@@ -166,9 +163,9 @@ class ResponsesServing:
             stored.run.abort()
             with contextlib.suppress(TimeoutError):  # it ends with its reader, who may be slow
                 await asyncio.wait_for(stored.ended.wait(), _CANCEL_TIMEOUT_S)
-        return Answer(in_parts(stored.builder.encoded()), streamed=False)
+        return HttpResponse(in_parts(stored.builder.encoded()), streamed=False)
 
-    async def delete(self, body: bytes, context: RequestContext) -> Answer:
+    async def delete(self, body: bytes, context: RequestContext) -> HttpResponse:
         """DELETE /v1/responses/{response_id}; one that is on its way is cancelled.
 
         Raises:
@@ -177,7 +174,7 @@ class ResponsesServing:
         stored = self._store.delete(context.client, context.path_params["response_id"])
         if stored.run is not None:
             stored.run.abort()
-        return json_answer(DeletedResponse(stored.id))
+        return json_response(DeletedResponse(stored.id))
 
     def _earlier(self, response_id: str | None, context: RequestContext) -> tuple[list[dict[str, Any]], int]:
         """The conversation that a request goes on from, and its bytes."""
@@ -196,7 +193,7 @@ class ResponsesServing:
             raise RequestError("The previous response has not ended yet.", param="previous_response_id", status=409)
         return stored.conversation(), stored.num_bytes
 
-    def _in_background(self, stored: StoredResponse, context: RequestContext, *, streamed: bool) -> Answer:
+    def _in_background(self, stored: StoredResponse, context: RequestContext, *, streamed: bool) -> HttpResponse:
         queued = stored.builder.queue()
         if streamed:
             stored.log = EventLog()
@@ -208,8 +205,8 @@ class ResponsesServing:
         release = context.keep_slot()
         task.add_done_callback(lambda _: release())
         if stored.log is not None:
-            return Answer(stored.log.follow(), streamed=True)
-        return Answer(in_parts(body), streamed=False)
+            return HttpResponse(stored.log.follow(), streamed=True)
+        return HttpResponse(in_parts(body), streamed=False)
 
     async def _make(self, stored: StoredResponse, context: RequestContext) -> None:
         """Makes a background response to its end, whatever that is."""
@@ -276,17 +273,19 @@ class ResponsesServing:
         assert run is not None, "a response is made once"
         begun = False
         reason = FinishReason.ABORT
-        scores: list[TokenLogprob] = []  # of tokens whose text is yet to come
+        logprobs: list[TokenLogprob] = []  # of tokens whose text is yet to come
         async with aclosing(run.deltas()) as steps:
             async for deltas in steps:
                 chunk = b"" if begun else builder.begin()
                 begun = True
                 for delta in deltas:
-                    scores += self._scores(run, delta)
+                    logprobs += self._logprobs(run, delta)
                     for event in delta.events:
                         # Only text has log probabilities; those of thinking and of calls have no place to be shown.
-                        chunk += builder.say(event.text, scores) if isinstance(event, Content) else tell(builder, event)
-                        scores = []
+                        chunk += (
+                            builder.say(event.text, logprobs) if isinstance(event, Content) else tell(builder, event)
+                        )
+                        logprobs = []
                     reason = delta.finish_reason or reason
                 yield chunk
         usage = run.usage()
@@ -295,7 +294,7 @@ class ResponsesServing:
             yield part
             await asyncio.sleep(0)  # not everyone who reads the events sends them
 
-    def _scores(self, run: Run, delta: Delta) -> Iterable[TokenLogprob]:
+    def _logprobs(self, run: Run, delta: Delta) -> Iterable[TokenLogprob]:
         if not delta.logprobs:
             return ()
         tokenizer = self._model.tokenizer
@@ -346,7 +345,7 @@ def _response(request: ResponsesRequest, response_id: str, sampling: SamplingPar
         model=model_name,
         parallel_tool_calls=request.parallel_tool_calls is not False,
         previous_response_id=request.previous_response_id,
-        reasoning=Reasoning() if reasoning is None else Reasoning(reasoning.effort, reasoning.summary),
+        reasoning=ReasoningSettings() if reasoning is None else ReasoningSettings(reasoning.effort, reasoning.summary),
         store=request.kept,
         temperature=sampling.temperature,
         text=text,

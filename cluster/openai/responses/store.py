@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 
-from cluster.openai.job import Run
 from cluster.openai.responses.builder import ResponseBuilder
 from cluster.openai.responses.event_log import EventLog
+from cluster.requests.job import Run
 from configs.errors import OverloadedError, RequestError
 
 

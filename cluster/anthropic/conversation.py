@@ -1,0 +1,138 @@
+"""A request of /v1/messages as a conversation: each block checked, and what is wrong named by its path."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cluster.anthropic.request import (
+    BLOCKS,
+    Block,
+    CountTokensRequest,
+    MessageParam,
+    MessagesRequest,
+    TextParam,
+    ThinkingParam,
+    ToolChoiceParam,
+    ToolParam,
+    ToolResultParam,
+    ToolUseParam,
+)
+from cluster.requests.body import validated
+from cluster.structured.spec import GrammarSpec, schema_grammar
+from cluster.text.conversation import Call, Conversation, TemplateOption, Turn
+from cluster.text.tools.request import Tool, ToolChoice, ToolMode, function_tool, tool_use
+from configs.errors import RequestError
+
+_MODES = {"auto": ToolMode.AUTO, "any": ToolMode.REQUIRED, "tool": ToolMode.NAMED, "none": ToolMode.NONE}
+
+
+def conversation(request: CountTokensRequest) -> Conversation:
+    """What `request` has the model go on with. Raises RequestError, with the path of the field at fault."""
+    turns = _turns(request)
+    # The answer goes on where the caller's beginning of it ends.
+    continued = turns[-1].role == "assistant"
+    if continued and not turns[-1].text:
+        raise RequestError("The final message has no content to continue.", param=turns[-1].path)
+    options = []
+    if request.thinking is not None and request.thinking.type != "adaptive":
+        options.append(TemplateOption("enable_thinking", request.thinking.type == "enabled", "thinking"))
+    if request.output_config is not None and request.output_config.effort is not None:
+        options.append(TemplateOption("reasoning_effort", request.output_config.effort, "output_config.effort"))
+    choice = request.tool_choice
+    return Conversation(
+        turns=turns,
+        tools=tool_use(
+            [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools or ())],
+            ToolChoice() if choice is None else _tool_choice(choice),
+            parallel=choice is None or not choice.disable_parallel_tool_use,
+        ),
+        options=options,
+        continue_final=continued,
+        add_generation_prompt=not continued,
+    )
+
+
+def output_grammar(request: MessagesRequest) -> GrammarSpec | None:
+    """What `output_config.format` asks of the answer; None: nothing. Raises RequestError for too long a schema."""
+    output = request.output_config
+    if output is None or output.format is None:
+        return None
+    return schema_grammar(output.format.schema_, "output_config.format.schema", strict=True)
+
+
+def _tool(tool: ToolParam, path: str) -> Tool:
+    function = {"name": tool.name, "parameters": tool.input_schema}
+    for name in ("description", "strict"):
+        if (value := getattr(tool, name)) is not None:
+            function[name] = value
+    return function_tool(function, path, parameters_name="input_schema")
+
+
+def _tool_choice(choice: ToolChoiceParam) -> ToolChoice:
+    if choice.type != "tool":
+        return ToolChoice(_MODES[choice.type])
+    if choice.name is None:
+        raise RequestError("tool_choice.name is required.", code="missing_required_parameter", param="tool_choice.name")
+    return ToolChoice(ToolMode.NAMED, {"tool_choice.name": choice.name})
+
+
+def _turns(request: CountTokensRequest) -> list[Turn]:
+    turns = []
+    if request.system is not None:
+        turns.append(Turn(role="system", text="\n".join(_texts(_blocks(request.system, "system", "system")))))
+    for i, given in enumerate(request.messages):
+        message = validated(MessageParam, given, f"messages[{i}]")
+        path = f"messages[{i}].content"
+        blocks = _blocks(message.content, message.role, path)
+        if message.role == "assistant":
+            turns.append(_assistant_turn(blocks, path))
+            continue
+        results = [(j, block) for j, block in enumerate(blocks) if isinstance(block, ToolResultParam)]
+        turns += [_result_turn(result, f"{path}[{j}]") for j, result in results]
+        if len(results) < len(blocks):
+            turns.append(Turn(role=message.role, text="\n".join(_texts(blocks)), path=path))
+    return turns
+
+
+def _blocks(content: object, role: str, path: str) -> list[Block]:
+    """The blocks of `content`, each checked."""
+    if isinstance(content, str):
+        return [TextParam(type="text", text=content)]
+    if not isinstance(content, list) or not content:
+        raise RequestError(f"{path} must be a string or a list of blocks.", code="invalid_type", param=path)
+    blocks = []
+    for i, block in enumerate(content):
+        if not isinstance(block, dict):
+            raise RequestError(f"{path}[{i}] must be an object.", code="invalid_type", param=f"{path}[{i}]")
+        kind = block.get("type")
+        model = BLOCKS[role].get(kind) if isinstance(kind, str) else None
+        if model is None:
+            raise RequestError(
+                f"{path}[{i}].type must be one of {', '.join(BLOCKS[role])}.",
+                code="unsupported_parameter",
+                param=f"{path}[{i}].type",
+            )
+        blocks.append(validated(model, block, f"{path}[{i}]"))
+    return blocks
+
+
+def _texts(blocks: Sequence[Block]) -> list[str]:
+    return [block.text for block in blocks if isinstance(block, TextParam)]
+
+
+def _assistant_turn(blocks: Sequence[Block], path: str) -> Turn:
+    uses = [(i, block) for i, block in enumerate(blocks) if isinstance(block, ToolUseParam)]
+    return Turn(
+        role="assistant",
+        text="\n".join(_texts(blocks)),
+        thinking="\n".join(block.thinking for block in blocks if isinstance(block, ThinkingParam)),
+        calls=tuple(Call(use.name, use.input, use.id) for _, use in uses),
+        path=f"{path}[{uses[0][0]}]" if uses else path,
+    )
+
+
+def _result_turn(result: ToolResultParam, path: str) -> Turn:
+    texts = [] if result.content is None else _texts(_blocks(result.content, "system", f"{path}.content"))
+    if result.is_error:
+        texts.insert(0, "Error:")  # a template has no other place for it
+    return Turn(role="tool", text="\n".join(texts), call_id=result.tool_use_id, path=path)

@@ -1,0 +1,21 @@
+"""The one model that is served, as /v1/models shows it."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from cluster.openai.wire import ModelCard, ModelList
+from cluster.requests.served_model import ServedModel
+
+
+def model_card(model: ServedModel, name: str) -> ModelCard:
+    """The card of `model`. Raises RequestError (404) for a `name` that is not its own."""
+    model.check_name(name)
+    created_at = datetime.fromtimestamp(model.started, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return ModelCard(name, model.started, created_at, name, model.max_model_len, model.formats.tool_template)
+
+
+def model_list(model: ServedModel) -> ModelList:
+    """The list of one."""
+    card = model_card(model, model.model_name)
+    return ModelList(data=[card], first_id=card.id, last_id=card.id)

@@ -1,0 +1,166 @@
+"""A response's input as a conversation: what the assistant thought, said and called in one go is one turn."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from cluster.openai.chat import parse_arguments
+from cluster.openai.responses.request import (
+    ITEMS,
+    FunctionCallOutputItem,
+    InputTokensRequest,
+    JsonSchemaFormat,
+    MessageItem,
+    RefusalPart,
+    ResponsesRequest,
+    TextPart,
+)
+from cluster.openai.tool_fields import parse_tools
+from cluster.requests.body import validated
+from cluster.structured.spec import GrammarSpec, object_grammar, schema_grammar
+from cluster.text.conversation import Call, Conversation, Role, TemplateOption, Turn
+from configs.errors import RequestError
+
+_ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_BEGINS_TURN: Mapping[str, frozenset[str]] = {
+    "reasoning": frozenset({"reasoning", "message", "function_call"}),
+    "message": frozenset({"message", "function_call"}),
+    "function_call": frozenset(),
+}
+"""After which items of the assistant's turn one of these begins another."""
+
+
+def conversation(request: InputTokensRequest, items: Sequence[Mapping[str, Any]], num_earlier: int) -> Conversation:
+    """What `request` has the model go on with.
+
+    Args:
+        items: checked by `input_items`, or made by an earlier response.
+        num_earlier: of `items`, how many are not of this request.
+
+    Raises:
+        RequestError: with the path of the field at fault.
+    """
+    effort = None if request.reasoning is None else request.reasoning.effort
+    return Conversation(
+        turns=turns(items, request.instructions, num_earlier),
+        param="input",
+        tools=parse_tools(request.tools, request.tool_choice, request.parallel_tool_calls, nested=False),
+        options=[] if effort is None else [TemplateOption("reasoning_effort", effort, "reasoning.effort")],
+    )
+
+
+def text_grammar(request: ResponsesRequest) -> GrammarSpec | None:
+    """What `text.format` asks of the answer; None: nothing. Raises RequestError for a schema that is too long."""
+    form = None if request.text is None else request.text.format
+    if form is None or form.type == "text":
+        return None
+    if isinstance(form, JsonSchemaFormat):
+        return schema_grammar(form.schema_, "text.format.schema", strict=bool(form.strict))
+    return object_grammar("text.format.type")
+
+
+def input_items(given: object) -> list[dict[str, Any]]:
+    """The input as items, each checked, with its type and an id.
+
+    Raises:
+        RequestError: with the path of the field at fault.
+    """
+    if isinstance(given, str):
+        given = [{"role": "user", "content": [{"type": "input_text", "text": given}]}]
+    if not isinstance(given, list):
+        raise RequestError("input must be a string or a list of items.", code="invalid_type", param="input")
+    if not given:
+        raise RequestError("input must hold at least one item.", code="empty_array", param="input")
+    return [_checked_item(item, f"input[{i}]") for i, item in enumerate(given)]
+
+
+def _checked_item(item: object, path: str) -> dict[str, Any]:
+    if not isinstance(item, dict):
+        raise RequestError(f"{path} must be an object.", code="invalid_type", param=path)
+    kind = item.get("type", "message")
+    model = ITEMS.get(kind) if isinstance(kind, str) else None
+    if model is None:
+        raise RequestError(
+            f"{path}.type must be one of {', '.join(ITEMS)}.", code="unsupported_parameter", param=f"{path}.type"
+        )
+    checked = validated(model, item, path)
+    if isinstance(checked, MessageItem):
+        _check_texts(checked.content, f"{path}.content")
+    elif isinstance(checked, FunctionCallOutputItem):
+        _check_texts(checked.output, f"{path}.output")
+    given_id = item.get("id")
+    named = given_id if isinstance(given_id, str) and given_id else f"{_ID_PREFIXES[kind]}_{uuid.uuid4().hex}"
+    return {**item, "type": kind, "id": named}
+
+
+def _check_texts(content: object, path: str) -> None:
+    """Raises RequestError for what is neither a text nor a list of text parts."""
+    if isinstance(content, str):
+        return
+    if not isinstance(content, list):
+        raise RequestError(f"{path} must be a string or a list of text parts.", code="invalid_type", param=path)
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind in ("input_text", "output_text", "text"):
+            validated(TextPart, part, f"{path}[{i}]")
+        elif kind == "refusal":
+            validated(RefusalPart, part, f"{path}[{i}]")
+        else:
+            raise RequestError(
+                f"{path}[{i}]: this model takes text parts only.",
+                code="unsupported_parameter" if isinstance(kind, str) else "invalid_type",
+                param=f"{path}[{i}]",
+            )
+
+
+def turns(items: Sequence[Mapping[str, Any]], instructions: str | None, num_earlier: int = 0) -> list[Turn]:
+    """The turns of a response's input.
+
+    Args:
+        items, num_earlier: as in `conversation`.
+
+    Raises:
+        RequestError: an output belongs to no call, or the arguments of a call are JSON that is no object.
+    """
+    made = [Turn(role="system", text=instructions)] if instructions else []
+    called: set[str] = set()
+    said: set[str] = set()  # what the last turn holds, if it is the assistant's
+    for i, item in enumerate(items, -num_earlier):
+        kind = item.get("type", "message")
+        path = "previous_response_id" if i < 0 else f"input[{i}]"
+        if kind == "function_call_output":
+            if item["call_id"] not in called:
+                param = f"{path}.call_id"
+                raise RequestError(f"{param}: no function call has the id {item['call_id'][:100]!r}.", param=param)
+            made.append(Turn(role="tool", text=_text(item["output"]), call_id=item["call_id"], path=path))
+        elif kind == "message" and item["role"] != "assistant":
+            role: Role = "user" if item["role"] == "user" else "system"
+            made.append(Turn(role=role, text=_text(item["content"]), path=path))
+        else:
+            if not made or made[-1].role != "assistant" or said & _BEGINS_TURN[kind]:
+                made.append(Turn(role="assistant", path=path))
+                said = set()
+            turn = made[-1]
+            if kind == "message":
+                turn = replace(turn, text=_text(item["content"]))
+            elif kind == "reasoning":
+                turn = replace(turn, thinking="\n".join(part["text"] for part in item.get("content") or ()))
+            else:
+                called.add(item["call_id"])
+                arguments = parse_arguments(item["arguments"], path if i < 0 else f"{path}.arguments")
+                call = Call(item["name"], arguments, item["call_id"])
+                turn = replace(turn, calls=(*turn.calls, call), path=turn.path if turn.calls else path)
+            made[-1] = turn
+            if kind == "function_call" or (turn.thinking if kind == "reasoning" else item["content"]):
+                said.add(kind)  # what is empty begins nothing
+    return made
+
+
+def _text(content: str | Sequence[Mapping[str, Any]]) -> str:
+    """The text of a content that is checked."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["refusal"] if part["type"] == "refusal" else part["text"] for part in content)

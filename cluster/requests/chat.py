@@ -1,0 +1,93 @@
+"""From a conversation to a job, for every route that speaks in turns: its prompt, how its answer is read, and what that
+must match."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from cluster.http.context import RequestContext
+from cluster.requests.job import Job, JobOptions
+from cluster.requests.sampling_fields import SamplingFields
+from cluster.requests.served_model import ServedModel
+from cluster.structured.spec import GrammarSpec, compiled_grammar, schema_grammar
+from cluster.text.answer_parser import AnswerFormat
+from cluster.text.conversation import Conversation
+from cluster.text.tools.grammar import after_reasoning
+from cluster.text.tools.request import ToolUse
+from configs.errors import RequestError
+from configs.schema import ServerConfig
+
+_ENDING_TOKENS = 16  # of a prompt: a tag and the whitespace after it
+
+
+async def chat_job(
+    model: ServedModel,
+    prefix: str,
+    conversation: Conversation,
+    fields: SamplingFields,
+    context: RequestContext,
+    options: JobOptions,
+    *,
+    max_tokens: int | None,
+    own_grammar: GrammarSpec | None = None,
+    truncate_prompt_tokens: int | None = None,
+) -> Job:
+    """What a conversation asks of the engine.
+
+    Args:
+        prefix: of the answer's id, e.g. `chatcmpl-`.
+        max_tokens: None: as many as fit.
+        own_grammar: as in `SamplingFields.grammar`.
+        truncate_prompt_tokens: as in `ServedModel.truncated`.
+
+    Raises:
+        RequestError: with the path of the field at fault.
+        OverloadedError: too many chats or grammars wait to be prepared.
+    """
+    ids = await model.prompts.encode_chat(conversation)
+    continued = conversation.turns[-1].text if conversation.continue_final else ""
+    ending = model.tokenizer.decode(ids[-_ENDING_TOKENS:], skip_special_tokens=False)
+    form = model.formats.answer_format(conversation.tools, ending, continued)
+    prompt = model.truncated(ids, truncate_prompt_tokens, max_tokens)
+    limit = model.checked_max_tokens(
+        prompt, max_tokens, default=model.default_max_tokens(prompt), param=conversation.param
+    )
+    grammar = await _grammar(model, fields.grammar(own_grammar), conversation.tools, form)
+    return model.job(prefix, fields, [prompt], [limit], context, options, form=form, grammar=grammar)
+
+
+def refuse_unread(unread: Sequence[str], server: ServerConfig) -> None:
+    """Raises RequestError where options that the template does not read may not be ignored."""
+    if unread and server.strict_fields:
+        raise RequestError(f"This model's chat template reads no {unread[0]}.", param=unread[0])
+
+
+def tool_header(model: ServedModel, conversation: Conversation) -> dict[str, str]:
+    """The header that names what showed the model its tools, calls or results; none where there are none."""
+    if conversation.tools is None and not conversation.speaks_of_tools:
+        return {}
+    return {"x-tool-template": model.formats.tool_template}
+
+
+async def _grammar(
+    model: ServedModel, asked: GrammarSpec | None, use: ToolUse | None, form: AnswerFormat
+) -> str | None:
+    """The grammar of an answer, checked: what is asked of it, its calls, and the thinking before either.
+
+    Args:
+        use: the request's tools.
+        form: how its answers are read.
+    """
+    answer = None if asked is None else await model.grammars.check(asked)
+    special_id = model.tokenizer.special_id
+    grammar = answer
+    if use is not None and model.formats.needs_grammar(use, has_grammar=answer is not None):
+        schemas = [schema_grammar(tool.parameters, tool.param, strict=tool.strict) for tool in use.callable]
+        arguments = await asyncio.gather(*(model.grammars.check(schema) for schema in schemas))
+        grammar = model.formats.call_grammar(use, arguments, special_id, answer)
+    if grammar is not None and form.reasoning is not None and not form.starts_after_reasoning:
+        grammar = after_reasoning(grammar, form.reasoning, special_id, is_open=form.starts_in_reasoning)
+    if grammar is None or grammar == answer:
+        return grammar
+    return await model.grammars.check(compiled_grammar(grammar, "tools" if asked is None else asked.param))

@@ -1,0 +1,152 @@
+"""From engine streams to text: what `/v1/...` and `python -m cluster generate` share.
+
+Owns, for each sequence, decoding, stop strings, the count of tokens and the reason it ended. No HTTP, no JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cluster.engine_client import RequestStream, WholePromptLogprobs
+from cluster.messages import Finished, FinishReason, Prefilled, SamplingParams, TokenLogprobs
+from cluster.text.answer_parser import AnswerFormat, AnswerReader
+from cluster.text.stops import TextOptions, text_end
+from cluster.text.tokenizer import Tokenizer
+from cluster.text.tools.events import Event
+from configs.errors import DeadlineError, EngineError, GuideError, LockstepError, OverloadedError
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one read brought for one sequence."""
+
+    index: int
+    text: str
+    """Certain text; what may yet become a stop string or a whole character comes later."""
+    token_ids: list[int]
+    """Tokens that count, the one that ended the sequence included. They may be ahead of `text`."""
+    logprobs: Sequence[TokenLogprobs] = ()
+    """One for each of `token_ids` when asked for."""
+    text_offsets: Sequence[int] = ()
+    """With logprobs: characters of the output decoded before each of `token_ids`."""
+    finish_reason: FinishReason | None = None
+    """Set on the last delta."""
+    stop_reason: int | str | None = None
+    """The stop string, stop pattern or id of `stop_token_ids` that ended it; None for end of sequence."""
+    prompt_logprobs: WholePromptLogprobs | None = None
+    """On the first delta with a token, when asked for."""
+    events: Sequence[Event] = ()
+    """What `text` is made of, for a sequence that is the answer in a chat."""
+
+
+class Output:
+    """One sequence being generated."""
+
+    def __init__(
+        self,
+        index: int,
+        stream: RequestStream,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        options: TextOptions,
+        form: AnswerFormat | None = None,
+    ) -> None:
+        """`form`: how its text is read; None: it is not."""
+        self.index = index
+        self.stream = stream
+        self.num_tokens = 0
+        self.prefilled: Prefilled | None = None
+        """Cached tokens and times, with the first token."""
+        self.finish_reason: FinishReason | None = None
+        self._sampling = sampling
+        self._options = options
+        self._detokenizer = tokenizer.detokenizer(
+            prompt_ids,
+            skip_special_tokens=options.skip_special_tokens,
+            shown=frozenset() if form is None else form.tags,
+        )
+        self._reader = None if form is None else AnswerReader(form)
+        self._end = text_end(options)
+        self._num_chars = 0
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Of `num_tokens`, those of the model's thinking."""
+        return 0 if self._reader is None else self._reader.num_reasoning_tokens
+
+    def advance(self) -> Delta:
+        """What has arrived since the last call, as text.
+
+        Raises:
+            OverloadedError: a queue limit refused the request.
+            DeadlineError: its deadline passed in the engine.
+            EngineError: the engine failed.
+        """
+        chunk = self.stream.take()
+        self.prefilled = chunk.prefilled
+        end = chunk.finished
+        if end is not None and end.reason is FinishReason.ERROR:
+            raise engine_failure(end)
+        if self._options.prompt_only:
+            self.finish_reason = None if end is None else FinishReason.LENGTH
+            return Delta(self.index, "", [], finish_reason=self.finish_reason, prompt_logprobs=chunk.prompt_logprobs)
+        silent = len(chunk.token_ids)
+        if end is not None and end.stop_token_id is not None and not self._options.include_stop:
+            silent -= 1  # the token that ended the sequence is counted, not shown
+        certain_text = ""
+        num_taken = len(chunk.token_ids)
+        offsets = []
+        delta = Delta(self.index, "", chunk.token_ids, chunk.logprobs or (), prompt_logprobs=chunk.prompt_logprobs)
+        for i, token in enumerate(chunk.token_ids):
+            offsets.append(self._num_chars)
+            text = self._detokenizer.push(token) if i < silent else ""
+            self._num_chars += len(text)
+            certain, matched = self._end.push(text, may_end=self.num_tokens + i >= self._sampling.min_tokens)
+            certain_text += certain
+            if matched is not None:
+                num_taken = i + 1
+                delta.finish_reason, delta.stop_reason = FinishReason.STOP, matched
+                self.stream.abort()
+                break
+        if delta.finish_reason is None and end is not None:
+            certain_text += self._finish(delta, end)
+        delta.text = certain_text
+        if num_taken < len(chunk.token_ids):
+            delta.token_ids = chunk.token_ids[:num_taken]
+        if chunk.logprobs is not None:
+            delta.logprobs, delta.text_offsets = chunk.logprobs[:num_taken], offsets[:num_taken]
+        self.num_tokens += num_taken
+        self.finish_reason = delta.finish_reason
+        if self._reader is not None:
+            ended, cut = delta.finish_reason is not None, delta.finish_reason is not FinishReason.STOP
+            delta.events = self._reader.read(delta.text, offsets, ended=ended, cut=cut)
+        return delta
+
+    def _finish(self, delta: Delta, end: Finished) -> str:
+        """What is held; flushed text can itself complete a stop string that ends in U+FFFD."""
+        certain, matched = self._end.push(self._detokenizer.flush())
+        if matched is not None:
+            delta.finish_reason, delta.stop_reason = FinishReason.STOP, matched
+            return certain
+        delta.finish_reason = end.reason
+        if end.stop_token_id in self._sampling.stop_token_ids:
+            delta.stop_reason = end.stop_token_id
+        return certain + self._end.flush()
+
+
+def engine_failure(end: Finished) -> LockstepError:
+    """The exception for a request that ended with `FinishReason.ERROR`."""
+    message = end.error or "the engine failed"
+    if end.error_code == "engine_overloaded":
+        return (
+            OverloadedError(message)
+            if end.retry_after_s is None
+            else OverloadedError(message, retry_after_s=end.retry_after_s)
+        )
+    if end.error_code == "deadline_exceeded":
+        return DeadlineError(message)
+    if end.error_code == "grammar_error":
+        return GuideError(message)
+    return EngineError(message, told=end.told)

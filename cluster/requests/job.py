@@ -1,0 +1,252 @@
+"""One request of any route, as the engine is asked it: prompts and parameters in, deltas of text out.
+
+A `Job` is data: what to generate, checked. A `Run` is a job in the engine. Neither knows how an answer is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from cluster.engine_client import EngineClient, wait_ready
+from cluster.http.context import RequestContext, current_request
+from cluster.messages import FinishReason, SamplingParams
+from cluster.observability.record import RequestRecord
+from cluster.requests.generation import Delta, Output
+from cluster.text.answer_parser import AnswerFormat
+from cluster.text.stops import TextOptions
+from cluster.text.tokenizer import Tokenizer
+from configs.errors import DeadlineError, EngineError, LockstepError, RequestError
+
+# What of a large request, and of many answers, is done before the event loop goes on with others: 1 to 4 ms of work.
+_IDS_AT_ONCE = 1 << 17
+_OUTPUTS_AT_ONCE = 32
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int = 0
+
+
+class Usage(msgspec.Struct):
+    """Counts over all choices of a request; the prompt counts once however many choices it has."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails = msgspec.field(default_factory=CompletionTokensDetails)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobOptions:
+    """What a request asks besides its prompts and how their tokens are chosen."""
+
+    num_choices: int = 1
+    """Answers to each prompt."""
+    num_logprobs: int = -1
+    """-1 none, k the token's own and the k likeliest; so is the next one."""
+    num_prompt_logprobs: int = -1
+    priority: int = 0
+    """Lower goes first."""
+    cache_salt: str | None = None
+    """Prompts share cached pages only under the same one. None: one of the client's own."""
+    name: str | None = None
+    """The answer's id, after its prefix. None: a new one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One checked request."""
+
+    id: str
+    """The answer's id, e.g. `chatcmpl-...`."""
+    prompts: list[list[int]]
+    """Token ids, at least one each."""
+    sampling: list[list[SamplingParams]]
+    """For each prompt, one for each of its choices."""
+    text: TextOptions = field(default_factory=TextOptions)
+    form: AnswerFormat | None = None
+    """How answers in a chat are read: thinking, content and calls. None: they are text."""
+    client: str = ""
+    priority: int = 0
+    cache_salt: bytes = b""
+
+    @property
+    def num_choices(self) -> int:
+        """Sequences for each prompt."""
+        return len(self.sampling[0])
+
+    @property
+    def num_outputs(self) -> int:
+        """Sequences in all: prompts times choices, in this order."""
+        return len(self.prompts) * self.num_choices
+
+    def prompt_of(self, index: int) -> list[int]:
+        """The prompt of one output."""
+        return self.prompts[index // self.num_choices]
+
+
+class Run:
+    """A job in the engine, from `deltas()` on."""
+
+    def __init__(self, job: Job, engine: EngineClient, tokenizer: Tokenizer, *, timeout_s: float) -> None:
+        """`timeout_s`: for the whole of it; `server.request_timeout_s`."""
+        self.job = job
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._timeout_s = timeout_s
+        self._outputs: list[Output] = []
+        self._aborted = False
+        self._late = False
+        self._first_token: float | None = None
+        self._error: LockstepError | None = None
+
+    async def deltas(self) -> AsyncGenerator[list[Delta], None]:
+        """What each engine step brought, until every sequence has ended; `Delta.index` counts over all of them. Of many
+        sequences a step comes in pieces, between which the event loop has its turn.
+
+        Submits at the first read, once. Leaving it early, by any way, aborts what still runs: close it
+        (`contextlib.aclosing`) where it is used.
+
+        Raises:
+            DeadlineError, OverloadedError, EngineError: the other sequences are aborted too.
+        """
+        await self._submit()
+        if self._aborted:
+            self.abort()
+        context, telemetry = current_request(), self._engine.telemetry
+        # One timer a request: one a wait costs a tenth of what a token costs.
+        timer = asyncio.get_running_loop().call_later(self._timeout_s, self._be_late)
+        pending = self._outputs
+        streams = [output.stream for output in pending]
+        try:
+            while pending:
+                await wait_ready(streams)
+                if self._late:
+                    limit = self._timeout_s
+                    raise DeadlineError(f"The request did not finish within server.request_timeout_s={limit:g}.")
+                ready = [output for output in pending if output.stream.ready]
+                for first in range(0, len(ready), _OUTPUTS_AT_ONCE):
+                    deltas = [output.advance() for output in ready[first : first + _OUTPUTS_AT_ONCE]]
+                    if self._first_token is None:
+                        self._first_token = time.monotonic()
+                        if context is not None:
+                            telemetry.first_token(self._first_token - context.arrived_s)
+                    yield deltas
+                    if len(ready) > _OUTPUTS_AT_ONCE:
+                        await asyncio.sleep(0)
+                if any(output.finish_reason is not None for output in ready):
+                    pending = [output for output in pending if output.finish_reason is None]
+                    streams = [output.stream for output in pending]
+                if any(output.stream.ready for output in ready):
+                    await asyncio.sleep(0)  # to the other streams' turn: these readers were away for long
+        except (EngineError, RequestError) as error:
+            self._error = error
+            raise
+        finally:
+            timer.cancel()
+            for output in self._outputs:
+                output.stream.abort()
+            if context is not None:  # else nobody asked: a warm-up
+                telemetry.finished(self._record(context))
+
+    def _be_late(self) -> None:
+        self._late = True
+        for output in self._outputs:
+            output.stream.wake()
+
+    def abort(self) -> None:
+        """Ends it now, from outside: the sequences that have not ended end with `FinishReason.ABORT`."""
+        self._aborted = True
+        for output in self._outputs:
+            output.stream.abort()
+
+    def output(self, index: int) -> Output:
+        """One sequence, for what is counted of it; once it is submitted."""
+        return self._outputs[index]
+
+    def usage(self) -> Usage:
+        """Tokens so far, over all sequences; a prompt counts once however many choices it has."""
+        prompt = sum(len(prompt) for prompt in self.job.prompts)
+        completion = sum(output.num_tokens for output in self._outputs)
+        # A prompt's later choices find the first one's pages; only what the first one found was free.
+        firsts = self._outputs[:: self.job.num_choices]
+        cached = sum(output.prefilled.num_cached_tokens for output in firsts if output.prefilled is not None)
+        thought = sum(output.num_reasoning_tokens for output in self._outputs)
+        return Usage(
+            prompt, completion, prompt + completion, PromptTokensDetails(cached), CompletionTokensDetails(thought)
+        )
+
+    def server_timing(self) -> str:
+        """The value of a Server-Timing header, in milliseconds: the slowest sequence's wait in the queue and its
+        prefill, and once all have ended the time since the first token."""
+        done = [output.prefilled for output in self._outputs if output.prefilled is not None]
+        times = {
+            "queue": max((prefilled.queue_s for prefilled in done), default=0.0),
+            "prefill": max((prefilled.prefill_s for prefilled in done), default=0.0),
+        }
+        if self._first_token is not None and all(output.finish_reason is not None for output in self._outputs):
+            times["decode"] = time.monotonic() - self._first_token
+        return ", ".join(f"{name};dur={1e3 * seconds:.1f}" for name, seconds in times.items())
+
+    async def _submit(self) -> None:
+        assert not self._outputs, "a run is read once"
+        job = self.job
+        streams = self._engine.submit(
+            await _int32(job.prompts),
+            job.sampling,
+            priority=job.priority,
+            client=job.client,
+            cache_salt=job.cache_salt,
+            deadline_s=self._timeout_s,
+        )
+        try:
+            sampling = [params for of_prompt in job.sampling for params in of_prompt]
+            for index, (stream, params) in enumerate(zip(streams, sampling, strict=True)):
+                prompt = job.prompt_of(index)
+                self._outputs.append(Output(index, stream, self._tokenizer, prompt, params, job.text, job.form))
+                if len(self._outputs) % _OUTPUTS_AT_ONCE == 0:
+                    await asyncio.sleep(0)
+        except BaseException:
+            for stream in streams:
+                stream.abort()
+            raise
+
+    def _record(self, context: RequestContext) -> RequestRecord:
+        usage = self.usage()
+        unfinished = FinishReason.ABORT if self._error is None else FinishReason.ERROR
+        return RequestRecord(
+            id=self.job.id,
+            context=context,
+            first_token_s=self._first_token,
+            ended_s=time.monotonic(),
+            num_prompt_tokens=usage.prompt_tokens,
+            num_cached_tokens=usage.prompt_tokens_details.cached_tokens,
+            num_generated=[output.num_tokens for output in self._outputs],
+            finish_reasons=[output.finish_reason or unfinished for output in self._outputs],
+            sampling=self.job.sampling[0][0],
+            chat=self.job.form is not None,
+            prefilled=self._outputs[0].prefilled,
+            error=None if self._error is None else type(self._error).__name__,
+        )
+
+
+async def _int32(prompts: Sequence[Sequence[int]]) -> list[bytes]:
+    """The ids of each prompt as int32."""
+    encoded, num_ids = [], 0
+    for ids in prompts:
+        encoded.append(array("i", ids).tobytes())
+        num_ids += len(ids)
+        if num_ids >= _IDS_AT_ONCE:
+            num_ids = 0
+            await asyncio.sleep(0)
+    return encoded

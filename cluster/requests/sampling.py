@@ -1,0 +1,181 @@
+"""From the fields of a request to the engine's `SamplingParams` and to the `TextOptions` of its answer.
+
+Owns defaults, the checks that need the vocabulary, and how words and biases become token ids.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from cluster.messages import SamplingParams
+from cluster.requests import checks
+from cluster.requests.job import JobOptions
+from cluster.requests.sampling_fields import SamplingFields
+from cluster.text.stops import TextOptions
+from cluster.text.tokenizer import Tokenizer
+from configs.errors import RequestError
+from configs.schema import GenerationDefaults, ServerConfig
+
+_MAX_BAD_WORD_TOKENS = 1024
+_T = TypeVar("_T")
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request gets that names no value; a model's generation_config may say otherwise."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int | None = None
+    """None: what fits."""
+    skip_special_tokens: bool = True
+
+    @classmethod
+    def of(cls, given: GenerationDefaults) -> SamplingDefaults:
+        """`given`, and neutral values where it has none."""
+        values = given.model_dump(exclude_none=True)
+        if "max_new_tokens" in values:
+            values["max_tokens"] = values.pop("max_new_tokens")
+        return cls(**values)
+
+
+class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request's token ids and words are checked against."""
+
+    tokenizer: Tokenizer
+    size: int
+    """Ids the model has an embedding for; it may differ from the tokenizer's."""
+    eos_token_ids: frozenset[int] = frozenset()
+
+
+def sampling_params(
+    fields: SamplingFields,
+    defaults: SamplingDefaults,
+    vocabulary: Vocabulary,
+    options: JobOptions,
+    *,
+    max_tokens: Sequence[int],
+    next_seed: Callable[[], int],
+    grammar: str | None = None,
+) -> list[list[SamplingParams]]:
+    """For each prompt, one for each of its choices. Choices differ in their seeds: counted up from the request's, which
+    is that of each prompt's first, or one of its own for each choice of each prompt. The first choice alone asks for
+    the prompt's log probabilities, which are the same for all.
+
+    Args:
+        max_tokens: for each prompt.
+        next_seed: int64, when the request names none.
+        grammar: a checked one.
+
+    Raises:
+        RequestError: with the path of the field at fault.
+    """
+    size = vocabulary.size
+    stop_token_ids = fields.stop_token_ids or []
+    checks.check_token_ids(stop_token_ids, "stop_token_ids", size)
+    extra_ids = list(dict.fromkeys(fields.logprob_token_ids or []))
+    checks.check_token_ids(extra_ids, "logprob_token_ids", size)
+    if extra_ids and options.num_logprobs < 0:
+        raise RequestError("logprob_token_ids needs logprobs.", param="logprob_token_ids")
+    allowed = sorted(set(fields.allowed_token_ids or []))
+    checks.check_token_ids(allowed, "allowed_token_ids", size)
+    min_tokens = fields.min_tokens or 0
+    if min_tokens > min(max_tokens):
+        raise RequestError(f"min_tokens={min_tokens} exceeds max_tokens={min(max_tokens)}.", param="min_tokens")
+    bias = checks.logit_bias(fields.logit_bias, size)
+    words = bad_words(fields.bad_words, vocabulary)
+    bias |= {word[0]: -math.inf for word in words if len(word) == 1}
+    _check_choice_left(allowed, bias, {*stop_token_ids, *vocabulary.eos_token_ids} if min_tokens else set())
+    top_k = _given(fields.top_k, defaults.top_k)
+    base = SamplingParams(
+        max_tokens=max_tokens[0],
+        temperature=_given(fields.temperature, defaults.temperature),
+        top_p=_given(fields.top_p, defaults.top_p),
+        top_k=0 if top_k >= size else max(top_k, 0),
+        min_p=_given(fields.min_p, defaults.min_p),
+        seed=0 if fields.seed is None else fields.seed,
+        stop_token_ids=tuple(stop_token_ids),
+        ignore_eos=bool(fields.ignore_eos),
+        num_logprobs=options.num_logprobs,
+        logprob_token_ids=tuple(extra_ids),
+        frequency_penalty=_given(fields.frequency_penalty, defaults.frequency_penalty),
+        presence_penalty=_given(fields.presence_penalty, defaults.presence_penalty),
+        repetition_penalty=_given(fields.repetition_penalty, defaults.repetition_penalty),
+        logit_bias=tuple(sorted(bias.items())),
+        allowed_token_ids=tuple(allowed),
+        bad_words=tuple(word for word in words if len(word) > 1),
+        min_tokens=min_tokens,
+        prompt_logprobs=options.num_prompt_logprobs,
+        grammar=grammar,
+    )
+
+    def choice_of(limit: int, choice: int) -> SamplingParams:
+        return msgspec.structs.replace(
+            base,
+            max_tokens=limit,
+            seed=next_seed() if fields.seed is None else _wrap_int64(fields.seed + choice),
+            prompt_logprobs=-1 if choice else options.num_prompt_logprobs,
+        )
+
+    return [[choice_of(limit, choice) for choice in range(options.num_choices)] for limit in max_tokens]
+
+
+def text_options(
+    fields: SamplingFields, defaults: SamplingDefaults, server: ServerConfig, *, prompt_only: bool = False
+) -> TextOptions:
+    """How the answer's text is made. Raises RequestError for a bad stop string or pattern."""
+    return TextOptions(
+        stops=checks.stop_strings(fields.stop, server),
+        patterns=checks.stop_patterns(fields.stop_regex, server),
+        include_stop=bool(fields.include_stop_str_in_output or fields.no_stop_trim),
+        skip_special_tokens=_given(fields.skip_special_tokens, defaults.skip_special_tokens),
+        prompt_only=prompt_only,
+    )
+
+
+def bad_words(words: object, vocabulary: Vocabulary) -> list[tuple[int, ...]]:
+    """Token ids of each word as it begins a text and as it follows a space: each sequence once, and none with a token
+    that the model cannot write.
+
+    Raises:
+        RequestError: not a list of words, or too many words or tokens.
+    """
+    tokenizer = vocabulary.tokenizer
+    sequences: dict[tuple[int, ...], None] = {}
+    for word in checks.words(words, "bad_words"):
+        alone = tuple(tokenizer.encode(word.lstrip(" ") or word, add_special_tokens=False))
+        spaced = tuple(tokenizer.encode(" " + word.lstrip(" "), add_special_tokens=False))
+        sequences[alone] = None
+        if spaced[1:] != alone:  # else the space is a token of its own and `alone` matches after it
+            sequences[spaced] = None
+    possible = [sequence for sequence in sequences if sequence and max(sequence) < vocabulary.size]
+    num_tokens = sum(len(sequence) for sequence in possible)
+    if num_tokens > _MAX_BAD_WORD_TOKENS:
+        raise RequestError(
+            f"bad_words are {num_tokens} tokens; at most {_MAX_BAD_WORD_TOKENS} are allowed.", param="bad_words"
+        )
+    return possible
+
+
+def _check_choice_left(allowed: Sequence[int], bias: dict[int, float], ends: set[int]) -> None:
+    """Raises RequestError when of the allowed tokens none may be sampled."""
+    if allowed and all(bias.get(token) == -math.inf or token in ends for token in allowed):
+        raise RequestError(
+            "allowed_token_ids leaves no token: bad_words or min_tokens forbid all of them.", param="allowed_token_ids"
+        )
+
+
+def _given(value: _T | None, default: _T) -> _T:
+    return default if value is None else value
+
+
+def _wrap_int64(value: int) -> int:
+    return (value + 2**63) % 2**64 - 2**63

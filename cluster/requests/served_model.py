@@ -1,0 +1,273 @@
+"""What one replica serves, as every route sees it: one model, its tokenizer and the connection to its engine.
+
+Owns what a request must pass before it is a `Job`: the model's name, room in the context, and parameters.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+
+from cluster.engine_client import EngineClient
+from cluster.http.context import RequestContext
+from cluster.messages import SamplingParams
+from cluster.requests.engine_info import EngineInfo
+from cluster.requests.job import Job, JobOptions, Run
+from cluster.requests.sampling import SamplingDefaults, Vocabulary, sampling_params, text_options
+from cluster.requests.sampling_fields import SamplingFields
+from cluster.structured.checker import GrammarChecker
+from cluster.structured.limits import MAX_REQUEST_GRAMMAR_BYTES
+from cluster.structured.protocol import Setup
+from cluster.text.answer_parser import AnswerFormat
+from cluster.text.conversation import Conversation, Turn
+from cluster.text.formats import ModelFormats
+from cluster.text.prompt_encoder import PromptEncoder
+from cluster.text.tokenizer import Tokenizer
+from configs.errors import ContextLengthError, EngineError, RequestError
+from configs.schema import ServerConfig
+
+_FIRST = -(1 << 62)  # a priority that no request has
+_SHOWN_CHARS = 40  # of a token, in a message
+
+
+def _random_seed() -> int:
+    return secrets.randbits(63)
+
+
+class ServedModel:
+    """One model that requests can be put to."""
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        tokenizer: Tokenizer,
+        *,
+        model_name: str,
+        max_model_len: int,
+        server: ServerConfig,
+        vocab_size: int | None = None,
+        eos_token_ids: Sequence[int] = (),
+        defaults: SamplingDefaults | None = None,
+        rank_devices: Sequence[str] = (),
+        version: str = "unknown",
+        system_fingerprint: str | None = None,
+        info: EngineInfo | None = None,
+        next_seed: Callable[[], int] = _random_seed,
+    ) -> None:
+        """Args:
+        vocab_size: ids the model has an embedding for. None: those of the tokenizer.
+        rank_devices: by rank, e.g. `cuda:0`.
+        info: what clients may know of the engine.
+        eos_token_ids: empty: the tokenizer's.
+        next_seed: int64 for an answer whose request brings none.
+        """
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.model_name = model_name
+        self.max_model_len = max_model_len
+        self.server = server
+        self.rank_devices = list(rank_devices)
+        self.version = version
+        self.system_fingerprint = system_fingerprint
+        self.info = info
+        self.vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
+        eos = eos_token_ids or self._known(tokenizer.eos_token_id)
+        self.grammars = GrammarChecker(lambda: Setup(tokenizer.to_json(), self.vocab_size, list(eos)))
+        self._vocabulary = Vocabulary(tokenizer=tokenizer, size=self.vocab_size, eos_token_ids=frozenset(eos_token_ids))
+        self.formats = ModelFormats.of(tokenizer.template, server)
+        self.prompts = PromptEncoder(tokenizer, self.formats)
+        self._defaults = defaults or SamplingDefaults()
+        self._next_seed = next_seed
+        self.started = int(time.time())
+        """Unix time, seconds."""
+        self._warm = False
+
+    @property
+    def ready(self) -> bool:
+        """A token has been generated, and the engine is there."""
+        return self._warm and self.engine.connected
+
+    async def warm_up(self, timeout_s: float | None = None) -> None:
+        """Generates one token; the server is ready after it.
+
+        Args:
+            timeout_s: None: `server.request_timeout_s`.
+
+        Raises:
+            EngineError: the engine failed or did not answer in time.
+        """
+        await self.generate_one(timeout_s)
+        self._warm = True
+
+    async def generate_one(self, timeout_s: float | None = None) -> None:
+        """Generates one token, ahead of what waits: the proof that the engine works.
+
+        Args:
+            timeout_s: None: `server.request_timeout_s`.
+
+        Raises:
+            EngineError: the engine failed or did not answer in time.
+        """
+        prompt = [*self._known(self.tokenizer.bos_token_id), *self._known(self.tokenizer.eos_token_id), 0][:1]
+        sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+        job = Job(id="probe", prompts=[prompt], sampling=[[sampling]], priority=_FIRST)
+        async with aclosing(self.run(job, timeout_s=timeout_s).deltas()) as steps:
+            num_tokens = sum([len(delta.token_ids) async for deltas in steps for delta in deltas])
+        if num_tokens != 1:
+            raise EngineError(f"one token was asked for, and {num_tokens} came")
+
+    async def close(self) -> None:
+        """Ends what is this model's own; the engine is not."""
+        await self.grammars.close()
+        self.prompts.close()
+
+    def check_name(self, name: str) -> None:
+        """Raises RequestError (404) for a model that is not this one."""
+        if name != self.model_name:
+            raise RequestError(
+                f"The model {name[:200]!r} does not exist; this server has {self.model_name!r}.",
+                code="model_not_found",
+                param="model",
+                status=404,
+            )
+
+    def _known(self, token_id: int | None) -> list[int]:
+        """`token_id`, if the tokenizer has it and the model does."""
+        return [token_id] if token_id is not None and token_id < self.vocab_size else []
+
+    def room(self, prompt: Sequence[int]) -> int:
+        """Tokens that fit after `prompt`; 1 when none does, so that asking for them names the prompt's length."""
+        return max(self.max_model_len - len(prompt), 1)
+
+    def default_max_tokens(self, prompt: Sequence[int]) -> int:
+        """How many tokens follow a chat's `prompt` when nobody says."""
+        limit = self._defaults.max_tokens
+        return self.room(prompt) if limit is None else min(limit, self.room(prompt))
+
+    def truncated(self, prompt: list[int], keep: int | None, max_tokens: int | None) -> list[int]:
+        """The last `keep` tokens of `prompt`; None: all, -1: as many as leave room for `max_tokens`."""
+        if keep is None:
+            return prompt
+        if keep < 0:
+            keep = max(self.max_model_len - (max_tokens or 1), 1)
+        return prompt[-keep:] if keep else []
+
+    def checked_max_tokens(self, prompt: Sequence[int], asked: int | None, *, default: int, param: str) -> int:
+        """How many tokens may follow `prompt`. Every prompt passes here before it is put to the engine.
+
+        Args:
+            param: the field `prompt` came from.
+
+        Raises:
+            RequestError: the prompt has no tokens, or one that the model has no embedding for.
+            ContextLengthError: prompt and asked tokens do not fit.
+        """
+        if not prompt:
+            raise RequestError(f"{param} has no tokens.", code="empty_string", param=param)
+        if (largest := max(prompt)) >= self.vocab_size:
+            # The text of a prompt may name it: the tokenizer has more tokens than the model.
+            raise RequestError(
+                f"{param} has {self.tokenizer.token_text(largest)[:_SHOWN_CHARS]!r}, which the tokenizer makes token "
+                f"{largest}; this model knows tokens 0 to {self.vocab_size - 1}.",
+                param=param,
+            )
+        max_tokens = default if asked is None else asked
+        # The engine always generates a token, also when only the prompt is of interest.
+        if len(prompt) + max(max_tokens, 1) > self.max_model_len:
+            raise ContextLengthError(
+                max_model_len=self.max_model_len, num_prompt_tokens=len(prompt), max_tokens=max_tokens, param=param
+            )
+        return max_tokens
+
+    async def grammar(self, fields: SamplingFields) -> str | None:
+        """What the answer must match, checked; None: anything.
+
+        Raises:
+            RequestError: the grammar is wrong or too complex, or two are asked for.
+            OverloadedError: too many grammars wait to be checked.
+        """
+        spec = fields.grammar()
+        return None if spec is None else await self.grammars.check(spec)
+
+    def job(
+        self,
+        prefix: str,
+        fields: SamplingFields,
+        prompts: list[list[int]],
+        max_tokens: Sequence[int],
+        context: RequestContext,
+        options: JobOptions,
+        *,
+        form: AnswerFormat | None = None,
+        grammar: str | None = None,
+    ) -> Job:
+        """A request ready to run.
+
+        Args:
+            prefix: of the answer's id, e.g. `chatcmpl-`.
+            prompts: token ids that `checked_max_tokens` has taken.
+            max_tokens: for each prompt, from `checked_max_tokens`. All 0: only the prompts are of interest.
+            form: how answers in a chat are read. None: this is no chat.
+            grammar: from `grammar`.
+
+        Raises:
+            RequestError: a field's value is not possible with this model.
+        """
+        prompt_only = not any(max_tokens)
+        num_outputs = len(prompts) * options.num_choices
+        if grammar is not None and len(grammar) * num_outputs > MAX_REQUEST_GRAMMAR_BYTES:
+            raise RequestError(
+                f"A grammar of {len(grammar)} bytes is too long for {num_outputs} answers.",
+                code="grammar_too_complex",
+                param="n",
+            )
+        return Job(
+            id=f"{prefix}{options.name or uuid.uuid4().hex}",
+            prompts=prompts,
+            sampling=sampling_params(
+                fields,
+                self._defaults,
+                self._vocabulary,
+                options,
+                max_tokens=[max(limit, 1) for limit in max_tokens],  # the engine always generates a token
+                next_seed=self._next_seed,
+                grammar=grammar,
+            ),
+            text=text_options(fields, self._defaults, self.server, prompt_only=prompt_only),
+            form=form,
+            client=context.client,
+            priority=options.priority,
+            cache_salt=context.cache_salt(options.cache_salt),
+        )
+
+    def run(self, job: Job, *, timeout_s: float | None = None) -> Run:
+        """`job` in this model's engine; it starts with the first delta that is read.
+
+        Args:
+            timeout_s: None: `server.request_timeout_s`.
+        """
+        timeout_s = self.server.request_timeout_s if timeout_s is None else timeout_s
+        return Run(job, self.engine, self.tokenizer, timeout_s=timeout_s)
+
+    async def stream_text(
+        self, prompt: str, *, chat: bool, max_tokens: int | None = None, temperature: float | None = None
+    ) -> AsyncGenerator[str, None]:
+        """The continuation of `prompt` (or the reply to it, with `chat`) as text, without any HTTP or JSON.
+
+        Raises:
+            RequestError: the prompt is empty or does not fit.
+            EngineError: the engine failed.
+        """
+        turns = Conversation(turns=[Turn(role="user", text=prompt)])
+        ids = await (self.prompts.encode_chat(turns) if chat else self.prompts.encode(prompt))
+        limit = self.checked_max_tokens(ids, max_tokens, default=self.room(ids), param="prompt")
+        fields = SamplingFields(temperature=temperature)
+        job = self.job("text-", fields, [ids], [limit], RequestContext(request_id=uuid.uuid4().hex), JobOptions())
+        async with aclosing(self.run(job).deltas()) as steps:
+            async for deltas in steps:
+                for delta in deltas:
+                    if delta.text:
+                        yield delta.text

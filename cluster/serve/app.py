@@ -1,0 +1,174 @@
+"""The Ray Serve application: `import_path: cluster.app:build_app`.
+
+One replica is one tensor-parallel group. The replica itself is the HTTP ingress (one hop); its coordinator and ranks
+are actors in the same placement group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray import serve
+
+from cluster.engine import RunningEngine, describe
+from cluster.http.active import ActiveRequests
+from cluster.http.keys import open_keys
+from cluster.observability.logs import log_to_stderr
+from cluster.observability.replica import replica_telemetry
+from cluster.preflight import check_checkpoint, read_tokenizer
+from cluster.serve.autoscaling import KV_USAGE, QUEUED_TOKENS, RUNNING_SHARE
+from cluster.serve.draining import StopWatch, replicas_are_stopping
+from cluster.serve.placement import NodeResources, check_fits, group_bundles, uses_gpus
+from cluster.serve.replicas import replica_options
+from configs.errors import ConfigError
+from configs.load import parse_engine_config
+from configs.resolve import default_max_num_seqs
+from configs.schema import EngineConfig, resolved
+
+if TYPE_CHECKING:
+    from cluster.http.guard import Guard
+    from cluster.requests.served_model import ServedModel
+
+logger = logging.getLogger(__name__)
+
+DEPLOYMENT = "Engine"
+"""Name of the one deployment of the application, as `deployments:` of the file names it."""
+
+# Serve's own limit must lie above what the engine runs and queues: the engine's refusals say what is full.
+_ONGOING_PER_SEQ = 4
+_HEALTH_CHECK_PERIOD_S = 2.0
+_HEALTH_CHECK_TIMEOUT_S = 10.0
+# Serve kills a stopping replica that much later: it must first find out, and tell the clients that are left.
+_LAST_WORDS_S = 10.0
+
+
+class Engine:
+    """The Engine replica: one group, behind the OpenAI API."""
+
+    async def __init__(self, config: EngineConfig, gpus: bool) -> None:  # type: ignore[misc]  # Serve awaits it
+        self._keys = open_keys(config.server)
+        self._requests = ActiveRequests()
+        context = serve.get_replica_context()
+        self._stop_watch = StopWatch(
+            self._requests,
+            functools.partial(replicas_are_stopping, context.app_name),
+            period_s=_HEALTH_CHECK_PERIOD_S,
+            shutdown_timeout_s=config.server.shutdown_timeout_s,
+        )
+        placement_group = ray.util.get_current_placement_group()
+        assert placement_group is not None, "the deployment asks for a placement group"
+        name = f"{context.app_name}:{context.replica_id.unique_id}"
+        log_to_stderr(config.observability.log_format, replica=name)
+        spec = describe(config, gpus=gpus)
+        self._max_num_seqs = resolved(spec.config.scheduler.max_num_seqs)
+        self._telemetry = replica_telemetry(spec.config, context)
+        # Before the weights: what is wrong with it is said at once.
+        tokenizer = await asyncio.to_thread(read_tokenizer, spec.config, spec.model, spec.tokenizer_path)
+        self._engine = await RunningEngine.start(spec, placement_group, name, self._telemetry)
+        self._model: ServedModel = await self._engine.open_model(tokenizer)
+        await self._model.grammars.start()
+        self._watching = asyncio.create_task(self._stop_watch.run())
+        # What the start made stays; collections that walk over it would hold up every stream.
+        gc.collect()
+        gc.freeze()
+
+    def __serve_build_asgi_app__(self) -> Guard:
+        # Built here and not at import: an app object that holds the engine cannot be pickled.
+        from cluster.serve.ingress import create_app
+
+        # Serve names every response after its request, and every request that has no name.
+        return create_app(self._model, self._requests, self._keys, names_responses=False)
+
+    async def check_health(self) -> None:
+        """Ends this process once the engine has failed: Serve then replaces the replica, group and all.
+
+        A crash is acted on at once, a check that raises only after three periods. Every request has been told by then.
+        """
+        self._stop_watch.asked()
+        if (failure := self._engine.failure) is not None:
+            logger.critical("the engine failed, this replica ends: %s", failure)
+            logging.shutdown()
+            os._exit(1)
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Figures for `autoscaling_config.policy`, which Ray Serve asks for where there is one."""
+        board, stats = self._telemetry.board, self._telemetry.board.latest
+        if stats is None:
+            return {}
+        return {
+            QUEUED_TOKENS: float(stats.scheduler.num_waiting_tokens),
+            KV_USAGE: board.kv_usage,
+            RUNNING_SHARE: stats.scheduler.num_running / self._max_num_seqs,
+        }
+
+    async def __del__(self) -> None:
+        if hasattr(self, "_watching"):  # absent when the constructor failed, as below
+            self._watching.cancel()
+        if hasattr(self, "_model"):
+            await self._model.close()
+        if hasattr(self, "_engine"):
+            await self._engine.close()
+            self._telemetry.close()
+
+
+def build_app(args: dict[str, Any]) -> serve.Application:
+    """The application for one `EngineConfig`; what can be known to fail fails here, before anything is placed.
+
+    Args:
+        args: `applications[].args` of the config file.
+
+    Raises:
+        ConfigError: a setting is wrong, the checkpoint does not fit, or no node can hold a group.
+    """
+    return engine_app(parse_engine_config(args), {})
+
+
+def engine_app(config: EngineConfig, options: Mapping[str, Any]) -> serve.Application:
+    """The application with `options` of its deployment in place of ours.
+
+    Args:
+        options: an entry of the file's `deployments:`, without its name. Ray Serve applies it itself where it gets the
+            file, and not where it gets an application.
+
+    Raises:
+        ConfigError: as build_app, or Ray Serve does not take the options.
+    """
+    if config.server.api_keys and Path(config.server.api_keys).expanduser().exists():
+        open_keys(config.server)  # where it is not, this may be no node that serves
+    nodes = NodeResources.from_ray(ray.nodes())
+    gpus = uses_gpus(config, nodes)
+    if config.is_local_model:
+        describe(config, gpus=gpus)
+        check_checkpoint(config)
+    bundles = group_bundles(config, gpus=gpus)
+    check_fits(config, bundles, nodes)
+    max_num_seqs = config.scheduler.max_num_seqs or default_max_num_seqs(on_gpu=gpus)
+    ongoing = max_num_seqs * _ONGOING_PER_SEQ + config.scheduler.max_num_queued_requests
+    deploy = serve.deployment(
+        name=DEPLOYMENT,
+        **replica_options(config),
+        placement_group_bundles=bundles,
+        placement_group_strategy=config.placement.strategy,
+        ray_actor_options={"num_cpus": bundles[0]["CPU"]},
+        max_ongoing_requests=ongoing,
+        # Held by the proxies while no replica takes them, as while one is replaced; without a bound they pile up.
+        max_queued_requests=ongoing,
+        health_check_period_s=_HEALTH_CHECK_PERIOD_S,
+        health_check_timeout_s=_HEALTH_CHECK_TIMEOUT_S,
+        graceful_shutdown_timeout_s=config.server.shutdown_timeout_s + _LAST_WORDS_S,
+    )
+    deployment = deploy(serve.ingress()(Engine))
+    if options:
+        try:
+            deployment = deployment.options(**options)
+        except (TypeError, ValueError, ImportError) as error:
+            raise ConfigError(f"applications[0].deployments: Ray Serve does not take it: {error}") from None
+    return deployment.bind(config, gpus)

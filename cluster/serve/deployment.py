@@ -1,0 +1,179 @@
+"""How an application reaches Ray Serve: declaratively where the cluster has a dashboard, else from this process.
+
+Declared, a re-run that changes only `deployments:` restarts nothing. Applications of others are left alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import ray
+from pydantic import ValidationError
+from ray import serve
+from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
+from ray.serve.schema import ServeDeploySchema
+
+from cluster.http.edge import CALLBACK, PROXY_CALLBACK
+from cluster.serve.app import DEPLOYMENT, engine_app
+from cluster.session import Session, check_port_free
+from configs.errors import ConfigError, EngineError
+from configs.load import AppConfig
+
+logger = logging.getLogger(__name__)
+
+
+class Deployment:
+    """One application, checked against the cluster and ready to be handed to Ray Serve."""
+
+    def __init__(
+        self,
+        config: AppConfig,
+        declaration: dict[str, Any],
+        application: serve.Application,
+        client: ServeSubmissionClient | None,
+    ) -> None:
+        self._config = config
+        self._declaration = declaration
+        self._application = application
+        self._client = client
+
+    @classmethod
+    def prepare(cls, config: AppConfig, session: Session) -> Deployment:
+        """Checks what can be known before anything is placed; changes nothing.
+
+        Raises:
+            ConfigError: a setting, the checkpoint, the size of the cluster's nodes, or the port is wrong.
+        """
+        declaration = _declaration(config, session)
+        application = engine_app(config.engine, _engine_options(declaration["applications"][0]))
+        client, details = find_dashboard(session.dashboard_url)
+        _check_http_options(config, details.get("http_options") or {})
+        if _others(details, config.name):
+            client = None
+        return cls(config, declaration, application, client)
+
+    def submit(self) -> None:
+        """Starts Ray Serve if need be, and has it deploy or replace the app; does not wait for the replicas.
+
+        Raises:
+            EngineError: Ray Serve refused the application.
+        """
+        if not serve_is_running():
+            _start_serve(self._declaration)
+        if self._client is not None:
+            try:
+                self._client.deploy_applications(self._declaration)
+            except (RuntimeError, OSError) as error:  # refused, or the dashboard is gone
+                hint = ""
+                if "No module named" in str(error):
+                    hint = (
+                        "; the dashboard reads `deployments:` itself and has not this code: set autoscaling_config in "
+                        "`args`, or make the code known to the head node"
+                    )
+                raise EngineError(f"Ray Serve refused the application: {error}{hint}") from None
+            return
+        target = serve.RunTarget(self._application, name=self._config.name, route_prefix=self._config.route_prefix)
+        serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+
+
+def serve_is_running() -> bool:
+    """Whether the cluster has a Serve controller; asking Serve itself would start one."""
+    return any(actor["namespace"] == "serve" for actor in ray.util.list_named_actors(all_namespaces=True))
+
+
+def _start_serve(declaration: dict[str, Any]) -> None:
+    """Starts Ray Serve as the dashboard would, but from here: its proxies inherit this job's code, and so can have our
+    layer around them.
+
+    Raises:
+        EngineError: Ray Serve refused what is said of it.
+    """
+    try:
+        schema = ServeDeploySchema.model_validate({**declaration, "applications": []})
+    except ValidationError as error:
+        raise EngineError(f"Ray Serve refused the application: {error}") from None
+    given = schema.controller_options.runtime_env if schema.controller_options is not None else None
+    env_vars = {PROXY_CALLBACK: os.environ.get(PROXY_CALLBACK, CALLBACK), **(given or {}).get("env_vars", {})}
+    serve.start(
+        proxy_location=schema.proxy_location,
+        http_options=schema.http_options.model_dump(),
+        grpc_options=schema.grpc_options.model_dump(),
+        logging_config=schema.logging_config,
+        tracing_config=schema.tracing_config,
+        controller_options={"runtime_env": {"env_vars": env_vars}},
+    )
+
+
+def _declaration(config: AppConfig, session: Session) -> dict[str, Any]:
+    """The config file with overrides, our defaults, and where the nodes find this code."""
+    application = {**config.document["applications"][0], "name": config.name, "route_prefix": config.route_prefix}
+    runtime_env = dict(application.get("runtime_env") or {})
+    if session.working_dir is not None:
+        runtime_env.setdefault("working_dir", session.working_dir)
+    if runtime_env:
+        application["runtime_env"] = runtime_env
+    http_options = {**(config.document.get("http_options") or {}), "host": config.host, "port": config.port}
+    return {**config.document, "http_options": http_options, "applications": [application]}
+
+
+def _engine_options(application: dict[str, Any]) -> dict[str, Any]:
+    """The entry of `deployments:`, without its name.
+
+    Raises:
+        ConfigError: it is for a deployment that does not exist, or contradicts `args`.
+    """
+    given = application.get("deployments") or []
+    names = [entry.get("name") for entry in given]
+    if names not in ([], [DEPLOYMENT]):
+        raise ConfigError(
+            f"applications[0].deployments names {', '.join(map(str, names))}; the application has one deployment, "
+            f"{DEPLOYMENT}"
+        )
+    options = {key: value for entry in given for key, value in entry.items() if key != "name"}
+    for key in ("num_replicas", "autoscaling_config"):
+        if options.get("autoscaling_config") is not None and key in application["args"]:
+            raise ConfigError(
+                f"applications[0] sets both args.{key} and deployments[0].autoscaling_config; keep one of them"
+            )
+    return options
+
+
+def find_dashboard(url: str | None) -> tuple[ServeSubmissionClient | None, dict[str, Any]]:
+    """What declares applications, and what it says of Ray Serve; None and nothing where no dashboard answers at `url`.
+
+    A head node without `ray[default]` has one that is not up; another may listen where this node cannot reach it.
+    """
+    if url is None:
+        return None, {}
+    try:
+        client = ServeSubmissionClient(url)
+        return client, client.get_serve_details()
+    except (OSError, RuntimeError, ValueError, KeyError) as error:  # whatever answers there need not be Ray's
+        reason = str(error).strip().split("\n")[0][:200]
+        logger.warning(
+            "the dashboard at %s is not up (%s: %s); deploying without it", url, type(error).__name__, reason
+        )
+        return None, {}
+
+
+def _others(details: dict[str, Any], name: str) -> list[str]:
+    """Other apps that were declared: a declaration without them would delete them."""
+    applications: dict[str, Any] = details.get("applications") or {}
+    return [other for other, app in applications.items() if other != name and app.get("source") == "declarative"]
+
+
+def _check_http_options(config: AppConfig, running: dict[str, Any]) -> None:
+    """Raises ConfigError for a port that is taken, or is not the one that Ray Serve already listens on."""
+    if not serve_is_running():
+        check_port_free(config.host, config.port)
+        return
+    for option, wanted in (("host", config.host), ("port", config.port)):
+        found = running.get(option)
+        if found is not None and found != wanted:
+            raise ConfigError(
+                f"http_options.{option}={wanted}, but Ray Serve of this cluster already listens on {option} {found} "
+                f"and cannot change it while it runs; use --set http_options.{option}={found}, or end Serve with "
+                "`serve shutdown`"
+            )

@@ -1,0 +1,56 @@
+"""How many replicas there are, and which of them a request goes to: what Ray Serve is told of both."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from pydantic import ValidationError
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+
+from cluster.serve.autoscaling import LoadPolicy
+from configs.errors import ConfigError
+from configs.schema import EngineConfig
+
+_POLICY = "cluster.serve.autoscaling:LoadPolicy"
+_ROUTER = "cluster.serve.routing.SessionRouter"
+
+
+def replica_options(config: EngineConfig) -> dict[str, Any]:
+    """Options of the deployment.
+
+    Raises:
+        ConfigError: `autoscaling_config` is none that Ray Serve takes.
+    """
+    scaling = _autoscaling(config.autoscaling_config)
+    options: dict[str, Any] = {"num_replicas": config.num_replicas} if scaling is None else {}
+    if scaling is not None:
+        options["autoscaling_config"] = scaling
+    # Ray refuses a router of one's own where HAProxy chooses the replica.
+    if (scaling is not None or config.num_replicas > 1) and os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":
+        router: Any = _ROUTER  # declared for a call with a dict
+        options["request_router_config"] = RequestRouterConfig(request_router_class=router)
+    return options
+
+
+def _autoscaling(given: dict[str, Any] | None) -> AutoscalingConfig | None:
+    """Ray Serve's section, with our policy where it names none."""
+    if given is None:
+        return None
+    known = AutoscalingConfig.model_fields
+    if unknown := [key for key in given if key not in known]:
+        raise ConfigError(
+            f"autoscaling_config has unknown keys: {', '.join(unknown)}; Ray Serve knows {', '.join(sorted(known))}"
+        )
+    policy = {"policy_function": _POLICY, **(given.get("policy") or {})}
+    try:
+        if policy["policy_function"] == _POLICY:
+            LoadPolicy(**policy.get("policy_kwargs", {}))
+        return AutoscalingConfig(**{**given, "policy": AutoscalingPolicy(**policy)})
+    except ValidationError as error:
+        wrong = [
+            ".".join(map(str, ("autoscaling_config", *each["loc"]))) + ": " + each["msg"] for each in error.errors()
+        ]
+        raise ConfigError("\n".join(wrong)) from None
+    except (TypeError, ValueError, ImportError) as error:
+        raise ConfigError(f"autoscaling_config.policy: {error}") from None

@@ -1,0 +1,193 @@
+"""How one model writes calls and thinking, and what that makes of a request: what its template is shown, how its
+answers are read, and which grammar they must match.
+
+Nothing is guessed: a format that the chat template does not show is not read, unless a setting names it. Tools that the
+template would leave out, or whose calls could not be read, take the generic form (`tools.generic`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from cluster.text.answer_parser import AnswerFormat
+from cluster.text.chat_template import ChatTemplate
+from cluster.text.reasoning import REASONING_STYLES, ReasoningStyle, detect_reasoning
+from cluster.text.tools.detect import detect_calls
+from cluster.text.tools.generic import GenericTools
+from cluster.text.tools.grammar import CallGrammar, SpecialId
+from cluster.text.tools.request import ToolMode, ToolUse, is_told_of
+from cluster.text.tools.styles import STYLES, CallStyle
+from configs.errors import RequestError
+from configs.schema import ServerConfig
+
+ToolTemplate = Literal["own", "generic", "none"]
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFormats:
+    """Of one served model."""
+
+    calls: CallStyle | None = None
+    """None: what looks like a call is text."""
+    reasoning: ReasoningStyle | None = None
+    """None: tags of thinking are text."""
+    calls_are_off: bool = False
+    """Calls are text because a setting says so, not because their format is unknown."""
+    takes_tools: bool = False
+    """The chat template shows tools to the model."""
+    takes_calls: bool = False
+    """The chat template shows earlier calls and their results."""
+    generic: GenericTools | None = None
+    """In place of what the template shows of tools, calls and results; None: the template itself."""
+
+    @classmethod
+    def of(cls, template: ChatTemplate | None, server: ServerConfig) -> ModelFormats:
+        """What the model's template and the settings say."""
+        source = "" if template is None else template.source
+        thinking_name = _decide("reasoning_parser", server.reasoning_parser, detect_reasoning(source))
+        call_name = _decide("tool_call_parser", server.tool_call_parser, detect_calls(source))
+        calls = None if call_name is None else STYLES[call_name]
+        formats = cls(
+            calls=calls,
+            reasoning=None if thinking_name is None else REASONING_STYLES[thinking_name],
+            calls_are_off=server.tool_call_parser == "none",
+            takes_tools=template is not None and template.reads("tools"),
+            takes_calls="tool_calls" in source,
+        )
+        shows_all = formats.takes_tools and formats.takes_calls and (calls is not None or formats.calls_are_off)
+        if template is not None and (
+            server.tool_template == "generic" or (server.tool_template == "auto" and not shows_all)
+        ):
+            style = _generic_style(server, calls)
+            assert style.layout is not None, f"{style.name} has no layout"
+            generic = GenericTools(style.layout, template.shows_system())
+            formats = replace(formats, calls=None if formats.calls_are_off else style, generic=generic)
+        if server.tool_template == "auto":
+            logger.info("server.tool_template: auto -> %s (by the chat template)", formats.tool_template)
+        return formats
+
+    @property
+    def tool_template(self) -> ToolTemplate:
+        """How the model is shown tools: by its own template, in the generic form, or not at all."""
+        if self.generic is not None:
+            return "generic"
+        return "own" if self.takes_tools else "none"
+
+    def shown_tools(self, use: ToolUse | None) -> list[Mapping[str, Any]] | None:
+        """What the template is given as `tools`; nothing where the `generic` form tells of them.
+
+        Raises:
+            RequestError: the model would not see the tools, or its calls could not be told from text.
+        """
+        if use is None or not is_told_of(use) or self.generic is not None:
+            return None
+        if use.mode is ToolMode.AUTO:
+            if not self.takes_tools:
+                raise RequestError(
+                    "This model's chat template does not show tools to it. Require a call (tool_choice required, or a "
+                    "named function), or have the server set server.tool_template=auto.",
+                    code="unsupported_parameter",
+                    param="tools",
+                )
+            if self.calls is None and not self.calls_are_off:
+                raise RequestError(
+                    "The format this model calls tools in is not known. Require a call (tool_choice required, or a "
+                    "named function), or have the server set server.tool_call_parser.",
+                    code="unsupported_parameter",
+                    param="tools",
+                )
+        return [tool.shown for tool in use.tools] if self.takes_tools else None
+
+    def answer_format(self, use: ToolUse | None, prompt: str, continued: str = "") -> AnswerFormat:
+        """How an answer is read; `prompt` and `continued` as in `ReasoningStyle.is_open`."""
+        reasoning = self.reasoning
+        is_open = reasoning is not None and reasoning.is_open(prompt, continued)
+        is_over = reasoning is not None and reasoning.is_over(prompt, continued)
+        if use is None or use.mode is ToolMode.NONE:
+            return AnswerFormat(
+                reasoning=reasoning, starts_in_reasoning=is_open, starts_after_reasoning=is_over, tools={}
+            )
+        return AnswerFormat(
+            reasoning=reasoning,
+            starts_in_reasoning=is_open,
+            starts_after_reasoning=is_over,
+            calls=self._forced_style if use.is_forced else self.calls,
+            tools={tool.name: tool.parameters for tool in use.callable},
+            max_calls=None if use.parallel else 1,
+            calls_only=use.is_forced,
+            call_is_named=use.mode is ToolMode.NAMED,
+        )
+
+    def call_grammar(
+        self, use: ToolUse, arguments: Sequence[str], special_id: SpecialId, answer: str | None = None
+    ) -> str:
+        """What an answer must match for its calls to be right, where they `needs_grammar`.
+
+        Args:
+            arguments: for each tool that may be called, the checked grammar of its arguments.
+            answer: the grammar of an answer without calls; None: any text.
+        """
+        style = self._forced_style if use.is_forced else self.calls
+        assert style is not None, "what is not read binds nothing"
+        calls = CallGrammar([tool.name for tool in use.callable], arguments, style, special_id)
+        if use.is_forced:
+            return calls.alone(parallel=use.parallel)
+        return calls.in_text() if answer is None else calls.or_answer(answer, parallel=use.parallel)
+
+    def needs_grammar(self, use: ToolUse | None, *, has_grammar: bool) -> bool:
+        """Whether the tools of a request make a grammar of their own necessary.
+
+        That is so where a call is required; where a tool is strict; and where the request `has_grammar`, which would
+        not let the model call.
+
+        Raises:
+            RequestError: an answer with a grammar cannot be told from calls in this model's format.
+        """
+        if use is None or use.mode is ToolMode.NONE:
+            return False
+        if use.is_forced:
+            return True
+        if self.calls is None:
+            return False
+        is_tagged = self.calls.layout is not None and bool(self.calls.layout.tag)
+        if has_grammar and not is_tagged:
+            raise RequestError(
+                "In this model's format of calls, tools and a format of the answer exclude each other unless "
+                "tool_choice says which: none or required.",
+                code="unsupported_parameter",
+                param="tools",
+            )
+        return is_tagged and (has_grammar or any(tool.strict for tool in use.callable))
+
+    @property
+    def _forced_style(self) -> CallStyle:
+        """The model's own format, where a grammar can write it."""
+        return STYLES["json"] if self.calls is None or self.calls.layout is None else self.calls
+
+
+def _generic_style(server: ServerConfig, calls: CallStyle | None) -> CallStyle:
+    """The format in which the generic form asks for calls: the one a setting names, where text can show it."""
+    if server.tool_call_parser in ("auto", "none") or calls is None:
+        return STYLES["hermes"]
+    if calls.layout is not None:
+        return calls
+    logger.warning(
+        "server.tool_call_parser=%s has no effect: tools are shown in the generic form, which asks for calls as hermes "
+        "has them; have server.chat_template show tools",
+        server.tool_call_parser,
+    )
+    return STYLES["hermes"]
+
+
+def _decide(setting: str, given: str, detected: Any) -> Any:
+    """The name of a format, None for none; a setting wins over what was detected."""
+    if given == "auto":
+        logger.info("server.%s: auto -> %s (by the chat template)", setting, detected or "none")
+        return detected
+    if detected not in (None, given):
+        logger.warning("server.%s=%s, but the chat template shows the format %s", setting, given, detected)
+    return None if given == "none" else given

@@ -1,0 +1,82 @@
+"""Tools for a model whose chat template cannot show them: its system message tells of them, and text stands for calls
+and results.
+
+Owns the words. Calls are written as the style has them, by default as Hermes does: many models have seen that form.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from cluster.text.conversation import Call, Turn
+from cluster.text.tools.request import ToolUse, is_told_of
+from cluster.text.tools.styles import CallLayout
+
+
+@dataclass(frozen=True, slots=True)
+class GenericTools:
+    """How one model is shown tools, calls and results without its template's help."""
+
+    layout: CallLayout
+    """Of the calls."""
+    shows_system: bool
+    """The chat template shows a system message; else what it says begins the first user message."""
+
+    def turns(self, given: Sequence[Turn], use: ToolUse | None) -> list[Turn]:
+        """`given` as turns of system, user and assistant that are text alone, no two of one role in a row.
+
+        Templates may want roles to alternate, and calls that follow one another have several results.
+
+        Args:
+            given: at least one.
+            use: the request's tools, which the first turn tells of.
+        """
+        turns = list(given)
+        if use is not None and is_told_of(use):
+            if turns[0].role != "system":
+                turns.insert(0, Turn(role="system"))
+            turns[0] = replace(turns[0], text=_joined(turns[0].text, self._told(use)))
+        return [
+            replace(same[0], text=_joined(*(turn.text for turn in same)))
+            for same in (list(group) for _, group in groupby(map(self._as_text, turns), key=lambda turn: turn.role))
+        ]
+
+    def _told(self, use: ToolUse) -> str:
+        """What the model is told of its tools."""
+        layout = self.layout
+        call = f'{{"name": "<name of the tool>", "{layout.arguments_key}": {{<its arguments>}}}}'
+        lines = [
+            "You can use tools. Each line describes one, with the JSON schema of its arguments:",
+            *(json.dumps(tool.shown, ensure_ascii=False) for tool in use.tools),
+            "",
+            "To use a tool, answer with",
+            f"{layout.begin}{call}{layout.end}",
+            "You are then told the result." + ("" if use.parallel else " Use one tool at a time."),
+            "When you need no tool, answer in words.",
+        ]
+        return "\n".join(lines)
+
+    def _as_text(self, turn: Turn) -> Turn:
+        if turn.role == "tool":
+            # `name` is the tool's here, and would be taken for the user's.
+            return Turn(role="user", text=f"<tool_response>\n{turn.text}\n</tool_response>")
+        role = "user" if turn.role == "system" and not self.shows_system else turn.role
+        text = _joined(turn.text, self._written(turn.calls)) if turn.calls else turn.text
+        return replace(turn, role=role, text=text, calls=(), call_id=None)
+
+    def _written(self, calls: Sequence[Call]) -> str:
+        """`calls` as the model would have written them."""
+        layout = self.layout
+        objects = []
+        for call in calls:
+            # Arguments that were cut off are text.
+            text = call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments, ensure_ascii=False)
+            objects.append(f'{{"name": {json.dumps(call.name)}, "{layout.arguments_key}": {text}}}')
+        return layout.begin + layout.separator.join(objects) + layout.end
+
+
+def _joined(*texts: str) -> str:
+    return "\n\n".join(text for text in texts if text)

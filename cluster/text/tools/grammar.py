@@ -1,0 +1,109 @@
+"""Grammars for answers that call tools, in llguidance's JSON. Text to text: what is put together here is checked later.
+
+A grammar writes calls in the model's own format, so that the reader of the format reads them back. The arguments of
+each tool are a grammar of their own, checked before.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cluster.text.reasoning import ReasoningStyle
+from cluster.text.tools.styles import CallStyle
+
+SpecialId = Callable[[str], int | None]
+"""The id of a special token by its text; None for text that is none."""
+_ANY_TEXT = r"/(?s:.*)/"
+
+
+class CallGrammar:
+    """What calls look like: of some tools, in one format."""
+
+    def __init__(self, names: Sequence[str], arguments: Sequence[str], style: CallStyle, special_id: SpecialId) -> None:
+        """Args:
+        names: of the tools that may be called.
+        arguments: for each, the grammar of its arguments: a checked one, of a JSON schema.
+        style: one with a layout.
+        """
+        assert style.layout is not None, f"{style.name} has no layout"
+        self._layout = style.layout
+        self._special_id = special_id
+        self._write = _Text(style.tags, special_id)
+        self._rules = [f"call: {' | '.join(f'call_{i}' for i in range(len(names)))}"]
+        self._schemas: list[dict[str, Any]] = []
+        for i, (name, schema) in enumerate(zip(names, arguments, strict=True)):
+            opening = f'{{"name": {json.dumps(name)}, {json.dumps(self._layout.arguments_key)}: '
+            self._rules.append(f"call_{i}: {_literal(opening)} @arguments_{i} {_literal('}')}")
+            self._schemas += _named(f"arguments_{i}", schema)
+
+    def alone(self, *, parallel: bool) -> str:
+        """An answer that is one call, or with `parallel` at least one."""
+        return self._grammar(f"start: {self._calls(parallel)}")
+
+    def or_answer(self, answer: str, *, parallel: bool) -> str:
+        """An answer that is calls and nothing else, or matches the grammar `answer`; the layout has a tag."""
+        rules = f"start: calls | @response\ncalls: {self._calls(parallel)}"
+        return self._grammar(rules, *_named("response", answer))
+
+    def in_text(self) -> str:
+        """Any text in which every call is a right one; the layout has a tag."""
+        layout = self._layout
+        tag = layout.tag
+        # A list of calls ends where its end is; calls in tags of their own follow one another like any text.
+        more = "" if layout.separator.startswith(layout.end) else f"({self._write(layout.separator)} call)*"
+        id_ = self._special_id(tag)
+        head = f"head[lazy]: TEXT {_literal(tag)}" if id_ is None else f"head: TEXT <[{id_}]>"
+        body = f"body: {self._write(layout.begin.removeprefix(tag))} call {more} {self._write(layout.end)}"
+        return self._grammar(f"start: (head body)* tail\n{head}\n{body}\ntail: TEXT\nTEXT: {_ANY_TEXT}")
+
+    def _calls(self, parallel: bool) -> str:
+        layout = self._layout
+        more = f"({self._write(layout.separator)} call)*" if parallel else ""
+        return f"{self._write(layout.begin)} call {more} {self._write(layout.end)}"
+
+    def _grammar(self, rules: str, *others: dict[str, Any]) -> str:
+        lark = "\n".join((rules, *self._rules))
+        return json.dumps({"grammars": [{"lark_grammar": lark}, *self._schemas, *others]})
+
+
+def after_reasoning(answer: str, style: ReasoningStyle, special_id: SpecialId, *, is_open: bool) -> str:
+    """The grammar `answer` for a model that may think before it answers, or with `is_open` does."""
+    end = special_id(style.end)
+    if end is None:
+        thinking = f"thinking[suffix={_literal(style.end)}]: {_ANY_TEXT}"
+    else:
+        thinking = f"thinking: THOUGHT <[{end}]>\nTHOUGHT: {_ANY_TEXT}"
+    begin = _Text((style.begin,), special_id)(style.begin)
+    before = "thinking" if is_open else f"({begin} thinking)?"
+    lark = f"start: {before} SPACE? @answer\n{thinking}\nSPACE: /\\n{{1,2}}/"
+    return json.dumps({"grammars": [{"lark_grammar": lark}, *_named("answer", answer)]})
+
+
+def _named(name: str, grammar: str) -> list[dict[str, Any]]:
+    """The parts of `grammar`, to stand below another: the first is called `name`, the others keep their names."""
+    first, *others = json.loads(grammar)["grammars"]
+    return [{**first, "name": name}, *others]
+
+
+class _Text:
+    """Writes literal text with the tags in it that are special tokens."""
+
+    def __init__(self, tags: Sequence[str], special_id: SpecialId) -> None:
+        self._ids = {tag: id_ for tag in tags if (id_ := special_id(tag)) is not None}
+
+    def __call__(self, text: str) -> str:
+        parts = []
+        while text:
+            at, tag = min(((at, tag) for tag in self._ids if (at := text.find(tag)) >= 0), default=(len(text), ""))
+            if at:
+                parts.append(_literal(text[:at]))
+            if tag:
+                parts.append(f"<[{self._ids[tag]}]>")
+            text = text[at + len(tag) :]
+        return " ".join(parts)
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False) if text else ""

@@ -1,0 +1,417 @@
+"""The formats models write tool calls in: one reader for each.
+
+A reader takes a whole answer. What is a call becomes a call as soon as its name is known and its arguments begin;
+what only looked like one becomes content. A call names one of the request's tools, whatever the format.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import string
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from cluster.text.tools.sink import Sink
+from cluster.text.tools.text_stream import Reading, TextStream
+
+StyleName = Literal["hermes", "llama3_json", "mistral", "json", "deepseek_v3", "qwen3_coder"]
+
+
+def _random_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def _mistral_id() -> str:
+    """Mistral's templates take nine letters and digits, and nothing else."""
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+
+@dataclass(frozen=True, slots=True)
+class CallLayout:
+    """What stands around the JSON objects of an answer that is nothing but calls."""
+
+    begin: str
+    separator: str
+    end: str
+    arguments_key: str = "arguments"
+    tag: str = ""
+    """What `begin` begins with when calls may stand beside other text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallStyle:
+    """One format."""
+
+    name: StyleName
+    read: Callable[[TextStream, Sink], Reading[None]]
+    tags: tuple[str, ...] = ()
+    """What a tokenizer may have as special tokens, which an answer's text must then show."""
+    new_id: Callable[[], str] = _random_id
+    layout: CallLayout | None = None
+    """How a grammar writes calls in this format; None where calls are no JSON objects."""
+
+
+def read_content(text: TextStream, sink: Sink) -> Reading[None]:
+    """An answer without calls."""
+    yield from text.take_until((), sink.content)
+
+
+def _hermes(text: TextStream, sink: Sink) -> Reading[None]:
+    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, any number of them: Hermes 2 and 3, Qwen 2.5 and 3."""
+    while tag := (yield from text.take_until(("<tool_call>",), sink.content)):
+        text.mark(tag)
+        yield from text.skip_space()
+        if not (yield from _call_object(text, sink, stop_at="<")):
+            _no_call(text, sink)
+        else:
+            yield from _closing(text, sink, "</tool_call>")
+
+
+def _llama3_json(text: TextStream, sink: Sink) -> Reading[None]:
+    """`{"name": …, "parameters": {…}}` as the whole answer, with `;` between several, or after `<|python_tag|>`."""
+    tag = ""
+    while True:
+        text.mark(tag)
+        yield from text.skip_space()
+        if not (yield from _call_objects(text, sink)):
+            _no_call(text, sink, tagged=bool(tag))
+        tag = yield from text.take_until(("<|python_tag|>",), sink.content)
+        if not tag:
+            return
+
+
+def _plain_json(text: TextStream, sink: Sink) -> Reading[None]:
+    """`{"name": …, "arguments": {…}}` or a list of them, as the whole answer."""
+    text.mark()
+    yield from text.skip_space()
+    is_list = (yield from text.peek()) == "["
+    if not (yield from (_call_list(text, sink) if is_list else _call_objects(text, sink))):
+        sink.content(text.unmark())
+    yield from read_content(text, sink)
+
+
+def _mistral(text: TextStream, sink: Sink) -> Reading[None]:
+    """`[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`; from tokenizer v11 on `[TOOL_CALLS]name[ARGS]{…}`, repeated."""
+    while tag := (yield from text.take_until(("[TOOL_CALLS]",), sink.content)):
+        text.mark(tag)
+        yield from text.skip_space()
+        match (yield from text.peek()):
+            case "[":
+                is_call = yield from _call_list(text, sink)
+            case "{":
+                is_call = yield from _call_objects(text, sink)
+            case _:
+                is_call = yield from _mistral_named(text, sink)
+        if not is_call:
+            _no_call(text, sink)
+
+
+def _mistral_named(text: TextStream, sink: Sink) -> Reading[bool]:
+    name = yield from text.take_name()
+    id_ = None
+    if (yield from text.skip("[CALL_ID]")):
+        id_ = yield from text.take_name()
+    yield from text.skip("[ARGS]")
+    yield from text.skip_space()
+    if name not in sink.tools or (yield from text.peek()) != "{":
+        return False
+    yield from _stream_arguments(text, sink, name, id_=id_)
+    return True
+
+
+def _deepseek_v3(text: TextStream, sink: Sink) -> Reading[None]:
+    """V3 and R1, `…begin｜>function<｜tool▁sep｜>name`, a newline and the arguments in a fenced block; V3.1,
+    `…begin｜>name<｜tool▁sep｜>{…}`."""
+    begin, end = "<｜tool▁call▁begin｜>", "<｜tool▁calls▁end｜>"
+    while tag := (yield from text.take_until(("<｜tool▁calls▁begin｜>", begin), sink.content)):
+        text.mark(tag)
+        if tag != begin:
+            yield from text.skip_space()
+            yield from text.skip(begin)
+        if not (yield from _deepseek_call(text, sink)):
+            _no_call(text, sink)
+        else:
+            yield from _closing(text, sink, end)
+
+
+def _deepseek_call(text: TextStream, sink: Sink) -> Reading[bool]:
+    name = yield from text.take_name()
+    if not (yield from text.skip("<｜tool▁sep｜>")):
+        return False
+    fenced = (yield from text.peek()) != "{"
+    if fenced:
+        name = yield from text.take_name()
+        yield from text.skip_space()
+        if not (yield from text.skip("```json")):
+            return False
+        yield from text.skip_space()
+    if name not in sink.tools or (yield from text.peek()) != "{":
+        return False
+    yield from _stream_arguments(text, sink, name, stop_at="<`")
+    if fenced:
+        yield from _closing(text, sink, "```")
+    yield from _closing(text, sink, "<｜tool▁call▁end｜>")
+    return True
+
+
+def _qwen3_coder(text: TextStream, sink: Sink) -> Reading[None]:
+    """`<tool_call><function=name><parameter=key>value</parameter>…</function></tool_call>`, values as plain text."""
+    while tag := (yield from text.take_until(("<tool_call>", "<function="), sink.content)):
+        text.mark(tag)
+        is_call = tag == "<function="
+        if not is_call:
+            yield from text.skip_space()
+            is_call = yield from text.skip("<function=")
+        name = (yield from text.take_name()) if is_call else ""
+        if name not in sink.tools or not (yield from text.skip(">")):
+            _no_call(text, sink)
+            continue
+        text.unmark()
+        sink.start_call(name)
+        yield from _xml_parameters(text, sink, sink.tools[name])
+        yield from _closing(text, sink, "</tool_call>")
+
+
+def _xml_parameters(text: TextStream, sink: Sink, schema: Mapping[str, Any]) -> Reading[None]:
+    """Parameters up to `</function>`, as the JSON they mean; cut off where the answer is."""
+    properties = schema.get("properties")
+    is_empty = True
+    while True:
+        yield from text.skip_space()
+        if not (yield from text.skip("<parameter=")):
+            break
+        parts: list[str] = []
+        yield from text.take_until((">",), parts.append)
+        key = "".join(parts)
+        sink.arguments(f"{'{' if is_empty else ', '}{_json(key)}: ")
+        is_empty = False
+        known = properties.get(key) if isinstance(properties, Mapping) else None
+        yield from _xml_value(text, sink, known.get("type") if isinstance(known, Mapping) else "string")
+    closed = yield from text.skip_last("</function>")
+    if closed or (yield from text.peek()):
+        sink.arguments("{}" if is_empty else "}")
+
+
+def _xml_value(text: TextStream, sink: Sink, kind: object) -> Reading[None]:
+    """One value up to `</parameter>`. Less one newline at either end, a string is text as it stands.
+
+    `kind`: the schema's `type`; anything but strings is JSON, or a string where it is not.
+    """
+    yield from text.skip("\n")
+    ends = ("\n</parameter>", "</parameter>")
+    if kind == "string":
+        sink.arguments('"')
+        if (yield from text.take_until(ends, lambda piece: sink.arguments(_json(piece)[1:-1]))):
+            sink.arguments('"')
+        return
+    parts: list[str] = []
+    closed = yield from text.take_until(ends, parts.append)
+    value = "".join(parts).strip()
+    sink.arguments(_typed(value, kind) if closed else value)
+
+
+def _typed(value: str, kind: object) -> str:
+    """JSON text of `value` read as one of the types `kind` names: a name, a list of names, or nothing for any type."""
+    kinds = [kind] if isinstance(kind, str) else kind
+    text = value.lower() if value in ("True", "False") else "null" if value == "None" else value
+    try:
+        decoded = msgspec.json.decode(text)
+    except ValueError:
+        return _json(value)
+    if not isinstance(kinds, list):
+        return text
+    names = {bool: ("boolean",), int: ("integer", "number"), float: ("number", "integer"), str: ("string",)}
+    names |= {dict: ("object",), list: ("array",), type(None): ("null",)}
+    return text if any(name in kinds for name in names[type(decoded)]) else _json(value)
+
+
+# --- Pieces that several formats share --------------------------------------------------------------------------------
+
+
+def _call_object(text: TextStream, sink: Sink, *, stop_at: str = "", needs_arguments: bool = False) -> Reading[bool]:
+    """`{"name": …, "arguments": {…}}`, in any order and with other keys, which are dropped; whether it is a call.
+
+    When it is, the mark is removed; when not, what was read is still marked.
+    """
+    if not (yield from text.skip("{")):
+        return False
+    name: str | None = None
+    arguments: str | None = None
+    while True:
+        key = yield from _key(text)
+        if key is None:
+            return False
+        is_object = (yield from text.peek()) == "{"
+        if key == "name" and name is None:
+            name = yield from _string(text)
+            if name not in sink.tools:
+                return False
+        elif key in ("arguments", "parameters") and name is not None and arguments is None and is_object:
+            yield from _stream_arguments(text, sink, name, stop_at=stop_at)
+            yield from _rest_of_object(text)
+            return True
+        else:
+            parts: list[str] = []
+            yield from text.take_json(parts.append)
+            if key in ("arguments", "parameters") and arguments is None:
+                arguments = _argument_text("".join(parts))
+                if arguments is None:
+                    return False
+        yield from text.skip_space()
+        if not (yield from text.skip(",")):
+            break
+    if not (yield from text.skip("}")) or name is None or (arguments is None and needs_arguments):
+        return False
+    text.unmark()
+    sink.start_call(name)
+    sink.arguments(arguments or "{}")
+    return True
+
+
+def _call_objects(text: TextStream, sink: Sink) -> Reading[bool]:
+    """One call after the other, with or without `;` or `,` between them; whether there was one."""
+    if not (yield from _call_object(text, sink, needs_arguments=True)):
+        return False
+    is_call = True
+    while is_call:
+        text.mark()
+        yield from text.skip_space()
+        if (yield from text.skip(";")) or (yield from text.skip(",")):
+            yield from text.skip_space()
+        is_call = yield from _call_object(text, sink, needs_arguments=True)
+    _no_call(text, sink)
+    return True
+
+
+def _call_list(text: TextStream, sink: Sink) -> Reading[bool]:
+    """`[` calls with `,` between them `]`; whether there was one."""
+    yield from text.skip("[")
+    yield from text.skip_space()
+    if not (yield from _call_object(text, sink, needs_arguments=True)):
+        return False
+    is_call = True
+    while is_call:
+        text.mark()
+        yield from text.skip_space()
+        if (yield from text.skip("]")):
+            text.unmark()
+            return True
+        is_call = yield from text.skip(",")
+        if is_call:
+            yield from text.skip_space()
+            is_call = yield from _call_object(text, sink, needs_arguments=True)
+    _no_call(text, sink)
+    return True
+
+
+def _stream_arguments(
+    text: TextStream, sink: Sink, name: str, *, id_: str | None = None, stop_at: str = ""
+) -> Reading[None]:
+    """The point of no return: what is next is a call to `name`, and the JSON that follows its arguments."""
+    text.unmark()
+    sink.start_call(name, id_)
+    yield from text.take_json(sink.arguments, stop_at=stop_at)
+
+
+def _no_call(text: TextStream, sink: Sink, *, tagged: bool = True) -> None:
+    """What is marked was no call after all. Where the answer was cut off before that was certain, it is nothing: half a
+    call is no text. Without a tag it may have been any JSON, and is text."""
+    marked = text.unmark()
+    if not (text.cut and tagged):
+        sink.content(marked)
+
+
+def _rest_of_object(text: TextStream) -> Reading[None]:
+    """Keys after the arguments, a call's id for one, and the closing brace."""
+    yield from text.skip_space()
+    while (yield from text.skip(",")):
+        if (yield from _key(text)) is None:
+            return
+        yield from text.take_json(_ignore)
+        yield from text.skip_space()
+    yield from text.skip("}")
+
+
+def _closing(text: TextStream, sink: Sink, tag: str) -> Reading[None]:
+    """`tag`, whitespace before it; models leave it out at times."""
+    space = yield from text.skip_space()
+    if not (yield from text.skip_last(tag)):
+        sink.content(space)
+
+
+def _key(text: TextStream) -> Reading[str | None]:
+    """The key of an object's next value, its colon and the whitespace around them."""
+    yield from text.skip_space()
+    key = yield from _string(text)
+    yield from text.skip_space()
+    if key is None or not (yield from text.skip(":")):
+        return None
+    yield from text.skip_space()
+    return key
+
+
+def _string(text: TextStream) -> Reading[str | None]:
+    """The JSON string that is next."""
+    if (yield from text.peek()) != '"':
+        return None
+    parts: list[str] = []
+    yield from text.take_json(parts.append)
+    try:
+        return msgspec.json.decode("".join(parts), type=str)
+    except ValueError:
+        return None
+
+
+def _argument_text(value: str) -> str | None:
+    """The arguments that a JSON value stands for, which may be in a string of their own; None when they are none."""
+    try:
+        decoded = msgspec.json.decode(value)
+        if isinstance(decoded, str):
+            value, decoded = decoded, msgspec.json.decode(decoded)
+    except (ValueError, RecursionError):
+        return None
+    if decoded is None:
+        return "{}"
+    return value if isinstance(decoded, dict) else None
+
+
+def _json(value: str) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _ignore(piece: str) -> None:
+    pass
+
+
+_DEEPSEEK_TAGS = ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")
+STYLES: Mapping[StyleName, CallStyle] = {
+    style.name: style
+    for style in (
+        CallStyle(
+            name="hermes",
+            read=_hermes,
+            tags=("<tool_call>", "</tool_call>"),
+            layout=CallLayout("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>", tag="<tool_call>"),
+        ),
+        CallStyle(
+            name="llama3_json",
+            read=_llama3_json,
+            tags=("<|python_tag|>",),
+            layout=CallLayout("", "; ", "", arguments_key="parameters"),
+        ),
+        CallStyle(
+            name="mistral",
+            read=_mistral,
+            tags=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+            new_id=_mistral_id,
+            layout=CallLayout("[TOOL_CALLS][", ", ", "]", tag="[TOOL_CALLS]"),
+        ),
+        CallStyle(name="json", read=_plain_json, layout=CallLayout("[", ", ", "]")),
+        CallStyle(name="deepseek_v3", read=_deepseek_v3, tags=tuple(f"<｜tool▁{tag}｜>" for tag in _DEEPSEEK_TAGS)),
+        CallStyle(name="qwen3_coder", read=_qwen3_coder, tags=("<tool_call>", "</tool_call>")),
+    )
+}
