@@ -11,6 +11,7 @@ import torch
 from attention.forward_batch import ForwardBatch
 from attention.kv_pool import ReqToTokenPool, TokenToKVPool
 from attention.layer import AttentionLayer
+from attention.rotation import QKNorms, Rotation
 
 
 class AttentionBackend(ABC):
@@ -47,8 +48,19 @@ class AttentionBackend(ABC):
             [num_tokens, tp_q_head_num * head_dim], contiguous.
         """
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-        """Writes k and v [num_tokens, tp_k_head_num * head_dim] of the new tokens to the pool, then attends."""
+    def forward(
+        self, qkv: torch.Tensor, layer: AttentionLayer, rotation: Rotation, norms: QKNorms | None
+    ) -> torch.Tensor:
+        """Norms and rotates the heads of the new tokens, writes their K and V to the pool, and attends.
+
+        Args:
+            qkv: [num_tokens, (tp_q_head_num + 2 * tp_k_head_num) * head_dim], contiguous; query columns may be changed.
+            rotation: at the positions of the batch.
+            norms: of query and key heads; None for none.
+
+        Returns:
+            As `attend`.
+        """
         assert self._out_cache_loc is not None, "forward before init_forward_metadata"
-        self.token_to_kv_pool.set_kv(layer.layer_id, self._out_cache_loc, k, v)
+        q = rotation.norm_rotate_store(qkv, layer, norms, self.token_to_kv_pool, self._out_cache_loc)
         return self.attend(q, layer)

@@ -98,14 +98,14 @@ class Setup:
     def run(self) -> list[torch.Tensor]:
         """[extend_len, Hq, D] of each row, by the backend."""
         backend = create_backend("torch_native", [self.layer], self.table, self.pool)
-        backend.init_forward_metadata(self.batch())
-        new = [slice(prefix, None) for prefix, _ in self.rows]
-        out = backend.forward(
-            torch.cat(self.q).flatten(1),
-            torch.cat([k[part] for k, part in zip(self.k, new, strict=True)]).flatten(1),
-            torch.cat([v[part] for v, part in zip(self.v, new, strict=True)]).flatten(1),
-            self.layer,
+        batch = self.batch()
+        backend.init_forward_metadata(batch)
+        k, v = (
+            torch.cat([whole[prefix:] for whole, (prefix, _) in zip(wholes, self.rows, strict=True)]).flatten(1)
+            for wholes in (self.k, self.v)
         )
+        self.pool.set_kv(0, batch.out_cache_loc, k, v)
+        out = backend.attend(torch.cat(self.q).flatten(1), self.layer)
         assert out.is_contiguous()
         shaped = out.view(-1, self.layer.tp_q_head_num, self.layer.head_dim)
         return list(shaped.split([extend for _, extend in self.rows]))

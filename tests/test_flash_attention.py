@@ -164,9 +164,11 @@ class Case:
     def run(self, backend: AttentionBackend, chosen: Sequence[int] | None = None) -> list[torch.Tensor]:
         """[extend_len, Hq, D] of each row `chosen`; q is a slice of wider rows, as of a fused projection."""
         chosen = range(len(self.rows)) if chosen is None else chosen
-        backend.init_forward_metadata(self.batch(chosen))
+        batch = self.batch(chosen)
+        backend.init_forward_metadata(batch)
         q, k, v = self.qkv(chosen)
-        out = backend.forward(q, k, v, self.layer)
+        self.pool.set_kv(0, batch.out_cache_loc, k, v)
+        out = backend.attend(q, self.layer)
         assert out.shape == q.shape
         assert out.is_contiguous()
         shaped = out.view(-1, self.layer.tp_q_head_num, self.layer.head_dim)
