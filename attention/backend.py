@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from attention.forward_batch import ForwardBatch
-from attention.kv_pool import ReqToTokenPool, TokenToKVPool
+from attention.kv_pool import TokenToKVPool
 from attention.layer import AttentionLayer
 from attention.rotation import QKNorms, Rotation
 
@@ -24,11 +24,8 @@ class AttentionBackend(ABC):
     captures_cuda_graphs: ClassVar[bool] = False
     """Whether a step over static `ForwardBatch.paged` buffers can be captured in a CUDA graph and replayed."""
 
-    def __init__(
-        self, layers: Sequence[AttentionLayer], req_to_token_pool: ReqToTokenPool, token_to_kv_pool: TokenToKVPool
-    ) -> None:
+    def __init__(self, layers: Sequence[AttentionLayer], token_to_kv_pool: TokenToKVPool) -> None:
         self.layers = tuple(layers)
-        self.req_to_token_pool = req_to_token_pool
         self.token_to_kv_pool = token_to_kv_pool
         self._out_cache_loc: torch.Tensor | None = None
 

@@ -10,9 +10,9 @@ import torch
 from attention.backend import AttentionBackend
 from attention.fa3 import load_provider
 from attention.forward_batch import ForwardBatch, PagedMetadata
-from attention.kv_pool import ReqToTokenPool, TokenToKVPool
+from attention.kv_pool import TokenToKVPool
 from attention.layer import AttentionLayer
-from configs.errors import ConfigError, EngineError
+from configs.errors import ConfigError
 
 _MAX_PAGE_SIZE = 256
 
@@ -41,12 +41,11 @@ class FlashAttentionBackend(AttentionBackend):
     def __init__(
         self,
         layers: Sequence[AttentionLayer],
-        req_to_token_pool: ReqToTokenPool,
         token_to_kv_pool: TokenToKVPool,
         *,
         provider: str | None = None,
     ) -> None:
-        super().__init__(layers, req_to_token_pool, token_to_kv_pool)
+        super().__init__(layers, token_to_kv_pool)
         _check(layers, token_to_kv_pool)
         self._provider = load_provider(provider, token_to_kv_pool.device)
         geometries: dict[tuple[int | float | None, ...], list[AttentionLayer]] = {}
@@ -71,11 +70,8 @@ class FlashAttentionBackend(AttentionBackend):
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Keeps the `paged` tensors of `batch`, which `attend` reads; queues nothing."""
         super().init_forward_metadata(batch)
-        paged = batch.paged
-        if paged is None:
-            raise EngineError("attention_backend=flash_attention got a batch without paged metadata")
-        _check_paged(paged)
-        self._paged = paged
+        _check_paged(batch.paged)
+        self._paged = batch.paged
 
     def attend(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         paged = self._paged

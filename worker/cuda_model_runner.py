@@ -67,7 +67,6 @@ class CudaModelRunner:
             max_rows=max_rows + 1,  # with a row for padding
             max_tokens=max_tokens,
             page_size=token_to_kv_pool.page_size,
-            device=group.device,
         )
         self._graphs = CudaGraphRunner(group)
 
@@ -101,7 +100,7 @@ class CudaModelRunner:
             EngineError: the frame does not fit this rank's tables.
         """
         check_frame(frame, self._limits)
-        self._req_to_token_pool.apply(frame.page_deltas, self._num_pages)
+        self._req_to_token_pool.check(frame.page_deltas, self._num_pages)
         self._sampler.update(frame)
         is_sampled = (frame.flags & RowFlag.SAMPLE) != 0
         step, sampled = StepShape.of(frame), frame.rows[is_sampled]

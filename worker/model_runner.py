@@ -9,7 +9,6 @@ import numpy.typing as npt
 import torch
 
 from attention.backend import AttentionBackend
-from attention.forward_batch import ForwardBatch
 from attention.kv_pool import ReqToTokenPool, TokenToKVPool
 from worker.adjustments import RowAdjustments, adjusted
 from worker.frame_check import FrameLimits, check_frame
@@ -18,6 +17,8 @@ from worker.pending_step import CompletedStep
 from worker.prompt_scores import CHUNK_ROWS, TargetScores, WantedTokens, score_in_chunks, target_scores
 from worker.protocol import RowFlag, StepFrame, StepResult
 from worker.sampler import SampledTokens, Sampler, default_params
+from worker.step_inputs import StepInputs
+from worker.step_layout import StepShape
 
 
 class ModelRunner:
@@ -35,6 +36,9 @@ class ModelRunner:
         req_to_token_pool: ReqToTokenPool,
         token_to_kv_pool: TokenToKVPool,
         limits: FrameLimits,
+        *,
+        max_rows: int,
+        max_tokens: int,
     ) -> None:
         self._decoder = decoder
         self._backend = backend
@@ -44,7 +48,8 @@ class ModelRunner:
         self._sampler = Sampler(limits.vocab_size, token_to_kv_pool.device)
         self._params = default_params(limits.num_rows)
         self._adjustments = RowAdjustments(limits.num_rows, limits.vocab_size, token_to_kv_pool.device)
-        self._last_tokens = torch.zeros(limits.num_rows, dtype=torch.int64)
+        page_size = token_to_kv_pool.page_size
+        self._inputs = StepInputs(req_to_token_pool, max_rows=max_rows, max_tokens=max_tokens, page_size=page_size)
 
     def launch(self, frame: StepFrame) -> CompletedStep:
         """Applies the frame's deltas, runs one forward pass and samples.
@@ -53,14 +58,14 @@ class ModelRunner:
             EngineError: the frame does not fit this rank's tables.
         """
         check_frame(frame, self._limits)
-        self._req_to_token_pool.apply(frame.page_deltas, self._token_to_kv_pool.num_pages)
+        self._req_to_token_pool.check(frame.page_deltas, self._token_to_kv_pool.num_pages)
         self._params[frame.params["row"]] = frame.params
         self._adjustments.update(frame)
         sampled = (frame.flags & RowFlag.SAMPLE) != 0
         if len(frame.targets) == 0:
-            return CompletedStep(self._sampled(frame, sampled, self._forward(frame, sampled)))
+            return CompletedStep(self._sampled(frame, sampled, self._forward(frame)))
         wanted = WantedTokens.of(frame)
-        hidden = self._forward(frame, sampled, wanted.tokens)
+        hidden = self._forward(frame, wanted.tokens)
         scores = self._score(frame, hidden.index_select(0, torch.from_numpy(wanted.scored)))
         result = self._sampled(frame, sampled, hidden.index_select(0, torch.from_numpy(wanted.sampled)))
         scores.put_into(result)
@@ -109,34 +114,15 @@ class ModelRunner:
         )
         if touched:
             adjustments.count(row_ids, result.tokens)
-        self._last_tokens.index_copy_(0, row_ids, result.tokens)
+        self._inputs.last_tokens.index_copy_(0, row_ids, result.tokens)
         return result
 
-    def _forward(
-        self, frame: StepFrame, sampled: npt.NDArray[np.bool_], wanted: npt.NDArray[np.int64] | None = None
-    ) -> torch.Tensor:
+    def _forward(self, frame: StepFrame, wanted: npt.NDArray[np.int64] | None = None) -> torch.Tensor:
         """Hidden states [num_sampled, hidden_size] of the rows that are sampled, or of the `wanted` inputs."""
-        batch = ForwardBatch.create(
-            req_pool_indices=frame.rows.astype(np.int64),
-            prefix_lens=frame.starts.astype(np.int64),
-            extend_lens=frame.lens.astype(np.int64),
-            input_ids=self._input_ids(frame),
-            page_table=self._req_to_token_pool.page_table,
-            page_size=self._token_to_kv_pool.page_size,
-            sampled=sampled,
-        )
+        step = StepShape.of(frame)
+        self._inputs.upload(frame, step)
+        batch = self._inputs.batch(frame, step)
         if wanted is not None:
             batch = replace(batch, sample_indices=torch.from_numpy(wanted))
         self._backend.init_forward_metadata(batch)
         return self._decoder.forward(batch, self._backend)
-
-    def _input_ids(self, frame: StepFrame) -> torch.Tensor:
-        has_tokens = (frame.flags & RowFlag.HAS_TOKENS) != 0
-        if not has_tokens.any():
-            return self._last_tokens.index_select(0, torch.from_numpy(frame.rows.astype(np.int64)))
-        given = torch.from_numpy(frame.token_ids.astype(np.int64))
-        if has_tokens.all():
-            return given
-        from_frame = torch.from_numpy(np.repeat(has_tokens, frame.lens))
-        rows = torch.from_numpy(np.repeat(frame.rows, frame.lens).astype(np.int64))
-        return self._last_tokens.index_select(0, rows).masked_scatter_(from_frame, given)

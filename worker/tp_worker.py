@@ -173,12 +173,12 @@ class TPWorker:
         req_to_token_pool, token_to_kv_pool = self._pools(num_pages, max_model_len)
         self._runner = ModelRunner(
             self._decoder,
-            create_backend(
-                self._config.attention_backend, token_to_kv_pool.layers, req_to_token_pool, token_to_kv_pool
-            ),
+            create_backend(self._config.attention_backend, token_to_kv_pool.layers, token_to_kv_pool),
             req_to_token_pool,
             token_to_kv_pool,
             self._limits(max_model_len),
+            max_rows=resolved(self._config.scheduler.max_num_seqs),
+            max_tokens=resolved(self._config.scheduler.max_num_batched_tokens),
         )
 
     @torch.inference_mode()
@@ -247,9 +247,7 @@ class TPWorker:
         req_to_token_pool, token_to_kv_pool = self._pools(num_pages, max_model_len)
         return CudaModelRunner(
             self._decoder,
-            create_backend(
-                self._config.attention_backend, token_to_kv_pool.layers, req_to_token_pool, token_to_kv_pool
-            ),
+            create_backend(self._config.attention_backend, token_to_kv_pool.layers, token_to_kv_pool),
             req_to_token_pool,
             token_to_kv_pool,
             CudaSampler(self._plan, self._group, resolved(scheduler.max_num_seqs) + 1),
