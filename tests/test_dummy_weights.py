@@ -205,7 +205,7 @@ def _logits(model: ModelConfig, source: TensorSource, ids: list[int]) -> tuple[t
     batch = replace(batch, sample_indices=torch.arange(len(ids)))  # not only the last
     backend.init_forward_metadata(batch)
     hidden = decoder.forward(batch, backend)
-    return decoder.logits(hidden), hidden
+    return decoder.local_logits(hidden), hidden
 
 
 @torch.inference_mode()

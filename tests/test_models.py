@@ -17,6 +17,7 @@ from attention.kv_pool import ReqToTokenPool, TokenToKVPool
 from attention.registry import create_backend
 from configs.errors import ConfigError
 from configs.model_config import ModelConfig, RopeConfig, read_model_config
+from parallel.embedding import whole_logits
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from tests.batches import batch_of
@@ -133,10 +134,13 @@ class Rank:
     decoder: Decoder
     backend: AttentionBackend
     table: ReqToTokenPool
+    plan: ShardPlan
+    group: TensorParallelGroup
 
     @classmethod
     def create(cls, case: Case, group: TensorParallelGroup) -> Rank:
-        decoder = Decoder(case.model, ShardPlan.create(case.model, group.size), group, dtype=torch.float32, device=CPU)
+        plan = ShardPlan.create(case.model, group.size)
+        decoder = Decoder(case.model, plan, group, dtype=torch.float32, device=CPU)
         with Checkpoint.open(case.path, case.model) as checkpoint:
             decoder.load(checkpoint)
         decoder.set_max_positions(64)
@@ -146,7 +150,7 @@ class Rank:
         pool = TokenToKVPool(
             decoder.attention_layers, num_pages=48, page_size=PAGE_SIZE, dtype=torch.float32, device=CPU
         )
-        return cls(decoder, create_backend("torch_native", decoder.attention_layers, pool), table)
+        return cls(decoder, create_backend("torch_native", decoder.attention_layers, pool), table, plan, group)
 
     def logits(self, rows: list[tuple[int, int, list[int]]]) -> list[torch.Tensor]:
         """Logits [len(tokens), vocab] of each (row, start, tokens)."""
@@ -156,7 +160,8 @@ class Rank:
         batch = replace(batch, sample_indices=torch.arange(batch.num_tokens))  # not only the last of each row
         self.backend.init_forward_metadata(batch)
         hidden = self.decoder.forward(batch, self.backend)
-        return list(self.decoder.logits(hidden).split([len(tokens) for _, _, tokens in rows]))
+        logits = whole_logits(self.decoder.local_logits(hidden), self.plan, self.group)
+        return list(logits.split([len(tokens) for _, _, tokens in rows]))
 
 
 def on_ranks(size: int, body: Callable[[TensorParallelGroup], list[torch.Tensor]]) -> list[list[torch.Tensor]]:

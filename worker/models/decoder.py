@@ -249,20 +249,17 @@ class Decoder:
         x, residual = last(x, residual, step, None if num_sampled == batch.num_tokens else batch.sample_indices)
         return self._norm.add(x, residual)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_rows, vocab_size] fp32 of hidden states [num_rows, hidden_size] that `forward` returned."""
-        return self._capped(self._lm_head(hidden))
-
     @property
     def num_local_logits(self) -> int:
         """Columns of `local_logits`: this rank's vocabulary span."""
         return self._lm_head.num_local_columns
 
     def local_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Of `logits` the columns of this rank: [num_rows, num_local_logits] fp32; `out` if one is given."""
-        return self._capped(self._lm_head.local_logits(hidden, out))
+        """This rank's columns of the logits of hidden states [num_rows, hidden_size] that `forward` returned.
 
-    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
-        """In place."""
+        Returns:
+            [num_rows, num_local_logits] fp32; `out` if one is given.
+        """
+        logits = self._lm_head.local_logits(hidden, out)
         softcap = self._model.final_logit_softcap
         return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
