@@ -43,9 +43,6 @@ class PagedMetadata:
     """[batch_size, max_pages] int32: pages of each row of the batch. What follows a row's last page is undefined."""
     max_seqlen_q: int
     """Most input tokens of a row."""
-    num_splits: int = 0
-    """Pieces that FA3 cuts a row's keys into, at most. 0 leaves that to it: up to 19 times as fast as one piece for one
-    row of 32k tokens (H200, two KV heads), and the last bits of a row then depend on what else is in the batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

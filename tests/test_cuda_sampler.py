@@ -191,8 +191,11 @@ def test_noise_is_the_cpu_samplers_for_every_seed_and_position(device: torch.dev
     _assert_draws_alike(torch.zeros(count, VOCAB), params, positions, device)
 
 
+@pytest.mark.parametrize("use_triton", [True, False])
 @pytest.mark.parametrize("tp_size", [2, 3])
-def test_shards_draw_what_the_whole_row_draws(tp_size: int, device: torch.device) -> None:
+def test_shards_draw_what_the_whole_row_draws(tp_size: int, use_triton: bool, device: torch.device) -> None:
+    if device.type == "cuda" and not use_triton:
+        pytest.skip("torch draws on the CPU")
     logits, positions = _logits(len(FEW)), _positions(len(FEW))
     logits[3] = (logits[3] / 4).round()  # ties across the shards
     expected, their_logprobs = draw_by_torch(logits, FEW, positions)
@@ -200,7 +203,7 @@ def test_shards_draw_what_the_whole_row_draws(tp_size: int, device: torch.device
 
     def body(group: TensorParallelGroup) -> tuple[list[int], LogprobTensors | None]:
         span = plan.vocab[group.rank]
-        cuda = Sampler(plan, group, len(FEW) + 1, use_triton=True)
+        cuda = Sampler(plan, group, len(FEW) + 1, use_triton=use_triton)
         return draw(cuda, logits[:, span.start : span.stop].contiguous(), FEW, positions)
 
     for tokens, logprobs in _run_ranks(tp_size, device, body):
@@ -228,7 +231,10 @@ def test_scores_of_given_tokens_are_those_of_the_cpu(tp_size: int, device: torch
             assert torch.equal(ours.top_ids, expected.top_ids)
 
 
-def test_a_rank_without_vocabulary_rows_draws_with_the_others(device: torch.device) -> None:
+@pytest.mark.parametrize("use_triton", [True, False])
+def test_a_rank_without_vocabulary_rows_draws_with_the_others(use_triton: bool, device: torch.device) -> None:
+    if device.type == "cuda" and not use_triton:
+        pytest.skip("torch draws on the CPU")
     plan = plan_of(4, 3)
     assert min(span.size for span in plan.vocab) == 0
     logits = torch.tensor([[0.5, 2.0, 2.0], [-torch.inf, -torch.inf, -torch.inf]])
@@ -236,7 +242,7 @@ def test_a_rank_without_vocabulary_rows_draws_with_the_others(device: torch.devi
 
     def body(group: TensorParallelGroup) -> list[int]:
         span = plan.vocab[group.rank]
-        cuda = Sampler(plan, group, len(params) + 1, use_triton=True)
+        cuda = Sampler(plan, group, len(params) + 1, use_triton=use_triton)
         return draw(cuda, logits[:, span.start : span.stop].contiguous(), params, _positions(2))[0]
 
     assert _run_ranks(4, device, body) == [[1, 0]] * 4

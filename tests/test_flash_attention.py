@@ -29,6 +29,7 @@ from attention.forward_batch import ForwardBatch
 from attention.kv_pool import ReqToTokenPool, TokenToKVPool
 from attention.layer import AttentionLayer
 from attention.registry import create_backend
+from attention.step_shape import StepShape
 from configs.errors import ConfigError
 from tests.batches import batch_of
 
@@ -164,11 +165,10 @@ class Case:
     def run_fa3(self, provider: FA3Provider, *, num_splits: int = 0) -> list[torch.Tensor]:
         """[extend_len, Hq, D] of each row by FA3, which the backend spares batches of decodes."""
         batch = self.batch()
-        paged = dataclasses.replace(batch.paged, num_splits=num_splits)
         q, k, v = self.qkv(range(len(self.rows)))
         self.pool.set_kv(0, batch.out_cache_loc, k, v)
         heads = q.view(-1, self.layer.tp_q_head_num, self.layer.head_dim)
-        out = provider.attend(heads, *self.pool.pages(0), paged, self.layer)
+        out = provider.attend(heads, *self.pool.pages(0), batch.paged, self.layer, num_splits=num_splits)
         assert out.shape == heads.shape
         assert out.is_contiguous()
         return list(out.split([extend for _, extend in self.rows]))
@@ -296,8 +296,9 @@ def test_writes_to_the_tensor_that_it_is_given() -> None:
         assert torch.equal(out, provider.attend(q, *case.pool.pages(0), paged, case.layer))
 
 
-@pytest.mark.parametrize("num_splits", [0, 1])
-def test_the_batch_says_into_how_many_pieces_keys_are_cut(num_splits: int) -> None:
+def test_keys_stay_whole_in_a_captured_step_of_short_rows_and_in_no_other(
+    monkeypatch: pytest.MonkeyPatch, interpreter: None
+) -> None:
     told: list[int] = []
 
     def fwd(*args: Any, **given: Any) -> tuple[torch.Tensor, ...]:
@@ -309,8 +310,19 @@ def test_the_batch_says_into_how_many_pieces_keys_are_cut(num_splits: int) -> No
         return _emulated_with_kvcache(*args, **{**given, "num_splits": 0})
 
     for provider in (FlashAttention3(fwd), SglKernel(with_kvcache)):
-        _small(_layer()).run_fa3(provider, num_splits=num_splits)
-    assert told == [num_splits] * 2
+        monkeypatch.setattr("attention.flash_attention.load_provider", lambda *_, provider=provider: provider)
+        case = _small(_layer())
+        backend, batch, q = case.backend(), case.batch(), torch.cat(case.q).flatten(1)
+        told.clear()  # of the probe
+        short, long = FlashAttentionBackend.capture_shapes(StepShape(96, 21, 20), 1000)
+        assert (short.max_seq_len, long) == (768, StepShape(96, 21, 20))
+        for shape in (short, long, short, None):
+            if shape is None:
+                backend.init_forward_metadata(batch)
+            else:
+                backend.prepare_capture(batch, shape)
+            backend.attend(q, case.layer)
+        assert told == [1, 0, 1, 0]
 
 
 def test_decodes_go_to_the_triton_kernel_and_mixed_steps_and_wide_groups_to_fa3(

@@ -18,6 +18,7 @@ import torch
 from attention.backend import AttentionBackend
 from attention.forward_batch import ForwardBatch
 from attention.kv_pool import ReqToTokenPool, TokenToKVPool
+from attention.step_shape import StepShape
 from parallel.group import TensorParallelGroup
 from worker.cuda_graph_runner import CudaGraphRunner, StepOutput
 from worker.frame_check import FrameLimits, check_frame
@@ -28,7 +29,7 @@ from worker.prompt_scores import CHUNK_ROWS, WantedTokens
 from worker.protocol import RowFlag, StepFrame
 from worker.sampler import Sampler
 from worker.step_inputs import StepInputs
-from worker.step_layout import StepShape, decode_shapes, prompt_shapes
+from worker.step_layout import decode_shapes, prompt_shapes, shape_of
 from worker.upload import upload
 
 
@@ -85,9 +86,14 @@ class ModelRunner:
         """
         if not self._backend.captures_cuda_graphs:
             return
-        prompts = prompt_shapes(self._max_rows, self._max_graph_tokens, self._limits.max_model_len)
-        ladders = decode_shapes(self._max_rows), prompts
-        shapes = [shape for ladder in ladders for shape in (ladder[-1:] if largest else ladder)]
+        max_model_len = self._limits.max_model_len
+        shapes: list[StepShape] = []
+        for ladder in (
+            decode_shapes(self._max_rows),
+            prompt_shapes(self._max_rows, self._max_graph_tokens, max_model_len),
+        ):
+            variants = [variant for shape in ladder for variant in self._backend.capture_shapes(shape, max_model_len)]
+            shapes += variants[-1:] if largest else variants
         nothing = StepFrame(generation=0, step=0)
         # One for all graphs, kept by their outputs: what each had of its own came to 8 GiB (Qwen3-8B at TP 1).
         logits = torch.empty(
@@ -109,12 +115,13 @@ class ModelRunner:
         check_frame(frame, self._limits)
         self._req_to_token_pool.check(frame.page_deltas, self._num_pages)
         is_sampled = (frame.flags & RowFlag.SAMPLE) != 0
-        step, sampled = StepShape.of(frame), frame.rows[is_sampled]
+        step, sampled = shape_of(frame), frame.rows[is_sampled]
         shape = None if len(frame.targets) else self._graphs.smallest(step)
         self._inputs.upload(frame, shape or step)
         self._sampler.update(frame)
         hidden, scores = None, None
         if shape is not None:
+            self._backend.prepare_replay(shape)
             output = self._graphs.replay(shape)
             output = StepOutput(output.tokens[: len(sampled)], output.logits[: len(sampled)])
         else:
@@ -134,7 +141,9 @@ class ModelRunner:
 
     def _step(self, shape: StepShape, logits: torch.Tensor) -> StepOutput:
         """A step of that shape over static buffers, its logits among them: what a graph captures."""
-        return self._sample(self._forward(self._inputs.graph_batch(shape)), shape, out=logits)
+        batch = self._inputs.graph_batch(shape)
+        self._backend.prepare_capture(batch, shape)
+        return self._sample(self._decoder.forward(batch, self._backend), shape, out=logits)
 
     def _forward(self, batch: ForwardBatch) -> torch.Tensor:
         self._backend.init_forward_metadata(batch)

@@ -11,9 +11,10 @@ import torch
 from attention.forward_batch import ForwardBatch, ForwardMode, Int64Array, PagedMetadata
 from attention.kv_pool import ReqToTokenPool
 from attention.step_metadata import StepTensors
+from attention.step_shape import StepShape
 from configs.errors import EngineError
 from worker.protocol import StepFrame
-from worker.step_layout import StepLayout, StepShape
+from worker.step_layout import StepLayout
 
 # More than the steps in flight, so that no step waits for another's copy.
 _NUM_STAGES = 4
@@ -90,7 +91,7 @@ class StepInputs:
         lens = np.ones(shape.num_rows, np.int64)
         if not shape.is_decode:
             lens[:-1], lens[-1] = 0, shape.num_tokens
-        return self._batch(shape, np.zeros(shape.num_rows, np.int64), lens, num_splits=0 if shape.splits_keys else 1)
+        return self._batch(shape, np.zeros(shape.num_rows, np.int64), lens)
 
     def batch(self, frame: StepFrame, shape: StepShape) -> ForwardBatch:
         """The batch of any frame, of its own shape.
@@ -98,7 +99,7 @@ class StepInputs:
         Queues the kernel that fills it from the last upload, which was this frame's.
         """
         starts, lens = frame.starts.astype(np.int64), frame.lens.astype(np.int64)
-        return self._batch(shape, starts, lens, num_splits=0)
+        return self._batch(shape, starts, lens)
 
     def sampled_rows(self, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor]:
         """Of the rows that get a token, each [num_sampled] int32: their page-table rows, and their tokens once this
@@ -110,9 +111,7 @@ class StepInputs:
         which = self._buffer[self._layout.sampled(shape.num_sampled)]
         return rows.index_select(0, which), seq_lens.index_select(0, which)
 
-    def _batch(
-        self, shape: StepShape, prefix_lens: Int64Array, extend_lens: Int64Array, *, num_splits: int
-    ) -> ForwardBatch:
+    def _batch(self, shape: StepShape, prefix_lens: Int64Array, extend_lens: Int64Array) -> ForwardBatch:
         full, layout = self._tensors, self._layout
         tensors = StepTensors(
             input_ids=full.input_ids[: shape.num_tokens],
@@ -151,7 +150,6 @@ class StepInputs:
                 cu_seqlens_q=cu_seqlens_q,
                 page_table=tensors.page_table,
                 max_seqlen_q=max_seqlen_q,
-                num_splits=num_splits,
             ),
         )
 
