@@ -17,13 +17,14 @@ from cluster.messages import GenerateRequest, PromptLogprobs, SamplingParams
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits, SchedulerStats
 from configs.model_config import ModelConfig, read_model_config
 from configs.resolve import HostFacts, resolve
-from configs.schema import EngineConfig, ParallelConfig
+from configs.schema import EngineConfig, ParallelConfig, SchedulerConfig
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from worker.protocol import FrameKind, StepFrame, StepResult
 from worker.tp_worker import TPWorker
 
 PAGE_SIZE = 16
+MAX_CHUNK = 2048
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Limits:
 
     num_pages: int = 2048
     chunk: int = 512
+    """At most MAX_CHUNK."""
     max_num_seqs: int = 32
     prefix_caching: bool = False
 
@@ -74,6 +76,7 @@ class LocalGroup:
             device="cpu",
             dtype="float32",
             parallel=ParallelConfig(threads_per_rank=1),
+            scheduler=SchedulerConfig(max_num_batched_tokens=MAX_CHUNK),
         )
         resolved = resolve(config, self.model, HostFacts(num_cores=2, num_gpus=0)).config
         plan = ShardPlan.create(self.model, tp_size)
