@@ -65,27 +65,24 @@ class StepCost:
         """Of `ranks`, None for all, where weights, keys and values have elements of `element_bytes`."""
         model = plan.model
         weights = layer_flops = vocab_rows = 0
-        windows = model.layer_windows or (None,) * model.num_hidden_layers
-        q_heads, kv_heads = dict.fromkeys(windows, 0), dict.fromkeys(windows, 0)
+        flops_per_pair: dict[int | None, int] = {}
+        bytes_per_token: dict[int | None, int] = {}
         for rank in range(plan.tp_size) if ranks is None else ranks:
             rows = plan.vocab[rank].size
             vocab_rows += rows
             weights += plan.weight_elements(rank) - (0 if model.tie_word_embeddings else rows * model.hidden_size)
-            for layer, window in enumerate(windows):
-                shard = plan.shard(layer, rank)
-                heads = 2 * (shard.q_heads.size + shard.kv_heads.size) * model.head_dim  # q and o, k and v
-                layer_flops += 2 * model.hidden_size * (heads + 3 * shard.mlp.size)
-                q_heads[window] += shard.q_heads.size
-                kv_heads[window] += shard.kv_heads.size
+            for i, layer in enumerate(model.layers):
+                shard, mixer = plan.shard(i, rank), layer.mixer
+                layer_flops += 2 * shard.amount(layer.product_elements)
+                pair, token = shard.amount(mixer.pair_flops), shard.amount(mixer.token_elements) * element_bytes
+                flops_per_pair[mixer.window] = flops_per_pair.get(mixer.window, 0) + pair
+                bytes_per_token[mixer.window] = bytes_per_token.get(mixer.window, 0) + token
         return cls(
             weight_bytes=weights * element_bytes,
             flops_per_token=layer_flops,
             flops_per_logits=2 * vocab_rows * model.hidden_size,
             attention=tuple(
-                AttentionCost(
-                    window, 4 * model.head_dim * q_heads[window], 2 * model.head_dim * kv_heads[window] * element_bytes
-                )
-                for window in q_heads
+                AttentionCost(window, flops, bytes_per_token[window]) for window, flops in flops_per_pair.items()
             ),
         )
 

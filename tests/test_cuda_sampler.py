@@ -18,9 +18,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from configs.model_config import ModelConfig, RopeConfig
+from configs.model_config import RopeConfig
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
+from tests.dense_model import dense_model
 from worker import cuda_sampler, sampler
 from worker.adjustments import RowAdjustments, adjusted
 from worker.cuda_sampler import Chosen, CudaSampler, LogprobTensors, SamplingTables
@@ -84,7 +85,7 @@ FEW = _params(
 
 
 def _plan(tp_size: int, vocab_size: int) -> ShardPlan:
-    model = ModelConfig(
+    model = dense_model(
         model_type="llama",
         hidden_size=64,
         num_hidden_layers=1,

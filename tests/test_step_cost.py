@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,25 +11,29 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from configs.model_config import ModelConfig, RopeConfig
+from configs.model_config import RopeConfig
 from parallel.plan import ShardPlan
 from parallel.step_cost import AttentionCost, StepCost
+from tests.dense_model import dense_model
 from worker.peaks import measure_peaks
 
-MODEL = ModelConfig(
-    model_type="llama",
-    hidden_size=192,
-    num_hidden_layers=3,
-    num_attention_heads=6,
-    num_key_value_heads=3,
-    head_dim=32,
-    intermediate_size=512,
-    vocab_size=1000,
-    max_position_embeddings=512,
-    rms_norm_eps=1e-5,
-    rope=RopeConfig(theta=10000.0),
-    tie_word_embeddings=False,
-)
+SHAPE: dict[str, int] = {
+    "hidden_size": 192,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 32,
+    "intermediate_size": 512,
+    "vocab_size": 1000,
+    "max_position_embeddings": 512,
+}
+OTHERS: dict[str, Any] = {
+    "model_type": "llama",
+    "rms_norm_eps": 1e-5,
+    "rope": RopeConfig(theta=10000.0),
+    "tie_word_embeddings": False,
+}
+MODEL = dense_model(**SHAPE, **OTHERS)
 GROUP = StepCost.of(ShardPlan.create(MODEL, 1), 2)
 
 
@@ -37,9 +42,7 @@ def ints(*values: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
 
 
 def test_flops_are_those_that_pytorch_counts_in_transformers() -> None:
-    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
-    names += ("intermediate_size", "vocab_size", "max_position_embeddings")
-    config = transformers.LlamaConfig(**{name: getattr(MODEL, name) for name in names}, attn_implementation="eager")
+    config = transformers.LlamaConfig(**SHAPE, attn_implementation="eager")
     model = transformers.LlamaForCausalLM(config).eval()
     with torch.inference_mode():
         cache = model(torch.zeros(1, 100, dtype=torch.long), use_cache=True).past_key_values
@@ -87,7 +90,7 @@ def test_a_query_sees_what_its_window_lets_it(window: int | None) -> None:
 
 
 def test_layers_are_counted_by_their_windows() -> None:
-    mixed = StepCost.of(ShardPlan.create(replace(MODEL, layer_windows=(None, 8, 8)), 1), 2)
+    mixed = StepCost.of(ShardPlan.create(dense_model(**SHAPE, **OTHERS, layer_windows=(None, 8, 8)), 1), 2)
     assert [layers.window for layers in mixed.attention] == [None, 8]
     assert 2 * mixed.attention[0].bytes_per_token == mixed.attention[1].bytes_per_token
     token = 2 * 3 * 32 * 2
