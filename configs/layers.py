@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum, auto
+from fractions import Fraction
 from functools import cached_property
 from math import prod
 from typing import Protocol
@@ -65,6 +66,8 @@ class TensorSpec:
     role: Role
     cut: Cut | None = None
     """None: every rank has all of it."""
+    share: Fraction = Fraction(1)
+    """Of all tokens, those that are multiplied with it: k of E for a tensor of one expert."""
 
     @property
     def elements_per_index(self) -> int:
@@ -280,9 +283,11 @@ class LayerSpec:
         return elements_of(self.tensors)
 
     @cached_property
-    def product_elements(self) -> Amounts:
-        """Elements of those that a token is multiplied with."""
-        return elements_of(tensor for tensor in self.tensors if len(tensor.shape) > 1)
+    def product_elements(self) -> Mapping[Fraction, Amounts]:
+        """Elements of the tensors that tokens are multiplied with, by the share of the tokens."""
+        products = [tensor for tensor in self.tensors if len(tensor.shape) > 1]
+        shares = dict.fromkeys(tensor.share for tensor in products)
+        return {share: elements_of(tensor for tensor in products if tensor.share == share) for share in shares}
 
 
 def tensors_of(*linears: Linear) -> tuple[TensorSpec, ...]:
