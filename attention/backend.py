@@ -9,31 +9,52 @@ from typing import ClassVar
 import torch
 
 from attention.forward_batch import ForwardBatch
-from attention.kv_pool import ReqToTokenPool, TokenToKVPool
+from attention.kv_pool import TokenToKVPool
 from attention.layer import AttentionLayer
+from attention.rotation import QKNorms, Rotation
+from attention.step_shape import StepShape
 
 
 class AttentionBackend(ABC):
     """Causal attention of new tokens over the paged KV cache, for the heads of one rank.
 
-    A step calls `init_forward_metadata` once and then `forward` or `attend` once for each layer, in any order. What
-    does not depend on a layer's values (indices, masks, plans) is made in `init_forward_metadata`, never in `attend`.
+    A step calls `init_forward_metadata` once and then `forward` once for each layer, in any order. What does not depend
+    on a layer's values (indices, masks, plans) is made in `init_forward_metadata`, never in `attend`. While a step is
+    captured, `prepare_capture` takes its place; before each replay `prepare_replay` does.
     """
 
     captures_cuda_graphs: ClassVar[bool] = False
     """Whether a step over static `ForwardBatch.paged` buffers can be captured in a CUDA graph and replayed."""
 
-    def __init__(
-        self, layers: Sequence[AttentionLayer], req_to_token_pool: ReqToTokenPool, token_to_kv_pool: TokenToKVPool
-    ) -> None:
+    def __init__(self, layers: Sequence[AttentionLayer], token_to_kv_pool: TokenToKVPool) -> None:
         self.layers = tuple(layers)
-        self.req_to_token_pool = req_to_token_pool
         self.token_to_kv_pool = token_to_kv_pool
         self._out_cache_loc: torch.Tensor | None = None
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Prepares for `batch`. Page-table entries past a row's last page are never used."""
         self._out_cache_loc = batch.out_cache_loc
+
+    @staticmethod
+    def capture_shapes(shape: StepShape, max_model_len: int) -> list[StepShape]:
+        """The shapes, in order, to capture for the steps that `shape` holds: rows of other lengths may want others.
+
+        The last one holds rows of `max_model_len` tokens.
+        """
+        return [shape]
+
+    def prepare_capture(self, batch: ForwardBatch, shape: StepShape) -> None:
+        """Prepares for `batch`, static tensors of any step of `shape`, one of `capture_shapes`, before it is captured.
+
+        The batch's host arrays are those of no particular step. What is queued here is captured.
+        """
+        self.init_forward_metadata(batch)
+
+    def prepare_replay(self, shape: StepShape) -> None:  # noqa: B027 - who plans nothing has nothing to do
+        """Prepares for a replay of what was captured of `shape`, whose static tensors are about to hold another step.
+
+        What is queued here runs before the graph: where a backend plans on the host, it plans here.
+        """
 
     @abstractmethod
     def attend(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
@@ -47,8 +68,19 @@ class AttentionBackend(ABC):
             [num_tokens, tp_q_head_num * head_dim], contiguous.
         """
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-        """Writes k and v [num_tokens, tp_k_head_num * head_dim] of the new tokens to the pool, then attends."""
+    def forward(
+        self, qkv: torch.Tensor, layer: AttentionLayer, rotation: Rotation, norms: QKNorms | None
+    ) -> torch.Tensor:
+        """Norms and rotates the heads of the new tokens, writes their K and V to the pool, and attends.
+
+        Args:
+            qkv: [num_tokens, (tp_q_head_num + 2 * tp_k_head_num) * head_dim], contiguous; query columns may be changed.
+            rotation: at the positions of the batch.
+            norms: of query and key heads; None for none.
+
+        Returns:
+            As `attend`.
+        """
         assert self._out_cache_loc is not None, "forward before init_forward_metadata"
-        self.token_to_kv_pool.set_kv(layer.layer_id, self._out_cache_loc, k, v)
+        q = rotation.norm_rotate_store(qkv, layer, norms, self.token_to_kv_pool, self._out_cache_loc)
         return self.attend(q, layer)

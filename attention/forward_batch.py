@@ -43,22 +43,17 @@ class PagedMetadata:
     """[batch_size, max_pages] int32: pages of each row of the batch. What follows a row's last page is undefined."""
     max_seqlen_q: int
     """Most input tokens of a row."""
-    num_splits: int = 0
-    """Pieces that FA3 cuts a row's keys into, at most. 0 leaves that to it: up to 19 times as fast as one piece for one
-    row of 32k tokens (H200, two KV heads), and the last bits of a row then depend on what else is in the batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardBatch:
     """One step on one rank. Tokens of row i are `cu_seqlens_q[i]` to `cu_seqlens_q[i + 1]`, rows in frame order.
 
-    Host arrays (numpy) describe the step before any tensor is read, so building metadata never waits for a device.
-    Made whole by `create`; no stage fills a field later.
+    Host arrays (numpy) describe the step before any tensor is read, so building metadata never waits for a device. Made
+    whole by worker/step_inputs.py, on whose static tensors they lie; no stage fills a field later.
     """
 
     mode: ForwardMode
-    req_pool_indices: Int64Array
-    """[batch_size] int64, host: row of each request in the page table."""
     prefix_lens: Int64Array
     """[batch_size] int64, host: tokens already in the KV cache, which is the position of the row's first input."""
     extend_lens: Int64Array
@@ -75,54 +70,14 @@ class ForwardBatch:
     """[num_tokens] int64, device: KV slot (page * page_size + offset) each input token's K and V are written to."""
     sample_indices: torch.Tensor
     """[num_sampled] int64 or int32, device: tokens whose logits are wanted, in row order."""
-    paged: PagedMetadata | None = None
-    """None on CPU."""
+    paged: PagedMetadata
 
     @property
     def batch_size(self) -> int:
         """Rows."""
-        return len(self.req_pool_indices)
+        return len(self.extend_lens)
 
     @property
     def num_tokens(self) -> int:
         """Input tokens of all rows."""
         return int(self.cu_seqlens_q[-1])
-
-    @classmethod
-    def create(
-        cls,
-        *,
-        req_pool_indices: Int64Array,
-        prefix_lens: Int64Array,
-        extend_lens: Int64Array,
-        input_ids: torch.Tensor,
-        page_table: npt.NDArray[np.int32],
-        page_size: int,
-        sampled: npt.NDArray[np.bool_],
-    ) -> ForwardBatch:
-        """Derives positions, KV slots and mode.
-
-        Args:
-            page_table: [rows, max_pages] int32, host: the pages of every row, this step's included.
-            sampled: [batch_size] bool: rows whose last token's logits are wanted.
-        """
-        cu_seqlens_q = np.zeros(len(extend_lens) + 1, np.int64)
-        np.cumsum(extend_lens, out=cu_seqlens_q[1:])
-        num_tokens = int(cu_seqlens_q[-1])
-        # Position of token t of row i: its prefix plus t's offset in the row.
-        positions = np.arange(num_tokens) + np.repeat(prefix_lens - cu_seqlens_q[:-1], extend_lens)
-        rows = np.repeat(req_pool_indices, extend_lens)
-        pages = page_table[rows, positions // page_size].astype(np.int64)
-        device = input_ids.device
-        return cls(
-            mode=ForwardMode.of(extend_lens),
-            req_pool_indices=req_pool_indices,
-            prefix_lens=prefix_lens,
-            extend_lens=extend_lens,
-            seq_lens=prefix_lens + extend_lens,
-            cu_seqlens_q=cu_seqlens_q,
-            input_ids=input_ids,
-            positions=torch.from_numpy(positions).to(device),
-            out_cache_loc=torch.from_numpy(pages * page_size + positions % page_size).to(device),
-            sample_indices=torch.from_numpy(cu_seqlens_q[1:][sampled] - 1).to(device),
-        )

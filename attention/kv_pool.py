@@ -13,25 +13,14 @@ from configs.errors import EngineError
 
 
 class ReqToTokenPool:
-    """The page table: row r lists the pages of the request in row r. Row 0 and page 0 are padding.
+    """The page table: row r lists the pages of the request in row r. Row 0 and page 0 are padding."""
 
-    Args:
-        device: on CUDA the table is kept there as well; who applies deltas to the one applies them to the other.
-    """
+    def __init__(self, num_rows: int, max_pages: int, device: torch.device) -> None:
+        self.page_table = torch.zeros((num_rows + 1, max_pages), dtype=torch.int32, device=device)
+        """[num_rows + 1, max_pages] int32, on the device; each step writes its page deltas to it."""
 
-    def __init__(self, num_rows: int, max_pages: int, device: torch.device | None = None) -> None:
-        self.page_table: npt.NDArray[np.int32] = np.zeros((num_rows + 1, max_pages), np.int32)
-        """[num_rows + 1, max_pages] int32, host."""
-        self.device_page_table: torch.Tensor | None = None
-        """The same on the device; None on CPU, where the host is the device."""
-        if device is not None and device.type == "cuda":
-            self.device_page_table = torch.zeros(self.page_table.shape, dtype=torch.int32, device=device)
-
-    def apply(self, deltas: npt.NDArray[np.int32], num_pages: int) -> None:
-        """Writes [num_deltas, 3] of (row, index, page id) to the host's table.
-
-        Raises EngineError on a delta outside the tables, before anything is written.
-        """
+    def check(self, deltas: npt.NDArray[np.int32], num_pages: int) -> None:
+        """Raises EngineError if one of `deltas` [num_deltas, 3], of (row, index, page id), is outside the tables."""
         if len(deltas) == 0:
             return
         num_rows, max_pages = self.page_table.shape
@@ -44,7 +33,6 @@ class ReqToTokenPool:
             raise EngineError(
                 f"a page delta is outside {num_rows - 1} rows of {max_pages} pages with ids 1 to {num_pages}"
             )
-        self.page_table[rows, indices] = pages
 
 
 class TokenToKVPool:

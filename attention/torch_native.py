@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from attention.backend import AttentionBackend
 from attention.forward_batch import ForwardBatch, ForwardMode
-from attention.kv_pool import ReqToTokenPool, TokenToKVPool
+from attention.kv_pool import TokenToKVPool
 from attention.layer import AttentionLayer
 from configs.errors import ConfigError
 
@@ -61,10 +61,8 @@ class _Metadata:
 class TorchNativeBackend(AttentionBackend):
     """Attention by `scaled_dot_product_attention`, or by two products where there is a softcap."""
 
-    def __init__(
-        self, layers: Sequence[AttentionLayer], req_to_token_pool: ReqToTokenPool, token_to_kv_pool: TokenToKVPool
-    ) -> None:
-        super().__init__(layers, req_to_token_pool, token_to_kv_pool)
+    def __init__(self, layers: Sequence[AttentionLayer], token_to_kv_pool: TokenToKVPool) -> None:
+        super().__init__(layers, token_to_kv_pool)
         for layer in layers:
             if layer.tp_k_head_num < 1 or layer.tp_q_head_num % layer.tp_k_head_num:
                 raise ConfigError(
@@ -148,12 +146,14 @@ class TorchNativeBackend(AttentionBackend):
             extends=tuple(self._plan_extend(batch, int(row), int(first_keys[row]), window) for row in extend_rows),
         )
 
-    def _slots(self, rows: Int64Array, positions: Int64Array) -> torch.Tensor:
-        """KV slots of `positions` of the requests in page-table rows `rows`, broadcast together and flattened."""
+    def _slots(self, page_table: torch.Tensor, positions: Int64Array) -> torch.Tensor:
+        """KV slots, flattened, of `positions` [num_rows, num_keys] of the rows of `page_table`."""
         page_size = self.token_to_kv_pool.page_size
-        pages = self.req_to_token_pool.page_table[rows, positions // page_size].astype(np.int64)
-        slots = pages * page_size + positions % page_size
-        return torch.from_numpy(slots.reshape(-1)).to(self._device)
+        pages = page_table.gather(1, self._upload(positions // page_size)).long()
+        return (pages * page_size + self._upload(positions % page_size)).view(-1)
+
+    def _upload(self, array: Int64Array) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)
 
     def _plan_decode(self, batch: ForwardBatch, rows: Int64Array, first_keys: Int64Array) -> _DecodeGroup:
         last_keys = batch.seq_lens[rows] - 1
@@ -164,11 +164,12 @@ class TorchNativeBackend(AttentionBackend):
         if padding.any():
             np.minimum(positions, last_keys[:, None], out=positions)
             mask = self._mask(padding).view(len(rows), 1, 1, num_keys)
+        page_table = batch.paged.page_table
         everything = batch.mode is ForwardMode.DECODE and len(rows) == batch.batch_size
         return _DecodeGroup(
-            tokens=None if everything else torch.from_numpy(batch.cu_seqlens_q[rows]).to(self._device),
+            tokens=None if everything else self._upload(batch.cu_seqlens_q[rows]),
             num_rows=len(rows),
-            slots=self._slots(batch.req_pool_indices[rows, None], positions),
+            slots=self._slots(page_table if everything else page_table[self._upload(rows)], positions),
             mask=mask,
         )
 
@@ -185,7 +186,7 @@ class TorchNativeBackend(AttentionBackend):
         return _Extend(
             start=int(batch.cu_seqlens_q[row]),
             stop=int(batch.cu_seqlens_q[row + 1]),
-            slots=self._slots(batch.req_pool_indices[row], keys),
+            slots=self._slots(batch.paged.page_table[row : row + 1], keys[None]),
             mask=mask,
         )
 

@@ -129,11 +129,10 @@ class Inputs:
 
     def fa3(self, provider: FA3Provider, *, num_splits: int) -> Callable[[], None]:
         """All layers by FA3."""
-        split = [dataclasses.replace(paged, num_splits=num_splits) for paged in self.paged]
 
         def run() -> None:
-            for paged in split:
-                provider.attend(self.q, self.k, self.v, paged, self.layer, out=self.out)
+            for paged in self.paged:
+                provider.attend(self.q, self.k, self.v, paged, self.layer, num_splits=num_splits, out=self.out)
 
         return run
 

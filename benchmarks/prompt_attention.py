@@ -3,8 +3,8 @@
     python -m benchmarks.prompt_attention [--commit COMMIT]
 
 A CUDA graph for the most rows of a step (256 and one for padding) holds 12 decodes of some length, a prompt that takes
-almost all of the tokens, and the padding. `worker.step_layout.prompt_shapes` goes by what this shows: in one piece a
-row's keys take a time of their own, and to join what was split takes one for every token that every row may have.
+almost all of the tokens, and the padding. `FlashAttentionBackend.capture_shapes` goes by what this shows: in one piece
+a row's keys take a time of their own, and to join what was split takes one for every token that every row may have.
 """
 
 from __future__ import annotations
@@ -55,14 +55,13 @@ class Step:
             cu_seqlens_q=torch.nn.functional.pad(lens.cumsum(0), (1, 0)).to(DEVICE, torch.int32),
             page_table=torch.randint(NUM_PAGES, (num_rows, MAX_TOKENS // PAGE_SIZE), dtype=torch.int32, device=DEVICE),
             max_seqlen_q=num_tokens,  # which a graph for any prompt has to allow for
-            num_splits=num_splits,
         )
         q = torch.randn(num_tokens, self._layer.tp_q_head_num, HEAD_DIM, dtype=torch.bfloat16, device=DEVICE)
         out = torch.empty_like(q)
 
         def run() -> None:
             for _ in range(NUM_LAYERS):
-                self._provider.attend(q, self._k, self._v, paged, self._layer, out=out)
+                self._provider.attend(q, self._k, self._v, paged, self._layer, num_splits=num_splits, out=out)
 
         return graph_us(run, NUM_LAYERS)
 

@@ -59,7 +59,7 @@ class VocabParallelEmbedding:
 
 
 class ParallelLMHead:
-    """Logits of rows `plan.vocab[rank]`, gathered into vocabulary order on every rank."""
+    """Logits of rows `plan.vocab[rank]`; `whole_logits` puts those of all ranks together."""
 
     def __init__(
         self, hidden_size: int, plan: ShardPlan, group: TensorParallelGroup, *, dtype: torch.dtype, device: torch.device
@@ -97,13 +97,13 @@ class ParallelLMHead:
         assert self._weight is not None, "forward before load"
         return self._weight.in_fp32(hidden, out)
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [num_rows, hidden_size] -> logits [num_rows, vocab_size] fp32, the same on every rank."""
-        local = self.local_logits(hidden)
-        if self._group.size == 1:
-            return local
-        padding = self._plan.max_vocab_rows - local.shape[1]
-        # Ranks send equal messages; a padding column that ever reached the sampler must lose: -inf, not 0.
-        gathered = self._group.all_gather(F.pad(local, (0, padding), value=float("-inf")))
-        parts = [gathered[rank, :, : span.size] for rank, span in enumerate(self._plan.vocab)]
-        return torch.cat(parts, dim=1)
+
+def whole_logits(local: torch.Tensor, plan: ShardPlan, group: TensorParallelGroup) -> torch.Tensor:
+    """Every rank's columns [num_rows, num_local_columns] in vocabulary order, [num_rows, vocab_size]: the same on every
+    rank; of a group of one `local` itself."""
+    if group.size == 1:
+        return local
+    padding = plan.max_vocab_rows - local.shape[1]
+    # Ranks send equal messages; a padding column that ever reached the sampler must lose: -inf, not 0.
+    gathered = group.all_gather(F.pad(local, (0, padding), value=float("-inf")))
+    return torch.cat([gathered[rank, :, : span.size] for rank, span in enumerate(plan.vocab)], dim=1)

@@ -17,13 +17,14 @@ from cluster.messages import GenerateRequest, PromptLogprobs, SamplingParams
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits, SchedulerStats
 from configs.model_config import ModelConfig, read_model_config
 from configs.resolve import HostFacts, resolve
-from configs.schema import EngineConfig
+from configs.schema import EngineConfig, SchedulerConfig
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from worker.protocol import FrameKind, StepFrame, StepResult
 from worker.tp_worker import TPWorker
 
 PAGE_SIZE = 16
+MAX_CHUNK = 2048
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Limits:
 
     num_pages: int = 2048
     chunk: int = 512
+    """At most MAX_CHUNK."""
     max_num_seqs: int = 32
     prefix_caching: bool = False
 
@@ -68,7 +70,13 @@ class LocalGroup:
     def __init__(self, model_path: Path, tp_size: int, num_pages: int, max_model_len: int = 1024) -> None:
         self.max_model_len = max_model_len
         self.model: ModelConfig = read_model_config(model_path)
-        config = EngineConfig(model=str(model_path), tensor_parallel_size=tp_size, device="cpu", dtype="float32")
+        config = EngineConfig(
+            model=str(model_path),
+            tensor_parallel_size=tp_size,
+            device="cpu",
+            dtype="float32",
+            scheduler=SchedulerConfig(max_num_batched_tokens=MAX_CHUNK),
+        )
         resolved = resolve(config, self.model, HostFacts(num_cores=2, num_gpus=0)).config
         plan = ShardPlan.create(self.model, tp_size)
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

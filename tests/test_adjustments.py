@@ -11,9 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.draws import draw, draw_by_torch, sampler_alone
 from worker.adjustments import RowAdjustments, adjusted
 from worker.protocol import ALWAYS, ASKED_DTYPE, BIAS_DTYPE, COUNT_DTYPE, StepFrame, mask_words
-from worker.sampler import Sampler, default_params
+from worker.sampler import default_params
 
 VOCAB = 70
 CPU = torch.device("cpu")
@@ -197,17 +198,28 @@ def test_counts_do_not_overflow() -> None:
 def test_a_token_is_drawn_from_adjusted_logits_and_logprobs_are_of_the_models() -> None:
     logits = torch.stack([logits_of(1), logits_of(2), logits_of(3)])
     params = default_params(3)
+    params["row"] = (1, 2, 3)
     params["num_logprobs"] = (2, -1, 0)
     params["temperature"] = (0.0, 1.0, 1.0)
-    other = logits_of(9)
-    asked = torch.tensor([[5, 6], [0, 0], [7, 0]])
+    params["seed"] = (5, 6, 7)
     positions = np.array([4, 4, 4])
-    plain = Sampler(VOCAB, CPU).sample(logits, params, positions)
-    changed = Sampler(VOCAB, CPU).sample(logits, params, positions, adjusted={0: other, 1: other}, asked=asked)
-    drawn = Sampler(VOCAB, CPU).sample(torch.stack([other, other, logits[2]]), params, positions)
-    assert changed.tokens.tolist() == drawn.tokens.tolist()
-    assert changed.tokens[2] == plain.tokens[2]
-    logprobs = logits.log_softmax(-1)
-    assert changed.logprobs.tolist() == [logprobs[0, changed.tokens[0]].item(), logprobs[2, changed.tokens[2]].item()]
-    assert torch.equal(changed.top_ids, plain.top_ids)
-    assert torch.equal(changed.asked_logprobs, logprobs[[0, 2]].gather(1, asked[[0, 2]]))
+    allowed = {1: [5, 6, 9], 2: [40, 41, 68]}
+    sampler = sampler_alone(VOCAB, 3, use_triton=False)
+    sampler.update(frame_of(params, masks=allowed, asked=[(1, 5), (1, 6), (3, 7)]))
+    plain, plain_logprobs = draw_by_torch(logits, params, positions)
+    masked = logits.clone()
+    for row, ids in allowed.items():
+        masked[row - 1] = -np.inf
+        masked[row - 1, ids] = logits[row - 1, ids]
+    tokens, logprobs = draw(sampler, logits, params, positions)
+    assert tokens == draw_by_torch(masked, params, positions)[0]
+    assert tokens[0] in allowed[1]
+    assert tokens[1] in allowed[2]
+    assert tokens[2] == plain[2]
+    assert logprobs is not None
+    assert plain_logprobs is not None
+    expected = logits.log_softmax(-1)
+    assert logprobs.logprobs.tolist() == [expected[0, tokens[0]].item(), expected[2, tokens[2]].item()]
+    assert torch.equal(logprobs.top_ids, plain_logprobs.top_ids)
+    assert logprobs.asked_logprobs[0].tolist() == expected[0, [5, 6]].tolist()
+    assert logprobs.asked_logprobs[1, 0] == expected[2, 7]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from attention.kv_pool import ReqToTokenPool, TokenToKVPool
 from attention.layer import AttentionLayer
 from attention.registry import create_backend
 from configs.errors import ConfigError, EngineError
+from tests.batches import batch_of
 
 CPU = torch.device("cpu")
 BATCHES = {
@@ -60,7 +62,7 @@ class Setup:
         self.layer, self.page_size, self.rows, self.dtype = layer, page_size, rows, dtype
         max_pages = math.ceil(max(prefix + extend for prefix, extend in rows) / page_size) + 2
         num_pages = max_pages * len(rows)
-        self.table = ReqToTokenPool(len(rows), max_pages)
+        self.table = ReqToTokenPool(len(rows), max_pages, CPU)
         # Unused entries would be far outside the pool.
         self.table.page_table[:] = 1 << 30
         self.pool = TokenToKVPool([layer], num_pages=num_pages, page_size=page_size, dtype=dtype, device=CPU)
@@ -71,7 +73,7 @@ class Setup:
         self.q, self.k, self.v = [], [], []
         for i, (prefix, extend) in enumerate(rows):
             used = math.ceil((prefix + extend) / page_size)
-            self.table.page_table[i + 1, :used] = shuffled[i * max_pages : i * max_pages + used]
+            self.table.page_table[i + 1, :used] = torch.from_numpy(shuffled[i * max_pages : i * max_pages + used])
             heads = (layer.tp_q_head_num, layer.tp_k_head_num, layer.tp_k_head_num)
             lens = (extend, prefix + extend, prefix + extend)
             for target, num_heads, length in zip((self.q, self.k, self.v), heads, lens, strict=True):
@@ -84,28 +86,21 @@ class Setup:
         return int(self.table.page_table[row, position // self.page_size]) * self.page_size + position % self.page_size
 
     def batch(self) -> ForwardBatch:
-        prefix_lens, extend_lens = np.array(self.rows, np.int64).T
-        return ForwardBatch.create(
-            req_pool_indices=np.arange(1, len(self.rows) + 1),
-            prefix_lens=prefix_lens,
-            extend_lens=extend_lens,
-            input_ids=torch.zeros(int(extend_lens.sum()), dtype=torch.int64),
-            page_table=self.table.page_table,
-            page_size=self.page_size,
-            sampled=np.ones(len(self.rows), np.bool_),
-        )
+        batch = batch_of(self.table, [(i + 1, *lens) for i, lens in enumerate(self.rows)], self.page_size)
+        # With the poison behind each row's last page.
+        return replace(batch, paged=replace(batch.paged, page_table=self.table.page_table[1:]))
 
     def run(self) -> list[torch.Tensor]:
         """[extend_len, Hq, D] of each row, by the backend."""
-        backend = create_backend("torch_native", [self.layer], self.table, self.pool)
-        backend.init_forward_metadata(self.batch())
-        new = [slice(prefix, None) for prefix, _ in self.rows]
-        out = backend.forward(
-            torch.cat(self.q).flatten(1),
-            torch.cat([k[part] for k, part in zip(self.k, new, strict=True)]).flatten(1),
-            torch.cat([v[part] for v, part in zip(self.v, new, strict=True)]).flatten(1),
-            self.layer,
+        backend = create_backend("torch_native", [self.layer], self.pool)
+        batch = self.batch()
+        backend.init_forward_metadata(batch)
+        k, v = (
+            torch.cat([whole[prefix:] for whole, (prefix, _) in zip(wholes, self.rows, strict=True)]).flatten(1)
+            for wholes in (self.k, self.v)
         )
+        self.pool.set_kv(0, batch.out_cache_loc, k, v)
+        out = backend.attend(torch.cat(self.q).flatten(1), self.layer)
         assert out.is_contiguous()
         shaped = out.view(-1, self.layer.tp_q_head_num, self.layer.head_dim)
         return list(shaped.split([extend for _, extend in self.rows]))
@@ -166,18 +161,17 @@ def test_a_forward_batch_names_mode_positions_slots_and_sampled_tokens() -> None
 
 
 def test_the_page_table_refuses_deltas_outside_it() -> None:
-    table = ReqToTokenPool(2, 3)
-    table.apply(np.array([[1, 0, 5], [2, 2, 1]], np.int32), num_pages=5)
-    assert table.page_table.tolist() == [[0, 0, 0], [5, 0, 0], [0, 0, 1]]
+    table = ReqToTokenPool(2, 3, CPU)
+    table.check(np.array([[1, 0, 5], [2, 2, 1]], np.int32), num_pages=5)
     for wrong in ([0, 0, 1], [3, 0, 1], [1, 3, 1], [1, -1, 1], [1, 0, 0], [1, 0, 6]):
         with pytest.raises(EngineError, match="page delta"):
-            table.apply(np.array([wrong], np.int32), num_pages=5)
+            table.check(np.array([[2, 2, 1], wrong], np.int32), num_pages=5)
 
 
 def test_refuses_an_unknown_backend_and_uneven_query_groups() -> None:
     layer = _layer(3, 2, 64, None, None)
     pool = TokenToKVPool([layer], num_pages=1, page_size=16, dtype=torch.float32, device=CPU)
     with pytest.raises(ConfigError, match="attention_backend=fa9"):
-        create_backend("fa9", [layer], ReqToTokenPool(1, 1), pool)
+        create_backend("fa9", [layer], pool)
     with pytest.raises(ConfigError, match="3 query heads over 2 KV heads"):
-        create_backend("torch_native", [layer], ReqToTokenPool(1, 1), pool)
+        create_backend("torch_native", [layer], pool)

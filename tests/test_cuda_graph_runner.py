@@ -6,9 +6,9 @@ import weakref
 
 import torch
 
+from attention.step_shape import StepShape
 from parallel.group import TensorParallelGroup
 from worker.cuda_graph_runner import CudaGraphRunner, StepOutput, _Captured
-from worker.step_layout import StepShape
 
 
 class Graph:

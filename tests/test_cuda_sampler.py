@@ -1,4 +1,4 @@
-"""The CUDA sampler draws what worker/sampler.py draws, from whole or sharded rows, alone or in a batch.
+"""The sampler's kernels draw what torch draws, from whole or sharded rows, alone or in a batch.
 
 Without a GPU its kernels run in Triton's interpreter, with small blocks so that small vocabularies take several.
 """
@@ -18,24 +18,19 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from configs.model_config import RopeConfig
 from parallel.group import TensorParallelGroup
-from parallel.plan import ShardPlan
-from tests.dense_model import dense_model
-from worker import cuda_sampler, sampler
+from tests.draws import CPU, Params, draw, draw_by_torch, plan_of, sampler_alone
+from worker import sampler as sampler_module
+from worker import torch_sampling
 from worker.adjustments import RowAdjustments, adjusted
-from worker.cuda_sampler import Chosen, CudaSampler, LogprobTensors, SamplingTables
 from worker.kernels import adjustments as adjustments_kernels
 from worker.kernels import sampling
-from worker.prompt_scores import TargetScores, target_scores
+from worker.logprobs import LogprobTensors
 from worker.protocol import ASKED_DTYPE, BIAS_DTYPE, COUNT_DTYPE, PARAMS_DTYPE, StepFrame, mask_words
-from worker.sampler import Sampler, default_params
-
-Params = npt.NDArray[np.void]
+from worker.sampler import Chosen, Sampler, SamplingTables, default_params
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 VOCAB = 1500
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(
@@ -84,24 +79,6 @@ FEW = _params(
 )
 
 
-def _plan(tp_size: int, vocab_size: int) -> ShardPlan:
-    model = dense_model(
-        model_type="llama",
-        hidden_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=16,
-        intermediate_size=256,
-        vocab_size=vocab_size,
-        max_position_embeddings=128,
-        rms_norm_eps=1e-5,
-        rope=RopeConfig(theta=1e4),
-        tie_word_embeddings=True,
-    )
-    return ShardPlan.create(model, tp_size)
-
-
 def _logits(num_rows: int, seed: int = 0, vocab: int = VOCAB) -> Tensor:
     return 3 * torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(seed))
 
@@ -110,32 +87,20 @@ def _positions(count: int) -> npt.NDArray[np.int64]:
     return np.random.default_rng(count).integers(0, 100_000, count)
 
 
-def _alone(vocab: int, num_rows: int, device: torch.device) -> CudaSampler:
-    return CudaSampler(_plan(1, vocab), TensorParallelGroup.single(device), num_rows + 1)
-
-
-def _draw(
-    cuda: CudaSampler, logits: Tensor, params: Params, positions: npt.NDArray[np.int64], device: torch.device
-) -> tuple[list[int], LogprobTensors | None]:
-    """Samples every row, then again those that the plain rule is not enough for. Logits are this rank's columns."""
-    cuda.tables.update(params)
-    local, rows = logits.to(device), torch.from_numpy(params["row"].copy()).to(device)
-    at = torch.from_numpy(positions.astype(np.int32)).to(device)
-    tokens = cuda.sample(local, rows, at)
-    logprobs = cuda.resample(local, rows, at, tokens, cuda.choose(params["row"], positions))
-    return tokens.tolist(), logprobs
+def _alone(vocab: int, num_rows: int, device: torch.device) -> Sampler:
+    return sampler_alone(vocab, num_rows, device, use_triton=True)
 
 
 def _assert_draws_alike(logits: Tensor, params: Params, positions: npt.NDArray[np.int64], device: torch.device) -> None:
-    expected = Sampler(logits.shape[1], CPU).sample(logits, params, positions)
-    tokens, logprobs = _draw(_alone(logits.shape[1], len(params), device), logits, params, positions, device)
-    assert tokens == expected.tokens.tolist()
-    _assert_logprobs_close(logprobs, expected)
+    expected, their_logprobs = draw_by_torch(logits, params, positions)
+    tokens, logprobs = draw(_alone(logits.shape[1], len(params), device), logits, params, positions)
+    assert tokens == expected
+    _assert_logprobs_close(logprobs, their_logprobs)
 
 
-def _assert_logprobs_close(logprobs: LogprobTensors | None, expected: sampler.SampledTokens) -> None:
-    if logprobs is None:
-        assert len(expected.logprob_rows) == 0
+def _assert_logprobs_close(logprobs: LogprobTensors | None, expected: LogprobTensors | None) -> None:
+    if logprobs is None or expected is None:
+        assert logprobs is expected
         return
     # Half a unit in the last place each for the CPU's fp32 maximum, sum and difference.
     tolerance = {"rtol": 0.0, "atol": 2e-5}  # the CPU's own sum over a whole vocabulary errs by 1e-5 in fp32
@@ -199,7 +164,7 @@ def _run_ranks(size: int, device: torch.device, body: Callable[[TensorParallelGr
     return results
 
 
-def test_draws_the_tokens_of_the_cpu_sampler(device: torch.device) -> None:
+def test_draws_the_tokens_that_torch_draws(device: torch.device) -> None:
     for seed in range(1 if device.type == "cpu" else 20):
         logits = _logits(len(MANY), seed)
         _assert_draws_alike(logits, MANY, _positions(len(MANY)) + seed, device)
@@ -207,7 +172,7 @@ def test_draws_the_tokens_of_the_cpu_sampler(device: torch.device) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab", [128_256, 151_669])
-def test_draws_the_tokens_of_the_cpu_sampler_from_a_whole_vocabulary(vocab: int) -> None:
+def test_draws_the_tokens_that_torch_draws_from_a_whole_vocabulary(vocab: int) -> None:
     params = _params(*[{name: record[name] for name in PARAMS_DTYPE.names or ()} for record in np.tile(MANY, 6)])
     params["row"] = np.arange(1, len(params) + 1)
     params["seed"] += np.arange(len(params))
@@ -226,65 +191,71 @@ def test_noise_is_the_cpu_samplers_for_every_seed_and_position(device: torch.dev
     _assert_draws_alike(torch.zeros(count, VOCAB), params, positions, device)
 
 
+@pytest.mark.parametrize("use_triton", [True, False])
 @pytest.mark.parametrize("tp_size", [2, 3])
-def test_shards_draw_what_the_whole_row_draws(tp_size: int, device: torch.device) -> None:
+def test_shards_draw_what_the_whole_row_draws(tp_size: int, use_triton: bool, device: torch.device) -> None:
+    if device.type == "cuda" and not use_triton:
+        pytest.skip("torch draws on the CPU")
     logits, positions = _logits(len(FEW)), _positions(len(FEW))
     logits[3] = (logits[3] / 4).round()  # ties across the shards
-    expected = Sampler(VOCAB, CPU).sample(logits, FEW, positions)
-    plan = _plan(tp_size, VOCAB)
+    expected, their_logprobs = draw_by_torch(logits, FEW, positions)
+    plan = plan_of(tp_size, VOCAB)
 
     def body(group: TensorParallelGroup) -> tuple[list[int], LogprobTensors | None]:
         span = plan.vocab[group.rank]
-        cuda = CudaSampler(plan, group, len(FEW) + 1)
-        return _draw(cuda, logits[:, span.start : span.stop].contiguous(), FEW, positions, device)
+        cuda = Sampler(plan, group, len(FEW) + 1, use_triton=use_triton)
+        return draw(cuda, logits[:, span.start : span.stop].contiguous(), FEW, positions)
 
     for tokens, logprobs in _run_ranks(tp_size, device, body):
-        assert tokens == expected.tokens.tolist()
-        _assert_logprobs_close(logprobs, expected)
+        assert tokens == expected
+        _assert_logprobs_close(logprobs, their_logprobs)
 
 
 @pytest.mark.parametrize("tp_size", [1, 3])
 def test_scores_of_given_tokens_are_those_of_the_cpu(tp_size: int, device: torch.device) -> None:
-    logits, plan = _logits(5), _plan(tp_size, VOCAB)
+    logits, plan = _logits(5), plan_of(tp_size, VOCAB)
     logits[2] = (logits[2] / 4).round()  # ties across the shards
     targets = torch.tensor([0, VOCAB - 1, 700, 3, 3])
 
-    def body(group: TensorParallelGroup) -> list[TargetScores]:
+    def body(group: TensorParallelGroup) -> list[LogprobTensors]:
         span = plan.vocab[group.rank]
-        cuda = CudaSampler(plan, group, 2)
+        cuda = Sampler(plan, group, 2, use_triton=True)
         local = logits[:, span.start : span.stop].contiguous().to(device)
         return [cuda.score(local, targets.to(device), k).to_host() for k in (0, 6)]
 
     for scores in _run_ranks(tp_size, device, body):
         for k, ours in zip((0, 6), scores, strict=True):
-            expected = target_scores(logits, targets, k)
+            expected = torch_sampling.token_logprobs(logits, targets, k, targets[:, None])
             torch.testing.assert_close(ours.logprobs, expected.logprobs, atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(ours.top_logprobs, expected.top_logprobs, atol=1e-5, rtol=1e-5)
             assert torch.equal(ours.top_ids, expected.top_ids)
 
 
-def test_a_rank_without_vocabulary_rows_draws_with_the_others(device: torch.device) -> None:
-    plan = _plan(4, 3)
+@pytest.mark.parametrize("use_triton", [True, False])
+def test_a_rank_without_vocabulary_rows_draws_with_the_others(use_triton: bool, device: torch.device) -> None:
+    if device.type == "cuda" and not use_triton:
+        pytest.skip("torch draws on the CPU")
+    plan = plan_of(4, 3)
     assert min(span.size for span in plan.vocab) == 0
     logits = torch.tensor([[0.5, 2.0, 2.0], [-torch.inf, -torch.inf, -torch.inf]])
     params = _params({}, {"temperature": 1.0, "seed": 3})
 
     def body(group: TensorParallelGroup) -> list[int]:
         span = plan.vocab[group.rank]
-        cuda = CudaSampler(plan, group, len(params) + 1)
-        return _draw(cuda, logits[:, span.start : span.stop].contiguous(), params, _positions(2), device)[0]
+        cuda = Sampler(plan, group, len(params) + 1, use_triton=use_triton)
+        return draw(cuda, logits[:, span.start : span.stop].contiguous(), params, _positions(2))[0]
 
     assert _run_ranks(4, device, body) == [[1, 0]] * 4
 
 
 def test_neighbours_do_not_change_a_row(device: torch.device) -> None:
     logits, positions = _logits(len(FEW)), _positions(len(FEW))
-    together, logprobs = _draw(_alone(VOCAB, len(FEW), device), logits, FEW, positions, device)
+    together, logprobs = draw(_alone(VOCAB, len(FEW), device), logits, FEW, positions)
     assert logprobs is not None
     asked = np.flatnonzero(FEW["num_logprobs"] >= 0).tolist()
     for i in range(len(FEW)):
         one = slice(i, i + 1)
-        alone, own = _draw(_alone(VOCAB, len(FEW), device), logits[one], FEW[one], positions[one], device)
+        alone, own = draw(_alone(VOCAB, len(FEW), device), logits[one], FEW[one], positions[one])
         assert alone == [together[i]]
         if own is not None:
             j = asked.index(i)
@@ -328,16 +299,6 @@ def _adjusting(vocab: int) -> StepFrame:
     )
 
 
-def _cpu_draws(adjustments: RowAdjustments, logits: Tensor, positions: npt.NDArray[np.int64]) -> sampler.SampledTokens:
-    """What a CPU rank draws for ADJUSTED; counts it."""
-    rows = {i: int(row) for i, row in enumerate(ADJUSTED["row"])}
-    given = {i: adjusted(logits[i], adjustments, row, int(positions[i]), ADJUSTED[i]) for i, row in rows.items()}
-    asked = adjustments.asked[torch.tensor(list(rows.values())), :2]
-    drawn = Sampler(logits.shape[1], CPU).sample(logits, ADJUSTED, positions, adjusted=given, asked=asked)
-    adjustments.count(torch.tensor(list(rows.values())), drawn.tokens)
-    return drawn
-
-
 @pytest.mark.parametrize("vocab", [VOCAB, pytest.param(151_669, marks=pytest.mark.gpu)])
 def test_adjusts_logits_as_the_cpu_does_in_every_bit(vocab: int, device: torch.device) -> None:
     on_cpu, cuda = RowAdjustments(6, vocab, CPU), _alone(vocab, 5, device)
@@ -358,35 +319,35 @@ def test_adjusts_logits_as_the_cpu_does_in_every_bit(vocab: int, device: torch.d
 @pytest.mark.parametrize("tp_size", [1, 3])
 def test_adjusted_rows_draw_and_count_as_on_the_cpu(tp_size: int, device: torch.device) -> None:
     vocab, num_steps = (600, 2) if device.type == "cpu" else (VOCAB, 20)
-    plan, on_cpu = _plan(tp_size, vocab), RowAdjustments(6, vocab, CPU)
+    plan, on_cpu = plan_of(tp_size, vocab), sampler_alone(vocab, 5, use_triton=False)
     on_cpu.update(_adjusting(vocab))
     # Steep, so that what was drawn is drawn again unless its counts forbid it.
     steps = [(4 * _logits(5, 7, vocab), POSITIONS + step) for step in range(num_steps)]
-    expected = [_cpu_draws(on_cpu, *step) for step in steps]
+    expected = [draw(on_cpu, logits, ADJUSTED, positions) for logits, positions in steps]
 
     def body(group: TensorParallelGroup) -> list[Any]:
         span = plan.vocab[group.rank]
-        cuda = CudaSampler(plan, group, len(ADJUSTED) + 1)
+        cuda = Sampler(plan, group, len(ADJUSTED) + 1, use_triton=True)
         frame, draws = _adjusting(vocab), []
         for logits, positions in steps:
             cuda.update(frame)
             frame = StepFrame(1, 1)
-            draws.append(_draw(cuda, logits[:, span.start : span.stop].contiguous(), ADJUSTED, positions, device))
+            draws.append(draw(cuda, logits[:, span.start : span.stop].contiguous(), ADJUSTED, positions))
         return [*draws, cuda.adjustments.marks[2:5].cpu()]
 
     for *draws, marks in _run_ranks(tp_size, device, body):
-        for (tokens, logprobs), drawn in zip(draws, expected, strict=True):
-            assert tokens == drawn.tokens.tolist()
-            _assert_logprobs_close(logprobs, drawn)
-        assert torch.equal(marks, on_cpu.marks[2:5])
+        for (tokens, logprobs), (their_tokens, their_logprobs) in zip(draws, expected, strict=True):
+            assert tokens == their_tokens
+            _assert_logprobs_close(logprobs, their_logprobs)
+        assert torch.equal(marks, on_cpu.adjustments.marks[2:5])
 
 
 def test_a_row_without_adjustments_keeps_its_token_beside_rows_that_have_some(device: torch.device) -> None:
     cuda = _alone(VOCAB, 5, device)
     cuda.update(_adjusting(VOCAB))
     logits = _logits(5)
-    beside, _ = _draw(cuda, logits, ADJUSTED, POSITIONS, device)
-    alone, _ = _draw(_alone(VOCAB, 5, device), logits[:1], ADJUSTED[:1], POSITIONS[:1], device)
+    beside, _ = draw(cuda, logits, ADJUSTED, POSITIONS)
+    alone, _ = draw(_alone(VOCAB, 5, device), logits[:1], ADJUSTED[:1], POSITIONS[:1])
     assert beside[:1] == alone
 
 
@@ -431,7 +392,9 @@ def test_filters_allow_the_tokens_the_cpu_sampler_allows(device: torch.device) -
         scores = logits[i].double() / max(float(record["temperature"]), 1e-9)
         expected = None
         if record["temperature"] > 0:
-            expected = sampler._threshold(scores, int(record["top_k"]), float(record["top_p"]), float(record["min_p"]))
+            expected = torch_sampling._threshold(
+                scores, int(record["top_k"]), float(record["top_p"]), float(record["min_p"])
+            )
         allowed = torch.ones(VOCAB, dtype=torch.bool) if expected is None else scores >= expected
         assert torch.equal(scores >= thresholds[i], allowed), records[i]
 
@@ -439,7 +402,7 @@ def test_filters_allow_the_tokens_the_cpu_sampler_allows(device: torch.device) -
 def test_the_only_possible_token_is_drawn(device: torch.device) -> None:
     logits = torch.full((len(FEW), VOCAB), -torch.inf)
     logits[:, 1234] = -7.5
-    tokens, _ = _draw(_alone(VOCAB, len(FEW), device), logits, FEW, _positions(len(FEW)), device)
+    tokens, _ = draw(_alone(VOCAB, len(FEW), device), logits, FEW, _positions(len(FEW)))
     assert tokens == [1234] * len(FEW)
 
 
@@ -447,7 +410,7 @@ def test_equal_logits_go_to_the_smallest_id(device: torch.device) -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, [300, 700, 1400]] = 5.0
     params = _params({"num_logprobs": 5})
-    tokens, logprobs = _draw(_alone(VOCAB, 1, device), logits, params, _positions(1), device)
+    tokens, logprobs = draw(_alone(VOCAB, 1, device), logits, params, _positions(1))
     assert tokens == [300]
     assert logprobs is not None
     assert logprobs.top_ids.tolist() == [[300, 700, 1400, 0, 1]]
@@ -459,7 +422,7 @@ def test_logits_that_are_not_finite_still_give_a_token_of_the_vocabulary(
     values: tuple[float, ...], device: torch.device
 ) -> None:
     logits = torch.tensor(values).repeat(len(FEW), VOCAB)[:, :VOCAB]
-    tokens, _ = _draw(_alone(VOCAB, len(FEW), device), logits, FEW, _positions(len(FEW)), device)
+    tokens, _ = draw(_alone(VOCAB, len(FEW), device), logits, FEW, _positions(len(FEW)))
     assert all(0 <= token < VOCAB for token in tokens)
     if values == (-torch.inf,):
         assert tokens == [0] * len(FEW)
@@ -468,22 +431,28 @@ def test_logits_that_are_not_finite_still_give_a_token_of_the_vocabulary(
 def test_only_chosen_rows_are_sampled_again_however_they_are_cut(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_sampler, "_CHUNK_ROWS", 2)
+    monkeypatch.setattr(sampler_module, "_CHUNK_ROWS", 2)
     logits, positions = _logits(len(MANY)).to(device), _positions(len(MANY))
-    expected = Sampler(VOCAB, CPU).sample(logits.cpu(), MANY, positions)
+    expected, their_logprobs = draw_by_torch(logits.cpu(), MANY, positions)
     cuda = _alone(VOCAB, len(MANY), device)
     cuda.tables.update(MANY)
     rows = torch.from_numpy(MANY["row"].copy()).to(device)
     tokens = torch.full((len(MANY),), -1, device=device)
-    which = np.array([2, 4, 5, 7, 8])
+    tokens[8] = expected[8]
+    which, is_redrawn = np.array([2, 4, 5, 7, 8]), np.array([True] * 4 + [False])  # the last has no filters
     at = torch.from_numpy(positions.astype(np.int32)).to(device)
-    logprobs = cuda.resample(logits, rows, at, tokens, Chosen(which, MANY["num_logprobs"][which], 0, False))
-    drawn = tokens.cpu()
-    assert torch.equal(drawn[which], expected.tokens[which])
-    assert (np.delete(drawn.numpy(), which) == -1).all()
-    _assert_logprobs_close(logprobs, expected)  # these rows are all that ask
-    silent = which[2:4]
-    assert cuda.resample(logits, rows, at, tokens, Chosen(silent, MANY["num_logprobs"][silent], 0, False)) is None
+    chosen = Chosen(which, is_redrawn, MANY["num_logprobs"][which], 0, False)
+    logprobs = cuda.resample(logits, rows, at, tokens, chosen)
+    drawn = tokens.cpu().numpy()
+    assert drawn[which].tolist() == np.array(expected)[which].tolist()
+    assert (np.delete(drawn, which) == -1).all()
+    _assert_logprobs_close(logprobs, their_logprobs)  # these rows are all that ask
+    silent = Chosen(which[2:4], is_redrawn[2:4], MANY["num_logprobs"][which[2:4]], 0, False)
+    assert cuda.resample(logits, rows, at, tokens, silent) is None
+    # Nor does who is left out of the plain rule change the others.
+    plain = cuda.sample(logits, rows, at)
+    assert cuda.sample(logits, rows, at, which)[[0, 1, 3, 6]].tolist() == plain[[0, 1, 3, 6]].tolist()
+    assert not cuda.sample(logits, rows, at, np.arange(len(MANY))).any()
 
 
 def test_logprobs_without_likeliest_tokens_are_the_tokens_own(device: torch.device) -> None:
@@ -529,7 +498,7 @@ def test_a_graph_samples_what_is_in_its_buffers_and_tables() -> None:
         logits.copy_(fresh)
         positions.copy_(torch.from_numpy(at.astype(np.int32)))
         graph.replay()
-        assert tokens.tolist() == Sampler(vocab, CPU).sample(fresh, params, at).tokens.tolist()
+        assert tokens.tolist() == draw_by_torch(fresh, params, at)[0]
 
 
 @pytest.mark.gpu
@@ -539,7 +508,8 @@ def test_the_host_never_waits_for_the_device() -> None:
     cuda = _alone(VOCAB, len(MANY), device)
     logits, rows = _logits(len(MANY)).to(device), torch.from_numpy(MANY["row"].copy()).to(device)
     positions = torch.zeros_like(rows)
-    chosen = Chosen(np.arange(len(MANY)), MANY["num_logprobs"], 0, True)
+    every = np.arange(len(MANY))
+    chosen = Chosen(every, np.ones(len(MANY), np.bool_), MANY["num_logprobs"], 0, True)
     cuda.resample(logits, rows, positions, cuda.sample(logits, rows, positions), chosen)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

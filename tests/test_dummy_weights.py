@@ -9,11 +9,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from attention.forward_batch import ForwardBatch
 from attention.kv_pool import ReqToTokenPool, TokenToKVPool
 from attention.registry import create_backend
 from benchmarks import make_checkpoint
@@ -27,6 +25,7 @@ from configs.schema import EngineConfig
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan, Span
 from parallel.weight import TensorSource
+from tests.batches import batch_of
 from tests.dense_model import dense_model
 from worker import dummy_weights
 from worker.dummy_weights import DummyCheckpoint
@@ -199,24 +198,16 @@ def _logits(model: ModelConfig, source: TensorSource, ids: list[int]) -> tuple[t
     decoder.load(source)
     decoder.set_max_positions(len(ids))
     layers = decoder.attention_layers
-    table = ReqToTokenPool(1, 1)
+    table = ReqToTokenPool(1, 1, CPU)
     table.page_table[1] = 1
     page_size = 1 << (len(ids) - 1).bit_length()
     pool = TokenToKVPool(layers, num_pages=1, page_size=page_size, dtype=torch.float32, device=CPU)
-    backend = create_backend("torch_native", layers, table, pool)
-    batch = ForwardBatch.create(
-        req_pool_indices=np.array([1], np.int64),
-        prefix_lens=np.array([0], np.int64),
-        extend_lens=np.array([len(ids)], np.int64),
-        input_ids=torch.tensor(ids),
-        page_table=table.page_table,
-        page_size=page_size,
-        sampled=np.ones(1, np.bool_),
-    )
+    backend = create_backend("torch_native", layers, pool)
+    batch = batch_of(table, [(1, 0, len(ids))], page_size, ids)
     batch = replace(batch, sample_indices=torch.arange(len(ids)))  # not only the last
     backend.init_forward_metadata(batch)
     hidden = decoder.forward(batch, backend)
-    return decoder.logits(hidden), hidden
+    return decoder.local_logits(hidden), hidden
 
 
 @torch.inference_mode()

@@ -25,11 +25,13 @@ import torch
 from attention.backend import AttentionBackend
 from attention.fa3 import SGLANG_KERNEL, FA3Provider, FlashAttention3, SglKernel, load_provider
 from attention.flash_attention import FlashAttentionBackend
-from attention.forward_batch import ForwardBatch, PagedMetadata
+from attention.forward_batch import ForwardBatch
 from attention.kv_pool import ReqToTokenPool, TokenToKVPool
 from attention.layer import AttentionLayer
 from attention.registry import create_backend
-from configs.errors import ConfigError, EngineError
+from attention.step_shape import StepShape
+from configs.errors import ConfigError
+from tests.batches import batch_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 PROVIDERS = {"sgl_kernel": "sgl_kernel", "flash_attention_3": "flash_attn_interface"}
@@ -108,20 +110,20 @@ class Case:
         self.layer, self.rows, self.device, self.dtype = layer, list(rows), device, dtype
         max_pages = max_len // page_size
         num_pages = max_pages * len(rows)
-        self.table = ReqToTokenPool(len(rows), max_pages)
+        self.table = ReqToTokenPool(len(rows), max_pages, device)
         # Unused entries would be far outside the pool.
         self.table.page_table[1:] = 1 << 30
         self.pool = TokenToKVPool([layer], num_pages=num_pages, page_size=page_size, dtype=dtype, device=device)
         shuffled = np.random.default_rng(0).permutation(np.arange(1, num_pages + 1, dtype=np.int32))
         for i, (prefix, extend) in enumerate(rows):
             used = math.ceil((prefix + extend) / page_size)
-            self.table.page_table[i + 1, :used] = shuffled[i * max_pages : i * max_pages + used]
+            self.table.page_table[i + 1, :used] = torch.from_numpy(shuffled[i * max_pages : i * max_pages + used])
         in_use = self.table.page_table[1:][self.table.page_table[1:] < 1 << 30]
         for pages in self.pool.pages(0):
             pages.fill_(float("nan"))
             if page_size >= 128:
                 # FA3 may fetch such pages whole: what is unused in them weighs nothing but has to be finite.
-                pages[torch.from_numpy(in_use.astype(np.int64)).to(device)] = 1000.0
+                pages[in_use.long()] = 1000.0
         generator = torch.Generator(device).manual_seed(1)
         self.q, self.k, self.v = [], [], []
         for i, (prefix, extend) in enumerate(rows):
@@ -130,43 +132,31 @@ class Case:
             for target, num_heads, length in zip((self.q, self.k, self.v), heads, lens, strict=True):
                 values = torch.randn(length, num_heads, layer.head_dim, generator=generator, device=device)
                 target.append(values.to(dtype))
-            positions = np.arange(prefix)
-            slots = self.table.page_table[i + 1, positions // page_size] * np.int64(page_size) + positions % page_size
-            self.pool.set_kv(
-                0, torch.from_numpy(slots).to(device), self.k[i][:prefix].flatten(1), self.v[i][:prefix].flatten(1)
-            )
+            positions = torch.arange(prefix, device=device)
+            pages_of = self.table.page_table[i + 1, positions // page_size].long()
+            slots = pages_of * page_size + positions % page_size
+            self.pool.set_kv(0, slots, self.k[i][:prefix].flatten(1), self.v[i][:prefix].flatten(1))
 
     def batch(self, chosen: Sequence[int] | None = None, *, padding: int = 0) -> ForwardBatch:
         """The batch of the rows `chosen`, in that order (None: all), and as many padding rows."""
         chosen = range(len(self.rows)) if chosen is None else chosen
-        rows = np.array([*(i + 1 for i in chosen), *[0] * padding])
-        prefix_lens, extend_lens = np.array([*(self.rows[i] for i in chosen), *[(0, 1)] * padding], np.int64).T
-        batch = ForwardBatch.create(
-            req_pool_indices=rows,
-            prefix_lens=prefix_lens,
-            extend_lens=extend_lens,
-            input_ids=torch.zeros(int(extend_lens.sum()), dtype=torch.int64, device=self.device),
-            page_table=self.table.page_table,
-            page_size=self.pool.page_size,
-            sampled=np.ones(len(rows), np.bool_),
-        )
-        paged = PagedMetadata(
-            cache_seqlens=torch.from_numpy(batch.seq_lens.astype(np.int32)).to(self.device),
-            cu_seqlens_q=torch.from_numpy(batch.cu_seqlens_q.astype(np.int32)).to(self.device),
-            page_table=torch.from_numpy(self.table.page_table[rows]).to(self.device),
-            max_seqlen_q=int(extend_lens.max()),
-        )
+        rows = [*((i + 1, *self.rows[i]) for i in chosen), *[(0, 0, 1)] * padding]
+        batch = batch_of(self.table, rows, self.pool.page_size)
+        # With the poison behind each row's last page.
+        paged = dataclasses.replace(batch.paged, page_table=self.table.page_table[[row for row, _, _ in rows]])
         return dataclasses.replace(batch, paged=paged)
 
     def backend(self, provider: str | None = None) -> FlashAttentionBackend:
-        return FlashAttentionBackend([self.layer], self.table, self.pool, provider=provider)
+        return FlashAttentionBackend([self.layer], self.pool, provider=provider)
 
     def run(self, backend: AttentionBackend, chosen: Sequence[int] | None = None) -> list[torch.Tensor]:
         """[extend_len, Hq, D] of each row `chosen`; q is a slice of wider rows, as of a fused projection."""
         chosen = range(len(self.rows)) if chosen is None else chosen
-        backend.init_forward_metadata(self.batch(chosen))
+        batch = self.batch(chosen)
+        backend.init_forward_metadata(batch)
         q, k, v = self.qkv(chosen)
-        out = backend.forward(q, k, v, self.layer)
+        self.pool.set_kv(0, batch.out_cache_loc, k, v)
+        out = backend.attend(q, self.layer)
         assert out.shape == q.shape
         assert out.is_contiguous()
         shaped = out.view(-1, self.layer.tp_q_head_num, self.layer.head_dim)
@@ -175,12 +165,10 @@ class Case:
     def run_fa3(self, provider: FA3Provider, *, num_splits: int = 0) -> list[torch.Tensor]:
         """[extend_len, Hq, D] of each row by FA3, which the backend spares batches of decodes."""
         batch = self.batch()
-        assert batch.paged is not None
-        paged = dataclasses.replace(batch.paged, num_splits=num_splits)
         q, k, v = self.qkv(range(len(self.rows)))
         self.pool.set_kv(0, batch.out_cache_loc, k, v)
         heads = q.view(-1, self.layer.tp_q_head_num, self.layer.head_dim)
-        out = provider.attend(heads, *self.pool.pages(0), paged, self.layer)
+        out = provider.attend(heads, *self.pool.pages(0), batch.paged, self.layer, num_splits=num_splits)
         assert out.shape == heads.shape
         assert out.is_contiguous()
         return list(out.split([extend for _, extend in self.rows]))
@@ -291,7 +279,7 @@ def test_tells_each_provider_what_the_torch_backend_computes(
     batch: str, page_size: int, window: int | None, softcap: float | None, emulated: FA3Provider
 ) -> None:
     case = _small(_layer(group=3, window=window, softcap=softcap), batch, page_size)
-    expected = case.run(create_backend("torch_native", [case.layer], case.table, case.pool))
+    expected = case.run(create_backend("torch_native", [case.layer], case.pool))
     for rows in (case.run(case.backend()), case.run_fa3(emulated)):
         for ours, theirs in zip(rows, expected, strict=True):
             torch.testing.assert_close(ours, theirs, atol=0.01, rtol=0.01)
@@ -300,8 +288,7 @@ def test_tells_each_provider_what_the_torch_backend_computes(
 def test_writes_to_the_tensor_that_it_is_given() -> None:
     case = _small(_layer(), "decode")
     paged = case.batch().paged
-    assert paged is not None
-    case.run(create_backend("torch_native", [case.layer], case.table, case.pool))
+    case.run(create_backend("torch_native", [case.layer], case.pool))
     q = torch.cat(case.q)
     for provider in EMULATED.values():
         out = torch.empty_like(q)
@@ -309,8 +296,9 @@ def test_writes_to_the_tensor_that_it_is_given() -> None:
         assert torch.equal(out, provider.attend(q, *case.pool.pages(0), paged, case.layer))
 
 
-@pytest.mark.parametrize("num_splits", [0, 1])
-def test_the_batch_says_into_how_many_pieces_keys_are_cut(num_splits: int) -> None:
+def test_keys_stay_whole_in_a_captured_step_of_short_rows_and_in_no_other(
+    monkeypatch: pytest.MonkeyPatch, interpreter: None
+) -> None:
     told: list[int] = []
 
     def fwd(*args: Any, **given: Any) -> tuple[torch.Tensor, ...]:
@@ -322,8 +310,19 @@ def test_the_batch_says_into_how_many_pieces_keys_are_cut(num_splits: int) -> No
         return _emulated_with_kvcache(*args, **{**given, "num_splits": 0})
 
     for provider in (FlashAttention3(fwd), SglKernel(with_kvcache)):
-        _small(_layer()).run_fa3(provider, num_splits=num_splits)
-    assert told == [num_splits] * 2
+        monkeypatch.setattr("attention.flash_attention.load_provider", lambda *_, provider=provider: provider)
+        case = _small(_layer())
+        backend, batch, q = case.backend(), case.batch(), torch.cat(case.q).flatten(1)
+        told.clear()  # of the probe
+        short, long = FlashAttentionBackend.capture_shapes(StepShape(96, 21, 20), 1000)
+        assert (short.max_seq_len, long) == (768, StepShape(96, 21, 20))
+        for shape in (short, long, short, None):
+            if shape is None:
+                backend.init_forward_metadata(batch)
+            else:
+                backend.prepare_capture(batch, shape)
+            backend.attend(q, case.layer)
+        assert told == [1, 0, 1, 0]
 
 
 def test_decodes_go_to_the_triton_kernel_and_mixed_steps_and_wide_groups_to_fa3(
@@ -357,22 +356,15 @@ def test_refuses_paged_metadata_that_fa3_would_misread(
 ) -> None:
     case = _small(_layer(), "decode")
     good = case.batch()
-    assert good.paged is not None
     paged = dataclasses.replace(good.paged, **wrong)
     with pytest.raises(AssertionError):
         case.backend().init_forward_metadata(dataclasses.replace(good, paged=paged))
 
 
-def test_refuses_a_batch_without_paged_metadata(emulated: FA3Provider) -> None:
-    case = _small(_layer(), "decode")
-    with pytest.raises(EngineError, match="without paged metadata"):
-        case.backend().init_forward_metadata(dataclasses.replace(case.batch(), paged=None))
-
-
 def test_refuses_dtypes_page_sizes_and_uneven_groups_naming_the_setting(emulated: FA3Provider) -> None:
     def backend(layer: AttentionLayer, page_size: int, dtype: torch.dtype) -> None:
         pool = TokenToKVPool([layer], num_pages=1, page_size=page_size, dtype=dtype, device=CPU)
-        FlashAttentionBackend([layer], ReqToTokenPool(1, 1), pool)
+        FlashAttentionBackend([layer], pool)
 
     backend(_layer(), 16, torch.bfloat16)
     with pytest.raises(ConfigError, match=r"not dtype=torch\.float32"):
@@ -558,8 +550,6 @@ def test_a_replayed_graph_equals_the_eager_step_bit_for_bit(head_dim: int, windo
     results = []
     for rows in ([0, 1, 2], [5, 3, 4], [1, 5, 0]):
         batch = case.batch(rows, padding=1)
-        assert static.paged is not None
-        assert batch.paged is not None
         static.paged.cache_seqlens.copy_(batch.paged.cache_seqlens)
         static.paged.page_table.copy_(batch.paged.page_table)
         graph.replay()

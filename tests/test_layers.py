@@ -6,13 +6,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from attention.kv_pool import TokenToKVPool
+from attention.layer import AttentionLayer
 from configs.errors import ConfigError
 from configs.model_config import RopeConfig
 from parallel.plan import Span
 from tests.dense_model import dense_model
 from worker.layers.activation import ActAndMul
 from worker.layers.norm import RMSNorm
-from worker.layers.rotary import RotaryEmbedding, inverse_frequencies, rotate
+from worker.layers.rotary import RotaryEmbedding, inverse_frequencies
 
 EPS = 1e-5
 on_each = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -85,18 +87,21 @@ def test_the_rotary_tables_turn_pairs_of_halves_by_position_times_frequency(devi
         rope=RopeConfig(theta=1e4, scaling_type="yarn", scaling=scaling),
         tie_word_embeddings=False,
     )
-    rotary = RotaryEmbedding(model, 128, dtype=torch.float32, device=torch.device(device))
     positions = torch.tensor([0, 1, 31, 127])
-    x = _random(4, 1, 64, device="cpu")
+    qkv = _random(4, 3 * 64, device="cpu")
     inv_freq, factor = inverse_frequencies(model)
     assert factor > 1
     turns = factor * torch.exp(1j * torch.outer(positions.float(), inv_freq)).unsqueeze(1)
-    expected = torch.complex(*x.chunk(2, dim=-1)) * turns
-    if device == "cpu":
-        turned = rotate(x, rotary.at(positions))
-    else:
-        assert rotary.cos_sin.shape == (128, 64)
-        cos, sin = rotary.cos_sin.cpu()[positions].unsqueeze(1).chunk(2, dim=-1)
-        first, second = x.chunk(2, dim=-1)
-        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    torch.testing.assert_close(turned, torch.cat((expected.real, expected.imag), dim=-1))
+    expected = torch.complex(*qkv[:, :128].view(4, 2, 64).chunk(2, dim=-1)) * turns
+    q, k = torch.cat((expected.real, expected.imag), dim=-1).unbind(1)
+    layer = AttentionLayer(layer_id=0, tp_q_head_num=1, tp_k_head_num=1, head_dim=64, scale=1.0)
+    rotation = RotaryEmbedding(model, 128, dtype=torch.float32, device=torch.device(device)).at(positions.to(device))
+    pool = TokenToKVPool([layer], num_pages=2, page_size=2, dtype=torch.float32, device=torch.device(device))
+    k_slots, v_slots = (slots.fill_(7.0) for slots in pool.slots(0))
+    slots = torch.tensor([4, 1, 5, 2], device=device)
+    turned = rotation.norm_rotate_store(qkv.to(device), layer, None, pool, slots)
+    torch.testing.assert_close(turned.cpu(), q)
+    torch.testing.assert_close(k_slots[slots].cpu(), k)
+    assert torch.equal(v_slots[slots].cpu(), qkv[:, 128:])
+    assert (k_slots[[0, 3]] == 7).all()
+    assert (v_slots[[0, 3]] == 7).all()

@@ -8,20 +8,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.distributed import HashStore, Store
 
 from attention.backend import AttentionBackend
-from attention.forward_batch import ForwardBatch
 from attention.kv_pool import ReqToTokenPool, TokenToKVPool
 from attention.registry import create_backend
 from configs.errors import ConfigError
 from configs.model_config import ModelConfig, RopeConfig, read_model_config
 from configs.resolve import kv_bytes_per_page
+from parallel.embedding import whole_logits
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
+from tests.batches import batch_of
 from tests.dense_model import dense_model
 from worker.layers.rotary import check_length, inverse_frequencies
 from worker.models.decoder import Decoder
@@ -136,37 +136,34 @@ class Rank:
     decoder: Decoder
     backend: AttentionBackend
     table: ReqToTokenPool
+    plan: ShardPlan
+    group: TensorParallelGroup
 
     @classmethod
     def create(cls, case: Case, group: TensorParallelGroup) -> Rank:
-        decoder = Decoder(case.model, ShardPlan.create(case.model, group.size), group, dtype=torch.float32, device=CPU)
+        plan = ShardPlan.create(case.model, group.size)
+        decoder = Decoder(case.model, plan, group, dtype=torch.float32, device=CPU)
         with Checkpoint.open(case.path, case.model) as checkpoint:
             decoder.load(checkpoint)
         decoder.set_max_positions(64)
-        table = ReqToTokenPool(3, 16)
+        table = ReqToTokenPool(3, 16, CPU)
         # Pages of the three rows interleave, none in order.
-        table.page_table[1:] = np.arange(1, 49).reshape(16, 3).T[:, ::-1]
+        table.page_table[1:] = torch.arange(1, 49).view(16, 3).T.flip(1)
         pool = TokenToKVPool(
             decoder.attention_layers, num_pages=48, page_size=PAGE_SIZE, dtype=torch.float32, device=CPU
         )
-        return cls(decoder, create_backend("torch_native", decoder.attention_layers, table, pool), table)
+        return cls(decoder, create_backend("torch_native", decoder.attention_layers, pool), table, plan, group)
 
     def logits(self, rows: list[tuple[int, int, list[int]]]) -> list[torch.Tensor]:
         """Logits [len(tokens), vocab] of each (row, start, tokens)."""
-        lens = np.array([len(tokens) for _, _, tokens in rows], np.int64)
-        batch = ForwardBatch.create(
-            req_pool_indices=np.array([row for row, _, _ in rows], np.int64),
-            prefix_lens=np.array([start for _, start, _ in rows], np.int64),
-            extend_lens=lens,
-            input_ids=torch.tensor([token for _, _, tokens in rows for token in tokens]),
-            page_table=self.table.page_table,
-            page_size=PAGE_SIZE,
-            sampled=np.ones(len(rows), np.bool_),
-        )
+        token_ids = [token for _, _, tokens in rows for token in tokens]
+        spans = [(row, start, len(tokens)) for row, start, tokens in rows]
+        batch = batch_of(self.table, spans, PAGE_SIZE, token_ids)
         batch = replace(batch, sample_indices=torch.arange(batch.num_tokens))  # not only the last of each row
         self.backend.init_forward_metadata(batch)
         hidden = self.decoder.forward(batch, self.backend)
-        return list(self.decoder.logits(hidden).split(lens.tolist()))
+        logits = whole_logits(self.decoder.local_logits(hidden), self.plan, self.group)
+        return list(logits.split([len(tokens) for _, _, tokens in rows]))
 
 
 def on_ranks(size: int, body: Callable[[TensorParallelGroup], list[torch.Tensor]]) -> list[list[torch.Tensor]]:

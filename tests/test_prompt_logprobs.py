@@ -16,8 +16,9 @@ from configs.errors import EngineError
 from tests.fake_engine import LIMITS, Engine, prompt_of
 from tests.local_group import Limits, LocalGroup, assert_scores_equal
 from worker.frame_check import FrameLimits, check_frame
-from worker.prompt_scores import WantedTokens, target_scores
+from worker.prompt_scores import WantedTokens
 from worker.protocol import MAX_TARGETS, SCORE_DTYPE, RowFlag, StepFrame, StepResult
+from worker.torch_sampling import token_logprobs
 
 # The scheduler: `Engine` checks every score against the prompt it belongs to, and that each comes once, in order and
 # with the first token at the latest.
@@ -189,7 +190,7 @@ def test_the_wanted_inputs_are_those_before_targets_and_the_sampled_ones() -> No
 
 def test_equal_log_probabilities_stand_in_the_order_of_their_ids() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0, 2.0, 1.0, 1.0]])
-    scores = target_scores(logits, torch.tensor([4]), 4)
+    scores = token_logprobs(logits, torch.tensor([4]), 4, torch.empty(1, 0, dtype=torch.int64))
     assert scores.top_ids.tolist() == [[1, 3, 2, 4]]
     assert scores.logprobs.item() == scores.top_logprobs[0, 3].item() == logits.log_softmax(-1)[0, 4].item()
 

@@ -10,10 +10,10 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from worker import sampler as sampler_module
-from worker.sampler import Sampler, default_params
+from tests.draws import draw_by_torch
+from worker import torch_sampling
+from worker.sampler import default_params
 
-CPU = torch.device("cpu")
 VOCAB = 1500
 
 
@@ -40,14 +40,13 @@ def _logits(num_rows: int, seed: int = 0, vocab: int = VOCAB) -> torch.Tensor:
     return 3 * torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(seed))
 
 
-def _tokens(sampler: Sampler, logits: torch.Tensor, params: npt.NDArray[np.void], positions: list[int]) -> list[int]:
-    return sampler.sample(logits, params, np.array(positions)).tokens.tolist()
+def _tokens(logits: torch.Tensor, params: npt.NDArray[np.void], positions: list[int]) -> list[int]:
+    return draw_by_torch(logits, params, np.array(positions))[0]
 
 
 def _draws(logits: torch.Tensor, count: int, **values: Any) -> npt.NDArray[np.int64]:
     """Counts of each token over `count` positions of one request."""
-    sampler = Sampler(len(logits), CPU)
-    drawn = _tokens(sampler, logits.expand(count, -1), np.repeat(_params(**values), count), list(range(count)))
+    drawn = _tokens(logits.expand(count, -1), np.repeat(_params(**values), count), list(range(count)))
     return np.bincount(drawn, minlength=len(logits))
 
 
@@ -61,33 +60,31 @@ def _chi_square(counts: npt.NDArray[np.int64], expected: npt.NDArray[np.float64]
 
 def test_greedy_takes_the_largest_logit_and_the_smallest_id_of_equal_ones() -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0, -1.0], [5.0, 5.0, 5.0, 5.0]])
-    assert _tokens(Sampler(4, CPU), logits, default_params(2), [0, 0]) == [1, 0]
+    assert _tokens(logits, default_params(2), [0, 0]) == [1, 0]
 
 
 def test_a_row_alone_gets_the_token_it_gets_in_any_batch() -> None:
-    sampler = Sampler(VOCAB, CPU)
     logits = _logits(len(MANY))
     positions = [7, 900, 3, 12, 5, 77, 1]
-    together = _tokens(sampler, logits, np.concatenate(MANY), positions)
-    alone = [_tokens(sampler, logits[i : i + 1], MANY[i], positions[i : i + 1])[0] for i in range(len(MANY))]
+    together = _tokens(logits, np.concatenate(MANY), positions)
+    alone = [_tokens(logits[i : i + 1], MANY[i], positions[i : i + 1])[0] for i in range(len(MANY))]
     assert together == alone
     # Other neighbours, another order, another place in memory.
     order = [5, 2, 6, 0, 3, 1, 4]
-    shuffled = _tokens(sampler, logits[order], np.concatenate([MANY[i] for i in order]), [positions[i] for i in order])
+    shuffled = _tokens(logits[order], np.concatenate([MANY[i] for i in order]), [positions[i] for i in order])
     assert shuffled == [together[i] for i in order]
 
 
 def test_seed_position_and_nothing_else_choose_the_noise() -> None:
-    sampler = Sampler(VOCAB, CPU)
     logits = torch.zeros(1, VOCAB)
-    first = [_tokens(sampler, logits, _params(temperature=1.0, seed=1), [p])[0] for p in range(40)]
-    assert first == [_tokens(Sampler(VOCAB, CPU), logits, _params(temperature=1.0, seed=1), [p])[0] for p in range(40)]
-    other_seed = [_tokens(sampler, logits, _params(temperature=1.0, seed=2), [p])[0] for p in range(40)]
+    first = [_tokens(logits, _params(temperature=1.0, seed=1), [p])[0] for p in range(40)]
+    assert first == [_tokens(logits, _params(temperature=1.0, seed=1), [p])[0] for p in range(40)]
+    other_seed = [_tokens(logits, _params(temperature=1.0, seed=2), [p])[0] for p in range(40)]
     assert sum(a == b for a, b in zip(first, other_seed, strict=True)) < 4
     assert len(set(first)) > 30
     # Neither temperature nor a filter that allows everything changes it.
     for same in ({"temperature": 3.0}, {"temperature": 1.0, "top_k": VOCAB}, {"temperature": 1.0, "min_p": 1e-9}):
-        assert first == [_tokens(sampler, logits, _params(seed=1, **same), [p])[0] for p in range(40)]
+        assert first == [_tokens(logits, _params(seed=1, **same), [p])[0] for p in range(40)]
 
 
 _PINNED = {(0, 0): 12307, (0, 1): 34520, (1, 0): 13563, (-1, 5): 41518, (4611686018427387904, 8191): 34639}
@@ -95,8 +92,7 @@ _PINNED = {(0, 0): 12307, (0, 1): 34520, (1, 0): 13563, (-1, 5): 41518, (4611686
 
 def test_the_noise_is_pinned() -> None:
     # A change here changes every seeded answer there is.
-    sampler = Sampler(50000, CPU)
-    drawn = [_tokens(sampler, torch.zeros(1, 50000), _params(temperature=1.0, seed=s), [p])[0] for s, p in _PINNED]
+    drawn = [_tokens(torch.zeros(1, 50000), _params(temperature=1.0, seed=s), [p])[0] for s, p in _PINNED]
     assert drawn == list(_PINNED.values())
 
 
@@ -140,9 +136,9 @@ def test_tokens_that_tie_with_the_last_allowed_one_stay_allowed() -> None:
 def test_top_p_finds_the_same_threshold_with_and_without_a_full_sort(monkeypatch: pytest.MonkeyPatch) -> None:
     scores = _logits(1, seed=3, vocab=5000)[0].double()
     for top_p in (0.05, 0.5, 0.9, 0.999):
-        quick = sampler_module._top_p_threshold(scores, None, top_p)
-        monkeypatch.setattr(sampler_module, "_TOP_P_WIDTH", 0.5)
-        assert torch.equal(sampler_module._top_p_threshold(scores, None, top_p), quick)
+        quick = torch_sampling._top_p_threshold(scores, None, top_p)
+        monkeypatch.setattr(torch_sampling, "_TOP_P_WIDTH", 0.5)
+        assert torch.equal(torch_sampling._top_p_threshold(scores, None, top_p), quick)
         monkeypatch.undo()
         # The plain definition: the smallest set, likeliest first, whose mass reaches top_p.
         ordered = scores.softmax(0).sort(descending=True).values
@@ -168,22 +164,22 @@ def test_logprobs_are_of_the_raw_distribution_for_rows_that_ask() -> None:
             _params(num_logprobs=0),
         ]
     )
-    result = Sampler(VOCAB, CPU).sample(logits, params, np.array([4, 4, 4]))
+    tokens, result = draw_by_torch(logits, params, np.array([4, 4, 4]))
     expected = torch.log_softmax(logits, dim=-1)
-    assert result.logprob_rows.tolist() == [0, 2]
+    assert result is not None
     assert result.top_ids.shape == (2, 2)
     for i, row in enumerate([0, 2]):
-        assert result.logprobs[i] == pytest.approx(float(expected[row, result.tokens[row]]), abs=1e-6)
+        assert result.logprobs[i] == pytest.approx(float(expected[row, tokens[row]]), abs=1e-6)
         torch.testing.assert_close(result.top_logprobs[i], expected[row].topk(2).values)
         assert result.top_ids[i].tolist() == expected[row].topk(2).indices.tolist()
 
 
 def test_likeliest_tokens_that_tie_are_listed_by_id() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, 1.0, 1.0]])
-    result = Sampler(5, CPU).sample(logits, _params(num_logprobs=3), np.array([0]))
+    _, result = draw_by_torch(logits, _params(num_logprobs=3), np.array([0]))
+    assert result is not None
     assert result.top_ids.tolist() == [[2, 1, 3]]
 
 
 def test_no_row_asks_for_logprobs() -> None:
-    result = Sampler(VOCAB, CPU).sample(_logits(2), default_params(2), np.array([0, 0]))
-    assert (len(result.logprob_rows), result.logprobs.numel(), result.top_ids.shape[0]) == (0, 0, 0)
+    assert draw_by_torch(_logits(2), default_params(2), np.array([0, 0]))[1] is None

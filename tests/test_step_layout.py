@@ -5,20 +5,28 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from attention.flash_attention import FlashAttentionBackend
+from attention.step_shape import ANY_LEN, StepShape
 from worker.protocol import RowFlag, StepFrame
 from worker.step_layout import (
     LAST_TOKEN,
     StepLayout,
-    StepShape,
     decode_shapes,
     launch_bound_tokens,
     prompt_shapes,
+    shape_of,
     smallest,
 )
 
 MAX_ROWS, MAX_TOKENS = 40, 640
 LONGEST = 40_000
 STALE = 1 << 29
+
+
+def captured(max_rows: int, max_tokens: int, max_model_len: int) -> list[StepShape]:
+    """The shapes of steps with prompts that are captured for FlashAttention."""
+    ladder = prompt_shapes(max_rows, max_tokens, max_model_len)
+    return [shape for each in ladder for shape in FlashAttentionBackend.capture_shapes(each, max_model_len)]
 
 
 def frame_of(generator: np.random.Generator, num_rows: int, *, decodes: bool = False) -> StepFrame:
@@ -49,9 +57,9 @@ def test_a_padded_step_says_of_its_own_rows_what_the_exact_one_says(seed: int, d
     generator = np.random.default_rng(seed)
     layout = StepLayout(MAX_ROWS + 1, MAX_TOKENS)
     frame = frame_of(generator, int(generator.integers(1, MAX_ROWS + 1)), decodes=decodes)
-    step = StepShape.of(frame)
+    step = shape_of(frame)
     assert step.is_decode == decodes
-    shape = smallest(decode_shapes(MAX_ROWS) if decodes else prompt_shapes(MAX_ROWS, MAX_TOKENS, LONGEST), step)
+    shape = smallest(decode_shapes(MAX_ROWS) if decodes else captured(MAX_ROWS, MAX_TOKENS, LONGEST), step)
     assert shape is not None
     exact, padded = (np.full(layout.capacity, STALE, np.int32) for _ in range(2))
     assert layout.pack(exact, frame, step) == layout.token_ids(step.num_tokens).stop
@@ -85,7 +93,7 @@ def test_a_padded_step_says_of_its_own_rows_what_the_exact_one_says(seed: int, d
     assert ((samples >= 0) & (samples < shape.num_tokens)).all()
 
 
-@pytest.mark.parametrize("shape", [*decode_shapes(MAX_ROWS), *prompt_shapes(MAX_ROWS, MAX_TOKENS, LONGEST)], ids=str)
+@pytest.mark.parametrize("shape", [*decode_shapes(MAX_ROWS), *captured(MAX_ROWS, MAX_TOKENS, LONGEST)], ids=str)
 def test_a_shape_is_valid_without_any_rows(shape: StepShape) -> None:
     """What graphs are captured with: kernels that got less than no tokens of a row have written anywhere."""
     layout = StepLayout(MAX_ROWS + 1, MAX_TOKENS)
@@ -123,7 +131,7 @@ def test_a_step_samples_the_last_token_of_its_sampled_rows() -> None:
 
 
 def test_a_step_gets_the_smallest_shape_of_its_kind_that_holds_it() -> None:
-    decodes, prompts = decode_shapes(20), prompt_shapes(20, 96, 1000)
+    decodes, prompts = decode_shapes(20), captured(20, 96, 1000)
     for step, expected in (
         (StepShape(1, 1, 1, 9), StepShape(1, 1, 1)),
         (StepShape(17, 17, 17, 999), StepShape(20, 20, 20)),
@@ -159,7 +167,7 @@ def test_the_ladder_of_decodes_pads_little_and_reaches_the_largest_step(max_rows
 @pytest.mark.parametrize("max_tokens", [2048, 3240, 8192])
 @pytest.mark.parametrize("max_rows", [1, 3, 16, 256])
 def test_the_ladder_of_prompts_pads_little_and_always_has_a_row_for_padding(max_rows: int, max_tokens: int) -> None:
-    ladder = prompt_shapes(max_rows, max_tokens, LONGEST)
+    ladder = captured(max_rows, max_tokens, LONGEST)
     assert ladder == sorted(set(ladder))
     assert ladder[-1].num_tokens == max_tokens
     for num_tokens in range(2, max_tokens + 1):
@@ -176,7 +184,7 @@ def test_the_ladder_of_prompts_pads_little_and_always_has_a_row_for_padding(max_
 
 @pytest.mark.parametrize(("longest", "splits"), [(100, False), (768, False), (769, True), (40_000, True)])
 def test_keys_of_short_rows_stay_whole_where_rows_are_many(longest: int, splits: bool) -> None:
-    ladder = prompt_shapes(256, 4096, LONGEST)
+    ladder = captured(256, 4096, LONGEST)
     frame = StepFrame(
         generation=1,
         step=1,
@@ -186,27 +194,27 @@ def test_keys_of_short_rows_stay_whole_where_rows_are_many(longest: int, splits:
         flags=np.array([*[RowFlag.SAMPLE] * 8, RowFlag.HAS_TOKENS], np.int32),
         token_ids=np.zeros(80, np.int32),
     )
-    step = StepShape.of(frame)
+    step = shape_of(frame)
     assert step.max_seq_len == max(longest, 140)
     shape = smallest(ladder, step)
-    assert (shape.num_tokens, shape.num_rows, shape.splits_keys) == (96, 96, splits)
+    assert (shape.num_tokens, shape.num_rows, shape.max_seq_len == ANY_LEN) == (96, 96, splits)
     alone = smallest(ladder, StepShape(80, 8, 8, step.max_seq_len))
-    assert (alone.num_rows, alone.splits_keys) == (9, True)
-    assert all(shape.splits_keys for shape in decode_shapes(256))
+    assert (alone.num_rows, alone.max_seq_len == ANY_LEN) == (9, True)
+    assert all(shape.max_seq_len == ANY_LEN for shape in decode_shapes(256))
 
 
 def test_the_largest_step_is_a_shape_and_none_is_larger() -> None:
-    assert prompt_shapes(8, 1, LONGEST) == []
-    assert prompt_shapes(8, 2, LONGEST) == [StepShape(2, 2, 1)]
-    assert [shape.num_tokens for shape in prompt_shapes(8, 100, LONGEST)] == [16, 32, 64, 96, 100]
-    assert [shape.num_tokens for shape in prompt_shapes(8, 100, 33)] == [16, 32, 33]  # a padding row is no longer
-    assert len(prompt_shapes(9, 100, LONGEST)) == 15
-    assert prompt_shapes(256, 100_000, LONGEST)[-1].num_tokens == 8192
+    assert captured(8, 1, LONGEST) == []
+    assert captured(8, 2, LONGEST) == [StepShape(2, 2, 1)]
+    assert [shape.num_tokens for shape in captured(8, 100, LONGEST)] == [16, 32, 64, 96, 100]
+    assert [shape.num_tokens for shape in captured(8, 100, 33)] == [16, 32, 33]  # a padding row is no longer
+    assert len(captured(9, 100, LONGEST)) == 15
+    assert captured(256, 100_000, LONGEST)[-1].num_tokens == 8192
 
 
 def test_keys_are_split_only_where_a_row_may_be_longer_than_what_stays_whole() -> None:
-    ladder = prompt_shapes(256, 8192, 8 * 4096)
-    assert {shape.num_tokens for shape in ladder if shape.num_rows > 9 and shape.splits_keys} == {
+    ladder = captured(256, 8192, 8 * 4096)
+    assert {shape.num_tokens for shape in ladder if shape.num_rows > 9 and shape.max_seq_len == ANY_LEN} == {
         shape.num_tokens for shape in ladder if shape.num_tokens < 4096
     }
     for num_tokens in (4095, 4096, 8000):

@@ -1,17 +1,19 @@
-"""The step-metadata kernels against numpy, in Triton's interpreter where there is no GPU."""
+"""Step metadata by the Triton kernels, in the interpreter where there is no GPU, and by their twins, against numpy."""
 
 from __future__ import annotations
+
+from types import ModuleType
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
 
-pytest.importorskip("triton")
-
-from attention.kernels.step_metadata import StepTensors, apply_page_deltas, fill_step_metadata
+from attention import step_metadata
+from attention.step_metadata import StepTensors
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+CPU = torch.device("cpu")
 MAX_LEN = 1300
 NUM_ROWS = 12
 POISON = 1 << 30
@@ -26,6 +28,21 @@ BATCHES: dict[str, list[Row]] = {
     "prompts with padding": [(9, 0, 5), (1, 63, 1), (0, 0, 0), (0, 0, 0), (0, 0, 26)],
     "mixed": [(6, 511, 1), (2, 600, 600), (3, 0, 1), (11, 1, 2), (10, 1023, 1)],
 }
+
+
+@pytest.fixture(params=["kernel", "torch"])
+def by(request: pytest.FixtureRequest) -> ModuleType:
+    """The module whose functions are tested."""
+    if request.param == "torch":
+        return step_metadata
+    pytest.importorskip("triton")
+    from attention.kernels import step_metadata as kernels
+
+    return kernels
+
+
+def _device(by: ModuleType) -> torch.device:
+    return CPU if by is step_metadata else DEVICE
 
 
 class Step:
@@ -49,27 +66,28 @@ class Step:
             if count == 1 and i < len(batch) - 1:
                 self.token_ids[self.cu_seqlens_q[i]] = -1
 
-    def run(self) -> StepTensors:
+    def run(self, by: ModuleType) -> StepTensors:
+        device = _device(by)
         num_rows, num_tokens = len(self.batch), int(self.cu_seqlens_q[-1])
         rows, starts, counts = np.array(self.batch, np.int32).T
         # Slices of one buffer, as the runner makes them: nothing but 4 bytes of alignment is certain.
         parts = [rows, starts, self.cu_seqlens_q, self.token_ids]
-        buffer = _to_device(np.concatenate([[99], *parts]).astype(np.int32))
+        buffer = _to_device(np.concatenate([[99], *parts]).astype(np.int32), device)
         on_device = buffer[1:].split([len(part) for part in parts])
         out = StepTensors(
-            input_ids=torch.full((num_tokens + 1,), UNTOUCHED, dtype=torch.int64, device=DEVICE),
-            positions=torch.full((num_tokens + 1,), UNTOUCHED, dtype=torch.int64, device=DEVICE),
-            out_cache_loc=torch.full((num_tokens + 1,), UNTOUCHED, dtype=torch.int64, device=DEVICE),
-            cache_seqlens=torch.full((num_rows + 1,), UNTOUCHED, dtype=torch.int32, device=DEVICE),
-            page_table=torch.full((num_rows + 1, self.max_pages), UNTOUCHED, dtype=torch.int32, device=DEVICE),
+            input_ids=torch.full((num_tokens + 1,), UNTOUCHED, dtype=torch.int64, device=device),
+            positions=torch.full((num_tokens + 1,), UNTOUCHED, dtype=torch.int64, device=device),
+            out_cache_loc=torch.full((num_tokens + 1,), UNTOUCHED, dtype=torch.int64, device=device),
+            cache_seqlens=torch.full((num_rows + 1,), UNTOUCHED, dtype=torch.int32, device=device),
+            page_table=torch.full((num_rows + 1, self.max_pages), UNTOUCHED, dtype=torch.int32, device=device),
         )
-        fill_step_metadata(
+        by.fill_step_metadata(
             rows=on_device[0],
             starts=on_device[1],
             cu_seqlens_q=on_device[2],
             token_ids=on_device[3],
-            page_table=_to_device(self.table),
-            last_tokens=_to_device(self.last_tokens),
+            page_table=_to_device(self.table, device),
+            last_tokens=_to_device(self.last_tokens, device),
             page_size=self.page_size,
             max_seqlen_q=int(counts.max()),
             out=out,
@@ -77,15 +95,17 @@ class Step:
         return out
 
 
-def _to_device(array: npt.NDArray[np.generic]) -> torch.Tensor:
-    return torch.from_numpy(array).to(DEVICE)
+def _to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(array).to(device)
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("name", list(BATCHES))
-def test_fills_inputs_slots_lengths_and_pages_of_every_row_and_nothing_past_them(name: str, page_size: int) -> None:
+def test_fills_inputs_slots_lengths_and_pages_of_every_row_and_nothing_past_them(
+    name: str, page_size: int, by: ModuleType
+) -> None:
     step = Step(BATCHES[name], page_size)
-    out = step.run()
+    out = step.run(by)
     positions = np.concatenate([np.arange(start, start + count) for _, start, count in step.batch])
     rows = np.repeat([row for row, _, _ in step.batch], [count for _, _, count in step.batch])
     pages = step.table[rows, positions // page_size].astype(np.int64)
@@ -103,28 +123,30 @@ def test_fills_inputs_slots_lengths_and_pages_of_every_row_and_nothing_past_them
     np.testing.assert_array_equal(out.page_table.cpu().numpy(), expected_pages)
 
 
-def test_padding_rows_have_length_one_and_write_slot_zero() -> None:
-    out = Step(BATCHES["decode with padding"], 16).run()
+def test_padding_rows_have_length_one_and_write_slot_zero(by: ModuleType) -> None:
+    out = Step(BATCHES["decode with padding"], 16).run(by)
     assert out.cache_seqlens.tolist() == [701, 17, 1, 1, UNTOUCHED]
     assert out.out_cache_loc.tolist()[2:] == [0, 0, UNTOUCHED]
     assert out.page_table[2:4, 0].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("num_deltas", [0, 1, 128, 300])
-def test_page_deltas_write_their_entries_and_no_other(num_deltas: int) -> None:
+def test_page_deltas_write_their_entries_and_no_other(num_deltas: int, by: ModuleType) -> None:
     rng = np.random.default_rng(num_deltas)
     table = rng.integers(0, 1000, (NUM_ROWS + 1, 50)).astype(np.int32)
     entries = rng.permutation(NUM_ROWS * 50)[:num_deltas]
     deltas = np.stack([entries // 50 + 1, entries % 50, rng.integers(1, 9999, num_deltas)], 1).astype(np.int32)
-    on_device = _to_device(table.copy())
-    buffer = _to_device(np.concatenate([[99], deltas.reshape(-1)]).astype(np.int32))
-    apply_page_deltas(on_device, buffer[1:].view(-1, 3))
+    on_device = _to_device(table.copy(), _device(by))
+    buffer = _to_device(np.concatenate([[99], deltas.reshape(-1)]).astype(np.int32), _device(by))
+    by.apply_page_deltas(on_device, buffer[1:].view(-1, 3))
     table[deltas[:, 0], deltas[:, 1]] = deltas[:, 2]
     np.testing.assert_array_equal(on_device.cpu().numpy(), table)
 
 
 @pytest.mark.gpu
 def test_a_replayed_graph_follows_its_inputs() -> None:
+    from attention.kernels import step_metadata as kernels
+
     first, second = Step([(3, 0, 1), (1, 63, 1)], 16), Step([(7, 200, 1), (0, 0, 1)], 16)
     static = {
         "rows": torch.zeros(2, dtype=torch.int32, device=DEVICE),
@@ -141,18 +163,18 @@ def test_a_replayed_graph_follows_its_inputs() -> None:
         cache_seqlens=torch.zeros(2, dtype=torch.int32, device=DEVICE),
         page_table=torch.zeros(2, first.max_pages, dtype=torch.int32, device=DEVICE),
     )
-    fill_step_metadata(**static, page_size=16, max_seqlen_q=1, out=out)
+    kernels.fill_step_metadata(**static, page_size=16, max_seqlen_q=1, out=out)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        fill_step_metadata(**static, page_size=16, max_seqlen_q=1, out=out)
+        kernels.fill_step_metadata(**static, page_size=16, max_seqlen_q=1, out=out)
     for step in (first, second):
         rows, starts, _ = np.array(step.batch, np.int32).T
         values = (rows, starts, step.cu_seqlens_q, step.token_ids, step.table, step.last_tokens)
         for tensor, value in zip(static.values(), values, strict=True):
             tensor.copy_(torch.from_numpy(value))
         graph.replay()
-        expected = step.run()
+        expected = step.run(kernels)
         assert out.input_ids.tolist() == expected.input_ids.tolist()[:2]
         assert out.out_cache_loc.tolist() == expected.out_cache_loc.tolist()[:2]
         assert out.cache_seqlens.tolist() == expected.cache_seqlens.tolist()[:2]

@@ -16,7 +16,7 @@ from torch.distributed import HashStore, PrefixStore
 
 from configs.layers import Axis, Cut, Linear
 from configs.model_config import RopeConfig
-from parallel.embedding import ParallelLMHead, VocabParallelEmbedding
+from parallel.embedding import ParallelLMHead, VocabParallelEmbedding, whole_logits
 from parallel.group import Strategy, TensorParallelGroup
 from parallel.linear import RowParallelLinear
 from parallel.plan import LayerShard, ShardPlan, Span
@@ -211,7 +211,7 @@ def layers(group: TensorParallelGroup, dtype: torch.dtype) -> list[str]:
         torch.testing.assert_close(y.float(), want, atol=0.05 if dtype is BF16 else 1e-4, rtol=0.02)
         # The row-parallel sum came after: the embedding's rows must not have changed with it.
         assert torch.equal(hidden.cpu().float(), whole["embed.weight"][ids])
-        logits = head(hidden)
+        logits = whole_logits(head.local_logits(hidden), plan, group)
         want = F.linear(hidden.cpu().float(), whole["embed.weight"])
         torch.testing.assert_close(logits.cpu(), want, atol=1e-4, rtol=1e-3)
         digests += [digest(hidden), digest(y), digest(logits)]

@@ -304,13 +304,13 @@ def test_an_answer_with_penalties_is_counted_as_it_grows_and_goes_on_from_counts
 ) -> None:
     logits: list[npt.NDArray[np.float32]] = []
 
-    def recorded(self: Decoder, hidden: torch.Tensor) -> torch.Tensor:
-        out = whole(self, hidden)
-        logits.append(out[0].numpy().copy())
-        return out
+    def recorded(self: Decoder, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        local = unrecorded(self, hidden, out)
+        logits.append(local[0].numpy().copy())
+        return local
 
-    whole = Decoder.logits
-    monkeypatch.setattr(Decoder, "logits", recorded)
+    unrecorded = Decoder.local_logits
+    monkeypatch.setattr(Decoder, "local_logits", recorded)
     worker = _worker(tiny_path, MODEL)
     params = {"repetition_penalty": 1.2, "frequency_penalty": 0.4, "presence_penalty": 0.3}
     prompt = _records(COUNT_DTYPE, *((2, token, 0, 1) for token in PROMPT))

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from attention.step_shape import StepShape
 from parallel.group import TensorParallelGroup
-from worker.step_layout import StepShape, smallest
+from worker.step_layout import smallest
 
 _log = logging.getLogger(__name__)
 

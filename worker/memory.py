@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -13,11 +12,9 @@ import psutil  # type: ignore[import-untyped]  # ships no types
 import torch
 
 from worker.cgroup import available_bytes
+from worker.model_runner import ModelRunner
 from worker.protocol import MAX_TARGETS, SCORE_DTYPE, RowFlag, StepFrame
 from worker.sampler import default_params
-
-if TYPE_CHECKING:
-    from worker.cuda_model_runner import CudaModelRunner
 
 _GIB = 1 << 30
 # Graphs of the smaller shapes live in the memory of the largest, but for their nodes: a few MiB each.
@@ -60,7 +57,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def profile_cuda(
-    make_runner: Callable[[], CudaModelRunner],
+    make_runner: Callable[[], ModelRunner],
     device: torch.device,
     *,
     max_rows: int,

@@ -1,7 +1,14 @@
-"""The steps of a CPU rank: a frame to tokens, synchronously. CUDA ranks have cuda_model_runner.py."""
+"""The steps of one rank: a frame is launched, and its tokens are read when they are there.
+
+On CUDA all is queued on the stream. A step that a captured shape holds, of decodes alone or with prompts, replays a
+CUDA graph of the whole step; any other, and every step where the backend captures nothing, runs eagerly through the
+same code. Rows with filters, adjustments or logprobs are looked at again behind it, before the next step reads their
+tokens.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -11,21 +18,29 @@ import torch
 from attention.backend import AttentionBackend
 from attention.forward_batch import ForwardBatch
 from attention.kv_pool import ReqToTokenPool, TokenToKVPool
-from worker.adjustments import RowAdjustments, adjusted
+from attention.step_shape import StepShape
+from parallel.group import TensorParallelGroup
+from worker.cuda_graph_runner import CudaGraphRunner, StepOutput
 from worker.frame_check import FrameLimits, check_frame
+from worker.logprobs import LogprobTensors
 from worker.models.decoder import Decoder
-from worker.pending_step import CompletedStep
-from worker.prompt_scores import CHUNK_ROWS, TargetScores, WantedTokens, score_in_chunks, target_scores
-from worker.protocol import RowFlag, StepFrame, StepResult
-from worker.sampler import SampledTokens, Sampler, default_params
+from worker.pending_step import PendingStep
+from worker.prompt_scores import CHUNK_ROWS, WantedTokens
+from worker.protocol import RowFlag, StepFrame
+from worker.sampler import Sampler
+from worker.step_inputs import StepInputs
+from worker.step_layout import decode_shapes, prompt_shapes, shape_of
+from worker.upload import upload
 
 
 class ModelRunner:
-    """Owns the last token, the sampling parameters and the adjustments of every row; reads the page table, writes KV
-    through the backend.
+    """Owns what a step reads and leaves on the device. On CUDA one stream, torch's current one, orders everything.
 
     Args:
         limits: frames are checked against them.
+        max_rows: most rows of a step.
+        max_tokens: most input tokens of a step.
+        max_graph_tokens: most input tokens of a captured step with prompts.
     """
 
     def __init__(
@@ -34,109 +49,137 @@ class ModelRunner:
         backend: AttentionBackend,
         req_to_token_pool: ReqToTokenPool,
         token_to_kv_pool: TokenToKVPool,
+        sampler: Sampler,
+        group: TensorParallelGroup,
         limits: FrameLimits,
+        *,
+        max_rows: int,
+        max_tokens: int,
+        max_graph_tokens: int,
     ) -> None:
         self._decoder = decoder
         self._backend = backend
         self._req_to_token_pool = req_to_token_pool
-        self._token_to_kv_pool = token_to_kv_pool
+        self._num_pages = token_to_kv_pool.num_pages
+        self._sampler = sampler
+        self._group = group
         self._limits = limits
-        self._sampler = Sampler(limits.vocab_size, token_to_kv_pool.device)
-        self._params = default_params(limits.num_rows)
-        self._adjustments = RowAdjustments(limits.num_rows, limits.vocab_size, token_to_kv_pool.device)
-        self._last_tokens = torch.zeros(limits.num_rows, dtype=torch.int64)
+        self._max_rows = max_rows
+        self._max_graph_tokens = min(max_tokens, max_graph_tokens)
+        self._inputs = StepInputs(
+            req_to_token_pool,
+            max_rows=max_rows + 1,  # with a row for padding
+            max_tokens=max_tokens,
+            page_size=token_to_kv_pool.page_size,
+        )
+        self._graphs = CudaGraphRunner(group)
 
-    def launch(self, frame: StepFrame) -> CompletedStep:
-        """Applies the frame's deltas, runs one forward pass and samples.
+    @property
+    def table_bytes(self) -> int:
+        """Bytes on the device that stay as they are however many pages there are: the rows' adjustments."""
+        return self._sampler.adjustments.num_bytes
+
+    def capture(self, *, largest: bool = False, on_progress: Callable[[float], None] | None = None) -> None:
+        """Captures steps at every shape of the ladders, or only their `largest`; the KV pool must stay where it is.
+
+        Does nothing where the backend cannot be captured.
+        """
+        if not self._backend.captures_cuda_graphs:
+            return
+        max_model_len = self._limits.max_model_len
+        shapes: list[StepShape] = []
+        for ladder in (
+            decode_shapes(self._max_rows),
+            prompt_shapes(self._max_rows, self._max_graph_tokens, max_model_len),
+        ):
+            variants = [variant for shape in ladder for variant in self._backend.capture_shapes(shape, max_model_len)]
+            shapes += variants[-1:] if largest else variants
+        nothing = StepFrame(generation=0, step=0)
+        # One for all graphs, kept by their outputs: what each had of its own came to 8 GiB (Qwen3-8B at TP 1).
+        logits = torch.empty(
+            self._max_rows, self._decoder.num_local_logits, dtype=torch.float32, device=self._group.device
+        )
+        self._graphs.capture(
+            lambda shape: self._step(shape, logits[: shape.num_sampled]),
+            shapes,
+            prepare=lambda shape: self._inputs.upload(nothing, shape),
+            on_progress=on_progress,
+        )
+
+    def launch(self, frame: StepFrame) -> PendingStep:
+        """Starts the step; the next one may be launched before its result is taken.
 
         Raises:
-            EngineError: the frame does not fit this rank's tables.
+            EngineError: the frame does not fit this rank's tables. Nothing has changed then.
         """
         check_frame(frame, self._limits)
-        self._req_to_token_pool.apply(frame.page_deltas, self._token_to_kv_pool.num_pages)
-        self._params[frame.params["row"]] = frame.params
-        self._adjustments.update(frame)
-        sampled = (frame.flags & RowFlag.SAMPLE) != 0
-        if len(frame.targets) == 0:
-            return CompletedStep(self._sampled(frame, sampled, self._forward(frame, sampled)))
-        wanted = WantedTokens.of(frame)
-        hidden = self._forward(frame, sampled, wanted.tokens)
-        scores = self._score(frame, hidden.index_select(0, torch.from_numpy(wanted.scored)))
-        result = self._sampled(frame, sampled, hidden.index_select(0, torch.from_numpy(wanted.sampled)))
-        scores.put_into(result)
-        return CompletedStep(result)
+        self._req_to_token_pool.check(frame.page_deltas, self._num_pages)
+        is_sampled = (frame.flags & RowFlag.SAMPLE) != 0
+        step, sampled = shape_of(frame), frame.rows[is_sampled]
+        shape = None if len(frame.targets) else self._graphs.smallest(step)
+        self._inputs.upload(frame, shape or step)
+        self._sampler.update(frame)
+        hidden, scores = None, None
+        if shape is not None:
+            self._backend.prepare_replay(shape)
+            output = self._graphs.replay(shape)
+            output = StepOutput(output.tokens[: len(sampled)], output.logits[: len(sampled)])
+        else:
+            hidden, scores = self._forward_and_score(frame, self._inputs.batch(frame, step))
+        if len(sampled) == 0:
+            return PendingStep(self._group, frame, None, sampled, None, scores)
+        chosen = self._sampler.choose(sampled, (frame.starts + frame.lens)[is_sampled])
+        if hidden is not None:
+            output = self._sample(hidden, step, left_out=chosen.which[chosen.is_redrawn])
+        logprobs = None
+        if len(chosen.which):
+            rows, positions = self._inputs.sampled_rows(step)
+            logprobs = self._sampler.resample(output.logits, rows, positions, output.tokens, chosen)
+            self._inputs.last_tokens.index_copy_(0, rows.long(), output.tokens)
+        asked = chosen.which[chosen.num_logprobs >= 0].astype(np.int32)
+        return PendingStep(self._group, frame, output.tokens, asked, logprobs, scores)
 
-    def _sampled(self, frame: StepFrame, sampled: npt.NDArray[np.bool_], hidden: torch.Tensor) -> StepResult:
-        """What the rows that are sampled bring; `hidden` [num_sampled, hidden_size] are their states."""
-        if len(hidden) == 0:
-            return StepResult(frame.generation, frame.step, tokens=np.empty(0, np.int32))
-        rows = frame.rows[sampled]
-        # The noise key: the new token's index in its whole sequence, which preemption and recompute do not change.
-        positions = (frame.starts + frame.lens)[sampled].astype(np.int64)
-        result = self._sample(self._decoder.logits(hidden), rows, positions)
-        return StepResult(
-            generation=frame.generation,
-            step=frame.step,
-            tokens=result.tokens.numpy().astype(np.int32),
-            logprob_rows=result.logprob_rows,
-            logprobs=result.logprobs.numpy(),
-            top_ids=result.top_ids.numpy().astype(np.int32),
-            top_logprobs=result.top_logprobs.numpy(),
-            asked_logprobs=result.asked_logprobs.numpy(),
-        )
+    def _step(self, shape: StepShape, logits: torch.Tensor) -> StepOutput:
+        """A step of that shape over static buffers, its logits among them: what a graph captures."""
+        batch = self._inputs.graph_batch(shape)
+        self._backend.prepare_capture(batch, shape)
+        return self._sample(self._decoder.forward(batch, self._backend), shape, out=logits)
 
-    def _score(self, frame: StepFrame, hidden: torch.Tensor) -> TargetScores:
-        """Scores of the frame's targets, of which `hidden` [num_targets, hidden_size] are the states before."""
-        targets, k = torch.from_numpy(frame.targets.astype(np.int64)), int(frame.scores["k"].max())
-        return score_in_chunks(
-            hidden, targets, CHUNK_ROWS, lambda states, ids: target_scores(self._decoder.logits(states), ids, k)
-        )
-
-    def _sample(
-        self, logits: torch.Tensor, rows: npt.NDArray[np.int32], positions: npt.NDArray[np.int64]
-    ) -> SampledTokens:
-        """A token for each of `rows`, kept as their last; and counted where there are penalties."""
-        params, adjustments = self._params[rows], self._adjustments
-        touched = np.flatnonzero(adjustments.touched(rows, positions)).tolist()
-        row_ids = torch.from_numpy(rows.astype(np.int64))
-        num_asked = int(adjustments.num_asked(rows).max(initial=0))
-        result = self._sampler.sample(
-            logits,
-            params,
-            positions,
-            adjusted={i: adjusted(logits[i], adjustments, int(rows[i]), int(positions[i]), params[i]) for i in touched},
-            asked=adjustments.asked[row_ids, :num_asked],
-        )
-        if touched:
-            adjustments.count(row_ids, result.tokens)
-        self._last_tokens.index_copy_(0, row_ids, result.tokens)
-        return result
-
-    def _forward(
-        self, frame: StepFrame, sampled: npt.NDArray[np.bool_], wanted: npt.NDArray[np.int64] | None = None
-    ) -> torch.Tensor:
-        """Hidden states [num_sampled, hidden_size] of the rows that are sampled, or of the `wanted` inputs."""
-        batch = ForwardBatch.create(
-            req_pool_indices=frame.rows.astype(np.int64),
-            prefix_lens=frame.starts.astype(np.int64),
-            extend_lens=frame.lens.astype(np.int64),
-            input_ids=self._input_ids(frame),
-            page_table=self._req_to_token_pool.page_table,
-            page_size=self._token_to_kv_pool.page_size,
-            sampled=sampled,
-        )
-        if wanted is not None:
-            batch = replace(batch, sample_indices=torch.from_numpy(wanted))
+    def _forward(self, batch: ForwardBatch) -> torch.Tensor:
         self._backend.init_forward_metadata(batch)
         return self._decoder.forward(batch, self._backend)
 
-    def _input_ids(self, frame: StepFrame) -> torch.Tensor:
-        has_tokens = (frame.flags & RowFlag.HAS_TOKENS) != 0
-        if not has_tokens.any():
-            return self._last_tokens.index_select(0, torch.from_numpy(frame.rows.astype(np.int64)))
-        given = torch.from_numpy(frame.token_ids.astype(np.int64))
-        if has_tokens.all():
-            return given
-        from_frame = torch.from_numpy(np.repeat(has_tokens, frame.lens))
-        rows = torch.from_numpy(np.repeat(frame.rows, frame.lens).astype(np.int64))
-        return self._last_tokens.index_select(0, rows).masked_scatter_(from_frame, given)
+    def _forward_and_score(self, frame: StepFrame, batch: ForwardBatch) -> tuple[torch.Tensor, LogprobTensors | None]:
+        """Hidden states of the rows that are sampled, and scores of the frame's targets, if it has any."""
+        if len(frame.targets) == 0:
+            return self._forward(batch), None
+        wanted, device = WantedTokens.of(frame), self._group.device
+        hidden = self._forward(replace(batch, sample_indices=upload(wanted.tokens, device)))
+        scored = hidden.index_select(0, upload(wanted.scored, device))
+        targets, k = upload(frame.targets.astype(np.int64), device), int(frame.scores["k"].max())
+        chunks = [
+            self._sampler.score(self._decoder.local_logits(states), ids, k)
+            for states, ids in zip(torch.split(scored, CHUNK_ROWS), torch.split(targets, CHUNK_ROWS), strict=True)
+        ]
+        return hidden.index_select(0, upload(wanted.sampled, device)), LogprobTensors.joined(chunks)
+
+    def _sample(
+        self,
+        hidden: torch.Tensor,
+        shape: StepShape,
+        *,
+        out: torch.Tensor | None = None,
+        left_out: npt.NDArray[np.int64] | None = None,
+    ) -> StepOutput:
+        """The plain rule for every sampled row. The noise key is the new token's index in its whole sequence, which is
+        how many tokens the row has now, and which preemption and recompute do not change.
+
+        Args:
+            out: for the logits, [num_sampled, columns of this rank] fp32. None: a new tensor.
+            left_out: indices of sampled rows that are redrawn anyway.
+        """
+        rows, positions = self._inputs.sampled_rows(shape)
+        logits = self._decoder.local_logits(hidden, out)
+        tokens = self._sampler.sample(logits, rows, positions, left_out)
+        self._inputs.last_tokens.index_copy_(0, rows.long(), tokens)
+        return StepOutput(tokens, logits)

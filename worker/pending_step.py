@@ -2,41 +2,71 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
-from worker.protocol import StepFrame, StepResult
+import numpy as np
+import torch
+
+from parallel.group import TensorParallelGroup
+from worker.logprobs import LogprobTensors
+from worker.protocol import Int32Array, StepFrame, StepResult
 
 
-class PendingStep(Protocol):
-    """One launched step."""
+class PendingStep:
+    """What a step leaves, on its way to the host. Made behind the step's launches, on their stream.
+
+    Args:
+        tokens: [num_sampled] int64, device; None when no row was sampled.
+        logprob_rows: indices of the sampled rows that asked for logprobs.
+        logprobs: theirs; None when there are none.
+        scores: of the frame's targets; None when it has none.
+    """
+
+    def __init__(
+        self,
+        group: TensorParallelGroup,
+        frame: StepFrame,
+        tokens: torch.Tensor | None,
+        logprob_rows: Int32Array,
+        logprobs: LogprobTensors | None,
+        scores: LogprobTensors | None,
+    ) -> None:
+        self._group = group
+        self._generation, self._step = frame.generation, frame.step
+        # A non-blocking copy to the host lands in pinned memory, which the event says is filled.
+        self._tokens = None if tokens is None else tokens.to("cpu", non_blocking=True)
+        self._logprob_rows = logprob_rows
+        self._logprobs = None if logprobs is None else logprobs.to_host()
+        self._scores = None if scores is None else scores.to_host()
+        self._done: Any = None  # torch does not annotate its event; None: all of it is there
+        if group.device.type == "cuda":
+            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._done.record()
 
     def is_done(self) -> bool:
         """Whether `result` would return without waiting."""
+        return self._done is None or bool(self._done.query())
 
     def result(self) -> StepResult:
-        """The step's result; waits for it."""
-
-
-class StepRunner(Protocol):
-    """Runs the steps of one rank, in order."""
-
-    def launch(self, frame: StepFrame) -> PendingStep:
-        """Starts the step; the next one may be launched before its result is taken.
+        """The step's result; waits for it.
 
         Raises:
-            EngineError: the frame does not fit this rank's tables. Nothing has changed then.
+            EngineError: a collective of the step failed, or the group was aborted meanwhile.
         """
-
-
-@dataclass(frozen=True, slots=True)
-class CompletedStep:
-    """A step that was run whole by `launch`."""
-
-    outcome: StepResult
-
-    def is_done(self) -> bool:
-        return True
-
-    def result(self) -> StepResult:
-        return self.outcome
+        if self._done is not None:
+            self._done.synchronize()
+            # A sum whose wait was ended goes on with what there is: those tokens must not get out.
+            self._group.check_alive()
+        tokens = np.empty(0, np.int32) if self._tokens is None else self._tokens.numpy().astype(np.int32)
+        result = StepResult(self._generation, self._step, tokens=tokens)
+        if self._logprobs is not None:
+            result.logprob_rows = self._logprob_rows
+            result.logprobs = self._logprobs.logprobs.numpy()
+            result.top_ids = self._logprobs.top_ids.numpy().astype(np.int32)
+            result.top_logprobs = self._logprobs.top_logprobs.numpy()
+            result.asked_logprobs = self._logprobs.asked_logprobs.numpy()
+        if self._scores is not None:
+            result.target_logprobs = self._scores.logprobs.numpy()
+            result.target_top_ids = self._scores.top_ids.numpy().astype(np.int32)
+            result.target_top_logprobs = self._scores.top_logprobs.numpy()
+        return result

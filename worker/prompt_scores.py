@@ -6,15 +6,12 @@ layer and the LM head beside those of the rows that are sampled, the latter a ch
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from worker.protocol import RowFlag, StepFrame, StepResult
-from worker.sampler import likeliest
+from worker.protocol import RowFlag, StepFrame
 
 CHUNK_ROWS = 128
 """Targets whose logits are there at a time."""
@@ -41,50 +38,3 @@ class WantedTokens(NamedTuple):
         scored = np.repeat(first_inputs - (np.cumsum(counts) - counts), counts) + np.arange(len(frame.targets))
         tokens = np.union1d(sampled, scored)
         return cls(tokens, np.searchsorted(tokens, sampled), np.searchsorted(tokens, scored))
-
-
-class TargetScores(NamedTuple):
-    """Log probabilities of a step's targets."""
-
-    logprobs: torch.Tensor
-    """[num_targets] fp32."""
-    top_ids: torch.Tensor
-    """[num_targets, k] int64: likeliest tokens, descending, equal ones by id."""
-    top_logprobs: torch.Tensor
-    """[num_targets, k] fp32."""
-
-    def to_host(self) -> TargetScores:
-        """Queues the copies; on CPU the tensors themselves."""
-        return TargetScores(*(part.to("cpu", non_blocking=True) for part in self))
-
-    def put_into(self, result: StepResult) -> None:
-        """Of tensors on the host that are there."""
-        result.target_logprobs = self.logprobs.numpy()
-        result.target_top_ids = self.top_ids.numpy().astype(np.int32)
-        result.target_top_logprobs = self.top_logprobs.numpy()
-
-
-def score_in_chunks(
-    hidden: torch.Tensor,
-    targets: torch.Tensor,
-    num_rows: int,
-    score: Callable[[torch.Tensor, torch.Tensor], TargetScores],
-) -> TargetScores:
-    """Scores of all `targets` [num_targets], at least one, by `score` of at most `num_rows` at a time.
-
-    Args:
-        hidden: [num_targets, hidden_size]: the state before each.
-    """
-    chunks = [
-        score(hidden[start : start + num_rows], targets[start : start + num_rows])
-        for start in range(0, len(targets), num_rows)
-    ]
-    return TargetScores(*map(torch.cat, zip(*chunks, strict=True)))
-
-
-def target_scores(logits: torch.Tensor, targets: torch.Tensor, k: int) -> TargetScores:
-    """Scores of `targets` [num_rows] int64 by whole rows of logits [num_rows, vocab_size] fp32."""
-    logprobs = torch.log_softmax(logits, dim=-1)
-    top_ids = likeliest(logprobs, k)
-    own = logprobs.gather(1, targets.unsqueeze(1)).squeeze(1)
-    return TargetScores(own, top_ids, logprobs.gather(1, top_ids))

@@ -3,93 +3,75 @@
     token = argmax over allowed v of  logit_v / temperature + gumbel(seed, position, v)
 
 Noise is a hash of seed, position and token id; no generator has state. Temperature 0 is the same rule without noise.
-Ties go to the smallest id. Each sampled row is worked on alone, so its neighbours cannot change a bit of it.
+Ties go to the smallest id. Each row is worked on alone, so its neighbours cannot change a bit of it.
+
+Logits are sharded by vocabulary. Every row is sampled by the plain rule, which a CUDA graph can hold and which moves
+two numbers a row between ranks. Rows with filters, adjustments or logprobs are looked at again behind it, as whole
+rows. The arithmetic is in worker/kernels for CUDA, and in worker/torch_sampling.py for CPU.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from worker.protocol import PARAMS_DTYPE
+from parallel.embedding import whole_logits
+from parallel.group import TensorParallelGroup
+from parallel.plan import ShardPlan
+from worker.adjustments import RowAdjustments
+from worker.logprobs import LogprobTensors
+from worker.protocol import PARAMS_DTYPE, Int32Array, StepFrame
+from worker.upload import upload
 
-_MASK64 = (1 << 64) - 1
-_MIX_SHIFTS = (30, 27, 31)
-_MIX_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-_GOLDEN = 0x9E3779B97F4A7C15
-_TOP_P_WIDTH = 8.0
-"""Scores this far below the best are looked at first for top-p; only if they hold too little mass is all sorted."""
-
-
-@dataclass(frozen=True, slots=True)
-class SampledTokens:
-    """One token for each row, and log probabilities of the rows that asked."""
-
-    tokens: torch.Tensor
-    """[num_rows] int64, device."""
-    logprob_rows: npt.NDArray[np.int32]
-    """[num_logprob_rows]: indices of the rows that asked."""
-    logprobs: torch.Tensor
-    """[num_logprob_rows] fp32: of the sampled token, before adjustments, temperature and filters."""
-    top_ids: torch.Tensor
-    """[num_logprob_rows, k] int64: likeliest tokens, descending; k is the largest number asked for."""
-    top_logprobs: torch.Tensor
-    """[num_logprob_rows, k] fp32."""
-    asked_logprobs: torch.Tensor
-    """[num_logprob_rows, m] fp32: of the tokens that were asked for."""
+RECORD_WORDS = PARAMS_DTYPE.itemsize // 4
+_CHUNK_ROWS = 128
+"""Rows looked at again at a time, which bounds their memory: about 30 bytes for each logit. On CUDA one SM works on a
+row."""
 
 
-class Sampler:
-    """Samples rows of logits by PARAMS_DTYPE records."""
+class Chosen(NamedTuple):
+    """Rows of a batch that need more than the plain rule; on the host."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        # The hash of an id is constant; a step only mixes its row's key in.
-        self._id_hashes = _mix(torch.arange(vocab_size, dtype=torch.int64, device=device) * _signed(_GOLDEN))
+    which: npt.NDArray[np.int64]
+    """[num_chosen]: indices into the batch."""
+    is_redrawn: npt.NDArray[np.bool_]
+    """[num_chosen]: has filters or adjustments; the others keep their token and only want logprobs."""
+    num_logprobs: Int32Array
+    """[num_chosen]: how many of the likeliest tokens each wants besides its own; -1 for none."""
+    num_asked: int
+    """The most tokens that one of them wants the log probability of."""
+    are_adjusted: bool
+    """Some of them have adjustments."""
 
-    def sample(
+
+class SamplingKernels(Protocol):
+    """The arithmetic: worker/kernels/sampling.py, whose docstrings are the contract, or worker/torch_sampling.py."""
+
+    def best_candidates(
         self,
         logits: torch.Tensor,
-        params: npt.NDArray[np.void],
-        positions: npt.NDArray[np.int64],
-        *,
-        adjusted: Mapping[int, torch.Tensor] | None = None,
-        asked: torch.Tensor | None = None,
-    ) -> SampledTokens:
-        """One token for each row.
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        records: torch.Tensor,
+        first_id: int,
+        thresholds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The best token of blocks of ids."""
 
-        Args:
-            logits: [num_rows, vocab_size] fp32, unchanged; -inf for what must not be chosen.
-            params: [num_rows] PARAMS_DTYPE.
-            positions: [num_rows]: index of the token to be sampled in its whole sequence, prompt included.
-            adjusted: by index, what the token of a row is drawn from instead, [vocab_size] fp32. A row without an
-                allowed token gets token 0.
-            asked: [num_rows, m] int64: ids whose log probabilities rows with logprobs want too.
-        """
-        adjusted = adjusted or {}
-        tokens = logits.argmax(dim=-1)
-        for i, row in adjusted.items():
-            tokens[i] = row.argmax()
-        for i in np.flatnonzero(params["temperature"] > 0).tolist():
-            tokens[i] = self._sample_row(adjusted.get(i, logits[i]), params[i], int(positions[i]))
-        if asked is None:
-            asked = torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)
-        return _with_logprobs(logits, tokens, params["num_logprobs"], asked)
+    def reduce_candidates(self, candidates: torch.Tensor) -> torch.Tensor:
+        """The best token of all blocks."""
 
-    def _sample_row(self, logits: torch.Tensor, params: np.void, position: int) -> torch.Tensor:
-        scores = logits.double() / float(params["temperature"])
-        threshold = _threshold(scores, int(params["top_k"]), float(params["top_p"]), float(params["min_p"]))
-        key = _row_key(int(params["seed"]), position)
-        if threshold is None:
-            return (scores + _gumbel(self._id_hashes, key)).argmax()
-        # Ascending ids, so that argmax still gives ties to the smallest.
-        allowed = (scores >= threshold).nonzero().squeeze(1)
-        noisy = scores.index_select(0, allowed) + _gumbel(self._id_hashes.index_select(0, allowed), key)
-        return allowed[noisy.argmax()]
+    def reduce_tokens(self, candidates: torch.Tensor) -> torch.Tensor:
+        """Its id alone."""
+
+    def filter_thresholds(self, logits: torch.Tensor, rows: torch.Tensor, records: torch.Tensor) -> torch.Tensor:
+        """The smallest score that filters allow."""
+
+    def token_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, k: int, asked: torch.Tensor) -> LogprobTensors:
+        """Log probabilities of tokens and of the likeliest."""
 
 
 def default_params(num_rows: int) -> npt.NDArray[np.void]:
@@ -100,105 +82,189 @@ def default_params(num_rows: int) -> npt.NDArray[np.void]:
     return params
 
 
-def _threshold(scores: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor | None:
-    """Smallest allowed score, a scalar; None when everything is allowed. Scores equal to it are kept.
+class SamplingTables:
+    """Every row's sampling parameters, on host and device; greedy until set.
 
-    top-k first, then top-p of what is left, then min-p relative to the likeliest token.
+    Args:
+        num_rows: rows of the request table; row 0 is padding and stays greedy.
     """
-    vocab_size = scores.shape[0]
-    threshold: torch.Tensor | None = None
-    if 0 < top_k < vocab_size:
-        threshold = scores.topk(top_k, sorted=False).values.min()
-    if top_p < 1.0:
-        threshold = _top_p_threshold(scores, threshold, top_p)
-    if min_p > 0.0:
-        floor = scores.max() + math.log(min_p)
-        threshold = floor if threshold is None else torch.maximum(threshold, floor)
-    return threshold
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self._device = device
+        self.params = default_params(num_rows)
+        """[num_rows] PARAMS_DTYPE."""
+        words = self.params.copy().view(np.int32).reshape(num_rows, RECORD_WORDS)
+        self.records = torch.from_numpy(words).to(device)
+        """[num_rows, RECORD_WORDS] int32: PARAMS_DTYPE records."""
+
+    def update(self, records: npt.NDArray[np.void]) -> None:
+        """Queues the change of some rows, for the kernels launched after it.
+
+        Args:
+            records: PARAMS_DTYPE, of distinct rows, 1 to num_rows - 1. May be changed once this returns.
+        """
+        assert records.dtype == PARAMS_DTYPE, f"records of {records.dtype}"
+        self.params[records["row"]] = records
+        words = np.ascontiguousarray(records).view(np.int32).reshape(-1, RECORD_WORDS)
+        staged = upload(words, self._device)
+        self.records.index_copy_(0, staged[:, 0].long(), staged)
 
 
-def _top_p_threshold(scores: torch.Tensor, at_least: torch.Tensor | None, top_p: float) -> torch.Tensor:
-    """Score of the last token of the smallest set, likeliest first, that holds `top_p` of the mass >= `at_least`."""
-    best = scores.max()
-    weights = (scores - best).exp()
-    if at_least is not None:
-        weights = weights.masked_fill(scores < at_least, 0.0)
-    wanted = top_p * weights.sum()
-    for width in (_TOP_P_WIDTH, math.inf):
-        likeliest = scores[scores >= best - width].sort(descending=True).values
-        # Summed in descending order, so the first sums do not depend on how many tokens are looked at.
-        mass = (likeliest - best).exp().cumsum(0)
-        reached = mass >= wanted
-        if bool(reached[-1]):
-            break
-    # The first position that reaches the mass; rounding may leave even the last one short of it.
-    last_kept = likeliest[reached.int().argmax() if bool(reached[-1]) else -1]
-    return last_kept if at_least is None else torch.maximum(last_kept, at_least)
+class Sampler:
+    """Samples rows of which this rank has the logits of ids `plan.vocab[group.rank]`.
 
+    Every rank of the group makes the same calls and arrives at the same tokens.
 
-def _with_logprobs(
-    logits: torch.Tensor, tokens: torch.Tensor, num_logprobs: npt.NDArray[np.int32], asked: torch.Tensor
-) -> SampledTokens:
-    rows = np.flatnonzero(num_logprobs >= 0).astype(np.int32)
-    if len(rows) == 0:
-        empty = torch.empty(0, 0, device=logits.device)
-        return SampledTokens(tokens, rows, empty[:, 0:0].reshape(0), empty.long(), empty, empty)
-    chosen = torch.from_numpy(rows.astype(np.int64)).to(logits.device)
-    logprobs = torch.log_softmax(logits.index_select(0, chosen).float(), dim=-1)
-    # A stable sort, not topk: equal log probabilities stand in the order of their ids.
-    k = int(num_logprobs[rows].max())
-    top = likeliest(logprobs, k)
-    own = logprobs.gather(1, tokens.index_select(0, chosen).unsqueeze(1)).squeeze(1)
-    asked_logprobs = logprobs.gather(1, asked.index_select(0, chosen))
-    return SampledTokens(tokens, rows, own, top, logprobs.gather(1, top), asked_logprobs)
+    Args:
+        num_rows: rows of the request table, padding row 0 included.
+        use_triton: for the arithmetic. None: on CUDA.
+    """
 
+    def __init__(
+        self, plan: ShardPlan, group: TensorParallelGroup, num_rows: int, *, use_triton: bool | None = None
+    ) -> None:
+        self._plan = plan
+        self._group = group
+        self._span = plan.vocab[group.rank]
+        self.tables = SamplingTables(num_rows, group.device)
+        self.adjustments = RowAdjustments(num_rows, max(span.stop for span in plan.vocab), group.device)
+        self._kernels: SamplingKernels
+        if group.device.type == "cuda" if use_triton is None else use_triton:
+            from worker.kernels import sampling  # a CPU install has no Triton
+            from worker.kernels.adjustments import adjust_logits
 
-def likeliest(values: torch.Tensor, k: int) -> torch.Tensor:
-    """Indices [num_rows, k] int64 of the largest of `values` [num_rows, n], descending, equal ones by index."""
-    if k == 0:
-        return torch.empty(values.shape[0], 0, dtype=torch.int64, device=values.device)
-    indices = [
-        # Everything that ties with the k-th is a candidate; few tokens, so the stable sort is cheap.
-        candidates[row[candidates].sort(descending=True, stable=True).indices[:k]]
-        for row in values
-        for candidates in [(row >= row.topk(k).values[-1]).nonzero().squeeze(1)]
-    ]
-    return torch.stack(indices)
+            self._kernels, self._adjust_logits = sampling, adjust_logits
+        else:
+            from worker import torch_sampling
 
+            self._kernels, self._adjust_logits = torch_sampling, torch_sampling.adjust_logits
 
-def _gumbel(id_hashes: torch.Tensor, key: int) -> torch.Tensor:
-    """Standard Gumbel noise in fp64, one for each hash: 53 uniform bits, never 0 nor 1."""
-    bits = _mix(id_hashes ^ key)
-    # Arithmetic shift, then the sign is masked off: torch has no unsigned 64-bit shift.
-    uniform = ((bits >> 11) & ((1 << 53) - 1)).double().add_(0.5).mul_(2.0**-53)
-    # 1 - 2**-54 rounds to 1.0 in fp64, whose noise would be infinite.
-    uniform.clamp_(max=1.0 - 2.0**-53)
-    return uniform.log_().neg_().log_().neg_()
+    def update(self, frame: StepFrame) -> None:
+        """Queues what a checked frame says of its rows, for what is launched after it."""
+        if len(frame.params):
+            self.tables.update(frame.params)
+        self.adjustments.update(frame)
 
+    def choose(self, rows: Int32Array, positions: npt.NDArray[np.integer]) -> Chosen:
+        """Which rows of a batch need more than the plain rule.
 
-def _row_key(seed: int, position: int) -> int:
-    """64 bits, as int64, from seed and position: two rounds, so neighbouring positions share nothing."""
-    return _signed(_mix_int((_mix_int(seed & _MASK64) + (position + 1) * _GOLDEN) & _MASK64))
+        Args:
+            rows: [batch_size]: rows of the request table.
+            positions: [batch_size]: of the tokens to be sampled.
+        """
+        params = self.tables.params[rows]
+        filtered = (params["temperature"] > 0) & (
+            (params["top_k"] > 0) | (params["top_p"] < 1.0) | (params["min_p"] > 0.0)
+        )
+        touched = self.adjustments.touched(rows, positions)
+        redrawn = filtered | touched
+        which = np.flatnonzero(redrawn | (params["num_logprobs"] >= 0))
+        num_asked = int(self.adjustments.num_asked(rows[which]).max(initial=0))
+        return Chosen(which, redrawn[which], params["num_logprobs"][which], num_asked, bool(touched.any()))
 
+    def sample(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        left_out: npt.NDArray[np.int64] | None = None,
+    ) -> torch.Tensor:
+        """One token for each row by temperature and noise alone; a CUDA graph may capture it.
 
-def _mix(x: torch.Tensor) -> torch.Tensor:
-    """The finaliser of SplitMix64 on int64, which wraps as uint64 would; a new tensor."""
-    x = x.clone()
-    for shift, factor in zip(_MIX_SHIFTS, (*_MIX_FACTORS, 1), strict=True):
-        x ^= (x >> shift) & ((1 << (64 - shift)) - 1)
-        if factor != 1:
-            x *= _signed(factor)
-    return x
+        Args:
+            logits: [batch_size, span.size] fp32, unchanged; -inf for what must not be chosen.
+            rows: [batch_size] int32, device: rows of the request table.
+            positions: [batch_size] int32, device: index of the token to be sampled in its whole sequence.
+            left_out: indices of rows whose token `resample` finds: theirs here is 0. Not for a graph.
 
+        Returns:
+            [batch_size] int64, device.
+        """
+        if left_out is None or len(left_out) == 0:
+            return self._plain(logits, rows, positions)
+        tokens = torch.zeros(len(rows), dtype=torch.int64, device=self._group.device)
+        if len(left_out) < len(rows):
+            kept = upload(np.delete(np.arange(len(rows)), left_out), self._group.device)
+            own = self._plain(*(part.index_select(0, kept) for part in (logits, rows, positions)))
+            tokens.index_copy_(0, kept, own)
+        return tokens
 
-def _mix_int(x: int) -> int:
-    """`_mix` of one Python integer below 2**64."""
-    for shift, factor in zip(_MIX_SHIFTS, (*_MIX_FACTORS, 1), strict=True):
-        x ^= x >> shift
-        x = x * factor & _MASK64
-    return x
+    def resample(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        tokens: torch.Tensor,
+        chosen: Chosen,
+    ) -> LogprobTensors | None:
+        """Samples rows with filters or adjustments, and counts their tokens; finds log probabilities. Launches kernels
+        only; not for a graph.
 
+        Args:
+            logits, rows, positions: as `sample` had them.
+            tokens: [batch_size] int64: what `sample` returned; changed in place where it is redrawn.
 
-def _signed(x: int) -> int:
-    """The int64 with the bits of a uint64."""
-    return x - (1 << 64) if x >> 63 else x
+        Returns:
+            The logprobs of the chosen rows that want them, in order; None when none does.
+        """
+        which, parts = upload(chosen.which, self._group.device), []
+        most = int(chosen.num_logprobs.max(initial=0))
+        for start in range(0, len(which), _CHUNK_ROWS):
+            part = slice(start, start + _CHUNK_ROWS)
+            chunk = which[part]
+            whole = whole_logits(logits.index_select(0, chunk), self._plan, self._group)
+            wants = np.flatnonzero(chosen.num_logprobs[part] >= 0)
+            # What the logprobs are of: the logits as they are before adjustments.
+            wanted = upload(wants, self._group.device)
+            raw = whole.index_select(0, wanted) if len(wants) else None
+            redrawn = np.flatnonzero(chosen.is_redrawn[part])
+            if len(redrawn):
+                again = chunk
+                if len(redrawn) < len(chunk):
+                    at = upload(redrawn, self._group.device)
+                    again, whole = chunk.index_select(0, at), whole.index_select(0, at)
+                self._redraw(whole, rows, positions, again, tokens, chosen.are_adjusted)
+            if raw is not None:
+                of = chunk.index_select(0, wanted)
+                asked = self.adjustments.asked[rows.index_select(0, of).long(), : chosen.num_asked]
+                parts.append(self._kernels.token_logprobs(raw, tokens.index_select(0, of), most, asked))
+        return LogprobTensors.joined(parts) if parts else None
+
+    def score(self, logits: torch.Tensor, targets: torch.Tensor, k: int) -> LogprobTensors:
+        """Log probabilities of given tokens. Launches kernels only; not for a graph.
+
+        Args:
+            logits: [num_rows, span.size] fp32; takes about 20 bytes for each logit of the vocabulary.
+            targets: [num_rows] int64, device.
+            k: how many of the likeliest tokens are wanted too.
+        """
+        return self._kernels.token_logprobs(
+            whole_logits(logits, self._plan, self._group), targets, k, targets.new_empty((len(targets), 0))
+        )
+
+    def _plain(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        kernels = self._kernels
+        candidates = kernels.best_candidates(logits, rows, positions, self.tables.records, self._span.start)
+        if self._group.size > 1:
+            candidates = self._group.all_gather(kernels.reduce_candidates(candidates)[0])
+        return kernels.reduce_tokens(candidates)
+
+    def _redraw(
+        self,
+        whole: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        again: torch.Tensor,
+        tokens: torch.Tensor,
+        are_adjusted: bool,
+    ) -> None:
+        """Draws for the rows `again` of the batch, whose whole rows of logits are `whole`, and changes `tokens`."""
+        kernels, records = self._kernels, self.tables.records
+        rows, positions = rows.index_select(0, again), positions.index_select(0, again)
+        if are_adjusted:
+            self._adjust_logits(whole, rows, positions, records, self.adjustments)
+        thresholds = kernels.filter_thresholds(whole, rows, records)
+        drawn = kernels.reduce_tokens(kernels.best_candidates(whole, rows, positions, records, 0, thresholds))
+        tokens.index_copy_(0, again, drawn)
+        if are_adjusted:
+            self.adjustments.count(rows.long(), drawn)

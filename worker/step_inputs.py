@@ -1,4 +1,4 @@
-"""A step's inputs on the device: one pinned buffer, one copy, and the tensors every CUDA step reads."""
+"""A step's inputs on the device: one staged buffer, one copy, and the tensors that every step reads."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import numpy.typing as npt
 import torch
 
 from attention.forward_batch import ForwardBatch, ForwardMode, Int64Array, PagedMetadata
-from attention.kernels.step_metadata import StepTensors, apply_page_deltas, fill_step_metadata
 from attention.kv_pool import ReqToTokenPool
+from attention.step_metadata import StepTensors
+from attention.step_shape import StepShape
+from configs.errors import EngineError
 from worker.protocol import StepFrame
-from worker.step_layout import StepLayout, StepShape
+from worker.step_layout import StepLayout
 
 # More than the steps in flight, so that no step waits for another's copy.
 _NUM_STAGES = 4
@@ -29,30 +31,41 @@ class StepInputs:
         page_size: of the KV pool.
     """
 
-    def __init__(
-        self, pool: ReqToTokenPool, *, max_rows: int, max_tokens: int, page_size: int, device: torch.device
-    ) -> None:
-        assert pool.device_page_table is not None, "step inputs need the page table on the device"
-        self._page_table = pool.device_page_table
+    def __init__(self, pool: ReqToTokenPool, *, max_rows: int, max_tokens: int, page_size: int) -> None:
+        self._page_table = pool.page_table
         self._page_size = page_size
         num_rows, max_pages = self._page_table.shape
-        max_tokens = max(max_tokens, max_rows)
-        self._layout = StepLayout(max_rows, max_tokens)
-        self._stages = [_Stage(self._layout.capacity) for _ in range(_NUM_STAGES)]
+        device = self._page_table.device
+        if device.type == "cuda":
+            from attention.kernels.step_metadata import apply_page_deltas, fill_step_metadata
+        else:
+            from attention.step_metadata import apply_page_deltas, fill_step_metadata
+        self._apply_page_deltas, self._fill_step_metadata = apply_page_deltas, fill_step_metadata
+        self._max_rows, self._max_tokens = max_rows, max(max_tokens, max_rows)
+        self._layout = StepLayout(max_rows, self._max_tokens)
+        self._stages = [_Stage(self._layout.capacity, device) for _ in range(_NUM_STAGES)]
         self._next_stage = 0
         self._buffer = torch.zeros(self._layout.capacity, dtype=torch.int32, device=device)
         self.last_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
         """[num_rows + 1] int64: what each row sampled last."""
         self._tensors = StepTensors(
-            input_ids=torch.zeros(max_tokens, dtype=torch.int64, device=device),
-            positions=torch.zeros(max_tokens, dtype=torch.int64, device=device),
-            out_cache_loc=torch.zeros(max_tokens, dtype=torch.int64, device=device),
+            input_ids=torch.zeros(self._max_tokens, dtype=torch.int64, device=device),
+            positions=torch.zeros(self._max_tokens, dtype=torch.int64, device=device),
+            out_cache_loc=torch.zeros(self._max_tokens, dtype=torch.int64, device=device),
             cache_seqlens=torch.zeros(max_rows, dtype=torch.int32, device=device),
             page_table=torch.zeros(max_rows, max_pages, dtype=torch.int32, device=device),
         )
 
     def upload(self, frame: StepFrame, shape: StepShape) -> None:
-        """Queues the copy of `frame`, padded to `shape`, and the page table's update."""
+        """Queues the copy of `frame`, padded to `shape`, and the page table's update.
+
+        Raises EngineError, before anything is written, if the step is larger than these tensors.
+        """
+        if shape.num_rows > self._max_rows or shape.num_tokens > self._max_tokens:
+            raise EngineError(
+                f"step {frame.step} of generation {frame.generation} has {shape.num_rows} rows and {shape.num_tokens} "
+                f"tokens; at most {self._max_rows} and {self._max_tokens} fit"
+            )
         stage = self._stages[self._next_stage]
         self._next_stage = (self._next_stage + 1) % _NUM_STAGES
         stage.wait()
@@ -68,7 +81,7 @@ class StepInputs:
             stage.copy_to(self._buffer, begin)
             on_device = torch.from_numpy(deltas).to(self._buffer.device)
         if len(deltas):
-            apply_page_deltas(self._page_table, on_device)
+            self._apply_page_deltas(self._page_table, on_device)
 
     def graph_batch(self, shape: StepShape) -> ForwardBatch:
         """The batch of any step padded to `shape`: its tensors are the same for every step.
@@ -78,16 +91,15 @@ class StepInputs:
         lens = np.ones(shape.num_rows, np.int64)
         if not shape.is_decode:
             lens[:-1], lens[-1] = 0, shape.num_tokens
-        nothing = np.zeros(shape.num_rows, np.int64)
-        return self._batch(shape, nothing, nothing, lens, num_splits=0 if shape.splits_keys else 1)
+        return self._batch(shape, np.zeros(shape.num_rows, np.int64), lens)
 
     def batch(self, frame: StepFrame, shape: StepShape) -> ForwardBatch:
         """The batch of any frame, of its own shape.
 
         Queues the kernel that fills it from the last upload, which was this frame's.
         """
-        rows, starts, lens = (part.astype(np.int64) for part in (frame.rows, frame.starts, frame.lens))
-        return self._batch(shape, rows, starts, lens, num_splits=0)
+        starts, lens = frame.starts.astype(np.int64), frame.lens.astype(np.int64)
+        return self._batch(shape, starts, lens)
 
     def sampled_rows(self, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor]:
         """Of the rows that get a token, each [num_sampled] int32: their page-table rows, and their tokens once this
@@ -99,15 +111,7 @@ class StepInputs:
         which = self._buffer[self._layout.sampled(shape.num_sampled)]
         return rows.index_select(0, which), seq_lens.index_select(0, which)
 
-    def _batch(
-        self,
-        shape: StepShape,
-        rows: Int64Array,
-        prefix_lens: Int64Array,
-        extend_lens: Int64Array,
-        *,
-        num_splits: int,
-    ) -> ForwardBatch:
+    def _batch(self, shape: StepShape, prefix_lens: Int64Array, extend_lens: Int64Array) -> ForwardBatch:
         full, layout = self._tensors, self._layout
         tensors = StepTensors(
             input_ids=full.input_ids[: shape.num_tokens],
@@ -118,7 +122,7 @@ class StepInputs:
         )
         cu_seqlens_q = self._buffer[layout.cu_seqlens_q(shape.num_rows)]
         max_seqlen_q = int(extend_lens.max())
-        fill_step_metadata(
+        self._fill_step_metadata(
             rows=self._buffer[layout.rows(shape.num_rows)],
             starts=self._buffer[layout.starts(shape.num_rows)],
             cu_seqlens_q=cu_seqlens_q,
@@ -133,7 +137,6 @@ class StepInputs:
         np.cumsum(extend_lens, out=host_cu_seqlens_q[1:])
         return ForwardBatch(
             mode=ForwardMode.of(extend_lens),
-            req_pool_indices=rows,
             prefix_lens=prefix_lens,
             extend_lens=extend_lens,
             seq_lens=prefix_lens + extend_lens,
@@ -147,24 +150,26 @@ class StepInputs:
                 cu_seqlens_q=cu_seqlens_q,
                 page_table=tensors.page_table,
                 max_seqlen_q=max_seqlen_q,
-                num_splits=num_splits,
             ),
         )
 
 
 class _Stage:
-    """One pinned host buffer and the event after which it may be written again."""
+    """One host buffer: for CUDA pinned, with the event after which it may be written again."""
 
-    def __init__(self, capacity: int) -> None:
-        self._pinned = torch.empty(capacity, dtype=torch.int32, pin_memory=True)
-        self.array: npt.NDArray[np.int32] = self._pinned.numpy()
-        self._copied: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch does not annotate it
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        on_cuda = device.type == "cuda"
+        self._staged = torch.empty(capacity, dtype=torch.int32, pin_memory=on_cuda)
+        self.array: npt.NDArray[np.int32] = self._staged.numpy()
+        self._copied: Any = torch.cuda.Event() if on_cuda else None  # type: ignore[no-untyped-call]  # torch's
 
     def wait(self) -> None:
         """Returns once the last copy has read the buffer; that was several steps ago."""
-        self._copied.synchronize()
+        if self._copied is not None:
+            self._copied.synchronize()
 
     def copy_to(self, out: torch.Tensor, count: int) -> None:
-        """Queues the copy of the first `count` elements."""
-        out[:count].copy_(self._pinned[:count], non_blocking=True)
-        self._copied.record()
+        """Queues the copy of the first `count` elements; on the CPU it is made at once."""
+        out[:count].copy_(self._staged[:count], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()

@@ -11,70 +11,31 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from attention.step_shape import FEW_ROWS, StepShape
 from worker.protocol import Int32Array, RowFlag, StepFrame
 
 LAST_TOKEN = -1
 """In place of a token id: the row's own last sampled token."""
 _DECODE_SIZES = (1, 2, 4, *range(8, 257, 8))
-_FEW_ROWS = 8
-_UNSPLIT_KEYS = 8  # of the longest row, for each token of a shape that does not split
-_ANY_LEN = int(np.iinfo(np.int32).max)
 _PROMPT_SIZES = (16, *range(32, 129, 32), *range(192, 513, 64), *range(640, 4097, 128), *range(4608, 8193, 512))
-_FEW_ROWS_TOKENS = 2048  # above, FA3 does not split, and the logits of all rows are little of a step
+_FEW_ROWS_TOKENS = 2048  # above, rows that are not there, and their logits, are little of a step
 _LEAST_GRAPH_TOKENS = 2048
 # Of a layer on one rank: 1.2 ms of an H200, which eager steps launch in 0.4 to 0.9 ms, or in over 2 on a busy host.
 _LAUNCH_BOUND_FLOPS = 0.8e12
 
 
-@dataclass(frozen=True, order=True, slots=True)
-class StepShape:
-    """Of a step, or of a captured one that others are padded to.
-
-    Where every token is sampled, all rows are decodes: each padding row has one token too. In other captured shapes the
-    last row is padding and has all tokens that a step does not fill; rows between the step's and it have none.
-    """
-
-    num_tokens: int
-    num_rows: int
-    num_sampled: int
-    """Rows that get a token; who has fewer samples the last row for the rest."""
-    max_seq_len: int = _ANY_LEN
-    """Tokens of the longest row, this step's included; of a captured shape, the most that its rows may have."""
-
-    @property
-    def is_decode(self) -> bool:
-        return self.num_sampled == self.num_tokens
-
-    @property
-    def splits_keys(self) -> bool:
-        """Whether attention may cut the keys of a captured shape's rows into pieces, as long rows need it."""
-        return self.max_seq_len == _ANY_LEN
-
-    @classmethod
-    def of(cls, frame: StepFrame) -> StepShape:
-        """Of the frame as it is."""
-        sampled = int(np.count_nonzero(frame.flags & RowFlag.SAMPLE))
-        return cls(
-            num_tokens=int(frame.lens.sum()),
-            num_rows=len(frame.rows),
-            num_sampled=sampled,
-            max_seq_len=int((frame.starts + frame.lens).max(initial=0)),
-        )
-
-    def holds(self, step: StepShape) -> bool:
-        """Whether a step of that shape can be padded to this one, a captured one."""
-        if self.is_decode:
-            return step.is_decode and step.num_rows <= self.num_rows
-        return (
-            step.num_tokens <= self.num_tokens
-            and step.num_rows < self.num_rows
-            and step.max_seq_len <= self.max_seq_len
-        )
+def shape_of(frame: StepFrame) -> StepShape:
+    """The shape of the frame as it is."""
+    return StepShape(
+        num_tokens=int(frame.lens.sum()),
+        num_rows=len(frame.rows),
+        num_sampled=int(np.count_nonzero(frame.flags & RowFlag.SAMPLE)),
+        max_seq_len=int((frame.starts + frame.lens).max(initial=0)),
+    )
 
 
 def smallest(ladder: Sequence[StepShape], step: StepShape) -> StepShape | None:
@@ -105,23 +66,17 @@ def prompt_shapes(max_rows: int, max_tokens: int, max_model_len: int) -> list[St
     """The ladder of steps with prompts, up to `max_tokens` or its own end at 8192; that end is one of it.
 
     Padding costs at most 31 tokens up to 128, 63 up to 512, 127 up to 4096 and 511 above. Up to 2048 tokens each number
-    comes with few rows, for prompts that nothing or little else runs beside, and with as many as there may be. The
-    kernel by which FA3 joins what it split has programs for every token that every row may have, almost all of them
-    empty where rows are many: such a shape comes without splits too, for rows whose keys take no longer in one piece.
-    With 12 decodes of 600 tokens beside a prompt, 512 tokens in all, a layer takes 21 us instead of 201
-    (benchmarks/prompt_attention.py; H200, 16 query heads).
+    comes with few rows, for prompts that nothing or little else runs beside, and with as many as there may be. Which of
+    them are captured in several variants the attention backend says.
     """
     most_tokens = min(max_tokens, max_model_len, _PROMPT_SIZES[-1])
     shapes = []
     for num_tokens in sorted({size for size in _PROMPT_SIZES if size < most_tokens} | {most_tokens}):
-        few, many = (min(most, max_rows, num_tokens - 1) for most in (_FEW_ROWS, max_rows))
+        few, many = (min(most, max_rows, num_tokens - 1) for most in (FEW_ROWS, max_rows))
         if few and (few == many or num_tokens <= _FEW_ROWS_TOKENS):
             shapes.append(StepShape(num_tokens, few + 1, few))
         if many > few:
-            unsplit_keys = _UNSPLIT_KEYS * num_tokens
-            shapes.append(StepShape(num_tokens, many + 1, many, unsplit_keys))
-            if unsplit_keys < max_model_len:
-                shapes.append(StepShape(num_tokens, many + 1, many))
+            shapes.append(StepShape(num_tokens, many + 1, many))
     return shapes
 
 

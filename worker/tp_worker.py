@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
@@ -29,13 +29,11 @@ from worker.memory import DeviceMemory, free_bytes, profile_cuda
 from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
 from worker.peaks import Peaks, measure_peaks
-from worker.pending_step import PendingStep, StepRunner
+from worker.pending_step import PendingStep
 from worker.protocol import FrameKind, StepFrame
+from worker.sampler import Sampler
 from worker.step_layout import launch_bound_tokens
 from worker.weights import Checkpoint
-
-if TYPE_CHECKING:
-    from worker.cuda_model_runner import CudaModelRunner
 
 _log = logging.getLogger(__name__)
 
@@ -88,7 +86,7 @@ class TPWorker:
         self._device = group.device
         self._decoder = Decoder(model, plan, group, dtype=self._dtype, device=self._device)
         self._plan = plan
-        self._runner: StepRunner | None = None
+        self._runner: ModelRunner | None = None
         self._weight_bytes = 0
 
     @property
@@ -135,7 +133,7 @@ class TPWorker:
         num_pages = -(-max_tokens // page_size) + max_rows
         with naming_the_rank(self._group.rank, self._device, "the profile run"):
             memory = profile_cuda(
-                lambda: self._cuda_runner(num_pages, longest),
+                lambda: self._new_runner(num_pages, longest),
                 self._device,
                 max_rows=max_rows,
                 max_tokens=max_tokens,
@@ -154,7 +152,7 @@ class TPWorker:
 
     @torch.inference_mode()
     def allocate(self, num_pages: int, max_model_len: int, on_progress: Callable[[float], None] | None = None) -> None:
-        """Allocates the KV pool and page table; on CUDA captures the decode step as well.
+        """Allocates the KV pool and page table; captures steps as well where the attention backend can.
 
         Args:
             num_pages: pages with ids 1 to num_pages; page 0 comes on top. The same on every rank.
@@ -162,25 +160,14 @@ class TPWorker:
             on_progress: gets the share of the graphs captured, 0 to 1.
         """
         check_length(self._model, max_model_len)
+        with naming_the_rank(self._group.rank, self._device, "capturing the CUDA graphs"):
+            runner = self._new_runner(num_pages, max_model_len)
+            runner.capture(on_progress=on_progress)
+        self._runner = runner
         if self._device.type == "cuda":
-            with naming_the_rank(self._group.rank, self._device, "capturing the CUDA graphs"):
-                runner = self._cuda_runner(num_pages, max_model_len)
-                runner.capture(on_progress=on_progress)
-            self._runner = runner
             # What was made by now stays: the collector, which would stop a step for milliseconds, need not look at it.
             gc.collect()
             gc.freeze()
-            return
-        req_to_token_pool, token_to_kv_pool = self._pools(num_pages, max_model_len)
-        self._runner = ModelRunner(
-            self._decoder,
-            create_backend(
-                self._config.attention_backend, token_to_kv_pool.layers, req_to_token_pool, token_to_kv_pool
-            ),
-            req_to_token_pool,
-            token_to_kv_pool,
-            self._limits(max_model_len),
-        )
 
     @torch.inference_mode()
     def launch(self, frame: StepFrame) -> PendingStep:
@@ -238,22 +225,16 @@ class TPWorker:
         # An idle group may wait for days: the coordinator's death ends the wait, not a deadline.
         return frames.recv(float("inf"))
 
-    def _cuda_runner(self, num_pages: int, max_model_len: int) -> CudaModelRunner:
-        # Imported here: kernels need Triton, which a CPU installation does not have.
-        from worker.cuda_model_runner import CudaModelRunner
-        from worker.cuda_sampler import CudaSampler
-
+    def _new_runner(self, num_pages: int, max_model_len: int) -> ModelRunner:
         scheduler = self._config.scheduler
         flops = StepCost.of(self._plan, self._dtype.itemsize).flops_per_token / self._group.size
         req_to_token_pool, token_to_kv_pool = self._pools(num_pages, max_model_len)
-        return CudaModelRunner(
+        return ModelRunner(
             self._decoder,
-            create_backend(
-                self._config.attention_backend, token_to_kv_pool.layers, req_to_token_pool, token_to_kv_pool
-            ),
+            create_backend(self._config.attention_backend, token_to_kv_pool.layers, token_to_kv_pool),
             req_to_token_pool,
             token_to_kv_pool,
-            CudaSampler(self._plan, self._group, resolved(scheduler.max_num_seqs) + 1),
+            Sampler(self._plan, self._group, resolved(scheduler.max_num_seqs) + 1),
             self._group,
             self._limits(max_model_len),
             max_rows=resolved(scheduler.max_num_seqs),

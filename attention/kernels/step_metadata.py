@@ -1,32 +1,19 @@
-"""Two kernels that turn what a step's frame says into what its layers read: inputs, KV slots and page tables."""
+"""Two kernels that turn what a step's frame says into what its layers read: inputs, KV slots and page tables.
+
+Their twins for the CPU are in attention/step_metadata.py.
+"""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
+from attention.step_metadata import StepTensors
+
 # Pages, and tokens, of one row that one program handles: 512 int32 are 16 bytes for each of its 128 threads.
 _BLOCK = 512
 _DELTA_BLOCK = 128
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepTensors:
-    """What `fill_step_metadata` writes, for B rows of T tokens; contiguous, on the device."""
-
-    input_ids: torch.Tensor
-    """[T] int64."""
-    positions: torch.Tensor
-    """[T] int64: position of each token in its sequence."""
-    out_cache_loc: torch.Tensor
-    """[T] int64: KV slot (page * page_size + offset) of each token."""
-    cache_seqlens: torch.Tensor
-    """[B] int32: tokens of each row once this step's are in the cache."""
-    page_table: torch.Tensor
-    """[B, max_pages] int32: pages of each row; what follows a row's last page is left as it was."""
 
 
 # Inputs are slices of one buffer: without the decorator's arguments, each combination of their alignments would be

@@ -1,11 +1,13 @@
 """Sampling kernels: the rule of worker/sampler.py over rows of logits, without waiting for the device.
 
+Their twins for the CPU are in worker/torch_sampling.py.
+
     best_candidates, reduce_candidates, reduce_tokens   argmax of logit / temperature + noise, in parts
     filter_thresholds                                   smallest score that top-k, top-p and min-p allow
-    rank_logprobs                                       log probabilities in an order that torch.topk keeps
+    token_logprobs                                      log probabilities, the likeliest by an order that topk keeps
 
 A row's result depends on nothing but its own logits, parameters and position: blocks have one size and sums one order,
-however many rows there are. Scores and noise are fp64, as in worker/sampler.py: both draw the same tokens. NaN counts
+however many rows there are. Scores and noise are fp64, as in their twins: both draw the same tokens. NaN counts
 as -inf, so that even a broken model's tokens are inside the vocabulary.
 
 Thresholds are searched on keys: the bits of an fp32 value as an int32 that sorts as the value does. An fp64 quotient
@@ -18,9 +20,9 @@ import torch
 import triton
 import triton.language as tl
 
+from worker.logprobs import LogprobTensors
 from worker.protocol import PARAMS_DTYPE
-
-RECORD_WORDS = PARAMS_DTYPE.itemsize // 4
+from worker.sampler import RECORD_WORDS
 
 
 def word_of(field: str) -> tl.constexpr:
@@ -405,6 +407,20 @@ def filter_thresholds(logits: torch.Tensor, rows: torch.Tensor, records: torch.T
         num_warps=_SEARCH_WARPS,
     )
     return thresholds
+
+
+def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, k: int, asked: torch.Tensor) -> LogprobTensors:
+    """Log probabilities, before temperature and filters, of one token a row, of the likeliest and of those asked for.
+
+    Args:
+        logits: [num_rows, vocab_size] floating, elements of a row side by side: whole rows.
+        tokens: [num_rows] int64.
+        k: how many of the likeliest tokens are wanted.
+        asked: [num_rows, m] int64.
+    """
+    ranked, logprobs = rank_logprobs(logits, tokens)
+    top = ranked.topk(k).values if k else ranked[:, :0]
+    return LogprobTensors(logprobs, ranked_ids(top), ranked_logprobs(top), ranked_logprobs(ranked.gather(1, asked)))
 
 
 def rank_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,49 +6,114 @@ import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
+from attention.kv_pool import TokenToKVPool
+from attention.layer import AttentionLayer
+from attention.rotation import QKNorms, Rotation
 from configs.errors import ConfigError
 from configs.model_config import ModelConfig
 
 
 class RotaryEmbedding:
-    """Cosines and sines of every position up to `max_positions`, and the rotation by them.
+    """Cosines and sines of every position up to `max_positions`, for the kernel on CUDA and for torch elsewhere.
 
-    The halves convention: element i of a head turns with element i + head_dim / 2. On CPU `at` and `rotate` serve a
-    step; on CUDA `cos_sin` is what the rotary kernel looks positions up in.
+    The halves convention: element i of a head turns with element i + head_dim / 2.
     """
 
     def __init__(self, model: ModelConfig, max_positions: int, *, dtype: torch.dtype, device: torch.device) -> None:
         inv_freq, attention_factor = inverse_frequencies(model)
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inv_freq)
         cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor
-        self._cos_sin: torch.Tensor | None = None
-        self._table: torch.Tensor | None = None
-        if device.type == "cuda":
-            self._cos_sin = torch.cat((cos, sin), dim=1).to(device)
-        else:
-            # [max_positions, 1, 2 * head_dim]: cosines for both halves, then sines with the first half's sign turned,
-            # so that a rotation is x * cos + swapped(x) * sin. fp32 until cast once to the activations' dtype.
-            self._table = torch.cat((cos, cos, -sin, sin), dim=1).to(device=device, dtype=dtype).unsqueeze(1)
+        self._on_cuda = device.type == "cuda"
+        # The kernel's [max_positions, head_dim] fp32: head_dim / 2 cosines, then as many sines. Or torch's
+        # [max_positions, 1, 2 * head_dim]: cosines for both halves, then sines with the first half's sign turned, so
+        # that a rotation is x * cos + swapped(x) * sin. fp32 until cast once to the activations' dtype.
+        self._table = (
+            torch.cat((cos, sin), dim=1).to(device)
+            if self._on_cuda
+            else torch.cat((cos, cos, -sin, sin), dim=1).to(device=device, dtype=dtype).unsqueeze(1)
+        )
 
-    @property
-    def cos_sin(self) -> torch.Tensor:
-        """[max_positions, head_dim] fp32, contiguous, on CUDA only: head_dim / 2 cosines, then as many sines."""
-        assert self._cos_sin is not None, "the rotary kernel's table is made on CUDA only"
-        return self._cos_sin
-
-    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and signed sines [num_tokens, 1, head_dim] of positions [num_tokens] int64; once a step, on CPU."""
-        assert self._table is not None, "on CUDA the rotary kernel looks positions up"
-        cos, sin = self._table.index_select(0, positions).chunk(2, dim=-1)
-        return cos, sin
+    def at(self, positions: torch.Tensor) -> Rotation:
+        """The rotation at positions [num_tokens] int64; once a step."""
+        if self._on_cuda:
+            return KernelRotation(self._table, positions)
+        return TorchRotation(*self._table.index_select(0, positions).chunk(2, dim=-1))
 
 
-def rotate(x: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """x [num_tokens, heads, head_dim] turned by `RotaryEmbedding.at` of its positions."""
-    cos, sin = cos_sin
-    swapped = x.roll(x.shape[-1] // 2, -1)
-    return torch.addcmul(x * cos, swapped, sin)
+class KernelRotation:
+    """A step's rotation by one Triton kernel, which looks positions up and writes query heads in place.
+
+    Args:
+        cos_sin: [max_positions, head_dim] fp32, contiguous.
+        positions: [num_tokens] int64.
+    """
+
+    def __init__(self, cos_sin: torch.Tensor, positions: torch.Tensor) -> None:
+        from worker.kernels.rope import qk_norm_rope_store  # a CPU install has no Triton
+
+        self._kernel = qk_norm_rope_store
+        self._cos_sin = cos_sin
+        self._positions = positions
+
+    def norm_rotate_store(
+        self,
+        qkv: torch.Tensor,
+        layer: AttentionLayer,
+        norms: QKNorms | None,
+        pool: TokenToKVPool,
+        out_cache_loc: torch.Tensor,
+    ) -> torch.Tensor:
+        k_slots, v_slots = pool.slots(layer.layer_id)
+        self._kernel(
+            qkv,
+            q_weight=None if norms is None else norms.q_weight,
+            k_weight=None if norms is None else norms.k_weight,
+            eps=0.0 if norms is None else norms.eps,
+            cos_sin=self._cos_sin,
+            positions=self._positions,
+            k_slots=k_slots,
+            v_slots=v_slots,
+            out_cache_loc=out_cache_loc,
+            num_q_heads=layer.tp_q_head_num,
+            num_kv_heads=layer.tp_k_head_num,
+            head_dim=layer.head_dim,
+        )
+        return qkv[:, : layer.tp_q_head_num * layer.head_dim]
+
+
+class TorchRotation:
+    """A step's rotation by torch.
+
+    Args:
+        cos: [num_tokens, 1, head_dim] of the activations' dtype.
+        sin: the same of sines, the first half's sign turned.
+    """
+
+    def __init__(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        self._cos = cos
+        self._sin = sin
+
+    def norm_rotate_store(
+        self,
+        qkv: torch.Tensor,
+        layer: AttentionLayer,
+        norms: QKNorms | None,
+        pool: TokenToKVPool,
+        out_cache_loc: torch.Tensor,
+    ) -> torch.Tensor:
+        num_tokens, num_q_heads, head_dim = len(qkv), layer.tp_q_head_num, layer.head_dim
+        q_size, kv_size = num_q_heads * head_dim, layer.tp_k_head_num * head_dim
+        qk = qkv[:, :-kv_size].view(num_tokens, -1, head_dim)
+        if norms is not None:
+            q = F.rms_norm(qk[:, :num_q_heads], (head_dim,), norms.q_weight, norms.eps)
+            k = F.rms_norm(qk[:, num_q_heads:], (head_dim,), norms.k_weight, norms.eps)
+            qk = torch.cat((q, k), dim=1)
+        swapped = qk.roll(head_dim // 2, -1)
+        turned = torch.addcmul(qk * self._cos, swapped, self._sin).view(num_tokens, -1)
+        pool.set_kv(layer.layer_id, out_cache_loc, turned[:, q_size:], qkv[:, -kv_size:])
+        return turned[:, :q_size]
 
 
 def inverse_frequencies(model: ModelConfig) -> tuple[torch.Tensor, float]:

@@ -15,6 +15,7 @@ import torch
 from attention.backend import AttentionBackend
 from attention.forward_batch import ForwardBatch
 from attention.layer import AttentionLayer
+from attention.rotation import QKNorms, Rotation
 from configs.layers import Axis, DenseMLP, GroupedQueryAttention, LayerSpec
 from configs.model_config import ModelConfig, layer_prefix
 from parallel.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -25,18 +26,16 @@ from parallel.plan import ShardPlan
 from parallel.weight import LayerPlace, TensorSource
 from worker.layers.mlp import MLP
 from worker.layers.norm import RMSNorm
-from worker.layers.rotary import RotaryEmbedding, rotate
+from worker.layers.rotary import RotaryEmbedding
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
     """What every layer of one forward pass reads."""
 
-    batch: ForwardBatch
     backend: AttentionBackend
-    rotary: RotaryEmbedding
-    cos_sin: tuple[torch.Tensor, torch.Tensor] | None
-    """Of the batch's positions; None on CUDA, where the kernel looks them up."""
+    rotation: Rotation
+    """At the positions of the batch."""
 
 
 class Attention:
@@ -55,18 +54,16 @@ class Attention:
             scale=spec.head_dim**-0.5,
             window=spec.window,
         )
-        self._eps = eps
-        self._q_size = num_q * spec.head_dim
-        self._kv_size = num_kv * spec.head_dim
-        self._num_rotated = num_q + num_kv
         self._spec = spec
         self._qkv = ColumnParallelLinear(*spec.qkv, place=place)
         self._o = RowParallelLinear(spec.o, place)
         self._q_norm: RMSNorm | None = None
         self._k_norm: RMSNorm | None = None
+        self._norms: QKNorms | None = None
         if spec.qk_norm:
             self._q_norm = RMSNorm(spec.head_dim, eps, dtype=place.dtype, device=place.device)
             self._k_norm = RMSNorm(spec.head_dim, eps, dtype=place.dtype, device=place.device)
+            self._norms = QKNorms(self._q_norm.weight, self._k_norm.weight, eps)
 
     def load(self, source: TensorSource, prefix: str) -> None:
         """Reads this rank's part of the spec's tensors, whose names begin with `prefix`."""
@@ -79,46 +76,11 @@ class Attention:
 
     def attend(self, x: torch.Tensor, step: _Step) -> torch.Tensor:
         """[num_tokens, tp_q_head_num * head_dim] of [num_tokens, hidden_size]; the tokens' K and V are in the pool."""
-        qkv = self._qkv(x)
-        return self._attend_fused(qkv, step) if step.cos_sin is None else self._attend(qkv, step)
+        return step.backend.forward(self._qkv(x), self.layer, step.rotation, self._norms)
 
     def project(self, attended: torch.Tensor) -> torch.Tensor | PartialSum:
         """[num_tokens, hidden_size] of what `attend` returned."""
         return self._o.for_norm(attended)
-
-    def _attend(self, qkv: torch.Tensor, step: _Step) -> torch.Tensor:
-        assert step.cos_sin is not None, "only CUDA steps look cosines up in the kernel"
-        num_tokens = len(qkv)
-        qk = qkv[:, : -self._kv_size].view(num_tokens, self._num_rotated, self.layer.head_dim)
-        if self._q_norm is not None and self._k_norm is not None:
-            q, k = qk[:, : self.layer.tp_q_head_num], qk[:, self.layer.tp_q_head_num :]
-            qk = torch.cat((self._q_norm(q), self._k_norm(k)), dim=1)
-        rotated = rotate(qk, step.cos_sin).view(num_tokens, -1)
-        return step.backend.forward(
-            rotated[:, : self._q_size], rotated[:, self._q_size :], qkv[:, -self._kv_size :], self.layer
-        )
-
-    def _attend_fused(self, qkv: torch.Tensor, step: _Step) -> torch.Tensor:
-        """The same on CUDA: one kernel norms, rotates and writes K and V to the pool."""
-        from worker.kernels.rope import qk_norm_rope_store
-
-        layer = self.layer
-        k_slots, v_slots = step.backend.token_to_kv_pool.slots(layer.layer_id)
-        qk_norm_rope_store(
-            qkv,
-            q_weight=None if self._q_norm is None else self._q_norm.weight,
-            k_weight=None if self._k_norm is None else self._k_norm.weight,
-            eps=self._eps,
-            cos_sin=step.rotary.cos_sin,
-            positions=step.batch.positions,
-            k_slots=k_slots,
-            v_slots=v_slots,
-            out_cache_loc=step.batch.out_cache_loc,
-            num_q_heads=layer.tp_q_head_num,
-            num_kv_heads=layer.tp_k_head_num,
-            head_dim=layer.head_dim,
-        )
-        return step.backend.attend(qkv[:, : self._q_size], layer)
 
 
 class FeedForwardModule(Protocol):
@@ -241,8 +203,7 @@ class Decoder:
         The last layer's products run for these tokens alone. `backend` is ready for `batch`.
         """
         assert self._rotary is not None, "forward before set_max_positions"
-        on_cuda = self._device.type == "cuda"
-        step = _Step(batch, backend, self._rotary, None if on_cuda else self._rotary.at(batch.positions))
+        step = _Step(backend, self._rotary.at(batch.positions))
         residual = self._embedding(batch.input_ids)
         x: torch.Tensor | PartialSum | None = None
         *layers, last = self._layers
@@ -255,20 +216,17 @@ class Decoder:
         x, residual = last(x, residual, step, None if num_sampled == batch.num_tokens else batch.sample_indices)
         return self._norm.add(x, residual)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_rows, vocab_size] fp32 of hidden states [num_rows, hidden_size] that `forward` returned."""
-        return self._capped(self._lm_head(hidden))
-
     @property
     def num_local_logits(self) -> int:
         """Columns of `local_logits`: this rank's vocabulary span."""
         return self._lm_head.num_local_columns
 
     def local_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Of `logits` the columns of this rank: [num_rows, num_local_logits] fp32; `out` if one is given."""
-        return self._capped(self._lm_head.local_logits(hidden, out))
+        """This rank's columns of the logits of hidden states [num_rows, hidden_size] that `forward` returned.
 
-    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
-        """In place."""
+        Returns:
+            [num_rows, num_local_logits] fp32; `out` if one is given.
+        """
+        logits = self._lm_head.local_logits(hidden, out)
         softcap = self._model.final_logit_softcap
         return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)

@@ -1,0 +1,44 @@
+"""What query and key heads go through between the QKV product and attention, as a backend sees it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+from attention.kv_pool import TokenToKVPool
+from attention.layer import AttentionLayer
+
+
+class QKNorms(NamedTuple):
+    """RMSNorm of every query head and of every key head, before the rotation."""
+
+    q_weight: torch.Tensor
+    """[head_dim]."""
+    k_weight: torch.Tensor
+    """[head_dim]."""
+    eps: float
+
+
+class Rotation(Protocol):
+    """The rotary embedding at the positions of one step's tokens; worker/layers/rotary.py makes it."""
+
+    def norm_rotate_store(
+        self,
+        qkv: torch.Tensor,
+        layer: AttentionLayer,
+        norms: QKNorms | None,
+        pool: TokenToKVPool,
+        out_cache_loc: torch.Tensor,
+    ) -> torch.Tensor:
+        """Norms and rotates query and key heads, and writes keys, so treated, and values to their slots.
+
+        Args:
+            qkv: [num_tokens, (tp_q_head_num + 2 * tp_k_head_num) * head_dim], contiguous; query columns may be changed.
+            norms: None for none.
+            pool: of qkv's dtype.
+            out_cache_loc: [num_tokens] int64: the slot of each token.
+
+        Returns:
+            The query heads [num_tokens, tp_q_head_num * head_dim]; rows may lie further apart than they are long.
+        """

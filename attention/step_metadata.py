@@ -1,0 +1,66 @@
+"""What a step's frame says turned into what its layers read: the tensors, and torch's twins of the Triton kernels.
+
+attention/kernels/step_metadata.py has the kernels, by the same names and signatures. These write through numpy, for
+whose small arrays a call takes less time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTensors:
+    """What `fill_step_metadata` writes, for B rows of T tokens; contiguous, on the device."""
+
+    input_ids: torch.Tensor
+    """[T] int64."""
+    positions: torch.Tensor
+    """[T] int64: position of each token in its sequence."""
+    out_cache_loc: torch.Tensor
+    """[T] int64: KV slot (page * page_size + offset) of each token."""
+    cache_seqlens: torch.Tensor
+    """[B] int32: tokens of each row once this step's are in the cache."""
+    page_table: torch.Tensor
+    """[B, max_pages] int32: pages of each row; what follows a row's last page is left as it was."""
+
+
+def fill_step_metadata(
+    *,
+    rows: torch.Tensor,
+    starts: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    token_ids: torch.Tensor,
+    page_table: torch.Tensor,
+    last_tokens: torch.Tensor,
+    page_size: int,
+    max_seqlen_q: int,
+    out: StepTensors,
+) -> None:
+    """As the kernel, for tensors on the CPU; `max_seqlen_q` bounds nothing here."""
+    table, row_of, bounds = page_table.numpy(), rows.numpy(), cu_seqlens_q.numpy()
+    lens = np.diff(bounds)
+    num_rows, num_tokens = len(lens), int(bounds[-1])
+    seq_lens = starts.numpy() + lens
+    # Position of token t of row i: its row's start plus t's offset in the row.
+    positions = np.arange(num_tokens) + np.repeat(starts.numpy() - bounds[:-1], lens)
+    row_of_token = np.repeat(row_of, lens)
+    slots = table[row_of_token, positions // page_size].astype(np.int64) * page_size + positions % page_size
+    ids = token_ids.numpy()[:num_tokens]
+    out.input_ids.numpy()[:num_tokens] = np.where(ids < 0, last_tokens.numpy()[row_of_token], ids)
+    out.positions.numpy()[:num_tokens] = positions
+    out.out_cache_loc.numpy()[:num_tokens] = slots
+    out.cache_seqlens.numpy()[:num_rows] = seq_lens
+    num_pages = -(-seq_lens // page_size)
+    width = int(num_pages.max())
+    is_page = np.arange(width) < num_pages[:, None]
+    np.copyto(out.page_table.numpy()[:num_rows, :width], table[row_of, :width], where=is_page)
+
+
+def apply_page_deltas(page_table: torch.Tensor, deltas: torch.Tensor) -> None:
+    """As the kernel, for tensors on the CPU."""
+    row, index, page = deltas.numpy().T
+    page_table.numpy()[row, index] = page

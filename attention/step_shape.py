@@ -1,0 +1,40 @@
+"""The shape of a step: of one as it is, or of a captured one that others are padded to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ANY_LEN = 2**31 - 1
+"""`max_seq_len` of a captured shape whose rows may be as long as they can."""
+FEW_ROWS = 8
+"""Sampled rows of the captured shapes for prompts that nothing or little else runs beside, at most."""
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class StepShape:
+    """How many tokens and rows a step has.
+
+    Where every token is sampled, all rows are decodes: each padding row has one token too. In other captured shapes the
+    last row is padding and has all tokens that a step does not fill; rows between the step's and it have none.
+    """
+
+    num_tokens: int
+    num_rows: int
+    num_sampled: int
+    """Rows that get a token; who has fewer samples the last row for the rest."""
+    max_seq_len: int = ANY_LEN
+    """Tokens of the longest row, this step's included; of a captured shape, the most that its rows may have."""
+
+    @property
+    def is_decode(self) -> bool:
+        return self.num_sampled == self.num_tokens
+
+    def holds(self, step: StepShape) -> bool:
+        """Whether a step of that shape can be padded to this one, a captured one."""
+        if self.is_decode:
+            return step.is_decode and step.num_rows <= self.num_rows
+        return (
+            step.num_tokens <= self.num_tokens
+            and step.num_rows < self.num_rows
+            and step.max_seq_len <= self.max_seq_len
+        )

@@ -1,0 +1,215 @@
+"""Torch's twins of the sampling kernels, by the same names and signatures, for tensors on the CPU.
+
+Rows are worked on one by one, so that a row costs what its own parameters ask for. Scores and noise are fp64, as in
+worker/kernels/sampling.py and worker/kernels/adjustments.py: both draw the same tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from worker.adjustments import RowAdjustments, adjusted
+from worker.logprobs import LogprobTensors
+from worker.protocol import PARAMS_DTYPE
+
+_MASK64 = (1 << 64) - 1
+_MIX_SHIFTS = (30, 27, 31)
+_MIX_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_GOLDEN = 0x9E3779B97F4A7C15
+_NO_ID = float(1 << 30)  # above every id; exact as a float
+_TOP_P_WIDTH = 8.0
+"""Scores this far below the best are looked at first for top-p; only if they hold too little mass is all sorted."""
+
+
+def best_candidates(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    records: torch.Tensor,
+    first_id: int,
+    thresholds: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As the kernel, of all ids as one block: [1, num_rows, 2] fp64 (value, id). NaN counts as -inf between blocks."""
+    num_rows, num_ids = logits.shape
+    out = torch.empty((1, num_rows, 2), dtype=torch.float64)
+    if num_ids == 0:
+        out[..., 0], out[..., 1] = -torch.inf, _NO_ID
+        return out
+    values, ids = out[0].unbind(1)
+    best = logits.argmax(dim=-1)
+    values.copy_(logits.gather(1, best.unsqueeze(1)).squeeze(1))
+    ids.copy_(best)
+    params = _params(records, rows)
+    for i in np.flatnonzero(params["temperature"] > 0).tolist():
+        scores = logits[i].double() / float(params["temperature"][i])
+        hashes = _id_hashes(first_id, num_ids)
+        key = _row_key(int(params["seed"][i]), int(positions[i]))
+        threshold = -math.inf if thresholds is None else float(thresholds[i])
+        if threshold == -math.inf:
+            noisy = scores + _gumbel(hashes, key)
+            winner = noisy.argmax()
+            values[i], ids[i] = noisy[winner], winner
+        else:
+            # Ascending ids, so that argmax still gives ties to the smallest.
+            allowed = (scores >= threshold).nonzero().squeeze(1)
+            noisy = scores.index_select(0, allowed) + _gumbel(hashes.index_select(0, allowed), key)
+            winner = noisy.argmax()
+            values[i], ids[i] = noisy[winner], allowed[winner]
+    values.masked_fill_(values.isnan(), -torch.inf)
+    ids += first_id
+    return out
+
+
+def reduce_candidates(candidates: torch.Tensor) -> torch.Tensor:
+    """As the kernel: [num_parts, num_rows, 2] fp64 (value, id) -> [1, num_rows, 2]."""
+    if len(candidates) == 1:
+        return candidates
+    values, ids = candidates.unbind(2)
+    best = values.amax(dim=0)
+    winners = torch.where(values == best, ids, _NO_ID).amin(dim=0)
+    return torch.stack((best, winners), dim=1).unsqueeze(0)
+
+
+def reduce_tokens(candidates: torch.Tensor) -> torch.Tensor:
+    """As the kernel: [num_parts, num_rows, 2] fp64 (value, id) -> [num_rows] int64."""
+    return reduce_candidates(candidates)[0, :, 1].long()
+
+
+def filter_thresholds(logits: torch.Tensor, rows: torch.Tensor, records: torch.Tensor) -> torch.Tensor:
+    """As the kernel: [num_rows] fp64, the smallest allowed score of each row; -inf without a filter."""
+    params = _params(records, rows)
+    out = torch.full((len(logits),), -torch.inf, dtype=torch.float64)
+    for i in np.flatnonzero(params["temperature"] > 0).tolist():
+        scores = logits[i].double() / float(params["temperature"][i])
+        top_k, top_p, min_p = (params[name][i] for name in ("top_k", "top_p", "min_p"))
+        threshold = _threshold(scores, int(top_k), float(top_p), float(min_p))
+        if threshold is not None:
+            out[i] = threshold
+    return out
+
+
+def adjust_logits(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    records: torch.Tensor,
+    adjustments: RowAdjustments,
+) -> None:
+    """As the kernel: in place, rows without adjustments keep every bit."""
+    params = _params(records, rows)
+    for i, row in enumerate(rows.tolist()):
+        if bool(adjustments.heads[row].any()):
+            logits[i] = adjusted(logits[i], adjustments, row, int(positions[i]), params[i])
+
+
+def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, k: int, asked: torch.Tensor) -> LogprobTensors:
+    """As the kernel; sums are fp32."""
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    # A stable sort, not topk: equal log probabilities stand in the order of their ids.
+    top = _likeliest(logprobs, k)
+    own = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    return LogprobTensors(own, top, logprobs.gather(1, top), logprobs.gather(1, asked))
+
+
+def _params(records: torch.Tensor, rows: torch.Tensor) -> npt.NDArray[np.void]:
+    """[num_rows] PARAMS_DTYPE of the rows."""
+    of_table: npt.NDArray[np.void] = records.numpy().view(PARAMS_DTYPE)
+    return of_table[rows.numpy(), 0]
+
+
+def _threshold(scores: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor | None:
+    """Smallest allowed score, a scalar; None when everything is allowed. Scores equal to it are kept.
+
+    top-k first, then top-p of what is left, then min-p relative to the likeliest token.
+    """
+    vocab_size = scores.shape[0]
+    threshold: torch.Tensor | None = None
+    if 0 < top_k < vocab_size:
+        threshold = scores.topk(top_k, sorted=False).values.min()
+    if top_p < 1.0:
+        threshold = _top_p_threshold(scores, threshold, top_p)
+    if min_p > 0.0:
+        floor = scores.max() + math.log(min_p)
+        threshold = floor if threshold is None else torch.maximum(threshold, floor)
+    return threshold
+
+
+def _top_p_threshold(scores: torch.Tensor, at_least: torch.Tensor | None, top_p: float) -> torch.Tensor:
+    """Score of the last token of the smallest set, likeliest first, that holds `top_p` of the mass >= `at_least`."""
+    best = scores.max()
+    weights = (scores - best).exp()
+    if at_least is not None:
+        weights = weights.masked_fill(scores < at_least, 0.0)
+    wanted = top_p * weights.sum()
+    for width in (_TOP_P_WIDTH, math.inf):
+        likeliest = scores[scores >= best - width].sort(descending=True).values
+        # Summed in descending order, so the first sums do not depend on how many tokens are looked at.
+        mass = (likeliest - best).exp().cumsum(0)
+        reached = mass >= wanted
+        if bool(reached[-1]):
+            break
+    # The first position that reaches the mass; rounding may leave even the last one short of it.
+    last_kept = likeliest[reached.int().argmax() if bool(reached[-1]) else -1]
+    return last_kept if at_least is None else torch.maximum(last_kept, at_least)
+
+
+def _likeliest(values: torch.Tensor, k: int) -> torch.Tensor:
+    """Indices [num_rows, k] int64 of the largest of `values` [num_rows, n], descending, equal ones by index."""
+    if k == 0:
+        return torch.empty(values.shape[0], 0, dtype=torch.int64, device=values.device)
+    indices = [
+        # Everything that ties with the k-th is a candidate; few tokens, so the stable sort is cheap.
+        candidates[row[candidates].sort(descending=True, stable=True).indices[:k]]
+        for row in values
+        for candidates in [(row >= row.topk(k).values[-1]).nonzero().squeeze(1)]
+    ]
+    return torch.stack(indices)
+
+
+@functools.lru_cache(maxsize=16)
+def _id_hashes(first_id: int, num_ids: int) -> torch.Tensor:
+    """[num_ids] int64; the hash of an id is constant, a step only mixes its row's key in."""
+    return _mix(torch.arange(first_id, first_id + num_ids, dtype=torch.int64) * _signed(_GOLDEN))
+
+
+def _gumbel(id_hashes: torch.Tensor, key: int) -> torch.Tensor:
+    """Standard Gumbel noise in fp64, one for each hash: 53 uniform bits, never 0 nor 1."""
+    bits = _mix(id_hashes ^ key)
+    # Arithmetic shift, then the sign is masked off: torch has no unsigned 64-bit shift.
+    uniform = ((bits >> 11) & ((1 << 53) - 1)).double().add_(0.5).mul_(2.0**-53)
+    # 1 - 2**-54 rounds to 1.0 in fp64, whose noise would be infinite.
+    uniform.clamp_(max=1.0 - 2.0**-53)
+    return uniform.log_().neg_().log_().neg_()
+
+
+def _row_key(seed: int, position: int) -> int:
+    """64 bits, as int64, from seed and position: two rounds, so neighbouring positions share nothing."""
+    return _signed(_mix_int((_mix_int(seed & _MASK64) + (position + 1) * _GOLDEN) & _MASK64))
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """The finaliser of SplitMix64 on int64, which wraps as uint64 would; a new tensor."""
+    x = x.clone()
+    for shift, factor in zip(_MIX_SHIFTS, (*_MIX_FACTORS, 1), strict=True):
+        x ^= (x >> shift) & ((1 << (64 - shift)) - 1)
+        if factor != 1:
+            x *= _signed(factor)
+    return x
+
+
+def _mix_int(x: int) -> int:
+    """`_mix` of one Python integer below 2**64."""
+    for shift, factor in zip(_MIX_SHIFTS, (*_MIX_FACTORS, 1), strict=True):
+        x ^= x >> shift
+        x = x * factor & _MASK64
+    return x
+
+
+def _signed(x: int) -> int:
+    """The int64 with the bits of a uint64."""
+    return x - (1 << 64) if x >> 63 else x
