@@ -7,7 +7,6 @@ columns; two all-reduces a layer make the residual stream the same on every rank
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -15,72 +14,17 @@ import torch
 from attention.backend import AttentionBackend
 from attention.forward_batch import ForwardBatch
 from attention.layer import AttentionLayer
-from attention.rotation import QKNorms, Rotation
-from configs.layers import Axis, DenseMLP, GroupedQueryAttention, LayerSpec
+from configs.layers import DenseMLP, GroupedQueryAttention, LayerSpec
 from configs.model_config import ModelConfig, layer_prefix
 from parallel.embedding import ParallelLMHead, VocabParallelEmbedding
 from parallel.fused_sum import PartialSum
 from parallel.group import TensorParallelGroup
-from parallel.linear import ColumnParallelLinear, RowParallelLinear
 from parallel.plan import ShardPlan
 from parallel.weight import LayerPlace, TensorSource
+from worker.layers.attention import Attention, Step
 from worker.layers.mlp import MLP
 from worker.layers.norm import RMSNorm
 from worker.layers.rotary import RotaryEmbedding
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """What every layer of one forward pass reads."""
-
-    backend: AttentionBackend
-    rotation: Rotation
-    """At the positions of the batch."""
-
-
-class Attention:
-    """Self-attention over this rank's query heads: qkv -> norm -> rotary -> attention -> o -> all-reduce.
-
-    The all-reduce may be left to the norm that takes what this returns.
-    """
-
-    def __init__(self, spec: GroupedQueryAttention, place: LayerPlace, layer_id: int, eps: float) -> None:
-        num_q, num_kv = place.shard[Axis.QUERY_HEADS].size, place.shard[Axis.KV_HEADS].size
-        self.layer = AttentionLayer(
-            layer_id=layer_id,
-            tp_q_head_num=num_q,
-            tp_k_head_num=num_kv,
-            head_dim=spec.head_dim,
-            scale=spec.head_dim**-0.5,
-            window=spec.window,
-        )
-        self._spec = spec
-        self._qkv = ColumnParallelLinear(*spec.qkv, place=place)
-        self._o = RowParallelLinear(spec.o, place)
-        self._q_norm: RMSNorm | None = None
-        self._k_norm: RMSNorm | None = None
-        self._norms: QKNorms | None = None
-        if spec.qk_norm:
-            self._q_norm = RMSNorm(spec.head_dim, eps, dtype=place.dtype, device=place.device)
-            self._k_norm = RMSNorm(spec.head_dim, eps, dtype=place.dtype, device=place.device)
-            self._norms = QKNorms(self._q_norm.weight, self._k_norm.weight, eps)
-
-    def load(self, source: TensorSource, prefix: str) -> None:
-        """Reads this rank's part of the spec's tensors, whose names begin with `prefix`."""
-        self._qkv.load(source, prefix)
-        self._o.load(source, prefix)
-        if self._q_norm is not None and self._k_norm is not None:
-            q_norm, k_norm = self._spec.head_norms
-            self._q_norm.load(source, prefix + q_norm.name)
-            self._k_norm.load(source, prefix + k_norm.name)
-
-    def attend(self, x: torch.Tensor, step: _Step) -> torch.Tensor:
-        """[num_tokens, tp_q_head_num * head_dim] of [num_tokens, hidden_size]; the tokens' K and V are in the pool."""
-        return step.backend.forward(self._qkv(x), self.layer, step.rotation, self._norms)
-
-    def project(self, attended: torch.Tensor) -> torch.Tensor | PartialSum:
-        """[num_tokens, hidden_size] of what `attend` returned."""
-        return self._o.for_norm(attended)
 
 
 class FeedForwardModule(Protocol):
@@ -112,15 +56,14 @@ class DecoderLayer:
         """Reads this rank's part of the spec's tensors, whose names begin with `prefix`."""
         self.attention.load(source, prefix)
         self._feed_forward.load(source, prefix)
-        input_norm, post_norm = self._spec.norms
-        self._input_norm.load(source, prefix + input_norm.name)
-        self._post_norm.load(source, prefix + post_norm.name)
+        for norm, tensor in zip((self._input_norm, self._post_norm), self._spec.norms, strict=True):
+            norm.load(source, prefix + tensor.name)
 
     def __call__(
         self,
         x: torch.Tensor | PartialSum | None,
         residual: torch.Tensor,
-        step: _Step,
+        step: Step,
         keep: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | PartialSum, torch.Tensor]:
         """(the feed-forward's output, the residual it is still to be added to): the next norm's kernel adds and norms.
@@ -137,7 +80,7 @@ class DecoderLayer:
         x = self.attention.project(attended)
         return self._feed_forward(self._post_norm.add(x, residual)), residual
 
-    def store(self, x: torch.Tensor | PartialSum, residual: torch.Tensor, step: _Step) -> None:
+    def store(self, x: torch.Tensor | PartialSum, residual: torch.Tensor, step: Step) -> None:
         """Only puts the tokens' K and V into the pool."""
         self.attention.attend(self._input_norm.add(x, residual), step)
 
@@ -203,7 +146,7 @@ class Decoder:
         The last layer's products run for these tokens alone. `backend` is ready for `batch`.
         """
         assert self._rotary is not None, "forward before set_max_positions"
-        step = _Step(backend, self._rotary.at(batch.positions))
+        step = Step(backend, self._rotary.at(batch.positions))
         residual = self._embedding(batch.input_ids)
         x: torch.Tensor | PartialSum | None = None
         *layers, last = self._layers
