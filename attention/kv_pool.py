@@ -65,11 +65,6 @@ class TokenToKVPool:
         self._k_slots = [k.flatten(0, 1).flatten(1) for k in self._k]
         self._v_slots = [v.flatten(0, 1).flatten(1) for v in self._v]
 
-    @staticmethod
-    def bytes_per_page(layers: Sequence[AttentionLayer], page_size: int, dtype: torch.dtype) -> int:
-        """Bytes of one page: all layers, keys and values, on this rank."""
-        return sum(2 * page_size * layer.tp_k_head_num * layer.head_dim * dtype.itemsize for layer in layers)
-
     def pages(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a layer, [num_pages + 1, page_size, tp_k_head_num, head_dim] each; writable."""
         return self._k[layer_id], self._v[layer_id]

@@ -8,15 +8,26 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from configs.errors import CheckpointError, ConfigError
 from configs.gguf_header import GGUFHeader
-
-SUPPORTED_FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+from configs.layers import (
+    Axis,
+    Cut,
+    DenseMLP,
+    FeedForward,
+    GroupedQueryAttention,
+    HeadGroups,
+    LayerSpec,
+    Linear,
+    Role,
+    TensorSpec,
+    tensors_of,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,35 +47,63 @@ class ModelConfig:
     """One decoder-only transformer. All counts are those of the whole model, never of a rank."""
 
     model_type: str
-    """llama, qwen2, qwen3 or mistral: the family that names the tensors."""
+    """llama, qwen2, qwen3 or mistral."""
     hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    intermediate_size: int
     vocab_size: int
     max_position_embeddings: int
     rms_norm_eps: float
     rope: RopeConfig
     tie_word_embeddings: bool
-    hidden_act: str = "silu"
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    """RMSNorm on each query and key head before the rotary embedding (Qwen3)."""
-    layer_windows: tuple[int | None, ...] = ()
-    """Sliding window of each layer in tokens (a query sees itself and `window - 1` before it); None is full."""
-    attention_softcap: float | None = None
+    layers: tuple[LayerSpec, ...]
     final_logit_softcap: float | None = None
-    attention_scale: float | None = None
-    """None: head_dim ** -0.5."""
     dtype: str = "float32"
     """The checkpoint's own: float32, bfloat16 or float16."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     """Union of what config, generation_config and tokenizer metadata name."""
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """Layers, of any kind."""
+        return len(self.layers)
+
+    @property
+    def num_attention_heads(self) -> int:
+        """Query heads of the layer that has the fewest: as many ranks as the model can be dealt to."""
+        return min(axis.num_heads for layer in self.layers for axis in layer.axes if isinstance(axis, HeadGroups))
+
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of a head that the rotary embedding turns, in the layers that have it."""
+        return max(layer.mixer.rotary_dim for layer in self.layers)
+
+    @property
+    def embedding(self) -> Linear:
+        """Rows of token ids. The LM head too where the two are tied."""
+        return self._vocabulary("model.embed_tokens", "token_embd")
+
+    @property
+    def lm_head(self) -> Linear | None:
+        """None where it is the embedding."""
+        return None if self.tie_word_embeddings else self._vocabulary("lm_head", "output")
+
+    @property
+    def norm(self) -> TensorSpec:
+        """The weight of the norm before the LM head."""
+        return TensorSpec("model.norm.weight", "output_norm.weight", (self.hidden_size,), Role.NORM)
+
+    @property
+    def outer_tensors(self) -> tuple[TensorSpec, ...]:
+        """Tensors that are in no layer."""
+        heads = () if self.lm_head is None else (self.lm_head,)
+        return (*tensors_of(self.embedding, *heads), self.norm)
+
+    def tensors(self) -> Iterator[TensorSpec]:
+        """Every tensor of a checkpoint, under its full name."""
+        yield from self.outer_tensors
+        for i, layer in enumerate(self.layers):
+            for tensor in layer.tensors:
+                yield replace(tensor, name=layer_prefix(i) + tensor.name, gguf_name=f"blk.{i}.{tensor.gguf_name}")
 
     @property
     def max_context(self) -> int:
@@ -74,6 +113,15 @@ class ModelConfig:
             return self.max_position_embeddings
         original = scaling.get("original_max_position_embeddings") or self.max_position_embeddings
         return max(self.max_position_embeddings, int(original * scaling["factor"]))
+
+    def _vocabulary(self, name: str, gguf_name: str) -> Linear:
+        cut = Cut(Axis.VOCABULARY, 0)
+        return Linear(name, gguf_name, self.vocab_size, self.hidden_size, cut, role=Role.EMBEDDING)
+
+
+def layer_prefix(layer: int) -> str:
+    """What the names of a layer's tensors begin with."""
+    return f"model.layers.{layer}."
 
 
 def check_tensor_parallel_size(model: ModelConfig, tp_size: int) -> None:
@@ -86,7 +134,6 @@ def check_tensor_parallel_size(model: ModelConfig, tp_size: int) -> None:
             f"tensor_parallel_size={tp_size} exceeds num_attention_heads={num_q}, and every rank needs a query head of "
             f"its own; choose 1 to {num_q}"
         )
-    _check_groups(model, "this model")
 
 
 def read_model_config(path: Path) -> ModelConfig:
@@ -110,30 +157,15 @@ def read_model_config(path: Path) -> ModelConfig:
     return replace(model, eos_token_ids=tuple(id_ for id_ in model.eos_token_ids if 0 <= id_ < model.vocab_size))
 
 
-def _check_groups(model: ModelConfig, where: str) -> None:
-    if model.num_attention_heads % model.num_key_value_heads:
-        raise CheckpointError(
-            f"{where}: num_attention_heads={model.num_attention_heads} is not a multiple of "
-            f"num_key_value_heads={model.num_key_value_heads}; such a model cannot be served"
-        )
-
-
 def _check(model: ModelConfig, path: Path) -> None:
-    for name in (
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "intermediate_size",
-        "vocab_size",
-        "max_position_embeddings",
-    ):
-        if getattr(model, name) < 1:
-            raise CheckpointError(f"{path}: {name}={getattr(model, name)} is less than 1; the checkpoint is corrupt")
-    _check_groups(model, str(path))
-    if model.head_dim % 2:
-        raise CheckpointError(f"{path}: head_dim={model.head_dim} is odd; the rotary embedding needs pairs")
+    for axis in {axis for layer in model.layers for axis in layer.axes if isinstance(axis, HeadGroups)}:
+        if axis.num_heads % axis.num_groups:
+            raise CheckpointError(
+                f"{path}: num_attention_heads={axis.num_heads} is not a multiple of "
+                f"num_key_value_heads={axis.num_groups}; such a model cannot be served"
+            )
+    if model.rotary_dim % 2:
+        raise CheckpointError(f"{path}: head_dim={model.rotary_dim} is odd; the rotary embedding needs pairs")
     if not model.rope.theta > 0:
         raise CheckpointError(f"{path}: rope theta={model.rope.theta} is not positive; the checkpoint is corrupt")
 
@@ -149,6 +181,13 @@ class _Fields:
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int):
             raise CheckpointError(f"{self.where}: {key}={value!r} is not an integer")
+        return value
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """An integer of at least 1."""
+        value = self.integer(key, default)
+        if value < 1:
+            raise CheckpointError(f"{self.where}: {key}={value} is less than 1; the checkpoint is corrupt")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -189,23 +228,49 @@ class _Fields:
 # ---- Hugging Face directories
 
 
-@dataclass(frozen=True)
+def layers_of(
+    attention: GroupedQueryAttention, feed_forwards: Sequence[FeedForward], windows: Sequence[int | None]
+) -> tuple[LayerSpec, ...]:
+    """A layer for each of `feed_forwards` and `windows`; equal ones are one object, which keeps its sums."""
+    kinds = list(zip(feed_forwards, windows, strict=True))
+    made = {
+        (feed_forward, window): LayerSpec(attention.hidden_size, replace(attention, window=window), feed_forward)
+        for feed_forward, window in dict.fromkeys(kinds)
+    }
+    return tuple(made[kind] for kind in kinds)
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Family:
     """What a family's config.json leaves unsaid, and what its code decides whatever the file says."""
 
-    num_key_value_heads: int | None
+    num_key_value_heads: int | None = None
     """None: as many as query heads."""
-    head_dim: int | None
+    head_dim: int | None = None
     """None: hidden_size / num_attention_heads."""
     max_position_embeddings: int
+    qkv_bias: bool = False
+    heeds_attention_bias: bool = False
+    """`attention_bias` gives one to q, k, v and o."""
+    heeds_mlp_bias: bool = False
     qk_norm: bool = False
+    windows: Literal["none", "every layer", "as said"] = "none"
+    """Layers that `sliding_window` holds for; "as said": those of `layer_types` or from `max_window_layers` on, under
+    `use_sliding_window` only."""
 
 
 _FAMILIES = {
-    "llama": _Family(None, None, 2048),
-    "mistral": _Family(8, None, 131072),
-    "qwen2": _Family(32, None, 32768),
-    "qwen3": _Family(32, 128, 32768, qk_norm=True),
+    "llama": _Family(max_position_embeddings=2048, heeds_attention_bias=True, heeds_mlp_bias=True),
+    "qwen2": _Family(num_key_value_heads=32, max_position_embeddings=32768, qkv_bias=True, windows="as said"),
+    "qwen3": _Family(
+        num_key_value_heads=32,
+        head_dim=128,
+        max_position_embeddings=32768,
+        heeds_attention_bias=True,
+        qk_norm=True,
+        windows="as said",
+    ),
+    "mistral": _Family(num_key_value_heads=8, max_position_embeddings=131072, windows="every layer"),
 }
 _DEFAULT_WINDOW = 4096
 
@@ -218,7 +283,7 @@ def _from_directory(path: Path) -> ModelConfig:
     model_type = fields.text("model_type")
     if model_type not in _FAMILIES:
         raise CheckpointError(
-            f"{config_path}: model_type={model_type} is not supported; supported are {', '.join(SUPPORTED_FAMILIES)}"
+            f"{config_path}: model_type={model_type} is not supported; supported are {', '.join(_FAMILIES)}"
         )
     if fields.values.get("quantization_config"):
         raise CheckpointError(
@@ -226,32 +291,36 @@ def _from_directory(path: Path) -> ModelConfig:
             "model's unquantised checkpoint or a GGUF of it"
         )
     family = _FAMILIES[model_type]
-    num_q = fields.integer("num_attention_heads")
-    hidden_size = fields.integer("hidden_size")
+    num_q, hidden_size = fields.count("num_attention_heads"), fields.count("hidden_size")
     # An explicit null means one KV head a query head, in every family.
     default_kv = num_q if "num_key_value_heads" in fields.values else family.num_key_value_heads or num_q
-    has_bias = model_type in ("llama", "qwen3") and fields.flag("attention_bias", False)
-    num_layers = fields.integer("num_hidden_layers")
-    max_positions = fields.integer("max_position_embeddings", family.max_position_embeddings)
+    has_bias = family.heeds_attention_bias and fields.flag("attention_bias", False)
+    num_layers = fields.count("num_hidden_layers")
+    attention = GroupedQueryAttention(
+        hidden_size=hidden_size,
+        num_attention_heads=num_q,
+        num_key_value_heads=fields.count("num_key_value_heads", default_kv),
+        head_dim=fields.count("head_dim", family.head_dim or hidden_size // num_q),
+        qkv_bias=has_bias or family.qkv_bias,
+        o_bias=has_bias,
+        qk_norm=family.qk_norm,
+    )
+    mlp = DenseMLP(
+        hidden_size=hidden_size,
+        intermediate_size=fields.count("intermediate_size"),
+        hidden_act=fields.text("hidden_act", "silu"),
+        bias=family.heeds_mlp_bias and fields.flag("mlp_bias", False),
+    )
+    max_positions = fields.count("max_position_embeddings", family.max_position_embeddings)
     return ModelConfig(
         model_type=model_type,
         hidden_size=hidden_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_q,
-        num_key_value_heads=fields.integer("num_key_value_heads", default_kv),
-        head_dim=fields.integer("head_dim", family.head_dim or hidden_size // max(num_q, 1)),
-        intermediate_size=fields.integer("intermediate_size"),
-        vocab_size=fields.integer("vocab_size"),
+        vocab_size=fields.count("vocab_size"),
         max_position_embeddings=max_positions,
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope=_rope(fields, max_positions),
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-        hidden_act=fields.text("hidden_act", "silu"),
-        qkv_bias=has_bias or model_type == "qwen2",
-        o_bias=has_bias,
-        mlp_bias=model_type == "llama" and fields.flag("mlp_bias", False),
-        qk_norm=family.qk_norm,
-        layer_windows=_layer_windows(fields, model_type, num_layers),
+        layers=layers_of(attention, [mlp] * num_layers, _windows(fields, family, num_layers)),
         dtype=_dtype(fields),
         bos_token_id=next(iter(fields.ids("bos_token_id")), None),
         eos_token_ids=_eos_token_ids(fields, path),
@@ -321,34 +390,27 @@ def _checked_rope(theta: float, scaling_type: str, scaling: Mapping[str, Any], w
     return RopeConfig(theta=theta, scaling_type=scaling_type, scaling=tuple(sorted(scaling.items())))
 
 
-def _layer_windows(fields: _Fields, model_type: str, num_layers: int) -> tuple[int | None, ...]:
-    """llama has none; mistral's holds for every layer; qwen's for those that `layer_types` or the layer number says,
-    and only under `use_sliding_window`. Empty when every layer is full."""
-    if model_type == "llama":
-        return ()
+def _windows(fields: _Fields, family: _Family, num_layers: int) -> list[int | None]:
+    """Of each layer."""
+    full: list[int | None] = [None] * num_layers
     # A key that is absent takes the family's default; an explicit null turns windows off.
-    window = fields.values.get("sliding_window", _DEFAULT_WINDOW)
-    if window is None:
-        return ()
-    window = fields.integer("sliding_window", _DEFAULT_WINDOW)
-    if window < 1:
-        raise CheckpointError(f"{fields.where}: sliding_window={window} is less than 1")
-    if model_type == "mistral":
-        return (window,) * num_layers
+    if family.windows == "none" or fields.values.get("sliding_window", _DEFAULT_WINDOW) is None:
+        return full
+    window = fields.count("sliding_window", _DEFAULT_WINDOW)
+    if family.windows == "every layer":
+        return [window] * num_layers
     if not fields.flag("use_sliding_window", False):
-        return ()
+        return full
     layer_types = fields.values.get("layer_types")
     if layer_types is None:
         first = fields.integer("max_window_layers", 28)
-        windows = tuple(window if layer >= first else None for layer in range(num_layers))
-    else:
-        known = {"full_attention": None, "sliding_attention": window}
-        if not isinstance(layer_types, list) or len(layer_types) != num_layers or not set(layer_types) <= set(known):
-            raise CheckpointError(
-                f"{fields.where}: layer_types must name {' or '.join(known)} for each of {num_layers} layers"
-            )
-        windows = tuple(known[name] for name in layer_types)
-    return windows if any(windows) else ()
+        return [window if layer >= first else None for layer in range(num_layers)]
+    known = {"full_attention": None, "sliding_attention": window}
+    if not isinstance(layer_types, list) or len(layer_types) != num_layers or not set(layer_types) <= set(known):
+        raise CheckpointError(
+            f"{fields.where}: layer_types must name {' or '.join(known)} for each of {num_layers} layers"
+        )
+    return [known[name] for name in layer_types]
 
 
 def _dtype(fields: _Fields) -> str:
@@ -397,32 +459,37 @@ def _from_gguf(path: Path) -> ModelConfig:
     if "token_embd.weight" not in tensors or len(tensors["token_embd.weight"].shape) != 2:
         raise CheckpointError(f"{path} has no two-dimensional tensor token_embd.weight; the checkpoint is incomplete")
     embedding = tensors["token_embd.weight"]
-    hidden_size = fields.integer(f"{family}.embedding_length")
-    num_q = fields.integer(f"{family}.attention.head_count")
-    head_dim = fields.integer(f"{family}.attention.key_length", hidden_size // max(num_q, 1))
+    hidden_size, num_q = fields.count(f"{family}.embedding_length"), fields.count(f"{family}.attention.head_count")
+    head_dim = fields.count(f"{family}.attention.key_length", hidden_size // num_q)
     rotary_dim = fields.integer(f"{family}.rope.dimension_count", head_dim)
     if rotary_dim != head_dim or fields.integer(f"{family}.attention.value_length", head_dim) != head_dim:
         raise CheckpointError(f"{path}: rotary, key and value widths of a head must be the same; head_dim={head_dim}")
-    num_layers = fields.integer(f"{family}.block_count")
+    num_layers = fields.count(f"{family}.block_count")
     if fields.values.get(f"{family}.attention.sliding_window"):
         raise CheckpointError(f"{path}: sliding windows of GGUF files are not supported")
+    attention = GroupedQueryAttention(
+        hidden_size=hidden_size,
+        num_attention_heads=num_q,
+        num_key_value_heads=fields.count(f"{family}.attention.head_count_kv", num_q),
+        head_dim=head_dim,
+        qkv_bias="blk.0.attn_q.bias" in tensors,
+        o_bias="blk.0.attn_output.bias" in tensors,
+        qk_norm="blk.0.attn_q_norm.weight" in tensors,
+    )
+    mlp = DenseMLP(
+        hidden_size=hidden_size,
+        intermediate_size=fields.count(f"{family}.feed_forward_length"),
+        bias="blk.0.ffn_up.bias" in tensors,
+    )
     return ModelConfig(
         model_type=family,
         hidden_size=hidden_size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_q,
-        num_key_value_heads=fields.integer(f"{family}.attention.head_count_kv", num_q),
-        head_dim=head_dim,
-        intermediate_size=fields.integer(f"{family}.feed_forward_length"),
         vocab_size=embedding.shape[0],
-        max_position_embeddings=fields.integer(f"{family}.context_length"),
+        max_position_embeddings=fields.count(f"{family}.context_length"),
         rms_norm_eps=fields.number(f"{family}.attention.layer_norm_rms_epsilon"),
         rope=_gguf_rope(path, header, fields, family, head_dim),
         tie_word_embeddings="output.weight" not in tensors,
-        qkv_bias="blk.0.attn_q.bias" in tensors,
-        o_bias="blk.0.attn_output.bias" in tensors,
-        mlp_bias="blk.0.ffn_up.bias" in tensors,
-        qk_norm="blk.0.attn_q_norm.weight" in tensors,
+        layers=layers_of(attention, [mlp] * num_layers, [None] * num_layers),
         # Quantised weights come from bfloat16 models more often than not, and bfloat16 never overflows.
         dtype=_GGUF_DTYPES.get(embedding.ggml_type, "bfloat16"),
         bos_token_id=next(iter(fields.ids("tokenizer.ggml.bos_token_id")), None),

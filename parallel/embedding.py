@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from parallel.group import TensorParallelGroup
-from parallel.linear import Matmul, TensorSource
 from parallel.plan import ShardPlan
+from parallel.weight import DenseWeight, TensorSource
 
 
 class VocabParallelEmbedding:
@@ -69,7 +69,7 @@ class ParallelLMHead:
         self._group = group
         self._dtype = dtype
         self._device = device
-        self._matmul: Matmul | None = None
+        self._weight: DenseWeight | None = None
 
     def load(self, source: TensorSource, name: str) -> None:
         """Reads this rank's rows of `name`.weight."""
@@ -77,11 +77,11 @@ class ParallelLMHead:
         weight = torch.empty(num_rows, self._hidden_size, dtype=self._dtype, device=self._device)
         source.read(f"{name}.weight", weight, rows=self._plan.vocab[self._group.rank])
         # Not packed: for a moment the largest weight of all would be there twice.
-        self._matmul = Matmul(weight, None, pack=False)
+        self._weight = DenseWeight(weight, None, pack=False)
 
     def tie(self, embedding: VocabParallelEmbedding) -> None:
         """Uses the embedding's weight, which stays the only copy of these rows."""
-        self._matmul = Matmul(embedding.weight, None, pack=False)
+        self._weight = DenseWeight(embedding.weight, None, pack=False)
 
     @property
     def num_local_columns(self) -> int:
@@ -94,8 +94,8 @@ class ParallelLMHead:
         Args:
             out: to write to. None: a new tensor.
         """
-        assert self._matmul is not None, "forward before load"
-        return self._matmul.in_fp32(hidden, out)
+        assert self._weight is not None, "forward before load"
+        return self._weight.in_fp32(hidden, out)
 
 
 def whole_logits(local: torch.Tensor, plan: ShardPlan, group: TensorParallelGroup) -> torch.Tensor:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from configs.layers import Amounts, Axis, Columns, Cut, HeadGroups, elements_of
 from configs.model_config import ModelConfig, check_tensor_parallel_size
 
-_MLP_GRANULE = 128
-"""Columns: the width of an fp8 scale block and of a tensor-core tile."""
+_LARGEST_GRANULE = 128
 _VOCAB_GRANULE = 64
 
 
@@ -32,14 +32,25 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerShard:
-    """One rank's part of one layer, in indices of the whole model. No range is empty unless `mlp` has to be."""
+    """One rank's part of one layer, or of the vocabulary, in indices of the whole model.
 
-    q_heads: Span
-    """Rows of the query projection and columns of the output projection, in heads."""
-    kv_heads: Span
-    """Key/value heads. The rank's query heads spread evenly over them."""
-    mlp: Span
-    """Rows of gate and up, columns of down. Empty only where the layer has fewer columns than ranks."""
+    No span of heads is empty; one of columns is only where the layer has fewer columns than ranks. A rank's query heads
+    spread evenly over its KV heads.
+    """
+
+    spans: Mapping[Axis, Span]
+
+    def __getitem__(self, axis: Axis) -> Span:
+        return self.spans[axis]
+
+    def span_of(self, cut: Cut) -> Span:
+        """Rows or columns of a tensor that is cut so."""
+        span = self.spans[cut.axis]
+        return Span(span.start * cut.width, span.stop * cut.width)
+
+    def amount(self, amounts: Amounts) -> int:
+        """What all of the rank's indices, and what it has whole, account for."""
+        return sum(amount * (1 if axis is None else self.spans[axis].size) for axis, amount in amounts.items())
 
 
 @dataclass(frozen=True)
@@ -64,27 +75,22 @@ class ShardPlan:
         """Plans `tp_size` ranks. Raises ConfigError when the model's heads cannot be dealt to that many."""
         check_tensor_parallel_size(model, tp_size)
         vocab = _spans(min(rows, model.vocab_size) for rows in _running_total(_deal_vocab(model.vocab_size, tp_size)))
-        # What each rank holds so far. MLP columns go where least is held, so they even out what heads and vocabulary
-        # rows leave uneven, and what one layer's granules leave over is made good in the next.
-        held = [span.size * _vocab_row_elements(model) for span in vocab]
+        # What each rank holds so far. Columns go where least is held, so they even out what heads and vocabulary rows
+        # leave uneven, and what one layer's granules leave over is made good in the next.
+        row_elements = elements_of(model.outer_tensors)[Axis.VOCABULARY]
+        held = [span.size * row_elements for span in vocab]
         layers = []
-        for layer in range(model.num_hidden_layers):
-            heads = _deal_heads(model, tp_size, layer)
-            held = [
-                elements + _attention_elements(model, q_heads.size, kv_heads.size)
-                for elements, (q_heads, kv_heads) in zip(held, heads, strict=True)
-            ]
-            columns = _deal_mlp(model, held)
-            held = [
-                elements + count * _mlp_column_elements(model) for elements, count in zip(held, columns, strict=True)
-            ]
-            mlp = _spans(_running_total(columns))
-            layers.append(
-                tuple(
-                    LayerShard(q_heads=q_heads, kv_heads=kv_heads, mlp=span)
-                    for (q_heads, kv_heads), span in zip(heads, mlp, strict=True)
-                )
-            )
+        for i, layer in enumerate(model.layers):
+            spans: list[dict[Axis, Span]] = [{} for _ in range(tp_size)]
+            for axis in layer.axes:
+                if isinstance(axis, HeadGroups):
+                    dealt = _deal_heads(axis, tp_size, i)
+                else:
+                    dealt = _deal_columns(axis, layer.weight_elements[axis.axis], held)
+                for rank, new in enumerate(dealt):
+                    spans[rank].update(new)
+                    held[rank] += sum(layer.weight_elements[axis] * span.size for axis, span in new.items())
+            layers.append(tuple(LayerShard(spans_of_rank) for spans_of_rank in spans))
         return cls(model=model, tp_size=tp_size, layers=tuple(layers), vocab=vocab)
 
     def shard(self, layer: int, rank: int) -> LayerShard:
@@ -96,27 +102,23 @@ class ShardPlan:
         """Rows of the largest vocabulary span: the width every rank pads its logits to when they are gathered."""
         return max(span.size for span in self.vocab)
 
-    def kv_heads_total(self, rank: int) -> int:
-        """Key/value heads of `rank`, summed over the layers."""
-        return sum(shards[rank].kv_heads.size for shards in self.layers)
-
     def kv_elements_per_token(self, rank: int) -> int:
         """Elements of keys and values that one token takes in the KV pool of `rank`, all layers together."""
-        return 2 * self.model.head_dim * self.kv_heads_total(rank)
+        return sum(
+            shards[rank].amount(layer.mixer.token_elements)
+            for layer, shards in zip(self.model.layers, self.layers, strict=True)
+        )
 
     def weight_elements(self, rank: int) -> int:
-        """Elements of all weights `rank` holds: its shards, and the norms and output biases every rank has.
+        """Elements of all weights `rank` holds: its shards, and what every rank has whole.
 
         A tied LM head is the embedding's own rows and counts once.
         """
-        model = self.model
-        replicated = model.hidden_size + model.num_hidden_layers * _replicated_elements(model)
-        sharded = self.vocab[rank].size * _vocab_row_elements(model)
-        for shards in self.layers:
-            shard = shards[rank]
-            sharded += _attention_elements(model, shard.q_heads.size, shard.kv_heads.size)
-            sharded += shard.mlp.size * _mlp_column_elements(model)
-        return replicated + sharded
+        outer = LayerShard({Axis.VOCABULARY: self.vocab[rank]}).amount(elements_of(self.model.outer_tensors))
+        return outer + sum(
+            shards[rank].amount(layer.weight_elements)
+            for layer, shards in zip(self.model.layers, self.layers, strict=True)
+        )
 
     @property
     def weight_skew(self) -> float:
@@ -129,16 +131,19 @@ class ShardPlan:
         return _skew([self.kv_elements_per_token(rank) for rank in range(self.tp_size)])
 
 
-def mlp_granule(intermediate_size: int, tp_size: int) -> int:
-    """Columns of the unit in which a layer's MLP is dealt.
+def column_granule(columns: Columns, tp_size: int) -> int:
+    """Columns of the unit in which a layer's columns are dealt.
 
-    The largest power of two up to 128 that divides `intermediate_size` and leaves every rank at least one unit. For
-    published models that is 128, or 64; below 32 only toy models go.
+    The largest power of two up to 128 that divides them and leaves every rank at least one unit; or a smaller one, not
+    below `columns.finest_granule`, if with that the widest rank has fewer. For published dense models that is 128, or
+    64; below 32 only toy models go.
     """
-    granule = _MLP_GRANULE
-    while granule > 1 and (intermediate_size % granule or intermediate_size // granule < tp_size):
-        granule //= 2
-    return granule
+    granules = [_LARGEST_GRANULE >> i for i in range(_LARGEST_GRANULE.bit_length())]
+    allowed = [granule for granule in granules if columns.size % granule == 0 and columns.size // granule >= tp_size]
+    fine = [granule for granule in allowed if granule >= columns.finest_granule]
+    return min(
+        fine or allowed[:1] or [1], key=lambda granule: (-(-columns.size // granule // tp_size) * granule, -granule)
+    )
 
 
 def vocab_granule(vocab_size: int, tp_size: int) -> int:
@@ -149,31 +154,35 @@ def vocab_granule(vocab_size: int, tp_size: int) -> int:
     return granule
 
 
-def _deal_heads(model: ModelConfig, tp_size: int, layer: int) -> list[tuple[Span, Span]]:
-    """(query heads, KV heads) of each rank in one layer."""
-    num_kv = model.num_key_value_heads
-    group = model.num_attention_heads // num_kv
-    if tp_size <= num_kv:
-        kv_spans = _spans(_running_total(_deal_evenly(num_kv, tp_size, layer)))
-        return [(Span(kv.start * group, kv.stop * group), kv) for kv in kv_spans]
-    # Floor/ceil never deals a KV head more ranks than it has query heads: ceil(tp_size / num_kv) <= group.
-    q_counts: list[int] = []
-    kv_spans_of_ranks: list[Span] = []
-    for kv_head, num_ranks in enumerate(_deal_evenly(tp_size, num_kv, layer)):
-        q_counts.extend(_deal_evenly(group, num_ranks, layer))
-        kv_spans_of_ranks.extend([Span(kv_head, kv_head + 1)] * num_ranks)
-    return list(zip(_spans(_running_total(q_counts)), kv_spans_of_ranks, strict=True))
+def _deal_heads(axis: HeadGroups, tp_size: int, layer: int) -> list[dict[Axis, Span]]:
+    """Heads, and heads of their groups, of each rank in one layer."""
+    group = axis.num_heads // axis.num_groups
+    if tp_size <= axis.num_groups:
+        group_spans = list(_spans(_running_total(_deal_evenly(axis.num_groups, tp_size, layer))))
+        counts = [span.size * group for span in group_spans]
+    else:
+        # Floor/ceil never deals a KV head more ranks than it has query heads: ceil(tp_size / num_groups) <= group.
+        group_spans, counts = [], []
+        for head, num_ranks in enumerate(_deal_evenly(tp_size, axis.num_groups, layer)):
+            group_spans.extend([Span(head, head + 1)] * num_ranks)
+            counts.extend(_deal_evenly(group, num_ranks, layer))
+    head_spans = _spans(_running_total(counts))
+    return [{axis.heads: heads, axis.groups: groups} for heads, groups in zip(head_spans, group_spans, strict=True)]
 
 
-def _deal_mlp(model: ModelConfig, held: Sequence[int]) -> list[int]:
-    """MLP columns of each rank in one layer: one granule each, then each to the rank that holds the least.
+def _deal_columns(columns: Columns, column_elements: int, held: Sequence[int]) -> list[dict[Axis, Span]]:
+    """Columns of each rank in one layer: one granule each, then each to the rank that holds the least.
 
     No rank gets more than the ceiling of an even share: all ranks wait for the widest one at the layer's all-reduce.
+
+    Args:
+        column_elements: elements of all tensors that one column accounts for.
+        held: elements that each rank holds.
     """
     tp_size = len(held)
-    granule = mlp_granule(model.intermediate_size, tp_size)
-    granule_elements = granule * _mlp_column_elements(model)
-    num_granules = model.intermediate_size // granule
+    granule = column_granule(columns, tp_size)
+    granule_elements = granule * column_elements
+    num_granules = columns.size // granule
     at_least = 1 if num_granules >= tp_size else 0
     at_most = -(-num_granules // tp_size)
     counts = [at_least] * tp_size
@@ -186,7 +195,7 @@ def _deal_mlp(model: ModelConfig, held: Sequence[int]) -> list[int]:
             heapq.heapreplace(lightest, (elements + granule_elements, rank))
         else:
             heapq.heappop(lightest)
-    return [count * granule for count in counts]
+    return [{columns.axis: span} for span in _spans(_running_total(count * granule for count in counts))]
 
 
 def _deal_vocab(vocab_size: int, tp_size: int) -> list[int]:
@@ -216,26 +225,6 @@ def _running_total(counts: Iterable[int]) -> list[int]:
 def _spans(borders: Iterable[int]) -> tuple[Span, ...]:
     borders = tuple(borders)
     return tuple(Span(start, stop) for start, stop in itertools.pairwise(borders))
-
-
-def _attention_elements(model: ModelConfig, num_q: int, num_kv: int) -> int:
-    width = 2 * (num_q + num_kv) * model.head_dim  # q and o, k and v
-    bias = (num_q + 2 * num_kv) * model.head_dim if model.qkv_bias else 0
-    return width * model.hidden_size + bias
-
-
-def _mlp_column_elements(model: ModelConfig) -> int:
-    return 3 * model.hidden_size + (2 if model.mlp_bias else 0)
-
-
-def _vocab_row_elements(model: ModelConfig) -> int:
-    return model.hidden_size * (1 if model.tie_word_embeddings else 2)
-
-
-def _replicated_elements(model: ModelConfig) -> int:
-    """Of one layer: both norms, the head norms, and the biases that are added after an all-reduce."""
-    norms = 2 * model.hidden_size + (2 * model.head_dim if model.qk_norm else 0)
-    return norms + model.hidden_size * (int(model.o_bias) + int(model.mlp_bias))
 
 
 def _skew(amounts: Sequence[int]) -> float:

@@ -1,7 +1,8 @@
 """What a step must compute and read at the least: over what the hardware can, how much of it the step uses.
 
 Model FLOPs and bytes in the sense of MFU and MBU: matrix products and attention alone, two FLOPs to a multiply-add,
-every weight read once a step, every key and value once a layer. What an implementation adds to that (padding,
+every weight read once a step, every key and value once a layer; of experts, as many as tokens hit that choose without
+preference. What an implementation adds to that (padding,
 recomputation, activations, communication) is not counted: it is what the utilisation is to show.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 import numpy.typing as npt
@@ -59,34 +61,39 @@ class StepCost:
     flops_per_logits: int
     """Of the LM head, for one position whose logits are wanted."""
     attention: tuple[AttentionCost, ...]
+    routed: tuple[tuple[Fraction, int], ...] = ()
+    """Bytes of the weights that only a share of the tokens needs, by that share; `weight_bytes` are without them."""
 
     @classmethod
     def of(cls, plan: ShardPlan, element_bytes: int, ranks: Iterable[int] | None = None) -> StepCost:
         """Of `ranks`, None for all, where weights, keys and values have elements of `element_bytes`."""
         model = plan.model
         weights = layer_flops = vocab_rows = 0
-        windows = model.layer_windows or (None,) * model.num_hidden_layers
-        q_heads, kv_heads = dict.fromkeys(windows, 0), dict.fromkeys(windows, 0)
+        routed: dict[Fraction, int] = {}
+        flops_per_pair: dict[int | None, int] = {}
+        bytes_per_token: dict[int | None, int] = {}
         for rank in range(plan.tp_size) if ranks is None else ranks:
             rows = plan.vocab[rank].size
             vocab_rows += rows
             weights += plan.weight_elements(rank) - (0 if model.tie_word_embeddings else rows * model.hidden_size)
-            for layer, window in enumerate(windows):
-                shard = plan.shard(layer, rank)
-                heads = 2 * (shard.q_heads.size + shard.kv_heads.size) * model.head_dim  # q and o, k and v
-                layer_flops += 2 * model.hidden_size * (heads + 3 * shard.mlp.size)
-                q_heads[window] += shard.q_heads.size
-                kv_heads[window] += shard.kv_heads.size
+            for i, layer in enumerate(model.layers):
+                shard, mixer = plan.shard(i, rank), layer.mixer
+                for share, amounts in layer.product_elements.items():
+                    elements = shard.amount(amounts)
+                    layer_flops += int(2 * share * elements)
+                    if share != 1:
+                        routed[share] = routed.get(share, 0) + elements * element_bytes
+                pair, token = shard.amount(mixer.pair_flops), shard.amount(mixer.token_elements) * element_bytes
+                flops_per_pair[mixer.window] = flops_per_pair.get(mixer.window, 0) + pair
+                bytes_per_token[mixer.window] = bytes_per_token.get(mixer.window, 0) + token
         return cls(
-            weight_bytes=weights * element_bytes,
+            weight_bytes=weights * element_bytes - sum(routed.values()),
             flops_per_token=layer_flops,
             flops_per_logits=2 * vocab_rows * model.hidden_size,
             attention=tuple(
-                AttentionCost(
-                    window, 4 * model.head_dim * q_heads[window], 2 * model.head_dim * kv_heads[window] * element_bytes
-                )
-                for window in q_heads
+                AttentionCost(window, flops, bytes_per_token[window]) for window, flops in flops_per_pair.items()
             ),
+            routed=tuple(routed.items()),
         )
 
     def step(self, starts: npt.NDArray[np.int32], lens: npt.NDArray[np.int32], num_logits: int) -> tuple[float, float]:
@@ -101,6 +108,8 @@ class StepCost:
         ends = first + lens
         flops = self.flops_per_token * float(lens.sum()) + self.flops_per_logits * float(num_logits)
         read = float(self.weight_bytes)
+        for share, weight_bytes in self.routed:
+            read += weight_bytes * (1 - float(1 - share) ** int(lens.sum()))
         for layers in self.attention:
             flops += layers.flops_per_pair * layers.pairs(first, ends)
             read += layers.bytes_per_token * layers.tokens(first, ends)

@@ -6,9 +6,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from configs.model_config import ModelConfig, RopeConfig
+from configs.model_config import RopeConfig
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
+from tests.dense_model import dense_model
 from worker.logprobs import LogprobTensors
 from worker.sampler import Sampler
 
@@ -18,7 +19,7 @@ CPU = torch.device("cpu")
 
 def plan_of(tp_size: int, vocab_size: int) -> ShardPlan:
     """The ranges of a small model with that vocabulary."""
-    model = ModelConfig(
+    model = dense_model(
         model_type="llama",
         hidden_size=64,
         num_hidden_layers=1,

@@ -168,11 +168,6 @@ def test_the_page_table_refuses_deltas_outside_it() -> None:
             table.check(np.array([[2, 2, 1], wrong], np.int32), num_pages=5)
 
 
-def test_bytes_per_page_counts_keys_and_values_of_every_layer() -> None:
-    layers = [_layer(4, 2, 64, None, None), _layer(4, 1, 64, None, None)]
-    assert TokenToKVPool.bytes_per_page(layers, 16, torch.bfloat16) == 2 * 16 * (2 + 1) * 64 * 2
-
-
 def test_refuses_an_unknown_backend_and_uneven_query_groups() -> None:
     layer = _layer(3, 2, 64, None, None)
     pool = TokenToKVPool([layer], num_pages=1, page_size=16, dtype=torch.float32, device=CPU)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,10 +20,11 @@ from cluster.commands.bench.stream_client import Sample, StreamReader
 from cluster.commands.endpoint_client import EndpointClient
 from configs.errors import ConfigError
 from configs.load import load_app_config
-from configs.model_config import ModelConfig, RopeConfig
+from configs.model_config import RopeConfig
 from parallel.plan import ShardPlan
+from tests.dense_model import dense_model
 
-QWEN3_8B = ModelConfig(
+QWEN3_8B = dense_model(
     model_type="qwen3",
     hidden_size=4096,
     num_hidden_layers=36,
@@ -72,7 +74,7 @@ def test_a_decode_step_reads_weights_once_and_the_cache_of_every_row() -> None:
 
 
 def test_a_tied_embedding_is_read_as_the_lm_head() -> None:
-    tied = ModelConfig(**{**vars(QWEN3_8B), "tie_word_embeddings": True})
+    tied = dataclasses.replace(QWEN3_8B, tie_word_embeddings=True)
     assert engine.step_bytes(ShardPlan.create(tied, 1), 2, 1, 1) == engine.step_bytes(
         ShardPlan.create(QWEN3_8B, 1), 2, 1, 1
     )

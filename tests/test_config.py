@@ -24,6 +24,7 @@ from configs.resolve import (
     resolve,
 )
 from configs.schema import EngineConfig, KVCacheConfig
+from tests.dense_model import dense_model
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = sorted((ROOT / "configs").glob("*.yaml"))
@@ -67,7 +68,7 @@ def _model(**changes: Any) -> ModelConfig:
         "tie_word_embeddings": True,
         "dtype": "bfloat16",
     }
-    return ModelConfig(**{**values, **changes})
+    return dense_model(**{**values, **changes})
 
 
 def _resolved(host: HostFacts = LAPTOP, **args: Any) -> ResolvedConfig:

@@ -23,9 +23,10 @@ from configs.load import load_app_config
 from configs.model_config import ModelConfig, RopeConfig, read_model_config
 from configs.schema import EngineConfig
 from parallel.group import TensorParallelGroup
-from parallel.linear import TensorSource
 from parallel.plan import ShardPlan, Span
+from parallel.weight import TensorSource
 from tests.batches import batch_of
+from tests.dense_model import dense_model
 from worker import dummy_weights
 from worker.dummy_weights import DummyCheckpoint
 from worker.models.decoder import Decoder
@@ -50,7 +51,7 @@ CONFIG: dict[str, Any] = {
     "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
 }
-BIASED = ModelConfig(
+BIASED = dense_model(
     model_type="qwen2",
     hidden_size=96,
     num_hidden_layers=2,
@@ -161,8 +162,9 @@ def test_other_types_hold_the_values_of_the_checkpoints_own(dtype: torch.dtype) 
 
 def test_values_have_the_mean_and_spread_of_their_kind() -> None:
     tensors = _whole(BIASED, torch.float32)
+    roles = {tensor.name: tensor.role for tensor in BIASED.tensors()}
     for name, tensor in tensors.items():
-        mean, std = dummy_weights._mean_and_std(name, tensor.shape[1] if tensor.ndim > 1 else 1)
+        mean, std = dummy_weights._mean_and_std(roles[name], tensor.shape[1] if tensor.ndim > 1 else 1)
         error = 5 / tensor.numel() ** 0.5  # of estimates from so many values
         assert float(tensor.mean()) == pytest.approx(mean, abs=error * std), name
         assert float(tensor.std()) == pytest.approx(std, rel=error), name

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from attention.kv_pool import TokenToKVPool
 from attention.layer import AttentionLayer
 from configs.errors import ConfigError
-from configs.model_config import ModelConfig, RopeConfig
+from configs.model_config import RopeConfig
 from parallel.plan import Span
+from tests.dense_model import dense_model
 from worker.layers.activation import ActAndMul
 from worker.layers.norm import RMSNorm
 from worker.layers.rotary import RotaryEmbedding, inverse_frequencies
@@ -29,7 +30,7 @@ class _Ramp:
 
 def _norm(size: int, device: str) -> RMSNorm:
     norm = RMSNorm(size, EPS, dtype=torch.float32, device=torch.device(device))
-    norm.load(_Ramp(), "model.norm")
+    norm.load(_Ramp(), "model.norm.weight")
     return norm
 
 
@@ -73,7 +74,7 @@ def test_refuses_an_activation_it_does_not_know() -> None:
 @on_each
 def test_the_rotary_tables_turn_pairs_of_halves_by_position_times_frequency(device: str) -> None:
     scaling = (("factor", 4.0), ("original_max_position_embeddings", 32))
-    model = ModelConfig(
+    model = dense_model(
         model_type="llama",
         hidden_size=64,
         num_hidden_layers=1,

@@ -11,20 +11,23 @@ import torch
 import torch.nn.functional as F
 from torch.distributed import HashStore
 
+from configs.layers import Axis, Cut, GroupedQueryAttention, Linear
 from configs.model_config import ModelConfig, RopeConfig
 from parallel.all_reduce import SharedMemoryCollectives
 from parallel.embedding import ParallelLMHead, VocabParallelEmbedding, whole_logits
 from parallel.group import TensorParallelGroup
-from parallel.linear import (
-    ColumnParallelLinear,
-    Matmul,
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-)
-from parallel.plan import ShardPlan, Span
+from parallel.linear import ColumnParallelLinear, RowParallelLinear
+from parallel.plan import LayerShard, ShardPlan, Span
+from parallel.weight import DenseWeight, LayerPlace
+from tests.dense_model import dense_model
 
 FP32: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
+
+ROWS, COLUMNS = Cut(Axis.MLP_COLUMNS, 0), Cut(Axis.MLP_COLUMNS, 1)
+
+
+def _place(span: Span, group: TensorParallelGroup) -> LayerPlace:
+    return LayerPlace(LayerShard({Axis.MLP_COLUMNS: span}), group, **FP32)
 
 
 class Tensors:
@@ -108,7 +111,7 @@ def buffered(group: TensorParallelGroup, store: HashStore, *, in_place: bool) ->
 
 
 def _vocabulary(vocab_size: int) -> ModelConfig:
-    return ModelConfig(
+    return dense_model(
         model_type="llama",
         hidden_size=16,
         num_hidden_layers=1,
@@ -132,7 +135,7 @@ def test_products_equal_f_linear_in_every_type(dtype: torch.dtype, pack: bool, n
     x, weight, bias = (
         torch.randn(shape, generator=generator).to(dtype) for shape in ((num_tokens, 72), (40, 72), (40,))
     )
-    out = Matmul(weight, bias, pack=pack)(x)
+    out = DenseWeight(weight, bias, pack=pack)(x)
     assert out.is_contiguous()
     assert out.dtype is dtype
     torch.testing.assert_close(out, F.linear(x, weight, bias))
@@ -146,7 +149,7 @@ def test_a_product_goes_where_it_is_asked_to(dtype: torch.dtype, bias: torch.Ten
     )
     bias = None if bias is None else bias.to(dtype)
     out = torch.full((5, 40), float("nan"), dtype=dtype)
-    matmul = Matmul(weight, bias)
+    matmul = DenseWeight(weight, bias)
     assert matmul(x, out) is out
     torch.testing.assert_close(out, F.linear(x, weight, bias))
     logits = torch.full((5, 40), float("nan"))
@@ -161,10 +164,10 @@ def test_logits_on_cuda_are_not_rounded_to_the_type_of_the_weight(num_rows: int)
     generator = torch.Generator(device="cuda").manual_seed(0)
     x = torch.randn(num_rows, 4096, generator=generator, device="cuda").bfloat16()
     weight = torch.randn(1024, 4096, generator=generator, device="cuda").bfloat16()
-    logits = Matmul(weight, None).in_fp32(x)
+    logits = DenseWeight(weight, None).in_fp32(x)
     assert logits.dtype is torch.float32
     out = torch.full_like(logits, float("nan"))
-    assert Matmul(weight, None).in_fp32(x, out) is out
+    assert DenseWeight(weight, None).in_fp32(x, out) is out
     assert torch.equal(out, logits)
     exact = x.double() @ weight.double().t()
     assert (logits - exact).abs().max() < 0.01  # of values near 64, where bf16 steps are 0.5
@@ -172,38 +175,49 @@ def test_logits_on_cuda_are_not_rounded_to_the_type_of_the_weight(num_rows: int)
 
 def test_an_empty_span_contributes_nothing() -> None:
     source = Tensors(down__weight=(16, 32), gate__weight=(32, 16))
-    column = ColumnParallelLinear(16, Span(32, 32), bias=False, **FP32)
-    column.load(source, "gate")
-    row = RowParallelLinear(Span(32, 32), 16, bias=False, group=TensorParallelGroup.single(), **FP32)
-    row.load(source, "down")
+    place = _place(Span(32, 32), TensorParallelGroup.single())
+    gate, down = Linear("gate", "", 32, 16, ROWS), Linear("down", "", 16, 32, COLUMNS)
+    column = ColumnParallelLinear(gate, place=place)
+    column.load(source, "")
+    row = RowParallelLinear(down, place)
+    row.load(source, "")
     assert torch.equal(row(column(torch.randn(3, 16))), torch.zeros(3, 16))
 
 
 def test_merged_columns_and_qkv_stand_side_by_side() -> None:
-    source = Tensors(**{f"{n}__weight": (48, 16) for n in "abqkv"}, **{f"{n}__bias": (48,) for n in "abqkv"})
-    t = source.tensors
+    attention = GroupedQueryAttention(
+        hidden_size=16, num_attention_heads=6, num_key_value_heads=3, head_dim=8, qkv_bias=True
+    )
+    merged = [Linear(name, "", 48, 16, ROWS, bias=True) for name in "ab"]
     x = torch.randn(5, 16)
 
-    def part(name: str, span: Span) -> torch.Tensor:
-        return F.linear(x, t[f"{name}.weight"][slice(*span)], t[f"{name}.bias"][slice(*span)])
+    def check(linears: list[Linear], shard: LayerShard) -> None:
+        shapes = {tensor.name.replace(".", "__"): tensor.shape for linear in linears for tensor in linear.tensors}
+        source = Tensors(**{f"layer__{name}": shape for name, shape in shapes.items()})
+        layer = ColumnParallelLinear(*linears, place=LayerPlace(shard, TensorParallelGroup.single(), **FP32))
+        layer.load(source, "layer.")
+        parts = []
+        for linear in linears:
+            weight, bias = (
+                source.tensors[f"layer.{tensor.name}"][slice(*shard.span_of(linear.cut))] for tensor in linear.tensors
+            )
+            parts.append(F.linear(x, weight, bias))
+        torch.testing.assert_close(layer(x), torch.cat(parts, 1))
 
-    merged = MergedColumnParallelLinear(16, (Span(3, 9), Span(40, 48)), bias=True, **FP32)
-    merged.load(source, ("a", "b"))
-    torch.testing.assert_close(merged(x), torch.cat((part("a", Span(3, 9)), part("b", Span(40, 48))), 1))
-    qkv = QKVParallelLinear(16, 8, Span(2, 6), Span(1, 2), bias=True, **FP32)
-    qkv.load(source, "q", "k", "v")
-    expected = torch.cat((part("q", Span(16, 48)), part("k", Span(8, 16)), part("v", Span(8, 16))), 1)
-    torch.testing.assert_close(qkv(x), expected)
+    check(merged, LayerShard({Axis.MLP_COLUMNS: Span(3, 9)}))
+    heads = LayerShard({Axis.QUERY_HEADS: Span(2, 6), Axis.KV_HEADS: Span(1, 3)})
+    check(list(attention.qkv), heads)
+    assert [heads.span_of(linear.cut) for linear in attention.qkv[:2]] == [Span(16, 48), Span(8, 24)]
 
 
 def test_row_parallel_sums_over_ranks_and_adds_its_bias_once() -> None:
-    source = Tensors(o__weight=(24, 30), o__bias=(24,))
+    source, linear = Tensors(o__weight=(24, 30), o__bias=(24,)), Linear("o", "", 24, 30, COLUMNS, bias=True)
     x = torch.randn(4, 30)
     spans = (Span(0, 7), Span(7, 20), Span(20, 30))
 
     def body(group: TensorParallelGroup) -> torch.Tensor:
-        layer = RowParallelLinear(spans[group.rank], 24, bias=True, group=group, **FP32)
-        layer.load(source, "o")
+        layer = RowParallelLinear(linear, _place(spans[group.rank], group))
+        layer.load(source, "")
         return layer(x[:, slice(*spans[group.rank])].contiguous())
 
     expected = F.linear(x, source.tensors["o.weight"], source.tensors["o.bias"])
@@ -213,15 +227,15 @@ def test_row_parallel_sums_over_ranks_and_adds_its_bias_once() -> None:
 
 @pytest.mark.parametrize("in_place", [True, False])
 def test_row_parallel_sums_in_the_buffer_of_its_group(in_place: bool) -> None:
-    source = Tensors(o__weight=(24, 30), o__bias=(24,))
+    source, linear = Tensors(o__weight=(24, 30), o__bias=(24,)), Linear("o", "", 24, 30, COLUMNS, bias=True)
     x = torch.randn(4, 30)
     spans = (Span(0, 13), Span(13, 30))
     store = HashStore()
 
     def body(group: TensorParallelGroup) -> torch.Tensor:
         inner = buffered(group, store, in_place=in_place)
-        layer = RowParallelLinear(spans[group.rank], 24, bias=True, group=inner, **FP32)
-        layer.load(source, "o")
+        layer = RowParallelLinear(linear, _place(spans[group.rank], inner))
+        layer.load(source, "")
         y = layer(x[:, slice(*spans[group.rank])].contiguous()).clone()
         inner.close()
         return y

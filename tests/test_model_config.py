@@ -15,8 +15,10 @@ from tokenizers.models import BPE
 from cluster.preflight import check_checkpoint
 from configs.errors import CheckpointError
 from configs.gguf_header import GGUFHeader
+from configs.layers import Axis, DenseMLP, GroupedQueryAttention, HeadGroups
 from configs.model_config import ModelConfig, RopeConfig, read_model_config
 from configs.schema import EngineConfig
+from tests.dense_model import dense_model
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -39,6 +41,10 @@ LLAMA3 = {
 def _write(directory: Path, config: dict[str, Any], name: str = "config.json") -> Path:
     (directory / name).write_text(json.dumps(config))
     return directory
+
+
+def _windows(model: ModelConfig) -> list[int | None]:
+    return [layer.mixer.window for layer in model.layers]
 
 
 def _read(directory: Path, model_type: str, **config: Any) -> ModelConfig:
@@ -77,24 +83,25 @@ def test_a_saved_config_reads_as_transformers_builds_it(
     ours = read_model_config(tmp_path)
     with torch.device("meta"):
         hf = getattr(t, f"{names[model_type]}ForCausalLM")(config)
+    mixer, feed_forward = ours.layers[0].mixer, ours.layers[0].feed_forward
+    assert isinstance(mixer, GroupedQueryAttention)
+    assert isinstance(feed_forward, DenseMLP)
     for name in SIZES:
-        assert getattr(ours, name) == getattr(config, name), name
-    attention, mlp = hf.model.layers[0].self_attn, hf.model.layers[0].mlp
-    assert ours.head_dim == attention.head_dim
-    assert attention.k_proj.out_features == ours.num_key_value_heads * ours.head_dim
-    assert ours.qkv_bias == (attention.q_proj.bias is not None)
-    assert ours.o_bias == (attention.o_proj.bias is not None)
-    assert ours.mlp_bias == (mlp.up_proj.bias is not None)
-    assert ours.qk_norm == hasattr(attention, "q_norm")
+        owner = next(part for part in (ours, mixer, feed_forward) if hasattr(part, name))
+        assert getattr(owner, name) == getattr(config, name), name
+    assert mixer.head_dim == hf.model.layers[0].self_attn.head_dim
+    assert {tensor.name: tensor.shape for tensor in ours.tensors()} == {
+        name: tuple(parameter.shape) for name, parameter in hf.named_parameters()
+    }
     assert ours.tie_word_embeddings == config.tie_word_embeddings
-    assert ours.hidden_act == config.hidden_act
+    assert feed_forward.hidden_act == config.hidden_act
     assert ours.bos_token_id == config.bos_token_id
     eos = config.eos_token_id
     assert ours.eos_token_ids == (tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,))
     windows = [getattr(layer.self_attn, "sliding_window", None) for layer in hf.model.layers]
     if model_type == "mistral":
         windows = [config.sliding_window] * 4
-    assert list(ours.layer_windows or [None] * 4) == windows
+    assert _windows(ours) == windows
     parameters = dict(config.rope_parameters)
     assert ours.rope.theta == parameters.pop("rope_theta")
     assert ours.rope.scaling_type == parameters.pop("rope_type")
@@ -110,8 +117,9 @@ def test_old_and_new_rope_layouts_mean_the_same(tmp_path: Path) -> None:
 
 
 def test_a_null_number_of_kv_heads_means_one_for_each_query_head(tmp_path: Path) -> None:
+    axes = (HeadGroups(Axis.QUERY_HEADS, 4, Axis.KV_HEADS, 4),)
     for model_type in ("llama", "qwen2", "qwen3"):
-        assert _read(tmp_path, model_type, num_key_value_heads=None).num_key_value_heads == 4
+        assert _read(tmp_path, model_type, num_key_value_heads=None).layers[0].mixer.axes == axes
 
 
 def test_yarn_reaches_beyond_the_trained_positions(tmp_path: Path) -> None:
@@ -122,9 +130,9 @@ def test_yarn_reaches_beyond_the_trained_positions(tmp_path: Path) -> None:
 def test_layer_types_say_which_layers_have_a_window(tmp_path: Path) -> None:
     layer_types = ["full_attention", "sliding_attention"] * 2
     windowed = {"layer_types": layer_types, "sliding_window": 64}
-    assert _read(tmp_path, "qwen3", use_sliding_window=True, **windowed).layer_windows == (None, 64, None, 64)
-    assert _read(tmp_path, "qwen3", use_sliding_window=False, **windowed).layer_windows == ()
-    assert _read(tmp_path, "llama", **windowed).layer_windows == ()
+    assert _windows(_read(tmp_path, "qwen3", use_sliding_window=True, **windowed)) == [None, 64, None, 64]
+    assert _windows(_read(tmp_path, "qwen3", use_sliding_window=False, **windowed)) == [None] * 4
+    assert _windows(_read(tmp_path, "llama", **windowed)) == [None] * 4
 
 
 def test_end_tokens_are_the_union_of_what_all_files_name(tmp_path: Path) -> None:
@@ -235,7 +243,7 @@ def _write_gguf(
 
 def test_a_gguf_file_reads_as_its_metadata_says(tmp_path: Path) -> None:
     model = read_model_config(_write_gguf(tmp_path / "m.gguf"))
-    assert model == ModelConfig(
+    assert model == dense_model(
         model_type="llama",
         hidden_size=64,
         num_hidden_layers=2,
@@ -260,8 +268,10 @@ def test_a_gguf_files_tensors_tell_biases_norms_and_an_untied_head(tmp_path: Pat
     tensors = {"blk.0.attn_q.bias": bias, "blk.0.attn_q_norm.weight": norm, "output.weight": np.zeros((300, 64))}
     path = _write_gguf(tmp_path / "m.gguf", "qwen3", tensors=tensors, attention__key_length=32)
     model = read_model_config(path)
-    assert (model.model_type, model.head_dim) == ("qwen3", 32)
-    assert (model.qkv_bias, model.qk_norm, model.tie_word_embeddings) == (True, True, False)
+    attention = model.layers[1].mixer
+    assert isinstance(attention, GroupedQueryAttention)
+    assert (model.model_type, attention.head_dim) == ("qwen3", 32)
+    assert (attention.qkv_bias, attention.qk_norm, model.tie_word_embeddings) == (True, True, False)
 
 
 def test_a_gguf_files_rope_scaling_is_read(tmp_path: Path) -> None:

@@ -17,10 +17,12 @@ from attention.kv_pool import ReqToTokenPool, TokenToKVPool
 from attention.registry import create_backend
 from configs.errors import ConfigError
 from configs.model_config import ModelConfig, RopeConfig, read_model_config
+from configs.resolve import kv_bytes_per_page
 from parallel.embedding import whole_logits
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from tests.batches import batch_of
+from tests.dense_model import dense_model
 from worker.layers.rotary import check_length, inverse_frequencies
 from worker.models.decoder import Decoder
 from worker.weights import Checkpoint
@@ -63,7 +65,7 @@ def _sizes(**changes: Any) -> dict[str, Any]:
 
 
 def _ours(model_type: str, rope: RopeConfig, sizes: dict[str, Any], **more: Any) -> ModelConfig:
-    return ModelConfig(
+    return dense_model(
         model_type=model_type,
         rope=rope,
         **sizes,
@@ -280,3 +282,16 @@ def test_refuses_an_unknown_activation() -> None:
     model = _ours("llama", RopeConfig(theta=1e4), _sizes(), hidden_act="swish7")
     with pytest.raises(ConfigError, match="swish7"):
         Decoder(model, ShardPlan.create(model, 1), TensorParallelGroup.single(), dtype=torch.float32, device=CPU)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 3, 4])
+def test_the_pool_of_a_rank_takes_the_bytes_that_the_plan_counts(tp_size: int) -> None:
+    model = _ours("llama", RopeConfig(theta=10000.0), _sizes())
+    plan = ShardPlan.create(model, tp_size)
+    page = [kv_bytes_per_page(plan.kv_elements_per_token(rank), PAGE_SIZE, "float32") for rank in range(tp_size)]
+    for rank in range(tp_size):
+        group = TensorParallelGroup(rank=rank, size=tp_size, device=CPU, collectives=None)
+        layers = Decoder(model, plan, group, dtype=torch.float32, device=CPU).attention_layers
+        pool = TokenToKVPool(layers, num_pages=7, page_size=PAGE_SIZE, dtype=torch.float32, device=CPU)
+        taken = sum(tensor.nbytes for layer in layers for tensor in pool.pages(layer.layer_id))
+        assert taken == 8 * page[rank]

@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.errors import ConfigError
+from configs.layers import Axis, Columns, DenseMLP, GroupedQueryAttention
 from configs.model_config import ModelConfig, RopeConfig
-from parallel.plan import ShardPlan, Span, mlp_granule, vocab_granule
+from parallel.plan import ShardPlan, Span, column_granule, vocab_granule
+from tests.dense_model import dense_model
 
 MAX_SKEW = 1.10
 
@@ -26,7 +28,7 @@ def _model(
     bias: bool = False,
 ) -> ModelConfig:
     num_q, num_kv, head_dim = heads
-    return ModelConfig(
+    return dense_model(
         model_type="llama",
         hidden_size=hidden,
         num_hidden_layers=layers,
@@ -58,6 +60,14 @@ CASES = [
 ]
 
 
+def _parts(model: ModelConfig) -> tuple[GroupedQueryAttention, DenseMLP]:
+    """Mixer and feed-forward of every layer."""
+    mixer, feed_forward = model.layers[0].mixer, model.layers[0].feed_forward
+    assert isinstance(mixer, GroupedQueryAttention)
+    assert isinstance(feed_forward, DenseMLP)
+    return mixer, feed_forward
+
+
 def _check_covers(spans: list[Span], stop: int) -> None:
     """In rank order, without gap or overlap."""
     borders = [0] + [span.stop for span in spans]
@@ -69,26 +79,28 @@ def _check_covers(spans: list[Span], stop: int) -> None:
 def _check_plan(plan: ShardPlan) -> None:
     """Everything a reader of the plan relies on, whatever the model."""
     model = plan.model
-    group = model.num_attention_heads // model.num_key_value_heads
+    attention, mlp = _parts(model)
+    num_kv = attention.num_key_value_heads
+    group = attention.num_attention_heads // num_kv
     _check_covers(list(plan.vocab), model.vocab_size)
     assert len(plan.layers) == model.num_hidden_layers
     for shards in plan.layers:
         assert len(shards) == plan.tp_size
-        _check_covers([shard.q_heads for shard in shards], model.num_attention_heads)
-        _check_covers([shard.mlp for shard in shards], model.intermediate_size)
-        held = {head for shard in shards for head in range(*shard.kv_heads)}
-        assert held == set(range(model.num_key_value_heads))
-        if plan.tp_size <= model.num_key_value_heads:
-            _check_covers([shard.kv_heads for shard in shards], model.num_key_value_heads)
+        _check_covers([shard[Axis.QUERY_HEADS] for shard in shards], attention.num_attention_heads)
+        _check_covers([shard[Axis.MLP_COLUMNS] for shard in shards], mlp.intermediate_size)
+        held = {head for shard in shards for head in range(*shard[Axis.KV_HEADS])}
+        assert held == set(range(num_kv))
+        if plan.tp_size <= num_kv:
+            _check_covers([shard[Axis.KV_HEADS] for shard in shards], num_kv)
         for shard in shards:
-            assert shard.q_heads.size >= 1
+            assert shard[Axis.QUERY_HEADS].size >= 1
             # Query heads find exactly their own KV heads here, and kernels see one group size.
-            assert {head // group for head in range(*shard.q_heads)} == set(range(*shard.kv_heads))
-            assert shard.q_heads.size % shard.kv_heads.size == 0
-            if plan.tp_size > model.num_key_value_heads:
-                assert shard.kv_heads.size == 1
+            assert {head // group for head in range(*shard[Axis.QUERY_HEADS])} == set(range(*shard[Axis.KV_HEADS]))
+            assert shard[Axis.QUERY_HEADS].size % shard[Axis.KV_HEADS].size == 0
+            if plan.tp_size > num_kv:
+                assert shard[Axis.KV_HEADS].size == 1
             else:
-                assert shard.q_heads.size == group * shard.kv_heads.size
+                assert shard[Axis.QUERY_HEADS].size == group * shard[Axis.KV_HEADS].size
 
 
 @pytest.mark.parametrize(("name", "tp_size"), CASES)
@@ -96,8 +108,8 @@ def test_ranges_of_published_models_cover_everything_and_none_is_empty(name: str
     plan = ShardPlan.create(MODELS[name], tp_size)
     _check_plan(plan)
     assert all(span.size for span in plan.vocab)
-    assert all(shard.mlp.size for shards in plan.layers for shard in shards)
-    assert all(shard.mlp.start % 128 == 0 for shards in plan.layers for shard in shards)
+    assert all(shard[Axis.MLP_COLUMNS].size for shards in plan.layers for shard in shards)
+    assert all(shard[Axis.MLP_COLUMNS].start % 128 == 0 for shards in plan.layers for shard in shards)
     assert all(span.start % 64 == 0 for span in plan.vocab)
 
 
@@ -116,10 +128,11 @@ def test_no_rank_of_a_published_model_holds_much_more_than_the_mean(name: str, t
 @pytest.mark.parametrize("name", MODELS)
 def test_weights_of_one_rank_are_those_of_the_whole_model(name: str) -> None:
     model = MODELS[name]
-    hidden, head_dim = model.hidden_size, model.head_dim
-    q_rows, kv_rows = model.num_attention_heads * head_dim, model.num_key_value_heads * head_dim
-    bias = q_rows + 2 * kv_rows if model.qkv_bias else 0
-    layer = 2 * hidden * q_rows + 2 * hidden * kv_rows + bias + 3 * hidden * model.intermediate_size + 2 * hidden
+    attention, mlp = _parts(model)
+    hidden, head_dim = model.hidden_size, attention.head_dim
+    q_rows, kv_rows = attention.num_attention_heads * head_dim, attention.num_key_value_heads * head_dim
+    bias = q_rows + 2 * kv_rows if attention.qkv_bias else 0
+    layer = 2 * hidden * q_rows + 2 * hidden * kv_rows + bias + 3 * hidden * mlp.intermediate_size + 2 * hidden
     embeddings = hidden * model.vocab_size * (1 if model.tie_word_embeddings else 2)
     expected = model.num_hidden_layers * layer + embeddings + hidden
     assert ShardPlan.create(model, 1).weight_elements(0) == expected
@@ -127,26 +140,29 @@ def test_weights_of_one_rank_are_those_of_the_whole_model(name: str) -> None:
 
 def test_the_larger_kv_group_moves_on_by_layer() -> None:
     plan = ShardPlan.create(MODELS["Llama-3.1-8B"], 3)
-    sizes = [tuple(shard.kv_heads.size for shard in shards) for shards in plan.layers]
+    sizes = [tuple(shard[Axis.KV_HEADS].size for shard in shards) for shards in plan.layers]
     assert sizes[:4] == [(3, 3, 2), (3, 2, 3), (2, 3, 3), (3, 3, 2)]
-    totals = [plan.kv_heads_total(rank) for rank in range(3)]
+    totals = [plan.kv_elements_per_token(rank) // (2 * 128) for rank in range(3)]
     assert sum(totals) == 8 * 32
     assert max(totals) - min(totals) <= 1
 
 
 def test_more_ranks_than_kv_heads_share_a_kv_head_and_split_its_query_heads() -> None:
     first = ShardPlan.create(MODELS["SmolLM2-135M"], 4).layers[0]
-    assert [tuple(shard.kv_heads) for shard in first] == [(0, 1), (0, 1), (1, 2), (2, 3)]
-    assert [tuple(shard.q_heads) for shard in first] == [(0, 2), (2, 3), (3, 6), (6, 9)]
+    assert [tuple(shard[Axis.KV_HEADS]) for shard in first] == [(0, 1), (0, 1), (1, 2), (2, 3)]
+    assert [tuple(shard[Axis.QUERY_HEADS]) for shard in first] == [(0, 2), (2, 3), (3, 6), (6, 9)]
 
 
 def test_no_rank_is_given_more_mlp_columns_than_the_ceiling_of_an_even_share() -> None:
     for name, model in MODELS.items():
         for tp_size in range(2, min(16, model.num_attention_heads) + 1):
-            granules = model.intermediate_size // 128
+            granules = _parts(model)[1].intermediate_size // 128
             ceiling = -(-granules // tp_size) * 128
             plan = ShardPlan.create(model, tp_size)
-            assert max(shard.mlp.size for shards in plan.layers for shard in shards) <= ceiling, (name, tp_size)
+            assert max(shard[Axis.MLP_COLUMNS].size for shards in plan.layers for shard in shards) <= ceiling, (
+                name,
+                tp_size,
+            )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -163,10 +179,24 @@ def test_rejects_more_ranks_than_query_heads(name: str) -> None:
 @pytest.mark.parametrize(
     ("intermediate_size", "tp_size", "granule"), [(14336, 8, 128), (4800, 4, 64), (384, 4, 64), (96, 3, 32), (7, 3, 1)]
 )
-def test_the_mlp_granule_divides_the_columns_and_leaves_one_for_each_rank(
+def test_the_column_granule_divides_the_columns_and_leaves_one_for_each_rank(
     intermediate_size: int, tp_size: int, granule: int
 ) -> None:
-    assert mlp_granule(intermediate_size, tp_size) == granule
+    assert column_granule(Columns(Axis.MLP_COLUMNS, intermediate_size), tp_size) == granule
+
+
+@pytest.mark.parametrize(
+    ("size", "over_the_mean"),
+    [(768, (1.0, 1.0, 1.04, 1.0, 1.17, 1.0)), (512, (1.125, 1.0, 1.25, 1.125, 1.31, 1.0))],
+)
+def test_columns_of_narrow_experts_may_be_dealt_in_finer_granules(size: int, over_the_mean: tuple[float, ...]) -> None:
+    narrow, dense = (Columns(Axis.MLP_COLUMNS, size, finest) for finest in (32, 128))
+    for tp_size, expected in zip(range(3, 9), over_the_mean, strict=True):
+        granule = column_granule(narrow, tp_size)
+        widest = -(-size // granule // tp_size) * granule
+        assert widest * tp_size / size == pytest.approx(expected, abs=0.005)
+        if granule < 128 and column_granule(dense, tp_size) == 128:
+            assert widest < -(-size // 128 // tp_size) * 128, "coarser granules are kept where they are as even"
 
 
 def test_the_last_vocabulary_granule_is_cut_at_the_vocabulary() -> None:
@@ -190,7 +220,7 @@ def test_any_model_and_any_allowed_number_of_ranks_give_a_sound_plan(data: st.Da
     plan = ShardPlan.create(model, tp_size)
     _check_plan(plan)
     if mlp >= tp_size:
-        assert all(shard.mlp.size for shards in plan.layers for shard in shards)
+        assert all(shard[Axis.MLP_COLUMNS].size for shards in plan.layers for shard in shards)
     if tp_size > num_kv:
         assert plan.kv_skew == 1.0
     # Toys are where 1.10 cannot be kept: a granule or a head is a large part of a rank. What always holds: no rank is
@@ -198,8 +228,8 @@ def test_any_model_and_any_allowed_number_of_ranks_give_a_sound_plan(data: st.Da
     weights = [plan.weight_elements(rank) for rank in range(tp_size)]
     surplus: float = model.hidden_size * vocab_granule(vocab, tp_size) * (1 if model.tie_word_embeddings else 2)
     for shards in plan.layers:
-        attention = [shard.q_heads.size + shard.kv_heads.size for shard in shards]
+        attention = [shard[Axis.QUERY_HEADS].size + shard[Axis.KV_HEADS].size for shard in shards]
         excess_heads = max(attention) - sum(attention) / tp_size
-        surplus += 2 * model.hidden_size * model.head_dim * excess_heads
-        surplus += 3 * model.hidden_size * mlp_granule(mlp, tp_size)
+        surplus += 2 * model.hidden_size * heads[2] * excess_heads
+        surplus += 3 * model.hidden_size * column_granule(Columns(Axis.MLP_COLUMNS, mlp), tp_size)
     assert max(weights) <= sum(weights) / tp_size + surplus

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,25 +12,31 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from configs.model_config import ModelConfig, RopeConfig
+from configs.layers import Axis, Columns, Cut, LayerSpec, Role, TensorSpec
+from configs.model_config import RopeConfig
 from parallel.plan import ShardPlan
 from parallel.step_cost import AttentionCost, StepCost
+from tests.dense_model import dense_model
 from worker.peaks import measure_peaks
+from worker.weights import expected_shapes
 
-MODEL = ModelConfig(
-    model_type="llama",
-    hidden_size=192,
-    num_hidden_layers=3,
-    num_attention_heads=6,
-    num_key_value_heads=3,
-    head_dim=32,
-    intermediate_size=512,
-    vocab_size=1000,
-    max_position_embeddings=512,
-    rms_norm_eps=1e-5,
-    rope=RopeConfig(theta=10000.0),
-    tie_word_embeddings=False,
-)
+SHAPE: dict[str, int] = {
+    "hidden_size": 192,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 32,
+    "intermediate_size": 512,
+    "vocab_size": 1000,
+    "max_position_embeddings": 512,
+}
+OTHERS: dict[str, Any] = {
+    "model_type": "llama",
+    "rms_norm_eps": 1e-5,
+    "rope": RopeConfig(theta=10000.0),
+    "tie_word_embeddings": False,
+}
+MODEL = dense_model(**SHAPE, **OTHERS)
 GROUP = StepCost.of(ShardPlan.create(MODEL, 1), 2)
 
 
@@ -37,9 +45,7 @@ def ints(*values: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
 
 
 def test_flops_are_those_that_pytorch_counts_in_transformers() -> None:
-    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
-    names += ("intermediate_size", "vocab_size", "max_position_embeddings")
-    config = transformers.LlamaConfig(**{name: getattr(MODEL, name) for name in names}, attn_implementation="eager")
+    config = transformers.LlamaConfig(**SHAPE, attn_implementation="eager")
     model = transformers.LlamaForCausalLM(config).eval()
     with torch.inference_mode():
         cache = model(torch.zeros(1, 100, dtype=torch.long), use_cache=True).past_key_values
@@ -87,12 +93,42 @@ def test_a_query_sees_what_its_window_lets_it(window: int | None) -> None:
 
 
 def test_layers_are_counted_by_their_windows() -> None:
-    mixed = StepCost.of(ShardPlan.create(replace(MODEL, layer_windows=(None, 8, 8)), 1), 2)
+    mixed = StepCost.of(ShardPlan.create(dense_model(**SHAPE, **OTHERS, layer_windows=(None, 8, 8)), 1), 2)
     assert [layers.window for layers in mixed.attention] == [None, 8]
     assert 2 * mixed.attention[0].bytes_per_token == mixed.attention[1].bytes_per_token
     token = 2 * 3 * 32 * 2
     _, read = mixed.step(ints(99), ints(1), 1)
     assert read - mixed.weight_bytes == token * (100 + 8 + 8)
+
+
+@dataclass(frozen=True)
+class ToyExperts:
+    """Eight experts of one matrix, of which a token is multiplied with two: a kind that no module of ours computes."""
+
+    tensors: tuple[TensorSpec, ...] = tuple(
+        TensorSpec(f"experts.{i}.weight", "", (192, 96), Role.MATRIX, Cut(Axis.MLP_COLUMNS, 1), share=Fraction(2, 8))
+        for i in range(8)
+    )
+    axes: tuple[Columns, ...] = (Columns(Axis.MLP_COLUMNS, 96, finest_granule=32),)
+
+
+@pytest.mark.parametrize("tp_size", [1, 3])
+def test_a_kind_of_feed_forward_that_routes_tokens_is_counted_by_its_spec_alone(tp_size: int) -> None:
+    dense = MODEL.layers[0]
+    model = replace(MODEL, layers=(dense, LayerSpec(192, dense.mixer, ToyExperts())))
+    plan = ShardPlan.create(model, tp_size)
+    assert [shard[Axis.MLP_COLUMNS].size for shard in plan.layers[1]] == [96 // tp_size] * tp_size
+    assert expected_shapes(model)["model.layers.1.experts.7.weight"] == (192, 96)
+    cost = StepCost.of(plan, 2)
+    without = StepCost.of(ShardPlan.create(replace(model, layers=model.layers[:1]), tp_size), 2)
+    held = 8 * 192 * 96 * 2
+    assert cost.routed == ((Fraction(1, 4), held),)
+    attention = 2 * 192 * 2 * (6 + 3) * 32
+    assert cost.flops_per_token - without.flops_per_token == attention + 2 * 2 * 192 * 96
+    for num_tokens in (1, 3):
+        _, read = cost.step(ints(0), ints(num_tokens), 0)
+        _, without_experts = replace(cost, routed=()).step(ints(0), ints(num_tokens), 0)
+        assert read - without_experts == pytest.approx(held * (1 - 0.75**num_tokens))
 
 
 def test_only_positions_whose_logits_are_wanted_cost_the_head() -> None:

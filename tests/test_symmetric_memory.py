@@ -14,12 +14,15 @@ from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import HashStore, PrefixStore
 
-from configs.model_config import ModelConfig, RopeConfig
+from configs.layers import Axis, Cut, Linear
+from configs.model_config import RopeConfig
 from parallel.embedding import ParallelLMHead, VocabParallelEmbedding, whole_logits
 from parallel.group import Strategy, TensorParallelGroup
 from parallel.linear import RowParallelLinear
-from parallel.plan import ShardPlan, Span
+from parallel.plan import LayerShard, ShardPlan, Span
 from parallel.symmetric_memory import RecountedStore, _Registration, choose_method
+from parallel.weight import LayerPlace
+from tests.dense_model import dense_model
 from tests.rank_processes import BUFFER_BYTES, Ranks, digest, part_of
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -172,7 +175,7 @@ class Tensors:
 def layers(group: TensorParallelGroup, dtype: torch.dtype) -> list[str]:
     """Embedding, row-parallel layer and LM head against the whole weights; digests of what must be equal."""
     vocab_size, hidden_size, width = 1000, 512, 768
-    model = ModelConfig(
+    model = dense_model(
         model_type="llama",
         hidden_size=hidden_size,
         num_hidden_layers=1,
@@ -195,8 +198,9 @@ def layers(group: TensorParallelGroup, dtype: torch.dtype) -> list[str]:
     head = ParallelLMHead(hidden_size, plan, group, **placed)
     head.tie(embedding)
     span = Span(width * group.rank // group.size, width * (group.rank + 1) // group.size)
-    row = RowParallelLinear(span, hidden_size, bias=False, group=group, **placed)
-    row.load(source, "down")
+    linear = Linear("down", "", hidden_size, width, Cut(Axis.MLP_COLUMNS, 1))
+    row = RowParallelLinear(linear, LayerPlace(LayerShard({Axis.MLP_COLUMNS: span}), group, **placed))
+    row.load(source, "")
     digests = []
     for num_tokens in (1, 5, 33):
         ids = torch.arange(num_tokens) * 29 % vocab_size

@@ -19,6 +19,7 @@ from configs.model_config import ModelConfig, RopeConfig
 from configs.schema import EngineConfig
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
+from tests.dense_model import dense_model
 from worker.memory import free_bytes
 from worker.models.decoder import Decoder
 from worker.protocol import (
@@ -37,7 +38,7 @@ from worker.tp_worker import TPWorker, naming_the_rank
 from worker.weights import expected_shapes
 
 PAGE_SIZE = 8
-MODEL = ModelConfig(
+MODEL = dense_model(
     model_type="llama",
     hidden_size=64,
     num_hidden_layers=2,

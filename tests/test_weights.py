@@ -19,6 +19,7 @@ from configs.errors import CheckpointError
 from configs.model_config import ModelConfig, RopeConfig
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan, Span
+from tests.dense_model import dense_model
 from worker import gguf_weights, safetensors_weights
 from worker.gguf_weights import GGUFFile
 from worker.models.decoder import Decoder
@@ -29,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 def _model(**changes: Any) -> ModelConfig:
-    return ModelConfig(
+    return dense_model(
         **{
             "model_type": "llama",
             "hidden_size": 40,
@@ -321,6 +322,7 @@ def test_loading_takes_little_more_than_the_shard(tmp_path: Path, tp_size: int) 
     script = f"""
 import sys, torch
 from pathlib import Path
+from configs.layers import DenseMLP, GroupedQueryAttention, LayerSpec
 from configs.model_config import ModelConfig, RopeConfig
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan

@@ -13,9 +13,9 @@ from types import TracebackType
 
 import torch
 
+from configs.layers import Role
 from configs.model_config import ModelConfig
 from parallel.plan import Span
-from worker.weights import expected_shapes
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CHUNK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 22}
@@ -33,13 +33,17 @@ _USED_BITS = 24
 # number of layers, to about 4 after 28. The gains below were tried at Qwen3-0.6B's shape, on 256 random tokens and 48
 # greedy ones in fp32: logits of std 2.0, no cycles (95 of 96 tokens distinct), bf16 logits off by 0.10 rms with 90 % of
 # the best tokens the same.
-_LOGIT_STD = 2.0
-_QK_GAIN = 0.85
-"""Sharper attention amplifies every perturbation: at 1.5, bf16 logits were off by 0.28."""
-_O_GAIN = 0.6
-"""At 1, the part that all positions get from attention outgrew what tells them apart: greedy decoding ran in cycles."""
-_NORM_STD = 0.1
-_BIAS_STD = 0.1
+_GAINS = {
+    Role.MATRIX: 1.0,
+    # Standard deviation of the logits, where the embedding is the LM head.
+    Role.EMBEDDING: 2.0,
+    # Sharper attention amplifies every perturbation: at 1.5, bf16 logits were off by 0.28.
+    Role.QUERY_KEY: 0.85,
+    # At 1, the part that all positions get from attention outgrew what tells them apart: greedy decoding ran in cycles.
+    Role.ATTENTION_OUTPUT: 0.6,
+}
+_MEANS = {Role.NORM: 1.0, Role.QUERY_KEY_NORM: _GAINS[Role.QUERY_KEY], Role.BIAS: 0.0, Role.QUERY_KEY_BIAS: 0.0}
+_VECTOR_STD = 0.1
 
 
 class DummyCheckpoint:
@@ -49,7 +53,7 @@ class DummyCheckpoint:
     """
 
     def __init__(self, model: ModelConfig) -> None:
-        self._shapes = expected_shapes(model)
+        self._tensors = {tensor.name: tensor for tensor in model.tensors()}
         self._dtype = _DTYPES[model.dtype]
         self._bytes_loaded = 0
 
@@ -60,12 +64,13 @@ class DummyCheckpoint:
 
     def read(self, name: str, out: torch.Tensor, *, rows: Span | None = None, columns: Span | None = None) -> None:
         """Fills `out`, cast to its dtype, with tensor `name` or the given rows or columns of it, on its device."""
-        shape = self._shapes[name]
+        tensor = self._tensors[name]
+        shape = tensor.shape
         width = shape[1] if len(shape) > 1 else 1
         rows = Span(0, shape[0]) if rows is None else rows
         expected = (rows.size,) + ((columns.size,) if columns is not None else shape[1:])
         assert tuple(out.shape) == expected, f"{name}: asked for {expected} into {tuple(out.shape)}"
-        mean, std = _mean_and_std(name, width)
+        mean, std = _mean_and_std(tensor.role, width)
         if out.numel() > 0:
             _fill(out.view(rows.size, -1), name, mean, std, rows, columns or Span(0, width), self._dtype)
         self._bytes_loaded += out.nbytes
@@ -79,21 +84,8 @@ class DummyCheckpoint:
         """Nothing is open."""
 
 
-def _mean_and_std(name: str, num_inputs: int) -> tuple[float, float]:
-    if name.endswith((".q_norm.weight", ".k_norm.weight")):
-        return _QK_GAIN, _NORM_STD
-    if name.endswith("norm.weight"):
-        return 1.0, _NORM_STD
-    if name.endswith(".bias"):
-        return 0.0, _BIAS_STD
-    gain = 1.0
-    if name.startswith(("model.embed_tokens.", "lm_head.")):
-        gain = _LOGIT_STD  # of the embedding too, which may be the LM head
-    elif name.endswith((".q_proj.weight", ".k_proj.weight")):
-        gain = _QK_GAIN
-    elif name.endswith(".o_proj.weight"):
-        gain = _O_GAIN
-    return 0.0, gain / math.sqrt(num_inputs)
+def _mean_and_std(role: Role, num_inputs: int) -> tuple[float, float]:
+    return (_MEANS[role], _VECTOR_STD) if role in _MEANS else (0.0, _GAINS[role] / math.sqrt(num_inputs))
 
 
 def _fill(out: torch.Tensor, name: str, mean: float, std: float, rows: Span, columns: Span, dtype: torch.dtype) -> None:

@@ -16,6 +16,7 @@ from gguf.quants import dequantize
 
 from configs.errors import CheckpointError
 from configs.gguf_header import GGUFHeader
+from configs.layers import Role
 from configs.model_config import ModelConfig
 from parallel.plan import Span
 from worker.range_reader import RangeReader
@@ -23,24 +24,6 @@ from worker.range_reader import RangeReader
 _CHUNK_ELEMENTS = 2 << 20
 """Elements dequantised at once; dequantising takes a few times their fp32 bytes."""
 
-_TENSORS = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-_LAYER_TENSORS = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 _INTERLEAVED_ARCHITECTURES = ("llama",)
 """Architectures whose converter reorders each query and key head from halves to interleaved rotary pairs."""
 
@@ -76,7 +59,7 @@ class GGUFFile:
     @classmethod
     def open(cls, path: Path, model: ModelConfig) -> GGUFFile:
         """Reads and checks the header. Raises CheckpointError for another format, version or a truncated file."""
-        entries = _entries(GGUFHeader.read(path), path)
+        entries = _entries(GGUFHeader.read(path), path, model)
         reader = RangeReader(path)
         try:
             for name, entry in entries.items():
@@ -89,7 +72,7 @@ class GGUFFile:
         except CheckpointError:
             reader.close()
             raise
-        return cls(reader, entries, model.head_dim)
+        return cls(reader, entries, model.rotary_dim)
 
     @property
     def bytes_read(self) -> int:
@@ -143,16 +126,18 @@ class GGUFFile:
         return pairs.transpose(1, 2).reshape(rows.shape)
 
 
-def _entries(header: GGUFHeader, path: Path) -> dict[str, _Entry]:
+def _entries(header: GGUFHeader, path: Path, model: ModelConfig) -> dict[str, _Entry]:
+    """Entries by Hugging Face name; a tensor that the model has no place for keeps its own."""
     interleaved = header.metadata.get("general.architecture") in _INTERLEAVED_ARCHITECTURES
+    wanted = {tensor.gguf_name: tensor for tensor in model.tensors()}
     entries = {}
     for gguf_name, info in header.tensors.items():
-        name = _hugging_face_name(gguf_name)
-        entries[name] = _Entry(
+        tensor = wanted.get(gguf_name)
+        entries[gguf_name if tensor is None else tensor.name] = _Entry(
             kind=_quantization(path, gguf_name, info.ggml_type),
             shape=info.shape,
             offset=info.offset,
-            interleaved=interleaved and (".q_proj." in name or ".k_proj." in name),
+            interleaved=interleaved and tensor is not None and tensor.role in (Role.QUERY_KEY, Role.QUERY_KEY_BIAS),
         )
     return entries
 
@@ -162,15 +147,3 @@ def _quantization(path: Path, name: str, kind: int) -> GGMLQuantizationType:
         return GGMLQuantizationType(kind)
     except ValueError as error:
         raise CheckpointError(f"{path}: tensor {name} is of unknown GGML type {kind}") from error
-
-
-def _hugging_face_name(name: str) -> str:
-    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; a name without a rule stays as it is."""
-    stem, _, suffix = name.rpartition(".")
-    if stem in _TENSORS:
-        return f"{_TENSORS[stem]}.{suffix}"
-    head, _, rest = stem.partition(".")
-    number, _, tensor = rest.partition(".")
-    if head == "blk" and tensor in _LAYER_TENSORS:
-        return f"model.layers.{number}.{_LAYER_TENSORS[tensor]}.{suffix}"
-    return name

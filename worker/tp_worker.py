@@ -17,6 +17,7 @@ from attention.kv_pool import ReqToTokenPool, TokenToKVPool
 from attention.registry import create_backend
 from configs.errors import ConfigError, EngineError
 from configs.model_config import ModelConfig
+from configs.resolve import kv_bytes_per_page
 from configs.schema import EngineConfig, resolved
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
@@ -117,8 +118,8 @@ class TPWorker:
 
     def kv_bytes_per_page(self) -> int:
         """Bytes of one KV page on this rank: all layers, K and V."""
-        page_size = self._config.kv_cache.page_size
-        return TokenToKVPool.bytes_per_page(self._decoder.attention_layers, page_size, self._dtype)
+        elements = self._plan.kv_elements_per_token(self._group.rank)
+        return kv_bytes_per_page(elements, self._config.kv_cache.page_size, self._config.dtype)
 
     @torch.inference_mode()
     def profile(self) -> DeviceMemory:

@@ -142,35 +142,7 @@ class Checkpoint:
 
 def expected_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor of a checkpoint of `model` and its full shape."""
-    hidden, columns = model.hidden_size, model.intermediate_size
-    q_rows, kv_rows = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (model.vocab_size, hidden),
-        "model.norm.weight": (hidden,),
-    }
-    if not model.tie_word_embeddings:
-        shapes["lm_head.weight"] = (model.vocab_size, hidden)
-    linears = {
-        "self_attn.q_proj": (q_rows, hidden, model.qkv_bias),
-        "self_attn.k_proj": (kv_rows, hidden, model.qkv_bias),
-        "self_attn.v_proj": (kv_rows, hidden, model.qkv_bias),
-        "self_attn.o_proj": (hidden, q_rows, model.o_bias),
-        "mlp.gate_proj": (columns, hidden, model.mlp_bias),
-        "mlp.up_proj": (columns, hidden, model.mlp_bias),
-        "mlp.down_proj": (hidden, columns, model.mlp_bias),
-    }
-    for i in range(model.num_hidden_layers):
-        prefix = f"model.layers.{i}"
-        for name, (rows, inputs, bias) in linears.items():
-            shapes[f"{prefix}.{name}.weight"] = (rows, inputs)
-            if bias:
-                shapes[f"{prefix}.{name}.bias"] = (rows,)
-        shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
-        shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
-        if model.qk_norm:
-            shapes[f"{prefix}.self_attn.q_norm.weight"] = (model.head_dim,)
-            shapes[f"{prefix}.self_attn.k_norm.weight"] = (model.head_dim,)
-    return shapes
+    return {tensor.name: tensor.shape for tensor in model.tensors()}
 
 
 def _open_file(path: Path, model: ModelConfig) -> TensorFile:

@@ -19,6 +19,7 @@ from configs.addresses import host_and_port
 from configs.checkpoint import resolve_model_path
 from configs.difference import Change, changes
 from configs.errors import ConfigError
+from configs.layers import Axis, HeadGroups
 from configs.load import AppConfig, all_settings
 from configs.model_config import ModelConfig, read_model_config
 from configs.resolve import Decision, HostFacts, ResolvedConfig, dtype_bytes, resolve
@@ -60,7 +61,7 @@ def print_plan(
     plan = ShardPlan.create(model, config.tensor_parallel_size)
     lines = [
         f"{resolved.config.served_model_name}: {model.model_type}, {model.num_hidden_layers} layers, "
-        f"{model.num_attention_heads} query heads, {model.num_key_value_heads} KV heads, {resolved.config.dtype}",
+        f"{_heads(model)}, {resolved.config.dtype}",
         f"  from {model_path}",
         "",
         _rank_table(plan, dtype_bytes(resolved.config.dtype)),
@@ -130,17 +131,21 @@ def _settings_lines(app: AppConfig, resolved: ResolvedConfig) -> list[str]:
     return [f"  {name:{widths[0]}}  {shown:{widths[1]}}  {source}" for name, shown, source in rows]
 
 
+def _heads(model: ModelConfig) -> str:
+    kinds = dict.fromkeys(axis for layer in model.layers for axis in layer.axes if isinstance(axis, HeadGroups))
+    return " or ".join(f"{kind.num_heads} {kind.heads}, {kind.num_groups} {kind.groups}" for kind in kinds)
+
+
 def _rank_table(plan: ShardPlan, element_bytes: int) -> Table:
     table = Table(box=None, pad_edge=False, header_style="")
-    for title in ("rank", "query heads", "KV heads", "MLP columns", "vocabulary rows", "weights", "KV per token"):
+    axes = list(dict.fromkeys(axis for shards in plan.layers for axis in shards[0].spans))
+    for title in ("rank", *axes, Axis.VOCABULARY, "weights", "KV per token"):
         table.add_column(title, justify="right")
     for rank in range(plan.tp_size):
         shards = [layer[rank] for layer in plan.layers]
         table.add_row(
             str(rank),
-            _range(shard.q_heads.size for shard in shards),
-            _range(shard.kv_heads.size for shard in shards),
-            _range(shard.mlp.size for shard in shards),
+            *(_range(shard[axis].size for shard in shards if axis in shard.spans) for axis in axes),
             str(plan.vocab[rank].size),
             f"{plan.weight_elements(rank) * element_bytes / _MIB:.0f} MiB",
             f"{plan.kv_elements_per_token(rank) * element_bytes / 1024:.1f} KiB",

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from parallel.fused_sum import PartialSum
-from parallel.linear import TensorSource
+from parallel.weight import TensorSource
 
 
 class RMSNorm:
@@ -33,8 +33,8 @@ class RMSNorm:
         return self._weight
 
     def load(self, source: TensorSource, name: str) -> None:
-        """Reads `name`.weight."""
-        source.read(f"{name}.weight", self._weight)
+        """Reads tensor `name`."""
+        source.read(name, self._weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The norm of x [..., size], in x's dtype."""

@@ -123,7 +123,7 @@ def inverse_frequencies(model: ModelConfig) -> tuple[torch.Tensor, float]:
     """
     rope = model.rope
     scaling = dict(rope.scaling)
-    exponents = torch.arange(0, model.head_dim, 2, dtype=torch.int64).float() / model.head_dim
+    exponents = torch.arange(0, model.rotary_dim, 2, dtype=torch.int64).float() / model.rotary_dim
     inv_freq = 1.0 / (rope.theta**exponents)
     if rope.scaling_type in ("default", "dynamic"):
         # dynamic changes the base only past max_position_embeddings, which `check_length` does not let happen.
@@ -164,7 +164,7 @@ def _yarn(inv_freq: torch.Tensor, scaling: dict[str, Any], model: ModelConfig) -
     """YaRN (arXiv 2309.00071): a ramp over dimensions from kept to slowed frequencies."""
     original = scaling.get("original_max_position_embeddings") or model.max_position_embeddings
     factor = scaling.get("factor") or model.max_position_embeddings / original
-    dim, base = model.head_dim, model.rope.theta
+    dim, base = model.rotary_dim, model.rope.theta
 
     def dimension_of(rotations: float) -> float:
         return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))

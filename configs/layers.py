@@ -1,0 +1,304 @@
+"""What a layer is: a mixer and a feed-forward, each of which says its tensors, and what a token leaves in the cache.
+
+Plain data. Whatever has to know a model's tensors or state folds over these answers and repeats none of them: the check
+of a checkpoint, its readers, dummy weights, the shard plan, the KV pool's size, the cost of a step. A new kind is one
+more spec class here and one module that computes it in worker/layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum, auto
+from fractions import Fraction
+from functools import cached_property
+from math import prod
+from typing import Protocol
+
+
+class Axis(StrEnum):
+    """What is dealt to ranks: each of them gets a span of an axis. The value is its name for people."""
+
+    QUERY_HEADS = "query heads"
+    KV_HEADS = "KV heads"
+    MLP_COLUMNS = "MLP columns"
+    VOCABULARY = "vocabulary rows"
+
+
+class Role(StrEnum):
+    """What a tensor does, as far as its layout in a file or the size of its values depends on it."""
+
+    MATRIX = auto()
+    EMBEDDING = auto()
+    """The embedding or the LM head, which may be one."""
+    QUERY_KEY = auto()
+    """Rows of heads that the rotary embedding turns."""
+    QUERY_KEY_BIAS = auto()
+    ATTENTION_OUTPUT = auto()
+    BIAS = auto()
+    NORM = auto()
+    QUERY_KEY_NORM = auto()
+
+
+Amounts = Mapping[Axis | None, int]
+"""How much each index of an axis accounts for; under None, what every rank has whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a tensor is cut: of dimension `dim`, each index of `axis` takes `width`."""
+
+    axis: Axis
+    dim: int
+    """0: rows (outputs), 1: columns (inputs)."""
+    width: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of a checkpoint. Names are relative to the layer, unless the tensor is in none."""
+
+    name: str
+    """In a Hugging Face checkpoint."""
+    gguf_name: str
+    shape: tuple[int, ...]
+    """Whole, outermost dimension first."""
+    role: Role
+    cut: Cut | None = None
+    """None: every rank has all of it."""
+    share: Fraction = Fraction(1)
+    """Of all tokens, those that are multiplied with it: k of E for a tensor of one expert."""
+
+    @property
+    def elements_per_index(self) -> int:
+        """Elements that one index of the cut's axis accounts for; all of them where there is no cut."""
+        elements = prod(self.shape)
+        return elements if self.cut is None else elements // self.shape[self.cut.dim] * self.cut.width
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A linear weight [out_features, in_features] and its bias. Names lack `.weight` and `.bias`."""
+
+    name: str
+    gguf_name: str
+    out_features: int
+    in_features: int
+    cut: Cut
+    bias: bool = False
+    role: Role = Role.MATRIX
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """The weight and, if there is one, the bias."""
+        shape = (self.out_features, self.in_features)
+        weight = TensorSpec(f"{self.name}.weight", f"{self.gguf_name}.weight", shape, self.role, self.cut)
+        if not self.bias:
+            return (weight,)
+        # Where columns are cut, the bias is added once, after the ranks' sum.
+        cut = None if self.cut.dim == 1 else self.cut
+        role = Role.QUERY_KEY_BIAS if self.role is Role.QUERY_KEY else Role.BIAS
+        return weight, TensorSpec(f"{self.name}.bias", f"{self.gguf_name}.bias", shape[:1], role, cut)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadGroups:
+    """Heads that are dealt in groups; beyond one group a rank, the ranks of a group share its head in `groups`."""
+
+    heads: Axis
+    num_heads: int
+    groups: Axis
+    num_groups: int
+    """Divides num_heads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Columns that are dealt in granules, to the ranks that hold the least."""
+
+    axis: Axis
+    size: int
+    finest_granule: int = 128
+    """How fine granules may become for the sake of an even deal. A dense MLP has so many columns that 128, the width of
+    an FP8 scale block and of a tensor-core tile, is even enough; narrow experts go down to 32."""
+
+
+class FeedForward(Protocol):
+    """What computes on each token alone."""
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """All of them."""
+
+    @property
+    def axes(self) -> tuple[HeadGroups | Columns, ...]:
+        """What is dealt to ranks, in this order."""
+
+
+class Mixer(FeedForward, Protocol):
+    """What lets the tokens of a sequence see one another: it has state beside its tensors."""
+
+    @property
+    def token_elements(self) -> Amounts:
+        """Elements that one token leaves in the layer's pool."""
+
+    @property
+    def pair_flops(self) -> Amounts:
+        """Operations for one query and one token it sees."""
+
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of a head that the rotary embedding turns; 0 without one."""
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that a query sees, itself among them; None: all before it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedQueryAttention:
+    """Attention whose query heads share key and value heads in equal groups."""
+
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: bool = False
+    """RMSNorm on each query and key head before the rotary embedding (Qwen3)."""
+    window: int | None = None
+    """A query sees itself and `window - 1` tokens before it; None is full."""
+
+    @property
+    def qkv(self) -> tuple[Linear, Linear, Linear]:
+        """The projections, q | k | v."""
+        return (
+            self._projection("q", Axis.QUERY_HEADS, self.num_attention_heads, Role.QUERY_KEY),
+            self._projection("k", Axis.KV_HEADS, self.num_key_value_heads, Role.QUERY_KEY),
+            self._projection("v", Axis.KV_HEADS, self.num_key_value_heads, Role.MATRIX),
+        )
+
+    @property
+    def o(self) -> Linear:
+        """The output projection."""
+        columns, cut = self.num_attention_heads * self.head_dim, Cut(Axis.QUERY_HEADS, 1, self.head_dim)
+        names = "self_attn.o_proj", "attn_output"
+        return Linear(*names, self.hidden_size, columns, cut, self.o_bias, Role.ATTENTION_OUTPUT)
+
+    @property
+    def head_norms(self) -> tuple[TensorSpec, ...]:
+        """Weights of the norms of query and key heads, or none."""
+        names = (f"{letter}_norm.weight" for letter in "qk" if self.qk_norm)
+        return tuple(
+            TensorSpec(f"self_attn.{name}", f"attn_{name}", (self.head_dim,), Role.QUERY_KEY_NORM) for name in names
+        )
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        return tensors_of(*self.qkv, self.o) + self.head_norms
+
+    @property
+    def axes(self) -> tuple[HeadGroups, ...]:
+        return (HeadGroups(Axis.QUERY_HEADS, self.num_attention_heads, Axis.KV_HEADS, self.num_key_value_heads),)
+
+    @property
+    def token_elements(self) -> Amounts:
+        return {Axis.KV_HEADS: 2 * self.head_dim}  # a key and a value
+
+    @property
+    def pair_flops(self) -> Amounts:
+        return {Axis.QUERY_HEADS: 4 * self.head_dim}  # a multiply-add for each element of the key and the value
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.head_dim
+
+    def _projection(self, letter: str, axis: Axis, num_heads: int, role: Role) -> Linear:
+        names, cut = (f"self_attn.{letter}_proj", f"attn_{letter}"), Cut(axis, 0, self.head_dim)
+        return Linear(*names, num_heads * self.head_dim, self.hidden_size, cut, self.qkv_bias, role)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseMLP:
+    """down(act(gate(x)) * up(x))."""
+
+    hidden_size: int
+    intermediate_size: int
+    hidden_act: str = "silu"
+    bias: bool = False
+
+    @property
+    def gate_up(self) -> tuple[Linear, Linear]:
+        """The projections into the columns, gate | up."""
+        shape = self.intermediate_size, self.hidden_size, Cut(Axis.MLP_COLUMNS, 0)
+        gate = Linear("mlp.gate_proj", "ffn_gate", *shape, self.bias)
+        return gate, Linear("mlp.up_proj", "ffn_up", *shape, self.bias)
+
+    @property
+    def down(self) -> Linear:
+        """The projection out of them."""
+        cut = Cut(Axis.MLP_COLUMNS, 1)
+        return Linear("mlp.down_proj", "ffn_down", self.hidden_size, self.intermediate_size, cut, self.bias)
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        return tensors_of(*self.gate_up, self.down)
+
+    @property
+    def axes(self) -> tuple[Columns, ...]:
+        return (Columns(Axis.MLP_COLUMNS, self.intermediate_size),)
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """Residual + mixer(norm(residual)), then + feed_forward(norm(...))."""
+
+    hidden_size: int
+    mixer: Mixer
+    feed_forward: FeedForward
+
+    @property
+    def norms(self) -> tuple[TensorSpec, TensorSpec]:
+        """Weights of the norms before mixer and feed-forward."""
+        size = (self.hidden_size,)
+        return (
+            TensorSpec("input_layernorm.weight", "attn_norm.weight", size, Role.NORM),
+            TensorSpec("post_attention_layernorm.weight", "ffn_norm.weight", size, Role.NORM),
+        )
+
+    @cached_property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """All of the layer's."""
+        return self.mixer.tensors + self.feed_forward.tensors + self.norms
+
+    @cached_property
+    def axes(self) -> tuple[HeadGroups | Columns, ...]:
+        """What is dealt to ranks, in this order."""
+        return self.mixer.axes + self.feed_forward.axes
+
+    @cached_property
+    def weight_elements(self) -> Amounts:
+        """Elements of all tensors."""
+        return elements_of(self.tensors)
+
+    @cached_property
+    def product_elements(self) -> Mapping[Fraction, Amounts]:
+        """Elements of the tensors that tokens are multiplied with, by the share of the tokens."""
+        products = [tensor for tensor in self.tensors if len(tensor.shape) > 1]
+        shares = dict.fromkeys(tensor.share for tensor in products)
+        return {share: elements_of(tensor for tensor in products if tensor.share == share) for share in shares}
+
+
+def tensors_of(*linears: Linear) -> tuple[TensorSpec, ...]:
+    """The weights and biases of all `linears`, in order."""
+    return tuple(tensor for linear in linears for tensor in linear.tensors)
+
+
+def elements_of(tensors: Iterable[TensorSpec]) -> Amounts:
+    """Elements of `tensors`, by the axis they are cut along."""
+    amounts: dict[Axis | None, int] = {}
+    for tensor in tensors:
+        axis = None if tensor.cut is None else tensor.cut.axis
+        amounts[axis] = amounts.get(axis, 0) + tensor.elements_per_index
+    return amounts

@@ -1,0 +1,68 @@
+"""Grouped-query attention of a layer, and what a step gives every layer of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from attention.backend import AttentionBackend
+from attention.layer import AttentionLayer
+from attention.rotation import QKNorms, Rotation
+from configs.layers import Axis, GroupedQueryAttention
+from parallel.fused_sum import PartialSum
+from parallel.linear import ColumnParallelLinear, RowParallelLinear
+from parallel.weight import LayerPlace, TensorSource
+from worker.layers.norm import RMSNorm
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What every layer of one forward pass reads."""
+
+    backend: AttentionBackend
+    rotation: Rotation
+    """At the positions of the batch."""
+
+
+class Attention:
+    """Self-attention over this rank's query heads: qkv -> norm -> rotary -> attention -> o -> all-reduce.
+
+    The all-reduce may be left to the norm that takes what this returns.
+    """
+
+    def __init__(self, spec: GroupedQueryAttention, place: LayerPlace, layer_id: int, eps: float) -> None:
+        num_q, num_kv = place.shard[Axis.QUERY_HEADS].size, place.shard[Axis.KV_HEADS].size
+        self.layer = AttentionLayer(
+            layer_id=layer_id,
+            tp_q_head_num=num_q,
+            tp_k_head_num=num_kv,
+            head_dim=spec.head_dim,
+            scale=spec.head_dim**-0.5,
+            window=spec.window,
+        )
+        self._spec = spec
+        self._qkv = ColumnParallelLinear(*spec.qkv, place=place)
+        self._o = RowParallelLinear(spec.o, place)
+        self._head_norms = [
+            RMSNorm(spec.head_dim, eps, dtype=place.dtype, device=place.device) for _ in spec.head_norms
+        ]
+        self._norms: QKNorms | None = None
+        if spec.qk_norm:
+            q_norm, k_norm = self._head_norms
+            self._norms = QKNorms(q_norm.weight, k_norm.weight, eps)
+
+    def load(self, source: TensorSource, prefix: str) -> None:
+        """Reads this rank's part of the spec's tensors, whose names begin with `prefix`."""
+        self._qkv.load(source, prefix)
+        self._o.load(source, prefix)
+        for norm, tensor in zip(self._head_norms, self._spec.head_norms, strict=True):
+            norm.load(source, prefix + tensor.name)
+
+    def attend(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """[num_tokens, tp_q_head_num * head_dim] of [num_tokens, hidden_size]; the tokens' K and V are in the pool."""
+        return step.backend.forward(self._qkv(x), self.layer, step.rotation, self._norms)
+
+    def project(self, attended: torch.Tensor) -> torch.Tensor | PartialSum:
+        """[num_tokens, hidden_size] of what `attend` returned."""
+        return self._o.for_norm(attended)

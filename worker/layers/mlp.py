@@ -1,0 +1,29 @@
+"""The dense feed-forward of a layer."""
+
+from __future__ import annotations
+
+import torch
+
+from configs.layers import DenseMLP
+from parallel.fused_sum import PartialSum
+from parallel.linear import ColumnParallelLinear, RowParallelLinear
+from parallel.weight import LayerPlace, TensorSource
+from worker.layers.activation import ActAndMul
+
+
+class MLP:
+    """down(act(gate(x)) * up(x)) over this rank's columns, then all-reduce, which may be left to the next norm."""
+
+    def __init__(self, spec: DenseMLP, place: LayerPlace) -> None:
+        self._act_and_mul = ActAndMul(spec.hidden_act)
+        self._gate_up = ColumnParallelLinear(*spec.gate_up, place=place)
+        self._down = RowParallelLinear(spec.down, place)
+
+    def load(self, source: TensorSource, prefix: str) -> None:
+        """Reads this rank's part of the spec's tensors, whose names begin with `prefix`."""
+        self._gate_up.load(source, prefix)
+        self._down.load(source, prefix)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor | PartialSum:
+        """[num_tokens, hidden_size] -> the same, or what the next norm is to sum."""
+        return self._down.for_norm(self._act_and_mul(self._gate_up(x)))
