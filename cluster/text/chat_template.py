@@ -166,7 +166,7 @@ class ChatTemplate:
 
 
 class _Clock(threading.local):
-    """Of the template that this thread renders."""
+    """The clock of the template that this thread renders."""
 
     ticks = 0
     timeout_s = math.inf
