@@ -1,6 +1,6 @@
 """The model's chat template: Jinja in a sandbox, with limits of time and size that a request cannot lift.
 
-Owns what a template may do and which variables it reads. What the messages are is `chat`'s.
+Owns what a template may do and which variables it reads. What the messages are is `conversation`'s.
 """
 
 from __future__ import annotations
