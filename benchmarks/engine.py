@@ -58,11 +58,11 @@ class Options:
     batches: tuple[int, ...] = (1, 16, 64, 256)
     """Requests decoding at once."""
     prompt_tokens: int = 128
-    """Of each request of the decode part."""
+    """Prompt of each request of the decode part."""
     new_tokens: tuple[int, int] = (32, 160)
     """The two lengths whose times are subtracted."""
     requests: int = 256
-    """Of the workload."""
+    """Requests of the workload."""
     lengths: tuple[int, int] = (100, 1024)
     """Least and most tokens of a workload request, in and out."""
     prefill: tuple[int, int] = (16, 2048)

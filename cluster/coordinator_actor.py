@@ -202,7 +202,7 @@ class CoordinatorActor:
 
 
 def _scheduler_limits(spec: EngineSpec, num_pages: int, max_model_len: int) -> SchedulerLimits:
-    """Of a group whose ranks hold `num_pages` pages each."""
+    """Limits of a group whose ranks hold `num_pages` pages each."""
     from cluster.scheduling.scheduler import SchedulerLimits
 
     return SchedulerLimits(

@@ -47,7 +47,7 @@ MAX_FRAME_BYTES = 256 << 20
 """A longer frame is taken for a broken peer."""
 _MAX_UNSENT_BYTES = 64 << 20
 MAX_CHUNK_TOKENS = 128
-"""Of a reader that was away, at most so many tokens are read at once: the event loop is not only its."""
+"""Tokens that a reader who was away reads at once: the event loop is not only its."""
 
 
 def pack_frame(body: bytes) -> bytes:
@@ -77,7 +77,7 @@ class WholePromptLogprobs:
 
     @classmethod
     def join(cls, runs: Sequence[PromptLogprobs], k: int) -> WholePromptLogprobs:
-        """Of all runs of one request, in the order they came."""
+        """Joins all runs of one request, in the order they came."""
         logprobs = np.frombuffer(b"".join(run.logprobs for run in runs), "<f4")
         return cls(
             logprobs,

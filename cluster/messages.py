@@ -182,7 +182,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     id: int
     """Request id."""
     logprob: float
-    """Of the model's own distribution, before penalties, biases, masks, temperature and filters; so are the others."""
+    """That of the token, by the model's own distribution: before penalties, biases, masks, temperature and filters."""
     top_ids: list[int]
     """The `num_logprobs` likeliest, descending; then `logprob_token_ids`, in the request's order."""
     top_logprobs: list[float]

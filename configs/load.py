@@ -31,7 +31,7 @@ class AppConfig:
 
     engine: EngineConfig
     name: str
-    """Of the Ray Serve application."""
+    """Name of the Ray Serve application."""
     route_prefix: str
     host: str
     port: int

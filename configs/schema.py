@@ -104,7 +104,7 @@ class GenerationDefaults(_Section):
     presence_penalty: float | None = Field(None, ge=-2.0, le=2.0)
     repetition_penalty: float | None = Field(None, ge=0.01, le=100.0)
     max_new_tokens: int | None = Field(None, ge=1)
-    """Of a chat's answer."""
+    """Most tokens of a chat's answer."""
     skip_special_tokens: bool | None = None
 
 

@@ -25,7 +25,7 @@ from tests.scripted_engine import MODEL, Stack, runner
 
 MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]
 MAX_MODEL_LEN = 128
-"""Of the scripted engine. Its vocabulary has 49152 tokens."""
+"""Length of the scripted engine. Its vocabulary has 49152 tokens."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ SHARED: list[Refusal] = [
     *values("lora_path", "unsupported_parameter", "x"),
     *values("chat_template", "unsupported_parameter", "{{ 1 }}"),
 ]
-"""Of every route that generates, whose own name stands in `Route.names`."""
+"""Refusals of every route that generates, whose own name stands in `Route.names`."""
 
 OPENAI: list[Refusal] = [
     *values("n", "invalid_value", 0, 129, 10**6),
@@ -148,7 +148,7 @@ OPENAI: list[Refusal] = [
     Refusal({"stream": False, "stream_options": {"include_usage": True}}, "invalid_value", "stream_options"),
     Refusal({"stream": True, "stream_options": {"include_usage": 1}}, "invalid_type", "stream_options.include_usage"),
 ]
-"""Of chats and completions."""
+"""Refusals of chats and completions."""
 
 
 def call(**function: Any) -> list[dict[str, Any]]:

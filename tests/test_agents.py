@@ -19,7 +19,7 @@ from tests.scripted_engine import EOS, MODEL, Stack, prompt_ids, runner, served
 pytestmark = pytest.mark.slow
 
 PYTHON = Path(os.environ.get("AGENTS_VENV", ROOT / ".venv-agents")) / "bin" / "python"
-"""Of the environment that `make agents` makes."""
+"""Python of the environment that `make agents` makes."""
 FINAL = "Oslo has 4 C, Rome 20 C."
 CALLS = [
     '{"name": "get_weather", "arguments": {"city": "Oslo"}}',

@@ -80,7 +80,7 @@ def test_a_refusal_says_when_the_queue_will_be_empty() -> None:
     engine = Engine(replace(LIMITS, max_num_seqs=1, max_num_queued_requests=30, enable_prefix_caching=False))
 
     def retry_after_s() -> float | None:
-        """Of the first request that is refused."""
+        """Seconds that the first request that is refused is told to wait."""
         while True:
             finished = engine.answers[engine.add(prompt_of(10), max_tokens=1)].finished
             if finished is not None:

@@ -211,6 +211,13 @@ def test_items_of_one_turn_become_one_message() -> None:
     ]
 
 
+def test_an_empty_message_is_a_turn_and_empty_thinking_is_none() -> None:
+    said = [{"role": "assistant", "content": ""}, {"role": "assistant", "content": "Sunny."}]
+    silent = [{"type": "reasoning", "content": []}, {"type": "reasoning"}]
+    made = turns(input_items([*said, *silent]), None)
+    assert [(turn.role, turn.text) for turn in made] == [("assistant", ""), ("assistant", "Sunny."), ("assistant", "")]
+
+
 def test_what_is_wrong_with_an_item_is_named_by_its_path() -> None:
     call = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "[]"}
     items = input_items([{"role": "assistant", "content": "I look."}, call])

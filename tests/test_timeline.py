@@ -21,7 +21,7 @@ from tests.scripted_engine import MODEL, Run, Stack, error_of
 
 
 def steps_of(*steps: tuple[float, float, int]) -> np.ndarray[Any, Any]:
-    """Of (launched at, duration, prompt tokens)."""
+    """Records of (launched at, duration, prompt tokens)."""
     return np.array([(launched, took, 0.0, 3, 2, prompt, 3, 0.0, 0.0) for launched, took, prompt in steps], STEP_DTYPE)
 
 

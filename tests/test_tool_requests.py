@@ -66,6 +66,24 @@ def test_the_forms_of_tool_choice() -> None:
     assert [tool.name for tool in some.callable] == ["now"]
 
 
+def test_responses_have_functions_in_the_place_of_tools() -> None:
+    tools = [{"type": "function", "name": "now", "description": None}, {"name": "f", "strict": True}]
+    parsed = parse_tools(tools, {"type": "allowed_tools", "mode": "required", "tools": [{"name": "f"}]}, nested=False)
+    assert parsed is not None
+    assert [tool.shown["function"].keys() for tool in parsed.tools] == [
+        {"name", "parameters"},
+        {"name", "strict", "parameters"},
+    ]
+    assert ([tool.name for tool in parsed.callable], parsed.mode) == (["f"], ToolMode.REQUIRED)
+    for choice, param in (
+        ({"type": "function", "name": "g"}, "tool_choice.name"),
+        ({"type": "allowed_tools", "mode": "auto", "tools": [{"name": "g"}]}, "tool_choice.tools[0].name"),
+    ):
+        with pytest.raises(RequestError) as raised:
+            parse_tools(tools, choice, nested=False)
+        assert raised.value.param == param
+
+
 def test_a_tool_without_parameters_takes_none() -> None:
     [tool] = use([{"type": "function", "function": {"name": "now", "parameters": {}}}]).tools
     assert tool.parameters == {"type": "object", "properties": {}}

@@ -38,7 +38,7 @@ class Fit:
 
     tp_size: int
     weight_bytes: int
-    """Of the fullest rank."""
+    """Weights of the fullest rank."""
     kv_tokens: int
     """0: it does not fit."""
 

@@ -96,7 +96,7 @@ def print_changes(before: AppConfig, after: AppConfig, console: Console | None =
 
 
 def _values(change: Change) -> str:
-    """Of an environment variable, which may be a secret, only whether there is one."""
+    """Both values; of an environment variable, which may be a secret, only whether there is one."""
     secret = ".env_vars." in change.key
     shown = ["-" if it is None else "(not shown)" if secret else str(it) for it in (change.before, change.after)]
     return " -> ".join(shown)

@@ -21,7 +21,7 @@ from configs.errors import RequestError
 logger = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 64 << 10
-"""Of request line and headers; also of what comes in a body's place without being one: trailers, chunk extensions."""
+"""Bound of request line and headers, and of what comes in a body's place without being one, such as trailers."""
 HEAD_TIMEOUT_S = 15.0
 STALL_TIMEOUT_S = 60.0
 """How long a client may leave a full connection unread."""

@@ -52,7 +52,7 @@ class RequestContext:
     path_params: Mapping[str, str] = field(default_factory=dict)
     """What the route's path leaves open; known to its handler."""
     query: Mapping[str, str] = field(default_factory=dict)
-    """Of a parameter that comes more than once, the last."""
+    """Parameters by name; of one that comes more than once, the last."""
     arrived_s: float = field(default_factory=time.monotonic, compare=False)
     """When its headers were there."""
     trace: Mapping[str, str] = field(default_factory=dict)

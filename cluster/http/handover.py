@@ -26,7 +26,7 @@ from collections.abc import Callable
 logger = logging.getLogger(__name__)
 
 HEADER = b"x-lockstep-handover"
-"""Of a request: where a socket is offered. Of its response: that the replica took the offer."""
+"""Header that says in a request where a socket is offered, and in its response that the replica took the offer."""
 _VALUE = re.compile(rb"(lockstep-proxy-\d{1,10}-[0-9a-f]{32})/(\d{1,20})")
 # All that is ever sent: by the replica to claim an offer, by the proxy with the socket or, to refuse, without it.
 _OFFER = struct.Struct("<Q")

@@ -22,7 +22,7 @@ _KEPT_STEPS = 1 << 14
 
 @dataclass(slots=True)
 class StepCounts:
-    """Of steps that ended in some time."""
+    """Counts of the steps that ended in some time."""
 
     num_steps: int = 0
     step_s: float = 0.0
@@ -32,9 +32,9 @@ class StepCounts:
     num_prefill_tokens: int = 0
     num_generated_tokens: int = 0
     flops: float = 0.0
-    """That the model needed, all ranks together."""
+    """Operations that the model needed, all ranks together."""
     read_bytes: float = 0.0
-    """Of weights, keys and values that had to be read, all ranks together."""
+    """Weights, keys and values that had to be read, all ranks together."""
 
     def add(self, steps: npt.NDArray[np.void]) -> None:
         """Counts `steps`, [num_steps] of STEP_DTYPE."""

@@ -77,7 +77,7 @@ def _share(part: Metric, whole: Metric) -> Query:
 
 
 def _of_peak(amount: Metric, peak: Metric) -> list[Query]:
-    """Of a peak, while steps ran and over all time."""
+    """Shares of a peak, while steps ran and over all time."""
     total = f"sum by (replica) (rate({_PREFIX_VARIABLE}{amount.name}{_FILTER}{_RANGE}))"
     most = f"sum by (replica) ({_PREFIX_VARIABLE}{peak.name}{_FILTER})"
     return [
@@ -260,7 +260,7 @@ class Alert:
 
 
 def _series(metric: Metric, suffix: str = "") -> str:
-    """Of this metric, wherever it was scraped; in place of a name, since one may come from both."""
+    """Selects this metric, wherever it was scraped: by no one name, since it may come from both."""
     return f'{{__name__=~"(ray_)?{metric.full_name}{suffix}"}}'
 
 

@@ -70,11 +70,11 @@ class Metrics:
         self._distributions[metric].add(values)
 
     def value(self, metric: Metric, *labels: str) -> float:
-        """Of a counter or a gauge; 0 if it was never set."""
+        """The value of a counter or a gauge; 0 if it was never set."""
         return self._values[metric].get(labels, 0.0)
 
     def distribution(self, metric: Metric) -> Distribution:
-        """Of a histogram."""
+        """The distribution of a histogram."""
         return self._distributions[metric]
 
     def values(self) -> Iterator[tuple[Metric, dict[tuple[str, ...], float]]]:

@@ -42,9 +42,9 @@ class RequestRecord:
     num_generated: list[int]
     """Tokens of each sequence."""
     finish_reasons: list[FinishReason]
-    """Of each sequence."""
+    """Why each sequence ended."""
     sampling: SamplingParams
-    """Of the first sequence."""
+    """Parameters of the first sequence."""
     chat: bool = False
     """Through the chat template."""
     prefilled: Prefilled | None = None
@@ -54,7 +54,7 @@ class RequestRecord:
 
     @property
     def num_generated_tokens(self) -> int:
-        """Of all sequences."""
+        """Tokens of all sequences."""
         return sum(self.num_generated)
 
     @property

@@ -133,7 +133,7 @@ class CompletionWriter(AnswerWriter):
         return (self._by_name(self._top(row, token)) for token, row in zip(token_ids, rows, strict=True))
 
     def _by_name(self, top: Sequence[tuple[int, float]]) -> dict[str, float]:
-        """Of tokens with the same text, which parts of a character have, the likeliest stays."""
+        """`top` by the tokens' text. Parts of a character have one text: of these the likeliest stays."""
         named: dict[str, float] = {}
         for id_, logprob in top:
             named.setdefault(self._name(id_), logprob)

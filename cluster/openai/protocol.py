@@ -41,7 +41,7 @@ class GenerationRequest(SamplingFields):
     model: str
     """As /v1/models lists it."""
     max_tokens: int | None = Field(None, ge=1, le=_MAX_TOKENS)
-    """Of the answer. None: a completion 16, a chat as many as fit."""
+    """Most tokens of the answer. None: a completion 16, a chat as many as fit."""
     n: int | None = Field(None, ge=1)
     """Answers to each prompt."""
     stream: bool | None = None

@@ -74,6 +74,8 @@ def _parse_choice(choice: object, *, nested: bool) -> ToolChoice:
     listed = allowed.get("tools")
     if not isinstance(listed, list) or not listed:
         raise invalid(f"{path}.tools", "must be a list of tools, and not empty")
+    if not nested:  # a type is not asked for there
+        listed = [{**tool, "type": "function"} if isinstance(tool, dict) else tool for tool in listed]
     names = dict(_named(tool, f"{path}.tools[{i}]", nested=nested) for i, tool in enumerate(listed))
     return ToolChoice(ToolMode(mode), names)
 

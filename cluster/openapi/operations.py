@@ -75,7 +75,7 @@ class Operation:
     answer: Any = None
     """A struct type, or a union of them. None: not JSON."""
     media_type: str = "application/json"
-    """Of an answer that is not JSON."""
+    """Type of an answer that is not JSON."""
     event: Any = None
     """What the data of each server-sent event is, on routes that stream."""
     errors: Sequence[int] = _ENDPOINT

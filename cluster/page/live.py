@@ -45,9 +45,9 @@ class StepView(msgspec.Struct, frozen=True):
     prefill: int
     """Prompt tokens."""
     flops: float
-    """That the model needed, all ranks together."""
+    """Operations that the model needed, all ranks together."""
     read_bytes: float
-    """Of weights, keys and values that had to be read, all ranks together."""
+    """Weights, keys and values that had to be read, all ranks together."""
 
 
 class PagesView(msgspec.Struct, frozen=True):

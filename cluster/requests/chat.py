@@ -1,5 +1,4 @@
-"""From a conversation to a job, for every route that speaks in turns: its prompt, how its answer is read, and what that
-must match."""
+"""A conversation to a job, for every route that speaks in turns: its prompt, and how its answer is read and bound."""
 
 from __future__ import annotations
 

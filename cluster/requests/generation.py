@@ -73,7 +73,7 @@ class Output:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Of `num_tokens`, those of the model's thinking."""
+        """Tokens of the model's thinking, among `num_tokens`."""
         return 0 if self._reader is None else self._reader.num_reasoning_tokens
 
     def advance(self) -> Delta:

@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from typing import Any
 
 MAX_GRAMMAR_BYTES = 256 << 10
-"""Of a schema, regex, grammar or list of choices, as UTF-8 JSON or text."""
+"""Size of a schema, regex, grammar or list of choices, as UTF-8 JSON or text."""
 MAX_SCHEMA_DEPTH = 60
 """Schemas within schemas. llguidance reads JSON of at most 128 levels, two for each of ours."""
 MAX_ENUM_VALUES = 5000
 """Values of all `enum`s of a schema together, and choices."""
 
 MAX_REQUEST_GRAMMAR_BYTES = 8 << 20
-"""Of one request's grammar, times its sequences: each of them carries it to the coordinator."""
+"""Size of one request's grammar, times its sequences: each of them carries it to the coordinator."""
 
 QUICK_CHECK_CPU_S = 0.012
 """CPU time to compile a grammar and compute its first mask: nearly all need less."""

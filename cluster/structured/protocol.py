@@ -39,7 +39,7 @@ class Open(msgspec.Struct, tag="open", frozen=True):
 
     id: int
     grammar: str
-    """Of a `Checked`."""
+    """A grammar that a `Checked` brought."""
     tokens: bytes
     """int32 token ids of the answer so far."""
 

@@ -1,6 +1,6 @@
 """The model's chat template: Jinja in a sandbox, with limits of time and size that a request cannot lift.
 
-Owns what a template may do and which variables it reads. What the messages are is `chat`'s.
+Owns what a template may do and which variables it reads. What the messages are is `conversation`'s.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class ChatTemplate:
 
 
 class _Clock(threading.local):
-    """Of the template that this thread renders."""
+    """The clock of the template that this thread renders."""
 
     ticks = 0
     timeout_s = math.inf

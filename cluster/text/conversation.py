@@ -43,7 +43,7 @@ class Turn:
     name: str | None = None
     """Who speaks, or which tool."""
     path: str = ""
-    """Of its calls, or of what makes it the result of one: not every model can be shown these."""
+    """Where its calls lie, or what makes it the result of one: not every model can be shown these."""
 
     @property
     def speaks_of_tools(self) -> bool:
@@ -90,7 +90,7 @@ class Conversation:
     documents: Sequence[Mapping[str, Any]] | None = None
     """For templates that read them."""
     options: Sequence[TemplateOption] = ()
-    """Of two that have one name the first counts."""
+    """The first of two that have one name counts."""
     continue_final: bool = False
     """The answer goes on where the last turn stops."""
     add_generation_prompt: bool = True

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFormats:
-    """Of one served model."""
+    """The formats of one served model."""
 
     calls: CallStyle | None = None
     """None: what looks like a call is text."""

@@ -46,9 +46,9 @@ class Sample:
 
     sent: float
     first: float | None = None
-    """Of the first event with a choice."""
+    """When the first event with a choice came."""
     last: float = 0.0
-    """Of the last event with a choice."""
+    """When the last event with a choice came."""
     gaps: list[float] = field(default_factory=list)
     """Seconds between one piece of text and the next."""
     input_tokens: int = 0

@@ -154,8 +154,8 @@ def turns(items: Sequence[Mapping[str, Any]], instructions: str | None, num_earl
                 call = Call(item["name"], arguments, item["call_id"])
                 turn = replace(turn, calls=(*turn.calls, call), path=turn.path if turn.calls else path)
             made[-1] = turn
-            if kind == "function_call" or (turn.thinking if kind == "reasoning" else item["content"]):
-                said.add(kind)  # what is empty begins nothing
+            if turn.thinking if kind == "reasoning" else item.get("content") != []:
+                said.add(kind)  # what says nothing ends no turn
     return made
 
 

@@ -81,7 +81,7 @@ class ResponseStore:
 
     @property
     def num_bytes(self) -> int:
-        """Of all that is kept."""
+        """Size of all that is kept."""
         return self._num_bytes
 
     def put(self, client: str, stored: StoredResponse) -> None:

@@ -21,7 +21,7 @@ class GenericTools:
     """How one model is shown tools, calls and results without its template's help."""
 
     layout: CallLayout
-    """Of the calls."""
+    """How calls are written."""
     shows_system: bool
     """The chat template shows a system message; else what it says begins the first user message."""
 
