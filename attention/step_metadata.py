@@ -40,19 +40,21 @@ def fill_step_metadata(
     max_seqlen_q: int,
     out: StepTensors,
 ) -> None:
-    """As the kernel, for tensors on the CPU; `max_seqlen_q` bounds nothing here."""
-    table, row_of, bounds = page_table.numpy(), rows.numpy(), cu_seqlens_q.numpy()
-    lens = np.diff(bounds)
+    """As the kernel, for tensors on the CPU."""
+    table, row_of, bounds, positions = page_table.numpy(), rows.numpy(), cu_seqlens_q.numpy(), starts.numpy()
+    lens = bounds[1:] - bounds[:-1]
     num_rows, num_tokens = len(lens), int(bounds[-1])
-    seq_lens = starts.numpy() + lens
-    # Position of token t of row i: its row's start plus t's offset in the row.
-    positions = np.arange(num_tokens) + np.repeat(starts.numpy() - bounds[:-1], lens)
-    row_of_token = np.repeat(row_of, lens)
-    slots = table[row_of_token, positions // page_size].astype(np.int64) * page_size + positions % page_size
+    seq_lens = positions + lens
+    row_of_token = row_of
+    if max_seqlen_q > 1:
+        # Position of token t of row i: its row's start plus t's offset in the row.
+        positions = np.arange(num_tokens, dtype=np.int32) + np.repeat(positions - bounds[:-1], lens)
+        row_of_token = np.repeat(row_of, lens)
+    pages, offsets = np.divmod(positions, page_size)
     ids = token_ids.numpy()[:num_tokens]
     out.input_ids.numpy()[:num_tokens] = np.where(ids < 0, last_tokens.numpy()[row_of_token], ids)
     out.positions.numpy()[:num_tokens] = positions
-    out.out_cache_loc.numpy()[:num_tokens] = slots
+    out.out_cache_loc.numpy()[:num_tokens] = table[row_of_token, pages] * np.int64(page_size) + offsets
     out.cache_seqlens.numpy()[:num_rows] = seq_lens
     num_pages = -(-seq_lens // page_size)
     width = int(num_pages.max())

@@ -14,12 +14,16 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed import HashStore
 
+from attention import registry
+from attention.step_shape import StepShape
 from configs.errors import ConfigError, EngineError
 from configs.model_config import ModelConfig, RopeConfig
 from configs.schema import EngineConfig
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from tests.dense_model import dense_model
+from tests.rerun_graphs import PagedBackend, RerunGraphs
+from worker.cuda_graph_runner import StepOutput
 from worker.memory import free_bytes
 from worker.models.decoder import Decoder
 from worker.protocol import (
@@ -297,6 +301,32 @@ def test_adjusted_rows_get_their_tokens_alone_in_a_batch_and_on_any_number_of_ra
     assert together[5] != plain[1]
     assert all(token % 8 < 4 for token in together[5])
     assert _on_ranks(3, lambda group: _generate_adjusted(_worker(tiny_path, MODEL, group), every, 12)) == 3 * [together]
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 3])
+def test_captured_steps_give_the_tokens_of_eager_ones(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch, tp_size: int
+) -> None:
+    every = range(1, len(ADJUSTED) + 1)
+    expected = _generate_adjusted(_worker(tiny_path, MODEL), every, 12)
+    replayed: list[StepShape] = []
+    replay = RerunGraphs.replay
+
+    def recorded(self: RerunGraphs, shape: StepShape) -> StepOutput:
+        replayed.append(shape)
+        return replay(self, shape)
+
+    monkeypatch.setattr(RerunGraphs, "replay", recorded)
+    monkeypatch.setattr("worker.model_runner.CudaGraphRunner", RerunGraphs)
+    monkeypatch.setitem(registry._BACKENDS, "torch_native", PagedBackend)
+    if tp_size == 1:
+        assert _generate_adjusted(_worker(tiny_path, MODEL), every, 12) == expected
+    else:
+        body = lambda group: _generate_adjusted(_worker(tiny_path, MODEL, group), every, 12)  # noqa: E731
+        assert _on_ranks(tp_size, body) == tp_size * [expected]
+    # 120 prompt tokens of six rows, and six decodes beside two rows of padding.
+    assert sorted(set(replayed)) == [StepShape(8, 8, 8), StepShape(128, 9, 8)]
+    assert len(replayed) == 12 * tp_size
 
 
 def test_an_answer_with_penalties_is_counted_as_it_grows_and_goes_on_from_counts(

@@ -215,8 +215,10 @@ class Sampler:
             whole = whole_logits(logits.index_select(0, chunk), self._plan, self._group)
             wants = np.flatnonzero(chosen.num_logprobs[part] >= 0)
             # What the logprobs are of: the logits as they are before adjustments.
-            wanted = upload(wants, self._group.device)
-            raw = whole.index_select(0, wanted) if len(wants) else None
+            raw, of = None, chunk
+            if len(wants):
+                wanted = upload(wants, self._group.device)
+                raw, of = whole.index_select(0, wanted), chunk.index_select(0, wanted)
             redrawn = np.flatnonzero(chosen.is_redrawn[part])
             if len(redrawn):
                 again = chunk
@@ -225,7 +227,6 @@ class Sampler:
                     again, whole = chunk.index_select(0, at), whole.index_select(0, at)
                 self._redraw(whole, rows, positions, again, tokens, chosen.are_adjusted)
             if raw is not None:
-                of = chunk.index_select(0, wanted)
                 asked = self.adjustments.asked[rows.index_select(0, of).long(), : chosen.num_asked]
                 parts.append(self._kernels.token_logprobs(raw, tokens.index_select(0, of), most, asked))
         return LogprobTensors.joined(parts) if parts else None

@@ -15,6 +15,7 @@ from attention.step_shape import StepShape
 from configs.errors import EngineError
 from worker.protocol import StepFrame
 from worker.step_layout import StepLayout
+from worker.upload import upload
 
 # More than the steps in flight, so that no step waits for another's copy.
 _NUM_STAGES = 4
@@ -77,9 +78,9 @@ class StepInputs:
             stage.copy_to(self._buffer, end)
             on_device = self._buffer[begin:end].view(-1, 3)
         else:
-            # Prefix hits of many long prompts in one step: rare enough to wait for a copy of their own.
+            # Prefix hits of many long prompts in one step: rare enough for a copy of their own.
             stage.copy_to(self._buffer, begin)
-            on_device = torch.from_numpy(deltas).to(self._buffer.device)
+            on_device = upload(deltas, self._buffer.device)
         if len(deltas):
             self._apply_page_deltas(self._page_table, on_device)
 

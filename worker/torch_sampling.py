@@ -41,14 +41,13 @@ def best_candidates(
         out[..., 0], out[..., 1] = -torch.inf, _NO_ID
         return out
     values, ids = out[0].unbind(1)
-    best = logits.argmax(dim=-1)
-    values.copy_(logits.gather(1, best.unsqueeze(1)).squeeze(1))
-    ids.copy_(best)
-    params = _params(records, rows)
-    for i in np.flatnonzero(params["temperature"] > 0).tolist():
-        scores = logits[i].double() / float(params["temperature"][i])
+    best, best_ids = logits.max(dim=-1)  # of equal ones the first
+    values.copy_(best)
+    ids.copy_(best_ids)
+    for i, params in _sampled(records, rows):
+        scores = logits[i].double() / float(params["temperature"])
         hashes = _id_hashes(first_id, num_ids)
-        key = _row_key(int(params["seed"][i]), int(positions[i]))
+        key = _row_key(int(params["seed"]), int(positions[i]))
         threshold = -math.inf if thresholds is None else float(thresholds[i])
         if threshold == -math.inf:
             noisy = scores + _gumbel(hashes, key)
@@ -82,12 +81,10 @@ def reduce_tokens(candidates: torch.Tensor) -> torch.Tensor:
 
 def filter_thresholds(logits: torch.Tensor, rows: torch.Tensor, records: torch.Tensor) -> torch.Tensor:
     """As the kernel: [num_rows] fp64, the smallest allowed score of each row; -inf without a filter."""
-    params = _params(records, rows)
     out = torch.full((len(logits),), -torch.inf, dtype=torch.float64)
-    for i in np.flatnonzero(params["temperature"] > 0).tolist():
-        scores = logits[i].double() / float(params["temperature"][i])
-        top_k, top_p, min_p = (params[name][i] for name in ("top_k", "top_p", "min_p"))
-        threshold = _threshold(scores, int(top_k), float(top_p), float(min_p))
+    for i, params in _sampled(records, rows):
+        scores = logits[i].double() / float(params["temperature"])
+        threshold = _threshold(scores, int(params["top_k"]), float(params["top_p"]), float(params["min_p"]))
         if threshold is not None:
             out[i] = threshold
     return out
@@ -101,10 +98,10 @@ def adjust_logits(
     adjustments: RowAdjustments,
 ) -> None:
     """As the kernel: in place, rows without adjustments keep every bit."""
-    params = _params(records, rows)
+    params = _params(records)
     for i, row in enumerate(rows.tolist()):
         if bool(adjustments.heads[row].any()):
-            logits[i] = adjusted(logits[i], adjustments, row, int(positions[i]), params[i])
+            logits[i] = adjusted(logits[i], adjustments, row, int(positions[i]), params[row])
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, k: int, asked: torch.Tensor) -> LogprobTensors:
@@ -116,10 +113,16 @@ def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, k: int, asked: to
     return LogprobTensors(own, top, logprobs.gather(1, top), logprobs.gather(1, asked))
 
 
-def _params(records: torch.Tensor, rows: torch.Tensor) -> npt.NDArray[np.void]:
-    """[num_rows] PARAMS_DTYPE of the rows."""
-    of_table: npt.NDArray[np.void] = records.numpy().view(PARAMS_DTYPE)
-    return of_table[rows.numpy(), 0]
+def _params(records: torch.Tensor) -> npt.NDArray[np.void]:
+    """[table_size] PARAMS_DTYPE."""
+    params: npt.NDArray[np.void] = records.numpy().view(PARAMS_DTYPE)
+    return params[:, 0]
+
+
+def _sampled(records: torch.Tensor, rows: torch.Tensor) -> list[tuple[int, np.void]]:
+    """Index and parameters of the rows with a temperature."""
+    params, of_table = _params(records), rows.numpy()
+    return [(i, params[of_table[i]]) for i in np.flatnonzero(params["temperature"][of_table] > 0).tolist()]
 
 
 def _threshold(scores: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor | None:

@@ -1,0 +1,77 @@
+"""What stands for CUDA graphs on the CPU: a captured step is run again, padded, over the same static tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from attention.backend import AttentionBackend
+from attention.forward_batch import ForwardBatch, PagedMetadata
+from attention.layer import AttentionLayer
+from attention.step_shape import StepShape
+from worker.cuda_graph_runner import CudaGraphRunner, StepOutput, _Captured
+
+
+class PagedBackend(AttentionBackend):
+    """Attention that reads nothing of a batch but its paged tensors, as a captured step must."""
+
+    captures_cuda_graphs = True
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        super().init_forward_metadata(batch)
+        self._paged: PagedMetadata = batch.paged
+
+    def attend(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        out, heads = torch.empty(q.shape), q.view(len(q), -1, layer.head_dim)
+        bounds = self._paged.cu_seqlens_q.tolist()
+        for i, num_keys in enumerate(self._paged.cache_seqlens.tolist()):
+            tokens = slice(bounds[i], bounds[i + 1])
+            if tokens.start < tokens.stop:
+                pages = self._paged.page_table[i, : -(-num_keys // self.token_to_kv_pool.page_size)].long()
+                keys, values = (
+                    part[pages].flatten(0, 1)[:num_keys].transpose(0, 1)
+                    for part in self.token_to_kv_pool.pages(layer.layer_id)
+                )
+                positions = torch.arange(num_keys)
+                visible = positions <= positions[tokens.start - tokens.stop :, None]
+                row = F.scaled_dot_product_attention(
+                    heads[tokens].transpose(0, 1), keys, values, visible, scale=layer.scale, enable_gqa=True
+                )
+                out[tokens] = row.transpose(0, 1).flatten(1)
+        return out
+
+
+@dataclass(frozen=True)
+class _Rerun:
+    """Stands for torch.cuda.CUDAGraph."""
+
+    step: Callable[[StepShape], StepOutput]
+    shape: StepShape
+    output: StepOutput
+
+    def replay(self) -> None:
+        again = self.step(self.shape)
+        self.output.tokens.copy_(again.tokens)
+        assert again.logits.data_ptr() == self.output.logits.data_ptr()
+
+
+class RerunGraphs(CudaGraphRunner):
+    """A CudaGraphRunner whose graphs are run again."""
+
+    def capture(
+        self,
+        step: Callable[[StepShape], StepOutput],
+        shapes: Sequence[StepShape],
+        *,
+        prepare: Callable[[StepShape], None],
+        on_progress: Callable[[float], None] | None = None,
+    ) -> None:
+        for shape in shapes:
+            prepare(shape)
+            output = step(shape)
+            self._captured[shape] = _Captured(_Rerun(step, shape, output), output)
+        self._decodes = sorted(shape for shape in shapes if shape.is_decode)
+        self._prompts = sorted(shape for shape in shapes if not shape.is_decode)
