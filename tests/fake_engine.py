@@ -27,8 +27,7 @@ from cluster.messages import (
 )
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
 from configs.errors import GuideError
-from worker.frame_check import FrameLimits, check_frame
-from worker.protocol import RowFlag, StepFrame, StepResult, UInt32Array, mask_words
+from worker.protocol import FrameLimits, RowFlag, StepFrame, StepResult, UInt32Array, mask_words
 
 EOS = 7
 VOCAB = 40
@@ -391,7 +390,7 @@ class Engine:
         limits = self.limits
         assert frame.lens.sum() <= limits.max_num_batched_tokens
         assert len(frame.targets) <= limits.max_num_targets
-        check_frame(frame, FrameLimits(limits.max_num_seqs + 1, VOCAB, limits.max_model_len))
+        frame.check(FrameLimits(limits.max_num_seqs + 1, VOCAB, limits.max_model_len))
         assert len(np.unique(frame.rows)) == len(frame.rows) > 0
         assert frame.rows.min() >= 1
         assert frame.rows.max() <= limits.max_num_seqs

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from cluster.messages import Finished, FinishReason, GenerateRequest, SamplingParams
+from cluster.scheduling.frame_builder import FrameBuilder
 from cluster.scheduling.prefill import PrefillQueue
 from cluster.scheduling.request import Request
 from cluster.scheduling.row_pages import RowPages
 from cluster.scheduling.row_table import RowTable
 from configs.errors import ConfigError, EngineError
 from tests.fake_engine import EOS, LIMITS, VOCAB, Engine, prompt_of, prompt_stopping_at
-from worker.protocol import RowFlag, StepFrame, StepResult
+from worker.protocol import RowFlag, StepResult
 
 
 def run_random_load(seed: int, steps_in_flight: int) -> Engine:
@@ -386,7 +387,7 @@ def test_a_prefill_that_lacks_pages_takes_no_prefix_it_could_not_announce() -> N
     tokens = np.array(prompt_of(20), np.int32)
     sampling = SamplingParams(max_tokens=2)
     queue.push(Request.create(GenerateRequest(id=1, prompt=tokens.tobytes(), sampling=sampling), limits))
-    queue.commit(queue.plan(4, 0.0), StepFrame(1, 1))
+    queue.commit(queue.plan(4, 0.0), FrameBuilder())
     # Row 8 computes what comes next, and ends; then row 7 takes all but these two pages.
     assert pages.grow(8, 12) is not None
     pages.publish(8, tokens, 12)

@@ -20,10 +20,9 @@ from attention.kv_pool import ReqToTokenPool, TokenToKVPool
 from parallel.group import TensorParallelGroup
 from worker.cuda_graph_runner import CudaGraphRunner, StepOutput
 from worker.cuda_sampler import CudaSampler, LogprobTensors
-from worker.frame_check import FrameLimits, check_frame
 from worker.models.decoder import Decoder
 from worker.prompt_scores import CHUNK_ROWS, TargetScores, WantedTokens, score_in_chunks
-from worker.protocol import Int32Array, RowFlag, StepFrame, StepResult
+from worker.protocol import FrameLimits, Int32Array, RowFlag, StepFrame, StepResult
 from worker.step_inputs import StepInputs
 from worker.step_layout import StepShape, decode_shapes, prompt_shapes
 from worker.upload import upload
@@ -100,7 +99,7 @@ class CudaModelRunner:
         Raises:
             EngineError: the frame does not fit this rank's tables.
         """
-        check_frame(frame, self._limits)
+        frame.check(self._limits)
         self._req_to_token_pool.apply(frame.page_deltas, self._num_pages)
         self._sampler.update(frame)
         is_sampled = (frame.flags & RowFlag.SAMPLE) != 0

@@ -12,11 +12,10 @@ from attention.backend import AttentionBackend
 from attention.forward_batch import ForwardBatch
 from attention.kv_pool import ReqToTokenPool, TokenToKVPool
 from worker.adjustments import RowAdjustments, adjusted
-from worker.frame_check import FrameLimits, check_frame
 from worker.models.decoder import Decoder
 from worker.pending_step import CompletedStep
 from worker.prompt_scores import CHUNK_ROWS, TargetScores, WantedTokens, score_in_chunks, target_scores
-from worker.protocol import RowFlag, StepFrame, StepResult
+from worker.protocol import FrameLimits, RowFlag, StepFrame, StepResult
 from worker.sampler import SampledTokens, Sampler, default_params
 
 
@@ -52,7 +51,7 @@ class ModelRunner:
         Raises:
             EngineError: the frame does not fit this rank's tables.
         """
-        check_frame(frame, self._limits)
+        frame.check(self._limits)
         self._req_to_token_pool.apply(frame.page_deltas, self._token_to_kv_pool.num_pages)
         self._params[frame.params["row"]] = frame.params
         self._adjustments.update(frame)

@@ -5,18 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from configs.errors import ConfigError
-from worker.protocol import (
-    ASKED_DTYPE,
-    BIAS_DTYPE,
-    COUNT_DTYPE,
-    HEADER_BYTES,
-    MAX_ROW_ASKED,
-    MAX_ROW_BIASES,
-    MAX_TARGETS,
-    PARAMS_DTYPE,
-    SCORE_DTYPE,
-    mask_words,
-)
+from worker.protocol import MAX_ROW_ASKED, MAX_ROW_BIASES, MAX_TARGETS, StepFrame, mask_words
 
 MAX_PREFIX_DELTAS = 4096
 """Page deltas of one frame above which no further prefix is taken from the cache: it bounds the size of a frame."""
@@ -25,9 +14,6 @@ _MASKS_BYTES = 4 << 20
 """Masks that one frame brings to rows that decode."""
 _ADJUSTMENT_BYTES = 1 << 20
 """What one frame brings besides parameters to rows that are given to requests, unless one request needs more."""
-
-_ROW_BYTES = 4 * 4
-_DELTA_BYTES = 3 * 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,23 +73,20 @@ class SchedulerLimits:
     @property
     def max_num_masks(self) -> int:
         """Rows that may decode with a new mask in one step."""
-        return max(1, min(self.max_num_seqs, _MASKS_BYTES // self._mask_bytes))
+        mask_bytes = StepFrame.section_bytes(mask=1, mask_word=mask_words(self.vocab_size))
+        return max(1, min(self.max_num_seqs, _MASKS_BYTES // mask_bytes))
 
     @property
     def max_adjustment_bytes(self) -> int:
         """Bytes of biases, masks, counts and asked tokens for rows that one frame gives to requests."""
-        largest = (
-            self._mask_bytes
-            + MAX_ROW_BIASES * BIAS_DTYPE.itemsize
-            + self.max_model_len * COUNT_DTYPE.itemsize
-            + MAX_ROW_ASKED * ASKED_DTYPE.itemsize
+        largest = StepFrame.section_bytes(
+            mask=1,
+            mask_word=mask_words(self.vocab_size),
+            bias=MAX_ROW_BIASES,
+            count=self.max_model_len,
+            asked=MAX_ROW_ASKED,
         )
         return max(_ADJUSTMENT_BYTES, largest)
-
-    @property
-    def _mask_bytes(self) -> int:
-        """Of one row's mask and its row."""
-        return 4 + 4 * mask_words(self.vocab_size)
 
     @property
     def max_frame_bytes(self) -> int:
@@ -114,15 +97,17 @@ class SchedulerLimits:
             + 2 * self.max_num_seqs
             + self.num_pages_for(self.max_num_batched_tokens)
         )
-        return (
-            HEADER_BYTES
-            + (_ROW_BYTES + PARAMS_DTYPE.itemsize + SCORE_DTYPE.itemsize) * self.max_num_seqs
-            + 4 * self.max_num_targets
-            + 4 * self.max_num_batched_tokens
-            + _DELTA_BYTES * num_deltas
-            + self._mask_bytes * self.max_num_masks
-            + self.max_adjustment_bytes
+        decided = StepFrame.num_bytes(
+            row=self.max_num_seqs,
+            token=self.max_num_batched_tokens,
+            delta=num_deltas,
+            param=self.max_num_seqs,
+            mask=self.max_num_masks,
+            mask_word=mask_words(self.vocab_size),
+            score=self.max_num_seqs,
+            target=self.max_num_targets,
         )
+        return decided + self.max_adjustment_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,7 +20,7 @@ from cluster.messages import Finished, FinishReason, GenerateRequest, StepOutput
 from cluster.scheduling.admission import Admission
 from cluster.scheduling.chunks import PrefillPlan
 from cluster.scheduling.deadlines import Deadlines
-from cluster.scheduling.frame_sections import add_adjustments
+from cluster.scheduling.frame_builder import FrameBuilder
 from cluster.scheduling.guide import Guide
 from cluster.scheduling.guided_rows import GuidedRows
 from cluster.scheduling.limits import SchedulerLimits, SchedulerStats
@@ -34,7 +34,7 @@ from worker.protocol import Int32Array, RowFlag, StepFrame, StepResult
 
 __all__ = ["Scheduler", "SchedulerLimits", "SchedulerStats"]
 
-_NO_DELTAS = np.empty((0, 3), np.int32)
+_SAMPLE = int(RowFlag.SAMPLE)  # operations of enumerations take a microsecond each
 
 
 def _no_guide(request: GenerateRequest) -> None:
@@ -312,24 +312,30 @@ class Scheduler:
         """Builds the frame of `decodes` and `plan`, and takes the snapshot for its retirement."""
         table = self._rows
         self._step += 1
-        frame = StepFrame(generation=self._generation, step=self._step)
+        builder = FrameBuilder()
         starts = table.num_computed[decodes]
-        frame.rows, frame.starts = decodes, starts
-        frame.lens = np.ones(len(decodes), np.int32)
-        frame.flags = np.full(len(decodes), RowFlag.SAMPLE, np.int32)
+        if len(decodes):
+            builder.add(
+                rows=decodes,
+                starts=starts,
+                lens=np.ones(len(decodes), np.int32),
+                flags=np.full(len(decodes), _SAMPLE, np.int32),
+            )
         sampled, positions = decodes, starts + 1
         table.num_computed[decodes] = positions
-        frame.page_deltas = np.concatenate(plan.deltas) if plan.deltas else _NO_DELTAS
-        ending = self._queue.commit(plan, frame) if plan.rows else []
+        for deltas in plan.deltas:
+            builder.add(page_deltas=deltas)
+        ending = self._queue.commit(plan, builder) if plan.rows else []
         if ending:
             sampled = np.concatenate((decodes, np.array(ending, np.int32)))
             positions = np.concatenate((positions, table.num_prefill[ending]))
             table.ready[ending] = True
         if table.num_guided:
             table.ready[sampled[table.guided[sampled]]] = False
-        masks = self._guided.take_masks() if table.num_guided else {}
-        if plan.admitted or masks:
-            add_adjustments(frame, plan.admitted, masks)
+            builder.add_masks(self._guided.take_masks())
+        if plan.admitted:
+            builder.start_rows(plan.admitted)
+        frame = builder.build(self._generation, self._step)
         table.in_flight[frame.rows] += 1
         is_last = positions + 1 >= table.max_total[sampled]
         table.ready[sampled[is_last]] = False
