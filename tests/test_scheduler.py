@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from tests.fake_engine import EOS, LIMITS, VOCAB, Engine, prompt_of, prompt_stop
 from worker.protocol import RowFlag, StepResult
 
 
-def run_random_load(seed: int, steps_in_flight: int) -> Engine:
+def run_random_load(seed: int, steps_in_flight: int, max_row_tokens: int = 1) -> Engine:
     rng = random.Random(seed)
     page_size = rng.choice([1, 2, 4, 8])
     max_model_len = rng.choice([24, 48])
@@ -35,6 +36,7 @@ def run_random_load(seed: int, steps_in_flight: int) -> Engine:
         steps_in_flight=steps_in_flight,
         enable_prefix_caching=rng.random() < 0.8,
     )
+    limits = replace(limits, max_row_tokens=min(max_row_tokens, limits.max_num_batched_tokens))
     engine = Engine(limits)
     stems = [prompt_of(rng.randrange(1, max_model_len - 2), stem) for stem in range(3)]
     for _ in range(150):
@@ -44,8 +46,7 @@ def run_random_load(seed: int, steps_in_flight: int) -> Engine:
             prompt = stem[: rng.randrange(1, len(stem) + 1)] + prompt_of(rng.randrange(3), rng.randrange(4))
             salt = rng.choice([b"", b"", b"", b"a"])
             for _ in range(rng.choice([1, 1, 3])):
-                engine.add(
-                    prompt[: max_model_len - 1],
+                fields: dict[str, Any] = dict(  # noqa: C408
                     cache_salt=salt,
                     priority=rng.choice([0, 0, 0, 1, -1]),
                     deadline_s=rng.choice([0, 0, 0, 0, 0, 0, 0, 0, 0, 0.2]),
@@ -57,6 +58,10 @@ def run_random_load(seed: int, steps_in_flight: int) -> Engine:
                     grammar=rng.choice([None, None, None, "rule"]),
                     seed=rng.randrange(2),
                 )
+                if max_row_tokens > 1:
+                    fields["num_logprobs"] = rng.choice([-1, 0])
+                    fields["min_tokens"] = 0 if fields["grammar"] else rng.choice([0, 3])
+                engine.add(prompt[: max_model_len - 1], **fields)
         elif event < 0.32 and engine.answers:
             engine.abort(*rng.choices(range(1, len(engine.answers) + 3), k=rng.randrange(1, 4)))
         elif event < 0.35:

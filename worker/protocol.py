@@ -80,12 +80,16 @@ class RowFlag(IntFlag):
     """What a row of a step does."""
 
     HAS_TOKENS = 1
-    """Its `lens` input tokens are in `token_ids`; without it the row has one input, its own last sampled token."""
+    """Its `lens` input tokens are in `token_ids`; without it the ranks know them: the row's own last sampled token and,
+    where several of its inputs are sampled, drafts of what follows it."""
     SAMPLE = 2
-    """Its last position's logits are sampled; without it the row is a prefill chunk that is not the last."""
+    """The logits of its last input, or of as many as `num_draws` says, are sampled; without it the row is a prefill
+    chunk that is not the last."""
 
 
-_HAS_TOKENS = int(RowFlag.HAS_TOKENS)  # operations of enumerations take a microsecond each
+# Plain integers: operations of enumerations take a microsecond each.
+_HAS_TOKENS = int(RowFlag.HAS_TOKENS)
+_SAMPLE = int(RowFlag.SAMPLE)
 
 
 def mask_words(vocab_size: int) -> int:
@@ -101,6 +105,8 @@ class FrameLimits:
     """Rows of the request table, padding included: valid rows are 1 to num_rows - 1."""
     vocab_size: int
     max_model_len: int
+    max_draws: int = 1
+    """Most inputs of a row that the rank samples in one step."""
 
 
 # What is wrong with a section that is not empty. It completes "step 3 of generation 1 ...".
@@ -110,9 +116,21 @@ def _check_rows(rows: Int32Array, frame: StepFrame, limits: FrameLimits) -> str 
     return None if _is_inside(rows, 1, limits.num_rows) else f"names a row outside 1 to {limits.num_rows - 1}"
 
 
+def _check_num_draws(num_draws: Int32Array, frame: StepFrame, limits: FrameLimits) -> str | None:
+    is_sampled = (frame.flags & _SAMPLE) != 0
+    if len(num_draws) != np.count_nonzero(is_sampled) or (num_draws > frame.lens[is_sampled]).any():
+        return "samples other rows than it says, or more inputs than a row has"
+    if _is_inside(num_draws, 1, limits.max_draws + 1):
+        return None
+    return f"samples {num_draws.max()} inputs of a row; at least 1 and at most {limits.max_draws}"
+
+
 def _check_lens(lens: Int32Array, frame: StepFrame, limits: FrameLimits) -> str | None:
+    if len(frame.num_draws) and (wrong := _check_num_draws(frame.num_draws, frame, limits)) is not None:
+        return wrong
     has_tokens = frame.has_tokens
-    if lens.min() < 1 or not (lens[~has_tokens] == 1).all():
+    known = lens[~has_tokens]
+    if lens.min() < 1 or not (known == (frame.draws[~has_tokens].clip(1) if len(frame.num_draws) else 1)).all():
         return "has a row of impossible length"
     if (num_inputs := int(lens[has_tokens].sum())) != len(frame.token_ids):
         return f"has {len(frame.token_ids)} token ids for {num_inputs} inputs"
@@ -162,8 +180,12 @@ def _check_asked(asked: Records, frame: StepFrame, limits: FrameLimits) -> str |
 
 
 def _check_masks(mask_rows: Int32Array, frame: StepFrame, limits: FrameLimits) -> str | None:
-    if not _is_inside(mask_rows, 1, limits.num_rows) or len(np.unique(mask_rows)) < len(mask_rows):
-        return "has a mask of a row that is not there, or two of one row"
+    if not _is_inside(mask_rows, 1, limits.num_rows):
+        return f"has a mask of a row outside 1 to {limits.num_rows - 1}"
+    most = np.ones(limits.num_rows, np.int32)
+    most[frame.rows] = frame.draws.clip(1)
+    if (np.bincount(mask_rows, minlength=limits.num_rows) > most).any():
+        return "has more masks of a row than tokens are drawn for it: two of one row, where it is one"
     if frame.masks.shape[1] != mask_words(limits.vocab_size):
         return f"has masks of {frame.masks.shape[1]} words for a vocabulary of {limits.vocab_size}"
     return None if frame.masks.any(axis=1).all() else "has a mask that allows nothing"
@@ -204,6 +226,8 @@ class StepFrame(Message):
     starts = Section(np.int32, "row")
     lens = Section(np.int32, "row", check=_check_lens)
     flags = Section(np.int32, "row")
+    num_draws = Section(np.int32, "sampled_row")
+    """[num_sampled_rows]: how many of its last inputs are sampled of each row that has SAMPLE. Empty: one each."""
     token_ids = Section(np.int32, "token", check=_check_token_ids)
     """Input tokens of the rows with HAS_TOKENS, one after the other in row order."""
     page_deltas = Section(np.int32, "delta", 3)
@@ -213,9 +237,10 @@ class StepFrame(Message):
     biases = Section(BIAS_DTYPE, "bias", check=_check_biases)
     """Of rows in `params`."""
     mask_rows = Section(np.int32, "mask", check=_check_masks)
-    """[num_masks] distinct rows of this step."""
+    """[num_masks] rows of this step; where several inputs of a row are sampled, as often as there is a mask for one of
+    them, in their order."""
     masks = Section(np.uint32, "mask", "mask_word")
-    """[num_masks, mask_words(vocab_size)]: holds for its row from this step on, until replaced."""
+    """[num_masks, mask_words(vocab_size)]: holds for its row from this draw on, until replaced."""
     counts = Section(COUNT_DTYPE, "count", check=_check_counts)
     """Of rows in `params` that have penalties; tokens sampled from now on the ranks count."""
     asked = Section(ASKED_DTYPE, "asked", check=_check_asked)
@@ -235,6 +260,15 @@ class StepFrame(Message):
     def has_tokens(self) -> npt.NDArray[np.bool_]:
         """[num_rows] which rows have HAS_TOKENS."""
         return (self.flags & _HAS_TOKENS) != 0
+
+    @property
+    def draws(self) -> Int32Array:
+        """[num_rows] how many inputs of each row are sampled."""
+        is_sampled = (self.flags & _SAMPLE) != 0
+        draws = is_sampled.astype(np.int32)
+        if len(self.num_draws):
+            draws[is_sampled] = self.num_draws
+        return draws
 
     def encode(self) -> bytes:
         """The frame's bytes, checksum filled in."""
@@ -257,14 +291,20 @@ _NO_TOKENS = np.empty(0, np.int32)
 
 
 class StepResult(Message):
-    """What rank 0 sends back: one token for each row of the frame that had SAMPLE, in the frame's row order."""
+    """What rank 0 sends back: the tokens of the rows of the frame that had SAMPLE, in the frame's row order.
+
+    A row brings at least one token and at most as many as inputs of it were sampled: those that the drafts among its
+    inputs agree with, and one more.
+    """
 
     __slots__ = ()
 
     tokens = Section(np.int32, "token")
-    """[num_sampled]"""
+    """[num_tokens], a row's one after the other."""
+    num_tokens = Section(np.int32, "sampled_row")
+    """[num_sampled_rows] how many tokens each row brought. Empty: one each."""
     logprob_rows = Section(np.int32, "logprob")
-    """[num_logprob_rows]: indices into `tokens` of the rows that asked for logprobs."""
+    """[num_logprob_rows]: indices into `tokens` of those whose rows asked for logprobs."""
     logprobs = Section(np.float32, "logprob")
     """[num_logprob_rows]: log probability of the sampled token, of the model's own distribution: before penalties,
     biases, masks, temperature and filters."""
@@ -287,10 +327,11 @@ class StepResult(Message):
 
     @classmethod
     def max_bytes(cls, num_tokens: int, num_logprobs: int) -> int:
-        """Upper bound of an encoded result of `num_tokens` tokens whose rows ask for the `num_logprobs` likeliest
-        each, and of MAX_TARGETS prompt tokens."""
+        """Upper bound of an encoded result of `num_tokens` tokens with the `num_logprobs` likeliest each, and of
+        MAX_TARGETS prompt tokens."""
         return cls.num_bytes(
             token=num_tokens,
+            sampled_row=num_tokens,
             logprob=num_tokens,
             k=num_logprobs,
             asked=MAX_ROW_ASKED,

@@ -48,7 +48,7 @@ class StepShape:
 
     @property
     def is_decode(self) -> bool:
-        return self.num_sampled == self.num_tokens
+        return self.num_rows == self.num_sampled == self.num_tokens
 
     @property
     def splits_keys(self) -> bool:
@@ -58,7 +58,7 @@ class StepShape:
     @classmethod
     def of(cls, frame: StepFrame) -> StepShape:
         """Of the frame as it is."""
-        sampled = int(np.count_nonzero(frame.flags & RowFlag.SAMPLE))
+        sampled = int(frame.draws.sum())
         return cls(
             num_tokens=int(frame.lens.sum()),
             num_rows=len(frame.rows),

@@ -62,10 +62,10 @@ class GuidedRows:
         self._held[request.id] = request
 
     def take_tokens(self, rows: Int32Array, tokens: Int32Array, stopped: npt.NDArray[np.bool_]) -> None:
-        """Gives the guides the tokens of a retired step.
+        """Gives the guides the tokens of a retired step, one by one.
 
         Args:
-            rows: live ones, distinct.
+            rows: of the tokens; live ones.
             stopped: these tokens end their row, which no guide has to know.
         """
         for index in np.flatnonzero(self._rows.guided[rows] & ~stopped):

@@ -37,6 +37,8 @@ class SchedulerLimits:
     eos_token_ids: tuple[int, ...]
     max_num_targets: int = MAX_TARGETS
     """Prompt tokens of which one step finds the log probability."""
+    max_row_tokens: int = 1
+    """Most tokens that a row may bring in one step. Such a row has as many inputs, its last token and drafts."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -50,9 +52,12 @@ class SchedulerLimits:
             "max_num_queued_tokens",
             "steps_in_flight",
             "max_num_targets",
+            "max_row_tokens",
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} is below 1; choose 1 or more")
+        if self.max_row_tokens > self.max_num_batched_tokens:
+            raise ConfigError(f"max_row_tokens={self.max_row_tokens} exceeds {self.max_num_batched_tokens=}")
         if self.max_model_len < 2:
             raise ConfigError(f"max_model_len={self.max_model_len} leaves no room for an answer; choose 2 or more")
 
@@ -67,8 +72,8 @@ class SchedulerLimits:
 
     @property
     def max_num_running(self) -> int:
-        """Requests that may run at once: each must get its decode token in every step."""
-        return min(self.max_num_seqs, self.max_num_batched_tokens)
+        """Requests that may run at once: each must get what it decodes in every step."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens // self.max_row_tokens)
 
     @property
     def max_num_masks(self) -> int:
@@ -94,11 +99,12 @@ class SchedulerLimits:
         num_deltas = (
             MAX_PREFIX_DELTAS
             + self.max_pages_per_row
-            + 2 * self.max_num_seqs
+            + (1 + self.num_pages_for(self.max_row_tokens)) * self.max_num_seqs
             + self.num_pages_for(self.max_num_batched_tokens)
         )
         decided = StepFrame.num_bytes(
             row=self.max_num_seqs,
+            sampled_row=self.max_num_seqs,
             token=self.max_num_batched_tokens,
             delta=num_deltas,
             param=self.max_num_seqs,

@@ -175,7 +175,7 @@ class PrefillQueue:
             return _Outcome.WAITS
         chunks, num_running = self._chunks, self._rows.num_taken
         # Pages that rows in prefill still need, and a page for each running request's next tokens.
-        reserved = num_running + chunks.num_missing_pages
+        reserved = num_running * self._limits.num_pages_for(self._limits.max_row_tokens) + chunks.num_missing_pages
         row = self._rows.take(request)
         self._pages.open(row, request.cache_salt)
         request.num_cached_tokens = 0

@@ -28,7 +28,7 @@ from cluster.scheduling.prefill import PrefillQueue
 from cluster.scheduling.request import Request, reason_never_fits, refused
 from cluster.scheduling.row_pages import RowPages
 from cluster.scheduling.row_table import RowTable
-from cluster.scheduling.step_results import Launched, find_stopped, prompt_logprobs, take_prefilled, token_logprobs
+from cluster.scheduling.step_results import Launched, StepTokens, prompt_logprobs, take_prefilled, token_logprobs
 from configs.errors import EngineError, RequestError
 from worker.protocol import Int32Array, RowFlag, StepFrame, StepResult
 
@@ -163,18 +163,19 @@ class Scheduler:
             self.poll_guides()
         while True:
             rows = np.flatnonzero(self._rows.ready).astype(np.int32)
-            needy = self._pages.rows_without_room(rows, self._rows.num_computed[rows])
-            deltas = self._pages.append_page(needy) if len(needy) else None
-            if len(needy) and deltas is None:
+            draws = self._rows.max_draws(rows, self._limits.max_row_tokens)
+            num_decoded = len(rows) if self._limits.max_row_tokens == 1 else int(draws.sum())
+            deltas = self._pages.grow_rows(rows, self._rows.num_computed[rows] + draws)
+            if deltas is None:
                 if self._in_flight:
                     return None  # A retire may free pages; and only a row no step names can be preempted.
                 self._preempt_one()
                 continue
-            plan = self._queue.plan(self._limits.max_num_batched_tokens - len(rows), now)
+            plan = self._queue.plan(self._limits.max_num_batched_tokens - num_decoded, now)
             if len(rows) or plan.rows:
-                if deltas is not None:
+                if len(deltas):
                     plan.deltas.insert(0, deltas)
-                return self._launch(rows, plan)
+                return self._launch(rows, draws, plan)
             if self._in_flight or not self._queue.is_prefilling or self._guided.num_awaiting:
                 return None
             # Every running request is a prefill that lacks pages.
@@ -197,19 +198,17 @@ class Scheduler:
         launched = self._in_flight.popleft()
         table = self._rows
         table.in_flight[launched.rows] -= 1
-        rows, positions, tokens, is_last = launched.sampled, launched.positions, result.tokens, launched.is_last
-        live = table.live[rows]
-        if np.count_nonzero(live) != len(live):
-            # Ended since the launch: their tokens were computed in vain.
-            rows, positions, tokens, is_last = rows[live], positions[live], tokens[live], is_last[live]
-        table.tokens[rows, positions] = tokens
-        table.num_known[rows] = positions + 1
+        brought, kept = StepTokens.of(table, launched, result, self._limits.eos_token_ids)
+        logprobs = token_logprobs(table, brought.rows, kept, result) if len(result.logprob_rows) else []
+        if np.count_nonzero(kept) != len(kept):
+            # Ended since the launch, or by the token before: these were computed in vain.
+            brought = brought.where(kept)
+        brought.write(table, launched)
         prefilled = take_prefilled(table, launched.prefilled, self._clock()) if launched.prefilled else []
-        logprobs = token_logprobs(table, launched.sampled, live, result) if len(result.logprob_rows) else []
         scored = prompt_logprobs(table, launched.scores, result) if launched.scores else []
+        rows, _, tokens, stopped, is_last = brought
         ids = table.ids[rows].tobytes()
         self._total_answer_tokens += len(tokens)
-        stopped = find_stopped(table, rows, tokens, self._limits.eos_token_ids)
         if table.num_guided:
             self._guided.take_tokens(rows, tokens, stopped)
             is_last = is_last & ~table.guided[rows]
@@ -308,19 +307,15 @@ class Scheduler:
 
     # Building a step
 
-    def _launch(self, decodes: Int32Array, plan: PrefillPlan) -> StepFrame:
-        """Builds the frame of `decodes` and `plan`, and takes the snapshot for its retirement."""
+    def _launch(self, decodes: Int32Array, draws: Int32Array, plan: PrefillPlan) -> StepFrame:
+        """Builds the frame of `decodes`, with as many inputs as `draws` each, and of `plan`; takes the snapshot for its
+        retirement."""
         table = self._rows
         self._step += 1
         builder = FrameBuilder()
         starts = table.num_computed[decodes]
         if len(decodes):
-            builder.add(
-                rows=decodes,
-                starts=starts,
-                lens=np.ones(len(decodes), np.int32),
-                flags=np.full(len(decodes), _SAMPLE, np.int32),
-            )
+            builder.add(rows=decodes, starts=starts, lens=draws, flags=np.full(len(decodes), _SAMPLE, np.int32))
         sampled, positions = decodes, starts + 1
         table.num_computed[decodes] = positions
         for deltas in plan.deltas:
@@ -330,6 +325,10 @@ class Scheduler:
             sampled = np.concatenate((decodes, np.array(ending, np.int32)))
             positions = np.concatenate((positions, table.num_prefill[ending]))
             table.ready[ending] = True
+        if self._limits.max_row_tokens > 1:
+            builder.add(num_draws=np.concatenate((draws, np.ones(len(ending), np.int32))))
+            # Where such a row goes on is known when the step retires.
+            table.ready[decodes[draws > 1]] = False
         if table.num_guided:
             table.ready[sampled[table.guided[sampled]]] = False
             builder.add_masks(self._guided.take_masks())
@@ -339,7 +338,9 @@ class Scheduler:
         table.in_flight[frame.rows] += 1
         is_last = positions + 1 >= table.max_total[sampled]
         table.ready[sampled[is_last]] = False
-        self._in_flight.append(Launched(self._step, frame.rows, sampled, positions, is_last, ending, plan.scores))
+        self._in_flight.append(
+            Launched(self._step, frame.rows, sampled, positions, is_last, frame.num_draws, ending, plan.scores)
+        )
         return frame
 
     def _preempt_one(self) -> None:
