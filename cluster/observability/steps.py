@@ -13,8 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from cluster.messages import EngineStats
-from cluster.scheduling.limits import SchedulerStats
+from cluster.messages import EngineStats, SchedulerStats
 from parallel.step_cost import StepCost
 from worker.protocol import StepFrame
 

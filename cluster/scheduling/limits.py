@@ -1,4 +1,4 @@
-"""What the scheduler may use, and what it reports about itself. Plain numbers, decided before the first step."""
+"""What the scheduler may use. Plain numbers, decided before the first step."""
 
 from __future__ import annotations
 
@@ -114,33 +114,3 @@ class SchedulerLimits:
             target=self.max_num_targets,
         )
         return decided + self.max_adjustment_bytes
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SchedulerStats:
-    """Gauges of this moment, and counters since the start (`total_*`)."""
-
-    num_running: int
-    num_waiting: int
-    num_waiting_tokens: int
-    num_free_pages: int
-    num_cached_pages: int
-    """In the prefix cache, in use or not."""
-    num_evictable_pages: int
-    """The part of `num_cached_pages` that no running request uses."""
-    num_owned_pages: int
-    """Private to one running request."""
-    total_prefix_hit_tokens: int
-    total_prompt_tokens: int
-    """Tokens of admitted requests: the denominator of the hit rate."""
-    total_preemptions: int
-    total_answer_tokens: int = 0
-    """Tokens that were sent to requests."""
-    total_refused: int = 0
-    """Requests refused because the queue was full."""
-    total_expired: int = 0
-    """Requests that ended by their deadline."""
-    longest_wait_s: float = 0.0
-    """How long the request has waited that was there first; 0: none waits."""
-    admitted_tokens_per_s: float = 0.0
-    """Waiting tokens that were admitted each second lately, over ten to twenty seconds."""

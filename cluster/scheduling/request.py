@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from cluster.messages import Finished, FinishReason, GenerateRequest, SamplingParams
-from cluster.scheduling.adjustments import Adjustments
 from cluster.scheduling.guide import Guide
 from cluster.scheduling.limits import SchedulerLimits
+from cluster.scheduling.request_adjustments import Adjustments
 from worker.protocol import Int32Array, StepFrame, UInt32Array
 
 

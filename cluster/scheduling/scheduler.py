@@ -16,23 +16,22 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from cluster.messages import Finished, FinishReason, GenerateRequest, StepOutput
+from cluster.messages import Finished, FinishReason, GenerateRequest, SchedulerStats, StepOutput
 from cluster.scheduling.admission import Admission
 from cluster.scheduling.chunks import PrefillPlan
-from cluster.scheduling.deadlines import Deadlines
+from cluster.scheduling.endings import Endings
 from cluster.scheduling.frame_builder import FrameBuilder
 from cluster.scheduling.guide import Guide
 from cluster.scheduling.guided_rows import GuidedRows
-from cluster.scheduling.limits import SchedulerLimits, SchedulerStats
+from cluster.scheduling.limits import SchedulerLimits
 from cluster.scheduling.prefill import PrefillQueue
-from cluster.scheduling.request import Request, reason_never_fits, refused
 from cluster.scheduling.row_pages import RowPages
 from cluster.scheduling.row_table import RowTable
 from cluster.scheduling.step_results import Launched, StepTokens, prompt_logprobs, take_prefilled, token_logprobs
-from configs.errors import EngineError, RequestError
+from configs.errors import EngineError
 from worker.protocol import Int32Array, RowFlag, StepFrame, StepResult
 
-__all__ = ["Scheduler", "SchedulerLimits", "SchedulerStats"]
+__all__ = ["Scheduler", "SchedulerLimits"]
 
 _SAMPLE = int(RowFlag.SAMPLE)  # operations of enumerations take a microsecond each
 
@@ -68,7 +67,6 @@ class Scheduler:
         self._total_answer_tokens = 0
         self._total_refused = 0
         self._total_expired = 0
-        self._pending: list[Finished] = []
         self._reset()
 
     def _reset(self) -> None:
@@ -76,10 +74,8 @@ class Scheduler:
         self._pages = RowPages(self._limits)
         self._queue = PrefillQueue(self._limits, self._rows, self._pages)
         self._guided = GuidedRows(self._limits, self._rows)
-        self._admission = Admission(self._limits, self._queue, self._guided)
-        self._by_id: dict[int, Request] = {}
-        self._deadlines = Deadlines()
-        self._num_draining = 0  # rows that are taken but no longer live
+        self._admission = Admission(self._limits, self._queue, self._guided, self._make_guide)
+        self._endings = Endings(self._admission, self._queue, self._guided, self._rows, self._pages)
         self._in_flight: deque[Launched] = deque()
 
     # Requests in and out
@@ -90,40 +86,15 @@ class Scheduler:
         When the queue has no room for all of them it refuses all; else one by one, what can never run.
         """
         now = self._clock()
-        if (full := self._admission.reason_full(requests)) is not None:
-            self._total_refused += len(requests)
-            retry_after_s = self._admission.retry_after_s(now)
-            return [refused(request.id, full, "engine_overloaded", retry_after_s) for request in requests]
-        return [refusal for request in requests if (refusal := self._add_one(request, now)) is not None]
-
-    def _add_one(self, request: GenerateRequest, now: float) -> Finished | None:
-        if request.id in self._by_id:
-            raise EngineError(f"request id {request.id} is in use")
-        try:
-            entry = Request.create(request, self._limits, now)
-        except RequestError as error:
-            return refused(request.id, str(error), error.code)
-        if (reason := reason_never_fits(entry, self._limits)) is not None:
-            # The ingress checks the same: it is the engine's fault that the request came this far.
-            return refused(request.id, reason, "engine_error")
-        try:
-            entry.guide = self._make_guide(request)
-        except RequestError as error:
-            return refused(request.id, str(error), error.code)
-        self._by_id[entry.id] = entry
-        if entry.deadline_s > 0:
-            self._deadlines.add(entry.id, now + entry.deadline_s, self._by_id, len(self._by_id))
-        if entry.guide is None:
-            self._queue.push(entry)
-        else:
-            self._guided.hold(entry)
-        return None
+        refusals = self._admission.refuse_all(requests, now)
+        self._total_refused += len(refusals)
+        return refusals or self._admission.take(requests, now)
 
     def abort(self, ids: Iterable[int]) -> None:
         """Ends requests: no token after this call, one Finished each in a later output. Unknown ids are ignored."""
         for request_id in ids:
-            if (request := self._by_id.get(request_id)) is not None:
-                self._finish(request, FinishReason.ABORT)
+            if (request := self._admission.live.get(request_id)) is not None:
+                self._endings.finish(request, FinishReason.ABORT)
 
     def flush_cache(self) -> None:
         """Forgets every cached prefix that no running request uses."""
@@ -131,15 +102,15 @@ class Scheduler:
 
     def drain_finished(self) -> StepOutput | None:
         """Finishes that wait for no step; None if there are none."""
-        return StepOutput(finished=self._take_pending()) if self._pending else None
+        return StepOutput(finished=self._endings.take_pending()) if self._endings.is_pending else None
 
     def fail_all(self, error: str, told: str | None = None) -> StepOutput:
         """Ends every request with ERROR and forgets steps in flight, rows, pages and the prefix cache.
 
         `told`: as in Finished.
         """
-        finished = self._take_pending()
-        for request in self._by_id.values():
+        finished = self._endings.take_pending()
+        for request in self._admission.live.values():
             finished.append(
                 Finished(id=request.id, reason=FinishReason.ERROR, error=error, error_code="engine_error", told=told)
             )
@@ -187,7 +158,7 @@ class Scheduler:
         for request in news.admissible:
             self._queue.push(request)
         for request, reason, error in news.ended:
-            self._finish(request, reason, error=error, error_code=None if error is None else "grammar_error")
+            self._endings.finish(request, reason, error=error, error_code=None if error is None else "grammar_error")
         return bool(self._guided.num_awaiting)
 
     def retire(self, result: StepResult) -> StepOutput:
@@ -215,22 +186,17 @@ class Scheduler:
         for index in np.flatnonzero(stopped | is_last):
             request = table.request(int(rows[index]))
             if stopped[index]:
-                self._finish(request, FinishReason.STOP, stop_token_id=int(tokens[index]))
+                self._endings.finish(request, FinishReason.STOP, stop_token_id=int(tokens[index]))
             else:
-                self._finish(request, FinishReason.LENGTH)
-        if self._num_draining:
-            named = launched.rows
-            drained = ~table.live[named] & (table.in_flight[named] == 0) & (table.admission[named] > 0)
-            for row in named[drained].tolist():
-                self._num_draining -= 1
-                self._release(row)
+                self._endings.finish(request, FinishReason.LENGTH)
+        self._endings.release_drained(launched.rows)
         return StepOutput(
             ids=ids,
             tokens=tokens.tobytes(),
             logprobs=logprobs,
             prompt_logprobs=scored,
             prefilled=prefilled,
-            finished=self._take_pending(),
+            finished=self._endings.take_pending(),
         )
 
     # State
@@ -238,7 +204,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Something waits, runs, is in flight, or has finished and not been told."""
-        return bool(self._by_id or self._in_flight or self._pending)
+        return bool(self._admission.live or self._in_flight or self._endings.is_pending)
 
     @property
     def is_awaiting_masks(self) -> bool:
@@ -247,7 +213,7 @@ class Scheduler:
 
     def live_ids(self) -> list[int]:
         """Ids of the requests that wait or run, in order of arrival."""
-        return list(self._by_id)
+        return list(self._admission.live)
 
     @property
     def num_in_flight(self) -> int:
@@ -266,7 +232,7 @@ class Scheduler:
         """Gauges and counters; costs no walk over requests or pages."""
         allocator, cache, queue, now = self._pages.allocator, self._pages.cache, self._queue, self._clock()
         return SchedulerStats(
-            num_running=self._rows.num_taken - self._num_draining,
+            num_running=self._rows.num_taken - self._endings.num_draining,
             num_waiting=self._admission.num_waiting,
             num_waiting_tokens=self._admission.num_waiting_tokens,
             num_free_pages=allocator.num_free,
@@ -292,14 +258,11 @@ class Scheduler:
         for launched in self._in_flight:
             in_flight[launched.rows] += 1
         assert np.array_equal(in_flight, table.in_flight), "steps in flight per row are miscounted"
-        taken = [request for request in table.requests if request is not None]
-        draining = [request.row for request in taken if not table.live[request.row]]
-        assert len(draining) == self._num_draining, "draining rows are miscounted"
-        assert table.in_flight[draining].all(), "an ended row that no step names was not released"
-        running = {request.id for request in taken if table.live[request.row]}
+        self._endings.check_integrity()
+        running = {request.id for request in table.requests if request is not None and table.live[request.row]}
         waiting = self._queue.check_integrity(running)
         held = self._guided.check_integrity()
-        assert running | waiting | held == set(self._by_id), "a request neither runs nor waits"
+        assert running | waiting | held == set(self._admission.live), "a request neither runs nor waits"
         assert held.isdisjoint(running | waiting), "a request waits for a mask twice"
         for row in np.flatnonzero(table.live):
             capacity = self._pages.num_row_pages(int(row)) * self._limits.page_size
@@ -359,71 +322,14 @@ class Scheduler:
         request.tokens = table.tokens[row, : table.num_known[row]].copy()
         request.num_preemptions += 1
         is_held = request.guide is not None and self._guided.requeue(request)
-        self._release(row)
+        self._endings.release(row)
         if not is_held:
             self._queue.push(request)
         self._total_preemptions += 1
 
-    # Ending a step
-
     def _end_expired(self, now: float) -> None:
-        for request_id in self._deadlines.take_expired(now):
-            if (request := self._by_id.get(request_id)) is not None:
-                self._total_expired += 1
-                done = "running" if request.row else "waiting"
-                error = f"The request's deadline of {request.deadline_s:g} seconds passed while it was {done}."
-                self._finish(request, FinishReason.ERROR, error=error, error_code="deadline_exceeded")
-
-    def _finish(
-        self,
-        request: Request,
-        reason: FinishReason,
-        *,
-        stop_token_id: int | None = None,
-        error: str | None = None,
-        error_code: str | None = None,
-    ) -> None:
-        """Ends a request that waits or runs."""
-        self._pending.append(
-            Finished(
-                id=request.id,
-                reason=reason,
-                stop_token_id=stop_token_id,
-                error=error,
-                error_code=error_code,
-                num_preemptions=request.num_preemptions,
-            )
-        )
-        del self._by_id[request.id]
-        is_held = request.guide is not None and self._guided.forget(request)
-        if request.row:
-            self._end_row(request.row)
-        elif not is_held:
-            self._queue.remove(request)
-
-    def _end_row(self, row: int) -> None:
-        """The request of `row` has ended: frees the row now, or when the last step that names it retires."""
-        table = self._rows
-        table.live[row] = False
-        table.ready[row] = False
-        request = table.request(row)
-        self._queue.charge(request, int(table.num_known[row]) - request.num_prompt_tokens)
-        self._queue.forget_row(row)
-        if table.in_flight[row]:
-            self._num_draining += 1
-        else:
-            self._release(row)
-
-    def _release(self, row: int) -> None:
-        """Takes row and pages back; what the row has computed stays in the prefix cache."""
-        table = self._rows
-        # A dropped token's KV may be there, but nobody knows the token.
-        num_tokens = min(int(table.num_computed[row]), int(table.num_known[row]))
-        self._pages.publish(row, table.tokens[row], num_tokens)
-        self._pages.release(row)
-        table.give_back(row)
-        self._queue.forget_row(row)
-
-    def _take_pending(self) -> list[Finished]:
-        pending, self._pending = self._pending, []
-        return pending
+        for request in self._admission.expired(now):
+            self._total_expired += 1
+            done = "running" if request.row else "waiting"
+            error = f"The request's deadline of {request.deadline_s:g} seconds passed while it was {done}."
+            self._endings.finish(request, FinishReason.ERROR, error=error, error_code="deadline_exceeded")
