@@ -18,12 +18,13 @@ import msgspec
 import numpy as np
 from starlette.types import Message
 
-from cluster.engine_client import EngineClient, pack_frame
+from cluster.engine_client import EngineClient
 from cluster.messages import Finished, FinishReason, StepOutput
 from cluster.openai.ingress import create_app
 from cluster.openai.served_model import ServedModel
 from cluster.openai.tokenizer import Tokenizer
 from configs.schema import ServerConfig
+from parallel.sockets import pack_frame
 
 
 async def stream_all(
