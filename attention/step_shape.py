@@ -14,8 +14,9 @@ FEW_ROWS = 8
 class StepShape:
     """How many tokens and rows a step has.
 
-    Where every token is sampled, all rows are decodes: each padding row has one token too. In other captured shapes the
-    last row is padding and has all tokens that a step does not fill; rows between the step's and it have none.
+    Where each row has one token and samples it, all are decodes: each padding row has one token too. In other captured
+    shapes the last row is padding and has all tokens that a step does not fill; rows between the step's and it have
+    none.
     """
 
     num_tokens: int
@@ -27,7 +28,7 @@ class StepShape:
 
     @property
     def is_decode(self) -> bool:
-        return self.num_sampled == self.num_tokens
+        return self.num_rows == self.num_sampled == self.num_tokens
 
     def holds(self, step: StepShape) -> bool:
         """Whether a step of that shape can be padded to this one, a captured one."""

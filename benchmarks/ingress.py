@@ -18,12 +18,13 @@ import msgspec
 import numpy as np
 from starlette.types import Message
 
-from cluster.engine_client import EngineClient, pack_frame
+from cluster.engine_client import EngineClient
 from cluster.messages import Finished, FinishReason, StepOutput
 from cluster.requests.served_model import ServedModel
 from cluster.serve.ingress import create_app
 from cluster.text.tokenizer import Tokenizer
 from configs.schema import ServerConfig
+from parallel.sockets import pack_frame
 
 
 async def stream_all(

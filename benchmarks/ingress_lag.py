@@ -36,7 +36,7 @@ import uvicorn
 import uvloop
 
 from benchmarks.report import circumstances
-from cluster.engine_client import EngineClient, pack_frame, read_frame
+from cluster.engine_client import EngineClient
 from cluster.http.connection import LimitedConnection
 from cluster.messages import EngineToCoordinator, Finished, FinishReason, StepOutput, Submit
 from cluster.openai.wire import Completion, CompletionChoice
@@ -45,6 +45,7 @@ from cluster.requests.served_model import ServedModel
 from cluster.serve.ingress import create_app
 from cluster.text.tokenizer import Tokenizer
 from configs.schema import ServerConfig
+from parallel.sockets import pack_frame, read_frame
 
 MODEL = "m"
 _SETTLE_S = 1.0

@@ -1,4 +1,4 @@
-"""Ray's shells: a rank around a `TPWorker`, and the coordinator's process. No logic of serving lives here."""
+"""Ray's shell of a rank, around a `TPWorker`, and what makes actors. No logic of serving lives here."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 A process of its own, because a busy Python thread beside the HTTP server ruins stream latency. It owns the
 scheduler and the socket to the Engine replica; it knows the ranks only as a writer of frames and a reader of results.
-No Ray and no torch here: the actor around it (cluster/actors.py) starts the ranks and watches them.
+No Ray and no torch here: the actor around it (cluster/coordinator_actor.py) has the ranks started and watched
+(cluster/rank_group.py).
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class CoordinatorActor:
         _log_pool(num_pages, config.kv_cache.page_size, memory)
         self._enter(_CAPTURING if config.device == "cuda" else "allocating the KV pool")
         limits = _scheduler_limits(spec, num_pages, max_model_len)
-        result_bytes = StepResult.max_bytes(limits.max_num_seqs, config.server.max_logprobs)
+        result_bytes = StepResult.max_bytes(limits.max_num_seqs * limits.max_row_tokens, config.server.max_logprobs)
         frames, results = group.run(num_pages, max_model_len, max(limits.max_frame_bytes, result_bytes))
         coordinator = Coordinator(
             scheduler=Scheduler(limits, GENERATION, self._guides.make),

@@ -1,8 +1,7 @@
 """The Engine replica's end of the unix socket to its coordinator.
 
 Owns request ids and the buffers between the one reader task and whoever reads a request's tokens. It knows neither
-text nor HTTP, and it does not schedule. A frame on the socket is a little-endian u32 length, then a msgpack body of
-one struct of `cluster.messages`.
+text nor HTTP, and it does not schedule. A frame on the socket is one struct of `cluster.messages`, as msgpack.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import contextlib
 import itertools
 import logging
 import socket
-import struct
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -39,28 +37,13 @@ from cluster.messages import (
 from cluster.observability.board import StatsBoard
 from cluster.observability.telemetry import Telemetry
 from configs.errors import DeadlineError, EngineError, OverloadedError, RequestError
+from parallel.sockets import LENGTH, MAX_FRAME_BYTES, read_frame
 
 logger = logging.getLogger(__name__)
 
-_LENGTH = struct.Struct("<I")
-MAX_FRAME_BYTES = 256 << 20
-"""A longer frame is taken for a broken peer."""
 _MAX_UNSENT_BYTES = 64 << 20
 MAX_CHUNK_TOKENS = 128
 """Tokens that a reader who was away reads at once: the event loop is not only its."""
-
-
-def pack_frame(body: bytes) -> bytes:
-    """`body` with its length in front."""
-    return _LENGTH.pack(len(body)) + body
-
-
-async def read_frame(reader: asyncio.StreamReader) -> bytes:
-    """The next frame's body. Raises asyncio.IncompleteReadError at the end and EngineError for an absurd length."""
-    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-    if length > MAX_FRAME_BYTES:
-        raise EngineError(f"frame of {length} bytes on the engine socket exceeds {MAX_FRAME_BYTES}")
-    return await reader.readexactly(length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,12 +333,12 @@ class EngineClient:
             await self._writer.wait_closed()
 
     def _send(self, message: EngineToCoordinator) -> None:
-        frame = bytearray(_LENGTH.size)
-        self._encoder.encode_into(message, frame, _LENGTH.size)  # in its place: a large one is not copied once more
-        num_bytes = len(frame) - _LENGTH.size
+        frame = bytearray(LENGTH.size)
+        self._encoder.encode_into(message, frame, LENGTH.size)  # in its place: a large one is not copied once more
+        num_bytes = len(frame) - LENGTH.size
         if num_bytes > MAX_FRAME_BYTES:
             raise RequestError(f"The request takes {num_bytes} bytes for the engine; send fewer prompts at once.")
-        _LENGTH.pack_into(frame, 0, num_bytes)
+        LENGTH.pack_into(frame, 0, num_bytes)
         self._writer.write(frame)
 
     def _abort(self, stream: RequestStream) -> None:

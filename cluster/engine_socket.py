@@ -13,18 +13,16 @@ import os
 import secrets
 import selectors
 import socket
-import struct
 import threading
 import time
 
 import msgspec
 
 from cluster.messages import EngineToCoordinator, StepOutput
+from parallel.sockets import is_ours, pack_frame, whole_frames
 
 logger = logging.getLogger(__name__)
 
-_LENGTH = struct.Struct("<I")
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
 _RECEIVE_BYTES = 1 << 18
 _MAX_UNTAKEN_BYTES = 64 << 20
 
@@ -86,9 +84,7 @@ class EngineSocket:
         """Queues one message and writes what the socket takes now."""
         if self._peer is None:
             return
-        body = self._encoder.encode(output)
-        self._unsent += _LENGTH.pack(len(body))
-        self._unsent += body
+        self._unsent += pack_frame(self._encoder.encode(output))
         self._write()
 
     def flush(self, timeout_s: float) -> None:
@@ -161,9 +157,8 @@ class EngineSocket:
             peer, _ = self._listener.accept()
         except OSError:
             return None  # the caller hung up, or this end is being closed
-        _, uid, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-        if uid != os.getuid() or self._peer is not None:
-            logger.warning("refused a connection to the engine socket from uid %d", uid)
+        if not is_ours(peer) or self._peer is not None:
+            logger.warning("refused a connection to the engine socket: another user's, or one too many")
             peer.close()
             return None
         peer.setblocking(False)
@@ -180,22 +175,15 @@ class EngineSocket:
         except OSError:
             return False
         received += chunk
-        messages: list[EngineToCoordinator] = []
-        start = 0
-        with memoryview(received) as view:
-            while len(view) - start >= _LENGTH.size:
-                end = start + _LENGTH.size + _LENGTH.unpack_from(view, start)[0]
-                if end > len(view):
-                    break
-                try:
-                    messages.append(self._decoder.decode(view[start + _LENGTH.size : end]))
-                except msgspec.DecodeError:
-                    logger.exception("the Engine sent what is not a message: its connection ends")
-                    return False
-                start = end
-        del received[:start]
-        if messages:
-            self._hand_over(messages, start)
+        if frames := whole_frames(received):
+            try:
+                with memoryview(received) as view:
+                    messages = [self._decoder.decode(view[frame]) for frame in frames]
+            except msgspec.DecodeError:
+                logger.exception("the Engine sent what is not a message: its connection ends")
+                return False
+            del received[: frames[-1].stop]
+            self._hand_over(messages, frames[-1].stop)
         return bool(chunk)
 
     def _hand_over(self, messages: list[EngineToCoordinator], num_bytes: int) -> None:

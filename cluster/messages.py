@@ -7,11 +7,10 @@ Array fields are raw little-endian bytes: one message a step must not cost a Pyt
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
 import msgspec
-
-from cluster.scheduling.limits import SchedulerStats
 
 
 class FinishReason(StrEnum):
@@ -213,6 +212,36 @@ class Prefilled(msgspec.Struct, frozen=True, array_like=True):
     """From its arrival to its first admission."""
     prefill_s: float = 0.0
     """From there to its first token, preemptions included."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerStats:
+    """Gauges of this moment, and counters since the start (`total_*`)."""
+
+    num_running: int
+    num_waiting: int
+    num_waiting_tokens: int
+    num_free_pages: int
+    num_cached_pages: int
+    """In the prefix cache, in use or not."""
+    num_evictable_pages: int
+    """The part of `num_cached_pages` that no running request uses."""
+    num_owned_pages: int
+    """Private to one running request."""
+    total_prefix_hit_tokens: int
+    total_prompt_tokens: int
+    """Tokens of admitted requests: the denominator of the hit rate."""
+    total_preemptions: int
+    total_answer_tokens: int = 0
+    """Tokens that were sent to requests."""
+    total_refused: int = 0
+    """Requests refused because the queue was full."""
+    total_expired: int = 0
+    """Requests that ended by their deadline."""
+    longest_wait_s: float = 0.0
+    """How long the request has waited that was there first; 0: none waits."""
+    admitted_tokens_per_s: float = 0.0
+    """Waiting tokens that were admitted each second lately, over ten to twenty seconds."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,7 +2,7 @@
 
 Either side may listen: frames go from the coordinator to the ranks and results come back, and the coordinator listens
 for both. A secret in the address is proved by both ends (HMAC over the other's random bytes) and never sent; nothing
-that arrives is unpickled. On the wire a frame is a little-endian uint32 length and its bytes.
+that arrives is unpickled.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from configs.addresses import family_of, host_and_port
 from configs.errors import DeadlineError, EngineError
 from parallel.channel import STEP_TIMEOUT
+from parallel.sockets import LENGTH, pack_frame
 
 INIT_TIMEOUT = "parallel.init_timeout_s"
 
-_LENGTH = struct.Struct("<I")
 _FAILED = 0xFFFFFFFF  # in place of a length: a second length and the reason follow, and the channel is over
 _MAX_REASON_BYTES = 4096
 _CHALLENGE_BYTES = 32
@@ -50,7 +50,7 @@ class Connection:
             self.check_alive()
             try:
                 self._sock.settimeout(max(deadline - time.monotonic(), 1e-6))
-                self._sock.sendall(_LENGTH.pack(len(frame)) + frame)
+                self._sock.sendall(pack_frame(frame))
             except TimeoutError:
                 # Part of the frame may be out: the stream cannot go on.
                 self._death = f"{self.peer} took no frame within {bound}"
@@ -61,18 +61,18 @@ class Connection:
     def read(self, max_frame_bytes: int, deadline: float, bound: str) -> bytes:
         """The next frame. Raises as FrameReader.recv; after a DeadlineError what has arrived is kept."""
         self.check_alive()
-        self._fill(_LENGTH.size, deadline, bound)
-        (length,) = _LENGTH.unpack_from(self._received)
+        self._fill(LENGTH.size, deadline, bound)
+        (length,) = LENGTH.unpack_from(self._received)
         if length == _FAILED:
-            self._fill(2 * _LENGTH.size, deadline, bound)
-            (length,) = _LENGTH.unpack_from(self._received, _LENGTH.size)
-            reason = self._take(2 * _LENGTH.size, min(length, _MAX_REASON_BYTES), deadline, bound)
+            self._fill(2 * LENGTH.size, deadline, bound)
+            (length,) = LENGTH.unpack_from(self._received, LENGTH.size)
+            reason = self._take(2 * LENGTH.size, min(length, _MAX_REASON_BYTES), deadline, bound)
             self._death = self._death or reason.decode(errors="replace")
             raise EngineError(self._death)
         if length > max_frame_bytes:
             self._death = f"{self.peer} sent a frame of {length} bytes; the channel was made for {max_frame_bytes}"
             raise EngineError(self._death)
-        return self._take(_LENGTH.size, length, deadline, bound)
+        return self._take(LENGTH.size, length, deadline, bound)
 
     def fail(self, reason: str) -> None:
         """Tells the peer if the stream still takes it, then ends both directions, waking whoever waits on them."""
@@ -83,7 +83,7 @@ class Connection:
         try:
             if locked:
                 self._sock.settimeout(0.1)
-                self._sock.sendall(_LENGTH.pack(_FAILED) + _LENGTH.pack(len(text)) + text)
+                self._sock.sendall(LENGTH.pack(_FAILED) + pack_frame(text))
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
             return  # the peer is gone: nobody is left to tell
@@ -283,7 +283,7 @@ class TcpReader:
 
 
 def _proof(token: str, role: bytes, index: int, challenge: bytes) -> bytes:
-    return hmac.digest(token.encode(), role + _LENGTH.pack(index) + challenge, "sha256")
+    return hmac.digest(token.encode(), role + LENGTH.pack(index) + challenge, "sha256")
 
 
 def _read_exactly(sock: socket.socket, count: int) -> bytes:

@@ -27,11 +27,11 @@ from cluster.messages import (
 )
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
 from configs.errors import GuideError
-from worker.frame_check import FrameLimits, check_frame
-from worker.protocol import RowFlag, StepFrame, StepResult, UInt32Array, mask_words
+from worker.protocol import FrameLimits, RowFlag, StepFrame, StepResult, UInt32Array, mask_words
 
 EOS = 7
 VOCAB = 40
+WRONG_DRAFT = -2
 LIMITS = SchedulerLimits(
     num_pages=64,
     page_size=4,
@@ -109,13 +109,16 @@ class RuleGuide:
 
 
 def reference(prompt: list[int], sampling: SamplingParams, limits: SchedulerLimits) -> tuple[list[int], FinishReason]:
-    """What a request must get, with nothing else in the engine."""
+    """What a request must get, with nothing else in the engine and one token a step."""
     tokens = list(prompt)
+    ends = [*sampling.stop_token_ids, *limits.eos_token_ids]
     while True:
         answer = tokens[len(prompt) :]
         token = next_token(tokens, sampling.seed)
         if sampling.grammar is not None:
             token = first_allowed(token, np.array([allows(answer, i) for i in range(VOCAB)]))
+        if len(answer) < sampling.min_tokens:
+            token = first_allowed(token, ~np.isin(np.arange(VOCAB), ends))
         tokens.append(token)
         answer.append(token)
         if (token in limits.eos_token_ids and not sampling.ignore_eos) or token in sampling.stop_token_ids:
@@ -134,7 +137,11 @@ def prompt_score(tokens: list[int] | npt.NDArray[np.int64], target: int, k: int)
 
 
 class FakeWorker:
-    """Runs frames one after the other on an array of pages."""
+    """Runs frames one after the other on an array of pages.
+
+    Where several inputs of a row are sampled, any number of drafts was right, and the others leave what they are in the
+    pool.
+    """
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self.page_size = limits.page_size
@@ -144,6 +151,8 @@ class FakeWorker:
         self.seeds: dict[int, int] = {}
         self.num_logprobs: dict[int, int] = {}
         self.masks: dict[int, npt.NDArray[np.bool_]] = {}
+        self.bans: dict[int, list[tuple[int, int]]] = {}
+        """(token id, position from which it may be drawn) by row."""
         self.num_computed = 0
 
     def run(self, encoded: bytes) -> bytes:
@@ -154,31 +163,41 @@ class FakeWorker:
             self.seeds[int(record["row"])] = int(record["seed"])
             self.num_logprobs[int(record["row"])] = int(record["num_logprobs"])
             self.masks.pop(int(record["row"]), None)
+            self.bans[int(record["row"])] = []
+        for row, token, value, until in frame.biases.tolist():
+            assert value == -np.inf
+            self.bans[row].append((token, until))
         for row, mask in zip(frame.mask_rows.tolist(), frame.masks, strict=True):
             self.masks[row] = np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB].astype(np.bool_)
         plan = []
         offset = 0
-        for row, start, num, flags in zip(
-            frame.rows.tolist(), frame.starts.tolist(), frame.lens.tolist(), frame.flags.tolist(), strict=True
-        ):
+        rows = zip(
+            *(part.tolist() for part in (frame.rows, frame.starts, frame.lens, frame.flags, frame.draws)), strict=True
+        )
+        for row, start, num, flags, num_draws in rows:
             positions = np.arange(start, start + num)
             slots = self.table[row, positions // self.page_size], positions % self.page_size
             if flags & RowFlag.HAS_TOKENS:
                 self.kv[slots] = frame.token_ids[offset : offset + num]
                 offset += num
             else:
-                self.kv[slots] = self.last_token[row]
-            plan.append((row, start + num, flags))
+                self.kv[slots] = WRONG_DRAFT
+                self.kv[slots[0][0], slots[1][0]] = self.last_token[row]
+            plan.append((row, start + num - max(num_draws, 1) + 1, num_draws))
         assert offset == len(frame.token_ids)
         self.num_computed += int(frame.lens.sum())
         tokens: list[int] = []
+        counts: list[int] = []
         asked: list[int] = []
-        for row, num_tokens, flags in plan:
-            if flags & RowFlag.SAMPLE:
-                positions = np.arange(num_tokens)
-                history = self.kv[self.table[row, positions // self.page_size], positions % self.page_size]
-                token = next_token(history, self.seeds[row])
-                self.last_token[row] = first_allowed(token, self.masks[row]) if row in self.masks else token
+        for row, num_tokens, num_draws in plan:
+            if not num_draws:
+                continue
+            counts.append(1 + next_token(self._history(row, num_tokens), 99) % num_draws)
+            for index in range(num_tokens, num_tokens + counts[-1]):
+                if index > num_tokens:  # the draft was right
+                    place = self.table[row, (index - 1) // self.page_size], (index - 1) % self.page_size
+                    self.kv[place] = self.last_token[row]
+                self.last_token[row] = self._draw(row, index)
                 if self.num_logprobs[row] >= 0:
                     asked.append(len(tokens))
                 tokens.append(int(self.last_token[row]))
@@ -187,13 +206,13 @@ class FakeWorker:
         scores: list[tuple[float, list[int]]] = []
         for row, start, num, _ in frame.scores.tolist():
             for index in range(start, start + num):
-                positions = np.arange(index + 1)
-                history = self.kv[self.table[row, positions // self.page_size], positions % self.page_size]
+                history = self._history(row, index + 1)
                 scores.append(prompt_score(history, int(frame.targets[len(scores)]), target_k))
         return StepResult(
             frame.generation,
             frame.step,
             np.array(tokens, np.int32),
+            num_tokens=np.array(counts if len(frame.num_draws) else [], np.int32),
             logprob_rows=np.array(asked, np.int32),
             logprobs=-np.array([tokens[index] for index in asked], np.float32),
             top_ids=np.tile(np.arange(k, dtype=np.int32), (len(asked), 1)),
@@ -203,6 +222,17 @@ class FakeWorker:
             target_top_ids=np.array([ids for _, ids in scores], np.int32).reshape(len(scores), target_k),
             target_top_logprobs=np.zeros((len(scores), target_k), np.float32),
         ).encode()
+
+    def _history(self, row: int, num_tokens: int) -> npt.NDArray[np.int64]:
+        positions = np.arange(num_tokens)
+        return self.kv[self.table[row, positions // self.page_size], positions % self.page_size]
+
+    def _draw(self, row: int, position: int) -> int:
+        token = next_token(self._history(row, position), self.seeds[row])
+        if row in self.masks:
+            token = first_allowed(token, self.masks[row])
+        banned = [token_id for token_id, until in self.bans[row] if position < until]
+        return first_allowed(token, ~np.isin(np.arange(VOCAB), banned)) if banned else token
 
 
 @dataclass
@@ -245,6 +275,8 @@ class Engine:
         self.salts: dict[int, bytes] = {}
         """Salt of the request that wrote a page last."""
         self.log: list[bytes] = []
+        self.sent: list[bytes] = []
+        """All results."""
 
     def add(
         self,
@@ -298,6 +330,7 @@ class Engine:
             self.log.append(encoded)
             self.frames.append(frame)
             self.results.append(self.worker.run(encoded))
+            self.sent.append(self.results[-1])
         elif not self.frames:
             self.take(self.scheduler.drain_finished())
             assert self.scheduler.is_awaiting_masks or not self.scheduler.has_work, "the engine stands still"
@@ -391,7 +424,7 @@ class Engine:
         limits = self.limits
         assert frame.lens.sum() <= limits.max_num_batched_tokens
         assert len(frame.targets) <= limits.max_num_targets
-        check_frame(frame, FrameLimits(limits.max_num_seqs + 1, VOCAB, limits.max_model_len))
+        frame.check(FrameLimits(limits.max_num_seqs + 1, VOCAB, limits.max_model_len, limits.max_row_tokens))
         assert len(np.unique(frame.rows)) == len(frame.rows) > 0
         assert frame.rows.min() >= 1
         assert frame.rows.max() <= limits.max_num_seqs
@@ -405,11 +438,12 @@ class Engine:
             assert 1 <= page <= limits.num_pages
             table[row, index] = page
         written: dict[int, int] = {}
-        for row, start, num, flags in zip(
-            frame.rows.tolist(), frame.starts.tolist(), frame.lens.tolist(), frame.flags.tolist(), strict=True
-        ):
-            assert num == 1 or flags & RowFlag.HAS_TOKENS
-            assert num <= limits.prefill_chunk_size or num == 1
+        rows = zip(
+            *(part.tolist() for part in (frame.rows, frame.starts, frame.lens, frame.flags, frame.draws)), strict=True
+        )
+        for row, start, num, flags, num_draws in rows:
+            assert num == num_draws or flags & RowFlag.HAS_TOKENS
+            assert num <= limits.prefill_chunk_size or num == num_draws
             self.lengths[row] = start + num
             salt = self.scheduler._rows.request(row).cache_salt
             num_read = -(-start // limits.page_size)

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster.messages import FinishReason, GenerateRequest, SamplingParams
-from cluster.scheduling.scheduler import Scheduler, SchedulerLimits, SchedulerStats
+from cluster.messages import FinishReason, GenerateRequest, SamplingParams, SchedulerStats
+from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
 from configs.model_config import ModelConfig, read_model_config
 from configs.resolve import HostFacts, resolve
 from configs.schema import EngineConfig

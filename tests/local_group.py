@@ -13,8 +13,8 @@ import torch
 from torch.distributed import TCPStore
 
 from cluster.engine_client import WholePromptLogprobs
-from cluster.messages import GenerateRequest, PromptLogprobs, SamplingParams
-from cluster.scheduling.scheduler import Scheduler, SchedulerLimits, SchedulerStats
+from cluster.messages import GenerateRequest, PromptLogprobs, SamplingParams, SchedulerStats
+from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
 from configs.model_config import ModelConfig, read_model_config
 from configs.resolve import HostFacts, resolve
 from configs.schema import EngineConfig, ParallelConfig, SchedulerConfig

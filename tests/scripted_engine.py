@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import uvicorn
 
-from cluster.engine_client import EngineClient, pack_frame, read_frame
+from cluster.engine_client import EngineClient
 from cluster.http.guard import Guard
 from cluster.messages import (
     Abort,
@@ -38,6 +38,7 @@ from cluster.requests.served_model import ServedModel
 from cluster.serve.ingress import create_app
 from cluster.text.tokenizer import Tokenizer
 from configs.schema import ServerConfig
+from parallel.sockets import pack_frame, read_frame
 
 EOS = 2
 REPLY = "Hello there 😀, 漢字 and more."

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from cluster.engine_client import EngineClient, pack_frame, read_frame, wait_ready
+from cluster.engine_client import EngineClient, wait_ready
 from cluster.messages import (
     Abort,
     EngineToCoordinator,
@@ -28,6 +28,7 @@ from cluster.messages import (
     TokenLogprobs,
 )
 from configs.errors import DeadlineError, EngineError
+from parallel.sockets import pack_frame, read_frame
 
 PROMPT = array("i", [1, 2, 3]).tobytes()
 PARAMS = SamplingParams(max_tokens=8)

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from cluster.engine_client import pack_frame
 from cluster.engine_socket import EngineSocket
 from cluster.messages import Abort, EngineToCoordinator, SamplingParams, StepOutput, Submit, shared_sampling
+from parallel.sockets import pack_frame
 
 MAX_UNTAKEN_BYTES = 8 << 20
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from worker.cgroup import available_bytes
-from worker.frame_check import FrameLimits, check_frame
 from worker.memory import DeviceMemory, _largest_frames, free_bytes
-from worker.protocol import RowFlag, StepFrame
+from worker.protocol import FrameLimits, RowFlag, StepFrame
 
 
 @pytest.mark.parametrize(
@@ -24,7 +23,7 @@ def test_the_profile_runs_the_largest_steps_that_a_scheduler_may_send(
     limits = FrameLimits(num_rows=max_rows + 1, vocab_size=100, max_model_len=max_model_len)
     prefill, decode = _largest_frames(max_rows, max_tokens, max_model_len, page_size=16)
     for frame in (prefill, decode):
-        check_frame(StepFrame.decode(frame.encode()), limits)
+        StepFrame.decode(frame.encode()).check(limits)
         assert ((frame.flags & RowFlag.SAMPLE) != 0).all()
         rows, indices, pages = frame.page_deltas.T
         assert len(np.unique(pages)) == len(pages), "a page of two rows"

@@ -15,7 +15,7 @@ import prometheus_client
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.messages import EngineStats, FinishReason
+from cluster.messages import EngineStats, FinishReason, SchedulerStats
 from cluster.observability import table
 from cluster.observability.logs import formatter
 from cluster.observability.metrics import Metrics
@@ -24,7 +24,6 @@ from cluster.observability.record import Identity
 from cluster.observability.steps import STEP_DTYPE
 from cluster.observability.table import METRICS, Kind
 from cluster.observability.telemetry import Telemetry
-from cluster.scheduling.limits import SchedulerStats
 from configs.errors import OverloadedError
 from tests.records import record
 from tests.scripted_engine import MODEL, Run, Stack

@@ -15,10 +15,9 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
 
-from cluster.messages import EngineStats
+from cluster.messages import EngineStats, SchedulerStats
 from cluster.observability.steps import StepMeter
 from cluster.page.live import LiveStream
-from cluster.scheduling.limits import SchedulerStats
 from parallel.step_cost import StepCost
 from tests.conftest import Endpoint
 from tests.scripted_engine import Run, Stack

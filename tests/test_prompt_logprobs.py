@@ -15,9 +15,8 @@ from cluster.messages import SamplingParams
 from configs.errors import EngineError
 from tests.fake_engine import LIMITS, Engine, prompt_of
 from tests.local_group import Limits, LocalGroup, assert_scores_equal
-from worker.frame_check import FrameLimits, check_frame
 from worker.prompt_scores import WantedTokens
-from worker.protocol import MAX_TARGETS, SCORE_DTYPE, RowFlag, StepFrame, StepResult
+from worker.protocol import MAX_TARGETS, SCORE_DTYPE, FrameLimits, RowFlag, StepFrame, StepResult
 from worker.torch_sampling import token_logprobs
 
 # The scheduler: `Engine` checks every score against the prompt it belongs to, and that each comes once, in order and
@@ -133,7 +132,7 @@ def test_scores_travel_in_frames_and_results() -> None:
     frame = StepFrame.decode(_frame([(3, 5, 2, 4), (1, 0, 3, 0)], [7, 8, 9, 10, 11]).encode())
     assert frame.scores.tolist() == [(3, 5, 2, 4), (1, 0, 3, 0)]
     assert frame.targets.tolist() == [7, 8, 9, 10, 11]
-    check_frame(frame, FrameLimits(num_rows=4, vocab_size=12, max_model_len=64))
+    frame.check(FrameLimits(num_rows=4, vocab_size=12, max_model_len=64))
     for num_tokens, k in ((0, 2), (3, 0)):
         ids, logprobs = np.arange(5 * k, dtype=np.int32).reshape(5, k), np.ones((5, k), np.float32)
         tokens, own = np.arange(num_tokens, dtype=np.int32), -np.arange(5, dtype=np.float32)
@@ -166,7 +165,7 @@ def test_scores_that_do_not_fit_a_frame_are_refused(
     scores: list[tuple[int, int, int, int]], targets: list[int], wrong: str
 ) -> None:
     with pytest.raises(EngineError, match=wrong):
-        check_frame(_frame(scores, targets), FrameLimits(num_rows=4, vocab_size=12, max_model_len=64))
+        _frame(scores, targets).check(FrameLimits(num_rows=4, vocab_size=12, max_model_len=64))
 
 
 def test_a_result_without_the_scores_it_owes_is_an_error() -> None:

@@ -5,21 +5,23 @@ from __future__ import annotations
 import functools
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from cluster.messages import Finished, FinishReason, GenerateRequest, SamplingParams
+from cluster.scheduling.frame_builder import FrameBuilder
 from cluster.scheduling.prefill import PrefillQueue
 from cluster.scheduling.request import Request
 from cluster.scheduling.row_pages import RowPages
 from cluster.scheduling.row_table import RowTable
 from configs.errors import ConfigError, EngineError
 from tests.fake_engine import EOS, LIMITS, VOCAB, Engine, prompt_of, prompt_stopping_at
-from worker.protocol import RowFlag, StepFrame, StepResult
+from worker.protocol import RowFlag, StepResult
 
 
-def run_random_load(seed: int, steps_in_flight: int) -> Engine:
+def run_random_load(seed: int, steps_in_flight: int, max_row_tokens: int = 1) -> Engine:
     rng = random.Random(seed)
     page_size = rng.choice([1, 2, 4, 8])
     max_model_len = rng.choice([24, 48])
@@ -35,6 +37,7 @@ def run_random_load(seed: int, steps_in_flight: int) -> Engine:
         steps_in_flight=steps_in_flight,
         enable_prefix_caching=rng.random() < 0.8,
     )
+    limits = replace(limits, max_row_tokens=min(max_row_tokens, limits.max_num_batched_tokens))
     engine = Engine(limits)
     stems = [prompt_of(rng.randrange(1, max_model_len - 2), stem) for stem in range(3)]
     for _ in range(150):
@@ -44,8 +47,7 @@ def run_random_load(seed: int, steps_in_flight: int) -> Engine:
             prompt = stem[: rng.randrange(1, len(stem) + 1)] + prompt_of(rng.randrange(3), rng.randrange(4))
             salt = rng.choice([b"", b"", b"", b"a"])
             for _ in range(rng.choice([1, 1, 3])):
-                engine.add(
-                    prompt[: max_model_len - 1],
+                fields: dict[str, Any] = dict(  # noqa: C408
                     cache_salt=salt,
                     priority=rng.choice([0, 0, 0, 1, -1]),
                     deadline_s=rng.choice([0, 0, 0, 0, 0, 0, 0, 0, 0, 0.2]),
@@ -57,6 +59,10 @@ def run_random_load(seed: int, steps_in_flight: int) -> Engine:
                     grammar=rng.choice([None, None, None, "rule"]),
                     seed=rng.randrange(2),
                 )
+                if max_row_tokens > 1:
+                    fields["num_logprobs"] = rng.choice([-1, 0])
+                    fields["min_tokens"] = 0 if fields["grammar"] else rng.choice([0, 3])
+                engine.add(prompt[: max_model_len - 1], **fields)
         elif event < 0.32 and engine.answers:
             engine.abort(*rng.choices(range(1, len(engine.answers) + 3), k=rng.randrange(1, 4)))
         elif event < 0.35:
@@ -390,7 +396,7 @@ def test_a_prefill_that_lacks_pages_takes_no_prefix_it_could_not_announce() -> N
     tokens = np.array(prompt_of(20), np.int32)
     sampling = SamplingParams(max_tokens=2)
     queue.push(Request.create(GenerateRequest(id=1, prompt=tokens.tobytes(), sampling=sampling), limits))
-    queue.commit(queue.plan(4, 0.0), StepFrame(1, 1))
+    queue.commit(queue.plan(4, 0.0), FrameBuilder())
     # Row 8 computes what comes next, and ends; then row 7 takes all but these two pages.
     assert pages.grow(8, 12) is not None
     pages.publish(8, tokens, 12)

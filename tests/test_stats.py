@@ -7,10 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cluster.messages import EngineStats
+from cluster.messages import EngineStats, SchedulerStats
 from cluster.observability.board import StatsBoard
 from cluster.observability.steps import STEP_DTYPE, StepMeter
-from cluster.scheduling.limits import SchedulerStats
 from parallel.step_cost import AttentionCost, StepCost
 from worker.protocol import RowFlag, StepFrame
 

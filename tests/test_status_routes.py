@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 
-from cluster.messages import EngineStats
+from cluster.messages import EngineStats, SchedulerStats
 from cluster.requests.engine_info import EngineInfo
-from cluster.scheduling.limits import SchedulerStats
 from tests.scripted_engine import MODEL, Run, Stack, error_of
 
 INFO = EngineInfo(

@@ -233,6 +233,22 @@ def test_graphs_end_where_a_rank_computes_longer_than_it_launches(flops_per_toke
     assert launch_bound_tokens(flops_per_token) == num_tokens
 
 
+def test_a_step_that_verifies_drafts_is_no_decode() -> None:
+    frame = StepFrame(
+        generation=1,
+        step=1,
+        rows=np.array([1, 2], np.int32),
+        starts=np.array([3, 9], np.int32),
+        lens=np.array([4, 2], np.int32),
+        flags=np.full(2, RowFlag.SAMPLE, np.int32),
+        num_draws=np.array([4, 2], np.int32),
+    )
+    step = StepShape.of(frame)
+    assert (step.num_tokens, step.num_rows, step.num_sampled) == (6, 2, 6)
+    assert not step.is_decode
+    assert smallest(decode_shapes(20), step) is None
+
+
 def test_a_step_with_prompts_takes_no_shape_of_decodes() -> None:
     for step in (StepShape(4, 3, 2), StepShape(4, 4, 3), StepShape(1, 1, 0)):
         assert not StepShape(8, 8, 8).holds(step)

@@ -21,12 +21,11 @@ from attention.kv_pool import ReqToTokenPool, TokenToKVPool
 from attention.step_shape import StepShape
 from parallel.group import TensorParallelGroup
 from worker.cuda_graph_runner import CudaGraphRunner, StepOutput
-from worker.frame_check import FrameLimits, check_frame
 from worker.logprobs import LogprobTensors
 from worker.models.decoder import Decoder
 from worker.pending_step import PendingStep
 from worker.prompt_scores import CHUNK_ROWS, WantedTokens
-from worker.protocol import RowFlag, StepFrame
+from worker.protocol import FrameLimits, RowFlag, StepFrame
 from worker.sampler import Sampler
 from worker.step_inputs import StepInputs
 from worker.step_layout import decode_shapes, prompt_shapes, shape_of
@@ -112,7 +111,7 @@ class ModelRunner:
         Raises:
             EngineError: the frame does not fit this rank's tables. Nothing has changed then.
         """
-        check_frame(frame, self._limits)
+        frame.check(self._limits)
         self._req_to_token_pool.check(frame.page_deltas, self._num_pages)
         is_sampled = (frame.flags & RowFlag.SAMPLE) != 0
         step, sampled = shape_of(frame), frame.rows[is_sampled]

@@ -1,40 +1,29 @@
 """The two binary messages of a step: `StepFrame` (coordinator to every rank) and `StepResult` (rank 0 back).
 
-Little-endian, fixed header, then int32 arrays; no pickle, no torch, no Ray. A frame carries only what changed:
-decode rows carry no token ids (the last token is already on the devices), pages and sampling parameters travel once.
+Each array of a message is declared once, with its dtype, its lengths and what may be wrong with it; `worker.sections`
+turns it into bytes and back. A frame carries only what changed: decode rows carry no token ids (the last token is
+already on the devices), pages and sampling parameters travel once.
 
-    StepFrame   header | rows | starts | lens | flags | token_ids | page_deltas | params
-                | biases | mask_rows | masks | counts | asked | scores | targets
-    StepResult  header | tokens | logprob_rows | logprobs | top_ids | top_logprobs | asked_logprobs
-                | target_logprobs | target_top_ids | target_top_logprobs
-
-Every rank gets the same bytes and verifies magic, generation, step order and checksum: divergence is an error in
-one step, not a hang.
+Every rank gets the same bytes and verifies magic, generation, step order, checksum and every section: divergence is an
+error in one step, not a hang, and a wrong frame never a wild write.
 """
 
 from __future__ import annotations
 
-import struct
-import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 
 import numpy as np
 import numpy.typing as npt
 
 from configs.errors import EngineError
+from worker.sections import Array, Message, Section
 
 Int32Array = npt.NDArray[np.int32]
 UInt32Array = npt.NDArray[np.uint32]
 Float32Array = npt.NDArray[np.float32]
+Records = npt.NDArray[np.void]
 
-_MAGIC = 0x4C4B5354  # "LKST"
-_NUM_COUNTS = 12
-# magic, checksum of all that follows these eight bytes, kind, generation, step, lengths of the sections
-_HEADER = struct.Struct(f"<IIIIQ{_NUM_COUNTS}I")
-_CHECKED_FROM = 8
-
-HEADER_BYTES = _HEADER.size
 MAX_ROW_BIASES = 2048
 """Most biases of one row: what a request may ask for, and what `min_tokens` and `bad_words` ban."""
 MAX_ROW_ASKED = 128
@@ -91,9 +80,16 @@ class RowFlag(IntFlag):
     """What a row of a step does."""
 
     HAS_TOKENS = 1
-    """Its `lens` input tokens are in `token_ids`; without it the row has one input, its own last sampled token."""
+    """Its `lens` input tokens are in `token_ids`; without it the ranks know them: the row's own last sampled token and,
+    where several of its inputs are sampled, drafts of what follows it."""
     SAMPLE = 2
-    """Its last position's logits are sampled; without it the row is a prefill chunk that is not the last."""
+    """The logits of its last input, or of as many as `num_draws` says, are sampled; without it the row is a prefill
+    chunk that is not the last."""
+
+
+# Plain integers: operations of enumerations take a microsecond each.
+_HAS_TOKENS = int(RowFlag.HAS_TOKENS)
+_SAMPLE = int(RowFlag.SAMPLE)
 
 
 def mask_words(vocab_size: int) -> int:
@@ -101,244 +97,254 @@ def mask_words(vocab_size: int) -> int:
     return -(-vocab_size // 32)
 
 
-# An empty array has nothing to change: all messages may share it.
-_NO_INT32 = np.empty(0, np.int32)
-_NO_FLOAT32 = np.empty(0, np.float32)
-_NO_IDS = np.empty((0, 0), np.int32)
-_NO_LOGPROBS = np.empty((0, 0), np.float32)
-_NO_DELTAS = np.empty((0, 3), np.int32)
-_NO_PARAMS = np.empty(0, PARAMS_DTYPE)
-_NO_BIASES = np.empty(0, BIAS_DTYPE)
-_NO_MASKS = np.empty((0, 0), np.uint32)
-_NO_COUNTS = np.empty(0, COUNT_DTYPE)
-_NO_ASKED = np.empty(0, ASKED_DTYPE)
-_NO_SCORES = np.empty(0, SCORE_DTYPE)
+@dataclass(frozen=True, slots=True)
+class FrameLimits:
+    """What a rank's tables hold."""
+
+    num_rows: int
+    """Rows of the request table, padding included: valid rows are 1 to num_rows - 1."""
+    vocab_size: int
+    max_model_len: int
+    max_draws: int = 1
+    """Most inputs of a row that the rank samples in one step."""
 
 
-def _empty_int32() -> Int32Array:
-    return _NO_INT32
+# What is wrong with a section that is not empty. It completes "step 3 of generation 1 ...".
 
 
-@dataclass(slots=True, eq=False)
-class StepFrame:
-    """One step's work. Arrays are int32 and one-dimensional unless said otherwise; rows are ids from 1.
+def _check_rows(rows: Int32Array, frame: StepFrame, limits: FrameLimits) -> str | None:
+    return None if _is_inside(rows, 1, limits.num_rows) else f"names a row outside 1 to {limits.num_rows - 1}"
+
+
+def _check_num_draws(num_draws: Int32Array, frame: StepFrame, limits: FrameLimits) -> str | None:
+    is_sampled = (frame.flags & _SAMPLE) != 0
+    if len(num_draws) != np.count_nonzero(is_sampled) or (num_draws > frame.lens[is_sampled]).any():
+        return "samples other rows than it says, or more inputs than a row has"
+    if _is_inside(num_draws, 1, limits.max_draws + 1):
+        return None
+    return f"samples {num_draws.max()} inputs of a row; at least 1 and at most {limits.max_draws}"
+
+
+def _check_lens(lens: Int32Array, frame: StepFrame, limits: FrameLimits) -> str | None:
+    if len(frame.num_draws) and (wrong := _check_num_draws(frame.num_draws, frame, limits)) is not None:
+        return wrong
+    has_tokens = frame.has_tokens
+    known = lens[~has_tokens]
+    if lens.min() < 1 or not (known == (frame.draws[~has_tokens].clip(1) if len(frame.num_draws) else 1)).all():
+        return "has a row of impossible length"
+    if (num_inputs := int(lens[has_tokens].sum())) != len(frame.token_ids):
+        return f"has {len(frame.token_ids)} token ids for {num_inputs} inputs"
+    if frame.starts.min() < 0 or (frame.starts + lens).max() > limits.max_model_len:
+        return f"has a row outside positions 0 to {limits.max_model_len - 1}"
+    return None
+
+
+def _check_token_ids(token_ids: Int32Array, frame: StepFrame, limits: FrameLimits) -> str | None:
+    if _is_inside(token_ids, 0, limits.vocab_size):
+        return None
+    return f"has a token id outside a vocabulary of {limits.vocab_size}"
+
+
+def _check_params(params: Records, frame: StepFrame, limits: FrameLimits) -> str | None:
+    return _check_rows(params["row"], frame, limits)
+
+
+def _check_ids(records: Records, name: str, limits: FrameLimits) -> str | None:
+    if _is_inside(records["row"], 1, limits.num_rows) and _is_inside(records["token_id"], 0, limits.vocab_size):
+        return None
+    return f"has {name} outside its rows or a vocabulary of {limits.vocab_size}"
+
+
+def _check_biases(biases: Records, frame: StepFrame, limits: FrameLimits) -> str | None:
+    if (wrong := _check_ids(biases, "a bias", limits)) is not None:
+        return wrong
+    # NaN and +inf fail the comparison.
+    if not (biases["value"] < np.inf).all():
+        return "has a bias that is no number to add"
+    too_many = np.bincount(biases["row"]).max() > MAX_ROW_BIASES
+    return f"has a row with more than {MAX_ROW_BIASES} biases" if too_many else None
+
+
+def _check_counts(counts: Records, frame: StepFrame, limits: FrameLimits) -> str | None:
+    if (wrong := _check_ids(counts, "a count", limits)) is not None:
+        return wrong
+    is_count = counts["num_generated"].min() >= 0 and _is_inside(counts["in_prompt"], 0, 2)
+    return None if is_count else "has a count below 0"
+
+
+def _check_asked(asked: Records, frame: StepFrame, limits: FrameLimits) -> str | None:
+    if (wrong := _check_ids(asked, "an asked token", limits)) is not None:
+        return wrong
+    too_many = np.bincount(asked["row"]).max() > MAX_ROW_ASKED
+    return f"has a row that asks for more than {MAX_ROW_ASKED} log probabilities" if too_many else None
+
+
+def _check_masks(mask_rows: Int32Array, frame: StepFrame, limits: FrameLimits) -> str | None:
+    if not _is_inside(mask_rows, 1, limits.num_rows):
+        return f"has a mask of a row outside 1 to {limits.num_rows - 1}"
+    most = np.ones(limits.num_rows, np.int32)
+    most[frame.rows] = frame.draws.clip(1)
+    if (np.bincount(mask_rows, minlength=limits.num_rows) > most).any():
+        return "has more masks of a row than tokens are drawn for it: two of one row, where it is one"
+    if frame.masks.shape[1] != mask_words(limits.vocab_size):
+        return f"has masks of {frame.masks.shape[1]} words for a vocabulary of {limits.vocab_size}"
+    return None if frame.masks.any(axis=1).all() else "has a mask that allows nothing"
+
+
+def _check_scores(scores: Records, frame: StepFrame, limits: FrameLimits) -> str | None:
+    targets = frame.targets
+    if len(targets) > MAX_TARGETS or int(scores["num"].sum()) != len(targets) or (scores["num"] < 1).any():
+        return f"has {len(targets)} targets for scores of {scores['num'].tolist()} positions; at most {MAX_TARGETS} fit"
+    if not (_is_inside(targets, 0, limits.vocab_size) and _is_inside(scores["k"], 0, limits.vocab_size + 1)):
+        return f"has a target or a number of likeliest tokens outside a vocabulary of {limits.vocab_size}"
+    # Where each record's row stands in the frame; records of rows that it does not name, or out of order, are missed.
+    at = np.flatnonzero(np.isin(frame.rows, scores["row"]) & frame.has_tokens)
+    if not np.array_equal(frame.rows[at], scores["row"]):
+        return "has scores of a row without tokens, or out of order"
+    ends = scores["start"] + scores["num"]
+    if (scores["start"] < frame.starts[at]).any() or (ends > frame.starts[at] + frame.lens[at]).any():
+        return "has scores of positions that are no inputs"
+    return None
+
+
+def _check_targets(targets: Int32Array, frame: StepFrame, limits: FrameLimits) -> str | None:
+    return None if len(frame.scores) else f"has {len(targets)} targets for scores of no positions"
+
+
+def _is_inside(values: Int32Array, first: int, end: int) -> bool:
+    return bool(values.min() >= first and values.max() < end)
+
+
+class StepFrame(Message):
+    """One step's work. Rows are ids from 1.
 
     For row i of the step: `rows[i]` is its slot in the request table (0 is the padding row and never sent),
     `starts[i]` the position of its first input token, `lens[i]` how many input tokens it has, `flags[i]` RowFlag.
     """
 
-    generation: int
-    step: int
-    kind: FrameKind = FrameKind.STEP
-    rows: Int32Array = field(default_factory=_empty_int32)
-    starts: Int32Array = field(default_factory=_empty_int32)
-    lens: Int32Array = field(default_factory=_empty_int32)
-    flags: Int32Array = field(default_factory=_empty_int32)
-    token_ids: Int32Array = field(default_factory=_empty_int32)
+    rows = Section(np.int32, "row", check=_check_rows)
+    starts = Section(np.int32, "row")
+    lens = Section(np.int32, "row", check=_check_lens)
+    flags = Section(np.int32, "row")
+    num_draws = Section(np.int32, "sampled_row")
+    """[num_sampled_rows]: how many of its last inputs are sampled of each row that has SAMPLE. Empty: one each."""
+    token_ids = Section(np.int32, "token", check=_check_token_ids)
     """Input tokens of the rows with HAS_TOKENS, one after the other in row order."""
-    page_deltas: Int32Array = field(default_factory=lambda: _NO_DELTAS)
+    page_deltas = Section(np.int32, "delta", 3)
     """[num_deltas, 3] of (row, index in the row's page table, page id): pages that this step's rows gained."""
-    params: npt.NDArray[np.void] = field(default_factory=lambda: _NO_PARAMS)
-    """PARAMS_DTYPE records of rows given to a new request. Such a row starts without biases, mask, counts, asked."""
-    biases: npt.NDArray[np.void] = field(default_factory=lambda: _NO_BIASES)
-    """BIAS_DTYPE records of rows in `params`."""
-    mask_rows: Int32Array = field(default_factory=_empty_int32)
-    """[num_masks] distinct rows of this step."""
-    masks: UInt32Array = field(default_factory=lambda: _NO_MASKS)
-    """[num_masks, mask_words(vocab_size)]: holds for its row from this step on, until replaced."""
-    counts: npt.NDArray[np.void] = field(default_factory=lambda: _NO_COUNTS)
-    """COUNT_DTYPE records of rows in `params` that have penalties; tokens sampled from now on the ranks count."""
-    asked: npt.NDArray[np.void] = field(default_factory=lambda: _NO_ASKED)
-    """ASKED_DTYPE records of rows in `params`."""
-    scores: npt.NDArray[np.void] = field(default_factory=lambda: _NO_SCORES)
-    """SCORE_DTYPE records of rows with HAS_TOKENS, at most one a row, in the order of `rows`."""
-    targets: Int32Array = field(default_factory=_empty_int32)
+    params = Section(PARAMS_DTYPE, "param", check=_check_params)
+    """Rows given to a new request. Such a row starts without biases, mask, counts, asked."""
+    biases = Section(BIAS_DTYPE, "bias", check=_check_biases)
+    """Of rows in `params`."""
+    mask_rows = Section(np.int32, "mask", check=_check_masks)
+    """[num_masks] rows of this step; where several inputs of a row are sampled, as often as there is a mask for one of
+    them, in their order."""
+    masks = Section(np.uint32, "mask", "mask_word")
+    """[num_masks, mask_words(vocab_size)]: holds for its row from this draw on, until replaced."""
+    counts = Section(COUNT_DTYPE, "count", check=_check_counts)
+    """Of rows in `params` that have penalties; tokens sampled from now on the ranks count."""
+    asked = Section(ASKED_DTYPE, "asked", check=_check_asked)
+    """Of rows in `params`."""
+    scores = Section(SCORE_DTYPE, "score", check=_check_scores)
+    """Of rows with HAS_TOKENS, at most one a row, in the order of `rows`."""
+    targets = Section(np.int32, "target", check=_check_targets)
     """[num_targets], at most MAX_TARGETS: the tokens after the positions of `scores`, one record after the other."""
+
+    __slots__ = ("kind",)
+
+    def __init__(self, generation: int, step: int, kind: FrameKind = FrameKind.STEP, **sections: Array) -> None:
+        super().__init__(generation, step, sections)
+        self.kind = kind
+
+    @property
+    def has_tokens(self) -> npt.NDArray[np.bool_]:
+        """[num_rows] which rows have HAS_TOKENS."""
+        return (self.flags & _HAS_TOKENS) != 0
+
+    @property
+    def draws(self) -> Int32Array:
+        """[num_rows] how many inputs of each row are sampled."""
+        is_sampled = (self.flags & _SAMPLE) != 0
+        draws = is_sampled.astype(np.int32)
+        if len(self.num_draws):
+            draws[is_sampled] = self.num_draws
+        return draws
 
     def encode(self) -> bytes:
         """The frame's bytes, checksum filled in."""
-        body = b"".join(
-            (
-                self.rows.tobytes(),
-                self.starts.tobytes(),
-                self.lens.tobytes(),
-                self.flags.tobytes(),
-                self.token_ids.tobytes(),
-                self.page_deltas.tobytes(),
-                self.params.tobytes(),
-                self.biases.tobytes(),
-                self.mask_rows.tobytes(),
-                self.masks.tobytes(),
-                self.counts.tobytes(),
-                self.asked.tobytes(),
-                self.scores.tobytes(),
-                self.targets.tobytes(),
-            )
-        )
-        counts = (
-            len(self.rows),
-            len(self.token_ids),
-            len(self.page_deltas),
-            len(self.params),
-            len(self.biases),
-            len(self.mask_rows),
-            self.masks.shape[1],
-            len(self.counts),
-            len(self.asked),
-            len(self.scores),
-            len(self.targets),
-        )
-        return _seal(self.kind, self.generation, self.step, counts, body)
+        return self._encode(self.kind)
 
     @classmethod
     def decode(cls, buffer: bytes | memoryview) -> StepFrame:
         """Reads a frame; the arrays are views of `buffer`. Raises EngineError when the bytes are not one."""
-        kind, generation, step, counts = _unseal(buffer)
-        num_rows, num_tokens, num_deltas, num_params, num_biases, num_masks, num_words, *counts = counts
-        num_counts, num_asked, num_scores, num_targets, _ = counts
-        take = _Taker(buffer)
-        return cls(
-            generation=generation,
-            step=step,
-            kind=FrameKind(kind),
-            rows=take.int32(num_rows),
-            starts=take.int32(num_rows),
-            lens=take.int32(num_rows),
-            flags=take.int32(num_rows),
-            token_ids=take.int32(num_tokens),
-            page_deltas=take.int32(3 * num_deltas).reshape(-1, 3),
-            params=take.records(PARAMS_DTYPE, num_params),
-            biases=take.records(BIAS_DTYPE, num_biases),
-            mask_rows=take.int32(num_masks),
-            masks=take.uint32(num_masks * num_words).reshape(num_masks, num_words),
-            counts=take.records(COUNT_DTYPE, num_counts),
-            asked=take.records(ASKED_DTYPE, num_asked),
-            scores=take.records(SCORE_DTYPE, num_scores),
-            targets=take.int32(num_targets),
-        )
+        kind, generation, step, arrays = cls._decode(buffer)
+        return cls(generation, step, FrameKind(kind), **arrays)
+
+    def check(self, limits: FrameLimits) -> None:
+        """Raises EngineError unless every section of a step fits `limits` and the others."""
+        wrong = self._wrong(limits) if len(self.rows) else "has no rows"
+        if wrong is not None:
+            raise EngineError(f"step {self.step} of generation {self.generation} {wrong}")
 
 
-@dataclass(slots=True, eq=False)
-class StepResult:
-    """What rank 0 sends back: one token for each row of the frame that had SAMPLE, in the frame's row order."""
+_NO_TOKENS = np.empty(0, np.int32)
 
-    generation: int
-    step: int
-    tokens: Int32Array
-    """[num_sampled]"""
-    logprob_rows: Int32Array = field(default_factory=_empty_int32)
-    """[num_logprob_rows]: indices into `tokens` of the rows that asked for logprobs."""
-    logprobs: Float32Array = field(default_factory=lambda: _NO_FLOAT32)
+
+class StepResult(Message):
+    """What rank 0 sends back: the tokens of the rows of the frame that had SAMPLE, in the frame's row order.
+
+    A row brings at least one token and at most as many as inputs of it were sampled: those that the drafts among its
+    inputs agree with, and one more.
+    """
+
+    __slots__ = ()
+
+    tokens = Section(np.int32, "token")
+    """[num_tokens], a row's one after the other."""
+    num_tokens = Section(np.int32, "sampled_row")
+    """[num_sampled_rows] how many tokens each row brought. Empty: one each."""
+    logprob_rows = Section(np.int32, "logprob")
+    """[num_logprob_rows]: indices into `tokens` of those whose rows asked for logprobs."""
+    logprobs = Section(np.float32, "logprob")
     """[num_logprob_rows]: log probability of the sampled token, of the model's own distribution: before penalties,
     biases, masks, temperature and filters."""
-    top_ids: Int32Array = field(default_factory=lambda: _NO_IDS)
+    top_ids = Section(np.int32, "logprob", "k")
     """[num_logprob_rows, k]: likeliest tokens, descending; k is the largest asked for in this step."""
-    top_logprobs: Float32Array = field(default_factory=lambda: _NO_LOGPROBS)
+    top_logprobs = Section(np.float32, "logprob", "k")
     """[num_logprob_rows, k]"""
-    asked_logprobs: Float32Array = field(default_factory=lambda: _NO_LOGPROBS)
+    asked_logprobs = Section(np.float32, "logprob", "asked")
     """[num_logprob_rows, m] of the tokens each row asked for (`StepFrame.asked`); m is the most asked for in this
     step, and what lies behind a row's own number means nothing."""
-    target_logprobs: Float32Array = field(default_factory=lambda: _NO_FLOAT32)
+    target_logprobs = Section(np.float32, "target")
     """[num_targets]: log probability of each of the frame's `targets`, given the tokens before it."""
-    target_top_ids: Int32Array = field(default_factory=lambda: _NO_IDS)
+    target_top_ids = Section(np.int32, "target", "target_k")
     """[num_targets, k]: likeliest tokens in its place, descending, equal ones by id; k is the largest asked for."""
-    target_top_logprobs: Float32Array = field(default_factory=lambda: _NO_LOGPROBS)
+    target_top_logprobs = Section(np.float32, "target", "target_k")
     """[num_targets, k]"""
 
-    @staticmethod
-    def max_bytes(num_rows: int, num_logprobs: int) -> int:
-        """Upper bound of an encoded result of `num_rows` rows that ask for the `num_logprobs` likeliest each, and of
+    def __init__(self, generation: int, step: int, tokens: Int32Array = _NO_TOKENS, **sections: Array) -> None:
+        super().__init__(generation, step, {"tokens": tokens, **sections})
+
+    @classmethod
+    def max_bytes(cls, num_tokens: int, num_logprobs: int) -> int:
+        """Upper bound of an encoded result of `num_tokens` tokens with the `num_logprobs` likeliest each, and of
         MAX_TARGETS prompt tokens."""
-        num_likeliest = 8 * num_logprobs
-        return _HEADER.size + num_rows * (12 + num_likeliest + 4 * MAX_ROW_ASKED) + MAX_TARGETS * (4 + num_likeliest)
+        return cls.num_bytes(
+            token=num_tokens,
+            sampled_row=num_tokens,
+            logprob=num_tokens,
+            k=num_logprobs,
+            asked=MAX_ROW_ASKED,
+            target=MAX_TARGETS,
+            target_k=num_logprobs,
+        )
 
     def encode(self) -> bytes:
         """The result's bytes, checksum filled in."""
-        body = b"".join(
-            (
-                self.tokens.tobytes(),
-                self.logprob_rows.tobytes(),
-                self.logprobs.tobytes(),
-                self.top_ids.tobytes(),
-                self.top_logprobs.tobytes(),
-                self.asked_logprobs.tobytes(),
-                self.target_logprobs.tobytes(),
-                self.target_top_ids.tobytes(),
-                self.target_top_logprobs.tobytes(),
-            )
-        )
-        counts = (
-            len(self.tokens),
-            len(self.logprob_rows),
-            self.top_ids.shape[1],
-            self.asked_logprobs.shape[1],
-            len(self.target_logprobs),
-            self.target_top_ids.shape[1],
-        )
-        return _seal(0, self.generation, self.step, counts, body)
+        return self._encode(0)
 
     @classmethod
     def decode(cls, buffer: bytes | memoryview) -> StepResult:
         """Reads a result; the arrays are views of `buffer`. Raises EngineError when the bytes are not one."""
-        _, generation, step, counts = _unseal(buffer)
-        num_tokens, num_rows, k, num_asked, num_targets, target_k, *_ = counts
-        take = _Taker(buffer)
-        if num_rows == num_targets == 0:
-            return cls(generation=generation, step=step, tokens=take.int32(num_tokens))
-        return cls(
-            generation=generation,
-            step=step,
-            tokens=take.int32(num_tokens),
-            logprob_rows=take.int32(num_rows),
-            logprobs=take.float32(num_rows),
-            top_ids=take.int32(num_rows * k).reshape(num_rows, k),
-            top_logprobs=take.float32(num_rows * k).reshape(num_rows, k),
-            asked_logprobs=take.float32(num_rows * num_asked).reshape(num_rows, num_asked),
-            target_logprobs=take.float32(num_targets),
-            target_top_ids=take.int32(num_targets * target_k).reshape(num_targets, target_k),
-            target_top_logprobs=take.float32(num_targets * target_k).reshape(num_targets, target_k),
-        )
-
-
-class _Taker:
-    """Cuts arrays off a message, one after the other."""
-
-    def __init__(self, buffer: bytes | memoryview) -> None:
-        self._buffer = buffer
-        self._offset = _HEADER.size
-
-    def int32(self, count: int) -> Int32Array:
-        return np.frombuffer(self._buffer, np.int32, count, self._advance(4 * count))
-
-    def float32(self, count: int) -> Float32Array:
-        return np.frombuffer(self._buffer, np.float32, count, self._advance(4 * count))
-
-    def uint32(self, count: int) -> UInt32Array:
-        return np.frombuffer(self._buffer, np.uint32, count, self._advance(4 * count))
-
-    def records(self, dtype: np.dtype[np.void], count: int) -> npt.NDArray[np.void]:
-        return np.frombuffer(self._buffer, dtype, count, self._advance(dtype.itemsize * count))
-
-    def _advance(self, num_bytes: int) -> int:
-        offset = self._offset
-        self._offset += num_bytes
-        return offset
-
-
-def _seal(kind: int, generation: int, step: int, counts: tuple[int, ...], body: bytes) -> bytes:
-    unused = (0,) * (_NUM_COUNTS - len(counts))
-    header = _HEADER.pack(_MAGIC, 0, kind, generation, step, *counts, *unused)
-    checksum = zlib.crc32(body, zlib.crc32(header[_CHECKED_FROM:]))
-    return struct.pack("<II", _MAGIC, checksum) + header[_CHECKED_FROM:] + body
-
-
-def _unseal(buffer: bytes | memoryview) -> tuple[int, int, int, list[int]]:
-    """Kind, generation, step and the _NUM_COUNTS lengths."""
-    if len(buffer) < _HEADER.size:
-        raise EngineError(f"step message of {len(buffer)} bytes is shorter than its header")
-    magic, checksum, kind, generation, step, *counts = _HEADER.unpack_from(buffer)
-    if magic != _MAGIC:
-        raise EngineError(f"step message begins with {magic:#x}, not {_MAGIC:#x}")
-    if zlib.crc32(memoryview(buffer)[_CHECKED_FROM:]) != checksum:
-        raise EngineError(f"step message {step} of generation {generation} fails its checksum")
-    return kind, generation, step, counts
+        _, generation, step, arrays = cls._decode(buffer)
+        return cls(generation, step, **arrays)

@@ -33,7 +33,7 @@ def shape_of(frame: StepFrame) -> StepShape:
     return StepShape(
         num_tokens=int(frame.lens.sum()),
         num_rows=len(frame.rows),
-        num_sampled=int(np.count_nonzero(frame.flags & RowFlag.SAMPLE)),
+        num_sampled=int(frame.draws.sum()),
         max_seq_len=int((frame.starts + frame.lens).max(initial=0)),
     )
 

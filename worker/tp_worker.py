@@ -23,14 +23,13 @@ from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost
 from worker.dummy_weights import DummyCheckpoint
-from worker.frame_check import FrameLimits
 from worker.layers.rotary import check_length
 from worker.memory import DeviceMemory, free_bytes, profile_cuda
 from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
 from worker.peaks import Peaks, measure_peaks
 from worker.pending_step import PendingStep
-from worker.protocol import FrameKind, StepFrame
+from worker.protocol import FrameKind, FrameLimits, StepFrame
 from worker.sampler import Sampler
 from worker.step_layout import launch_bound_tokens
 from worker.weights import Checkpoint

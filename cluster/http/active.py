@@ -12,8 +12,8 @@ from configs.errors import OverloadedError, RequestError
 
 logger = logging.getLogger(__name__)
 
-SEND_TIMEOUT_S = 60.0
-"""How long a client may leave a full connection unread before its request is ended."""
+UNREAD_TIMEOUT_S = 60.0
+"""How long a client may leave a full connection unread before its request, or its connection, is ended."""
 _STOPPING = "The server is stopping; try again."
 _LAST_WORDS_S = 1.0
 
@@ -41,7 +41,7 @@ class ActiveRequest:
 class ActiveRequests:
     """The requests of one replica. For use on its event loop only."""
 
-    def __init__(self, send_timeout_s: float = SEND_TIMEOUT_S) -> None:
+    def __init__(self, send_timeout_s: float = UNREAD_TIMEOUT_S) -> None:
         self._send_timeout_s = send_timeout_s
         self._requests: set[ActiveRequest] = set()
         self._sweep: asyncio.TimerHandle | None = None

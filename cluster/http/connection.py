@@ -15,6 +15,7 @@ from typing import Any, cast
 import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from cluster.http.active import UNREAD_TIMEOUT_S
 from cluster.http.errors import error_body
 from configs.errors import RequestError
 
@@ -23,8 +24,6 @@ logger = logging.getLogger(__name__)
 MAX_HEAD_BYTES = 64 << 10
 """Bound of request line and headers, and of what comes in a body's place without being one, such as trailers."""
 HEAD_TIMEOUT_S = 15.0
-STALL_TIMEOUT_S = 60.0
-"""How long a client may leave a full connection unread."""
 LINGER_S = 10.0
 """How long the rest of a body is read, and thrown away, after its request was answered."""
 SEND_BUFFER_BYTES = 128 << 10
@@ -42,7 +41,7 @@ class LimitedConnection(HttpToolsProtocol):
     on_full: Callable[[bool], None] | None = None
     """Called with True when the connection takes no more bytes to be sent, with False when it does again."""
     head_timeout_s = HEAD_TIMEOUT_S
-    stall_timeout_s = STALL_TIMEOUT_S
+    stall_timeout_s = UNREAD_TIMEOUT_S
     linger_s = LINGER_S
 
     _in_head = True

@@ -23,6 +23,8 @@ import socket
 import struct
 from collections.abc import Callable
 
+from parallel.sockets import is_ours
+
 logger = logging.getLogger(__name__)
 
 HEADER = b"x-lockstep-handover"
@@ -30,7 +32,6 @@ HEADER = b"x-lockstep-handover"
 _VALUE = re.compile(rb"(lockstep-proxy-\d{1,10}-[0-9a-f]{32})/(\d{1,20})")
 # All that is ever sent: by the replica to claim an offer, by the proxy with the socket or, to refuse, without it.
 _OFFER = struct.Struct("<Q")
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
 _FD_SIZE = array.array("i").itemsize
 _CLAIM_S = 1.0
 _SOCKET_S = 10.0
@@ -319,12 +320,6 @@ def _connected(address: bytes) -> socket.socket | None:
         logger.debug("a stream goes through Ray Serve, whose proxy is out of reach: %s", error.strerror)
     sock.close()
     return None
-
-
-def is_ours(peer: socket.socket) -> bool:
-    """Whether the other end of a unix socket belongs to this process' user."""
-    _, uid, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return bool(uid == os.getuid())
 
 
 def _close(sock: socket.socket) -> None:

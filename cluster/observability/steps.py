@@ -13,10 +13,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from cluster.messages import EngineStats
-from cluster.scheduling.limits import SchedulerStats
+from cluster.messages import EngineStats, SchedulerStats
 from parallel.step_cost import StepCost
-from worker.protocol import RowFlag, StepFrame
+from worker.protocol import StepFrame
 
 STEP_DTYPE = np.dtype(
     [
@@ -60,8 +59,8 @@ class StepMeter:
         self.num_steps += 1
         num_rows = num_decodes = len(frame.rows)
         if len(frame.token_ids):
-            num_decodes -= int(np.count_nonzero(frame.flags & RowFlag.HAS_TOKENS))
-        num_logits = int(np.count_nonzero(frame.flags & RowFlag.SAMPLE)) + len(frame.targets)
+            num_decodes -= int(np.count_nonzero(frame.has_tokens))
+        num_logits = int(frame.draws.sum()) + len(frame.targets)
         cost = self._cost.step(frame.starts, frame.lens, num_logits)
         self._in_flight.append((self._clock(), (num_rows, num_decodes, len(frame.token_ids)), cost))
 

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from cluster.scheduling.frame_builder import FrameBuilder
 from cluster.scheduling.limits import MAX_PREFIX_DELTAS, SchedulerLimits
 from cluster.scheduling.prefix_cache import Node
 from cluster.scheduling.request import Request
 from cluster.scheduling.row_pages import Prefix, RowPages
 from cluster.scheduling.row_table import RowTable
-from worker.protocol import PARAMS_DTYPE, SCORE_DTYPE, Int32Array, RowFlag, StepFrame
+from worker.protocol import SCORE_DTYPE, Int32Array, RowFlag
 
 # Plain integers: operations of enumerations take a microsecond each.
 _CHUNK = int(RowFlag.HAS_TOKENS)
@@ -164,8 +164,8 @@ class PrefillChunks:
         num_positions = min(len(request.tokens) + 1, request.max_total_tokens - 1)
         return self._limits.num_pages_for(num_positions) - self._pages.num_row_pages(row)
 
-    def commit(self, plan: PrefillPlan, frame: StepFrame) -> list[int]:
-        """Appends the plan to the frame, makes its whole pages known, and returns the rows whose prefill ends."""
+    def commit(self, plan: PrefillPlan, frame: FrameBuilder) -> list[int]:
+        """Adds the plan to the frame, makes its whole pages known, and returns the rows whose prefill ends."""
         table = self._rows
         ending: list[int] = []
         tokens: list[Int32Array] = []
@@ -184,19 +184,17 @@ class PrefillChunks:
                 self._pages.publish(row, table.tokens[row], end)
         if ending:
             self._prefilling = [row for row in self._prefilling if row not in ending]
-        frame.rows = np.concatenate((frame.rows, np.array(plan.rows, np.int32)))
-        frame.starts = np.concatenate((frame.starts, np.array(plan.starts, np.int32)))
-        frame.lens = np.concatenate((frame.lens, np.array(plan.lens, np.int32)))
-        frame.flags = np.concatenate((frame.flags, np.array(flags, np.int32)))
-        frame.token_ids = np.concatenate(tokens)
-        if plan.admitted:
-            frame.params = _params(plan.admitted)
+        frame.add(
+            rows=np.array(plan.rows, np.int32),
+            starts=np.array(plan.starts, np.int32),
+            lens=np.array(plan.lens, np.int32),
+            flags=np.array(flags, np.int32),
+            token_ids=np.concatenate(tokens),
+        )
         if plan.scores:
             scores = [(row, first - 1, num, k) for row, first, num, k in plan.scores]
-            frame.scores = np.array(scores, SCORE_DTYPE)
-            frame.targets = np.concatenate(
-                [table.tokens[row, first : first + num] for row, first, num, _ in plan.scores]
-            )
+            targets = [table.tokens[row, first : first + num] for row, first, num, _ in plan.scores]
+            frame.add(scores=np.array(scores, SCORE_DTYPE), targets=np.concatenate(targets))
         return ending
 
     def check_integrity(self) -> None:
@@ -243,23 +241,3 @@ class PrefillChunks:
         if start + length < end and last_boundary > start:
             return last_boundary - start  # Whole pages can be shared, partial ones cannot.
         return length
-
-
-def _params(requests: list[Request]) -> npt.NDArray[np.void]:
-    """PARAMS_DTYPE records of newly admitted requests."""
-    params = np.zeros(len(requests), PARAMS_DTYPE)
-    for index, request in enumerate(requests):
-        sampling = request.sampling
-        params[index] = (
-            request.row,
-            sampling.top_k,
-            sampling.num_logprobs,
-            sampling.temperature,
-            sampling.top_p,
-            sampling.min_p,
-            sampling.seed,
-            sampling.repetition_penalty,
-            sampling.frequency_penalty,
-            sampling.presence_penalty,
-        )
-    return params

@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from cluster.messages import FinishReason
-from cluster.scheduling.adjustments import check_allows_a_token
 from cluster.scheduling.guide import Guide
 from cluster.scheduling.limits import SchedulerLimits
 from cluster.scheduling.request import Request
+from cluster.scheduling.request_adjustments import check_allows_a_token
 from cluster.scheduling.row_table import RowTable
 from configs.errors import GuideError
 from worker.protocol import Int32Array, UInt32Array, mask_words
@@ -62,10 +62,10 @@ class GuidedRows:
         self._held[request.id] = request
 
     def take_tokens(self, rows: Int32Array, tokens: Int32Array, stopped: npt.NDArray[np.bool_]) -> None:
-        """Gives the guides the tokens of a retired step.
+        """Gives the guides the tokens of a retired step, one by one.
 
         Args:
-            rows: live ones, distinct.
+            rows: of the tokens; live ones.
             stopped: these tokens end their row, which no guide has to know.
         """
         for index in np.flatnonzero(self._rows.guided[rows] & ~stopped):

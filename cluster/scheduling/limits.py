@@ -1,22 +1,11 @@
-"""What the scheduler may use, and what it reports about itself. Plain numbers, decided before the first step."""
+"""What the scheduler may use. Plain numbers, decided before the first step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from configs.errors import ConfigError
-from worker.protocol import (
-    ASKED_DTYPE,
-    BIAS_DTYPE,
-    COUNT_DTYPE,
-    HEADER_BYTES,
-    MAX_ROW_ASKED,
-    MAX_ROW_BIASES,
-    MAX_TARGETS,
-    PARAMS_DTYPE,
-    SCORE_DTYPE,
-    mask_words,
-)
+from worker.protocol import MAX_ROW_ASKED, MAX_ROW_BIASES, MAX_TARGETS, StepFrame, mask_words
 
 MAX_PREFIX_DELTAS = 4096
 """Page deltas of one frame above which no further prefix is taken from the cache: it bounds the size of a frame."""
@@ -25,9 +14,6 @@ _MASKS_BYTES = 4 << 20
 """Masks that one frame brings to rows that decode."""
 _ADJUSTMENT_BYTES = 1 << 20
 """What one frame brings besides parameters to rows that are given to requests, unless one request needs more."""
-
-_ROW_BYTES = 4 * 4
-_DELTA_BYTES = 3 * 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +37,8 @@ class SchedulerLimits:
     eos_token_ids: tuple[int, ...]
     max_num_targets: int = MAX_TARGETS
     """Prompt tokens of which one step finds the log probability."""
+    max_row_tokens: int = 1
+    """Most tokens that a row may bring in one step. Such a row has as many inputs, its last token and drafts."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -64,9 +52,12 @@ class SchedulerLimits:
             "max_num_queued_tokens",
             "steps_in_flight",
             "max_num_targets",
+            "max_row_tokens",
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} is below 1; choose 1 or more")
+        if self.max_row_tokens > self.max_num_batched_tokens:
+            raise ConfigError(f"max_row_tokens={self.max_row_tokens} exceeds {self.max_num_batched_tokens=}")
         if self.max_model_len < 2:
             raise ConfigError(f"max_model_len={self.max_model_len} leaves no room for an answer; choose 2 or more")
 
@@ -81,29 +72,26 @@ class SchedulerLimits:
 
     @property
     def max_num_running(self) -> int:
-        """Requests that may run at once: each must get its decode token in every step."""
-        return min(self.max_num_seqs, self.max_num_batched_tokens)
+        """Requests that may run at once: each must get what it decodes in every step."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens // self.max_row_tokens)
 
     @property
     def max_num_masks(self) -> int:
         """Rows that may decode with a new mask in one step."""
-        return max(1, min(self.max_num_seqs, _MASKS_BYTES // self._mask_bytes))
+        mask_bytes = StepFrame.section_bytes(mask=1, mask_word=mask_words(self.vocab_size))
+        return max(1, min(self.max_num_seqs, _MASKS_BYTES // mask_bytes))
 
     @property
     def max_adjustment_bytes(self) -> int:
         """Bytes of biases, masks, counts and asked tokens for rows that one frame gives to requests."""
-        largest = (
-            self._mask_bytes
-            + MAX_ROW_BIASES * BIAS_DTYPE.itemsize
-            + self.max_model_len * COUNT_DTYPE.itemsize
-            + MAX_ROW_ASKED * ASKED_DTYPE.itemsize
+        largest = StepFrame.section_bytes(
+            mask=1,
+            mask_word=mask_words(self.vocab_size),
+            bias=MAX_ROW_BIASES,
+            count=self.max_model_len,
+            asked=MAX_ROW_ASKED,
         )
         return max(_ADJUSTMENT_BYTES, largest)
-
-    @property
-    def _mask_bytes(self) -> int:
-        """Of one row's mask and its row."""
-        return 4 + 4 * mask_words(self.vocab_size)
 
     @property
     def max_frame_bytes(self) -> int:
@@ -111,45 +99,18 @@ class SchedulerLimits:
         num_deltas = (
             MAX_PREFIX_DELTAS
             + self.max_pages_per_row
-            + 2 * self.max_num_seqs
+            + (1 + self.num_pages_for(self.max_row_tokens)) * self.max_num_seqs
             + self.num_pages_for(self.max_num_batched_tokens)
         )
-        return (
-            HEADER_BYTES
-            + (_ROW_BYTES + PARAMS_DTYPE.itemsize + SCORE_DTYPE.itemsize) * self.max_num_seqs
-            + 4 * self.max_num_targets
-            + 4 * self.max_num_batched_tokens
-            + _DELTA_BYTES * num_deltas
-            + self._mask_bytes * self.max_num_masks
-            + self.max_adjustment_bytes
+        decided = StepFrame.num_bytes(
+            row=self.max_num_seqs,
+            sampled_row=self.max_num_seqs,
+            token=self.max_num_batched_tokens,
+            delta=num_deltas,
+            param=self.max_num_seqs,
+            mask=self.max_num_masks,
+            mask_word=mask_words(self.vocab_size),
+            score=self.max_num_seqs,
+            target=self.max_num_targets,
         )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SchedulerStats:
-    """Gauges of this moment, and counters since the start (`total_*`)."""
-
-    num_running: int
-    num_waiting: int
-    num_waiting_tokens: int
-    num_free_pages: int
-    num_cached_pages: int
-    """In the prefix cache, in use or not."""
-    num_evictable_pages: int
-    """The part of `num_cached_pages` that no running request uses."""
-    num_owned_pages: int
-    """Private to one running request."""
-    total_prefix_hit_tokens: int
-    total_prompt_tokens: int
-    """Tokens of admitted requests: the denominator of the hit rate."""
-    total_preemptions: int
-    total_answer_tokens: int = 0
-    """Tokens that were sent to requests."""
-    total_refused: int = 0
-    """Requests refused because the queue was full."""
-    total_expired: int = 0
-    """Requests that ended by their deadline."""
-    longest_wait_s: float = 0.0
-    """How long the request has waited that was there first; 0: none waits."""
-    admitted_tokens_per_s: float = 0.0
-    """Waiting tokens that were admitted each second lately, over ten to twenty seconds."""
+        return decided + self.max_adjustment_bytes

@@ -13,12 +13,12 @@ from enum import Enum, auto
 
 from cluster.scheduling.chunks import PrefillChunks, PrefillPlan
 from cluster.scheduling.fair_queue import FairQueue
+from cluster.scheduling.frame_builder import FrameBuilder
 from cluster.scheduling.limits import MAX_PREFIX_DELTAS, SchedulerLimits
 from cluster.scheduling.recent_rate import RecentRate
 from cluster.scheduling.request import Request
 from cluster.scheduling.row_pages import RowPages
 from cluster.scheduling.row_table import RowTable
-from worker.protocol import StepFrame
 
 _MAX_OVERTAKEN = 16
 _RATE_WINDOW_S = 10.0
@@ -114,8 +114,8 @@ class PrefillQueue:
         self._admit(plan)
         return plan
 
-    def commit(self, plan: PrefillPlan, frame: StepFrame) -> list[int]:
-        """Appends the plan to the frame, makes its whole pages known, and returns the rows whose prefill ends."""
+    def commit(self, plan: PrefillPlan, frame: FrameBuilder) -> list[int]:
+        """Adds the plan to the frame, makes its whole pages known, and returns the rows whose prefill ends."""
         ending = self._chunks.commit(plan, frame)
         if ending:
             self._is_blocked = False  # Their pages may be what the head needs.
@@ -175,7 +175,7 @@ class PrefillQueue:
             return _Outcome.WAITS
         chunks, num_running = self._chunks, self._rows.num_taken
         # Pages that rows in prefill still need, and a page for each running request's next tokens.
-        reserved = num_running + chunks.num_missing_pages
+        reserved = num_running * self._limits.num_pages_for(self._limits.max_row_tokens) + chunks.num_missing_pages
         row = self._rows.take(request)
         self._pages.open(row, request.cache_salt)
         request.num_cached_tokens = 0

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from cluster.messages import Finished, FinishReason, GenerateRequest, SamplingParams
-from cluster.scheduling.adjustments import Adjustments
 from cluster.scheduling.guide import Guide
 from cluster.scheduling.limits import SchedulerLimits
-from worker.protocol import Int32Array, UInt32Array
+from cluster.scheduling.request_adjustments import Adjustments
+from worker.protocol import Int32Array, StepFrame, UInt32Array
 
 
 @dataclass(slots=True, eq=False)
@@ -78,8 +78,13 @@ class Request:
     @property
     def num_adjustment_bytes(self) -> int:
         """Upper bound of the bytes of a frame that giving it a row takes, besides its parameters."""
-        num_bytes = 0 if self.mask is None else 4 + self.mask.nbytes
-        return num_bytes + (0 if self.adjustments is None else self.adjustments.num_bytes(len(self.tokens)))
+        num_bytes = 0
+        if self.mask is not None:
+            num_bytes += StepFrame.section_bytes(mask=1, mask_word=len(self.mask))
+        if (own := self.adjustments) is not None:
+            num_counts = len(self.tokens) if own.counts_answer else 0
+            num_bytes += StepFrame.section_bytes(bias=len(own.biases), asked=len(own.asked), count=num_counts)
+        return num_bytes
 
 
 def reason_never_fits(request: Request, limits: SchedulerLimits) -> str | None:

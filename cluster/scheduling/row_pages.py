@@ -21,6 +21,7 @@ from cluster.scheduling.prefix_cache import Node, PrefixCache
 from worker.protocol import Int32Array
 
 _NO_PAGES = np.empty(0, np.int32)
+_NO_DELTAS = np.empty((0, 3), np.int32)
 
 
 class Prefix(NamedTuple):
@@ -60,25 +61,30 @@ class RowPages:
     def num_row_pages(self, row: int) -> int:
         return int(self._num_pages[row])
 
-    def rows_without_room(self, rows: Int32Array, positions: Int32Array) -> Int32Array:
-        """Those of `rows` whose pages end before `positions`."""
-        return rows[positions >= self._num_pages[rows] * self._page_size]
-
-    def append_page(self, rows: Int32Array) -> Int32Array | None:
-        """Gives each of `rows` one more page and returns the deltas; None, with nothing done, if there are too few."""
-        if not self._make_room(len(rows)):
+    def grow_rows(self, rows: Int32Array, num_tokens: Int32Array) -> Int32Array | None:
+        """Gives each of `rows` pages for `num_tokens` tokens in all; returns the deltas, or None, with nothing done."""
+        have = self._num_pages[rows]
+        needy = num_tokens > have * self._page_size
+        rows, have = rows[needy], have[needy]
+        if not len(rows):
+            return _NO_DELTAS
+        counts = -(-num_tokens[needy] // self._page_size) - have
+        count = int(counts.sum())
+        if not self._make_room(count):
             return None
-        pages = self._allocator.allocate(rows, len(rows))
-        indices = self._num_pages[rows]
-        self._table[rows, indices] = pages
-        self._num_pages[rows] = indices + 1
-        return np.stack((rows, indices, pages), axis=1)
+        self._num_pages[rows] = have + counts
+        if count > len(rows):
+            have = np.repeat(have - np.cumsum(counts) + counts, counts) + np.arange(count, dtype=np.int32)
+            rows = np.repeat(rows, counts)
+        pages = self._allocator.allocate(rows, count)
+        self._table[rows, have] = pages
+        return np.stack((rows, have, pages), axis=1, dtype=np.int32)
 
     def grow(self, row: int, num_tokens: int) -> Int32Array | None:
         """Gives `row` pages for `num_tokens` tokens in all; returns the deltas, or None, with nothing done."""
         count = -(-num_tokens // self._page_size) - int(self._num_pages[row])
         if count <= 0:
-            return np.empty((0, 3), np.int32)
+            return _NO_DELTAS
         if not self._make_room(count):
             return None
         return self._append(row, self._allocator.allocate(row, count))
@@ -103,7 +109,7 @@ class RowPages:
     def adopt_prefix(self, row: int, prefix: Prefix) -> Int32Array:
         """Appends what `find_prefix` has just found for the row, locked; returns the deltas."""
         if not len(prefix.pages):
-            return np.empty((0, 3), np.int32)
+            return _NO_DELTAS
         self._cache.lock(prefix.end)
         self._cache.unlock(self._nodes[row])
         self._nodes[row] = prefix.end

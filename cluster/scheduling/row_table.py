@@ -1,5 +1,6 @@
 """The numbers of every running request, as one array per number indexed by row, so that a step costs no Python
-per request. Who may write what: `Scheduler` alone; pages are kept by `RowPages`.
+per request. `Scheduler` writes them at each launch and retirement; `PrefillChunks` writes `num_computed` of rows in
+prefill, `GuidedRows` makes rows ready, and `Endings` ends them. `RowPages` keeps the pages.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import numpy as np
 from cluster.scheduling.limits import SchedulerLimits
 from cluster.scheduling.request import Request
 from configs.errors import EngineError
+from worker.protocol import Int32Array
 
 
 class RowTable:
@@ -80,6 +82,15 @@ class RowTable:
         self.tokens[row, :num_tokens] = request.tokens
         request.row = row
         return row
+
+    def max_draws(self, rows: Int32Array, most: int) -> Int32Array:
+        """[len(rows)] how many tokens each of `rows` may bring in its next step, `most` at most: a row with a guide has
+        a mask for one, and no row gets more than its length allows."""
+        draws = np.ones(len(rows), np.int32)
+        if most > 1:
+            left = self.max_total[rows] - self.num_computed[rows] - 1
+            np.minimum(left, most, out=draws, where=~self.guided[rows])
+        return draws
 
     def give_back(self, row: int) -> None:
         """Frees the row. Raises EngineError while a step in flight names it."""

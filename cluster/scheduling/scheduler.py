@@ -16,25 +16,24 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from cluster.messages import Finished, FinishReason, GenerateRequest, StepOutput
+from cluster.messages import Finished, FinishReason, GenerateRequest, SchedulerStats, StepOutput
 from cluster.scheduling.admission import Admission
 from cluster.scheduling.chunks import PrefillPlan
-from cluster.scheduling.deadlines import Deadlines
-from cluster.scheduling.frame_sections import add_adjustments
+from cluster.scheduling.endings import Endings
+from cluster.scheduling.frame_builder import FrameBuilder
 from cluster.scheduling.guide import Guide
 from cluster.scheduling.guided_rows import GuidedRows
-from cluster.scheduling.limits import SchedulerLimits, SchedulerStats
+from cluster.scheduling.limits import SchedulerLimits
 from cluster.scheduling.prefill import PrefillQueue
-from cluster.scheduling.request import Request, reason_never_fits, refused
 from cluster.scheduling.row_pages import RowPages
 from cluster.scheduling.row_table import RowTable
-from cluster.scheduling.step_results import Launched, find_stopped, prompt_logprobs, take_prefilled, token_logprobs
-from configs.errors import EngineError, RequestError
+from cluster.scheduling.step_results import Launched, StepTokens, prompt_logprobs, take_prefilled, token_logprobs
+from configs.errors import EngineError
 from worker.protocol import Int32Array, RowFlag, StepFrame, StepResult
 
-__all__ = ["Scheduler", "SchedulerLimits", "SchedulerStats"]
+__all__ = ["Scheduler", "SchedulerLimits"]
 
-_NO_DELTAS = np.empty((0, 3), np.int32)
+_SAMPLE = int(RowFlag.SAMPLE)  # operations of enumerations take a microsecond each
 
 
 def _no_guide(request: GenerateRequest) -> None:
@@ -68,7 +67,6 @@ class Scheduler:
         self._total_answer_tokens = 0
         self._total_refused = 0
         self._total_expired = 0
-        self._pending: list[Finished] = []
         self._reset()
 
     def _reset(self) -> None:
@@ -76,10 +74,8 @@ class Scheduler:
         self._pages = RowPages(self._limits)
         self._queue = PrefillQueue(self._limits, self._rows, self._pages)
         self._guided = GuidedRows(self._limits, self._rows)
-        self._admission = Admission(self._limits, self._queue, self._guided)
-        self._by_id: dict[int, Request] = {}
-        self._deadlines = Deadlines()
-        self._num_draining = 0  # rows that are taken but no longer live
+        self._admission = Admission(self._limits, self._queue, self._guided, self._make_guide)
+        self._endings = Endings(self._admission, self._queue, self._guided, self._rows, self._pages)
         self._in_flight: deque[Launched] = deque()
 
     # Requests in and out
@@ -90,40 +86,15 @@ class Scheduler:
         When the queue has no room for all of them it refuses all; else one by one, what can never run.
         """
         now = self._clock()
-        if (full := self._admission.reason_full(requests)) is not None:
-            self._total_refused += len(requests)
-            retry_after_s = self._admission.retry_after_s(now)
-            return [refused(request.id, full, "engine_overloaded", retry_after_s) for request in requests]
-        return [refusal for request in requests if (refusal := self._add_one(request, now)) is not None]
-
-    def _add_one(self, request: GenerateRequest, now: float) -> Finished | None:
-        if request.id in self._by_id:
-            raise EngineError(f"request id {request.id} is in use")
-        try:
-            entry = Request.create(request, self._limits, now)
-        except RequestError as error:
-            return refused(request.id, str(error), error.code)
-        if (reason := reason_never_fits(entry, self._limits)) is not None:
-            # The ingress checks the same: it is the engine's fault that the request came this far.
-            return refused(request.id, reason, "engine_error")
-        try:
-            entry.guide = self._make_guide(request)
-        except RequestError as error:
-            return refused(request.id, str(error), error.code)
-        self._by_id[entry.id] = entry
-        if entry.deadline_s > 0:
-            self._deadlines.add(entry.id, now + entry.deadline_s, self._by_id, len(self._by_id))
-        if entry.guide is None:
-            self._queue.push(entry)
-        else:
-            self._guided.hold(entry)
-        return None
+        refusals = self._admission.refuse_all(requests, now)
+        self._total_refused += len(refusals)
+        return refusals or self._admission.take(requests, now)
 
     def abort(self, ids: Iterable[int]) -> None:
         """Ends requests: no token after this call, one Finished each in a later output. Unknown ids are ignored."""
         for request_id in ids:
-            if (request := self._by_id.get(request_id)) is not None:
-                self._finish(request, FinishReason.ABORT)
+            if (request := self._admission.live.get(request_id)) is not None:
+                self._endings.finish(request, FinishReason.ABORT)
 
     def flush_cache(self) -> None:
         """Forgets every cached prefix that no running request uses."""
@@ -131,15 +102,15 @@ class Scheduler:
 
     def drain_finished(self) -> StepOutput | None:
         """Finishes that wait for no step; None if there are none."""
-        return StepOutput(finished=self._take_pending()) if self._pending else None
+        return StepOutput(finished=self._endings.take_pending()) if self._endings.is_pending else None
 
     def fail_all(self, error: str, told: str | None = None) -> StepOutput:
         """Ends every request with ERROR and forgets steps in flight, rows, pages and the prefix cache.
 
         `told`: as in Finished.
         """
-        finished = self._take_pending()
-        for request in self._by_id.values():
+        finished = self._endings.take_pending()
+        for request in self._admission.live.values():
             finished.append(
                 Finished(id=request.id, reason=FinishReason.ERROR, error=error, error_code="engine_error", told=told)
             )
@@ -163,18 +134,19 @@ class Scheduler:
             self.poll_guides()
         while True:
             rows = np.flatnonzero(self._rows.ready).astype(np.int32)
-            needy = self._pages.rows_without_room(rows, self._rows.num_computed[rows])
-            deltas = self._pages.append_page(needy) if len(needy) else None
-            if len(needy) and deltas is None:
+            draws = self._rows.max_draws(rows, self._limits.max_row_tokens)
+            num_decoded = len(rows) if self._limits.max_row_tokens == 1 else int(draws.sum())
+            deltas = self._pages.grow_rows(rows, self._rows.num_computed[rows] + draws)
+            if deltas is None:
                 if self._in_flight:
                     return None  # A retire may free pages; and only a row no step names can be preempted.
                 self._preempt_one()
                 continue
-            plan = self._queue.plan(self._limits.max_num_batched_tokens - len(rows), now)
+            plan = self._queue.plan(self._limits.max_num_batched_tokens - num_decoded, now)
             if len(rows) or plan.rows:
-                if deltas is not None:
+                if len(deltas):
                     plan.deltas.insert(0, deltas)
-                return self._launch(rows, plan)
+                return self._launch(rows, draws, plan)
             if self._in_flight or not self._queue.is_prefilling or self._guided.num_awaiting:
                 return None
             # Every running request is a prefill that lacks pages.
@@ -186,7 +158,7 @@ class Scheduler:
         for request in news.admissible:
             self._queue.push(request)
         for request, reason, error in news.ended:
-            self._finish(request, reason, error=error, error_code=None if error is None else "grammar_error")
+            self._endings.finish(request, reason, error=error, error_code=None if error is None else "grammar_error")
         return bool(self._guided.num_awaiting)
 
     def retire(self, result: StepResult) -> StepOutput:
@@ -197,41 +169,34 @@ class Scheduler:
         launched = self._in_flight.popleft()
         table = self._rows
         table.in_flight[launched.rows] -= 1
-        rows, positions, tokens, is_last = launched.sampled, launched.positions, result.tokens, launched.is_last
-        live = table.live[rows]
-        if np.count_nonzero(live) != len(live):
-            # Ended since the launch: their tokens were computed in vain.
-            rows, positions, tokens, is_last = rows[live], positions[live], tokens[live], is_last[live]
-        table.tokens[rows, positions] = tokens
-        table.num_known[rows] = positions + 1
+        brought, kept = StepTokens.of(table, launched, result, self._limits.eos_token_ids)
+        logprobs = token_logprobs(table, brought.rows, kept, result) if len(result.logprob_rows) else []
+        if np.count_nonzero(kept) != len(kept):
+            # Ended since the launch, or by the token before: these were computed in vain.
+            brought = brought.where(kept)
+        brought.write(table, launched)
         prefilled = take_prefilled(table, launched.prefilled, self._clock()) if launched.prefilled else []
-        logprobs = token_logprobs(table, launched.sampled, live, result) if len(result.logprob_rows) else []
         scored = prompt_logprobs(table, launched.scores, result) if launched.scores else []
+        rows, _, tokens, stopped, is_last = brought
         ids = table.ids[rows].tobytes()
         self._total_answer_tokens += len(tokens)
-        stopped = find_stopped(table, rows, tokens, self._limits.eos_token_ids)
         if table.num_guided:
             self._guided.take_tokens(rows, tokens, stopped)
             is_last = is_last & ~table.guided[rows]
         for index in np.flatnonzero(stopped | is_last):
             request = table.request(int(rows[index]))
             if stopped[index]:
-                self._finish(request, FinishReason.STOP, stop_token_id=int(tokens[index]))
+                self._endings.finish(request, FinishReason.STOP, stop_token_id=int(tokens[index]))
             else:
-                self._finish(request, FinishReason.LENGTH)
-        if self._num_draining:
-            named = launched.rows
-            drained = ~table.live[named] & (table.in_flight[named] == 0) & (table.admission[named] > 0)
-            for row in named[drained].tolist():
-                self._num_draining -= 1
-                self._release(row)
+                self._endings.finish(request, FinishReason.LENGTH)
+        self._endings.release_drained(launched.rows)
         return StepOutput(
             ids=ids,
             tokens=tokens.tobytes(),
             logprobs=logprobs,
             prompt_logprobs=scored,
             prefilled=prefilled,
-            finished=self._take_pending(),
+            finished=self._endings.take_pending(),
         )
 
     # State
@@ -239,7 +204,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Something waits, runs, is in flight, or has finished and not been told."""
-        return bool(self._by_id or self._in_flight or self._pending)
+        return bool(self._admission.live or self._in_flight or self._endings.is_pending)
 
     @property
     def is_awaiting_masks(self) -> bool:
@@ -248,7 +213,7 @@ class Scheduler:
 
     def live_ids(self) -> list[int]:
         """Ids of the requests that wait or run, in order of arrival."""
-        return list(self._by_id)
+        return list(self._admission.live)
 
     @property
     def num_in_flight(self) -> int:
@@ -267,7 +232,7 @@ class Scheduler:
         """Gauges and counters; costs no walk over requests or pages."""
         allocator, cache, queue, now = self._pages.allocator, self._pages.cache, self._queue, self._clock()
         return SchedulerStats(
-            num_running=self._rows.num_taken - self._num_draining,
+            num_running=self._rows.num_taken - self._endings.num_draining,
             num_waiting=self._admission.num_waiting,
             num_waiting_tokens=self._admission.num_waiting_tokens,
             num_free_pages=allocator.num_free,
@@ -293,14 +258,11 @@ class Scheduler:
         for launched in self._in_flight:
             in_flight[launched.rows] += 1
         assert np.array_equal(in_flight, table.in_flight), "steps in flight per row are miscounted"
-        taken = [request for request in table.requests if request is not None]
-        draining = [request.row for request in taken if not table.live[request.row]]
-        assert len(draining) == self._num_draining, "draining rows are miscounted"
-        assert table.in_flight[draining].all(), "an ended row that no step names was not released"
-        running = {request.id for request in taken if table.live[request.row]}
+        self._endings.check_integrity()
+        running = {request.id for request in table.requests if request is not None and table.live[request.row]}
         waiting = self._queue.check_integrity(running)
         held = self._guided.check_integrity()
-        assert running | waiting | held == set(self._by_id), "a request neither runs nor waits"
+        assert running | waiting | held == set(self._admission.live), "a request neither runs nor waits"
         assert held.isdisjoint(running | waiting), "a request waits for a mask twice"
         for row in np.flatnonzero(table.live):
             capacity = self._pages.num_row_pages(int(row)) * self._limits.page_size
@@ -308,32 +270,40 @@ class Scheduler:
 
     # Building a step
 
-    def _launch(self, decodes: Int32Array, plan: PrefillPlan) -> StepFrame:
-        """Builds the frame of `decodes` and `plan`, and takes the snapshot for its retirement."""
+    def _launch(self, decodes: Int32Array, draws: Int32Array, plan: PrefillPlan) -> StepFrame:
+        """Builds the frame of `decodes`, with as many inputs as `draws` each, and of `plan`; takes the snapshot for its
+        retirement."""
         table = self._rows
         self._step += 1
-        frame = StepFrame(generation=self._generation, step=self._step)
+        builder = FrameBuilder()
         starts = table.num_computed[decodes]
-        frame.rows, frame.starts = decodes, starts
-        frame.lens = np.ones(len(decodes), np.int32)
-        frame.flags = np.full(len(decodes), RowFlag.SAMPLE, np.int32)
+        if len(decodes):
+            builder.add(rows=decodes, starts=starts, lens=draws, flags=np.full(len(decodes), _SAMPLE, np.int32))
         sampled, positions = decodes, starts + 1
         table.num_computed[decodes] = positions
-        frame.page_deltas = np.concatenate(plan.deltas) if plan.deltas else _NO_DELTAS
-        ending = self._queue.commit(plan, frame) if plan.rows else []
+        for deltas in plan.deltas:
+            builder.add(page_deltas=deltas)
+        ending = self._queue.commit(plan, builder) if plan.rows else []
         if ending:
             sampled = np.concatenate((decodes, np.array(ending, np.int32)))
             positions = np.concatenate((positions, table.num_prefill[ending]))
             table.ready[ending] = True
+        if self._limits.max_row_tokens > 1:
+            builder.add(num_draws=np.concatenate((draws, np.ones(len(ending), np.int32))))
+            # Where such a row goes on is known when the step retires.
+            table.ready[decodes[draws > 1]] = False
         if table.num_guided:
             table.ready[sampled[table.guided[sampled]]] = False
-        masks = self._guided.take_masks() if table.num_guided else {}
-        if plan.admitted or masks:
-            add_adjustments(frame, plan.admitted, masks)
+            builder.add_masks(self._guided.take_masks())
+        if plan.admitted:
+            builder.start_rows(plan.admitted)
+        frame = builder.build(self._generation, self._step)
         table.in_flight[frame.rows] += 1
         is_last = positions + 1 >= table.max_total[sampled]
         table.ready[sampled[is_last]] = False
-        self._in_flight.append(Launched(self._step, frame.rows, sampled, positions, is_last, ending, plan.scores))
+        self._in_flight.append(
+            Launched(self._step, frame.rows, sampled, positions, is_last, frame.num_draws, ending, plan.scores)
+        )
         return frame
 
     def _preempt_one(self) -> None:
@@ -352,71 +322,14 @@ class Scheduler:
         request.tokens = table.tokens[row, : table.num_known[row]].copy()
         request.num_preemptions += 1
         is_held = request.guide is not None and self._guided.requeue(request)
-        self._release(row)
+        self._endings.release(row)
         if not is_held:
             self._queue.push(request)
         self._total_preemptions += 1
 
-    # Ending a step
-
     def _end_expired(self, now: float) -> None:
-        for request_id in self._deadlines.take_expired(now):
-            if (request := self._by_id.get(request_id)) is not None:
-                self._total_expired += 1
-                done = "running" if request.row else "waiting"
-                error = f"The request's deadline of {request.deadline_s:g} seconds passed while it was {done}."
-                self._finish(request, FinishReason.ERROR, error=error, error_code="deadline_exceeded")
-
-    def _finish(
-        self,
-        request: Request,
-        reason: FinishReason,
-        *,
-        stop_token_id: int | None = None,
-        error: str | None = None,
-        error_code: str | None = None,
-    ) -> None:
-        """Ends a request that waits or runs."""
-        self._pending.append(
-            Finished(
-                id=request.id,
-                reason=reason,
-                stop_token_id=stop_token_id,
-                error=error,
-                error_code=error_code,
-                num_preemptions=request.num_preemptions,
-            )
-        )
-        del self._by_id[request.id]
-        is_held = request.guide is not None and self._guided.forget(request)
-        if request.row:
-            self._end_row(request.row)
-        elif not is_held:
-            self._queue.remove(request)
-
-    def _end_row(self, row: int) -> None:
-        """The request of `row` has ended: frees the row now, or when the last step that names it retires."""
-        table = self._rows
-        table.live[row] = False
-        table.ready[row] = False
-        request = table.request(row)
-        self._queue.charge(request, int(table.num_known[row]) - request.num_prompt_tokens)
-        self._queue.forget_row(row)
-        if table.in_flight[row]:
-            self._num_draining += 1
-        else:
-            self._release(row)
-
-    def _release(self, row: int) -> None:
-        """Takes row and pages back; what the row has computed stays in the prefix cache."""
-        table = self._rows
-        # A dropped token's KV may be there, but nobody knows the token.
-        num_tokens = min(int(table.num_computed[row]), int(table.num_known[row]))
-        self._pages.publish(row, table.tokens[row], num_tokens)
-        self._pages.release(row)
-        table.give_back(row)
-        self._queue.forget_row(row)
-
-    def _take_pending(self) -> list[Finished]:
-        pending, self._pending = self._pending, []
-        return pending
+        for request in self._admission.expired(now):
+            self._total_expired += 1
+            done = "running" if request.row else "waiting"
+            error = f"The request's deadline of {request.deadline_s:g} seconds passed while it was {done}."
+            self._endings.finish(request, FinishReason.ERROR, error=error, error_code="deadline_exceeded")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,22 +23,83 @@ class Launched:
     rows: Int32Array
     """Every row the frame names."""
     sampled: Int32Array
-    """[num_sampled] rows that get a token."""
+    """[num_sampled_rows] rows that get tokens."""
     positions: Int32Array
-    """[num_sampled] place of that token in its sequence."""
+    """[num_sampled_rows] place of the first one in its sequence."""
     is_last: npt.NDArray[np.bool_]
-    """[num_sampled] the token uses up the request's length."""
+    """[num_sampled_rows] that token uses up the request's length."""
+    num_draws: Int32Array
+    """[num_sampled_rows] most tokens that each may bring. Empty: one each."""
     prefilled: list[int]
     """Rows among `sampled` whose prefill ends here."""
     scores: list[PromptScore]
 
     def check(self, result: StepResult, generation: int) -> None:
         """Raises EngineError unless `result` is this step's."""
-        num_targets = sum(score.num for score in self.scores)
+        num_targets, counts = sum(score.num for score in self.scores), result.num_tokens
+        num_tokens = int(counts.sum()) if len(counts) else len(self.sampled)
         got = (result.generation, result.step, len(result.tokens), len(result.target_logprobs))
-        expected = (generation, self.step, len(self.sampled), num_targets)
+        expected = (generation, self.step, num_tokens, num_targets)
         if got != expected:
             raise EngineError(f"result has (generation, step, tokens, targets) {got}, expected {expected}")
+        if len(counts) and (
+            len(counts) != len(self.sampled)
+            or counts.min() < 1
+            or (counts > (self.num_draws if len(self.num_draws) else 1)).any()
+        ):
+            raise EngineError(f"result of step {self.step} has rows with {counts.tolist()} tokens, none or too many")
+
+
+class StepTokens(NamedTuple):
+    """A result's tokens, and which of them count: those of live rows, up to the first that ends its row."""
+
+    rows: Int32Array
+    """[num_tokens] and so are the others; a row's are one after the other."""
+    positions: Int32Array
+    tokens: Int32Array
+    stopped: npt.NDArray[np.bool_]
+    """The token ends its row."""
+    is_last: npt.NDArray[np.bool_]
+    """The token uses up the request's length."""
+
+    def where(self, kept: npt.NDArray[np.bool_]) -> StepTokens:
+        """Those that are kept."""
+        rows, positions, tokens, stopped, is_last = self
+        return StepTokens(rows[kept], positions[kept], tokens[kept], stopped[kept], is_last[kept])
+
+    @classmethod
+    def of(
+        cls, table: RowTable, launched: Launched, result: StepResult, eos_token_ids: tuple[int, ...]
+    ) -> tuple[StepTokens, npt.NDArray[np.bool_]]:
+        """All tokens of a result, and which of them count."""
+        rows, positions, tokens, counts = launched.sampled, launched.positions, result.tokens, result.num_tokens
+        if len(counts):
+            firsts = np.cumsum(counts, dtype=np.int32) - counts
+            rows = np.repeat(rows, counts)
+            positions = np.repeat(positions - firsts, counts) + np.arange(len(tokens), dtype=np.int32)
+        stopped, is_last = find_stopped(table, rows, tokens, eos_token_ids), launched.is_last
+        kept = table.live[rows]
+        if len(counts):
+            is_last = positions + 1 >= table.max_total[rows]
+            ends = stopped | is_last
+            num_ended: npt.NDArray[np.int64] = np.cumsum(ends) - ends  # by the tokens before, of all rows
+            kept &= num_ended == np.repeat(num_ended[firsts], counts)
+        return cls(rows, positions, tokens, stopped, is_last), kept
+
+    def write(self, table: RowTable, launched: Launched) -> None:
+        """Makes the tokens known, all of which are kept; rows that could bring several go on behind them."""
+        rows, positions = self.rows, self.positions
+        table.tokens[rows, positions] = self.tokens
+        if len(launched.num_draws):
+            # Of a row that is named twice, the later place need not be the one that stays.
+            is_end = np.ones(len(rows), np.bool_)
+            np.not_equal(rows[1:], rows[:-1], out=is_end[:-1])
+            rows, positions = rows[is_end], positions[is_end]
+        table.num_known[rows] = positions + 1
+        if len(launched.num_draws):
+            rows = launched.sampled[(launched.num_draws > 1) & table.live[launched.sampled]]
+            table.num_computed[rows] = table.num_known[rows] - 1
+            table.ready[rows] = True
 
 
 def find_stopped(
@@ -71,9 +133,9 @@ def take_prefilled(table: RowTable, rows: list[int], now: float) -> list[Prefill
 
 
 def token_logprobs(
-    table: RowTable, sampled: Int32Array, live: npt.NDArray[np.bool_], result: StepResult
+    table: RowTable, rows: Int32Array, kept: npt.NDArray[np.bool_], result: StepResult
 ) -> list[TokenLogprobs]:
-    """Of the live ones of the `sampled` rows that asked."""
+    """Log probabilities of the result's tokens that are kept and whose `rows` asked for them."""
     logprobs: list[TokenLogprobs] = []
     for index, logprob, top_ids, top_logprobs, asked in zip(
         result.logprob_rows.tolist(),
@@ -83,10 +145,10 @@ def token_logprobs(
         result.asked_logprobs.tolist(),
         strict=True,
     ):
-        request = table.request(int(sampled[index]))
+        request = table.request(int(rows[index]))
         # The arrays are as wide as the widest request of the step.
         k, ids = request.sampling.num_logprobs, request.sampling.logprob_token_ids
-        if live[index] and k >= 0:
+        if kept[index] and k >= 0:
             likeliest, their_logprobs = [*top_ids[:k], *ids], [*top_logprobs[:k], *asked[: len(ids)]]
             logprobs.append(TokenLogprobs(request.id, logprob, likeliest, their_logprobs))
     return logprobs

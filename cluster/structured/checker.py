@@ -15,6 +15,7 @@ from cluster.structured.matcher_pool import MatcherPool
 from cluster.structured.protocol import Check, Checked, Died, Refused, Reply, Setup, pack
 from cluster.structured.spec import GrammarSpec
 from configs.errors import OverloadedError, RequestError
+from parallel.sockets import read_frame
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,6 @@ _REPLY_TIMEOUT_S = 10.0
 # The first answer has to wait for the tokenizer.
 _START_TIMEOUT_S = 60.0
 _ENTRY_BYTES = 512  # of a cached refusal and of the dictionary's own
-_LENGTH_BYTES = 4
 _NOT_NOW = "Grammars cannot be checked just now; try again later."
 _TOO_MANY = "Too many grammars wait to be checked; try again later."
 
@@ -144,8 +144,7 @@ class GrammarChecker:
         try:
             async with asyncio.timeout(timeout_s):
                 writer.write(frame)
-                length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "little")
-                reply: Reply = self._decoder.decode(await reader.readexactly(length))
+                reply: Reply = self._decoder.decode(await read_frame(reader))
         except (TimeoutError, OSError, asyncio.IncompleteReadError) as error:
             # What was asked may still be answered: this connection is of no use any more, nor are its processes.
             logger.error("the processes that check grammars do not answer: %r", error)

@@ -33,9 +33,9 @@ from cluster.structured.protocol import (
     Request,
     Setup,
     pack,
-    receive,
 )
 from configs.errors import GuideError, OverloadedError
+from parallel.sockets import receive_frame
 from worker.protocol import UInt32Array
 
 logger = logging.getLogger(__name__)
@@ -247,7 +247,7 @@ class _Follower(threading.Thread):
         self._socket.sendall(pack(request))
 
     def _take_reply(self) -> None:
-        frame = receive(self._socket)
+        frame = receive_frame(self._socket)
         if frame is None:
             raise EOFError("the socket was closed")
         reply = self._decoder.decode(frame)

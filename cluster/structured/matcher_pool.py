@@ -9,7 +9,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster.structured.protocol import Setup, pack
+import msgspec
+
+from cluster.structured.protocol import Setup
 
 _ROOT = Path(__file__).parents[2]
 
@@ -57,7 +59,7 @@ class MatcherPool:
                 end.close()
         assert process.stdin is not None, "asked for"
         try:
-            process.stdin.write(pack(setup)[4:])
+            process.stdin.write(msgspec.msgpack.encode(setup))
             process.stdin.close()
         except BrokenPipeError:
             pass  # it ended at once: the sockets say so

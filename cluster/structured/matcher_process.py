@@ -44,9 +44,9 @@ from cluster.structured.protocol import (
     Request,
     Setup,
     pack,
-    receive,
 )
 from configs.errors import RequestError
+from parallel.sockets import receive_frame
 
 _MAX_TEMPLATES = 16
 
@@ -205,7 +205,7 @@ def _serve(sock: socket.socket, server: MatcherServer | str) -> None:
     """Answers until the other end closes; `server` is an error where there is none."""
     decoder = msgspec.msgpack.Decoder(Request)
     resource.setrlimit(resource.RLIMIT_AS, (_memory_bytes() + MATCHER_MEMORY_BYTES,) * 2)
-    while (frame := receive(sock)) is not None:
+    while (frame := receive_frame(sock)) is not None:
         request = decoder.decode(frame)
         if isinstance(server, str):
             reply: Reply | None = Refused(server, "unsupported_parameter", None)

@@ -6,14 +6,10 @@ is `Died`, and sessions it had are `Gone`.
 
 from __future__ import annotations
 
-import socket
-import struct
-
 import msgspec
 
 from cluster.structured.spec import GrammarSpec
-
-_LENGTH = struct.Struct("<I")
+from parallel.sockets import pack_frame
 
 
 class Setup(msgspec.Struct, frozen=True):
@@ -99,22 +95,5 @@ Reply = Checked | Refused | Mask | Gone | Died
 
 
 def pack(message: Setup | Request | Reply) -> bytes:
-    """One frame: little-endian u32 length, msgpack."""
-    body = msgspec.msgpack.encode(message)
-    return _LENGTH.pack(len(body)) + body
-
-
-def receive(sock: socket.socket) -> bytes | None:
-    """The body of the next frame, and not a byte more; None at the end. Blocks."""
-    length = _receive_exactly(sock, _LENGTH.size)
-    return None if length is None else _receive_exactly(sock, _LENGTH.unpack(length)[0])
-
-
-def _receive_exactly(sock: socket.socket, size: int) -> bytes | None:
-    parts = bytearray()
-    while len(parts) < size:
-        part = sock.recv(size - len(parts), socket.MSG_WAITALL)
-        if not part:
-            return None
-        parts += part
-    return bytes(parts)
+    """One frame: msgpack, with its length in front."""
+    return pack_frame(msgspec.msgpack.encode(message))

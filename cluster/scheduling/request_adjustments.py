@@ -18,7 +18,6 @@ from worker.protocol import (
     ALWAYS,
     ASKED_DTYPE,
     BIAS_DTYPE,
-    COUNT_DTYPE,
     MAX_ROW_ASKED,
     MAX_ROW_BIASES,
     UInt32Array,
@@ -101,14 +100,6 @@ class Adjustments:
             mask = mask.copy()
             np.bitwise_and.at(mask, ids >> 5, ~(np.uint32(1) << (ids & 31).astype(np.uint32)))
         check_allows_a_token(mask)
-
-    def num_bytes(self, num_tokens: int) -> int:
-        """Upper bound of the bytes of a frame that this takes when the request, `num_tokens` long, is given a row.
-
-        Without the mask, whose place is counted by itself.
-        """
-        num_counts = num_tokens if self.counts_answer else 0
-        return self.biases.nbytes + self.asked.nbytes + num_counts * COUNT_DTYPE.itemsize
 
 
 def check_allows_a_token(mask: UInt32Array) -> None:

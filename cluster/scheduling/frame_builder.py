@@ -1,0 +1,85 @@
+"""One step's frame, as the parts of the scheduler fill it: each adds to the sections it knows of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from cluster.scheduling.request import Request
+from worker.protocol import COUNT_DTYPE, PARAMS_DTYPE, FrameKind, Int32Array, StepFrame, UInt32Array
+from worker.sections import Array
+
+
+class FrameBuilder:
+    """The sections of a frame, part by part."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, list[Array]] = {}
+
+    def add(self, **parts: Array) -> None:
+        """Appends to sections, by name."""
+        for name, part in parts.items():
+            self._parts.setdefault(name, []).append(part)
+
+    def add_masks(self, masks: Mapping[int, UInt32Array]) -> None:
+        """What the next tokens of rows may be, by row."""
+        if masks:
+            self.add(mask_rows=np.array(list(masks), np.int32), masks=np.stack(list(masks.values())))
+
+    def start_rows(self, requests: Sequence[Request]) -> None:
+        """What the ranks must know of requests that were just given their rows, besides tokens and pages."""
+        self.add(params=_params(requests))
+        self.add_masks({request.row: request.mask for request in requests if request.mask is not None})
+        for request in requests:
+            if (adjustments := request.adjustments) is not None:
+                self.add(biases=_with_row(adjustments.biases, request.row))
+                self.add(asked=_with_row(adjustments.asked, request.row))
+                if adjustments.counts_answer:
+                    self.add(counts=_counts(request, adjustments.counts_prompt))
+
+    def build(self, generation: int, step: int) -> StepFrame:
+        """The frame of all that was added."""
+        sections = {name: parts[0] if len(parts) == 1 else np.concatenate(parts) for name, parts in self._parts.items()}
+        return StepFrame(generation, step, FrameKind.STEP, **sections)
+
+
+def _params(requests: Sequence[Request]) -> npt.NDArray[np.void]:
+    """PARAMS_DTYPE records of newly admitted requests."""
+    params = np.zeros(len(requests), PARAMS_DTYPE)
+    for index, request in enumerate(requests):
+        sampling = request.sampling
+        params[index] = (
+            request.row,
+            sampling.top_k,
+            sampling.num_logprobs,
+            sampling.temperature,
+            sampling.top_p,
+            sampling.min_p,
+            sampling.seed,
+            sampling.repetition_penalty,
+            sampling.frequency_penalty,
+            sampling.presence_penalty,
+        )
+    return params
+
+
+def _with_row(records: npt.NDArray[np.void], row: int) -> npt.NDArray[np.void]:
+    records = records.copy()
+    records["row"] = row
+    return records
+
+
+def _counts(request: Request, counts_prompt: bool) -> npt.NDArray[np.void]:
+    """COUNT_DTYPE records of a request's tokens."""
+    tokens: Int32Array = request.tokens
+    if not counts_prompt:
+        tokens = tokens[request.num_prompt_tokens :]
+    ids, places = np.unique(tokens, return_inverse=True)
+    counts = np.zeros(len(ids), COUNT_DTYPE)
+    counts["row"], counts["token_id"] = request.row, ids
+    num_prompt = request.num_prompt_tokens if counts_prompt else 0
+    counts["in_prompt"][places[:num_prompt]] = 1
+    counts["num_generated"] = np.bincount(places[num_prompt:], minlength=len(ids))
+    return counts

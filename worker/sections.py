@@ -1,0 +1,164 @@
+"""Binary messages as tables of arrays: what a `Section` declares once is encoded, decoded, sized and checked by folds.
+
+Little-endian: a fixed header, then the arrays one after the other; no pickle, no torch, no Ray. The header has the
+lengths that sections name: arrays that name the same one are equally long, and an empty one takes no byte.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable
+from typing import Any, ClassVar, Generic, Self, TypeVar, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from configs.errors import EngineError
+
+_MAGIC = 0x4C4B5354  # "LKST"
+_SEAL = struct.Struct("<II")  # magic, checksum of all that follows
+
+Array = npt.NDArray[Any]  # each section has its own dtype
+_Scalar = TypeVar("_Scalar", bound=np.generic)
+
+
+class Section(Generic[_Scalar]):
+    """One array of a message, as a class attribute. An instance has an empty array until it is given another.
+
+    Args:
+        length: name of the array's length.
+        width: of an array [length, width]: a number, or a name. None: the array has one dimension.
+        check: what is wrong with the array, which is not empty: the rest of a sentence that begins with the message,
+            or None. Takes the array, the message and the limits that the message is checked against.
+    """
+
+    def __init__(
+        self,
+        dtype: type[_Scalar] | np.dtype[_Scalar],
+        length: str,
+        width: str | int | None = None,
+        *,
+        check: Callable[[npt.NDArray[_Scalar], Any, Any], str | None] | None = None,
+    ) -> None:
+        self.dtype = np.dtype(dtype)
+        self.length = length
+        self.width = width
+        self.check = check
+        # An empty array has nothing to change: all messages may share it.
+        self._empty = np.empty(0 if width is None else (0, width if isinstance(width, int) else 0), self.dtype)
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, message: None, owner: type) -> Self: ...
+
+    @overload
+    def __get__(self, message: Message, owner: type) -> npt.NDArray[_Scalar]: ...
+
+    def __get__(self, message: Message | None, owner: type) -> Self | npt.NDArray[_Scalar]:
+        return self if message is None else message.arrays.get(self.name, self._empty)
+
+    def __set__(self, message: Message, array: npt.NDArray[_Scalar]) -> None:
+        message.arrays[self.name] = array
+
+
+class Message:
+    """A step's message, with sections that a subclass declares. Raises TypeError for a section that it has not."""
+
+    __slots__ = ("arrays", "generation", "step")
+
+    _sections: ClassVar[dict[str, Section[Any]]]
+    _table: ClassVar[list[tuple[str, np.dtype[Any], int, int | None, int | None]]]
+    """Of each section: name, dtype, place of its length in the header, place of its width, width where it is fixed."""
+    _num_lengths: ClassVar[int]
+    _header: ClassVar[struct.Struct]
+    """Magic, checksum of all that follows these two, kind, generation, step, lengths."""
+
+    def __init_subclass__(cls) -> None:
+        cls._sections = {name: part for name, part in vars(cls).items() if isinstance(part, Section)}
+        parts = cls._sections.values()
+        names = dict.fromkeys(name for part in parts for name in (part.length, part.width) if isinstance(name, str))
+        places = {name: place for place, name in enumerate(names)}
+        cls._table = [
+            (part.name, part.dtype, places[part.length], places[part.width], None)
+            if isinstance(part.width, str)
+            else (part.name, part.dtype, places[part.length], None, part.width)
+            for part in parts
+        ]
+        cls._num_lengths = len(places)
+        cls._header = struct.Struct(f"<IIIIQ{len(places)}I")
+
+    def __init__(self, generation: int, step: int, arrays: dict[str, Array]) -> None:
+        if not arrays.keys() <= self._sections.keys():
+            raise TypeError(f"{type(self).__name__} has no sections {sorted(arrays.keys() - self._sections.keys())}")
+        self.generation = generation
+        self.step = step
+        self.arrays = arrays
+        """By section; one that is not there is empty."""
+
+    @classmethod
+    def num_bytes(cls, **lengths: int) -> int:
+        """Bytes of a message of these lengths and widths; those that are not named are 0."""
+        return cls._header.size + cls.section_bytes(**lengths)
+
+    @classmethod
+    def section_bytes(cls, **lengths: int) -> int:
+        """The bytes of `num_bytes` without the header."""
+        return sum(
+            part.dtype.itemsize
+            * lengths.get(part.length, 0)
+            * (lengths.get(part.width, 0) if isinstance(part.width, str) else part.width or 1)
+            for part in cls._sections.values()
+        )
+
+    def _encode(self, kind: int) -> bytes:
+        arrays = self.arrays
+        lengths = [0] * self._num_lengths
+        parts: list[bytes] = []
+        for name, _, place, width_place, _ in self._table:
+            if name in arrays:
+                array = arrays[name]
+                parts.append(array.tobytes())
+                lengths[place] = len(array)
+                if width_place is not None:
+                    lengths[width_place] = array.shape[1]
+        header = self._header.pack(_MAGIC, 0, kind, self.generation, self.step, *lengths)[_SEAL.size :]
+        body = b"".join(parts)
+        return _SEAL.pack(_MAGIC, zlib.crc32(body, zlib.crc32(header))) + header + body
+
+    @classmethod
+    def _decode(cls, buffer: bytes | memoryview) -> tuple[int, int, int, dict[str, Array]]:
+        """Kind, generation, step and the arrays that are not empty: views of `buffer`.
+
+        Raises:
+            EngineError: the bytes are no such message.
+        """
+        offset = cls._header.size
+        if len(buffer) < offset:
+            raise EngineError(f"step message of {len(buffer)} bytes is shorter than its header")
+        magic, checksum, kind, generation, step, *lengths = cls._header.unpack_from(buffer)
+        if magic != _MAGIC:
+            raise EngineError(f"step message begins with {magic:#x}, not {_MAGIC:#x}")
+        if zlib.crc32(memoryview(buffer)[_SEAL.size :]) != checksum:
+            raise EngineError(f"step message {step} of generation {generation} fails its checksum")
+        arrays: dict[str, Array] = {}
+        for name, dtype, place, width_place, width in cls._table:
+            if length := lengths[place]:
+                if width_place is not None:
+                    width = lengths[width_place]
+                array = np.frombuffer(buffer, dtype, length if width is None else length * width, offset)
+                arrays[name] = array if width is None else array.reshape(length, width)
+                offset += array.nbytes
+        return kind, generation, step, arrays
+
+    def _wrong(self, limits: Any) -> str | None:
+        """What is wrong with the first section that is wrong, or None."""
+        for name, part in self._sections.items():
+            array = self.arrays.get(name)
+            if part.check is None or array is None or not array.size:
+                continue
+            if (wrong := part.check(array, self, limits)) is not None:
+                return wrong
+        return None
