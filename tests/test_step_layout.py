@@ -243,7 +243,7 @@ def test_a_step_that_verifies_drafts_is_no_decode() -> None:
         flags=np.full(2, RowFlag.SAMPLE, np.int32),
         num_draws=np.array([4, 2], np.int32),
     )
-    step = StepShape.of(frame)
+    step = shape_of(frame)
     assert (step.num_tokens, step.num_rows, step.num_sampled) == (6, 2, 6)
     assert not step.is_decode
     assert smallest(decode_shapes(20), step) is None
