@@ -31,8 +31,8 @@ class _DecodeGroup:
     tokens: torch.Tensor | None
     """[num_rows] int64: their tokens in the batch. None: all of them, in order."""
     num_rows: int
-    slots: torch.Tensor
-    """[num_rows * num_keys] int64: KV slots each row reads."""
+    slots: torch.Tensor | slice
+    """[num_rows * num_keys] int64: KV slots each row reads. A slice where they follow one another, to copy nothing."""
     mask: torch.Tensor | None
     """[num_rows, 1, 1, num_keys] in the pool's dtype: 0 or -inf. None: no padding."""
 
@@ -44,8 +44,8 @@ class _Extend:
     start: int
     stop: int
     """Its tokens in the batch."""
-    slots: torch.Tensor
-    """[num_keys] int64."""
+    slots: torch.Tensor | slice
+    """[num_keys] int64, or a slice as above."""
     mask: torch.Tensor | None
     """[num_tokens, num_keys] in the pool's dtype: 0 or -inf. None: plainly causal, as many keys as tokens."""
 
@@ -105,8 +105,8 @@ class TorchNativeBackend(AttentionBackend):
         out = _attend(
             # Query heads of one KV head stand where a prompt's tokens would: one product reads each key once.
             q.reshape(num_rows, kv_heads, -1, head_dim),
-            k_slots.index_select(0, group.slots).view(kv_shape).transpose(1, 2),
-            v_slots.index_select(0, group.slots).view(kv_shape).transpose(1, 2),
+            _read(k_slots, group.slots).view(kv_shape).transpose(1, 2),
+            _read(v_slots, group.slots).view(kv_shape).transpose(1, 2),
             group.mask,
             layer,
             is_causal=False,
@@ -118,14 +118,15 @@ class TorchNativeBackend(AttentionBackend):
         k_slots, v_slots = self.token_to_kv_pool.slots(layer.layer_id)
         kv_heads, head_dim = layer.tp_k_head_num, layer.head_dim
         group_size = layer.tp_q_head_num // kv_heads
-        num_tokens, num_keys = len(q), len(extend.slots)
+        k, v = _read(k_slots, extend.slots), _read(v_slots, extend.slots)
+        num_tokens, num_keys = len(q), len(k)
         # [tp_k_head_num, group_size, num_keys, head_dim]: KV heads as the batch, each repeated for its query heads.
         kv_shape = (num_keys, kv_heads, 1, head_dim)
         wide = (kv_heads, group_size, num_keys, head_dim)
         out = _attend(
             q.reshape(num_tokens, kv_heads, group_size, head_dim).permute(1, 2, 0, 3),
-            k_slots.index_select(0, extend.slots).view(kv_shape).permute(1, 2, 0, 3).expand(wide),
-            v_slots.index_select(0, extend.slots).view(kv_shape).permute(1, 2, 0, 3).expand(wide),
+            k.view(kv_shape).permute(1, 2, 0, 3).expand(wide),
+            v.view(kv_shape).permute(1, 2, 0, 3).expand(wide),
             extend.mask,
             layer,
             is_causal=extend.mask is None,
@@ -146,11 +147,18 @@ class TorchNativeBackend(AttentionBackend):
             extends=tuple(self._plan_extend(batch, int(row), int(first_keys[row]), window) for row in extend_rows),
         )
 
-    def _slots(self, page_table: torch.Tensor, positions: Int64Array) -> torch.Tensor:
+    def _slots(self, page_table: torch.Tensor, positions: Int64Array) -> torch.Tensor | slice:
         """KV slots, flattened, of `positions` [num_rows, num_keys] of the rows of `page_table`."""
         page_size = self.token_to_kv_pool.page_size
         pages = page_table.gather(1, self._upload(positions // page_size)).long()
-        return (pages * page_size + self._upload(positions % page_size)).view(-1)
+        slots = (pages * page_size + self._upload(positions % page_size)).view(-1)
+        if self._device.type != "cpu":
+            return slots  # to look at them would wait for the device
+        on_host, num_slots = slots.numpy(), len(slots)
+        first = int(on_host[0])
+        if on_host[-1] - first == num_slots - 1 and np.array_equal(on_host, np.arange(first, first + num_slots)):
+            return slice(first, first + num_slots)  # the pages of one row that had the pool to itself
+        return slots
 
     def _upload(self, array: Int64Array) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
@@ -194,6 +202,11 @@ class TorchNativeBackend(AttentionBackend):
         """-inf where hidden, in the pool's dtype: a boolean mask would be turned into this once a layer."""
         mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
         return mask.masked_fill_(torch.from_numpy(hidden).to(self._device), float("-inf"))
+
+
+def _read(slots: torch.Tensor, which: torch.Tensor | slice) -> torch.Tensor:
+    """[num_slots, tp_k_head_num * head_dim] of a layer's keys or values."""
+    return slots[which] if isinstance(which, slice) else slots.index_select(0, which)
 
 
 def _similar_lengths(rows: Int64Array, lengths: Int64Array) -> list[Int64Array]:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import socket
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    import torch
 
     from cluster.openai.tokenizer import Tokenizer
     from tests.scripted_engine import Run
@@ -27,6 +30,7 @@ if not Path("/dev/nvidiactl").exists():
 SHARE_GPUS = "SHARE_GPUS"
 """Environment variable: set, ranks that have no GPU of their own share one, which is slow and goes over NCCL."""
 ROOT = Path(__file__).resolve().parent.parent
+Logits = Callable[[list[int]], "torch.Tensor"]
 SMOLLM2 = Path.home() / ".cache/lockstep/smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -43,6 +47,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for mark, needed in (("gpu", 1), ("multi_gpu", 1 if SHARE_GPUS in os.environ else 2)):
             if item.get_closest_marker(mark) and num_gpus < needed:
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA device(s), found {num_gpus}"))
+
+
+def pytest_collection_finish() -> None:
+    # Once a test had set two threads, the draw of a row of 1,500 logits took 15 ms in place of 0.1 beside other work on
+    # two cores: its calls wait for the slower thread.
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)
 
 
 @pytest.fixture
@@ -81,15 +92,42 @@ def smollm2(smollm2_path: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="session")
-def smollm2_reference(smollm2_path: Path) -> PreTrainedModel:
-    """The default model by transformers in fp32, which its answers are compared with."""
+def smollm2_logits(smollm2_path: Path) -> Logits:
+    """The default model by transformers in fp32, which its answers are compared with.
+
+    Of token ids, the logits after each: [num_tokens, vocab_size] fp32.
+    """
+    import gguf
     import torch
 
     transformers = pytest.importorskip("transformers")
-    torch.set_num_threads(2)
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        smollm2_path.parent, gguf_file=smollm2_path.name, dtype=torch.float32
+    # As the model's publisher has it: read from the GGUF, it takes transformers 5 s more.
+    config = transformers.LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
     )
+    # transformers makes the table of tensor names anew for each of the model's modules: 4 s.
+    with patch("gguf.get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)):
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            smollm2_path.parent, config=config, gguf_file=smollm2_path.name, dtype=torch.float32
+        )
+
+    def logits(ids: list[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            return model(torch.tensor([ids])).logits[0]
+
+    return logits
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from cluster.messages import GenerateRequest, PromptLogprobs, SamplingParams
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits, SchedulerStats
 from configs.model_config import ModelConfig, read_model_config
 from configs.resolve import HostFacts, resolve
-from configs.schema import EngineConfig, SchedulerConfig
+from configs.schema import EngineConfig, ParallelConfig, SchedulerConfig
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from worker.protocol import FrameKind, StepFrame, StepResult
@@ -76,6 +76,7 @@ class LocalGroup:
             device="cpu",
             dtype="float32",
             scheduler=SchedulerConfig(max_num_batched_tokens=MAX_CHUNK),
+            parallel=ParallelConfig(threads_per_rank=1),
         )
         resolved = resolve(config, self.model, HostFacts(num_cores=2, num_gpus=0)).config
         plan = ShardPlan.create(self.model, tp_size)
@@ -97,7 +98,6 @@ class LocalGroup:
                         strategy="shared_memory",
                         timeout_s=120.0,
                     )
-                torch.set_num_threads(2 if tp_size == 1 else 1)
                 worker = TPWorker(config=resolved, model=self.model, model_path=model_path, plan=plan, group=group)
                 worker.load()
                 worker.allocate(num_pages, max_model_len)
@@ -119,6 +119,7 @@ class LocalGroup:
     def result(self) -> StepResult:
         answer = self.results.get(timeout=300)
         if isinstance(answer, BaseException):
+            self.results.put(answer)  # for the tests that share the group: they would wait for a result in vain
             raise answer
         return StepResult.decode(answer)
 

@@ -397,7 +397,7 @@ def test_hostile_texts_take_linear_time(style: StyleName) -> None:
         for whole in (True, False):
             # Quadratic work would take 64 times as long for 8 times the text.
             limit = 24 * max(seconds(unit, 6_000, whole=whole), 5e-3)
-            assert min(seconds(unit, 48_000, whole=whole) for _ in range(2)) < limit, unit
+            assert any(seconds(unit, 48_000, whole=whole) < limit for _ in range(2)), unit
 
 
 # --- Which format a template asks for ---------------------------------------------------------------------------------

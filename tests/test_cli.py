@@ -1,4 +1,4 @@
-"""The command line as a person uses it: processes of their own, a cluster of their own, and nothing left behind."""
+"""The command line as a person uses it: what it says and refuses, and that what it starts leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -18,11 +18,15 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import psutil
 import pytest
+import ray
+from typer.testing import CliRunner
 
+from cluster.commands.cli import app
 from cluster.commands.serve import root_cause
 from cluster.session import cluster_address
 from configs.errors import ConfigError
@@ -39,12 +43,29 @@ def environment(**extra: str) -> dict[str, str]:
     return {**kept, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "COLUMNS": "80", **extra}
 
 
-def run(*arguments: str, timeout_s: float = 120, stdin: str = "", **extra: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, stdin: str = "", **extra: str) -> subprocess.CompletedProcess[str]:
+    """What `python -m cluster ARGUMENTS` prints and returns, in this process; a command that starts Ray fails here.
+
+    Spares the seconds that a process takes to import torch and Ray. Log lines are not in its stderr, and libraries
+    have read their settings from the environment before.
+    """
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with contextlib.chdir(ROOT), patch.dict(os.environ, environment(**extra), clear=True):
+        try:
+            with patch.object(ray, "init", side_effect=AssertionError("the command starts Ray")):
+                result = CliRunner().invoke(app, arguments, input=stdin, catch_exceptions=False)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+    return subprocess.CompletedProcess(arguments, result.exit_code, result.stdout, result.stderr)
+
+
+def run_apart(*arguments: str, timeout_s: float = 120, **extra: str) -> subprocess.CompletedProcess[str]:
+    """`python -m cluster ARGUMENTS` in a process of its own."""
     return subprocess.run(
         [sys.executable, "-m", "cluster", *arguments],
         cwd=ROOT,
         env=environment(**extra),
-        input=stdin,
         capture_output=True,
         text=True,
         timeout=timeout_s,
@@ -72,8 +93,8 @@ def wait_for(condition: Any, timeout_s: float, what: str) -> None:
 
 
 def test_check_shows_the_plan_in_80_columns(smollm2_path: Path) -> None:
-    result = run("check", CONFIG, "--set", "tensor_parallel_size=9", "--set", "kv_cache.num_tokens=null")
-    assert result.returncode == 0, result.stderr
+    result = run_apart("check", CONFIG, "--set", "tensor_parallel_size=9", "--set", "kv_cache.num_tokens=null")
+    assert (result.returncode, result.stderr) == (0, "")
     lines = result.stdout.splitlines()
     assert "9 query heads, 3 KV heads" in lines[0]
     begin = next(i for i, line in enumerate(lines) if line.startswith("rank "))
@@ -224,7 +245,8 @@ def test_the_url_of_an_endpoint_has_its_ipv6_address_in_brackets(host: str, url:
 
 
 def test_detaching_from_a_cluster_that_ends_with_the_command_is_refused(smollm2_path: Path) -> None:
-    assert_refused(run("serve", CONFIG, "--address", "local", "--detach"), "--detach", "ray start --head")
+    result = run_apart("serve", CONFIG, "--address", "local", "--detach")
+    assert_refused(result, "--detach", "ray start --head")
 
 
 def test_chat_says_what_is_wrong_with_an_address(free_port: int) -> None:
@@ -246,7 +268,7 @@ def test_help_is_quick() -> None:
     times = []
     for _ in range(3):
         began = time.process_time(), os.times().children_user
-        result = run("--help")
+        result = run_apart("--help")
         times.append(os.times().children_user - began[1])
     assert result.returncode == 0
     for command in ("serve", "check", "chat", "generate", "bench", "status", "schema", "completion"):
@@ -334,7 +356,7 @@ def test_replicas_of_three_ranks_serve_side_by_side(smollm2_path: Path, free_por
 @pytest.mark.timeout(300)
 def test_generate_prints_the_text_and_nothing_else(smollm2_path: Path) -> None:
     prompt = ["--prompt", "The capital of France is", "--max-tokens", "2"]
-    result = run("generate", CONFIG, "--address", "local", *prompt, timeout_s=240)
+    result = run_apart("generate", CONFIG, "--address", "local", *prompt, timeout_s=240)
     assert result.returncode == 0, result.stderr
     assert result.stdout == " Paris.\n"
 
@@ -541,7 +563,7 @@ def test_a_job_serves_stops_with_its_app_and_can_come_again(smollm2_path: Path, 
     missing = head.submit("missing", free_port, "--set", "model=/nowhere/x.gguf", check=False)
     assert "error: model=/nowhere/x.gguf does not exist" in missing
     assert "Job 'missing' failed" in missing
-    too_large = run(
+    too_large = run_apart(
         "serve", CONFIG, "--set", "device=cuda", "--set", f"http_options.port={free_port}", RAY_ADDRESS=head.address
     )
     assert_refused(too_large, "needs 2 GPUs on one node, the largest has 0")

@@ -184,10 +184,9 @@ SURFACES = [
 @pytest.mark.parametrize("surface", SURFACES, ids=lambda surface: surface.path)
 @pytest.mark.parametrize("name", ["hermes", "json"])
 def test_every_surface_gives_part_of_a_cut_call_as_a_call_and_streams_the_same(
-    surface: Surface, name: Any, smollm2_path: Path, tmp_path: Path
+    surface: Surface, name: Any, smollm2: Tokenizer, tmp_path: Path
 ) -> None:
-    tokenizer = Tokenizer.load(smollm2_path)
-    reply = [*tokenizer.encode(forced(STYLES[name]), add_special_tokens=False), EOS]
+    reply = [*smollm2.encode(forced(STYLES[name]), add_special_tokens=False), EOS]
 
     async def scenario(stack: Stack) -> None:
         async def at(cut: int) -> list[str]:
@@ -203,4 +202,4 @@ def test_every_surface_gives_part_of_a_cut_call_as_a_call_and_streams_the_same(
         assert [] in got
         assert got[-1] == ARGUMENTS
 
-    runner(tokenizer, tmp_path)(scenario, ServerConfig(tool_call_parser=name), 1024, reply=reply, timeout_s=120)
+    runner(smollm2, tmp_path)(scenario, ServerConfig(tool_call_parser=name), 1024, reply=reply, timeout_s=120)

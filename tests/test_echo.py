@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,21 +9,17 @@ import openai
 import pytest
 import torch
 
+from tests.conftest import Logits
+
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
 TOLERANCE = 2e-3
-Reference = Callable[[list[int]], torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def reference(smollm2_reference: Any) -> Reference:
+def reference(smollm2_logits: Logits) -> Logits:
     """Log probabilities of the token after each position, [num_tokens, vocab_size] float32."""
-
-    def score(ids: list[int]) -> torch.Tensor:
-        with torch.no_grad():
-            return torch.log_softmax(smollm2_reference(torch.tensor([ids])).logits[0].float(), -1)
-
-    return score
+    return lambda ids: smollm2_logits(ids).log_softmax(-1)
 
 
 @pytest.fixture
@@ -33,7 +28,7 @@ def client(endpoint: Any) -> openai.OpenAI:
 
 
 def test_echoed_logprobs_equal_transformers_as_evaluation_harnesses_ask(
-    client: openai.OpenAI, endpoint: Any, reference: Reference
+    client: openai.OpenAI, endpoint: Any, reference: Logits
 ) -> None:
     rng = np.random.default_rng(3)
     # One is longer than a prefill chunk of the CPU's 512 tokens; two begin alike, so that a cached prefix would show.
@@ -70,7 +65,7 @@ def test_echoed_logprobs_equal_transformers_as_evaluation_harnesses_ask(
 
 
 def test_an_answers_logprobs_equal_transformers_whatever_shapes_the_choice(
-    client: openai.OpenAI, endpoint: Any, reference: Reference
+    client: openai.OpenAI, endpoint: Any, reference: Logits
 ) -> None:
     prompt = [504, 1234, 42, 77]
     choice = client.completions.create(
@@ -97,7 +92,7 @@ def test_an_answers_logprobs_equal_transformers_whatever_shapes_the_choice(
             assert top[f"token_id:{id_}"] == pytest.approx(value, abs=TOLERANCE)
 
 
-def test_a_chats_prompt_logprobs_equal_transformers(client: openai.OpenAI, endpoint: Any, reference: Reference) -> None:
+def test_a_chats_prompt_logprobs_equal_transformers(client: openai.OpenAI, endpoint: Any, reference: Logits) -> None:
     reply: Any = client.chat.completions.create(
         model=endpoint.model,
         messages=[{"role": "user", "content": "hi"}],

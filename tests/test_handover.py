@@ -443,7 +443,7 @@ def test_a_silent_stream_says_that_it_is_alive(run: Run, monkeypatch: pytest.Mon
         assert len(kept) + len(said) + 1 == len(blocks)
         assert "".join(it["choices"][0]["delta"].get("content", "") for it in said if it["choices"]) == REPLY
 
-    run(scenario, step_s=0.12)
+    run(scenario, step_s=0.12, burst=4)
 
 
 def test_an_error_after_a_sign_of_life_is_told_in_the_stream(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from benchmarks.make_checkpoint import write_checkpoint
 from cluster.openai.gguf_tokenizer import read_gguf_tokenizer
 from tests.fake_hub import COMMIT, REPO, hub
 from tests.test_cli import CONFIG as EXAMPLE
-from tests.test_cli import ROOT, read_until_ready, run, served
+from tests.test_cli import ROOT, read_until_ready, run, run_apart, served
 from tests.tiny_engine import VOCAB_SIZE, make_tokenizer
 
 CONFIG = {
@@ -75,7 +75,9 @@ FIND = """
 import sys
 from configs.checkpoint import resolve_tokenizer_path
 
-print(resolve_tokenizer_path(*sys.argv[1:]))
+repo, *models = sys.argv[1:]
+for model in models:
+    resolve_tokenizer_path(repo, model, "v1")
 """
 
 
@@ -106,7 +108,7 @@ def test_a_tokenizer_of_the_hub_is_read_before_anything_starts(
 ) -> None:
     with hub(tokenizer_files) as (url, fetched):
         options = settings_of(model=shape, load_format="dummy", tokenizer=REPO, max_model_len=512)
-        checked = run("check", EXAMPLE, *options, HF_ENDPOINT=url, HF_HOME=str(tmp_path / "home"))
+        checked = run_apart("check", EXAMPLE, *options, HF_ENDPOINT=url, HF_HOME=str(tmp_path / "home"))
     assert checked.returncode == 0, checked.stderr
     assert "tokenizer.json" in fetched
     assert "model.safetensors" not in fetched
@@ -115,7 +117,7 @@ def test_a_tokenizer_of_the_hub_is_read_before_anything_starts(
 def test_check_warns_of_tokens_that_the_model_does_not_have(shape: Path, tokenizer_files: Path) -> None:
     (shape / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": VOCAB_SIZE}))
     options = settings_of(model=shape, load_format="dummy", tokenizer=tokenizer_files, max_model_len=512)
-    checked = run("check", EXAMPLE, *options)
+    checked = run_apart("check", EXAMPLE, *options)
     assert checked.returncode == 0, checked.stderr
     [warning] = [line for line in checked.stderr.splitlines() if line.startswith("WARNING")]
     assert f"has embeddings for 0 to {VOCAB_SIZE - 1}: texts with one of the other tokens, 'lock' the first" in warning
@@ -138,7 +140,9 @@ def test_a_tokenizer_that_is_not_there_is_refused_before_anything_starts(
     with hub(tokenizer_files) as (url, _):
         options = settings_of(model=shape, load_format="dummy", tokenizer=named, max_model_len=512)
         address = ("--address", "local") if command == "serve" else ()
-        refused = run(command, EXAMPLE, *options, *address, HF_ENDPOINT=url, HF_HOME=str(tmp_path / "home"))
+        # huggingface_hub reads its settings when it is imported.
+        runner = run_apart if tokenizer == "owner/none" else run
+        refused = runner(command, EXAMPLE, *options, *address, HF_ENDPOINT=url, HF_HOME=str(tmp_path / "home"))
     assert refused.returncode != 0
     assert f"tokenizer={named}" in refused.stderr
     assert words in refused.stderr
@@ -146,14 +150,14 @@ def test_a_tokenizer_that_is_not_there_is_refused_before_anything_starts(
     assert "starting Ray" not in refused.stdout
 
 
-@pytest.mark.parametrize(("model", "branch"), [(REPO, "v1"), (f"{REPO}/file.gguf", "v1"), ("other/model", "main")])
+@pytest.mark.parametrize(("models", "branch"), [((REPO, f"{REPO}/file.gguf"), "v1"), (("other/model",), "main")])
 def test_the_revision_is_of_the_models_repository(
-    tokenizer_files: Path, tmp_path: Path, model: str, branch: str
+    tokenizer_files: Path, tmp_path: Path, models: tuple[str, ...], branch: str
 ) -> None:
     home = tmp_path / "home"
     with hub(tokenizer_files) as (url, _):
         settings = {"HF_ENDPOINT": url, "HF_HOME": str(home), "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-c", FIND, REPO, model, "v1"]
+        command = [sys.executable, "-c", FIND, REPO, *models]
         subprocess.run(command, env={**os.environ, **settings}, check=True, capture_output=True, timeout=120)
     [asked] = (home / "hub" / "models--owner--tiny" / "refs").iterdir()
     assert asked.name == branch
@@ -176,7 +180,7 @@ def test_serve_fetches_a_model_of_the_hub(
     with hub(files, pause_s=0.5) as (url, fetched):
         monkeypatch.setenv("HF_ENDPOINT", url)
         monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-        checked = run("check", EXAMPLE, *options)
+        checked = run_apart("check", EXAMPLE, *options)
         assert checked.returncode == 0, checked.stderr
         assert "2 layers" in checked.stdout
         assert not any(name.endswith(".safetensors") for name in fetched)

@@ -38,8 +38,9 @@ def _random(*shape: int, device: str, seed: int = 0) -> torch.Tensor:
 
 
 @on_each
-def test_the_norm_divides_by_the_root_mean_square(device: str) -> None:
-    norm, x = _norm(96, device), _random(3, 96, device=device)
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_the_norm_divides_by_the_root_mean_square(device: str, num_tokens: int) -> None:
+    norm, x = _norm(96, device), _random(num_tokens, 96, device=device)
     expected = x / torch.sqrt(x.square().mean(1, keepdim=True) + EPS) * torch.linspace(0.5, 1.5, 96, device=device)
     torch.testing.assert_close(norm(x), expected)
     torch.testing.assert_close(norm.weight.cpu(), torch.linspace(0.5, 1.5, 96))

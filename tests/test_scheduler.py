@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from dataclasses import replace
 
@@ -70,6 +71,9 @@ def run_random_load(seed: int, steps_in_flight: int) -> Engine:
     return engine
 
 
+random_load = functools.cache(run_random_load)
+
+
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 def test_one_request_gets_the_reference_answer(steps_in_flight: int) -> None:
     engine = Engine(replace(LIMITS, steps_in_flight=steps_in_flight))
@@ -80,7 +84,7 @@ def test_one_request_gets_the_reference_answer(steps_in_flight: int) -> None:
 @pytest.mark.parametrize("seed", range(15))
 @pytest.mark.parametrize("steps_in_flight", [1, 2])
 def test_every_answer_equals_the_reference_under_random_load(seed: int, steps_in_flight: int) -> None:
-    run_random_load(seed, steps_in_flight)
+    random_load(seed, steps_in_flight)
 
 
 @pytest.mark.slow
@@ -91,7 +95,7 @@ def test_every_answer_equals_the_reference_under_more_random_load(seed: int, ste
 
 
 def test_random_load_reaches_preemption_eviction_hits_and_every_finish() -> None:
-    engines = [run_random_load(seed, 2) for seed in range(12)]
+    engines = [random_load(seed, 2) for seed in range(12)]
     stats = [engine.scheduler.stats() for engine in engines]
     assert sum(stat.total_preemptions for stat in stats) > 10
     assert sum(stat.total_prefix_hit_tokens for stat in stats) > 500
@@ -107,7 +111,7 @@ def test_random_load_reaches_preemption_eviction_hits_and_every_finish() -> None
 
 
 def test_the_same_calls_give_the_same_bytes() -> None:
-    assert run_random_load(3, 2).log == run_random_load(3, 2).log
+    assert run_random_load(3, 2).log == random_load(3, 2).log
 
 
 @pytest.mark.parametrize("steps_in_flight", [1, 2])

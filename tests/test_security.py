@@ -98,9 +98,7 @@ def test_nothing_unpickles_evaluates_or_imports_what_it_is_given() -> None:
 
 def test_no_model_code_is_imported(smollm2: Tokenizer, smollm2_path: Path, tmp_path: Path) -> None:
     """A repository that asks for code of its own: `auto_map` in every file that may have it."""
-    converted = smollm2_path.with_name(smollm2_path.name + ".tokenizer")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes((converted / name).read_bytes())
+    smollm2._fast.save_pretrained(tmp_path)
     marker = tmp_path / "ran"
     code = f"open({str(marker)!r}, 'w').close()\nclass Any: pass\n"
     for module in ("configuration_evil", "modeling_evil", "tokenization_evil"):

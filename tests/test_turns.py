@@ -40,12 +40,20 @@ class Slices:
         monkeypatch.setattr(asyncio.Handle, "_run", timed)
 
 
+@pytest.fixture(scope="module")
+def frozen() -> Iterator[None]:
+    """What the run holds by now is frozen, which spares each test half a second of walking over it."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture
-def slices(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slices]:
+def slices(frozen: None, monkeypatch: pytest.MonkeyPatch) -> Slices:
     gc.collect()
     gc.freeze()  # as the Engine replica does when it has started
-    yield Slices(monkeypatch)
-    gc.unfreeze()
+    return Slices(monkeypatch)
 
 
 async def post(app: Any, path: str, body: bytes) -> tuple[int, list[bytes]]:
