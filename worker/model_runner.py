@@ -156,9 +156,10 @@ class ModelRunner:
         hidden = self._forward(replace(batch, sample_indices=upload(wanted.tokens, device)))
         scored = hidden.index_select(0, upload(wanted.scored, device))
         targets, k = upload(frame.targets.astype(np.int64), device), int(frame.scores["k"].max())
+        num_rows = min(CHUNK_ROWS, self._max_rows)  # whole rows of logits: no more than a decode has
         chunks = [
             self._sampler.score(self._decoder.local_logits(states), ids, k)
-            for states, ids in zip(torch.split(scored, CHUNK_ROWS), torch.split(targets, CHUNK_ROWS), strict=True)
+            for states, ids in zip(torch.split(scored, num_rows), torch.split(targets, num_rows), strict=True)
         ]
         return hidden.index_select(0, upload(wanted.sampled, device)), LogprobTensors.joined(chunks)
 
