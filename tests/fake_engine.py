@@ -202,12 +202,12 @@ class FakeWorker:
                     asked.append(len(tokens))
                 tokens.append(int(self.last_token[row]))
         k = max(self.num_logprobs.values(), default=0) if asked else 0
-        target_k = int(frame.scores["k"].max(initial=0))
+        target_k = int(frame.prompt_runs["k"].max(initial=0))
         scores: list[tuple[float, list[int]]] = []
-        for row, start, num, _ in frame.scores.tolist():
+        for row, start, num, _ in frame.prompt_runs.tolist():
             for index in range(start, start + num):
                 history = self._history(row, index + 1)
-                scores.append(prompt_score(history, int(frame.targets[len(scores)]), target_k))
+                scores.append(prompt_score(history, int(frame.prompt_targets[len(scores)]), target_k))
         return StepResult(
             frame.generation,
             frame.step,
@@ -218,9 +218,9 @@ class FakeWorker:
             top_ids=np.tile(np.arange(k, dtype=np.int32), (len(asked), 1)),
             top_logprobs=np.zeros((len(asked), k), np.float32),
             asked_logprobs=np.zeros((len(asked), 0), np.float32),
-            target_logprobs=np.array([logprob for logprob, _ in scores], np.float32),
-            target_top_ids=np.array([ids for _, ids in scores], np.int32).reshape(len(scores), target_k),
-            target_top_logprobs=np.zeros((len(scores), target_k), np.float32),
+            prompt_logprobs=np.array([logprob for logprob, _ in scores], np.float32),
+            prompt_top_ids=np.array([ids for _, ids in scores], np.int32).reshape(len(scores), target_k),
+            prompt_top_logprobs=np.zeros((len(scores), target_k), np.float32),
         ).encode()
 
     def _history(self, row: int, num_tokens: int) -> npt.NDArray[np.int64]:
@@ -423,7 +423,7 @@ class Engine:
     def _check_frame(self, frame: StepFrame) -> None:
         limits = self.limits
         assert frame.lens.sum() <= limits.max_num_batched_tokens
-        assert len(frame.targets) <= limits.max_num_targets
+        assert len(frame.prompt_targets) <= limits.max_prompt_logprobs
         frame.check(FrameLimits(limits.max_num_seqs + 1, VOCAB, limits.max_model_len, limits.max_row_tokens))
         assert len(np.unique(frame.rows)) == len(frame.rows) > 0
         assert frame.rows.min() >= 1

@@ -12,7 +12,7 @@ from attention.backend import AttentionBackend
 from attention.forward_batch import ForwardBatch, PagedMetadata
 from attention.layer import AttentionLayer
 from attention.step_shape import StepShape
-from worker.cuda_graph_runner import CudaGraphRunner, StepOutput, _Captured
+from worker.cuda_graph_runner import CudaGraphRunner, DeviceOutput, _Captured
 
 
 class PagedBackend(AttentionBackend):
@@ -48,9 +48,9 @@ class PagedBackend(AttentionBackend):
 class _Rerun:
     """Stands for torch.cuda.CUDAGraph."""
 
-    step: Callable[[StepShape], StepOutput]
+    step: Callable[[StepShape], DeviceOutput]
     shape: StepShape
-    output: StepOutput
+    output: DeviceOutput
 
     def replay(self) -> None:
         again = self.step(self.shape)
@@ -63,7 +63,7 @@ class RerunGraphs(CudaGraphRunner):
 
     def capture(
         self,
-        step: Callable[[StepShape], StepOutput],
+        step: Callable[[StepShape], DeviceOutput],
         shapes: Sequence[StepShape],
         *,
         prepare: Callable[[StepShape], None],

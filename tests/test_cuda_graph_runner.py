@@ -8,7 +8,7 @@ import torch
 
 from attention.step_shape import StepShape
 from parallel.group import TensorParallelGroup
-from worker.cuda_graph_runner import CudaGraphRunner, StepOutput, _Captured
+from worker.cuda_graph_runner import CudaGraphRunner, DeviceOutput, _Captured
 
 
 class Graph:
@@ -23,7 +23,7 @@ def test_graphs_go_before_the_group_whose_communicator_waits_for_them() -> None:
     for num_rows in (1, 2):
         graph = Graph()
         weakref.finalize(graph, dropped.append, "graph")
-        output = StepOutput(torch.zeros(num_rows), torch.zeros(num_rows, 1))
+        output = DeviceOutput(torch.zeros(num_rows), torch.zeros(num_rows, 1))
         runner._captured[StepShape(num_rows, num_rows, num_rows)] = _Captured(graph, output)
     del group, graph  # as when a rank ends: what it captured is the last to hold the group
     assert dropped == []

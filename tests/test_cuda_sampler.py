@@ -221,7 +221,7 @@ def test_scores_of_given_tokens_are_those_of_the_cpu(tp_size: int, device: torch
         span = plan.vocab[group.rank]
         cuda = Sampler(plan, group, 2, use_triton=True)
         local = logits[:, span.start : span.stop].contiguous().to(device)
-        return [cuda.score(local, targets.to(device), k).to_host() for k in (0, 6)]
+        return [cuda.logprobs_of(local, targets.to(device), k).to_host() for k in (0, 6)]
 
     for scores in _run_ranks(tp_size, device, body):
         for k, ours in zip((0, 6), scores, strict=True):

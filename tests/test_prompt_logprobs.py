@@ -15,8 +15,8 @@ from cluster.messages import SamplingParams
 from configs.errors import EngineError
 from tests.fake_engine import LIMITS, Engine, prompt_of
 from tests.local_group import Limits, LocalGroup, assert_scores_equal
-from worker.prompt_scores import WantedTokens
-from worker.protocol import MAX_TARGETS, SCORE_DTYPE, FrameLimits, RowFlag, StepFrame, StepResult
+from worker.prompt_logprobs import WantedTokens
+from worker.protocol import MAX_PROMPT_LOGPROBS, PROMPT_LOGPROBS_DTYPE, FrameLimits, RowFlag, StepFrame, StepResult
 from worker.torch_sampling import token_logprobs
 
 # The scheduler: `Engine` checks every score against the prompt it belongs to, and that each comes once, in order and
@@ -54,7 +54,7 @@ def test_a_scored_prompt_reads_no_cache_but_others_read_what_it_computed() -> No
 
 
 def test_a_step_scores_no_more_than_it_may_and_the_other_requests_go_on() -> None:
-    limits = replace(LIMITS, max_num_targets=5, max_num_batched_tokens=16, prefill_chunk_size=16, steps_in_flight=1)
+    limits = replace(LIMITS, max_prompt_logprobs=5, max_num_batched_tokens=16, prefill_chunk_size=16, steps_in_flight=1)
     engine = Engine(limits)
     scored = [engine.add(prompt_of(21, seed), max_tokens=2, prompt_logprobs=1) for seed in range(2)]
     plain = engine.add(prompt_of(9, 7), max_tokens=2)
@@ -66,14 +66,14 @@ def test_a_step_scores_no_more_than_it_may_and_the_other_requests_go_on() -> Non
 
 def test_the_last_part_of_a_prompt_takes_what_its_scores_leave_of_the_budget() -> None:
     # The last prompt token has no target: 6 tokens are 5 targets.
-    engine = Engine(replace(LIMITS, max_num_targets=5))
+    engine = Engine(replace(LIMITS, max_prompt_logprobs=5))
     engine.add(prompt_of(6), max_tokens=1, prompt_logprobs=0)
     engine.run()
     assert engine.scheduler.last_step == 1
 
 
 def test_a_preempted_request_is_scored_on_from_where_it_was() -> None:
-    engine = Engine(replace(LIMITS, num_pages=17, max_num_targets=3, max_num_batched_tokens=64))
+    engine = Engine(replace(LIMITS, num_pages=17, max_prompt_logprobs=3, max_num_batched_tokens=64))
     first = engine.add(prompt_of(8), max_tokens=50)
     scored = engine.add(prompt_of(28, 1), max_tokens=20, prompt_logprobs=1)
     while not engine.scheduler.stats().total_preemptions:
@@ -84,7 +84,7 @@ def test_a_preempted_request_is_scored_on_from_where_it_was() -> None:
 
 
 def test_a_prompt_preempted_in_its_middle_is_scored_once() -> None:
-    engine = Engine(replace(LIMITS, num_pages=20, max_num_targets=2, max_num_batched_tokens=64))
+    engine = Engine(replace(LIMITS, num_pages=20, max_prompt_logprobs=2, max_num_batched_tokens=64))
     for seed in range(3):
         engine.add(prompt_of(4, 2 + seed), max_tokens=24)
     engine.step()
@@ -100,7 +100,7 @@ def test_a_prompt_preempted_in_its_middle_is_scored_once() -> None:
 
 
 def test_a_scored_request_that_was_aborted_sends_no_more() -> None:
-    engine = Engine(replace(LIMITS, max_num_targets=4))
+    engine = Engine(replace(LIMITS, max_prompt_logprobs=4))
     scored = engine.add(prompt_of(30), max_tokens=4, prompt_logprobs=0)
     engine.launch()
     engine.launch()
@@ -121,37 +121,37 @@ def _frame(scores: list[tuple[int, int, int, int]], targets: list[int], **change
         "lens": [4, 3, 1],
         "flags": [RowFlag.HAS_TOKENS, RowFlag.HAS_TOKENS, RowFlag.SAMPLE],
         "token_ids": [0] * 7,
-        "targets": targets,
+        "prompt_targets": targets,
         **changes,
     }
     arrays = {name: np.array(values, np.int32) for name, values in fields.items()}
-    return StepFrame(1, 1, scores=np.array(scores, SCORE_DTYPE), **arrays)
+    return StepFrame(1, 1, prompt_runs=np.array(scores, PROMPT_LOGPROBS_DTYPE), **arrays)
 
 
 def test_scores_travel_in_frames_and_results() -> None:
     frame = StepFrame.decode(_frame([(3, 5, 2, 4), (1, 0, 3, 0)], [7, 8, 9, 10, 11]).encode())
-    assert frame.scores.tolist() == [(3, 5, 2, 4), (1, 0, 3, 0)]
-    assert frame.targets.tolist() == [7, 8, 9, 10, 11]
+    assert frame.prompt_runs.tolist() == [(3, 5, 2, 4), (1, 0, 3, 0)]
+    assert frame.prompt_targets.tolist() == [7, 8, 9, 10, 11]
     frame.check(FrameLimits(num_rows=4, vocab_size=12, max_model_len=64))
     for num_tokens, k in ((0, 2), (3, 0)):
         ids, logprobs = np.arange(5 * k, dtype=np.int32).reshape(5, k), np.ones((5, k), np.float32)
         tokens, own = np.arange(num_tokens, dtype=np.int32), -np.arange(5, dtype=np.float32)
-        sent = StepResult(1, 1, tokens, target_logprobs=own, target_top_ids=ids, target_top_logprobs=logprobs)
+        sent = StepResult(1, 1, tokens, prompt_logprobs=own, prompt_top_ids=ids, prompt_top_logprobs=logprobs)
         result = StepResult.decode(sent.encode())
         assert len(sent.encode()) <= StepResult.max_bytes(3, k)
         assert result.tokens.tolist() == tokens.tolist()
-        assert result.target_logprobs.tolist() == own.tolist()
-        assert result.target_top_ids.tolist() == ids.tolist()
-        assert result.target_top_logprobs.shape == (5, k)
+        assert result.prompt_logprobs.tolist() == own.tolist()
+        assert result.prompt_top_ids.tolist() == ids.tolist()
+        assert result.prompt_top_logprobs.shape == (5, k)
 
 
 @pytest.mark.parametrize(
     ("scores", "targets", "wrong"),
     [
-        ([(3, 4, 2, 0)], [1], "1 targets for scores of"),
-        ([], [1], "1 targets for scores of"),
-        ([(3, 4, 0, 0)], [], "0 targets for scores of"),
-        ([(3, 4, MAX_TARGETS + 1, 0)], [1] * (MAX_TARGETS + 1), f"at most {MAX_TARGETS}"),
+        ([(3, 4, 2, 0)], [1], "1 prompt targets for"),
+        ([], [1], "1 prompt targets for"),
+        ([(3, 4, 0, 0)], [], "0 prompt targets for"),
+        ([(3, 4, MAX_PROMPT_LOGPROBS + 1, 0)], [1] * (MAX_PROMPT_LOGPROBS + 1), f"at most {MAX_PROMPT_LOGPROBS}"),
         ([(3, 4, 1, 0)], [12], "outside a vocabulary"),
         ([(3, 4, 1, -1)], [1], "outside a vocabulary"),
         ([(2, 9, 1, 0)], [1], "row without tokens"),

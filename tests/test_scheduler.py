@@ -33,7 +33,7 @@ def run_random_load(seed: int, steps_in_flight: int, max_row_tokens: int = 1) ->
         max_num_batched_tokens=rng.choice([3, 16, 40]),
         prefill_chunk_size=rng.choice([1, 5, 8, 40]),
         max_model_len=max_model_len,
-        max_num_targets=rng.choice([1, 7, 100]),
+        max_prompt_logprobs=rng.choice([1, 7, 100]),
         steps_in_flight=steps_in_flight,
         enable_prefix_caching=rng.random() < 0.8,
     )

@@ -75,7 +75,7 @@ def test_a_step_costs_what_its_rows_and_their_contexts_make_it() -> None:
     decodes.starts[:] = 10, 20, 30
     scored = frame(1, 4)
     scored.flags[:] = RowFlag.HAS_TOKENS
-    scored.targets = np.zeros(3, np.int32)
+    scored.prompt_targets = np.zeros(3, np.int32)
     for launched in (decodes, scored):
         meter.launched(launched)
         meter.retired(0)

@@ -23,7 +23,7 @@ from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from tests.dense_model import dense_model
 from tests.rerun_graphs import PagedBackend, RerunGraphs
-from worker.cuda_graph_runner import StepOutput
+from worker.cuda_graph_runner import DeviceOutput
 from worker.memory import free_bytes
 from worker.models.decoder import Decoder
 from worker.protocol import (
@@ -312,7 +312,7 @@ def test_captured_steps_give_the_tokens_of_eager_ones(
     replayed: list[StepShape] = []
     replay = RerunGraphs.replay
 
-    def recorded(self: RerunGraphs, shape: StepShape) -> StepOutput:
+    def recorded(self: RerunGraphs, shape: StepShape) -> DeviceOutput:
         replayed.append(shape)
         return replay(self, shape)
 

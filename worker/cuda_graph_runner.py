@@ -20,7 +20,7 @@ _NUM_WARM_UPS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class StepOutput:
+class DeviceOutput:
     """What a step leaves on the device."""
 
     tokens: torch.Tensor
@@ -32,7 +32,7 @@ class StepOutput:
 @dataclass(frozen=True, slots=True)
 class _Captured:
     graph: Any  # torch.cuda.CUDAGraph, which torch does not annotate
-    output: StepOutput
+    output: DeviceOutput
 
 
 class CudaGraphRunner:
@@ -55,7 +55,7 @@ class CudaGraphRunner:
 
     def capture(
         self,
-        step: Callable[[StepShape], StepOutput],
+        step: Callable[[StepShape], DeviceOutput],
         shapes: Sequence[StepShape],
         *,
         prepare: Callable[[StepShape], None],
@@ -94,13 +94,13 @@ class CudaGraphRunner:
         """The captured shape with the fewest tokens that holds `step`; None when none does."""
         return smallest(self._decodes if step.is_decode else self._prompts, step)
 
-    def replay(self, shape: StepShape) -> StepOutput:
+    def replay(self, shape: StepShape) -> DeviceOutput:
         """Queues the graph of exactly that shape, one of `smallest`'s answers."""
         captured = self._captured[shape]
         captured.graph.replay()
         return captured.output
 
-    def _capture(self, step: Callable[[StepShape], StepOutput], shape: StepShape, pool: Any) -> _Captured:
+    def _capture(self, step: Callable[[StepShape], DeviceOutput], shape: StepShape, pool: Any) -> _Captured:
         for _ in range(_NUM_WARM_UPS):
             step(shape)
             torch.cuda.synchronize(self._group.device)

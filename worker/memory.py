@@ -13,7 +13,7 @@ import torch
 
 from worker.cgroup import available_bytes
 from worker.model_runner import ModelRunner
-from worker.protocol import MAX_TARGETS, SCORE_DTYPE, RowFlag, StepFrame
+from worker.protocol import MAX_PROMPT_LOGPROBS, PROMPT_LOGPROBS_DTYPE, RowFlag, StepFrame
 from worker.sampler import default_params
 
 _GIB = 1 << 30
@@ -117,9 +117,9 @@ def _largest_frames(max_rows: int, max_tokens: int, max_model_len: int, page_siz
                 page_deltas=np.array(deltas, np.int32).reshape(-1, 3),
             )
         )
-    if (num_targets := min(MAX_TARGETS, lens[0] - 1)) > 0:
-        frames[0].scores = np.array([(1, 0, num_targets, _NUM_LOGPROBS)], SCORE_DTYPE)
-        frames[0].targets = np.zeros(num_targets, np.int32)
+    if (num_prompt_logprobs := min(MAX_PROMPT_LOGPROBS, lens[0] - 1)) > 0:
+        frames[0].prompt_runs = np.array([(1, 0, num_prompt_logprobs, _NUM_LOGPROBS)], PROMPT_LOGPROBS_DTYPE)
+        frames[0].prompt_targets = np.zeros(num_prompt_logprobs, np.int32)
     frames[-1].params = _every_filter(max_rows)
     return frames
 

@@ -20,11 +20,11 @@ from attention.forward_batch import ForwardBatch
 from attention.kv_pool import ReqToTokenPool, TokenToKVPool
 from attention.step_shape import StepShape
 from parallel.group import TensorParallelGroup
-from worker.cuda_graph_runner import CudaGraphRunner, StepOutput
+from worker.cuda_graph_runner import CudaGraphRunner, DeviceOutput
 from worker.logprobs import LogprobTensors
 from worker.models.decoder import Decoder
 from worker.pending_step import PendingStep
-from worker.prompt_scores import CHUNK_ROWS, WantedTokens
+from worker.prompt_logprobs import CHUNK_ROWS, WantedTokens
 from worker.protocol import FrameLimits, RowFlag, StepFrame
 from worker.sampler import Sampler
 from worker.step_inputs import StepInputs
@@ -115,18 +115,18 @@ class ModelRunner:
         self._req_to_token_pool.check(frame.page_deltas, self._num_pages)
         is_sampled = (frame.flags & RowFlag.SAMPLE) != 0
         step, sampled = shape_of(frame), frame.rows[is_sampled]
-        shape = None if len(frame.targets) else self._graphs.smallest(step)
+        shape = None if len(frame.prompt_targets) else self._graphs.smallest(step)
         self._inputs.upload(frame, shape or step)
         self._sampler.update(frame)
-        hidden, scores = None, None
+        hidden, prompt_logprobs = None, None
         if shape is not None:
             self._backend.prepare_replay(shape)
             output = self._graphs.replay(shape)
-            output = StepOutput(output.tokens[: len(sampled)], output.logits[: len(sampled)])
+            output = DeviceOutput(output.tokens[: len(sampled)], output.logits[: len(sampled)])
         else:
-            hidden, scores = self._forward_and_score(frame, self._inputs.batch(frame, step))
+            hidden, prompt_logprobs = self._forward_with_logprobs(frame, self._inputs.batch(frame, step))
         if len(sampled) == 0:
-            return PendingStep(self._group, frame, None, sampled, None, scores)
+            return PendingStep(self._group, frame, None, sampled, None, prompt_logprobs)
         chosen = self._sampler.choose(sampled, (frame.starts + frame.lens)[is_sampled])
         if hidden is not None:
             output = self._sample(hidden, step, left_out=chosen.which[chosen.is_redrawn])
@@ -136,9 +136,9 @@ class ModelRunner:
             logprobs = self._sampler.resample(output.logits, rows, positions, output.tokens, chosen)
             self._inputs.last_tokens.index_copy_(0, rows.long(), output.tokens)
         asked = chosen.which[chosen.num_logprobs >= 0].astype(np.int32)
-        return PendingStep(self._group, frame, output.tokens, asked, logprobs, scores)
+        return PendingStep(self._group, frame, output.tokens, asked, logprobs, prompt_logprobs)
 
-    def _step(self, shape: StepShape, logits: torch.Tensor) -> StepOutput:
+    def _step(self, shape: StepShape, logits: torch.Tensor) -> DeviceOutput:
         """A step of that shape over static buffers, its logits among them: what a graph captures."""
         batch = self._inputs.graph_batch(shape)
         self._backend.prepare_capture(batch, shape)
@@ -148,17 +148,19 @@ class ModelRunner:
         self._backend.init_forward_metadata(batch)
         return self._decoder.forward(batch, self._backend)
 
-    def _forward_and_score(self, frame: StepFrame, batch: ForwardBatch) -> tuple[torch.Tensor, LogprobTensors | None]:
-        """Hidden states of the rows that are sampled, and scores of the frame's targets, if it has any."""
-        if len(frame.targets) == 0:
+    def _forward_with_logprobs(
+        self, frame: StepFrame, batch: ForwardBatch
+    ) -> tuple[torch.Tensor, LogprobTensors | None]:
+        """Hidden states of the rows that are sampled, and the log probabilities of the frame's prompt targets."""
+        if len(frame.prompt_targets) == 0:
             return self._forward(batch), None
         wanted, device = WantedTokens.of(frame), self._group.device
         hidden = self._forward(replace(batch, sample_indices=upload(wanted.tokens, device)))
         scored = hidden.index_select(0, upload(wanted.scored, device))
-        targets, k = upload(frame.targets.astype(np.int64), device), int(frame.scores["k"].max())
+        targets, k = upload(frame.prompt_targets.astype(np.int64), device), int(frame.prompt_runs["k"].max())
         num_rows = min(CHUNK_ROWS, self._max_rows)  # whole rows of logits: no more than a decode has
         chunks = [
-            self._sampler.score(self._decoder.local_logits(states), ids, k)
+            self._sampler.logprobs_of(self._decoder.local_logits(states), ids, k)
             for states, ids in zip(torch.split(scored, num_rows), torch.split(targets, num_rows), strict=True)
         ]
         return hidden.index_select(0, upload(wanted.sampled, device)), LogprobTensors.joined(chunks)
@@ -170,7 +172,7 @@ class ModelRunner:
         *,
         out: torch.Tensor | None = None,
         left_out: npt.NDArray[np.int64] | None = None,
-    ) -> StepOutput:
+    ) -> DeviceOutput:
         """The plain rule for every sampled row. The noise key is the new token's index in its whole sequence, which is
         how many tokens the row has now, and which preemption and recompute do not change.
 
@@ -182,4 +184,4 @@ class ModelRunner:
         logits = self._decoder.local_logits(hidden, out)
         tokens = self._sampler.sample(logits, rows, positions, left_out)
         self._inputs.last_tokens.index_copy_(0, rows.long(), tokens)
-        return StepOutput(tokens, logits)
+        return DeviceOutput(tokens, logits)

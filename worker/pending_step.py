@@ -19,7 +19,7 @@ class PendingStep:
         tokens: [num_sampled] int64, device; None when no row was sampled.
         logprob_rows: indices of the sampled rows that asked for logprobs.
         logprobs: theirs; None when there are none.
-        scores: of the frame's targets; None when it has none.
+        prompt_logprobs: of the frame's prompt targets; None when it has none.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class PendingStep:
         tokens: torch.Tensor | None,
         logprob_rows: Int32Array,
         logprobs: LogprobTensors | None,
-        scores: LogprobTensors | None,
+        prompt_logprobs: LogprobTensors | None,
     ) -> None:
         self._group = group
         self._generation, self._step = frame.generation, frame.step
@@ -37,7 +37,7 @@ class PendingStep:
         self._tokens = None if tokens is None else tokens.to("cpu", non_blocking=True)
         self._logprob_rows = logprob_rows
         self._logprobs = None if logprobs is None else logprobs.to_host()
-        self._scores = None if scores is None else scores.to_host()
+        self._prompt_logprobs = None if prompt_logprobs is None else prompt_logprobs.to_host()
         self._done: Any = None  # torch does not annotate its event; None: all of it is there
         if group.device.type == "cuda":
             self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -65,8 +65,8 @@ class PendingStep:
             result.top_ids = self._logprobs.top_ids.numpy().astype(np.int32)
             result.top_logprobs = self._logprobs.top_logprobs.numpy()
             result.asked_logprobs = self._logprobs.asked_logprobs.numpy()
-        if self._scores is not None:
-            result.target_logprobs = self._scores.logprobs.numpy()
-            result.target_top_ids = self._scores.top_ids.numpy().astype(np.int32)
-            result.target_top_logprobs = self._scores.top_logprobs.numpy()
+        if self._prompt_logprobs is not None:
+            result.prompt_logprobs = self._prompt_logprobs.logprobs.numpy()
+            result.prompt_top_ids = self._prompt_logprobs.top_ids.numpy().astype(np.int32)
+            result.prompt_top_logprobs = self._prompt_logprobs.top_logprobs.numpy()
         return result

@@ -28,7 +28,7 @@ MAX_ROW_BIASES = 2048
 """Most biases of one row: what a request may ask for, and what `min_tokens` and `bad_words` ban."""
 MAX_ROW_ASKED = 128
 """Most token ids whose log probability one row may ask for."""
-MAX_TARGETS = 512
+MAX_PROMPT_LOGPROBS = 512
 """Most prompt tokens whose log probability one step finds: it bounds the step's memory and its result."""
 ALWAYS = 2**31 - 1
 """`until` of a bias without an end."""
@@ -62,7 +62,7 @@ COUNT_DTYPE = np.dtype([("row", "<i4"), ("token_id", "<i4"), ("num_generated", "
 ASKED_DTYPE = np.dtype([("row", "<i4"), ("token_id", "<i4")])
 """A token whose log probability a row with logprobs wants too, in the order of the answers; MAX_ROW_ASKED a row."""
 
-SCORE_DTYPE = np.dtype([("row", "<i4"), ("start", "<i4"), ("num", "<i4"), ("k", "<i4")])
+PROMPT_LOGPROBS_DTYPE = np.dtype([("row", "<i4"), ("start", "<i4"), ("num", "<i4"), ("k", "<i4")])
 """`num` positions of a row from `start` on, all inputs of this step, whose next token is known: its log probability
 and the `k` likeliest tokens in its place are wanted. No such position is sampled."""
 
@@ -191,24 +191,25 @@ def _check_masks(mask_rows: Int32Array, frame: StepFrame, limits: FrameLimits) -
     return None if frame.masks.any(axis=1).all() else "has a mask that allows nothing"
 
 
-def _check_scores(scores: Records, frame: StepFrame, limits: FrameLimits) -> str | None:
-    targets = frame.targets
-    if len(targets) > MAX_TARGETS or int(scores["num"].sum()) != len(targets) or (scores["num"] < 1).any():
-        return f"has {len(targets)} targets for scores of {scores['num'].tolist()} positions; at most {MAX_TARGETS} fit"
-    if not (_is_inside(targets, 0, limits.vocab_size) and _is_inside(scores["k"], 0, limits.vocab_size + 1)):
+def _check_prompt_runs(runs: Records, frame: StepFrame, limits: FrameLimits) -> str | None:
+    targets = frame.prompt_targets
+    if len(targets) > MAX_PROMPT_LOGPROBS or int(runs["num"].sum()) != len(targets) or (runs["num"] < 1).any():
+        positions = runs["num"].tolist()
+        return f"has {len(targets)} prompt targets for {positions} positions; at most {MAX_PROMPT_LOGPROBS} fit"
+    if not (_is_inside(targets, 0, limits.vocab_size) and _is_inside(runs["k"], 0, limits.vocab_size + 1)):
         return f"has a target or a number of likeliest tokens outside a vocabulary of {limits.vocab_size}"
     # Where each record's row stands in the frame; records of rows that it does not name, or out of order, are missed.
-    at = np.flatnonzero(np.isin(frame.rows, scores["row"]) & frame.has_tokens)
-    if not np.array_equal(frame.rows[at], scores["row"]):
-        return "has scores of a row without tokens, or out of order"
-    ends = scores["start"] + scores["num"]
-    if (scores["start"] < frame.starts[at]).any() or (ends > frame.starts[at] + frame.lens[at]).any():
-        return "has scores of positions that are no inputs"
+    at = np.flatnonzero(np.isin(frame.rows, runs["row"]) & frame.has_tokens)
+    if not np.array_equal(frame.rows[at], runs["row"]):
+        return "has prompt log probabilities of a row without tokens, or out of order"
+    ends = runs["start"] + runs["num"]
+    if (runs["start"] < frame.starts[at]).any() or (ends > frame.starts[at] + frame.lens[at]).any():
+        return "has prompt log probabilities of positions that are no inputs"
     return None
 
 
-def _check_targets(targets: Int32Array, frame: StepFrame, limits: FrameLimits) -> str | None:
-    return None if len(frame.scores) else f"has {len(targets)} targets for scores of no positions"
+def _check_prompt_targets(targets: Int32Array, frame: StepFrame, limits: FrameLimits) -> str | None:
+    return None if len(frame.prompt_runs) else f"has {len(targets)} prompt targets for no positions"
 
 
 def _is_inside(values: Int32Array, first: int, end: int) -> bool:
@@ -245,10 +246,11 @@ class StepFrame(Message):
     """Of rows in `params` that have penalties; tokens sampled from now on the ranks count."""
     asked = Section(ASKED_DTYPE, "asked", check=_check_asked)
     """Of rows in `params`."""
-    scores = Section(SCORE_DTYPE, "score", check=_check_scores)
+    prompt_runs = Section(PROMPT_LOGPROBS_DTYPE, "prompt_run", check=_check_prompt_runs)
     """Of rows with HAS_TOKENS, at most one a row, in the order of `rows`."""
-    targets = Section(np.int32, "target", check=_check_targets)
-    """[num_targets], at most MAX_TARGETS: the tokens after the positions of `scores`, one record after the other."""
+    prompt_targets = Section(np.int32, "prompt_target", check=_check_prompt_targets)
+    """[num_prompt_logprobs], at most MAX_PROMPT_LOGPROBS: the tokens after the positions of
+    `prompt_runs`, one record after the other."""
 
     __slots__ = ("kind",)
 
@@ -315,12 +317,12 @@ class StepResult(Message):
     asked_logprobs = Section(np.float32, "logprob", "asked")
     """[num_logprob_rows, m] of the tokens each row asked for (`StepFrame.asked`); m is the most asked for in this
     step, and what lies behind a row's own number means nothing."""
-    target_logprobs = Section(np.float32, "target")
-    """[num_targets]: log probability of each of the frame's `targets`, given the tokens before it."""
-    target_top_ids = Section(np.int32, "target", "target_k")
-    """[num_targets, k]: likeliest tokens in its place, descending, equal ones by id; k is the largest asked for."""
-    target_top_logprobs = Section(np.float32, "target", "target_k")
-    """[num_targets, k]"""
+    prompt_logprobs = Section(np.float32, "prompt_target")
+    """[num_prompt_logprobs]: log probability of each of the frame's `prompt_targets`, given the tokens before it."""
+    prompt_top_ids = Section(np.int32, "prompt_target", "prompt_k")
+    """[num_prompt_logprobs, k]: likeliest tokens in its place, descending, equal ones by id; k is the most asked."""
+    prompt_top_logprobs = Section(np.float32, "prompt_target", "prompt_k")
+    """[num_prompt_logprobs, k]"""
 
     def __init__(self, generation: int, step: int, tokens: Int32Array = _NO_TOKENS, **sections: Array) -> None:
         super().__init__(generation, step, {"tokens": tokens, **sections})
@@ -328,15 +330,15 @@ class StepResult(Message):
     @classmethod
     def max_bytes(cls, num_tokens: int, num_logprobs: int) -> int:
         """Upper bound of an encoded result of `num_tokens` tokens with the `num_logprobs` likeliest each, and of
-        MAX_TARGETS prompt tokens."""
+        MAX_PROMPT_LOGPROBS prompt tokens."""
         return cls.num_bytes(
             token=num_tokens,
             sampled_row=num_tokens,
             logprob=num_tokens,
             k=num_logprobs,
             asked=MAX_ROW_ASKED,
-            target=MAX_TARGETS,
-            target_k=num_logprobs,
+            prompt_target=MAX_PROMPT_LOGPROBS,
+            prompt_k=num_logprobs,
         )
 
     def encode(self) -> bytes:

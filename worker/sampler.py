@@ -231,7 +231,7 @@ class Sampler:
                 parts.append(self._kernels.token_logprobs(raw, tokens.index_select(0, of), most, asked))
         return LogprobTensors.joined(parts) if parts else None
 
-    def score(self, logits: torch.Tensor, targets: torch.Tensor, k: int) -> LogprobTensors:
+    def logprobs_of(self, logits: torch.Tensor, targets: torch.Tensor, k: int) -> LogprobTensors:
         """Log probabilities of given tokens. Launches kernels only; not for a graph.
 
         Args:

@@ -60,7 +60,7 @@ class StepMeter:
         num_rows = num_decodes = len(frame.rows)
         if len(frame.token_ids):
             num_decodes -= int(np.count_nonzero(frame.has_tokens))
-        num_logits = int(frame.draws.sum()) + len(frame.targets)
+        num_logits = int(frame.draws.sum()) + len(frame.prompt_targets)
         cost = self._cost.step(frame.starts, frame.lens, num_logits)
         self._in_flight.append((self._clock(), (num_rows, num_decodes, len(frame.token_ids)), cost))
 

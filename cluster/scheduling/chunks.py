@@ -1,7 +1,8 @@
-"""The chunks of prompts that a step prefills: rows in prefill, their prefixes, pages and scores.
+"""The chunks of prompts that a step prefills: rows in prefill, their prefixes, pages and log probabilities.
 
 A prompt of which another row computes the same part in the same step waits for that row: a step later the prefix cache
-has it. A prompt that is scored reads no cache, and takes no more tokens of a step than its scores may have.
+has it. A prompt whose log probabilities are wanted reads no cache, and takes no more tokens of a step than may
+have them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from cluster.scheduling.prefix_cache import Node
 from cluster.scheduling.request import Request
 from cluster.scheduling.row_pages import Prefix, RowPages
 from cluster.scheduling.row_table import RowTable
-from worker.protocol import SCORE_DTYPE, Int32Array, RowFlag
+from worker.protocol import PROMPT_LOGPROBS_DTYPE, Int32Array, RowFlag
 
 # Plain integers: operations of enumerations take a microsecond each.
 _CHUNK = int(RowFlag.HAS_TOKENS)
@@ -27,7 +28,7 @@ PageKey = tuple[Node, bytes]
 """An end of the cached prefixes, and the tokens of the page after it."""
 
 
-class PromptScore(NamedTuple):
+class PromptRun(NamedTuple):
     """Prompt tokens whose log probability a step finds."""
 
     row: int
@@ -55,9 +56,9 @@ class PrefillPlan:
     """Of what the rows of `admitted` start with, besides parameters."""
     num_prefix_deltas: int = 0
     """Page deltas of pages that came from the prefix cache."""
-    scores: list[PromptScore] = field(default_factory=list)
-    num_targets: int = 0
-    """Prompt tokens of `scores`."""
+    prompt_runs: list[PromptRun] = field(default_factory=list)
+    num_prompt_logprobs: int = 0
+    """Prompt tokens of `prompt_runs`."""
     computing: dict[PageKey, int] = field(default_factory=dict)
     """Index into `rows` of the chunk that begins at this end of the cached prefixes with this page."""
 
@@ -97,7 +98,7 @@ class PrefillChunks:
 
     def go_on(self, row: int, plan: PrefillPlan) -> None:
         """Adds the next chunk of a row in prefill, if there are pages for it and no other row computes the same."""
-        if not self.may_score(self._rows.request(row), plan):
+        if not self.has_room_for_logprobs(self._rows.request(row), plan):
             return
         # Others may have computed what comes next since the last chunk.
         prefix = self.find_prefix(row, plan)
@@ -111,9 +112,9 @@ class PrefillChunks:
             key = self.next_page_key(row, self._pages.no_prefix(row))
         self._add_chunk(row, key, plan)
 
-    def may_score(self, request: Request, plan: PrefillPlan) -> bool:
+    def has_room_for_logprobs(self, request: Request, plan: PrefillPlan) -> bool:
         """Whether the step finds another log probability, if the request needs one to go on."""
-        return not request.is_scored or plan.num_targets < self._limits.max_num_targets
+        return not request.wants_prompt_logprobs or plan.num_prompt_logprobs < self._limits.max_prompt_logprobs
 
     def find_prefix(self, row: int, plan: PrefillPlan) -> Prefix:
         """Cached pages that go on where the row's own end. The last token is left: its logits are wanted."""
@@ -122,8 +123,8 @@ class PrefillChunks:
         table = self._rows
         start, end = int(table.num_computed[row]), int(table.num_prefill[row])
         request = table.request(row)
-        if request.is_scored:
-            end = max(start + 1, request.next_target)  # The rest has to be computed.
+        if request.wants_prompt_logprobs:
+            end = max(start + 1, request.next_prompt_logprob)  # The rest has to be computed.
         return self._pages.find_prefix(row, table.tokens[row, start : end - 1])
 
     def adopt_prefix(self, row: int, prefix: Prefix, plan: PrefillPlan) -> None:
@@ -147,7 +148,7 @@ class PrefillChunks:
 
     def is_computed_by_another(self, row: int, prefix: Prefix, key: PageKey | None, plan: PrefillPlan) -> bool:
         """A chunk of the plan computes whole pages that hold at least half of what the row would compute now."""
-        if key is None or (index := plan.computing.get(key)) is None or self._rows.request(row).is_scored:
+        if key is None or (index := plan.computing.get(key)) is None or self._rows.request(row).wants_prompt_logprobs:
             return False
         table, page_size = self._rows, self._limits.page_size
         start = int(table.num_computed[row]) + len(prefix.pages) * page_size
@@ -179,8 +180,8 @@ class PrefillChunks:
                 flags.append(_LAST_CHUNK)
             else:
                 flags.append(_CHUNK)
-            # Pages that are cached already would be kept twice while the prompt is scored, which reads no cache.
-            if not table.request(row).is_scored:
+            # Pages that are cached already would be kept twice while such a prompt is computed, which reads no cache.
+            if not table.request(row).wants_prompt_logprobs:
                 self._pages.publish(row, table.tokens[row], end)
         if ending:
             self._prefilling = [row for row in self._prefilling if row not in ending]
@@ -191,10 +192,10 @@ class PrefillChunks:
             flags=np.array(flags, np.int32),
             token_ids=np.concatenate(tokens),
         )
-        if plan.scores:
-            scores = [(row, first - 1, num, k) for row, first, num, k in plan.scores]
-            targets = [table.tokens[row, first : first + num] for row, first, num, _ in plan.scores]
-            frame.add(scores=np.array(scores, SCORE_DTYPE), targets=np.concatenate(targets))
+        if plan.prompt_runs:
+            runs = [(row, first - 1, num, k) for row, first, num, k in plan.prompt_runs]
+            targets = [table.tokens[row, first : first + num] for row, first, num, _ in plan.prompt_runs]
+            frame.add(prompt_runs=np.array(runs, PROMPT_LOGPROBS_DTYPE), prompt_targets=np.concatenate(targets))
         return ending
 
     def check_integrity(self) -> None:
@@ -218,23 +219,27 @@ class PrefillChunks:
         plan.starts.append(start)
         plan.lens.append(length)
         plan.budget -= length
-        if (request := self._rows.request(row)).is_scored:
-            self._add_score(request, start, length, plan)
+        if (request := self._rows.request(row)).wants_prompt_logprobs:
+            self._add_prompt_run(request, start, length, plan)
         return True
 
-    def _add_score(self, request: Request, start: int, length: int, plan: PrefillPlan) -> None:
-        first = max(start + 1, request.next_target)
+    def _add_prompt_run(self, request: Request, start: int, length: int, plan: PrefillPlan) -> None:
+        first = max(start + 1, request.next_prompt_logprob)
         num = min(start + length + 1, request.num_prompt_tokens) - first
         if num > 0:
-            plan.scores.append(PromptScore(request.row, first, num, request.sampling.prompt_logprobs))
-            plan.num_targets += num
+            plan.prompt_runs.append(PromptRun(request.row, first, num, request.sampling.prompt_logprobs))
+            plan.num_prompt_logprobs += num
 
     def _chunk_length(self, row: int, start: int, plan: PrefillPlan) -> int:
         page_size, end = self._limits.page_size, int(self._rows.num_prefill[row])
         length = min(end - start, self._limits.prefill_chunk_size, plan.budget)
         request = self._rows.request(row)
-        if request.is_scored:
-            stop = max(start, request.next_target - 1) + self._limits.max_num_targets - plan.num_targets
+        if request.wants_prompt_logprobs:
+            stop = (
+                max(start, request.next_prompt_logprob - 1)
+                + self._limits.max_prompt_logprobs
+                - plan.num_prompt_logprobs
+            )
             if stop < request.num_prompt_tokens - 1:
                 length = min(length, stop - start)
         last_boundary = (start + length) // page_size * page_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from configs.errors import ConfigError
-from worker.protocol import MAX_ROW_ASKED, MAX_ROW_BIASES, MAX_TARGETS, StepFrame, mask_words
+from worker.protocol import MAX_PROMPT_LOGPROBS, MAX_ROW_ASKED, MAX_ROW_BIASES, StepFrame, mask_words
 
 MAX_PREFIX_DELTAS = 4096
 """Page deltas of one frame above which no further prefix is taken from the cache: it bounds the size of a frame."""
@@ -35,7 +35,7 @@ class SchedulerLimits:
     steps_in_flight: int
     enable_prefix_caching: bool
     eos_token_ids: tuple[int, ...]
-    max_num_targets: int = MAX_TARGETS
+    max_prompt_logprobs: int = MAX_PROMPT_LOGPROBS
     """Prompt tokens of which one step finds the log probability."""
     max_row_tokens: int = 1
     """Most tokens that a row may bring in one step. Such a row has as many inputs, its last token and drafts."""
@@ -51,7 +51,7 @@ class SchedulerLimits:
             "max_num_queued_requests",
             "max_num_queued_tokens",
             "steps_in_flight",
-            "max_num_targets",
+            "max_prompt_logprobs",
             "max_row_tokens",
         ):
             if getattr(self, name) < 1:
@@ -110,7 +110,7 @@ class SchedulerLimits:
             param=self.max_num_seqs,
             mask=self.max_num_masks,
             mask_word=mask_words(self.vocab_size),
-            score=self.max_num_seqs,
-            target=self.max_num_targets,
+            prompt_run=self.max_num_seqs,
+            prompt_target=self.max_prompt_logprobs,
         )
         return decided + self.max_adjustment_bytes

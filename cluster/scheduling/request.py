@@ -42,7 +42,7 @@ class Request:
     num_cached_tokens: int = 0
     """Tokens the prefix cache gave it since it was last admitted."""
     has_emitted: bool = False
-    next_target: int = 0
+    next_prompt_logprob: int = 0
     """Position of the first prompt token whose log probability is wanted and was not sent; past the prompt: none."""
     num_preemptions: int = 0
     num_overtaken: int = 0
@@ -65,15 +65,15 @@ class Request:
             cache_salt=request.cache_salt,
             deadline_s=request.deadline_s,
             arrival_s=now,
-            next_target=1 if request.sampling.prompt_logprobs >= 0 else len(prompt),
+            next_prompt_logprob=1 if request.sampling.prompt_logprobs >= 0 else len(prompt),
             adjustments=adjustments,
             mask=None if adjustments is None else adjustments.allowed,
         )
 
     @property
-    def is_scored(self) -> bool:
+    def wants_prompt_logprobs(self) -> bool:
         """Log probabilities of its prompt are still to be found: it must compute what the prefix cache may have."""
-        return self.next_target < self.num_prompt_tokens
+        return self.next_prompt_logprob < self.num_prompt_tokens
 
     @property
     def num_adjustment_bytes(self) -> int:

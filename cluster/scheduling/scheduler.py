@@ -176,7 +176,7 @@ class Scheduler:
             brought = brought.where(kept)
         brought.write(table, launched)
         prefilled = take_prefilled(table, launched.prefilled, self._clock()) if launched.prefilled else []
-        scored = prompt_logprobs(table, launched.scores, result) if launched.scores else []
+        scored = prompt_logprobs(table, launched.prompt_runs, result) if launched.prompt_runs else []
         rows, _, tokens, stopped, is_last = brought
         ids = table.ids[rows].tobytes()
         self._total_answer_tokens += len(tokens)
@@ -302,7 +302,7 @@ class Scheduler:
         is_last = positions + 1 >= table.max_total[sampled]
         table.ready[sampled[is_last]] = False
         self._in_flight.append(
-            Launched(self._step, frame.rows, sampled, positions, is_last, frame.num_draws, ending, plan.scores)
+            Launched(self._step, frame.rows, sampled, positions, is_last, frame.num_draws, ending, plan.prompt_runs)
         )
         return frame
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cluster.messages import Prefilled, PromptLogprobs, TokenLogprobs
-from cluster.scheduling.chunks import PromptScore
+from cluster.scheduling.chunks import PromptRun
 from cluster.scheduling.row_table import RowTable
 from configs.errors import EngineError
 from worker.protocol import Int32Array, StepResult
@@ -32,14 +32,14 @@ class Launched:
     """[num_sampled_rows] most tokens that each may bring. Empty: one each."""
     prefilled: list[int]
     """Rows among `sampled` whose prefill ends here."""
-    scores: list[PromptScore]
+    prompt_runs: list[PromptRun]
 
     def check(self, result: StepResult, generation: int) -> None:
         """Raises EngineError unless `result` is this step's."""
-        num_targets, counts = sum(score.num for score in self.scores), result.num_tokens
+        num_prompt_logprobs, counts = sum(run.num for run in self.prompt_runs), result.num_tokens
         num_tokens = int(counts.sum()) if len(counts) else len(self.sampled)
-        got = (result.generation, result.step, len(result.tokens), len(result.target_logprobs))
-        expected = (generation, self.step, num_tokens, num_targets)
+        got = (result.generation, result.step, len(result.tokens), len(result.prompt_logprobs))
+        expected = (generation, self.step, num_tokens, num_prompt_logprobs)
         if got != expected:
             raise EngineError(f"result has (generation, step, tokens, targets) {got}, expected {expected}")
         if len(counts) and (
@@ -154,24 +154,24 @@ def token_logprobs(
     return logprobs
 
 
-def prompt_logprobs(table: RowTable, scores: list[PromptScore], result: StepResult) -> list[PromptLogprobs]:
-    """Of the rows of `scores` that are live; the next ones they want come after these."""
+def prompt_logprobs(table: RowTable, runs: list[PromptRun], result: StepResult) -> list[PromptLogprobs]:
+    """Log probabilities for the rows of `runs` that are live; the next ones they want come after these."""
     taken: list[PromptLogprobs] = []
     offset = 0
-    for row, first, num, k in scores:
+    for row, first, num, k in runs:
         run = slice(offset, offset + num)
         offset += num
         if table.live[row]:
             request = table.request(row)
-            request.next_target = first + num
+            request.next_prompt_logprob = first + num
             taken.append(
                 PromptLogprobs(
                     request.id,
                     first,
-                    result.target_logprobs[run].tobytes(),
+                    result.prompt_logprobs[run].tobytes(),
                     # As wide as the widest request of the step.
-                    result.target_top_ids[run, :k].tobytes(),
-                    result.target_top_logprobs[run, :k].tobytes(),
+                    result.prompt_top_ids[run, :k].tobytes(),
+                    result.prompt_top_logprobs[run, :k].tobytes(),
                 )
             )
     return taken

@@ -1,7 +1,7 @@
 """Log probabilities of prompt tokens: which hidden states a step needs for them, and how they get into its result.
 
-A step's targets are the tokens after some of its inputs (`StepFrame.scores`). Their hidden states run through the last
-layer and the LM head beside those of the rows that are sampled, the latter a chunk of rows at a time.
+A step's targets are the tokens after some of its inputs (`StepFrame.prompt_runs`). Their hidden states run through the
+last layer and the LM head beside those of the rows that are sampled, the latter a chunk of rows at a time.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ class WantedTokens(NamedTuple):
     sampled: npt.NDArray[np.int64]
     """[num_sampled]: index into `tokens` of each sampled row's last input, in row order."""
     scored: npt.NDArray[np.int64]
-    """[num_targets]: index into `tokens` of the input before each target."""
+    """[num_prompt_logprobs]: index into `tokens` of the input before each target."""
 
     @classmethod
     def of(cls, frame: StepFrame) -> WantedTokens:
         """Of a checked frame."""
         ends = np.cumsum(frame.lens, dtype=np.int64)
         sampled = ends[(frame.flags & RowFlag.SAMPLE) != 0] - 1
-        at = np.flatnonzero(np.isin(frame.rows, frame.scores["row"]))  # records are in the order of rows
-        counts = frame.scores["num"].astype(np.int64)
-        first_inputs = (ends - frame.lens)[at] + frame.scores["start"] - frame.starts[at]
-        scored = np.repeat(first_inputs - (np.cumsum(counts) - counts), counts) + np.arange(len(frame.targets))
+        at = np.flatnonzero(np.isin(frame.rows, frame.prompt_runs["row"]))  # records are in the order of rows
+        counts = frame.prompt_runs["num"].astype(np.int64)
+        first_inputs = (ends - frame.lens)[at] + frame.prompt_runs["start"] - frame.starts[at]
+        scored = np.repeat(first_inputs - (np.cumsum(counts) - counts), counts) + np.arange(len(frame.prompt_targets))
         tokens = np.union1d(sampled, scored)
         return cls(tokens, np.searchsorted(tokens, sampled), np.searchsorted(tokens, scored))
