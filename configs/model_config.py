@@ -391,7 +391,7 @@ def _checked_rope(theta: float, scaling_type: str, scaling: Mapping[str, Any], w
 
 
 def _windows(fields: _Fields, family: _Family, num_layers: int) -> list[int | None]:
-    """Of each layer."""
+    """The window of each layer."""
     full: list[int | None] = [None] * num_layers
     # A key that is absent takes the family's default; an explicit null turns windows off.
     if family.windows == "none" or fields.values.get("sliding_window", _DEFAULT_WINDOW) is None:

@@ -85,7 +85,7 @@ class ParallelLMHead:
 
     @property
     def num_local_columns(self) -> int:
-        """Of the logits, those of this rank."""
+        """This rank's columns of the logits."""
         return self._plan.vocab[self._group.rank].size
 
     def local_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -22,14 +22,14 @@ _Float64Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class AttentionCost:
-    """Of all layers that have the same window."""
+    """What attention costs in all layers that have the same window."""
 
     window: int | None
     """Tokens that a query sees; None: all before it."""
     flops_per_pair: int
-    """Of a query and a key it sees, with the value: all heads and layers."""
+    """Operations for a query and a key it sees, with the value: all heads and layers."""
     bytes_per_token: int
-    """Of a token's keys and values: all layers."""
+    """Size of a token's keys and values: all layers."""
 
     def pairs(self, starts: _Float64Array, ends: _Float64Array) -> float:
         """Queries times the keys each sees, for rows whose queries have the positions [start, end)."""
@@ -51,22 +51,22 @@ class AttentionCost:
 
 @dataclass(frozen=True)
 class StepCost:
-    """Of some ranks of a group, together."""
+    """What steps cost some ranks of a group, together."""
 
     weight_bytes: int
-    """Of the weights that every step reads. Of an embedding that is not also the LM head it reads a few rows only,
-    which are not counted."""
+    """Weights that every step reads. It reads only a few rows of an embedding that is not also the LM head: those are
+    not counted."""
     flops_per_token: int
-    """Of the layers' matrix products."""
+    """Operations of the layers' matrix products."""
     flops_per_logits: int
-    """Of the LM head, for one position whose logits are wanted."""
+    """Operations of the LM head, for one position whose logits are wanted."""
     attention: tuple[AttentionCost, ...]
     routed: tuple[tuple[Fraction, int], ...] = ()
     """Bytes of the weights that only a share of the tokens needs, by that share; `weight_bytes` are without them."""
 
     @classmethod
     def of(cls, plan: ShardPlan, element_bytes: int, ranks: Iterable[int] | None = None) -> StepCost:
-        """Of `ranks`, None for all, where weights, keys and values have elements of `element_bytes`."""
+        """The cost of `ranks`, None for all, where weights, keys and values have elements of `element_bytes`."""
         model = plan.model
         weights = layer_flops = vocab_rows = 0
         routed: dict[Fraction, int] = {}

@@ -33,7 +33,7 @@ class LayerPlace:
     """This rank's part of the layer."""
     group: TensorParallelGroup
     dtype: torch.dtype
-    """Of the activations."""
+    """The activations' type."""
     device: torch.device
 
     def empty(self, *shape: int) -> torch.Tensor:

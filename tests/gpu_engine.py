@@ -38,11 +38,11 @@ class Answer:
 
     tokens: list[int] = field(default_factory=list)
     top: list[dict[int, float]] = field(default_factory=list)
-    """Of each token, the log probabilities of the likeliest ids, where they were asked for."""
+    """For each token, the log probabilities of the likeliest ids, where they were asked for."""
     logprobs: list[float] = field(default_factory=list)
-    """Of each token, where they were asked for."""
+    """For each token, where they were asked for."""
     prompt_logprobs: list[float] = field(default_factory=list)
-    """Of each prompt token but the first, where they were asked for."""
+    """For each prompt token but the first, where they were asked for."""
     reason: FinishReason | None = None
 
 

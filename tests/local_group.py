@@ -44,7 +44,7 @@ class Answers:
 
     tokens: list[list[int]]
     scores: list[WholePromptLogprobs]
-    """Of requests without prompt_logprobs those of no token."""
+    """Log probabilities of prompts; of no token where they were not asked for."""
     stats: SchedulerStats
 
 

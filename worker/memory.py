@@ -33,7 +33,7 @@ class DeviceMemory:
     graph_bytes: int = 0
     """For all CUDA graphs."""
     table_bytes: int = 0
-    """Of the tables of the sampler's rows."""
+    """The tables of the sampler's rows."""
 
     @property
     def usable_bytes(self) -> int:

@@ -23,7 +23,7 @@ _PRODUCTS = {"cuda": 5, "cpu": 1}
 
 @dataclass(frozen=True)
 class Peaks:
-    """Of one rank, while the others of its group do the same: ranks that share a device share it here."""
+    """Peaks of one rank, while the others of its group do the same: ranks that share a device share it here."""
 
     flops: float
     """Per second, of a large matrix product in the model's dtype."""

@@ -29,7 +29,7 @@ class WantedTokens(NamedTuple):
 
     @classmethod
     def of(cls, frame: StepFrame) -> WantedTokens:
-        """Of a checked frame."""
+        """What a checked frame wants."""
         ends = np.cumsum(frame.lens, dtype=np.int64)
         sampled = ends[(frame.flags & RowFlag.SAMPLE) != 0] - 1
         at = np.flatnonzero(np.isin(frame.rows, frame.prompt_runs["row"]))  # records are in the order of rows

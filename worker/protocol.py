@@ -236,21 +236,21 @@ class StepFrame(Message):
     params = Section(PARAMS_DTYPE, "param", check=_check_params)
     """Rows given to a new request. Such a row starts without biases, mask, counts, asked."""
     biases = Section(BIAS_DTYPE, "bias", check=_check_biases)
-    """Of rows in `params`."""
+    """Biases of rows in `params`."""
     mask_rows = Section(np.int32, "mask", check=_check_masks)
     """[num_masks] rows of this step; where several inputs of a row are sampled, as often as there is a mask for one of
     them, in their order."""
     masks = Section(np.uint32, "mask", "mask_word")
     """[num_masks, mask_words(vocab_size)]: holds for its row from this draw on, until replaced."""
     counts = Section(COUNT_DTYPE, "count", check=_check_counts)
-    """Of rows in `params` that have penalties; tokens sampled from now on the ranks count."""
+    """Tokens so far of rows in `params` that have penalties; those sampled from now on the ranks count."""
     asked = Section(ASKED_DTYPE, "asked", check=_check_asked)
-    """Of rows in `params`."""
+    """Tokens whose log probabilities rows in `params` want."""
     prompt_runs = Section(PROMPT_LOGPROBS_DTYPE, "prompt_run", check=_check_prompt_runs)
-    """Of rows with HAS_TOKENS, at most one a row, in the order of `rows`."""
+    """Positions whose log probabilities rows with HAS_TOKENS want; at most one run a row, in the order of `rows`."""
     prompt_targets = Section(np.int32, "prompt_target", check=_check_prompt_targets)
-    """[num_prompt_logprobs], at most MAX_PROMPT_LOGPROBS: the tokens after the positions of
-    `prompt_runs`, one record after the other."""
+    """[num_prompt_logprobs], at most MAX_PROMPT_LOGPROBS: the tokens after the positions of `prompt_runs`, one run
+    after the other."""
 
     __slots__ = ("kind",)
 

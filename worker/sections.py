@@ -71,7 +71,7 @@ class Message:
 
     _sections: ClassVar[dict[str, Section[Any]]]
     _table: ClassVar[list[tuple[str, np.dtype[Any], int, int | None, int | None]]]
-    """Of each section: name, dtype, place of its length in the header, place of its width, width where it is fixed."""
+    """For each section: name, dtype, place of its length in the header, place of its width, width where it is fixed."""
     _num_lengths: ClassVar[int]
     _header: ClassVar[struct.Struct]
     """Magic, checksum of all that follows these two, kind, generation, step, lengths."""

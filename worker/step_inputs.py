@@ -103,8 +103,8 @@ class StepInputs:
         return self._batch(shape, starts, lens)
 
     def sampled_rows(self, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the rows that get a token, each [num_sampled] int32: their page-table rows, and their tokens once this
-        step's are counted."""
+        """The rows that get a token, each [num_sampled] int32: their page-table rows, and the tokens they have with
+        this step's."""
         rows = self._buffer[self._layout.rows(shape.num_rows)]
         seq_lens = self._tensors.cache_seqlens[: shape.num_rows]
         if shape.num_sampled == shape.num_rows:

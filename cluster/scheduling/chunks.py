@@ -53,7 +53,7 @@ class PrefillPlan:
     """Page deltas, each [n, 3]."""
     admitted: list[Request] = field(default_factory=list)
     num_adjustment_bytes: int = 0
-    """Of what the rows of `admitted` start with, besides parameters."""
+    """Bytes that the rows of `admitted` start with, besides parameters."""
     num_prefix_deltas: int = 0
     """Page deltas of pages that came from the prefix cache."""
     prompt_runs: list[PromptRun] = field(default_factory=list)

@@ -27,7 +27,7 @@ _LOOKAHEAD = 4
 
 
 class _Outcome(Enum):
-    """Of trying to admit a request."""
+    """What came of trying to admit a request."""
 
     ADMITTED = auto()
     LACKS_PAGES = auto()

@@ -43,7 +43,7 @@ _LOWEST_KEY = tl.constexpr(-0x7F800001)  # of -inf
 _BLOCK = 4096
 """Ids of one program where many programs share a row."""
 _SLICE = 1024
-"""Of these the ids whose noise is worked on together, so that it fits the registers."""
+"""Ids, among these, whose noise is worked on together, so that it fits the registers."""
 _GROUP = 128
 """Ids whose maximum is kept: the k largest maxima bound the k-th largest logit from below."""
 _SEARCH_BLOCK = 8192
