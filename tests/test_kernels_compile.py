@@ -44,6 +44,7 @@ from worker.kernels.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_
 from worker.kernels.adjustments import adjust_logits
 from worker.kernels.norm import add_rms_norm, rms_norm
 from worker.kernels.rope import qk_norm_rope_store
+from worker.protocol import RECORD_WORDS
 
 ROOT = Path(__file__).resolve().parent.parent
 EPS = 1e-6
@@ -175,7 +176,7 @@ def _call_sampler(first_id: int, num_ids: int) -> None:
     """One rank's share of the vocabulary, and then, as if it were whole, filters and log probabilities."""
     num_rows = 3
     logits = torch.empty(num_rows, num_ids)
-    rows, positions, records = _int32(num_rows), _int32(num_rows), _int32(257, sampling.RECORD_WORDS)
+    rows, positions, records = _int32(num_rows), _int32(num_rows), _int32(257, RECORD_WORDS)
     candidates = sampling.best_candidates(logits, rows, positions, records, first_id)
     sampling.reduce_tokens(sampling.reduce_candidates(candidates))
     thresholds = sampling.filter_thresholds(logits, rows, records)

@@ -23,10 +23,9 @@ from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from worker.adjustments import RowAdjustments
 from worker.logprobs import LogprobTensors
-from worker.protocol import PARAMS_DTYPE, Int32Array, StepFrame
+from worker.protocol import PARAMS_DTYPE, RECORD_WORDS, Int32Array, StepFrame
 from worker.upload import upload
 
-RECORD_WORDS = PARAMS_DTYPE.itemsize // 4
 _CHUNK_ROWS = 128
 """Rows looked at again at a time, which bounds their memory: about 30 bytes for each logit. On CUDA one SM works on a
 row."""

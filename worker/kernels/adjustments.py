@@ -12,7 +12,7 @@ import triton.language as tl
 
 from worker.adjustments import BIAS_WORDS, MASKED, PENALISED, RowAdjustments
 from worker.kernels.sampling import word_of
-from worker.sampler import RECORD_WORDS
+from worker.protocol import RECORD_WORDS
 
 _RECORD_WORDS = tl.constexpr(RECORD_WORDS)
 _REPETITION, _FREQUENCY, _PRESENCE = map(word_of, ("repetition_penalty", "frequency_penalty", "presence_penalty"))

@@ -21,8 +21,7 @@ import triton
 import triton.language as tl
 
 from worker.logprobs import LogprobTensors
-from worker.protocol import PARAMS_DTYPE
-from worker.sampler import RECORD_WORDS
+from worker.protocol import PARAMS_DTYPE, RECORD_WORDS
 
 
 def word_of(field: str) -> tl.constexpr:
