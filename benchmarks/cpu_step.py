@@ -1,0 +1,162 @@
+"""A decode step of CPU ranks by itself, beside transformers' `generate`: what one stream costs without Ray and HTTP.
+
+    python -m benchmarks.cpu_step [--config FILE] [--set KEY=VALUE ...] [--rows 1] [--steps 100] [--profile]
+
+Every rank is a process that schedules for itself: the same requests make the same frames. `--profile` adds a table of
+rank 0's operations, which take longer while they are watched. Ratios are what counts; pin the cores with taskset.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed import TCPStore
+
+from benchmarks.endpoint import transformers_rate
+from benchmarks.report import ROOT, circumstances
+from cluster.messages import GenerateRequest, SamplingParams
+from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
+from configs.checkpoint import resolve_model_path
+from configs.load import load_app_config
+from configs.model_config import read_model_config
+from configs.resolve import HostFacts, resolve, resolved
+from configs.schema import EngineConfig
+from parallel.group import TensorParallelGroup
+from parallel.plan import ShardPlan
+from worker.protocol import FrameKind, StepFrame, StepResult
+from worker.tp_worker import TPWorker
+
+_PROMPT_TOKENS = 20
+_WARM_UPS = 20
+_TIMEOUT_S = 300.0
+
+
+class _Steps:
+    """Where a rank's frames come from, and where its results go: a scheduler of its own."""
+
+    def __init__(self, config: EngineConfig, vocab_size: int, num_pages: int, rows: int, tokens: int) -> None:
+        max_model_len = _PROMPT_TOKENS + tokens
+        self._scheduler = Scheduler(
+            SchedulerLimits(
+                num_pages=num_pages,
+                page_size=config.kv_cache.page_size,
+                max_num_seqs=rows,
+                max_num_batched_tokens=_PROMPT_TOKENS * rows,
+                prefill_chunk_size=_PROMPT_TOKENS,
+                max_model_len=max_model_len,
+                vocab_size=vocab_size,
+                max_num_queued_requests=rows,
+                max_num_queued_tokens=rows * max_model_len,
+                steps_in_flight=2,
+                enable_prefix_caching=False,
+                eos_token_ids=(),
+            )
+        )
+        sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+        for i in range(rows):
+            prompt = np.arange(i + 3, i + 3 + _PROMPT_TOKENS, dtype=np.int32).tobytes()
+            assert not self._scheduler.add([GenerateRequest(id=i + 1, prompt=prompt, sampling=sampling)])
+        self.ended: list[float] = []
+        """When each step's result was there."""
+
+    def recv(self, timeout_s: float) -> bytes:
+        """The next frame; after the last one, the end."""
+        return self.poll() or StepFrame(1, self._scheduler.last_step + 1, kind=FrameKind.CLOSE).encode()
+
+    def poll(self) -> bytes | None:
+        """The next frame, if one may be launched."""
+        frame = self._scheduler.next_step()
+        return None if frame is None else frame.encode()
+
+    def retire(self, result: bytes) -> None:
+        """Takes the result of a step."""
+        self._scheduler.retire(StepResult.decode(result))
+        self.ended.append(time.perf_counter())
+
+
+def _rank_main(rank: int, config: EngineConfig, path: Path, port: int, args: argparse.Namespace, out: Any) -> None:
+    size = config.tensor_parallel_size
+    model = read_model_config(path)
+    group = TensorParallelGroup.single()
+    if size > 1:
+        group = TensorParallelGroup.create(
+            rank=rank,
+            size=size,
+            store=TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False),
+            device="cpu",
+            strategy="shared_memory",
+            timeout_s=_TIMEOUT_S,
+            spin_us=resolved(config.parallel.spin_us),
+        )
+    worker = TPWorker(config=config, model=model, model_path=path, plan=ShardPlan.create(model, size), group=group)
+    worker.load()
+    tokens = args.steps + _WARM_UPS
+    num_pages = args.rows * (-(-(_PROMPT_TOKENS + tokens) // config.kv_cache.page_size) + 1)
+    worker.allocate(num_pages, _PROMPT_TOKENS + tokens)
+    steps = _Steps(config, model.vocab_size, num_pages, args.rows, tokens)
+    table = ""
+    if args.profile and rank == 0:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            worker.run(steps, steps.retire)
+        table = profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=16, max_name_column_width=40)
+    else:
+        worker.run(steps, steps.retire)
+    out.put((rank, np.diff(steps.ended[_WARM_UPS:]).tolist(), table))
+    group.barrier()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="configs/smollm2-135m.yaml")
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--rows", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+
+    given = load_app_config(ROOT / args.config, [*args.overrides, "device=cpu"]).engine
+    path = resolve_model_path(given.model, given.revision)
+    threads = torch.get_num_threads()
+    config = resolve(given, read_model_config(path), HostFacts(num_cores=threads, num_gpus=0)).config
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    out = context.Queue()
+    ranks = [
+        context.Process(target=_rank_main, args=(rank, config, path, store.port, args, out), daemon=True)
+        for rank in range(config.tensor_parallel_size)
+    ]
+    for process in ranks:
+        process.start()
+    _, seconds, table = min(out.get(timeout=_TIMEOUT_S) for _ in ranks)
+    for process in ranks:
+        process.join()
+    if table:
+        print(table)
+    step_ms = 1e3 * statistics.median(seconds)
+    rate = statistics.median(transformers_rate(path, config.dtype, threads, args.steps, 3))
+    report = {
+        "config": args.config,
+        "overrides": args.overrides,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "rows": args.rows,
+        "step_ms": round(step_ms, 2),
+        "transformers_ms": round(1e3 / rate, 2),
+        "one_row_over_transformers": round(1e3 * args.rows / step_ms / rate, 2),
+        **circumstances(),
+    }
+    print(json.dumps(report, indent=2))
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
