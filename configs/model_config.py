@@ -24,6 +24,7 @@ from configs.layers import (
     HeadGroups,
     LayerSpec,
     Linear,
+    MixtureOfExperts,
     Role,
     TensorSpec,
     tensors_of,
@@ -47,7 +48,7 @@ class ModelConfig:
     """One decoder-only transformer. All counts are those of the whole model, never of a rank."""
 
     model_type: str
-    """llama, qwen2, qwen3 or mistral."""
+    """As config.json names the family, e.g. llama or qwen3_moe."""
     hidden_size: int
     vocab_size: int
     max_position_embeddings: int
@@ -241,6 +242,18 @@ def layers_of(
 
 
 @dataclass(frozen=True, kw_only=True)
+class _ExpertsFamily:
+    """How a family's config.json tells of its experts, and what its code decides about them."""
+
+    num_experts_keys: tuple[str, ...]
+    """The first that is there counts."""
+    columns_key: str
+    """Names the columns of one expert."""
+    mixes_dense_layers: bool = False
+    """Layers of `mlp_only_layers`, and those that `decoder_sparse_step` passes over, are dense."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Family:
     """What a family's config.json leaves unsaid, and what its code decides whatever the file says."""
 
@@ -254,9 +267,10 @@ class _Family:
     """`attention_bias` gives one to q, k, v and o."""
     heeds_mlp_bias: bool = False
     qk_norm: bool = False
-    windows: Literal["none", "every layer", "as said"] = "none"
-    """Layers that `sliding_window` holds for; "as said": those of `layer_types` or from `max_window_layers` on, under
-    `use_sliding_window` only."""
+    windows: Literal["none", "every layer", "every layer if used", "as said"] = "none"
+    """Layers that `sliding_window` holds for, the last two under `use_sliding_window` only. "as said": those of
+    `layer_types` or else from `max_window_layers` on."""
+    experts: _ExpertsFamily | None = None
 
 
 _FAMILIES = {
@@ -271,6 +285,18 @@ _FAMILIES = {
         windows="as said",
     ),
     "mistral": _Family(num_key_value_heads=8, max_position_embeddings=131072, windows="every layer"),
+    "qwen3_moe": _Family(
+        num_key_value_heads=4,
+        max_position_embeddings=32768,
+        heeds_attention_bias=True,
+        qk_norm=True,
+        windows="every layer if used",
+        experts=_ExpertsFamily(
+            num_experts_keys=("num_experts", "num_local_experts"),
+            columns_key="moe_intermediate_size",
+            mixes_dense_layers=True,
+        ),
+    ),
 }
 _DEFAULT_WINDOW = 4096
 
@@ -305,12 +331,6 @@ def _from_directory(path: Path) -> ModelConfig:
         o_bias=has_bias,
         qk_norm=family.qk_norm,
     )
-    mlp = DenseMLP(
-        hidden_size=hidden_size,
-        intermediate_size=fields.count("intermediate_size"),
-        hidden_act=fields.text("hidden_act", "silu"),
-        bias=family.heeds_mlp_bias and fields.flag("mlp_bias", False),
-    )
     max_positions = fields.count("max_position_embeddings", family.max_position_embeddings)
     return ModelConfig(
         model_type=model_type,
@@ -320,10 +340,53 @@ def _from_directory(path: Path) -> ModelConfig:
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope=_rope(fields, max_positions),
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-        layers=layers_of(attention, [mlp] * num_layers, _windows(fields, family, num_layers)),
+        layers=layers_of(attention, _feed_forwards(fields, family, num_layers), _windows(fields, family, num_layers)),
         dtype=_dtype(fields),
         bos_token_id=next(iter(fields.ids("bos_token_id")), None),
         eos_token_ids=_eos_token_ids(fields, path),
+    )
+
+
+def _feed_forwards(fields: _Fields, family: _Family, num_layers: int) -> list[FeedForward]:
+    """Of each layer."""
+    if family.experts is None:
+        return [_mlp(fields, family)] * num_layers
+    experts = _experts(fields, family.experts)
+    if experts is None:
+        return [_mlp(fields, family)] * num_layers
+    dense = set[int]()
+    if family.experts.mixes_dense_layers:
+        step, listed = fields.count("decoder_sparse_step", 1), fields.ids("mlp_only_layers")
+        dense = {layer for layer in range(num_layers) if layer in listed or (layer + 1) % step}
+    return [_mlp(fields, family) if layer in dense else experts for layer in range(num_layers)]
+
+
+def _mlp(fields: _Fields, family: _Family) -> DenseMLP:
+    return DenseMLP(
+        hidden_size=fields.count("hidden_size"),
+        intermediate_size=fields.count("intermediate_size"),
+        hidden_act=fields.text("hidden_act", "silu"),
+        bias=family.heeds_mlp_bias and fields.flag("mlp_bias", False),
+    )
+
+
+def _experts(fields: _Fields, family: _ExpertsFamily) -> MixtureOfExperts | None:
+    """None where the file says that there are none."""
+    key = next((key for key in family.num_experts_keys if key in fields.values), family.num_experts_keys[0])
+    if family.mixes_dense_layers and fields.integer(key) == 0:
+        return None
+    num_experts, top_k = fields.count(key), fields.count("num_experts_per_tok")
+    if top_k > num_experts:
+        raise CheckpointError(f"{fields.where}: num_experts_per_tok={top_k} exceeds {key}={num_experts}")
+    hidden_act = fields.text("hidden_act", "silu")
+    if hidden_act != "silu":
+        raise CheckpointError(f"{fields.where}: hidden_act={hidden_act} of experts is not supported; only silu is")
+    return MixtureOfExperts(
+        hidden_size=fields.count("hidden_size"),
+        num_experts=num_experts,
+        top_k=top_k,
+        intermediate_size=fields.count(family.columns_key),
+        norm_topk_prob=fields.flag("norm_topk_prob", False),
     )
 
 
@@ -393,14 +456,14 @@ def _checked_rope(theta: float, scaling_type: str, scaling: Mapping[str, Any], w
 def _windows(fields: _Fields, family: _Family, num_layers: int) -> list[int | None]:
     """Of each layer."""
     full: list[int | None] = [None] * num_layers
-    # A key that is absent takes the family's default; an explicit null turns windows off.
+    # An explicit null turns windows off.
     if family.windows == "none" or fields.values.get("sliding_window", _DEFAULT_WINDOW) is None:
         return full
-    window = fields.count("sliding_window", _DEFAULT_WINDOW)
-    if family.windows == "every layer":
-        return [window] * num_layers
-    if not fields.flag("use_sliding_window", False):
+    if family.windows != "every layer" and not fields.flag("use_sliding_window", False):
         return full
+    window = fields.count("sliding_window", _DEFAULT_WINDOW)
+    if family.windows in ("every layer", "every layer if used"):
+        return [window] * num_layers
     layer_types = fields.values.get("layer_types")
     if layer_types is None:
         first = fields.integer("max_window_layers", 28)
@@ -449,12 +512,14 @@ def _from_gguf(path: Path) -> ModelConfig:
     header = GGUFHeader.read(path)
     fields = _Fields(header.metadata, str(path))
     family = fields.text("general.architecture")
+    if fields.integer(f"{family}.expert_count", 0):
+        raise CheckpointError(
+            f"{path}: mixtures of experts are not read from GGUF files; use the model's safetensors checkpoint"
+        )
     if family not in _GGUF_FAMILIES:
         raise CheckpointError(
             f"{path}: general.architecture={family} is not supported; supported are {', '.join(_GGUF_FAMILIES)}"
         )
-    if fields.integer(f"{family}.expert_count", 0):
-        raise CheckpointError(f"{path}: mixture-of-experts models are not supported")
     tensors = header.tensors
     if "token_embd.weight" not in tensors or len(tensors["token_embd.weight"].shape) != 2:
         raise CheckpointError(f"{path} has no two-dimensional tensor token_embd.weight; the checkpoint is incomplete")

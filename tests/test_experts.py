@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -13,30 +13,26 @@ from torch.distributed import HashStore
 
 pytest.importorskip("transformers")
 
-from transformers import MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
-from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
-from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
+from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from configs.errors import ConfigError
+from configs.layers import Axis, MixtureOfExperts
 from parallel.group import TensorParallelGroup
-from parallel.plan import Span
-from worker.layers.experts import ExpertNames, Experts, Padding
+from parallel.plan import LayerShard, Span
+from parallel.weight import LayerPlace
+from worker.layers.experts import Experts
+from worker.layers.step import Padding
 
 CPU = torch.device("cpu")
+PREFIX = "model.layers.3."
 HIDDEN, COLUMNS, SHARED_COLUMNS, NUM_EXPERTS = 48, 128, 160, 12
-MIXTRAL_NAMES = ExpertNames(gate="w1", up="w3", down="w2")
-QWEN_NAMES = ExpertNames(gate="gate_proj", up="up_proj", down="down_proj")
 
 
 @dataclass(frozen=True)
 class Family:
     block: Callable[[], torch.nn.Module]
-    names: ExpertNames
-    top_k: int
-    norm_topk_prob: bool
-    round_weights: bool
-    has_shared: bool = False
+    spec: MixtureOfExperts
 
 
 def _qwen(config: type, block: type, **fields: Any) -> Callable[[], torch.nn.Module]:
@@ -51,36 +47,11 @@ def _qwen(config: type, block: type, **fields: Any) -> Callable[[], torch.nn.Mod
     )
 
 
+QWEN3 = MixtureOfExperts(
+    hidden_size=HIDDEN, num_experts=NUM_EXPERTS, top_k=4, intermediate_size=COLUMNS, norm_topk_prob=True
+)
 FAMILIES = {
-    "mixtral": Family(
-        lambda: MixtralSparseMoeBlock(
-            MixtralConfig(
-                hidden_size=HIDDEN,
-                intermediate_size=COLUMNS,
-                num_local_experts=NUM_EXPERTS,
-                num_experts_per_tok=2,
-            )
-        ),
-        MIXTRAL_NAMES,
-        top_k=2,
-        norm_topk_prob=True,
-        round_weights=False,
-    ),
-    "qwen2_moe": Family(
-        _qwen(Qwen2MoeConfig, Qwen2MoeSparseMoeBlock, shared_expert_intermediate_size=SHARED_COLUMNS),
-        QWEN_NAMES,
-        top_k=4,
-        norm_topk_prob=False,
-        round_weights=True,
-        has_shared=True,
-    ),
-    "qwen3_moe": Family(
-        _qwen(Qwen3MoeConfig, Qwen3MoeSparseMoeBlock, norm_topk_prob=True),
-        QWEN_NAMES,
-        top_k=4,
-        norm_topk_prob=True,
-        round_weights=True,
-    ),
+    "qwen3_moe": Family(_qwen(Qwen3MoeConfig, Qwen3MoeSparseMoeBlock, norm_topk_prob=True), QWEN3),
 }
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
 
@@ -88,16 +59,17 @@ every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES
 class Source:
     """A TensorSource over a block, by the names that its checkpoints have."""
 
-    def __init__(self, block: torch.nn.Module, names: ExpertNames, prefix: str = "mlp") -> None:
+    def __init__(self, block: torch.nn.Module, spec: MixtureOfExperts) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
+        prefix, (gate_name, up_name, down_name) = PREFIX + spec.name, spec.projections
         for name, tensor in block.state_dict().items():
             if name == "experts.gate_up_proj":
                 for expert, (gate, up) in enumerate(part.chunk(2) for part in tensor):
-                    self.tensors[f"{prefix}.experts.{expert}.{names.gate}.weight"] = gate
-                    self.tensors[f"{prefix}.experts.{expert}.{names.up}.weight"] = up
+                    self.tensors[f"{prefix}.experts.{expert}.{gate_name}.weight"] = gate
+                    self.tensors[f"{prefix}.experts.{expert}.{up_name}.weight"] = up
             elif name == "experts.down_proj":
                 for expert, down in enumerate(tensor):
-                    self.tensors[f"{prefix}.experts.{expert}.{names.down}.weight"] = down
+                    self.tensors[f"{prefix}.experts.{expert}.{down_name}.weight"] = down
             else:
                 self.tensors[f"{prefix}.{name}"] = tensor
         self.read_names: set[str] = set()
@@ -124,26 +96,15 @@ def _block(family: Family, seed: int = 0) -> torch.nn.Module:
 
 
 def _experts(
-    family: Family,
+    spec: MixtureOfExperts,
     columns: Span,
-    shared_columns: Span | None,
+    shared_columns: Span,
     group: TensorParallelGroup | None = None,
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
 ) -> Experts:
-    return Experts(
-        HIDDEN,
-        NUM_EXPERTS,
-        family.top_k,
-        columns,
-        norm_topk_prob=family.norm_topk_prob,
-        round_weights=family.round_weights,
-        shared_columns=shared_columns if family.has_shared else None,
-        hidden_act="silu",
-        group=group or TensorParallelGroup.single(device),
-        dtype=dtype,
-        device=device,
-    )
+    spans = {Axis.EXPERT_COLUMNS: columns}
+    return Experts(spec, LayerPlace(LayerShard(spans), group or TensorParallelGroup.single(device), dtype, device))
 
 
 def _spans(total: int, size: int) -> list[Span]:
@@ -151,6 +112,10 @@ def _spans(total: int, size: int) -> list[Span]:
     units = total // 32
     ends = [32 * (units * (rank + 1) // size) for rank in range(size)]
     return [Span(start, stop) for start, stop in zip([0, *ends], ends, strict=False)]
+
+
+def _no_padding(x: torch.Tensor) -> Padding:
+    return Padding(torch.full((len(x),), 16, device=x.device), 16)
 
 
 def _x(num_tokens: int, seed: int = 1) -> torch.Tensor:
@@ -166,30 +131,30 @@ def _expected(block: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("size", range(1, 9))
 def test_the_partial_sums_of_all_ranks_are_transformers_block(family: Family, size: int) -> None:
     block = _block(family)
-    source = Source(block, family.names)
+    source = Source(block, family.spec)
     ranks = list(zip(_spans(COLUMNS, size), _spans(SHARED_COLUMNS, size), strict=True))
-    layers = [_experts(family, *spans) for spans in ranks]
+    layers = [_experts(family.spec, *spans) for spans in ranks]
     for layer in layers:
-        layer.load(source, "mlp", family.names)
+        layer.load(source, PREFIX)
     assert source.read_names == source.tensors.keys()
     for num_tokens in (1, 2, 37):
         x = _x(num_tokens)
-        y = sum(layer.partial(x, None, torch.full_like(x, torch.nan)) for layer in layers)
+        y = sum(layer.partial(x, _no_padding(x), torch.full_like(x, torch.nan)) for layer in layers)
         torch.testing.assert_close(y, _expected(block, x), rtol=1e-4, atol=1e-5)
 
 
 @every_family
 def test_a_rank_reads_its_columns_and_no_more(family: Family) -> None:
-    source = Source(_block(family), family.names)
-    _experts(family, Span(32, 96), Span(96, 160)).load(source, "mlp", family.names)
+    source = Source(_block(family), family.spec)
+    _experts(family.spec, Span(32, 96), Span(96, 160)).load(source, PREFIX)
     expected = NUM_EXPERTS * (HIDDEN + 3 * 64 * HIDDEN)
-    assert source.num_read == expected + (HIDDEN + 3 * 64 * HIDDEN if family.has_shared else 0)
+    assert source.num_read == expected
 
 
 @every_family
 def test_ranks_of_a_group_sum_up_to_the_block(family: Family) -> None:
     size, store, x = 3, HashStore(), _x(5)
-    source = Source(_block(family), family.names)
+    source = Source(_block(family), family.spec)
     results: list[Any] = [None] * size
 
     def run(rank: int) -> None:
@@ -197,9 +162,9 @@ def test_ranks_of_a_group_sum_up_to_the_block(family: Family) -> None:
             group = TensorParallelGroup.create(
                 rank=rank, size=size, store=store, device="cpu", strategy="shared_memory", timeout_s=20.0
             )
-            layer = _experts(family, _spans(COLUMNS, size)[rank], _spans(SHARED_COLUMNS, size)[rank], group)
-            layer.load(source, "mlp", family.names)
-            results[rank] = layer(x), layer.for_norm(x)
+            layer = _experts(family.spec, _spans(COLUMNS, size)[rank], _spans(SHARED_COLUMNS, size)[rank], group)
+            layer.load(source, PREFIX)
+            results[rank] = layer(x, _no_padding(x))
             group.close()
         except BaseException as error:  # noqa: BLE001 - raised again in the test's thread
             results[rank] = error
@@ -213,40 +178,45 @@ def test_ranks_of_a_group_sum_up_to_the_block(family: Family) -> None:
     for result in results:
         if isinstance(result, BaseException):
             raise result
-        for y in result:
-            torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
-            assert torch.equal(y, results[0][0])
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+        assert torch.equal(result, results[0])
 
 
 @every_family
-def test_padding_is_zero_and_changes_nothing_beside_it(family: Family) -> None:
+@pytest.mark.parametrize("kept", [None, [5, 1, 2]])
+def test_padding_is_zero_and_changes_nothing_beside_it(family: Family, kept: list[int] | None) -> None:
     block = _block(family)
-    layer = _experts(family, Span(0, COLUMNS), Span(0, SHARED_COLUMNS))
-    layer.load(Source(block, family.names), "mlp", family.names)
-    x = _x(6)
+    layer = _experts(family.spec, Span(0, COLUMNS), Span(0, SHARED_COLUMNS))
+    layer.load(Source(block, family.spec), PREFIX)
     slots = torch.tensor([16, 3, 400, 15, 17, 0])
-    x[slots < 16] = torch.nan
-    y = layer(x, Padding(slots, 16))
-    assert not y[slots < 16].any()
-    torch.testing.assert_close(y[slots >= 16], _expected(block, x[slots >= 16]), rtol=1e-4, atol=1e-5)
+    padding, meant = Padding(slots, 16), slots
+    if kept is not None:
+        which = torch.tensor(kept, dtype=torch.int32)
+        padding, meant = padding.of(which), slots[kept]
+    x = _x(len(meant))
+    x[meant < 16] = torch.nan
+    y = layer(x, padding)
+    assert isinstance(y, torch.Tensor)
+    assert not y[meant < 16].any()
+    torch.testing.assert_close(y[meant >= 16], _expected(block, x[meant >= 16]), rtol=1e-4, atol=1e-5)
 
 
 @every_family
 def test_bf16_is_as_exact_as_transformers_bf16(family: Family) -> None:
     block = _block(family).bfloat16()
-    layer = _experts(family, Span(0, COLUMNS), Span(0, SHARED_COLUMNS), dtype=torch.bfloat16)
-    layer.load(Source(block, family.names), "mlp", family.names)
+    layer = _experts(family.spec, Span(0, COLUMNS), Span(0, SHARED_COLUMNS), dtype=torch.bfloat16)
+    layer.load(Source(block, family.spec), PREFIX)
     x = _x(40).bfloat16()
     theirs = _expected(block, x).float()
     expected = _expected(block.float(), x.float())
-    assert (layer(x).float() - expected).abs().max() <= 2 * (theirs - expected).abs().max()
+    assert (layer(x, _no_padding(x)).float() - expected).abs().max() <= 2 * (theirs - expected).abs().max()
 
 
 def test_no_tokens_are_no_rows() -> None:
-    family = FAMILIES["qwen2_moe"]
-    layer = _experts(family, Span(0, COLUMNS), Span(0, SHARED_COLUMNS))
-    layer.load(Source(_block(family), family.names), "mlp", family.names)
-    assert layer(_x(0)).shape == (0, HIDDEN)
+    family = FAMILIES["qwen3_moe"]
+    layer = _experts(family.spec, Span(0, COLUMNS), Span(0, SHARED_COLUMNS))
+    layer.load(Source(_block(family), family.spec), PREFIX)
+    assert layer(_x(0), _no_padding(_x(0))).shape == (0, HIDDEN)
 
 
 def test_equal_logits_choose_the_first_experts() -> None:
@@ -255,26 +225,14 @@ def test_equal_logits_choose_the_first_experts() -> None:
     with torch.no_grad():
         block.gate.weight.zero_()
         block.experts.down_proj[4:].fill_(torch.nan)  # neither chosen nor read
-    layer = _experts(family, Span(0, COLUMNS), None)
-    layer.load(Source(block, family.names), "mlp", family.names)
-    assert layer(_x(3)).isfinite().all()
+    layer = _experts(family.spec, Span(0, COLUMNS), Span(0, 0))
+    layer.load(Source(block, family.spec), PREFIX)
+    assert layer(_x(3), _no_padding(_x(3))).isfinite().all()
 
 
 def test_refuses_an_activation_that_the_kernels_do_not_have() -> None:
     with pytest.raises(ConfigError, match="hidden_act=gelu"):
-        Experts(
-            HIDDEN,
-            NUM_EXPERTS,
-            2,
-            Span(0, 32),
-            norm_topk_prob=True,
-            round_weights=False,
-            shared_columns=None,
-            hidden_act="gelu",
-            group=TensorParallelGroup.single(),
-            dtype=torch.float32,
-            device=CPU,
-        )
+        _experts(replace(QWEN3, hidden_act="gelu"), Span(0, 32), Span(0, 0))
 
 
 @pytest.mark.gpu
@@ -283,20 +241,20 @@ def test_refuses_an_activation_that_the_kernels_do_not_have() -> None:
 def test_on_a_gpu_the_block_is_as_exact_as_transformers(family: Family, num_tokens: int) -> None:
     device = torch.device("cuda")
     block = _block(family).to(device, torch.bfloat16)
-    source = Source(block, family.names)
+    source = Source(block, family.spec)
     layers = [
-        _experts(family, *spans, device=device, dtype=torch.bfloat16)
+        _experts(family.spec, *spans, device=device, dtype=torch.bfloat16)
         for spans in zip(_spans(COLUMNS, 3), _spans(SHARED_COLUMNS, 3), strict=True)
     ]
     for layer in layers:
-        layer.load(source, "mlp", family.names)
+        layer.load(source, PREFIX)
     x = _x(num_tokens).to(device, torch.bfloat16)
     theirs = _expected(block, x).float()
     expected = _expected(block.float(), x.float())
     # transformers rounds its logits to bf16 and may choose other experts by that; where it does, nothing is compared.
-    chosen = (x.float() @ block.gate.weight.T).topk(family.top_k).indices.sort(1).values
-    rounded = (x @ block.gate.weight.bfloat16().T).topk(family.top_k).indices.sort(1).values
+    chosen = (x.float() @ block.gate.weight.T).topk(family.spec.top_k).indices.sort(1).values
+    rounded = (x @ block.gate.weight.bfloat16().T).topk(family.spec.top_k).indices.sort(1).values
     same = (chosen == rounded).all(1)
     assert same.float().mean() > 0.5
-    y = sum(layer.partial(x, None, torch.full_like(x, torch.nan)).float() for layer in layers)
+    y = sum(layer.partial(x, _no_padding(x), torch.full_like(x, torch.nan)).float() for layer in layers)
     assert (y - expected)[same].abs().max() <= 2 * (theirs - expected)[same].abs().max()

@@ -1,155 +1,99 @@
 """A mixture of experts as one rank has it: some columns of every expert, and the whole router.
 
-Every rank routes for itself, from equal bits to equal choices, and sums its experts' columns; those of a shared expert
-are added before the one all-reduce. Which columns a rank has is decided elsewhere: spans come from outside.
+Every rank routes for itself, from equal bits to equal choices, and sums its experts' columns before
+the one all-reduce. Which columns a rank has is decided elsewhere: spans come from outside.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 
 from configs.errors import ConfigError
+from configs.layers import Axis, MixtureOfExperts
 from parallel.fused_sum import PartialSum
-from parallel.group import TensorParallelGroup
-from parallel.linear import Matmul, MergedColumnParallelLinear, TensorSource
-from parallel.plan import Span
-from worker.layers.activation import ActAndMul
+from parallel.weight import LayerPlace, TensorSource
+from worker.layers.step import Padding
 
-_ACTIVATION = "silu"
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertNames:
-    """What a family calls a layer's tensors, below the layer's prefix; each is followed by `.weight`."""
-
-    gate: str
-    up: str
-    down: str
-    router: str = "gate"
-    experts: str = "experts"
-    """Followed by the expert's number and `gate`, `up` or `down`."""
-    shared: str = "shared_expert"
-    """Followed by `gate_proj`, `up_proj` or `down_proj`."""
-    shared_gate: str = "shared_expert_gate"
-
-
-@dataclass(frozen=True, slots=True)
-class Padding:
-    """Which tokens of a step are a graph's padding: those whose keys and values go to a slot before the first."""
-
-    slots: torch.Tensor
-    """[num_tokens] int64: the tokens' slots in the KV pool."""
-    first_slot: int
+_COLUMN_UNIT = 32
+"""Of the CUDA kernels."""
 
 
 class Experts:
-    """Routed experts and perhaps a shared one over this rank's columns, then all-reduce.
-
-    y[t] = sum over the top k experts e of weight[t, e] * down_e(silu(gate_e(x[t])) * up_e(x[t]))
-           + sigmoid(x[t] @ shared_gate) * shared(x[t])
-
-    The weights are the softmax of all experts' logits, of the top k divided by their sum with `norm_topk_prob`.
-
-    Args:
-        columns: this rank's columns of every expert; none or a multiple of 32.
-        shared_columns: this rank's columns of the shared expert; None where the model has none.
-        round_weights: round the weights to `dtype`, as Qwen's models do and Mixtral does not.
+    """Routed experts over this rank's columns, then all-reduce, perhaps by the next norm.
 
     Raises:
-        ConfigError: the experts' activation is not silu.
+        ConfigError: the experts' activation is not silu; or, on CUDA, this rank's columns are no multiple of 32.
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        num_experts: int,
-        top_k: int,
-        columns: Span,
-        *,
-        norm_topk_prob: bool,
-        round_weights: bool,
-        shared_columns: Span | None,
-        hidden_act: str,
-        group: TensorParallelGroup,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        if hidden_act != _ACTIVATION:
-            raise ConfigError(f"hidden_act={hidden_act} of a mixture of experts is not {_ACTIVATION}")
-        self._hidden_size = hidden_size
-        self._top_k = top_k
-        self._columns = columns
-        self._norm_topk_prob = norm_topk_prob
-        self._round_to = dtype if round_weights else torch.float32
-        self._group = group
-        self._dtype = dtype
-        self._on_cuda = device.type == "cuda"
-        self._asks_for_buffer = self._on_cuda and group.size > 1
-        # With the shared expert's gate as its last row. fp32 from the product on, since bf16 logits often tie, and then
+    def __init__(self, spec: MixtureOfExperts, place: LayerPlace) -> None:
+        if spec.hidden_act != "silu":
+            raise ConfigError(f"hidden_act={spec.hidden_act} of a mixture of experts is not silu")
+        self._spec = spec
+        self._columns = place.shard[Axis.EXPERT_COLUMNS]
+        self._round_to = place.dtype if spec.round_weights else torch.float32
+        self._group = place.group
+        self._dtype = place.dtype
+        self._on_cuda = place.device.type == "cuda"
+        width = self._columns.size
+        if self._on_cuda and width % _COLUMN_UNIT:
+            raise ConfigError(
+                f"{spec.intermediate_size} columns of an expert leave rank {place.group.rank} {width}, and GPUs take "
+                f"multiples of {_COLUMN_UNIT}; choose a smaller tensor_parallel_size"
+            )
+        self._asks_for_buffer = self._on_cuda and place.group.size > 1
+        # fp32 from the product on, since bf16 logits often tie, and then
         # choose other experts; on CPU the product itself.
         self._router = torch.empty(
-            num_experts + (shared_columns is not None),
-            hidden_size,
-            dtype=dtype if self._on_cuda else torch.float32,
-            device=device,
+            spec.num_experts,
+            spec.hidden_size,
+            dtype=place.dtype if self._on_cuda else torch.float32,
+            device=place.device,
         )
-        self._w13 = torch.empty(num_experts, 2 * columns.size, hidden_size, dtype=dtype, device=device)
-        self._w2 = torch.empty(num_experts, hidden_size, columns.size, dtype=dtype, device=device)
-        self._shared: _SharedExpert | None = None
-        if shared_columns is not None and shared_columns.size > 0:
-            self._shared = _SharedExpert(hidden_size, shared_columns, dtype=dtype, device=device)
+        self._w13 = place.empty(spec.num_experts, 2 * width, spec.hidden_size)
+        self._w2 = place.empty(spec.num_experts, spec.hidden_size, width)
 
-    def load(self, source: TensorSource, prefix: str, names: ExpertNames) -> None:
-        """Reads the router and this rank's columns of every expert below `prefix`."""
-        num_experts, width = len(self._w2), self._columns.size
-        source.read(f"{prefix}.{names.router}.weight", self._router[:num_experts])
-        if len(self._router) > num_experts:
-            source.read(f"{prefix}.{names.shared_gate}.weight", self._router[num_experts:])
-        for i, (gate_up, down) in enumerate(zip(self._w13, self._w2, strict=True)):
-            expert = f"{prefix}.{names.experts}.{i}"
-            source.read(f"{expert}.{names.gate}.weight", gate_up[:width], rows=self._columns)
-            source.read(f"{expert}.{names.up}.weight", gate_up[width:], rows=self._columns)
-            source.read(f"{expert}.{names.down}.weight", down, columns=self._columns)
-        if self._shared is not None:
-            self._shared.load(source, f"{prefix}.{names.shared}")
+    def load(self, source: TensorSource, prefix: str) -> None:
+        """Reads the router and this rank's part of every expert; names begin with `prefix`."""
+        spec, columns = self._spec, self._columns
+        source.read(prefix + spec.router.name, self._router)
+        w13 = self._w13.view(spec.num_experts, 2, columns.size, spec.hidden_size)
+        for expert, gate_up, down in zip(spec.experts, w13, self._w2, strict=True):
+            for linear, out in zip(expert.gate_up, gate_up, strict=True):
+                source.read(f"{prefix}{linear.name}.weight", out, rows=columns)
+            source.read(f"{prefix}{expert.down.name}.weight", down, columns=columns)
 
-    def __call__(self, x: torch.Tensor, padding: Padding | None = None) -> torch.Tensor:
-        """The sum [num_tokens, hidden_size] of all ranks, 0 for padding.
+    def __call__(self, x: torch.Tensor, padding: Padding) -> torch.Tensor | PartialSum:
+        """[num_tokens, hidden_size] -> the same, 0 for padding, or what the next norm is to sum.
 
         On CUDA perhaps in the group's reduce_buffer, so valid until the group's next reduction.
         """
-        out = self._group.reduce_buffer((len(x), self._hidden_size), self._dtype) if self._asks_for_buffer else None
-        y = self.partial(x, padding, torch.empty_like(x) if out is None else out)
-        return self._group.all_reduce(y) if self._group.size > 1 else y
-
-    def for_norm(self, x: torch.Tensor, padding: Padding | None = None) -> torch.Tensor | PartialSum:
-        """What `RMSNorm.add` takes: the sum, as a call returns it, or its summand where norm and sum are one kernel."""
+        out = None
         if self._asks_for_buffer:
-            partial_sum = self._group.partial_sum((len(x), self._hidden_size), self._dtype)
+            partial_sum = self._group.partial_sum((len(x), self._spec.hidden_size), self._dtype)
             if partial_sum is not None:
                 self.partial(x, padding, partial_sum.summand)
                 return partial_sum
-        return self(x, padding)
+            out = self._group.reduce_buffer((len(x), self._spec.hidden_size), self._dtype)
+        y = self.partial(x, padding, torch.empty_like(x) if out is None else out)
+        return self._group.all_reduce(y) if self._group.size > 1 else y
 
-    def partial(self, x: torch.Tensor, padding: Padding | None, out: torch.Tensor) -> torch.Tensor:
+    def partial(self, x: torch.Tensor, padding: Padding, out: torch.Tensor) -> torch.Tensor:
         """`out` [num_tokens, hidden_size], contiguous, filled with this rank's part of the sum; 0 for padding."""
         return self._mixture(
             x,
             self._router,
             self._w13,
             self._w2,
-            top_k=self._top_k,
-            normalise=self._norm_topk_prob,
+            top_k=self._spec.top_k,
+            normalise=self._spec.norm_topk_prob,
             round_to=self._round_to,
             out=out,
-            slots=None if padding is None else padding.slots,
-            first_slot=0 if padding is None else padding.first_slot,
-            shared=None if self._shared is None else self._shared(x),
+            slots=padding.token_slots(),
+            first_slot=padding.first_slot,
         )
 
     @cached_property
@@ -199,27 +143,3 @@ def mixture(
         if live is not None:
             total.masked_fill_(~live, 0.0)
     return out.copy_(total)
-
-
-class _SharedExpert:
-    """down(silu(gate(x)) * up(x)) over this rank's columns, not reduced."""
-
-    def __init__(self, hidden_size: int, columns: Span, *, dtype: torch.dtype, device: torch.device) -> None:
-        self._columns = columns
-        self._act_and_mul = ActAndMul(_ACTIVATION)
-        self._gate_up = MergedColumnParallelLinear(
-            hidden_size, (columns, columns), bias=False, dtype=dtype, device=device
-        )
-        self._hidden_size, self._dtype, self._device = hidden_size, dtype, device
-        self._down: Matmul | None = None
-
-    def load(self, source: TensorSource, prefix: str) -> None:
-        """Reads the columns of gate_proj, up_proj and down_proj."""
-        self._gate_up.load(source, (f"{prefix}.gate_proj", f"{prefix}.up_proj"))
-        down = torch.empty(self._hidden_size, self._columns.size, dtype=self._dtype, device=self._device)
-        source.read(f"{prefix}.down_proj.weight", down, columns=self._columns)
-        self._down = Matmul(down, None)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        assert self._down is not None, "forward before load"
-        return self._down(self._act_and_mul(self._gate_up(x)))
