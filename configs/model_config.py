@@ -249,6 +249,11 @@ class _ExpertsFamily:
     """The first that is there counts."""
     columns_key: str
     """Names the columns of one expert."""
+    norm_topk_prob: bool | None = None
+    """None: the file says, and else it is false."""
+    round_weights: bool = True
+    name: str = "mlp"
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     mixes_dense_layers: bool = False
     """Layers of `mlp_only_layers`, and those that `decoder_sparse_step` passes over, are dense."""
 
@@ -262,6 +267,8 @@ class _Family:
     head_dim: int | None = None
     """None: hidden_size / num_attention_heads."""
     max_position_embeddings: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
     qkv_bias: bool = False
     heeds_attention_bias: bool = False
     """`attention_bias` gives one to q, k, v and o."""
@@ -270,6 +277,8 @@ class _Family:
     windows: Literal["none", "every layer", "every layer if used", "as said"] = "none"
     """Layers that `sliding_window` holds for, the last two under `use_sliding_window` only. "as said": those of
     `layer_types` or else from `max_window_layers` on."""
+    default_window: int | None = 4096
+    """Where the file names none."""
     experts: _ExpertsFamily | None = None
 
 
@@ -297,8 +306,23 @@ _FAMILIES = {
             mixes_dense_layers=True,
         ),
     ),
+    "mixtral": _Family(
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        rope_theta=1e6,
+        windows="every layer",
+        default_window=None,
+        experts=_ExpertsFamily(
+            num_experts_keys=("num_local_experts", "num_experts"),
+            columns_key="intermediate_size",
+            norm_topk_prob=True,
+            round_weights=False,
+            name="block_sparse_moe",
+            projections=("w1", "w3", "w2"),
+        ),
+    ),
 }
-_DEFAULT_WINDOW = 4096
 
 
 def _from_directory(path: Path) -> ModelConfig:
@@ -337,8 +361,8 @@ def _from_directory(path: Path) -> ModelConfig:
         hidden_size=hidden_size,
         vocab_size=fields.count("vocab_size"),
         max_position_embeddings=max_positions,
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope=_rope(fields, max_positions),
+        rms_norm_eps=fields.number("rms_norm_eps", family.rms_norm_eps),
+        rope=_rope(fields, max_positions, family.rope_theta),
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
         layers=layers_of(attention, _feed_forwards(fields, family, num_layers), _windows(fields, family, num_layers)),
         dtype=_dtype(fields),
@@ -381,12 +405,16 @@ def _experts(fields: _Fields, family: _ExpertsFamily) -> MixtureOfExperts | None
     hidden_act = fields.text("hidden_act", "silu")
     if hidden_act != "silu":
         raise CheckpointError(f"{fields.where}: hidden_act={hidden_act} of experts is not supported; only silu is")
+    normalises = family.norm_topk_prob
     return MixtureOfExperts(
         hidden_size=fields.count("hidden_size"),
         num_experts=num_experts,
         top_k=top_k,
         intermediate_size=fields.count(family.columns_key),
-        norm_topk_prob=fields.flag("norm_topk_prob", False),
+        norm_topk_prob=fields.flag("norm_topk_prob", False) if normalises is None else normalises,
+        round_weights=family.round_weights,
+        name=family.name,
+        projections=family.projections,
     )
 
 
@@ -402,7 +430,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _rope(fields: _Fields, max_positions: int) -> RopeConfig:
+def _rope(fields: _Fields, max_positions: int, default_theta: float) -> RopeConfig:
     """transformers 4 keeps `rope_theta` beside `rope_scaling`; transformers 5 has both in `rope_parameters`."""
     parameters = fields.values.get("rope_scaling") or fields.values.get("rope_parameters") or {}
     if not isinstance(parameters, dict):
@@ -413,7 +441,7 @@ def _rope(fields: _Fields, max_positions: int) -> RopeConfig:
             raise CheckpointError(f"{fields.where}: layers with different rotary embeddings are not supported")
         parameters = nested[0]
     rope = _Fields(parameters, fields.where)
-    theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
+    theta = rope.number("rope_theta", fields.number("rope_theta", default_theta))
     partial = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
     if partial != 1.0:
         raise CheckpointError(f"{fields.where}: partial_rotary_factor={partial} is not supported; only 1.0 is")
@@ -457,11 +485,11 @@ def _windows(fields: _Fields, family: _Family, num_layers: int) -> list[int | No
     """Of each layer."""
     full: list[int | None] = [None] * num_layers
     # An explicit null turns windows off.
-    if family.windows == "none" or fields.values.get("sliding_window", _DEFAULT_WINDOW) is None:
+    if family.windows == "none" or fields.values.get("sliding_window", family.default_window) is None:
         return full
     if family.windows != "every layer" and not fields.flag("use_sliding_window", False):
         return full
-    window = fields.count("sliding_window", _DEFAULT_WINDOW)
+    window = fields.count("sliding_window", family.default_window)
     if family.windows in ("every layer", "every layer if used"):
         return [window] * num_layers
     layer_types = fields.values.get("layer_types")

@@ -13,7 +13,8 @@ from torch.distributed import HashStore
 
 pytest.importorskip("transformers")
 
-from transformers import Qwen3MoeConfig
+from transformers import MixtralConfig, Qwen3MoeConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from configs.errors import ConfigError
@@ -47,11 +48,23 @@ def _qwen(config: type, block: type, **fields: Any) -> Callable[[], torch.nn.Mod
     )
 
 
+def _mixtral() -> torch.nn.Module:
+    return MixtralSparseMoeBlock(
+        MixtralConfig(
+            hidden_size=HIDDEN, intermediate_size=COLUMNS, num_local_experts=NUM_EXPERTS, num_experts_per_tok=2
+        )
+    )
+
+
 QWEN3 = MixtureOfExperts(
     hidden_size=HIDDEN, num_experts=NUM_EXPERTS, top_k=4, intermediate_size=COLUMNS, norm_topk_prob=True
 )
 FAMILIES = {
     "qwen3_moe": Family(_qwen(Qwen3MoeConfig, Qwen3MoeSparseMoeBlock, norm_topk_prob=True), QWEN3),
+    "mixtral": Family(
+        _mixtral,
+        replace(QWEN3, top_k=2, round_weights=False, name="block_sparse_moe", projections=("w1", "w3", "w2")),
+    ),
 }
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
 

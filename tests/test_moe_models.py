@@ -47,6 +47,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3Moe", {"num_experts": 12, "moe_intermediate_size": 160, "norm_topk_prob": True}),
     "qwen3_moe_dense_layer": ("Qwen3Moe", {"num_experts": 8, "moe_intermediate_size": 96, "mlp_only_layers": [1]}),
     "qwen3_moe_every_second": ("Qwen3Moe", {"num_experts": 8, "moe_intermediate_size": 96, "decoder_sparse_step": 2}),
+    "mixtral": ("Mixtral", {"num_local_experts": 8, "sliding_window": 24}),
 }
 SHAPES = ROOT / "benchmarks" / "models"
 
@@ -134,6 +135,7 @@ def test_dummy_weights_are_one_model_here_and_in_transformers(case: Case, tmp_pa
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 96},
+    "mixtral": {"num_local_experts": 8},
 }
 
 
@@ -181,6 +183,8 @@ def test_windows_of_experts_families_are_those_of_transformers(tmp_path: Path) -
     for model_type, options, windows in (
         ("qwen3_moe", used, [8, 8, 8]),
         ("qwen3_moe", {"sliding_window": 8}, [None] * 3),
+        ("mixtral", {"sliding_window": 8}, [8, 8, 8]),
+        ("mixtral", {}, [None] * 3),
     ):
         model = _read(tmp_path, model_type, **options)
         assert [layer.mixer.window for layer in model.layers] == windows, (model_type, options)
@@ -191,13 +195,14 @@ def test_windows_of_experts_families_are_those_of_transformers(tmp_path: Path) -
     [
         ("qwen3_moe", {"num_experts": ...}, "has no num_experts"),
         ("qwen3_moe", {"num_experts": -1}, "num_experts=-1 is less than 1"),
+        ("mixtral", {"num_local_experts": 0}, "num_local_experts=0 is less than 1"),
         ("qwen3_moe", {"moe_intermediate_size": ...}, "has no moe_intermediate_size"),
         ("qwen3_moe", {"num_experts_per_tok": ...}, "has no num_experts_per_tok"),
         ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok=9 exceeds num_experts=8"),
         ("qwen3_moe", {"norm_topk_prob": "yes"}, "norm_topk_prob='yes' is not true or false"),
         ("qwen3_moe", {"mlp_only_layers": "1"}, "mlp_only_layers='1' is"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0 is less than 1"),
-        ("qwen3_moe", {"hidden_act": "gelu"}, "hidden_act=gelu of experts is not supported; only silu is"),
+        ("mixtral", {"hidden_act": "gelu"}, "hidden_act=gelu of experts is not supported; only silu is"),
     ],
 )
 def test_a_config_of_experts_that_cannot_be_served_is_refused(
