@@ -24,6 +24,7 @@ class Axis(StrEnum):
     MLP_COLUMNS = "MLP columns"
     EXPERT_COLUMNS = "expert columns"
     """Of each routed expert: a rank has the same of all of them."""
+    SHARED_EXPERT_COLUMNS = "shared expert columns"
     VOCABULARY = "vocabulary rows"
 
 
@@ -271,9 +272,9 @@ class DenseMLP:
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureOfExperts:
-    """MLPs of which each token goes to those that a router prefers.
+    """MLPs of which each token goes to those that a router prefers, and perhaps one that all tokens go to.
 
-    y = sum over the top k experts e of weight[e] * expert_e(x)
+    y = sum over the top k experts e of weight[e] * expert_e(x) + sigmoid(x @ shared_gate) * shared(x)
 
     The weights are the softmax of all experts' logits.
     """
@@ -287,6 +288,8 @@ class MixtureOfExperts:
     """Divide a token's weights by their sum."""
     round_weights: bool = True
     """Round them to the activations' type, as Qwen's models do and Mixtral does not."""
+    shared_intermediate_size: int | None = None
+    """Columns of the shared expert; None where there is none."""
     hidden_act: str = "silu"
     name: str = "mlp"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
@@ -314,14 +317,35 @@ class MixtureOfExperts:
         )
 
     @property
+    def shared(self) -> DenseMLP | None:
+        """The expert that all tokens go to."""
+        if self.shared_intermediate_size is None:
+            return None
+        return DenseMLP(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.shared_intermediate_size,
+            hidden_act=self.hidden_act,
+            name=f"{self.name}.shared_expert",
+            axis=Axis.SHARED_EXPERT_COLUMNS,
+            finest_granule=_FINEST_EXPERT_GRANULE,
+        )
+
+    @property
+    def shared_gate(self) -> TensorSpec:
+        """[1, hidden_size]: how much of the shared expert a token gets."""
+        return TensorSpec(f"{self.name}.shared_expert_gate.weight", "", (1, self.hidden_size), Role.MATRIX)
+
+    @property
     def tensors(self) -> tuple[TensorSpec, ...]:
         share = Fraction(self.top_k, self.num_experts)
         routed = tuple(replace(tensor, share=share) for expert in self.experts for tensor in expert.tensors)
-        return (self.router, *routed)
+        shared = () if self.shared is None else (self.shared_gate, *self.shared.tensors)
+        return (self.router, *routed, *shared)
 
     @property
     def axes(self) -> tuple[Columns, ...]:
-        return self.experts[0].axes
+        shared = () if self.shared is None else self.shared.axes
+        return self.experts[0].axes + shared
 
 
 @dataclass(frozen=True)

@@ -249,6 +249,7 @@ class _ExpertsFamily:
     """The first that is there counts."""
     columns_key: str
     """Names the columns of one expert."""
+    shared_columns_key: str | None = None
     norm_topk_prob: bool | None = None
     """None: the file says, and else it is false."""
     round_weights: bool = True
@@ -269,14 +270,15 @@ class _Family:
     max_position_embeddings: int
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
-    qkv_bias: bool = False
+    qkv_bias: bool | None = False
+    """None: `qkv_bias` says, and else there is one."""
     heeds_attention_bias: bool = False
     """`attention_bias` gives one to q, k, v and o."""
     heeds_mlp_bias: bool = False
     qk_norm: bool = False
-    windows: Literal["none", "every layer", "every layer if used", "as said"] = "none"
-    """Layers that `sliding_window` holds for, the last two under `use_sliding_window` only. "as said": those of
-    `layer_types` or else from `max_window_layers` on."""
+    windows: Literal["none", "every layer", "every layer if used", "as said", "by type"] = "none"
+    """Layers that `sliding_window` holds for, the last three under `use_sliding_window` only. "as said": those of
+    `layer_types` or else from `max_window_layers` on; "by type": those of `layer_types`."""
     default_window: int | None = 4096
     """Where the file names none."""
     experts: _ExpertsFamily | None = None
@@ -322,6 +324,18 @@ _FAMILIES = {
             projections=("w1", "w3", "w2"),
         ),
     ),
+    "qwen2_moe": _Family(
+        num_key_value_heads=16,
+        max_position_embeddings=32768,
+        qkv_bias=None,
+        windows="by type",
+        experts=_ExpertsFamily(
+            num_experts_keys=("num_experts", "num_local_experts"),
+            columns_key="moe_intermediate_size",
+            shared_columns_key="shared_expert_intermediate_size",
+            mixes_dense_layers=True,
+        ),
+    ),
 }
 
 
@@ -351,7 +365,7 @@ def _from_directory(path: Path) -> ModelConfig:
         num_attention_heads=num_q,
         num_key_value_heads=fields.count("num_key_value_heads", default_kv),
         head_dim=fields.count("head_dim", family.head_dim or hidden_size // num_q),
-        qkv_bias=has_bias or family.qkv_bias,
+        qkv_bias=has_bias or (fields.flag("qkv_bias", True) if family.qkv_bias is None else family.qkv_bias),
         o_bias=has_bias,
         qk_norm=family.qk_norm,
     )
@@ -413,6 +427,7 @@ def _experts(fields: _Fields, family: _ExpertsFamily) -> MixtureOfExperts | None
         intermediate_size=fields.count(family.columns_key),
         norm_topk_prob=fields.flag("norm_topk_prob", False) if normalises is None else normalises,
         round_weights=family.round_weights,
+        shared_intermediate_size=fields.count(family.shared_columns_key) if family.shared_columns_key else None,
         name=family.name,
         projections=family.projections,
     )
@@ -493,7 +508,7 @@ def _windows(fields: _Fields, family: _Family, num_layers: int) -> list[int | No
     if family.windows in ("every layer", "every layer if used"):
         return [window] * num_layers
     layer_types = fields.values.get("layer_types")
-    if layer_types is None:
+    if layer_types is None and family.windows == "as said":
         first = fields.integer("max_window_layers", 28)
         return [window if layer >= first else None for layer in range(num_layers)]
     known = {"full_attention": None, "sliding_attention": window}

@@ -13,8 +13,9 @@ from torch.distributed import HashStore
 
 pytest.importorskip("transformers")
 
-from transformers import MixtralConfig, Qwen3MoeConfig
+from transformers import MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from configs.errors import ConfigError
@@ -64,6 +65,10 @@ FAMILIES = {
     "mixtral": Family(
         _mixtral,
         replace(QWEN3, top_k=2, round_weights=False, name="block_sparse_moe", projections=("w1", "w3", "w2")),
+    ),
+    "qwen2_moe": Family(
+        _qwen(Qwen2MoeConfig, Qwen2MoeSparseMoeBlock, shared_expert_intermediate_size=SHARED_COLUMNS),
+        replace(QWEN3, norm_topk_prob=False, shared_intermediate_size=SHARED_COLUMNS),
     ),
 }
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
@@ -116,7 +121,7 @@ def _experts(
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
 ) -> Experts:
-    spans = {Axis.EXPERT_COLUMNS: columns}
+    spans = {Axis.EXPERT_COLUMNS: columns, Axis.SHARED_EXPERT_COLUMNS: shared_columns}
     return Experts(spec, LayerPlace(LayerShard(spans), group or TensorParallelGroup.single(device), dtype, device))
 
 
@@ -161,7 +166,7 @@ def test_a_rank_reads_its_columns_and_no_more(family: Family) -> None:
     source = Source(_block(family), family.spec)
     _experts(family.spec, Span(32, 96), Span(96, 160)).load(source, PREFIX)
     expected = NUM_EXPERTS * (HIDDEN + 3 * 64 * HIDDEN)
-    assert source.num_read == expected
+    assert source.num_read == expected + (HIDDEN + 3 * 64 * HIDDEN if family.spec.shared else 0)
 
 
 @every_family
@@ -226,7 +231,7 @@ def test_bf16_is_as_exact_as_transformers_bf16(family: Family) -> None:
 
 
 def test_no_tokens_are_no_rows() -> None:
-    family = FAMILIES["qwen3_moe"]
+    family = FAMILIES["qwen2_moe"]
     layer = _experts(family.spec, Span(0, COLUMNS), Span(0, SHARED_COLUMNS))
     layer.load(Source(_block(family), family.spec), PREFIX)
     assert layer(_x(0), _no_padding(_x(0))).shape == (0, HIDDEN)

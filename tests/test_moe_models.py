@@ -48,6 +48,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe_dense_layer": ("Qwen3Moe", {"num_experts": 8, "moe_intermediate_size": 96, "mlp_only_layers": [1]}),
     "qwen3_moe_every_second": ("Qwen3Moe", {"num_experts": 8, "moe_intermediate_size": 96, "decoder_sparse_step": 2}),
     "mixtral": ("Mixtral", {"num_local_experts": 8, "sliding_window": 24}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {"num_experts": 10, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 160},
+    ),
 }
 SHAPES = ROOT / "benchmarks" / "models"
 
@@ -136,6 +140,7 @@ def test_dummy_weights_are_one_model_here_and_in_transformers(case: Case, tmp_pa
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 96},
     "mixtral": {"num_local_experts": 8},
+    "qwen2_moe": {"num_experts": 8, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 160},
 }
 
 
@@ -167,7 +172,7 @@ def test_what_a_config_leaves_out_is_as_transformers_has_it(tmp_path: Path, mode
     assert _mixture(ours).norm_topk_prob == getattr(theirs, "norm_topk_prob", True)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe"])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "qwen2_moe"])
 def test_layers_without_experts_are_those_that_transformers_makes_dense(tmp_path: Path, model_type: str) -> None:
     for options in ({"mlp_only_layers": [0, 2]}, {"decoder_sparse_step": 3}, {"num_experts": 0}):
         model = _read(tmp_path, model_type, num_hidden_layers=6, **options)
@@ -180,14 +185,19 @@ def test_layers_without_experts_are_those_that_transformers_makes_dense(tmp_path
 
 def test_windows_of_experts_families_are_those_of_transformers(tmp_path: Path) -> None:
     used = {"use_sliding_window": True, "sliding_window": 8}
+    by_type = {**used, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
     for model_type, options, windows in (
         ("qwen3_moe", used, [8, 8, 8]),
         ("qwen3_moe", {"sliding_window": 8}, [None] * 3),
         ("mixtral", {"sliding_window": 8}, [8, 8, 8]),
         ("mixtral", {}, [None] * 3),
+        ("qwen2_moe", by_type, [8, None, 8]),
+        ("qwen2_moe", {"sliding_window": 0}, [None] * 3),
     ):
         model = _read(tmp_path, model_type, **options)
         assert [layer.mixer.window for layer in model.layers] == windows, (model_type, options)
+    with pytest.raises(CheckpointError, match="layer_types must name full_attention or sliding_attention"):
+        _read(tmp_path, "qwen2_moe", **used)
 
 
 @pytest.mark.parametrize(
@@ -203,6 +213,7 @@ def test_windows_of_experts_families_are_those_of_transformers(tmp_path: Path) -
         ("qwen3_moe", {"mlp_only_layers": "1"}, "mlp_only_layers='1' is"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0 is less than 1"),
         ("mixtral", {"hidden_act": "gelu"}, "hidden_act=gelu of experts is not supported; only silu is"),
+        ("qwen2_moe", {"shared_expert_intermediate_size": ...}, "has no shared_expert_intermediate_size"),
     ],
 )
 def test_a_config_of_experts_that_cannot_be_served_is_refused(
@@ -227,6 +238,14 @@ def test_the_widest_rank_has_as_few_columns_as_units_of_32_allow(tp_size: int, w
         assert sum(span.size for span in spans) == 768
         assert not any(span.size % 32 for span in spans)
     assert plan.weight_skew < 1.05
+
+
+def test_a_shared_expert_is_dealt_as_finely(tmp_path: Path) -> None:
+    sizes = {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632}
+    plan = ShardPlan.create(_read(tmp_path, "qwen2_moe", **sizes), 8)
+    for shards in plan.layers:
+        assert [shard[Axis.SHARED_EXPERT_COLUMNS].size for shard in shards] == [704] * 8
+        assert max(shard[Axis.EXPERT_COLUMNS].size for shard in shards) == 192
 
 
 def test_few_tokens_read_few_experts() -> None:

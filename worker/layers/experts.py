@@ -1,7 +1,7 @@
 """A mixture of experts as one rank has it: some columns of every expert, and the whole router.
 
-Every rank routes for itself, from equal bits to equal choices, and sums its experts' columns before
-the one all-reduce. Which columns a rank has is decided elsewhere: spans come from outside.
+Every rank routes for itself, from equal bits to equal choices, and sums its experts' columns; those of a shared expert
+are added before the one all-reduce. Which columns a rank has is decided elsewhere: spans come from outside.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from configs.errors import ConfigError
 from configs.layers import Axis, MixtureOfExperts
 from parallel.fused_sum import PartialSum
 from parallel.weight import LayerPlace, TensorSource
+from worker.layers.mlp import MLP
 from worker.layers.step import Padding
 
 _COLUMN_UNIT = 32
@@ -23,7 +24,7 @@ _COLUMN_UNIT = 32
 
 
 class Experts:
-    """Routed experts over this rank's columns, then all-reduce, perhaps by the next norm.
+    """Routed experts and perhaps a shared one over this rank's columns, then all-reduce, perhaps by the next norm.
 
     Raises:
         ConfigError: the experts' activation is not silu; or, on CUDA, this rank's columns are no multiple of 32.
@@ -45,26 +46,30 @@ class Experts:
                 f"multiples of {_COLUMN_UNIT}; choose a smaller tensor_parallel_size"
             )
         self._asks_for_buffer = self._on_cuda and place.group.size > 1
-        # fp32 from the product on, since bf16 logits often tie, and then
+        # With the shared expert's gate as its last row. fp32 from the product on, since bf16 logits often tie, and then
         # choose other experts; on CPU the product itself.
         self._router = torch.empty(
-            spec.num_experts,
+            spec.num_experts + (spec.shared is not None),
             spec.hidden_size,
             dtype=place.dtype if self._on_cuda else torch.float32,
             device=place.device,
         )
         self._w13 = place.empty(spec.num_experts, 2 * width, spec.hidden_size)
         self._w2 = place.empty(spec.num_experts, spec.hidden_size, width)
+        self._shared = None if spec.shared is None else MLP(spec.shared, place)
 
     def load(self, source: TensorSource, prefix: str) -> None:
         """Reads the router and this rank's part of every expert; names begin with `prefix`."""
         spec, columns = self._spec, self._columns
-        source.read(prefix + spec.router.name, self._router)
+        source.read(prefix + spec.router.name, self._router[: spec.num_experts])
         w13 = self._w13.view(spec.num_experts, 2, columns.size, spec.hidden_size)
         for expert, gate_up, down in zip(spec.experts, w13, self._w2, strict=True):
             for linear, out in zip(expert.gate_up, gate_up, strict=True):
                 source.read(f"{prefix}{linear.name}.weight", out, rows=columns)
             source.read(f"{prefix}{expert.down.name}.weight", down, columns=columns)
+        if self._shared is not None:
+            source.read(prefix + spec.shared_gate.name, self._router[spec.num_experts :])
+            self._shared.load(source, prefix)
 
     def __call__(self, x: torch.Tensor, padding: Padding) -> torch.Tensor | PartialSum:
         """[num_tokens, hidden_size] -> the same, 0 for padding, or what the next norm is to sum.
@@ -94,6 +99,7 @@ class Experts:
             out=out,
             slots=padding.token_slots(),
             first_slot=padding.first_slot,
+            shared=None if self._shared is None else self._shared.partial(x),
         )
 
     @cached_property

@@ -1,4 +1,4 @@
-"""The dense feed-forward of a layer."""
+"""The dense feed-forward of a layer, or one expert that all tokens go to."""
 
 from __future__ import annotations
 
@@ -24,6 +24,10 @@ class MLP:
         """Reads this rank's part of the spec's tensors, whose names begin with `prefix`."""
         self._gate_up.load(source, prefix)
         self._down.load(source, prefix)
+
+    def partial(self, x: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, hidden_size] -> the same: this rank's part of the sum, without the bias of `down`."""
+        return self._down.partial(self._act_and_mul(self._gate_up(x)))
 
     def __call__(self, x: torch.Tensor, padding: Padding) -> torch.Tensor | PartialSum:
         """[num_tokens, hidden_size] -> the same, or what the next norm is to sum; padding is computed like the rest."""
