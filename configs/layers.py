@@ -132,6 +132,8 @@ class Columns:
     finest_granule: int = 128
     """How fine granules may become for the sake of an even deal. A dense MLP has so many columns that 128, the width of
     an FP8 scale block and of a tensor-core tile, is even enough; narrow experts go down to 32."""
+    is_firm: bool = False
+    """Whether a rank rather gets none than fewer than the finest granule, where that divides them."""
 
 
 class FeedForward(Protocol):
@@ -311,7 +313,6 @@ class MixtureOfExperts:
                 name=f"{self.name}.experts.{i}",
                 projections=self.projections,
                 axis=Axis.EXPERT_COLUMNS,
-                finest_granule=_FINEST_EXPERT_GRANULE,
             )
             for i in range(self.num_experts)
         )
@@ -345,7 +346,7 @@ class MixtureOfExperts:
     @property
     def axes(self) -> tuple[Columns, ...]:
         shared = () if self.shared is None else self.shared.axes
-        return self.experts[0].axes + shared
+        return (Columns(Axis.EXPERT_COLUMNS, self.intermediate_size, _FINEST_EXPERT_GRANULE, is_firm=True), *shared)
 
 
 @dataclass(frozen=True)

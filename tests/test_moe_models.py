@@ -42,11 +42,11 @@ SIZES: dict[str, Any] = {
     "rope_theta": 10000.0,
     "rms_norm_eps": 1e-5,
 }
-# 96 and 160 columns are dealt unevenly to some numbers of ranks, each to others than the other.
+# 96 and 160 columns are 3 and 5 units of 32: uneven on most numbers of ranks; on 8 some have none. 80 are cut finer.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3Moe", {"num_experts": 12, "moe_intermediate_size": 160, "norm_topk_prob": True}),
     "qwen3_moe_dense_layer": ("Qwen3Moe", {"num_experts": 8, "moe_intermediate_size": 96, "mlp_only_layers": [1]}),
-    "qwen3_moe_every_second": ("Qwen3Moe", {"num_experts": 8, "moe_intermediate_size": 96, "decoder_sparse_step": 2}),
+    "qwen3_moe_every_second": ("Qwen3Moe", {"num_experts": 8, "moe_intermediate_size": 80, "decoder_sparse_step": 2}),
     "mixtral": ("Mixtral", {"num_local_experts": 8, "sliding_window": 24}),
     "qwen2_moe": (
         "Qwen2Moe",
@@ -228,7 +228,7 @@ def test_a_config_of_experts_that_cannot_be_served_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("tp_size", "widest"), [(1, 768), (2, 384), (3, 256), (4, 192), (5, 160), (6, 128), (7, 128), (8, 96)]
+    ("tp_size", "widest"), [(1, 768), (2, 384), (3, 256), (4, 192), (5, 160), (6, 128), (7, 128), (8, 96), (32, 32)]
 )
 def test_the_widest_rank_has_as_few_columns_as_units_of_32_allow(tp_size: int, widest: int) -> None:
     plan = ShardPlan.create(read_model_config(SHAPES / "qwen3-30b-a3b"), tp_size)
@@ -237,7 +237,7 @@ def test_the_widest_rank_has_as_few_columns_as_units_of_32_allow(tp_size: int, w
         assert max(span.size for span in spans) == widest
         assert sum(span.size for span in spans) == 768
         assert not any(span.size % 32 for span in spans)
-    assert plan.weight_skew < 1.05
+    assert plan.weight_skew < (1.05 if tp_size <= 8 else 1.15)
 
 
 def test_a_shared_expert_is_dealt_as_finely(tmp_path: Path) -> None:
