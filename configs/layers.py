@@ -8,7 +8,7 @@ more spec class here and one module that computes it in worker/layers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum, auto
 from fractions import Fraction
 from functools import cached_property
@@ -22,6 +22,9 @@ class Axis(StrEnum):
     QUERY_HEADS = "query heads"
     KV_HEADS = "KV heads"
     MLP_COLUMNS = "MLP columns"
+    EXPERT_COLUMNS = "expert columns"
+    """Of each routed expert: a rank has the same of all of them."""
+    SHARED_EXPERT_COLUMNS = "shared expert columns"
     VOCABULARY = "vocabulary rows"
 
 
@@ -39,6 +42,9 @@ class Role(StrEnum):
     NORM = auto()
     QUERY_KEY_NORM = auto()
 
+
+_FINEST_EXPERT_GRANULE = 32
+"""What the grouped products take: 768 columns over 5 ranks are 160 or 128, not 256 or 128."""
 
 Amounts = Mapping[Axis | None, int]
 """How much each index of an axis accounts for; under None, what every rank has whole."""
@@ -61,6 +67,7 @@ class TensorSpec:
     name: str
     """In a Hugging Face checkpoint."""
     gguf_name: str
+    """Of experts without meaning: a GGUF file has all of a layer in one tensor, and such files are refused."""
     shape: tuple[int, ...]
     """Whole, outermost dimension first."""
     role: Role
@@ -70,10 +77,14 @@ class TensorSpec:
     """Of all tokens, those that are multiplied with it: k of E for a tensor of one expert."""
 
     @property
+    def elements(self) -> int:
+        """All of them."""
+        return prod(self.shape)
+
+    @property
     def elements_per_index(self) -> int:
         """Elements that one index of the cut's axis accounts for; all of them where there is no cut."""
-        elements = prod(self.shape)
-        return elements if self.cut is None else elements // self.shape[self.cut.dim] * self.cut.width
+        return self.elements if self.cut is None else self.elements // self.shape[self.cut.dim] * self.cut.width
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +132,8 @@ class Columns:
     finest_granule: int = 128
     """How fine granules may become for the sake of an even deal. A dense MLP has so many columns that 128, the width of
     an FP8 scale block and of a tensor-core tile, is even enough; narrow experts go down to 32."""
+    is_firm: bool = False
+    """Whether a rank rather gets none than fewer than the finest granule, where that divides them."""
 
 
 class FeedForward(Protocol):
@@ -221,33 +234,119 @@ class GroupedQueryAttention:
 
 @dataclass(frozen=True, kw_only=True)
 class DenseMLP:
-    """down(act(gate(x)) * up(x))."""
+    """down(act(gate(x)) * up(x)): the feed-forward of a layer, or one expert of it."""
 
     hidden_size: int
     intermediate_size: int
     hidden_act: str = "silu"
     bias: bool = False
+    name: str = "mlp"
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """Names of gate, up and down, behind `name`."""
+    axis: Axis = Axis.MLP_COLUMNS
+    finest_granule: int = 128
+    """As in Columns."""
 
     @property
     def gate_up(self) -> tuple[Linear, Linear]:
         """The projections into the columns, gate | up."""
-        shape = self.intermediate_size, self.hidden_size, Cut(Axis.MLP_COLUMNS, 0)
-        gate = Linear("mlp.gate_proj", "ffn_gate", *shape, self.bias)
-        return gate, Linear("mlp.up_proj", "ffn_up", *shape, self.bias)
+        gate, up, _ = self.projections
+        shape = self.intermediate_size, self.hidden_size, Cut(self.axis, 0)
+        return (
+            Linear(f"{self.name}.{gate}", "ffn_gate", *shape, self.bias),
+            Linear(f"{self.name}.{up}", "ffn_up", *shape, self.bias),
+        )
 
     @property
     def down(self) -> Linear:
         """The projection out of them."""
-        cut = Cut(Axis.MLP_COLUMNS, 1)
-        return Linear("mlp.down_proj", "ffn_down", self.hidden_size, self.intermediate_size, cut, self.bias)
+        names = f"{self.name}.{self.projections[2]}", "ffn_down"
+        return Linear(*names, self.hidden_size, self.intermediate_size, Cut(self.axis, 1), self.bias)
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
         return tensors_of(*self.gate_up, self.down)
 
     @property
+    def axes(self) -> tuple[Columns]:
+        return (Columns(self.axis, self.intermediate_size, self.finest_granule),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureOfExperts:
+    """MLPs of which each token goes to those that a router prefers, and perhaps one that all tokens go to.
+
+    y = sum over the top k experts e of weight[e] * expert_e(x) + sigmoid(x @ shared_gate) * shared(x)
+
+    The weights are the softmax of all experts' logits.
+    """
+
+    hidden_size: int
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    """Columns of one expert."""
+    norm_topk_prob: bool
+    """Divide a token's weights by their sum."""
+    round_weights: bool = True
+    """Round them to the activations' type, as Qwen's models do and Mixtral does not."""
+    shared_intermediate_size: int | None = None
+    """Columns of the shared expert; None where there is none."""
+    hidden_act: str = "silu"
+    name: str = "mlp"
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """Names of an expert's gate, up and down."""
+
+    @property
+    def router(self) -> TensorSpec:
+        """[num_experts, hidden_size]; every rank has all of it."""
+        return TensorSpec(f"{self.name}.gate.weight", "", (self.num_experts, self.hidden_size), Role.MATRIX)
+
+    @property
+    def experts(self) -> tuple[DenseMLP, ...]:
+        """The routed ones."""
+        return tuple(
+            DenseMLP(
+                hidden_size=self.hidden_size,
+                intermediate_size=self.intermediate_size,
+                hidden_act=self.hidden_act,
+                name=f"{self.name}.experts.{i}",
+                projections=self.projections,
+                axis=Axis.EXPERT_COLUMNS,
+            )
+            for i in range(self.num_experts)
+        )
+
+    @property
+    def shared(self) -> DenseMLP | None:
+        """The expert that all tokens go to."""
+        if self.shared_intermediate_size is None:
+            return None
+        return DenseMLP(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.shared_intermediate_size,
+            hidden_act=self.hidden_act,
+            name=f"{self.name}.shared_expert",
+            axis=Axis.SHARED_EXPERT_COLUMNS,
+            finest_granule=_FINEST_EXPERT_GRANULE,
+        )
+
+    @property
+    def shared_gate(self) -> TensorSpec:
+        """[1, hidden_size]: how much of the shared expert a token gets."""
+        return TensorSpec(f"{self.name}.shared_expert_gate.weight", "", (1, self.hidden_size), Role.MATRIX)
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        share = Fraction(self.top_k, self.num_experts)
+        routed = tuple(replace(tensor, share=share) for expert in self.experts for tensor in expert.tensors)
+        shared = () if self.shared is None else (self.shared_gate, *self.shared.tensors)
+        return (self.router, *routed, *shared)
+
+    @property
     def axes(self) -> tuple[Columns, ...]:
-        return (Columns(Axis.MLP_COLUMNS, self.intermediate_size),)
+        shared = () if self.shared is None else self.shared.axes
+        return (Columns(Axis.EXPERT_COLUMNS, self.intermediate_size, _FINEST_EXPERT_GRANULE, is_firm=True), *shared)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from configs.layers import (
     HeadGroups,
     LayerSpec,
     Linear,
+    MixtureOfExperts,
     Role,
     TensorSpec,
     tensors_of,
@@ -47,7 +48,7 @@ class ModelConfig:
     """One decoder-only transformer. All counts are those of the whole model, never of a rank."""
 
     model_type: str
-    """llama, qwen2, qwen3 or mistral."""
+    """As config.json names the family, e.g. llama or qwen3_moe."""
     hidden_size: int
     vocab_size: int
     max_position_embeddings: int
@@ -241,6 +242,24 @@ def layers_of(
 
 
 @dataclass(frozen=True, kw_only=True)
+class _ExpertsFamily:
+    """How a family's config.json tells of its experts, and what its code decides about them."""
+
+    num_experts_keys: tuple[str, ...]
+    """The first that is there counts."""
+    columns_key: str
+    """Names the columns of one expert."""
+    shared_columns_key: str | None = None
+    norm_topk_prob: bool | None = None
+    """None: the file says, and else it is false."""
+    round_weights: bool = True
+    name: str = "mlp"
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    mixes_dense_layers: bool = False
+    """Layers of `mlp_only_layers`, and those that `decoder_sparse_step` passes over, are dense."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Family:
     """What a family's config.json leaves unsaid, and what its code decides whatever the file says."""
 
@@ -249,14 +268,20 @@ class _Family:
     head_dim: int | None = None
     """None: hidden_size / num_attention_heads."""
     max_position_embeddings: int
-    qkv_bias: bool = False
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    qkv_bias: bool | None = False
+    """None: `qkv_bias` says, and else there is one."""
     heeds_attention_bias: bool = False
     """`attention_bias` gives one to q, k, v and o."""
     heeds_mlp_bias: bool = False
     qk_norm: bool = False
-    windows: Literal["none", "every layer", "as said"] = "none"
-    """Layers that `sliding_window` holds for; "as said": those of `layer_types` or from `max_window_layers` on, under
-    `use_sliding_window` only."""
+    windows: Literal["none", "every layer", "every layer if used", "as said", "by type"] = "none"
+    """Layers that `sliding_window` holds for, the last three under `use_sliding_window` only. "as said": those of
+    `layer_types` or else from `max_window_layers` on; "by type": those of `layer_types`."""
+    default_window: int | None = 4096
+    """Where the file names none."""
+    experts: _ExpertsFamily | None = None
 
 
 _FAMILIES = {
@@ -271,8 +296,47 @@ _FAMILIES = {
         windows="as said",
     ),
     "mistral": _Family(num_key_value_heads=8, max_position_embeddings=131072, windows="every layer"),
+    "qwen3_moe": _Family(
+        num_key_value_heads=4,
+        max_position_embeddings=32768,
+        heeds_attention_bias=True,
+        qk_norm=True,
+        windows="every layer if used",
+        experts=_ExpertsFamily(
+            num_experts_keys=("num_experts", "num_local_experts"),
+            columns_key="moe_intermediate_size",
+            mixes_dense_layers=True,
+        ),
+    ),
+    "mixtral": _Family(
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        rope_theta=1e6,
+        windows="every layer",
+        default_window=None,
+        experts=_ExpertsFamily(
+            num_experts_keys=("num_local_experts", "num_experts"),
+            columns_key="intermediate_size",
+            norm_topk_prob=True,
+            round_weights=False,
+            name="block_sparse_moe",
+            projections=("w1", "w3", "w2"),
+        ),
+    ),
+    "qwen2_moe": _Family(
+        num_key_value_heads=16,
+        max_position_embeddings=32768,
+        qkv_bias=None,
+        windows="by type",
+        experts=_ExpertsFamily(
+            num_experts_keys=("num_experts", "num_local_experts"),
+            columns_key="moe_intermediate_size",
+            shared_columns_key="shared_expert_intermediate_size",
+            mixes_dense_layers=True,
+        ),
+    ),
 }
-_DEFAULT_WINDOW = 4096
 
 
 def _from_directory(path: Path) -> ModelConfig:
@@ -301,15 +365,9 @@ def _from_directory(path: Path) -> ModelConfig:
         num_attention_heads=num_q,
         num_key_value_heads=fields.count("num_key_value_heads", default_kv),
         head_dim=fields.count("head_dim", family.head_dim or hidden_size // num_q),
-        qkv_bias=has_bias or family.qkv_bias,
+        qkv_bias=has_bias or (fields.flag("qkv_bias", True) if family.qkv_bias is None else family.qkv_bias),
         o_bias=has_bias,
         qk_norm=family.qk_norm,
-    )
-    mlp = DenseMLP(
-        hidden_size=hidden_size,
-        intermediate_size=fields.count("intermediate_size"),
-        hidden_act=fields.text("hidden_act", "silu"),
-        bias=family.heeds_mlp_bias and fields.flag("mlp_bias", False),
     )
     max_positions = fields.count("max_position_embeddings", family.max_position_embeddings)
     return ModelConfig(
@@ -317,13 +375,61 @@ def _from_directory(path: Path) -> ModelConfig:
         hidden_size=hidden_size,
         vocab_size=fields.count("vocab_size"),
         max_position_embeddings=max_positions,
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope=_rope(fields, max_positions),
+        rms_norm_eps=fields.number("rms_norm_eps", family.rms_norm_eps),
+        rope=_rope(fields, max_positions, family.rope_theta),
         tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-        layers=layers_of(attention, [mlp] * num_layers, _windows(fields, family, num_layers)),
+        layers=layers_of(attention, _feed_forwards(fields, family, num_layers), _windows(fields, family, num_layers)),
         dtype=_dtype(fields),
         bos_token_id=next(iter(fields.ids("bos_token_id")), None),
         eos_token_ids=_eos_token_ids(fields, path),
+    )
+
+
+def _feed_forwards(fields: _Fields, family: _Family, num_layers: int) -> list[FeedForward]:
+    """Of each layer."""
+    if family.experts is None:
+        return [_mlp(fields, family)] * num_layers
+    experts = _experts(fields, family.experts)
+    if experts is None:
+        return [_mlp(fields, family)] * num_layers
+    dense = set[int]()
+    if family.experts.mixes_dense_layers:
+        step, listed = fields.count("decoder_sparse_step", 1), fields.ids("mlp_only_layers")
+        dense = {layer for layer in range(num_layers) if layer in listed or (layer + 1) % step}
+    return [_mlp(fields, family) if layer in dense else experts for layer in range(num_layers)]
+
+
+def _mlp(fields: _Fields, family: _Family) -> DenseMLP:
+    return DenseMLP(
+        hidden_size=fields.count("hidden_size"),
+        intermediate_size=fields.count("intermediate_size"),
+        hidden_act=fields.text("hidden_act", "silu"),
+        bias=family.heeds_mlp_bias and fields.flag("mlp_bias", False),
+    )
+
+
+def _experts(fields: _Fields, family: _ExpertsFamily) -> MixtureOfExperts | None:
+    """None where the file says that there are none."""
+    key = next((key for key in family.num_experts_keys if key in fields.values), family.num_experts_keys[0])
+    if family.mixes_dense_layers and fields.integer(key) == 0:
+        return None
+    num_experts, top_k = fields.count(key), fields.count("num_experts_per_tok")
+    if top_k > num_experts:
+        raise CheckpointError(f"{fields.where}: num_experts_per_tok={top_k} exceeds {key}={num_experts}")
+    hidden_act = fields.text("hidden_act", "silu")
+    if hidden_act != "silu":
+        raise CheckpointError(f"{fields.where}: hidden_act={hidden_act} of experts is not supported; only silu is")
+    normalises = family.norm_topk_prob
+    return MixtureOfExperts(
+        hidden_size=fields.count("hidden_size"),
+        num_experts=num_experts,
+        top_k=top_k,
+        intermediate_size=fields.count(family.columns_key),
+        norm_topk_prob=fields.flag("norm_topk_prob", False) if normalises is None else normalises,
+        round_weights=family.round_weights,
+        shared_intermediate_size=fields.count(family.shared_columns_key) if family.shared_columns_key else None,
+        name=family.name,
+        projections=family.projections,
     )
 
 
@@ -339,7 +445,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _rope(fields: _Fields, max_positions: int) -> RopeConfig:
+def _rope(fields: _Fields, max_positions: int, default_theta: float) -> RopeConfig:
     """transformers 4 keeps `rope_theta` beside `rope_scaling`; transformers 5 has both in `rope_parameters`."""
     parameters = fields.values.get("rope_scaling") or fields.values.get("rope_parameters") or {}
     if not isinstance(parameters, dict):
@@ -350,7 +456,7 @@ def _rope(fields: _Fields, max_positions: int) -> RopeConfig:
             raise CheckpointError(f"{fields.where}: layers with different rotary embeddings are not supported")
         parameters = nested[0]
     rope = _Fields(parameters, fields.where)
-    theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
+    theta = rope.number("rope_theta", fields.number("rope_theta", default_theta))
     partial = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
     if partial != 1.0:
         raise CheckpointError(f"{fields.where}: partial_rotary_factor={partial} is not supported; only 1.0 is")
@@ -393,16 +499,16 @@ def _checked_rope(theta: float, scaling_type: str, scaling: Mapping[str, Any], w
 def _windows(fields: _Fields, family: _Family, num_layers: int) -> list[int | None]:
     """The window of each layer."""
     full: list[int | None] = [None] * num_layers
-    # A key that is absent takes the family's default; an explicit null turns windows off.
-    if family.windows == "none" or fields.values.get("sliding_window", _DEFAULT_WINDOW) is None:
+    # An explicit null turns windows off.
+    if family.windows == "none" or fields.values.get("sliding_window", family.default_window) is None:
         return full
-    window = fields.count("sliding_window", _DEFAULT_WINDOW)
-    if family.windows == "every layer":
+    if family.windows != "every layer" and not fields.flag("use_sliding_window", False):
+        return full
+    window = fields.count("sliding_window", family.default_window)
+    if family.windows in ("every layer", "every layer if used"):
         return [window] * num_layers
-    if not fields.flag("use_sliding_window", False):
-        return full
     layer_types = fields.values.get("layer_types")
-    if layer_types is None:
+    if layer_types is None and family.windows == "as said":
         first = fields.integer("max_window_layers", 28)
         return [window if layer >= first else None for layer in range(num_layers)]
     known = {"full_attention": None, "sliding_attention": window}
@@ -449,12 +555,14 @@ def _from_gguf(path: Path) -> ModelConfig:
     header = GGUFHeader.read(path)
     fields = _Fields(header.metadata, str(path))
     family = fields.text("general.architecture")
+    if fields.integer(f"{family}.expert_count", 0):
+        raise CheckpointError(
+            f"{path}: mixtures of experts are not read from GGUF files; use the model's safetensors checkpoint"
+        )
     if family not in _GGUF_FAMILIES:
         raise CheckpointError(
             f"{path}: general.architecture={family} is not supported; supported are {', '.join(_GGUF_FAMILIES)}"
         )
-    if fields.integer(f"{family}.expert_count", 0):
-        raise CheckpointError(f"{path}: mixture-of-experts models are not supported")
     tensors = header.tensors
     if "token_embd.weight" not in tensors or len(tensors["token_embd.weight"].shape) != 2:
         raise CheckpointError(f"{path} has no two-dimensional tensor token_embd.weight; the checkpoint is incomplete")

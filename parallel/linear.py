@@ -60,12 +60,11 @@ class RowParallelLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """The sum; on CUDA perhaps in the group's reduce_buffer, so valid until the group's next reduction."""
-        assert self._weight is not None, "forward before load"
         if self._asks_for_buffer:
             out = self._group.reduce_buffer((len(x), self._linear.out_features), self._place.dtype)
-            y = self._group.all_reduce(self._weight(x, out))
+            y = self._group.all_reduce(self.partial(x, out))
         else:
-            y = self._weight(x)
+            y = self.partial(x)
             if self._group.size > 1:
                 y = self._group.all_reduce(y)
         return y if self._bias is None else y.add_(self._bias)
@@ -75,7 +74,11 @@ class RowParallelLinear:
         if self._asks_for_buffer and not self._linear.bias:
             partial_sum = self._group.partial_sum((len(x), self._linear.out_features), self._place.dtype)
             if partial_sum is not None:
-                assert self._weight is not None, "forward before load"
-                self._weight(x, partial_sum.summand)
+                self.partial(x, partial_sum.summand)
                 return partial_sum
         return self(x)
+
+    def partial(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """This rank's part of the sum, without the bias; `out` if one is given."""
+        assert self._weight is not None, "forward before load"
+        return self._weight(x, out)

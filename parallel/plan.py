@@ -34,8 +34,8 @@ class Span(NamedTuple):
 class LayerShard:
     """One rank's part of one layer, or of the vocabulary, in indices of the whole model.
 
-    No span of heads is empty; one of columns is only where the layer has fewer columns than ranks. A rank's query heads
-    spread evenly over its KV heads.
+    No span of heads is empty; one of columns is only where the layer has fewer columns, or firm granules, than ranks.
+    A rank's query heads spread evenly over its KV heads.
     """
 
     spans: Mapping[Axis, Span]
@@ -136,8 +136,11 @@ def column_granule(columns: Columns, tp_size: int) -> int:
 
     The largest power of two up to 128 that divides them and leaves every rank at least one unit; or a smaller one, not
     below `columns.finest_granule`, if with that the widest rank has fewer. For published dense models that is 128, or
-    64; below 32 only toy models go.
+    64; below 32 only toy models go. Firm granules (experts on GPUs take no others) leave ranks without columns instead.
     """
+    num_finest, rest = divmod(columns.size, columns.finest_granule)
+    if columns.is_firm and not rest and num_finest < tp_size:
+        return columns.finest_granule
     granules = [_LARGEST_GRANULE >> i for i in range(_LARGEST_GRANULE.bit_length())]
     allowed = [granule for granule in granules if columns.size % granule == 0 and columns.size // granule >= tp_size]
     fine = [granule for granule in allowed if granule >= columns.finest_granule]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from cluster.commands.fit import GPU_MEMORY, fits, parse_memory, sizes_to_show
 from cluster.commands.status import status_lines
 from configs.errors import ConfigError
 from configs.json_schema import config_file_schema
+from configs.layers import DenseMLP, LayerSpec
 from configs.load import load_app_config
 from configs.model_config import read_model_config
 from configs.resolve import HostFacts, resolve
@@ -57,6 +59,26 @@ def test_a_model_too_large_for_a_gpu_fits_on_enough_of_them() -> None:
     assert "does not fit" in rows["1"]
     assert "does not fit" not in rows["4"]
     assert rows["4"].endswith("<"), "the size that the file asks for"
+
+
+def test_check_says_how_much_of_a_mixture_a_token_uses_and_leaves_room_for_its_experts() -> None:
+    path = SHAPES / "qwen3-30b-a3b"
+    result = run("check", "configs/qwen3-30b-a3b-tp2.yaml", "--set", f"model={path}", "--set", "load_format=dummy",
+                 "--gpu", "h200")  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    [weights] = [line for line in lines if line.startswith("weights ")]
+    assert weights.endswith(" 58260 MiB in all, 29130 MiB on the fullest rank; a token uses 6420 MiB of them")
+    ranks = lines[next(i for i, line in enumerate(lines) if line.startswith("rank ")) + 1 :][:2]
+    assert [line.split()[3] for line in ranks] == ["384", "384"]
+    model = read_model_config(path)
+    mlp = DenseMLP(hidden_size=2048, intermediate_size=128 * 768)
+    dense = replace(model, layers=(LayerSpec(2048, model.layers[0].mixer, mlp),) * 48)
+    app = load_app_config(ROOT / "configs" / "qwen3-30b-a3b.yaml")
+    config = resolve(app.engine, model, HostFacts(num_cores=64, num_gpus=1)).config
+    tokens = [fits(it, config, [1], GPU_MEMORY["h200"])[0].kv_tokens for it in (model, dense)]
+    routers, outputs = 48 * 128 * 2048 * 2, 8192 * 8 * (2 * 768 + 2048) * 2
+    assert (tokens[1] - tokens[0]) * 98304 / 0.9 == pytest.approx(routers + outputs, rel=0.02)
 
 
 def test_memory_is_an_amount_or_a_gpus_name() -> None:

@@ -321,6 +321,7 @@ def test_a_hub_model_is_fetched_without_its_weights(tmp_path: Path, monkeypatch:
         ("qwen3-0.6b", 596_049_920, 1.19, 114_688),
         ("qwen3-8b", 8_190_735_360, 15.14, 147_456),
         ("qwen3-32b", 32_762_123_264, 63.97, 262_144),
+        ("qwen3-30b-a3b", 30_532_122_624, 60.44, 98_304),
     ],
 )
 def test_shapes_are_those_of_the_published_models(
@@ -329,7 +330,7 @@ def test_shapes_are_those_of_the_published_models(
     model = read_model_config(ROOT / "benchmarks" / "models" / name)
     shapes = expected_shapes(model)
     assert sum(prod(shape) for shape in shapes.values()) == num_parameters
-    # What a decode step reads: all but the input embedding, where the LM head is not the same tensor.
+    # What a decode step of many rows reads: all but the input embedding, where the LM head is not the same tensor.
     skipped = 0 if model.tie_word_embeddings else prod(shapes["model.embed_tokens.weight"])
     assert 2 * (num_parameters - skipped) / 1e9 == pytest.approx(read_gb, rel=5e-3)
     assert 2 * ShardPlan.create(model, 1).kv_elements_per_token(0) == kv_bytes

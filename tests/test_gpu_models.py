@@ -20,11 +20,12 @@ from tests.gpu_engine import Answer, GpuEngine
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_LAYERS = 4
-# Cut to few layers, and two of them to a smaller vocabulary: the layers' shapes are the real ones.
+# Cut to few layers, and all but one to a smaller vocabulary: the layers' shapes are the real ones.
 MODELS = {
     "qwen3-8b": {"num_hidden_layers": NUM_LAYERS},
     "llama-3.1-8b": {"num_hidden_layers": NUM_LAYERS, "vocab_size": 32000},
     "qwen2.5-7b": {"num_hidden_layers": NUM_LAYERS, "vocab_size": 32000},
+    "qwen3-30b-a3b": {"num_hidden_layers": NUM_LAYERS, "vocab_size": 32000},
 }
 PROMPT_LENGTHS = (1, 17, 64, 130, 300, 600)
 NUM_NEW_TOKENS = 8

@@ -39,7 +39,7 @@ from attention.step_metadata import StepTensors
 from parallel.kernels.all_reduce_norm import all_reduce_add_norm
 from parallel.kernels.skinny_gemm import skinny_gemm
 from worker.adjustments import RowAdjustments
-from worker.kernels import sampling
+from worker.kernels import moe, routing, sampling
 from worker.kernels.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from worker.kernels.adjustments import adjust_logits
 from worker.kernels.norm import add_rms_norm, rms_norm
@@ -200,6 +200,23 @@ def _call_all_reduce_add_norm(num_ranks: int, size: int) -> None:
     )
 
 
+def _call_mixture(num_tokens: int, columns: int, *, num_experts: int, top_k: int, shared: bool) -> None:
+    hidden = 2048
+    moe.mixture(
+        _bf16(num_tokens, hidden),
+        _bf16(num_experts + shared, hidden),
+        _bf16(num_experts, 2 * columns, hidden),
+        _bf16(num_experts, hidden, columns),
+        top_k=top_k,
+        normalise=not shared,
+        round_to=torch.bfloat16,
+        out=_bf16(num_tokens, hidden),
+        slots=_int64(num_tokens),
+        first_slot=64,
+        shared=_bf16(num_tokens, hidden) if shared else None,
+    )
+
+
 def _call_everything() -> None:
     """As production does, in bf16: what `configs` names has heads of 64 and 128, and these row lengths."""
     for page_size in (16, 64):
@@ -223,6 +240,11 @@ def _call_everything() -> None:
         out = torch.empty(num_rows, 1536, dtype=dtype)
         skinny_gemm(_bf16(num_rows, in_features), _bf16(1536, in_features), None, out=out)
     skinny_gemm(_bf16(2, 4096), _bf16(1536, 4096), _bf16(1536), out=_bf16(2, 1536))
+    # As many tokens for the experts as take each of the tiles.
+    for num_tokens in (1, 16, 256, 1024, 8192):
+        _call_mixture(num_tokens, 768, num_experts=128, top_k=8, shared=False)
+    for num_tokens in (1, 64):
+        _call_mixture(num_tokens, 480, num_experts=60, top_k=4, shared=True)
     for num_ranks, size in itertools.product((2, 3, 4), (576, 4096)):
         _call_all_reduce_add_norm(num_ranks, size)
 
@@ -269,7 +291,8 @@ def _compile_everything() -> dict[str, list[str]]:
 
     triton.runtime.driver.set_active(_H200())
     KernelInterface.__getitem__ = compile_only
-    decode._has_dependent_launch = lambda device: True  # it asks about CUDA tensors only
+    # They ask about CUDA tensors only.
+    decode._has_dependent_launch = moe.starts_early = routing.starts_early = lambda device: True
     errors: dict[str, list[str]] = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
         _call_everything()

@@ -303,7 +303,8 @@ def test_llama3_scaling_is_recovered_from_a_gguf_files_frequency_divisors(tmp_pa
     [
         ({"architecture": "gemma3"}, "general.architecture=gemma3 is not supported; supported are llama, qwen2, qwen3"),
         ({"without": "block_count"}, "has no llama.block_count; the checkpoint is incomplete"),
-        ({"expert_count": 8}, "mixture-of-experts"),
+        ({"expert_count": 8}, "mixtures of experts are not read from GGUF files; use the model's safetensors"),
+        ({"architecture": "qwen3moe", "expert_count": 8}, "mixtures of experts are not read from GGUF files"),
         ({"rope__dimension_count": 8}, "widths of a head must be the same"),
         ({"attention__sliding_window": 64}, "sliding windows of GGUF files are not supported"),
         ({"rope__scaling__type": "longrope"}, "rope scaling type longrope is not supported"),

@@ -119,14 +119,18 @@ def _build(name: str) -> tuple[Any, ModelConfig]:
 @pytest.fixture(scope="module", params=["llama", "llama_biased_llama3_rope", "qwen2", "qwen3_yarn", "mistral_window"])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     hf, model = _build(request.param)
-    # Norm weights of one and zero biases would hide their absence.
+    path = tmp_path_factory.mktemp(request.param)
+    save(hf, path)
+    return Case(hf, path, model)
+
+
+def save(hf: Any, path: Path) -> None:
+    """Writes a transformers model whose norms and biases are random too: ones and zeros would hide their absence."""
     with torch.no_grad():
         for name, parameter in hf.named_parameters():
             if "norm" in name or name.endswith("bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-    path = tmp_path_factory.mktemp(request.param)
     hf.eval().save_pretrained(path)
-    return Case(hf, path, model)
 
 
 @dataclass
@@ -205,8 +209,8 @@ def _expected(case: Case, tokens: list[int]) -> torch.Tensor:
         return case.hf(torch.tensor([tokens])).logits[0]
 
 
-@pytest.mark.parametrize("tp_size", [1, 2, 3, 4])
-def test_logits_equal_transformers_in_prefill_chunks_decode_and_mixed_steps(case: Case, tp_size: int) -> None:
+def check_logits(case: Case, tp_size: int) -> None:
+    """Compares with transformers in prefill, chunks, decodes and mixed steps, at every position."""
     first, second, third = _tokens(1), _tokens(2), _tokens(3, 20)
 
     def body(group: TensorParallelGroup) -> list[torch.Tensor]:
@@ -231,6 +235,11 @@ def test_logits_equal_transformers_in_prefill_chunks_decode_and_mixed_steps(case
         for ours, theirs, same in zip(result, expected, results[0], strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
             assert torch.equal(ours, same), "ranks must hold the same logits, or they sample different tokens"
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 3, 4])
+def test_logits_equal_transformers_in_prefill_chunks_decode_and_mixed_steps(case: Case, tp_size: int) -> None:
+    check_logits(case, tp_size)
 
 
 def test_logits_equal_transformers_with_the_config_as_read_from_the_checkpoint(case: Case) -> None:

@@ -20,9 +20,10 @@ from configs.model_config import ModelConfig, RopeConfig
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan, Span
 from tests.dense_model import dense_model
-from worker import gguf_weights, safetensors_weights
+from worker import gguf_weights, range_reader, safetensors_weights
 from worker.gguf_weights import GGUFFile
 from worker.models.decoder import Decoder
+from worker.range_reader import RangeReader
 from worker.safetensors_weights import SafetensorsFile
 from worker.weights import Checkpoint, expected_shapes
 
@@ -158,6 +159,22 @@ def test_names_missing_surplus_and_misshapen_tensors(tmp_path: Path) -> None:
     leftovers = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4), "rope_freqs.weight": torch.zeros(4)}
     save_file({**tensors, **leftovers}, tmp_path / "model.safetensors")
     Checkpoint.open(tmp_path, model).close()
+
+
+@pytest.mark.parametrize("stride", [40, 96, 5000])
+@pytest.mark.parametrize("length", [1, 32])
+def test_pieces_of_rows_are_joined_across_small_and_large_gaps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stride: int, length: int
+) -> None:
+    monkeypatch.setattr(range_reader, "_BLOCK_BYTES", 300)
+    rows = np.random.default_rng(0).integers(0, 256, (17, stride), np.uint8)
+    (tmp_path / "file").write_bytes(rows.tobytes()[: 16 * stride + 3 + length])  # it ends with the last piece
+    reader = RangeReader(tmp_path / "file")
+    assert reader.read_strided(3, stride, 17, length) == rows[:, 3 : 3 + length].tobytes()
+    assert reader.bytes_read == 17 * length
+    with pytest.raises(CheckpointError, match="file ends at byte"):
+        reader.read_strided(3, stride, 18, length)
+    reader.close()
 
 
 def test_refuses_truncated_foreign_and_pickled_files(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ class TensorFile(Protocol):
         """Shape of every tensor, by Hugging Face name; a name that has none keeps the file's own."""
 
     def read(self, name: str, out: torch.Tensor, rows: Span, columns: Span | None) -> None:
-        """Fills `out` with rows (and columns, for two dimensions) of a tensor, reading no more than those."""
+        """Fills `out` with rows (and columns, for two dimensions) of a tensor, reading no pages beside those."""
 
     @property
     def bytes_read(self) -> int:

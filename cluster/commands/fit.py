@@ -66,18 +66,20 @@ def fits(model: ModelConfig, config: EngineConfig, sizes: Iterable[int], memory_
         config: resolved for CUDA.
     """
     scheduler = config.scheduler
-    used = _FIXED_BYTES + (
-        _ACTIVATIONS_PER_TOKEN
-        * resolved(scheduler.max_num_batched_tokens)
-        * model.hidden_size
-        * dtype_bytes(config.dtype)
-    )
+    activations = _ACTIVATIONS_PER_TOKEN * model.hidden_size + _routed_outputs(model)
+    used = _FIXED_BYTES + activations * resolved(scheduler.max_num_batched_tokens) * dtype_bytes(config.dtype)
     found = []
     for size in sizes:
         plan = ShardPlan.create(model, size)
         weights = max(plan.weight_elements(rank) for rank in range(size)) * dtype_bytes(config.dtype)
         found.append(Fit(size, weights, _kv_tokens(plan, config, memory_bytes - used - weights)))
     return found
+
+
+def _routed_outputs(model: ModelConfig) -> int:
+    """Elements that the experts of a layer make of one token, before they are summed."""
+    layers = dict.fromkeys(model.layers)
+    return max(int(sum(it.share * it.shape[0] for it in layer.tensors if it.share != 1)) for layer in layers)
 
 
 def _kv_tokens(plan: ShardPlan, config: EngineConfig, free_bytes: int) -> int:

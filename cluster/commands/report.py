@@ -164,7 +164,11 @@ def _memory_lines(plan: ShardPlan, config: EngineConfig) -> list[str]:
     element_bytes = dtype_bytes(config.dtype)
     weights = [plan.weight_elements(rank) * element_bytes for rank in range(plan.tp_size)]
     per_token = [plan.kv_elements_per_token(rank) * element_bytes for rank in range(plan.tp_size)]
-    lines = [f"weights    {sum(weights) / _MIB:.0f} MiB in all, {max(weights) / _MIB:.0f} MiB on the fullest rank"]
+    unused = sum(int((1 - tensor.share) * tensor.elements) for tensor in plan.model.tensors()) * element_bytes
+    active = f"; a token uses {(sum(weights) - unused) / _MIB:.0f} MiB of them" if unused else ""
+    lines = [
+        f"weights    {sum(weights) / _MIB:.0f} MiB in all, {max(weights) / _MIB:.0f} MiB on the fullest rank{active}"
+    ]
     kv = config.kv_cache
     if kv.num_tokens is not None:
         pool = f"{kv.num_tokens} tokens, {kv.num_tokens * max(per_token) / _MIB:.0f} MiB on the fullest rank"

@@ -1,28 +1,17 @@
-"""Grouped-query attention of a layer, and what a step gives every layer of it."""
+"""Grouped-query attention of a layer."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-from attention.backend import AttentionBackend
 from attention.layer import AttentionLayer
-from attention.rotation import QKNorms, Rotation
+from attention.rotation import QKNorms
 from configs.layers import Axis, GroupedQueryAttention
 from parallel.fused_sum import PartialSum
 from parallel.linear import ColumnParallelLinear, RowParallelLinear
 from parallel.weight import LayerPlace, TensorSource
 from worker.layers.norm import RMSNorm
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What every layer of one forward pass reads."""
-
-    backend: AttentionBackend
-    rotation: Rotation
-    """At the positions of the batch."""
+from worker.layers.step import Step
 
 
 class Attention:

@@ -1,4 +1,4 @@
-"""The dense feed-forward of a layer."""
+"""The dense feed-forward of a layer, or one expert that all tokens go to."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from parallel.fused_sum import PartialSum
 from parallel.linear import ColumnParallelLinear, RowParallelLinear
 from parallel.weight import LayerPlace, TensorSource
 from worker.layers.activation import ActAndMul
+from worker.layers.step import Padding
 
 
 class MLP:
@@ -24,6 +25,10 @@ class MLP:
         self._gate_up.load(source, prefix)
         self._down.load(source, prefix)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor | PartialSum:
-        """[num_tokens, hidden_size] -> the same, or what the next norm is to sum."""
+    def partial(self, x: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, hidden_size] -> the same: this rank's part of the sum, without the bias of `down`."""
+        return self._down.partial(self._act_and_mul(self._gate_up(x)))
+
+    def __call__(self, x: torch.Tensor, padding: Padding) -> torch.Tensor | PartialSum:
+        """[num_tokens, hidden_size] -> the same, or what the next norm is to sum; padding is computed like the rest."""
         return self._down.for_norm(self._act_and_mul(self._gate_up(x)))

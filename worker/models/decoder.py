@@ -1,7 +1,7 @@
 """One decoder for every supported family: it builds what ModelConfig.layers describes, one module for each spec.
 
-Activations are [num_tokens, hidden_size], tokens of all rows one after the other. Ranks hold spans of heads and MLP
-columns; two all-reduces a layer make the residual stream the same on every rank.
+Activations are [num_tokens, hidden_size], tokens of all rows one after the other. Ranks hold spans of heads, and of
+columns of MLPs or of every expert; two all-reduces a layer make the residual stream the same on every rank.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ import torch
 from attention.backend import AttentionBackend
 from attention.forward_batch import ForwardBatch
 from attention.layer import AttentionLayer
-from configs.layers import DenseMLP, GroupedQueryAttention, LayerSpec
+from configs.layers import DenseMLP, GroupedQueryAttention, LayerSpec, MixtureOfExperts
 from configs.model_config import ModelConfig, layer_prefix
 from parallel.embedding import ParallelLMHead, VocabParallelEmbedding
 from parallel.fused_sum import PartialSum
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from parallel.weight import LayerPlace, TensorSource
-from worker.layers.attention import Attention, Step
+from worker.layers.attention import Attention
+from worker.layers.experts import Experts
 from worker.layers.mlp import MLP
 from worker.layers.norm import RMSNorm
 from worker.layers.rotary import RotaryEmbedding
+from worker.layers.step import Padding, Step
 
 
 class FeedForwardModule(Protocol):
@@ -33,13 +35,20 @@ class FeedForwardModule(Protocol):
     def load(self, source: TensorSource, prefix: str) -> None:
         """Reads this rank's part of the spec's tensors, whose names begin with `prefix`."""
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor | PartialSum:
-        """[num_tokens, hidden_size] of the same; the sum over the ranks may be left to the norm after it."""
+    def __call__(self, x: torch.Tensor, padding: Padding) -> torch.Tensor | PartialSum:
+        """[num_tokens, hidden_size] of the same; the sum over the ranks may be left to the norm after it.
+
+        Args:
+            padding: which of the tokens nobody reads.
+        """
 
 
 # One module for each kind of spec. A new kind is a spec, a module and an entry.
 _MIXERS: dict[type[Any], Callable[[Any, LayerPlace, int, float], Attention]] = {GroupedQueryAttention: Attention}
-_FEED_FORWARDS: dict[type[Any], Callable[[Any, LayerPlace], FeedForwardModule]] = {DenseMLP: MLP}
+_FEED_FORWARDS: dict[type[Any], Callable[[Any, LayerPlace], FeedForwardModule]] = {
+    DenseMLP: MLP,
+    MixtureOfExperts: Experts,
+}
 
 
 class DecoderLayer:
@@ -74,11 +83,12 @@ class DecoderLayer:
             keep: tokens to go on with once K and V are stored; at least one. None: all.
         """
         normed = self._input_norm(residual) if x is None else self._input_norm.add(x, residual)
-        attended = self.attention.attend(normed, step)
+        attended, padding = self.attention.attend(normed, step), step.padding
         if keep is not None:
             attended, residual = attended.index_select(0, keep), residual.index_select(0, keep)
+            padding = padding.of(keep)
         x = self.attention.project(attended)
-        return self._feed_forward(self._post_norm.add(x, residual)), residual
+        return self._feed_forward(self._post_norm.add(x, residual), padding), residual
 
     def store(self, x: torch.Tensor | PartialSum, residual: torch.Tensor, step: Step) -> None:
         """Only puts the tokens' K and V into the pool."""
@@ -146,7 +156,9 @@ class Decoder:
         The last layer's products run for these tokens alone. `backend` is ready for `batch`.
         """
         assert self._rotary is not None, "forward before set_max_positions"
-        step = Step(backend, self._rotary.at(batch.positions))
+        # Padding rows have page 0, which no sequence has.
+        padding = Padding(batch.out_cache_loc, backend.token_to_kv_pool.page_size)
+        step = Step(backend, self._rotary.at(batch.positions), padding)
         residual = self._embedding(batch.input_ids)
         x: torch.Tensor | PartialSum | None = None
         *layers, last = self._layers

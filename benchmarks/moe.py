@@ -1,0 +1,236 @@
+"""Time of one layer's experts on one GPU, router included, at the shape of Qwen3-30B-A3B or of one of its ranks.
+
+    python -m benchmarks.moe [--columns 768 384] [--tokens 1 16 ...] [--sweep] [--kernels]
+
+bf16, random weights and tokens. A CUDA graph holds layers with weights of their own, so that no expert is still in the
+L2 cache; the router of each chooses nearly uniformly. The floor is the bytes of the distinct experts chosen over the
+speed of copies of large tensors (benchmarks/bandwidth.py), which is the floor of few tokens only. `--sweep` times
+the candidates for the kernels' table of tiles and prints the best; `--kernels` adds each kernel's own time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from unittest import mock
+
+import torch
+import triton
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.bandwidth import measure
+from benchmarks.graph_timing import graph_us
+from worker.kernels import moe, routing
+from worker.kernels.moe import Tile, Tiles, choose_tiles, mixture
+from worker.kernels.routing import router_logits
+
+HIDDEN, NUM_EXPERTS, TOP_K, COLUMNS = 2048, 128, 8, 768
+NUM_LAYERS = 8
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096, 8192)
+_COMPILING_THREADS = 16
+
+# By block_m, the pairs of a block: (block_n, block_k, num_warps, num_stages) of the two products.
+_GATE_UP = {
+    1: (
+        *((8, 512, 4, 3), (8, 512, 4, 2), (4, 512, 4, 3), (4, 512, 4, 4), (4, 1024, 4, 3), (8, 256, 4, 4)),
+        *((4, 256, 2, 5), (2, 1024, 4, 4), (16, 256, 4, 3), (8, 512, 8, 3)),
+    ),
+    16: (
+        *((32, 128, 4, 4), (32, 128, 4, 3), (64, 128, 4, 3), (64, 64, 4, 5), (16, 256, 4, 4), (16, 128, 2, 6)),
+        *((32, 256, 4, 3), (64, 128, 8, 3), (32, 64, 4, 6), (16, 256, 2, 4)),
+    ),
+    32: ((64, 64, 4, 4), (64, 128, 4, 3), (32, 128, 4, 4), (128, 64, 8, 3), (128, 64, 4, 3), (64, 128, 8, 3)),
+    64: ((64, 64, 4, 4), (128, 64, 8, 3), (128, 64, 4, 3), (64, 128, 4, 3), (64, 64, 8, 4), (128, 64, 8, 4)),
+    128: ((128, 64, 8, 4), (128, 64, 8, 3), (64, 64, 4, 4), (64, 64, 8, 4), (64, 64, 4, 3), (128, 128, 8, 2)),
+}
+_DOWN = {
+    1: (
+        *((8, 256, 4, 6), (8, 256, 4, 4), (4, 256, 4, 4), (4, 256, 2, 6), (16, 256, 4, 4), (16, 128, 4, 6)),
+        *((8, 128, 2, 6), (4, 128, 2, 8), (8, 256, 8, 4), (4, 128, 1, 8)),
+    ),
+    16: (
+        *((64, 128, 4, 4), (32, 128, 4, 4), (128, 128, 4, 3), (64, 64, 4, 5), (32, 256, 4, 3), (128, 64, 4, 4)),
+        *((64, 128, 8, 4), (16, 256, 2, 4), (64, 256, 4, 2)),
+    ),
+    32: ((128, 64, 4, 4), (64, 128, 4, 4), (128, 128, 4, 3), (128, 64, 8, 4), (256, 64, 8, 3), (64, 64, 4, 5)),
+    64: ((128, 64, 4, 4), (128, 128, 8, 3), (256, 64, 8, 3), (128, 64, 4, 3), (64, 128, 4, 4), (256, 64, 4, 3)),
+    128: ((256, 64, 8, 4), (256, 64, 8, 3), (128, 64, 8, 4), (128, 64, 4, 4), (128, 128, 8, 3), (128, 64, 4, 3)),
+}
+# Up to so many tokens, the blocks that are tried.
+_BLOCKS = ((1, (1,)), (8, (1, 16)), (32, (16,)), (128, (16, 32)), (256, (16, 32, 64)), (8192, (64, 128)))
+
+
+@dataclass(frozen=True)
+class Layer:
+    router: torch.Tensor
+    w13: torch.Tensor
+    w2: torch.Tensor
+
+    @classmethod
+    def create(cls, columns: int) -> Layer:
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, device="cuda", dtype=torch.bfloat16).mul_(shape[-1] ** -0.5)
+
+        return cls(
+            random(NUM_EXPERTS, HIDDEN),
+            random(NUM_EXPERTS, 2 * columns, HIDDEN),
+            random(NUM_EXPERTS, HIDDEN, columns),
+        )
+
+    def run(self, x: torch.Tensor, out: torch.Tensor, tiles: Tiles | None = None) -> torch.Tensor:
+        return mixture(
+            x,
+            self.router,
+            self.w13,
+            self.w2,
+            top_k=TOP_K,
+            normalise=True,
+            round_to=torch.bfloat16,
+            out=out,
+            tiles=tiles,
+        )
+
+
+def _candidate_blocks(num_tokens: int) -> tuple[int, ...]:
+    return next(blocks for most, blocks in _BLOCKS if num_tokens <= most)
+
+
+def layer_us(layers: Sequence[Layer], x: torch.Tensor, tiles: Tiles | None = None) -> float:
+    """Microseconds of one layer."""
+    out = torch.empty_like(x)
+
+    def run() -> None:
+        for layer in layers:
+            layer.run(x, out, tiles)
+
+    return graph_us(run, len(layers))
+
+
+def num_experts_hit(layers: Sequence[Layer], x: torch.Tensor) -> float:
+    """Distinct experts that the tokens choose, mean over the layers."""
+    hit = [router_logits(x, layer.router).sum(0).topk(TOP_K, dim=1).indices.unique().numel() for layer in layers]
+    return sum(hit) / len(layers)
+
+
+def _report(layers: Sequence[Layer], x: torch.Tensor, columns: int, us: float, tiles: Tiles, peak: float) -> None:
+    num_tokens, hit = len(x), num_experts_hit(layers, x)
+    expert_bytes = hit * 3 * columns * HIDDEN * 2
+    floor_us = expert_bytes / peak * 1e6
+    tflops = num_tokens * TOP_K * 6 * columns * HIDDEN / us / 1e6
+    print(
+        f"{columns:4} columns, {num_tokens:4} tokens: {us:7.1f} us | {hit:5.1f} experts, {expert_bytes / 1e6:6.1f} MB, "
+        f"floor {floor_us:5.1f} us, {floor_us / us:4.0%} of it | {tflops:5.1f} TFLOP/s | {_named(tiles)}",
+        flush=True,
+    )
+
+
+def _named(tiles: Tiles) -> str:
+    cut = (f"{tile.block_n} x {tile.block_k}, {tile.num_warps} w, {tile.num_stages} st" for tile in _both(tiles))
+    return f"block_m {tiles.block_m}: {'; '.join(cut)}"
+
+
+def _both(tiles: Tiles) -> tuple[Tile, Tile]:
+    return tiles.gate_up, tiles.down
+
+
+def _compile(layer: Layer, tokens: Iterable[int]) -> None:
+    """Every candidate of these numbers of tokens, many at once."""
+
+    def run(num_tokens: int, tiles: Tiles) -> None:
+        x = torch.zeros(num_tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
+        try:
+            layer.run(x, torch.empty_like(x), tiles)
+        except triton.runtime.errors.OutOfResources as error:
+            print(f"{_named(tiles)}: {error}")
+
+    jobs: dict[Tiles, int] = {}
+    for num_tokens in tokens:
+        for block_m in _candidate_blocks(num_tokens):
+            gate_ups, downs = _GATE_UP[block_m], _DOWN[block_m]
+            for i in range(max(len(gate_ups), len(downs))):
+                tiles = Tiles(block_m, Tile(*gate_ups[i % len(gate_ups)]), Tile(*downs[i % len(downs)]))
+                jobs.setdefault(tiles, num_tokens)
+    with ThreadPoolExecutor(_COMPILING_THREADS) as pool:
+        list(pool.map(lambda job: run(job[1], job[0]), jobs.items()))
+    torch.cuda.synchronize()
+
+
+def _sweep(layers: Sequence[Layer], x: torch.Tensor) -> tuple[float, Tiles]:
+    """The fastest candidate: the first product's tile with the table's second, then the second's."""
+    expected = layers[0].run(x, torch.empty_like(x)).float()
+    best: tuple[float, Tiles] | None = None
+    for block_m in _candidate_blocks(len(x)):
+        tiles = Tiles(block_m, Tile(*_GATE_UP[block_m][0]), Tile(*_DOWN[block_m][0]))
+        timed: dict[Tiles, float] = {}
+        for field, candidates in (("gate_up", _GATE_UP), ("down", _DOWN)):
+            for tile in candidates[block_m]:
+                tried = replace(tiles, **{field: Tile(*tile)})
+                if tried in timed:
+                    continue
+                try:
+                    y = layers[0].run(x, torch.empty_like(x), tried).float()
+                except triton.runtime.errors.OutOfResources:
+                    continue
+                difference = ((y - expected).norm() / expected.norm()).item()
+                assert difference < 0.02, f"{_named(tried)}: {difference}"
+                timed[tried] = layer_us(layers, x, tried)
+            tiles = min(timed, key=lambda it: timed[it])
+        for tried, us in sorted(timed.items(), key=lambda item: item[1]):
+            print(f"    {len(x):4} tokens {us:7.1f} us {_named(tried)}")
+        if best is None or timed[tiles] < best[0]:
+            best = timed[tiles], tiles
+    assert best is not None
+    return best
+
+
+def _print_kernels(layers: Sequence[Layer], x: torch.Tensor, tiles: Tiles) -> None:
+    """Each kernel's own time, eagerly launched: without what overlaps or lies between them in a graph."""
+    out = torch.empty_like(x)
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        for layer in layers:
+            layer.run(x, out, tiles)
+        torch.cuda.synchronize()
+    averages = sorted(found.key_averages(), key=lambda it: -it.device_time_total)
+    print("    " + ", ".join(f"{it.key} {it.device_time_total / len(layers):.1f}" for it in averages[:8]), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--columns", type=int, nargs="+", default=[COLUMNS, COLUMNS // 2])
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
+    parser.add_argument("--sweep", action="store_true", help="time the candidates for the table of tiles")
+    parser.add_argument("--serial", action="store_true", help="start no kernel before the one in front is done")
+    parser.add_argument("--kernels", action="store_true", help="each kernel's own time, by torch's profiler")
+    args = parser.parse_args()
+    if args.serial:
+        for module in (moe, routing):
+            mock.patch.object(module, "starts_early", return_value=False).start()
+    torch.manual_seed(0)
+    peak = measure("cuda") * 1e9
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, bf16, in graphs of")
+    print(f"{NUM_LAYERS} layers; copies move {peak / 1e12:.2f} TB/s")
+    for columns in args.columns:
+        layers = [Layer.create(columns) for _ in range(NUM_LAYERS)]
+        if args.sweep:
+            start = time.monotonic()
+            _compile(layers[0], args.tokens)
+            print(f"compiled in {time.monotonic() - start:.1f} s", flush=True)
+        for num_tokens in args.tokens:
+            x = torch.randn(num_tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
+            if args.sweep:
+                us, tiles = _sweep(layers, x)
+            else:
+                tiles = choose_tiles(num_tokens, TOP_K, NUM_EXPERTS)
+                us = layer_us(layers, x, tiles)
+            _report(layers, x, columns, us, tiles, peak)
+            if args.kernels:
+                _print_kernels(layers, x, tiles)
+        del layers
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,278 @@
+"""Mixtures of experts against transformers' blocks: the partial sums of all ranks together are the block's output."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+pytest.importorskip("transformers")
+
+from transformers import MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+from configs.errors import ConfigError
+from configs.layers import Axis, MixtureOfExperts
+from parallel.group import TensorParallelGroup
+from parallel.plan import LayerShard, Span
+from parallel.weight import LayerPlace
+from worker.layers.experts import Experts
+from worker.layers.step import Padding
+
+CPU = torch.device("cpu")
+PREFIX = "model.layers.3."
+HIDDEN, COLUMNS, SHARED_COLUMNS, NUM_EXPERTS = 48, 128, 160, 12
+
+
+@dataclass(frozen=True)
+class Family:
+    block: Callable[[], torch.nn.Module]
+    spec: MixtureOfExperts
+
+
+def _qwen(config: type, block: type, **fields: Any) -> Callable[[], torch.nn.Module]:
+    return lambda: block(
+        config(
+            hidden_size=HIDDEN,
+            moe_intermediate_size=COLUMNS,
+            num_experts=NUM_EXPERTS,
+            num_experts_per_tok=4,
+            **fields,
+        )
+    )
+
+
+def _mixtral() -> torch.nn.Module:
+    return MixtralSparseMoeBlock(
+        MixtralConfig(
+            hidden_size=HIDDEN, intermediate_size=COLUMNS, num_local_experts=NUM_EXPERTS, num_experts_per_tok=2
+        )
+    )
+
+
+QWEN3 = MixtureOfExperts(
+    hidden_size=HIDDEN, num_experts=NUM_EXPERTS, top_k=4, intermediate_size=COLUMNS, norm_topk_prob=True
+)
+FAMILIES = {
+    "qwen3_moe": Family(_qwen(Qwen3MoeConfig, Qwen3MoeSparseMoeBlock, norm_topk_prob=True), QWEN3),
+    "mixtral": Family(
+        _mixtral,
+        replace(QWEN3, top_k=2, round_weights=False, name="block_sparse_moe", projections=("w1", "w3", "w2")),
+    ),
+    "qwen2_moe": Family(
+        _qwen(Qwen2MoeConfig, Qwen2MoeSparseMoeBlock, shared_expert_intermediate_size=SHARED_COLUMNS),
+        replace(QWEN3, norm_topk_prob=False, shared_intermediate_size=SHARED_COLUMNS),
+    ),
+}
+every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
+
+
+class Source:
+    """A TensorSource over a block, by the names that its checkpoints have."""
+
+    def __init__(self, block: torch.nn.Module, spec: MixtureOfExperts) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        prefix, (gate_name, up_name, down_name) = PREFIX + spec.name, spec.projections
+        for name, tensor in block.state_dict().items():
+            if name == "experts.gate_up_proj":
+                for expert, (gate, up) in enumerate(part.chunk(2) for part in tensor):
+                    self.tensors[f"{prefix}.experts.{expert}.{gate_name}.weight"] = gate
+                    self.tensors[f"{prefix}.experts.{expert}.{up_name}.weight"] = up
+            elif name == "experts.down_proj":
+                for expert, down in enumerate(tensor):
+                    self.tensors[f"{prefix}.experts.{expert}.{down_name}.weight"] = down
+            else:
+                self.tensors[f"{prefix}.{name}"] = tensor
+        self.read_names: set[str] = set()
+        self.num_read = 0
+
+    def read(self, name: str, out: torch.Tensor, *, rows: Span | None = None, columns: Span | None = None) -> None:
+        tensor = self.tensors[name]
+        tensor = tensor if rows is None else tensor[slice(*rows)]
+        tensor = tensor if columns is None else tensor[:, slice(*columns)]
+        assert out.shape == tensor.shape
+        out.copy_(tensor)
+        self.read_names.add(name)
+        self.num_read += out.numel()
+
+
+def _block(family: Family, seed: int = 0) -> torch.nn.Module:
+    """In fp32, every weight random."""
+    block = family.block().eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5)
+    return block
+
+
+def _experts(
+    spec: MixtureOfExperts,
+    columns: Span,
+    shared_columns: Span,
+    group: TensorParallelGroup | None = None,
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
+) -> Experts:
+    spans = {Axis.EXPERT_COLUMNS: columns, Axis.SHARED_EXPERT_COLUMNS: shared_columns}
+    return Experts(spec, LayerPlace(LayerShard(spans), group or TensorParallelGroup.single(device), dtype, device))
+
+
+def _spans(total: int, size: int) -> list[Span]:
+    """32 columns a unit, dealt as evenly as they go; empty ones where there are more ranks than units."""
+    units = total // 32
+    ends = [32 * (units * (rank + 1) // size) for rank in range(size)]
+    return [Span(start, stop) for start, stop in zip([0, *ends], ends, strict=False)]
+
+
+def _no_padding(x: torch.Tensor) -> Padding:
+    return Padding(torch.full((len(x),), 16, device=x.device), 16)
+
+
+def _x(num_tokens: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(num_tokens, HIDDEN, generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def _expected(block: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return block(x.unsqueeze(0)).squeeze(0)
+
+
+@every_family
+@pytest.mark.parametrize("size", range(1, 9))
+def test_the_partial_sums_of_all_ranks_are_transformers_block(family: Family, size: int) -> None:
+    block = _block(family)
+    source = Source(block, family.spec)
+    ranks = list(zip(_spans(COLUMNS, size), _spans(SHARED_COLUMNS, size), strict=True))
+    layers = [_experts(family.spec, *spans) for spans in ranks]
+    for layer in layers:
+        layer.load(source, PREFIX)
+    assert source.read_names == source.tensors.keys()
+    for num_tokens in (1, 2, 37):
+        x = _x(num_tokens)
+        y = sum(layer.partial(x, _no_padding(x), torch.full_like(x, torch.nan)) for layer in layers)
+        torch.testing.assert_close(y, _expected(block, x), rtol=1e-4, atol=1e-5)
+
+
+@every_family
+def test_a_rank_reads_its_columns_and_no_more(family: Family) -> None:
+    source = Source(_block(family), family.spec)
+    _experts(family.spec, Span(32, 96), Span(96, 160)).load(source, PREFIX)
+    expected = NUM_EXPERTS * (HIDDEN + 3 * 64 * HIDDEN)
+    assert source.num_read == expected + (HIDDEN + 3 * 64 * HIDDEN if family.spec.shared else 0)
+
+
+@every_family
+def test_ranks_of_a_group_sum_up_to_the_block(family: Family) -> None:
+    size, store, x = 3, HashStore(), _x(5)
+    source = Source(_block(family), family.spec)
+    results: list[Any] = [None] * size
+
+    def run(rank: int) -> None:
+        try:
+            group = TensorParallelGroup.create(
+                rank=rank, size=size, store=store, device="cpu", strategy="shared_memory", timeout_s=20.0
+            )
+            layer = _experts(family.spec, _spans(COLUMNS, size)[rank], _spans(SHARED_COLUMNS, size)[rank], group)
+            layer.load(source, PREFIX)
+            results[rank] = layer(x, _no_padding(x))
+            group.close()
+        except BaseException as error:  # noqa: BLE001 - raised again in the test's thread
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    expected = _expected(_block(family), x)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+        assert torch.equal(result, results[0])
+
+
+@every_family
+@pytest.mark.parametrize("kept", [None, [5, 1, 2]])
+def test_padding_is_zero_and_changes_nothing_beside_it(family: Family, kept: list[int] | None) -> None:
+    block = _block(family)
+    layer = _experts(family.spec, Span(0, COLUMNS), Span(0, SHARED_COLUMNS))
+    layer.load(Source(block, family.spec), PREFIX)
+    slots = torch.tensor([16, 3, 400, 15, 17, 0])
+    padding, meant = Padding(slots, 16), slots
+    if kept is not None:
+        which = torch.tensor(kept, dtype=torch.int32)
+        padding, meant = padding.of(which), slots[kept]
+    x = _x(len(meant))
+    x[meant < 16] = torch.nan
+    y = layer(x, padding)
+    assert isinstance(y, torch.Tensor)
+    assert not y[meant < 16].any()
+    torch.testing.assert_close(y[meant >= 16], _expected(block, x[meant >= 16]), rtol=1e-4, atol=1e-5)
+
+
+@every_family
+def test_bf16_is_as_exact_as_transformers_bf16(family: Family) -> None:
+    block = _block(family).bfloat16()
+    layer = _experts(family.spec, Span(0, COLUMNS), Span(0, SHARED_COLUMNS), dtype=torch.bfloat16)
+    layer.load(Source(block, family.spec), PREFIX)
+    x = _x(40).bfloat16()
+    theirs = _expected(block, x).float()
+    expected = _expected(block.float(), x.float())
+    assert (layer(x, _no_padding(x)).float() - expected).abs().max() <= 2 * (theirs - expected).abs().max()
+
+
+def test_no_tokens_are_no_rows() -> None:
+    family = FAMILIES["qwen2_moe"]
+    layer = _experts(family.spec, Span(0, COLUMNS), Span(0, SHARED_COLUMNS))
+    layer.load(Source(_block(family), family.spec), PREFIX)
+    assert layer(_x(0), _no_padding(_x(0))).shape == (0, HIDDEN)
+
+
+def test_equal_logits_choose_the_first_experts() -> None:
+    family = FAMILIES["qwen3_moe"]
+    block = _block(family)
+    with torch.no_grad():
+        block.gate.weight.zero_()
+        block.experts.down_proj[4:].fill_(torch.nan)  # neither chosen nor read
+    layer = _experts(family.spec, Span(0, COLUMNS), Span(0, 0))
+    layer.load(Source(block, family.spec), PREFIX)
+    assert layer(_x(3), _no_padding(_x(3))).isfinite().all()
+
+
+def test_refuses_an_activation_that_the_kernels_do_not_have() -> None:
+    with pytest.raises(ConfigError, match="hidden_act=gelu"):
+        _experts(replace(QWEN3, hidden_act="gelu"), Span(0, 32), Span(0, 0))
+
+
+@pytest.mark.gpu
+@every_family
+@pytest.mark.parametrize("num_tokens", [1, 4, 37, 300])
+def test_on_a_gpu_the_block_is_as_exact_as_transformers(family: Family, num_tokens: int) -> None:
+    device = torch.device("cuda")
+    block = _block(family).to(device, torch.bfloat16)
+    source = Source(block, family.spec)
+    layers = [
+        _experts(family.spec, *spans, device=device, dtype=torch.bfloat16)
+        for spans in zip(_spans(COLUMNS, 3), _spans(SHARED_COLUMNS, 3), strict=True)
+    ]
+    for layer in layers:
+        layer.load(source, PREFIX)
+    x = _x(num_tokens).to(device, torch.bfloat16)
+    theirs = _expected(block, x).float()
+    expected = _expected(block.float(), x.float())
+    # transformers rounds its logits to bf16 and may choose other experts by that; where it does, nothing is compared.
+    chosen = (x.float() @ block.gate.weight.T).topk(family.spec.top_k).indices.sort(1).values
+    rounded = (x @ block.gate.weight.bfloat16().T).topk(family.spec.top_k).indices.sort(1).values
+    same = (chosen == rounded).all(1)
+    assert same.float().mean() > 0.5
+    y = sum(layer.partial(x, _no_padding(x), torch.full_like(x, torch.nan)).float() for layer in layers)
+    assert (y - expected)[same].abs().max() <= 2 * (theirs - expected)[same].abs().max()

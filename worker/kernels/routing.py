@@ -1,0 +1,325 @@
+"""Which experts each token goes to: router logits, the top k of them, and the (token, expert) pairs of every expert.
+
+A *pair* is token * top_k + choice. Whatever a rank or a batch looks like, a token's logits are summed in one order, and
+ties fall to the first expert: all ranks route alike, bit for bit. The order of one expert's pairs is left to chance: a
+grouped product computes each row alike wherever it stands. Tokens of a graph's padding, which write their keys and
+values below the pool's first slot, go nowhere.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+LOGIT_PARTS = 4
+"""Parts that the inputs of a router's product are cut into; the logits are the parts' sums, added up in order."""
+
+TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+_LOGITS_BLOCK_K = 128
+_ROUTE_BLOCK_T = 4
+"""Tokens of one program, a warp for each."""
+_DEPENDENT_LAUNCH = (9, 0)  # the first compute capability that has it
+
+_NONE = tl.constexpr(-(1 << 63))
+
+
+@triton.jit
+def follow(DEPENDENT: tl.constexpr):
+    """Waits until all that the kernel in front wrote can be seen, where this one may have been started before.
+
+    Every kernel from the logits on says at once that the next may start, and waits here before it reads or writes
+    memory; so when one is done, all in front of it are.
+    """
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def is_live(slots_ptr, tokens, mask, first_slot):
+    """Whether tokens are no padding; all that `mask` has, where there are no slots."""
+    live = mask
+    if slots_ptr is not None:
+        live = mask & (tl.load(slots_ptr + tokens, mask=mask, other=0) >= first_slot)
+    return live
+
+
+@triton.jit
+def load_logits(pointers, mask, part_stride, PARTS: tl.constexpr):
+    """The sums of a router's PARTS parts, in order."""
+    logits = tl.load(pointers, mask=mask, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        logits += tl.load(pointers + part * part_stride, mask=mask, other=0.0)
+    return logits
+
+
+@triton.jit
+def compare_logits(logits_ptr, num_experts, part_stride, PARTS: tl.constexpr, BLOCK_E: tl.constexpr):
+    """A token's logits, and how many others are above each; NaN, and what is no expert, stands with the lowest."""
+    ids = tl.arange(0, BLOCK_E)
+    inside = ids < num_experts
+    logits = load_logits(logits_ptr + ids, inside, part_stride, PARTS)
+    ordered = tl.where(inside & (logits == logits), logits, float("-inf"))
+    # Summed over rows, which are a thread's own: over columns, threads would have to sum for every row.
+    return logits, tl.sum((ordered[:, None] > ordered[None, :]).to(tl.int32), 0)
+
+
+@triton.jit
+def nth_expert(num_above, choice, BLOCK_E: tl.constexpr):
+    """The expert that `choice` others come before, of equal ones the first first, as `_route_kernel` chooses too."""
+    above = tl.max(tl.where(num_above <= choice, num_above, 0), 0)
+    is_equal = num_above == above
+    nth = tl.cumsum(is_equal.to(tl.int32), 0) - 1
+    return tl.sum(tl.where(is_equal & (nth == choice - above), tl.arange(0, BLOCK_E), 0), 0)
+
+
+@triton.jit
+def weight_of(
+    expert, logits, num_above, num_experts, TOP_K: tl.constexpr, NORMALISE: tl.constexpr, BLOCK_E: tl.constexpr
+):
+    """The weight of one of a token's experts."""
+    ids = tl.arange(0, BLOCK_E)
+    inside = ids < num_experts
+    largest = tl.max(tl.where(inside, logits, float("-inf")), 0)
+    shares = tl.where(inside, tl.exp(logits - largest), 0.0)
+    if NORMALISE:
+        # The last of the top k may have equals that are not among them.
+        last = tl.max(tl.where(num_above < TOP_K, num_above, 0), 0)
+        last_share = tl.max(tl.where(num_above == last, shares, 0.0), 0)
+        total = tl.sum(tl.where(num_above < last, shares, 0.0), 0) + (TOP_K - last) * last_share
+    else:
+        total = tl.sum(shares, 0)
+    return tl.sum(tl.where(ids == expert, shares, 0.0), 0) / total
+
+
+@triton.jit
+def find_block(counts_ptr, block, num_experts, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The expert of a block of pairs, the block's first pair among the expert's, and the expert's pairs; 0 past all.
+
+    Every expert's pairs fill blocks of their own, the last of which need not be full.
+    """
+    ids = tl.arange(0, BLOCK_E)
+    counts = tl.load(counts_ptr + ids, mask=ids < num_experts, other=0)
+    num_blocks = tl.cdiv(counts, BLOCK_M)
+    in_front = tl.cumsum(num_blocks, 0) - num_blocks
+    is_expert = (block >= in_front) & (block < in_front + num_blocks)
+    expert = tl.sum(tl.where(is_expert, ids, 0), 0)
+    first = tl.sum(tl.where(is_expert, (block - in_front) * BLOCK_M, 0), 0)
+    return expert, first, tl.sum(tl.where(is_expert, counts, 0), 0)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _logits_kernel(
+    logits_ptr,
+    counts_ptr,
+    x_ptr,
+    weight_ptr,
+    num_tokens,
+    num_experts,
+    N,
+    K,
+    x_stride,
+    PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+    if counts_ptr is not None:
+        # The next kernel counts every expert's pairs.
+        experts = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * BLOCK_N + tl.arange(0, BLOCK_N)
+        tl.store(counts_ptr + experts, tl.zeros([BLOCK_N], tl.int32), mask=experts < num_experts)
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    part = tl.program_id(2)
+    present = (rows < num_tokens)[:, None]
+    x_rows = x_ptr + tl.minimum(rows, num_tokens - 1).to(tl.int64)[:, None] * x_stride
+    w_rows = weight_ptr + tl.minimum(columns, N - 1)[:, None] * K
+    steps = tl.cdiv(tl.cdiv(K, BLOCK_K), PARTS)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for step in tl.range(0, steps, num_stages=STAGES):
+        k = (part * steps + step) * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+        if EVEN_K:
+            x, w = tl.load(x_rows + k), tl.load(w_rows + k)
+        else:
+            x, w = tl.load(x_rows + k, mask=k < K, other=0.0), tl.load(w_rows + k, mask=k < K, other=0.0)
+        acc = tl.dot(x, w.T, acc, input_precision="ieee")
+    out = logits_ptr + (part * num_tokens + rows).to(tl.int64)[:, None] * N + columns[None, :]
+    tl.store(out, acc, mask=present & (columns < N)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_tokens", "first_slot", "part_stride"])
+def _route_kernel(
+    weights_ptr,
+    pairs_ptr,
+    counts_ptr,
+    logits_ptr,
+    slots_ptr,
+    num_tokens,
+    first_slot,
+    num_experts,
+    logits_stride,
+    part_stride,
+    PARTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    ROUND_TO: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_TOP: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    follow(DEPENDENT)
+    tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    experts = tl.arange(0, BLOCK_E)[None, :]
+    present = tokens < num_tokens
+    live = is_live(slots_ptr, tokens, present, first_slot)
+    inside = tl.broadcast_to(experts < num_experts, [BLOCK_T, BLOCK_E])
+    pointers = logits_ptr + tokens.to(tl.int64)[:, None] * logits_stride + experts
+    logits = load_logits(pointers, live[:, None] & inside, part_stride, PARTS)
+    largest = tl.max(tl.where(inside, logits, float("-inf")), 1)
+    shares = tl.where(inside, tl.exp(logits - largest[:, None]), 0.0)
+    # Keys in the logits' order, of equal ones the first expert on top; NaN is below all, what is no expert lower.
+    bits = logits.to(tl.int32, bitcast=True)
+    ordered = tl.where(logits == logits, bits ^ ((bits >> 31) & 0x7FFFFFFF), -2147483648)
+    keys = (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - experts).to(tl.int64)
+    keys = tl.where(inside, keys, _NONE)
+    choices = tl.arange(0, BLOCK_TOP)[None, :]
+    chosen = tl.zeros([BLOCK_T, BLOCK_TOP], tl.int32)
+    chosen_shares = tl.zeros([BLOCK_T, BLOCK_TOP], tl.float32)
+    for choice in tl.static_range(TOP_K):
+        best = tl.max(keys, 1)[:, None]
+        is_best = keys == best
+        share = tl.sum(tl.where(is_best, shares, 0.0), 1)[:, None]
+        keys = tl.where(is_best, _NONE, keys)
+        chosen = tl.where(choices == choice, 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32), chosen)
+        chosen_shares = tl.where(choices == choice, share, chosen_shares)
+    total = tl.sum(chosen_shares, 1) if NORMALISE else tl.sum(shares, 1)
+    weights = (chosen_shares / total[:, None]).to(ROUND_TO).to(tl.float32)
+    stored = live[:, None] & (choices < TOP_K)
+    pairs = tokens[:, None] * TOP_K + choices
+    tl.store(weights_ptr + pairs, weights, mask=stored)
+    place = tl.atomic_add(counts_ptr + chosen, 1, mask=stored, sem="relaxed")
+    tl.store(pairs_ptr + chosen.to(tl.int64) * num_tokens + place, pairs, mask=stored)
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """The pairs of every expert."""
+
+    weights: torch.Tensor
+    """[num_tokens, top_k] fp32, the likeliest expert's first; undefined for padding tokens."""
+    pairs: torch.Tensor
+    """[num_experts, num_tokens] int32, in any order; undefined past an expert's count."""
+    counts: torch.Tensor
+    """[num_experts] int32."""
+
+
+@functools.cache
+def starts_early(device: torch.device) -> bool:
+    """Whether a kernel on `device` can be started before the one in front of it is done, and wait for it there."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _DEPENDENT_LAUNCH
+
+
+def router_logits(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Tensor:
+    """Parts of x @ weight.T in fp32. Their bits do not depend on the other rows of x.
+
+    Args:
+        x: [num_tokens, hidden], at least one token; elements of a row side by side.
+        weight: [num_logits, hidden] of x's dtype, contiguous.
+        counts: [num_experts] int32 or None, at most one for each logit: set to 0, as `route` wants them.
+
+    Returns:
+        [LOGIT_PARTS, num_tokens, num_logits] fp32, whose sum over the first dimension is the product.
+    """
+    (num_tokens, hidden), num_logits = x.shape, len(weight)
+    assert counts is None or len(counts) <= num_logits, "the product's programs reach so many counts"
+    logits = torch.empty((LOGIT_PARTS, num_tokens, num_logits), dtype=torch.float32, device=x.device)
+    # Tiles of up to 32 rows use one instruction: with the same steps, the sums have one order at any number of tokens.
+    block_m, block_n, num_warps, num_stages = (16, 16, 2, 4) if num_tokens <= 256 else (32, 64, 4, 3)
+    _logits_kernel[(triton.cdiv(num_tokens, block_m), triton.cdiv(num_logits, block_n), LOGIT_PARTS)](
+        logits,
+        counts,
+        x,
+        weight,
+        num_tokens,
+        0 if counts is None else len(counts),
+        num_logits,
+        hidden,
+        x.stride(0),
+        PARTS=LOGIT_PARTS,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=_LOGITS_BLOCK_K,
+        EVEN_K=hidden % (_LOGITS_BLOCK_K * LOGIT_PARTS) == 0,
+        STAGES=num_stages,
+        DEPENDENT=starts_early(x.device),
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+    return logits
+
+
+def route(
+    logits: torch.Tensor,
+    counts: torch.Tensor,
+    *,
+    top_k: int,
+    normalise: bool,
+    round_to: torch.dtype,
+    slots: torch.Tensor | None = None,
+    first_slot: int = 0,
+) -> Routes:
+    """The top k of every token's softmax over the experts, and who goes to each expert.
+
+    Args:
+        logits: as `router_logits` returns, of num_experts experts and perhaps more, which are not looked at.
+        counts: [num_experts] int32 zeros; becomes the routes' counts.
+        normalise: divide a token's weights by their sum.
+        round_to: dtype to which the weights are rounded last; fp32 leaves them.
+        slots: [num_tokens] int64, or None: tokens whose slot is below `first_slot` are padding and go nowhere.
+    """
+    parts, num_tokens, num_logits = logits.shape
+    num_experts = len(counts)
+    assert top_k <= num_experts <= num_logits, f"top {top_k} of {num_experts} experts with {num_logits} logits"
+    weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits.device)
+    pairs = torch.empty((num_experts, num_tokens), dtype=torch.int32, device=logits.device)
+    dependent = starts_early(logits.device)
+    _route_kernel[(triton.cdiv(num_tokens, _ROUTE_BLOCK_T),)](
+        weights,
+        pairs,
+        counts,
+        logits,
+        slots,
+        num_tokens,
+        first_slot,
+        num_experts,
+        num_logits,
+        num_tokens * num_logits,
+        PARTS=parts,
+        TOP_K=top_k,
+        NORMALISE=normalise,
+        ROUND_TO=TRITON_DTYPES[round_to],
+        BLOCK_T=_ROUTE_BLOCK_T,
+        BLOCK_E=triton.next_power_of_2(num_experts),
+        BLOCK_TOP=triton.next_power_of_2(top_k),
+        DEPENDENT=dependent,
+        num_warps=_ROUTE_BLOCK_T,
+        launch_pdl=dependent,
+    )
+    return Routes(weights, pairs, counts)
+
+
+def max_blocks(num_tokens: int, top_k: int, num_experts: int, block_m: int) -> int:
+    """Most blocks that the pairs of any choice of experts fill."""
+    num_pairs = num_tokens * top_k
+    return min(num_pairs, num_pairs // block_m + num_experts)

@@ -1,0 +1,151 @@
+"""A mixture of experts as one rank has it: some columns of every expert, and the whole router.
+
+Every rank routes for itself, from equal bits to equal choices, and sums its experts' columns; those of a shared expert
+are added before the one all-reduce. Which columns a rank has is decided elsewhere: spans come from outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+
+from configs.errors import ConfigError
+from configs.layers import Axis, MixtureOfExperts
+from parallel.fused_sum import PartialSum
+from parallel.weight import LayerPlace, TensorSource
+from worker.layers.mlp import MLP
+from worker.layers.step import Padding
+
+_COLUMN_UNIT = 32
+"""Of the CUDA kernels."""
+
+
+class Experts:
+    """Routed experts and perhaps a shared one over this rank's columns, then all-reduce, perhaps by the next norm.
+
+    Raises:
+        ConfigError: the experts' activation is not silu; or, on CUDA, this rank's columns are no multiple of 32.
+    """
+
+    def __init__(self, spec: MixtureOfExperts, place: LayerPlace) -> None:
+        if spec.hidden_act != "silu":
+            raise ConfigError(f"hidden_act={spec.hidden_act} of a mixture of experts is not silu")
+        self._spec = spec
+        self._columns = place.shard[Axis.EXPERT_COLUMNS]
+        self._round_to = place.dtype if spec.round_weights else torch.float32
+        self._group = place.group
+        self._dtype = place.dtype
+        self._on_cuda = place.device.type == "cuda"
+        width = self._columns.size
+        if self._on_cuda and width % _COLUMN_UNIT:
+            raise ConfigError(
+                f"{spec.intermediate_size} columns of an expert leave rank {place.group.rank} {width}, and GPUs take "
+                f"multiples of {_COLUMN_UNIT}; choose a smaller tensor_parallel_size"
+            )
+        self._asks_for_buffer = self._on_cuda and place.group.size > 1
+        # With the shared expert's gate as its last row. fp32 from the product on, since bf16 logits often tie, and then
+        # choose other experts; on CPU the product itself.
+        self._router = torch.empty(
+            spec.num_experts + (spec.shared is not None),
+            spec.hidden_size,
+            dtype=place.dtype if self._on_cuda else torch.float32,
+            device=place.device,
+        )
+        self._w13 = place.empty(spec.num_experts, 2 * width, spec.hidden_size)
+        self._w2 = place.empty(spec.num_experts, spec.hidden_size, width)
+        self._shared = None if spec.shared is None else MLP(spec.shared, place)
+
+    def load(self, source: TensorSource, prefix: str) -> None:
+        """Reads the router and this rank's part of every expert; names begin with `prefix`."""
+        spec, columns = self._spec, self._columns
+        source.read(prefix + spec.router.name, self._router[: spec.num_experts])
+        w13 = self._w13.view(spec.num_experts, 2, columns.size, spec.hidden_size)
+        for expert, gate_up, down in zip(spec.experts, w13, self._w2, strict=True):
+            for linear, out in zip(expert.gate_up, gate_up, strict=True):
+                source.read(f"{prefix}{linear.name}.weight", out, rows=columns)
+            source.read(f"{prefix}{expert.down.name}.weight", down, columns=columns)
+        if self._shared is not None:
+            source.read(prefix + spec.shared_gate.name, self._router[spec.num_experts :])
+            self._shared.load(source, prefix)
+
+    def __call__(self, x: torch.Tensor, padding: Padding) -> torch.Tensor | PartialSum:
+        """[num_tokens, hidden_size] -> the same, 0 for padding, or what the next norm is to sum.
+
+        On CUDA perhaps in the group's reduce_buffer, so valid until the group's next reduction.
+        """
+        out = None
+        if self._asks_for_buffer:
+            partial_sum = self._group.partial_sum((len(x), self._spec.hidden_size), self._dtype)
+            if partial_sum is not None:
+                self.partial(x, padding, partial_sum.summand)
+                return partial_sum
+            out = self._group.reduce_buffer((len(x), self._spec.hidden_size), self._dtype)
+        y = self.partial(x, padding, torch.empty_like(x) if out is None else out)
+        return self._group.all_reduce(y) if self._group.size > 1 else y
+
+    def partial(self, x: torch.Tensor, padding: Padding, out: torch.Tensor) -> torch.Tensor:
+        """`out` [num_tokens, hidden_size], contiguous, filled with this rank's part of the sum; 0 for padding."""
+        return self._mixture(
+            x,
+            self._router,
+            self._w13,
+            self._w2,
+            top_k=self._spec.top_k,
+            normalise=self._spec.norm_topk_prob,
+            round_to=self._round_to,
+            out=out,
+            slots=padding.token_slots(),
+            first_slot=padding.first_slot,
+            shared=None if self._shared is None else self._shared.partial(x),
+        )
+
+    @cached_property
+    def _mixture(self) -> Callable[..., torch.Tensor]:
+        if self._on_cuda:
+            from worker.kernels import moe  # a CPU install has no Triton
+
+            return moe.mixture
+        return mixture
+
+
+def mixture(
+    x: torch.Tensor,
+    router: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    *,
+    top_k: int,
+    normalise: bool,
+    round_to: torch.dtype,
+    out: torch.Tensor,
+    slots: torch.Tensor | None = None,
+    first_slot: int = 0,
+    shared: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`worker.kernels.moe.mixture` by torch, with an fp32 router; reads only the experts that a token chose."""
+    num_experts, _, num_columns = w2.shape
+    logits = F.linear(x.float(), router)
+    # Of equal logits the first expert, as the kernels choose.
+    kept, experts = (it[:, :top_k] for it in logits[:, :num_experts].sort(dim=1, descending=True, stable=True))
+    normaliser = (kept if normalise else logits[:, :num_experts]).logsumexp(1, keepdim=True)
+    weights = (kept - normaliser).exp().to(round_to).float()
+    live = None if slots is None else (slots >= first_slot).unsqueeze(1)
+    if live is not None:
+        experts = experts.where(live, -1)
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    chosen_experts = experts.flatten()
+    hit = set(chosen_experts.tolist()) - {-1} if num_columns > 0 else set()
+    for expert in sorted(hit):
+        chosen = (chosen_experts == expert).nonzero().squeeze(1)
+        tokens = chosen // top_k
+        gate, up = F.linear(x[tokens], w13[expert]).chunk(2, dim=1)
+        y = F.linear(F.silu(gate).mul_(up), w2[expert]).float()
+        total.index_add_(0, tokens, y.mul_(weights.flatten()[chosen].unsqueeze(1)))
+    if shared is not None:
+        total += logits[:, num_experts:].sigmoid() * shared
+        if live is not None:
+            total.masked_fill_(~live, 0.0)
+    return out.copy_(total)

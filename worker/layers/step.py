@@ -1,0 +1,39 @@
+"""What a step gives every layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from attention.backend import AttentionBackend
+from attention.rotation import Rotation
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """Which tokens of a step are a graph's padding: those whose keys and values go to a slot before the first."""
+
+    slots: torch.Tensor
+    """[num_tokens] int64: the slots in the KV pool of the step's tokens."""
+    first_slot: int
+    tokens: torch.Tensor | None = None
+    """[num_kept] int64 or int32: the step's tokens that are meant; None: all."""
+
+    def of(self, tokens: torch.Tensor) -> Padding:
+        """The same for these of the step's tokens alone. Launches nothing: most layers never ask."""
+        return replace(self, tokens=tokens)
+
+    def token_slots(self) -> torch.Tensor:
+        """[num_tokens] int64, or [num_kept]: slots of the tokens that are meant."""
+        return self.slots if self.tokens is None else self.slots.index_select(0, self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What every layer of one forward pass reads."""
+
+    backend: AttentionBackend
+    rotation: Rotation
+    """At the positions of the batch."""
+    padding: Padding
