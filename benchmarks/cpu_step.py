@@ -26,7 +26,7 @@ from cluster.messages import GenerateRequest, SamplingParams
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
 from configs.checkpoint import resolve_model_path
 from configs.load import load_app_config
-from configs.model_config import read_model_config
+from configs.read_config import read_model_config
 from configs.resolve import HostFacts, resolve, resolved
 from configs.schema import EngineConfig
 from parallel.group import TensorParallelGroup

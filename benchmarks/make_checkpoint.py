@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from configs.model_config import read_model_config
+from configs.read_config import read_model_config
 from parallel.plan import Span
 from worker.dummy_weights import DummyCheckpoint
 from worker.weights import expected_shapes

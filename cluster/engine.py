@@ -26,7 +26,7 @@ from cluster.version import VERSION
 from configs.checkpoint import resolve_model_path
 from configs.errors import EngineError, LockstepError
 from configs.generation_config import read_generation_defaults
-from configs.model_config import read_model_config
+from configs.read_config import read_model_config
 from configs.resolve import HostFacts, resolve
 from configs.schema import EngineConfig
 

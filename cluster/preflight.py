@@ -8,7 +8,8 @@ from pathlib import Path
 from cluster.text.gguf_tokenizer import check_gguf_tokenizer
 from cluster.text.tokenizer import Tokenizer
 from configs.checkpoint import resolve_model_path, resolve_tokenizer_path
-from configs.model_config import ModelConfig, read_model_config
+from configs.model_config import ModelConfig
+from configs.read_config import read_model_config
 from configs.schema import EngineConfig
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,8 @@ import pytest
 
 from cluster.messages import FinishReason, GenerateRequest, SamplingParams, SchedulerStats
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
-from configs.model_config import ModelConfig, read_model_config
+from configs.model_config import ModelConfig
+from configs.read_config import read_model_config
 from configs.resolve import HostFacts, resolve
 from configs.schema import EngineConfig
 from tests.conftest import SHARE_GPUS

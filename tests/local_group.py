@@ -15,7 +15,8 @@ from torch.distributed import TCPStore
 from cluster.engine_client import WholePromptLogprobs
 from cluster.messages import GenerateRequest, PromptLogprobs, SamplingParams, SchedulerStats
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
-from configs.model_config import ModelConfig, read_model_config
+from configs.model_config import ModelConfig
+from configs.read_config import read_model_config
 from configs.resolve import HostFacts, resolve
 from configs.schema import EngineConfig, ParallelConfig, SchedulerConfig
 from parallel.group import TensorParallelGroup

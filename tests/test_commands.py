@@ -19,7 +19,7 @@ from configs.errors import ConfigError
 from configs.json_schema import config_file_schema
 from configs.layers import DenseMLP, LayerSpec
 from configs.load import load_app_config
-from configs.model_config import read_model_config
+from configs.read_config import read_model_config
 from configs.resolve import HostFacts, resolve
 from tests.conftest import ROOT
 from tests.test_cli import CONFIG, assert_refused, run

@@ -35,7 +35,7 @@ from cluster.rank_group import RankGroup, failure_of, rank_death
 from cluster.serve.placement import group_bundles
 from configs.errors import CheckpointError, DeadlineError, EngineError, LockstepError, RankDiedError
 from configs.load import parse_engine_config
-from configs.model_config import read_model_config
+from configs.read_config import read_model_config
 from worker.weights import expected_shapes
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]

@@ -16,7 +16,8 @@ from cluster.preflight import check_checkpoint
 from configs.errors import CheckpointError
 from configs.gguf_header import GGUFHeader
 from configs.layers import Axis, DenseMLP, GroupedQueryAttention, HeadGroups
-from configs.model_config import ModelConfig, RopeConfig, read_model_config
+from configs.model_config import ModelConfig, RopeConfig
+from configs.read_config import read_model_config
 from configs.schema import EngineConfig
 from tests.dense_model import dense_model
 

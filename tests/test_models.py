@@ -16,7 +16,8 @@ from attention.backend import AttentionBackend
 from attention.kv_pool import ReqToTokenPool, TokenToKVPool
 from attention.registry import create_backend
 from configs.errors import ConfigError
-from configs.model_config import ModelConfig, RopeConfig, read_model_config
+from configs.model_config import ModelConfig, RopeConfig
+from configs.read_config import read_model_config
 from configs.resolve import kv_bytes_per_page
 from parallel.embedding import whole_logits
 from parallel.group import TensorParallelGroup

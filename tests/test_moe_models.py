@@ -18,7 +18,8 @@ from benchmarks.make_checkpoint import write_checkpoint
 from cluster.messages import SamplingParams
 from configs.errors import CheckpointError
 from configs.layers import Axis, DenseMLP, MixtureOfExperts
-from configs.model_config import ModelConfig, read_model_config
+from configs.model_config import ModelConfig
+from configs.read_config import read_model_config
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost

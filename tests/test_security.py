@@ -22,7 +22,7 @@ import pytest
 
 from cluster.text.tokenizer import Tokenizer
 from configs.errors import CheckpointError
-from configs.model_config import read_model_config
+from configs.read_config import read_model_config
 from configs.schema import ServerConfig
 from tests.scripted_engine import MODEL, Run, Stack, error_of
 

@@ -21,7 +21,8 @@ from configs.difference import Change, changes
 from configs.errors import ConfigError
 from configs.layers import Axis, HeadGroups
 from configs.load import AppConfig, all_settings
-from configs.model_config import ModelConfig, read_model_config
+from configs.model_config import ModelConfig
+from configs.read_config import read_model_config
 from configs.resolve import Decision, HostFacts, ResolvedConfig, dtype_bytes, resolve
 from configs.schema import EngineConfig, resolved
 from parallel.plan import ShardPlan

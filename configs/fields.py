@@ -1,0 +1,101 @@
+"""Typed access to what a checkpoint says of itself; every error names file and key."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from configs.errors import CheckpointError
+from configs.model_config import RopeConfig
+
+
+class Fields:
+    """Typed access to one mapping of a checkpoint; every error names file and key."""
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self.values = values
+        self.where = where
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise CheckpointError(f"{self.where}: {key}={value!r} is not an integer")
+        return value
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """An integer of at least 1."""
+        value = self.integer(key, default)
+        if value < 1:
+            raise CheckpointError(f"{self.where}: {key}={value} is less than 1; the checkpoint is corrupt")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise CheckpointError(f"{self.where}: {key}={value!r} is not a number")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise CheckpointError(f"{self.where}: {key}={value!r} is not true or false")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            raise CheckpointError(f"{self.where}: {key}={value!r} is not a string")
+        return value
+
+    def ids(self, key: str) -> tuple[int, ...]:
+        """A token id, a list of them, or nothing."""
+        value = self.values.get(key)
+        many = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+        if any(isinstance(id_, bool) or not isinstance(id_, int) for id_ in many):
+            raise CheckpointError(f"{self.where}: {key}={value!r} is neither a token id nor a list of them")
+        return tuple(many)
+
+    def _get(self, key: str, default: Any) -> Any:
+        value = self.values.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise CheckpointError(f"{self.where} has no {key}; the checkpoint is incomplete")
+        return value
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:  # bad JSON or bad UTF-8
+        raise CheckpointError(f"{path} is corrupt: {error}; download it again") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is corrupt: it holds a {type(content).__name__}, not an object")
+    return content
+
+
+_SCALING_KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+
+
+def checked_rope(theta: float, scaling_type: str, scaling: Mapping[str, Any], where: str) -> RopeConfig:
+    if scaling_type not in _SCALING_KEYS:
+        raise CheckpointError(
+            f"{where}: rope scaling type {scaling_type} is not supported; supported are {', '.join(_SCALING_KEYS)}"
+        )
+    if scaling_type == "default":
+        return RopeConfig(theta=theta)
+    fields = Fields(scaling, f"{where}: rope scaling {scaling_type}")
+    for key in _SCALING_KEYS[scaling_type]:
+        if fields.number(key) <= 0:
+            raise CheckpointError(f"{fields.where}: {key}={scaling[key]} is not positive")
+    return RopeConfig(theta=theta, scaling_type=scaling_type, scaling=tuple(sorted(scaling.items())))

@@ -1,0 +1,46 @@
+"""What the model at a path is, by the checkpoint's own `config.json` or GGUF metadata."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from configs.errors import CheckpointError
+from configs.families import config_of_directory
+from configs.gguf_config import config_of_gguf
+from configs.layers import HeadGroups
+from configs.model_config import ModelConfig
+
+
+def read_model_config(path: Path) -> ModelConfig:
+    """Reads what the model at `path` is.
+
+    Args:
+        path: a directory with config.json (generation_config.json and tokenizer_config.json are read too when there),
+            or a .gguf file. `configs.checkpoint.resolve_model_path` gives such a path for any `model` setting.
+
+    Raises:
+        CheckpointError: a file is missing, corrupt or truncated, or the model is of a kind that cannot be served.
+    """
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise CheckpointError(f"{path} does not exist or is no file; set `model` to a .gguf file or a directory")
+        model = config_of_gguf(path)
+    else:
+        model = config_of_directory(path)
+    _check(model, path)
+    # An id without an embedding is never sampled, and grammars take none.
+    return replace(model, eos_token_ids=tuple(id_ for id_ in model.eos_token_ids if 0 <= id_ < model.vocab_size))
+
+
+def _check(model: ModelConfig, path: Path) -> None:
+    for axis in {axis for layer in model.layers for axis in layer.axes if isinstance(axis, HeadGroups)}:
+        if axis.num_heads % axis.num_groups:
+            raise CheckpointError(
+                f"{path}: num_attention_heads={axis.num_heads} is not a multiple of "
+                f"num_key_value_heads={axis.num_groups}; such a model cannot be served"
+            )
+    if model.rotary_dim % 2:
+        raise CheckpointError(f"{path}: head_dim={model.rotary_dim} is odd; the rotary embedding needs pairs")
+    if not model.rope.theta > 0:
+        raise CheckpointError(f"{path}: rope theta={model.rope.theta} is not positive; the checkpoint is corrupt")
