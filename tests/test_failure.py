@@ -130,7 +130,7 @@ async def running(path: Path, **changes: Any) -> AsyncIterator[RunningEngine]:
             began = time.monotonic()
             await engine.close()
             assert time.monotonic() < began + 5, "closing took long"
-        await until(lambda: not any(map(psutil.pid_exists, pids(engine.facts))), 5, "the group's processes are gone")
+        await until(lambda: not any(map(psutil.pid_exists, pids(engine.facts))), 20, "the group's processes are gone")
         assert set(os.listdir("/dev/shm")) <= shm
     finally:
         remove_placement_group(group)
@@ -194,7 +194,7 @@ def test_a_killed_rank_ends_every_request_with_its_name_and_the_group_with_it(
             assert str(error) == ends[0].error
             # Ended by the coordinator itself, before anybody closes the engine.
             ranks = [location.pid for location in engine.facts.locations]
-            await until(lambda: not any(map(psutil.pid_exists, ranks)), 5, "the surviving rank ends")
+            await until(lambda: not any(map(psutil.pid_exists, ranks)), 20, "the surviving rank ends")
 
     asyncio.run(main())
 
@@ -263,7 +263,7 @@ def test_a_killed_coordinator_ends_every_request_and_the_ranks(ray_cluster: None
             assert took < 2
             assert {end.error_code for end in ends} == {"engine_error"}
             assert "coordinator died" in str(await cause(engine))
-            gone = await until(lambda: not any(map(psutil.pid_exists, pids(engine.facts))), 5, "the ranks end")
+            gone = await until(lambda: not any(map(psutil.pid_exists, pids(engine.facts))), 20, "the ranks end")
             LOG.info("ranks gone after %.3f s", gone)
             await engine.close()  # and once more at the end of `running`
 
@@ -312,7 +312,7 @@ def test_a_damaged_checkpoint_ends_the_start_at_once_with_its_own_error(
             async with running(tmp_path):
                 raise AssertionError("it started")
         assert len(str(raised.value)) < 300, raised.value
-        await until(lambda: rank_processes() <= before, 5, "the ranks end")
+        await until(lambda: rank_processes() <= before, 20, "the ranks end")
 
     asyncio.run(main())
 
@@ -345,7 +345,7 @@ def test_a_rank_that_dies_while_loading_ends_the_start_at_once(
             async with running(tiny_path):
                 raise AssertionError("it started")
         assert time.monotonic() < began + 30
-        await until(lambda: rank_processes() <= before, 5, "the ranks end")
+        await until(lambda: rank_processes() <= before, 20, "the ranks end")
 
     monkeypatch.setattr(cluster.engine, "CoordinatorActor", DyingCoordinator)
     asyncio.run(main())
