@@ -58,6 +58,7 @@ class Shape:
 QWEN3 = Shape(128, 8, 32, 32)
 QWEN2 = Shape(60, 4, 48, 96, normalise=False)  # numbers that no tile divides
 MIXTRAL = Shape(8, 2, 64, 160)
+SLOW = pytest.mark.slow  # takes the interpreter seconds
 
 
 class Case:
@@ -131,7 +132,7 @@ class Case:
 
 @on_either
 @pytest.mark.parametrize("shape", [QWEN3, QWEN2, MIXTRAL], ids=["qwen3", "qwen2", "mixtral"])
-@pytest.mark.parametrize("num_tokens", [1, 3, 5, 17, 300])
+@pytest.mark.parametrize("num_tokens", [1, 5, *(pytest.param(n, marks=SLOW) for n in (3, 17, 300))])
 def test_sums_the_top_experts_of_every_token(shape: Shape, num_tokens: int, device: str, dtype: torch.dtype) -> None:
     if device == "cpu" and shape is not MIXTRAL and num_tokens > 17:
         pytest.skip("takes the interpreter long")
@@ -146,7 +147,7 @@ def test_sums_in_fp32_what_is_fp16(interpreter: None, num_tokens: int) -> None:
 
 
 @on_either
-@pytest.mark.parametrize("columns", [32, 64, 288])
+@pytest.mark.parametrize("columns", [32, pytest.param(64, marks=SLOW), 288])
 @pytest.mark.parametrize("num_tokens", [1, 9])
 def test_takes_any_multiple_of_32_columns(columns: int, num_tokens: int, device: str, dtype: torch.dtype) -> None:
     case = Case(Shape(8, 2, 80, columns), num_tokens, device, dtype)
@@ -154,7 +155,7 @@ def test_takes_any_multiple_of_32_columns(columns: int, num_tokens: int, device:
 
 
 @on_either
-@pytest.mark.parametrize("num_tokens", [2, 9, 70])
+@pytest.mark.parametrize("num_tokens", [2, 9, pytest.param(70, marks=SLOW)])
 def test_one_expert_may_have_all_tokens_and_others_none(num_tokens: int, device: str, dtype: torch.dtype) -> None:
     case = Case(MIXTRAL, num_tokens, device, dtype)
     case.router[5, 0] += 50.0
@@ -217,6 +218,7 @@ def test_no_tokens_are_no_rows(device: str, dtype: torch.dtype) -> None:
 
 
 @on_either
+@pytest.mark.slow
 def test_every_tile_gives_the_same_sums(device: str, dtype: torch.dtype) -> None:
     case = Case(MIXTRAL, 6, device, dtype)
     for block_m in (1, 16, 32, 128):
@@ -251,7 +253,7 @@ def test_weights_are_shares_of_all_or_of_the_top_and_rounded_where_a_family_does
 
 
 @on_each_device
-@pytest.mark.parametrize("num_tokens", [1, 7, 400])
+@pytest.mark.parametrize("num_tokens", [1, 7, pytest.param(400, marks=SLOW)])
 @pytest.mark.parametrize("num_experts", [8, 60])
 def test_every_experts_pairs_are_those_of_the_tokens_that_chose_it(
     num_tokens: int, num_experts: int, device: str
