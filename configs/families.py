@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from configs.errors import CheckpointError
-from configs.fields import Fields, checked_rope, read_json
+from configs.fields import MOST_PARTS, Fields, checked_rope, read_json
 from configs.layers import DenseMLP, FeedForward, GroupedQueryAttention, MixtureOfExperts
 from configs.model_config import ModelConfig, RopeConfig, layers_of
 
@@ -130,7 +130,7 @@ def config_of_directory(path: Path) -> ModelConfig:
     # An explicit null means one KV head a query head, in every family.
     default_kv = num_q if "num_key_value_heads" in fields.values else family.num_key_value_heads or num_q
     has_bias = family.heeds_attention_bias and fields.flag("attention_bias", False)
-    num_layers = fields.count("num_hidden_layers")
+    num_layers = fields.count("num_hidden_layers", at_most=MOST_PARTS)
     attention = GroupedQueryAttention(
         hidden_size=hidden_size,
         num_attention_heads=num_q,
@@ -184,7 +184,7 @@ def _experts(fields: Fields, family: _ExpertsFamily) -> MixtureOfExperts | None:
     key = next((key for key in family.num_experts_keys if key in fields.values), family.num_experts_keys[0])
     if family.mixes_dense_layers and fields.integer(key) == 0:
         return None
-    num_experts, top_k = fields.count(key), fields.count("num_experts_per_tok")
+    num_experts, top_k = fields.count(key, at_most=MOST_PARTS), fields.count("num_experts_per_tok")
     if top_k > num_experts:
         raise CheckpointError(f"{fields.where}: num_experts_per_tok={top_k} exceeds {key}={num_experts}")
     hidden_act = fields.text("hidden_act", "silu")

@@ -10,6 +10,9 @@ from typing import Any
 from configs.errors import CheckpointError
 from configs.model_config import RopeConfig
 
+MOST_PARTS = 4096
+"""Layers of a model, or experts of a layer, at most: for each of them something is made before a tensor is seen."""
+
 
 class Fields:
     """Typed access to one mapping of a checkpoint; every error names file and key."""
@@ -24,11 +27,13 @@ class Fields:
             raise CheckpointError(f"{self.where}: {key}={value!r} is not an integer")
         return value
 
-    def count(self, key: str, default: int | None = None) -> int:
+    def count(self, key: str, default: int | None = None, at_most: int | None = None) -> int:
         """An integer of at least 1."""
         value = self.integer(key, default)
         if value < 1:
             raise CheckpointError(f"{self.where}: {key}={value} is less than 1; the checkpoint is corrupt")
+        if at_most is not None and value > at_most:
+            raise CheckpointError(f"{self.where}: {key}={value} is more than {at_most}; the checkpoint is corrupt")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:

@@ -7,7 +7,7 @@ import struct
 from pathlib import Path
 
 from configs.errors import CheckpointError
-from configs.fields import Fields, checked_rope
+from configs.fields import MOST_PARTS, Fields, checked_rope
 from configs.gguf_header import GGUFHeader
 from configs.layers import DenseMLP, GroupedQueryAttention
 from configs.model_config import ModelConfig, RopeConfig, layers_of
@@ -38,7 +38,7 @@ def config_of_gguf(path: Path) -> ModelConfig:
     rotary_dim = fields.integer(f"{family}.rope.dimension_count", head_dim)
     if rotary_dim != head_dim or fields.integer(f"{family}.attention.value_length", head_dim) != head_dim:
         raise CheckpointError(f"{path}: rotary, key and value widths of a head must be the same; head_dim={head_dim}")
-    num_layers = fields.count(f"{family}.block_count")
+    num_layers = fields.count(f"{family}.block_count", at_most=MOST_PARTS)
     if fields.values.get(f"{family}.attention.sliding_window"):
         raise CheckpointError(f"{path}: sliding windows of GGUF files are not supported")
     attention = GroupedQueryAttention(

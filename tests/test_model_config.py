@@ -360,6 +360,14 @@ def test_bytes_that_are_no_gguf_are_refused(tmp_path: Path) -> None:
             read_model_config(path)
 
 
+def test_more_layers_than_any_model_has_are_refused_before_they_are_made(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="num_hidden_layers=1000000000 is more than 4096"):
+        _read(tmp_path, "llama", num_hidden_layers=1_000_000_000)
+    experts = {"num_experts": 5000, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    with pytest.raises(CheckpointError, match="num_experts=5000 is more than 4096"):
+        _read(tmp_path, "qwen3_moe", **experts)
+
+
 def test_a_gguf_header_full_of_noise_ends_in_a_checkpoint_error(tmp_path: Path) -> None:
     import random
 
