@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -336,16 +337,16 @@ def test_loading_takes_little_more_than_the_shard(tmp_path: Path, tp_size: int) 
     model = _model(hidden_size=1024, num_hidden_layers=6, intermediate_size=4096, vocab_size=50048, head_dim=64)
     tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in expected_shapes(model).items()}
     save_file(tensors, tmp_path / "model.safetensors")
+    pickled = tmp_path / "model.pickle"
+    pickled.write_bytes(pickle.dumps(model))
     script = f"""
-import sys, torch
+import pickle, sys, torch
 from pathlib import Path
-from configs.layers import DenseMLP, GroupedQueryAttention, LayerSpec
-from configs.model_config import ModelConfig, RopeConfig
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from worker.models.decoder import Decoder
 from worker.weights import Checkpoint
-model = {model!r}
+model = pickle.loads(Path({str(pickled)!r}).read_bytes())
 group = TensorParallelGroup(rank={tp_size - 1}, size={tp_size}, device=torch.device("cpu"), collectives=None)
 with torch.inference_mode(), Checkpoint.open(Path({str(tmp_path)!r}), model) as checkpoint:
     plan = ShardPlan.create(model, {tp_size})
