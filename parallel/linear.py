@@ -7,6 +7,8 @@ ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from configs.layers import Linear
@@ -35,6 +37,39 @@ class ColumnParallelLinear:
         return self._weight(x)
 
 
+class RankSum:
+    """Where the ranks' parts of an output [num_tokens, out_features] are summed.
+
+    A part is made by a function that gets the tensor to fill, or None for one of its own, and returns it.
+    """
+
+    def __init__(self, out_features: int, place: LayerPlace) -> None:
+        self._out_features = out_features
+        self._dtype = place.dtype
+        self._group = place.group
+        # Asking costs a call a layer, and on CPU no group has one.
+        self._asks_for_buffer = place.group.device.type == "cuda" and place.group.size > 1
+
+    def __call__(self, num_tokens: int, part: Callable[[torch.Tensor | None], torch.Tensor]) -> torch.Tensor:
+        """The sum; on CUDA perhaps in the group's reduce_buffer, so valid until the group's next reduction."""
+        out = None
+        if self._asks_for_buffer:
+            out = self._group.reduce_buffer((num_tokens, self._out_features), self._dtype)
+        y = part(out)
+        return self._group.all_reduce(y) if self._group.size > 1 else y
+
+    def for_norm(
+        self, num_tokens: int, part: Callable[[torch.Tensor | None], torch.Tensor]
+    ) -> torch.Tensor | PartialSum:
+        """What `RMSNorm.add` takes: the sum, as a call returns it, or its summand where norm and sum are one kernel."""
+        if self._asks_for_buffer:
+            partial_sum = self._group.partial_sum((num_tokens, self._out_features), self._dtype)
+            if partial_sum is not None:
+                part(partial_sum.summand)
+                return partial_sum
+        return self(num_tokens, part)
+
+
 class RowParallelLinear:
     """This rank's span of the columns of one weight; partial products are summed over the group.
 
@@ -44,9 +79,7 @@ class RowParallelLinear:
     def __init__(self, linear: Linear, place: LayerPlace) -> None:
         self._linear = linear
         self._place = place
-        self._group = place.group
-        # Asking costs a call a layer, and on CPU no group has one.
-        self._asks_for_buffer = place.group.device.type == "cuda" and place.group.size > 1
+        self._sum = RankSum(linear.out_features, place)
         self._bias: torch.Tensor | None = None
         self._weight: DenseWeight | None = None
 
@@ -59,24 +92,13 @@ class RowParallelLinear:
             source.read(f"{prefix}{linear.name}.bias", self._bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum; on CUDA perhaps in the group's reduce_buffer, so valid until the group's next reduction."""
-        if self._asks_for_buffer:
-            out = self._group.reduce_buffer((len(x), self._linear.out_features), self._place.dtype)
-            y = self._group.all_reduce(self.partial(x, out))
-        else:
-            y = self.partial(x)
-            if self._group.size > 1:
-                y = self._group.all_reduce(y)
+        """The sum, valid as long as RankSum says."""
+        y = self._sum(len(x), lambda out: self.partial(x, out))
         return y if self._bias is None else y.add_(self._bias)
 
     def for_norm(self, x: torch.Tensor) -> torch.Tensor | PartialSum:
-        """What `RMSNorm.add` takes: the sum, as a call returns it, or its summand where norm and sum are one kernel."""
-        if self._asks_for_buffer and not self._linear.bias:
-            partial_sum = self._group.partial_sum((len(x), self._linear.out_features), self._place.dtype)
-            if partial_sum is not None:
-                self.partial(x, partial_sum.summand)
-                return partial_sum
-        return self(x)
+        """What `RMSNorm.add` takes; a bias has to be added to the sum itself."""
+        return self(x) if self._linear.bias else self._sum.for_norm(len(x), lambda out: self.partial(x, out))
 
     def partial(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """This rank's part of the sum, without the bias; `out` if one is given."""

@@ -15,12 +15,13 @@ import torch.nn.functional as F
 from configs.errors import ConfigError
 from configs.layers import Axis, MixtureOfExperts
 from parallel.fused_sum import PartialSum
+from parallel.linear import RankSum
 from parallel.weight import LayerPlace, TensorSource
 from worker.layers.mlp import MLP
 from worker.layers.step import Padding
 
 _COLUMN_UNIT = 32
-"""Of the CUDA kernels."""
+"""Columns of a rank that the CUDA kernels take are a multiple of this."""
 
 
 class Experts:
@@ -36,8 +37,7 @@ class Experts:
         self._spec = spec
         self._columns = place.shard[Axis.EXPERT_COLUMNS]
         self._round_to = place.dtype if spec.round_weights else torch.float32
-        self._group = place.group
-        self._dtype = place.dtype
+        self._sum = RankSum(spec.hidden_size, place)
         self._on_cuda = place.device.type == "cuda"
         width = self._columns.size
         if self._on_cuda and width % _COLUMN_UNIT:
@@ -45,7 +45,6 @@ class Experts:
                 f"{spec.intermediate_size} columns of an expert leave rank {place.group.rank} {width}, and GPUs take "
                 f"multiples of {_COLUMN_UNIT}; choose a smaller tensor_parallel_size"
             )
-        self._asks_for_buffer = self._on_cuda and place.group.size > 1
         # With the shared expert's gate as its last row. fp32 from the product on, since bf16 logits often tie, and then
         # choose other experts; on CPU the product itself.
         self._router = torch.empty(
@@ -72,22 +71,11 @@ class Experts:
             self._shared.load(source, prefix)
 
     def __call__(self, x: torch.Tensor, padding: Padding) -> torch.Tensor | PartialSum:
-        """[num_tokens, hidden_size] -> the same, 0 for padding, or what the next norm is to sum.
+        """[num_tokens, hidden_size] -> the same, 0 for padding, or what the next norm is to sum."""
+        return self._sum.for_norm(len(x), lambda out: self.partial(x, padding, out))
 
-        On CUDA perhaps in the group's reduce_buffer, so valid until the group's next reduction.
-        """
-        out = None
-        if self._asks_for_buffer:
-            partial_sum = self._group.partial_sum((len(x), self._spec.hidden_size), self._dtype)
-            if partial_sum is not None:
-                self.partial(x, padding, partial_sum.summand)
-                return partial_sum
-            out = self._group.reduce_buffer((len(x), self._spec.hidden_size), self._dtype)
-        y = self.partial(x, padding, torch.empty_like(x) if out is None else out)
-        return self._group.all_reduce(y) if self._group.size > 1 else y
-
-    def partial(self, x: torch.Tensor, padding: Padding, out: torch.Tensor) -> torch.Tensor:
-        """`out` [num_tokens, hidden_size], contiguous, filled with this rank's part of the sum; 0 for padding."""
+    def partial(self, x: torch.Tensor, padding: Padding, out: torch.Tensor | None = None) -> torch.Tensor:
+        """This rank's part of the sum [num_tokens, hidden_size], 0 for padding; contiguous `out` if one is given."""
         return self._mixture(
             x,
             self._router,
@@ -96,7 +84,7 @@ class Experts:
             top_k=self._spec.top_k,
             normalise=self._spec.norm_topk_prob,
             round_to=self._round_to,
-            out=out,
+            out=torch.empty_like(x) if out is None else out,
             slots=padding.token_slots(),
             first_slot=padding.first_slot,
             shared=None if self._shared is None else self._shared.partial(x),

@@ -16,16 +16,16 @@ class RMSNorm:
     """
 
     def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
-        self._size = size
         self._shape = (size,)
         self._eps = eps
         self._weight = torch.empty(size, dtype=dtype, device=device)
-        self._zeros = torch.zeros_like(self._weight)
         self._on_cuda = device.type == "cuda"
         if self._on_cuda:
             from worker.kernels.norm import add_rms_norm, rms_norm  # a CPU install has no Triton
 
             self._rms_norm, self._add_rms_norm = rms_norm, add_rms_norm
+        else:
+            self._zeros = torch.zeros_like(self._weight)
 
     @property
     def weight(self) -> torch.Tensor:
@@ -55,9 +55,10 @@ class RMSNorm:
         return self._on_cpu(residual)
 
     def _on_cpu(self, x: torch.Tensor) -> torch.Tensor:
-        if x.numel() > self._size or x.dtype is not torch.float32:
+        [size] = self._shape
+        if x.numel() > size or x.dtype is not torch.float32:
             return F.rms_norm(x, self._shape, self._weight, self._eps)
         # torch's norm is eight operations: for one token, starting them takes far longer than the arithmetic.
         flat = x.view(-1)
-        factor = (torch.dot(flat, flat).item() / self._size + self._eps) ** -0.5
+        factor = (torch.dot(flat, flat).item() / size + self._eps) ** -0.5
         return torch.addcmul(self._zeros, x, self._weight, value=factor)
