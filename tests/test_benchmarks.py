@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import tokenizers
 
-from benchmarks import engine, engine_report, make_tokenizer
+from benchmarks import engine, engine_report, make_tokenizer, step
 from benchmarks.report import ROOT, Report, circumstances, table
 from cluster.commands.bench import load_test
 from cluster.commands.bench.stream_client import Sample, StreamReader
@@ -193,6 +193,28 @@ def test_one_run_measures_every_part_of_the_engine(
 
 
 # ---- online
+
+
+@pytest.mark.slow
+def test_a_step_is_measured_without_ray_and_taken_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    small = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "vocab_size": 512}
+    model = json.loads((ROOT / "benchmarks/models/qwen3-0.6b/config.json").read_text()) | small
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    sets = [f"model={tmp_path}", "device=cpu", "tensor_parallel_size=2", "kv_cache.page_size=4"]
+    arguments = ["--config", "benchmarks/dummy.yaml", *(part for item in sets for part in ("--set", item))]
+    files = {name: tmp_path / f"{name}.json" for name in ("trace", "json")}
+    arguments += ["--rows", "3", "--steps", "40", "--profile", *(f"--{name}={path}" for name, path in files.items())]
+    monkeypatch.setattr("sys.argv", ["step", *arguments])
+    step.main()
+    report = json.loads(files["json"].read_text())
+    assert report["tensor_parallel_size"] == 2
+    assert report["rows"] == 3
+    assert 0 < report["step_ms"] < 1e4
+    assert "transformers_ms" not in report  # there are no weights that it could load
+    assert "aten::_scaled_dot_product" in capfd.readouterr().out
+    assert json.loads(files["trace"].read_text())["traceEvents"]
 
 
 def completion_events(texts: list[str], usage: dict[str, Any]) -> bytes:

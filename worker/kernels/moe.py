@@ -21,6 +21,7 @@ from worker.kernels.routing import (
     find_block,
     follow,
     is_live,
+    let_next_start,
     load_logits,
     max_blocks,
     nth_expert,
@@ -100,6 +101,7 @@ def _pair_gate_up_kernel(
                 u = tl.load(w_up + k, mask=k < size, other=0.0, eviction_policy="evict_first")
             gate += g.to(tl.float32) * x.to(tl.float32)
             up += u.to(tl.float32) * x.to(tl.float32)
+        let_next_start(DEPENDENT)
         hidden = _silu_and_mul(tl.sum(gate, 1), tl.sum(up, 1))
         tl.store(hidden_ptr + pair * width + columns, hidden.to(hidden_ptr.dtype.element_ty), mask=columns < width)
 
@@ -206,6 +208,7 @@ def _grouped_gate_up_kernel(
             u = tl.load(w_up + k, mask=k < size, other=0.0)
         gate = tl.dot(x, g.T, gate, input_precision="ieee")
         up = tl.dot(x, u.T, up, input_precision="ieee")
+    let_next_start(DEPENDENT)
     hidden = _silu_and_mul(gate, up).to(hidden_ptr.dtype.element_ty)
     stored = (places < count)[:, None] & (columns < width)[None, :]
     tl.store(hidden_ptr + pair.to(tl.int64)[:, None] * width + columns[None, :], hidden, mask=stored)
@@ -254,6 +257,7 @@ def _grouped_down_kernel(
             h = tl.load(hidden_rows + k, mask=k < width, other=0.0)
             w = tl.load(w_rows + k, mask=k < width, other=0.0)
         acc = tl.dot(h, w.T, acc, input_precision="ieee")
+    let_next_start(DEPENDENT)
     weight = tl.load(weights_ptr + pair, mask=places < count, other=0.0)
     y = (acc * weight[:, None]).to(y_ptr.dtype.element_ty)
     stored = (places < count)[:, None] & (columns < size)[None, :]
@@ -313,21 +317,19 @@ class Tiles:
     down: Tile
 
 
-_PAIR_TOKENS = 4
+_PAIR_TOKENS = 8
 """Up to so many tokens, every pair reads its expert by itself: few experts are then chosen twice."""
 _PAIR_EXPERTS = 128
 """Of so many at most: every program compares all with all then."""
 
-# Chosen without a measurement, for Qwen3-30B-A3B on an H200: from what the compiler says of registers and shared
-# memory (no spills; the programs that a multiprocessor then holds have 40 KB or more on their way to it), and blocks of
-# pairs as others measured them to be best there. `python -m benchmarks.moe --sweep` measures.
-_PAIR = Tiles(1, gate_up=Tile(8, 512, 4, 3), down=Tile(8, 256, 4, 6))
+# Measured on an H200 for Qwen3-30B-A3B, whole and halved (benchmarks/results/moe_h200_2026-11-23.txt).
+_PAIR = Tiles(1, gate_up=Tile(8, 256, 4, 4), down=Tile(4, 128, 1, 8))
 # Up to so many pairs for each expert of the model.
 _GROUPED = (
-    (8.0, Tiles(16, gate_up=Tile(32, 128, 4, 4), down=Tile(64, 128, 4, 4))),
-    (32.0, Tiles(32, gate_up=Tile(64, 64, 4, 4), down=Tile(128, 64, 4, 4))),
-    (128.0, Tiles(64, gate_up=Tile(64, 64, 4, 4), down=Tile(128, 64, 4, 4))),
-    (float("inf"), Tiles(128, gate_up=Tile(128, 64, 8, 4), down=Tile(256, 64, 8, 4))),
+    (8.0, Tiles(16, gate_up=Tile(64, 128, 4, 3), down=Tile(128, 128, 4, 3))),
+    (16.0, Tiles(32, gate_up=Tile(64, 128, 4, 3), down=Tile(256, 64, 8, 3))),
+    (128.0, Tiles(64, gate_up=Tile(128, 64, 8, 4), down=Tile(256, 64, 8, 3))),
+    (float("inf"), Tiles(128, gate_up=Tile(128, 64, 8, 4), down=Tile(256, 64, 8, 3))),
 )
 _COMBINE_BLOCK = 1024
 _LEAST_BLOCK_K = 64

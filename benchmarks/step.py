@@ -1,9 +1,11 @@
-"""A decode step of CPU ranks by itself, beside transformers' `generate`: what one stream costs without Ray and HTTP.
+"""A decode step by itself, without Ray and HTTP: how long, and with `--profile` what of.
 
-    python -m benchmarks.cpu_step [--config FILE] [--set KEY=VALUE ...] [--rows 1] [--steps 100] [--profile]
+    python -m benchmarks.step [--config FILE] [--set KEY=VALUE ...] [--rows 1] [--steps 100] [--profile]
 
 Every rank is a process that schedules for itself: the same requests make the same frames. `--profile` adds a table of
-rank 0's operations, which take longer while they are watched. Ratios are what counts; pin the cores with taskset.
+rank 0's operations on a CPU, which take longer while they are watched, and of its kernels on a GPU, which overlap
+where they may start early. On CPUs transformers' `generate` runs beside it, and ratios are what counts; pin the cores
+with taskset.
 """
 
 from __future__ import annotations
@@ -27,16 +29,17 @@ from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
 from configs.checkpoint import resolve_model_path
 from configs.load import load_app_config
 from configs.read_config import read_model_config
-from configs.resolve import HostFacts, resolve, resolved
+from configs.resolve import ONE_NODE_STRATEGY, HostFacts, resolve, resolved
 from configs.schema import EngineConfig
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from worker.protocol import FrameKind, StepFrame, StepResult
-from worker.tp_worker import TPWorker
+from worker.tp_worker import TPWorker, reduce_buffer_bytes
 
 _PROMPT_TOKENS = 20
 _WARM_UPS = 20
 _TIMEOUT_S = 300.0
+_PROFILED_STEPS = 32
 
 
 class _Steps:
@@ -66,6 +69,8 @@ class _Steps:
             assert not self._scheduler.add([GenerateRequest(id=i + 1, prompt=prompt, sampling=sampling)])
         self.ended: list[float] = []
         """When each step's result was there."""
+        self.profile: torch.profiler.profile | None = None
+        """Watches `_PROFILED_STEPS` steps after the warm-up."""
 
     def recv(self, timeout_s: float) -> bytes:
         """The next frame; after the last one, the end."""
@@ -80,21 +85,29 @@ class _Steps:
         """Takes the result of a step."""
         self._scheduler.retire(StepResult.decode(result))
         self.ended.append(time.perf_counter())
+        if self.profile is not None and len(self.ended) == _WARM_UPS:
+            self.profile.start()
+        if self.profile is not None and len(self.ended) == _WARM_UPS + _PROFILED_STEPS:
+            self.profile.stop()
 
 
 def _rank_main(rank: int, config: EngineConfig, path: Path, port: int, args: argparse.Namespace, out: Any) -> None:
     size = config.tensor_parallel_size
     model = read_model_config(path)
-    group = TensorParallelGroup.single()
+    device = torch.device("cpu" if config.device == "cpu" else f"cuda:{rank}")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    group = TensorParallelGroup.single(device)
     if size > 1:
         group = TensorParallelGroup.create(
             rank=rank,
             size=size,
             store=TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False),
-            device="cpu",
-            strategy="shared_memory",
+            device=device,
+            strategy=ONE_NODE_STRATEGY[device.type],
             timeout_s=_TIMEOUT_S,
             spin_us=resolved(config.parallel.spin_us),
+            reduce_buffer_bytes=reduce_buffer_bytes(config, model),
         )
     worker = TPWorker(config=config, model=model, model_path=path, plan=ShardPlan.create(model, size), group=group)
     worker.load()
@@ -102,15 +115,29 @@ def _rank_main(rank: int, config: EngineConfig, path: Path, port: int, args: arg
     num_pages = args.rows * (-(-(_PROMPT_TOKENS + tokens) // config.kv_cache.page_size) + 1)
     worker.allocate(num_pages, _PROMPT_TOKENS + tokens)
     steps = _Steps(config, model.vocab_size, num_pages, args.rows, tokens)
-    table = ""
     if args.profile and rank == 0:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            worker.run(steps, steps.retire)
-        table = profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=16, max_name_column_width=40)
-    else:
-        worker.run(steps, steps.retire)
+        kinds = torch.profiler.ProfilerActivity
+        steps.profile = torch.profiler.profile(activities=[kinds.CPU if device.type == "cpu" else kinds.CUDA])
+    worker.run(steps, steps.retire)
+    table = ""
+    if steps.profile is not None:
+        table = _table(steps.profile, device)
+        if args.trace is not None:
+            steps.profile.export_chrome_trace(str(args.trace))
     out.put((rank, np.diff(steps.ended[_WARM_UPS:]).tolist(), table))
     group.barrier()
+
+
+def _table(profile: torch.profiler.profile, device: torch.device) -> str:
+    averages = profile.key_averages()
+    if device.type == "cpu":
+        return str(averages.table(sort_by="self_cpu_time_total", row_limit=16, max_name_column_width=40))
+    kernels = sorted((it for it in averages if it.device_time_total > 0), key=lambda it: -it.device_time_total)
+    lines = [f"{'us a step':>10} {'calls':>6} {'us each':>8}  kernel"]
+    for it in kernels[:24]:
+        calls, us = it.count / _PROFILED_STEPS, it.device_time_total / _PROFILED_STEPS
+        lines.append(f"{us:10.1f} {calls:6.1f} {us / calls:8.2f}  {it.key[:100]}")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -120,13 +147,15 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--trace", type=Path, help="with --profile: writes what was watched for a trace viewer")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
 
-    given = load_app_config(ROOT / args.config, [*args.overrides, "device=cpu"]).engine
-    path = resolve_model_path(given.model, given.revision)
+    given = load_app_config(ROOT / args.config, [*args.overrides, f"scheduler.max_num_seqs={args.rows}"]).engine
+    path = resolve_model_path(given.model, given.revision, weights=given.load_format != "dummy")
     threads = torch.get_num_threads()
-    config = resolve(given, read_model_config(path), HostFacts(num_cores=threads, num_gpus=0)).config
+    host = HostFacts(num_cores=threads, num_gpus=torch.cuda.device_count())
+    config = resolve(given, read_model_config(path), host).config
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     out = context.Queue()
@@ -142,17 +171,18 @@ def main() -> None:
     if table:
         print(table)
     step_ms = 1e3 * statistics.median(seconds)
-    rate = statistics.median(transformers_rate(path, config.dtype, threads, args.steps, 3))
     report = {
         "config": args.config,
         "overrides": args.overrides,
         "tensor_parallel_size": config.tensor_parallel_size,
         "rows": args.rows,
-        "step_ms": round(step_ms, 2),
-        "transformers_ms": round(1e3 / rate, 2),
-        "one_row_over_transformers": round(1e3 * args.rows / step_ms / rate, 2),
-        **circumstances(),
+        "step_ms": round(step_ms, 3),
     }
+    if config.device == "cpu" and config.load_format != "dummy":
+        rate = statistics.median(transformers_rate(path, config.dtype, threads, args.steps, 3))
+        report["transformers_ms"] = round(1e3 / rate, 2)
+        report["one_row_over_transformers"] = round(1e3 * args.rows / step_ms / rate, 2)
+    report |= circumstances()
     print(json.dumps(report, indent=2))
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")
