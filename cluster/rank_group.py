@@ -45,6 +45,8 @@ _PROGRESS_TIMEOUT_S = 5.0
 _STACKS_TIMEOUT_S = 2.0
 # A process that dies breaks its peers' connections, and their errors may come first.
 _CAUSE_S = 0.5
+# What is waited for here takes a step, and spinning that long takes a core from the ranks.
+_MOST_CHANNEL_SPIN_US = 50
 _CHANNEL_SLOTS = 8  # more than the steps in flight, so that the writer never waits
 _NEXT = "The replica is being replaced; send the request again."
 
@@ -182,7 +184,7 @@ class RankGroup:
                 num_readers=num_readers,
                 slots=_CHANNEL_SLOTS,
                 slot_bytes=max_message_bytes,
-                spin_us=parallel.spin_us or 0,
+                spin_us=min(parallel.spin_us or 0, _MOST_CHANNEL_SPIN_US),
             )
 
         frames, results = ring(self.size), ring(1)

@@ -27,7 +27,7 @@ ONE_NODE_STRATEGY: dict[str, Literal["shared_memory", "symmetric_memory"]] = {
 """By device, the strategy of `parallel.all_reduce` for the ranks of one node."""
 ANY_NODES_STRATEGY: dict[str, Literal["gloo", "nccl"]] = {"cpu": "gloo", "cuda": "nccl"}
 """By device, the one for ranks wherever they are."""
-_SPIN_US = 50
+_SPIN_US = 1000
 # (requests that run at once, tokens of a step)
 _STEP_SIZE_ON_GPU = (256, 8192)
 _STEP_SIZE_ON_CPU = (64, 512)

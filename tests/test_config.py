@@ -270,7 +270,7 @@ def test_every_auto_value_is_decided_once_and_says_why() -> None:
         "served_model_name: auto -> owner/tiny (from model)",
         "parallel.all_reduce: auto -> shared_memory (cpu, ranks of one node)",
         "parallel.threads_per_rank: auto -> 2 (8 cores, 4 ranks a node)",
-        "parallel.spin_us: auto -> 50 (8 cores, 4 ranks a node)",
+        "parallel.spin_us: auto -> 1000 (8 cores, 4 ranks a node)",
         "placement.cpus_per_rank: auto -> 0.1 (cpu)",
         "placement.cpus_for_engine: auto -> 0.1 (cpu)",
         "scheduler.max_num_seqs: auto -> 64 (cpu)",
@@ -320,9 +320,9 @@ def test_what_is_set_is_not_decided() -> None:
 def test_ranks_without_a_core_of_their_own_do_not_spin() -> None:
     for host, replicas, expected in (
         (HostFacts(num_cores=1, num_gpus=0), 1, (1, 0)),
-        (HostFacts(num_cores=2, num_gpus=0), 1, (1, 50)),
+        (HostFacts(num_cores=2, num_gpus=0), 1, (1, 1000)),
         (HostFacts(num_cores=3, num_gpus=0), 2, (1, 0)),
-        (HostFacts(num_cores=4, num_gpus=0, num_nodes=2), 2, (2, 50)),
+        (HostFacts(num_cores=4, num_gpus=0, num_nodes=2), 2, (2, 1000)),
     ):
         parallel = _resolved(host, tensor_parallel_size=2, num_replicas=replicas).config.parallel
         assert (parallel.threads_per_rank, parallel.spin_us) == expected, (host, replicas)
