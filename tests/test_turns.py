@@ -184,6 +184,17 @@ def test_many_long_prompts_hold_nobody_up(run: Run, slices: Slices) -> None:
     assert len(answered["choices"]) == len(prompts)
 
 
-def test_many_messages_hold_nobody_up(run: Run, slices: Slices) -> None:
-    messages = [{"role": "user" if i % 2 else "assistant", "content": "x"} for i in range(8_000)]
-    answer(run, slices, "/v1/chat/completions", {"messages": messages, "max_tokens": 1})
+@pytest.mark.parametrize(
+    ("path", "field", "fields"),
+    [
+        ("/v1/chat/completions", "messages", {"max_tokens": 1}),
+        ("/tokenize", "messages", {}),
+        ("/v1/messages", "messages", {"max_tokens": 1}),
+        ("/v1/messages/count_tokens", "messages", {}),
+        ("/v1/responses", "input", {"max_output_tokens": 1}),
+        ("/v1/responses/input_tokens", "input", {}),
+    ],
+)
+def test_many_messages_hold_nobody_up(run: Run, slices: Slices, path: str, field: str, fields: dict[str, Any]) -> None:
+    messages = [{"role": "assistant" if i % 2 else "user", "content": "x"} for i in range(8_001)]
+    answer(run, slices, path, {field: messages, **fields})

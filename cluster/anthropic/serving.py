@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from typing import Any, TypeVar
 
 from cluster.anthropic.builder import MessageBuilder, sse
 from cluster.anthropic.conversation import conversation, output_grammar
@@ -14,14 +15,17 @@ from cluster.http.context import RequestContext
 from cluster.http.response import HttpResponse
 from cluster.messages import FinishReason
 from cluster.requests import checks
-from cluster.requests.body import decoded, validated
+from cluster.requests.body import decoded, off_loop, validated
 from cluster.requests.chat import chat_job, refuse_unread, tool_header
 from cluster.requests.fields import ignored_header
 from cluster.requests.generation import Delta
 from cluster.requests.http_responses import json_response, timed
 from cluster.requests.job import JobOptions, Run
 from cluster.requests.served_model import ServedModel
+from cluster.text.conversation import Conversation
 from cluster.text.tools.events import CallStarted, tell
+
+_Request = TypeVar("_Request", bound=CountTokensRequest)
 
 
 class AnthropicServing:
@@ -34,10 +38,7 @@ class AnthropicServing:
         """POST /v1/messages. Raises RequestError for a bad request."""
         model = self._model
         raw = await decoded(body)
-        ignored = FIELDS.check(MessagesRequest, raw, strict=model.server.strict_fields)
-        request = validated(MessagesRequest, raw)
-        model.check_name(request.model)
-        chat = conversation(request)
+        ignored, request, chat = await off_loop(len(body), lambda: self._checked(MessagesRequest, raw))
         fields = request
         if request.stop_sequences is not None:
             stops = checks.stop_strings(request.stop_sequences, model.server, "stop_sequences")
@@ -74,12 +75,17 @@ class AnthropicServing:
         """POST /v1/messages/count_tokens. Raises RequestError for a bad request."""
         model = self._model
         raw = await decoded(body)
-        # Whoever counts may send the whole request.
-        ignored = FIELDS.check(MessagesRequest, raw, strict=model.server.strict_fields)
-        request = validated(CountTokensRequest, raw)
-        model.check_name(request.model)
-        count = TokenCount(len(await model.prompts.encode_chat(conversation(request))))
+        ignored, _, chat = await off_loop(len(body), lambda: self._checked(CountTokensRequest, raw))
+        count = TokenCount(len(await model.prompts.encode_chat(chat)))
         return json_response(count, ignored_header(ignored))
+
+    def _checked(self, kind: type[_Request], raw: Mapping[str, Any]) -> tuple[list[str], _Request, Conversation]:
+        """The fields that are ignored, the request, and what it has the model go on with. Raises RequestError."""
+        # Whoever counts may send the whole request.
+        ignored = FIELDS.check(MessagesRequest, raw, strict=self._model.server.strict_fields)
+        request = validated(kind, raw)
+        self._model.check_name(request.model)
+        return ignored, request, conversation(request)
 
 
 async def _whole(run: Run, builder: MessageBuilder) -> AsyncGenerator[bytes, None]:

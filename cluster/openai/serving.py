@@ -16,7 +16,7 @@ from cluster.openai.protocol import ChatRequest, CompletionRequest, GenerationRe
 from cluster.openai.wire import Head
 from cluster.openai.writer import AnswerOptions, written
 from cluster.requests import checks
-from cluster.requests.body import decoded
+from cluster.requests.body import decoded, off_loop
 from cluster.requests.chat import chat_job, refuse_unread, tool_header
 from cluster.requests.fields import ignored_header
 from cluster.requests.job import Job, JobOptions, Run
@@ -36,7 +36,7 @@ class OpenAIServing:
         raw = await decoded(body)
         request = protocol.check_request(ChatRequest, raw, model.server)
         model.check_name(request.model)
-        conversation = chat.conversation(request)
+        conversation = await off_loop(len(body), lambda: chat.conversation(request))
         job = await chat_job(
             model,
             "chatcmpl-",

@@ -18,7 +18,7 @@ from cluster.openai import protocol
 from cluster.openai.chat import conversation
 from cluster.openai.described import Messages
 from cluster.openai.protocol import ChatRequest
-from cluster.requests.body import decoded, validated
+from cluster.requests.body import decoded, off_loop, validated
 from cluster.requests.checks import check_token_ids
 from cluster.requests.fields import OWN_FIELDS, ignored_header
 from cluster.requests.http_responses import json_response
@@ -96,12 +96,14 @@ class TokenizerServing:
             special = request.add_special_tokens is not False
             tokens = await model.prompts.encode(request.prompt, add_special_tokens=special)
         else:
-            tokens, ignored = await self._chat_tokens(raw, request)
+            tokens, ignored = await self._chat_tokens(body, raw, request)
         strings = long_list(map(model.tokenizer.token_text, tokens)) if request.return_token_strs else None
         shown = Tokens(len(tokens), model.max_model_len, long_list(tokens), strings)
         return json_response(shown, ignored_header(ignored))
 
-    async def _chat_tokens(self, raw: Mapping[str, Any], request: TokenizeRequest) -> tuple[list[int], list[str]]:
+    async def _chat_tokens(
+        self, body: bytes, raw: Mapping[str, Any], request: TokenizeRequest
+    ) -> tuple[list[int], list[str]]:
         """The ids, and the fields that are ignored."""
         if request.add_special_tokens:
             raise RequestError(
@@ -112,7 +114,8 @@ class TokenizerServing:
         fields = {name: value for name, value in raw.items() if name not in _OWN_FIELDS}
         chat = {**fields, "model": self._model.model_name, "messages": request.messages}
         checked = protocol.check_request(ChatRequest, chat, self._model.server)
-        return await self._model.prompts.encode_chat(conversation(checked)), protocol.unknown_fields(ChatRequest, chat)
+        turns = await off_loop(len(body), lambda: conversation(checked))
+        return await self._model.prompts.encode_chat(turns), protocol.unknown_fields(ChatRequest, chat)
 
     async def detokenize(self, body: bytes, context: RequestContext) -> HttpResponse:
         """POST /detokenize. Raises RequestError for a bad request."""

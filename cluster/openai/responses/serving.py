@@ -11,7 +11,7 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 from cluster.http.active import ActiveRequests
 from cluster.http.affinity import response_prefix
@@ -34,7 +34,7 @@ from cluster.openai.responses.store import ResponseStore, StoredResponse
 from cluster.openai.wire import TokenLogprob
 from cluster.openai.writer import token_logprobs
 from cluster.requests import checks
-from cluster.requests.body import decoded, validated
+from cluster.requests.body import decoded, off_loop, validated
 from cluster.requests.chat import chat_job, refuse_unread, tool_header
 from cluster.requests.fields import ignored_header
 from cluster.requests.generation import Delta
@@ -42,9 +42,11 @@ from cluster.requests.http_responses import in_parts, json_response, timed
 from cluster.requests.job import JobOptions, Run
 from cluster.requests.json_parts import gathered, long_list
 from cluster.requests.served_model import ServedModel
+from cluster.text.conversation import Conversation
 from cluster.text.tools.events import Content, tell
 from configs.errors import RequestError
 
+_Request = TypeVar("_Request", bound=InputTokensRequest)
 _LISTED_ITEMS = 20
 _MAX_LISTED_ITEMS = 100
 _CANCEL_TIMEOUT_S = 2.0
@@ -67,14 +69,18 @@ class ResponsesServing:
         """POST /v1/responses. Raises RequestError for a bad request."""
         model = self._model
         raw = await decoded(body)
-        ignored = FIELDS.check(ResponsesRequest, raw, strict=model.server.strict_fields)
-        request = validated(ResponsesRequest, raw)
-        check_options(request)
-        new_items = input_items(request.input)
+
+        def check() -> tuple[list[str], ResponsesRequest, list[dict[str, Any]]]:
+            ignored, request = self._checked(ResponsesRequest, raw)
+            check_options(request)
+            return ignored, request, input_items(request.input)
+
+        ignored, request, new_items = await off_loop(len(body), check)
         earlier, num_bytes = self._earlier(request.previous_response_id, context)
         items = earlier + new_items
         model.check_name(request.model)
-        chat = conversation(request, items, len(earlier))
+        num_bytes += len(body)
+        chat = await off_loop(num_bytes, lambda: conversation(request, items, len(earlier)))
         num_logprobs = (request.top_logprobs or 0) if request.with_logprobs else -1
         checks.num_logprobs(num_logprobs, "top_logprobs", model.server)
         job = await chat_job(
@@ -92,7 +98,7 @@ class ResponsesServing:
         headers = ignored_header([*ignored, *unread, *ignored_options(request)])
         builder = ResponseBuilder(_response(request, job.id, job.sampling[0][0], model.model_name))
         run = model.run(job)
-        stored = StoredResponse(builder=builder, items=items, run=run, num_bytes=num_bytes + len(body))
+        stored = StoredResponse(builder=builder, items=items, run=run, num_bytes=num_bytes)
         if request.background:
             self._store.put(context.client, stored)
             response = self._in_background(stored, context, streamed=bool(request.stream))
@@ -139,13 +145,15 @@ class ResponsesServing:
         """
         model = self._model
         raw = await decoded(body)
-        # Whoever counts may send the whole request.
-        ignored = FIELDS.check(ResponsesRequest, raw, strict=model.server.strict_fields)
-        request = validated(InputTokensRequest, raw)
-        earlier, _ = self._earlier(request.previous_response_id, context)
-        new_items = [] if request.input is None and earlier else input_items(request.input)
-        model.check_name(model.model_name if request.model is None else request.model)
-        chat = conversation(request, earlier + new_items, len(earlier))
+        ignored, request = await off_loop(len(body), lambda: self._checked(InputTokensRequest, raw))
+        earlier, num_bytes = self._earlier(request.previous_response_id, context)
+
+        def check() -> Conversation:
+            new_items = [] if request.input is None and earlier else input_items(request.input)
+            model.check_name(model.model_name if request.model is None else request.model)
+            return conversation(request, earlier + new_items, len(earlier))
+
+        chat = await off_loop(num_bytes + len(body), check)
         count = InputTokens(len(await model.prompts.encode_chat(chat)))
         return json_response(count, ignored_header(ignored))
 
@@ -175,6 +183,12 @@ class ResponsesServing:
         if stored.run is not None:
             stored.run.abort()
         return json_response(DeletedResponse(stored.id))
+
+    def _checked(self, kind: type[_Request], raw: Mapping[str, Any]) -> tuple[list[str], _Request]:
+        """The fields of `raw` that are ignored, and the request. Raises RequestError."""
+        # Whoever counts may send the whole request.
+        ignored = FIELDS.check(ResponsesRequest, raw, strict=self._model.server.strict_fields)
+        return ignored, validated(kind, raw)
 
     def _earlier(self, response_id: str | None, context: RequestContext) -> tuple[list[dict[str, Any]], int]:
         """The conversation that a request goes on from, and its bytes."""
