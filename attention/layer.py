@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import torch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,3 +22,8 @@ class AttentionLayer:
     """A query sees itself and `window - 1` tokens before it; None sees all."""
     softcap: float | None = None
     """Scores become softcap * tanh(scores / softcap)."""
+    chunk: int | None = None
+    """A query sees the tokens of its own chunk of so many positions, up to itself; None sees all."""
+    sinks: torch.Tensor | None = field(default=None, compare=False)
+    """[tp_q_head_num] fp32, on the device: for each query head a score, after scale and softcap, that takes its share
+    of the softmax and has no value."""
