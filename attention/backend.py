@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -13,6 +13,23 @@ from attention.kv_pool import TokenToKVPool
 from attention.layer import AttentionLayer
 from attention.rotation import QKNorms, Rotation
 from attention.step_shape import StepShape
+from configs.attention import BACKENDS
+from configs.errors import ConfigError
+
+IMPLEMENTATIONS: dict[str, type[AttentionBackend]] = {}
+"""Filled by `register`; attention/registry.py imports all that there are."""
+_BackendT = TypeVar("_BackendT", bound="AttentionBackend")
+
+
+def register(name: str) -> Callable[[type[_BackendT]], type[_BackendT]]:
+    """Makes a class the backend that configs/attention.py describes as `name`."""
+    assert name in BACKENDS, f"{name} is not in the table of what backends can do"
+
+    def decorate(cls: type[_BackendT]) -> type[_BackendT]:
+        IMPLEMENTATIONS[name] = cls
+        return cls
+
+    return decorate
 
 
 class AttentionBackend(ABC):
@@ -23,10 +40,18 @@ class AttentionBackend(ABC):
     captured, `prepare_capture` takes its place; before each replay `prepare_replay` does.
     """
 
-    captures_cuda_graphs: ClassVar[bool] = False
+    captures_cuda_graphs: bool = False
     """Whether a step over static `ForwardBatch.paged` buffers can be captured in a CUDA graph and replayed."""
 
     def __init__(self, layers: Sequence[AttentionLayer], token_to_kv_pool: TokenToKVPool) -> None:
+        for layer in layers:
+            if layer.tp_k_head_num < 1 or layer.tp_q_head_num % layer.tp_k_head_num:
+                raise ConfigError(
+                    f"attention needs query heads in equal groups: layer {layer.layer_id} has {layer.tp_q_head_num} "
+                    f"query heads over {layer.tp_k_head_num} KV heads on this rank"
+                )
+            if layer.window is not None and layer.window < 1:
+                raise ConfigError(f"layer {layer.layer_id} has sliding window {layer.window}; it must be at least 1")
         self.layers = tuple(layers)
         self.token_to_kv_pool = token_to_kv_pool
         self._out_cache_loc: torch.Tensor | None = None
@@ -35,8 +60,7 @@ class AttentionBackend(ABC):
         """Prepares for `batch`. Page-table entries past a row's last page are never used."""
         self._out_cache_loc = batch.out_cache_loc
 
-    @staticmethod
-    def capture_shapes(shape: StepShape, max_model_len: int) -> list[StepShape]:
+    def capture_shapes(self, shape: StepShape, max_model_len: int) -> list[StepShape]:
         """The shapes, in order, to capture for the steps that `shape` holds: rows of other lengths may want others.
 
         The last one holds rows of `max_model_len` tokens.

@@ -1,244 +1,104 @@
-"""FlashAttention-3 from whichever build of it is installed, behind one call.
-
-Owns how a build is found, asked what it can do, and called. What a step hands to it is attention/flash_attention.py's.
-
-One call serves decodes, prompts, chunks behind a cached prefix and any mixture of them: only `cu_seqlens_q` and
-`max_seqlen_q` differ. FA3 never writes the KV cache here.
-"""
+"""The backend of Hopper GPUs. Decodes alone are faster by the Triton backend, which `auto` takes for them."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import logging
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any, ClassVar
+import dataclasses
+from collections.abc import Sequence
 
 import torch
 
-from attention.forward_batch import PagedMetadata
+from attention.backend import AttentionBackend, register
+from attention.fa3_builds import load_provider
+from attention.forward_batch import ForwardBatch, PagedMetadata
+from attention.kv_pool import TokenToKVPool
 from attention.layer import AttentionLayer
-from configs.errors import ConfigError
+from attention.step_shape import ANY_LEN, FEW_ROWS, StepShape
 
-_log = logging.getLogger(__name__)
-
-_HOPPER = (9, 0)
-SGLANG_KERNEL = "0.4.3"
-"""The version of that package that was run, with torch 2.11."""
+_UNSPLIT_KEYS = 8  # of the longest row, for each token of a shape whose keys stay whole
 
 
-class FA3Provider(ABC):
-    """One build of FlashAttention-3."""
+@register("fa3")
+class FlashAttentionBackend(AttentionBackend):
+    """Attention by FlashAttention-3, one call a layer sized by its own `tp_q_head_num` and `tp_k_head_num`.
 
-    name: ClassVar[str]
+    Decodes, prompts, chunks behind a cached prefix and any mixture of them are the same call.
 
-    @abstractmethod
-    def attend(
-        self,
-        q: torch.Tensor,
-        k_pages: torch.Tensor,
-        v_pages: torch.Tensor,
-        paged: PagedMetadata,
-        layer: AttentionLayer,
-        *,
-        num_splits: int = 0,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Causal attention of new tokens over the pages of their rows, which already hold these tokens.
+    Unused entries of the page table, unused pages and, for pages below 128 tokens, unused slots of a row's last page
+    are never read. Larger pages are fetched whole for prompts: there an unused slot must hold finite numbers, which
+    weigh nothing, because zero times NaN is NaN.
 
-        The mask is aligned to the end: the last query of a row sees all `cache_seqlens` keys of it. Launches two
-        kernels, three when keys are split; no host sync, so it can be captured in a CUDA graph.
-
-        Args:
-            q: [num_tokens, tp_q_head_num, head_dim] bf16 or fp16; the last dimension is contiguous.
-            k_pages: [num_pages, page_size, tp_k_head_num, head_dim], of q's dtype; likewise `v_pages`.
-            paged: `page_table` is read up to each row's last page. Its width times page_size is the bound from which
-                the number of splits follows: keep one width where results are to be equal bit for bit.
-            layer: its scale, window and softcap are applied.
-            num_splits: pieces that a row's keys are cut into, at most. 0 leaves that to FA3: up to 19 times as fast as
-                one piece for one row of 32k tokens (H200, two KV heads), and the last bits of a row then depend on what
-                else is in the batch.
-            out: [num_tokens, tp_q_head_num, head_dim] to write to. None: a new tensor.
-
-        Returns:
-            `out`, or the new tensor, contiguous.
-        """
-
-    def probe(self, layer: AttentionLayer, *, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Attends once from one token to itself, as `layer` would; waits for the device.
-
-        Raises ConfigError when this build has no kernel for it, or returns something else than the token's value.
-        """
-        shape = (1, page_size, layer.tp_k_head_num, layer.head_dim)
-        q = torch.zeros(1, layer.tp_q_head_num, layer.head_dim, dtype=dtype, device=device)
-        k = torch.zeros(shape, dtype=dtype, device=device)
-        v = torch.linspace(0.0, 1.0, k.numel(), device=device).view(shape).to(dtype)
-        # Wider than the window: FA3 takes one that no row can outgrow for none.
-        max_pages = (layer.window or 0) // page_size + 2
-        paged = PagedMetadata(
-            cache_seqlens=torch.ones(1, dtype=torch.int32, device=device),
-            cu_seqlens_q=torch.arange(2, dtype=torch.int32, device=device),
-            page_table=torch.zeros(1, max_pages, dtype=torch.int32, device=device),
-            max_seqlen_q=1,
-        )
-        wrong = None
-        try:
-            out = self.attend(q, k, v, paged, layer)[0]
-            value = v[0, 0].repeat_interleave(layer.tp_q_head_num // layer.tp_k_head_num, dim=0)
-            if not torch.allclose(out, value, atol=0.01, rtol=0.01):
-                wrong = "it returned wrong values: was it built for this torch and CUDA?"
-        except RuntimeError as error:
-            wrong = str(error).partition("\n")[0]
-        if wrong is not None:
-            raise ConfigError(
-                f"attention_backend=flash_attention: {self.name} cannot serve layer {layer.layer_id} (head_dim="
-                f"{layer.head_dim}, window={layer.window}, softcap={layer.softcap}, {dtype}): {wrong}\n"
-                "Install another build of FlashAttention-3, or set attention_backend=torch_native."
-            )
-
-
-class SglKernel(FA3Provider):
-    """The build in the sglang-kernel wheel, by its Python function: that is one thin call of the operator."""
-
-    name = "sgl_kernel"
-
-    def __init__(self, with_kvcache: Callable[..., torch.Tensor]) -> None:
-        self._with_kvcache = with_kvcache
-
-    def attend(
-        self,
-        q: torch.Tensor,
-        k_pages: torch.Tensor,
-        v_pages: torch.Tensor,
-        paged: PagedMetadata,
-        layer: AttentionLayer,
-        *,
-        num_splits: int = 0,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return self._with_kvcache(
-            q,
-            k_pages,
-            v_pages,
-            cache_seqlens=paged.cache_seqlens,
-            page_table=paged.page_table,
-            cu_seqlens_q=paged.cu_seqlens_q,
-            max_seqlen_q=paged.max_seqlen_q,
-            softmax_scale=layer.scale,
-            causal=True,
-            window_size=_window(layer),
-            softcap=layer.softcap or 0.0,
-            num_splits=num_splits,
-            out=out,
-        )
-
-
-class FlashAttention3(FA3Provider):
-    """FA3's own package, by its operator: the Python function around it takes no `out` and makes two tensors more."""
-
-    name = "flash_attention_3"
-
-    def __init__(self, fwd: Callable[..., Any]) -> None:
-        self._fwd = fwd
-
-    def attend(
-        self,
-        q: torch.Tensor,
-        k_pages: torch.Tensor,
-        v_pages: torch.Tensor,
-        paged: PagedMetadata,
-        layer: AttentionLayer,
-        *,
-        num_splits: int = 0,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        left, right = _window(layer)
-        attended, *_ = self._fwd(
-            q,
-            k_pages,
-            v_pages,
-            out=out,
-            cu_seqlens_q=paged.cu_seqlens_q,
-            seqused_k=paged.cache_seqlens,
-            max_seqlen_q=paged.max_seqlen_q,
-            page_table=paged.page_table,
-            softmax_scale=layer.scale,
-            is_causal=True,
-            window_size_left=left,
-            window_size_right=right,
-            softcap=layer.softcap or 0.0,
-            num_splits=num_splits,
-        )
-        return attended
-
-
-def _window(layer: AttentionLayer) -> tuple[int, int]:
-    """FA3's window: keys before and after the query's own position; -1 is all."""
-    return (-1, -1) if layer.window is None else (layer.window - 1, 0)
-
-
-def _load_sgl_kernel() -> FA3Provider:
-    from sgl_kernel.flash_attn import flash_attn_with_kvcache
-
-    return SglKernel(flash_attn_with_kvcache)
-
-
-def _load_flash_attention_3() -> FA3Provider:
-    import flash_attn_interface  # noqa: F401  # its import registers the operators
-
-    return FlashAttention3(torch.ops.flash_attn_3.fwd.default)
-
-
-_LOADERS: dict[str, Callable[[], FA3Provider]] = {
-    SglKernel.name: _load_sgl_kernel,
-    FlashAttention3.name: _load_flash_attention_3,
-}
-
-
-def _other_version(provider: str) -> str | None:
-    """What to say of an sglang-kernel that nobody has run; None where there is nothing to say."""
-    if provider != SglKernel.name:
-        return None
-    try:
-        version = importlib.metadata.version("sglang-kernel").partition("+")[0]
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    if version == SGLANG_KERNEL:
-        return None
-    return (
-        f"sglang-kernel {version} is installed, with torch {torch.__version__}; only {SGLANG_KERNEL} with torch 2.11 "
-        "was run, and other versions lack operators: `pip install '.[cuda]'` takes that one"
-    )
-
-
-def load_provider(name: str | None, device: torch.device) -> FA3Provider:
-    """Imports the build called `name`, or the first there is, and logs which.
+    Args:
+        provider: of FA3: `sgl_kernel` or `flash_attention_3`. None: the first of them that is installed.
 
     Raises:
-        ConfigError: `device` is no Hopper GPU, no build can be imported, or there is none of that name.
+        ConfigError: this device or this build of FA3 is unfit.
     """
-    if name is not None and name not in _LOADERS:
-        raise ConfigError(f"FlashAttention-3 provider {name} is not one of {', '.join(_LOADERS)}")
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != _HOPPER:
-        found = "the CPU"
-        if device.type == "cuda":
-            found = f"{torch.cuda.get_device_name(device)} with {torch.cuda.get_device_capability(device)}"
-        raise ConfigError(
-            "attention_backend=flash_attention needs an NVIDIA GPU of compute capability 9.0 (H100, H200, H20); this "
-            f"is {found}. Set attention_backend=torch_native"
-        )
-    failures = []
-    for candidate in _LOADERS if name is None else (name,):
-        try:
-            provider = _LOADERS[candidate]()
-        except (ImportError, OSError) as error:  # OSError: a shared library that it needs is not there
-            failures.append("; ".join(filter(None, (f"{candidate}: {error}", _other_version(candidate)))))
-            continue
-        _log.info("attention: FlashAttention-3 of %s", candidate)
-        if other := _other_version(candidate):
-            _log.warning("%s", other)
-        return provider
-    raise ConfigError(
-        "attention_backend=flash_attention finds no build of FlashAttention-3: install `sglang-kernel` (the `cuda` "
-        "extra) or the package of `flash_attn_interface`, or set attention_backend=torch_native\n" + "\n".join(failures)
-    )
+
+    captures_cuda_graphs = True
+
+    def __init__(
+        self,
+        layers: Sequence[AttentionLayer],
+        token_to_kv_pool: TokenToKVPool,
+        *,
+        provider: str | None = None,
+    ) -> None:
+        super().__init__(layers, token_to_kv_pool)
+        self._provider = load_provider(provider, token_to_kv_pool.device)
+        geometries: dict[tuple[int | float | None, ...], list[AttentionLayer]] = {}
+        for layer in layers:
+            geometry = (layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim, layer.window, layer.softcap)
+            geometries.setdefault(geometry, []).append(layer)
+        for alike in geometries.values():
+            self._provider.probe(
+                alike[0],
+                page_size=token_to_kv_pool.page_size,
+                dtype=token_to_kv_pool.dtype,
+                device=token_to_kv_pool.device,
+            )
+        self._paged: PagedMetadata | None = None
+        self._num_splits = 0
+
+    def capture_shapes(self, shape: StepShape, max_model_len: int) -> list[StepShape]:
+        return unsplit_shapes(shape, max_model_len)
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        """Keeps the `paged` tensors of `batch`, which `attend` reads; queues nothing."""
+        super().init_forward_metadata(batch)
+        _check_paged(batch.paged)
+        self._paged = batch.paged
+        self._num_splits = 0
+
+    def prepare_capture(self, batch: ForwardBatch, shape: StepShape) -> None:
+        """Lets FA3 split the keys of the rows of a shape that may be long, and of no other."""
+        super().prepare_capture(batch, shape)
+        self._num_splits = 0 if shape.max_seq_len == ANY_LEN else 1
+
+    def attend(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        paged = self._paged
+        assert paged is not None, "attend before init_forward_metadata"
+        k_pages, v_pages = self.token_to_kv_pool.pages(layer.layer_id)
+        heads = q.view(-1, layer.tp_q_head_num, layer.head_dim)
+        out = self._provider.attend(heads, k_pages, v_pages, paged, layer, num_splits=self._num_splits)
+        return out.view(q.shape)
+
+
+def unsplit_shapes(shape: StepShape, max_model_len: int) -> list[StepShape]:
+    """`shape`, and in front of it or in its place one for short rows, whose keys FA3 is not to split.
+
+    The kernel by which FA3 joins what it split has programs for every token that every row may have, almost all of them
+    empty where rows are many. With 12 decodes of 600 tokens beside a prompt, 512 tokens in all, a layer takes 21 us
+    instead of 201 (benchmarks/prompt_attention.py; H200, 16 query heads).
+    """
+    if shape.is_decode or shape.num_sampled <= FEW_ROWS:
+        return [shape]
+    short = dataclasses.replace(shape, max_seq_len=_UNSPLIT_KEYS * shape.num_tokens)
+    return [short, shape] if short.max_seq_len < max_model_len else [short]
+
+
+def _check_paged(paged: PagedMetadata) -> None:
+    """The kernels take other widths for page ids, and read rows that are not there: once a step, this is cheap."""
+    lens, starts, table = paged.cache_seqlens, paged.cu_seqlens_q, paged.page_table
+    assert lens.dtype == starts.dtype == table.dtype == torch.int32, "paged metadata is int32"
+    assert len(lens) == len(table) == len(starts) - 1, f"{len(lens)} lengths, {len(table)} rows of pages"
+    assert table.stride(1) == lens.stride(0) == starts.stride(0) == 1, "paged metadata is contiguous"

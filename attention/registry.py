@@ -1,24 +1,57 @@
-"""Which attention backends there are, by the name that `attention_backend` takes."""
+"""From the names that `attention.*` takes to backends."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import torch
 
-from attention.backend import AttentionBackend
-from attention.flash_attention import FlashAttentionBackend
+from attention import fa3, torch_native, triton_backend  # noqa: F401  # each registers its class
+from attention.backend import IMPLEMENTATIONS, AttentionBackend
+from attention.hybrid import HybridBackend
 from attention.kv_pool import TokenToKVPool
 from attention.layer import AttentionLayer
-from attention.torch_native import TorchNativeBackend
-from configs.errors import ConfigError
-
-_BACKENDS: dict[str, type[AttentionBackend]] = {
-    "flash_attention": FlashAttentionBackend,
-    "torch_native": TorchNativeBackend,
-}
+from configs.attention import AttentionNeeds, Feature, check_backend
 
 
-def create_backend(name: str, layers: Sequence[AttentionLayer], token_to_kv_pool: TokenToKVPool) -> AttentionBackend:
-    """The backend called `name`; raises ConfigError for a name there is none for."""
-    if name not in _BACKENDS:
-        raise ConfigError(f"attention_backend={name} is not one of {', '.join(sorted(_BACKENDS))}")
-    return _BACKENDS[name](layers, token_to_kv_pool)
+def create_backend(prefill: str, decode: str, token_to_kv_pool: TokenToKVPool) -> AttentionBackend:
+    """The backend of the layers of `token_to_kv_pool`, or one that has two for the two kinds of steps.
+
+    Args:
+        prefill: name of the backend of steps with more than one token of some row.
+        decode: name of the backend of steps with one token of each row.
+
+    Raises:
+        ConfigError: one of them cannot serve these layers on this device; the message names those that can.
+    """
+    needs = _needs(token_to_kv_pool)
+    check_backend(prefill, needs, "attention.prefill_backend")
+    if prefill == decode:
+        return _created(prefill, token_to_kv_pool)
+    check_backend(decode, needs, "attention.decode_backend")
+    return HybridBackend(_created(prefill, token_to_kv_pool), _created(decode, token_to_kv_pool))
+
+
+def _created(name: str, pool: TokenToKVPool) -> AttentionBackend:
+    return IMPLEMENTATIONS[name](pool.layers, pool)
+
+
+def _needs(pool: TokenToKVPool) -> AttentionNeeds:
+    """What the rank knows at last: its own GPU."""
+    on_gpu = pool.device.type == "cuda"
+    return AttentionNeeds(
+        device="cuda" if on_gpu else "cpu",
+        compute_capability=torch.cuda.get_device_capability(pool.device) if on_gpu else None,
+        dtype=str(pool.dtype).removeprefix("torch."),
+        page_size=pool.page_size,
+        head_dims=frozenset(layer.head_dim for layer in pool.layers),
+        features=frozenset(feature for layer in pool.layers for feature in _features(layer)),
+    )
+
+
+def _features(layer: AttentionLayer) -> list[Feature]:
+    asked = {
+        Feature.WINDOW: layer.window,
+        Feature.SOFTCAP: layer.softcap,
+        Feature.SINKS: layer.sinks,
+        Feature.CHUNK: layer.chunk,
+    }
+    return [feature for feature, value in asked.items() if value is not None]

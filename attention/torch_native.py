@@ -15,11 +15,10 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from attention.backend import AttentionBackend
+from attention.backend import AttentionBackend, register
 from attention.forward_batch import ForwardBatch, ForwardMode
 from attention.kv_pool import TokenToKVPool
 from attention.layer import AttentionLayer
-from configs.errors import ConfigError
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -58,19 +57,12 @@ class _Metadata:
     extends: tuple[_Extend, ...]
 
 
+@register("torch_native")
 class TorchNativeBackend(AttentionBackend):
     """Attention by `scaled_dot_product_attention`, or by two products where there is a softcap."""
 
     def __init__(self, layers: Sequence[AttentionLayer], token_to_kv_pool: TokenToKVPool) -> None:
         super().__init__(layers, token_to_kv_pool)
-        for layer in layers:
-            if layer.tp_k_head_num < 1 or layer.tp_q_head_num % layer.tp_k_head_num:
-                raise ConfigError(
-                    f"attention_backend=torch_native needs query heads in equal groups: layer {layer.layer_id} has "
-                    f"{layer.tp_q_head_num} query heads over {layer.tp_k_head_num} KV heads on this rank"
-                )
-            if layer.window is not None and layer.window < 1:
-                raise ConfigError(f"layer {layer.layer_id} has sliding window {layer.window}; it must be at least 1")
         self._windows = {layer.window for layer in layers}
         self._metadata: dict[int | None, _Metadata] = {}
         self._mode = ForwardMode.DECODE

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from attention.fa3 import FA3Provider, load_provider
+from attention.fa3_builds import FA3Provider, load_provider
 from attention.forward_batch import PagedMetadata
 from attention.kernels.decode import DecodeTuning, choose, paged_decode
 from attention.layer import AttentionLayer

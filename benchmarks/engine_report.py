@@ -78,6 +78,14 @@ def ttft_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
+def _attention(engine: Mapping[str, Any]) -> str:
+    """Backends of prompts and of decodes; files of before 2026-11-23 have one name for both."""
+    if "attention_backend" in engine:
+        return str(engine["attention_backend"])
+    attention = engine["attention"]
+    return "+".join(dict.fromkeys((attention["prefill_backend"], attention["decode_backend"])))
+
+
 def render(figures: Mapping[str, Any]) -> str:
     """All that `figures`, the JSON of one run, hold; parts that were not measured are left out."""
     lines = []
@@ -88,7 +96,7 @@ def render(figures: Mapping[str, Any]) -> str:
         engine = figures["engine"]
         lines.append(
             f"{figures['model']}, TP {figures['tensor_parallel_size']}, {engine['dtype']}, "
-            f"{engine['attention_backend']}, {engine['parallel']['all_reduce']}"
+            f"{_attention(engine)}, {engine['parallel']['all_reduce']}"
         )
         lines.append(start_line(figures))
     if "copy_bandwidth_gb_s" in figures:

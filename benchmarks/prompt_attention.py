@@ -13,7 +13,7 @@ import argparse
 
 import torch
 
-from attention.fa3 import FA3Provider, load_provider
+from attention.fa3_builds import FA3Provider, load_provider
 from attention.forward_batch import PagedMetadata
 from attention.layer import AttentionLayer
 from benchmarks.graph_timing import graph_us

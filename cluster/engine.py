@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.actors import actor_class
 from cluster.coordinator_actor import CoordinatorActor, EngineFacts, EngineSpec
 from cluster.engine_client import EngineClient
+from cluster.gpus import least_compute_capability
 from cluster.observability.telemetry import Telemetry
 from cluster.preflight import find_tokenizer
 from cluster.rank_group import NAMESPACE, node_cores
@@ -48,7 +49,9 @@ def describe(config: EngineConfig, *, gpus: bool, announce: bool = True) -> Engi
     """
     model_path = resolve_model_path(config.model, config.revision, weights=config.has_local_weights)
     model = read_model_config(model_path)
-    resolved = resolve(config, model, HostFacts(num_cores=node_cores(), num_gpus=int(gpus)))
+    capability = least_compute_capability(ray.nodes()) if gpus and ray.is_initialized() else None
+    host = HostFacts(num_cores=node_cores(), num_gpus=int(gpus), compute_capability=capability)
+    resolved = resolve(config, model, host)
     if announce:
         for decision in resolved.decisions:
             logger.info("%s", decision)

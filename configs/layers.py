@@ -15,6 +15,8 @@ from functools import cached_property
 from math import prod
 from typing import Protocol
 
+from configs.attention import Feature
+
 
 class Axis(StrEnum):
     """What is dealt to ranks: each of them gets a span of an axis. The value is its name for people."""
@@ -167,6 +169,14 @@ class Mixer(FeedForward, Protocol):
     def window(self) -> int | None:
         """Tokens that a query sees, itself among them; None: all before it."""
 
+    @property
+    def head_dim(self) -> int:
+        """Elements of a head that a query and a key are compared by."""
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """What it asks of an attention backend."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedQueryAttention:
@@ -226,6 +236,10 @@ class GroupedQueryAttention:
     @property
     def rotary_dim(self) -> int:
         return self.head_dim
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        return frozenset() if self.window is None else frozenset({Feature.WINDOW})
 
     def _projection(self, letter: str, axis: Axis, num_heads: int, role: Role) -> Linear:
         names, cut = (f"self_attn.{letter}_proj", f"attn_{letter}"), Cut(axis, 0, self.head_dim)

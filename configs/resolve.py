@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel
 
+from configs.attention import AttentionNeeds, Feature, Phase, check_backend, choose_backend
 from configs.checkpoint import model_name
 from configs.errors import ConfigError
 from configs.model_config import ModelConfig, check_tensor_parallel_size
@@ -46,6 +47,8 @@ class HostFacts:
     num_gpus: int
     num_nodes: int = 1
     """Nodes that the replicas spread over."""
+    compute_capability: tuple[int, int] | None = None
+    """Of the GPUs, the least of them; None where it is not known."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,7 @@ def resolve(config: EngineConfig, model: ModelConfig, host: HostFacts) -> Resolv
         dtype = decide("dtype", config.dtype, model.dtype, "the checkpoint's own")
     else:
         dtype = decide("dtype", config.dtype, "float32", "cpu")
-    _decide_backend(resolver, config, device, dtype)
+    _decide_backends(resolver, config, model, device, dtype, host.compute_capability)
     decide("served_model_name", config.served_model_name, model_name(config.model), "from model")
     _decide_parallel(resolver, config, device, host)
     cpus = _CPUS_ON_GPU_NODES if device == "cuda" else _CPUS_ON_CPU_NODES
@@ -170,15 +173,33 @@ def _decide_step_size(resolver: _Resolver, scheduler: SchedulerConfig, device: s
         )
 
 
-def _decide_backend(resolver: _Resolver, config: EngineConfig, device: str, dtype: str) -> None:
-    fits = device == "cuda" and dtype != "float32"
-    why = f"{device}, {dtype}" if device == "cuda" else device
-    backend = "flash_attention" if fits else "torch_native"
-    if resolver.decide("attention_backend", config.attention_backend, backend, why) == "flash_attention" and not fits:
-        raise ConfigError(
-            f"attention_backend=flash_attention needs GPUs and bfloat16 or float16, but device={device} and "
-            f"dtype={dtype}; choose auto or torch_native"
-        )
+def _decide_backends(
+    resolver: _Resolver,
+    config: EngineConfig,
+    model: ModelConfig,
+    device: Literal["cpu", "cuda"],
+    dtype: str,
+    compute_capability: tuple[int, int] | None,
+) -> None:
+    needs = AttentionNeeds(
+        device=device,
+        compute_capability=compute_capability,
+        dtype=dtype,
+        page_size=config.kv_cache.page_size,
+        head_dims=frozenset(layer.mixer.head_dim for layer in model.layers),
+        features=frozenset[Feature]().union(*(layer.mixer.features for layer in model.layers)),
+    )
+    attention = config.attention
+    given: dict[Phase, str | None] = {"prefill": attention.prefill_backend, "decode": attention.decode_backend}
+    for phase, own in given.items():
+        key = f"attention.{phase}_backend"
+        name = own or attention.backend
+        if name == "auto":
+            resolver.decisions.append(Decision(key, *choose_backend(phase, needs)))
+            continue
+        check_backend(name, needs, key if own else "attention.backend")
+        if own is None:
+            resolver.decisions.append(Decision(key, name, "attention.backend", None))
 
 
 def _decide_parallel(resolver: _Resolver, config: EngineConfig, device: str, host: HostFacts) -> None:

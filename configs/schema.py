@@ -21,11 +21,26 @@ def resolved(value: _T | None) -> _T:
     return value
 
 
+AttentionBackendName = Literal["auto", "fa3", "triton", "torch_native"]
+
+
 class _Section(BaseModel):
     # Strict: a YAML file has types of its own, and `tensor_parallel_size: true` must not mean 1.
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, protected_namespaces=()
     )
+
+
+class AttentionConfig(_Section):
+    """What computes attention. docs/reference/attention.md has what each backend can do."""
+
+    backend: AttentionBackendName = "auto"
+    """auto: on Hopper GPUs fa3, and triton for steps that decode alone; on other GPUs triton; on CPU, and in float32,
+    torch_native. What a backend cannot do for the model is said, and the next one is taken."""
+    prefill_backend: AttentionBackendName | None = None
+    """For steps with more than one token of some request. None: `attention.backend`."""
+    decode_backend: AttentionBackendName | None = None
+    """For steps with one token of each request. None: `attention.backend`."""
 
 
 class KVCacheConfig(_Section):
@@ -184,9 +199,6 @@ class EngineConfig(_Section):
     """auto: cuda where the cluster has GPUs, else cpu."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of weights, activations and KV. auto: the checkpoint's on cuda, float32 on cpu."""
-    attention_backend: Literal["auto", "flash_attention", "torch_native"] = "auto"
-    """auto: flash_attention (FA3, and a kernel of our own for decodes) on CUDA; on CPU, and in float32, torch_native,
-    the reference."""
     tensor_parallel_size: int = Field(1, ge=1)
     """Ranks of one group. Any number from 1 to the model's query heads."""
     num_replicas: int = Field(1, ge=1)
@@ -197,6 +209,7 @@ class EngineConfig(_Section):
     names another; `policy: {policy_kwargs: {...}}` sets its targets (`cluster.serve.autoscaling:LoadPolicy`)."""
     max_model_len: int | None = Field(None, ge=2)
     """Longest prompt plus completion. None: the model's own, or what the KV pool holds if that is less."""
+    attention: AttentionConfig = AttentionConfig()
     kv_cache: KVCacheConfig = KVCacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     parallel: ParallelConfig = ParallelConfig()

@@ -5,8 +5,9 @@ python docs/generate.py
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -27,6 +28,7 @@ from cluster.openai.protocol import (  # noqa: E402
 )
 from cluster.requests.fields import STYLING, UNSUPPORTED  # noqa: E402
 from cluster.requests.sampling_fields import SamplingFields  # noqa: E402
+from configs.attention import BACKENDS, BackendSpec, Feature  # noqa: E402
 from configs.schema import EngineConfig  # noqa: E402
 
 _MADE = "<!-- made by docs/generate.py -->"
@@ -39,7 +41,47 @@ def pages() -> dict[str, str]:
         "fields.md": _fields(),
         "commands.md": _commands(),
         "metrics.md": _metrics(),
+        "attention.md": _attention(),
     }
+
+
+def _attention() -> str:
+    lines = [
+        _MADE,
+        "# Attention backends",
+        "",
+        "What `attention.backend`, `attention.prefill_backend` and `attention.decode_backend` take, and what it can. "
+        "`auto` takes the first that can serve the model; what one cannot is refused before anything starts.",
+        "",
+        "| | " + " | ".join(f"`{name}`" for name in BACKENDS) + " |",
+        "|---" * (len(BACKENDS) + 1) + "|",
+    ]
+    rows: dict[str, Callable[[BackendSpec], str]] = {
+        "what it is": lambda spec: spec.what,
+        "devices": _devices,
+        "dtypes": lambda spec: ", ".join(sorted(spec.dtypes)),
+        "tokens of a page": lambda spec: "any power of two" + _at_most(spec.max_page_size),
+        "elements of a head": lambda spec: "any number" + _at_most(spec.max_head_dim),
+        **{str(feature): functools.partial(_yes, feature) for feature in Feature},
+    }
+    lines += [f"| {what} | " + " | ".join(map(cell, BACKENDS.values())) + " |" for what, cell in rows.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _devices(spec: BackendSpec) -> str:
+    if spec.device is None:
+        return "any"
+    if spec.compute_capabilities is None:
+        return "NVIDIA GPUs"
+    return "GPUs of compute capability " + " or ".join(f"{major}.{minor}" for major, minor in spec.compute_capabilities)
+
+
+def _at_most(limit: int | None) -> str:
+    return "" if limit is None else f" up to {limit}"
+
+
+def _yes(feature: Feature, spec: BackendSpec) -> str:
+    return "yes" if feature in spec.features else "refused"
 
 
 def _settings() -> str:

@@ -92,7 +92,7 @@ class Setup:
 
     def run(self) -> list[torch.Tensor]:
         """[extend_len, Hq, D] of each row, by the backend."""
-        backend = create_backend("torch_native", [self.layer], self.pool)
+        backend = create_backend("torch_native", "torch_native", self.pool)
         batch = self.batch()
         backend.init_forward_metadata(batch)
         k, v = (
@@ -168,10 +168,11 @@ def test_the_page_table_refuses_deltas_outside_it() -> None:
             table.check(np.array([[2, 2, 1], wrong], np.int32), num_pages=5)
 
 
-def test_refuses_an_unknown_backend_and_uneven_query_groups() -> None:
+def test_refuses_uneven_query_groups_and_windows_that_hide_all() -> None:
     layer = _layer(3, 2, 64, None, None)
     pool = TokenToKVPool([layer], num_pages=1, page_size=16, dtype=torch.float32, device=CPU)
-    with pytest.raises(ConfigError, match="attention_backend=fa9"):
-        create_backend("fa9", [layer], pool)
     with pytest.raises(ConfigError, match="3 query heads over 2 KV heads"):
-        create_backend("torch_native", [layer], pool)
+        create_backend("torch_native", "torch_native", pool)
+    pool = TokenToKVPool([_layer(2, 2, 64, 0, None)], num_pages=1, page_size=16, dtype=torch.float32, device=CPU)
+    with pytest.raises(ConfigError, match="sliding window 0"):
+        create_backend("torch_native", "torch_native", pool)

@@ -266,7 +266,8 @@ def test_every_auto_value_is_decided_once_and_says_why() -> None:
     assert _decisions(resolved) == [
         "device: auto -> cpu (no GPU found)",
         "dtype: auto -> float32 (cpu)",
-        "attention_backend: auto -> torch_native (cpu)",
+        "attention.prefill_backend: auto -> torch_native (cpu, float32)",
+        "attention.decode_backend: auto -> torch_native (cpu, float32)",
         "served_model_name: auto -> owner/tiny (from model)",
         "parallel.all_reduce: auto -> shared_memory (cpu, ranks of one node)",
         "parallel.threads_per_rank: auto -> 2 (8 cores, 4 ranks a node)",
@@ -290,7 +291,8 @@ def test_every_auto_value_is_decided_once_and_says_why() -> None:
 
 def test_gpus_bring_the_checkpoints_dtype_fa3_symmetric_memory_and_large_steps() -> None:
     config = _resolved(GPU_NODE, tensor_parallel_size=4).config
-    assert (config.device, config.dtype, config.attention_backend) == ("cuda", "bfloat16", "flash_attention")
+    assert (config.device, config.dtype) == ("cuda", "bfloat16")
+    assert (config.attention.prefill_backend, config.attention.decode_backend) == ("fa3", "triton")
     assert config.parallel.all_reduce == "symmetric_memory"
     assert (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens) == (256, 8192)
     assert (config.scheduler.prefill_chunk_size, config.kv_cache.memory_fraction) == (8192, 0.9)
@@ -299,9 +301,12 @@ def test_gpus_bring_the_checkpoints_dtype_fa3_symmetric_memory_and_large_steps()
 
 
 def test_float32_on_gpus_attends_by_the_reference_backend() -> None:
-    assert _resolved(GPU_NODE, dtype="float32").config.attention_backend == "torch_native"
-    with pytest.raises(ConfigError, match="needs GPUs and bfloat16 or float16, but device=cuda and dtype=float32"):
-        _resolved(GPU_NODE, dtype="float32", attention_backend="flash_attention")
+    attention = _resolved(GPU_NODE, dtype="float32").config.attention
+    assert (attention.prefill_backend, attention.decode_backend) == ("torch_native", "torch_native")
+    with pytest.raises(
+        ConfigError, match=r"backend=fa3 serves bfloat16 and float16, .*float32; .*auto or torch_native"
+    ):
+        _resolved(GPU_NODE, dtype="float32", attention={"backend": "fa3"})
 
 
 def test_more_logprobs_than_the_model_has_tokens_are_refused() -> None:
@@ -357,7 +362,8 @@ def test_a_prefill_chunk_above_the_token_budget_is_cut_to_it() -> None:
         ),
         ({"device": "cuda"}, "device=cuda, but no GPU was found"),
         ({"parallel": {"all_reduce": "nccl"}}, "all_reduce=nccl does not work on device=cpu; choose auto or"),
-        ({"attention_backend": "flash_attention"}, "attention_backend=flash_attention needs GPUs and .*device=cpu"),
+        ({"attention": {"backend": "fa3"}}, r"attention\.backend=fa3 needs GPUs; choose auto or torch_native"),
+        ({"attention": {"decode_backend": "triton"}}, r"attention\.decode_backend=triton needs GPUs"),
         ({"device": "cpu", "parallel": {"all_reduce": "nccl"}}, "all_reduce=nccl needs GPUs, but device=cpu"),
         (
             {"parallel": {"all_reduce": "shared_memory"}, "placement": {"strategy": "SPREAD"}},

@@ -42,7 +42,7 @@ EDITS: list[tuple[str, Any]] = [
     ("applications.0.args.tensor_parallel_size", 3),
     ("applications.0.args.num_replicas", 2),
     ("applications.0.args.server", {"max_n": 7}),
-    ("applications.0.args.attention_backend", "auto"),  # the default, spelled out
+    ("applications.0.args.attention", {"backend": "auto"}),  # the default, spelled out
     ("applications.0.runtime_env", {"env_vars": {"X": "1"}}),
     ("applications.0.logging_config", {"log_level": "DEBUG"}),
     ("applications.0.route_prefix", "/llm"),
@@ -108,7 +108,7 @@ def test_other_bounds_of_scaling_are_taken_over(tmp_path: Path) -> None:
 
 
 def test_what_means_the_same_is_named_where_ray_serve_takes_it_for_another_text(tmp_path: Path) -> None:
-    [change] = found(tmp_path, ("applications.0.args.attention_backend", "auto"))
+    [change] = found(tmp_path, ("applications.0.args.attention", {"backend": "auto"}))
     assert (change.key, change.effect) == ("applications[0].args", Effect.REPLACES)
     assert not found(tmp_path, ("applications.0.route_prefix", "/"))
     assert not found(tmp_path)

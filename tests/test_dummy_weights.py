@@ -203,7 +203,7 @@ def _logits(model: ModelConfig, source: TensorSource, ids: list[int]) -> tuple[t
     table.page_table[1] = 1
     page_size = 1 << (len(ids) - 1).bit_length()
     pool = TokenToKVPool(layers, num_pages=1, page_size=page_size, dtype=torch.float32, device=CPU)
-    backend = create_backend("torch_native", layers, pool)
+    backend = create_backend("torch_native", "torch_native", pool)
     batch = batch_of(table, [(1, 0, len(ids))], page_size, ids)
     batch = replace(batch, sample_indices=torch.arange(len(ids)))  # not only the last
     backend.init_forward_metadata(batch)
@@ -270,7 +270,7 @@ def test_only_config_json_is_needed(tmp_path: Path) -> None:
         load_format="dummy",
         device="cpu",
         dtype="float32",
-        attention_backend="torch_native",
+        attention={"prefill_backend": "torch_native", "decode_backend": "torch_native"},
         scheduler={"max_num_seqs": 8, "max_num_batched_tokens": 64},
     )
     check_checkpoint(config)

@@ -23,8 +23,8 @@ import pytest
 import torch
 
 from attention.backend import AttentionBackend
-from attention.fa3 import SGLANG_KERNEL, FA3Provider, FlashAttention3, SglKernel, load_provider
-from attention.flash_attention import FlashAttentionBackend
+from attention.fa3 import FlashAttentionBackend
+from attention.fa3_builds import SGLANG_KERNEL, FA3Provider, FlashAttention3, SglKernel, load_provider
 from attention.forward_batch import ForwardBatch
 from attention.kv_pool import ReqToTokenPool, TokenToKVPool
 from attention.layer import AttentionLayer
@@ -163,7 +163,7 @@ class Case:
         return list(shaped.split([self.rows[i][1] for i in chosen]))
 
     def run_fa3(self, provider: FA3Provider, *, num_splits: int = 0) -> list[torch.Tensor]:
-        """[extend_len, Hq, D] of each row by FA3, which the backend spares batches of decodes."""
+        """[extend_len, Hq, D] of each row by this build of FA3."""
         batch = self.batch()
         q, k, v = self.qkv(range(len(self.rows)))
         self.pool.set_kv(0, batch.out_cache_loc, k, v)
@@ -262,7 +262,7 @@ EMULATED: dict[str, FA3Provider] = {
 def emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, interpreter: None) -> FA3Provider:
     """Makes every backend of the test use the emulation called by the fixture's parameter; returns that."""
     provider = EMULATED[getattr(request, "param", "flash_attention_3")]
-    monkeypatch.setattr("attention.flash_attention.load_provider", lambda name, device: provider)
+    monkeypatch.setattr("attention.fa3.load_provider", lambda name, device: provider)
     return provider
 
 
@@ -279,7 +279,7 @@ def test_tells_each_provider_what_the_torch_backend_computes(
     batch: str, page_size: int, window: int | None, softcap: float | None, emulated: FA3Provider
 ) -> None:
     case = _small(_layer(group=3, window=window, softcap=softcap), batch, page_size)
-    expected = case.run(create_backend("torch_native", [case.layer], case.pool))
+    expected = case.run(create_backend("torch_native", "torch_native", case.pool))
     for rows in (case.run(case.backend()), case.run_fa3(emulated)):
         for ours, theirs in zip(rows, expected, strict=True):
             torch.testing.assert_close(ours, theirs, atol=0.01, rtol=0.01)
@@ -288,7 +288,7 @@ def test_tells_each_provider_what_the_torch_backend_computes(
 def test_writes_to_the_tensor_that_it_is_given() -> None:
     case = _small(_layer(), "decode")
     paged = case.batch().paged
-    case.run(create_backend("torch_native", [case.layer], case.pool))
+    case.run(create_backend("torch_native", "torch_native", case.pool))
     q = torch.cat(case.q)
     for provider in EMULATED.values():
         out = torch.empty_like(q)
@@ -310,11 +310,11 @@ def test_keys_stay_whole_in_a_captured_step_of_short_rows_and_in_no_other(
         return _emulated_with_kvcache(*args, **{**given, "num_splits": 0})
 
     for provider in (FlashAttention3(fwd), SglKernel(with_kvcache)):
-        monkeypatch.setattr("attention.flash_attention.load_provider", lambda *_, provider=provider: provider)
+        monkeypatch.setattr("attention.fa3.load_provider", lambda *_, provider=provider: provider)
         case = _small(_layer())
         backend, batch, q = case.backend(), case.batch(), torch.cat(case.q).flatten(1)
         told.clear()  # of the probe
-        short, long = FlashAttentionBackend.capture_shapes(StepShape(96, 21, 20), 1000)
+        short, long = backend.capture_shapes(StepShape(96, 21, 20), 1000)
         assert (short.max_seq_len, long) == (768, StepShape(96, 21, 20))
         for shape in (short, long, short, None):
             if shape is None:
@@ -323,24 +323,6 @@ def test_keys_stay_whole_in_a_captured_step_of_short_rows_and_in_no_other(
                 backend.prepare_capture(batch, shape)
             backend.attend(q, case.layer)
         assert told == [1, 0, 1, 0]
-
-
-def test_decodes_go_to_the_triton_kernel_and_mixed_steps_and_wide_groups_to_fa3(
-    monkeypatch: pytest.MonkeyPatch, interpreter: None
-) -> None:
-    calls: list[int] = []
-
-    def fwd(q: torch.Tensor, *args: Any, **given: Any) -> tuple[torch.Tensor, ...]:
-        calls.append(given["max_seqlen_q"])
-        return _emulated_fwd(q, *args, **given)
-
-    monkeypatch.setattr("attention.flash_attention.load_provider", lambda *_: FlashAttention3(fwd))
-    for group, batch, expected in ((16, "decode", []), (16, "mixed", [17]), (17, "decode", [1]), (1, "extend", [17])):
-        case = _small(_layer(group=group), batch)
-        backend = case.backend()
-        calls.clear()  # of the probe
-        case.check(case.run(backend))
-        assert calls == expected, f"{group} query heads a KV head, {batch}"
 
 
 @pytest.mark.parametrize(
@@ -361,23 +343,6 @@ def test_refuses_paged_metadata_that_fa3_would_misread(
         case.backend().init_forward_metadata(dataclasses.replace(good, paged=paged))
 
 
-def test_refuses_dtypes_page_sizes_and_uneven_groups_naming_the_setting(emulated: FA3Provider) -> None:
-    def backend(layer: AttentionLayer, page_size: int, dtype: torch.dtype) -> None:
-        pool = TokenToKVPool([layer], num_pages=1, page_size=page_size, dtype=dtype, device=CPU)
-        FlashAttentionBackend([layer], pool)
-
-    backend(_layer(), 16, torch.bfloat16)
-    with pytest.raises(ConfigError, match=r"not dtype=torch\.float32"):
-        backend(_layer(), 16, torch.float32)
-    for page_size in (48, 512):
-        with pytest.raises(ConfigError, match=f"page_size={page_size}"):
-            backend(_layer(), page_size, torch.bfloat16)
-    with pytest.raises(ConfigError, match="3 query heads over 2 KV heads"):
-        backend(dataclasses.replace(_layer(), tp_q_head_num=3), 16, torch.bfloat16)
-    with pytest.raises(ConfigError, match="sliding window 0"):
-        backend(_layer(window=0), 16, torch.bfloat16)
-
-
 def test_refuses_at_the_start_what_the_build_has_no_kernel_for(
     monkeypatch: pytest.MonkeyPatch, interpreter: None
 ) -> None:
@@ -387,7 +352,7 @@ def test_refuses_at_the_start_what_the_build_has_no_kernel_for(
         return _emulated_fwd(*args, **given)
 
     provider = FlashAttention3(without_softcap)
-    monkeypatch.setattr("attention.flash_attention.load_provider", lambda *_: provider)
+    monkeypatch.setattr("attention.fa3.load_provider", lambda *_: provider)
     _small(_layer()).backend()
     with pytest.raises(ConfigError, match=r"flash_attention_3 .*softcap=30\.0.*: this build has no softcap\n"):
         _small(_layer(softcap=30.0)).backend()
@@ -395,7 +360,7 @@ def test_refuses_at_the_start_what_the_build_has_no_kernel_for(
 
 def test_refuses_a_build_that_computes_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
     provider = FlashAttention3(lambda q, *_, **__: (q, None, None, None))
-    monkeypatch.setattr("attention.flash_attention.load_provider", lambda *_: provider)
+    monkeypatch.setattr("attention.fa3.load_provider", lambda *_: provider)
     with pytest.raises(ConfigError, match="returned wrong values"):
         _small(_layer()).backend()
 
@@ -509,7 +474,7 @@ def test_softcap_is_applied_or_refused_at_the_start(name: str, batch: str) -> No
         case.check(case.run(backend))
         return
     assert "softcap=5.0" in refusal
-    assert "attention_backend=torch_native" in refusal
+    assert "attention.backend=triton" in refusal
 
 
 @pytest.mark.gpu

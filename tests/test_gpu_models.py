@@ -111,8 +111,19 @@ def test_logprobs_are_as_near_to_fp32_as_those_of_transformers_in_bf16(case: Cas
 
 
 @pytest.mark.gpu
-def test_the_reference_backend_agrees_with_flash_attention(case: Case) -> None:
-    with _engine(case, 1, attention_backend="torch_native") as engine:
+@pytest.mark.parametrize(
+    "attention",
+    [
+        {"backend": "torch_native"},
+        {"backend": "fa3"},
+        {"backend": "triton"},
+        {"prefill_backend": "triton", "decode_backend": "fa3"},
+        {"prefill_backend": "fa3", "decode_backend": "torch_native"},
+    ],
+    ids=lambda attention: "-".join(attention.values()),
+)
+def test_every_pair_of_backends_agrees_with_transformers(case: Case, attention: dict[str, str]) -> None:
+    with _engine(case, 1, attention=attention) as engine:
         answers = engine.generate(case.prompts, max_tokens=NUM_NEW_TOKENS, num_logprobs=NUM_TOP)
         ours, theirs = case.errors(answers)
         assert ours <= 2 * theirs, f"{ours:.4f} from fp32, transformers in bf16 {theirs:.4f}"

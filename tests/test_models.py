@@ -157,7 +157,7 @@ class Rank:
         pool = TokenToKVPool(
             decoder.attention_layers, num_pages=48, page_size=PAGE_SIZE, dtype=torch.float32, device=CPU
         )
-        return cls(decoder, create_backend("torch_native", decoder.attention_layers, pool), table, plan, group)
+        return cls(decoder, create_backend("torch_native", "torch_native", pool), table, plan, group)
 
     def logits(self, rows: list[tuple[int, int, list[int]]]) -> list[torch.Tensor]:
         """Logits [len(tokens), vocab] of each (row, start, tokens)."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from cluster.actors import device_index
+from cluster.gpus import least_compute_capability
 from cluster.serve.placement import NodeResources, check_fits, group_bundles, uses_gpus
 from configs.errors import PlacementError
 from configs.schema import EngineConfig, PlacementConfig
@@ -51,3 +54,14 @@ def test_a_rank_finds_its_gpu_among_those_the_node_was_started_with() -> None:
     assert device_index("3", None) == 3
     assert device_index("3", "2,3") == 1
     assert device_index("GPU-b", "GPU-a, GPU-b") == 1
+
+
+def test_the_weakest_gpu_of_the_cluster_counts_and_none_where_a_type_is_unknown() -> None:
+    def node(*types: str, gpus: float = 8.0, alive: bool = True) -> dict[str, Any]:
+        return {"Alive": alive, "Resources": {"GPU": gpus, **{f"accelerator_type:{name}": 1.0 for name in types}}}
+
+    assert least_compute_capability([node("H200")]) == (9, 0)
+    assert least_compute_capability([node("H100"), node("A100", "A100-80G"), node(gpus=0.0)]) == (8, 0)
+    assert least_compute_capability([node("H200"), node("T4", alive=False)]) == (9, 0)
+    assert least_compute_capability([node("H200"), node("X9000")]) is None
+    assert least_compute_capability([node()]) is None

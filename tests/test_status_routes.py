@@ -11,7 +11,8 @@ from tests.scripted_engine import MODEL, Run, Stack, error_of
 INFO = EngineInfo(
     dtype="float32",
     device="cpu",
-    attention_backend="torch_native",
+    prefill_attention_backend="torch_native",
+    decode_attention_backend="torch_native",
     tensor_parallel_size=2,
     num_replicas=1,
     page_size=16,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from attention.flash_attention import FlashAttentionBackend
+from attention.fa3 import unsplit_shapes
 from attention.step_shape import ANY_LEN, StepShape
 from worker.protocol import RowFlag, StepFrame
 from worker.step_layout import (
@@ -26,7 +26,7 @@ STALE = 1 << 29
 def captured(max_rows: int, max_tokens: int, max_model_len: int) -> list[StepShape]:
     """The shapes of steps with prompts that are captured for FlashAttention."""
     ladder = prompt_shapes(max_rows, max_tokens, max_model_len)
-    return [shape for each in ladder for shape in FlashAttentionBackend.capture_shapes(each, max_model_len)]
+    return [shape for each in ladder for shape in unsplit_shapes(each, max_model_len)]
 
 
 def frame_of(generator: np.random.Generator, num_rows: int, *, decodes: bool = False) -> StepFrame:

@@ -75,7 +75,7 @@ def _config(path: Path, **changes: Any) -> EngineConfig:
             "model": str(path),
             "device": "cpu",
             "dtype": "float32",
-            "attention_backend": "torch_native",
+            "attention": {"prefill_backend": "torch_native", "decode_backend": "torch_native"},
             "kv_cache": {"page_size": PAGE_SIZE},
             "scheduler": {"max_num_seqs": 8, "max_num_batched_tokens": 512},
             **changes,
@@ -318,7 +318,7 @@ def test_captured_steps_give_the_tokens_of_eager_ones(
 
     monkeypatch.setattr(RerunGraphs, "replay", recorded)
     monkeypatch.setattr("worker.model_runner.CudaGraphRunner", RerunGraphs)
-    monkeypatch.setitem(registry._BACKENDS, "torch_native", PagedBackend)
+    monkeypatch.setitem(registry.IMPLEMENTATIONS, "torch_native", PagedBackend)
     if tp_size == 1:
         assert _generate_adjusted(_worker(tiny_path, MODEL), every, 12) == expected
     else:

@@ -54,7 +54,7 @@ class TPWorker:
     """Rank `group.rank` of a tensor-parallel group: `load`, `allocate`, then `step` or `run`, then `close`.
 
     Args:
-        config: resolved; `auto` in dtype or attention_backend is refused.
+        config: resolved; `auto` in dtype or attention is refused.
         model: the whole model's shape.
         model_path: a directory or a .gguf file on this node.
         plan: made for `group.size` ranks.
@@ -70,11 +70,8 @@ class TPWorker:
         plan: ShardPlan,
         group: TensorParallelGroup,
     ) -> None:
-        if config.dtype not in _DTYPES or config.attention_backend == "auto":
-            raise ConfigError(
-                f"dtype={config.dtype} and attention_backend={config.attention_backend} must be resolved before a "
-                "worker starts"
-            )
+        if config.dtype not in _DTYPES or config.attention.prefill_backend is None:
+            raise ConfigError(f"dtype={config.dtype} and attention must be resolved before a worker starts")
         if plan.tp_size != group.size:
             raise ConfigError(f"a plan for tensor_parallel_size={plan.tp_size} does not fit {group.size} ranks")
         self._config = config
@@ -225,12 +222,12 @@ class TPWorker:
         return frames.recv(float("inf"))
 
     def _new_runner(self, num_pages: int, max_model_len: int) -> ModelRunner:
-        scheduler = self._config.scheduler
+        scheduler, attention = self._config.scheduler, self._config.attention
         flops = StepCost.of(self._plan, self._dtype.itemsize).flops_per_token / self._group.size
         req_to_token_pool, token_to_kv_pool = self._pools(num_pages, max_model_len)
         return ModelRunner(
             self._decoder,
-            create_backend(self._config.attention_backend, token_to_kv_pool.layers, token_to_kv_pool),
+            create_backend(resolved(attention.prefill_backend), resolved(attention.decode_backend), token_to_kv_pool),
             req_to_token_pool,
             token_to_kv_pool,
             Sampler(self._plan, self._group, resolved(scheduler.max_num_seqs) + 1),

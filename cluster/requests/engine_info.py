@@ -12,7 +12,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     dtype: str
     device: str
-    attention_backend: str
+    prefill_attention_backend: str
+    decode_attention_backend: str
     tensor_parallel_size: int
     num_replicas: int
     page_size: int
@@ -35,7 +36,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             dtype=config.dtype,
             device=config.device,
-            attention_backend=config.attention_backend,
+            prefill_attention_backend=resolved(config.attention.prefill_backend),
+            decode_attention_backend=resolved(config.attention.decode_backend),
             tensor_parallel_size=config.tensor_parallel_size,
             num_replicas=config.num_replicas,
             page_size=config.kv_cache.page_size,

@@ -1,0 +1,244 @@
+"""FlashAttention-3 from whichever build of it is installed, behind one call.
+
+Owns how a build is found, asked what it can do, and called. What a step hands to it is attention/fa3.py's.
+
+One call serves decodes, prompts, chunks behind a cached prefix and any mixture of them: only `cu_seqlens_q` and
+`max_seqlen_q` differ. FA3 never writes the KV cache here.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+
+from attention.forward_batch import PagedMetadata
+from attention.layer import AttentionLayer
+from configs.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+_HOPPER = (9, 0)
+SGLANG_KERNEL = "0.4.3"
+"""The version of that package that was run, with torch 2.11."""
+
+
+class FA3Provider(ABC):
+    """One build of FlashAttention-3."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def attend(
+        self,
+        q: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        paged: PagedMetadata,
+        layer: AttentionLayer,
+        *,
+        num_splits: int = 0,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Causal attention of new tokens over the pages of their rows, which already hold these tokens.
+
+        The mask is aligned to the end: the last query of a row sees all `cache_seqlens` keys of it. Launches two
+        kernels, three when keys are split; no host sync, so it can be captured in a CUDA graph.
+
+        Args:
+            q: [num_tokens, tp_q_head_num, head_dim] bf16 or fp16; the last dimension is contiguous.
+            k_pages: [num_pages, page_size, tp_k_head_num, head_dim], of q's dtype; likewise `v_pages`.
+            paged: `page_table` is read up to each row's last page. Its width times page_size is the bound from which
+                the number of splits follows: keep one width where results are to be equal bit for bit.
+            layer: its scale, window and softcap are applied.
+            num_splits: pieces that a row's keys are cut into, at most. 0 leaves that to FA3: up to 19 times as fast as
+                one piece for one row of 32k tokens (H200, two KV heads), and the last bits of a row then depend on what
+                else is in the batch.
+            out: [num_tokens, tp_q_head_num, head_dim] to write to. None: a new tensor.
+
+        Returns:
+            `out`, or the new tensor, contiguous.
+        """
+
+    def probe(self, layer: AttentionLayer, *, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Attends once from one token to itself, as `layer` would; waits for the device.
+
+        Raises ConfigError when this build has no kernel for it, or returns something else than the token's value.
+        """
+        shape = (1, page_size, layer.tp_k_head_num, layer.head_dim)
+        q = torch.zeros(1, layer.tp_q_head_num, layer.head_dim, dtype=dtype, device=device)
+        k = torch.zeros(shape, dtype=dtype, device=device)
+        v = torch.linspace(0.0, 1.0, k.numel(), device=device).view(shape).to(dtype)
+        # Wider than the window: FA3 takes one that no row can outgrow for none.
+        max_pages = (layer.window or 0) // page_size + 2
+        paged = PagedMetadata(
+            cache_seqlens=torch.ones(1, dtype=torch.int32, device=device),
+            cu_seqlens_q=torch.arange(2, dtype=torch.int32, device=device),
+            page_table=torch.zeros(1, max_pages, dtype=torch.int32, device=device),
+            max_seqlen_q=1,
+        )
+        wrong = None
+        try:
+            out = self.attend(q, k, v, paged, layer)[0]
+            value = v[0, 0].repeat_interleave(layer.tp_q_head_num // layer.tp_k_head_num, dim=0)
+            if not torch.allclose(out, value, atol=0.01, rtol=0.01):
+                wrong = "it returned wrong values: was it built for this torch and CUDA?"
+        except RuntimeError as error:
+            wrong = str(error).partition("\n")[0]
+        if wrong is not None:
+            raise ConfigError(
+                f"attention backend fa3: {self.name} cannot serve layer {layer.layer_id} (head_dim="
+                f"{layer.head_dim}, window={layer.window}, softcap={layer.softcap}, {dtype}): {wrong}\n"
+                "Install another build of FlashAttention-3, or set attention.backend=triton."
+            )
+
+
+class SglKernel(FA3Provider):
+    """The build in the sglang-kernel wheel, by its Python function: that is one thin call of the operator."""
+
+    name = "sgl_kernel"
+
+    def __init__(self, with_kvcache: Callable[..., torch.Tensor]) -> None:
+        self._with_kvcache = with_kvcache
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        paged: PagedMetadata,
+        layer: AttentionLayer,
+        *,
+        num_splits: int = 0,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self._with_kvcache(
+            q,
+            k_pages,
+            v_pages,
+            cache_seqlens=paged.cache_seqlens,
+            page_table=paged.page_table,
+            cu_seqlens_q=paged.cu_seqlens_q,
+            max_seqlen_q=paged.max_seqlen_q,
+            softmax_scale=layer.scale,
+            causal=True,
+            window_size=_window(layer),
+            softcap=layer.softcap or 0.0,
+            num_splits=num_splits,
+            out=out,
+        )
+
+
+class FlashAttention3(FA3Provider):
+    """FA3's own package, by its operator: the Python function around it takes no `out` and makes two tensors more."""
+
+    name = "flash_attention_3"
+
+    def __init__(self, fwd: Callable[..., Any]) -> None:
+        self._fwd = fwd
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        paged: PagedMetadata,
+        layer: AttentionLayer,
+        *,
+        num_splits: int = 0,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        left, right = _window(layer)
+        attended, *_ = self._fwd(
+            q,
+            k_pages,
+            v_pages,
+            out=out,
+            cu_seqlens_q=paged.cu_seqlens_q,
+            seqused_k=paged.cache_seqlens,
+            max_seqlen_q=paged.max_seqlen_q,
+            page_table=paged.page_table,
+            softmax_scale=layer.scale,
+            is_causal=True,
+            window_size_left=left,
+            window_size_right=right,
+            softcap=layer.softcap or 0.0,
+            num_splits=num_splits,
+        )
+        return attended
+
+
+def _window(layer: AttentionLayer) -> tuple[int, int]:
+    """FA3's window: keys before and after the query's own position; -1 is all."""
+    return (-1, -1) if layer.window is None else (layer.window - 1, 0)
+
+
+def _load_sgl_kernel() -> FA3Provider:
+    from sgl_kernel.flash_attn import flash_attn_with_kvcache
+
+    return SglKernel(flash_attn_with_kvcache)
+
+
+def _load_flash_attention_3() -> FA3Provider:
+    import flash_attn_interface  # noqa: F401  # its import registers the operators
+
+    return FlashAttention3(torch.ops.flash_attn_3.fwd.default)
+
+
+_LOADERS: dict[str, Callable[[], FA3Provider]] = {
+    SglKernel.name: _load_sgl_kernel,
+    FlashAttention3.name: _load_flash_attention_3,
+}
+
+
+def _other_version(provider: str) -> str | None:
+    """What to say of an sglang-kernel that nobody has run; None where there is nothing to say."""
+    if provider != SglKernel.name:
+        return None
+    try:
+        version = importlib.metadata.version("sglang-kernel").partition("+")[0]
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    if version == SGLANG_KERNEL:
+        return None
+    return (
+        f"sglang-kernel {version} is installed, with torch {torch.__version__}; only {SGLANG_KERNEL} with torch 2.11 "
+        "was run, and other versions lack operators: `pip install '.[cuda]'` takes that one"
+    )
+
+
+def load_provider(name: str | None, device: torch.device) -> FA3Provider:
+    """Imports the build called `name`, or the first there is, and logs which.
+
+    Raises:
+        ConfigError: `device` is no Hopper GPU, no build can be imported, or there is none of that name.
+    """
+    if name is not None and name not in _LOADERS:
+        raise ConfigError(f"FlashAttention-3 provider {name} is not one of {', '.join(_LOADERS)}")
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != _HOPPER:
+        found = "the CPU"
+        if device.type == "cuda":
+            found = f"{torch.cuda.get_device_name(device)} with {torch.cuda.get_device_capability(device)}"
+        raise ConfigError(
+            "attention backend fa3 needs an NVIDIA GPU of compute capability 9.0 (H100, H200, H20); this "
+            f"is {found}. Set attention.backend=triton"
+        )
+    failures = []
+    for candidate in _LOADERS if name is None else (name,):
+        try:
+            provider = _LOADERS[candidate]()
+        except (ImportError, OSError) as error:  # OSError: a shared library that it needs is not there
+            failures.append("; ".join(filter(None, (f"{candidate}: {error}", _other_version(candidate)))))
+            continue
+        _log.info("attention: FlashAttention-3 of %s", candidate)
+        if other := _other_version(candidate):
+            _log.warning("%s", other)
+        return provider
+    raise ConfigError(
+        "attention backend fa3 finds no build of FlashAttention-3: install `sglang-kernel` (the `cuda` "
+        "extra) or the package of `flash_attn_interface`, or set attention.backend=triton\n" + "\n".join(failures)
+    )

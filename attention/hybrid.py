@@ -1,0 +1,44 @@
+"""Two backends over one KV pool, for the two kinds of steps."""
+
+from __future__ import annotations
+
+import torch
+
+from attention.backend import AttentionBackend
+from attention.forward_batch import ForwardBatch, ForwardMode
+from attention.layer import AttentionLayer
+from attention.step_shape import StepShape
+
+
+class HybridBackend(AttentionBackend):
+    """`decode` for steps in which every row has one token, `prefill` for all others; both read and write one pool."""
+
+    def __init__(self, prefill: AttentionBackend, decode: AttentionBackend) -> None:
+        assert prefill.token_to_kv_pool is decode.token_to_kv_pool, "one pool"
+        super().__init__(prefill.layers, prefill.token_to_kv_pool)
+        self._prefill = prefill
+        self._decode = decode
+        self._now = prefill
+        self.captures_cuda_graphs = prefill.captures_cuda_graphs and decode.captures_cuda_graphs
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        super().init_forward_metadata(batch)
+        self._now = self._decode if batch.mode is ForwardMode.DECODE else self._prefill
+        self._now.init_forward_metadata(batch)
+
+    def capture_shapes(self, shape: StepShape, max_model_len: int) -> list[StepShape]:
+        return self._of(shape).capture_shapes(shape, max_model_len)
+
+    def prepare_capture(self, batch: ForwardBatch, shape: StepShape) -> None:
+        super().init_forward_metadata(batch)
+        self._now = self._of(shape)
+        self._now.prepare_capture(batch, shape)
+
+    def prepare_replay(self, shape: StepShape) -> None:
+        self._of(shape).prepare_replay(shape)
+
+    def attend(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        return self._now.attend(q, layer)
+
+    def _of(self, shape: StepShape) -> AttentionBackend:
+        return self._decode if shape.is_decode else self._prefill

@@ -1,0 +1,138 @@
+"""Which attention backend can do what: one table, asked before anything starts, drawn in the docs and held by tests.
+
+Plain data. What implements a backend registers under its name in attention/registry.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+from configs.errors import ConfigError
+
+Phase = Literal["prefill", "decode"]
+"""prefill: steps in which some row has more than one token. decode: those in which every row has one."""
+
+
+class Feature(StrEnum):
+    """What attention may be asked for beyond causal attention of grouped query heads over pages."""
+
+    WINDOW = "sliding window"
+    SOFTCAP = "soft cap"
+    SINKS = "sinks"
+    CHUNK = "chunked local attention"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionNeeds:
+    """What a model on a device asks of a backend."""
+
+    device: Literal["cpu", "cuda"]
+    compute_capability: tuple[int, int] | None = None
+    """Of the GPUs; None where that is not known, which the ranks then find out."""
+    dtype: str
+    """Of activations and KV: float32, bfloat16 or float16."""
+    page_size: int
+    head_dims: frozenset[int]
+    features: frozenset[Feature]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackendSpec:
+    """What one backend can do."""
+
+    name: str
+    what: str
+    """A few words for people."""
+    device: Literal["cpu", "cuda"] | None = None
+    """None: any."""
+    compute_capabilities: tuple[tuple[int, int], ...] | None = None
+    """Of the GPUs that it runs on; None: all."""
+    dtypes: frozenset[str]
+    max_page_size: int | None = None
+    max_head_dim: int | None = None
+    features: frozenset[Feature]
+
+    def refusal(self, needs: AttentionNeeds) -> str | None:
+        """Why it cannot serve `needs`; None where it can."""
+        if self.device not in (None, needs.device):
+            return "needs GPUs"
+        known, served = needs.compute_capability, self.compute_capabilities
+        if known is not None and served is not None and known not in served:
+            return f"needs compute capability {_shown(served)}, and this is {_shown([known])}"
+        if needs.dtype not in self.dtypes:
+            return f"serves {' and '.join(sorted(self.dtypes))}, and dtype is {needs.dtype}"
+        if self.max_page_size is not None and needs.page_size > self.max_page_size:
+            return f"takes pages of at most {self.max_page_size} tokens, and kv_cache.page_size is {needs.page_size}"
+        if self.max_head_dim is not None and max(needs.head_dims) > self.max_head_dim:
+            return f"takes heads of at most {self.max_head_dim} elements, and the model's have {max(needs.head_dims)}"
+        missing = sorted(needs.features - self.features)
+        return f"has no {' and no '.join(missing)}" if missing else None
+
+
+_HALVES = frozenset({"bfloat16", "float16"})
+_SPECS = (
+    BackendSpec(
+        name="fa3",
+        what="FlashAttention-3",
+        device="cuda",
+        compute_capabilities=((9, 0),),
+        dtypes=_HALVES,
+        max_page_size=256,
+        max_head_dim=256,
+        features=frozenset({Feature.WINDOW, Feature.SOFTCAP}),
+    ),
+    BackendSpec(
+        name="triton",
+        what="kernels of our own in Triton",
+        device="cuda",
+        dtypes=_HALVES,
+        max_head_dim=256,
+        features=frozenset(Feature),
+    ),
+    BackendSpec(
+        name="torch_native",
+        what="plain torch, the reference",
+        dtypes=_HALVES | {"float32"},
+        features=frozenset(Feature),
+    ),
+)
+BACKENDS: Mapping[str, BackendSpec] = {spec.name: spec for spec in _SPECS}
+"""By the name that `attention.backend` takes."""
+_PREFERRED: Mapping[Phase, tuple[str, ...]] = {
+    "prefill": ("fa3", "triton", "torch_native"),
+    # In 53 to 102 % of FA3's time: most for 256 pairs of a row and a KV head (H200, 1 to 256 rows, 200 to 2000 tokens).
+    "decode": ("triton", "fa3", "torch_native"),
+}
+
+
+def choose_backend(phase: Phase, needs: AttentionNeeds) -> tuple[str, str]:
+    """The backend that `auto` takes for steps of `phase`, and why: what stood before it and cannot serve `needs`.
+
+    Raises:
+        ConfigError: none can.
+    """
+    passed: list[str] = []
+    for name in _PREFERRED[phase]:
+        refusal = BACKENDS[name].refusal(needs)
+        if refusal is None:
+            where = needs.device if needs.compute_capability is None else f"sm{_shown([needs.compute_capability], '')}"
+            return name, "; ".join([f"{where}, {needs.dtype}", *passed])
+        if needs.device == BACKENDS[name].device:  # why there are no GPUs' backends on CPUs needs no saying
+            passed.append(f"{name} {refusal}")
+    raise ConfigError(f"no attention backend serves this model: {'; '.join(passed)}")
+
+
+def check_backend(name: str, needs: AttentionNeeds, setting: str) -> None:
+    """Raises ConfigError, with the backends that can, where `name`, which `setting` asks for, cannot serve `needs`."""
+    refusal = BACKENDS[name].refusal(needs)
+    if refusal is not None:
+        able = [spec.name for spec in _SPECS if spec.refusal(needs) is None]
+        advice = f"choose auto or {' or '.join(able)}" if able else "no other backend can either"
+        raise ConfigError(f"{setting}={name} {refusal}; {advice}")
+
+
+def _shown(capabilities: Iterable[tuple[int, int]], dot: str = ".") -> str:
+    return " or ".join(f"{major}{dot}{minor}" for major, minor in capabilities)

@@ -1,0 +1,176 @@
+"""Which backend serves what: the table, what `auto` makes of it, and two backends over one pool."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from attention import registry
+from attention.backend import AttentionBackend
+from attention.forward_batch import ForwardBatch
+from attention.hybrid import HybridBackend
+from attention.kv_pool import ReqToTokenPool, TokenToKVPool
+from attention.layer import AttentionLayer
+from attention.registry import create_backend
+from attention.step_shape import StepShape
+from configs.attention import BACKENDS, AttentionNeeds, Feature, check_backend, choose_backend
+from configs.errors import ConfigError
+from configs.schema import AttentionConfig
+from tests.batches import batch_of
+
+HOPPER = AttentionNeeds(
+    device="cuda",
+    compute_capability=(9, 0),
+    dtype="bfloat16",
+    page_size=16,
+    head_dims=frozenset({128}),
+    features=frozenset(),
+)
+CPU = dataclasses.replace(HOPPER, device="cpu", compute_capability=None, dtype="float32")
+
+
+def needs(base: AttentionNeeds = HOPPER, **changes: Any) -> AttentionNeeds:
+    return dataclasses.replace(base, **changes)
+
+
+def test_every_backend_of_the_table_is_there_and_can_be_named() -> None:
+    assert set(registry.IMPLEMENTATIONS) == set(BACKENDS)
+    for field in ("backend", "prefill_backend", "decode_backend"):
+        for name in BACKENDS:
+            assert getattr(AttentionConfig(**{field: name}), field) == name
+
+
+@pytest.mark.parametrize(
+    ("asked", "prefill", "decode"),
+    [
+        (HOPPER, "fa3", "triton"),
+        (needs(compute_capability=None), "fa3", "triton"),
+        (needs(compute_capability=(8, 0)), "triton", "triton"),
+        (needs(compute_capability=(10, 0)), "triton", "triton"),
+        (needs(features=frozenset({Feature.WINDOW, Feature.SOFTCAP})), "fa3", "triton"),
+        (needs(features=frozenset({Feature.SINKS})), "triton", "triton"),
+        (needs(features=frozenset({Feature.CHUNK})), "triton", "triton"),
+        (needs(head_dims=frozenset({64, 512})), "torch_native", "torch_native"),
+        (needs(dtype="float32"), "torch_native", "torch_native"),
+        (CPU, "torch_native", "torch_native"),
+    ],
+)
+def test_auto_takes_the_first_that_can(asked: AttentionNeeds, prefill: str, decode: str) -> None:
+    assert choose_backend("prefill", asked)[0] == prefill
+    assert choose_backend("decode", asked)[0] == decode
+
+
+def test_auto_says_what_it_passed_over_and_why() -> None:
+    _, why = choose_backend("prefill", needs(features=frozenset({Feature.SINKS, Feature.CHUNK})))
+    assert why == "sm90, bfloat16; fa3 has no chunked local attention and no sinks"
+    _, why = choose_backend("prefill", needs(compute_capability=(8, 6)))
+    assert why == "sm86, bfloat16; fa3 needs compute capability 9.0, and this is 8.6"
+    assert choose_backend("decode", CPU)[1] == "cpu, float32"
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "refusal"),
+    [
+        ("fa3", CPU, "needs GPUs; choose auto or torch_native"),
+        ("triton", CPU, "needs GPUs; choose auto or torch_native"),
+        (
+            "fa3",
+            needs(compute_capability=(8, 0)),
+            "needs compute capability 9.0, and this is 8.0; .* auto or triton or",
+        ),
+        ("fa3", needs(dtype="float32"), "serves bfloat16 and float16, and dtype is float32; choose auto or torch_na"),
+        ("fa3", needs(page_size=512), "pages of at most 256 tokens, and kv_cache.page_size is 512; .* triton or torch"),
+        ("triton", needs(head_dims=frozenset({512})), "heads of at most 256 .* have 512; choose auto or torch_native"),
+        ("fa3", needs(features=frozenset({Feature.SINKS})), "has no sinks; choose auto or triton or torch_native"),
+    ],
+)
+def test_what_a_backend_cannot_do_is_refused_with_those_that_can(
+    name: str, asked: AttentionNeeds, refusal: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"attention.backend={name} .*{refusal}"):
+        check_backend(name, asked, "attention.backend")
+
+
+def pool_of(*layers: AttentionLayer, dtype: torch.dtype = torch.float32) -> TokenToKVPool:
+    return TokenToKVPool(layers, num_pages=1, page_size=16, dtype=dtype, device=torch.device("cpu"))
+
+
+LAYER = AttentionLayer(layer_id=0, tp_q_head_num=2, tp_k_head_num=1, head_dim=16, scale=0.25)
+
+
+def test_a_rank_asks_for_what_its_layers_and_its_device_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"attention\.prefill_backend=fa3 needs GPUs; choose auto or torch_native"):
+        create_backend("fa3", "torch_native", pool_of(LAYER))
+    with pytest.raises(ConfigError, match=r"attention\.decode_backend=triton needs GPUs"):
+        create_backend("torch_native", "triton", pool_of(LAYER))
+    for feature, changes in {
+        Feature.WINDOW: {"window": 4},
+        Feature.SOFTCAP: {"softcap": 5.0},
+        Feature.SINKS: {"sinks": torch.zeros(2)},
+        Feature.CHUNK: {"chunk": 4},
+    }.items():
+        without = dataclasses.replace(BACKENDS["torch_native"], features=frozenset(Feature) - {feature})
+        monkeypatch.setattr("configs.attention.BACKENDS", {**BACKENDS, "torch_native": without})
+        create_backend("torch_native", "torch_native", pool_of(LAYER))
+        with pytest.raises(ConfigError, match=f"has no {feature}"):
+            create_backend("torch_native", "torch_native", pool_of(LAYER, dataclasses.replace(LAYER, **changes)))
+
+
+class Recorder(AttentionBackend):
+    """Attends to nothing; says what it is asked."""
+
+    captures_cuda_graphs = True
+
+    def __init__(self, name: str, said: list[str], pool: TokenToKVPool) -> None:
+        super().__init__(pool.layers, pool)
+        self.name, self.said = name, said
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        self.said.append(f"{self.name} init")
+
+    def capture_shapes(self, shape: StepShape, max_model_len: int) -> list[StepShape]:
+        return [shape] if self.name == "decode" else [shape, shape]
+
+    def prepare_capture(self, batch: ForwardBatch, shape: StepShape) -> None:
+        self.said.append(f"{self.name} capture")
+
+    def prepare_replay(self, shape: StepShape) -> None:
+        self.said.append(f"{self.name} replay")
+
+    def attend(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        self.said.append(f"{self.name} attend")
+        return q
+
+
+def test_steps_of_single_tokens_go_to_one_backend_and_all_others_to_the_other() -> None:
+    pool = pool_of(LAYER)
+    said: list[str] = []
+    hybrid = HybridBackend(Recorder("prefill", said, pool), Recorder("decode", said, pool))
+    assert hybrid.captures_cuda_graphs
+    table = ReqToTokenPool(2, 1, torch.device("cpu"))
+    decodes, mixed = StepShape(2, 2, 2), StepShape(3, 2, 2)
+    for rows, shape, name in (
+        ([(1, 3, 1), (2, 0, 1)], decodes, "decode"),
+        ([(1, 3, 1), (2, 0, 2)], mixed, "prefill"),
+        ([(1, 0, 2), (2, 0, 2)], StepShape(4, 2, 2), "prefill"),
+    ):
+        batch = batch_of(table, rows, 16)
+        said.clear()
+        hybrid.init_forward_metadata(batch)
+        hybrid.attend(torch.zeros(2, 32), LAYER)
+        # A graph's batch holds any step of its shape: what its host arrays say is that of no step.
+        hybrid.prepare_capture(batch_of(table, [(1, 0, 1)], 16), shape)
+        hybrid.attend(torch.zeros(2, 32), LAYER)
+        hybrid.prepare_replay(shape)
+        assert said == [f"{name} {what}" for what in ("init", "attend", "capture", "attend", "replay")]
+        assert len(hybrid.capture_shapes(shape, 100)) == (1 if name == "decode" else 2)
+    without = Recorder("decode", said, pool)
+    without.captures_cuda_graphs = False
+    assert not HybridBackend(Recorder("prefill", said, pool), without).captures_cuda_graphs
+
+
+def test_one_name_for_both_kinds_of_steps_is_one_backend() -> None:
+    assert type(create_backend("torch_native", "torch_native", pool_of(LAYER))) is not HybridBackend
