@@ -22,7 +22,7 @@ def create_backend(prefill: str, decode: str, token_to_kv_pool: TokenToKVPool) -
     Raises:
         ConfigError: one of them cannot serve these layers on this device; the message names those that can.
     """
-    needs = _needs(token_to_kv_pool)
+    needs = needs_of(token_to_kv_pool)
     check_backend(prefill, needs, "attention.prefill_backend")
     if prefill == decode:
         return _created(prefill, token_to_kv_pool)
@@ -30,12 +30,8 @@ def create_backend(prefill: str, decode: str, token_to_kv_pool: TokenToKVPool) -
     return HybridBackend(_created(prefill, token_to_kv_pool), _created(decode, token_to_kv_pool))
 
 
-def _created(name: str, pool: TokenToKVPool) -> AttentionBackend:
-    return IMPLEMENTATIONS[name](pool.layers, pool)
-
-
-def _needs(pool: TokenToKVPool) -> AttentionNeeds:
-    """What the rank knows at last: its own GPU."""
+def needs_of(pool: TokenToKVPool) -> AttentionNeeds:
+    """What the layers of `pool` ask of a backend, on a device that is known by now."""
     on_gpu = pool.device.type == "cuda"
     return AttentionNeeds(
         device="cuda" if on_gpu else "cpu",
@@ -45,6 +41,10 @@ def _needs(pool: TokenToKVPool) -> AttentionNeeds:
         head_dims=frozenset(layer.head_dim for layer in pool.layers),
         features=frozenset(feature for layer in pool.layers for feature in _features(layer)),
     )
+
+
+def _created(name: str, pool: TokenToKVPool) -> AttentionBackend:
+    return IMPLEMENTATIONS[name](pool.layers, pool)
 
 
 def _features(layer: AttentionLayer) -> list[Feature]:

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import tokenizers
+import torch
 
-from benchmarks import engine, engine_report, make_tokenizer, step
+from benchmarks import attention, engine, engine_report, make_tokenizer, step
 from benchmarks.report import ROOT, Report, circumstances, table
 from cluster.commands.bench import load_test
 from cluster.commands.bench.stream_client import Sample, StreamReader
@@ -78,6 +79,20 @@ def test_a_tied_embedding_is_read_as_the_lm_head() -> None:
     assert engine.step_bytes(ShardPlan.create(tied, 1), 2, 1, 1) == engine.step_bytes(
         ShardPlan.create(QWEN3_8B, 1), 2, 1, 1
     )
+
+
+def test_every_backend_that_can_attends_to_the_same_step_and_autos_choice_is_marked() -> None:
+    decode, extend = attention.Step(4, 2, 3, 1, 15), attention.Step(4, 2, 1, 5, 11)
+    for one in (decode, extend):
+        times, auto = attention.measure(one, torch.device("cpu"), torch.float32)
+        assert list(times) == [auto] == ["torch_native"]
+        assert times[auto] > 0
+    assert (decode.kv_bytes, extend.flops) == (4 * 3 * 16 * 2 * 128, 4 * (5 * 11 + 15) * 4 * 128)
+    cells = attention.row_of(decode, {"fa3": 2.0, "triton": 1.6}, "fa3")
+    assert cells == ["4/2  3 x 16", "2.0* (25 GB/s)", "1.6 (31 GB/s)", "-", "1.25"]
+    every = list(attention.steps({"decode", "extend"}, 1))
+    assert len(every) == len(set(every))
+    assert {one.new for one in attention.steps({"extend"}, 1)} == set(attention.NEW)
 
 
 def test_a_faster_figure_than_the_peers_is_above_one_in_every_unit() -> None:

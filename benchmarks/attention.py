@@ -1,0 +1,206 @@
+"""Time of one layer's attention by every backend that can serve it, on the same steps; what `auto` takes is marked.
+
+    python -m benchmarks.attention [--device cuda] [--only decode,extend] [--seconds 200] [--json FILE]
+
+Decodes are 1 to 256 rows of 1k to 32k tokens; extends one row of 512 to 8k new tokens behind 0 to 16k cached ones. Keys
+and values are on pages of random order. On a GPU a CUDA graph holds the attention of several layers, each with a pool
+of its own, so that no layer finds its keys in the L2 cache; on a CPU, where sizes are divided by 32, the layers run one
+after the other. Next to the microseconds of a layer: of decodes the GB/s of keys and values read, of extends the
+TFLOP/s. The last column says how far `auto` is behind the fastest: 1.00 where it is the fastest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from attention.backend import IMPLEMENTATIONS, AttentionBackend
+from attention.forward_batch import ForwardBatch, ForwardMode, PagedMetadata
+from attention.kv_pool import TokenToKVPool
+from attention.layer import AttentionLayer
+from attention.registry import needs_of
+from benchmarks.graph_timing import graph_us
+from benchmarks.report import Report, circumstances, describe_circumstances, table
+from configs.attention import BACKENDS, choose_backend
+
+HEADS = ((8, 8), (32, 8), (64, 8))  # query heads, KV heads
+HEAD_DIM, PAGE_SIZE = 128, 64
+BATCHES, CONTEXTS = (1, 16, 64, 256), (1024, 4096, 8192, 32_768)
+NEW, PREFIXES = (512, 2048, 8192), (0, 4096, 16_384)
+MOST_BYTES = 24 << 30  # of all layers' keys and values; larger steps are left out
+TARGET_BYTES = 1 << 30  # which a graph reads
+MAX_LAYERS = 32
+_SMALLER_ON_CPU = 32
+
+
+@dataclass(frozen=True)
+class Step:
+    """Rows that are alike."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    batch_size: int
+    new: int
+    """Input tokens of each row."""
+    prefix: int
+    """Tokens of each row that are in the cache."""
+
+    @property
+    def name(self) -> str:
+        """Heads, rows and tokens."""
+        rows = f"{self.batch_size} x {self.prefix + 1:,}" if self.new == 1 else f"{self.new:,} after {self.prefix:,}"
+        return f"{self.num_q_heads}/{self.num_kv_heads}  {rows}"
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of two-byte keys and values that a layer reads."""
+        return 4 * self.batch_size * (self.prefix + self.new) * self.num_kv_heads * HEAD_DIM
+
+    @property
+    def flops(self) -> int:
+        """Of two products for each pair of a query and a key that it sees."""
+        pairs = self.new * self.prefix + self.new * (self.new + 1) // 2
+        return 4 * self.batch_size * pairs * self.num_q_heads * HEAD_DIM
+
+
+def steps(only: set[str], divisor: int) -> Iterator[Step]:
+    """Those that fit, decodes first."""
+    for heads in HEADS:
+        found = [Step(*heads, batch, 1, context // divisor - 1) for batch in BATCHES for context in CONTEXTS]
+        found += [Step(*heads, 1, new // divisor, prefix // divisor) for new in NEW for prefix in PREFIXES]
+        for step in found:
+            if ("decode" if step.new == 1 else "extend") in only and step.kv_bytes <= MOST_BYTES:
+                yield step
+
+
+class Inputs:
+    """Pool, batch and queries of a step, for as many layers as keep their keys out of the L2 cache."""
+
+    def __init__(self, step: Step, device: torch.device, dtype: torch.dtype) -> None:
+        self.step = step
+        num_layers = min(max(TARGET_BYTES // step.kv_bytes, 1), MAX_LAYERS) if device.type == "cuda" else 2
+        self.layers = [
+            AttentionLayer(
+                layer_id=i,
+                tp_q_head_num=step.num_q_heads,
+                tp_k_head_num=step.num_kv_heads,
+                head_dim=HEAD_DIM,
+                scale=HEAD_DIM**-0.5,
+            )
+            for i in range(num_layers)
+        ]
+        seq_len = step.prefix + step.new
+        pages_per_row = -(-seq_len // PAGE_SIZE)
+        num_pages = step.batch_size * pages_per_row
+        self.pool = TokenToKVPool(self.layers, num_pages=num_pages, page_size=PAGE_SIZE, dtype=dtype, device=device)
+        for layer in self.layers:
+            for pages in self.pool.pages(layer.layer_id):
+                pages.normal_()
+        page_table = (1 + torch.randperm(num_pages, dtype=torch.int32)).view(step.batch_size, -1).to(device)
+        num_tokens = step.batch_size * step.new
+        self.q = torch.randn(num_tokens, step.num_q_heads * HEAD_DIM, dtype=dtype, device=device)
+        lens = np.full(step.batch_size, step.new, np.int64)
+        prefixes = np.full(step.batch_size, step.prefix, np.int64)
+        bounds = step.new * np.arange(step.batch_size + 1, dtype=np.int64)
+        nothing = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+        self.batch = ForwardBatch(
+            mode=ForwardMode.of(lens),
+            prefix_lens=prefixes,
+            extend_lens=lens,
+            seq_lens=prefixes + lens,
+            cu_seqlens_q=bounds,
+            input_ids=nothing,
+            positions=nothing,
+            out_cache_loc=nothing,
+            sample_indices=nothing[: step.batch_size],
+            paged=PagedMetadata(
+                cache_seqlens=torch.full((step.batch_size,), seq_len, dtype=torch.int32, device=device),
+                cu_seqlens_q=torch.from_numpy(bounds).to(device, torch.int32),
+                page_table=page_table,
+                max_seqlen_q=step.new,
+            ),
+        )
+
+    def us(self, backend: AttentionBackend) -> float:
+        """Microseconds of one layer."""
+        backend.init_forward_metadata(self.batch)
+
+        def run() -> None:
+            for layer in self.layers:
+                backend.attend(self.q, layer)
+
+        if self.q.is_cuda and backend.captures_cuda_graphs:
+            return graph_us(run, len(self.layers))
+        return _eager_us(run, len(self.layers), on_gpu=self.q.is_cuda)
+
+
+def _eager_us(run: Callable[[], None], count: int, *, on_gpu: bool) -> float:
+    """Microseconds over `count`, the launches included: the median of 3."""
+    times = []
+    for _ in range(4):
+        began = time.perf_counter()
+        run()
+        if on_gpu:
+            torch.cuda.synchronize()
+        times.append(1e6 * (time.perf_counter() - began) / count)
+    return statistics.median(times[1:])
+
+
+def measure(step: Step, device: torch.device, dtype: torch.dtype) -> tuple[dict[str, float], str]:
+    """Microseconds of a layer by backend, and the backend that `auto` takes."""
+    inputs = Inputs(step, device, dtype)
+    needs = needs_of(inputs.pool)
+    able = [name for name, spec in BACKENDS.items() if spec.refusal(needs) is None]
+    if device.type == "cuda":
+        able.remove("torch_native")  # the reference copies all keys and is no contender
+    times = {name: inputs.us(IMPLEMENTATIONS[name](inputs.layers, inputs.pool)) for name in able}
+    return times, choose_backend("decode" if step.new == 1 else "prefill", needs)[0]
+
+
+def row_of(step: Step, times: dict[str, float], auto: str) -> list[str]:
+    """The cells of one step's row."""
+    work, unit = (step.kv_bytes, "GB/s") if step.new == 1 else (step.flops / 1e3, "TFLOP/s")
+    cells = [
+        "-"
+        if name not in times
+        else f"{times[name]:,.1f}{'*' * (name == auto)} ({work / times[name] / 1e3:,.0f} {unit})"
+        for name in BACKENDS
+    ]
+    return [step.name, *cells, f"{times[auto] / min(times.values()):.2f}"]
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--only", default="decode,extend", help="parts, with commas between")
+    parser.add_argument("--seconds", type=float, default=200.0, help="steps left by then are not measured")
+    parser.add_argument("--commit", help="of this code, where git is not there to tell")
+    parser.add_argument("--json", type=Path, help="where every measurement goes as well")
+    args = parser.parse_args()
+    device, on_gpu = torch.device(args.device), args.device == "cuda"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    about = circumstances(args.commit)
+    report = Report(args.json, benchmark="attention", dtype=str(dtype), **about)
+    print(f"# {describe_circumstances(about)}; {dtype}, head_dim {HEAD_DIM}, pages of {PAGE_SIZE} tokens")
+    began, rows, measured = time.perf_counter(), [], []
+    for step in steps(set(args.only.split(",")), 1 if on_gpu else _SMALLER_ON_CPU):
+        if time.perf_counter() - began > args.seconds:
+            print(f"# not measured after {args.seconds:g} s: {step.name} and what follows")
+            break
+        times, auto = measure(step, device, dtype)
+        rows.append(row_of(step, times, auto))
+        measured.append({"step": step.name, "us": times, "auto": auto})
+        report.add(measured=measured)
+    print(table(["heads  rows x tokens, or new after cached", *BACKENDS, "auto / fastest"], rows))
+
+
+if __name__ == "__main__":
+    main()
