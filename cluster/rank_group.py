@@ -33,6 +33,7 @@ from configs.schema import EngineConfig
 from parallel.channel import FrameReader, FrameWriter, Ring
 from parallel.environment import RANK_ENVIRONMENT
 from parallel.tcp_channel import TcpListener, TcpReader, TcpWriter
+from worker.cgroup import available_cores
 
 logger = logging.getLogger(__name__)
 
@@ -362,5 +363,6 @@ def _open_store(host: str) -> Any:
 
 
 def node_cores() -> int:
-    """CPU cores this process may use."""
-    return len(os.sched_getaffinity(0))
+    """CPU cores this process may use: those it may run on, or fewer whole ones where its container has a quota."""
+    cores, quota = len(os.sched_getaffinity(0)), available_cores()
+    return cores if quota is None else max(1, min(cores, int(quota)))

@@ -9,7 +9,8 @@ import psutil  # type: ignore[import-untyped]  # ships no types
 import pytest
 import torch
 
-from worker.cgroup import available_bytes
+from cluster.rank_group import node_cores
+from worker.cgroup import available_bytes, available_cores
 from worker.memory import DeviceMemory, _largest_frames, free_bytes
 from worker.protocol import FrameLimits, RowFlag, StepFrame
 
@@ -98,3 +99,31 @@ def test_without_a_limit_all_of_the_nodes_memory_counts(tmp_path: Path) -> None:
     assert left is None or left > 1 << 60
     free = free_bytes(torch.device("cpu"))
     assert 0 < free <= psutil.virtual_memory().total
+
+
+def test_a_containers_quota_bounds_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert available_cores(tmp_path) is None, "a system without control groups"
+    membership(tmp_path, "0::/pods/one")
+    groups = tmp_path / "sys/fs/cgroup"
+    (groups / "pods/one").mkdir(parents=True)
+    (groups / "pods/one/cpu.max").write_text("max 100000\n")
+    assert available_cores(tmp_path) is None
+    (groups / "pods/cpu.max").write_text("150000 100000\n")
+    assert available_cores(tmp_path) == 1.5
+    (groups / "pods/one/cpu.max").write_text("50000 100000\n")
+    assert available_cores(tmp_path) == 0.5
+    for quota, cores in ((None, 4), (0.5, 1), (2.9, 2), (64.0, 4)):
+        monkeypatch.setattr("cluster.rank_group.available_cores", lambda quota=quota: quota)
+        monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(4))
+        assert node_cores() == cores
+
+
+def test_a_quota_of_version_1_is_found_under_all_the_controllers_of_its_group(tmp_path: Path) -> None:
+    membership(tmp_path, "4:memory:/", "12:cpu,cpuacct:/docker/4711", "0::/")
+    group = tmp_path / "sys/fs/cgroup/cpu,cpuacct"
+    group.mkdir(parents=True)
+    (group / "cpu.cfs_period_us").write_text("100000\n")
+    (group / "cpu.cfs_quota_us").write_text("-1\n")
+    assert available_cores(tmp_path) is None
+    (group / "cpu.cfs_quota_us").write_text("300000\n")
+    assert available_cores(tmp_path) == 3.0

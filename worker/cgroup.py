@@ -1,62 +1,74 @@
-"""What the control groups of this process leave it of the machine's memory: a container's limit is one of theirs."""
+"""What the control groups of this process leave it of the machine: a container's limits are those of one of them."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-
-@dataclass(frozen=True)
-class _Version:
-    """Where one version of control groups says what."""
-
-    mount: str
-    limit: str
-    usage: str
-    reclaimable: str
-    """In `memory.stat`: file pages that the kernel drops before anything is out of memory."""
+_ROOT = Path("/")
 
 
-_V1 = _Version("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_V2 = _Version("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
-
-
-def available_bytes(root: Path = Path("/")) -> int | None:
+def available_bytes(root: Path = _ROOT) -> int | None:
     """Bytes that this process's control group, and each above it that can be seen, still allow it; None: no limit.
 
     Args:
         root: where `proc` and `sys` are.
     """
-    left = [
-        bytes_left
-        for version, group in _groups(root)
-        for folder in (group, *group.parents)
-        if folder.is_relative_to(root / version.mount) and (bytes_left := _left(folder, version)) is not None
-    ]
-    return min(left, default=None)
+    left = [_bytes_left(folder, is_v2=is_v2) for is_v2, folder in _folders(root, "memory")]
+    return min((it for it in left if it is not None), default=None)
 
 
-def _groups(root: Path) -> Iterator[tuple[_Version, Path]]:
-    """Folders of this process's groups. A container may see its own at the mount, and its name as the host has it: then
-    the folder is not there, and one above it is."""
+def available_cores(root: Path = _ROOT) -> float | None:
+    """Cores' worth of time that the same groups allow this process; None: no limit. `root`: as above."""
+    quotas = [_cores(folder, is_v2=is_v2) for is_v2, folder in _folders(root, "cpu")]
+    return min((it for it in quotas if it is not None), default=None)
+
+
+def _folders(root: Path, controller: str) -> Iterator[tuple[bool, Path]]:
+    """Whether of version 2, and folder, of this process's groups and of those above them.
+
+    A container may see its own at the mount, and its name as the host has it: then the folder is not there, and one
+    above it is.
+    """
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, name = line.split(":", 2)
-            version = _V2 if not controllers else _V1 if "memory" in controllers.split(",") else None
-            if version is not None:
-                yield version, root / version.mount / name.lstrip("/")
+            if controllers and controller not in controllers.split(","):
+                continue
+            mount = root / "sys/fs/cgroup" / controllers
+            group = mount / name.lstrip("/")
+            for folder in (group, *group.parents):
+                if folder.is_relative_to(mount):
+                    yield not controllers, folder
 
 
-def _left(folder: Path, version: _Version) -> int | None:
+def _bytes_left(folder: Path, *, is_v2: bool) -> int | None:
     """What the limit of one group leaves; None where it has none: v2 says so in words, v1 by a huge number."""
+    limit_name, usage, reclaimable = (
+        ("memory.max", "memory.current", "inactive_file")
+        if is_v2
+        else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    )
     try:
-        limit = (folder / version.limit).read_text().strip()
+        limit = (folder / limit_name).read_text().strip()
         if limit == "max":
             return None
-        used = int((folder / version.usage).read_text())
+        used = int((folder / usage).read_text())
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     except OSError:
         return None
-    return max(int(limit) - max(used - int(stat.get(version.reclaimable, 0)), 0), 0)
+    # File pages that the kernel drops before anything is out of memory are free.
+    return max(int(limit) - max(used - int(stat.get(reclaimable, 0)), 0), 0)
+
+
+def _cores(folder: Path, *, is_v2: bool) -> float | None:
+    """The quota of one group over its period; None where it has none: v2 says so in words, v1 by -1."""
+    try:
+        if is_v2:
+            quota, period = (folder / "cpu.max").read_text().split()
+        else:
+            quota, period = ((folder / f"cpu.cfs_{what}_us").read_text().strip() for what in ("quota", "period"))
+    except OSError:
+        return None
+    return None if quota in ("max", "-1") else int(quota) / int(period)
