@@ -24,7 +24,7 @@ from cluster.structured.protocol import Setup
 from cluster.structured.request_guides import RequestGuides
 from cluster.structured.spec import GrammarKind, GrammarSpec, read_grammar
 from cluster.text.tokenizer import Tokenizer
-from configs.errors import GuideError
+from configs.errors import GuideError, OverloadedError
 from tests.descriptors import no_free_descriptors
 from tests.schemas import SchemaMaker
 from worker.protocol import RowFlag, StepFrame, StepResult, UInt32Array, mask_words
@@ -337,7 +337,7 @@ def test_guides_fail_with_their_processes_and_new_ones_work(smollm2_path: Path) 
     for sock in processes.pool.sockets:
         sock.shutdown(2)
     mine.say(guide, "a")
-    with pytest.raises(GuideError, match="ended"):
+    with pytest.raises(OverloadedError, match="ended"):
         mine.wait(guide)
     assert mine.wait(mine.open(regex="a{1000}")) is not None
     mine.made.close()
@@ -348,7 +348,7 @@ def test_guides_end_when_their_processes_cannot_start_and_a_later_one_tries_agai
     with no_free_descriptors():
         first, second = guides.open(regex="[ab]{3}"), guides.open(regex="[ab]{3}")
         for guide in (first, second):
-            with pytest.raises(GuideError, match="cannot be started"):
+            with pytest.raises(OverloadedError, match="cannot be started"):
                 guides.wait(guide)
         assert guides.made._running is not None
         guides.made._running.join(TIMEOUT_S)

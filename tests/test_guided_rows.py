@@ -13,7 +13,7 @@ import pytest
 from cluster.messages import Finished, FinishReason, GenerateRequest, SamplingParams, StepOutput
 from cluster.scheduling import limits as limits_module
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
-from configs.errors import GuideError
+from configs.errors import GuideError, OverloadedError, RequestError
 from worker.protocol import RowFlag, StepFrame, StepResult, UInt32Array
 
 EOS = 7
@@ -46,7 +46,7 @@ class HandGuide:
     def __init__(self) -> None:
         self.accepted: list[int] = []
         self.mask: UInt32Array | None = None
-        self.error: str | None = None
+        self.error: RequestError | None = None
         self.is_finished = False
         self.num_closes = 0
 
@@ -60,7 +60,7 @@ class HandGuide:
     def poll(self) -> UInt32Array | None:
         assert not self.num_closes, "asked after its end"
         if self.error is not None:
-            raise GuideError(self.error)
+            raise self.error
         return self.mask
 
     def close(self) -> None:
@@ -205,7 +205,11 @@ def test_end_of_sequence_ends_a_guided_request_without_asking_its_guide() -> Non
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1])
-def test_a_guides_error_ends_its_request_alone(num_tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(GuideError("no way on"), "grammar_error"), (OverloadedError("not just now"), "engine_overloaded")],
+)
+def test_a_guides_error_ends_its_request_alone(num_tokens: int, error: RequestError, code: str) -> None:
     steps = Steps()
     guided, plain = steps.add(guided=True), steps.add()
     guide = steps.guides[guided]
@@ -213,11 +217,9 @@ def test_a_guides_error_ends_its_request_alone(num_tokens: int) -> None:
         guide.allow(20)
         steps.launch()
         steps.retire()
-    guide.error = "no way on"
+    guide.error = error
     steps.launch()
-    assert steps.ended[guided] == Finished(
-        id=guided, reason=FinishReason.ERROR, error="no way on", error_code="grammar_error"
-    )
+    assert steps.ended[guided] == Finished(id=guided, reason=FinishReason.ERROR, error=str(error), error_code=code)
     while steps.frames:
         steps.retire()
         steps.launch()

@@ -26,6 +26,7 @@ class Guide(Protocol):
 
         Raises:
             GuideError: the request must end with this error.
+            OverloadedError: likewise, and its client may try again.
         """
 
     @property

@@ -19,7 +19,7 @@ from cluster.scheduling.limits import SchedulerLimits
 from cluster.scheduling.request import Request
 from cluster.scheduling.request_adjustments import check_allows_a_token
 from cluster.scheduling.row_table import RowTable
-from configs.errors import GuideError
+from configs.errors import GuideError, OverloadedError, RequestError
 from worker.protocol import Int32Array, UInt32Array, mask_words
 
 
@@ -29,7 +29,7 @@ class GuideNews:
 
     admissible: list[Request] = field(default_factory=list)
     """Requests whose first mask is there."""
-    ended: list[tuple[Request, FinishReason, str | None]] = field(default_factory=list)
+    ended: list[tuple[Request, FinishReason, RequestError | None]] = field(default_factory=list)
     """Requests that end here, and the error of those that end with ERROR."""
 
 
@@ -137,8 +137,8 @@ class GuidedRows:
                 news.ended.append((request, FinishReason.LENGTH, None))
             else:
                 return self._checked(request, mask, num_tokens)
-        except GuideError as error:
-            news.ended.append((request, FinishReason.ERROR, str(error)))
+        except (GuideError, OverloadedError) as error:
+            news.ended.append((request, FinishReason.ERROR, error))
         return None
 
     def _checked(self, request: Request, mask: UInt32Array, position: int) -> UInt32Array:

@@ -158,7 +158,10 @@ class Scheduler:
         for request in news.admissible:
             self._queue.push(request)
         for request, reason, error in news.ended:
-            self._endings.finish(request, reason, error=error, error_code=None if error is None else "grammar_error")
+            if error is None:
+                self._endings.finish(request, reason)
+            else:
+                self._endings.finish(request, reason, error=str(error), error_code=error.code)
         return bool(self._guided.num_awaiting)
 
     def retire(self, result: StepResult) -> StepOutput:

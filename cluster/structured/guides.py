@@ -34,7 +34,7 @@ from cluster.structured.protocol import (
     Setup,
     pack,
 )
-from configs.errors import GuideError, OverloadedError
+from configs.errors import GuideError, OverloadedError, RequestError
 from parallel.sockets import receive_frame
 from worker.protocol import UInt32Array
 
@@ -63,7 +63,7 @@ class GrammarGuide:
         # Written by the thread, each in one go:
         self._mask: tuple[int, UInt32Array] | None = None  # with the number of tokens it follows
         self._is_finished = False
-        self._error: str | None = None
+        self._error: RequestError | None = None
 
     def accept(self, tokens: Sequence[int]) -> None:
         self.tokens.extend(tokens)
@@ -71,7 +71,7 @@ class GrammarGuide:
 
     def poll(self) -> UInt32Array | None:
         if self._error is not None:
-            raise GuideError(f"The answer was ended: {self._error}.")
+            raise self._error
         if self._mask is None or self._mask[0] != len(self.tokens):
             return None
         return self._mask[1]
@@ -87,15 +87,19 @@ class GrammarGuide:
     def tell(self, mask: Mask, num_tokens: int) -> None:
         """What may follow the first `num_tokens` tokens."""
         if mask.error is not None:
-            self._error = mask.error
+            self.fail(mask.error)
         elif mask.is_finished:
             self._is_finished = True
         else:
             self._mask = (num_tokens, np.frombuffer(mask.mask, np.uint32))
 
     def fail(self, reason: str) -> None:
-        """The answer cannot go on."""
-        self._error = reason
+        """The answer cannot go on, for a reason of its grammar."""
+        self._error = GuideError(f"The answer was ended: {reason}.")
+
+    def drop(self, reason: str) -> None:
+        """The answer cannot go on, for a reason that another time is not there."""
+        self._error = OverloadedError(f"The answer was ended: {reason}; try again later.")
 
 
 class GrammarGuides:
@@ -124,7 +128,7 @@ class GrammarGuides:
         guide = GrammarGuide(id_, grammar, running.queues[id_ % len(running.queues)])
         guide.accept(())
         if running.failure is not None:  # perhaps before it saw this guide
-            guide.fail(running.failure)
+            guide.drop(running.failure)
         return guide
 
     def close(self) -> None:
@@ -168,7 +172,7 @@ class _Processes(threading.Thread):
         if self.failure is not None:
             for work in self.queues:  # of those that have no follower
                 for guide in _take_all(work):
-                    guide.fail(self.failure)
+                    guide.drop(self.failure)
             self._wake()
 
     def _fail(self, reason: str) -> None:
@@ -208,7 +212,7 @@ class _Follower(threading.Thread):
 
     def _fail_guides(self) -> None:
         for guide in (*self._guides.values(), *_take_all(self._work)):
-            guide.fail(_FAILED)
+            guide.drop(_FAILED)
         self._wake()
 
     def _next(self) -> GrammarGuide | None:
