@@ -125,7 +125,8 @@ class PagedCase:
         """Asserts that `out` errs as fp32 does, or at most twice as far as torch in the same 16-bit dtype."""
         exact, _ = self.expected(torch.float32, masks)
         if self.dtype is torch.float32:
-            torch.testing.assert_close(out, exact, atol=2e-6, rtol=2e-5)
+            # A GPU's exponential is not the nearest fp32.
+            torch.testing.assert_close(out, exact, atol=2e-6 if self.device.type == "cpu" else 1e-5, rtol=2e-5)
             return
         # torch's max, unlike Python's, never passes over a NaN.
         same_dtype, _ = self.expected(self.dtype, masks)

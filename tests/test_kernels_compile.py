@@ -35,6 +35,7 @@ from attention.forward_batch import PagedMetadata
 from attention.kernels import decode
 from attention.kernels.extend import NewTokenMask, paged_extend
 from attention.kernels.step_metadata import apply_page_deltas, fill_step_metadata
+from attention.kernels.merge import merge_states
 from attention.layer import AttentionLayer
 from attention.step_metadata import StepTensors
 from parallel.kernels.all_reduce_norm import all_reduce_add_norm
@@ -49,6 +50,8 @@ from worker.protocol import RECORD_WORDS
 
 ROOT = Path(__file__).resolve().parent.parent
 EPS = 1e-6
+SHARED_BYTES = 227 * 1024
+"""What a program may have on an H200."""
 ATTENTION_FEATURES: list[dict[str, Any]] = [
     {"window": 4096},
     {"softcap": 50.0},
@@ -177,8 +180,9 @@ def _call_extend(
         paged_extend(q, k, v, paged, layer, out=torch.empty(q.shape, dtype=dtype))
         return
     mask = NewTokenMask(visible=torch.empty(num_tokens**2, dtype=torch.bool), starts=_int32(num_rows))
-    lse = torch.empty(q.shape[:2])
-    paged_extend(q, k, v, paged, layer, out=torch.empty(q.shape), lse=lse, mask=mask)
+    part, lse = torch.empty(q.shape), torch.empty(q.shape[:2])
+    paged_extend(q, k, v, paged, layer, out=part, lse=lse, mask=mask)
+    merge_states(part, lse, part, lse, out=torch.empty(q.shape, dtype=dtype), lse=lse)
 
 
 def _call_qk_norm_rope_store(head_dim: int, *, norm: bool) -> None:
@@ -262,16 +266,15 @@ def _call_everything() -> None:
         _call_decode(batch_size, page_size, _layer(head_dim))
     for batch_size, features in itertools.product((4, 64), ATTENTION_FEATURES):
         _call_decode(batch_size, 64, _layer(128, **features))
-    for head_dim, page_size in itertools.product((64, 96, 128, 256), (1, 16, 64)):
+    for head_dim, group, dtype in ((128, 48, torch.bfloat16), (256, 20, torch.bfloat16), (256, 4, torch.float32)):
+        _call_decode(4, 16, _layer(head_dim, group=group), dtype)
+    for head_dim, page_size in itertools.product((64, 96, 128, 256), (16, 64)):
         _call_extend(page_size, _layer(head_dim))
     for features in ATTENTION_FEATURES:
         _call_extend(64, _layer(128, **features))
-    for head_dim in (64, 128, 256):
+    for head_dim in (128, 256):
         _call_extend(16, _layer(head_dim), is_part=True)
         _call_extend(16, _layer(head_dim), torch.float32)
-        for batch_size in (4, 64):
-            _call_decode(batch_size, 16, _layer(head_dim), torch.float32)
-            _call_decode(batch_size, 16, _layer(head_dim, group=20))
     for first_id, num_ids in ((0, 49152), (75968, 75968), (101290, 50646)):
         _call_sampler(first_id, num_ids)
     for num_rows, in_features, dtype in itertools.product((1, 2, 16), (4096, 6400), (torch.bfloat16, torch.float32)):
@@ -337,7 +340,9 @@ def _compile_everything() -> dict[str, list[str]]:
         for kernel, compilation in dict.fromkeys(compiling):
             said = errors.setdefault(kernel, [])
             try:
-                compilation.result()
+                shared = compilation.result().metadata.shared
+                if shared > SHARED_BYTES:
+                    said.append(f"takes {shared} bytes of shared memory")
             except Exception as error:  # noqa: BLE001 -- the report of all kernels names it
                 said.append("".join(traceback.format_exception(error, limit=-1)))
     return errors
