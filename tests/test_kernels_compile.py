@@ -34,8 +34,8 @@ from triton.runtime.jit import JITFunction, KernelInterface
 from attention.forward_batch import PagedMetadata
 from attention.kernels import decode
 from attention.kernels.extend import NewTokenMask, paged_extend
-from attention.kernels.step_metadata import apply_page_deltas, fill_step_metadata
 from attention.kernels.merge import merge_states
+from attention.kernels.step_metadata import apply_page_deltas, fill_step_metadata
 from attention.layer import AttentionLayer
 from attention.step_metadata import StepTensors
 from parallel.kernels.all_reduce_norm import all_reduce_add_norm

@@ -1,4 +1,4 @@
-"""The Triton backend, on batches as a step makes them; test_decode_kernel.py and test_extend_kernel.py check its kernels."""
+"""The Triton backend, on batches as a step makes them; its kernels have tests of their own."""
 
 from __future__ import annotations
 

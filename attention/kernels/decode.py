@@ -101,8 +101,8 @@ def cap(scores, CAP: tl.constexpr):
 
 @triton.jit
 def first_key(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
-    """The first key that a query at `position` sees: 0 = no window, 0 = no chunk."""
-    first = position * 0
+    """The first key that each query at `position` sees; WINDOW and CHUNK are 0 where there is none."""
+    first = position * 0  # of its shape
     if WINDOW > 0:
         first = tl.maximum(position - (WINDOW - 1), 0)
     if CHUNK > 0:
