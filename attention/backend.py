@@ -50,8 +50,12 @@ class AttentionBackend(ABC):
                     f"attention needs query heads in equal groups: layer {layer.layer_id} has {layer.tp_q_head_num} "
                     f"query heads over {layer.tp_k_head_num} KV heads on this rank"
                 )
-            if layer.window is not None and layer.window < 1:
-                raise ConfigError(f"layer {layer.layer_id} has sliding window {layer.window}; it must be at least 1")
+            for name, size in (("sliding window", layer.window), ("chunk", layer.chunk)):
+                if size is not None and size < 1:
+                    raise ConfigError(f"layer {layer.layer_id} has {name} {size}; it must be at least 1")
+            if layer.sinks is not None:
+                shape, dtype = tuple(layer.sinks.shape), layer.sinks.dtype
+                assert (shape, dtype) == ((layer.tp_q_head_num,), torch.float32), f"sinks of {shape}, {dtype}"
         self.layers = tuple(layers)
         self.token_to_kv_pool = token_to_kv_pool
         self._out_cache_loc: torch.Tensor | None = None

@@ -65,7 +65,7 @@ class FlashAttentionBackend(AttentionBackend):
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Keeps the `paged` tensors of `batch`, which `attend` reads; queues nothing."""
         super().init_forward_metadata(batch)
-        _check_paged(batch.paged)
+        batch.paged.check()
         self._paged = batch.paged
         self._num_splits = 0
 
@@ -94,11 +94,3 @@ def unsplit_shapes(shape: StepShape, max_model_len: int) -> list[StepShape]:
         return [shape]
     short = dataclasses.replace(shape, max_seq_len=_UNSPLIT_KEYS * shape.num_tokens)
     return [short, shape] if short.max_seq_len < max_model_len else [short]
-
-
-def _check_paged(paged: PagedMetadata) -> None:
-    """The kernels take other widths for page ids, and read rows that are not there: once a step, this is cheap."""
-    lens, starts, table = paged.cache_seqlens, paged.cu_seqlens_q, paged.page_table
-    assert lens.dtype == starts.dtype == table.dtype == torch.int32, "paged metadata is int32"
-    assert len(lens) == len(table) == len(starts) - 1, f"{len(lens)} lengths, {len(table)} rows of pages"
-    assert table.stride(1) == lens.stride(0) == starts.stride(0) == 1, "paged metadata is contiguous"

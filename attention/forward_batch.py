@@ -44,6 +44,14 @@ class PagedMetadata:
     max_seqlen_q: int
     """Most input tokens of a row."""
 
+    def check(self) -> None:
+        """Asserts what kernels take for granted, who read other widths and rows that are not there: cheap, once a
+        step."""
+        lens, starts, table = self.cache_seqlens, self.cu_seqlens_q, self.page_table
+        assert lens.dtype == starts.dtype == table.dtype == torch.int32, "paged metadata is int32"
+        assert len(lens) == len(table) == len(starts) - 1, f"{len(lens)} lengths, {len(table)} rows of pages"
+        assert table.stride(1) == lens.stride(0) == starts.stride(0) == 1, "paged metadata is contiguous"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardBatch:

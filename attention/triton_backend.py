@@ -1,29 +1,53 @@
-"""Attention by Triton kernels of our own, on any GPU."""
+"""The backend of the Triton kernels: any GPU that Triton compiles for, and every feature that a layer may have."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
 from attention.backend import AttentionBackend, register
 from attention.forward_batch import ForwardBatch, PagedMetadata
+from attention.kv_pool import TokenToKVPool
 from attention.layer import AttentionLayer
 
 
 @register("triton")
 class TritonBackend(AttentionBackend):
-    """Decodes by `paged_decode`."""
+    """Steps in which every row has one token by `paged_decode`, all others by `paged_extend`.
+
+    Unused entries of the page table, unused pages and unused slots of a row's last page are never read. The last bits
+    of a row's answer do not depend on the other rows, but for a decode on how many there are: `paged_decode` cuts the
+    keys of few rows into runs, of many it does not, and among prompts a decode goes through `paged_extend`.
+    """
 
     captures_cuda_graphs = True
 
+    def __init__(self, layers: Sequence[AttentionLayer], token_to_kv_pool: TokenToKVPool) -> None:
+        super().__init__(layers, token_to_kv_pool)
+        for layer in layers:
+            for pages in token_to_kv_pool.pages(layer.layer_id):
+                assert pages.is_contiguous(), "the kernels read pages that are contiguous"
+        from attention.kernels.decode import paged_decode  # a CPU install has no Triton
+        from attention.kernels.extend import paged_extend
+
+        self._paged_decode, self._paged_extend = paged_decode, paged_extend
+        self._paged: PagedMetadata | None = None
+
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        """Keeps the `paged` tensors of `batch`, which `attend` reads; queues nothing."""
         super().init_forward_metadata(batch)
-        self._paged: PagedMetadata = batch.paged
+        batch.paged.check()
+        self._paged = batch.paged
 
     def attend(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-        from attention.kernels.decode import paged_decode
-
+        paged = self._paged
+        assert paged is not None, "attend before init_forward_metadata"
         k_pages, v_pages = self.token_to_kv_pool.pages(layer.layer_id)
         heads = q.view(-1, layer.tp_q_head_num, layer.head_dim)
         out = torch.empty(heads.shape, dtype=q.dtype, device=q.device)
-        paged_decode(heads, k_pages, v_pages, self._paged, layer, out=out)
+        if paged.max_seqlen_q == 1:
+            self._paged_decode(heads, k_pages, v_pages, paged, layer, out=out)
+        else:
+            self._paged_extend(heads, k_pages, v_pages, paged, layer, out=out)
         return out.view(q.shape)

@@ -88,7 +88,7 @@ _SPECS = (
         name="triton",
         what="kernels of our own in Triton",
         device="cuda",
-        dtypes=_HALVES,
+        dtypes=_HALVES | {"float32"},
         max_head_dim=256,
         features=frozenset(Feature),
     ),

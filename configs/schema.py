@@ -35,7 +35,7 @@ class AttentionConfig(_Section):
     """What computes attention. docs/reference/attention.md has what each backend can do."""
 
     backend: AttentionBackendName = "auto"
-    """auto: on Hopper GPUs fa3, and triton for steps that decode alone; on other GPUs triton; on CPU, and in float32,
+    """auto: on Hopper GPUs fa3, and triton for steps that decode alone; on other GPUs, and in float32, triton; on CPU
     torch_native. What a backend cannot do for the model is said, and the next one is taken."""
     prefill_backend: AttentionBackendName | None = None
     """For steps with more than one token of some request. None: `attention.backend`."""

@@ -54,7 +54,7 @@ def test_every_backend_of_the_table_is_there_and_can_be_named() -> None:
         (needs(features=frozenset({Feature.SINKS})), "triton", "triton"),
         (needs(features=frozenset({Feature.CHUNK})), "triton", "triton"),
         (needs(head_dims=frozenset({64, 512})), "torch_native", "torch_native"),
-        (needs(dtype="float32"), "torch_native", "torch_native"),
+        (needs(dtype="float32"), "triton", "triton"),
         (CPU, "torch_native", "torch_native"),
     ],
 )
@@ -81,7 +81,7 @@ def test_auto_says_what_it_passed_over_and_why() -> None:
             needs(compute_capability=(8, 0)),
             "needs compute capability 9.0, and this is 8.0; .* auto or triton or",
         ),
-        ("fa3", needs(dtype="float32"), "serves bfloat16 and float16, and dtype is float32; choose auto or torch_na"),
+        ("fa3", needs(dtype="float32"), "serves bfloat16 and float16, and dtype is float32; choose auto or triton or"),
         ("fa3", needs(page_size=512), "pages of at most 256 tokens, and kv_cache.page_size is 512; .* triton or torch"),
         ("triton", needs(head_dims=frozenset({512})), "heads of at most 256 .* have 512; choose auto or torch_native"),
         ("fa3", needs(features=frozenset({Feature.SINKS})), "has no sinks; choose auto or triton or torch_native"),

@@ -300,9 +300,9 @@ def test_gpus_bring_the_checkpoints_dtype_fa3_symmetric_memory_and_large_steps()
     assert config.max_model_len is None, "known once the KV pool is"
 
 
-def test_float32_on_gpus_attends_by_the_reference_backend() -> None:
+def test_float32_on_gpus_attends_by_triton_alone() -> None:
     attention = _resolved(GPU_NODE, dtype="float32").config.attention
-    assert (attention.prefill_backend, attention.decode_backend) == ("torch_native", "torch_native")
+    assert (attention.prefill_backend, attention.decode_backend) == ("triton", "triton")
     with pytest.raises(
         ConfigError, match=r"backend=fa3 serves bfloat16 and float16, .*float32; .*auto or torch_native"
     ):

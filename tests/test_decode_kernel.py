@@ -1,22 +1,20 @@
-"""The decode-attention kernel against plain attention: fp32 in Triton's interpreter, bf16 on a GPU.
-
-Whatever a row does not own is poisoned: unused page-table entries point far outside the pool, unused slots are NaN.
-"""
+"""The decode-attention kernel against plain attention: fp32 in Triton's interpreter, bf16 on a GPU."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="a CPU install has no Triton")
 
-from attention.forward_batch import PagedMetadata
 from attention.kernels.decode import MAX_GROUP, DecodeTuning, choose, paged_decode
 from attention.layer import AttentionLayer
+from tests.paged_case import PADDING, PagedCase
 
 LARGE = DecodeTuning(block_n=64, num_warps=4, num_stages=3, num_splits=1)
 SMALL = DecodeTuning(block_n=32, num_warps=2, num_stages=3, num_splits=1)
@@ -32,7 +30,14 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 def _layer(
-    *, kv_heads: int = 2, group: int = 3, head_dim: int = 64, window: int | None = None, softcap: float | None = None
+    *,
+    kv_heads: int = 2,
+    group: int = 3,
+    head_dim: int = 64,
+    window: int | None = None,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> AttentionLayer:
     return AttentionLayer(
         layer_id=0,
@@ -42,6 +47,8 @@ def _layer(
         scale=0.11,
         window=window,
         softcap=softcap,
+        chunk=chunk,
+        sinks=sinks,
     )
 
 
@@ -49,8 +56,8 @@ def _split(tuning: DecodeTuning, num_splits: int) -> DecodeTuning:
     return dataclasses.replace(tuning, num_splits=num_splits, early_join=num_splits > 1)
 
 
-class Case:
-    """Rows of so many random keys and values each, on pages in random order. Row -1 is the padding row."""
+class Case(PagedCase):
+    """Rows of so many keys each, the last of them new."""
 
     def __init__(
         self,
@@ -60,40 +67,8 @@ class Case:
         device: torch.device,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.layer, self.lens, self.device = layer, list(lens), device
-        # numpy, which the interpreter computes with, has no bf16.
-        self.dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
-        generator = torch.Generator().manual_seed(0)
-        num_pages = [math.ceil(length / page_size) for length in lens]
-        self.table = torch.full((len(lens) + 1, max(num_pages) + 2), 1 << 30, dtype=torch.int32)
-        self.table[-1, 0] = 0
-        pool = (sum(num_pages) + 2, page_size, layer.tp_k_head_num, layer.head_dim)
-        self.k, self.v = (torch.full(pool, math.nan, dtype=self.dtype) for _ in range(2))
-        free = (1 + torch.randperm(sum(num_pages) + 1, generator=generator)).int()
-        self.keys, self.values = [], []
-        for i, (length, count) in enumerate(zip(lens, num_pages, strict=True)):
-            pages = free[sum(num_pages[:i]) :][:count]
-            self.table[i, :count] = pages
-            slots = (pages.long()[:, None] * page_size + torch.arange(page_size)).flatten()[:length]
-            for target, rows in ((self.k, self.keys), (self.v, self.values)):
-                new = torch.randn(length, *pool[2:], generator=generator).to(self.dtype)
-                target.flatten(0, 1)[slots] = new
-                rows.append(new.to(device))
-        self.q = torch.randn(len(lens) + 1, layer.tp_q_head_num, layer.head_dim, generator=generator)
-        self.q, self.k, self.v = (x.to(device, self.dtype) for x in (self.q, self.k, self.v))
-
-    def paged(self, rows: Sequence[int]) -> PagedMetadata:
-        return PagedMetadata(
-            cache_seqlens=torch.tensor([1 if i < 0 else self.lens[i] for i in rows], dtype=torch.int32).to(self.device),
-            cu_seqlens_q=torch.arange(len(rows) + 1, dtype=torch.int32).to(self.device),
-            page_table=self.table[list(rows)].to(self.device),
-            max_seqlen_q=1,
-        )
-
-    def queries(self, rows: Sequence[int]) -> torch.Tensor:
-        """[rows, Hq, D], a slice of wider rows, as of a fused projection."""
-        q = self.q[list(rows)]
-        return torch.cat([q, q], dim=1)[:, : q.shape[1]]
+        super().__init__(layer, page_size, [(length - 1, 1) for length in lens], device, dtype)
+        self.lens = list(lens)
 
     def run(self, tuning: DecodeTuning | None, rows: Sequence[int] | None = None) -> torch.Tensor:
         """[rows, Hq, D] of `rows`, None: all but padding."""
@@ -103,29 +78,6 @@ class Case:
         paged = self.paged(rows)
         assert paged_decode(q, self.k, self.v, paged, self.layer, out=out, tuning=tuning) is out
         return out
-
-    def expected(self, dtype: torch.dtype) -> torch.Tensor:
-        """[rows, Hq, D] of every row, computed in `dtype`, one row at a time."""
-        layer, outs = self.layer, []
-        group = layer.tp_q_head_num // layer.tp_k_head_num
-        for q, keys, values in zip(self.q[:-1], self.keys, self.values, strict=True):
-            first = 0 if layer.window is None else max(len(keys) - layer.window, 0)
-            k, v = (x[first:].to(dtype).repeat_interleave(group, dim=1) for x in (keys, values))
-            scores = torch.einsum("hd,lhd->hl", q.to(dtype), k) * layer.scale
-            if layer.softcap is not None:
-                scores = layer.softcap * torch.tanh(scores / layer.softcap)
-            outs.append(torch.einsum("hl,lhd->hd", torch.softmax(scores, -1), v))
-        return torch.stack(outs).float()
-
-    def check(self, out: torch.Tensor) -> None:
-        """Asserts that `out` errs as fp32 does, or at most twice as far as torch in the same 16-bit dtype."""
-        exact = self.expected(torch.float32)
-        if self.dtype is torch.float32:
-            torch.testing.assert_close(out, exact, atol=2e-6, rtol=2e-5)
-            return
-        # torch's max, unlike Python's, never passes over a NaN.
-        error, bound = (float((x.float() - exact).abs().max()) for x in (out, self.expected(self.dtype)))
-        assert error <= 2 * bound + 1e-3, f"error {error:.5f}, {bound:.5f} by torch in {self.dtype}"
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (1, None), (40, 5.0)])
@@ -148,6 +100,36 @@ def test_equals_plain_attention_for_every_head_geometry(
     case.check(case.run(tuning))
 
 
+@pytest.mark.parametrize(
+    ("features", "with_sinks"),
+    [({"chunk": 24}, True), ({"chunk": 64, "window": 40}, False), ({"chunk": 64, "softcap": 5.0}, True)],
+)
+@pytest.mark.parametrize("tuning", [SMALL, _split(SMALL, 3)], ids=["one run", "three runs"])
+def test_equals_plain_attention_in_chunks_and_with_sinks(
+    tuning: DecodeTuning, features: dict[str, Any], with_sinks: bool, device: torch.device
+) -> None:
+    sinks = torch.linspace(-1.0, 3.0, 3, device=device) if with_sinks else None
+    case = Case(_layer(kv_heads=1, **features, sinks=sinks), 16, [1, 130, 64, 65, 33], device)
+    case.check(case.run(tuning))
+
+
+@pytest.mark.parametrize("tuning", [SMALL, _split(SMALL, 3)], ids=["one run", "three runs"])
+def test_a_sink_takes_its_share_once_however_large_or_small_it_is(tuning: DecodeTuning, device: torch.device) -> None:
+    sinks = torch.tensor([-math.inf, -500.0, -3.0, 0.0, 5.0, 500.0], device=device)
+    case = Case(_layer(kv_heads=1, group=6, sinks=sinks), 16, [130, 1], device)
+    out = case.run(tuning)
+    case.check(out)
+    assert bool((out[:, 5] == 0).all())
+
+
+@pytest.mark.parametrize(("group", "tuning"), [(17, SMALL), (17, _split(SMALL, 2)), (48, LARGE)])
+def test_groups_of_more_heads_than_the_smallest_tile_has_rows(
+    group: int, tuning: DecodeTuning, device: torch.device
+) -> None:
+    case = Case(_layer(kv_heads=2, group=group), 16, [70, 1], device)
+    case.check(case.run(tuning))
+
+
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_float16_errs_at_most_twice_as_far_as_torch(num_splits: int, device: torch.device) -> None:
     case = Case(_layer(), 16, LENS, device, torch.float16)
@@ -161,9 +143,10 @@ def test_rows_with_fewer_blocks_than_runs_leave_the_others_empty(device: torch.d
 
 def test_large_scores_of_either_sign_stay_finite(device: torch.device) -> None:
     case = Case(_layer(), 16, LENS, device)
-    case.q *= 200.0  # scores of several hundreds, which fp32 rounds to about 1e-4
+    case.q = [200.0 * q for q in case.q]  # scores of several hundreds, which fp32 rounds to about 1e-4
+    exact, _ = case.expected(torch.float32)
     for tuning in (LARGE, _split(SMALL, 3)):
-        torch.testing.assert_close(case.run(tuning).float(), case.expected(torch.float32), atol=0.02, rtol=0.01)
+        torch.testing.assert_close(case.run(tuning).float(), exact, atol=0.02, rtol=0.01)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # the NaN of the padding page, in numpy
@@ -173,7 +156,7 @@ def test_a_row_alone_equals_the_row_between_others_and_padding_bit_for_bit(
 ) -> None:
     case = Case(_layer(), 16, LENS, device)
     together = case.run(tuning)
-    padded = case.run(tuning, [4, -1, 1, 0, -1])
+    padded = case.run(tuning, [4, PADDING, 1, 0, PADDING])
     assert bool(padded[[1, 4]].isnan().all()), "the padding page is NaN here: a padding row reads nothing else"
     for i, j in ((0, 3), (1, 2), (4, 0)):
         [alone] = case.run(tuning, [i])
@@ -208,6 +191,17 @@ def test_as_it_tunes_itself_errs_at_most_twice_as_far_as_torch(batch_size: int, 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize("group", [4, 20, 48])
+@pytest.mark.parametrize("batch_size", [1, 16, 90])
+def test_every_geometry_fits_as_it_tunes_itself(batch_size: int, group: int, head_dim: int, dtype: torch.dtype) -> None:
+    sinks = torch.linspace(-1.0, 3.0, 2 * group, device=GPU)
+    case = Case(_layer(group=group, head_dim=head_dim, chunk=200, sinks=sinks), 16, [300, 70] * batch_size, GPU, dtype)
+    case.check(case.run(None))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 1000])
 def test_one_long_row_errs_at_most_twice_as_far_as_torch(window: int | None) -> None:
     case = Case(_layer(kv_heads=2, group=8, head_dim=128, window=window), 64, [33_000], GPU)
@@ -221,7 +215,7 @@ def test_a_join_that_starts_early_waits_for_all_parts() -> None:
     assert tuning.early_join
     rows = range(len(case.lens))
     paged = case.paged(rows)
-    queries = [torch.randn_like(case.q[:-1]) for _ in range(50)]
+    queries = [torch.randn_like(torch.cat(case.q[:-1])) for _ in range(50)]
 
     def outs(tuning: DecodeTuning) -> list[torch.Tensor]:
         # The parts' memory is the same in each call: whoever does not wait reads those of the call before.

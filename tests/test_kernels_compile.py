@@ -33,6 +33,8 @@ from triton.runtime.jit import JITFunction, KernelInterface
 
 from attention.forward_batch import PagedMetadata
 from attention.kernels import decode
+from attention.kernels.extend import NewTokenMask, paged_extend
+from attention.kernels.merge import merge_states
 from attention.kernels.step_metadata import apply_page_deltas, fill_step_metadata
 from attention.layer import AttentionLayer
 from attention.step_metadata import StepTensors
@@ -48,6 +50,14 @@ from worker.protocol import RECORD_WORDS
 
 ROOT = Path(__file__).resolve().parent.parent
 EPS = 1e-6
+SHARED_BYTES = 227 * 1024
+"""What a program may have on an H200."""
+ATTENTION_FEATURES: list[dict[str, Any]] = [
+    {"window": 4096},
+    {"softcap": 50.0},
+    {"chunk": 8192},
+    {"window": 128, "sinks": True},
+]
 
 pytestmark = pytest.mark.skipif(
     (sys.platform, platform.machine()) != ("linux", "x86_64"), reason="compiles kernels on Linux x86-64 only"
@@ -127,29 +137,52 @@ def _call_step_metadata(page_size: int) -> None:
     apply_page_deltas(table, _int32(3, 3))
 
 
-def _call_decode(
-    batch_size: int, head_dim: int, page_size: int, window: int | None = None, softcap: float | None = None
-) -> None:
-    num_q_heads, num_kv_heads = 32, 8
-    layer = AttentionLayer(
+def _layer(head_dim: int, *, group: int = 4, sinks: bool = False, **features: Any) -> AttentionLayer:
+    return AttentionLayer(
         layer_id=0,
-        tp_q_head_num=num_q_heads,
-        tp_k_head_num=num_kv_heads,
+        tp_q_head_num=8 * group,
+        tp_k_head_num=8,
         head_dim=head_dim,
         scale=head_dim**-0.5,
-        window=window,
-        softcap=softcap,
+        sinks=torch.empty(8 * group) if sinks else None,
+        **features,
     )
-    qkv = _bf16(batch_size, (num_q_heads + 2 * num_kv_heads) * head_dim)
-    pages = _bf16(3, page_size, num_kv_heads, head_dim)
+
+
+def _attention_inputs(
+    layer: AttentionLayer, num_tokens: int, num_rows: int, page_size: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, PagedMetadata]:
+    """Queries, keys, values and where they are."""
+    qkv = torch.empty(num_tokens, (layer.tp_q_head_num + 2 * layer.tp_k_head_num) * layer.head_dim, dtype=dtype)
+    pages = torch.empty(3, page_size, layer.tp_k_head_num, layer.head_dim, dtype=dtype)
     paged = PagedMetadata(
-        cache_seqlens=_int32(batch_size),
-        cu_seqlens_q=_int32(batch_size + 1),
-        page_table=_int32(batch_size, 512),
-        max_seqlen_q=1,
+        cache_seqlens=_int32(num_rows),
+        cu_seqlens_q=_int32(num_rows + 1),
+        page_table=_int32(num_rows, 512),
+        max_seqlen_q=num_tokens - num_rows + 1,
     )
-    q = qkv[:, : num_q_heads * head_dim].view(batch_size, num_q_heads, head_dim)
-    decode.paged_decode(q, pages, pages, paged, layer, out=_bf16(batch_size, num_q_heads, head_dim))
+    heads = qkv[:, : layer.tp_q_head_num * layer.head_dim].view(num_tokens, layer.tp_q_head_num, layer.head_dim)
+    return heads, pages, pages, paged
+
+
+def _call_decode(batch_size: int, page_size: int, layer: AttentionLayer, dtype: torch.dtype = torch.bfloat16) -> None:
+    q, k, v, paged = _attention_inputs(layer, batch_size, batch_size, page_size, dtype)
+    decode.paged_decode(q, k, v, paged, layer, out=torch.empty(q.shape, dtype=dtype))
+
+
+def _call_extend(
+    page_size: int, layer: AttentionLayer, dtype: torch.dtype = torch.bfloat16, *, is_part: bool = False
+) -> None:
+    """`is_part`: with a mask and what it takes to merge the answer with another."""
+    num_tokens, num_rows = 512, 4
+    q, k, v, paged = _attention_inputs(layer, num_tokens, num_rows, page_size, dtype)
+    if not is_part:
+        paged_extend(q, k, v, paged, layer, out=torch.empty(q.shape, dtype=dtype))
+        return
+    mask = NewTokenMask(visible=torch.empty(num_tokens**2, dtype=torch.bool), starts=_int32(num_rows))
+    part, lse = torch.empty(q.shape), torch.empty(q.shape[:2])
+    paged_extend(q, k, v, paged, layer, out=part, lse=lse, mask=mask)
+    merge_states(part, lse, part, lse, out=torch.empty(q.shape, dtype=dtype), lse=lse)
 
 
 def _call_qk_norm_rope_store(head_dim: int, *, norm: bool) -> None:
@@ -230,10 +263,18 @@ def _call_everything() -> None:
         _call_qk_norm_rope_store(head_dim, norm=norm)
     # Batches for which keys are split and not, in blocks of 64 and of 32: see decode.choose.
     for batch_size, head_dim, page_size in itertools.product((4, 16, 32, 64), (64, 128), (16, 64)):
-        _call_decode(batch_size, head_dim, page_size)
-    for batch_size in (4, 64):
-        _call_decode(batch_size, 128, 64, window=4096)
-        _call_decode(batch_size, 128, 64, softcap=50.0)
+        _call_decode(batch_size, page_size, _layer(head_dim))
+    for batch_size, features in itertools.product((4, 64), ATTENTION_FEATURES):
+        _call_decode(batch_size, 64, _layer(128, **features))
+    for head_dim, group, dtype in ((128, 48, torch.bfloat16), (256, 20, torch.bfloat16), (256, 4, torch.float32)):
+        _call_decode(4, 16, _layer(head_dim, group=group), dtype)
+    for head_dim, page_size in itertools.product((64, 96, 128, 256), (16, 64)):
+        _call_extend(page_size, _layer(head_dim))
+    for features in ATTENTION_FEATURES:
+        _call_extend(64, _layer(128, **features))
+    for head_dim in (128, 256):
+        _call_extend(16, _layer(head_dim), is_part=True)
+        _call_extend(16, _layer(head_dim), torch.float32)
     for first_id, num_ids in ((0, 49152), (75968, 75968), (101290, 50646)):
         _call_sampler(first_id, num_ids)
     for num_rows, in_features, dtype in itertools.product((1, 2, 16), (4096, 6400), (torch.bfloat16, torch.float32)):
@@ -299,7 +340,9 @@ def _compile_everything() -> dict[str, list[str]]:
         for kernel, compilation in dict.fromkeys(compiling):
             said = errors.setdefault(kernel, [])
             try:
-                compilation.result()
+                shared = compilation.result().metadata.shared
+                if shared > SHARED_BYTES:
+                    said.append(f"takes {shared} bytes of shared memory")
             except Exception as error:  # noqa: BLE001 -- the report of all kernels names it
                 said.append("".join(traceback.format_exception(error, limit=-1)))
     return errors

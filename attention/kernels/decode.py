@@ -8,6 +8,7 @@ from `DecodeTuning`: never from the other rows.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 
@@ -19,10 +20,12 @@ from attention.forward_batch import PagedMetadata
 from attention.layer import AttentionLayer
 
 MAX_GROUP = 16
-"""Most query heads of one KV head: the rows of the smallest matrix product that tensor cores do."""
+"""Query heads of one KV head that the smallest matrix product of tensor cores has rows for; more take a larger one."""
 
 _SPLITS_AT_ONCE = 16
 _MAX_SPLITS = 128
+_SHARED_BYTES = 220 * 1024
+"""Of the 227 KiB of shared memory that a program on Hopper may have."""
 _DEPENDENT_LAUNCH = (9, 0)  # the first compute capability that has it
 
 
@@ -71,6 +74,18 @@ def choose(batch_size: int, num_kv_heads: int) -> DecodeTuning:
     )
 
 
+def _fit(tuning: DecodeTuning, block_m: int, block_d: int, itemsize: int) -> DecodeTuning:
+    """`tuning` as registers and shared memory hold it: unchanged for 16-bit values and up to 32 query heads a KV head.
+
+    More of these take more warps; fp32, of whose products threads hold whole rows of the operands, takes short blocks.
+    """
+    block_n = tuning.block_n if itemsize <= 2 else 16
+    while block_n > 16 and (block_m + 2 * tuning.num_stages * block_n) * block_d * itemsize > _SHARED_BYTES:
+        block_n //= 2
+    num_warps = max(tuning.num_warps, 4 if itemsize > 2 else 1, block_m // 16 if block_m > 32 else 1)
+    return dataclasses.replace(tuning, block_n=block_n, num_warps=num_warps)
+
+
 @functools.cache
 def _has_dependent_launch(device: torch.device) -> bool:
     """Whether a kernel on `device` can be started before the one in front of it is done, and wait for it there."""
@@ -78,18 +93,27 @@ def _has_dependent_launch(device: torch.device) -> bool:
 
 
 @triton.jit
-def _cap(scores, CAP: tl.constexpr):
+def cap(scores, CAP: tl.constexpr):
     """CAP * tanh(scores / CAP), by the one exponential that the hardware has."""
     LOG2_E: tl.constexpr = 1.4426950408889634
     return CAP - 2.0 * CAP / (tl.exp2(scores * (2.0 * LOG2_E / CAP)) + 1.0)
 
 
 @triton.jit
-def _blocks_of_split(seq_len, split, num_splits, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
-    """The key blocks [begin, end) that a split of a row walks; none when the splits before it have them all."""
-    begin = 0
+def first_key(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """The first key that each query at `position` sees; WINDOW and CHUNK are 0 where there is none."""
+    first = position * 0  # of its shape
     if WINDOW > 0:
-        begin = tl.maximum(seq_len - WINDOW, 0) // BLOCK_N
+        first = tl.maximum(position - (WINDOW - 1), 0)
+    if CHUNK > 0:
+        first = tl.maximum(position // CHUNK * CHUNK, first)
+    return first
+
+
+@triton.jit
+def _blocks_of_split(seq_len, split, num_splits, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """The key blocks [begin, end) that a split of a row walks; none when the splits before it have them all."""
+    begin = first_key(seq_len - 1, WINDOW, CHUNK) // BLOCK_N
     end = tl.cdiv(seq_len, BLOCK_N)
     run = tl.cdiv(end - begin, num_splits)
     begin += split * run
@@ -98,7 +122,7 @@ def _blocks_of_split(seq_len, split, num_splits, BLOCK_N: tl.constexpr, WINDOW: 
 
 @triton.jit(
     do_not_specialize=["page_table_stride", "group", "num_splits"],
-    do_not_specialize_on_alignment=["page_table", "cache_seqlens"],
+    do_not_specialize_on_alignment=["page_table", "cache_seqlens", "sinks"],
 )
 def _decode_kernel(
     q_ptr,
@@ -106,6 +130,7 @@ def _decode_kernel(
     v_ptr,
     page_table,
     cache_seqlens,
+    sinks,
     out_ptr,
     lse_ptr,
     q_stride,
@@ -119,6 +144,7 @@ def _decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     CAP: tl.constexpr,
     SPLIT: tl.constexpr,
     EARLY_JOIN: tl.constexpr,
@@ -137,11 +163,11 @@ def _decode_kernel(
 
     seq_len = tl.load(cache_seqlens + row)
     if SPLIT:
-        begin, end = _blocks_of_split(seq_len, split, num_splits, BLOCK_N, WINDOW)
+        begin, end = _blocks_of_split(seq_len, split, num_splits, BLOCK_N, WINDOW, CHUNK)
         if begin >= end:
             return
     else:
-        begin, end = _blocks_of_split(seq_len, 0, 1, BLOCK_N, WINDOW)
+        begin, end = _blocks_of_split(seq_len, 0, 1, BLOCK_N, WINDOW, CHUNK)
 
     heads = tl.arange(0, BLOCK_M)
     keys = tl.arange(0, BLOCK_N)
@@ -172,8 +198,8 @@ def _decode_kernel(
     for block in tl.range(begin, end):
         position = block * BLOCK_N + keys
         visible = position < seq_len
-        if WINDOW > 0:
-            visible = visible & (position >= seq_len - WINDOW)
+        if WINDOW > 0 or CHUNK > 0:
+            visible = visible & (position >= first_key(seq_len - 1, WINDOW, CHUNK))
         offset = page.to(tl.int64) * page_stride
         if PAGE_SIZE > BLOCK_N:
             offset += (block * BLOCK_N % PAGE_SIZE) * slot_stride
@@ -187,9 +213,9 @@ def _decode_kernel(
         # Keys that are not there are not read: a NaN among the values would come through its weight of zero.
         mask = visible[:, None] & inside[None, :]
         k = tl.load(k_ptr + offset + tile, mask=mask, other=0.0)
-        scores = tl.dot(q, tl.trans(k)) * scale
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if CAP > 0:
-            scores = _cap(scores, CAP)
+            scores = cap(scores, CAP)
         scores = tl.where(visible[None, :], scores * LOG2_E, float("-inf"))
         new_m = tl.maximum(m, tl.max(scores, 1))
         decay = tl.exp2(m - new_m)
@@ -197,9 +223,15 @@ def _decode_kernel(
         m = new_m
         weights = weights * decay[:, None] + p
         v = tl.load(v_ptr + offset + tile, mask=mask, other=0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None])
+        acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
 
     total = tl.sum(weights, 1)
+    if sinks is not None:
+        sink = tl.load(sinks + q_heads, mask=is_head, other=0.0) * LOG2_E
+        new_m = tl.maximum(m, sink)
+        decay = tl.exp2(m - new_m)
+        total = total * decay + tl.exp2(sink - new_m)
+        acc *= decay[:, None]
     attended = acc / total[:, None]
     out_row = row * (num_kv_heads * group) + q_heads
     stored = is_head[:, None] & inside[None, :]
@@ -209,17 +241,19 @@ def _decode_kernel(
     tl.store(out_ptr + out_row[:, None] * HEAD_DIM + dims[None, :], attended.to(out_ptr.dtype.element_ty), mask=stored)
 
 
-@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["cache_seqlens"])
+@triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["cache_seqlens", "sinks"])
 def _join_kernel(
     parts_ptr,
     lse_ptr,
     cache_seqlens,
+    sinks,
     out_ptr,
     num_splits,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     BLOCK_S: tl.constexpr,
     EARLY_JOIN: tl.constexpr,
@@ -228,7 +262,7 @@ def _join_kernel(
     out_row = row * tl.num_programs(0) + tl.program_id(0)
     # Written before the runs' kernel, which is not started early itself, and so before any of this one's programs.
     seq_len = tl.load(cache_seqlens + row)
-    begin, end = _blocks_of_split(seq_len, 0, 1, BLOCK_N, WINDOW)
+    begin, end = _blocks_of_split(seq_len, 0, 1, BLOCK_N, WINDOW, CHUNK)
     num_blocks = end - begin
     num_parts = tl.cdiv(num_blocks, tl.cdiv(num_blocks, num_splits))
     if EARLY_JOIN:
@@ -240,7 +274,12 @@ def _join_kernel(
     splits = tl.arange(0, MAX_SPLITS)
     lse = tl.load(lse_ptr + out_row * num_splits + splits, mask=splits < num_parts, other=float("-inf"))
     largest = tl.max(lse, 0)
+    if sinks is not None:
+        sink = tl.load(sinks + tl.program_id(0)) * 1.4426950408889634
+        largest = tl.maximum(largest, sink)
     total = tl.sum(tl.exp2(lse - largest), 0)
+    if sinks is not None:
+        total += tl.exp2(sink - largest)
     dims = tl.arange(0, BLOCK_D)
     inside = dims < HEAD_DIM
     acc = tl.zeros([BLOCK_D], tl.float32)
@@ -274,11 +313,12 @@ def paged_decode(
 
     Args:
         q: [batch_size, tp_q_head_num, head_dim] of the cache's dtype; heads of a row are contiguous, rows may lie
-            further apart. At most `MAX_GROUP` query heads a KV head.
-        k_pages: [num_pages, page_size, tp_k_head_num, head_dim], contiguous, bf16 or fp16; page_size is a power of two.
+            further apart.
+        k_pages: [num_pages, page_size, tp_k_head_num, head_dim], contiguous, bf16, fp16 or fp32; page_size is a power
+            of two. fp32 is multiplied as such, without tensor cores.
         v_pages: likewise.
         paged: of a step of single tokens: `cache_seqlens` is at least 1 in every row, `cu_seqlens_q` is not read.
-        layer: its scale, window and softcap are applied.
+        layer: its scale, window, chunk, softcap and sinks are applied.
         out: [batch_size, tp_q_head_num, head_dim], contiguous, written.
         tuning: None: `choose` of this batch. Keys that are split take (head_dim + 1) * 4 bytes for each query head and
             run, as long as this computes: at most 512 * group * (head_dim + 1) * 4 bytes as `choose` splits.
@@ -288,10 +328,12 @@ def paged_decode(
     """
     batch_size, num_q_heads, head_dim = q.shape
     _, page_size, num_kv_heads, _ = k_pages.shape
+    group = num_q_heads // num_kv_heads
+    # What a matrix product takes.
+    block_m, block_d = (max(1 << (size - 1).bit_length(), 16) for size in (group, head_dim))
     if tuning is None:
-        tuning = choose(batch_size, num_kv_heads)
+        tuning = _fit(choose(batch_size, num_kv_heads), block_m, block_d, k_pages.element_size())
     num_splits = tuning.num_splits
-    block_d = max(1 << (head_dim - 1).bit_length(), 16)  # what a matrix product takes
     is_split = num_splits > 1
     early_join = is_split and tuning.early_join and _has_dependent_launch(q.device)
     parts, lse = out, None
@@ -299,26 +341,28 @@ def paged_decode(
         num_parts = batch_size * num_q_heads * num_splits
         workspace = torch.empty(num_parts * (head_dim + 1), dtype=torch.float32, device=q.device)
         parts, lse = workspace, workspace[num_parts * head_dim :]
-    window = layer.window or 0
+    window, chunk = layer.window or 0, layer.chunk or 0
     _decode_kernel[(num_kv_heads, num_splits, batch_size)](
         q,
         k_pages,
         v_pages,
         paged.page_table,
         paged.cache_seqlens,
+        None if is_split else layer.sinks,  # they join once
         parts,
         lse,
         q.stride(0),
         paged.page_table.stride(0),
-        num_q_heads // num_kv_heads,
+        group,
         layer.scale,
         num_splits,
         HEAD_DIM=head_dim,
         BLOCK_D=block_d,
         PAGE_SIZE=page_size,
-        BLOCK_M=MAX_GROUP,
+        BLOCK_M=block_m,
         BLOCK_N=tuning.block_n,
         WINDOW=window,
+        CHUNK=chunk,
         CAP=layer.softcap or 0.0,
         SPLIT=is_split,
         EARLY_JOIN=early_join,
@@ -330,12 +374,14 @@ def paged_decode(
             parts,
             lse,
             paged.cache_seqlens,
+            layer.sinks,
             out,
             num_splits,
             HEAD_DIM=head_dim,
             BLOCK_D=block_d,
             BLOCK_N=tuning.block_n,
             WINDOW=window,
+            CHUNK=chunk,
             MAX_SPLITS=1 << (num_splits - 1).bit_length(),
             BLOCK_S=_SPLITS_AT_ONCE,
             EARLY_JOIN=early_join,

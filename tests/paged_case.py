@@ -1,0 +1,137 @@
+"""Plain attention in torch, and batches of random rows over a poisoned paged cache to compare kernels with it on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from attention.forward_batch import PagedMetadata
+from attention.layer import AttentionLayer
+
+PADDING = -1
+"""The row of one token on page 0, which is NaN here."""
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layer: AttentionLayer,
+    dtype: torch.dtype,
+    new: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of one row, computed in `dtype`: answers [n, Hq, D] and logarithms of the sums of exponentials [n, Hq], fp32.
+
+    Args:
+        q: [n, Hq, D], the last of
+        k: [L, Hkv, D], and likewise `v`.
+        new: [n, n] bool: which of the last n keys each query sees; None: those before it and itself. Window and chunk
+            then hide others alone.
+    """
+    group, num_keys = q.shape[1] // k.shape[1], len(k)
+    wide_k, wide_v = (x.to(dtype).repeat_interleave(group, dim=1) for x in (k, v))
+    scores = torch.einsum("nhd,lhd->hnl", q.to(dtype), wide_k) * layer.scale
+    if layer.softcap is not None:
+        scores = layer.softcap * torch.tanh(scores / layer.softcap)
+    keys = torch.arange(num_keys, device=q.device)
+    queries = keys[num_keys - len(q) :, None]
+    seen = keys <= queries
+    if layer.window is not None:
+        seen &= keys > queries - layer.window
+    if layer.chunk is not None:
+        seen &= keys // layer.chunk == queries // layer.chunk
+    if new is not None:
+        seen[:, num_keys - len(q) :] = new
+    scores = scores.masked_fill(~seen, -math.inf)
+    if layer.sinks is not None:
+        sinks = layer.sinks.to(dtype)[:, None, None].expand(-1, len(q), 1)
+        scores = torch.cat([scores, sinks], -1)
+        wide_v = torch.cat([wide_v, torch.zeros_like(wide_v[:1])])
+    weights = torch.softmax(scores, -1).nan_to_num(0.0)  # of who sees nothing
+    return torch.einsum("hnl,lhd->nhd", weights, wide_v).float(), torch.logsumexp(scores.float(), -1).T
+
+
+class PagedCase:
+    """Rows of random keys and values on pages in random order, the last of them new tokens with queries.
+
+    Whatever a row does not own is poisoned: unused page-table entries point far outside the pool, unused slots are NaN.
+    """
+
+    def __init__(
+        self,
+        layer: AttentionLayer,
+        page_size: int,
+        rows: Sequence[tuple[int, int]],
+        device: torch.device,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """`rows` are of (prefix_len, extend_len)."""
+        self.layer, self.rows, self.device = layer, [*rows, (0, 1)], device
+        # numpy, which the interpreter computes with, has no bf16.
+        self.dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+        generator = torch.Generator().manual_seed(0)
+        lens = [prefix + extend for prefix, extend in rows]
+        num_pages = [math.ceil(length / page_size) for length in lens]
+        self.table = torch.full((len(lens) + 1, max(num_pages) + 2), 1 << 30, dtype=torch.int32)
+        self.table[PADDING, 0] = 0
+        pool = (sum(num_pages) + 2, page_size, layer.tp_k_head_num, layer.head_dim)
+        self.k, self.v = (torch.full(pool, math.nan, dtype=self.dtype) for _ in range(2))
+        free = (1 + torch.randperm(sum(num_pages) + 1, generator=generator)).int()
+        self.keys, self.values = [], []
+        for i, (length, count) in enumerate(zip(lens, num_pages, strict=True)):
+            pages = free[sum(num_pages[:i]) :][:count]
+            self.table[i, :count] = pages
+            slots = (pages.long()[:, None] * page_size + torch.arange(page_size)).flatten()[:length]
+            for target, values in ((self.k, self.keys), (self.v, self.values)):
+                new = torch.randn(length, *pool[2:], generator=generator).to(self.dtype)
+                target.flatten(0, 1)[slots] = new
+                values.append(new.to(device))
+        heads = (layer.tp_q_head_num, layer.head_dim)
+        self.q = [torch.randn(extend, *heads, generator=generator).to(device, self.dtype) for _, extend in self.rows]
+        self.k, self.v = (x.to(device) for x in (self.k, self.v))
+
+    def paged(self, rows: Sequence[int], cuts: Sequence[tuple[int, int]] | None = None) -> PagedMetadata:
+        """Of `rows`, in this order, and of each the new tokens from the first to before the second of its cut; None:
+        all of them."""
+        cuts = self._cuts(rows, cuts)
+        lens = torch.tensor([0, *(stop - start for start, stop in cuts)])
+        return PagedMetadata(
+            cache_seqlens=torch.tensor(
+                [self.rows[i][0] + stop for i, (_, stop) in zip(rows, cuts, strict=True)], dtype=torch.int32
+            ).to(self.device),
+            cu_seqlens_q=lens.cumsum(0).int().to(self.device),
+            page_table=self.table[list(rows)].to(self.device),
+            max_seqlen_q=int(lens.max()),
+        )
+
+    def queries(self, rows: Sequence[int], cuts: Sequence[tuple[int, int]] | None = None) -> torch.Tensor:
+        """[num_tokens, Hq, D] of them, a slice of wider rows, as of a fused projection."""
+        cuts = self._cuts(rows, cuts)
+        q = torch.cat([self.q[i][start:stop] for i, (start, stop) in zip(rows, cuts, strict=True)])
+        return torch.cat([q, q], dim=1)[:, : q.shape[1]]
+
+    def expected(
+        self, dtype: torch.dtype, masks: Sequence[torch.Tensor | None] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `attention`, of all rows but padding, one row at a time."""
+        masks = [None] * len(self.keys) if masks is None else masks
+        rows = zip(self.q[:-1], self.keys, self.values, masks, strict=True)
+        answers, lses = zip(*(attention(q, k, v, self.layer, dtype, new) for q, k, v, new in rows), strict=True)
+        return torch.cat(answers), torch.cat(lses)
+
+    def check(self, out: torch.Tensor, masks: Sequence[torch.Tensor | None] | None = None) -> None:
+        """Asserts that `out` errs as fp32 does, or at most twice as far as torch in the same 16-bit dtype."""
+        exact, _ = self.expected(torch.float32, masks)
+        if self.dtype is torch.float32:
+            # A GPU's exponential is not the nearest fp32.
+            torch.testing.assert_close(out, exact, atol=2e-6 if self.device.type == "cpu" else 1e-5, rtol=2e-5)
+            return
+        # torch's max, unlike Python's, never passes over a NaN.
+        same_dtype, _ = self.expected(self.dtype, masks)
+        error, bound = (float((x.float() - exact).abs().max()) for x in (out, same_dtype))
+        assert error <= 2 * bound + 1e-3, f"error {error:.5f}, {bound:.5f} by torch in {self.dtype}"
+
+    def _cuts(self, rows: Sequence[int], cuts: Sequence[tuple[int, int]] | None) -> Sequence[tuple[int, int]]:
+        return [(0, self.rows[i][1]) for i in rows] if cuts is None else cuts

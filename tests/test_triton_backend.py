@@ -1,0 +1,102 @@
+"""The Triton backend, on batches as a step makes them; its kernels have tests of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="a CPU install has no Triton")
+
+from attention.forward_batch import ForwardBatch
+from attention.kv_pool import ReqToTokenPool, TokenToKVPool
+from attention.layer import AttentionLayer
+from attention.triton_backend import TritonBackend
+from tests.batches import batch_of
+from tests.paged_case import PagedCase
+
+CPU = torch.device("cpu")
+PAGE_SIZE = 16
+BATCHES = {
+    # (prefix_len, extend_len) of each row
+    "decode": [(0, 1), (15, 1), (40, 1)],
+    "extend": [(0, 5), (16, 20)],
+    "mixed": [(20, 1), (0, 17), (33, 9)],
+}
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Where the kernels run: interpreted on CPU tensors, or compiled for a GPU."""
+    if request.param == "cpu":
+        request.getfixturevalue("interpreter")
+    return torch.device(request.param)
+
+
+def _layer(**features: Any) -> AttentionLayer:
+    shape = {"layer_id": 0, "tp_q_head_num": 6, "tp_k_head_num": 2, "head_dim": 64, "scale": 0.11}
+    return AttentionLayer(**{**shape, **features})
+
+
+def _with_pool(case: PagedCase) -> tuple[TritonBackend, ForwardBatch]:
+    """A backend over the pages of `case`, and the batch of all its rows but padding."""
+    pool = TokenToKVPool(
+        [case.layer], num_pages=len(case.k) - 1, page_size=PAGE_SIZE, dtype=case.dtype, device=case.device
+    )
+    for pages, written in zip(pool.pages(0), (case.k, case.v), strict=True):
+        pages.copy_(written)
+    rows = case.rows[:-1]
+    table = ReqToTokenPool(len(rows), case.table.shape[1], case.device)
+    table.page_table[1:] = case.table[:-1]
+    batch = batch_of(table, [(i + 1, *lens) for i, lens in enumerate(rows)], PAGE_SIZE)
+    # With the poison behind each row's last page.
+    paged = dataclasses.replace(batch.paged, page_table=table.page_table[1:])
+    return TritonBackend([case.layer], pool), dataclasses.replace(batch, paged=paged)
+
+
+@pytest.mark.parametrize("with_features", [False, True])
+@pytest.mark.parametrize("batch", list(BATCHES))
+def test_equals_plain_attention_with_all_features_and_without(
+    batch: str, with_features: bool, device: torch.device
+) -> None:
+    sinks = torch.linspace(-1.0, 3.0, 6, device=device)
+    features = {"window": 20, "chunk": 32, "softcap": 2.0, "sinks": sinks} if with_features else {}
+    case = PagedCase(_layer(**features), PAGE_SIZE, BATCHES[batch], device)
+    backend, forward_batch = _with_pool(case)
+    backend.init_forward_metadata(forward_batch)
+    q = case.queries(range(len(case.rows) - 1)).flatten(1)
+    out = backend.attend(q, case.layer)
+    assert out.shape == q.shape
+    assert out.is_contiguous()
+    case.check(out.view(-1, 6, 64))
+
+
+def test_steps_of_decodes_go_to_the_decode_kernel_and_no_others(
+    monkeypatch: pytest.MonkeyPatch, interpreter: None
+) -> None:
+    calls: list[str] = []
+    for module, function in (("decode", "paged_decode"), ("extend", "paged_extend")):
+        monkeypatch.setattr(f"attention.kernels.{module}.{function}", lambda *_, m=module, out: calls.append(m))
+    for rows in BATCHES.values():
+        case = PagedCase(_layer(), PAGE_SIZE, rows, CPU)
+        backend, batch = _with_pool(case)
+        backend.init_forward_metadata(batch)
+        backend.attend(torch.cat(case.q[:-1]).flatten(1), case.layer)
+    assert calls == ["decode", "extend", "extend"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"cache_seqlens": torch.ones(3, dtype=torch.int64)},
+        {"cache_seqlens": torch.ones(2, dtype=torch.int32)},
+        {"page_table": torch.ones(4, 3, dtype=torch.int32).T},
+    ],
+    ids=["int64 lengths", "lengths of another batch", "a transposed table"],
+)
+def test_refuses_paged_metadata_that_a_kernel_would_misread(wrong: dict[str, torch.Tensor], interpreter: None) -> None:
+    backend, batch = _with_pool(PagedCase(_layer(), PAGE_SIZE, BATCHES["decode"], CPU))
+    with pytest.raises(AssertionError):
+        backend.init_forward_metadata(dataclasses.replace(batch, paged=dataclasses.replace(batch.paged, **wrong)))
