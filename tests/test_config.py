@@ -304,7 +304,7 @@ def test_float32_on_gpus_attends_by_triton_alone() -> None:
     attention = _resolved(GPU_NODE, dtype="float32").config.attention
     assert (attention.prefill_backend, attention.decode_backend) == ("triton", "triton")
     with pytest.raises(
-        ConfigError, match=r"backend=fa3 serves bfloat16 and float16, .*float32; .*auto or torch_native"
+        ConfigError, match=r"backend=fa3 serves bfloat16 and float16, .*float32; .*auto or triton or"
     ):
         _resolved(GPU_NODE, dtype="float32", attention={"backend": "fa3"})
 
