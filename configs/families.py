@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -47,12 +48,28 @@ class _Family:
     """`attention_bias` gives one to q, k, v and o."""
     heeds_mlp_bias: bool = False
     qk_norm: bool = False
-    windows: Literal["none", "every layer", "every layer if used", "as said", "by type"] = "none"
-    """Layers that `sliding_window` holds for, the last three under `use_sliding_window` only. "as said": those of
-    `layer_types` or else from `max_window_layers` on; "by type": those of `layer_types`."""
+    windows: Literal["none", "every layer", "every layer if used", "as said", "by type", "by turns"] = "none"
+    """Layers that `sliding_window` holds for, of "every layer if used", "as said" and "by type" under
+    `use_sliding_window` only. "as said": those of `layer_types` or else from `max_window_layers` on; "by type": those
+    of `layer_types`; "by turns": those of `layer_types` or else all but each `sliding_window_pattern`th."""
+    window_pattern: int = 1
+    """Where the file names none."""
     default_window: int | None = 4096
     """Where the file names none."""
     experts: _ExpertsFamily | None = None
+    hidden_act_key: str = "hidden_act"
+    hidden_act: str = "silu"
+    tie_word_embeddings: bool = False
+    query_pre_attn_scalar: float | None = None
+    """Scores are divided by the root of the file's, or else of this; None: of head_dim."""
+    softcaps: Mapping[str, float | None] = field(default_factory=dict)
+    """Keys that count, and softcaps where the file does not name them; a null there turns one off."""
+    norms_outputs: bool = False
+    """As in LayerSpec."""
+    norm_offset: float = 0.0
+    """Of all norms, as in TensorSpec."""
+    scales_embedding: bool = False
+    """Embeddings are multiplied with the root of hidden_size."""
 
 
 _FAMILIES = {
@@ -107,6 +124,22 @@ _FAMILIES = {
             mixes_dense_layers=True,
         ),
     ),
+    "gemma2": _Family(
+        num_key_value_heads=4,
+        head_dim=256,
+        max_position_embeddings=8192,
+        heeds_attention_bias=True,
+        windows="by turns",
+        window_pattern=2,
+        hidden_act_key="hidden_activation",
+        hidden_act="gelu_pytorch_tanh",
+        tie_word_embeddings=True,
+        query_pre_attn_scalar=256,
+        softcaps={"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        norms_outputs=True,
+        norm_offset=1.0,
+        scales_embedding=True,
+    ),
 }
 
 
@@ -126,6 +159,8 @@ def config_of_directory(path: Path) -> ModelConfig:
             "model's unquantised checkpoint or a GGUF of it"
         )
     family = _FAMILIES[model_type]
+    if fields.values.get("use_bidirectional_attention"):
+        raise CheckpointError(f"{config_path}: use_bidirectional_attention is not supported")
     num_q, hidden_size = fields.count("num_attention_heads"), fields.count("hidden_size")
     # An explicit null means one KV head a query head, in every family.
     default_kv = num_q if "num_key_value_heads" in fields.values else family.num_key_value_heads or num_q
@@ -139,7 +174,11 @@ def config_of_directory(path: Path) -> ModelConfig:
         qkv_bias=has_bias or (fields.flag("qkv_bias", True) if family.qkv_bias is None else family.qkv_bias),
         o_bias=has_bias,
         qk_norm=family.qk_norm,
+        norm_offset=family.norm_offset,
+        scale=_scale(fields, family),
+        softcap=_softcap(fields, family, "attn_logit_softcapping"),
     )
+    mixers = [replace(attention, window=window) for window in _windows(fields, family, num_layers)]
     max_positions = fields.count("max_position_embeddings", family.max_position_embeddings)
     return ModelConfig(
         model_type=model_type,
@@ -148,12 +187,40 @@ def config_of_directory(path: Path) -> ModelConfig:
         max_position_embeddings=max_positions,
         rms_norm_eps=fields.number("rms_norm_eps", family.rms_norm_eps),
         rope=_rope(fields, max_positions, family.rope_theta),
-        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-        layers=layers_of(attention, _feed_forwards(fields, family, num_layers), _windows(fields, family, num_layers)),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", family.tie_word_embeddings),
+        layers=layers_of(
+            mixers,
+            _feed_forwards(fields, family, num_layers),
+            hidden_size,
+            norms_outputs=family.norms_outputs,
+            norm_offset=family.norm_offset,
+        ),
+        embedding_scale=hidden_size**0.5 if family.scales_embedding else 1.0,
+        norm_offset=family.norm_offset,
+        final_logit_softcap=_softcap(fields, family, "final_logit_softcapping"),
         dtype=_dtype(fields),
         bos_token_id=next(iter(fields.ids("bos_token_id")), None),
         eos_token_ids=_eos_token_ids(fields, path),
     )
+
+
+def _scale(fields: Fields, family: _Family) -> float | None:
+    if family.query_pre_attn_scalar is None:
+        return None
+    scalar = fields.number("query_pre_attn_scalar", family.query_pre_attn_scalar)
+    if scalar <= 0:
+        raise CheckpointError(f"{fields.where}: query_pre_attn_scalar={scalar} is not positive")
+    return scalar**-0.5
+
+
+def _softcap(fields: Fields, family: _Family, key: str) -> float | None:
+    default = family.softcaps.get(key)
+    if key not in family.softcaps or fields.values.get(key, default) is None:
+        return None
+    softcap = fields.number(key, default)
+    if softcap <= 0:
+        raise CheckpointError(f"{fields.where}: {key}={softcap} is not positive")
+    return softcap
 
 
 def _feed_forwards(fields: Fields, family: _Family, num_layers: int) -> list[FeedForward]:
@@ -174,7 +241,7 @@ def _mlp(fields: Fields, family: _Family) -> DenseMLP:
     return DenseMLP(
         hidden_size=fields.count("hidden_size"),
         intermediate_size=fields.count("intermediate_size"),
-        hidden_act=fields.text("hidden_act", "silu"),
+        hidden_act=fields.text(family.hidden_act_key, family.hidden_act),
         bias=family.heeds_mlp_bias and fields.flag("mlp_bias", False),
     )
 
@@ -238,7 +305,7 @@ def _windows(fields: Fields, family: _Family, num_layers: int) -> list[int | Non
     # An explicit null turns windows off.
     if family.windows == "none" or fields.values.get("sliding_window", family.default_window) is None:
         return full
-    if family.windows != "every layer" and not fields.flag("use_sliding_window", False):
+    if family.windows not in ("every layer", "by turns") and not fields.flag("use_sliding_window", False):
         return full
     window = fields.count("sliding_window", family.default_window)
     if family.windows in ("every layer", "every layer if used"):
@@ -247,6 +314,9 @@ def _windows(fields: Fields, family: _Family, num_layers: int) -> list[int | Non
     if layer_types is None and family.windows == "as said":
         first = fields.integer("max_window_layers", 28)
         return [window if layer >= first else None for layer in range(num_layers)]
+    if layer_types is None and family.windows == "by turns":
+        pattern = fields.count("sliding_window_pattern", family.window_pattern)
+        return [window if (layer + 1) % pattern else None for layer in range(num_layers)]
     known = {"full_attention": None, "sliding_attention": window}
     if not isinstance(layer_types, list) or len(layer_types) != num_layers or not set(layer_types) <= set(known):
         raise CheckpointError(

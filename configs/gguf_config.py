@@ -63,7 +63,7 @@ def config_of_gguf(path: Path) -> ModelConfig:
         rms_norm_eps=fields.number(f"{family}.attention.layer_norm_rms_epsilon"),
         rope=_gguf_rope(path, header, fields, family, head_dim),
         tie_word_embeddings="output.weight" not in tensors,
-        layers=layers_of(attention, [mlp] * num_layers, [None] * num_layers),
+        layers=layers_of([attention] * num_layers, [mlp] * num_layers, hidden_size),
         # Quantised weights come from bfloat16 models more often than not, and bfloat16 never overflows.
         dtype=_GGUF_DTYPES.get(embedding.ggml_type, "bfloat16"),
         bos_token_id=next(iter(fields.ids("tokenizer.ggml.bos_token_id")), None),

@@ -13,7 +13,7 @@ from enum import StrEnum, auto
 from fractions import Fraction
 from functools import cached_property
 from math import prod
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 class Axis(StrEnum):
@@ -75,6 +75,8 @@ class TensorSpec:
     """None: every rank has all of it."""
     share: Fraction = Fraction(1)
     """Of all tokens, those that are multiplied with it: k of E for a tensor of one expert."""
+    offset: float = 0.0
+    """What the model adds to the values of the checkpoint, in fp32: 1 for the weights of Gemma's norms."""
 
     @property
     def elements(self) -> int:
@@ -180,6 +182,12 @@ class GroupedQueryAttention:
     o_bias: bool = False
     qk_norm: bool = False
     """RMSNorm on each query and key head before the rotary embedding (Qwen3)."""
+    norm_offset: float = 0.0
+    """Of the weights of these norms, as in TensorSpec."""
+    scale: float | None = None
+    """Factor of the scores; None: 1 / sqrt(head_dim)."""
+    softcap: float | None = None
+    """Scores become softcap * tanh(scores / softcap)."""
     window: int | None = None
     """A query sees itself and `window - 1` tokens before it; None is full."""
 
@@ -204,7 +212,14 @@ class GroupedQueryAttention:
         """Weights of the norms of query and key heads, or none."""
         names = (f"{letter}_norm.weight" for letter in "qk" if self.qk_norm)
         return tuple(
-            TensorSpec(f"self_attn.{name}", f"attn_{name}", (self.head_dim,), Role.QUERY_KEY_NORM) for name in names
+            TensorSpec(
+                f"self_attn.{name}",
+                f"attn_{name}",
+                (self.head_dim,),
+                Role.QUERY_KEY_NORM,
+                offset=self.norm_offset,
+            )
+            for name in names
         )
 
     @property
@@ -349,27 +364,45 @@ class MixtureOfExperts:
         return (Columns(Axis.EXPERT_COLUMNS, self.intermediate_size, _FINEST_EXPERT_GRANULE, is_firm=True), *shared)
 
 
+class Norms(NamedTuple):
+    """Weights of the norms around a mixer or a feed-forward."""
+
+    before: TensorSpec
+    after: TensorSpec | None
+    """None: what it returns is added to the residual as it is."""
+
+
 @dataclass(frozen=True)
 class LayerSpec:
-    """Residual + mixer(norm(residual)), then + feed_forward(norm(...))."""
+    """Residual + mixer(norm(residual)), then + feed_forward(norm(...)); what is added may be normed, too."""
 
     hidden_size: int
     mixer: Mixer
     feed_forward: FeedForward
+    norms_outputs: bool = False
+    """Whether what mixer and feed-forward return is normed before it is added (Gemma)."""
+    norm_offset: float = 0.0
+    """Of the norms' weights, as in TensorSpec."""
 
     @property
-    def norms(self) -> tuple[TensorSpec, TensorSpec]:
-        """Weights of the norms before mixer and feed-forward."""
-        size = (self.hidden_size,)
-        return (
-            TensorSpec("input_layernorm.weight", "attn_norm.weight", size, Role.NORM),
-            TensorSpec("post_attention_layernorm.weight", "ffn_norm.weight", size, Role.NORM),
-        )
+    def mixer_norms(self) -> Norms:
+        """Those around the mixer."""
+        after = self._norm("post_attention_layernorm", "post_attention_norm") if self.norms_outputs else None
+        return Norms(self._norm("input_layernorm", "attn_norm"), after)
+
+    @property
+    def feed_forward_norms(self) -> Norms:
+        """Those around the feed-forward."""
+        if not self.norms_outputs:
+            return Norms(self._norm("post_attention_layernorm", "ffn_norm"), None)
+        before = self._norm("pre_feedforward_layernorm", "ffn_norm")
+        return Norms(before, self._norm("post_feedforward_layernorm", "post_ffw_norm"))
 
     @cached_property
     def tensors(self) -> tuple[TensorSpec, ...]:
         """All of the layer's."""
-        return self.mixer.tensors + self.feed_forward.tensors + self.norms
+        norms = tuple(norm for norm in self.mixer_norms + self.feed_forward_norms if norm is not None)
+        return self.mixer.tensors + self.feed_forward.tensors + norms
 
     @cached_property
     def axes(self) -> tuple[HeadGroups | Columns, ...]:
@@ -387,6 +420,10 @@ class LayerSpec:
         products = [tensor for tensor in self.tensors if len(tensor.shape) > 1]
         shares = dict.fromkeys(tensor.share for tensor in products)
         return {share: elements_of(tensor for tensor in products if tensor.share == share) for share in shares}
+
+    def _norm(self, name: str, gguf_name: str) -> TensorSpec:
+        names = f"{name}.weight", f"{gguf_name}.weight"
+        return TensorSpec(*names, (self.hidden_size,), Role.NORM, offset=self.norm_offset)
 
 
 def tensors_of(*linears: Linear) -> tuple[TensorSpec, ...]:

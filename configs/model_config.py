@@ -11,10 +11,10 @@ from configs.layers import (
     Axis,
     Cut,
     FeedForward,
-    GroupedQueryAttention,
     HeadGroups,
     LayerSpec,
     Linear,
+    Mixer,
     Role,
     TensorSpec,
     tensors_of,
@@ -46,7 +46,12 @@ class ModelConfig:
     rope: RopeConfig
     tie_word_embeddings: bool
     layers: tuple[LayerSpec, ...]
+    embedding_scale: float = 1.0
+    """Factor of the embeddings that enter the first layer, in the activations' type."""
+    norm_offset: float = 0.0
+    """Of the weight of the last norm, as in TensorSpec."""
     final_logit_softcap: float | None = None
+    """Logits become softcap * tanh(logits / softcap)."""
     dtype: str = "float32"
     """The checkpoint's own: float32, bfloat16 or float16."""
     bos_token_id: int | None = None
@@ -81,7 +86,8 @@ class ModelConfig:
     @property
     def norm(self) -> TensorSpec:
         """The weight of the norm before the LM head."""
-        return TensorSpec("model.norm.weight", "output_norm.weight", (self.hidden_size,), Role.NORM)
+        names, size = ("model.norm.weight", "output_norm.weight"), (self.hidden_size,)
+        return TensorSpec(*names, size, Role.NORM, offset=self.norm_offset)
 
     @property
     def outer_tensors(self) -> tuple[TensorSpec, ...]:
@@ -128,12 +134,13 @@ def check_tensor_parallel_size(model: ModelConfig, tp_size: int) -> None:
 
 
 def layers_of(
-    attention: GroupedQueryAttention, feed_forwards: Sequence[FeedForward], windows: Sequence[int | None]
+    mixers: Sequence[Mixer], feed_forwards: Sequence[FeedForward], hidden_size: int, **norms: Any
 ) -> tuple[LayerSpec, ...]:
-    """A layer for each of `feed_forwards` and `windows`; equal ones are one object, which keeps its sums."""
-    kinds = list(zip(feed_forwards, windows, strict=True))
-    made = {
-        (feed_forward, window): LayerSpec(attention.hidden_size, replace(attention, window=window), feed_forward)
-        for feed_forward, window in dict.fromkeys(kinds)
-    }
+    """A layer for each of `mixers` and `feed_forwards`; equal ones are one object, which keeps its sums.
+
+    Args:
+        norms: what all LayerSpecs have besides.
+    """
+    kinds = list(zip(mixers, feed_forwards, strict=True))
+    made = {kind: LayerSpec(hidden_size, *kind, **norms) for kind in dict.fromkeys(kinds)}
     return tuple(made[kind] for kind in kinds)

@@ -59,6 +59,21 @@ def test_rms_norm_is_torchs_in_fp32(num_rows: int, size: int, device: str, dtype
 
 
 @on_each
+def test_a_norms_weight_may_be_of_fp32(device: str, dtype: torch.dtype) -> None:
+    x, residual = (_random(3, 576, device=device, dtype=dtype, seed=seed) for seed in (0, 2))
+    # Rounded to a half type, most of these would be others.
+    weight = 1 + _random(576, device=device, dtype=torch.float32, seed=1) / 1000
+    _assert_close(rms_norm(x, weight, EPS), _norm(x, weight))
+    _assert_close(add_rms_norm(x, residual, weight, EPS), _norm(residual, weight))
+    heads = Heads(4, 1, 64, [5, 1], norm=True, device=device, dtype=dtype)
+    heads.q_weight, heads.k_weight = weight[:64], weight[64:128]
+    q, k, _ = heads.expected()
+    heads.run(qkv := heads.qkv.clone())
+    _assert_close(qkv[:, : q.shape[1]], q)
+    _assert_close(heads.k_slots[[5, 1]], k)
+
+
+@on_each
 def test_rms_norm_takes_rows_of_a_wider_matrix(device: str, dtype: torch.dtype) -> None:
     wide = _random(3, 1024, device=device, dtype=dtype)
     weight = _random(576, device=device, dtype=dtype, seed=1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,7 @@ from attention.kv_pool import TokenToKVPool
 from attention.layer import AttentionLayer
 from configs.errors import ConfigError
 from configs.model_config import RopeConfig
+from parallel.fused_sum import FusedSums, PartialSum
 from parallel.plan import Span
 from tests.dense_model import dense_model
 from worker.layers.activation import ActAndMul
@@ -55,6 +58,33 @@ def test_adding_norm_adds_to_the_residual_in_place(device: str) -> None:
     assert torch.equal(residual, total)
     assert torch.equal(x, x_before)
     torch.testing.assert_close(normed, norm(total))
+
+
+@on_each
+@pytest.mark.parametrize("num_tokens", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_offset_of_a_norms_weight_is_added_in_fp32(dtype: torch.dtype, num_tokens: int, device: str) -> None:
+    norm = RMSNorm(96, EPS, dtype=dtype, device=torch.device(device), offset=1.0)
+    norm.load(_Ramp(), "model.norm.weight")
+    x, residual = (_random(num_tokens, 96, device=device, seed=seed).to(dtype) for seed in (0, 1))
+    for normed, of in ((norm(x), x), (norm.add(x, residual), residual)):
+        factor = torch.rsqrt(of.float().square().mean(1, keepdim=True) + EPS)
+        expected = of.float() * factor * torch.linspace(1.5, 2.5, 96, device=device)
+        assert normed.dtype is dtype
+        torch.testing.assert_close(normed, expected.to(dtype))
+    # No multiple of 1/64, so no number of bf16.
+    assert norm.weight[1].item() == pytest.approx(1.5 + 1 / 95, rel=1e-6)
+
+
+def test_the_norm_of_a_sum_that_is_still_to_be_done_is_that_of_the_sum() -> None:
+    norm, x = _norm(96, "cpu"), _random(3, 96, device="cpu")
+
+    class Sums:
+        def add_norm(self, offset: int, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+            residual += 2 * x  # two ranks with the same part
+            return F.rms_norm(residual, (96,), weight, eps)
+
+    torch.testing.assert_close(norm(PartialSum(cast(FusedSums, Sums()), 0, x)), norm(2 * x))
 
 
 @on_each

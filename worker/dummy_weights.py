@@ -71,6 +71,7 @@ class DummyCheckpoint:
         expected = (rows.size,) + ((columns.size,) if columns is not None else shape[1:])
         assert tuple(out.shape) == expected, f"{name}: asked for {expected} into {tuple(out.shape)}"
         mean, std = _mean_and_std(tensor.role, width)
+        mean -= tensor.offset
         if out.numel() > 0:
             _fill(out.view(rows.size, -1), name, mean, std, rows, columns or Span(0, width), self._dtype)
         self._bytes_loaded += out.nbytes

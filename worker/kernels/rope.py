@@ -112,7 +112,7 @@ def qk_norm_rope_store(
 
     Args:
         qkv: [num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim], contiguous.
-        q_weight: [head_dim]: RMSNorm of each query head before the rotation; None for no norm.
+        q_weight: [head_dim], of qkv's dtype or fp32: RMSNorm of each query head before the rotation; None for no norm.
         k_weight: [head_dim], the same of each key head; None exactly when `q_weight` is.
         eps: of both norms.
         cos_sin: [max_positions, head_dim] fp32, contiguous: head_dim / 2 cosines, then as many sines.

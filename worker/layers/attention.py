@@ -27,14 +27,16 @@ class Attention:
             tp_q_head_num=num_q,
             tp_k_head_num=num_kv,
             head_dim=spec.head_dim,
-            scale=spec.head_dim**-0.5,
+            scale=spec.head_dim**-0.5 if spec.scale is None else spec.scale,
             window=spec.window,
+            softcap=spec.softcap,
         )
         self._spec = spec
         self._qkv = ColumnParallelLinear(*spec.qkv, place=place)
         self._o = RowParallelLinear(spec.o, place)
         self._head_norms = [
-            RMSNorm(spec.head_dim, eps, dtype=place.dtype, device=place.device) for _ in spec.head_norms
+            RMSNorm(spec.head_dim, eps, dtype=place.dtype, device=place.device, offset=tensor.offset)
+            for tensor in spec.head_norms
         ]
         self._norms: QKNorms | None = None
         if spec.qk_norm:

@@ -6,13 +6,13 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from attention.kv_pool import TokenToKVPool
 from attention.layer import AttentionLayer
 from attention.rotation import QKNorms, Rotation
 from configs.errors import ConfigError
 from configs.model_config import ModelConfig
+from worker.layers.norm import rms_norm
 
 
 class RotaryEmbedding:
@@ -107,8 +107,8 @@ class TorchRotation:
         q_size, kv_size = num_q_heads * head_dim, layer.tp_k_head_num * head_dim
         qk = qkv[:, :-kv_size].view(num_tokens, -1, head_dim)
         if norms is not None:
-            q = F.rms_norm(qk[:, :num_q_heads], (head_dim,), norms.q_weight, norms.eps)
-            k = F.rms_norm(qk[:, num_q_heads:], (head_dim,), norms.k_weight, norms.eps)
+            q = rms_norm(qk[:, :num_q_heads], norms.q_weight, norms.eps)
+            k = rms_norm(qk[:, num_q_heads:], norms.k_weight, norms.eps)
             qk = torch.cat((q, k), dim=1)
         swapped = qk.roll(head_dim // 2, -1)
         turned = torch.addcmul(qk * self._cos, swapped, self._sin).view(num_tokens, -1)

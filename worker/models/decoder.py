@@ -14,7 +14,7 @@ import torch
 from attention.backend import AttentionBackend
 from attention.forward_batch import ForwardBatch
 from attention.layer import AttentionLayer
-from configs.layers import DenseMLP, GroupedQueryAttention, LayerSpec, MixtureOfExperts
+from configs.layers import DenseMLP, GroupedQueryAttention, LayerSpec, MixtureOfExperts, Norms
 from configs.model_config import ModelConfig, layer_prefix
 from parallel.embedding import ParallelLMHead, VocabParallelEmbedding
 from parallel.fused_sum import PartialSum
@@ -51,22 +51,43 @@ _FEED_FORWARDS: dict[type[Any], Callable[[Any, LayerPlace], FeedForwardModule]] 
 }
 
 
+class NormPair:
+    """The norms around a mixer or a feed-forward: the one before it, and perhaps one of what it returns."""
+
+    def __init__(self, norms: Norms, place: LayerPlace, eps: float) -> None:
+        self._tensors = [tensor for tensor in norms if tensor is not None]
+        self._norms = [
+            RMSNorm(tensor.shape[0], eps, dtype=place.dtype, device=place.device, offset=tensor.offset)
+            for tensor in self._tensors
+        ]
+        self.before, *after = self._norms
+        self._after = after[0] if after else None
+
+    def load(self, source: TensorSource, prefix: str) -> None:
+        """Reads their weights, whose names begin with `prefix`."""
+        for norm, tensor in zip(self._norms, self._tensors, strict=True):
+            norm.load(source, prefix + tensor.name)
+
+    def output(self, x: torch.Tensor | PartialSum) -> torch.Tensor | PartialSum:
+        """What is added to the residual of what the module between them returned."""
+        return x if self._after is None else self._after(x)
+
+
 class DecoderLayer:
-    """Residual + attention(norm(residual)), then + feed_forward(norm(...))."""
+    """Residual + attention(norm(residual)), then + feed_forward(norm(...)); what is added may be normed, too."""
 
     def __init__(self, spec: LayerSpec, place: LayerPlace, layer_id: int, eps: float) -> None:
-        self._spec = spec
         self.attention = _MIXERS[type(spec.mixer)](spec.mixer, place, layer_id, eps)
         self._feed_forward = _FEED_FORWARDS[type(spec.feed_forward)](spec.feed_forward, place)
-        self._input_norm = RMSNorm(spec.hidden_size, eps, dtype=place.dtype, device=place.device)
-        self._post_norm = RMSNorm(spec.hidden_size, eps, dtype=place.dtype, device=place.device)
+        self._mixer_norms = NormPair(spec.mixer_norms, place, eps)
+        self._feed_forward_norms = NormPair(spec.feed_forward_norms, place, eps)
 
     def load(self, source: TensorSource, prefix: str) -> None:
         """Reads this rank's part of the spec's tensors, whose names begin with `prefix`."""
         self.attention.load(source, prefix)
         self._feed_forward.load(source, prefix)
-        for norm, tensor in zip((self._input_norm, self._post_norm), self._spec.norms, strict=True):
-            norm.load(source, prefix + tensor.name)
+        self._mixer_norms.load(source, prefix)
+        self._feed_forward_norms.load(source, prefix)
 
     def __call__(
         self,
@@ -82,17 +103,19 @@ class DecoderLayer:
             residual: [num_tokens, hidden_size]; added to in place.
             keep: tokens to go on with once K and V are stored; at least one. None: all.
         """
-        normed = self._input_norm(residual) if x is None else self._input_norm.add(x, residual)
+        before, before_feed_forward = self._mixer_norms.before, self._feed_forward_norms.before
+        normed = before(residual) if x is None else before.add(x, residual)
         attended, padding = self.attention.attend(normed, step), step.padding
         if keep is not None:
             attended, residual = attended.index_select(0, keep), residual.index_select(0, keep)
             padding = padding.of(keep)
-        x = self.attention.project(attended)
-        return self._feed_forward(self._post_norm.add(x, residual), padding), residual
+        x = self._mixer_norms.output(self.attention.project(attended))
+        x = self._feed_forward(before_feed_forward.add(x, residual), padding)
+        return self._feed_forward_norms.output(x), residual
 
     def store(self, x: torch.Tensor | PartialSum, residual: torch.Tensor, step: Step) -> None:
         """Only puts the tokens' K and V into the pool."""
-        self.attention.attend(self._input_norm.add(x, residual), step)
+        self.attention.attend(self._mixer_norms.before.add(x, residual), step)
 
 
 class Decoder:
@@ -122,7 +145,10 @@ class Decoder:
             DecoderLayer(layer, LayerPlace(plan.shard(i, group.rank), group, dtype, device), i, model.rms_norm_eps)
             for i, layer in enumerate(model.layers)
         ]
-        self._norm = RMSNorm(model.hidden_size, model.rms_norm_eps, dtype=dtype, device=device)
+        self._norm = RMSNorm(
+            model.hidden_size, model.rms_norm_eps, dtype=dtype, device=device, offset=model.norm.offset
+        )
+        self._embedding_scale = torch.tensor(model.embedding_scale, dtype=dtype).item()  # rounded as transformers does
         self._lm_head = ParallelLMHead(model.hidden_size, plan, group, dtype=dtype, device=device)
 
     @property
@@ -160,6 +186,8 @@ class Decoder:
         padding = Padding(batch.out_cache_loc, backend.token_to_kv_pool.page_size)
         step = Step(backend, self._rotary.at(batch.positions), padding)
         residual = self._embedding(batch.input_ids)
+        if self._embedding_scale != 1.0:
+            residual *= self._embedding_scale
         x: torch.Tensor | PartialSum | None = None
         *layers, last = self._layers
         for layer in layers:

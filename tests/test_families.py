@@ -1,0 +1,174 @@
+"""Families that are more than a Llama layer against transformers: Gemma 2.
+
+From config.json and checkpoint to logits and greedy tokens, in fp32, on 1 to 4 ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from benchmarks.make_checkpoint import write_checkpoint
+from cluster.messages import SamplingParams
+from configs.errors import CheckpointError
+from configs.layers import GroupedQueryAttention
+from configs.model_config import ModelConfig
+from configs.read_config import read_model_config
+from parallel.group import TensorParallelGroup
+from parallel.plan import ShardPlan
+from tests.local_group import Limits, LocalGroup
+from tests.test_models import Case, check_logits, save
+from worker.dummy_weights import DummyCheckpoint
+from worker.models.decoder import Decoder
+from worker.weights import Checkpoint, expected_shapes
+
+CPU = torch.device("cpu")
+SIZES: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 384,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+}
+# Windows below the prompts' lengths; softcaps that scores and logits reach.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": (
+        "Gemma2",
+        {
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    name, options = MODELS[request.param]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **options}, attn_implementation="eager")
+    hf = getattr(transformers, f"{name}ForCausalLM")(config)
+    with torch.no_grad():
+        # Of the initial size, scores are far below their softcap, and layers hardly add to the residual.
+        for parameter in hf.parameters():
+            parameter.mul_(4.0 if parameter.dim() > 1 else 1.0)
+    path = tmp_path_factory.mktemp(request.param)
+    save(hf, path)
+    return Case(hf, path, read_model_config(path))
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 3, 4])
+def test_logits_equal_transformers_on_any_number_of_ranks(case: Case, tp_size: int) -> None:
+    check_logits(case, tp_size)
+
+
+@pytest.mark.parametrize("tp_size", [1, 3])
+def test_greedy_tokens_equal_transformers_through_the_runner_in_batches_and_chunks(case: Case, tp_size: int) -> None:
+    generator = np.random.default_rng(7)
+    prompts = [generator.integers(0, SIZES["vocab_size"], length).tolist() for length in (1, 5, 17, 40, 70)]
+    group = LocalGroup(case.path, tp_size, num_pages=64)
+    try:
+        sampling = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+        answers = group.generate([(prompt, sampling) for prompt in prompts], Limits(64, chunk=32), at_once=True).tokens
+    finally:
+        group.close()
+    for prompt, answer in zip(prompts, answers, strict=True):
+        with torch.inference_mode():
+            logits = case.hf(torch.tensor([prompt + answer[:-1]])).logits[0, len(prompt) - 1 :]
+        assert answer == logits.argmax(-1).tolist()
+
+
+def test_tensors_are_those_of_the_checkpoint(case: Case) -> None:
+    stored = load_file(case.path / "model.safetensors")
+    assert expected_shapes(case.model) == {name: tuple(tensor.shape) for name, tensor in stored.items()}
+
+
+@pytest.mark.parametrize("tp_size", [1, 3])
+def test_ranks_read_their_ranges_of_every_tensor(case: Case, tp_size: int) -> None:
+    plan = ShardPlan.create(case.model, tp_size)
+    for rank in range(tp_size):
+        group = TensorParallelGroup(rank=rank, size=tp_size, device=CPU, collectives=None)
+        with Checkpoint.open(case.path, case.model) as checkpoint:
+            Decoder(case.model, plan, group, dtype=torch.float32, device=CPU).load(checkpoint)
+            assert checkpoint.bytes_read == 4 * plan.weight_elements(rank)
+
+
+def test_dummy_weights_are_one_model_here_and_in_transformers(case: Case, tmp_path: Path) -> None:
+    write_checkpoint(case.path, tmp_path)
+    dummy = DummyCheckpoint(case.model)
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        made = torch.empty_like(tensor)
+        dummy.read(name, made)
+        assert torch.equal(made, tensor), name
+    hf = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    check_logits(Case(hf, tmp_path, read_model_config(tmp_path)), 2)
+
+
+# ---- config.json
+
+
+def _attention(model: ModelConfig, layer: int = 0) -> GroupedQueryAttention:
+    mixer = model.layers[layer].mixer
+    assert isinstance(mixer, GroupedQueryAttention)
+    return mixer
+
+
+def _read(directory: Path, model_type: str, **changes: Any) -> ModelConfig:
+    config = {"model_type": model_type, **SIZES, **changes}
+    config = {key: value for key, value in config.items() if value is not ...}
+    (directory / "config.json").write_text(json.dumps(config))
+    return read_model_config(directory)
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_what_a_config_leaves_out_is_as_transformers_has_it(tmp_path: Path, model_type: str) -> None:
+    left_out = dict.fromkeys(("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings"), ...)
+    # As many heads as the family has KV heads by default, and layers for one whole turn of the windows.
+    ours = _read(tmp_path, model_type, num_attention_heads=8, num_hidden_layers=7, **left_out)
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    attention = _attention(ours)
+    for name in left_out:
+        assert getattr(ours if hasattr(ours, name) else attention, name) == getattr(theirs, name), name
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    windows = [theirs.sliding_window if kind == "sliding_attention" else None for kind in theirs.layer_types]
+    assert [layer.mixer.window for layer in ours.layers] == windows
+    assert attention.scale == getattr(theirs, "query_pre_attn_scalar", theirs.head_dim) ** -0.5
+    assert ours.final_logit_softcap == getattr(theirs, "final_logit_softcapping", None)
+    assert attention.softcap == getattr(theirs, "attn_logit_softcapping", None)
+
+
+def test_null_softcaps_are_none_and_layer_types_say_which_layers_have_windows(tmp_path: Path) -> None:
+    types = ["full_attention", "full_attention", "sliding_attention"]
+    caps = dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"))
+    model = _read(tmp_path, "gemma2", layer_types=types, sliding_window=8, **caps)
+    assert [layer.mixer.window for layer in model.layers] == [None, None, 8]
+    assert (_attention(model).softcap, model.final_logit_softcap) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
+        ("gemma2", {"attn_logit_softcapping": 0}, "attn_logit_softcapping=0.0 is not positive"),
+        ("gemma2", {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar=-1.0 is not positive"),
+    ],
+)
+def test_a_config_that_cannot_be_served_is_refused(
+    tmp_path: Path, model_type: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message) as caught:
+        _read(tmp_path, model_type, **changes)
+    assert str(tmp_path) in str(caught.value)
