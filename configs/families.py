@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from configs.errors import CheckpointError
 from configs.fields import MOST_PARTS, Fields, checked_rope, read_json
-from configs.layers import DenseMLP, FeedForward, GroupedQueryAttention, MixtureOfExperts
-from configs.model_config import ModelConfig, RopeConfig, layers_of
+from configs.layers import DenseMLP, FeedForward, GroupedQueryAttention, LayerSpec, MixtureOfExperts
+from configs.model_config import ModelConfig, layers_of
+from configs.rope import RopeConfig
+
+_TYPES = _FULL, _SLIDING = "full_attention", "sliding_attention"
+"""Types of layers in `layer_types` and `rope_parameters`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +46,9 @@ class _Family:
     max_position_embeddings: int
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
+    local_rope_theta: float | None = None
+    """Of layers with windows, unless `rope_local_base_freq` names another; their frequencies are not scaled. None: all
+    layers turn alike."""
     qkv_bias: bool | None = False
     """None: `qkv_bias` says, and else there is one."""
     heeds_attention_bias: bool = False
@@ -161,40 +168,15 @@ def config_of_directory(path: Path) -> ModelConfig:
     family = _FAMILIES[model_type]
     if fields.values.get("use_bidirectional_attention"):
         raise CheckpointError(f"{config_path}: use_bidirectional_attention is not supported")
-    num_q, hidden_size = fields.count("num_attention_heads"), fields.count("hidden_size")
-    # An explicit null means one KV head a query head, in every family.
-    default_kv = num_q if "num_key_value_heads" in fields.values else family.num_key_value_heads or num_q
-    has_bias = family.heeds_attention_bias and fields.flag("attention_bias", False)
-    num_layers = fields.count("num_hidden_layers", at_most=MOST_PARTS)
-    attention = GroupedQueryAttention(
-        hidden_size=hidden_size,
-        num_attention_heads=num_q,
-        num_key_value_heads=fields.count("num_key_value_heads", default_kv),
-        head_dim=fields.count("head_dim", family.head_dim or hidden_size // num_q),
-        qkv_bias=has_bias or (fields.flag("qkv_bias", True) if family.qkv_bias is None else family.qkv_bias),
-        o_bias=has_bias,
-        qk_norm=family.qk_norm,
-        norm_offset=family.norm_offset,
-        scale=_scale(fields, family),
-        softcap=_softcap(fields, family, "attn_logit_softcapping"),
-    )
-    mixers = [replace(attention, window=window) for window in _windows(fields, family, num_layers)]
-    max_positions = fields.count("max_position_embeddings", family.max_position_embeddings)
+    hidden_size = fields.count("hidden_size")
     return ModelConfig(
         model_type=model_type,
         hidden_size=hidden_size,
         vocab_size=fields.count("vocab_size"),
-        max_position_embeddings=max_positions,
+        max_position_embeddings=_max_positions(fields, family),
         rms_norm_eps=fields.number("rms_norm_eps", family.rms_norm_eps),
-        rope=_rope(fields, max_positions, family.rope_theta),
         tie_word_embeddings=fields.flag("tie_word_embeddings", family.tie_word_embeddings),
-        layers=layers_of(
-            mixers,
-            _feed_forwards(fields, family, num_layers),
-            hidden_size,
-            norms_outputs=family.norms_outputs,
-            norm_offset=family.norm_offset,
-        ),
+        layers=_layers(fields, family),
         embedding_scale=hidden_size**0.5 if family.scales_embedding else 1.0,
         norm_offset=family.norm_offset,
         final_logit_softcap=_softcap(fields, family, "final_logit_softcapping"),
@@ -202,6 +184,44 @@ def config_of_directory(path: Path) -> ModelConfig:
         bos_token_id=next(iter(fields.ids("bos_token_id")), None),
         eos_token_ids=_eos_token_ids(fields, path),
     )
+
+
+def _layers(fields: Fields, family: _Family) -> tuple[LayerSpec, ...]:
+    num_q, hidden_size = fields.count("num_attention_heads"), fields.count("hidden_size")
+    # An explicit null means one KV head a query head, in every family.
+    default_kv = num_q if "num_key_value_heads" in fields.values else family.num_key_value_heads or num_q
+    has_bias = family.heeds_attention_bias and fields.flag("attention_bias", False)
+    num_layers = fields.count("num_hidden_layers", at_most=MOST_PARTS)
+    types, ropes = _attention_types(fields, family, num_layers), _ropes(fields, family)
+    window = _window(fields, family) if _SLIDING in types else None
+    by_type = {
+        type_: GroupedQueryAttention(
+            hidden_size=hidden_size,
+            num_attention_heads=num_q,
+            num_key_value_heads=fields.count("num_key_value_heads", default_kv),
+            head_dim=fields.count("head_dim", family.head_dim or hidden_size // num_q),
+            rope=ropes[type_],
+            qkv_bias=has_bias or (fields.flag("qkv_bias", True) if family.qkv_bias is None else family.qkv_bias),
+            o_bias=has_bias,
+            qk_norm=family.qk_norm,
+            norm_offset=family.norm_offset,
+            scale=_scale(fields, family),
+            softcap=_softcap(fields, family, "attn_logit_softcapping"),
+            window=window if type_ == _SLIDING else None,
+        )
+        for type_ in set(types)
+    }
+    return layers_of(
+        [by_type[type_] for type_ in types],
+        _feed_forwards(fields, family, num_layers),
+        hidden_size,
+        norms_outputs=family.norms_outputs,
+        norm_offset=family.norm_offset,
+    )
+
+
+def _max_positions(fields: Fields, family: _Family) -> int:
+    return fields.count("max_position_embeddings", family.max_position_embeddings)
 
 
 def _scale(fields: Fields, family: _Family) -> float | None:
@@ -271,18 +291,32 @@ def _experts(fields: Fields, family: _ExpertsFamily) -> MixtureOfExperts | None:
     )
 
 
-def _rope(fields: Fields, max_positions: int, default_theta: float) -> RopeConfig:
-    """transformers 4 keeps `rope_theta` beside `rope_scaling`; transformers 5 has both in `rope_parameters`."""
+def _ropes(fields: Fields, family: _Family) -> dict[str, RopeConfig]:
+    """The rotary embedding of each type of layer.
+
+    transformers 4 keeps `rope_theta` beside `rope_scaling`; transformers 5 has both in `rope_parameters`, perhaps for
+    each type of layer.
+    """
     parameters = fields.values.get("rope_scaling") or fields.values.get("rope_parameters") or {}
     if not isinstance(parameters, dict):
         raise CheckpointError(f"{fields.where}: rope parameters {parameters!r} are no object")
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
-    if nested:
-        if any(value != nested[0] for value in nested) or len(nested) != len(parameters):
-            raise CheckpointError(f"{fields.where}: layers with different rotary embeddings are not supported")
-        parameters = nested[0]
+    by_type = dict.fromkeys(_TYPES, parameters)
+    thetas = dict.fromkeys(_TYPES, fields.number("rope_theta", family.rope_theta))
+    if any(isinstance(value, dict) for value in parameters.values()):
+        if not set(parameters) <= set(_TYPES) or not all(isinstance(of, dict) for of in parameters.values()):
+            raise CheckpointError(f"{fields.where}: rope parameters are of other layers than {' and '.join(_TYPES)}")
+        by_type = {type_: parameters.get(type_, {}) for type_ in _TYPES}
+    elif family.local_rope_theta is not None:
+        by_type[_SLIDING] = {}
+    if family.local_rope_theta is not None:
+        thetas[_SLIDING] = fields.number("rope_local_base_freq", family.local_rope_theta)
+    max_positions = _max_positions(fields, family)
+    return {type_: _rope(fields, by_type[type_], max_positions, thetas[type_]) for type_ in _TYPES}
+
+
+def _rope(fields: Fields, parameters: dict[str, Any], max_positions: int, default_theta: float) -> RopeConfig:
     rope = Fields(parameters, fields.where)
-    theta = rope.number("rope_theta", fields.number("rope_theta", default_theta))
+    theta = rope.number("rope_theta", default_theta)
     partial = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
     if partial != 1.0:
         raise CheckpointError(f"{fields.where}: partial_rotary_factor={partial} is not supported; only 1.0 is")
@@ -299,30 +333,33 @@ def _rope(fields: Fields, max_positions: int, default_theta: float) -> RopeConfi
     return checked_rope(theta, scaling_type, scaling, fields.where)
 
 
-def _windows(fields: Fields, family: _Family, num_layers: int) -> list[int | None]:
-    """The window of each layer."""
-    full: list[int | None] = [None] * num_layers
-    # An explicit null turns windows off.
-    if family.windows == "none" or fields.values.get("sliding_window", family.default_window) is None:
-        return full
+def _attention_types(fields: Fields, family: _Family, num_layers: int) -> list[str]:
+    """Which layers `sliding_window` is of, if there is one."""
+    if family.windows == "none":
+        return [_FULL] * num_layers
     if family.windows not in ("every layer", "by turns") and not fields.flag("use_sliding_window", False):
-        return full
-    window = fields.count("sliding_window", family.default_window)
+        return [_FULL] * num_layers
     if family.windows in ("every layer", "every layer if used"):
-        return [window] * num_layers
+        return [_SLIDING] * num_layers
     layer_types = fields.values.get("layer_types")
     if layer_types is None and family.windows == "as said":
         first = fields.integer("max_window_layers", 28)
-        return [window if layer >= first else None for layer in range(num_layers)]
+        return [_SLIDING if layer >= first else _FULL for layer in range(num_layers)]
     if layer_types is None and family.windows == "by turns":
         pattern = fields.count("sliding_window_pattern", family.window_pattern)
-        return [window if (layer + 1) % pattern else None for layer in range(num_layers)]
-    known = {"full_attention": None, "sliding_attention": window}
-    if not isinstance(layer_types, list) or len(layer_types) != num_layers or not set(layer_types) <= set(known):
+        return [_SLIDING if (layer + 1) % pattern else _FULL for layer in range(num_layers)]
+    if not isinstance(layer_types, list) or len(layer_types) != num_layers or not set(layer_types) <= set(_TYPES):
         raise CheckpointError(
-            f"{fields.where}: layer_types must name {' or '.join(known)} for each of {num_layers} layers"
+            f"{fields.where}: layer_types must name {' or '.join(_TYPES)} for each of {num_layers} layers"
         )
-    return [known[name] for name in layer_types]
+    return layer_types
+
+
+def _window(fields: Fields, family: _Family) -> int | None:
+    """An explicit null turns windows off."""
+    if fields.values.get("sliding_window", family.default_window) is None:
+        return None
+    return fields.count("sliding_window", family.default_window)
 
 
 def _dtype(fields: Fields) -> str:

@@ -15,6 +15,8 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple, Protocol
 
+from configs.rope import RopeConfig
+
 
 class Axis(StrEnum):
     """What is dealt to ranks: each of them gets a span of an axis. The value is its name for people."""
@@ -162,8 +164,12 @@ class Mixer(FeedForward, Protocol):
         """Operations for one query and one token it sees."""
 
     @property
+    def rope(self) -> RopeConfig:
+        """The rotary embedding."""
+
+    @property
     def rotary_dim(self) -> int:
-        """Elements of a head that the rotary embedding turns; 0 without one."""
+        """Elements of a head that it turns."""
 
     @property
     def window(self) -> int | None:
@@ -178,6 +184,7 @@ class GroupedQueryAttention:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
+    rope: RopeConfig
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False

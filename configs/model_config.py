@@ -22,18 +22,6 @@ from configs.layers import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class RopeConfig:
-    """Rotary embedding: base and, for long-context models, how its frequencies are scaled."""
-
-    theta: float
-    """Base of the geometric series of frequencies."""
-    scaling_type: str = "default"
-    """default, linear, llama3, yarn or dynamic; anything else is refused when the model is read."""
-    scaling: tuple[tuple[str, Any], ...] = ()
-    """The checkpoint's own parameters for `scaling_type`, sorted by name."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """One decoder-only transformer. All counts are those of the whole model, never of a rank."""
 
@@ -43,7 +31,6 @@ class ModelConfig:
     vocab_size: int
     max_position_embeddings: int
     rms_norm_eps: float
-    rope: RopeConfig
     tie_word_embeddings: bool
     layers: tuple[LayerSpec, ...]
     embedding_scale: float = 1.0
@@ -104,12 +91,8 @@ class ModelConfig:
 
     @property
     def max_context(self) -> int:
-        """Longest sequence the rotary embedding is made for: YaRN reaches beyond `max_position_embeddings`."""
-        scaling = dict(self.rope.scaling)
-        if self.rope.scaling_type != "yarn" or "factor" not in scaling:
-            return self.max_position_embeddings
-        original = scaling.get("original_max_position_embeddings") or self.max_position_embeddings
-        return max(self.max_position_embeddings, int(original * scaling["factor"]))
+        """Longest sequence that the rotary embeddings of all layers are made for."""
+        return min(layer.mixer.rope.max_context(self.max_position_embeddings) for layer in self.layers)
 
     def _vocabulary(self, name: str, gguf_name: str) -> Linear:
         cut = Cut(Axis.VOCABULARY, 0)

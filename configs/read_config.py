@@ -40,7 +40,8 @@ def _check(model: ModelConfig, path: Path) -> None:
                 f"{path}: num_attention_heads={axis.num_heads} is not a multiple of "
                 f"num_key_value_heads={axis.num_groups}; such a model cannot be served"
             )
-    if model.rotary_dim % 2:
-        raise CheckpointError(f"{path}: head_dim={model.rotary_dim} is odd; the rotary embedding needs pairs")
-    if not model.rope.theta > 0:
-        raise CheckpointError(f"{path}: rope theta={model.rope.theta} is not positive; the checkpoint is corrupt")
+    for rope, rotary_dim in {(layer.mixer.rope, layer.mixer.rotary_dim) for layer in model.layers}:
+        if rotary_dim % 2:
+            raise CheckpointError(f"{path}: head_dim={rotary_dim} is odd; the rotary embedding needs pairs")
+        if not rope.theta > 0:
+            raise CheckpointError(f"{path}: rope theta={rope.theta} is not positive; the checkpoint is corrupt")

@@ -13,7 +13,7 @@ import yaml
 from configs.checkpoint import is_local, model_name, resolve_model_path
 from configs.errors import CheckpointError, ConfigError
 from configs.load import all_settings, load_app_config, parse_engine_config
-from configs.model_config import ModelConfig, RopeConfig
+from configs.model_config import ModelConfig
 from configs.resolve import (
     HostFacts,
     ResolvedConfig,
@@ -23,6 +23,7 @@ from configs.resolve import (
     num_kv_pages,
     resolve,
 )
+from configs.rope import RopeConfig
 from configs.schema import EngineConfig, KVCacheConfig
 from tests.dense_model import dense_model
 

@@ -16,9 +16,10 @@ from attention.backend import AttentionBackend
 from attention.kv_pool import ReqToTokenPool, TokenToKVPool
 from attention.registry import create_backend
 from configs.errors import ConfigError
-from configs.model_config import ModelConfig, RopeConfig
+from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
 from configs.resolve import kv_bytes_per_page
+from configs.rope import RopeConfig
 from parallel.embedding import whole_logits
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
@@ -269,7 +270,7 @@ def test_rotary_frequencies_equal_transformers(scaling_type: str, scaling: dict[
     rope = {"rope_type": scaling_type, "rope_theta": 500000.0, **scaling}
     theirs = LlamaRotaryEmbedding(t.LlamaConfig(**sizes, rope_parameters=rope))
     ours, factor = inverse_frequencies(
-        _ours("llama", RopeConfig(theta=5e5, scaling_type=scaling_type, scaling=tuple(scaling.items())), sizes)
+        RopeConfig(theta=5e5, scaling_type=scaling_type, scaling=tuple(scaling.items())), sizes["head_dim"]
     )
     torch.testing.assert_close(ours, theirs.inv_freq, rtol=1e-6, atol=0)
     assert factor == pytest.approx(theirs.attention_scaling, rel=1e-6)
@@ -278,7 +279,7 @@ def test_rotary_frequencies_equal_transformers(scaling_type: str, scaling: dict[
 def test_refuses_an_unknown_rope_scaling() -> None:
     rope = RopeConfig(theta=1e4, scaling_type="longrope")
     with pytest.raises(ConfigError, match="longrope"):
-        inverse_frequencies(_ours("llama", rope, _sizes()))
+        inverse_frequencies(rope, 16)
 
 
 def test_refuses_lengths_at_which_dynamic_rope_would_change_cached_keys() -> None:

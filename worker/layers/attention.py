@@ -52,7 +52,7 @@ class Attention:
 
     def attend(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """[num_tokens, tp_q_head_num * head_dim] of [num_tokens, hidden_size]; the tokens' K and V are in the pool."""
-        return step.backend.forward(self._qkv(x), self.layer, step.rotation, self._norms)
+        return step.backend.forward(self._qkv(x), self.layer, step.rotations[self.layer.layer_id], self._norms)
 
     def project(self, attended: torch.Tensor) -> torch.Tensor | PartialSum:
         """[num_tokens, hidden_size] of what `attend` returned."""

@@ -12,6 +12,7 @@ from attention.layer import AttentionLayer
 from attention.rotation import QKNorms, Rotation
 from configs.errors import ConfigError
 from configs.model_config import ModelConfig
+from configs.rope import RopeConfig
 from worker.layers.norm import rms_norm
 
 
@@ -21,8 +22,10 @@ class RotaryEmbedding:
     The halves convention: element i of a head turns with element i + head_dim / 2.
     """
 
-    def __init__(self, model: ModelConfig, max_positions: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        inv_freq, attention_factor = inverse_frequencies(model)
+    def __init__(
+        self, rope: RopeConfig, rotary_dim: int, max_positions: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        inv_freq, attention_factor = inverse_frequencies(rope, rotary_dim)
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inv_freq)
         cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor
         self._on_cuda = device.type == "cuda"
@@ -116,14 +119,13 @@ class TorchRotation:
         return turned[:, :q_size]
 
 
-def inverse_frequencies(model: ModelConfig) -> tuple[torch.Tensor, float]:
-    """[head_dim / 2] fp32 frequencies and the factor of cosine and sine.
+def inverse_frequencies(rope: RopeConfig, rotary_dim: int) -> tuple[torch.Tensor, float]:
+    """[rotary_dim / 2] fp32 frequencies and the factor of cosine and sine.
 
     Raises ConfigError for a scaling type there is no rule for.
     """
-    rope = model.rope
     scaling = dict(rope.scaling)
-    exponents = torch.arange(0, model.rotary_dim, 2, dtype=torch.int64).float() / model.rotary_dim
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
     inv_freq = 1.0 / (rope.theta**exponents)
     if rope.scaling_type in ("default", "dynamic"):
         # dynamic changes the base only past max_position_embeddings, which `check_length` does not let happen.
@@ -133,7 +135,7 @@ def inverse_frequencies(model: ModelConfig) -> tuple[torch.Tensor, float]:
     if rope.scaling_type == "llama3":
         return _llama3(inv_freq, scaling), 1.0
     if rope.scaling_type == "yarn":
-        return _yarn(inv_freq, scaling, model)
+        return _yarn(inv_freq, scaling, rope.theta)
     raise ConfigError(
         f"rope scaling type {rope.scaling_type} is not supported; supported are default, linear, llama3, yarn, dynamic"
     )
@@ -141,7 +143,8 @@ def inverse_frequencies(model: ModelConfig) -> tuple[torch.Tensor, float]:
 
 def check_length(model: ModelConfig, max_model_len: int) -> None:
     """Raises ConfigError when `max_model_len` needs frequencies that change with a sequence's length."""
-    if model.rope.scaling_type == "dynamic" and max_model_len > model.max_position_embeddings:
+    is_dynamic = any(layer.mixer.rope.scaling_type == "dynamic" for layer in model.layers)
+    if is_dynamic and max_model_len > model.max_position_embeddings:
         raise ConfigError(
             f"max_model_len={max_model_len} exceeds max_position_embeddings={model.max_position_embeddings} of a model "
             f"with dynamic rope scaling, whose cached keys would need other frequencies; choose at most "
@@ -160,11 +163,10 @@ def _llama3(inv_freq: torch.Tensor, scaling: dict[str, Any]) -> torch.Tensor:
     return torch.where(wavelengths < original / high, inv_freq, slowed)
 
 
-def _yarn(inv_freq: torch.Tensor, scaling: dict[str, Any], model: ModelConfig) -> tuple[torch.Tensor, float]:
+def _yarn(inv_freq: torch.Tensor, scaling: dict[str, Any], base: float) -> tuple[torch.Tensor, float]:
     """YaRN (arXiv 2309.00071): a ramp over dimensions from kept to slowed frequencies."""
-    original = scaling.get("original_max_position_embeddings") or model.max_position_embeddings
-    factor = scaling.get("factor") or model.max_position_embeddings / original
-    dim, base = model.rotary_dim, model.rope.theta
+    original, factor = scaling["original_max_position_embeddings"], scaling["factor"]
+    dim = 2 * len(inv_freq)
 
     def dimension_of(rotations: float) -> float:
         return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))

@@ -139,7 +139,10 @@ class Decoder:
         self._model = model
         self._dtype = dtype
         self._device = device
-        self._rotary: RotaryEmbedding | None = None
+        ropes = [(layer.mixer.rope, layer.mixer.rotary_dim) for layer in model.layers]
+        self._ropes = list(dict.fromkeys(ropes))
+        self._rope_of_layer = [self._ropes.index(rope) for rope in ropes]
+        self._rotary: list[RotaryEmbedding] = []
         self._embedding = VocabParallelEmbedding(model.hidden_size, plan, group, dtype=dtype, device=device)
         self._layers = [
             DecoderLayer(layer, LayerPlace(plan.shard(i, group.rank), group, dtype, device), i, model.rms_norm_eps)
@@ -174,17 +177,21 @@ class Decoder:
 
     def set_max_positions(self, max_positions: int) -> None:
         """Prepares rotary tables for positions below `max_positions`."""
-        self._rotary = RotaryEmbedding(self._model, max_positions, dtype=self._dtype, device=self._device)
+        self._rotary = [
+            RotaryEmbedding(rope, rotary_dim, max_positions, dtype=self._dtype, device=self._device)
+            for rope, rotary_dim in self._ropes
+        ]
 
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> torch.Tensor:
         """Hidden states [num_sampled, hidden_size] of `batch.sample_indices` after the last norm.
 
         The last layer's products run for these tokens alone. `backend` is ready for `batch`.
         """
-        assert self._rotary is not None, "forward before set_max_positions"
+        assert self._rotary, "forward before set_max_positions"
         # Padding rows have page 0, which no sequence has.
         padding = Padding(batch.out_cache_loc, backend.token_to_kv_pool.page_size)
-        step = Step(backend, self._rotary.at(batch.positions), padding)
+        rotations = [rotary.at(batch.positions) for rotary in self._rotary]
+        step = Step(backend, [rotations[i] for i in self._rope_of_layer], padding)
         residual = self._embedding(batch.input_ids)
         if self._embedding_scale != 1.0:
             residual *= self._embedding_scale
