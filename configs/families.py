@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,6 +79,23 @@ class _Family:
     """Embeddings are multiplied with the root of hidden_size."""
 
 
+_GEMMA2 = _Family(
+    num_key_value_heads=4,
+    head_dim=256,
+    max_position_embeddings=8192,
+    heeds_attention_bias=True,
+    windows="by turns",
+    window_pattern=2,
+    hidden_act_key="hidden_activation",
+    hidden_act="gelu_pytorch_tanh",
+    tie_word_embeddings=True,
+    query_pre_attn_scalar=256,
+    softcaps={"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    norms_outputs=True,
+    norm_offset=1.0,
+    scales_embedding=True,
+)
+
 _FAMILIES = {
     "llama": _Family(max_position_embeddings=2048, heeds_attention_bias=True, heeds_mlp_bias=True),
     "qwen2": _Family(num_key_value_heads=32, max_position_embeddings=32768, qkv_bias=True, windows="as said"),
@@ -131,21 +148,15 @@ _FAMILIES = {
             mixes_dense_layers=True,
         ),
     ),
-    "gemma2": _Family(
-        num_key_value_heads=4,
-        head_dim=256,
-        max_position_embeddings=8192,
-        heeds_attention_bias=True,
-        windows="by turns",
-        window_pattern=2,
-        hidden_act_key="hidden_activation",
-        hidden_act="gelu_pytorch_tanh",
-        tie_word_embeddings=True,
-        query_pre_attn_scalar=256,
-        softcaps={"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-        norms_outputs=True,
-        norm_offset=1.0,
-        scales_embedding=True,
+    "gemma2": _GEMMA2,
+    "gemma3_text": replace(
+        _GEMMA2,
+        max_position_embeddings=131072,
+        rope_theta=1e6,
+        local_rope_theta=10000.0,
+        qk_norm=True,
+        window_pattern=6,
+        softcaps={"final_logit_softcapping": None},
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Families that are more than a Llama layer against transformers: Gemma 2.
+"""Families that are more than a Llama layer against transformers: Gemma 2 and 3.
 
 From config.json and checkpoint to logits and greedy tokens, in fp32, on 1 to 4 ranks.
 """
@@ -18,9 +18,10 @@ from safetensors.torch import load_file
 from benchmarks.make_checkpoint import write_checkpoint
 from cluster.messages import SamplingParams
 from configs.errors import CheckpointError
-from configs.layers import GroupedQueryAttention
+from configs.layers import DenseMLP, GroupedQueryAttention
 from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
+from configs.rope import RopeConfig
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from tests.local_group import Limits, LocalGroup
@@ -52,6 +53,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": 3.0,
         },
     ),
+    "gemma3_text": (
+        "Gemma3",
+        {
+            "sliding_window": 8,
+            "sliding_window_pattern": 2,
+            "query_pre_attn_scalar": 24,
+            "final_logit_softcapping": 3.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            },
+        },
+    ),
 }
 
 
@@ -59,7 +73,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     name, options = MODELS[request.param]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**{**SIZES, **options}, attn_implementation="eager")
+    config_class = transformers.CONFIG_MAPPING[request.param]
+    config = config_class(**{**SIZES, **options}, attn_implementation="eager")
     hf = getattr(transformers, f"{name}ForCausalLM")(config)
     with torch.no_grad():
         # Of the initial size, scores are far below their softcap, and layers hardly add to the residual.
@@ -143,11 +158,38 @@ def test_what_a_config_leaves_out_is_as_transformers_has_it(tmp_path: Path, mode
     for name in left_out:
         assert getattr(ours if hasattr(ours, name) else attention, name) == getattr(theirs, name), name
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    mlp = ours.layers[0].feed_forward
+    if isinstance(mlp, DenseMLP):
+        assert mlp.hidden_act == theirs.hidden_activation
     windows = [theirs.sliding_window if kind == "sliding_attention" else None for kind in theirs.layer_types]
     assert [layer.mixer.window for layer in ours.layers] == windows
     assert attention.scale == getattr(theirs, "query_pre_attn_scalar", theirs.head_dim) ** -0.5
     assert ours.final_logit_softcap == getattr(theirs, "final_logit_softcapping", None)
     assert attention.softcap == getattr(theirs, "attn_logit_softcapping", None)
+    for layer, kind in zip(ours.layers, theirs.layer_types, strict=True):
+        rope = theirs.rope_parameters.get(kind, theirs.rope_parameters)
+        assert layer.mixer.rope.theta == rope["rope_theta"]
+        assert layer.mixer.rope.scaling_type == rope["rope_type"]
+
+
+def test_gemma_3_tells_of_two_rotary_embeddings_as_before_transformers_5_and_since(tmp_path: Path) -> None:
+    linear = {"rope_type": "linear", "factor": 8.0}
+    old = _read(
+        tmp_path,
+        "gemma3_text",
+        rope_theta=1e5,
+        rope_local_base_freq=2e4,
+        rope_scaling=linear,
+        sliding_window=8,
+        sliding_window_pattern=3,
+    )
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    local, scaled = RopeConfig(theta=2e4), RopeConfig(theta=1e5, scaling_type="linear", scaling=(("factor", 8.0),))
+    assert [layer.mixer.rope for layer in old.layers] == [local, local, scaled]
+    assert [layer.mixer.window for layer in old.layers] == [8, 8, None]
+    theirs.save_pretrained(tmp_path)
+    assert "rope_theta" not in json.loads((tmp_path / "config.json").read_text())
+    assert read_model_config(tmp_path).layers == old.layers
 
 
 def test_null_softcaps_are_none_and_layer_types_say_which_layers_have_windows(tmp_path: Path) -> None:
@@ -156,6 +198,32 @@ def test_null_softcaps_are_none_and_layer_types_say_which_layers_have_windows(tm
     model = _read(tmp_path, "gemma2", layer_types=types, sliding_window=8, **caps)
     assert [layer.mixer.window for layer in model.layers] == [None, None, 8]
     assert (_attention(model).softcap, model.final_logit_softcap) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("published", "num_parameters"),
+    [
+        ({"model_type": "gemma2", "hidden_size": 2304, "intermediate_size": 9216, "vocab_size": 256000}, 2_614_341_888),
+        (
+            {
+                "model_type": "gemma3_text",
+                "hidden_size": 1152,
+                "intermediate_size": 6912,
+                "vocab_size": 262144,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 1,
+            },
+            999_885_952,
+        ),
+    ],
+    ids=["gemma-2-2b", "gemma-3-1b"],
+)
+def test_published_models_have_so_many_parameters(
+    tmp_path: Path, published: dict[str, Any], num_parameters: int
+) -> None:
+    config = {"num_hidden_layers": 26, "num_attention_heads": 8, **published}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert sum(tensor.elements for tensor in read_model_config(tmp_path).tensors()) == num_parameters
 
 
 @pytest.mark.parametrize(
