@@ -45,7 +45,7 @@ class Role(StrEnum):
     QUERY_KEY_NORM = auto()
 
 
-_FINEST_EXPERT_GRANULE = 32
+FINEST_EXPERT_GRANULE = 32
 """What the grouped products take: 768 columns over 5 ranks are 160 or 128, not 256 or 128."""
 
 Amounts = Mapping[Axis | None, int]
@@ -58,7 +58,7 @@ class Cut:
 
     axis: Axis
     dim: int
-    """0: rows (outputs), 1: columns (inputs)."""
+    """Of a matrix 0: rows (outputs), 1: columns (inputs)."""
     width: int = 1
 
 
@@ -195,6 +195,8 @@ class GroupedQueryAttention:
     """Factor of the scores; None: 1 / sqrt(head_dim)."""
     softcap: float | None = None
     """Scores become softcap * tanh(scores / softcap)."""
+    has_sinks: bool = False
+    """Each query head has a score that takes a share of the softmax and has no value (gpt-oss)."""
     window: int | None = None
     """A query sees itself and `window - 1` tokens before it; None is full."""
 
@@ -230,8 +232,15 @@ class GroupedQueryAttention:
         )
 
     @property
+    def sinks(self) -> TensorSpec | None:
+        """[num_attention_heads], or none."""
+        names, shape = ("self_attn.sinks", "attn_sinks"), (self.num_attention_heads,)
+        return TensorSpec(*names, shape, Role.BIAS, Cut(Axis.QUERY_HEADS, 0)) if self.has_sinks else None
+
+    @property
     def tensors(self) -> tuple[TensorSpec, ...]:
-        return tensors_of(*self.qkv, self.o) + self.head_norms
+        sinks = () if self.sinks is None else (self.sinks,)
+        return tensors_of(*self.qkv, self.o) + self.head_norms + sinks
 
     @property
     def axes(self) -> tuple[HeadGroups, ...]:
@@ -350,7 +359,7 @@ class MixtureOfExperts:
             hidden_act=self.hidden_act,
             name=f"{self.name}.shared_expert",
             axis=Axis.SHARED_EXPERT_COLUMNS,
-            finest_granule=_FINEST_EXPERT_GRANULE,
+            finest_granule=FINEST_EXPERT_GRANULE,
         )
 
     @property
@@ -368,7 +377,7 @@ class MixtureOfExperts:
     @property
     def axes(self) -> tuple[Columns, ...]:
         shared = () if self.shared is None else self.shared.axes
-        return (Columns(Axis.EXPERT_COLUMNS, self.intermediate_size, _FINEST_EXPERT_GRANULE, is_firm=True), *shared)
+        return (Columns(Axis.EXPERT_COLUMNS, self.intermediate_size, FINEST_EXPERT_GRANULE, is_firm=True), *shared)
 
 
 class Norms(NamedTuple):
@@ -424,7 +433,7 @@ class LayerSpec:
     @cached_property
     def product_elements(self) -> Mapping[Fraction, Amounts]:
         """Elements of the tensors that tokens are multiplied with, by the share of the tokens."""
-        products = [tensor for tensor in self.tensors if len(tensor.shape) > 1]
+        products = [tensor for tensor in self.tensors if len(tensor.shape) > 1 and tensor.role is not Role.BIAS]
         shares = dict.fromkeys(tensor.share for tensor in products)
         return {share: elements_of(tensor for tensor in products if tensor.share == share) for share in shares}
 

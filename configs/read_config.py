@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from configs.config_json import config_of_directory
 from configs.errors import CheckpointError
-from configs.families import config_of_directory
 from configs.gguf_config import config_of_gguf
 from configs.layers import HeadGroups
 from configs.model_config import ModelConfig

@@ -1,4 +1,4 @@
-"""Families that are more than a Llama layer against transformers: Gemma 2 and 3.
+"""Families that are more than a Llama layer against transformers: Gemma 2 and 3, gpt-oss.
 
 From config.json and checkpoint to logits and greedy tokens, in fp32, on 1 to 4 ranks.
 """
@@ -6,6 +6,7 @@ From config.json and checkpoint to logits and greedy tokens, in fp32, on 1 to 4 
 from __future__ import annotations
 
 import json
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,19 @@ from safetensors.torch import load_file
 
 from benchmarks.make_checkpoint import write_checkpoint
 from cluster.messages import SamplingParams
-from configs.errors import CheckpointError
+from configs.biased_mixture import BiasedMixture
+from configs.errors import CheckpointError, ConfigError
 from configs.layers import DenseMLP, GroupedQueryAttention
 from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
 from configs.rope import RopeConfig
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
+from parallel.weight import LayerPlace
 from tests.local_group import Limits, LocalGroup
 from tests.test_models import Case, check_logits, save
 from worker.dummy_weights import DummyCheckpoint
+from worker.layers.biased_experts import BiasedExperts
 from worker.models.decoder import Decoder
 from worker.weights import Checkpoint, expected_shapes
 
@@ -66,6 +70,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    # 96 columns are 3 units of 32: on 4 ranks, one has none.
+    "gpt_oss": (
+        "GptOss",
+        {
+            "sliding_window": 8,
+            "intermediate_size": 96,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "swiglu_limit": 0.6,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "beta_fast": 8.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 512,
+            },
+        },
+    ),
 }
 
 
@@ -80,6 +104,9 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         # Of the initial size, scores are far below their softcap, and layers hardly add to the residual.
         for parameter in hf.parameters():
             parameter.mul_(4.0 if parameter.dim() > 1 else 1.0)
+        for name_, parameter in hf.named_parameters():
+            if name_.endswith("sinks"):
+                parameter.normal_()
     path = tmp_path_factory.mktemp(request.param)
     save(hf, path)
     return Case(hf, path, read_model_config(path))
@@ -152,7 +179,8 @@ def _read(directory: Path, model_type: str, **changes: Any) -> ModelConfig:
 def test_what_a_config_leaves_out_is_as_transformers_has_it(tmp_path: Path, model_type: str) -> None:
     left_out = dict.fromkeys(("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings"), ...)
     # As many heads as the family has KV heads by default, and layers for one whole turn of the windows.
-    ours = _read(tmp_path, model_type, num_attention_heads=8, num_hidden_layers=7, **left_out)
+    counts = {key: value for key, value in MODELS[model_type][1].items() if key.startswith("num_")}
+    ours = _read(tmp_path, model_type, num_attention_heads=8, num_hidden_layers=7, **counts, **left_out)
     theirs = transformers.AutoConfig.from_pretrained(tmp_path)
     attention = _attention(ours)
     for name in left_out:
@@ -161,15 +189,19 @@ def test_what_a_config_leaves_out_is_as_transformers_has_it(tmp_path: Path, mode
     mlp = ours.layers[0].feed_forward
     if isinstance(mlp, DenseMLP):
         assert mlp.hidden_act == theirs.hidden_activation
+    if isinstance(mlp, BiasedMixture):
+        assert (mlp.limit, mlp.alpha) == (theirs.swiglu_limit, theirs.swiglu_alpha)
     windows = [theirs.sliding_window if kind == "sliding_attention" else None for kind in theirs.layer_types]
     assert [layer.mixer.window for layer in ours.layers] == windows
-    assert attention.scale == getattr(theirs, "query_pre_attn_scalar", theirs.head_dim) ** -0.5
+    scalar = getattr(theirs, "query_pre_attn_scalar", None)
+    assert attention.scale == (None if scalar is None else scalar**-0.5)
+    assert attention.o_bias == theirs.attention_bias
     assert ours.final_logit_softcap == getattr(theirs, "final_logit_softcapping", None)
     assert attention.softcap == getattr(theirs, "attn_logit_softcapping", None)
     for layer, kind in zip(ours.layers, theirs.layer_types, strict=True):
         rope = theirs.rope_parameters.get(kind, theirs.rope_parameters)
-        assert layer.mixer.rope.theta == rope["rope_theta"]
-        assert layer.mixer.rope.scaling_type == rope["rope_type"]
+        said = {"rope_theta": layer.mixer.rope.theta, "rope_type": layer.mixer.rope.scaling_type}
+        assert {**dict(layer.mixer.rope.scaling), **said} == rope
 
 
 def test_gemma_3_tells_of_two_rotary_embeddings_as_before_transformers_5_and_since(tmp_path: Path) -> None:
@@ -215,8 +247,21 @@ def test_null_softcaps_are_none_and_layer_types_say_which_layers_have_windows(tm
             },
             999_885_952,
         ),
+        (
+            {
+                "model_type": "gpt_oss",
+                "num_hidden_layers": 24,
+                "hidden_size": 2880,
+                "intermediate_size": 2880,
+                "vocab_size": 201088,
+                "num_attention_heads": 64,
+                "num_local_experts": 32,
+                "num_experts_per_tok": 4,
+            },
+            20_914_757_184,
+        ),
     ],
-    ids=["gemma-2-2b", "gemma-3-1b"],
+    ids=["gemma-2-2b", "gemma-3-1b", "gpt-oss-20b"],
 )
 def test_published_models_have_so_many_parameters(
     tmp_path: Path, published: dict[str, Any], num_parameters: int
@@ -231,6 +276,9 @@ def test_published_models_have_so_many_parameters(
     [
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
         ("gemma2", {"attn_logit_softcapping": 0}, "attn_logit_softcapping=0.0 is not positive"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, r"has a quantization_config \(mxfp4\)"),
+        ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 3}, "num_experts_per_tok=3 exceeds"),
+        ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 2, "swiglu_limit": 0}, "swiglu_limit=0.0 is not"),
         ("gemma2", {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar=-1.0 is not positive"),
     ],
 )
@@ -240,3 +288,25 @@ def test_a_config_that_cannot_be_served_is_refused(
     with pytest.raises(CheckpointError, match=message) as caught:
         _read(tmp_path, model_type, **changes)
     assert str(tmp_path) in str(caught.value)
+
+
+def test_experts_with_biases_are_refused_on_gpus(tmp_path: Path) -> None:
+    model = _read(tmp_path, "gpt_oss", num_local_experts=6, num_experts_per_tok=3)
+    cuda = torch.device("cuda")
+    group = TensorParallelGroup(rank=0, size=1, device=cuda, collectives=None)
+    place = LayerPlace(ShardPlan.create(model, 1).shard(0, 0), group, torch.bfloat16, cuda)
+    with pytest.raises(ConfigError, match=r"experts with biases \(gpt_oss\) are not computed on GPUs yet"):
+        BiasedExperts(_biased(model), place)
+
+
+def _biased(model: ModelConfig) -> BiasedMixture:
+    feed_forward = model.layers[0].feed_forward
+    assert isinstance(feed_forward, BiasedMixture)
+    return feed_forward
+
+
+def test_a_step_counts_the_experts_that_tokens_hit(tmp_path: Path) -> None:
+    model = _read(tmp_path, "gpt_oss", num_local_experts=32, num_experts_per_tok=4, num_hidden_layers=1)
+    share = Fraction(4, 32)
+    # Of one column gate, up and down: no bias is a product.
+    assert sum(model.layers[0].product_elements[share].values()) == 32 * 3 * SIZES["hidden_size"]

@@ -14,6 +14,7 @@ import torch
 from attention.backend import AttentionBackend
 from attention.forward_batch import ForwardBatch
 from attention.layer import AttentionLayer
+from configs.biased_mixture import BiasedMixture
 from configs.layers import DenseMLP, GroupedQueryAttention, LayerSpec, MixtureOfExperts, Norms
 from configs.model_config import ModelConfig, layer_prefix
 from parallel.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -22,6 +23,7 @@ from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from parallel.weight import LayerPlace, TensorSource
 from worker.layers.attention import Attention
+from worker.layers.biased_experts import BiasedExperts
 from worker.layers.experts import Experts
 from worker.layers.mlp import MLP
 from worker.layers.norm import RMSNorm
@@ -48,6 +50,7 @@ _MIXERS: dict[type[Any], Callable[[Any, LayerPlace, int, float], Attention]] = {
 _FEED_FORWARDS: dict[type[Any], Callable[[Any, LayerPlace], FeedForwardModule]] = {
     DenseMLP: MLP,
     MixtureOfExperts: Experts,
+    BiasedMixture: BiasedExperts,
 }
 
 
