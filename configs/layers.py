@@ -256,7 +256,7 @@ class GroupedQueryAttention:
 
     @property
     def rotary_dim(self) -> int:
-        return self.head_dim
+        return int(self.head_dim * self.rope.partial)
 
     def _projection(self, letter: str, axis: Axis, num_heads: int, role: Role) -> Linear:
         names, cut = (f"self_attn.{letter}_proj", f"attn_{letter}"), Cut(axis, 0, self.head_dim)

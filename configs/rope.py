@@ -16,6 +16,8 @@ class RopeConfig:
     """default, linear, llama3, yarn or dynamic; anything else is refused when the model is read."""
     scaling: tuple[tuple[str, Any], ...] = ()
     """The checkpoint's own parameters for `scaling_type`, sorted by name."""
+    partial: float = 1.0
+    """Share of a head that turns: its first elements."""
 
     def max_context(self, max_position_embeddings: int) -> int:
         """Longest sequence it is made for: YaRN reaches beyond the model's `max_position_embeddings`."""

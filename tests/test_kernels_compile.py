@@ -152,7 +152,7 @@ def _call_decode(
     decode.paged_decode(q, pages, pages, paged, layer, out=_bf16(batch_size, num_q_heads, head_dim))
 
 
-def _call_qk_norm_rope_store(head_dim: int, weight: torch.Tensor | None) -> None:
+def _call_qk_norm_rope_store(head_dim: int, rotary_dim: int, weight: torch.Tensor | None) -> None:
     num_tokens, num_q_heads, num_kv_heads = 4, 32, 8
     slots = _bf16(192, num_kv_heads * head_dim)
     qk_norm_rope_store(
@@ -160,7 +160,7 @@ def _call_qk_norm_rope_store(head_dim: int, weight: torch.Tensor | None) -> None
         q_weight=weight,
         k_weight=weight,
         eps=EPS,
-        cos_sin=torch.empty(64, head_dim),
+        cos_sin=torch.empty(64, rotary_dim),
         positions=_int64(num_tokens),
         k_slots=slots,
         v_slots=slots,
@@ -229,9 +229,10 @@ def _call_everything() -> None:
     for activation in (silu_and_mul, gelu_and_mul, gelu_tanh_and_mul):
         activation(_bf16(4, 2 * 1536))
     for head_dim in (64, 128):
-        _call_qk_norm_rope_store(head_dim, None)
-        _call_qk_norm_rope_store(head_dim, _bf16(head_dim))
-    _call_qk_norm_rope_store(256, torch.empty(256))
+        _call_qk_norm_rope_store(head_dim, head_dim, None)
+        _call_qk_norm_rope_store(head_dim, head_dim, _bf16(head_dim))
+    _call_qk_norm_rope_store(256, 256, torch.empty(256))
+    _call_qk_norm_rope_store(256, 64, torch.empty(256))
     # Batches for which keys are split and not, in blocks of 64 and of 32: see decode.choose.
     for batch_size, head_dim, page_size in itertools.product((4, 16, 32, 64), (64, 128), (16, 64)):
         _call_decode(batch_size, head_dim, page_size)

@@ -19,7 +19,7 @@ from worker.layers.norm import rms_norm
 class RotaryEmbedding:
     """Cosines and sines of every position up to `max_positions`, for the kernel on CUDA and for torch elsewhere.
 
-    The halves convention: element i of a head turns with element i + head_dim / 2.
+    The halves convention: element i of a head turns with element i + rotary_dim / 2. Elements from rotary_dim on stay.
     """
 
     def __init__(
@@ -29,8 +29,8 @@ class RotaryEmbedding:
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inv_freq)
         cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor
         self._on_cuda = device.type == "cuda"
-        # The kernel's [max_positions, head_dim] fp32: head_dim / 2 cosines, then as many sines. Or torch's
-        # [max_positions, 1, 2 * head_dim]: cosines for both halves, then sines with the first half's sign turned, so
+        # The kernel's [max_positions, rotary_dim] fp32: rotary_dim / 2 cosines, then as many sines. Or torch's
+        # [max_positions, 1, 2 * rotary_dim]: cosines for both halves, then sines with the first half's sign turned, so
         # that a rotation is x * cos + swapped(x) * sin. fp32 until cast once to the activations' dtype.
         self._table = (
             torch.cat((cos, sin), dim=1).to(device)
@@ -49,7 +49,7 @@ class KernelRotation:
     """A step's rotation by one Triton kernel, which looks positions up and writes query heads in place.
 
     Args:
-        cos_sin: [max_positions, head_dim] fp32, contiguous.
+        cos_sin: [max_positions, rotary_dim] fp32, contiguous.
         positions: [num_tokens] int64.
     """
 
@@ -90,7 +90,7 @@ class TorchRotation:
     """A step's rotation by torch.
 
     Args:
-        cos: [num_tokens, 1, head_dim] of the activations' dtype.
+        cos: [num_tokens, 1, rotary_dim] of the activations' dtype.
         sin: the same of sines, the first half's sign turned.
     """
 
@@ -113,10 +113,16 @@ class TorchRotation:
             q = rms_norm(qk[:, :num_q_heads], norms.q_weight, norms.eps)
             k = rms_norm(qk[:, num_q_heads:], norms.k_weight, norms.eps)
             qk = torch.cat((q, k), dim=1)
-        swapped = qk.roll(head_dim // 2, -1)
-        turned = torch.addcmul(qk * self._cos, swapped, self._sin).view(num_tokens, -1)
+        turned = self._turn(qk).view(num_tokens, -1)
         pool.set_kv(layer.layer_id, out_cache_loc, turned[:, q_size:], qkv[:, -kv_size:])
         return turned[:, :q_size]
+
+    def _turn(self, heads: torch.Tensor) -> torch.Tensor:
+        """Heads [num_tokens, num_heads, head_dim], turned; a new tensor."""
+        rotary_dim = self._cos.shape[-1]
+        part = heads[..., :rotary_dim]
+        turned = torch.addcmul(part * self._cos, part.roll(rotary_dim // 2, -1), self._sin)
+        return turned if rotary_dim == heads.shape[-1] else torch.cat((turned, heads[..., rotary_dim:]), dim=-1)
 
 
 def inverse_frequencies(rope: RopeConfig, rotary_dim: int) -> tuple[torch.Tensor, float]:
