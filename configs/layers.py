@@ -219,15 +219,9 @@ class GroupedQueryAttention:
     @property
     def head_norms(self) -> tuple[TensorSpec, ...]:
         """Weights of the norms of query and key heads, or none."""
-        names = (f"{letter}_norm.weight" for letter in "qk" if self.qk_norm)
+        names, size = (f"{letter}_norm.weight" for letter in "qk" if self.qk_norm), (self.head_dim,)
         return tuple(
-            TensorSpec(
-                f"self_attn.{name}",
-                f"attn_{name}",
-                (self.head_dim,),
-                Role.QUERY_KEY_NORM,
-                offset=self.norm_offset,
-            )
+            TensorSpec(f"self_attn.{name}", f"attn_{name}", size, Role.QUERY_KEY_NORM, offset=self.norm_offset)
             for name in names
         )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from configs.errors import ConfigError
 from configs.layers import (
@@ -117,13 +116,14 @@ def check_tensor_parallel_size(model: ModelConfig, tp_size: int) -> None:
 
 
 def layers_of(
-    mixers: Sequence[Mixer], feed_forwards: Sequence[FeedForward], hidden_size: int, **norms: Any
+    mixers: Sequence[Mixer],
+    feed_forwards: Sequence[FeedForward],
+    hidden_size: int,
+    *,
+    norms_outputs: bool = False,
+    norm_offset: float = 0.0,
 ) -> tuple[LayerSpec, ...]:
-    """A layer for each of `mixers` and `feed_forwards`; equal ones are one object, which keeps its sums.
-
-    Args:
-        norms: what all LayerSpecs have besides.
-    """
+    """A layer for each of `mixers` and `feed_forwards`; equal ones are one object, which keeps its sums."""
     kinds = list(zip(mixers, feed_forwards, strict=True))
-    made = {kind: LayerSpec(hidden_size, *kind, **norms) for kind in dict.fromkeys(kinds)}
+    made = {kind: LayerSpec(hidden_size, *kind, norms_outputs, norm_offset) for kind in dict.fromkeys(kinds)}
     return tuple(made[kind] for kind in kinds)

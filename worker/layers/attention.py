@@ -22,9 +22,6 @@ class Attention:
 
     def __init__(self, spec: GroupedQueryAttention, place: LayerPlace, layer_id: int, eps: float) -> None:
         num_q, num_kv = place.shard[Axis.QUERY_HEADS].size, place.shard[Axis.KV_HEADS].size
-        self._sinks = None
-        if spec.has_sinks:
-            self._sinks = torch.empty(num_q, dtype=torch.float32, device=place.device)
         self.layer = AttentionLayer(
             layer_id=layer_id,
             tp_q_head_num=num_q,
@@ -33,7 +30,7 @@ class Attention:
             scale=spec.head_dim**-0.5 if spec.scale is None else spec.scale,
             window=spec.window,
             softcap=spec.softcap,
-            sinks=self._sinks,
+            sinks=torch.empty(num_q, dtype=torch.float32, device=place.device) if spec.has_sinks else None,
         )
         self._spec = spec
         self._shard = place.shard
@@ -54,8 +51,8 @@ class Attention:
         self._o.load(source, prefix)
         for norm, tensor in zip(self._head_norms, self._spec.head_norms, strict=True):
             norm.load(source, prefix + tensor.name)
-        if self._spec.sinks is not None and self._sinks is not None:
-            source.read(prefix + self._spec.sinks.name, self._sinks, rows=self._shard[Axis.QUERY_HEADS])
+        if self._spec.sinks is not None and self.layer.sinks is not None:
+            source.read(prefix + self._spec.sinks.name, self.layer.sinks, rows=self._shard[Axis.QUERY_HEADS])
 
     def attend(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """[num_tokens, tp_q_head_num * head_dim] of [num_tokens, hidden_size]; the tokens' K and V are in the pool."""
