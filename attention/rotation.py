@@ -14,9 +14,9 @@ class QKNorms(NamedTuple):
     """RMSNorm of every query head and of every key head, before the rotation."""
 
     q_weight: torch.Tensor
-    """[head_dim]."""
+    """[head_dim], of the activations' dtype or fp32."""
     k_weight: torch.Tensor
-    """[head_dim]."""
+    """[head_dim], likewise."""
     eps: float
 
 

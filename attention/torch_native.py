@@ -1,4 +1,4 @@
-"""The reference backend: plain torch, on any device, for GQA, sliding windows, softcap and any scale.
+"""The reference backend: plain torch, on any device, for GQA, sliding windows, chunks, sinks, softcap and any scale.
 
 Decodes run together: their keys are gathered into one padded block and query heads that share a KV head stand as rows
 of one product. Each longer row runs alone. Padding repeats a row's own last slot, so nothing but its own tokens is
@@ -21,6 +21,23 @@ from attention.kv_pool import TokenToKVPool
 from attention.layer import AttentionLayer
 
 Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sight:
+    """Which of the keys up to its own a query sees: as AttentionLayer says of `window` and `chunk`."""
+
+    window: int | None
+    chunk: int | None
+
+    def first_keys(self, positions: Int64Array) -> Int64Array:
+        """The first key that a query at each of `positions` sees."""
+        first = np.zeros_like(positions)
+        if self.window is not None:
+            first = np.maximum(positions - (self.window - 1), 0)
+        if self.chunk is not None:
+            first = np.maximum(first, positions // self.chunk * self.chunk)
+        return first
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +68,7 @@ class _Extend:
 
 @dataclass(frozen=True, slots=True)
 class _Metadata:
-    """One step's indices for all layers of one window."""
+    """One step's indices for all layers of one sight."""
 
     decodes: tuple[_DecodeGroup, ...]
     extends: tuple[_Extend, ...]
@@ -59,12 +76,14 @@ class _Metadata:
 
 @register("torch_native")
 class TorchNativeBackend(AttentionBackend):
-    """Attention by `scaled_dot_product_attention`, or by two products where there is a softcap."""
+    """Attention by `scaled_dot_product_attention`, or by two products where there are a softcap or sinks."""
 
     def __init__(self, layers: Sequence[AttentionLayer], token_to_kv_pool: TokenToKVPool) -> None:
         super().__init__(layers, token_to_kv_pool)
-        self._windows = {layer.window for layer in layers}
-        self._metadata: dict[int | None, _Metadata] = {}
+        sights = [_Sight(layer.window, layer.chunk) for layer in layers]
+        self._sights = set(sights)
+        self._sight_of = {layer.layer_id: sight for layer, sight in zip(layers, sights, strict=True)}
+        self._metadata: dict[int, _Metadata] = {}
         self._mode = ForwardMode.DECODE
         self._dtype = token_to_kv_pool.dtype
         self._device = token_to_kv_pool.device
@@ -72,10 +91,11 @@ class TorchNativeBackend(AttentionBackend):
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         super().init_forward_metadata(batch)
         self._mode = batch.mode
-        self._metadata = {window: self._plan(batch, window) for window in self._windows}
+        planned = {sight: self._plan(batch, sight) for sight in self._sights}
+        self._metadata = {layer_id: planned[sight] for layer_id, sight in self._sight_of.items()}
 
     def attend(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-        metadata = self._metadata[layer.window]
+        metadata = self._metadata[layer.layer_id]
         if self._mode is ForwardMode.DECODE and len(metadata.decodes) == 1:
             return self._decode(q, metadata.decodes[0], layer)
         out = q.new_empty(q.shape)
@@ -101,6 +121,7 @@ class TorchNativeBackend(AttentionBackend):
             _read(v_slots, group.slots).view(kv_shape).transpose(1, 2),
             group.mask,
             layer,
+            None if layer.sinks is None else layer.sinks.view(kv_heads, -1, 1),
             is_causal=False,
         )
         return out.reshape(num_rows, -1)
@@ -121,14 +142,13 @@ class TorchNativeBackend(AttentionBackend):
             v.view(kv_shape).permute(1, 2, 0, 3).expand(wide),
             extend.mask,
             layer,
+            None if layer.sinks is None else layer.sinks.view(kv_heads, -1, 1, 1),
             is_causal=extend.mask is None,
         )
         return out.permute(2, 0, 1, 3).reshape(num_tokens, -1)
 
-    def _plan(self, batch: ForwardBatch, window: int | None) -> _Metadata:
-        first_keys = np.zeros_like(batch.prefix_lens)
-        if window is not None:
-            first_keys = np.maximum(batch.prefix_lens - (window - 1), 0)
+    def _plan(self, batch: ForwardBatch, sight: _Sight) -> _Metadata:
+        first_keys = sight.first_keys(batch.prefix_lens)
         decode_rows = np.flatnonzero(batch.extend_lens == 1)
         extend_rows = np.flatnonzero(batch.extend_lens > 1)
         num_keys = batch.seq_lens - first_keys
@@ -136,7 +156,7 @@ class TorchNativeBackend(AttentionBackend):
             decodes=tuple(
                 self._plan_decode(batch, rows, first_keys[rows]) for rows in _similar_lengths(decode_rows, num_keys)
             ),
-            extends=tuple(self._plan_extend(batch, int(row), int(first_keys[row]), window) for row in extend_rows),
+            extends=tuple(self._plan_extend(batch, int(row), int(first_keys[row]), sight) for row in extend_rows),
         )
 
     def _slots(self, page_table: torch.Tensor, positions: Int64Array) -> torch.Tensor | slice:
@@ -171,16 +191,13 @@ class TorchNativeBackend(AttentionBackend):
             mask=mask,
         )
 
-    def _plan_extend(self, batch: ForwardBatch, row: int, first_key: int, window: int | None) -> _Extend:
+    def _plan_extend(self, batch: ForwardBatch, row: int, first_key: int, sight: _Sight) -> _Extend:
         prefix_len, seq_len = int(batch.prefix_lens[row]), int(batch.seq_lens[row])
-        keys = np.arange(first_key, seq_len)
+        keys, queries = np.arange(first_key, seq_len), np.arange(prefix_len, seq_len)
+        seen_from = sight.first_keys(queries)
         mask = None
-        if prefix_len > 0 or (window is not None and window < seq_len):
-            queries = np.arange(prefix_len, seq_len)[:, None]
-            hidden = keys > queries
-            if window is not None:
-                hidden |= keys <= queries - window
-            mask = self._mask(hidden)
+        if prefix_len > first_key or seen_from[-1] > first_key:
+            mask = self._mask((keys > queries[:, None]) | (keys < seen_from[:, None]))
         return _Extend(
             start=int(batch.cu_seqlens_q[row]),
             stop=int(batch.cu_seqlens_q[row + 1]),
@@ -220,16 +237,24 @@ def _attend(
     v: torch.Tensor,
     mask: torch.Tensor | None,
     layer: AttentionLayer,
+    sinks: torch.Tensor | None,
     *,
     is_causal: bool,
 ) -> torch.Tensor:
-    """softmax(softcap(q @ k.T * scale) + mask) @ v over the last two dimensions; q, k, v have four."""
-    if layer.softcap is None:
+    """softmax(softcap(q @ k.T * scale) + mask) @ v over the last two dimensions; q, k, v have four.
+
+    Sinks count as one key more, without a value. `sinks` are the layer's, in a shape that broadcasts to q's.
+    """
+    if layer.softcap is None and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=layer.scale)
-    scores = torch.matmul(q, k.transpose(-1, -2)).float() * layer.scale
-    scores = layer.softcap * torch.tanh(scores / layer.softcap)
+    num_keys = k.shape[-2]
+    scores = torch.matmul(q.float(), k.float().transpose(-1, -2)) * layer.scale
+    if layer.softcap is not None:
+        scores = layer.softcap * torch.tanh(scores / layer.softcap)
     if is_causal:
         scores.masked_fill_(torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1), float("-inf"))
     elif mask is not None:
         scores = scores + mask
-    return torch.matmul(torch.softmax(scores, dim=-1).to(v.dtype), v)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), dim=-1)
+    return torch.matmul(torch.softmax(scores, dim=-1)[..., :num_keys].to(v.dtype), v)

@@ -20,6 +20,7 @@ import torch
 
 from configs.read_config import read_model_config
 from parallel.plan import Span
+from parallel.weight import as_matrix
 from worker.dummy_weights import DummyCheckpoint
 from worker.weights import expected_shapes
 
@@ -99,8 +100,9 @@ def _write_shard(
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, shape in shapes.items():
-            for rows in _pieces(shape, dtype.itemsize):
-                piece = torch.empty(rows.size, *shape[1:], dtype=dtype, device=device)
+            matrix = as_matrix(shape)
+            for rows in _pieces(matrix, dtype.itemsize):
+                piece = torch.empty(rows.size, *matrix[1:], dtype=dtype, device=device)
                 checkpoint.read(name, piece, rows=rows)
                 file.write(memoryview(piece.cpu().view(torch.uint8).numpy()))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.errors import CheckpointError
-from configs.model_config import RopeConfig
+from configs.rope import RopeConfig
 
 MOST_PARTS = 4096
 """Layers of a model, or experts of a layer, at most: for each of them something is made before a tensor is seen."""

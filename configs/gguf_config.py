@@ -10,7 +10,8 @@ from configs.errors import CheckpointError
 from configs.fields import MOST_PARTS, Fields, checked_rope
 from configs.gguf_header import GGUFHeader
 from configs.layers import DenseMLP, GroupedQueryAttention
-from configs.model_config import ModelConfig, RopeConfig, layers_of
+from configs.model_config import ModelConfig, layers_of
+from configs.rope import RopeConfig
 
 _GGUF_FAMILIES = ("llama", "qwen2", "qwen3")
 _GGUF_EOS_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -46,6 +47,7 @@ def config_of_gguf(path: Path) -> ModelConfig:
         num_attention_heads=num_q,
         num_key_value_heads=fields.count(f"{family}.attention.head_count_kv", num_q),
         head_dim=head_dim,
+        rope=_gguf_rope(path, header, fields, family, head_dim),
         qkv_bias="blk.0.attn_q.bias" in tensors,
         o_bias="blk.0.attn_output.bias" in tensors,
         qk_norm="blk.0.attn_q_norm.weight" in tensors,
@@ -61,9 +63,8 @@ def config_of_gguf(path: Path) -> ModelConfig:
         vocab_size=embedding.shape[0],
         max_position_embeddings=fields.count(f"{family}.context_length"),
         rms_norm_eps=fields.number(f"{family}.attention.layer_norm_rms_epsilon"),
-        rope=_gguf_rope(path, header, fields, family, head_dim),
         tie_word_embeddings="output.weight" not in tensors,
-        layers=layers_of(attention, [mlp] * num_layers, [None] * num_layers),
+        layers=layers_of([attention] * num_layers, [mlp] * num_layers, hidden_size),
         # Quantised weights come from bfloat16 models more often than not, and bfloat16 never overflows.
         dtype=_GGUF_DTYPES.get(embedding.ggml_type, "bfloat16"),
         bos_token_id=next(iter(fields.ids("tokenizer.ggml.bos_token_id")), None),

@@ -13,9 +13,10 @@ from enum import StrEnum, auto
 from fractions import Fraction
 from functools import cached_property
 from math import prod
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from configs.attention import Feature
+from configs.rope import RopeConfig
 
 
 class Axis(StrEnum):
@@ -45,7 +46,7 @@ class Role(StrEnum):
     QUERY_KEY_NORM = auto()
 
 
-_FINEST_EXPERT_GRANULE = 32
+FINEST_EXPERT_GRANULE = 32
 """What the grouped products take: 768 columns over 5 ranks are 160 or 128, not 256 or 128."""
 
 Amounts = Mapping[Axis | None, int]
@@ -58,7 +59,7 @@ class Cut:
 
     axis: Axis
     dim: int
-    """0: rows (outputs), 1: columns (inputs)."""
+    """Of a matrix 0: rows (outputs), 1: columns (inputs)."""
     width: int = 1
 
 
@@ -77,6 +78,8 @@ class TensorSpec:
     """None: every rank has all of it."""
     share: Fraction = Fraction(1)
     """Of all tokens, those that are multiplied with it: k of E for a tensor of one expert."""
+    offset: float = 0.0
+    """What the model adds to the values of the checkpoint, in fp32: 1 for the weights of Gemma's norms."""
 
     @property
     def elements(self) -> int:
@@ -162,8 +165,12 @@ class Mixer(FeedForward, Protocol):
         """Operations for one query and one token it sees."""
 
     @property
+    def rope(self) -> RopeConfig:
+        """The rotary embedding."""
+
+    @property
     def rotary_dim(self) -> int:
-        """Elements of a head that the rotary embedding turns; 0 without one."""
+        """Elements of a head that it turns."""
 
     @property
     def window(self) -> int | None:
@@ -186,10 +193,19 @@ class GroupedQueryAttention:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
+    rope: RopeConfig
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False
     """RMSNorm on each query and key head before the rotary embedding (Qwen3)."""
+    norm_offset: float = 0.0
+    """Of the weights of these norms, as in TensorSpec."""
+    scale: float | None = None
+    """Factor of the scores; None: 1 / sqrt(head_dim)."""
+    softcap: float | None = None
+    """Scores become softcap * tanh(scores / softcap)."""
+    has_sinks: bool = False
+    """Each query head has a score that takes a share of the softmax and has no value (gpt-oss)."""
     window: int | None = None
     """A query sees itself and `window - 1` tokens before it; None is full."""
 
@@ -212,14 +228,22 @@ class GroupedQueryAttention:
     @property
     def head_norms(self) -> tuple[TensorSpec, ...]:
         """Weights of the norms of query and key heads, or none."""
-        names = (f"{letter}_norm.weight" for letter in "qk" if self.qk_norm)
+        names, size = (f"{letter}_norm.weight" for letter in "qk" if self.qk_norm), (self.head_dim,)
         return tuple(
-            TensorSpec(f"self_attn.{name}", f"attn_{name}", (self.head_dim,), Role.QUERY_KEY_NORM) for name in names
+            TensorSpec(f"self_attn.{name}", f"attn_{name}", size, Role.QUERY_KEY_NORM, offset=self.norm_offset)
+            for name in names
         )
 
     @property
+    def sinks(self) -> TensorSpec | None:
+        """[num_attention_heads], or none."""
+        names, shape = ("self_attn.sinks", "attn_sinks"), (self.num_attention_heads,)
+        return TensorSpec(*names, shape, Role.BIAS, Cut(Axis.QUERY_HEADS, 0)) if self.has_sinks else None
+
+    @property
     def tensors(self) -> tuple[TensorSpec, ...]:
-        return tensors_of(*self.qkv, self.o) + self.head_norms
+        sinks = () if self.sinks is None else (self.sinks,)
+        return tensors_of(*self.qkv, self.o) + self.head_norms + sinks
 
     @property
     def axes(self) -> tuple[HeadGroups, ...]:
@@ -235,11 +259,16 @@ class GroupedQueryAttention:
 
     @property
     def rotary_dim(self) -> int:
-        return self.head_dim
+        return int(self.head_dim * self.rope.partial)
 
     @property
     def features(self) -> frozenset[Feature]:
-        return frozenset() if self.window is None else frozenset({Feature.WINDOW})
+        asked = {
+            Feature.WINDOW: self.window is not None,
+            Feature.SOFTCAP: self.softcap is not None,
+            Feature.SINKS: self.has_sinks,
+        }
+        return frozenset(feature for feature, is_asked in asked.items() if is_asked)
 
     def _projection(self, letter: str, axis: Axis, num_heads: int, role: Role) -> Linear:
         names, cut = (f"self_attn.{letter}_proj", f"attn_{letter}"), Cut(axis, 0, self.head_dim)
@@ -342,7 +371,7 @@ class MixtureOfExperts:
             hidden_act=self.hidden_act,
             name=f"{self.name}.shared_expert",
             axis=Axis.SHARED_EXPERT_COLUMNS,
-            finest_granule=_FINEST_EXPERT_GRANULE,
+            finest_granule=FINEST_EXPERT_GRANULE,
         )
 
     @property
@@ -360,30 +389,48 @@ class MixtureOfExperts:
     @property
     def axes(self) -> tuple[Columns, ...]:
         shared = () if self.shared is None else self.shared.axes
-        return (Columns(Axis.EXPERT_COLUMNS, self.intermediate_size, _FINEST_EXPERT_GRANULE, is_firm=True), *shared)
+        return (Columns(Axis.EXPERT_COLUMNS, self.intermediate_size, FINEST_EXPERT_GRANULE, is_firm=True), *shared)
+
+
+class Norms(NamedTuple):
+    """Weights of the norms around a mixer or a feed-forward."""
+
+    before: TensorSpec
+    after: TensorSpec | None
+    """None: what it returns is added to the residual as it is."""
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Residual + mixer(norm(residual)), then + feed_forward(norm(...))."""
+    """Residual + mixer(norm(residual)), then + feed_forward(norm(...)); what is added may be normed, too."""
 
     hidden_size: int
     mixer: Mixer
     feed_forward: FeedForward
+    norms_outputs: bool = False
+    """Whether what mixer and feed-forward return is normed before it is added (Gemma)."""
+    norm_offset: float = 0.0
+    """Of the norms' weights, as in TensorSpec."""
 
     @property
-    def norms(self) -> tuple[TensorSpec, TensorSpec]:
-        """Weights of the norms before mixer and feed-forward."""
-        size = (self.hidden_size,)
-        return (
-            TensorSpec("input_layernorm.weight", "attn_norm.weight", size, Role.NORM),
-            TensorSpec("post_attention_layernorm.weight", "ffn_norm.weight", size, Role.NORM),
-        )
+    def mixer_norms(self) -> Norms:
+        """Those around the mixer."""
+        after = self._norm("post_attention_layernorm", "post_attention_norm") if self.norms_outputs else None
+        return Norms(self._norm("input_layernorm", "attn_norm"), after)
+
+    @property
+    def feed_forward_norms(self) -> Norms:
+        """Those around the feed-forward."""
+        if not self.norms_outputs:
+            return Norms(self._norm("post_attention_layernorm", "ffn_norm"), None)
+        before = self._norm("pre_feedforward_layernorm", "ffn_norm")
+        return Norms(before, self._norm("post_feedforward_layernorm", "post_ffw_norm"))
 
     @cached_property
     def tensors(self) -> tuple[TensorSpec, ...]:
         """All of the layer's."""
-        return self.mixer.tensors + self.feed_forward.tensors + self.norms
+        norms = tuple(norm for norm in self.mixer_norms + self.feed_forward_norms if norm is not None)
+        return self.mixer.tensors + self.feed_forward.tensors + norms
 
     @cached_property
     def axes(self) -> tuple[HeadGroups | Columns, ...]:
@@ -398,9 +445,13 @@ class LayerSpec:
     @cached_property
     def product_elements(self) -> Mapping[Fraction, Amounts]:
         """Elements of the tensors that tokens are multiplied with, by the share of the tokens."""
-        products = [tensor for tensor in self.tensors if len(tensor.shape) > 1]
+        products = [tensor for tensor in self.tensors if len(tensor.shape) > 1 and tensor.role is not Role.BIAS]
         shares = dict.fromkeys(tensor.share for tensor in products)
         return {share: elements_of(tensor for tensor in products if tensor.share == share) for share in shares}
+
+    def _norm(self, name: str, gguf_name: str) -> TensorSpec:
+        names = f"{name}.weight", f"{gguf_name}.weight"
+        return TensorSpec(*names, (self.hidden_size,), Role.NORM, offset=self.norm_offset)
 
 
 def tensors_of(*linears: Linear) -> tuple[TensorSpec, ...]:

@@ -4,33 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from configs.errors import ConfigError
 from configs.layers import (
     Axis,
     Cut,
     FeedForward,
-    GroupedQueryAttention,
     HeadGroups,
     LayerSpec,
     Linear,
+    Mixer,
     Role,
     TensorSpec,
     tensors_of,
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeConfig:
-    """Rotary embedding: base and, for long-context models, how its frequencies are scaled."""
-
-    theta: float
-    """Base of the geometric series of frequencies."""
-    scaling_type: str = "default"
-    """default, linear, llama3, yarn or dynamic; anything else is refused when the model is read."""
-    scaling: tuple[tuple[str, Any], ...] = ()
-    """The checkpoint's own parameters for `scaling_type`, sorted by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +30,14 @@ class ModelConfig:
     vocab_size: int
     max_position_embeddings: int
     rms_norm_eps: float
-    rope: RopeConfig
     tie_word_embeddings: bool
     layers: tuple[LayerSpec, ...]
+    embedding_scale: float = 1.0
+    """Factor of the embeddings that enter the first layer, in the activations' type."""
+    norm_offset: float = 0.0
+    """Of the weight of the last norm, as in TensorSpec."""
     final_logit_softcap: float | None = None
+    """Logits become softcap * tanh(logits / softcap)."""
     dtype: str = "float32"
     """The checkpoint's own: float32, bfloat16 or float16."""
     bos_token_id: int | None = None
@@ -81,7 +72,8 @@ class ModelConfig:
     @property
     def norm(self) -> TensorSpec:
         """The weight of the norm before the LM head."""
-        return TensorSpec("model.norm.weight", "output_norm.weight", (self.hidden_size,), Role.NORM)
+        names, size = ("model.norm.weight", "output_norm.weight"), (self.hidden_size,)
+        return TensorSpec(*names, size, Role.NORM, offset=self.norm_offset)
 
     @property
     def outer_tensors(self) -> tuple[TensorSpec, ...]:
@@ -98,12 +90,8 @@ class ModelConfig:
 
     @property
     def max_context(self) -> int:
-        """Longest sequence the rotary embedding is made for: YaRN reaches beyond `max_position_embeddings`."""
-        scaling = dict(self.rope.scaling)
-        if self.rope.scaling_type != "yarn" or "factor" not in scaling:
-            return self.max_position_embeddings
-        original = scaling.get("original_max_position_embeddings") or self.max_position_embeddings
-        return max(self.max_position_embeddings, int(original * scaling["factor"]))
+        """Longest sequence that the rotary embeddings of all layers are made for."""
+        return min(layer.mixer.rope.max_context(self.max_position_embeddings) for layer in self.layers)
 
     def _vocabulary(self, name: str, gguf_name: str) -> Linear:
         cut = Cut(Axis.VOCABULARY, 0)
@@ -128,12 +116,14 @@ def check_tensor_parallel_size(model: ModelConfig, tp_size: int) -> None:
 
 
 def layers_of(
-    attention: GroupedQueryAttention, feed_forwards: Sequence[FeedForward], windows: Sequence[int | None]
+    mixers: Sequence[Mixer],
+    feed_forwards: Sequence[FeedForward],
+    hidden_size: int,
+    *,
+    norms_outputs: bool = False,
+    norm_offset: float = 0.0,
 ) -> tuple[LayerSpec, ...]:
-    """A layer for each of `feed_forwards` and `windows`; equal ones are one object, which keeps its sums."""
-    kinds = list(zip(feed_forwards, windows, strict=True))
-    made = {
-        (feed_forward, window): LayerSpec(attention.hidden_size, replace(attention, window=window), feed_forward)
-        for feed_forward, window in dict.fromkeys(kinds)
-    }
+    """A layer for each of `mixers` and `feed_forwards`; equal ones are one object, which keeps its sums."""
+    kinds = list(zip(mixers, feed_forwards, strict=True))
+    made = {kind: LayerSpec(hidden_size, *kind, norms_outputs, norm_offset) for kind in dict.fromkeys(kinds)}
     return tuple(made[kind] for kind in kinds)

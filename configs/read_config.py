@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from configs.config_json import config_of_directory
 from configs.errors import CheckpointError
-from configs.families import config_of_directory
 from configs.gguf_config import config_of_gguf
 from configs.layers import HeadGroups
 from configs.model_config import ModelConfig
@@ -40,7 +40,8 @@ def _check(model: ModelConfig, path: Path) -> None:
                 f"{path}: num_attention_heads={axis.num_heads} is not a multiple of "
                 f"num_key_value_heads={axis.num_groups}; such a model cannot be served"
             )
-    if model.rotary_dim % 2:
-        raise CheckpointError(f"{path}: head_dim={model.rotary_dim} is odd; the rotary embedding needs pairs")
-    if not model.rope.theta > 0:
-        raise CheckpointError(f"{path}: rope theta={model.rope.theta} is not positive; the checkpoint is corrupt")
+    for rope, rotary_dim in {(layer.mixer.rope, layer.mixer.rotary_dim) for layer in model.layers}:
+        if rotary_dim % 2:
+            raise CheckpointError(f"{path}: head_dim={rotary_dim} is odd; the rotary embedding needs pairs")
+        if not rope.theta > 0:
+            raise CheckpointError(f"{path}: rope theta={rope.theta} is not positive; the checkpoint is corrupt")

@@ -74,7 +74,7 @@ class PartialSum:
         rank. The next partial_sum may be asked for then, not before.
 
         Args:
-            weight: [size].
+            weight: [size], bf16 or fp32.
 
         Raises:
             DeadlineError: an earlier sum gave up because a rank did not come in time.

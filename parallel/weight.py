@@ -6,7 +6,9 @@ A layer asks for the weight of a spec and calls it; ranges, packing and the choi
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Protocol
 
@@ -21,7 +23,15 @@ class TensorSource(Protocol):
     """Where a layer reads its shard of a checkpoint tensor from."""
 
     def read(self, name: str, out: torch.Tensor, *, rows: Span | None = None, columns: Span | None = None) -> None:
-        """Fills `out`, cast to its dtype, with tensor `name` or the given rows or columns of it; both never."""
+        """Fills `out`, cast to its dtype, with tensor `name` or the given rows or columns of it; both never.
+
+        Rows and columns are those of `as_matrix`, of tensor and `out` alike.
+        """
+
+
+def as_matrix(shape: Sequence[int]) -> tuple[int, ...]:
+    """Rows and columns of a tensor: one of more dimensions is matrices below one another, a vector has rows alone."""
+    return (prod(shape[:-1]), shape[-1]) if len(shape) > 1 else tuple(shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,11 @@ def dense_model(
     """The model whose layers are all alike but for `layer_windows`; other `values` are ModelConfig's."""
     attention = {name: values.pop(name) for name in _ATTENTION if name in values}
     mlp = {ours: values.pop(name) for name, ours in _MLP.items() if name in values}
+    attention["rope"] = values.pop("rope")
+    windows = layer_windows or [None] * num_hidden_layers
     layers = layers_of(
-        GroupedQueryAttention(hidden_size=hidden_size, **attention),
+        [GroupedQueryAttention(hidden_size=hidden_size, window=window, **attention) for window in windows],
         [DenseMLP(hidden_size=hidden_size, **mlp)] * num_hidden_layers,
-        layer_windows or [None] * num_hidden_layers,
+        hidden_size,
     )
     return ModelConfig(hidden_size=hidden_size, layers=layers, **values)

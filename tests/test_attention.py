@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,9 @@ BATCHES = {
 }
 
 
-def _layer(q_heads: int, kv_heads: int, head_dim: int, window: int | None, softcap: float | None) -> AttentionLayer:
+def _layer(
+    q_heads: int, kv_heads: int, head_dim: int, window: int | None, softcap: float | None, **more: Any
+) -> AttentionLayer:
     return AttentionLayer(
         layer_id=0,
         tp_q_head_num=q_heads,
@@ -37,6 +40,7 @@ def _layer(q_heads: int, kv_heads: int, head_dim: int, window: int | None, softc
         scale=0.11,
         window=window,
         softcap=softcap,
+        **more,
     )
 
 
@@ -47,11 +51,15 @@ def _oracle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix_len: int, 
     for i, head in itertools.product(range(len(q)), range(layer.tp_q_head_num)):
         position = prefix_len + i
         first = 0 if layer.window is None else max(0, position - layer.window + 1)
+        if layer.chunk is not None:
+            first = max(first, position // layer.chunk * layer.chunk)
         keys, values = k[first : position + 1, head // group], v[first : position + 1, head // group]
         scores = keys @ q[i, head] * layer.scale
         if layer.softcap is not None:
             scores = layer.softcap * torch.tanh(scores / layer.softcap)
-        out[i, head] = torch.softmax(scores, 0) @ values
+        if layer.sinks is not None:
+            scores = torch.cat((scores, layer.sinks[head : head + 1]))
+        out[i, head] = torch.softmax(scores, 0)[: len(values)] @ values
     return out
 
 
@@ -124,6 +132,43 @@ def test_equals_the_oracle_for_every_page_size_window_softcap_and_batch(
         torch.testing.assert_close(ours, expected, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("window", [None, 13])
+@pytest.mark.parametrize("chunk", [None, 1, 16, 19])
+@pytest.mark.parametrize("batch", list(BATCHES))
+def test_sinks_and_chunks_equal_the_oracle(
+    batch: str, chunk: int | None, window: int | None, softcap: float | None
+) -> None:
+    # Of the size of the scores, whose spread is 0.11 * 4 * sqrt(64).
+    sinks = 3.5 * torch.randn(6, generator=torch.Generator().manual_seed(2))
+    layer = _layer(6, 2, 64, window, softcap, chunk=chunk, sinks=sinks)
+    setup = Setup(layer, 16, BATCHES[batch], torch.float32)
+    for ours, expected in zip(setup.run(), setup.expected(), strict=True):
+        torch.testing.assert_close(ours, expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("batch", list(BATCHES))
+def test_chunks_without_sinks_equal_the_oracle(batch: str) -> None:
+    setup = Setup(_layer(6, 2, 64, None, None, chunk=16), 16, BATCHES[batch], torch.float32)
+    for ours, expected in zip(setup.run(), setup.expected(), strict=True):
+        torch.testing.assert_close(ours, expected, atol=2e-5, rtol=2e-5)
+
+
+def test_layers_that_see_different_keys_share_a_step() -> None:
+    layers = [_layer(2, 1, 8, *sight) for sight in ((None, None), (3, None))]
+    layers = [replace(layer, layer_id=i) for i, layer in enumerate([*layers, replace(layers[0], chunk=4)])]
+    table = ReqToTokenPool(1, 3, CPU)
+    table.page_table[1] = torch.tensor([2, 1, 3])
+    pool = TokenToKVPool(layers, num_pages=3, page_size=4, dtype=torch.float32, device=CPU)
+    backend = create_backend("torch_native", "torch_native", pool)
+    backend.init_forward_metadata(batch := batch_of(table, [(1, 0, 10)], 4))
+    q, k, v = torch.randn(3, 10, 2, 8, generator=torch.Generator().manual_seed(0))
+    for layer in layers:
+        pool.set_kv(layer.layer_id, batch.out_cache_loc, k[:, :1].flatten(1), v[:, :1].flatten(1))
+        expected = _oracle(q, k[:, :1], v[:, :1], 0, layer)
+        torch.testing.assert_close(backend.attend(q.flatten(1), layer).view(10, 2, 8), expected)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("group", [1, 3, 4, 8])
 @pytest.mark.parametrize("kv_heads", [1, 3])
@@ -134,10 +179,11 @@ def test_equals_the_oracle_for_every_head_geometry(batch: str, kv_heads: int, gr
         torch.testing.assert_close(ours, expected, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize("sinks", [None, torch.linspace(-4.0, 4.0, 6)])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("batch", ["decode", "extend", "mixed"])
-def test_bfloat16_stays_within_its_own_rounding(batch: str, softcap: float | None) -> None:
-    setup = Setup(_layer(6, 2, 64, None, softcap), 16, BATCHES[batch], torch.bfloat16)
+def test_bfloat16_stays_within_its_own_rounding(batch: str, softcap: float | None, sinks: torch.Tensor | None) -> None:
+    setup = Setup(_layer(6, 2, 64, None, softcap, sinks=sinks), 16, BATCHES[batch], torch.bfloat16)
     for ours, expected in zip(setup.run(), setup.expected(), strict=True):
         assert ours.dtype is torch.bfloat16
         # Outputs are averages of values of scale 2: two bf16 roundings of the largest.
@@ -173,6 +219,8 @@ def test_refuses_uneven_query_groups_and_windows_that_hide_all() -> None:
     pool = TokenToKVPool([layer], num_pages=1, page_size=16, dtype=torch.float32, device=CPU)
     with pytest.raises(ConfigError, match="3 query heads over 2 KV heads"):
         create_backend("torch_native", "torch_native", pool)
-    pool = TokenToKVPool([_layer(2, 2, 64, 0, None)], num_pages=1, page_size=16, dtype=torch.float32, device=CPU)
-    with pytest.raises(ConfigError, match="sliding window 0"):
-        create_backend("torch_native", "torch_native", pool)
+    for size, message in (({"window": 0}, "sliding window 0"), ({"chunk": 0}, "chunk 0; it must be at least 1")):
+        layer = replace(_layer(2, 2, 64, None, None), **size)
+        pool = TokenToKVPool([layer], num_pages=1, page_size=16, dtype=torch.float32, device=CPU)
+        with pytest.raises(ConfigError, match=message):
+            create_backend("torch_native", "torch_native", pool)

@@ -21,7 +21,7 @@ from cluster.commands.bench.stream_client import Sample, StreamReader
 from cluster.commands.endpoint_client import EndpointClient
 from configs.errors import ConfigError
 from configs.load import load_app_config
-from configs.model_config import RopeConfig
+from configs.rope import RopeConfig
 from parallel.plan import ShardPlan
 from tests.dense_model import dense_model
 

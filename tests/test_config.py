@@ -13,7 +13,7 @@ import yaml
 from configs.checkpoint import is_local, model_name, resolve_model_path
 from configs.errors import CheckpointError, ConfigError
 from configs.load import all_settings, load_app_config, parse_engine_config
-from configs.model_config import ModelConfig, RopeConfig
+from configs.model_config import ModelConfig
 from configs.resolve import (
     HostFacts,
     ResolvedConfig,
@@ -23,6 +23,7 @@ from configs.resolve import (
     num_kv_pages,
     resolve,
 )
+from configs.rope import RopeConfig
 from configs.schema import EngineConfig, KVCacheConfig
 from tests.dense_model import dense_model
 
@@ -303,9 +304,7 @@ def test_gpus_bring_the_checkpoints_dtype_fa3_symmetric_memory_and_large_steps()
 def test_float32_on_gpus_attends_by_triton_alone() -> None:
     attention = _resolved(GPU_NODE, dtype="float32").config.attention
     assert (attention.prefill_backend, attention.decode_backend) == ("triton", "triton")
-    with pytest.raises(
-        ConfigError, match=r"backend=fa3 serves bfloat16 and float16, .*float32; .*auto or triton or"
-    ):
+    with pytest.raises(ConfigError, match=r"backend=fa3 serves bfloat16 and float16, .*float32; .*auto or triton or"):
         _resolved(GPU_NODE, dtype="float32", attention={"backend": "fa3"})
 
 

@@ -20,8 +20,9 @@ from cluster.preflight import check_checkpoint
 from configs.checkpoint import resolve_model_path
 from configs.errors import CheckpointError
 from configs.load import load_app_config
-from configs.model_config import ModelConfig, RopeConfig
+from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
+from configs.rope import RopeConfig
 from configs.schema import EngineConfig
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan, Span

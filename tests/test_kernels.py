@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -56,6 +57,21 @@ def test_rms_norm_is_torchs_in_fp32(num_rows: int, size: int, device: str, dtype
     x = 3 * _random(num_rows, size, device=device, dtype=dtype)
     weight = _random(size, device=device, dtype=dtype, seed=1)
     _assert_close(rms_norm(x, weight, EPS), _norm(x, weight))
+
+
+@on_each
+def test_a_norms_weight_may_be_of_fp32(device: str, dtype: torch.dtype) -> None:
+    x, residual = (_random(3, 576, device=device, dtype=dtype, seed=seed) for seed in (0, 2))
+    # Rounded to a half type, most of these would be others.
+    weight = 1 + _random(576, device=device, dtype=torch.float32, seed=1) / 1000
+    _assert_close(rms_norm(x, weight, EPS), _norm(x, weight))
+    _assert_close(add_rms_norm(x, residual, weight, EPS), _norm(residual, weight))
+    heads = Heads(4, 1, 64, [5, 1], norm=True, device=device, dtype=dtype)
+    heads.q_weight, heads.k_weight = weight[:64], weight[64:128]
+    q, k, _ = heads.expected()
+    heads.run(qkv := heads.qkv.clone())
+    _assert_close(qkv[:, : q.shape[1]], q)
+    _assert_close(heads.k_slots[[5, 1]], k)
 
 
 @on_each
@@ -140,14 +156,15 @@ class Heads:
 
     def __init__(
         self, num_q_heads: int, num_kv_heads: int, head_dim: int, slots: list[int], *, norm: bool, device: str,
-        dtype: torch.dtype,
+        dtype: torch.dtype, rotary_dim: int | None = None,
     ) -> None:  # fmt: skip
         self.num_q_heads, self.num_kv_heads, self.head_dim, self.norm = num_q_heads, num_kv_heads, head_dim, norm
         num_tokens, kv_size = len(slots), num_kv_heads * head_dim
         self.qkv = _random(num_tokens, num_q_heads * head_dim + 2 * kv_size, device=device, dtype=dtype)
         self.q_weight = _random(head_dim, device=device, dtype=dtype, seed=1)
         self.k_weight = _random(head_dim, device=device, dtype=dtype, seed=2)
-        angles = torch.outer(torch.arange(MAX_POSITIONS), 1e4 ** -(torch.arange(head_dim // 2) / (head_dim / 2)))
+        num_pairs = (rotary_dim or head_dim) // 2
+        angles = torch.outer(torch.arange(MAX_POSITIONS), 1e4 ** -(torch.arange(num_pairs) / num_pairs))
         # A factor, as YaRN has, so that a table of unit vectors is not assumed.
         self.cos_sin = (1.2 * torch.cat((angles.cos(), angles.sin()), dim=1)).to(device)
         self.positions = torch.arange(num_tokens, device=device) * 7 % MAX_POSITIONS
@@ -183,20 +200,32 @@ class Heads:
         if self.norm:
             x = _norm(x, weight)
         cos, sin = self.cos_sin[self.positions].unsqueeze(1).chunk(2, dim=-1)
-        first, second = x.chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(1)
+        num_pairs = cos.shape[-1]
+        first, second, rest = x.split((num_pairs, num_pairs, self.head_dim - 2 * num_pairs), dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).flatten(1)
 
 
 @on_each
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "qk_norm"])
 @pytest.mark.parametrize(
-    ("num_q_heads", "num_kv_heads", "head_dim"), [(9, 9, 64), (9, 3, 64), (4, 1, 96), (12, 3, 128), (2, 1, 256)]
+    ("num_q_heads", "num_kv_heads", "head_dim", "rotary_dim"),
+    [
+        (9, 9, 64, 64),
+        (9, 3, 64, 64),
+        (4, 1, 96, 96),
+        (12, 3, 128, 128),
+        (2, 1, 256, 256),
+        (9, 3, 64, 16),
+        (4, 1, 96, 72),
+        (2, 1, 256, 64),
+    ],
 )
 def test_query_heads_turn_in_place_and_keys_and_values_go_to_their_slots(
-    num_q_heads: int, num_kv_heads: int, head_dim: int, norm: bool, device: str, dtype: torch.dtype
+    num_q_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: int, norm: bool, device: str, dtype: torch.dtype
 ) -> None:
     slots = [5, 12, 1]
-    heads = Heads(num_q_heads, num_kv_heads, head_dim, slots, norm=norm, device=device, dtype=dtype)
+    placed: dict[str, Any] = {"norm": norm, "device": device, "dtype": dtype, "rotary_dim": rotary_dim}
+    heads = Heads(num_q_heads, num_kv_heads, head_dim, slots, **placed)
     q, k, v = heads.expected()
     qkv = heads.qkv.clone()
     heads.run(qkv)

@@ -185,16 +185,15 @@ def _call_extend(
     merge_states(part, lse, part, lse, out=torch.empty(q.shape, dtype=dtype), lse=lse)
 
 
-def _call_qk_norm_rope_store(head_dim: int, *, norm: bool) -> None:
+def _call_qk_norm_rope_store(head_dim: int, rotary_dim: int, weight: torch.Tensor | None) -> None:
     num_tokens, num_q_heads, num_kv_heads = 4, 32, 8
-    weight = _bf16(head_dim) if norm else None
     slots = _bf16(192, num_kv_heads * head_dim)
     qk_norm_rope_store(
         _bf16(num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim),
         q_weight=weight,
         k_weight=weight,
         eps=EPS,
-        cos_sin=torch.empty(64, head_dim),
+        cos_sin=torch.empty(64, rotary_dim),
         positions=_int64(num_tokens),
         k_slots=slots,
         v_slots=slots,
@@ -218,11 +217,11 @@ def _call_sampler(first_id: int, num_ids: int) -> None:
     adjust_logits(logits, rows, positions, records, RowAdjustments(257, num_ids, torch.device("cpu")))
 
 
-def _call_all_reduce_add_norm(num_ranks: int, size: int) -> None:
+def _call_all_reduce_add_norm(num_ranks: int, weight: torch.Tensor) -> None:
     base = 0x7F00_0000_0000
     all_reduce_add_norm(
-        _bf16(4, size),
-        _bf16(size),
+        _bf16(4, len(weight)),
+        weight,
         EPS,
         bases=tuple(base + (rank << 22) for rank in range(num_ranks)),
         rank=num_ranks - 1,
@@ -251,16 +250,22 @@ def _call_mixture(num_tokens: int, columns: int, *, num_experts: int, top_k: int
 
 
 def _call_everything() -> None:
-    """As production does, in bf16: what `configs` names has heads of 64 and 128, and these row lengths."""
+    """As production does, in bf16: what `configs` names has heads of 64 and 128, and these row lengths; of Gemma, heads
+    of 256 and norms' weights in fp32."""
     for page_size in (16, 64):
         _call_step_metadata(page_size)
     for size in (576, 4096, 8192):
         rms_norm(_bf16(4, size), _bf16(size), EPS)
         add_rms_norm(_bf16(4, size), _bf16(4, size), _bf16(size), EPS)
+    rms_norm(_bf16(4, 2304), torch.empty(2304), EPS)
+    add_rms_norm(_bf16(4, 2304), _bf16(4, 2304), torch.empty(2304), EPS)
     for activation in (silu_and_mul, gelu_and_mul, gelu_tanh_and_mul):
         activation(_bf16(4, 2 * 1536))
-    for head_dim, norm in itertools.product((64, 128), (False, True)):
-        _call_qk_norm_rope_store(head_dim, norm=norm)
+    for head_dim in (64, 128):
+        _call_qk_norm_rope_store(head_dim, head_dim, None)
+        _call_qk_norm_rope_store(head_dim, head_dim, _bf16(head_dim))
+    _call_qk_norm_rope_store(256, 256, torch.empty(256))
+    _call_qk_norm_rope_store(256, 64, torch.empty(256))
     # Batches for which keys are split and not, in blocks of 64 and of 32: see decode.choose.
     for batch_size, head_dim, page_size in itertools.product((4, 16, 32, 64), (64, 128), (16, 64)):
         _call_decode(batch_size, page_size, _layer(head_dim))
@@ -287,7 +292,8 @@ def _call_everything() -> None:
     for num_tokens in (1, 64):
         _call_mixture(num_tokens, 480, num_experts=60, top_k=4, shared=True)
     for num_ranks, size in itertools.product((2, 3, 4), (576, 4096)):
-        _call_all_reduce_add_norm(num_ranks, size)
+        _call_all_reduce_add_norm(num_ranks, _bf16(size))
+    _call_all_reduce_add_norm(2, torch.empty(2304))
 
 
 class _H200:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,9 +11,9 @@ import torch.nn.functional as F
 from attention.kv_pool import TokenToKVPool
 from attention.layer import AttentionLayer
 from configs.errors import ConfigError
-from configs.model_config import RopeConfig
+from configs.rope import RopeConfig
+from parallel.fused_sum import FusedSums, PartialSum
 from parallel.plan import Span
-from tests.dense_model import dense_model
 from worker.layers.activation import ActAndMul
 from worker.layers.norm import RMSNorm
 from worker.layers.rotary import RotaryEmbedding, inverse_frequencies
@@ -58,6 +60,33 @@ def test_adding_norm_adds_to_the_residual_in_place(device: str) -> None:
 
 
 @on_each
+@pytest.mark.parametrize("num_tokens", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_offset_of_a_norms_weight_is_added_in_fp32(dtype: torch.dtype, num_tokens: int, device: str) -> None:
+    norm = RMSNorm(96, EPS, dtype=dtype, device=torch.device(device), offset=1.0)
+    norm.load(_Ramp(), "model.norm.weight")
+    x, residual = (_random(num_tokens, 96, device=device, seed=seed).to(dtype) for seed in (0, 1))
+    for normed, of in ((norm(x), x), (norm.add(x, residual), residual)):
+        factor = torch.rsqrt(of.float().square().mean(1, keepdim=True) + EPS)
+        expected = of.float() * factor * torch.linspace(1.5, 2.5, 96, device=device)
+        assert normed.dtype is dtype
+        torch.testing.assert_close(normed, expected.to(dtype))
+    # No multiple of 1/64, so no number of bf16.
+    assert norm.weight[1].item() == pytest.approx(1.5 + 1 / 95, rel=1e-6)
+
+
+def test_the_norm_of_a_sum_that_is_still_to_be_done_is_that_of_the_sum() -> None:
+    norm, x = _norm(96, "cpu"), _random(3, 96, device="cpu")
+
+    class Sums:
+        def add_norm(self, offset: int, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+            residual += 2 * x  # two ranks with the same part
+            return F.rms_norm(residual, (96,), weight, eps)
+
+    torch.testing.assert_close(norm(PartialSum(cast(FusedSums, Sums()), 0, x)), norm(2 * x))
+
+
+@on_each
 @pytest.mark.parametrize("hidden_act", ["silu", "gelu", "gelu_pytorch_tanh"])
 def test_the_activation_of_the_gate_scales_the_up_projection(hidden_act: str, device: str) -> None:
     x = _random(3, 256, device=device)
@@ -74,29 +103,16 @@ def test_refuses_an_activation_it_does_not_know() -> None:
 @on_each
 def test_the_rotary_tables_turn_pairs_of_halves_by_position_times_frequency(device: str) -> None:
     scaling = (("factor", 4.0), ("original_max_position_embeddings", 32))
-    model = dense_model(
-        model_type="llama",
-        hidden_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=64,
-        intermediate_size=64,
-        vocab_size=64,
-        max_position_embeddings=128,
-        rms_norm_eps=EPS,
-        rope=RopeConfig(theta=1e4, scaling_type="yarn", scaling=scaling),
-        tie_word_embeddings=False,
-    )
+    rope = RopeConfig(theta=1e4, scaling_type="yarn", scaling=scaling)
     positions = torch.tensor([0, 1, 31, 127])
     qkv = _random(4, 3 * 64, device="cpu")
-    inv_freq, factor = inverse_frequencies(model)
+    inv_freq, factor = inverse_frequencies(rope, 64)
     assert factor > 1
     turns = factor * torch.exp(1j * torch.outer(positions.float(), inv_freq)).unsqueeze(1)
     expected = torch.complex(*qkv[:, :128].view(4, 2, 64).chunk(2, dim=-1)) * turns
     q, k = torch.cat((expected.real, expected.imag), dim=-1).unbind(1)
     layer = AttentionLayer(layer_id=0, tp_q_head_num=1, tp_k_head_num=1, head_dim=64, scale=1.0)
-    rotation = RotaryEmbedding(model, 128, dtype=torch.float32, device=torch.device(device)).at(positions.to(device))
+    rotation = RotaryEmbedding(rope, 64, 128, dtype=torch.float32, device=torch.device(device)).at(positions.to(device))
     pool = TokenToKVPool([layer], num_pages=2, page_size=2, dtype=torch.float32, device=torch.device(device))
     k_slots, v_slots = (slots.fill_(7.0) for slots in pool.slots(0))
     slots = torch.tensor([4, 1, 5, 2], device=device)

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch.distributed import HashStore
 
 from configs.layers import Axis, Cut, GroupedQueryAttention, Linear
-from configs.model_config import ModelConfig, RopeConfig
+from configs.model_config import ModelConfig
+from configs.rope import RopeConfig
 from parallel.all_reduce import SharedMemoryCollectives
 from parallel.embedding import ParallelLMHead, VocabParallelEmbedding, whole_logits
 from parallel.group import TensorParallelGroup
@@ -186,7 +187,12 @@ def test_an_empty_span_contributes_nothing() -> None:
 
 def test_merged_columns_and_qkv_stand_side_by_side() -> None:
     attention = GroupedQueryAttention(
-        hidden_size=16, num_attention_heads=6, num_key_value_heads=3, head_dim=8, qkv_bias=True
+        hidden_size=16,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=8,
+        rope=RopeConfig(theta=1e4),
+        qkv_bias=True,
     )
     merged = [Linear(name, "", 48, 16, ROWS, bias=True) for name in "ab"]
     x = torch.randn(5, 16)

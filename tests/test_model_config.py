@@ -16,8 +16,9 @@ from cluster.preflight import check_checkpoint
 from configs.errors import CheckpointError
 from configs.gguf_header import GGUFHeader
 from configs.layers import Axis, DenseMLP, GroupedQueryAttention, HeadGroups
-from configs.model_config import ModelConfig, RopeConfig
+from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
+from configs.rope import RopeConfig
 from configs.schema import EngineConfig
 from tests.dense_model import dense_model
 
@@ -104,17 +105,17 @@ def test_a_saved_config_reads_as_transformers_builds_it(
         windows = [config.sliding_window] * 4
     assert _windows(ours) == windows
     parameters = dict(config.rope_parameters)
-    assert ours.rope.theta == parameters.pop("rope_theta")
-    assert ours.rope.scaling_type == parameters.pop("rope_type")
-    assert dict(ours.rope.scaling) == {key: value for key, value in parameters.items() if value is not None}
+    assert mixer.rope.theta == parameters.pop("rope_theta")
+    assert mixer.rope.scaling_type == parameters.pop("rope_type")
+    assert dict(mixer.rope.scaling) == {key: value for key, value in parameters.items() if value is not None}
 
 
 def test_old_and_new_rope_layouts_mean_the_same(tmp_path: Path) -> None:
     old = _read(tmp_path, "llama", rope_theta=5e5, rope_scaling={"type": "linear", "factor": 2.0})
     new = _read(tmp_path, "llama", rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5})
     assert old == new
-    assert old.rope == RopeConfig(theta=5e5, scaling_type="linear", scaling=(("factor", 2.0),))
-    assert _read(tmp_path, "llama", rope_theta=5e5, rope_scaling=None).rope == RopeConfig(theta=5e5)
+    assert old.layers[0].mixer.rope == RopeConfig(theta=5e5, scaling_type="linear", scaling=(("factor", 2.0),))
+    assert _read(tmp_path, "llama", rope_theta=5e5, rope_scaling=None).layers[0].mixer.rope == RopeConfig(theta=5e5)
 
 
 def test_a_null_number_of_kv_heads_means_one_for_each_query_head(tmp_path: Path) -> None:
@@ -170,7 +171,10 @@ def test_the_dtype_is_read_from_old_and_new_keys(tmp_path: Path) -> None:
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope scaling linear: factor=0 is not positive"),
         ({"rope_theta": 0}, "rope theta=0.0 is not positive"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
-        ({"rope_parameters": {"a": {"rope_theta": 1.0}, "b": {"rope_theta": 2.0}}}, "different rotary embeddings"),
+        (
+            {"rope_parameters": {"a": {"rope_theta": 1.0}, "b": {"rope_theta": 2.0}}},
+            "are of other layers than full_attention and",
+        ),
         ({"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["x"] * 4}, "layer_types must name"),
         ({"model_type": "mistral", "sliding_window": 0}, "sliding_window=0 is less than 1"),
     ],
@@ -278,8 +282,8 @@ def test_a_gguf_files_tensors_tell_biases_norms_and_an_untied_head(tmp_path: Pat
 def test_a_gguf_files_rope_scaling_is_read(tmp_path: Path) -> None:
     scaling: dict[str, Any] = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}
     model = read_model_config(_write_gguf(tmp_path / "m.gguf", "qwen2", **scaling))
-    assert model.rope.scaling_type == "yarn"
-    assert dict(model.rope.scaling) == {"factor": 4.0, "original_max_position_embeddings": 512}
+    assert model.layers[0].mixer.rope.scaling_type == "yarn"
+    assert dict(model.layers[0].mixer.rope.scaling) == {"factor": 4.0, "original_max_position_embeddings": 512}
 
 
 def test_llama3_scaling_is_recovered_from_a_gguf_files_frequency_divisors(tmp_path: Path) -> None:
@@ -293,7 +297,10 @@ def test_llama3_scaling_is_recovered_from_a_gguf_files_frequency_divisors(tmp_pa
         divisors.append(1.0 if wavelength < 2048 else 32.0 if wavelength > 8192 else between)
     right = np.array(divisors, np.float32)
     model = read_model_config(_write_gguf(tmp_path / "m.gguf", tensors={"rope_freqs.weight": right}))
-    assert (model.rope.scaling_type, dict(model.rope.scaling)) == ("llama3", {**LLAMA3, "factor": 32.0})
+    assert (model.layers[0].mixer.rope.scaling_type, dict(model.layers[0].mixer.rope.scaling)) == (
+        "llama3",
+        {**LLAMA3, "factor": 32.0},
+    )
     wrong = _write_gguf(tmp_path / "w.gguf", tensors={"rope_freqs.weight": right * 2})
     with pytest.raises(CheckpointError, match=r"rope_freqs.weight is not Llama 3.1's frequency scaling"):
         read_model_config(wrong)

@@ -168,7 +168,7 @@ def test_what_a_config_leaves_out_is_as_transformers_has_it(tmp_path: Path, mode
     assert kv_heads == {theirs.num_key_value_heads}
     assert ours.rotary_dim == 64 // 16
     assert ours.rms_norm_eps == theirs.rms_norm_eps
-    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert ours.layers[0].mixer.rope.theta == theirs.rope_parameters["rope_theta"]
     assert {layer.mixer.window for layer in ours.layers} == {None}
     assert _mixture(ours).norm_topk_prob == getattr(theirs, "norm_topk_prob", True)
 

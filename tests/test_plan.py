@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from configs.errors import ConfigError
 from configs.layers import Axis, Columns, DenseMLP, GroupedQueryAttention
-from configs.model_config import ModelConfig, RopeConfig
+from configs.model_config import ModelConfig
+from configs.rope import RopeConfig
 from parallel.plan import ShardPlan, Span, column_granule, vocab_granule
 from tests.dense_model import dense_model
 

@@ -13,7 +13,7 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from configs.layers import Axis, Columns, Cut, LayerSpec, Role, TensorSpec
-from configs.model_config import RopeConfig
+from configs.rope import RopeConfig
 from parallel.plan import ShardPlan
 from parallel.step_cost import AttentionCost, StepCost
 from tests.dense_model import dense_model

@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import HashStore, PrefixStore
 
 from configs.layers import Axis, Cut, Linear
-from configs.model_config import RopeConfig
+from configs.rope import RopeConfig
 from parallel.embedding import ParallelLMHead, VocabParallelEmbedding, whole_logits
 from parallel.group import Strategy, TensorParallelGroup
 from parallel.linear import RowParallelLinear

@@ -17,7 +17,8 @@ from torch.distributed import HashStore
 from attention import registry
 from attention.step_shape import StepShape
 from configs.errors import ConfigError, EngineError
-from configs.model_config import ModelConfig, RopeConfig
+from configs.model_config import ModelConfig
+from configs.rope import RopeConfig
 from configs.schema import EngineConfig
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan

@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import save_file
 
 from configs.errors import CheckpointError
-from configs.model_config import ModelConfig, RopeConfig
+from configs.model_config import ModelConfig
+from configs.rope import RopeConfig
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan, Span
 from tests.dense_model import dense_model

@@ -16,6 +16,7 @@ import torch
 from configs.layers import Role
 from configs.model_config import ModelConfig
 from parallel.plan import Span
+from parallel.weight import as_matrix
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _CHUNK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 22}
@@ -65,12 +66,14 @@ class DummyCheckpoint:
     def read(self, name: str, out: torch.Tensor, *, rows: Span | None = None, columns: Span | None = None) -> None:
         """Fills `out`, cast to its dtype, with tensor `name` or the given rows or columns of it, on its device."""
         tensor = self._tensors[name]
-        shape = tensor.shape
+        shape = as_matrix(tensor.shape)
         width = shape[1] if len(shape) > 1 else 1
         rows = Span(0, shape[0]) if rows is None else rows
         expected = (rows.size,) + ((columns.size,) if columns is not None else shape[1:])
-        assert tuple(out.shape) == expected, f"{name}: asked for {expected} into {tuple(out.shape)}"
-        mean, std = _mean_and_std(tensor.role, width)
+        assert as_matrix(out.shape) == expected, f"{name}: asked for {expected} into {tuple(out.shape)}"
+        # Of matrices below one another, as of a matrix, dimension 1 is the inputs.
+        mean, std = _mean_and_std(tensor.role, tensor.shape[1] if len(shape) > 1 else 1)
+        mean -= tensor.offset
         if out.numel() > 0:
             _fill(out.view(rows.size, -1), name, mean, std, rows, columns or Span(0, width), self._dtype)
         self._bytes_loaded += out.nbytes

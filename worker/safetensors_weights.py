@@ -61,7 +61,7 @@ class SafetensorsFile:
     def read(self, name: str, out: torch.Tensor, rows: Span, columns: Span | None) -> None:
         entry = self._entries[name]
         itemsize = entry.dtype.itemsize
-        row_elements = entry.shape[1] if len(entry.shape) > 1 else 1
+        row_elements = entry.shape[-1] if len(entry.shape) > 1 else 1
         first, width = (columns.start, columns.size) if columns is not None else (0, row_elements)
         step = max(1, _CHUNK_BYTES // (width * itemsize))
         for start in range(rows.start, rows.stop, step):

@@ -17,6 +17,7 @@ import torch
 from configs.errors import CheckpointError
 from configs.model_config import ModelConfig
 from parallel.plan import Span
+from parallel.weight import as_matrix
 from worker.safetensors_weights import SafetensorsFile
 
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
@@ -40,7 +41,7 @@ class TensorFile(Protocol):
         """Shape of every tensor, by Hugging Face name; a name that has none keeps the file's own."""
 
     def read(self, name: str, out: torch.Tensor, rows: Span, columns: Span | None) -> None:
-        """Fills `out` with rows (and columns, for two dimensions) of a tensor, reading no pages beside those."""
+        """Fills `out`, a matrix or vector, with rows (and columns) of a tensor, reading no pages beside those."""
 
     @property
     def bytes_read(self) -> int:
@@ -87,12 +88,12 @@ class Checkpoint:
     def read(self, name: str, out: torch.Tensor, *, rows: Span | None = None, columns: Span | None = None) -> None:
         """Fills `out`, cast to its dtype, with tensor `name` or the given rows or columns of it."""
         file = self._owner[name]
-        shape = file.shapes()[name]
+        shape = as_matrix(file.shapes()[name])
         rows = Span(0, shape[0]) if rows is None else rows
         expected = (rows.size,) + ((columns.size,) if columns is not None else shape[1:])
-        assert tuple(out.shape) == expected, f"{name}: asked for {expected} into {tuple(out.shape)}"
+        assert as_matrix(out.shape) == expected, f"{name}: asked for {expected} into {tuple(out.shape)}"
         if out.numel() > 0:
-            file.read(name, out, rows, columns)
+            file.read(name, out.view(expected), rows, columns)
         self._bytes_loaded += out.nbytes
 
     def close(self) -> None:

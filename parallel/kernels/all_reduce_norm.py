@@ -178,7 +178,7 @@ def all_reduce_add_norm(
     Args:
         residual: [num_rows, size], rows any distance apart; the same on every rank. The programs of all rows wait for
             other ranks, so all must run at once: no more rows than the device has SMs.
-        weight: [size].
+        weight: [size], bf16 or fp32.
         bases: where each rank's mapped memory is in this rank's address space.
         data_offset: bytes from there to the summands, [num_rows, size] of the residual's dtype, contiguous.
         state: [max_rows + 1] int32 of this rank alone, zeros at first: how often each row's program met the other

@@ -47,7 +47,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
     Args:
         x: [num_rows, size], elements of a row side by side, rows any distance apart.
-        weight: [size].
+        weight: [size], of x's dtype or fp32.
 
     Returns:
         [num_rows, size], contiguous, of x's dtype.
@@ -69,7 +69,7 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     Args:
         x: [num_rows, size], rows any distance apart; may be of a wider dtype than the residual.
         residual: [num_rows, size], rows any distance apart. Not overlapping x.
-        weight: [size].
+        weight: [size], of the residual's dtype or fp32.
 
     Returns:
         [num_rows, size], contiguous, of the residual's dtype.

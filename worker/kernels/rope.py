@@ -16,14 +16,15 @@ _HEADS = 8
 
 
 @triton.jit
-def _norm_and_rotate(ptrs, mask, weight_ptrs, inside, cos, sin, eps, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
-    """Both halves [HEADS, BLOCK] fp32 of the heads whose first halves are at `ptrs`."""
-    HALF: tl.constexpr = HEAD_DIM // 2
-    first = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(ptrs + HALF, mask=mask, other=0.0).to(tl.float32)
+def _norm_and_rotate(
+    ptrs, mask, weight_ptr, first_at, second_at, inside, cos, sin, eps, HEAD_DIM: tl.constexpr, NORM: tl.constexpr
+):
+    """Both elements [HEADS, BLOCK] fp32 of the pairs of the heads that begin at `ptrs`."""
+    first = tl.load(ptrs + first_at, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(ptrs + second_at, mask=mask, other=0.0).to(tl.float32)
     if NORM:
-        first_weight = tl.load(weight_ptrs, mask=inside, other=0.0).to(tl.float32)
-        second_weight = tl.load(weight_ptrs + HALF, mask=inside, other=0.0).to(tl.float32)
+        first_weight = tl.load(weight_ptr + first_at, mask=inside, other=0.0).to(tl.float32)
+        second_weight = tl.load(weight_ptr + second_at, mask=inside, other=0.0).to(tl.float32)
         scale = tl.rsqrt(tl.sum(first * first + second * second, axis=1) / HEAD_DIM + eps)[:, None]
         first = first * scale * first_weight
         second = second * scale * second_weight
@@ -47,11 +48,13 @@ def _qk_norm_rope_store_kernel(
     num_kv_heads,
     eps,
     HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     NORM: tl.constexpr,
 ):
     HALF: tl.constexpr = HEAD_DIM // 2
+    TURNING: tl.constexpr = ROTARY_DIM // 2
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     num_q_groups = tl.cdiv(num_q_heads, HEADS)
@@ -59,35 +62,43 @@ def _qk_norm_rope_store_kernel(
     # Loaded as rows, they would go to that layout through shared memory and barriers (Triton 3.6, seen in its PTX).
     columns = tl.broadcast_to(tl.arange(0, BLOCK)[None, :], (HEADS, BLOCK))
     inside = columns < HALF
+    # Where the elements of each pair are in a head. What does not turn is paired too, and turns by nothing.
+    first_at = columns
+    second_at = columns + HALF
+    if ROTARY_DIM < HEAD_DIM:
+        first_at = tl.where(columns < TURNING, columns, columns + TURNING)
+        second_at = tl.where(columns < TURNING, columns + TURNING, columns + HALF)
     token_ptr = qkv_ptr + token * (num_q_heads + 2 * num_kv_heads) * HEAD_DIM
-    angle_ptrs = cos_sin_ptr + tl.load(positions_ptr + token) * HEAD_DIM + columns
-    cos = tl.load(angle_ptrs, mask=inside, other=0.0)
-    sin = tl.load(angle_ptrs + HALF, mask=inside, other=0.0)
+    angle_ptrs = cos_sin_ptr + tl.load(positions_ptr + token) * ROTARY_DIM + columns
+    cos = tl.load(angle_ptrs, mask=columns < TURNING, other=1.0)
+    sin = tl.load(angle_ptrs + TURNING, mask=columns < TURNING, other=0.0)
     if group < num_q_groups:
         q_heads = group * HEADS + tl.arange(0, HEADS)
         q_mask = (q_heads < num_q_heads)[:, None] & inside
-        q_ptrs = token_ptr + q_heads[:, None] * HEAD_DIM + columns
-        q_weight_ptrs = q_weight_ptr + columns if NORM else None
-        q_first, q_second = _norm_and_rotate(q_ptrs, q_mask, q_weight_ptrs, inside, cos, sin, eps, HEAD_DIM, NORM)
-        tl.store(q_ptrs, q_first.to(qkv_ptr.dtype.element_ty), mask=q_mask)
-        tl.store(q_ptrs + HALF, q_second.to(qkv_ptr.dtype.element_ty), mask=q_mask)
+        q_ptrs = token_ptr + q_heads[:, None] * HEAD_DIM
+        q_first, q_second = _norm_and_rotate(
+            q_ptrs, q_mask, q_weight_ptr, first_at, second_at, inside, cos, sin, eps, HEAD_DIM, NORM
+        )
+        tl.store(q_ptrs + first_at, q_first.to(qkv_ptr.dtype.element_ty), mask=q_mask)
+        tl.store(q_ptrs + second_at, q_second.to(qkv_ptr.dtype.element_ty), mask=q_mask)
     else:
         kv_heads = (group - num_q_groups) * HEADS + tl.arange(0, HEADS)
         kv_mask = (kv_heads < num_kv_heads)[:, None] & inside
-        offsets = kv_heads[:, None] * HEAD_DIM + columns
+        offsets = kv_heads[:, None] * HEAD_DIM
         k_ptrs = token_ptr + num_q_heads * HEAD_DIM + offsets
         v_ptrs = k_ptrs + num_kv_heads * HEAD_DIM
         slot = tl.load(out_cache_loc_ptr + token)
-        v_first = tl.load(v_ptrs, mask=kv_mask, other=0.0)
-        v_second = tl.load(v_ptrs + HALF, mask=kv_mask, other=0.0)
-        k_weight_ptrs = k_weight_ptr + columns if NORM else None
-        k_first, k_second = _norm_and_rotate(k_ptrs, kv_mask, k_weight_ptrs, inside, cos, sin, eps, HEAD_DIM, NORM)
+        v_first = tl.load(v_ptrs + columns, mask=kv_mask, other=0.0)
+        v_second = tl.load(v_ptrs + columns + HALF, mask=kv_mask, other=0.0)
+        k_first, k_second = _norm_and_rotate(
+            k_ptrs, kv_mask, k_weight_ptr, first_at, second_at, inside, cos, sin, eps, HEAD_DIM, NORM
+        )
         stored = kv_mask & ((slot >= 0) & (slot < num_slots))
         slot_offsets = slot * num_kv_heads * HEAD_DIM + offsets
-        tl.store(k_slots_ptr + slot_offsets, k_first.to(k_slots_ptr.dtype.element_ty), mask=stored)
-        tl.store(k_slots_ptr + slot_offsets + HALF, k_second.to(k_slots_ptr.dtype.element_ty), mask=stored)
-        tl.store(v_slots_ptr + slot_offsets, v_first, mask=stored)
-        tl.store(v_slots_ptr + slot_offsets + HALF, v_second, mask=stored)
+        tl.store(k_slots_ptr + slot_offsets + first_at, k_first.to(k_slots_ptr.dtype.element_ty), mask=stored)
+        tl.store(k_slots_ptr + slot_offsets + second_at, k_second.to(k_slots_ptr.dtype.element_ty), mask=stored)
+        tl.store(v_slots_ptr + slot_offsets + columns, v_first, mask=stored)
+        tl.store(v_slots_ptr + slot_offsets + columns + HALF, v_second, mask=stored)
 
 
 def qk_norm_rope_store(
@@ -108,14 +119,14 @@ def qk_norm_rope_store(
     """Norms and rotates the query heads of `qkv` in place, and writes its key heads, so treated, and value heads.
 
     Key and value columns of `qkv` are left as they are. Rotation is in the halves convention: element i of a head
-    turns with element i + head_dim / 2.
+    turns with element i + rotary_dim / 2; elements from rotary_dim on stay.
 
     Args:
         qkv: [num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim], contiguous.
-        q_weight: [head_dim]: RMSNorm of each query head before the rotation; None for no norm.
+        q_weight: [head_dim], of qkv's dtype or fp32: RMSNorm of each query head before the rotation; None for no norm.
         k_weight: [head_dim], the same of each key head; None exactly when `q_weight` is.
         eps: of both norms.
-        cos_sin: [max_positions, head_dim] fp32, contiguous: head_dim / 2 cosines, then as many sines.
+        cos_sin: [max_positions, rotary_dim] fp32, contiguous: rotary_dim / 2 cosines, then as many sines.
         positions: [num_tokens] int64, each at least 0 and below max_positions.
         k_slots: [num_slots, num_kv_heads * head_dim], contiguous, of qkv's dtype.
         v_slots: the same for values.
@@ -143,6 +154,7 @@ def qk_norm_rope_store(
         num_kv_heads,
         eps,
         HEAD_DIM=head_dim,
+        ROTARY_DIM=cos_sin.shape[1],
         HEADS=_HEADS,
         BLOCK=block,
         NORM=q_weight is not None,

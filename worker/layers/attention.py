@@ -27,14 +27,18 @@ class Attention:
             tp_q_head_num=num_q,
             tp_k_head_num=num_kv,
             head_dim=spec.head_dim,
-            scale=spec.head_dim**-0.5,
+            scale=spec.head_dim**-0.5 if spec.scale is None else spec.scale,
             window=spec.window,
+            softcap=spec.softcap,
+            sinks=torch.empty(num_q, dtype=torch.float32, device=place.device) if spec.has_sinks else None,
         )
         self._spec = spec
+        self._shard = place.shard
         self._qkv = ColumnParallelLinear(*spec.qkv, place=place)
         self._o = RowParallelLinear(spec.o, place)
         self._head_norms = [
-            RMSNorm(spec.head_dim, eps, dtype=place.dtype, device=place.device) for _ in spec.head_norms
+            RMSNorm(spec.head_dim, eps, dtype=place.dtype, device=place.device, offset=tensor.offset)
+            for tensor in spec.head_norms
         ]
         self._norms: QKNorms | None = None
         if spec.qk_norm:
@@ -47,10 +51,12 @@ class Attention:
         self._o.load(source, prefix)
         for norm, tensor in zip(self._head_norms, self._spec.head_norms, strict=True):
             norm.load(source, prefix + tensor.name)
+        if self._spec.sinks is not None and self.layer.sinks is not None:
+            source.read(prefix + self._spec.sinks.name, self.layer.sinks, rows=self._shard[Axis.QUERY_HEADS])
 
     def attend(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """[num_tokens, tp_q_head_num * head_dim] of [num_tokens, hidden_size]; the tokens' K and V are in the pool."""
-        return step.backend.forward(self._qkv(x), self.layer, step.rotation, self._norms)
+        return step.backend.forward(self._qkv(x), self.layer, step.rotations[self.layer.layer_id], self._norms)
 
     def project(self, attended: torch.Tensor) -> torch.Tensor | PartialSum:
         """[num_tokens, hidden_size] of what `attend` returned."""

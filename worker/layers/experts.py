@@ -123,17 +123,34 @@ def mixture(
     live = None if slots is None else (slots >= first_slot).unsqueeze(1)
     if live is not None:
         experts = experts.where(live, -1)
-    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    chosen_experts = experts.flatten()
-    hit = set(chosen_experts.tolist()) - {-1} if num_columns > 0 else set()
-    for expert in sorted(hit):
-        chosen = (chosen_experts == expert).nonzero().squeeze(1)
-        tokens = chosen // top_k
-        gate, up = F.linear(x[tokens], w13[expert]).chunk(2, dim=1)
-        y = F.linear(F.silu(gate).mul_(up), w2[expert]).float()
-        total.index_add_(0, tokens, y.mul_(weights.flatten()[chosen].unsqueeze(1)))
+
+    def run(expert: int, x: torch.Tensor) -> torch.Tensor:
+        gate, up = F.linear(x, w13[expert]).chunk(2, dim=1)
+        return F.linear(F.silu(gate).mul_(up), w2[expert])
+
+    total = sum_of_experts(x, experts if num_columns > 0 else experts.new_full((1, 1), -1), weights, run)
     if shared is not None:
         total += logits[:, num_experts:].sigmoid() * shared
         if live is not None:
             total.masked_fill_(~live, 0.0)
     return out.copy_(total)
+
+
+def sum_of_experts(
+    x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, run: Callable[[int, torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """[num_tokens, hidden_size] fp32: for each token the sum over its experts of weight * what the expert makes of it.
+
+    Args:
+        experts: [num_tokens, top_k] int64; -1 is none.
+        weights: [num_tokens, top_k] fp32.
+        run: gets an expert and the rows of x that chose it, and returns as many.
+    """
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    chosen_experts = experts.flatten()
+    for expert in sorted(set(chosen_experts.tolist()) - {-1}):
+        chosen = (chosen_experts == expert).nonzero().squeeze(1)
+        tokens = chosen // experts.shape[1]
+        y = run(expert, x[tokens]).float()
+        total.index_add_(0, tokens, y.mul_(weights.flatten()[chosen].unsqueeze(1)))
+    return total

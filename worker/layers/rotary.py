@@ -6,28 +6,31 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from attention.kv_pool import TokenToKVPool
 from attention.layer import AttentionLayer
 from attention.rotation import QKNorms, Rotation
 from configs.errors import ConfigError
 from configs.model_config import ModelConfig
+from configs.rope import RopeConfig
+from worker.layers.norm import rms_norm
 
 
 class RotaryEmbedding:
     """Cosines and sines of every position up to `max_positions`, for the kernel on CUDA and for torch elsewhere.
 
-    The halves convention: element i of a head turns with element i + head_dim / 2.
+    The halves convention: element i of a head turns with element i + rotary_dim / 2. Elements from rotary_dim on stay.
     """
 
-    def __init__(self, model: ModelConfig, max_positions: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        inv_freq, attention_factor = inverse_frequencies(model)
+    def __init__(
+        self, rope: RopeConfig, rotary_dim: int, max_positions: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        inv_freq, attention_factor = inverse_frequencies(rope, rotary_dim)
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inv_freq)
         cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor
         self._on_cuda = device.type == "cuda"
-        # The kernel's [max_positions, head_dim] fp32: head_dim / 2 cosines, then as many sines. Or torch's
-        # [max_positions, 1, 2 * head_dim]: cosines for both halves, then sines with the first half's sign turned, so
+        # The kernel's [max_positions, rotary_dim] fp32: rotary_dim / 2 cosines, then as many sines. Or torch's
+        # [max_positions, 1, 2 * rotary_dim]: cosines for both halves, then sines with the first half's sign turned, so
         # that a rotation is x * cos + swapped(x) * sin. fp32 until cast once to the activations' dtype.
         self._table = (
             torch.cat((cos, sin), dim=1).to(device)
@@ -46,7 +49,7 @@ class KernelRotation:
     """A step's rotation by one Triton kernel, which looks positions up and writes query heads in place.
 
     Args:
-        cos_sin: [max_positions, head_dim] fp32, contiguous.
+        cos_sin: [max_positions, rotary_dim] fp32, contiguous.
         positions: [num_tokens] int64.
     """
 
@@ -87,7 +90,7 @@ class TorchRotation:
     """A step's rotation by torch.
 
     Args:
-        cos: [num_tokens, 1, head_dim] of the activations' dtype.
+        cos: [num_tokens, 1, rotary_dim] of the activations' dtype.
         sin: the same of sines, the first half's sign turned.
     """
 
@@ -107,23 +110,28 @@ class TorchRotation:
         q_size, kv_size = num_q_heads * head_dim, layer.tp_k_head_num * head_dim
         qk = qkv[:, :-kv_size].view(num_tokens, -1, head_dim)
         if norms is not None:
-            q = F.rms_norm(qk[:, :num_q_heads], (head_dim,), norms.q_weight, norms.eps)
-            k = F.rms_norm(qk[:, num_q_heads:], (head_dim,), norms.k_weight, norms.eps)
+            q = rms_norm(qk[:, :num_q_heads], norms.q_weight, norms.eps)
+            k = rms_norm(qk[:, num_q_heads:], norms.k_weight, norms.eps)
             qk = torch.cat((q, k), dim=1)
-        swapped = qk.roll(head_dim // 2, -1)
-        turned = torch.addcmul(qk * self._cos, swapped, self._sin).view(num_tokens, -1)
+        turned = self._turn(qk).view(num_tokens, -1)
         pool.set_kv(layer.layer_id, out_cache_loc, turned[:, q_size:], qkv[:, -kv_size:])
         return turned[:, :q_size]
 
+    def _turn(self, heads: torch.Tensor) -> torch.Tensor:
+        """Heads [num_tokens, num_heads, head_dim], turned; a new tensor."""
+        rotary_dim = self._cos.shape[-1]
+        part = heads[..., :rotary_dim]
+        turned = torch.addcmul(part * self._cos, part.roll(rotary_dim // 2, -1), self._sin)
+        return turned if rotary_dim == heads.shape[-1] else torch.cat((turned, heads[..., rotary_dim:]), dim=-1)
 
-def inverse_frequencies(model: ModelConfig) -> tuple[torch.Tensor, float]:
-    """[head_dim / 2] fp32 frequencies and the factor of cosine and sine.
+
+def inverse_frequencies(rope: RopeConfig, rotary_dim: int) -> tuple[torch.Tensor, float]:
+    """[rotary_dim / 2] fp32 frequencies and the factor of cosine and sine.
 
     Raises ConfigError for a scaling type there is no rule for.
     """
-    rope = model.rope
     scaling = dict(rope.scaling)
-    exponents = torch.arange(0, model.rotary_dim, 2, dtype=torch.int64).float() / model.rotary_dim
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
     inv_freq = 1.0 / (rope.theta**exponents)
     if rope.scaling_type in ("default", "dynamic"):
         # dynamic changes the base only past max_position_embeddings, which `check_length` does not let happen.
@@ -133,7 +141,7 @@ def inverse_frequencies(model: ModelConfig) -> tuple[torch.Tensor, float]:
     if rope.scaling_type == "llama3":
         return _llama3(inv_freq, scaling), 1.0
     if rope.scaling_type == "yarn":
-        return _yarn(inv_freq, scaling, model)
+        return _yarn(inv_freq, scaling, rope.theta)
     raise ConfigError(
         f"rope scaling type {rope.scaling_type} is not supported; supported are default, linear, llama3, yarn, dynamic"
     )
@@ -141,7 +149,8 @@ def inverse_frequencies(model: ModelConfig) -> tuple[torch.Tensor, float]:
 
 def check_length(model: ModelConfig, max_model_len: int) -> None:
     """Raises ConfigError when `max_model_len` needs frequencies that change with a sequence's length."""
-    if model.rope.scaling_type == "dynamic" and max_model_len > model.max_position_embeddings:
+    is_dynamic = any(layer.mixer.rope.scaling_type == "dynamic" for layer in model.layers)
+    if is_dynamic and max_model_len > model.max_position_embeddings:
         raise ConfigError(
             f"max_model_len={max_model_len} exceeds max_position_embeddings={model.max_position_embeddings} of a model "
             f"with dynamic rope scaling, whose cached keys would need other frequencies; choose at most "
@@ -160,11 +169,10 @@ def _llama3(inv_freq: torch.Tensor, scaling: dict[str, Any]) -> torch.Tensor:
     return torch.where(wavelengths < original / high, inv_freq, slowed)
 
 
-def _yarn(inv_freq: torch.Tensor, scaling: dict[str, Any], model: ModelConfig) -> tuple[torch.Tensor, float]:
+def _yarn(inv_freq: torch.Tensor, scaling: dict[str, Any], base: float) -> tuple[torch.Tensor, float]:
     """YaRN (arXiv 2309.00071): a ramp over dimensions from kept to slowed frequencies."""
-    original = scaling.get("original_max_position_embeddings") or model.max_position_embeddings
-    factor = scaling.get("factor") or model.max_position_embeddings / original
-    dim, base = model.rotary_dim, model.rope.theta
+    original, factor = scaling["original_max_position_embeddings"], scaling["factor"]
+    dim = 2 * len(inv_freq)
 
     def dimension_of(rotations: float) -> float:
         return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,6 +35,6 @@ class Step:
     """What every layer of one forward pass reads."""
 
     backend: AttentionBackend
-    rotation: Rotation
-    """At the positions of the batch."""
+    rotations: Sequence[Rotation]
+    """Each layer's, at the positions of the batch."""
     padding: Padding

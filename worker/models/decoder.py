@@ -14,7 +14,8 @@ import torch
 from attention.backend import AttentionBackend
 from attention.forward_batch import ForwardBatch
 from attention.layer import AttentionLayer
-from configs.layers import DenseMLP, GroupedQueryAttention, LayerSpec, MixtureOfExperts
+from configs.biased_mixture import BiasedMixture
+from configs.layers import DenseMLP, GroupedQueryAttention, LayerSpec, MixtureOfExperts, Norms
 from configs.model_config import ModelConfig, layer_prefix
 from parallel.embedding import ParallelLMHead, VocabParallelEmbedding
 from parallel.fused_sum import PartialSum
@@ -22,6 +23,7 @@ from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from parallel.weight import LayerPlace, TensorSource
 from worker.layers.attention import Attention
+from worker.layers.biased_experts import BiasedExperts
 from worker.layers.experts import Experts
 from worker.layers.mlp import MLP
 from worker.layers.norm import RMSNorm
@@ -48,25 +50,47 @@ _MIXERS: dict[type[Any], Callable[[Any, LayerPlace, int, float], Attention]] = {
 _FEED_FORWARDS: dict[type[Any], Callable[[Any, LayerPlace], FeedForwardModule]] = {
     DenseMLP: MLP,
     MixtureOfExperts: Experts,
+    BiasedMixture: BiasedExperts,
 }
 
 
+class NormPair:
+    """The norms around a mixer or a feed-forward: the one before it, and perhaps one of what it returns."""
+
+    def __init__(self, norms: Norms, place: LayerPlace, eps: float) -> None:
+        self._tensors = [tensor for tensor in norms if tensor is not None]
+        self._norms = [
+            RMSNorm(tensor.shape[0], eps, dtype=place.dtype, device=place.device, offset=tensor.offset)
+            for tensor in self._tensors
+        ]
+        self.before, *after = self._norms
+        self._after = after[0] if after else None
+
+    def load(self, source: TensorSource, prefix: str) -> None:
+        """Reads their weights, whose names begin with `prefix`."""
+        for norm, tensor in zip(self._norms, self._tensors, strict=True):
+            norm.load(source, prefix + tensor.name)
+
+    def output(self, x: torch.Tensor | PartialSum) -> torch.Tensor | PartialSum:
+        """What is added to the residual of what the module between them returned."""
+        return x if self._after is None else self._after(x)
+
+
 class DecoderLayer:
-    """Residual + attention(norm(residual)), then + feed_forward(norm(...))."""
+    """Residual + attention(norm(residual)), then + feed_forward(norm(...)); what is added may be normed, too."""
 
     def __init__(self, spec: LayerSpec, place: LayerPlace, layer_id: int, eps: float) -> None:
-        self._spec = spec
         self.attention = _MIXERS[type(spec.mixer)](spec.mixer, place, layer_id, eps)
         self._feed_forward = _FEED_FORWARDS[type(spec.feed_forward)](spec.feed_forward, place)
-        self._input_norm = RMSNorm(spec.hidden_size, eps, dtype=place.dtype, device=place.device)
-        self._post_norm = RMSNorm(spec.hidden_size, eps, dtype=place.dtype, device=place.device)
+        self._mixer_norms = NormPair(spec.mixer_norms, place, eps)
+        self._feed_forward_norms = NormPair(spec.feed_forward_norms, place, eps)
 
     def load(self, source: TensorSource, prefix: str) -> None:
         """Reads this rank's part of the spec's tensors, whose names begin with `prefix`."""
         self.attention.load(source, prefix)
         self._feed_forward.load(source, prefix)
-        for norm, tensor in zip((self._input_norm, self._post_norm), self._spec.norms, strict=True):
-            norm.load(source, prefix + tensor.name)
+        self._mixer_norms.load(source, prefix)
+        self._feed_forward_norms.load(source, prefix)
 
     def __call__(
         self,
@@ -82,17 +106,19 @@ class DecoderLayer:
             residual: [num_tokens, hidden_size]; added to in place.
             keep: tokens to go on with once K and V are stored; at least one. None: all.
         """
-        normed = self._input_norm(residual) if x is None else self._input_norm.add(x, residual)
+        before, before_feed_forward = self._mixer_norms.before, self._feed_forward_norms.before
+        normed = before(residual) if x is None else before.add(x, residual)
         attended, padding = self.attention.attend(normed, step), step.padding
         if keep is not None:
             attended, residual = attended.index_select(0, keep), residual.index_select(0, keep)
             padding = padding.of(keep)
-        x = self.attention.project(attended)
-        return self._feed_forward(self._post_norm.add(x, residual), padding), residual
+        x = self._mixer_norms.output(self.attention.project(attended))
+        x = self._feed_forward(before_feed_forward.add(x, residual), padding)
+        return self._feed_forward_norms.output(x), residual
 
     def store(self, x: torch.Tensor | PartialSum, residual: torch.Tensor, step: Step) -> None:
         """Only puts the tokens' K and V into the pool."""
-        self.attention.attend(self._input_norm.add(x, residual), step)
+        self.attention.attend(self._mixer_norms.before.add(x, residual), step)
 
 
 class Decoder:
@@ -116,13 +142,19 @@ class Decoder:
         self._model = model
         self._dtype = dtype
         self._device = device
-        self._rotary: RotaryEmbedding | None = None
+        ropes = [(layer.mixer.rope, layer.mixer.rotary_dim) for layer in model.layers]
+        self._ropes = list(dict.fromkeys(ropes))
+        self._rope_of_layer = [self._ropes.index(rope) for rope in ropes]
+        self._rotary: list[RotaryEmbedding] = []
         self._embedding = VocabParallelEmbedding(model.hidden_size, plan, group, dtype=dtype, device=device)
         self._layers = [
             DecoderLayer(layer, LayerPlace(plan.shard(i, group.rank), group, dtype, device), i, model.rms_norm_eps)
             for i, layer in enumerate(model.layers)
         ]
-        self._norm = RMSNorm(model.hidden_size, model.rms_norm_eps, dtype=dtype, device=device)
+        self._norm = RMSNorm(
+            model.hidden_size, model.rms_norm_eps, dtype=dtype, device=device, offset=model.norm.offset
+        )
+        self._embedding_scale = torch.tensor(model.embedding_scale, dtype=dtype).item()  # rounded as transformers does
         self._lm_head = ParallelLMHead(model.hidden_size, plan, group, dtype=dtype, device=device)
 
     @property
@@ -148,18 +180,24 @@ class Decoder:
 
     def set_max_positions(self, max_positions: int) -> None:
         """Prepares rotary tables for positions below `max_positions`."""
-        self._rotary = RotaryEmbedding(self._model, max_positions, dtype=self._dtype, device=self._device)
+        self._rotary = [
+            RotaryEmbedding(rope, rotary_dim, max_positions, dtype=self._dtype, device=self._device)
+            for rope, rotary_dim in self._ropes
+        ]
 
     def forward(self, batch: ForwardBatch, backend: AttentionBackend) -> torch.Tensor:
         """Hidden states [num_sampled, hidden_size] of `batch.sample_indices` after the last norm.
 
         The last layer's products run for these tokens alone. `backend` is ready for `batch`.
         """
-        assert self._rotary is not None, "forward before set_max_positions"
+        assert self._rotary, "forward before set_max_positions"
         # Padding rows have page 0, which no sequence has.
         padding = Padding(batch.out_cache_loc, backend.token_to_kv_pool.page_size)
-        step = Step(backend, self._rotary.at(batch.positions), padding)
+        rotations = [rotary.at(batch.positions) for rotary in self._rotary]
+        step = Step(backend, [rotations[i] for i in self._rope_of_layer], padding)
         residual = self._embedding(batch.input_ids)
+        if self._embedding_scale != 1.0:
+            residual *= self._embedding_scale
         x: torch.Tensor | PartialSum | None = None
         *layers, last = self._layers
         for layer in layers:

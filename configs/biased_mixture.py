@@ -1,0 +1,71 @@
+"""Experts as gpt-oss has them: with biases and a clamped activation, each kind of tensor one for all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from configs.layers import FINEST_EXPERT_GRANULE, Axis, Columns, Cut, Role, TensorSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class BiasedMixture:
+    """Experts of which each token goes to those that a router prefers.
+
+    y = sum over the top k experts e of weight[e] * (h_e @ down[e] + down_bias[e]), where
+    h_e = (up + 1) * gate * sigmoid(alpha * gate), of gate and up clamped to the limit, gate from above alone. The
+    weights are the softmax of the top k logits. In `gate_up` the columns of gate and up take turns.
+    """
+
+    hidden_size: int
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    """Columns of one expert."""
+    limit: float
+    alpha: float
+
+    @property
+    def router(self) -> TensorSpec:
+        """[num_experts, hidden_size]; every rank has all of it."""
+        return TensorSpec("mlp.router.weight", "", (self.num_experts, self.hidden_size), Role.MATRIX)
+
+    @property
+    def router_bias(self) -> TensorSpec:
+        """[num_experts]."""
+        return TensorSpec("mlp.router.bias", "", (self.num_experts,), Role.BIAS)
+
+    @property
+    def gate_up(self) -> TensorSpec:
+        """[num_experts, hidden_size, 2 * intermediate_size]: inputs first."""
+        shape = self.num_experts, self.hidden_size, 2 * self.intermediate_size
+        return self._routed("gate_up_proj", shape, Role.MATRIX, Cut(Axis.EXPERT_COLUMNS, 2, 2))
+
+    @property
+    def gate_up_bias(self) -> TensorSpec:
+        """[num_experts, 2 * intermediate_size]."""
+        shape = self.num_experts, 2 * self.intermediate_size
+        return self._routed("gate_up_proj_bias", shape, Role.BIAS, Cut(Axis.EXPERT_COLUMNS, 1, 2))
+
+    @property
+    def down(self) -> TensorSpec:
+        """[num_experts, intermediate_size, hidden_size]: inputs first."""
+        shape = self.num_experts, self.intermediate_size, self.hidden_size
+        return self._routed("down_proj", shape, Role.MATRIX, Cut(Axis.EXPERT_COLUMNS, 1))
+
+    @property
+    def down_bias(self) -> TensorSpec:
+        """[num_experts, hidden_size]; every rank has all of it, and one adds it."""
+        return self._routed("down_proj_bias", (self.num_experts, self.hidden_size), Role.BIAS, None)
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        return self.router, self.router_bias, self.gate_up, self.gate_up_bias, self.down, self.down_bias
+
+    @property
+    def axes(self) -> tuple[Columns, ...]:
+        return (Columns(Axis.EXPERT_COLUMNS, self.intermediate_size, FINEST_EXPERT_GRANULE, is_firm=True),)
+
+    def _routed(self, name: str, shape: tuple[int, ...], role: Role, cut: Cut | None) -> TensorSpec:
+        share = Fraction(self.top_k, self.num_experts)
+        return TensorSpec(f"mlp.experts.{name}", "", shape, role, cut, share)

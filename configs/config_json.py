@@ -1,0 +1,267 @@
+"""What the config.json of a Hugging Face checkpoint means, by what configs/families.py knows of its family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from configs.biased_mixture import BiasedMixture
+from configs.errors import CheckpointError
+from configs.families import FAMILIES, ExpertsFamily, Family
+from configs.fields import MOST_PARTS, Fields, checked_rope, read_json
+from configs.layers import DenseMLP, FeedForward, GroupedQueryAttention, LayerSpec, MixtureOfExperts
+from configs.model_config import ModelConfig, layers_of
+from configs.rope import RopeConfig
+
+_TYPES = _FULL, _SLIDING = "full_attention", "sliding_attention"
+"""Types of layers in `layer_types` and `rope_parameters`."""
+
+
+def config_of_directory(path: Path) -> ModelConfig:
+    config_path = path / "config.json"
+    if not config_path.is_file():
+        raise CheckpointError(f"{path} has no config.json; set `model` to a directory with one, or to a .gguf file")
+    fields = Fields(read_json(config_path), str(config_path))
+    model_type = fields.text("model_type")
+    if model_type not in FAMILIES:
+        raise CheckpointError(
+            f"{config_path}: model_type={model_type} is not supported; supported are {', '.join(FAMILIES)}"
+        )
+    if quantization := fields.values.get("quantization_config"):
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        raise CheckpointError(
+            f"{config_path} has a quantization_config ({method}); quantised weights are read from .gguf files only. "
+            "Use the model's unquantised checkpoint or a GGUF of it"
+        )
+    family = FAMILIES[model_type]
+    if fields.values.get("use_bidirectional_attention"):
+        raise CheckpointError(f"{config_path}: use_bidirectional_attention is not supported")
+    hidden_size = fields.count("hidden_size")
+    return ModelConfig(
+        model_type=model_type,
+        hidden_size=hidden_size,
+        vocab_size=fields.count("vocab_size"),
+        max_position_embeddings=_max_positions(fields, family),
+        rms_norm_eps=fields.number("rms_norm_eps", family.rms_norm_eps),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", family.tie_word_embeddings),
+        layers=_layers(fields, family),
+        embedding_scale=hidden_size**0.5 if family.scales_embedding else 1.0,
+        norm_offset=family.norm_offset,
+        final_logit_softcap=_softcap(fields, family, "final_logit_softcapping"),
+        dtype=_dtype(fields),
+        bos_token_id=next(iter(fields.ids("bos_token_id")), None),
+        eos_token_ids=_eos_token_ids(fields, path),
+    )
+
+
+def _layers(fields: Fields, family: Family) -> tuple[LayerSpec, ...]:
+    num_q, hidden_size = fields.count("num_attention_heads"), fields.count("hidden_size")
+    # An explicit null means one KV head a query head, in every family.
+    default_kv = num_q if "num_key_value_heads" in fields.values else family.num_key_value_heads or num_q
+    has_bias = family.attention_bias is not None and fields.flag("attention_bias", family.attention_bias)
+    num_layers = fields.count("num_hidden_layers", at_most=MOST_PARTS)
+    types, ropes = _attention_types(fields, family, num_layers), _ropes(fields, family)
+    window = _window(fields, family) if _SLIDING in types else None
+    by_type = {
+        type_: GroupedQueryAttention(
+            hidden_size=hidden_size,
+            num_attention_heads=num_q,
+            num_key_value_heads=fields.count("num_key_value_heads", default_kv),
+            head_dim=fields.count("head_dim", family.head_dim or hidden_size // num_q),
+            rope=ropes[type_],
+            qkv_bias=has_bias or (fields.flag("qkv_bias", True) if family.qkv_bias is None else family.qkv_bias),
+            o_bias=has_bias,
+            qk_norm=family.qk_norm,
+            norm_offset=family.norm_offset,
+            scale=_scale(fields, family),
+            softcap=_softcap(fields, family, "attn_logit_softcapping"),
+            has_sinks=family.has_sinks,
+            window=window if type_ == _SLIDING else None,
+        )
+        for type_ in set(types)
+    }
+    return layers_of(
+        [by_type[type_] for type_ in types],
+        _feed_forwards(fields, family, num_layers),
+        hidden_size,
+        norms_outputs=family.norms_outputs,
+        norm_offset=family.norm_offset,
+    )
+
+
+def _max_positions(fields: Fields, family: Family) -> int:
+    return fields.count("max_position_embeddings", family.max_position_embeddings)
+
+
+def _scale(fields: Fields, family: Family) -> float | None:
+    if family.query_pre_attn_scalar is None:
+        return None
+    return _positive(fields, "query_pre_attn_scalar", family.query_pre_attn_scalar) ** -0.5
+
+
+def _softcap(fields: Fields, family: Family, key: str) -> float | None:
+    default = family.softcaps.get(key)
+    if key not in family.softcaps or fields.values.get(key, default) is None:
+        return None
+    return _positive(fields, key, default)
+
+
+def _positive(fields: Fields, key: str, default: float | None) -> float:
+    value = fields.number(key, default)
+    if not value > 0:
+        raise CheckpointError(f"{fields.where}: {key}={value} is not positive")
+    return value
+
+
+def _feed_forwards(fields: Fields, family: Family, num_layers: int) -> list[FeedForward]:
+    """Each layer's."""
+    if family.experts is None:
+        return [_mlp(fields, family)] * num_layers
+    experts = _experts(fields, family.experts)
+    if experts is None:
+        return [_mlp(fields, family)] * num_layers
+    dense = set[int]()
+    if family.experts.mixes_dense_layers:
+        step, listed = fields.count("decoder_sparse_step", 1), fields.ids("mlp_only_layers")
+        dense = {layer for layer in range(num_layers) if layer in listed or (layer + 1) % step}
+    return [_mlp(fields, family) if layer in dense else experts for layer in range(num_layers)]
+
+
+def _mlp(fields: Fields, family: Family) -> DenseMLP:
+    return DenseMLP(
+        hidden_size=fields.count("hidden_size"),
+        intermediate_size=fields.count("intermediate_size"),
+        hidden_act=fields.text(family.hidden_act_key, family.hidden_act),
+        bias=family.heeds_mlp_bias and fields.flag("mlp_bias", False),
+    )
+
+
+def _experts(fields: Fields, family: ExpertsFamily) -> FeedForward | None:
+    """None where the file says that there are none."""
+    key = next((key for key in family.num_experts_keys if key in fields.values), family.num_experts_keys[0])
+    if family.mixes_dense_layers and fields.integer(key) == 0:
+        return None
+    num_experts, top_k = fields.count(key, at_most=MOST_PARTS), fields.count("num_experts_per_tok")
+    if top_k > num_experts:
+        raise CheckpointError(f"{fields.where}: num_experts_per_tok={top_k} exceeds {key}={num_experts}")
+    hidden_act = fields.text("hidden_act", "silu")
+    if hidden_act != "silu":
+        raise CheckpointError(f"{fields.where}: hidden_act={hidden_act} of experts is not supported; only silu is")
+    if family.are_biased:
+        return BiasedMixture(
+            hidden_size=fields.count("hidden_size"),
+            num_experts=num_experts,
+            top_k=top_k,
+            intermediate_size=fields.count(family.columns_key),
+            limit=_positive(fields, "swiglu_limit", 7.0),
+            alpha=fields.number("swiglu_alpha", 1.702),
+        )
+    normalises = family.norm_topk_prob
+    return MixtureOfExperts(
+        hidden_size=fields.count("hidden_size"),
+        num_experts=num_experts,
+        top_k=top_k,
+        intermediate_size=fields.count(family.columns_key),
+        norm_topk_prob=fields.flag("norm_topk_prob", False) if normalises is None else normalises,
+        round_weights=family.round_weights,
+        shared_intermediate_size=fields.count(family.shared_columns_key) if family.shared_columns_key else None,
+        name=family.name,
+        projections=family.projections,
+    )
+
+
+def _ropes(fields: Fields, family: Family) -> dict[str, RopeConfig]:
+    """The rotary embedding of each type of layer.
+
+    transformers 4 keeps `rope_theta` beside `rope_scaling`; transformers 5 has both in `rope_parameters`, perhaps for
+    each type of layer.
+    """
+    said = fields.values.get("rope_scaling") or fields.values.get("rope_parameters")
+    parameters = said or dict(family.rope_parameters)
+    if not isinstance(parameters, dict):
+        raise CheckpointError(f"{fields.where}: rope parameters {parameters!r} are no object")
+    by_type = dict.fromkeys(_TYPES, parameters)
+    thetas = dict.fromkeys(_TYPES, fields.number("rope_theta", family.rope_theta))
+    if any(isinstance(value, dict) for value in parameters.values()):
+        if not set(parameters) <= set(_TYPES) or not all(isinstance(of, dict) for of in parameters.values()):
+            raise CheckpointError(f"{fields.where}: rope parameters are of other layers than {' and '.join(_TYPES)}")
+        by_type = {type_: parameters.get(type_, {}) for type_ in _TYPES}
+    elif family.local_rope_theta is not None:
+        by_type[_SLIDING] = {}
+    if family.local_rope_theta is not None:
+        thetas[_SLIDING] = fields.number("rope_local_base_freq", family.local_rope_theta)
+    max_positions = _max_positions(fields, family)
+    return {type_: _rope(fields, by_type[type_], max_positions, thetas[type_]) for type_ in _TYPES}
+
+
+def _rope(fields: Fields, parameters: dict[str, Any], max_positions: int, default_theta: float) -> RopeConfig:
+    rope = Fields(parameters, fields.where)
+    theta = rope.number("rope_theta", default_theta)
+    partial = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        raise CheckpointError(f"{fields.where}: partial_rotary_factor={partial} is not supported; only 1.0 is")
+    scaling_type = rope.text("rope_type", rope.text("type", "default"))
+    scaling = {
+        key: value
+        for key, value in parameters.items()
+        if key not in ("rope_type", "type", "rope_theta", "partial_rotary_factor") and value is not None
+    }
+    if scaling_type in ("llama3", "yarn"):
+        own = fields.values.get("original_max_position_embeddings")
+        original = scaling.get("original_max_position_embeddings", max_positions) if own is None else own
+        scaling["original_max_position_embeddings"] = original
+    return checked_rope(theta, scaling_type, scaling, fields.where)
+
+
+def _attention_types(fields: Fields, family: Family, num_layers: int) -> list[str]:
+    """Which layers `sliding_window` is of, if there is one."""
+    if family.windows == "none":
+        return [_FULL] * num_layers
+    if family.windows not in ("every layer", "by turns") and not fields.flag("use_sliding_window", False):
+        return [_FULL] * num_layers
+    if family.windows in ("every layer", "every layer if used"):
+        return [_SLIDING] * num_layers
+    layer_types = fields.values.get("layer_types")
+    if layer_types is None and family.windows == "as said":
+        first = fields.integer("max_window_layers", 28)
+        return [_SLIDING if layer >= first else _FULL for layer in range(num_layers)]
+    if layer_types is None and family.windows == "by turns":
+        pattern = fields.count("sliding_window_pattern", family.window_pattern)
+        return [_SLIDING if (layer + 1) % pattern else _FULL for layer in range(num_layers)]
+    if not isinstance(layer_types, list) or len(layer_types) != num_layers or not set(layer_types) <= set(_TYPES):
+        raise CheckpointError(
+            f"{fields.where}: layer_types must name {' or '.join(_TYPES)} for each of {num_layers} layers"
+        )
+    return layer_types
+
+
+def _window(fields: Fields, family: Family) -> int | None:
+    """An explicit null turns windows off."""
+    if fields.values.get("sliding_window", family.default_window) is None:
+        return None
+    return fields.count("sliding_window", family.default_window)
+
+
+def _dtype(fields: Fields) -> str:
+    key = "dtype" if fields.values.get("dtype") is not None else "torch_dtype"
+    dtype = fields.text(key, "float32").removeprefix("torch.")
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise CheckpointError(
+            f"{fields.where}: {key}={dtype} is not supported; supported are float32, bfloat16, float16"
+        )
+    return dtype
+
+
+def _eos_token_ids(config: Fields, path: Path) -> tuple[int, ...]:
+    found = list(config.ids("eos_token_id"))
+    generation_path = path / "generation_config.json"
+    if generation_path.is_file():
+        found += Fields(read_json(generation_path), str(generation_path)).ids("eos_token_id")
+    tokenizer_path = path / "tokenizer_config.json"
+    if tokenizer_path.is_file():
+        tokenizer = read_json(tokenizer_path)
+        eos = tokenizer.get("eos_token")
+        content = eos.get("content") if isinstance(eos, dict) else eos
+        added = tokenizer.get("added_tokens_decoder") or {}
+        found += [int(id_) for id_, token in added.items() if content is not None and token.get("content") == content]
+    return tuple(dict.fromkeys(found))

@@ -1,0 +1,27 @@
+"""What a rotary position embedding is. Plain data; worker/layers/rotary.py computes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary embedding: base and, for long-context models, how its frequencies are scaled."""
+
+    theta: float
+    """Base of the geometric series of frequencies."""
+    scaling_type: str = "default"
+    """default, linear, llama3, yarn or dynamic; anything else is refused when the model is read."""
+    scaling: tuple[tuple[str, Any], ...] = ()
+    """The checkpoint's own parameters for `scaling_type`, sorted by name."""
+    partial: float = 1.0
+    """Share of a head that turns: its first elements."""
+
+    def max_context(self, max_position_embeddings: int) -> int:
+        """Longest sequence it is made for: YaRN reaches beyond the model's `max_position_embeddings`."""
+        if self.scaling_type != "yarn":
+            return max_position_embeddings
+        scaling = dict(self.scaling)
+        return max(max_position_embeddings, int(scaling["original_max_position_embeddings"] * scaling["factor"]))

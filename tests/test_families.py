@@ -1,0 +1,312 @@
+"""Families that are more than a Llama layer against transformers: Gemma 2 and 3, gpt-oss.
+
+From config.json and checkpoint to logits and greedy tokens, in fp32, on 1 to 4 ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from benchmarks.make_checkpoint import write_checkpoint
+from cluster.messages import SamplingParams
+from configs.biased_mixture import BiasedMixture
+from configs.errors import CheckpointError, ConfigError
+from configs.layers import DenseMLP, GroupedQueryAttention
+from configs.model_config import ModelConfig
+from configs.read_config import read_model_config
+from configs.rope import RopeConfig
+from parallel.group import TensorParallelGroup
+from parallel.plan import ShardPlan
+from parallel.weight import LayerPlace
+from tests.local_group import Limits, LocalGroup
+from tests.test_models import Case, check_logits, save
+from worker.dummy_weights import DummyCheckpoint
+from worker.layers.biased_experts import BiasedExperts
+from worker.models.decoder import Decoder
+from worker.weights import Checkpoint, expected_shapes
+
+CPU = torch.device("cpu")
+SIZES: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 384,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+}
+# Windows below the prompts' lengths; softcaps that scores and logits reach.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": (
+        "Gemma2",
+        {
+            "sliding_window": 8,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3_text": (
+        "Gemma3",
+        {
+            "sliding_window": 8,
+            "sliding_window_pattern": 2,
+            "query_pre_attn_scalar": 24,
+            "final_logit_softcapping": 3.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            },
+        },
+    ),
+    # 96 columns are 3 units of 32: on 4 ranks, one has none.
+    "gpt_oss": (
+        "GptOss",
+        {
+            "sliding_window": 8,
+            "intermediate_size": 96,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "swiglu_limit": 0.6,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 4.0,
+                "beta_fast": 8.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 512,
+            },
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    name, options = MODELS[request.param]
+    torch.manual_seed(0)
+    config_class = transformers.CONFIG_MAPPING[request.param]
+    config = config_class(**{**SIZES, **options}, attn_implementation="eager")
+    hf = getattr(transformers, f"{name}ForCausalLM")(config)
+    with torch.no_grad():
+        # Of the initial size, scores are far below their softcap, and layers hardly add to the residual.
+        for parameter in hf.parameters():
+            parameter.mul_(4.0 if parameter.dim() > 1 else 1.0)
+        for name_, parameter in hf.named_parameters():
+            if name_.endswith("sinks"):
+                parameter.normal_()
+    path = tmp_path_factory.mktemp(request.param)
+    save(hf, path)
+    return Case(hf, path, read_model_config(path))
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 3, 4])
+def test_logits_equal_transformers_on_any_number_of_ranks(case: Case, tp_size: int) -> None:
+    check_logits(case, tp_size)
+
+
+@pytest.mark.parametrize("tp_size", [1, 3])
+def test_greedy_tokens_equal_transformers_through_the_runner_in_batches_and_chunks(case: Case, tp_size: int) -> None:
+    generator = np.random.default_rng(7)
+    prompts = [generator.integers(0, SIZES["vocab_size"], length).tolist() for length in (1, 5, 17, 40, 70)]
+    group = LocalGroup(case.path, tp_size, num_pages=64)
+    try:
+        sampling = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+        answers = group.generate([(prompt, sampling) for prompt in prompts], Limits(64, chunk=32), at_once=True).tokens
+    finally:
+        group.close()
+    for prompt, answer in zip(prompts, answers, strict=True):
+        with torch.inference_mode():
+            logits = case.hf(torch.tensor([prompt + answer[:-1]])).logits[0, len(prompt) - 1 :]
+        assert answer == logits.argmax(-1).tolist()
+
+
+def test_tensors_are_those_of_the_checkpoint(case: Case) -> None:
+    stored = load_file(case.path / "model.safetensors")
+    assert expected_shapes(case.model) == {name: tuple(tensor.shape) for name, tensor in stored.items()}
+
+
+@pytest.mark.parametrize("tp_size", [1, 3])
+def test_ranks_read_their_ranges_of_every_tensor(case: Case, tp_size: int) -> None:
+    plan = ShardPlan.create(case.model, tp_size)
+    for rank in range(tp_size):
+        group = TensorParallelGroup(rank=rank, size=tp_size, device=CPU, collectives=None)
+        with Checkpoint.open(case.path, case.model) as checkpoint:
+            Decoder(case.model, plan, group, dtype=torch.float32, device=CPU).load(checkpoint)
+            assert checkpoint.bytes_read == 4 * plan.weight_elements(rank)
+
+
+def test_dummy_weights_are_one_model_here_and_in_transformers(case: Case, tmp_path: Path) -> None:
+    write_checkpoint(case.path, tmp_path)
+    dummy = DummyCheckpoint(case.model)
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        made = torch.empty_like(tensor)
+        dummy.read(name, made)
+        assert torch.equal(made, tensor), name
+    hf = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    check_logits(Case(hf, tmp_path, read_model_config(tmp_path)), 2)
+
+
+# ---- config.json
+
+
+def _attention(model: ModelConfig, layer: int = 0) -> GroupedQueryAttention:
+    mixer = model.layers[layer].mixer
+    assert isinstance(mixer, GroupedQueryAttention)
+    return mixer
+
+
+def _read(directory: Path, model_type: str, **changes: Any) -> ModelConfig:
+    config = {"model_type": model_type, **SIZES, **changes}
+    config = {key: value for key, value in config.items() if value is not ...}
+    (directory / "config.json").write_text(json.dumps(config))
+    return read_model_config(directory)
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_what_a_config_leaves_out_is_as_transformers_has_it(tmp_path: Path, model_type: str) -> None:
+    left_out = dict.fromkeys(("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings"), ...)
+    # As many heads as the family has KV heads by default, and layers for one whole turn of the windows.
+    counts = {key: value for key, value in MODELS[model_type][1].items() if key.startswith("num_")}
+    ours = _read(tmp_path, model_type, num_attention_heads=8, num_hidden_layers=7, **counts, **left_out)
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    attention = _attention(ours)
+    for name in left_out:
+        assert getattr(ours if hasattr(ours, name) else attention, name) == getattr(theirs, name), name
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    mlp = ours.layers[0].feed_forward
+    if isinstance(mlp, DenseMLP):
+        assert mlp.hidden_act == theirs.hidden_activation
+    if isinstance(mlp, BiasedMixture):
+        assert (mlp.limit, mlp.alpha) == (theirs.swiglu_limit, theirs.swiglu_alpha)
+    windows = [theirs.sliding_window if kind == "sliding_attention" else None for kind in theirs.layer_types]
+    assert [layer.mixer.window for layer in ours.layers] == windows
+    scalar = getattr(theirs, "query_pre_attn_scalar", None)
+    assert attention.scale == (None if scalar is None else scalar**-0.5)
+    assert attention.o_bias == theirs.attention_bias
+    assert ours.final_logit_softcap == getattr(theirs, "final_logit_softcapping", None)
+    assert attention.softcap == getattr(theirs, "attn_logit_softcapping", None)
+    for layer, kind in zip(ours.layers, theirs.layer_types, strict=True):
+        rope = theirs.rope_parameters.get(kind, theirs.rope_parameters)
+        said = {"rope_theta": layer.mixer.rope.theta, "rope_type": layer.mixer.rope.scaling_type}
+        assert {**dict(layer.mixer.rope.scaling), **said} == rope
+
+
+def test_gemma_3_tells_of_two_rotary_embeddings_as_before_transformers_5_and_since(tmp_path: Path) -> None:
+    linear = {"rope_type": "linear", "factor": 8.0}
+    old = _read(
+        tmp_path,
+        "gemma3_text",
+        rope_theta=1e5,
+        rope_local_base_freq=2e4,
+        rope_scaling=linear,
+        sliding_window=8,
+        sliding_window_pattern=3,
+    )
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    local, scaled = RopeConfig(theta=2e4), RopeConfig(theta=1e5, scaling_type="linear", scaling=(("factor", 8.0),))
+    assert [layer.mixer.rope for layer in old.layers] == [local, local, scaled]
+    assert [layer.mixer.window for layer in old.layers] == [8, 8, None]
+    theirs.save_pretrained(tmp_path)
+    assert "rope_theta" not in json.loads((tmp_path / "config.json").read_text())
+    assert read_model_config(tmp_path).layers == old.layers
+
+
+def test_null_softcaps_are_none_and_layer_types_say_which_layers_have_windows(tmp_path: Path) -> None:
+    types = ["full_attention", "full_attention", "sliding_attention"]
+    caps = dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"))
+    model = _read(tmp_path, "gemma2", layer_types=types, sliding_window=8, **caps)
+    assert [layer.mixer.window for layer in model.layers] == [None, None, 8]
+    assert (_attention(model).softcap, model.final_logit_softcap) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("published", "num_parameters"),
+    [
+        ({"model_type": "gemma2", "hidden_size": 2304, "intermediate_size": 9216, "vocab_size": 256000}, 2_614_341_888),
+        (
+            {
+                "model_type": "gemma3_text",
+                "hidden_size": 1152,
+                "intermediate_size": 6912,
+                "vocab_size": 262144,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 1,
+            },
+            999_885_952,
+        ),
+        (
+            {
+                "model_type": "gpt_oss",
+                "num_hidden_layers": 24,
+                "hidden_size": 2880,
+                "intermediate_size": 2880,
+                "vocab_size": 201088,
+                "num_attention_heads": 64,
+                "num_local_experts": 32,
+                "num_experts_per_tok": 4,
+            },
+            20_914_757_184,
+        ),
+    ],
+    ids=["gemma-2-2b", "gemma-3-1b", "gpt-oss-20b"],
+)
+def test_published_models_have_so_many_parameters(
+    tmp_path: Path, published: dict[str, Any], num_parameters: int
+) -> None:
+    config = {"num_hidden_layers": 26, "num_attention_heads": 8, **published}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert sum(tensor.elements for tensor in read_model_config(tmp_path).tensors()) == num_parameters
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
+        ("gemma2", {"attn_logit_softcapping": 0}, "attn_logit_softcapping=0.0 is not positive"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, r"has a quantization_config \(mxfp4\)"),
+        ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 3}, "num_experts_per_tok=3 exceeds"),
+        ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 2, "swiglu_limit": 0}, "swiglu_limit=0.0 is not"),
+        ("gemma2", {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar=-1.0 is not positive"),
+    ],
+)
+def test_a_config_that_cannot_be_served_is_refused(
+    tmp_path: Path, model_type: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message) as caught:
+        _read(tmp_path, model_type, **changes)
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_experts_with_biases_are_refused_on_gpus(tmp_path: Path) -> None:
+    model = _read(tmp_path, "gpt_oss", num_local_experts=6, num_experts_per_tok=3)
+    cuda = torch.device("cuda")
+    group = TensorParallelGroup(rank=0, size=1, device=cuda, collectives=None)
+    place = LayerPlace(ShardPlan.create(model, 1).shard(0, 0), group, torch.bfloat16, cuda)
+    with pytest.raises(ConfigError, match=r"experts with biases \(gpt_oss\) are not computed on GPUs yet"):
+        BiasedExperts(_biased(model), place)
+
+
+def _biased(model: ModelConfig) -> BiasedMixture:
+    feed_forward = model.layers[0].feed_forward
+    assert isinstance(feed_forward, BiasedMixture)
+    return feed_forward
+
+
+def test_a_step_counts_the_experts_that_tokens_hit(tmp_path: Path) -> None:
+    model = _read(tmp_path, "gpt_oss", num_local_experts=32, num_experts_per_tok=4, num_hidden_layers=1)
+    share = Fraction(4, 32)
+    # Of one column gate, up and down: no bias is a product.
+    assert sum(model.layers[0].product_elements[share].values()) == 32 * 3 * SIZES["hidden_size"]
