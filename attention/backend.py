@@ -10,9 +10,11 @@ import torch
 
 from attention.forward_batch import ForwardBatch
 from attention.kv_pool import TokenToKVPool
-from attention.layer import AttentionLayer
+from attention.latent import LatentHeads
+from attention.layer import AttentionLayer, LatentLayer
 from attention.rotation import QKNorms, Rotation
 from attention.step_shape import StepShape
+from configs.errors import ConfigError
 
 
 class AttentionBackend(ABC):
@@ -21,12 +23,23 @@ class AttentionBackend(ABC):
     A step calls `init_forward_metadata` once and then `forward` once for each layer, in any order. What does not depend
     on a layer's values (indices, masks, plans) is made in `init_forward_metadata`, never in `attend`. While a step is
     captured, `prepare_capture` takes its place; before each replay `prepare_replay` does.
+
+    Raises:
+        ConfigError: a layer is of a kind that the backend does not serve.
     """
 
     captures_cuda_graphs: ClassVar[bool] = False
     """Whether a step over static `ForwardBatch.paged` buffers can be captured in a CUDA graph and replayed."""
+    layer_kinds: ClassVar[tuple[type[AttentionLayer], ...]] = (AttentionLayer,)
+    """The kinds of layers it serves."""
 
     def __init__(self, layers: Sequence[AttentionLayer], token_to_kv_pool: TokenToKVPool) -> None:
+        for layer in layers:
+            if type(layer) not in self.layer_kinds:
+                raise ConfigError(
+                    f"{type(self).__name__} does not serve layer {layer.layer_id}, a {type(layer).__name__}; set "
+                    "attention_backend=torch_native"
+                )
         self.layers = tuple(layers)
         self.token_to_kv_pool = token_to_kv_pool
         self._out_cache_loc: torch.Tensor | None = None
@@ -84,3 +97,30 @@ class AttentionBackend(ABC):
         assert self._out_cache_loc is not None, "forward before init_forward_metadata"
         q = rotation.norm_rotate_store(qkv, layer, norms, self.token_to_kv_pool, self._out_cache_loc)
         return self.attend(q, layer)
+
+    def attend_latent(self, q: torch.Tensor, layer: LatentLayer, heads: LatentHeads) -> torch.Tensor:
+        """Attention over a pool that already holds the new tokens' latents; of backends that serve such layers only.
+
+        Args:
+            q: [num_tokens, tp_q_head_num, nope_dim + rope_dim], the last columns after rotary embedding.
+
+        Returns:
+            [num_tokens, tp_q_head_num * v_dim], contiguous.
+        """
+        raise NotImplementedError(f"{type(self).__name__} serves no latent layers")
+
+    def forward_latent(
+        self, q: torch.Tensor, kept: torch.Tensor, layer: LatentLayer, heads: LatentHeads
+    ) -> torch.Tensor:
+        """Writes what the pool keeps of the new tokens, and attends.
+
+        Args:
+            q: as for `attend_latent`.
+            kept: [num_tokens, latent_dim + rope_dim]: the latent after its norm, and the key after rotary embedding.
+
+        Returns:
+            As `attend_latent`.
+        """
+        assert self._out_cache_loc is not None, "forward before init_forward_metadata"
+        self.token_to_kv_pool.set_kv(layer.layer_id, self._out_cache_loc, kept)
+        return self.attend_latent(q, layer, heads)

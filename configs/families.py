@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from configs.deepseek import deepseek_v2_layers
 from configs.errors import CheckpointError
 from configs.fields import MOST_PARTS, Fields, checked_rope, read_json
-from configs.layers import DenseMLP, FeedForward, GroupedQueryAttention, MixtureOfExperts
+from configs.layers import DenseMLP, FeedForward, GroupedQueryAttention, LayerSpec, MixtureOfExperts
 from configs.model_config import ModelConfig, RopeConfig, layers_of
 
 
@@ -53,6 +55,8 @@ class _Family:
     default_window: int | None = 4096
     """Where the file names none."""
     experts: _ExpertsFamily | None = None
+    layers: Callable[[Fields, RopeConfig], tuple[LayerSpec, ...]] | None = None
+    """What the layers are, where they are not those of grouped-query attention that the rest of this tells of."""
 
 
 _FAMILIES = {
@@ -107,6 +111,7 @@ _FAMILIES = {
             mixes_dense_layers=True,
         ),
     ),
+    "deepseek_v2": _Family(max_position_embeddings=2048, layers=deepseek_v2_layers),
 }
 
 
@@ -126,6 +131,25 @@ def config_of_directory(path: Path) -> ModelConfig:
             "model's unquantised checkpoint or a GGUF of it"
         )
     family = _FAMILIES[model_type]
+    max_positions = fields.count("max_position_embeddings", family.max_position_embeddings)
+    rope = _rope(fields, max_positions, family.rope_theta)
+    return ModelConfig(
+        model_type=model_type,
+        hidden_size=fields.count("hidden_size"),
+        vocab_size=fields.count("vocab_size"),
+        max_position_embeddings=max_positions,
+        rms_norm_eps=fields.number("rms_norm_eps", family.rms_norm_eps),
+        rope=rope,
+        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+        layers=_layers(fields, family) if family.layers is None else family.layers(fields, rope),
+        dtype=_dtype(fields),
+        bos_token_id=next(iter(fields.ids("bos_token_id")), None),
+        eos_token_ids=_eos_token_ids(fields, path),
+    )
+
+
+def _layers(fields: Fields, family: _Family) -> tuple[LayerSpec, ...]:
+    """Those of grouped-query attention."""
     num_q, hidden_size = fields.count("num_attention_heads"), fields.count("hidden_size")
     # An explicit null means one KV head a query head, in every family.
     default_kv = num_q if "num_key_value_heads" in fields.values else family.num_key_value_heads or num_q
@@ -140,20 +164,7 @@ def config_of_directory(path: Path) -> ModelConfig:
         o_bias=has_bias,
         qk_norm=family.qk_norm,
     )
-    max_positions = fields.count("max_position_embeddings", family.max_position_embeddings)
-    return ModelConfig(
-        model_type=model_type,
-        hidden_size=hidden_size,
-        vocab_size=fields.count("vocab_size"),
-        max_position_embeddings=max_positions,
-        rms_norm_eps=fields.number("rms_norm_eps", family.rms_norm_eps),
-        rope=_rope(fields, max_positions, family.rope_theta),
-        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-        layers=layers_of(attention, _feed_forwards(fields, family, num_layers), _windows(fields, family, num_layers)),
-        dtype=_dtype(fields),
-        bos_token_id=next(iter(fields.ids("bos_token_id")), None),
-        eos_token_ids=_eos_token_ids(fields, path),
-    )
+    return layers_of(attention, _feed_forwards(fields, family, num_layers), _windows(fields, family, num_layers))
 
 
 def _feed_forwards(fields: Fields, family: _Family, num_layers: int) -> list[FeedForward]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -108,6 +109,11 @@ class ModelConfig:
     def _vocabulary(self, name: str, gguf_name: str) -> Linear:
         cut = Cut(Axis.VOCABULARY, 0)
         return Linear(name, gguf_name, self.vocab_size, self.hidden_size, cut, role=Role.EMBEDDING)
+
+
+def yarn_mscale(factor: float, weight: float) -> float:
+    """How much YaRN sharpens attention over contexts that are `factor` times as long (arXiv 2309.00071)."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def layer_prefix(layer: int) -> str:

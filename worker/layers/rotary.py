@@ -12,7 +12,7 @@ from attention.kv_pool import TokenToKVPool
 from attention.layer import AttentionLayer
 from attention.rotation import QKNorms, Rotation
 from configs.errors import ConfigError
-from configs.model_config import ModelConfig
+from configs.model_config import ModelConfig, yarn_mscale
 
 
 class RotaryEmbedding:
@@ -57,6 +57,11 @@ class KernelRotation:
         self._cos_sin = cos_sin
         self._positions = positions
 
+    def rotate(self, heads: torch.Tensor) -> torch.Tensor:
+        cos, sin = self._cos_sin.index_select(0, self._positions).unsqueeze(1).chunk(2, dim=-1)
+        first, second = heads.float().chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(heads.dtype)
+
     def norm_rotate_store(
         self,
         qkv: torch.Tensor,
@@ -95,6 +100,9 @@ class TorchRotation:
         self._cos = cos
         self._sin = sin
 
+    def rotate(self, heads: torch.Tensor) -> torch.Tensor:
+        return torch.addcmul(heads * self._cos, heads.roll(heads.shape[-1] // 2, -1), self._sin)
+
     def norm_rotate_store(
         self,
         qkv: torch.Tensor,
@@ -110,8 +118,7 @@ class TorchRotation:
             q = F.rms_norm(qk[:, :num_q_heads], (head_dim,), norms.q_weight, norms.eps)
             k = F.rms_norm(qk[:, num_q_heads:], (head_dim,), norms.k_weight, norms.eps)
             qk = torch.cat((q, k), dim=1)
-        swapped = qk.roll(head_dim // 2, -1)
-        turned = torch.addcmul(qk * self._cos, swapped, self._sin).view(num_tokens, -1)
+        turned = self.rotate(qk).view(num_tokens, -1)
         pool.set_kv(layer.layer_id, out_cache_loc, turned[:, q_size:], qkv[:, -kv_size:])
         return turned[:, :q_size]
 
@@ -180,12 +187,9 @@ def _yarn(inv_freq: torch.Tensor, scaling: dict[str, Any], model: ModelConfig) -
 
 
 def _yarn_attention_factor(scaling: dict[str, Any], factor: float) -> float:
-    def mscale(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     given = scaling.get("attention_factor")
     if given is not None:
         return float(given)
     if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        return mscale(scaling["mscale"]) / mscale(scaling["mscale_all_dim"])
-    return mscale(1.0)
+        return yarn_mscale(factor, scaling["mscale"]) / yarn_mscale(factor, scaling["mscale_all_dim"])
+    return yarn_mscale(factor, 1.0)

@@ -1,0 +1,68 @@
+"""What the heads of latent attention (MLA) do between a token's latent and their own keys and values."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from attention.layer import LatentLayer
+
+
+class LatentHeads:
+    """This rank's heads of one layer: key h of a token is [w_k[h] @ latent | rotated key], value h is w_v[h] @ latent.
+
+    There are two ways to attend with them. In heads of their own, keys and values are made of what the pool keeps. In
+    the absorbed form both products move to the query's side: q @ (w_k @ latent) = (q @ w_k) @ latent, and the weighted
+    sum of values is w_v @ the weighted sum of latents. That reads each latent once for all heads.
+
+    Args:
+        weight: [tp_q_head_num, nope_dim + v_dim, latent_dim], contiguous: rows of each head's w_k, then of its w_v.
+    """
+
+    def __init__(self, layer: LatentLayer, weight: torch.Tensor) -> None:
+        self._layer = layer
+        self._weight = weight
+        self._w_k, self._w_v = weight.split((layer.nope_dim, layer.v_dim), dim=1)
+
+    def absorb(self, q: torch.Tensor) -> torch.Tensor:
+        """Queries of heads [num_tokens, tp_q_head_num, nope_dim + rope_dim] as queries of what the pool keeps.
+
+        Returns:
+            [num_tokens, tp_q_head_num * head_dim].
+        """
+        nope_dim = self._layer.nope_dim
+        latent = torch.bmm(q[..., :nope_dim].transpose(0, 1), self._w_k).transpose(0, 1)
+        return torch.cat((latent, q[..., nope_dim:]), dim=-1).flatten(1)
+
+    def values(self, attended: torch.Tensor) -> torch.Tensor:
+        """Sums of what the pool keeps [num_tokens, tp_q_head_num * head_dim] as sums of the heads' values.
+
+        Returns:
+            [num_tokens, tp_q_head_num * v_dim].
+        """
+        layer = self._layer
+        heads = attended.view(-1, layer.tp_q_head_num, layer.head_dim)[..., : layer.latent_dim].transpose(0, 1)
+        return torch.bmm(heads, self._w_v.transpose(1, 2)).transpose(0, 1).flatten(1)
+
+    def keys_values(self, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [num_keys, tp_q_head_num, nope_dim + rope_dim] and values [..., v_dim] of what the pool keeps of tokens.
+
+        Args:
+            kept: [num_keys, head_dim].
+        """
+        layer = self._layer
+        both = F.linear(kept[:, : layer.latent_dim], self._weight.flatten(0, 1))
+        k_nope, v = both.view(len(kept), layer.tp_q_head_num, -1).split((layer.nope_dim, layer.v_dim), dim=-1)
+        k_rope = kept[:, None, layer.latent_dim :].expand(-1, layer.tp_q_head_num, -1)
+        return torch.cat((k_nope, k_rope), dim=-1), v
+
+    def absorbs(self, num_queries: int, num_keys: int) -> bool:
+        """Whether the absorbed form takes fewer operations for queries that each see about `num_keys` tokens.
+
+        It multiplies with the weight for every query, not for every key; but its products are wider for every pair.
+        """
+        layer = self._layer
+        own = layer.nope_dim + layer.v_dim
+        return (num_keys - num_queries) * own * layer.latent_dim >= num_queries * num_keys * (
+            2 * layer.latent_dim - own
+        )
