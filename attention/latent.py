@@ -22,7 +22,7 @@ class LatentHeads:
     def __init__(self, layer: LatentLayer, weight: torch.Tensor) -> None:
         self._layer = layer
         self._weight = weight
-        self._w_k, self._w_v = weight.split((layer.nope_dim, layer.v_dim), dim=1)
+        self._w_k, self._w_v = torch.split(weight, [layer.nope_dim, layer.v_dim], dim=1)
 
     def absorb(self, q: torch.Tensor) -> torch.Tensor:
         """Queries of heads [num_tokens, tp_q_head_num, nope_dim + rope_dim] as queries of what the pool keeps.
@@ -51,8 +51,10 @@ class LatentHeads:
             kept: [num_keys, head_dim].
         """
         layer = self._layer
-        both = F.linear(kept[:, : layer.latent_dim], self._weight.flatten(0, 1))
-        k_nope, v = both.view(len(kept), layer.tp_q_head_num, -1).split((layer.nope_dim, layer.v_dim), dim=-1)
+        both = F.linear(kept[:, : layer.latent_dim], self._weight.flatten(0, 1)).view(
+            len(kept), *self._weight.shape[:2]
+        )
+        k_nope, v = torch.split(both, [layer.nope_dim, layer.v_dim], dim=-1)
         k_rope = kept[:, None, layer.latent_dim :].expand(-1, layer.tp_q_head_num, -1)
         return torch.cat((k_nope, k_rope), dim=-1), v
 

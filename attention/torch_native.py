@@ -157,8 +157,8 @@ class TorchNativeBackend(AttentionBackend):
         # Of one width, torch attends without a matrix of scores: 384 ms instead of 800 for 512 tokens that see 2048, 16
         # heads of 192 and 128 columns, fp32, one core of an AMD EPYC.
         v = F.pad(v, (0, max(k.shape[-1] - v.shape[-1], 0)))
-        by_head = (it.transpose(0, 1).unsqueeze(0) for it in (q, k, v))
-        out = _attend(*by_head, extend.mask, layer, is_causal=extend.mask is None)
+        q, k, v = (it.transpose(0, 1).unsqueeze(0) for it in (q, k, v))
+        out = _attend(q, k, v, extend.mask, layer, is_causal=extend.mask is None)
         return out[0, ..., : layer.v_dim].transpose(0, 1).flatten(1)
 
     def _keys_values(self, layer: AttentionLayer, which: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:

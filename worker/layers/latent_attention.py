@@ -15,7 +15,8 @@ from parallel.weight import LayerPlace, TensorSource
 from worker.layers.norm import RMSNorm
 from worker.layers.step import Step
 
-_NORM_EPS = 1e-6  # of the latents' norms, whatever config.json says of the others': DeepSeek's code passes none
+_NORM_EPS = 1e-6
+"""Of the latents' norms, whatever config.json says of the others: DeepSeek's code does so, and transformers'."""
 
 
 class MLA:
@@ -25,7 +26,7 @@ class MLA:
     to the norm that takes what `project` returns.
     """
 
-    def __init__(self, spec: LatentAttention, place: LayerPlace, layer_id: int, eps: float) -> None:
+    def __init__(self, spec: LatentAttention, place: LayerPlace, layer_id: int, _eps: float) -> None:
         num_heads = place.shard[Axis.QUERY_HEADS].size
         self.layer = LatentLayer(
             layer_id=layer_id,
@@ -66,12 +67,11 @@ class MLA:
         """[num_tokens, tp_q_head_num * v_head_dim] of [num_tokens, hidden_size]; the tokens are in the pool then."""
         layer, spec = self.layer, self._spec
         into = self._into(x)
-        q, latent, k_rope = into.split(
-            (into.shape[1] - layer.head_dim, spec.kv_lora_rank, spec.qk_rope_head_dim), dim=1
-        )
+        widths = [into.shape[1] - layer.head_dim, spec.kv_lora_rank, spec.qk_rope_head_dim]
+        q, latent, k_rope = torch.split(into, widths, dim=1)
         if self._q_b is not None and self._q_norm is not None:
             q = self._q_b(self._q_norm(q))
-        q = q.unflatten(1, (layer.tp_q_head_num, spec.qk_head_dim))
+        q = q.view(len(x), layer.tp_q_head_num, spec.qk_head_dim)
         q_rope = q[..., spec.qk_nope_head_dim :]
         q_rope.copy_(step.rotation.rotate(q_rope))
         k_rope = step.rotation.rotate(k_rope.unsqueeze(1)).squeeze(1)
@@ -83,7 +83,7 @@ class MLA:
         return self._o.for_norm(attended)
 
     def _norm(self, weight: TensorSpec) -> RMSNorm:
-        return RMSNorm(*weight.shape, _NORM_EPS, dtype=self._place.dtype, device=self._place.device)
+        return RMSNorm(weight.elements, _NORM_EPS, dtype=self._place.dtype, device=self._place.device)
 
 
 class _RotaryHalves:
@@ -104,5 +104,5 @@ class _RotaryHalves:
         """As the source reads it, with the rows of each head in order."""
         self._source.read(name, out, rows=rows, columns=columns)
         if name in self._widths:
-            rotary = out.unflatten(0, (-1, self._widths[name]))[:, -self._rotary_dim :]
+            rotary = out.view(-1, self._widths[name], out.shape[1])[:, -self._rotary_dim :]
             rotary.copy_(torch.cat((rotary[:, ::2], rotary[:, 1::2]), dim=1))
