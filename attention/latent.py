@@ -41,21 +41,21 @@ class LatentHeads:
             [num_tokens, tp_q_head_num * v_dim].
         """
         layer = self._layer
-        heads = attended.view(-1, layer.tp_q_head_num, layer.head_dim)[..., : layer.latent_dim].transpose(0, 1)
-        return torch.bmm(heads, self._w_v.transpose(1, 2)).transpose(0, 1).flatten(1)
+        heads = attended.view(-1, layer.tp_q_head_num, layer.head_dim)[..., : layer.latent_dim]
+        # With the weight in front: half the time on a CPU for up to four tokens.
+        return torch.bmm(self._w_v, heads.permute(1, 2, 0)).permute(2, 0, 1).flatten(1).contiguous()
 
-    def keys_values(self, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [num_keys, tp_q_head_num, nope_dim + rope_dim] and values [..., v_dim] of what the pool keeps of tokens.
+    def keys_values(self, kept: torch.Tensor, which: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [num_keys, num_heads, nope_dim + rope_dim] and values [..., v_dim] of what the pool keeps of tokens.
 
         Args:
             kept: [num_keys, head_dim].
+            which: the heads, of this rank's.
         """
-        layer = self._layer
-        both = F.linear(kept[:, : layer.latent_dim], self._weight.flatten(0, 1)).view(
-            len(kept), *self._weight.shape[:2]
-        )
-        k_nope, v = torch.split(both, [layer.nope_dim, layer.v_dim], dim=-1)
-        k_rope = kept[:, None, layer.latent_dim :].expand(-1, layer.tp_q_head_num, -1)
+        layer, weight = self._layer, self._weight[which]
+        own = F.linear(kept[:, : layer.latent_dim], weight.flatten(0, 1)).view(len(kept), len(weight), -1)
+        k_nope, v = torch.split(own, [layer.nope_dim, layer.v_dim], dim=-1)
+        k_rope = kept[:, None, layer.latent_dim :].expand(-1, len(weight), -1)
         return torch.cat((k_nope, k_rope), dim=-1), v
 
     def absorbs(self, num_queries: int, num_keys: int) -> bool:
@@ -64,7 +64,5 @@ class LatentHeads:
         It multiplies with the weight for every query, not for every key; but its products are wider for every pair.
         """
         layer = self._layer
-        own = layer.nope_dim + layer.v_dim
-        return (num_keys - num_queries) * own * layer.latent_dim >= num_queries * num_keys * (
-            2 * layer.latent_dim - own
-        )
+        own, latent = layer.nope_dim + layer.v_dim, layer.latent_dim
+        return (num_keys - num_queries) * own * latent >= num_queries * num_keys * (2 * latent - own)

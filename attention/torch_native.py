@@ -24,6 +24,10 @@ from configs.errors import ConfigError
 
 Int64Array = npt.NDArray[np.int64]
 
+_OWN_KEY_ELEMENTS = 1 << 24
+"""Of keys that are made of latents at once, but for at least one head: 64 MiB in fp32, where a long prompt's would not
+fit beside the pool."""
+
 
 @dataclass(frozen=True, slots=True)
 class _DecodeGroup:
@@ -153,13 +157,18 @@ class TorchNativeBackend(AttentionBackend):
         kept, _ = self._keys_values(layer, extend.slots)
         if heads.absorbs(len(q), len(kept)):
             return heads.values(self._extend(heads.absorb(q), extend, layer))
-        k, v = heads.keys_values(kept)
-        # Of one width, torch attends without a matrix of scores: 384 ms instead of 800 for 512 tokens that see 2048, 16
-        # heads of 192 and 128 columns, fp32, one core of an AMD EPYC.
-        v = F.pad(v, (0, max(k.shape[-1] - v.shape[-1], 0)))
-        q, k, v = (it.transpose(0, 1).unsqueeze(0) for it in (q, k, v))
-        out = _attend(q, k, v, extend.mask, layer, is_causal=extend.mask is None)
-        return out[0, ..., : layer.v_dim].transpose(0, 1).flatten(1)
+        out = q.new_empty(len(q), layer.tp_q_head_num, layer.v_dim)
+        num_heads = max(1, _OWN_KEY_ELEMENTS // (len(kept) * q.shape[-1]))
+        for first in range(0, layer.tp_q_head_num, num_heads):
+            which = slice(first, first + num_heads)
+            k, v = heads.keys_values(kept, which)
+            # Of one width, torch attends without a matrix of scores: 384 ms instead of 800 for 512 tokens that see
+            # 2048, 16 heads of 192 and 128 columns, fp32, one core of an AMD EPYC.
+            v = F.pad(v, (0, max(k.shape[-1] - v.shape[-1], 0)))
+            own_q, k, v = (it.transpose(0, 1).unsqueeze(0) for it in (q[:, which], k, v))
+            attended = _attend(own_q, k, v, extend.mask, layer, is_causal=extend.mask is None)
+            out[:, which] = attended[0, ..., : layer.v_dim].transpose(0, 1)
+        return out.flatten(1)
 
     def _keys_values(self, layer: AttentionLayer, which: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
         """[num_slots, tp_k_head_num * head_dim] each; one tensor where the pool keeps one."""

@@ -264,8 +264,8 @@ def test_bf16_is_as_exact_as_transformers_bf16(family: Family) -> None:
     assert (layer(x, _no_padding(x)).float() - expected).abs().max() <= 2 * (theirs - expected).abs().max()
 
 
-def test_no_tokens_are_no_rows() -> None:
-    family = FAMILIES["qwen2_moe"]
+@every_family
+def test_no_tokens_are_no_rows(family: Family) -> None:
     layer = _experts(family.spec, Span(0, COLUMNS), Span(0, SHARED_COLUMNS))
     layer.load(Source(_block(family), family.spec), PREFIX)
     assert layer(_x(0), _no_padding(_x(0))).shape == (0, HIDDEN)

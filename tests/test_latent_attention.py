@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from attention import torch_native
 from attention.backend import AttentionBackend
 from attention.flash_attention import FlashAttentionBackend
 from attention.kv_pool import ReqToTokenPool, TokenToKVPool
@@ -91,6 +92,25 @@ class Setup:
                 out[i, head] = torch.softmax(scores, 0) @ own[:, layer.nope_dim :]
             results.append(out)
         return results
+
+
+@pytest.mark.parametrize("heads_at_once", [1, 2])
+def test_heads_of_a_long_row_are_made_a_few_at_a_time(heads_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [(20, 30), (0, 50)]
+    monkeypatch.setattr(torch_native, "_OWN_KEY_ELEMENTS", heads_at_once * 50 * 20)
+    setup = Setup(_layer(5), 16, rows, torch.float32)
+    made: list[int] = []
+    keys_values = LatentHeads.keys_values
+
+    def counted(self: LatentHeads, kept: torch.Tensor, which: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = keys_values(self, kept, which)
+        made.append(k.shape[1])
+        return k, v
+
+    monkeypatch.setattr(LatentHeads, "keys_values", counted)
+    for ours, expected in zip(setup.run(), setup.expected(), strict=True):
+        torch.testing.assert_close(ours, expected, atol=2e-5, rtol=2e-5)
+    assert made == 2 * ([1] * 5 if heads_at_once == 1 else [2, 2, 1])
 
 
 @pytest.mark.parametrize("absorbs", [None, True, False], ids=["as it chooses", "absorbed", "own heads"])

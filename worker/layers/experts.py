@@ -136,7 +136,7 @@ def mixture(
     logits, shared_gate = logits[:, :num_experts], logits[:, num_experts:]
     open_to = logits
     if top_groups < num_groups:
-        _, groups = _top(logits.view(len(x), num_groups, -1).amax(2), top_groups)
+        _, groups = _top(logits.view(len(x), num_groups, num_experts // num_groups).amax(2), top_groups)
         closed = torch.ones(len(x), num_groups, dtype=torch.bool, device=x.device).scatter_(1, groups, False)
         open_to = logits.masked_fill(closed.repeat_interleave(num_experts // num_groups, dim=1), float("-inf"))
     kept, experts = _top(open_to, top_k)
