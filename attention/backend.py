@@ -10,7 +10,8 @@ import torch
 
 from attention.forward_batch import ForwardBatch
 from attention.kv_pool import TokenToKVPool
-from attention.layer import AttentionLayer
+from attention.latent import LatentHeads
+from attention.layer import AttentionLayer, LatentLayer
 from attention.rotation import QKNorms, Rotation
 from attention.step_shape import StepShape
 from configs.attention import BACKENDS
@@ -112,3 +113,30 @@ class AttentionBackend(ABC):
         assert self._out_cache_loc is not None, "forward before init_forward_metadata"
         q = rotation.norm_rotate_store(qkv, layer, norms, self.token_to_kv_pool, self._out_cache_loc)
         return self.attend(q, layer)
+
+    def attend_latent(self, q: torch.Tensor, layer: LatentLayer, heads: LatentHeads) -> torch.Tensor:
+        """Attention over a pool that already holds the new tokens' latents; of backends that serve such layers only.
+
+        Args:
+            q: [num_tokens, tp_q_head_num, nope_dim + rope_dim], the last columns after rotary embedding.
+
+        Returns:
+            [num_tokens, tp_q_head_num * v_dim], contiguous.
+        """
+        raise NotImplementedError(f"{type(self).__name__} serves no latent layers")
+
+    def forward_latent(
+        self, q: torch.Tensor, kept: torch.Tensor, layer: LatentLayer, heads: LatentHeads
+    ) -> torch.Tensor:
+        """Writes what the pool keeps of the new tokens, and attends.
+
+        Args:
+            q: as for `attend_latent`.
+            kept: [num_tokens, latent_dim + rope_dim]: the latent after its norm, and the key after rotary embedding.
+
+        Returns:
+            As `attend_latent`.
+        """
+        assert self._out_cache_loc is not None, "forward before init_forward_metadata"
+        self.token_to_kv_pool.set_kv(layer.layer_id, self._out_cache_loc, kept)
+        return self.attend_latent(q, layer, heads)

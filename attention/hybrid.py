@@ -6,7 +6,8 @@ import torch
 
 from attention.backend import AttentionBackend
 from attention.forward_batch import ForwardBatch, ForwardMode
-from attention.layer import AttentionLayer
+from attention.latent import LatentHeads
+from attention.layer import AttentionLayer, LatentLayer
 from attention.step_shape import StepShape
 
 
@@ -39,6 +40,9 @@ class HybridBackend(AttentionBackend):
 
     def attend(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return self._now.attend(q, layer)
+
+    def attend_latent(self, q: torch.Tensor, layer: LatentLayer, heads: LatentHeads) -> torch.Tensor:
+        return self._now.attend_latent(q, layer, heads)
 
     def _of(self, shape: StepShape) -> AttentionBackend:
         return self._decode if shape.is_decode else self._prefill

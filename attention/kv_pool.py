@@ -36,9 +36,10 @@ class ReqToTokenPool:
 
 
 class TokenToKVPool:
-    """Keys and values of every layer, [num_pages + 1, page_size, tp_k_head_num of the layer, head_dim] each.
+    """What tokens leave in every layer: tensors [num_pages + 1, page_size, *shape], one for each of `token_shapes`.
 
-    Page 0 is the padding page. Slot s is page s // page_size, offset s % page_size.
+    Those are keys and values, [tp_k_head_num, head_dim] each, or what another kind of layer keeps in their place. Page
+    0 is the padding page. Slot s is page s // page_size, offset s % page_size.
     """
 
     def __init__(
@@ -55,25 +56,29 @@ class TokenToKVPool:
         self.page_size = page_size
         self.dtype = dtype
         self.device = device
-        shapes = [(num_pages + 1, page_size, layer.tp_k_head_num, layer.head_dim) for layer in layers]
         # No slot's values are used before they are written: on CPU memory is taken as pages fill. On CUDA whole pages
         # may be loaded, and a NaN in an unused slot would come through its weight of zero.
         new = torch.zeros if device.type == "cuda" else torch.empty
-        self._k = [new(shape, dtype=dtype, device=device) for shape in shapes]
-        self._v = [new(shape, dtype=dtype, device=device) for shape in shapes]
+        self._pages = [
+            tuple(new((num_pages + 1, page_size, *shape), dtype=dtype, device=device) for shape in layer.token_shapes)
+            for layer in layers
+        ]
         # Slot views are made once: a view per layer and step is Python time on the decode path.
-        self._k_slots = [k.flatten(0, 1).flatten(1) for k in self._k]
-        self._v_slots = [v.flatten(0, 1).flatten(1) for v in self._v]
+        self._slots = [tuple(pages.flatten(0, 1).flatten(1) for pages in of_layer) for of_layer in self._pages]
 
-    def pages(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a layer, [num_pages + 1, page_size, tp_k_head_num, head_dim] each; writable."""
-        return self._k[layer_id], self._v[layer_id]
+    def pages(self, layer_id: int) -> tuple[torch.Tensor, ...]:
+        """K and V of a layer, [num_pages + 1, page_size, tp_k_head_num, head_dim] each, or what it keeps; writable."""
+        return self._pages[layer_id]
 
-    def slots(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same memory as [(num_pages + 1) * page_size, tp_k_head_num * head_dim]."""
-        return self._k_slots[layer_id], self._v_slots[layer_id]
+    def slots(self, layer_id: int) -> tuple[torch.Tensor, ...]:
+        """The same memory as [(num_pages + 1) * page_size, elements of a token] each."""
+        return self._slots[layer_id]
 
-    def set_kv(self, layer_id: int, out_cache_loc: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Writes k and v [num_tokens, tp_k_head_num * head_dim] to slots `out_cache_loc` [num_tokens] int64."""
-        self._k_slots[layer_id].index_copy_(0, out_cache_loc, k)
-        self._v_slots[layer_id].index_copy_(0, out_cache_loc, v)
+    def set_kv(self, layer_id: int, out_cache_loc: torch.Tensor, *kept: torch.Tensor) -> None:
+        """Writes k and v, or what else the layer keeps, to slots `out_cache_loc` [num_tokens] int64.
+
+        Args:
+            kept: [num_tokens, elements of a token] each, in the order of `slots`.
+        """
+        for slots, values in zip(self._slots[layer_id], kept, strict=True):
+            slots.index_copy_(0, out_cache_loc, values)

@@ -27,3 +27,28 @@ class AttentionLayer:
     sinks: torch.Tensor | None = field(default=None, compare=False)
     """[tp_q_head_num] fp32, on the device: for each query head a score, after scale and softcap, that takes its share
     of the softmax and has no value."""
+
+    @property
+    def token_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of what a token leaves in the KV pool: its keys, and its values."""
+        return ((self.tp_k_head_num, self.head_dim),) * 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatentLayer(AttentionLayer):
+    """Attention whose heads make their keys and values from one latent a token (MLA).
+
+    In its absorbed form it is that of query heads which share one key head, [latent | rotated key], and read as values
+    what they read as keys. So `tp_k_head_num` is 1 and `head_dim` is latent_dim + rope_dim.
+    """
+
+    latent_dim: int
+    nope_dim: int
+    """Columns of a query head that meet keys made from latents; its others meet the rotated key."""
+    v_dim: int
+    """Columns of a head's value."""
+
+    @property
+    def token_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The latent and the rotated key, side by side, and nothing else."""
+        return ((self.head_dim,),)

@@ -8,7 +8,7 @@ from attention import fa3, torch_native, triton_backend  # noqa: F401  # each re
 from attention.backend import IMPLEMENTATIONS, AttentionBackend
 from attention.hybrid import HybridBackend
 from attention.kv_pool import TokenToKVPool
-from attention.layer import AttentionLayer
+from attention.layer import AttentionLayer, LatentLayer
 from configs.attention import AttentionNeeds, Feature, check_backend
 
 
@@ -53,5 +53,6 @@ def _features(layer: AttentionLayer) -> list[Feature]:
         Feature.SOFTCAP: layer.softcap,
         Feature.SINKS: layer.sinks,
         Feature.CHUNK: layer.chunk,
+        Feature.LATENT: layer if isinstance(layer, LatentLayer) else None,
     }
     return [feature for feature, value in asked.items() if value is not None]

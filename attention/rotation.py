@@ -23,6 +23,9 @@ class QKNorms(NamedTuple):
 class Rotation(Protocol):
     """The rotary embedding at the positions of one step's tokens; worker/layers/rotary.py makes it."""
 
+    def rotate(self, heads: torch.Tensor) -> torch.Tensor:
+        """Heads [num_tokens, num_heads, rotary_dim], all of which turns; a new tensor."""
+
     def norm_rotate_store(
         self,
         qkv: torch.Tensor,

@@ -23,6 +23,7 @@ class Feature(StrEnum):
     SOFTCAP = "soft cap"
     SINKS = "sinks"
     CHUNK = "chunked local attention"
+    LATENT = "latent attention (MLA)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +91,7 @@ _SPECS = (
         device="cuda",
         dtypes=_HALVES | {"float32"},
         max_head_dim=256,
-        features=frozenset(Feature),
+        features=frozenset(Feature) - {Feature.LATENT},
     ),
     BackendSpec(
         name="torch_native",

@@ -55,6 +55,8 @@ def config_of_directory(path: Path) -> ModelConfig:
 
 
 def _layers(fields: Fields, family: Family) -> tuple[LayerSpec, ...]:
+    if family.layers is not None:
+        return family.layers(fields, _ropes(fields, family)[_FULL])
     num_q, hidden_size = fields.count("num_attention_heads"), fields.count("hidden_size")
     # An explicit null means one KV head a query head, in every family.
     default_kv = num_q if "num_key_value_heads" in fields.values else family.num_key_value_heads or num_q

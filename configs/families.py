@@ -5,9 +5,14 @@ A table; configs/config_json.py reads files by it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+
+from configs.deepseek import deepseek_v2_layers
+from configs.fields import Fields
+from configs.layers import LayerSpec
+from configs.rope import RopeConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +68,8 @@ class Family:
     default_window: int | None = 4096
     """Where the file names none."""
     experts: ExpertsFamily | None = None
+    layers: Callable[[Fields, RopeConfig], tuple[LayerSpec, ...]] | None = None
+    """What the layers are, where they are not those of grouped-query attention that the rest of this tells of."""
     hidden_act_key: str = "hidden_act"
     hidden_act: str = "silu"
     tie_word_embeddings: bool = False
@@ -180,4 +187,5 @@ FAMILIES = {
             num_experts_keys=("num_local_experts", "num_experts"), columns_key="intermediate_size", are_biased=True
         ),
     ),
+    "deepseek_v2": Family(max_position_embeddings=2048, layers=deepseek_v2_layers),
 }

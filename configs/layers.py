@@ -24,6 +24,8 @@ class Axis(StrEnum):
 
     QUERY_HEADS = "query heads"
     KV_HEADS = "KV heads"
+    LATENT = "latent"
+    """What all heads of latent attention share: one, which every rank has."""
     MLP_COLUMNS = "MLP columns"
     EXPERT_COLUMNS = "expert columns"
     """Of each routed expert: a rank has the same of all of them."""
@@ -321,7 +323,7 @@ class MixtureOfExperts:
 
     y = sum over the top k experts e of weight[e] * expert_e(x) + sigmoid(x @ shared_gate) * shared(x)
 
-    The weights are the softmax of all experts' logits.
+    The weights are the softmax of all experts' logits. The shared expert may have no gate: then it counts whole.
     """
 
     hidden_size: int
@@ -333,8 +335,16 @@ class MixtureOfExperts:
     """Divide a token's weights by their sum."""
     round_weights: bool = True
     """Round them to the activations' type, as Qwen's models do and Mixtral does not."""
+    weight_scale: float = 1.0
+    """Factor of them, before they are rounded."""
+    num_groups: int = 1
+    """Equal groups of neighbouring experts."""
+    top_groups: int = 1
+    """A token's experts are those of the so many groups whose best experts it prefers."""
     shared_intermediate_size: int | None = None
     """Columns of the shared expert; None where there is none."""
+    shared_name: str = "shared_expert"
+    has_shared_gate: bool = True
     hidden_act: str = "silu"
     name: str = "mlp"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
@@ -369,22 +379,24 @@ class MixtureOfExperts:
             hidden_size=self.hidden_size,
             intermediate_size=self.shared_intermediate_size,
             hidden_act=self.hidden_act,
-            name=f"{self.name}.shared_expert",
+            name=f"{self.name}.{self.shared_name}",
             axis=Axis.SHARED_EXPERT_COLUMNS,
             finest_granule=FINEST_EXPERT_GRANULE,
         )
 
     @property
-    def shared_gate(self) -> TensorSpec:
-        """[1, hidden_size]: how much of the shared expert a token gets."""
-        return TensorSpec(f"{self.name}.shared_expert_gate.weight", "", (1, self.hidden_size), Role.MATRIX)
+    def shared_gate(self) -> TensorSpec | None:
+        """[1, hidden_size]: how much of the shared expert a token gets; None: all of it, or there is none."""
+        if self.shared is None or not self.has_shared_gate:
+            return None
+        return TensorSpec(f"{self.name}.{self.shared_name}_gate.weight", "", (1, self.hidden_size), Role.MATRIX)
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
         share = Fraction(self.top_k, self.num_experts)
         routed = tuple(replace(tensor, share=share) for expert in self.experts for tensor in expert.tensors)
-        shared = () if self.shared is None else (self.shared_gate, *self.shared.tensors)
-        return (self.router, *routed, *shared)
+        gate = () if self.shared_gate is None else (self.shared_gate,)
+        return (self.router, *routed, *gate, *(() if self.shared is None else self.shared.tensors))
 
     @property
     def axes(self) -> tuple[Columns, ...]:

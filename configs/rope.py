@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,3 +26,8 @@ class RopeConfig:
             return max_position_embeddings
         scaling = dict(self.scaling)
         return max(max_position_embeddings, int(scaling["original_max_position_embeddings"] * scaling["factor"]))
+
+
+def yarn_mscale(factor: float, weight: float) -> float:
+    """How much YaRN sharpens attention over contexts that are `factor` times as long (arXiv 2309.00071)."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -13,7 +13,7 @@ from attention.backend import AttentionBackend
 from attention.forward_batch import ForwardBatch
 from attention.hybrid import HybridBackend
 from attention.kv_pool import ReqToTokenPool, TokenToKVPool
-from attention.layer import AttentionLayer
+from attention.layer import AttentionLayer, LatentLayer
 from attention.registry import create_backend
 from attention.step_shape import StepShape
 from configs.attention import BACKENDS, AttentionNeeds, Feature, check_backend, choose_backend
@@ -54,6 +54,7 @@ def test_every_backend_of_the_table_is_there_and_can_be_named() -> None:
         (needs(features=frozenset({Feature.SINKS})), "triton", "triton"),
         (needs(features=frozenset({Feature.CHUNK})), "triton", "triton"),
         (needs(head_dims=frozenset({64, 512})), "torch_native", "torch_native"),
+        (needs(features=frozenset({Feature.LATENT})), "torch_native", "torch_native"),
         (needs(dtype="float32"), "triton", "triton"),
         (CPU, "torch_native", "torch_native"),
     ],
@@ -106,17 +107,22 @@ def test_a_rank_asks_for_what_its_layers_and_its_device_need(monkeypatch: pytest
         create_backend("fa3", "torch_native", pool_of(LAYER))
     with pytest.raises(ConfigError, match=r"attention\.decode_backend=triton needs GPUs"):
         create_backend("torch_native", "triton", pool_of(LAYER))
-    for feature, changes in {
-        Feature.WINDOW: {"window": 4},
-        Feature.SOFTCAP: {"softcap": 5.0},
-        Feature.SINKS: {"sinks": torch.zeros(2)},
-        Feature.CHUNK: {"chunk": 4},
-    }.items():
+    asking = {
+        Feature.WINDOW: dataclasses.replace(LAYER, window=4),
+        Feature.SOFTCAP: dataclasses.replace(LAYER, softcap=5.0),
+        Feature.SINKS: dataclasses.replace(LAYER, sinks=torch.zeros(2)),
+        Feature.CHUNK: dataclasses.replace(LAYER, chunk=4),
+        Feature.LATENT: LatentLayer(
+            layer_id=1, tp_q_head_num=2, tp_k_head_num=1, head_dim=24, scale=0.25, latent_dim=16, nope_dim=8, v_dim=8
+        ),
+    }
+    assert set(asking) == set(Feature)
+    for feature, layer in asking.items():
         without = dataclasses.replace(BACKENDS["torch_native"], features=frozenset(Feature) - {feature})
         monkeypatch.setattr("configs.attention.BACKENDS", {**BACKENDS, "torch_native": without})
         create_backend("torch_native", "torch_native", pool_of(LAYER))
         with pytest.raises(ConfigError, match=f"has no {feature}"):
-            create_backend("torch_native", "torch_native", pool_of(LAYER, dataclasses.replace(LAYER, **changes)))
+            create_backend("torch_native", "torch_native", pool_of(LAYER, layer))
 
 
 class Recorder(AttentionBackend):

@@ -324,6 +324,7 @@ def test_a_hub_model_is_fetched_without_its_weights(tmp_path: Path, monkeypatch:
         ("qwen3-8b", 8_190_735_360, 15.14, 147_456),
         ("qwen3-32b", 32_762_123_264, 63.97, 262_144),
         ("qwen3-30b-a3b", 30_532_122_624, 60.44, 98_304),
+        ("deepseek-v2-lite", 15_706_484_224, 30.99, 31_104),
     ],
 )
 def test_shapes_are_those_of_the_published_models(

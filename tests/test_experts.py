@@ -13,7 +13,8 @@ from torch.distributed import HashStore
 
 pytest.importorskip("transformers")
 
-from transformers import MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
+from transformers import DeepseekV2Config, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2MLP, DeepseekV2Moe
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
@@ -57,8 +58,34 @@ def _mixtral() -> torch.nn.Module:
     )
 
 
+def _deepseek(**fields: Any) -> Callable[[], torch.nn.Module]:
+    def make() -> torch.nn.Module:
+        config = DeepseekV2Config(
+            hidden_size=HIDDEN,
+            num_attention_heads=4,
+            moe_intermediate_size=COLUMNS,
+            n_routed_experts=NUM_EXPERTS,
+            num_experts_per_tok=4,
+            **fields,
+        )
+        block = DeepseekV2Moe(config)
+        block.shared_experts = DeepseekV2MLP(config, intermediate_size=SHARED_COLUMNS)
+        return block
+
+    return make
+
+
 QWEN3 = MixtureOfExperts(
     hidden_size=HIDDEN, num_experts=NUM_EXPERTS, top_k=4, intermediate_size=COLUMNS, norm_topk_prob=True
+)
+DEEPSEEK = replace(
+    QWEN3,
+    norm_topk_prob=False,
+    round_weights=False,
+    weight_scale=2.5,
+    shared_intermediate_size=SHARED_COLUMNS,
+    shared_name="shared_experts",
+    has_shared_gate=False,
 )
 FAMILIES = {
     "qwen3_moe": Family(_qwen(Qwen3MoeConfig, Qwen3MoeSparseMoeBlock, norm_topk_prob=True), QWEN3),
@@ -70,8 +97,14 @@ FAMILIES = {
         _qwen(Qwen2MoeConfig, Qwen2MoeSparseMoeBlock, shared_expert_intermediate_size=SHARED_COLUMNS),
         replace(QWEN3, norm_topk_prob=False, shared_intermediate_size=SHARED_COLUMNS),
     ),
+    "deepseek_v2": Family(_deepseek(routed_scaling_factor=2.5), DEEPSEEK),
+    "deepseek_v2_groups": Family(
+        _deepseek(routed_scaling_factor=2.5, topk_method="group_limited_greedy", n_group=4, topk_group=2),
+        replace(DEEPSEEK, num_groups=4, top_groups=2),
+    ),
 }
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
+ON_GPUS = {name: family for name, family in FAMILIES.items() if family.spec.num_groups == 1}
 
 
 class Source:
@@ -166,7 +199,8 @@ def test_a_rank_reads_its_columns_and_no_more(family: Family) -> None:
     source = Source(_block(family), family.spec)
     _experts(family.spec, Span(32, 96), Span(96, 160)).load(source, PREFIX)
     expected = NUM_EXPERTS * (HIDDEN + 3 * 64 * HIDDEN)
-    assert source.num_read == expected + (HIDDEN + 3 * 64 * HIDDEN if family.spec.shared else 0)
+    gate = HIDDEN if family.spec.shared_gate else 0
+    assert source.num_read == expected + gate + (3 * 64 * HIDDEN if family.spec.shared else 0)
 
 
 @every_family
@@ -230,8 +264,8 @@ def test_bf16_is_as_exact_as_transformers_bf16(family: Family) -> None:
     assert (layer(x, _no_padding(x)).float() - expected).abs().max() <= 2 * (theirs - expected).abs().max()
 
 
-def test_no_tokens_are_no_rows() -> None:
-    family = FAMILIES["qwen2_moe"]
+@every_family
+def test_no_tokens_are_no_rows(family: Family) -> None:
     layer = _experts(family.spec, Span(0, COLUMNS), Span(0, SHARED_COLUMNS))
     layer.load(Source(_block(family), family.spec), PREFIX)
     assert layer(_x(0), _no_padding(_x(0))).shape == (0, HIDDEN)
@@ -253,8 +287,15 @@ def test_refuses_an_activation_that_the_kernels_do_not_have() -> None:
         _experts(replace(QWEN3, hidden_act="gelu"), Span(0, 32), Span(0, 0))
 
 
+def test_refuses_groups_of_experts_on_gpus_before_anything_is_made() -> None:
+    shard = LayerShard({Axis.EXPERT_COLUMNS: Span(0, 32), Axis.SHARED_EXPERT_COLUMNS: Span(0, 32)})
+    place = LayerPlace(shard, TensorParallelGroup.single(), torch.float32, torch.device("cuda"))
+    with pytest.raises(ConfigError, match="experts of the best 2 of 4 groups are not chosen on GPUs"):
+        Experts(FAMILIES["deepseek_v2_groups"].spec, place)
+
+
 @pytest.mark.gpu
-@every_family
+@pytest.mark.parametrize("family", ON_GPUS.values(), ids=ON_GPUS.keys())
 @pytest.mark.parametrize("num_tokens", [1, 4, 37, 300])
 def test_on_a_gpu_the_block_is_as_exact_as_transformers(family: Family, num_tokens: int) -> None:
     device = torch.device("cuda")

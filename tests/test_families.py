@@ -16,8 +16,11 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from attention.kv_pool import TokenToKVPool
+from attention.registry import needs_of
 from benchmarks.make_checkpoint import write_checkpoint
 from cluster.messages import SamplingParams
+from configs.attention import Feature
 from configs.biased_mixture import BiasedMixture
 from configs.errors import CheckpointError, ConfigError
 from configs.layers import DenseMLP, GroupedQueryAttention
@@ -157,6 +160,15 @@ def test_dummy_weights_are_one_model_here_and_in_transformers(case: Case, tmp_pa
         assert torch.equal(made, tensor), name
     hf = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
     check_logits(Case(hf, tmp_path, read_model_config(tmp_path)), 2)
+
+
+def test_ranks_ask_of_a_backend_what_check_says_of_the_model(case: Case) -> None:
+    group = TensorParallelGroup.single()
+    decoder = Decoder(case.model, ShardPlan.create(case.model, 1), group, dtype=torch.float32, device=CPU)
+    pool = TokenToKVPool(decoder.attention_layers, num_pages=1, page_size=16, dtype=torch.float32, device=CPU)
+    asked = [layer.mixer for layer in case.model.layers]
+    assert needs_of(pool).features == frozenset[Feature]().union(*(mixer.features for mixer in asked))
+    assert needs_of(pool).head_dims == {mixer.head_dim for mixer in asked}
 
 
 # ---- config.json

@@ -232,16 +232,19 @@ def _call_all_reduce_add_norm(num_ranks: int, weight: torch.Tensor) -> None:
     )
 
 
-def _call_mixture(num_tokens: int, columns: int, *, num_experts: int, top_k: int, shared: bool) -> None:
+def _call_mixture(
+    num_tokens: int, columns: int, *, num_experts: int, top_k: int, shared: bool, gated: bool = True
+) -> None:
     hidden = 2048
     moe.mixture(
         _bf16(num_tokens, hidden),
-        _bf16(num_experts + shared, hidden),
+        _bf16(num_experts + (shared and gated), hidden),
         _bf16(num_experts, 2 * columns, hidden),
         _bf16(num_experts, hidden, columns),
         top_k=top_k,
         normalise=not shared,
         round_to=torch.bfloat16,
+        weight_scale=1.0 if gated else 16.0,
         out=_bf16(num_tokens, hidden),
         slots=_int64(num_tokens),
         first_slot=64,
@@ -291,6 +294,7 @@ def _call_everything() -> None:
         _call_mixture(num_tokens, 768, num_experts=128, top_k=8, shared=False)
     for num_tokens in (1, 64):
         _call_mixture(num_tokens, 480, num_experts=60, top_k=4, shared=True)
+        _call_mixture(num_tokens, 704, num_experts=64, top_k=6, shared=True, gated=False)
     for num_ranks, size in itertools.product((2, 3, 4), (576, 4096)):
         _call_all_reduce_add_norm(num_ranks, _bf16(size))
     _call_all_reduce_add_norm(2, torch.empty(2304))

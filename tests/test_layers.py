@@ -16,7 +16,7 @@ from parallel.fused_sum import FusedSums, PartialSum
 from parallel.plan import Span
 from worker.layers.activation import ActAndMul
 from worker.layers.norm import RMSNorm
-from worker.layers.rotary import RotaryEmbedding, inverse_frequencies
+from worker.layers.rotary import KernelRotation, RotaryEmbedding, TorchRotation, inverse_frequencies
 
 EPS = 1e-5
 on_each = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -110,9 +110,11 @@ def test_the_rotary_tables_turn_pairs_of_halves_by_position_times_frequency(devi
     assert factor > 1
     turns = factor * torch.exp(1j * torch.outer(positions.float(), inv_freq)).unsqueeze(1)
     expected = torch.complex(*qkv[:, :128].view(4, 2, 64).chunk(2, dim=-1)) * turns
-    q, k = torch.cat((expected.real, expected.imag), dim=-1).unbind(1)
+    heads = torch.cat((expected.real, expected.imag), dim=-1)
+    q, k = heads.unbind(1)
     layer = AttentionLayer(layer_id=0, tp_q_head_num=1, tp_k_head_num=1, head_dim=64, scale=1.0)
     rotation = RotaryEmbedding(rope, 64, 128, dtype=torch.float32, device=torch.device(device)).at(positions.to(device))
+    torch.testing.assert_close(rotation.rotate(qkv[:, :128].view(4, 2, 64).to(device)).cpu(), heads)
     pool = TokenToKVPool([layer], num_pages=2, page_size=2, dtype=torch.float32, device=torch.device(device))
     k_slots, v_slots = (slots.fill_(7.0) for slots in pool.slots(0))
     slots = torch.tensor([4, 1, 5, 2], device=device)
@@ -122,3 +124,12 @@ def test_the_rotary_tables_turn_pairs_of_halves_by_position_times_frequency(devi
     assert torch.equal(v_slots[slots].cpu(), qkv[:, 128:])
     assert (k_slots[[0, 3]] == 7).all()
     assert (v_slots[[0, 3]] == 7).all()
+
+
+def test_the_kernels_tables_turn_heads_as_those_of_torch_do() -> None:
+    pytest.importorskip("triton", reason="a CPU install has no Triton")
+    cos, sin = _random(4, 32, device="cpu"), _random(4, 32, device="cpu")
+    heads, positions = _random(3, 2, 64, device="cpu"), torch.tensor([3, 0, 2])
+    by_torch = TorchRotation(*(torch.cat(it, dim=1)[positions].unsqueeze(1) for it in ((cos, cos), (-sin, sin))))
+    turned = KernelRotation(torch.cat((cos, sin), dim=1), positions).rotate(heads)
+    torch.testing.assert_close(turned, by_torch.rotate(heads))

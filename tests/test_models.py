@@ -147,18 +147,16 @@ class Rank:
     group: TensorParallelGroup
 
     @classmethod
-    def create(cls, case: Case, group: TensorParallelGroup) -> Rank:
+    def create(cls, case: Case, group: TensorParallelGroup, dtype: torch.dtype = torch.float32) -> Rank:
         plan = ShardPlan.create(case.model, group.size)
-        decoder = Decoder(case.model, plan, group, dtype=torch.float32, device=CPU)
+        decoder = Decoder(case.model, plan, group, dtype=dtype, device=CPU)
         with Checkpoint.open(case.path, case.model) as checkpoint:
             decoder.load(checkpoint)
         decoder.set_max_positions(64)
         table = ReqToTokenPool(3, 16, CPU)
         # Pages of the three rows interleave, none in order.
         table.page_table[1:] = torch.arange(1, 49).view(16, 3).T.flip(1)
-        pool = TokenToKVPool(
-            decoder.attention_layers, num_pages=48, page_size=PAGE_SIZE, dtype=torch.float32, device=CPU
-        )
+        pool = TokenToKVPool(decoder.attention_layers, num_pages=48, page_size=PAGE_SIZE, dtype=dtype, device=CPU)
         return cls(decoder, create_backend("torch_native", "torch_native", pool), table, plan, group)
 
     def logits(self, rows: list[tuple[int, int, list[int]]]) -> list[torch.Tensor]:

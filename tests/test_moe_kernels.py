@@ -53,11 +53,15 @@ class Shape:
     hidden: int
     columns: int
     normalise: bool = True
+    weight_scale: float = 1.0
+    shared_gate: bool = True
+    """Of a shared expert, where there is one."""
 
 
 QWEN3 = Shape(128, 8, 32, 32)
 QWEN2 = Shape(60, 4, 48, 96, normalise=False)  # numbers that no tile divides
 MIXTRAL = Shape(8, 2, 64, 160)
+DEEPSEEK = Shape(16, 6, 48, 96, normalise=False, weight_scale=2.5, shared_gate=False)
 SLOW = pytest.mark.slow  # takes the interpreter seconds
 
 
@@ -78,7 +82,7 @@ class Case:
         wide = torch.full((num_tokens, hidden + 16), torch.nan, device=device, dtype=dtype)
         self.x = wide[:, :hidden].copy_(random(num_tokens, hidden))
         self.x[:, 0] = 1.0
-        self.router = 2 * random(experts + shared, hidden, fan_in=hidden)
+        self.router = 2 * random(experts + (shared and shape.shared_gate), hidden, fan_in=hidden)
         self.w13 = random(experts, 2 * columns, hidden, fan_in=hidden)
         self.w2 = random(experts, hidden, columns, fan_in=max(columns, 1))
         self.shared = random(num_tokens, hidden) if shared else None
@@ -93,6 +97,7 @@ class Case:
             self.w2,
             top_k=self.shape.top_k,
             normalise=self.shape.normalise,
+            weight_scale=self.shape.weight_scale,
             round_to=round_to,
             out=out,
             slots=self.slots,
@@ -109,6 +114,7 @@ class Case:
         weights, chosen = logits[:, :num_experts].softmax(1).topk(top_k)
         if self.shape.normalise:
             weights = weights / weights.sum(1, keepdim=True)
+        weights = weights * self.shape.weight_scale
         x = self.x.to(dtype)
         y = torch.zeros_like(x)
         for expert in range(num_experts):
@@ -117,7 +123,8 @@ class Case:
             part = F.linear(F.silu(gate) * up, self.w2[expert].to(dtype)) * weights[tokens, choices, None].to(dtype)
             y.index_add_(0, tokens, part)
         if self.shared is not None:
-            y += logits[:, num_experts:].sigmoid().to(dtype) * self.shared.to(dtype)
+            gate = logits[:, num_experts:].sigmoid().to(dtype) if self.shape.shared_gate else 1.0
+            y += gate * self.shared.to(dtype)
         return y if self.slots is None else y.masked_fill((self.slots < FIRST_SLOT)[:, None], 0.0)
 
     def assert_right(self, y: torch.Tensor) -> None:
@@ -189,9 +196,10 @@ def test_padding_goes_to_no_expert_and_its_rows_are_zero(
 
 
 @on_either
+@pytest.mark.parametrize("shape", [QWEN2, DEEPSEEK], ids=["gated", "whole"])
 @pytest.mark.parametrize("num_tokens", [3, 9])
-def test_adds_the_gated_shared_expert(num_tokens: int, device: str, dtype: torch.dtype) -> None:
-    case = Case(QWEN2, num_tokens, device, dtype, shared=True)
+def test_adds_the_shared_expert(num_tokens: int, shape: Shape, device: str, dtype: torch.dtype) -> None:
+    case = Case(shape, num_tokens, device, dtype, shared=True)
     case.assert_right(case.run())
 
 

@@ -61,6 +61,7 @@ def _pair_gate_up_kernel(
     PARTS: tl.constexpr,
     TOP_K: tl.constexpr,
     NORMALISE: tl.constexpr,
+    WEIGHT_SCALE: tl.constexpr,
     ROUND_TO: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -81,7 +82,7 @@ def _pair_gate_up_kernel(
         if tl.program_id(1) == 0:
             weight = weight_of(expert, logits, num_above, num_experts, TOP_K, NORMALISE, BLOCK_E)
             tl.store(experts_ptr + pair, expert)
-            tl.store(weights_ptr + pair, weight.to(ROUND_TO).to(tl.float32))
+            tl.store(weights_ptr + pair, (weight * WEIGHT_SCALE).to(ROUND_TO).to(tl.float32))
         columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         rows = tl.minimum(columns, width - 1).to(tl.int64)[:, None] * size
         w_gate = w13_ptr + expert.to(tl.int64) * (2 * width * size) + rows
@@ -123,6 +124,7 @@ def _pair_down_kernel(
     width,
     size,
     PARTS: tl.constexpr,
+    GATED: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -130,7 +132,7 @@ def _pair_down_kernel(
     STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """out[token] = sum over its pairs of weight * (w2[expert] @ hidden[pair]), and the gated shared expert."""
+    """out[token] = sum over its pairs of weight * (w2[expert] @ hidden[pair]), and the shared expert, perhaps gated."""
     token = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     follow(DEPENDENT)
@@ -153,8 +155,10 @@ def _pair_down_kernel(
     out = token * size + columns
     if shared_ptr is not None:
         shared = tl.load(shared_ptr + out, mask=live & (columns < size), other=0.0).to(tl.float32)
-        gate = load_logits(logits_ptr + token * logits_stride + num_experts, live, part_stride, PARTS)
-        total += _sigmoid(gate) * shared
+        if GATED:
+            gate = load_logits(logits_ptr + token * logits_stride + num_experts, live, part_stride, PARTS)
+            shared *= _sigmoid(gate)
+        total += shared
     tl.store(out_ptr + out, total.to(out_ptr.dtype.element_ty), mask=columns < size)
 
 
@@ -277,11 +281,12 @@ def _combine_kernel(
     part_stride,
     size,
     PARTS: tl.constexpr,
+    GATED: tl.constexpr,
     NUM_SUMMANDS: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """out[token] = its pairs' y, the likeliest expert's first, and the gated shared expert; 0 for padding."""
+    """out[token] = its pairs' y, the likeliest expert's first, and the shared expert, perhaps gated; 0 for padding."""
     follow(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -293,8 +298,10 @@ def _combine_kernel(
         acc += tl.load(y_ptr + pair * size + columns, mask=live & inside, other=0.0).to(tl.float32)
     if shared_ptr is not None:
         shared = tl.load(shared_ptr + token * size + columns, mask=live & inside, other=0.0).to(tl.float32)
-        gate = load_logits(logits_ptr + token * logits_stride + num_experts, live, part_stride, PARTS)
-        acc += _sigmoid(gate) * shared
+        if GATED:
+            gate = load_logits(logits_ptr + token * logits_stride + num_experts, live, part_stride, PARTS)
+            shared *= _sigmoid(gate)
+        acc += shared
     tl.store(out_ptr + token * size + columns, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -354,6 +361,7 @@ class _Tokens:
     num_experts: int
     top_k: int
     normalise: bool
+    weight_scale: float
     round_to: torch.dtype
     shared: torch.Tensor | None
 
@@ -362,6 +370,11 @@ class _Tokens:
         """Logits and slots as the kernels take them: with the first slot, experts, and strides of rows and parts."""
         _, num_tokens, num_logits = self.logits.shape
         return self.logits, self.slots, self.first_slot, self.num_experts, num_logits, num_tokens * num_logits
+
+    @property
+    def has_shared_gate(self) -> bool:
+        """Whether the logits' last column is the shared expert's gate."""
+        return self.logits.shape[2] > self.num_experts
 
 
 def mixture(
@@ -376,16 +389,17 @@ def mixture(
     out: torch.Tensor,
     slots: torch.Tensor | None = None,
     first_slot: int = 0,
+    weight_scale: float = 1.0,
     shared: torch.Tensor | None = None,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """Sum over each token's top k experts of weight * w2 @ (silu(gate) * up), and the gated shared expert.
+    """Sum over each token's top k experts of weight * w2 @ (silu(gate) * up), and the shared expert, perhaps gated.
 
     Weights are a softmax over all experts. Sums over inputs and over experts are fp32.
 
     Args:
         x: [num_tokens, size], elements of a row side by side, rows any distance apart.
-        router: [num_experts, size] of x's dtype, contiguous; with `shared` one row more, its gate.
+        router: [num_experts, size] of x's dtype, contiguous; with a gate of `shared` one row more.
         w13: [num_experts, 2 * width, size] of x's dtype, contiguous: this rank's gate rows of each expert, then its up
             rows. The width may be 0.
         w2: [num_experts, size, width] of x's dtype, contiguous.
@@ -394,7 +408,8 @@ def mixture(
         out: [num_tokens, size] of x's dtype, contiguous; written.
         slots: [num_tokens] int64, or None: tokens whose slot is below `first_slot` are padding. They read no expert and
             their rows become 0.
-        shared: [num_tokens, size] of x's dtype, contiguous: the shared expert's part, which its gate multiplies.
+        weight_scale: factor of the weights, before they are rounded.
+        shared: [num_tokens, size] of x's dtype, contiguous: the shared expert's part.
         tiles: for measurements; the table's by default.
 
     Returns:
@@ -410,7 +425,7 @@ def mixture(
     if width > 0 and tiles.block_m > 1:
         counts = torch.empty(num_experts, dtype=torch.int32, device=x.device)
     logits = router_logits(x, router, counts)
-    tokens = _Tokens(x, logits, slots, first_slot, num_experts, top_k, normalise, round_to, shared)
+    tokens = _Tokens(x, logits, slots, first_slot, num_experts, top_k, normalise, weight_scale, round_to, shared)
     if width == 0:
         _combine(None, 0, tokens, out)
     elif counts is None:
@@ -441,6 +456,7 @@ def _sum_pairs(tokens: _Tokens, w13: torch.Tensor, w2: torch.Tensor, tiles: Tile
         PARTS=len(tokens.logits),
         TOP_K=tokens.top_k,
         NORMALISE=tokens.normalise,
+        WEIGHT_SCALE=tokens.weight_scale,
         ROUND_TO=TRITON_DTYPES[tokens.round_to],
         BLOCK_E=triton.next_power_of_2(tokens.num_experts),
         BLOCK_N=tile.block_n,
@@ -465,6 +481,7 @@ def _sum_pairs(tokens: _Tokens, w13: torch.Tensor, w2: torch.Tensor, tiles: Tile
         width,
         size,
         PARTS=len(tokens.logits),
+        GATED=tokens.has_shared_gate,
         TOP_K=tokens.top_k,
         BLOCK_N=tile.block_n,
         BLOCK_K=block_k,
@@ -485,6 +502,7 @@ def _sum_groups(
         counts,
         top_k=tokens.top_k,
         normalise=tokens.normalise,
+        weight_scale=tokens.weight_scale,
         round_to=tokens.round_to,
         slots=tokens.slots,
         first_slot=tokens.first_slot,
@@ -558,6 +576,7 @@ def _combine(y: torch.Tensor | None, num_summands: int, tokens: _Tokens, out: to
         *tokens.places,
         size,
         PARTS=len(tokens.logits),
+        GATED=tokens.has_shared_gate,
         NUM_SUMMANDS=num_summands,
         BLOCK=block,
         DEPENDENT=dependent,

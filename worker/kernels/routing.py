@@ -182,6 +182,7 @@ def _route_kernel(
     PARTS: tl.constexpr,
     TOP_K: tl.constexpr,
     NORMALISE: tl.constexpr,
+    WEIGHT_SCALE: tl.constexpr,
     ROUND_TO: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -215,7 +216,7 @@ def _route_kernel(
         chosen = tl.where(choices == choice, 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32), chosen)
         chosen_shares = tl.where(choices == choice, share, chosen_shares)
     total = tl.sum(chosen_shares, 1) if NORMALISE else tl.sum(shares, 1)
-    weights = (chosen_shares / total[:, None]).to(ROUND_TO).to(tl.float32)
+    weights = (chosen_shares / total[:, None] * WEIGHT_SCALE).to(ROUND_TO).to(tl.float32)
     stored = live[:, None] & (choices < TOP_K)
     pairs = tokens[:, None] * TOP_K + choices
     tl.store(weights_ptr + pairs, weights, mask=stored)
@@ -287,6 +288,7 @@ def route(
     top_k: int,
     normalise: bool,
     round_to: torch.dtype,
+    weight_scale: float = 1.0,
     slots: torch.Tensor | None = None,
     first_slot: int = 0,
 ) -> Routes:
@@ -297,6 +299,7 @@ def route(
         counts: [num_experts] int32 zeros; becomes the routes' counts.
         normalise: divide a token's weights by their sum.
         round_to: dtype to which the weights are rounded last; fp32 leaves them.
+        weight_scale: factor of the weights, before that.
         slots: [num_tokens] int64, or None: tokens whose slot is below `first_slot` are padding and go nowhere.
     """
     parts, num_tokens, num_logits = logits.shape
@@ -319,6 +322,7 @@ def route(
         PARTS=parts,
         TOP_K=top_k,
         NORMALISE=normalise,
+        WEIGHT_SCALE=weight_scale,
         ROUND_TO=TRITON_DTYPES[round_to],
         BLOCK_T=_ROUTE_BLOCK_T,
         BLOCK_E=triton.next_power_of_2(num_experts),

@@ -6,6 +6,7 @@ are added before the one all-reduce. Which columns a rank has is decided elsewhe
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import cached_property
 
@@ -28,7 +29,8 @@ class Experts:
     """Routed experts and perhaps a shared one over this rank's columns, then all-reduce, perhaps by the next norm.
 
     Raises:
-        ConfigError: the experts' activation is not silu; or, on CUDA, this rank's columns are no multiple of 32.
+        ConfigError: the experts' activation is not silu; or, on CUDA, this rank's columns are no multiple of 32, or the
+            experts are chosen from the best groups.
     """
 
     def __init__(self, spec: MixtureOfExperts, place: LayerPlace) -> None:
@@ -45,10 +47,15 @@ class Experts:
                 f"{spec.intermediate_size} columns of an expert leave rank {place.group.rank} {width}, and GPUs take "
                 f"multiples of {_COLUMN_UNIT}; choose a smaller tensor_parallel_size"
             )
-        # With the shared expert's gate as its last row. fp32 from the product on, since bf16 logits often tie, and then
-        # choose other experts; on CPU the product itself.
+        if self._on_cuda and spec.top_groups < spec.num_groups:
+            raise ConfigError(
+                f"experts of the best {spec.top_groups} of {spec.num_groups} groups are not chosen on GPUs yet; set "
+                "device=cpu"
+            )
+        # With the shared expert's gate, if it has one, as its last row. fp32 from the product on, since bf16 logits
+        # often tie, and then choose other experts; on CPU the product itself.
         self._router = torch.empty(
-            spec.num_experts + (spec.shared is not None),
+            spec.num_experts + (spec.shared_gate is not None),
             spec.hidden_size,
             dtype=place.dtype if self._on_cuda else torch.float32,
             device=place.device,
@@ -66,8 +73,9 @@ class Experts:
             for linear, out in zip(expert.gate_up, gate_up, strict=True):
                 source.read(f"{prefix}{linear.name}.weight", out, rows=columns)
             source.read(f"{prefix}{expert.down.name}.weight", down, columns=columns)
-        if self._shared is not None:
+        if spec.shared_gate is not None:
             source.read(prefix + spec.shared_gate.name, self._router[spec.num_experts :])
+        if self._shared is not None:
             self._shared.load(source, prefix)
 
     def __call__(self, x: torch.Tensor, padding: Padding) -> torch.Tensor | PartialSum:
@@ -84,6 +92,7 @@ class Experts:
             top_k=self._spec.top_k,
             normalise=self._spec.norm_topk_prob,
             round_to=self._round_to,
+            weight_scale=self._spec.weight_scale,
             out=torch.empty_like(x) if out is None else out,
             slots=padding.token_slots(),
             first_slot=padding.first_slot,
@@ -96,7 +105,7 @@ class Experts:
             from worker.kernels import moe  # a CPU install has no Triton
 
             return moe.mixture
-        return mixture
+        return functools.partial(mixture, num_groups=self._spec.num_groups, top_groups=self._spec.top_groups)
 
 
 def mixture(
@@ -111,15 +120,28 @@ def mixture(
     out: torch.Tensor,
     slots: torch.Tensor | None = None,
     first_slot: int = 0,
+    weight_scale: float = 1.0,
     shared: torch.Tensor | None = None,
+    num_groups: int = 1,
+    top_groups: int = 1,
 ) -> torch.Tensor:
-    """`worker.kernels.moe.mixture` by torch, with an fp32 router; reads only the experts that a token chose."""
+    """`worker.kernels.moe.mixture` by torch, with an fp32 router; reads only the experts that a token chose.
+
+    Args:
+        num_groups: equal groups of neighbouring experts.
+        top_groups: a token goes to experts of so many groups only, those whose best experts have the highest logits.
+    """
     num_experts, _, num_columns = w2.shape
     logits = F.linear(x.float(), router)
-    # Of equal logits the first expert, as the kernels choose.
-    kept, experts = (it[:, :top_k] for it in logits[:, :num_experts].sort(dim=1, descending=True, stable=True))
-    normaliser = (kept if normalise else logits[:, :num_experts]).logsumexp(1, keepdim=True)
-    weights = (kept - normaliser).exp().to(round_to).float()
+    logits, shared_gate = logits[:, :num_experts], logits[:, num_experts:]
+    open_to = logits
+    if top_groups < num_groups:
+        _, groups = _top(logits.view(len(x), num_groups, num_experts // num_groups).amax(2), top_groups)
+        closed = torch.ones(len(x), num_groups, dtype=torch.bool, device=x.device).scatter_(1, groups, False)
+        open_to = logits.masked_fill(closed.repeat_interleave(num_experts // num_groups, dim=1), float("-inf"))
+    kept, experts = _top(open_to, top_k)
+    normaliser = (kept if normalise else logits).logsumexp(1, keepdim=True)
+    weights = (kept - normaliser).exp().mul_(weight_scale).to(round_to).float()
     live = None if slots is None else (slots >= first_slot).unsqueeze(1)
     if live is not None:
         experts = experts.where(live, -1)
@@ -130,7 +152,7 @@ def mixture(
 
     total = sum_of_experts(x, experts if num_columns > 0 else experts.new_full((1, 1), -1), weights, run)
     if shared is not None:
-        total += logits[:, num_experts:].sigmoid() * shared
+        total += shared_gate.sigmoid() * shared if shared_gate.shape[1] else shared
         if live is not None:
             total.masked_fill_(~live, 0.0)
     return out.copy_(total)
@@ -154,3 +176,9 @@ def sum_of_experts(
         y = run(expert, x[tokens]).float()
         total.index_add_(0, tokens, y.mul_(weights.flatten()[chosen].unsqueeze(1)))
     return total
+
+
+def _top(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k highest of each row and their columns; of equal ones the first, as the kernels choose."""
+    values, columns = scores.sort(dim=1, descending=True, stable=True)
+    return values[:, :k], columns[:, :k]

@@ -12,7 +12,7 @@ from attention.layer import AttentionLayer
 from attention.rotation import QKNorms, Rotation
 from configs.errors import ConfigError
 from configs.model_config import ModelConfig
-from configs.rope import RopeConfig
+from configs.rope import RopeConfig, yarn_mscale
 from worker.layers.norm import rms_norm
 
 
@@ -60,6 +60,11 @@ class KernelRotation:
         self._cos_sin = cos_sin
         self._positions = positions
 
+    def rotate(self, heads: torch.Tensor) -> torch.Tensor:
+        cos, sin = self._cos_sin.index_select(0, self._positions).unsqueeze(1).chunk(2, dim=-1)
+        first, second = heads.float().chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(heads.dtype)
+
     def norm_rotate_store(
         self,
         qkv: torch.Tensor,
@@ -98,6 +103,12 @@ class TorchRotation:
         self._cos = cos
         self._sin = sin
 
+    def rotate(self, heads: torch.Tensor) -> torch.Tensor:
+        rotary_dim = self._cos.shape[-1]
+        part = heads[..., :rotary_dim]
+        turned = torch.addcmul(part * self._cos, part.roll(rotary_dim // 2, -1), self._sin)
+        return turned if rotary_dim == heads.shape[-1] else torch.cat((turned, heads[..., rotary_dim:]), dim=-1)
+
     def norm_rotate_store(
         self,
         qkv: torch.Tensor,
@@ -113,16 +124,9 @@ class TorchRotation:
             q = rms_norm(qk[:, :num_q_heads], norms.q_weight, norms.eps)
             k = rms_norm(qk[:, num_q_heads:], norms.k_weight, norms.eps)
             qk = torch.cat((q, k), dim=1)
-        turned = self._turn(qk).view(num_tokens, -1)
+        turned = self.rotate(qk).view(num_tokens, -1)
         pool.set_kv(layer.layer_id, out_cache_loc, turned[:, q_size:], qkv[:, -kv_size:])
         return turned[:, :q_size]
-
-    def _turn(self, heads: torch.Tensor) -> torch.Tensor:
-        """Heads [num_tokens, num_heads, head_dim], turned; a new tensor."""
-        rotary_dim = self._cos.shape[-1]
-        part = heads[..., :rotary_dim]
-        turned = torch.addcmul(part * self._cos, part.roll(rotary_dim // 2, -1), self._sin)
-        return turned if rotary_dim == heads.shape[-1] else torch.cat((turned, heads[..., rotary_dim:]), dim=-1)
 
 
 def inverse_frequencies(rope: RopeConfig, rotary_dim: int) -> tuple[torch.Tensor, float]:
@@ -188,12 +192,9 @@ def _yarn(inv_freq: torch.Tensor, scaling: dict[str, Any], base: float) -> tuple
 
 
 def _yarn_attention_factor(scaling: dict[str, Any], factor: float) -> float:
-    def mscale(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     given = scaling.get("attention_factor")
     if given is not None:
         return float(given)
     if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        return mscale(scaling["mscale"]) / mscale(scaling["mscale_all_dim"])
-    return mscale(1.0)
+        return yarn_mscale(factor, scaling["mscale"]) / yarn_mscale(factor, scaling["mscale_all_dim"])
+    return yarn_mscale(factor, 1.0)

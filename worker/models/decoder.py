@@ -15,6 +15,7 @@ from attention.backend import AttentionBackend
 from attention.forward_batch import ForwardBatch
 from attention.layer import AttentionLayer
 from configs.biased_mixture import BiasedMixture
+from configs.latent_attention import LatentAttention
 from configs.layers import DenseMLP, GroupedQueryAttention, LayerSpec, MixtureOfExperts, Norms
 from configs.model_config import ModelConfig, layer_prefix
 from parallel.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -25,10 +26,28 @@ from parallel.weight import LayerPlace, TensorSource
 from worker.layers.attention import Attention
 from worker.layers.biased_experts import BiasedExperts
 from worker.layers.experts import Experts
+from worker.layers.latent_attention import MLA
 from worker.layers.mlp import MLP
 from worker.layers.norm import RMSNorm
 from worker.layers.rotary import RotaryEmbedding
 from worker.layers.step import Padding, Step
+
+
+class MixerModule(Protocol):
+    """Computes what a Mixer spec describes, on this rank's heads, and sums over the ranks."""
+
+    @property
+    def layer(self) -> AttentionLayer:
+        """Its geometry on this rank."""
+
+    def load(self, source: TensorSource, prefix: str) -> None:
+        """Reads this rank's part of the spec's tensors, whose names begin with `prefix`."""
+
+    def attend(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """What `project` takes of [num_tokens, hidden_size]; the tokens' state is in the pool then."""
+
+    def project(self, attended: torch.Tensor) -> torch.Tensor | PartialSum:
+        """[num_tokens, hidden_size] of what `attend` returned; the sum over the ranks may be left to the norm."""
 
 
 class FeedForwardModule(Protocol):
@@ -46,7 +65,10 @@ class FeedForwardModule(Protocol):
 
 
 # One module for each kind of spec. A new kind is a spec, a module and an entry.
-_MIXERS: dict[type[Any], Callable[[Any, LayerPlace, int, float], Attention]] = {GroupedQueryAttention: Attention}
+_MIXERS: dict[type[Any], Callable[[Any, LayerPlace, int, float], MixerModule]] = {
+    GroupedQueryAttention: Attention,
+    LatentAttention: MLA,
+}
 _FEED_FORWARDS: dict[type[Any], Callable[[Any, LayerPlace], FeedForwardModule]] = {
     DenseMLP: MLP,
     MixtureOfExperts: Experts,

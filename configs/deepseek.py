@@ -1,0 +1,95 @@
+"""What config.json of DeepSeek-V2 says of its layers: latent attention, and experts after a few dense layers."""
+
+from __future__ import annotations
+
+from configs.errors import CheckpointError
+from configs.fields import MOST_PARTS, Fields
+from configs.latent_attention import LatentAttention
+from configs.layers import DenseMLP, LayerSpec, MixtureOfExperts
+from configs.rope import RopeConfig, yarn_mscale
+
+
+def deepseek_v2_layers(fields: Fields, rope: RopeConfig) -> tuple[LayerSpec, ...]:
+    """Each layer of the model. Raises CheckpointError when a field is missing, or for what is not supported."""
+    hidden_size = fields.count("hidden_size")
+    attention = _attention(fields, rope)
+    dense = DenseMLP(
+        hidden_size=hidden_size,
+        intermediate_size=fields.count("intermediate_size"),
+        hidden_act=fields.text("hidden_act", "silu"),
+    )
+    with_mlp, with_experts = (LayerSpec(hidden_size, attention, it) for it in (dense, _experts(fields)))
+    num_dense, step = fields.integer("first_k_dense_replace", 0), fields.count("moe_layer_freq", 1)
+    num_layers = fields.count("num_hidden_layers", at_most=MOST_PARTS)
+    return tuple(with_experts if i >= num_dense and i % step == 0 else with_mlp for i in range(num_layers))
+
+
+def _attention(fields: Fields, rope: RopeConfig) -> LatentAttention:
+    nope_dim, rope_dim = fields.count("qk_nope_head_dim", 128), fields.count("qk_rope_head_dim", 64)
+    # An explicit null means that queries have no latent.
+    has_q_latent = fields.values.get("q_lora_rank", 0) is not None
+    scaling = dict(rope.scaling)
+    # Once for queries and once for keys.
+    mscale = yarn_mscale(scaling.get("factor", 1.0), scaling.get("mscale_all_dim") or 0.0)
+    return LatentAttention(
+        hidden_size=fields.count("hidden_size"),
+        num_attention_heads=fields.count("num_attention_heads"),
+        q_lora_rank=fields.count("q_lora_rank", 1536) if has_q_latent else None,
+        kv_lora_rank=fields.count("kv_lora_rank", 512),
+        qk_nope_head_dim=nope_dim,
+        qk_rope_head_dim=rope_dim,
+        v_head_dim=fields.count("v_head_dim", 128),
+        rope=rope,
+        scale=(nope_dim + rope_dim) ** -0.5 * mscale**2,
+    )
+
+
+def _experts(fields: Fields) -> MixtureOfExperts:
+    # What DeepSeek's code and transformers do with norm_topk_prob differs, and no model of theirs sets it.
+    for key, value, supported in (
+        ("scoring_func", fields.text("scoring_func", "softmax"), "softmax"),
+        ("norm_topk_prob", fields.flag("norm_topk_prob", False), False),
+        ("hidden_act", fields.text("hidden_act", "silu"), "silu"),
+    ):
+        if value != supported:
+            raise CheckpointError(f"{fields.where}: {key}={value} is not supported; only {supported} is")
+    num_experts, top_k = fields.count("n_routed_experts", at_most=MOST_PARTS), fields.count("num_experts_per_tok")
+    num_groups, top_groups = _groups(fields, num_experts)
+    if top_k > top_groups * (num_experts // num_groups):
+        raise CheckpointError(
+            f"{fields.where}: num_experts_per_tok={top_k} exceeds the experts of {top_groups} of {num_groups} groups "
+            f"of n_routed_experts={num_experts}"
+        )
+    width = fields.count("moe_intermediate_size")
+    return MixtureOfExperts(
+        hidden_size=fields.count("hidden_size"),
+        num_experts=num_experts,
+        top_k=top_k,
+        intermediate_size=width,
+        norm_topk_prob=False,
+        round_weights=False,
+        weight_scale=fields.number("routed_scaling_factor", 1.0),
+        num_groups=num_groups,
+        top_groups=top_groups,
+        shared_intermediate_size=fields.count("n_shared_experts") * width,
+        shared_name="shared_experts",
+        has_shared_gate=False,
+    )
+
+
+def _groups(fields: Fields, num_experts: int) -> tuple[int, int]:
+    """Groups of experts, and those of them that a token may choose from."""
+    method = fields.text("topk_method", "greedy")
+    if method == "greedy":
+        return 1, 1
+    if method != "group_limited_greedy":
+        raise CheckpointError(
+            f"{fields.where}: topk_method={method} is not supported; supported are greedy, group_limited_greedy"
+        )
+    num_groups, top_groups = fields.count("n_group"), fields.count("topk_group")
+    if num_experts % num_groups or top_groups > num_groups:
+        raise CheckpointError(
+            f"{fields.where}: n_group={num_groups} does not divide n_routed_experts={num_experts}, or is less than "
+            f"topk_group={top_groups}"
+        )
+    return num_groups, top_groups

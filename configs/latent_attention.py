@@ -1,0 +1,122 @@
+"""The spec of latent attention, a mixer as configs/layers.py has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from configs.attention import Feature
+from configs.layers import Amounts, Axis, Cut, HeadGroups, Linear, Role, TensorSpec, tensors_of
+from configs.rope import RopeConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Attention whose heads make their keys and values from one latent a token (MLA), and share a rotated key.
+
+    kv_a(x) = latent | rotated key; kv_b(norm(latent)) = each head's unrotated key | value. Query heads are
+    q(x), or q_b(norm(q_a(x))) where queries have a latent too: unrotated columns, then rotated ones.
+    """
+
+    hidden_size: int
+    num_attention_heads: int
+    q_lora_rank: int | None
+    """Columns of the queries' latent; None: they have none."""
+    kv_lora_rank: int
+    """Columns of the latent that keys and values are made from."""
+    qk_nope_head_dim: int
+    """Columns of a query or key head that do not turn."""
+    qk_rope_head_dim: int
+    """Those that do, in pairs of neighbours (2i, 2i + 1)."""
+    v_head_dim: int
+    rope: RopeConfig
+    scale: float
+    """Factor of the scores before the softmax."""
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Columns of a query or key head."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def q(self) -> Linear:
+        """The projection into query heads."""
+        letters, size = ("q", self.hidden_size) if self.q_lora_rank is None else ("q_b", self.q_lora_rank)
+        return self._into_heads(letters, self.qk_head_dim, size, Role.QUERY_KEY)
+
+    @property
+    def q_a(self) -> Linear | None:
+        """The projection into the queries' latent."""
+        if self.q_lora_rank is None:
+            return None
+        return self._into_latent("q_a_proj", "attn_q_a", self.q_lora_rank)
+
+    @property
+    def kv_a(self) -> Linear:
+        """The projection into the latent of keys and values, and the rotated key."""
+        return self._into_latent("kv_a_proj_with_mqa", "attn_kv_a_mqa", self.kv_lora_rank + self.qk_rope_head_dim)
+
+    @property
+    def kv_b(self) -> Linear:
+        """The projection of that latent into key and value heads."""
+        width = self.qk_nope_head_dim + self.v_head_dim
+        return self._into_heads("kv_b", width, self.kv_lora_rank, Role.MATRIX)
+
+    @property
+    def o(self) -> Linear:
+        """The output projection."""
+        columns, cut = self.num_attention_heads * self.v_head_dim, Cut(Axis.QUERY_HEADS, 1, self.v_head_dim)
+        return Linear("self_attn.o_proj", "attn_output", self.hidden_size, columns, cut, role=Role.ATTENTION_OUTPUT)
+
+    @property
+    def q_norm(self) -> TensorSpec | None:
+        """The weight of the norm of the queries' latent."""
+        if self.q_lora_rank is None:
+            return None
+        return TensorSpec("self_attn.q_a_layernorm.weight", "attn_q_a_norm.weight", (self.q_lora_rank,), Role.NORM)
+
+    @property
+    def kv_norm(self) -> TensorSpec:
+        """The weight of the norm of the other latent."""
+        return TensorSpec("self_attn.kv_a_layernorm.weight", "attn_kv_a_norm.weight", (self.kv_lora_rank,), Role.NORM)
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        linears = (self.q, self.q_a, self.kv_a, self.kv_b, self.o)
+        norms = (self.q_norm, self.kv_norm)
+        return tensors_of(*(it for it in linears if it is not None)) + tuple(it for it in norms if it is not None)
+
+    @property
+    def axes(self) -> tuple[HeadGroups, ...]:
+        return (HeadGroups(Axis.QUERY_HEADS, self.num_attention_heads, Axis.LATENT, 1),)
+
+    @property
+    def token_elements(self) -> Amounts:
+        return {Axis.LATENT: self.kv_lora_rank + self.qk_rope_head_dim}
+
+    @property
+    def pair_flops(self) -> Amounts:
+        # Absorbed: scores over latent and rotated key, sums over the latent.
+        return {Axis.QUERY_HEADS: 2 * (2 * self.kv_lora_rank + self.qk_rope_head_dim)}
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.qk_rope_head_dim
+
+    @property
+    def window(self) -> int | None:
+        return None
+
+    @property
+    def head_dim(self) -> int:
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        return frozenset({Feature.LATENT})
+
+    def _into_latent(self, name: str, gguf_name: str, width: int) -> Linear:
+        return Linear(f"self_attn.{name}", gguf_name, width, self.hidden_size, Cut(Axis.LATENT, 0, width))
+
+    def _into_heads(self, letters: str, width: int, in_features: int, role: Role) -> Linear:
+        names, cut = (f"self_attn.{letters}_proj", f"attn_{letters}"), Cut(Axis.QUERY_HEADS, 0, width)
+        return Linear(*names, self.num_attention_heads * width, in_features, cut, role=role)

@@ -1,0 +1,295 @@
+"""DeepSeek-V2 against transformers, from config and checkpoint to logits and greedy tokens; its plan, pool and cost."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from attention.kv_pool import TokenToKVPool
+from attention.registry import needs_of
+from benchmarks.make_checkpoint import write_checkpoint
+from cluster.messages import SamplingParams
+from configs.attention import Feature
+from configs.errors import CheckpointError, ConfigError
+from configs.latent_attention import LatentAttention
+from configs.layers import Axis, DenseMLP, MixtureOfExperts
+from configs.model_config import ModelConfig
+from configs.read_config import read_model_config
+from configs.resolve import kv_bytes_per_page
+from parallel.group import TensorParallelGroup
+from parallel.plan import ShardPlan
+from parallel.step_cost import StepCost
+from tests.conftest import ROOT
+from tests.local_group import Limits, LocalGroup
+from tests.test_models import Case, Rank, check_logits, on_ranks, save
+from worker.dummy_weights import DummyCheckpoint
+from worker.models.decoder import Decoder
+from worker.weights import Checkpoint, expected_shapes
+
+CPU = torch.device("cpu")
+SIZES: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "intermediate_size": 96,
+    "max_position_embeddings": 2048,
+    "num_experts_per_tok": 3,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "rms_norm_eps": 0.01,  # which the latents' norms must not take
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.9,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "lite": {"q_lora_rank": None, "rope_parameters": YARN},
+    # Values wider than keys; and experts of two groups of four.
+    "whole": {
+        "q_lora_rank": 40,
+        "v_head_dim": 32,
+        "topk_method": "group_limited_greedy",
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 2.5,
+        "first_k_dense_replace": 0,
+    },
+}
+SHAPE = ROOT / "benchmarks" / "models" / "deepseek-v2-lite"
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    torch.manual_seed(0)
+    config = transformers.DeepseekV2Config(**{**SIZES, **MODELS[request.param]}, attn_implementation="eager")
+    hf = transformers.DeepseekV2ForCausalLM(config)
+    with torch.no_grad():
+        # Of the initial size, heads would hardly prefer any token, nor routers any expert.
+        for parameter in hf.parameters():
+            parameter.mul_(6.0 if parameter.dim() > 1 else 1.0)
+    path = tmp_path_factory.mktemp(request.param)
+    save(hf, path)
+    return Case(hf, path, read_model_config(path))
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 3, 4, 6])
+def test_logits_equal_transformers_on_any_number_of_ranks(case: Case, tp_size: int) -> None:
+    check_logits(case, tp_size)
+
+
+@pytest.mark.parametrize("tp_size", [1, 4])
+def test_greedy_tokens_equal_transformers_through_the_runner_in_chunks_and_from_the_prefix_cache(
+    case: Case, tp_size: int
+) -> None:
+    generator = np.random.default_rng(7)
+    prompts = [generator.integers(0, SIZES["vocab_size"], length).tolist() for length in (1, 5, 17, 40, 70)]
+    prompts.append(prompts[-1][:50] + prompts[0])
+    group = LocalGroup(case.path, tp_size, num_pages=64)
+    try:
+        sampling = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+        requests = [(prompt, sampling) for prompt in prompts]
+        batched = group.generate(requests, Limits(64, chunk=32), at_once=True).tokens
+        cached = group.generate(requests, Limits(64, prefix_caching=True), at_once=False)
+    finally:
+        group.close()
+    assert cached.tokens == batched
+    assert cached.stats.total_prefix_hit_tokens >= 48
+    for prompt, answer in zip(prompts, batched, strict=True):
+        with torch.inference_mode():
+            logits = case.hf(torch.tensor([prompt + answer[:-1]])).logits[0, len(prompt) - 1 :]
+        assert answer == logits.argmax(-1).tolist()
+
+
+def test_tensors_are_those_of_the_checkpoint_and_of_transformers_layers(case: Case) -> None:
+    stored = load_file(case.path / "model.safetensors")
+    assert expected_shapes(case.model) == {name: tuple(tensor.shape) for name, tensor in stored.items()}
+    routed = [hasattr(layer.mlp, "experts") for layer in case.hf.model.layers]
+    assert [isinstance(layer.feed_forward, MixtureOfExperts) for layer in case.model.layers] == routed
+
+
+@pytest.mark.parametrize("tp_size", [1, 4, 6])
+def test_ranks_read_their_heads_and_the_latents_weights_whole(case: Case, tp_size: int) -> None:
+    plan = ShardPlan.create(case.model, tp_size)
+    for rank in range(tp_size):
+        with Checkpoint.open(case.path, case.model) as checkpoint:
+            _decoder(plan, rank).load(checkpoint)
+            assert checkpoint.bytes_read == 4 * plan.weight_elements(rank)
+
+
+def test_dummy_weights_are_one_model_here_and_in_transformers(case: Case, tmp_path: Path) -> None:
+    write_checkpoint(case.path, tmp_path)
+    dummy = DummyCheckpoint(case.model)
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        made = torch.empty_like(tensor)
+        dummy.read(name, made)
+        assert torch.equal(made, tensor), name
+    hf = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    check_logits(Case(hf, tmp_path, read_model_config(tmp_path)), 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tp_size", [1, 3, 4])
+def test_a_token_leaves_one_latent_and_one_rotated_key_on_every_rank(
+    tmp_path: Path, tp_size: int, dtype: torch.dtype
+) -> None:
+    model = _read(tmp_path, kv_lora_rank=512, qk_rope_head_dim=64)
+    plan, name = ShardPlan.create(model, tp_size), str(dtype).removeprefix("torch.")
+    per_token = (512 + 64) * dtype.itemsize * model.num_hidden_layers
+    for rank in range(tp_size):
+        layers = _decoder(plan, rank, dtype).attention_layers
+        pool = TokenToKVPool(layers, num_pages=7, page_size=16, dtype=dtype, device=CPU)
+        assert sum(pages.nbytes for i in range(len(layers)) for pages in pool.pages(i)) == 8 * 16 * per_token
+        assert kv_bytes_per_page(plan.kv_elements_per_token(rank), 16, name) == 16 * per_token
+
+
+def test_bf16_is_as_exact_as_transformers_bf16(case: Case) -> None:
+    """Absorbed decodes round other numbers than transformers does."""
+    tokens = torch.randint(0, SIZES["vocab_size"], (40,), generator=torch.Generator().manual_seed(3)).tolist()
+
+    def body(group: TensorParallelGroup) -> list[torch.Tensor]:
+        rank = Rank.create(case, group, torch.bfloat16)
+        return rank.logits([(1, 0, tokens[:8])]) + [rank.logits([(1, i, tokens[i : i + 1])])[0] for i in range(8, 40)]
+
+    [ours] = on_ranks(1, body)
+    with torch.inference_mode():
+        expected = case.hf(torch.tensor([tokens])).logits[0]
+        theirs = copy.deepcopy(case.hf).bfloat16()(torch.tensor([tokens])).logits[0]
+    # Of most positions: at some, a rounded state chooses other experts.
+    rms = [(it.float() - expected).square().mean(1).sqrt().median() for it in (torch.cat(ours), theirs)]
+    assert rms[0] <= 1.5 * rms[1]
+
+
+def _decoder(plan: ShardPlan, rank: int, dtype: torch.dtype = torch.float32) -> Decoder:
+    group = TensorParallelGroup(rank=rank, size=plan.tp_size, device=CPU, collectives=None)
+    return Decoder(plan.model, plan, group, dtype=dtype, device=CPU)
+
+
+def test_ranks_ask_of_a_backend_what_check_says_of_the_model(case: Case) -> None:
+    group = TensorParallelGroup.single()
+    decoder = Decoder(case.model, ShardPlan.create(case.model, 1), group, dtype=torch.float32, device=CPU)
+    pool = TokenToKVPool(decoder.attention_layers, num_pages=1, page_size=16, dtype=torch.float32, device=CPU)
+    asked = [layer.mixer for layer in case.model.layers]
+    assert needs_of(pool).features == frozenset[Feature]().union(*(mixer.features for mixer in asked))
+    assert needs_of(pool).head_dims == {mixer.head_dim for mixer in asked}
+
+
+# ---- config.json
+
+
+def _read(directory: Path, **changes: Any) -> ModelConfig:
+    config = {"model_type": "deepseek_v2", **SIZES, **changes}
+    (directory / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
+    return read_model_config(directory)
+
+
+def _parts(model: ModelConfig) -> tuple[LatentAttention, MixtureOfExperts]:
+    """Of the last layer."""
+    mixer, feed_forward = model.layers[-1].mixer, model.layers[-1].feed_forward
+    assert isinstance(mixer, LatentAttention)
+    assert isinstance(feed_forward, MixtureOfExperts)
+    return mixer, feed_forward
+
+
+def test_what_a_config_leaves_out_is_as_transformers_has_it(tmp_path: Path) -> None:
+    left_out = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rms_norm_eps",
+                "first_k_dense_replace", "num_key_value_heads")  # fmt: skip
+    model = _read(tmp_path, **dict.fromkeys(left_out, ...))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    attention, experts = _parts(model)
+    for key in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+        assert getattr(attention, key) == getattr(theirs, key), key
+    assert attention.scale == (128 + 64) ** -0.5
+    assert model.rms_norm_eps == theirs.rms_norm_eps
+    assert attention.rope.theta == theirs.rope_parameters["rope_theta"]
+    assert (experts.weight_scale, experts.num_groups) == (theirs.routed_scaling_factor, 1)
+    assert all(isinstance(layer.feed_forward, MixtureOfExperts) for layer in model.layers)
+    assert _parts(_read(tmp_path, q_lora_rank=None))[0].q_lora_rank is None
+
+
+def test_layers_without_experts_are_the_first_and_those_between(tmp_path: Path) -> None:
+    model = _read(tmp_path, num_hidden_layers=8, first_k_dense_replace=3, moe_layer_freq=2)
+    dense = [isinstance(layer.feed_forward, DenseMLP) for layer in model.layers]
+    assert dense == [True, True, True, True, False, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_routed_experts": ...}, "has no n_routed_experts"),
+        ({"n_shared_experts": None}, "has no n_shared_experts"),
+        ({"moe_intermediate_size": ...}, "has no moe_intermediate_size"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok=9 exceeds the experts of 1 of 1 groups"),
+        ({"topk_method": "noaux_tc"}, "topk_method=noaux_tc is not supported"),
+        ({"topk_method": "group_limited_greedy"}, "has no n_group"),
+        ({"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 1}, "n_group=3 does not divide"),
+        ({"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 5}, "less than topk_group=5"),
+        ({"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 1}, "exceeds the experts of 1 of 4"),
+        ({"scoring_func": "sigmoid"}, "scoring_func=sigmoid is not supported; only softmax is"),
+        ({"norm_topk_prob": True}, "norm_topk_prob=True is not supported; only False is"),
+        ({"hidden_act": "gelu"}, "hidden_act=gelu is not supported; only silu is"),
+        ({"moe_layer_freq": 0}, "moe_layer_freq=0 is less than 1"),
+        ({"qk_rope_head_dim": 7}, "is odd"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "has a quantization_config"),
+    ],
+)
+def test_a_config_that_cannot_be_served_is_refused(tmp_path: Path, changes: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message) as caught:
+        _read(tmp_path, **changes)
+    assert str(tmp_path) in str(caught.value)
+
+
+# ---- plan and cost of DeepSeek-V2-Lite
+
+
+@pytest.mark.parametrize("tp_size", range(1, 17))
+def test_heads_are_dealt_one_by_one_and_every_rank_has_the_latent(tp_size: int) -> None:
+    plan = ShardPlan.create(read_model_config(SHAPE), tp_size)
+    for shards in plan.layers:
+        heads = [shard[Axis.QUERY_HEADS] for shard in shards]
+        assert [span.start for span in heads] == [0, *(span.stop for span in heads[:-1])]
+        assert heads[-1].stop == 16
+        assert {span.size for span in heads} <= {16 // tp_size, -(-16 // tp_size)}
+        assert {shard[Axis.LATENT] for shard in shards} == {(0, 1)}
+    assert {plan.kv_elements_per_token(rank) for rank in range(tp_size)} == {27 * 576}
+    assert plan.weight_skew < 1.02
+
+
+def test_more_ranks_than_heads_are_refused() -> None:
+    with pytest.raises(ConfigError, match="tensor_parallel_size=17 exceeds num_attention_heads=16"):
+        ShardPlan.create(read_model_config(SHAPE), 17)
+
+
+@pytest.mark.parametrize("tp_size", [1, 3])
+def test_a_decode_reads_each_latent_once_a_rank_and_computes_in_the_absorbed_form(tp_size: int) -> None:
+    plan = ShardPlan.create(read_model_config(SHAPE), tp_size)
+    cost = StepCost.of(plan, 2)
+    one = np.ones(1, np.int32)
+    (near_flops, near_bytes), (far_flops, far_bytes) = (cost.step(n * one, one, 0) for n in (0, 1000))
+    assert far_bytes - near_bytes == 1000 * tp_size * 27 * 576 * 2
+    assert far_flops - near_flops == 1000 * 27 * 16 * 2 * (576 + 512)
+
+
+def test_a_token_is_multiplied_with_as_many_weights_as_are_published() -> None:
+    flops = StepCost.of(ShardPlan.create(read_model_config(SHAPE), 1), 2).flops_per_token
+    assert flops / 2 == pytest.approx(2.4e9 - 102400 * 2048, rel=0.03)  # without the LM head

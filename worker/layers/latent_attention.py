@@ -1,0 +1,109 @@
+"""Latent attention (MLA) of a layer."""
+
+from __future__ import annotations
+
+import torch
+
+from attention.latent import LatentHeads
+from attention.layer import LatentLayer
+from configs.latent_attention import LatentAttention
+from configs.layers import Axis, TensorSpec
+from parallel.fused_sum import PartialSum
+from parallel.linear import ColumnParallelLinear, RowParallelLinear
+from parallel.plan import Span
+from parallel.weight import LayerPlace, TensorSource
+from worker.layers.norm import RMSNorm
+from worker.layers.step import Step
+
+_NORM_EPS = 1e-6
+"""Of the latents' norms, whatever config.json says of the others: DeepSeek's code does so, and transformers'."""
+
+
+class MLA:
+    """Self-attention over this rank's query heads: latents -> norms -> rotary -> attention -> o -> all-reduce.
+
+    Every rank makes the whole latents, of equal bits, and keeps them in a pool of its own. The all-reduce may be left
+    to the norm that takes what `project` returns.
+    """
+
+    def __init__(self, spec: LatentAttention, place: LayerPlace, layer_id: int, _eps: float) -> None:
+        num_heads = place.shard[Axis.QUERY_HEADS].size
+        self.layer = LatentLayer(
+            layer_id=layer_id,
+            tp_q_head_num=num_heads,
+            tp_k_head_num=1,
+            head_dim=spec.kv_lora_rank + spec.qk_rope_head_dim,
+            scale=spec.scale,
+            latent_dim=spec.kv_lora_rank,
+            nope_dim=spec.qk_nope_head_dim,
+            v_dim=spec.v_head_dim,
+        )
+        self._spec = spec
+        self._place = place
+        self._into = ColumnParallelLinear(spec.q if spec.q_a is None else spec.q_a, spec.kv_a, place=place)
+        self._q_b = None if spec.q_a is None else ColumnParallelLinear(spec.q, place=place)
+        self._q_norm = None if spec.q_norm is None else self._norm(spec.q_norm)
+        self._kv_norm = self._norm(spec.kv_norm)
+        self._o = RowParallelLinear(spec.o, place)
+        self._kv_b = place.empty(num_heads, spec.qk_nope_head_dim + spec.v_head_dim, spec.kv_lora_rank)
+        self._heads = LatentHeads(self.layer, self._kv_b)
+
+    def load(self, source: TensorSource, prefix: str) -> None:
+        """Reads this rank's part of the spec's tensors, whose names begin with `prefix`."""
+        spec = self._spec
+        widths = {spec.q.name: spec.qk_head_dim, spec.kv_a.name: spec.kv_lora_rank + spec.qk_rope_head_dim}
+        halves = _RotaryHalves(source, {f"{prefix}{name}.weight": width for name, width in widths.items()}, spec)
+        self._into.load(halves, prefix)
+        if self._q_b is not None:
+            self._q_b.load(halves, prefix)
+        for norm, tensor in ((self._q_norm, spec.q_norm), (self._kv_norm, spec.kv_norm)):
+            if norm is not None and tensor is not None:
+                norm.load(source, prefix + tensor.name)
+        rows = self._place.shard.span_of(spec.kv_b.cut)
+        source.read(f"{prefix}{spec.kv_b.name}.weight", self._kv_b.flatten(0, 1), rows=rows)
+        self._o.load(source, prefix)
+
+    def attend(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        """[num_tokens, tp_q_head_num * v_head_dim] of [num_tokens, hidden_size]; the tokens are in the pool then."""
+        layer, spec = self.layer, self._spec
+        into = self._into(x)
+        widths = [into.shape[1] - layer.head_dim, spec.kv_lora_rank, spec.qk_rope_head_dim]
+        q, latent, k_rope = torch.split(into, widths, dim=1)
+        if self._q_b is not None and self._q_norm is not None:
+            q = self._q_b(self._q_norm(q))
+        q = q.view(len(x), layer.tp_q_head_num, spec.qk_head_dim)
+        q_rope = q[..., spec.qk_nope_head_dim :]
+        rotation = step.rotations[layer.layer_id]
+        q_rope.copy_(rotation.rotate(q_rope))
+        k_rope = rotation.rotate(k_rope.unsqueeze(1)).squeeze(1)
+        kept = torch.cat((self._kv_norm(latent), k_rope), dim=1)
+        return step.backend.forward_latent(q, kept, layer, self._heads)
+
+    def project(self, attended: torch.Tensor) -> torch.Tensor | PartialSum:
+        """[num_tokens, hidden_size] of what `attend` returned."""
+        return self._o.for_norm(attended)
+
+    def _norm(self, weight: TensorSpec) -> RMSNorm:
+        return RMSNorm(weight.elements, _NORM_EPS, dtype=self._place.dtype, device=self._place.device)
+
+
+class _RotaryHalves:
+    """A checkpoint whose rotary columns come in halves, as our rotary embedding has them, not as pairs of neighbours.
+
+    The same order for queries and keys changes no score.
+
+    Args:
+        widths: rows of a head, the last of which are rotary, of the tensors that have heads.
+    """
+
+    def __init__(self, source: TensorSource, widths: dict[str, int], spec: LatentAttention) -> None:
+        self._source = source
+        self._widths = widths
+        self._rotary_dim = spec.qk_rope_head_dim
+
+    def read(self, name: str, out: torch.Tensor, *, rows: Span | None = None, columns: Span | None = None) -> None:
+        """As the source reads it, with the rows of each head in order."""
+        self._source.read(name, out, rows=rows, columns=columns)
+        if name in self._widths:
+            rotary = out.view(-1, self._widths[name], out.shape[1])[:, -self._rotary_dim :]
+            rotary.copy_(torch.cat((rotary[:, ::2], rotary[:, 1::2]), dim=1))
