@@ -130,8 +130,8 @@ class TorchNativeBackend(AttentionBackend):
             _read(v_slots, group.slots).view(kv_shape).transpose(1, 2),
             group.mask,
             layer,
-            None if layer.sinks is None else layer.sinks.view(kv_heads, -1, 1),
             is_causal=False,
+            sinks=None if layer.sinks is None else layer.sinks.view(kv_heads, -1, 1),
         )
         return out.reshape(num_rows, -1)
 
@@ -151,8 +151,8 @@ class TorchNativeBackend(AttentionBackend):
             v.view(kv_shape).permute(1, 2, 0, 3).expand(wide),
             extend.mask,
             layer,
-            None if layer.sinks is None else layer.sinks.view(kv_heads, -1, 1, 1),
             is_causal=extend.mask is None,
+            sinks=None if layer.sinks is None else layer.sinks.view(kv_heads, -1, 1, 1),
         )
         return out.permute(2, 0, 1, 3).reshape(num_tokens, -1)
 
@@ -246,9 +246,9 @@ def _attend(
     v: torch.Tensor,
     mask: torch.Tensor | None,
     layer: AttentionLayer,
-    sinks: torch.Tensor | None,
     *,
     is_causal: bool,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """softmax(softcap(q @ k.T * scale) + mask) @ v over the last two dimensions; q, k, v have four.
 

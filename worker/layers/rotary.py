@@ -113,11 +113,11 @@ class TorchRotation:
             q = rms_norm(qk[:, :num_q_heads], norms.q_weight, norms.eps)
             k = rms_norm(qk[:, num_q_heads:], norms.k_weight, norms.eps)
             qk = torch.cat((q, k), dim=1)
-        turned = self._turn(qk).view(num_tokens, -1)
+        turned = self.rotate(qk).view(num_tokens, -1)
         pool.set_kv(layer.layer_id, out_cache_loc, turned[:, q_size:], qkv[:, -kv_size:])
         return turned[:, :q_size]
 
-    def _turn(self, heads: torch.Tensor) -> torch.Tensor:
+    def rotate(self, heads: torch.Tensor) -> torch.Tensor:
         """Heads [num_tokens, num_heads, head_dim], turned; a new tensor."""
         rotary_dim = self._cos.shape[-1]
         part = heads[..., :rotary_dim]
