@@ -139,8 +139,8 @@ class TorchNativeBackend(AttentionBackend):
             v.view(kv_shape).transpose(1, 2),
             group.mask,
             layer,
-            None if layer.sinks is None else layer.sinks.view(kv_heads, -1, 1),
             is_causal=False,
+            sinks=None if layer.sinks is None else layer.sinks.view(kv_heads, -1, 1),
         )
         return out.reshape(num_rows, -1)
 
@@ -159,8 +159,8 @@ class TorchNativeBackend(AttentionBackend):
             v.view(kv_shape).permute(1, 2, 0, 3).expand(wide),
             extend.mask,
             layer,
-            None if layer.sinks is None else layer.sinks.view(kv_heads, -1, 1, 1),
             is_causal=extend.mask is None,
+            sinks=None if layer.sinks is None else layer.sinks.view(kv_heads, -1, 1, 1),
         )
         return out.permute(2, 0, 1, 3).reshape(num_tokens, -1)
 
@@ -179,7 +179,7 @@ class TorchNativeBackend(AttentionBackend):
             # 2048, 16 heads of 192 and 128 columns, fp32, one core of an AMD EPYC.
             v = F.pad(v, (0, max(k.shape[-1] - v.shape[-1], 0)))
             own_q, k, v = (it.transpose(0, 1).unsqueeze(0) for it in (q[:, which], k, v))
-            attended = _attend(own_q, k, v, extend.mask, layer, None, is_causal=extend.mask is None)
+            attended = _attend(own_q, k, v, extend.mask, layer, is_causal=extend.mask is None)
             out[:, which] = attended[0, ..., : layer.v_dim].transpose(0, 1)
         return out.flatten(1)
 
@@ -278,9 +278,9 @@ def _attend(
     v: torch.Tensor,
     mask: torch.Tensor | None,
     layer: AttentionLayer,
-    sinks: torch.Tensor | None,
     *,
     is_causal: bool,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """softmax(softcap(q @ k.T * scale) + mask) @ v over the last two dimensions; q, k, v have four.
 
