@@ -54,11 +54,16 @@ class AttentionBackend(ABC):
                 raise ConfigError(f"layer {layer.layer_id} has sliding window {layer.window}; it must be at least 1")
         self.layers = tuple(layers)
         self.token_to_kv_pool = token_to_kv_pool
-        self._out_cache_loc: torch.Tensor | None = None
+        self._batch: ForwardBatch | None = None
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Prepares for `batch`. Page-table entries past a row's last page are never used."""
-        self._out_cache_loc = batch.out_cache_loc
+        self._batch = batch
+
+    def batch_of(self, layer: AttentionLayer) -> ForwardBatch:
+        """The step that was prepared, with slots and pages of the layer's pool."""
+        assert self._batch is not None, "before init_forward_metadata"
+        return self._batch.seen_by(layer.window)
 
     def capture_shapes(self, shape: StepShape, max_model_len: int) -> list[StepShape]:
         """The shapes, in order, to capture for the steps that `shape` holds: rows of other lengths may want others.
@@ -105,6 +110,6 @@ class AttentionBackend(ABC):
         Returns:
             As `attend`.
         """
-        assert self._out_cache_loc is not None, "forward before init_forward_metadata"
-        q = rotation.norm_rotate_store(qkv, layer, norms, self.token_to_kv_pool, self._out_cache_loc)
+        out_cache_loc = self.batch_of(layer).out_cache_loc
+        q = rotation.norm_rotate_store(qkv, layer, norms, self.token_to_kv_pool, out_cache_loc)
         return self.attend(q, layer)

@@ -72,7 +72,7 @@ class TorchNativeBackend(AttentionBackend):
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         super().init_forward_metadata(batch)
         self._mode = batch.mode
-        self._metadata = {window: self._plan(batch, window) for window in self._windows}
+        self._metadata = {window: self._plan(batch.seen_by(window), window) for window in self._windows}
 
     def attend(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         metadata = self._metadata[layer.window]

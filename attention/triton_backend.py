@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from attention.backend import AttentionBackend, register
-from attention.forward_batch import ForwardBatch, PagedMetadata
 from attention.layer import AttentionLayer
 
 
@@ -15,15 +14,11 @@ class TritonBackend(AttentionBackend):
 
     captures_cuda_graphs = True
 
-    def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        super().init_forward_metadata(batch)
-        self._paged: PagedMetadata = batch.paged
-
     def attend(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         from attention.kernels.decode import paged_decode
 
         k_pages, v_pages = self.token_to_kv_pool.pages(layer.layer_id)
         heads = q.view(-1, layer.tp_q_head_num, layer.head_dim)
         out = torch.empty(heads.shape, dtype=q.dtype, device=q.device)
-        paged_decode(heads, k_pages, v_pages, self._paged, layer, out=out)
+        paged_decode(heads, k_pages, v_pages, self.batch_of(layer).paged, layer, out=out)
         return out.view(q.shape)

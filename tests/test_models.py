@@ -18,7 +18,6 @@ from attention.registry import create_backend
 from configs.errors import ConfigError
 from configs.model_config import ModelConfig, RopeConfig
 from configs.read_config import read_model_config
-from configs.resolve import kv_bytes_per_page
 from parallel.embedding import whole_logits
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
@@ -298,7 +297,7 @@ def test_refuses_an_unknown_activation() -> None:
 def test_the_pool_of_a_rank_takes_the_bytes_that_the_plan_counts(tp_size: int) -> None:
     model = _ours("llama", RopeConfig(theta=10000.0), _sizes())
     plan = ShardPlan.create(model, tp_size)
-    page = [kv_bytes_per_page(plan.kv_elements_per_token(rank), PAGE_SIZE, "float32") for rank in range(tp_size)]
+    page = [sum(plan.kv_page_bytes(rank, PAGE_SIZE, "float32")) for rank in range(tp_size)]
     for rank in range(tp_size):
         group = TensorParallelGroup(rank=rank, size=tp_size, device=CPU, collectives=None)
         layers = Decoder(model, plan, group, dtype=torch.float32, device=CPU).attention_layers

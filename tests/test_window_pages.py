@@ -158,5 +158,5 @@ def test_a_failed_engine_starts_again_with_an_empty_window_pool() -> None:
 
 def test_refuses_a_window_pool_that_one_row_does_not_fit_in() -> None:
     assert WINDOWS.max_window_pages_per_row == 5  # 7 tokens before a chunk of 8, from the middle of a page on
-    with pytest.raises(ConfigError, match="num_window_pages=4 are too few.*choose at least 5"):
+    with pytest.raises(ConfigError, match=r"num_window_pages=4 are too few.*choose at least 5"):
         replace(WINDOWS, num_window_pages=4)

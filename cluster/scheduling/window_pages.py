@@ -84,7 +84,7 @@ class WindowPages:
         return int(usable[-1]) + 1 if len(usable) else 0
 
     def adopt(self, row: int, num_own: int, num_pages: int) -> None:
-        """The row got usable cached pages behind `num_own` of its own, `num_pages` in all, and will go on after them."""
+        """The row got usable cached pages behind `num_own` of its own, `num_pages` in all, and goes on after them."""
         first, pages = int(self._first_seen(num_pages * self._page_size)), self._table[row]
         self._leave(pages[self._first[row] : min(first, num_own)])
         entered = pages[max(first, num_own) : num_pages]
