@@ -227,16 +227,17 @@ def _log_pool(num_pages: int, page_size: int, memory: GroupMemory, window_pool: 
     """Every rank holds as many pages as the one with the least room."""
     from configs.kv_pages import pool_bytes
 
-    num_windowed = num_pages if window_pool is None else window_pool.num_pages(num_pages)
     for rank, (page, free) in enumerate(zip(memory.bytes_per_page, memory.free_bytes, strict=True)):
+        pool = f"{num_pages + 1} pages x {sum(page)} bytes"
+        if window_pool is not None:
+            num_windowed = window_pool.num_pages(num_pages) + 1
+            pool = (
+                f"{num_pages + 1} pages x {page.full} bytes + {num_windowed} x {page.windowed} of layers with a window"
+            )
         logger.info(
-            "rank %d: KV pool of %d pages x %d bytes, and %d x %d in layers with a window = %.2f GiB of %.2f GiB, for "
-            "%d tokens",
+            "rank %d: KV pool of %s = %.2f GiB of %.2f GiB, for %d tokens",
             rank,
-            num_pages + 1,
-            page.full,
-            num_windowed + 1,
-            page.windowed,
+            pool,
             pool_bytes(num_pages, page, window_pool) / (1 << 30),
             free / (1 << 30),
             num_pages * page_size,
