@@ -59,11 +59,16 @@ class AttentionBackend(ABC):
                 assert (shape, dtype) == ((layer.tp_q_head_num,), torch.float32), f"sinks of {shape}, {dtype}"
         self.layers = tuple(layers)
         self.token_to_kv_pool = token_to_kv_pool
-        self._out_cache_loc: torch.Tensor | None = None
+        self._batch: ForwardBatch | None = None
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Prepares for `batch`. Page-table entries past a row's last page are never used."""
-        self._out_cache_loc = batch.out_cache_loc
+        self._batch = batch
+
+    def batch_of(self, layer: AttentionLayer) -> ForwardBatch:
+        """The step that was prepared, with slots and pages of the layer's pool."""
+        assert self._batch is not None, "before init_forward_metadata"
+        return self._batch.seen_by(layer.window)
 
     def capture_shapes(self, shape: StepShape, max_model_len: int) -> list[StepShape]:
         """The shapes, in order, to capture for the steps that `shape` holds: rows of other lengths may want others.
@@ -110,8 +115,8 @@ class AttentionBackend(ABC):
         Returns:
             As `attend`.
         """
-        assert self._out_cache_loc is not None, "forward before init_forward_metadata"
-        q = rotation.norm_rotate_store(qkv, layer, norms, self.token_to_kv_pool, self._out_cache_loc)
+        out_cache_loc = self.batch_of(layer).out_cache_loc
+        q = rotation.norm_rotate_store(qkv, layer, norms, self.token_to_kv_pool, out_cache_loc)
         return self.attend(q, layer)
 
     def attend_latent(self, q: torch.Tensor, layer: LatentLayer, heads: LatentHeads) -> torch.Tensor:
@@ -137,6 +142,5 @@ class AttentionBackend(ABC):
         Returns:
             As `attend_latent`.
         """
-        assert self._out_cache_loc is not None, "forward before init_forward_metadata"
-        self.token_to_kv_pool.set_kv(layer.layer_id, self._out_cache_loc, kept)
+        self.token_to_kv_pool.set_kv(layer.layer_id, self.batch_of(layer).out_cache_loc, kept)
         return self.attend_latent(q, layer, heads)

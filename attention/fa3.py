@@ -9,7 +9,7 @@ import torch
 
 from attention.backend import AttentionBackend, register
 from attention.fa3_builds import load_provider
-from attention.forward_batch import ForwardBatch, PagedMetadata
+from attention.forward_batch import ForwardBatch
 from attention.kv_pool import TokenToKVPool
 from attention.layer import AttentionLayer
 from attention.step_shape import ANY_LEN, FEW_ROWS, StepShape
@@ -56,7 +56,6 @@ class FlashAttentionBackend(AttentionBackend):
                 dtype=token_to_kv_pool.dtype,
                 device=token_to_kv_pool.device,
             )
-        self._paged: PagedMetadata | None = None
         self._num_splits = 0
 
     def capture_shapes(self, shape: StepShape, max_model_len: int) -> list[StepShape]:
@@ -66,7 +65,6 @@ class FlashAttentionBackend(AttentionBackend):
         """Keeps the `paged` tensors of `batch`, which `attend` reads; queues nothing."""
         super().init_forward_metadata(batch)
         batch.paged.check()
-        self._paged = batch.paged
         self._num_splits = 0
 
     def prepare_capture(self, batch: ForwardBatch, shape: StepShape) -> None:
@@ -75,10 +73,9 @@ class FlashAttentionBackend(AttentionBackend):
         self._num_splits = 0 if shape.max_seq_len == ANY_LEN else 1
 
     def attend(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-        paged = self._paged
-        assert paged is not None, "attend before init_forward_metadata"
         k_pages, v_pages = self.token_to_kv_pool.pages(layer.layer_id)
         heads = q.view(-1, layer.tp_q_head_num, layer.head_dim)
+        paged = self.batch_of(layer).paged
         out = self._provider.attend(heads, k_pages, v_pages, paged, layer, num_splits=self._num_splits)
         return out.view(q.shape)
 

@@ -79,6 +79,12 @@ class ForwardBatch:
     sample_indices: torch.Tensor
     """[num_sampled] int64 or int32, device: tokens whose logits are wanted, in row order."""
     paged: PagedMetadata
+    in_window_pool: ForwardBatch | None = None
+    """The same step with slots and pages of the window pool; None: there is no such pool."""
+
+    def seen_by(self, window: int | None) -> ForwardBatch:
+        """The step with slots and pages of the pool of layers with that window."""
+        return self if window is None or self.in_window_pool is None else self.in_window_pool
 
     @property
     def batch_size(self) -> int:

@@ -13,11 +13,22 @@ from configs.errors import EngineError
 
 
 class ReqToTokenPool:
-    """The page table: row r lists the pages of the request in row r. Row 0 and page 0 are padding."""
+    """The page table: row r lists the pages of the request in row r. Row 0 and page 0 are padding.
 
-    def __init__(self, num_rows: int, max_pages: int, device: torch.device) -> None:
+    Args:
+        num_placed_pages: the largest page id, where there is a window pool.
+    """
+
+    def __init__(
+        self, num_rows: int, max_pages: int, device: torch.device, *, num_placed_pages: int | None = None
+    ) -> None:
         self.page_table = torch.zeros((num_rows + 1, max_pages), dtype=torch.int32, device=device)
         """[num_rows + 1, max_pages] int32, on the device; each step writes its page deltas to it."""
+        self.places: torch.Tensor | None = None
+        """[num_placed_pages + 1] int32, on the device: page of the window pool by page id. Of pages in no row's window
+        it is some page of that pool, or 0."""
+        if num_placed_pages is not None:
+            self.places = torch.zeros(num_placed_pages + 1, dtype=torch.int32, device=device)
 
     def check(self, deltas: npt.NDArray[np.int32], num_pages: int) -> None:
         """Raises EngineError if one of `deltas` [num_deltas, 3], of (row, index, page id), is outside the tables."""
@@ -34,12 +45,26 @@ class ReqToTokenPool:
                 f"a page delta is outside {num_rows - 1} rows of {max_pages} pages with ids 1 to {num_pages}"
             )
 
+    def check_places(self, changes: npt.NDArray[np.int32], num_window_pages: int | None) -> None:
+        """Raises EngineError if one of `changes` [num_changes, 2], of (page id, place), is outside the pools."""
+        if len(changes) == 0:
+            return
+        num_pages = 0 if self.places is None else len(self.places) - 1
+        if not ((changes >= 1).all() and (changes <= (num_pages, num_window_pages or 0)).all()):
+            raise EngineError(
+                f"a change is outside {num_pages} pages and {num_window_pages or 0} of the window pool with ids from 1"
+            )
+
 
 class TokenToKVPool:
     """What tokens leave in every layer: tensors [num_pages + 1, page_size, *shape], one for each of `token_shapes`.
 
     Those are keys and values, [tp_k_head_num, head_dim] each, or what another kind of layer keeps in their place. Page
     0 is the padding page. Slot s is page s // page_size, offset s % page_size.
+
+    Args:
+        num_window_pages: pages of the layers with a window, which have page ids of their own then: the window pool.
+            None: as many as of the others, by the same ids.
     """
 
     def __init__(
@@ -50,28 +75,31 @@ class TokenToKVPool:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        num_window_pages: int | None = None,
     ) -> None:
         self.layers = tuple(layers)
         self.num_pages = num_pages
+        self.num_window_pages = num_window_pages
         self.page_size = page_size
         self.dtype = dtype
         self.device = device
+        windowed = num_pages if num_window_pages is None else num_window_pages
         # No slot's values are used before they are written: on CPU memory is taken as pages fill. On CUDA whole pages
         # may be loaded, and a NaN in an unused slot would come through its weight of zero.
         new = torch.zeros if device.type == "cuda" else torch.empty
         self._pages = [
-            tuple(new((num_pages + 1, page_size, *shape), dtype=dtype, device=device) for shape in layer.token_shapes)
-            for layer in layers
+            tuple(new((pages + 1, page_size, *shape), dtype=dtype, device=device) for shape in layer.token_shapes)
+            for layer, pages in ((it, num_pages if it.window is None else windowed) for it in layers)
         ]
         # Slot views are made once: a view per layer and step is Python time on the decode path.
         self._slots = [tuple(pages.flatten(0, 1).flatten(1) for pages in of_layer) for of_layer in self._pages]
 
     def pages(self, layer_id: int) -> tuple[torch.Tensor, ...]:
-        """K and V of a layer, [num_pages + 1, page_size, tp_k_head_num, head_dim] each, or what it keeps; writable."""
+        """K and V of a layer, [its pages + 1, page_size, tp_k_head_num, head_dim] each, or what it keeps; writable."""
         return self._pages[layer_id]
 
     def slots(self, layer_id: int) -> tuple[torch.Tensor, ...]:
-        """The same memory as [(num_pages + 1) * page_size, elements of a token] each."""
+        """The same memory as [(its pages + 1) * page_size, elements of a token] each."""
         return self._slots[layer_id]
 
     def set_kv(self, layer_id: int, out_cache_loc: torch.Tensor, *kept: torch.Tensor) -> None:

@@ -26,6 +26,26 @@ class StepTensors:
     """[B] int32: tokens of each row once this step's are in the cache."""
     page_table: torch.Tensor
     """[B, max_pages] int32: pages of each row; what follows a row's last page is left as it was."""
+    window_out_cache_loc: torch.Tensor | None = None
+    """[T] int64: slot of each token in the window pool; None without one."""
+    window_page_table: torch.Tensor | None = None
+    """[B, max_pages] int32: pages of each row in the window pool; else as `page_table`."""
+
+    def first(self, num_rows: int, num_tokens: int) -> StepTensors:
+        """Views of the first rows and tokens."""
+
+        def cut(tensor: torch.Tensor | None, length: int) -> torch.Tensor | None:
+            return None if tensor is None else tensor[:length]
+
+        return StepTensors(
+            input_ids=self.input_ids[:num_tokens],
+            positions=self.positions[:num_tokens],
+            out_cache_loc=self.out_cache_loc[:num_tokens],
+            cache_seqlens=self.cache_seqlens[:num_rows],
+            page_table=self.page_table[:num_rows],
+            window_out_cache_loc=cut(self.window_out_cache_loc, num_tokens),
+            window_page_table=cut(self.window_page_table, num_rows),
+        )
 
 
 def fill_step_metadata(
@@ -39,6 +59,7 @@ def fill_step_metadata(
     page_size: int,
     max_seqlen_q: int,
     out: StepTensors,
+    places: torch.Tensor | None = None,
 ) -> None:
     """As the kernel, for tensors on the CPU."""
     table, row_of, bounds, positions = page_table.numpy(), rows.numpy(), cu_seqlens_q.numpy(), starts.numpy()
@@ -54,12 +75,21 @@ def fill_step_metadata(
     ids = token_ids.numpy()[:num_tokens]
     out.input_ids.numpy()[:num_tokens] = np.where(ids < 0, last_tokens.numpy()[row_of_token], ids)
     out.positions.numpy()[:num_tokens] = positions
-    out.out_cache_loc.numpy()[:num_tokens] = table[row_of_token, pages] * np.int64(page_size) + offsets
+    pages = table[row_of_token, pages]
+    out.out_cache_loc.numpy()[:num_tokens] = pages * np.int64(page_size) + offsets
     out.cache_seqlens.numpy()[:num_rows] = seq_lens
     num_pages = -(-seq_lens // page_size)
     width = int(num_pages.max())
     is_page = np.arange(width) < num_pages[:, None]
-    np.copyto(out.page_table.numpy()[:num_rows, :width], table[row_of, :width], where=is_page)
+    row_pages = table[row_of, :width]
+    np.copyto(out.page_table.numpy()[:num_rows, :width], row_pages, where=is_page)
+    if places is not None:
+        assert out.window_out_cache_loc is not None, "places without a window pool"
+        assert out.window_page_table is not None, "places without a window pool"
+        place = places.numpy()
+        out.window_out_cache_loc.numpy()[:num_tokens] = place[pages] * np.int64(page_size) + offsets
+        windowed = place[np.where(is_page, row_pages, 0)]
+        np.copyto(out.window_page_table.numpy()[:num_rows, :width], windowed, where=is_page)
 
 
 def apply_page_deltas(page_table: torch.Tensor, deltas: torch.Tensor) -> None:

@@ -96,7 +96,7 @@ class TorchNativeBackend(AttentionBackend):
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         super().init_forward_metadata(batch)
         self._mode = batch.mode
-        planned = {sight: self._plan(batch, sight) for sight in self._sights}
+        planned = {sight: self._plan(batch.seen_by(sight.window), sight) for sight in self._sights}
         self._metadata = {layer_id: planned[sight] for layer_id, sight in self._sight_of.items()}
 
     def attend(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:

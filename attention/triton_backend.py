@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from attention.backend import AttentionBackend, register
-from attention.forward_batch import ForwardBatch, PagedMetadata
+from attention.forward_batch import ForwardBatch
 from attention.kv_pool import TokenToKVPool
 from attention.layer import AttentionLayer
 
@@ -32,17 +32,14 @@ class TritonBackend(AttentionBackend):
         from attention.kernels.extend import paged_extend
 
         self._paged_decode, self._paged_extend = paged_decode, paged_extend
-        self._paged: PagedMetadata | None = None
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        """Keeps the `paged` tensors of `batch`, which `attend` reads; queues nothing."""
+        """Queues nothing."""
         super().init_forward_metadata(batch)
         batch.paged.check()
-        self._paged = batch.paged
 
     def attend(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-        paged = self._paged
-        assert paged is not None, "attend before init_forward_metadata"
+        paged = self.batch_of(layer).paged
         k_pages, v_pages = self.token_to_kv_pool.pages(layer.layer_id)
         heads = q.view(-1, layer.tp_q_head_num, layer.head_dim)
         out = torch.empty(heads.shape, dtype=q.dtype, device=q.device)

@@ -41,8 +41,8 @@ from cluster.serve.placement import NodeResources, check_fits, group_bundles, us
 from cluster.session import cluster_address, ray_session
 from configs.checkpoint import model_name
 from configs.errors import ConfigError, EngineError, LockstepError
+from configs.kv_pages import dtype_bytes
 from configs.load import load_app_config
-from configs.resolve import dtype_bytes
 from configs.schema import EngineConfig
 from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost

@@ -29,8 +29,8 @@ from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
 from configs.checkpoint import resolve_model_path
 from configs.load import load_app_config
 from configs.read_config import read_model_config
-from configs.resolve import ONE_NODE_STRATEGY, HostFacts, resolve, resolved
-from configs.schema import EngineConfig
+from configs.resolve import ONE_NODE_STRATEGY, HostFacts, resolve
+from configs.schema import EngineConfig, resolved
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from worker.protocol import FrameKind, StepFrame, StepResult

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from cluster.observability.logs import log_to_stderr
+from configs.kv_pages import PageBytes
 from configs.model_config import ModelConfig
 from configs.resolve import ANY_NODES_STRATEGY, ONE_NODE_STRATEGY
 from configs.schema import EngineConfig
@@ -67,7 +68,7 @@ class Location:
 class RankLoad:
     """What loading told about one rank."""
 
-    kv_bytes_per_page: int
+    kv_page_bytes: PageBytes
     free_bytes: int
     """Memory of the rank's device that the KV pool may take; on CPU the node's, shared by its ranks."""
     seconds: float
@@ -166,18 +167,16 @@ class RankActor:
         began = time.monotonic()
         worker.load(self._on_progress)
         seconds = time.monotonic() - began
-        return RankLoad(
-            kv_bytes_per_page=worker.kv_bytes_per_page(), free_bytes=worker.profile().usable_bytes, seconds=seconds
-        )
+        return RankLoad(kv_page_bytes=worker.kv_page_bytes(), free_bytes=worker.profile().usable_bytes, seconds=seconds)
 
     def measure(self) -> Peaks:
         """Measures what this rank's device can do; all ranks at the same time, since they may share it."""
         return self._ready().measure()
 
-    def allocate(self, num_pages: int, max_model_len: int) -> None:
+    def allocate(self, num_pages: int, max_model_len: int, num_window_pages: int | None) -> None:
         """Allocates the KV pool and the request tables; on CUDA captures the decode steps."""
         self._progress = 0.0
-        self._ready().allocate(num_pages, max_model_len, self._on_progress)
+        self._ready().allocate(num_pages, max_model_len, num_window_pages, self._on_progress)
 
     def attach_ring(self, frames_address: str, results_address: str) -> None:
         """Connects to the shared-memory step channel of this node; rank 0 also to the results."""

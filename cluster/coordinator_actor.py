@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from cluster.coordinator import Coordinator
     from cluster.rank_group import GroupMemory, RankGroup
     from cluster.scheduling.scheduler import SchedulerLimits
+    from configs.kv_pages import WindowPool
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class CoordinatorActor:
         from cluster.coordinator import Coordinator
         from cluster.rank_group import GENERATION, RankGroup
         from cluster.scheduling.scheduler import Scheduler
-        from configs.resolve import cut_max_model_len, dtype_bytes, num_kv_pages
+        from configs.kv_pages import WindowPool, cut_max_model_len, dtype_bytes, num_kv_pages
         from parallel.plan import ShardPlan
         from parallel.step_cost import StepCost
         from worker.protocol import StepResult
@@ -117,13 +118,15 @@ class CoordinatorActor:
         memory = group.load(locations)
         self._enter("measuring the devices")
         peak_flops, peak_bandwidth = group.measure()
-        num_pages = num_kv_pages(config.kv_cache, memory.bytes_per_page, memory.free_bytes)
+        window_pool = WindowPool.of(config, spec.model)
+        num_pages = num_kv_pages(config.kv_cache, memory.bytes_per_page, memory.free_bytes, window_pool)
         max_model_len = cut_max_model_len(config, spec.model, num_pages)
-        _log_pool(num_pages, config.kv_cache.page_size, memory)
+        _log_pool(num_pages, config.kv_cache.page_size, memory, window_pool)
         self._enter(_CAPTURING if config.device == "cuda" else "allocating the KV pool")
-        limits = _scheduler_limits(spec, num_pages, max_model_len)
+        limits = _scheduler_limits(spec, num_pages, max_model_len, window_pool)
         result_bytes = StepResult.max_bytes(limits.max_num_seqs * limits.max_row_tokens, config.server.max_logprobs)
-        frames, results = group.run(num_pages, max_model_len, max(limits.max_frame_bytes, result_bytes))
+        message_bytes = max(limits.max_frame_bytes, result_bytes)
+        frames, results = group.run(num_pages, max_model_len, limits.num_window_pages, message_bytes)
         coordinator = Coordinator(
             scheduler=Scheduler(limits, GENERATION, self._guides.make),
             frames=frames,
@@ -201,7 +204,9 @@ class CoordinatorActor:
             self._coordinator.close()
 
 
-def _scheduler_limits(spec: EngineSpec, num_pages: int, max_model_len: int) -> SchedulerLimits:
+def _scheduler_limits(
+    spec: EngineSpec, num_pages: int, max_model_len: int, window_pool: WindowPool | None
+) -> SchedulerLimits:
     """Limits of a group whose ranks hold `num_pages` pages each."""
     from cluster.scheduling.scheduler import SchedulerLimits
 
@@ -212,19 +217,28 @@ def _scheduler_limits(spec: EngineSpec, num_pages: int, max_model_len: int) -> S
         vocab_size=spec.model.vocab_size,
         enable_prefix_caching=spec.config.kv_cache.enable_prefix_caching,
         eos_token_ids=spec.model.eos_token_ids,
+        num_window_pages=None if window_pool is None else window_pool.num_pages(num_pages),
+        window=1 if window_pool is None else window_pool.window,
         **spec.config.scheduler.model_dump(),
     )
 
 
-def _log_pool(num_pages: int, page_size: int, memory: GroupMemory) -> None:
+def _log_pool(num_pages: int, page_size: int, memory: GroupMemory, window_pool: WindowPool | None) -> None:
     """Every rank holds as many pages as the one with the least room."""
+    from configs.kv_pages import pool_bytes
+
     for rank, (page, free) in enumerate(zip(memory.bytes_per_page, memory.free_bytes, strict=True)):
+        pool = f"{num_pages + 1} pages x {sum(page)} bytes"
+        if window_pool is not None:
+            num_windowed = window_pool.num_pages(num_pages) + 1
+            pool = (
+                f"{num_pages + 1} pages x {page.full} bytes + {num_windowed} x {page.windowed} of layers with a window"
+            )
         logger.info(
-            "rank %d: KV pool of %d pages x %d bytes = %.2f GiB of %.2f GiB, for %d tokens",
+            "rank %d: KV pool of %s = %.2f GiB of %.2f GiB, for %d tokens",
             rank,
-            num_pages + 1,
-            page,
-            (num_pages + 1) * page / (1 << 30),
+            pool,
+            pool_bytes(num_pages, page, window_pool) / (1 << 30),
             free / (1 << 30),
             num_pages * page_size,
         )

@@ -28,6 +28,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.actors import Location, RankActor, RankLoad, RankSpec, actor_class
 from configs.addresses import family_of
 from configs.errors import ConfigError, DeadlineError, EngineError, LockstepError, RankDiedError
+from configs.kv_pages import PageBytes
 from configs.model_config import ModelConfig
 from configs.schema import EngineConfig
 from parallel.channel import FrameReader, FrameWriter, Ring
@@ -63,9 +64,9 @@ class GroupMemory:
     on_cpu: bool
 
     @property
-    def bytes_per_page(self) -> tuple[int, ...]:
+    def bytes_per_page(self) -> tuple[PageBytes, ...]:
         """KV bytes of one page on each rank."""
-        return tuple(load.kv_bytes_per_page for load in self.loads)
+        return tuple(load.kv_page_bytes for load in self.loads)
 
     @property
     def free_bytes(self) -> tuple[int, ...]:
@@ -165,13 +166,16 @@ class RankGroup:
             return []
         return ray.get([rank.progress.remote() for rank in self._measured], timeout=_PROGRESS_TIMEOUT_S)
 
-    def run(self, num_pages: int, max_model_len: int, max_message_bytes: int) -> tuple[FrameWriter, FrameReader]:
+    def run(
+        self, num_pages: int, max_model_len: int, num_window_pages: int | None, max_message_bytes: int
+    ) -> tuple[FrameWriter, FrameReader]:
         """Allocates the KV pools, connects the channel and puts every rank into its step loop.
 
         Args:
+            num_window_pages: as in `TPWorker.allocate`.
             max_message_bytes: of a frame or a result.
         """
-        self._on_all("allocate", num_pages, max_model_len)
+        self._on_all("allocate", num_pages, max_model_len, num_window_pages)
         frames, results = (self._connect_ring if self._one_node else self._connect_tcp)(max_message_bytes)
         self._runs = [rank.run.remote() for rank in self._ranks]
         return frames, results

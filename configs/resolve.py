@@ -1,4 +1,4 @@
-"""Every `auto` decided once, into a new `EngineConfig`, with the reason of each decision; and the KV pool's arithmetic.
+"""Every `auto` decided once, into a new `EngineConfig`, with the reason of each decision.
 
 Owns the rules that tie settings to each other, to the model and to the machine. Facts about the machine are given by
 the caller: nothing here looks at hardware.
@@ -15,12 +15,12 @@ from pydantic import BaseModel
 from configs.attention import AttentionNeeds, Feature, Phase, check_backend, choose_backend
 from configs.checkpoint import model_name
 from configs.errors import ConfigError
+from configs.kv_pages import cut_max_model_len, num_kv_pages
 from configs.model_config import ModelConfig, check_tensor_parallel_size
-from configs.schema import EngineConfig, KVCacheConfig, SchedulerConfig, resolved
+from configs.schema import EngineConfig, SchedulerConfig
 
 _SectionT = TypeVar("_SectionT", bound=BaseModel)
 
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ONE_NODE_STRATEGY: dict[str, Literal["shared_memory", "symmetric_memory"]] = {
     "cpu": "shared_memory",
     "cuda": "symmetric_memory",
@@ -236,73 +236,3 @@ def _replaced(section: _SectionT, path: Sequence[str], value: Any) -> _SectionT:
     if rest:
         value = _replaced(getattr(section, name), rest, value)
     return section.model_copy(update={name: value})
-
-
-# ---- the KV pool
-
-
-def dtype_bytes(dtype: str) -> int:
-    """Bytes of one element of a resolved `dtype`."""
-    return _DTYPE_BYTES[dtype]
-
-
-def kv_bytes_per_page(elements_per_token: int, page_size: int, dtype: str) -> int:
-    """Bytes of one page on a rank; `ShardPlan.kv_elements_per_token` gives the elements."""
-    return elements_per_token * page_size * dtype_bytes(dtype)
-
-
-def num_kv_pages(kv_cache: KVCacheConfig, bytes_per_page: Sequence[int], free_bytes: Sequence[int]) -> int:
-    """Pages of the KV pool, the same on every rank: as many as the rank with the least room holds.
-
-    The padding page that every pool has on top is not counted, but its bytes are.
-
-    Args:
-        bytes_per_page: of each rank.
-        free_bytes: what each rank may still use, in the same order. Ranks that share one memory give each its part.
-            Empty, with `bytes_per_page`, when `kv_cache.num_tokens` is set and the memory is not known yet.
-
-    Raises:
-        ConfigError: the pool is larger than the memory, or holds no page.
-    """
-    page_size = kv_cache.page_size
-    if kv_cache.num_tokens is not None:
-        num_pages = -(-kv_cache.num_tokens // page_size)
-        for rank, (page, free) in enumerate(zip(bytes_per_page, free_bytes, strict=True)):
-            if (num_pages + 1) * page > free:
-                raise ConfigError(
-                    f"kv_cache.num_tokens={kv_cache.num_tokens} takes {(num_pages + 1) * page} bytes on rank {rank}, "
-                    f"which has {free} left; choose at most {max(free // page - 1, 0) * page_size} or use more ranks"
-                )
-        return num_pages
-    if kv_cache.memory_bytes is not None:
-        budgets, source = (
-            [kv_cache.memory_bytes] * len(bytes_per_page),
-            f"kv_cache.memory_bytes={kv_cache.memory_bytes}",
-        )
-    else:
-        budgets = [int(free * resolved(kv_cache.memory_fraction)) for free in free_bytes]
-        source = f"kv_cache.memory_fraction={kv_cache.memory_fraction} of {min(free_bytes)} free bytes"
-    num_pages = min(budget // page for budget, page in zip(budgets, bytes_per_page, strict=True)) - 1
-    if num_pages < 1:
-        raise ConfigError(
-            f"{source} holds no KV page: one of {page_size} tokens takes {max(bytes_per_page)} bytes on a rank, and "
-            "one more is padding; give the KV pool more memory or use more ranks"
-        )
-    return num_pages
-
-
-def cut_max_model_len(config: EngineConfig, model: ModelConfig, num_pages: int) -> int:
-    """Longest prompt plus completion of a group whose pool has `num_pages`.
-
-    Raises:
-        ConfigError: `max_model_len` is set and the pool cannot hold one such request.
-    """
-    capacity = num_pages * config.kv_cache.page_size
-    if config.max_model_len is None:
-        return min(model.max_context, capacity)
-    if config.max_model_len > capacity:
-        raise ConfigError(
-            f"max_model_len={config.max_model_len} exceeds the {capacity} tokens that the KV pool holds; choose at "
-            f"most {capacity}, or raise kv_cache.num_tokens or kv_cache.memory_fraction"
-        )
-    return config.max_model_len

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from configs.kv_pages import PageBytes, dtype_bytes
 from configs.layers import Amounts, Axis, Columns, Cut, HeadGroups, elements_of
 from configs.model_config import ModelConfig, check_tensor_parallel_size
 
@@ -108,6 +109,18 @@ class ShardPlan:
             shards[rank].amount(layer.mixer.token_elements)
             for layer, shards in zip(self.model.layers, self.layers, strict=True)
         )
+
+    def kv_page_bytes(self, rank: int, page_size: int, dtype: str) -> PageBytes:
+        """Bytes of a page of `page_size` tokens in the KV pool of `rank`."""
+        full, windowed = (
+            sum(
+                shards[rank].amount(layer.mixer.token_elements)
+                for layer, shards in zip(self.model.layers, self.layers, strict=True)
+                if (layer.mixer.window is not None) is has_window
+            )
+            for has_window in (False, True)
+        )
+        return PageBytes(full * page_size * dtype_bytes(dtype), windowed * page_size * dtype_bytes(dtype))
 
     def weight_elements(self, rank: int) -> int:
         """Elements of all weights `rank` holds: its shards, and what every rank has whole.

@@ -140,12 +140,15 @@ class FakeWorker:
     """Runs frames one after the other on an array of pages.
 
     Where several inputs of a row are sampled, any number of drafts was right, and the others leave what they are in the
-    pool.
+    pool. The window pool, if there is one, must hold the same wherever a query sees it there.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self.page_size = limits.page_size
         self.kv = np.full((limits.num_pages + 1, limits.page_size), -1, np.int64)
+        self.window = limits.window if limits.num_window_pages is not None else 0
+        self.window_kv = np.full(((limits.num_window_pages or 0) + 1, limits.page_size), -1, np.int64)
+        self.places = np.zeros(limits.num_pages + 1, np.int64)
         self.table = np.zeros((limits.max_num_seqs + 1, limits.max_pages_per_row), np.int64)
         self.last_token = np.zeros(limits.max_num_seqs + 1, np.int64)
         self.seeds: dict[int, int] = {}
@@ -159,6 +162,8 @@ class FakeWorker:
         frame = StepFrame.decode(encoded)
         for row, index, page in frame.page_deltas.tolist():
             self.table[row, index] = page
+        for page, place in frame.window_pages.tolist():
+            self.places[page] = place
         for record in frame.params:
             self.seeds[int(record["row"])] = int(record["seed"])
             self.num_logprobs[int(record["row"])] = int(record["num_logprobs"])
@@ -176,15 +181,19 @@ class FakeWorker:
         )
         for row, start, num, flags, num_draws in rows:
             positions = np.arange(start, start + num)
-            slots = self.table[row, positions // self.page_size], positions % self.page_size
             if flags & RowFlag.HAS_TOKENS:
-                self.kv[slots] = frame.token_ids[offset : offset + num]
+                self._write(row, positions, frame.token_ids[offset : offset + num])
                 offset += num
             else:
-                self.kv[slots] = WRONG_DRAFT
-                self.kv[slots[0][0], slots[1][0]] = self.last_token[row]
+                self._write(row, positions, WRONG_DRAFT)
+                self._write(row, positions[:1], self.last_token[row])
             plan.append((row, start + num - max(num_draws, 1) + 1, num_draws))
         assert offset == len(frame.token_ids)
+        for row, start, num in zip(frame.rows.tolist(), frame.starts.tolist(), frame.lens.tolist(), strict=True):
+            seen = self._slots(row, np.arange(max(start - (self.window - 1), 0), start + num))
+            places = self.places[seen[0]]
+            assert not self.window or places.all(), "a window lacks a page"
+            assert not self.window or (self.window_kv[places, seen[1]] == self.kv[seen]).all(), "a window reads others"
         self.num_computed += int(frame.lens.sum())
         tokens: list[int] = []
         counts: list[int] = []
@@ -195,8 +204,7 @@ class FakeWorker:
             counts.append(1 + next_token(self._history(row, num_tokens), 99) % num_draws)
             for index in range(num_tokens, num_tokens + counts[-1]):
                 if index > num_tokens:  # the draft was right
-                    place = self.table[row, (index - 1) // self.page_size], (index - 1) % self.page_size
-                    self.kv[place] = self.last_token[row]
+                    self._write(row, np.array([index - 1]), self.last_token[row])
                 self.last_token[row] = self._draw(row, index)
                 if self.num_logprobs[row] >= 0:
                     asked.append(len(tokens))
@@ -224,8 +232,17 @@ class FakeWorker:
         ).encode()
 
     def _history(self, row: int, num_tokens: int) -> npt.NDArray[np.int64]:
-        positions = np.arange(num_tokens)
-        return self.kv[self.table[row, positions // self.page_size], positions % self.page_size]
+        return self.kv[self._slots(row, np.arange(num_tokens))]
+
+    def _slots(self, row: int, positions: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        return self.table[row, positions // self.page_size], positions % self.page_size
+
+    def _write(self, row: int, positions: npt.NDArray[np.int64], tokens: npt.ArrayLike) -> None:
+        pages, offsets = self._slots(row, positions)
+        self.kv[pages, offsets] = tokens
+        if self.window:
+            assert self.places[pages].all(), "a page without a place is written"
+            self.window_kv[self.places[pages], offsets] = tokens
 
     def _draw(self, row: int, position: int) -> int:
         token = next_token(self._history(row, position), self.seeds[row])
@@ -433,6 +450,9 @@ class Engine:
         given = set(frame.params["row"].tolist())
         for earlier in self.frames:
             assert given.isdisjoint(earlier.rows.tolist()), "a row was given away while a step names it"
+        for ids, most in zip(frame.window_pages.T, (limits.num_pages, limits.num_window_pages or 0), strict=True):
+            assert len(np.unique(ids)) == len(ids), "a page or a place comes twice"
+            assert 1 <= ids.min(initial=1) <= ids.max(initial=1) <= max(most, 1)
         table = self.worker.table.copy()
         for row, index, page in frame.page_deltas.tolist():
             assert 1 <= page <= limits.num_pages

@@ -288,7 +288,7 @@ def _rank_main(
         taken = free - torch.cuda.mem_get_info(device)[0]
         own = expected.activation_bytes + expected.graph_bytes + expected.table_bytes
         if num_gpus >= size:  # else others take from the same device
-            assert taken <= own + (num_pages + 1) * worker.kv_bytes_per_page(), f"{taken} bytes taken, {expected} said"
+            assert taken <= own + (num_pages + 1) * sum(worker.kv_page_bytes()), f"{taken} bytes taken, {expected} said"
         results.put("ready")
         while True:  # one run of the loop for each scheduler
             worker.run(_Frames(frames), results.put if rank == 0 else None)

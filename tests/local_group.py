@@ -37,6 +37,9 @@ class Limits:
     """At most MAX_CHUNK."""
     max_num_seqs: int = 32
     prefix_caching: bool = False
+    num_window_pages: int | None = None
+    """At most the group's; None where it has none."""
+    window: int = 1
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,14 @@ class FrameQueue:
 class LocalGroup:
     """Ranks as threads: frames go in through queues, rank 0's results come out of one."""
 
-    def __init__(self, model_path: Path, tp_size: int, num_pages: int, max_model_len: int = 1024) -> None:
+    def __init__(
+        self,
+        model_path: Path,
+        tp_size: int,
+        num_pages: int,
+        max_model_len: int = 1024,
+        num_window_pages: int | None = None,
+    ) -> None:
         self.max_model_len = max_model_len
         self.model: ModelConfig = read_model_config(model_path)
         config = EngineConfig(
@@ -101,7 +111,7 @@ class LocalGroup:
                     )
                 worker = TPWorker(config=resolved, model=self.model, model_path=model_path, plan=plan, group=group)
                 worker.load()
-                worker.allocate(num_pages, max_model_len)
+                worker.allocate(num_pages, max_model_len, num_window_pages)
                 while not self.closing.is_set():  # one run of the loop for each scheduler
                     worker.run(FrameQueue(self.frames[rank]), self.results.put if rank == 0 else None)
                 worker.close()
@@ -150,6 +160,8 @@ class LocalGroup:
                 steps_in_flight=2,
                 enable_prefix_caching=limits.prefix_caching,
                 eos_token_ids=self.model.eos_token_ids,
+                num_window_pages=limits.num_window_pages,
+                window=limits.window,
             )
         )
         tokens: list[list[int]] = [[] for _ in requests]

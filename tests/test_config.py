@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,14 @@ import yaml
 
 from configs.checkpoint import is_local, model_name, resolve_model_path
 from configs.errors import CheckpointError, ConfigError
+from configs.kv_pages import PageBytes, WindowPool, cut_max_model_len, num_kv_pages, pool_bytes
+from configs.layers import Axis
 from configs.load import all_settings, load_app_config, parse_engine_config
 from configs.model_config import ModelConfig
-from configs.resolve import (
-    HostFacts,
-    ResolvedConfig,
-    cut_max_model_len,
-    dtype_bytes,
-    kv_bytes_per_page,
-    num_kv_pages,
-    resolve,
-)
+from configs.resolve import HostFacts, ResolvedConfig, resolve
 from configs.rope import RopeConfig
 from configs.schema import EngineConfig, KVCacheConfig
+from parallel.plan import ShardPlan
 from tests.dense_model import dense_model
 
 ROOT = Path(__file__).parent.parent
@@ -384,21 +380,65 @@ def test_settings_that_do_not_fit_each_other_or_the_model_are_refused(args: dict
 
 
 def test_the_pool_is_the_same_on_every_rank_and_fits_the_fullest() -> None:
-    page = kv_bytes_per_page(elements_per_token=128, page_size=16, dtype="bfloat16")
-    assert page == 128 * 16 * dtype_bytes("bfloat16") == 4096
+    page, half = PageBytes(4096), PageBytes(1024, 1024)
     # A third of 30 pages, and of 60 pages of half the size; one page of each is padding.
-    assert num_kv_pages(KVCacheConfig(memory_fraction=1 / 3), [page, page // 2], [31 * page, 31 * page]) == 9
-    assert num_kv_pages(KVCacheConfig(memory_bytes=10 * page), [page, page // 2], [1, 1]) == 9
-    assert num_kv_pages(KVCacheConfig(num_tokens=100), [page], [8 * page]) == 7
+    assert num_kv_pages(KVCacheConfig(memory_fraction=1 / 3), [page, half], [31 * 4096, 31 * 4096]) == 9
+    assert num_kv_pages(KVCacheConfig(memory_bytes=10 * 4096), [page, half], [1, 1]) == 9
+    assert num_kv_pages(KVCacheConfig(num_tokens=100), [page], [8 * 4096]) == 7
+
+
+def test_a_plan_counts_the_bytes_of_layers_with_a_window_apart() -> None:
+    plan = ShardPlan.create(_model(num_hidden_layers=4, layer_windows=(512, 512, None, 512)), 3)
+    for rank in range(3):
+        full, windowed = plan.kv_page_bytes(rank, 16, "bfloat16")
+        assert full + windowed == plan.kv_elements_per_token(rank) * 16 * 2
+        per_layer = [layer[rank][Axis.KV_HEADS].size * 2 * 16 * 16 * 2 for layer in plan.layers]
+        assert (full, windowed) == (per_layer[2], sum(per_layer) - per_layer[2])
+
+
+def _window_pool(*windows: int | None, **args: Any) -> WindowPool | None:
+    args = {"model": "a/b", "max_model_len": 8192, "scheduler": {"max_num_batched_tokens": 512}, **args}
+    config = EngineConfig.model_validate(args)
+    return WindowPool.of(config, _model(num_hidden_layers=len(windows), layer_windows=windows))
+
+
+def test_windowed_layers_get_a_pool_where_it_saves_enough() -> None:
+    pool = _window_pool(None, 512, 128)
+    assert pool == WindowPool(window=512, share=Fraction(512 + 32, 4096), extra=32 + 32 + 1)
+    assert pool.num_pages(1000) == 133 + 65
+    assert pool.num_pages(60) == 60
+    assert _window_pool(None, None) is None
+    assert _window_pool(None, 512, max_model_len=700) is None
+    assert _window_pool(4096, 4096) is None
+    assert _window_pool(None, 512, max_model_len=1024).share == Fraction(544, 1024)  # type: ignore[union-attr]
+
+
+def test_five_windowed_layers_of_six_save_three_fifths_of_a_pool_of_8k_tokens() -> None:
+    # Gemma 3's pattern.
+    pool, page = _window_pool(*[512] * 5, None), PageBytes(full=1000, windowed=5000)
+    assert pool is not None
+    assert pool_bytes(8192 // 16, page, pool) <= 0.4 * pool_bytes(8192 // 16, page, None)
+    assert pool_bytes(10**6 // 16, page, pool) <= 0.29 * pool_bytes(10**6 // 16, page, None)
+
+
+@pytest.mark.parametrize("page", [PageBytes(1000, 5000), PageBytes(0, 6000), PageBytes(3000, 1)])
+@pytest.mark.parametrize("budget", [30_000, 600_000, 654_321, 98_765_432_101])
+def test_a_budget_is_used_to_the_last_page(page: PageBytes, budget: int) -> None:
+    pool = _window_pool(512, None)
+    num_pages = num_kv_pages(KVCacheConfig(memory_bytes=budget), [page], [1], pool)
+    assert pool_bytes(num_pages, page, pool) <= budget < pool_bytes(num_pages + 8, page, pool)
+    assert num_kv_pages(KVCacheConfig(memory_bytes=budget), [page, PageBytes(1, 1)], [1, 1], pool) == num_pages
+    with pytest.raises(ConfigError, match=f"choose at most {num_pages * 16} "):
+        num_kv_pages(KVCacheConfig(num_tokens=2 * num_pages * 16 + 160), [page], [budget], pool)
 
 
 def test_a_pool_without_room_says_how_much_there_is() -> None:
     with pytest.raises(ConfigError, match=r"memory_bytes=100 holds no KV page: one of 16 tokens takes 4096 bytes"):
-        num_kv_pages(KVCacheConfig(memory_bytes=100), [4096], [1 << 30])
+        num_kv_pages(KVCacheConfig(memory_bytes=100), [PageBytes(4096)], [1 << 30])
     with pytest.raises(ConfigError, match=r"memory_fraction=0.3 of 4096 free bytes holds no KV page"):
-        num_kv_pages(KVCacheConfig(memory_fraction=0.3), [4096], [4096])
+        num_kv_pages(KVCacheConfig(memory_fraction=0.3), [PageBytes(4096)], [4096])
     with pytest.raises(ConfigError, match=r"num_tokens=100 takes 32768 bytes on rank 1, .* choose at most 96"):
-        num_kv_pages(KVCacheConfig(num_tokens=100), [4096, 4096], [1 << 30, 7 * 4096])
+        num_kv_pages(KVCacheConfig(num_tokens=100), [PageBytes(4096), PageBytes(4096)], [1 << 30, 7 * 4096])
 
 
 def test_the_context_is_cut_to_what_the_pool_holds_unless_it_was_asked_for() -> None:

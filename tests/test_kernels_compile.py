@@ -18,7 +18,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -123,17 +123,19 @@ def _call_step_metadata(page_size: int) -> None:
         cache_seqlens=_int32(num_rows),
         page_table=_int32(num_rows, max_pages),
     )
-    fill_step_metadata(
-        rows=_int32(num_rows),
-        starts=_int32(num_rows),
-        cu_seqlens_q=_int32(num_rows + 1),
-        token_ids=_int32(num_tokens),
-        page_table=table,
-        last_tokens=_int64(257),
-        page_size=page_size,
-        max_seqlen_q=64,
-        out=tensors,
-    )
+    inputs: dict[str, Any] = {
+        "rows": _int32(num_rows),
+        "starts": _int32(num_rows),
+        "cu_seqlens_q": _int32(num_rows + 1),
+        "token_ids": _int32(num_tokens),
+        "page_table": table,
+        "last_tokens": _int64(257),
+        "page_size": page_size,
+        "max_seqlen_q": 64,
+    }
+    fill_step_metadata(**inputs, out=tensors)
+    windowed = replace(tensors, window_out_cache_loc=_int64(num_tokens), window_page_table=_int32(num_rows, max_pages))
+    fill_step_metadata(**inputs, out=windowed, places=_int32(1000))
     apply_page_deltas(table, _int32(3, 3))
 
 

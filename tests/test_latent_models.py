@@ -24,7 +24,6 @@ from configs.latent_attention import LatentAttention
 from configs.layers import Axis, DenseMLP, MixtureOfExperts
 from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
-from configs.resolve import kv_bytes_per_page
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost
@@ -160,7 +159,7 @@ def test_a_token_leaves_one_latent_and_one_rotated_key_on_every_rank(
         layers = _decoder(plan, rank, dtype).attention_layers
         pool = TokenToKVPool(layers, num_pages=7, page_size=16, dtype=dtype, device=CPU)
         assert sum(pages.nbytes for i in range(len(layers)) for pages in pool.pages(i)) == 8 * 16 * per_token
-        assert kv_bytes_per_page(plan.kv_elements_per_token(rank), 16, name) == 16 * per_token
+        assert plan.kv_page_bytes(rank, 16, name) == (16 * per_token, 0)
 
 
 def test_bf16_is_as_exact_as_transformers_bf16(case: Case) -> None:

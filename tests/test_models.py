@@ -19,7 +19,6 @@ from attention.registry import create_backend
 from configs.errors import ConfigError
 from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
-from configs.resolve import kv_bytes_per_page
 from configs.rope import RopeConfig
 from parallel.embedding import whole_logits
 from parallel.group import TensorParallelGroup
@@ -322,7 +321,7 @@ def test_refuses_an_unknown_activation() -> None:
 def test_the_pool_of_a_rank_takes_the_bytes_that_the_plan_counts(tp_size: int) -> None:
     model = _ours("llama", RopeConfig(theta=10000.0), _sizes())
     plan = ShardPlan.create(model, tp_size)
-    page = [kv_bytes_per_page(plan.kv_elements_per_token(rank), PAGE_SIZE, "float32") for rank in range(tp_size)]
+    page = [sum(plan.kv_page_bytes(rank, PAGE_SIZE, "float32")) for rank in range(tp_size)]
     for rank in range(tp_size):
         group = TensorParallelGroup(rank=rank, size=tp_size, device=CPU, collectives=None)
         layers = Decoder(model, plan, group, dtype=torch.float32, device=CPU).attention_layers

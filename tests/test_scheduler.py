@@ -21,7 +21,7 @@ from tests.fake_engine import EOS, LIMITS, VOCAB, Engine, prompt_of, prompt_stop
 from worker.protocol import RowFlag, StepResult
 
 
-def run_random_load(seed: int, steps_in_flight: int, max_row_tokens: int = 1) -> Engine:
+def run_random_load(seed: int, steps_in_flight: int, max_row_tokens: int = 1, *, windows: bool = False) -> Engine:
     rng = random.Random(seed)
     page_size = rng.choice([1, 2, 4, 8])
     max_model_len = rng.choice([24, 48])
@@ -38,6 +38,10 @@ def run_random_load(seed: int, steps_in_flight: int, max_row_tokens: int = 1) ->
         enable_prefix_caching=rng.random() < 0.8,
     )
     limits = replace(limits, max_row_tokens=min(max_row_tokens, limits.max_num_batched_tokens))
+    if windows:
+        limits = replace(limits, window=rng.choice([1, 3, 8, 17]), num_window_pages=limits.num_pages)
+        most, least = limits.num_pages, limits.max_window_pages_per_row
+        limits = replace(limits, num_window_pages=min(most, least + rng.choice([0, 1, 4, most // 3])))
     engine = Engine(limits)
     stems = [prompt_of(rng.randrange(1, max_model_len - 2), stem) for stem in range(3)]
     for _ in range(150):

@@ -103,6 +103,30 @@ def test_pages_that_a_step_brings_are_there_for_it_however_many(num_deltas: int,
     assert (batch.out_cache_loc // PAGE_SIZE).tolist() == pages.tolist()
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("num_places", [0, 7, 9000])
+def test_places_in_the_window_pool_are_there_for_the_step_that_brings_them(num_places: int, device: str) -> None:
+    table = ReqToTokenPool(MAX_ROWS, MAX_LEN // PAGE_SIZE, torch.device(device), num_placed_pages=9000)
+    table.page_table[1:] = torch.arange(1, MAX_ROWS * MAX_LEN // PAGE_SIZE + 1).view(MAX_ROWS, -1)
+    inputs = StepInputs(table, max_rows=MAX_ROWS + 1, max_tokens=MAX_ROWS, page_size=PAGE_SIZE)
+    frame = frame_of(np.random.default_rng(0), MAX_ROWS, decodes=True)
+    frame.page_deltas = np.array([[3, 1, 7]], np.int32)
+    frame.window_pages = np.stack([np.arange(1, num_places + 1), 2 * np.arange(1, num_places + 1)], 1).astype(np.int32)
+    frame = StepFrame.decode(frame.encode())
+    inputs.upload(frame, shape_of(frame))
+    batch = inputs.batch(frame, shape_of(frame))
+    assert table.page_table[3, 1] == 7
+    assert batch.seen_by(None) is batch
+    windowed = batch.seen_by(5)
+    places = torch.zeros(9001, dtype=torch.int64)
+    places[1 : num_places + 1] = 2 * torch.arange(1, num_places + 1)
+    slots = batch.out_cache_loc.cpu()
+    assert torch.equal(windowed.out_cache_loc.cpu(), places[slots // PAGE_SIZE] * PAGE_SIZE + slots % PAGE_SIZE)
+    for i, length in enumerate(batch.seq_lens.tolist()):
+        pages = batch.paged.page_table[i, : -(-length // PAGE_SIZE)].long().cpu()
+        assert torch.equal(windowed.paged.page_table[i, : len(pages)].long().cpu(), places[pages])
+
+
 def test_refuses_a_step_larger_than_its_tensors() -> None:
     inputs, table = _inputs("cpu")
     before = table.page_table.clone()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import ModuleType
 
 import numpy as np
@@ -66,7 +67,10 @@ class Step:
             if count == 1 and i < len(batch) - 1:
                 self.token_ids[self.cu_seqlens_q[i]] = -1
 
-    def run(self, by: ModuleType) -> StepTensors:
+        self.places = rng.integers(1, 5000, 100_000).astype(np.int32)
+        self.places[0] = 0
+
+    def run(self, by: ModuleType, *, windows: bool = False) -> StepTensors:
         device = _device(by)
         num_rows, num_tokens = len(self.batch), int(self.cu_seqlens_q[-1])
         rows, starts, counts = np.array(self.batch, np.int32).T
@@ -81,6 +85,9 @@ class Step:
             cache_seqlens=torch.full((num_rows + 1,), UNTOUCHED, dtype=torch.int32, device=device),
             page_table=torch.full((num_rows + 1, self.max_pages), UNTOUCHED, dtype=torch.int32, device=device),
         )
+        if windows:
+            slots, pages = out.out_cache_loc.clone(), out.page_table.clone()
+            out = replace(out, window_out_cache_loc=slots, window_page_table=pages)
         by.fill_step_metadata(
             rows=on_device[0],
             starts=on_device[1],
@@ -91,6 +98,7 @@ class Step:
             page_size=self.page_size,
             max_seqlen_q=int(counts.max()),
             out=out,
+            places=_to_device(self.places, device) if windows else None,
         )
         return out
 
@@ -121,6 +129,24 @@ def test_fills_inputs_slots_lengths_and_pages_of_every_row_and_nothing_past_them
     for field, values in expected.items():
         np.testing.assert_array_equal(getattr(out, field).cpu().numpy(), [*values, UNTOUCHED], field)
     np.testing.assert_array_equal(out.page_table.cpu().numpy(), expected_pages)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("name", list(BATCHES))
+def test_fills_slots_and_pages_of_the_window_pool_and_nothing_past_them(
+    name: str, page_size: int, by: ModuleType
+) -> None:
+    step = Step(BATCHES[name], page_size)
+    plain, out = step.run(by), step.run(by, windows=True)
+    for field in ("input_ids", "positions", "out_cache_loc", "cache_seqlens", "page_table"):
+        assert torch.equal(getattr(out, field), getattr(plain, field)), field
+    assert out.window_out_cache_loc is not None
+    assert out.window_page_table is not None
+    slots, pages = plain.out_cache_loc.cpu().numpy()[:-1], plain.page_table.cpu().numpy()
+    expected = step.places[slots // page_size] * np.int64(page_size) + slots % page_size
+    np.testing.assert_array_equal(out.window_out_cache_loc.cpu().numpy(), [*expected, UNTOUCHED])
+    expected = np.where(pages == UNTOUCHED, UNTOUCHED, step.places[np.maximum(pages, 0)])
+    np.testing.assert_array_equal(out.window_page_table.cpu().numpy(), expected)
 
 
 def test_padding_rows_have_length_one_and_write_slot_zero(by: ModuleType) -> None:

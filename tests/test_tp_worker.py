@@ -385,7 +385,7 @@ def test_bfloat16_and_a_step_of_chunks_alone_run(tiny_path: Path) -> None:
         [frames.step([(1, [1, 2, 3], False), (2, [4, 5], False)]), frames.step([(1, [6], True)]), frames.close()],
     )
     assert [len(result.tokens) for result in results] == [0, 1]
-    assert 2 * worker.kv_bytes_per_page() == _worker(tiny_path, MODEL).kv_bytes_per_page()
+    assert 2 * worker.kv_page_bytes().full == _worker(tiny_path, MODEL).kv_page_bytes().full
 
 
 def test_logprobs_come_back_for_the_rows_that_asked(tiny_path: Path) -> None:
@@ -418,7 +418,7 @@ def test_reports_progress_and_the_bytes_of_its_weights(tiny_path: Path) -> None:
     assert shares == sorted(shares)
     assert shares[-1] == 1.0
     assert worker.weight_bytes == sum(4 * int(np.prod(shape)) for shape in expected_shapes(MODEL).values())
-    assert worker.kv_bytes_per_page() == 2 * 2 * PAGE_SIZE * 2 * 16 * 4
+    assert worker.kv_page_bytes() == (2 * 2 * PAGE_SIZE * 2 * 16 * 4, 0)
     assert free_bytes(worker.device) > 0
 
 

@@ -1,4 +1,4 @@
-"""How much memory a rank's device has left for KV pages. How many go into it is `configs.resolve.num_kv_pages`."""
+"""How much memory a rank's device has left for KV pages. How many go into it is `configs.kv_pages.num_kv_pages`."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class ModelRunner:
         self._decoder = decoder
         self._backend = backend
         self._req_to_token_pool = req_to_token_pool
-        self._num_pages = token_to_kv_pool.num_pages
+        self._num_pages, self._num_window_pages = token_to_kv_pool.num_pages, token_to_kv_pool.num_window_pages
         self._sampler = sampler
         self._group = group
         self._limits = limits
@@ -113,6 +113,7 @@ class ModelRunner:
         """
         frame.check(self._limits)
         self._req_to_token_pool.check(frame.page_deltas, self._num_pages)
+        self._req_to_token_pool.check_places(frame.window_pages, self._num_window_pages)
         is_sampled = (frame.flags & RowFlag.SAMPLE) != 0
         step, sampled = shape_of(frame), frame.rows[is_sampled]
         shape = None if len(frame.prompt_targets) else self._graphs.smallest(step)

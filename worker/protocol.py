@@ -235,6 +235,9 @@ class StepFrame(Message):
     """Input tokens of the rows with HAS_TOKENS, one after the other in row order."""
     page_deltas = Section(np.int32, "delta", 3)
     """[num_deltas, 3] of (row, index in the row's page table, page id): pages that this step's rows gained."""
+    window_pages = Section(np.int32, "window_page", 2)
+    """[num_window_pages, 2] of (page id, page of the window pool): where layers with a sliding window keep what this
+    step writes to the page, and to a page at most once. Empty without a window pool."""
     params = Section(PARAMS_DTYPE, "param", check=_check_params)
     """Rows given to a new request. Such a row starts without biases, mask, counts, asked."""
     biases = Section(BIAS_DTYPE, "bias", check=_check_biases)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ class StepInputs:
     """
 
     def __init__(self, pool: ReqToTokenPool, *, max_rows: int, max_tokens: int, page_size: int) -> None:
-        self._page_table = pool.page_table
+        self._page_table, self._places = pool.page_table, pool.places
         self._page_size = page_size
         num_rows, max_pages = self._page_table.shape
         device = self._page_table.device
@@ -56,6 +57,12 @@ class StepInputs:
             cache_seqlens=torch.zeros(max_rows, dtype=torch.int32, device=device),
             page_table=torch.zeros(max_rows, max_pages, dtype=torch.int32, device=device),
         )
+        if self._places is not None:
+            self._tensors = replace(
+                self._tensors,
+                window_out_cache_loc=torch.zeros_like(self._tensors.out_cache_loc),
+                window_page_table=torch.zeros_like(self._tensors.page_table),
+            )
 
     def upload(self, frame: StepFrame, shape: StepShape) -> None:
         """Queues the copy of `frame`, padded to `shape`, and the page table's update.
@@ -71,7 +78,10 @@ class StepInputs:
         self._next_stage = (self._next_stage + 1) % _NUM_STAGES
         stage.wait()
         begin = self._layout.pack(stage.array, frame, shape)
-        deltas = frame.page_deltas
+        deltas, num_page_deltas = frame.page_deltas, len(frame.page_deltas)
+        if len(frame.window_pages):
+            # Of a table of one row, in which pages have their places.
+            deltas = np.concatenate((deltas, np.insert(frame.window_pages, 0, 0, axis=1)))
         end = begin + deltas.size
         if end <= self._layout.capacity:
             stage.array[begin:end] = deltas.reshape(-1)
@@ -81,8 +91,10 @@ class StepInputs:
             # Prefix hits of many long prompts in one step: rare enough for a copy of their own.
             stage.copy_to(self._buffer, begin)
             on_device = upload(deltas, self._buffer.device)
-        if len(deltas):
-            self._apply_page_deltas(self._page_table, on_device)
+        if num_page_deltas:
+            self._apply_page_deltas(self._page_table, on_device[:num_page_deltas])
+        if self._places is not None and num_page_deltas < len(deltas):
+            self._apply_page_deltas(self._places.view(1, -1), on_device[num_page_deltas:])
 
     def graph_batch(self, shape: StepShape) -> ForwardBatch:
         """The batch of any step padded to `shape`: its tensors are the same for every step.
@@ -113,14 +125,7 @@ class StepInputs:
         return rows.index_select(0, which), seq_lens.index_select(0, which)
 
     def _batch(self, shape: StepShape, prefix_lens: Int64Array, extend_lens: Int64Array) -> ForwardBatch:
-        full, layout = self._tensors, self._layout
-        tensors = StepTensors(
-            input_ids=full.input_ids[: shape.num_tokens],
-            positions=full.positions[: shape.num_tokens],
-            out_cache_loc=full.out_cache_loc[: shape.num_tokens],
-            cache_seqlens=full.cache_seqlens[: shape.num_rows],
-            page_table=full.page_table[: shape.num_rows],
-        )
+        layout, tensors = self._layout, self._tensors.first(shape.num_rows, shape.num_tokens)
         cu_seqlens_q = self._buffer[layout.cu_seqlens_q(shape.num_rows)]
         max_seqlen_q = int(extend_lens.max())
         self._fill_step_metadata(
@@ -133,10 +138,11 @@ class StepInputs:
             page_size=self._page_size,
             max_seqlen_q=max_seqlen_q,
             out=tensors,
+            places=self._places,
         )
         host_cu_seqlens_q = np.zeros(shape.num_rows + 1, np.int64)
         np.cumsum(extend_lens, out=host_cu_seqlens_q[1:])
-        return ForwardBatch(
+        batch = ForwardBatch(
             mode=ForwardMode.of(extend_lens),
             prefix_lens=prefix_lens,
             extend_lens=extend_lens,
@@ -153,6 +159,11 @@ class StepInputs:
                 max_seqlen_q=max_seqlen_q,
             ),
         )
+        slots, pages = tensors.window_out_cache_loc, tensors.window_page_table
+        if slots is None or pages is None:
+            return batch
+        paged = replace(batch.paged, page_table=pages)
+        return replace(batch, in_window_pool=replace(batch, out_cache_loc=slots, paged=paged))
 
 
 class _Stage:

@@ -16,8 +16,8 @@ import torch
 from attention.kv_pool import ReqToTokenPool, TokenToKVPool
 from attention.registry import create_backend
 from configs.errors import ConfigError, EngineError
+from configs.kv_pages import PageBytes
 from configs.model_config import ModelConfig
-from configs.resolve import kv_bytes_per_page
 from configs.schema import EngineConfig, resolved
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
@@ -112,10 +112,9 @@ class TPWorker:
             time.monotonic() - began,
         )
 
-    def kv_bytes_per_page(self) -> int:
-        """Bytes of one KV page on this rank: all layers, K and V."""
-        elements = self._plan.kv_elements_per_token(self._group.rank)
-        return kv_bytes_per_page(elements, self._config.kv_cache.page_size, self._config.dtype)
+    def kv_page_bytes(self) -> PageBytes:
+        """Bytes of one KV page on this rank, K and V."""
+        return self._plan.kv_page_bytes(self._group.rank, self._config.kv_cache.page_size, self._config.dtype)
 
     @torch.inference_mode()
     def profile(self) -> DeviceMemory:
@@ -147,17 +146,24 @@ class TPWorker:
         return peaks
 
     @torch.inference_mode()
-    def allocate(self, num_pages: int, max_model_len: int, on_progress: Callable[[float], None] | None = None) -> None:
+    def allocate(
+        self,
+        num_pages: int,
+        max_model_len: int,
+        num_window_pages: int | None = None,
+        on_progress: Callable[[float], None] | None = None,
+    ) -> None:
         """Allocates the KV pool and page table; captures steps as well where the attention backend can.
 
         Args:
             num_pages: pages with ids 1 to num_pages; page 0 comes on top. The same on every rank.
             max_model_len: most tokens of one sequence.
+            num_window_pages: likewise, of layers with a window; None: they have no pool of their own.
             on_progress: gets the share of the graphs captured, 0 to 1.
         """
         check_length(self._model, max_model_len)
         with naming_the_rank(self._group.rank, self._device, "capturing the CUDA graphs"):
-            runner = self._new_runner(num_pages, max_model_len)
+            runner = self._new_runner(num_pages, max_model_len, num_window_pages)
             runner.capture(on_progress=on_progress)
         self._runner = runner
         if self._device.type == "cuda":
@@ -221,10 +227,10 @@ class TPWorker:
         # An idle group may wait for days: the coordinator's death ends the wait, not a deadline.
         return frames.recv(float("inf"))
 
-    def _new_runner(self, num_pages: int, max_model_len: int) -> ModelRunner:
+    def _new_runner(self, num_pages: int, max_model_len: int, num_window_pages: int | None = None) -> ModelRunner:
         scheduler, attention = self._config.scheduler, self._config.attention
         flops = StepCost.of(self._plan, self._dtype.itemsize).flops_per_token / self._group.size
-        req_to_token_pool, token_to_kv_pool = self._pools(num_pages, max_model_len)
+        req_to_token_pool, token_to_kv_pool = self._pools(num_pages, max_model_len, num_window_pages)
         return ModelRunner(
             self._decoder,
             create_backend(resolved(attention.prefill_backend), resolved(attention.decode_backend), token_to_kv_pool),
@@ -238,7 +244,9 @@ class TPWorker:
             max_graph_tokens=launch_bound_tokens(flops / self._model.num_hidden_layers),
         )
 
-    def _pools(self, num_pages: int, max_model_len: int) -> tuple[ReqToTokenPool, TokenToKVPool]:
+    def _pools(
+        self, num_pages: int, max_model_len: int, num_window_pages: int | None
+    ) -> tuple[ReqToTokenPool, TokenToKVPool]:
         page_size = self._config.kv_cache.page_size
         token_to_kv_pool = TokenToKVPool(
             self._decoder.attention_layers,
@@ -246,10 +254,15 @@ class TPWorker:
             page_size=page_size,
             dtype=self._dtype,
             device=self._device,
+            num_window_pages=num_window_pages,
         )
         num_rows = self._limits(max_model_len).num_rows - 1
         self._decoder.set_max_positions(max_model_len)
-        return ReqToTokenPool(num_rows, -(-max_model_len // page_size), self._device), token_to_kv_pool
+        num_placed_pages = None if num_window_pages is None else num_pages
+        req_to_token_pool = ReqToTokenPool(
+            num_rows, -(-max_model_len // page_size), self._device, num_placed_pages=num_placed_pages
+        )
+        return req_to_token_pool, token_to_kv_pool
 
     def _limits(self, max_model_len: int) -> FrameLimits:
         num_rows = resolved(self._config.scheduler.max_num_seqs) + 1

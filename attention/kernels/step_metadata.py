@@ -31,9 +31,13 @@ def _fill_step_metadata(
     out_cache_loc,
     cache_seqlens,
     row_pages,
+    places,
+    window_out_cache_loc,
+    window_row_pages,
     page_table_stride,
     row_pages_stride,
     PAGE_SIZE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     index = tl.program_id(0)
@@ -47,7 +51,10 @@ def _fill_step_metadata(
 
     is_page = offsets < (seq_len + PAGE_SIZE - 1) // PAGE_SIZE
     pages = tl.load(table_row + offsets, mask=is_page, other=0)
-    tl.store(row_pages + index.to(tl.int64) * row_pages_stride + offsets, pages, mask=is_page)
+    row_page = index.to(tl.int64) * row_pages_stride + offsets
+    tl.store(row_pages + row_page, pages, mask=is_page)
+    if HAS_WINDOW:
+        tl.store(window_row_pages + row_page, tl.load(places + pages, mask=is_page, other=0), mask=is_page)
 
     is_token = offsets < num_tokens
     token = tl.load(token_ids + first + offsets, mask=is_token, other=0).to(tl.int64)
@@ -57,6 +64,9 @@ def _fill_step_metadata(
     tl.store(input_ids + first + offsets, token, mask=is_token)
     tl.store(positions + first + offsets, position.to(tl.int64), mask=is_token)
     tl.store(out_cache_loc + first + offsets, page * PAGE_SIZE + position % PAGE_SIZE, mask=is_token)
+    if HAS_WINDOW:
+        place = tl.load(places + page, mask=is_token, other=0).to(tl.int64)
+        tl.store(window_out_cache_loc + first + offsets, place * PAGE_SIZE + position % PAGE_SIZE, mask=is_token)
 
     tl.store(cache_seqlens + index, seq_len, mask=tl.program_id(1) == 0)
 
@@ -72,6 +82,7 @@ def fill_step_metadata(
     page_size: int,
     max_seqlen_q: int,
     out: StepTensors,
+    places: torch.Tensor | None = None,
 ) -> None:
     """Writes `out` in one kernel; no host sync, so it can be captured in a CUDA graph.
 
@@ -87,6 +98,7 @@ def fill_step_metadata(
         last_tokens: [num_rows + 1] int64.
         page_size: a power of two.
         max_seqlen_q: most tokens of a row; a row with more loses those past it, so a graph is captured with its own.
+        places: [num_pages + 1] int32, page of the window pool by page id; None: there is none.
     """
     num_blocks = triton.cdiv(max(page_table.shape[1], max_seqlen_q), _BLOCK)
     _fill_step_metadata[(rows.shape[0], num_blocks)](
@@ -101,9 +113,13 @@ def fill_step_metadata(
         out.out_cache_loc,
         out.cache_seqlens,
         out.page_table,
+        places,
+        out.window_out_cache_loc,
+        out.window_page_table,  # of the strides of `page_table`
         page_table.stride(0),
         out.page_table.stride(0),
         PAGE_SIZE=page_size,
+        HAS_WINDOW=places is not None,
         BLOCK=_BLOCK,
     )
 

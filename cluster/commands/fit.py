@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from configs.errors import ConfigError
+from configs.kv_pages import WindowPool, dtype_bytes, pages_within, pool_bytes
 from configs.model_config import ModelConfig
-from configs.resolve import dtype_bytes, kv_bytes_per_page
 from configs.schema import EngineConfig, resolved
 from parallel.plan import ShardPlan
 
@@ -83,12 +83,12 @@ def _routed_outputs(model: ModelConfig) -> int:
 
 
 def _kv_tokens(plan: ShardPlan, config: EngineConfig, free_bytes: int) -> int:
-    kv = config.kv_cache
-    page = max(
-        kv_bytes_per_page(plan.kv_elements_per_token(rank), kv.page_size, config.dtype) for rank in range(plan.tp_size)
-    )
+    kv, window_pool = config.kv_cache, WindowPool.of(config, plan.model)
+    pages = [plan.kv_page_bytes(rank, kv.page_size, config.dtype) for rank in range(plan.tp_size)]
     if kv.num_tokens is not None:
-        return kv.num_tokens if (-(-kv.num_tokens // kv.page_size) + 1) * page <= free_bytes else 0
+        num_pages = -(-kv.num_tokens // kv.page_size)
+        fits_all = all(pool_bytes(num_pages, page, window_pool) <= free_bytes for page in pages)
+        return kv.num_tokens if fits_all else 0
     budget = free_bytes * resolved(kv.memory_fraction) if kv.memory_bytes is None else min(kv.memory_bytes, free_bytes)
     # One page is padding, and the next one must hold a prompt and its answer.
-    return max(int(budget // page) - 1, 0) * kv.page_size
+    return max(min(pages_within(budget, page, window_pool) for page in pages), 0) * kv.page_size

@@ -19,11 +19,12 @@ from configs.addresses import host_and_port
 from configs.checkpoint import resolve_model_path
 from configs.difference import Change, changes
 from configs.errors import ConfigError
+from configs.kv_pages import WindowPool, bytes_per_token, dtype_bytes, pages_within, pool_bytes
 from configs.layers import Axis, HeadGroups
 from configs.load import AppConfig, all_settings
 from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
-from configs.resolve import Decision, HostFacts, ResolvedConfig, dtype_bytes, resolve
+from configs.resolve import Decision, HostFacts, ResolvedConfig, resolve
 from configs.schema import EngineConfig, resolved
 from parallel.plan import ShardPlan
 
@@ -65,7 +66,7 @@ def print_plan(
         f"{_heads(model)}, {resolved.config.dtype}",
         f"  from {model_path}",
         "",
-        _rank_table(plan, dtype_bytes(resolved.config.dtype)),
+        _rank_table(plan, resolved.config),
         "",
         *_memory_lines(plan, resolved.config),
         _placement_line(config, gpus=on_gpus),
@@ -137,7 +138,8 @@ def _heads(model: ModelConfig) -> str:
     return " or ".join(f"{kind.num_heads} {kind.heads}, {kind.num_groups} {kind.groups}" for kind in kinds)
 
 
-def _rank_table(plan: ShardPlan, element_bytes: int) -> Table:
+def _rank_table(plan: ShardPlan, config: EngineConfig) -> Table:
+    element_bytes, token_bytes = dtype_bytes(config.dtype), _kv_bytes_per_token(plan, config)
     table = Table(box=None, pad_edge=False, header_style="")
     axes = list(dict.fromkeys(axis for shards in plan.layers for axis in shards[0].spans))
     for title in ("rank", *axes, Axis.VOCABULARY, "weights", "KV per token"):
@@ -149,9 +151,16 @@ def _rank_table(plan: ShardPlan, element_bytes: int) -> Table:
             *(_range(shard[axis].size for shard in shards if axis in shard.spans) for axis in axes),
             str(plan.vocab[rank].size),
             f"{plan.weight_elements(rank) * element_bytes / _MIB:.0f} MiB",
-            f"{plan.kv_elements_per_token(rank) * element_bytes / 1024:.1f} KiB",
+            f"{token_bytes[rank] / 1024:.1f} KiB",
         )
     return table
+
+
+def _kv_bytes_per_token(plan: ShardPlan, config: EngineConfig) -> list[float]:
+    """Of each rank; layers with a window count with the share of all pages that they have."""
+    page_size, window_pool = config.kv_cache.page_size, WindowPool.of(config, plan.model)
+    pages = [plan.kv_page_bytes(rank, page_size, config.dtype) for rank in range(plan.tp_size)]
+    return [bytes_per_token(page, page_size, window_pool) for page in pages]
 
 
 def _range(sizes: Iterable[int]) -> str:
@@ -164,20 +173,22 @@ def _range(sizes: Iterable[int]) -> str:
 def _memory_lines(plan: ShardPlan, config: EngineConfig) -> list[str]:
     element_bytes = dtype_bytes(config.dtype)
     weights = [plan.weight_elements(rank) * element_bytes for rank in range(plan.tp_size)]
-    per_token = [plan.kv_elements_per_token(rank) * element_bytes for rank in range(plan.tp_size)]
+    kv, window_pool = config.kv_cache, WindowPool.of(config, plan.model)
+    fullest = max((plan.kv_page_bytes(rank, kv.page_size, config.dtype) for rank in range(plan.tp_size)), key=sum)
     unused = sum(int((1 - tensor.share) * tensor.elements) for tensor in plan.model.tensors()) * element_bytes
     active = f"; a token uses {(sum(weights) - unused) / _MIB:.0f} MiB of them" if unused else ""
     lines = [
         f"weights    {sum(weights) / _MIB:.0f} MiB in all, {max(weights) / _MIB:.0f} MiB on the fullest rank{active}"
     ]
-    kv = config.kv_cache
     if kv.num_tokens is not None:
-        pool = f"{kv.num_tokens} tokens, {kv.num_tokens * max(per_token) / _MIB:.0f} MiB on the fullest rank"
+        taken = pool_bytes(-(-kv.num_tokens // kv.page_size), fullest, window_pool)
+        pool = f"{kv.num_tokens} tokens, {taken / _MIB:.0f} MiB on the fullest rank"
     elif kv.memory_bytes is not None:
-        pool = f"{kv.memory_bytes // max(per_token)} tokens, {kv.memory_bytes / _MIB:.0f} MiB a rank"
+        num_pages = max(pages_within(kv.memory_bytes, fullest, window_pool), 0)
+        pool = f"{num_pages * kv.page_size} tokens, {kv.memory_bytes / _MIB:.0f} MiB a rank"
     else:
         pool = (
-            f"{max(per_token) / 1024:.1f} KiB a token on the fullest rank; the pool takes "
+            f"{max(_kv_bytes_per_token(plan, config)) / 1024:.1f} KiB a token on the fullest rank; the pool takes "
             f"{resolved(kv.memory_fraction):g} of what is free after loading"
         )
     return [*lines, f"KV pool    {pool}"]

@@ -49,10 +49,10 @@ class PageAllocator:
         self._owners[pages] = owners
         return pages
 
-    def transfer(self, pages: Int32Array, owner: int) -> None:
-        """Gives owned pages to another owner."""
+    def transfer(self, pages: Int32Array, owners: Int32Array | int) -> None:
+        """Gives owned pages to another owner, or to `owners[i]` each."""
         self._check_owned(pages)
-        self._owners[pages] = owner
+        self._owners[pages] = owners
 
     def free(self, pages: Int32Array) -> None:
         """Takes pages back. Raises EngineError when one of them is free already."""

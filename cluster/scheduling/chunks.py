@@ -80,9 +80,9 @@ class PrefillChunks:
         return tuple(self._prefilling)
 
     @property
-    def num_missing_pages(self) -> int:
-        """Pages that these rows still lack."""
-        return sum(self.num_pages_missing(row) for row in self._prefilling)
+    def num_missing_pages(self) -> list[int]:
+        """Pages that each of these rows still lacks."""
+        return [self.num_pages_missing(row) for row in self._prefilling]
 
     def begin(self, row: int, key: PageKey | None, plan: PrefillPlan) -> None:
         """Adds the first chunk of a row that was just admitted, which begins with the page of `key`; there are enough
@@ -105,7 +105,7 @@ class PrefillChunks:
         key = self.next_page_key(row, prefix)
         if self.is_computed_by_another(row, prefix, key, plan):
             return
-        if self.num_pages_missing(row) <= self._pages.num_available:
+        if self._pages.has_room([self.num_pages_missing(row)]):
             # Only then it is sure that the chunk gets its pages, and that the deltas of the prefix are sent.
             self.adopt_prefix(row, prefix, plan)
         elif len(prefix.pages):

@@ -39,6 +39,10 @@ class SchedulerLimits:
     """Prompt tokens of which one step finds the log probability."""
     max_row_tokens: int = 1
     """Most tokens that a row may bring in one step. Such a row has as many inputs, its last token and drafts."""
+    num_window_pages: int | None = None
+    """Usable pages of the window pool, ids from 1; None: there is none."""
+    window: int = 1
+    """Tokens that a query of the layers in the window pool sees, itself among them."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -53,11 +57,17 @@ class SchedulerLimits:
             "steps_in_flight",
             "max_prompt_logprobs",
             "max_row_tokens",
+            "window",
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} is below 1; choose 1 or more")
         if self.max_row_tokens > self.max_num_batched_tokens:
             raise ConfigError(f"max_row_tokens={self.max_row_tokens} exceeds {self.max_num_batched_tokens=}")
+        if self.num_window_pages is not None and self.num_window_pages < self.max_window_pages_per_row:
+            raise ConfigError(
+                f"num_window_pages={self.num_window_pages} are too few for the window and the longest chunk of one "
+                f"row; choose at least {self.max_window_pages_per_row}"
+            )
         if self.max_model_len < 2:
             raise ConfigError(f"max_model_len={self.max_model_len} leaves no room for an answer; choose 2 or more")
 
@@ -69,6 +79,13 @@ class SchedulerLimits:
     def max_pages_per_row(self) -> int:
         """Width of a row's page table. The last token of a full context is never fed back, so it needs no place."""
         return self.num_pages_for(self.max_model_len - 1)
+
+    @property
+    def max_window_pages_per_row(self) -> int:
+        """Most pages that one row may hold in the window pool: its window, and what a step adds to it."""
+        # Which drafts were right is known after the next step is planned, and the window moves on as if none were.
+        longest = max(self.prefill_chunk_size, 2 * self.max_row_tokens)
+        return min(self.num_pages_for(self.window - 1 + longest) + 1, self.num_pages, self.max_pages_per_row)
 
     @property
     def max_num_running(self) -> int:
@@ -107,6 +124,7 @@ class SchedulerLimits:
             sampled_row=self.max_num_seqs,
             token=self.max_num_batched_tokens,
             delta=num_deltas,
+            window_page=self.num_window_pages or 0,
             param=self.max_num_seqs,
             mask=self.max_num_masks,
             mask_word=mask_words(self.vocab_size),

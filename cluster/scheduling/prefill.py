@@ -175,7 +175,10 @@ class PrefillQueue:
             return _Outcome.WAITS
         chunks, num_running = self._chunks, self._rows.num_taken
         # Pages that rows in prefill still need, and a page for each running request's next tokens.
-        reserved = num_running * self._limits.num_pages_for(self._limits.max_row_tokens) + chunks.num_missing_pages
+        missing, num_next = (
+            chunks.num_missing_pages,
+            num_running * self._limits.num_pages_for(self._limits.max_row_tokens),
+        )
         row = self._rows.take(request)
         self._pages.open(row, request.cache_salt)
         request.num_cached_tokens = 0
@@ -187,7 +190,7 @@ class PrefillQueue:
             return _Outcome.WAITS
         chunks.adopt_prefix(row, prefix, plan)
         # Alone it always fits: `reason_never_fits`.
-        if num_running > 0 and chunks.num_pages_missing(row) + reserved > self._pages.num_available:
+        if num_running > 0 and not self._pages.has_room([chunks.num_pages_missing(row), *missing], num_next):
             chunks.total_prefix_hit_tokens -= request.num_cached_tokens
             del plan.deltas[num_deltas:]
             plan.num_prefix_deltas = num_prefix_deltas

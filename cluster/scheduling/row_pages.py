@@ -11,6 +11,7 @@ mistaken for the cached page.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,10 +19,12 @@ import numpy as np
 from cluster.scheduling.allocator import CACHED, PageAllocator
 from cluster.scheduling.limits import SchedulerLimits
 from cluster.scheduling.prefix_cache import Node, PrefixCache
+from cluster.scheduling.window_pages import WindowPages
 from worker.protocol import Int32Array
 
 _NO_PAGES = np.empty(0, np.int32)
 _NO_DELTAS = np.empty((0, 3), np.int32)
+_NO_CHANGES = np.empty((0, 2), np.int32)
 
 
 class Prefix(NamedTuple):
@@ -44,6 +47,9 @@ class RowPages:
         self._num_pages = np.zeros(num_rows, np.int32)
         self._num_published = np.zeros(num_rows, np.int32)  # leading pages of the row that are known to the cache
         self._nodes = [self._cache.root] * num_rows  # the end of those pages, locked
+        self._window: WindowPages | None = None
+        if limits.num_window_pages is not None:
+            self._window = WindowPages(limits, self._table, self._allocator.owners)
 
     @property
     def allocator(self) -> PageAllocator:
@@ -57,6 +63,13 @@ class RowPages:
     def num_available(self) -> int:
         """Pages that are free or can be evicted."""
         return self._allocator.num_free + self._cache.num_evictable_pages
+
+    def has_room(self, num_missing: Sequence[int], num_more: int = 0) -> bool:
+        """Whether rows with prompts that lack `num_missing` pages each can have them, and others `num_more` pages."""
+        if sum(num_missing) + num_more > self.num_available:
+            return False
+        window = self._window
+        return window is None or sum(map(window.num_needed, num_missing)) + num_more <= window.num_available
 
     def num_row_pages(self, row: int) -> int:
         return int(self._num_pages[row])
@@ -78,6 +91,8 @@ class RowPages:
             rows = np.repeat(rows, counts)
         pages = self._allocator.allocate(rows, count)
         self._table[rows, have] = pages
+        if self._window is not None:
+            self._window.place(pages)
         return np.stack((rows, have, pages), axis=1, dtype=np.int32)
 
     def grow(self, row: int, num_tokens: int) -> Int32Array | None:
@@ -87,7 +102,10 @@ class RowPages:
             return _NO_DELTAS
         if not self._make_room(count):
             return None
-        return self._append(row, self._allocator.allocate(row, count))
+        pages = self._allocator.allocate(row, count)
+        if self._window is not None:
+            self._window.place(pages)
+        return self._append(row, pages)
 
     def open(self, row: int, salt: bytes) -> None:
         """Begins a row without pages, which shares pages only with rows of the same salt. Ended by `release`."""
@@ -100,7 +118,12 @@ class RowPages:
         """
         if not self._caching or self._num_published[row] != self._num_pages[row]:
             return self.no_prefix(row)
-        return Prefix(*self._cache.match(self._nodes[row], tokens))
+        end, pages = self._cache.match(self._nodes[row], tokens)
+        if self._window is not None:
+            num_usable = self._window.num_usable(int(self._num_pages[row]), pages)
+            if num_usable < len(pages):
+                end, pages = self._cache.match(self._nodes[row], tokens[: num_usable * self._page_size])
+        return Prefix(end, pages)
 
     def no_prefix(self, row: int) -> Prefix:
         """The end of the row's own pages that are known to the cache, and nothing more."""
@@ -114,7 +137,11 @@ class RowPages:
         self._cache.unlock(self._nodes[row])
         self._nodes[row] = prefix.end
         self._num_published[row] += len(prefix.pages)
-        return self._append(row, prefix.pages)
+        num_own = int(self._num_pages[row])
+        deltas = self._append(row, prefix.pages)
+        if self._window is not None:
+            self._window.adopt(row, num_own, num_own + len(prefix.pages))
+        return deltas
 
     def next_page_key(self, row: int, prefix: Prefix, tokens: Int32Array) -> tuple[Node, bytes] | None:
         """What two rows have in common when all up to the end of `prefix` and the page of `tokens` after it are alike.
@@ -133,12 +160,26 @@ class RowPages:
             return
         pages = self._table[row, first:last]
         new_tokens = tokens[first * self._page_size : last * self._page_size]
+        if self._window is not None:
+            self._window.pair(pages, self._cache.match(self._nodes[row], new_tokens)[1])
         self._nodes[row], num_known = self._cache.extend(self._nodes[row], new_tokens, pages)
         self._allocator.transfer(pages[num_known:], CACHED)
         self._num_published[row] = last
 
+    def advance_windows(self, rows: Int32Array, num_computed: Int32Array) -> None:
+        """The next token of each of distinct `rows` has at least position `num_computed`: pages before its window are
+        in it no more. To be called when the step before is built."""
+        if self._window is not None:
+            self._window.advance(rows, num_computed)
+
+    def take_window_changes(self) -> Int32Array:
+        """[n, 2] of (page, page of the window pool) that ranks do not know yet."""
+        return _NO_CHANGES if self._window is None else self._window.take_changes()
+
     def release(self, row: int) -> None:
         """Takes all pages from the row: its private ones are free, those of the cache can be evicted."""
+        if self._window is not None:
+            self._window.release(row, int(self._num_pages[row]))
         pages = self._table[row, : self._num_pages[row]]
         self._allocator.free(pages[self._allocator.owners[pages] == row])
         self._cache.unlock(self._nodes[row])
@@ -152,6 +193,8 @@ class RowPages:
         locked: list[Node] = [node for node in self._nodes if node is not self._cache.root]
         cached = self._cache.check_integrity(locked)
         owners = self._allocator.owners
+        if self._window is not None:
+            self._window.check_integrity(self._num_pages)
         assert np.array_equal(np.flatnonzero(owners == CACHED), cached), "cached pages and their owners disagree"
         for row, node in enumerate(self._nodes):
             pages = self._table[row, : self._num_pages[row]]
@@ -180,13 +223,19 @@ class RowPages:
 
     def flush(self) -> None:
         """Frees every page that no row uses."""
-        self._allocator.free(self._cache.evict(self._cache.num_evictable_pages))
+        self._evict(self._cache.num_evictable_pages)
 
     def _make_room(self, count: int) -> bool:
         """Evicts until `count` pages are free. False, with nothing evicted, if that cannot be."""
-        if count > self.num_available:
+        if count > self.num_available or (self._window is not None and count > self._window.num_available):
             return False
         short = count - self._allocator.num_free
         if short > 0:
-            self._allocator.free(self._cache.evict(short))
+            self._evict(short)
         return True
+
+    def _evict(self, count: int) -> None:
+        pages = self._cache.evict(count)
+        if self._window is not None:
+            self._window.forget(pages)
+        self._allocator.free(pages)

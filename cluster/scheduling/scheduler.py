@@ -300,7 +300,11 @@ class Scheduler:
             builder.add_masks(self._guided.take_masks())
         if plan.admitted:
             builder.start_rows(plan.admitted)
+        if len(window_pages := self._pages.take_window_changes()):
+            builder.add(window_pages=window_pages)
         frame = builder.build(self._generation, self._step)
+        # The next step's rows may take what this one is the last to read.
+        self._pages.advance_windows(frame.rows, table.num_computed[frame.rows])
         table.in_flight[frame.rows] += 1
         is_last = positions + 1 >= table.max_total[sampled]
         table.ready[sampled[is_last]] = False

@@ -1,0 +1,150 @@
+"""How many pages the KV pool of a rank has: its arithmetic.
+
+Layers with a sliding window keep their pages in a pool of their own, the window pool, where that saves enough: what no
+query sees any more needs no place. How many of a group's pages have one at a time is guessed from typical sequences;
+with too few of them requests wait or are computed again, as with too few pages.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
+from typing import NamedTuple
+
+from configs.errors import ConfigError
+from configs.model_config import ModelConfig
+from configs.schema import EngineConfig, KVCacheConfig, resolved
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_TYPICAL_TOKENS = 4096  # of a sequence: what a shorter one keeps of its window is a larger part of it
+_WORTHWHILE_SHARE = Fraction(3, 4)
+
+
+def dtype_bytes(dtype: str) -> int:
+    """Bytes of one element of a resolved `dtype`."""
+    return _DTYPE_BYTES[dtype]
+
+
+class PageBytes(NamedTuple):
+    """Bytes of one page on a rank; `ShardPlan.kv_page_bytes` gives them."""
+
+    full: int
+    """Of the layers that see all tokens."""
+    windowed: int = 0
+    """Of the layers with a window."""
+
+
+@dataclass(frozen=True)
+class WindowPool:
+    """How many pages the layers with a window have."""
+
+    window: int
+    """The longest of them."""
+    share: Fraction
+    """Of all pages, those that are in some row's window."""
+    extra: int
+    """Pages of what one step adds before anything leaves a window, and of one window."""
+
+    @classmethod
+    def of(cls, config: EngineConfig, model: ModelConfig) -> WindowPool | None:
+        """None: those layers have as many pages as the others, or there are none. `config` is resolved."""
+        windows = [layer.mixer.window for layer in model.layers if layer.mixer.window is not None]
+        if not windows:
+            return None
+        page_size, window = config.kv_cache.page_size, max(windows)
+        num_tokens = min(config.max_model_len or model.max_context, _TYPICAL_TOKENS)
+        share = Fraction(window + 2 * page_size, num_tokens)
+        if share >= _WORTHWHILE_SHARE:
+            return None
+        step = resolved(config.scheduler.max_num_batched_tokens)
+        return cls(window, share, ceil(step / page_size) + ceil(window / page_size) + 1)
+
+    def num_pages(self, num_pages: int) -> int:
+        """Pages of the window pool beside `num_pages` of the other layers."""
+        return min(num_pages, ceil(self.share * num_pages) + self.extra)
+
+
+def pool_bytes(num_pages: int, page: PageBytes, window_pool: WindowPool | None) -> int:
+    """Bytes of a pool of `num_pages`, padding pages included."""
+    num_windowed = num_pages if window_pool is None else window_pool.num_pages(num_pages)
+    return (num_pages + 1) * page.full + (num_windowed + 1) * page.windowed
+
+
+def bytes_per_token(page: PageBytes, page_size: int, window_pool: WindowPool | None) -> float:
+    """What one token more takes in a large pool."""
+    share = 1 if window_pool is None else window_pool.share
+    return float(page.full + page.windowed * share) / page_size
+
+
+def pages_within(budget: float, page: PageBytes, window_pool: WindowPool | None) -> int:
+    """Most pages of a pool of at most `budget` bytes; below 1: there is no room for one."""
+    most = max(0, int(budget / bytes_per_token(page, 1, window_pool)))
+    return bisect.bisect_right(range(most + 2), budget, key=lambda count: pool_bytes(count, page, window_pool)) - 1
+
+
+def num_kv_pages(
+    kv_cache: KVCacheConfig,
+    bytes_per_page: Sequence[PageBytes],
+    free_bytes: Sequence[int],
+    window_pool: WindowPool | None = None,
+) -> int:
+    """Pages of the KV pool, the same on every rank: as many as the rank with the least room holds.
+
+    The padding page that every pool has on top is not counted, but its bytes are.
+
+    Args:
+        bytes_per_page: of each rank.
+        free_bytes: what each rank may still use, in the same order. Ranks that share one memory give each its part.
+            Empty, with `bytes_per_page`, when `kv_cache.num_tokens` is set and the memory is not known yet.
+
+    Raises:
+        ConfigError: the pool is larger than the memory, or holds no page.
+    """
+    page_size = kv_cache.page_size
+    if kv_cache.num_tokens is not None:
+        num_pages = -(-kv_cache.num_tokens // page_size)
+        for rank, (page, free) in enumerate(zip(bytes_per_page, free_bytes, strict=True)):
+            if (taken := pool_bytes(num_pages, page, window_pool)) > free:
+                most = max(pages_within(free, page, window_pool), 0) * page_size
+                raise ConfigError(
+                    f"kv_cache.num_tokens={kv_cache.num_tokens} takes {taken} bytes on rank {rank}, which has {free} "
+                    f"left; choose at most {most} or use more ranks"
+                )
+        return num_pages
+    if kv_cache.memory_bytes is not None:
+        budgets, source = (
+            [kv_cache.memory_bytes] * len(bytes_per_page),
+            f"kv_cache.memory_bytes={kv_cache.memory_bytes}",
+        )
+    else:
+        budgets = [int(free * resolved(kv_cache.memory_fraction)) for free in free_bytes]
+        source = f"kv_cache.memory_fraction={kv_cache.memory_fraction} of {min(free_bytes)} free bytes"
+    num_pages = min(
+        pages_within(budget, page, window_pool) for budget, page in zip(budgets, bytes_per_page, strict=True)
+    )
+    if num_pages < 1:
+        raise ConfigError(
+            f"{source} holds no KV page: one of {page_size} tokens takes {max(map(sum, bytes_per_page))} bytes on a "
+            "rank, and one more is padding; give the KV pool more memory or use more ranks"
+        )
+    return num_pages
+
+
+def cut_max_model_len(config: EngineConfig, model: ModelConfig, num_pages: int) -> int:
+    """Longest prompt plus completion of a group whose pool has `num_pages`.
+
+    Raises:
+        ConfigError: `max_model_len` is set and the pool cannot hold one such request.
+    """
+    capacity = num_pages * config.kv_cache.page_size
+    if config.max_model_len is None:
+        return min(model.max_context, capacity)
+    if config.max_model_len > capacity:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} exceeds the {capacity} tokens that the KV pool holds; choose at "
+            f"most {capacity}, or raise kv_cache.num_tokens or kv_cache.memory_fraction"
+        )
+    return config.max_model_len

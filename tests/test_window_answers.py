@@ -1,0 +1,138 @@
+"""Answers of a model most of whose layers have a window, with and without a pool for them: transformers' in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cluster.messages import SamplingParams
+from configs.errors import EngineError
+from tests.local_group import Answers, Limits, LocalGroup
+from tests.test_models import save
+from worker.protocol import RowFlag, StepFrame
+
+WINDOW = 40
+NUM_NEW_TOKENS = 24
+NUM_PAGES = 400
+NUM_WINDOW_PAGES = 60
+LENGTHS = [1, 17, 39, 40, 41, 90, 150, 300]  # and windows of 40
+
+
+@dataclass
+class Model:
+    hf: Any
+    path: Path
+
+    def check(self, prompts: list[list[int]], answers: list[list[int]]) -> None:
+        """Every token of every answer is transformers' first choice after what is before it."""
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert len(answer) == NUM_NEW_TOKENS
+            with torch.inference_mode():
+                logits = self.hf(torch.tensor([prompt + answer[:-1]])).logits[0]
+            assert answer == logits[len(prompt) - 1 :].argmax(-1).tolist(), f"the answer to {len(prompt)} tokens"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        vocab_size=320,
+        hidden_size=64,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=128,
+        max_position_embeddings=1024,
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention" if i % 3 else "full_attention" for i in range(6)],
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        attn_implementation="eager",
+        initializer_range=0.2,
+    )
+    path = tmp_path_factory.mktemp("windows")
+    hf = transformers.Qwen2ForCausalLM(config)
+    save(hf, path)
+    return Model(hf, path)
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=lambda size: f"tp{size}")
+def group(request: pytest.FixtureRequest, model: Model) -> Iterator[LocalGroup]:
+    group = LocalGroup(model.path, request.param, NUM_PAGES, num_window_pages=NUM_WINDOW_PAGES)
+    assert [layer.mixer.window for layer in group.model.layers] == [None, WINDOW, WINDOW] * 2
+    yield group
+    group.close()
+
+
+def limits(**changes: Any) -> Limits:
+    return Limits(**{"num_pages": NUM_PAGES, "num_window_pages": NUM_WINDOW_PAGES, "window": WINDOW, **changes})
+
+
+def generate(group: LocalGroup, prompts: list[list[int]], within: Limits, *, at_once: bool = True) -> Answers:
+    sampling = SamplingParams(max_tokens=NUM_NEW_TOKENS, temperature=0.0, ignore_eos=True)
+    return group.generate([(prompt, sampling) for prompt in prompts], within, at_once=at_once)
+
+
+def prompts_of(lengths: list[int], seed: int = 0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 320, length).tolist() for length in lengths]
+
+
+def test_answers_without_a_pool_of_their_own_equal_transformers(model: Model) -> None:
+    group = LocalGroup(model.path, 1, NUM_PAGES)
+    prompts = prompts_of(LENGTHS)
+    model.check(prompts, generate(group, prompts, Limits(num_pages=NUM_PAGES)).tokens)
+    group.close()
+
+
+@pytest.mark.parametrize("chunk", [16, 56, 512])
+def test_batched_answers_equal_transformers_in_any_chunks(group: LocalGroup, model: Model, chunk: int) -> None:
+    prompts = prompts_of(LENGTHS)
+    answers = generate(group, prompts, limits(chunk=chunk))
+    model.check(prompts, answers.tokens)
+
+
+def test_preemption_for_want_of_window_pages_changes_no_answer(group: LocalGroup, model: Model) -> None:
+    prompts = prompts_of([1, 2, 3, 4, 5, 6, 7, 8])
+    # Five run at once, and have two window pages each before they end.
+    answers = generate(group, prompts, limits(num_window_pages=9, chunk=64))
+    assert answers.stats.total_preemptions > 0
+    model.check(prompts, answers.tokens)
+
+
+def test_prefix_hits_whole_and_in_part_change_no_answer(group: LocalGroup, model: Model) -> None:
+    stem, *others = prompts_of([200, 120, 300, 150], seed=1)
+    prompts = [stem, stem, stem[:100] + others[0], stem[:100], *others, stem, stem[:100] + others[1], stem]
+    answers = generate(group, prompts, limits(num_window_pages=30, chunk=64, prefix_caching=True), at_once=False)
+    assert answers.stats.total_prefix_hit_tokens > 500
+    model.check(prompts, answers.tokens)
+    # Together: some find what others compute, and the pool is too small for all.
+    answers = generate(group, prompts, limits(num_window_pages=20, chunk=64, prefix_caching=True))
+    assert answers.stats.total_prefix_hit_tokens > 200
+    model.check(prompts, answers.tokens)
+
+
+def test_a_rank_refuses_places_outside_its_pools(model: Model) -> None:
+    group = LocalGroup(model.path, 1, NUM_PAGES, num_window_pages=NUM_WINDOW_PAGES)
+    frame = StepFrame(
+        1,
+        1,
+        rows=np.array([1], np.int32),
+        starts=np.array([0], np.int32),
+        lens=np.array([1], np.int32),
+        flags=np.array([RowFlag.HAS_TOKENS | RowFlag.SAMPLE], np.int32),
+        token_ids=np.array([5], np.int32),
+        page_deltas=np.array([[1, 0, 3]], np.int32),
+        window_pages=np.array([[3, NUM_WINDOW_PAGES + 1]], np.int32),
+    )
+    group.send(frame)
+    with pytest.raises(EngineError, match="outside 400 pages and 60 of the window pool"):
+        group.result()
