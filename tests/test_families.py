@@ -10,17 +10,11 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
 
-from attention.kv_pool import TokenToKVPool
-from attention.registry import needs_of
-from benchmarks.make_checkpoint import write_checkpoint
-from cluster.messages import SamplingParams
-from configs.attention import Feature
 from configs.biased_mixture import BiasedMixture
 from configs.errors import CheckpointError, ConfigError
 from configs.layers import DenseMLP, GroupedQueryAttention
@@ -30,12 +24,10 @@ from configs.rope import RopeConfig
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from parallel.weight import LayerPlace
-from tests.local_group import Limits, LocalGroup
+from tests.family_checks import check_backend_needs, check_bytes_read, check_dummy_weights, check_greedy_tokens
 from tests.test_models import Case, check_logits, save
-from worker.dummy_weights import DummyCheckpoint
 from worker.layers.biased_experts import BiasedExperts
-from worker.models.decoder import Decoder
-from worker.weights import Checkpoint, expected_shapes
+from worker.weights import expected_shapes
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {
@@ -121,19 +113,8 @@ def test_logits_equal_transformers_on_any_number_of_ranks(case: Case, tp_size: i
 
 
 @pytest.mark.parametrize("tp_size", [1, 3])
-def test_greedy_tokens_equal_transformers_through_the_runner_in_batches_and_chunks(case: Case, tp_size: int) -> None:
-    generator = np.random.default_rng(7)
-    prompts = [generator.integers(0, SIZES["vocab_size"], length).tolist() for length in (1, 5, 17, 40, 70)]
-    group = LocalGroup(case.path, tp_size, num_pages=64)
-    try:
-        sampling = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-        answers = group.generate([(prompt, sampling) for prompt in prompts], Limits(64, chunk=32), at_once=True).tokens
-    finally:
-        group.close()
-    for prompt, answer in zip(prompts, answers, strict=True):
-        with torch.inference_mode():
-            logits = case.hf(torch.tensor([prompt + answer[:-1]])).logits[0, len(prompt) - 1 :]
-        assert answer == logits.argmax(-1).tolist()
+def test_greedy_tokens_equal_transformers_through_the_runner(case: Case, tp_size: int) -> None:
+    check_greedy_tokens(case, tp_size)
 
 
 def test_tensors_are_those_of_the_checkpoint(case: Case) -> None:
@@ -143,32 +124,15 @@ def test_tensors_are_those_of_the_checkpoint(case: Case) -> None:
 
 @pytest.mark.parametrize("tp_size", [1, 3])
 def test_ranks_read_their_ranges_of_every_tensor(case: Case, tp_size: int) -> None:
-    plan = ShardPlan.create(case.model, tp_size)
-    for rank in range(tp_size):
-        group = TensorParallelGroup(rank=rank, size=tp_size, device=CPU, collectives=None)
-        with Checkpoint.open(case.path, case.model) as checkpoint:
-            Decoder(case.model, plan, group, dtype=torch.float32, device=CPU).load(checkpoint)
-            assert checkpoint.bytes_read == 4 * plan.weight_elements(rank)
+    check_bytes_read(case, tp_size)
 
 
 def test_dummy_weights_are_one_model_here_and_in_transformers(case: Case, tmp_path: Path) -> None:
-    write_checkpoint(case.path, tmp_path)
-    dummy = DummyCheckpoint(case.model)
-    for name, tensor in load_file(tmp_path / "model.safetensors").items():
-        made = torch.empty_like(tensor)
-        dummy.read(name, made)
-        assert torch.equal(made, tensor), name
-    hf = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
-    check_logits(Case(hf, tmp_path, read_model_config(tmp_path)), 2)
+    check_dummy_weights(case, tmp_path)
 
 
 def test_ranks_ask_of_a_backend_what_check_says_of_the_model(case: Case) -> None:
-    group = TensorParallelGroup.single()
-    decoder = Decoder(case.model, ShardPlan.create(case.model, 1), group, dtype=torch.float32, device=CPU)
-    pool = TokenToKVPool(decoder.attention_layers, num_pages=1, page_size=16, dtype=torch.float32, device=CPU)
-    asked = [layer.mixer for layer in case.model.layers]
-    assert needs_of(pool).features == frozenset[Feature]().union(*(mixer.features for mixer in asked))
-    assert needs_of(pool).head_dims == {mixer.head_dim for mixer in asked}
+    check_backend_needs(case)
 
 
 # ---- config.json

@@ -15,10 +15,6 @@ import transformers
 from safetensors.torch import load_file
 
 from attention.kv_pool import TokenToKVPool
-from attention.registry import needs_of
-from benchmarks.make_checkpoint import write_checkpoint
-from cluster.messages import SamplingParams
-from configs.attention import Feature
 from configs.errors import CheckpointError, ConfigError
 from configs.latent_attention import LatentAttention
 from configs.layers import Axis, DenseMLP, MixtureOfExperts
@@ -28,11 +24,15 @@ from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost
 from tests.conftest import ROOT
-from tests.local_group import Limits, LocalGroup
+from tests.family_checks import (
+    check_backend_needs,
+    check_bytes_read,
+    check_dummy_weights,
+    check_greedy_tokens,
+    decoder_of,
+)
 from tests.test_models import Case, Rank, check_logits, on_ranks, save
-from worker.dummy_weights import DummyCheckpoint
-from worker.models.decoder import Decoder
-from worker.weights import Checkpoint, expected_shapes
+from worker.weights import expected_shapes
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {
@@ -98,26 +98,8 @@ def test_logits_equal_transformers_on_any_number_of_ranks(case: Case, tp_size: i
 
 
 @pytest.mark.parametrize("tp_size", [1, 4])
-def test_greedy_tokens_equal_transformers_through_the_runner_in_chunks_and_from_the_prefix_cache(
-    case: Case, tp_size: int
-) -> None:
-    generator = np.random.default_rng(7)
-    prompts = [generator.integers(0, SIZES["vocab_size"], length).tolist() for length in (1, 5, 17, 40, 70)]
-    prompts.append(prompts[-1][:50] + prompts[0])
-    group = LocalGroup(case.path, tp_size, num_pages=64)
-    try:
-        sampling = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-        requests = [(prompt, sampling) for prompt in prompts]
-        batched = group.generate(requests, Limits(64, chunk=32), at_once=True).tokens
-        cached = group.generate(requests, Limits(64, prefix_caching=True), at_once=False)
-    finally:
-        group.close()
-    assert cached.tokens == batched
-    assert cached.stats.total_prefix_hit_tokens >= 48
-    for prompt, answer in zip(prompts, batched, strict=True):
-        with torch.inference_mode():
-            logits = case.hf(torch.tensor([prompt + answer[:-1]])).logits[0, len(prompt) - 1 :]
-        assert answer == logits.argmax(-1).tolist()
+def test_greedy_tokens_equal_transformers_through_the_runner(case: Case, tp_size: int) -> None:
+    check_greedy_tokens(case, tp_size)
 
 
 def test_tensors_are_those_of_the_checkpoint_and_of_transformers_layers(case: Case) -> None:
@@ -129,22 +111,11 @@ def test_tensors_are_those_of_the_checkpoint_and_of_transformers_layers(case: Ca
 
 @pytest.mark.parametrize("tp_size", [1, 4, 6])
 def test_ranks_read_their_heads_and_the_latents_weights_whole(case: Case, tp_size: int) -> None:
-    plan = ShardPlan.create(case.model, tp_size)
-    for rank in range(tp_size):
-        with Checkpoint.open(case.path, case.model) as checkpoint:
-            _decoder(plan, rank).load(checkpoint)
-            assert checkpoint.bytes_read == 4 * plan.weight_elements(rank)
+    check_bytes_read(case, tp_size)
 
 
 def test_dummy_weights_are_one_model_here_and_in_transformers(case: Case, tmp_path: Path) -> None:
-    write_checkpoint(case.path, tmp_path)
-    dummy = DummyCheckpoint(case.model)
-    for name, tensor in load_file(tmp_path / "model.safetensors").items():
-        made = torch.empty_like(tensor)
-        dummy.read(name, made)
-        assert torch.equal(made, tensor), name
-    hf = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
-    check_logits(Case(hf, tmp_path, read_model_config(tmp_path)), 2)
+    check_dummy_weights(case, tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -156,7 +127,7 @@ def test_a_token_leaves_one_latent_and_one_rotated_key_on_every_rank(
     plan, name = ShardPlan.create(model, tp_size), str(dtype).removeprefix("torch.")
     per_token = (512 + 64) * dtype.itemsize * model.num_hidden_layers
     for rank in range(tp_size):
-        layers = _decoder(plan, rank, dtype).attention_layers
+        layers = decoder_of(plan, rank, dtype).attention_layers
         pool = TokenToKVPool(layers, num_pages=7, page_size=16, dtype=dtype, device=CPU)
         assert sum(pages.nbytes for i in range(len(layers)) for pages in pool.pages(i)) == 8 * 16 * per_token
         assert plan.kv_page_bytes(rank, 16, name) == (16 * per_token, 0)
@@ -179,18 +150,8 @@ def test_bf16_is_as_exact_as_transformers_bf16(case: Case) -> None:
     assert rms[0] <= 1.5 * rms[1]
 
 
-def _decoder(plan: ShardPlan, rank: int, dtype: torch.dtype = torch.float32) -> Decoder:
-    group = TensorParallelGroup(rank=rank, size=plan.tp_size, device=CPU, collectives=None)
-    return Decoder(plan.model, plan, group, dtype=dtype, device=CPU)
-
-
 def test_ranks_ask_of_a_backend_what_check_says_of_the_model(case: Case) -> None:
-    group = TensorParallelGroup.single()
-    decoder = Decoder(case.model, ShardPlan.create(case.model, 1), group, dtype=torch.float32, device=CPU)
-    pool = TokenToKVPool(decoder.attention_layers, num_pages=1, page_size=16, dtype=torch.float32, device=CPU)
-    asked = [layer.mixer for layer in case.model.layers]
-    assert needs_of(pool).features == frozenset[Feature]().union(*(mixer.features for mixer in asked))
-    assert needs_of(pool).head_dims == {mixer.head_dim for mixer in asked}
+    check_backend_needs(case)
 
 
 # ---- config.json

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +13,15 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from benchmarks.make_checkpoint import write_checkpoint
-from cluster.messages import SamplingParams
 from configs.errors import CheckpointError
 from configs.layers import Axis, DenseMLP, MixtureOfExperts
 from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
-from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost
 from tests.conftest import ROOT
-from tests.local_group import Limits, LocalGroup
+from tests.family_checks import check_bytes_read, check_dummy_weights, check_greedy_tokens
 from tests.test_models import Case, check_logits, save
-from worker.dummy_weights import DummyCheckpoint
-from worker.models.decoder import Decoder
 from worker.weights import Checkpoint, expected_shapes
 
 SIZES: dict[str, Any] = {
@@ -78,19 +72,8 @@ def test_logits_equal_transformers_on_any_number_of_ranks(case: Case, tp_size: i
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 5])
-def test_greedy_tokens_equal_transformers_through_the_runner_in_batches_and_chunks(case: Case, tp_size: int) -> None:
-    generator = np.random.default_rng(7)
-    prompts = [generator.integers(0, SIZES["vocab_size"], length).tolist() for length in (1, 5, 17, 40, 70)]
-    group = LocalGroup(case.path, tp_size, num_pages=64)
-    try:
-        sampling = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-        answers = group.generate([(prompt, sampling) for prompt in prompts], Limits(64, chunk=32), at_once=True).tokens
-    finally:
-        group.close()
-    for prompt, answer in zip(prompts, answers, strict=True):
-        with torch.inference_mode():
-            logits = case.hf(torch.tensor([prompt + answer[:-1]])).logits[0, len(prompt) - 1 :]
-        assert answer == logits.argmax(-1).tolist()
+def test_greedy_tokens_equal_transformers_through_the_runner(case: Case, tp_size: int) -> None:
+    check_greedy_tokens(case, tp_size)
 
 
 def test_tensors_are_those_of_the_checkpoint_and_of_transformers_layers(case: Case) -> None:
@@ -102,15 +85,7 @@ def test_tensors_are_those_of_the_checkpoint_and_of_transformers_layers(case: Ca
 
 @pytest.mark.parametrize("tp_size", [1, 3, 8])
 def test_ranks_read_their_ranges_of_every_expert(case: Case, tp_size: int) -> None:
-    plan, read = ShardPlan.create(case.model, tp_size), 0
-    for rank in range(tp_size):
-        group = TensorParallelGroup(rank=rank, size=tp_size, device=torch.device("cpu"), collectives=None)
-        with Checkpoint.open(case.path, case.model) as checkpoint:
-            Decoder(case.model, plan, group, dtype=torch.float32, device=torch.device("cpu")).load(checkpoint)
-            assert checkpoint.bytes_read == 4 * plan.weight_elements(rank)
-            read += checkpoint.bytes_read
-    cut = sum(prod(tensor.shape) for tensor in case.model.tensors() if tensor.cut is not None)
-    assert read >= 4 * cut
+    check_bytes_read(case, tp_size)
 
 
 def test_a_missing_and_a_surplus_expert_are_named(case: Case, tmp_path: Path) -> None:
@@ -126,14 +101,7 @@ def test_a_missing_and_a_surplus_expert_are_named(case: Case, tmp_path: Path) ->
 
 
 def test_dummy_weights_are_one_model_here_and_in_transformers(case: Case, tmp_path: Path) -> None:
-    write_checkpoint(case.path, tmp_path)
-    dummy = DummyCheckpoint(case.model)
-    for name, tensor in load_file(tmp_path / "model.safetensors").items():
-        made = torch.empty_like(tensor)
-        dummy.read(name, made)
-        assert torch.equal(made, tensor), name
-    hf = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
-    check_logits(Case(hf, tmp_path, read_model_config(tmp_path)), 2)
+    check_dummy_weights(case, tmp_path)
 
 
 # ---- config.json

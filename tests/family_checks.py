@@ -1,0 +1,83 @@
+"""What every family of models must show beside the logits of tests/test_models.py: one function for each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from attention.kv_pool import TokenToKVPool
+from attention.registry import needs_of
+from benchmarks.make_checkpoint import write_checkpoint
+from cluster.messages import SamplingParams
+from configs.attention import Feature
+from configs.read_config import read_model_config
+from parallel.group import TensorParallelGroup
+from parallel.plan import ShardPlan
+from tests.local_group import Limits, LocalGroup
+from tests.test_models import Case, check_logits
+from worker.dummy_weights import DummyCheckpoint
+from worker.models.decoder import Decoder
+from worker.weights import Checkpoint
+
+CPU = torch.device("cpu")
+
+
+def decoder_of(plan: ShardPlan, rank: int, dtype: torch.dtype = torch.float32) -> Decoder:
+    """One of `plan.tp_size` ranks, by itself."""
+    group = TensorParallelGroup(rank=rank, size=plan.tp_size, device=CPU, collectives=None)
+    return Decoder(plan.model, plan, group, dtype=dtype, device=CPU)
+
+
+def check_greedy_tokens(case: Case, tp_size: int) -> None:
+    """Compares with transformers through scheduler and runner: in batches and chunks, and from the prefix cache."""
+    generator, vocab_size = np.random.default_rng(7), case.model.vocab_size
+    prompts = [generator.integers(0, vocab_size, length).tolist() for length in (1, 5, 17, 40, 70)]
+    prompts.append(prompts[-1][:50] + prompts[0])
+    group = LocalGroup(case.path, tp_size, num_pages=64)
+    try:
+        sampling = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+        requests = [(prompt, sampling) for prompt in prompts]
+        batched = group.generate(requests, Limits(64, chunk=32), at_once=True).tokens
+        cached = group.generate(requests, Limits(64, prefix_caching=True), at_once=False)
+    finally:
+        group.close()
+    assert cached.tokens == batched
+    assert cached.stats.total_prefix_hit_tokens >= 48
+    for prompt, answer in zip(prompts, batched, strict=True):
+        with torch.inference_mode():
+            logits = case.hf(torch.tensor([prompt + answer[:-1]])).logits[0, len(prompt) - 1 :]
+        assert answer == logits.argmax(-1).tolist()
+
+
+def check_bytes_read(case: Case, tp_size: int) -> None:
+    """Every rank reads what the plan counts for it, and no more."""
+    plan = ShardPlan.create(case.model, tp_size)
+    for rank in range(tp_size):
+        with Checkpoint.open(case.path, case.model) as checkpoint:
+            decoder_of(plan, rank).load(checkpoint)
+            assert checkpoint.bytes_read == 4 * plan.weight_elements(rank)
+
+
+def check_dummy_weights(case: Case, tmp_path: Path) -> None:
+    """Random weights make one model here and in transformers."""
+    write_checkpoint(case.path, tmp_path)
+    dummy = DummyCheckpoint(case.model)
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        made = torch.empty_like(tensor)
+        dummy.read(name, made)
+        assert torch.equal(made, tensor), name
+    hf = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    check_logits(Case(hf, tmp_path, read_model_config(tmp_path)), 2)
+
+
+def check_backend_needs(case: Case) -> None:
+    """A rank asks of a backend what was asked before the start, of the model alone."""
+    layers = decoder_of(ShardPlan.create(case.model, 1), 0).attention_layers
+    pool = TokenToKVPool(layers, num_pages=1, page_size=16, dtype=torch.float32, device=CPU)
+    asked = [layer.mixer for layer in case.model.layers]
+    assert needs_of(pool).features == frozenset[Feature]().union(*(mixer.features for mixer in asked))
+    assert needs_of(pool).head_dims == {mixer.head_dim for mixer in asked}
