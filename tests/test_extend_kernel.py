@@ -180,6 +180,14 @@ def test_a_prompt_in_chunks_equals_the_whole_prompt_bit_for_bit(variant: str, de
     assert torch.equal(run(case, [1, 0, 1, 1], [(3, 3), (44, 45), (0, 0), (20, 20)], tuning=MEDIUM), whole[44:])
 
 
+def test_a_program_finds_its_row_among_more_than_it_looks_at_at_a_time(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("attention.kernels.extend._ROWS_AT_ONCE", 2)
+    case = PagedCase(layer_of(device), 16, BATCHES["mixed"], device)
+    case.check(run(case, tuning=LARGE))
+
+
 def _tree(num_tokens: int, generator: torch.Generator) -> torch.Tensor:
     """Of each token of a random tree, its ancestors and itself."""
     seen = torch.eye(num_tokens, dtype=torch.bool)
