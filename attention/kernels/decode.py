@@ -19,9 +19,6 @@ import triton.language as tl
 from attention.forward_batch import PagedMetadata
 from attention.layer import AttentionLayer
 
-MAX_GROUP = 16
-"""Query heads of one KV head that the smallest matrix product of tensor cores has rows for; more take a larger one."""
-
 _SPLITS_AT_ONCE = 16
 _MAX_SPLITS = 128
 _SHARED_BYTES = 220 * 1024
