@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 
 from attention.backend import AttentionBackend
-from attention.forward_batch import ForwardBatch, PagedMetadata
 from attention.layer import AttentionLayer
 from attention.step_shape import StepShape
 from worker.cuda_graph_runner import CudaGraphRunner, DeviceOutput, _Captured
@@ -20,23 +19,24 @@ class PagedBackend(AttentionBackend):
 
     captures_cuda_graphs = True
 
-    def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        super().init_forward_metadata(batch)
-        self._paged: PagedMetadata = batch.paged
-
     def attend(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-        out, heads = torch.empty(q.shape), q.view(len(q), -1, layer.head_dim)
-        bounds = self._paged.cu_seqlens_q.tolist()
-        for i, num_keys in enumerate(self._paged.cache_seqlens.tolist()):
+        out, heads, paged = torch.empty(q.shape), q.view(len(q), -1, layer.head_dim), self.batch_of(layer).paged
+        bounds = paged.cu_seqlens_q.tolist()
+        for i, num_keys in enumerate(paged.cache_seqlens.tolist()):
             tokens = slice(bounds[i], bounds[i + 1])
             if tokens.start < tokens.stop:
-                pages = self._paged.page_table[i, : -(-num_keys // self.token_to_kv_pool.page_size)].long()
+                pages = paged.page_table[i, : -(-num_keys // self.token_to_kv_pool.page_size)].long()
                 keys, values = (
                     part[pages].flatten(0, 1)[:num_keys].transpose(0, 1)
                     for part in self.token_to_kv_pool.pages(layer.layer_id)
                 )
                 positions = torch.arange(num_keys)
                 visible = positions <= positions[tokens.start - tokens.stop :, None]
+                if layer.window is not None:
+                    first = positions[tokens.start - tokens.stop :, None] - (layer.window - 1)
+                    visible &= positions >= first
+                    unseen = int(first[0].clamp(min=0))
+                    keys[:, :unseen], values[:, :unseen] = 0, 0  # other rows' by now, or never written
                 row = F.scaled_dot_product_attention(
                     heads[tokens].transpose(0, 1), keys, values, visible, scale=layer.scale, enable_gqa=True
                 )

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from attention import registry
 from cluster.messages import SamplingParams
 from configs.errors import EngineError
 from tests.local_group import Answers, Limits, LocalGroup
+from tests.rerun_graphs import PagedBackend, RerunGraphs
 from tests.test_models import save
 from worker.protocol import RowFlag, StepFrame
 
@@ -98,6 +100,16 @@ def test_batched_answers_equal_transformers_in_any_chunks(group: LocalGroup, mod
     prompts = prompts_of(LENGTHS)
     answers = generate(group, prompts, limits(chunk=chunk))
     model.check(prompts, answers.tokens)
+
+
+def test_captured_steps_equal_transformers(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.model_runner.CudaGraphRunner", RerunGraphs)
+    monkeypatch.setitem(registry.IMPLEMENTATIONS, "torch_native", PagedBackend)
+    group = LocalGroup(model.path, 1, NUM_PAGES, max_model_len=256, num_window_pages=NUM_WINDOW_PAGES)
+    prompts = prompts_of([1, 17, 60, 130])
+    answers = generate(group, [*prompts, *prompts], limits(chunk=56, prefix_caching=True, num_window_pages=20))
+    model.check([*prompts, *prompts], answers.tokens)
+    group.close()
 
 
 def test_preemption_for_want_of_window_pages_changes_no_answer(group: LocalGroup, model: Model) -> None:

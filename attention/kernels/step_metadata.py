@@ -124,7 +124,8 @@ def fill_step_metadata(
     )
 
 
-@triton.jit(do_not_specialize=["num_deltas"], do_not_specialize_on_alignment=["deltas"])
+# The stride too: the places of the window pool come as a table of one row.
+@triton.jit(do_not_specialize=["num_deltas", "page_table_stride"], do_not_specialize_on_alignment=["deltas"])
 def _apply_page_deltas(page_table, deltas, num_deltas, page_table_stride, BLOCK: tl.constexpr):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_delta = index < num_deltas

@@ -117,8 +117,9 @@ class PrefillQueue:
     def commit(self, plan: PrefillPlan, frame: FrameBuilder) -> list[int]:
         """Adds the plan to the frame, makes its whole pages known, and returns the rows whose prefill ends."""
         ending = self._chunks.commit(plan, frame)
-        if ending:
-            self._is_blocked = False  # Their pages may be what the head needs.
+        if ending or self._limits.num_window_pages is not None:
+            # Their pages, or what any chunk is about to leave in the window pool, may be what the head needs.
+            self._is_blocked = False
         return ending
 
     def check_integrity(self, running_ids: set[int]) -> set[int]:

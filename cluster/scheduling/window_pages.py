@@ -43,16 +43,11 @@ class WindowPages:
         self._owners = owners
         self._first = np.zeros(len(table), np.int32)  # of each row: index of the first page in its window
         self._allocator = PageAllocator(limits.num_window_pages)  # its owners are pages
-        self._places = np.zeros(len(owners), np.int32)
+        self._places = np.zeros(len(owners), np.int32)  # by page; 0: not resident
         self._num_users = np.zeros(len(owners), np.int32)
         self._originals = np.zeros(len(owners), np.int32)  # of a row's copy: the cached page with the same tokens
         self._idle: OrderedDict[int, None] = OrderedDict()  # resident, in no window; those that left first come first
         self._placed: list[Int32Array] = []
-
-    @property
-    def places(self) -> Int32Array:
-        """[num_pages + 1] page of the window pool by page id; 0: not resident. Read only."""
-        return self._places
 
     @property
     def num_available(self) -> int:
