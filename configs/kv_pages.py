@@ -19,7 +19,6 @@ from configs.model_config import ModelConfig
 from configs.schema import EngineConfig, KVCacheConfig, resolved
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_TYPICAL_TOKENS = 4096  # of a sequence: what a shorter one keeps of its window is a larger part of it
 _WORTHWHILE_SHARE = Fraction(3, 4)
 
 
@@ -55,7 +54,8 @@ class WindowPool:
         if not windows:
             return None
         page_size, window = config.kv_cache.page_size, max(windows)
-        num_tokens = min(config.max_model_len or model.max_context, _TYPICAL_TOKENS)
+        # What a short sequence keeps in its window is a large part of it.
+        num_tokens = min(config.max_model_len or model.max_context, config.kv_cache.typical_tokens)
         share = Fraction(window + 2 * page_size, num_tokens)
         if share >= _WORTHWHILE_SHARE:
             return None

@@ -411,6 +411,8 @@ def test_windowed_layers_get_a_pool_where_it_saves_enough() -> None:
     assert _window_pool(None, 512, max_model_len=700) is None
     assert _window_pool(4096, 4096) is None
     assert _window_pool(None, 512, max_model_len=1024).share == Fraction(544, 1024)  # type: ignore[union-attr]
+    assert _window_pool(None, 512, kv_cache={"typical_tokens": 2048}).share == Fraction(544, 2048)  # type: ignore[union-attr]
+    assert _window_pool(None, 512, kv_cache={"typical_tokens": 600}) is None
 
 
 def test_five_windowed_layers_of_six_save_three_fifths_of_a_pool_of_8k_tokens() -> None:
