@@ -57,7 +57,7 @@ class KVCacheConfig(_Section):
     two above are None. None: 0.9 on CUDA; 0.3 on CPU, where the node's other processes live on the rest."""
     typical_tokens: int = Field(4096, ge=1)
     """Tokens of a usual sequence, prompt and answer, by which layers with a sliding window get a pool of their own:
-    with half of it that pool has twice the places, and all others have fewer pages. Others have no such pool."""
+    with half of it that pool has twice the places, and all others have fewer pages. Other models have none."""
     enable_prefix_caching: bool = True
     """Keep the pages of finished requests and reuse them for prompts that begin alike."""
 
