@@ -86,7 +86,9 @@ def test_streams_outlive_a_scale_down_and_are_told_when_the_app_is_deleted(
     args = {
         "model": str(smollm2_path),
         "served_model_name": endpoint.model,
-        "tensor_parallel_size": 1,  # two replicas share two cores
+        "tensor_parallel_size": 1,
+        # Two replicas share two cores: of each other's threads they know nothing here.
+        "parallel": {"threads_per_rank": 1},
         "max_model_len": 4096,
         "kv_cache": {"num_tokens": 16384},
         "server": {"shutdown_timeout_s": 25.0},
