@@ -53,7 +53,7 @@ class LatentAttention:
     @property
     def kv_a(self) -> Linear:
         """The projection into the latent of keys and values, and the rotated key."""
-        return self._into_latent("kv_a_proj_with_mqa", "attn_kv_a_mqa", self.kv_lora_rank + self.qk_rope_head_dim)
+        return self._into_latent("kv_a_proj_with_mqa", "attn_kv_a_mqa", self.head_dim)
 
     @property
     def kv_b(self) -> Linear:
@@ -91,7 +91,7 @@ class LatentAttention:
 
     @property
     def token_elements(self) -> Amounts:
-        return {Axis.LATENT: self.kv_lora_rank + self.qk_rope_head_dim}
+        return {Axis.LATENT: self.head_dim}
 
     @property
     def pair_flops(self) -> Amounts:

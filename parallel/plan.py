@@ -105,22 +105,22 @@ class ShardPlan:
 
     def kv_elements_per_token(self, rank: int) -> int:
         """Elements of keys and values that one token takes in the KV pool of `rank`, all layers together."""
-        return sum(
-            shards[rank].amount(layer.mixer.token_elements)
-            for layer, shards in zip(self.model.layers, self.layers, strict=True)
-        )
+        return sum(self._kv_elements(rank))
 
     def kv_page_bytes(self, rank: int, page_size: int, dtype: str) -> PageBytes:
         """Bytes of a page of `page_size` tokens in the KV pool of `rank`."""
-        full, windowed = (
-            sum(
-                shards[rank].amount(layer.mixer.token_elements)
-                for layer, shards in zip(self.model.layers, self.layers, strict=True)
-                if (layer.mixer.window is not None) is has_window
-            )
-            for has_window in (False, True)
-        )
-        return PageBytes(full * page_size * dtype_bytes(dtype), windowed * page_size * dtype_bytes(dtype))
+        return PageBytes(*(elements * page_size * dtype_bytes(dtype) for elements in self._kv_elements(rank)))
+
+    def _kv_elements(self, rank: int) -> tuple[int, int]:
+        """What `kv_elements_per_token` sums: of the layers that see all tokens, and of those with a window."""
+        full = windowed = 0
+        for layer, shards in zip(self.model.layers, self.layers, strict=True):
+            elements = shards[rank].amount(layer.mixer.token_elements)
+            if layer.mixer.window is None:
+                full += elements
+            else:
+                windowed += elements
+        return full, windowed
 
     def weight_elements(self, rank: int) -> int:
         """Elements of all weights `rank` holds: its shards, and what every rank has whole.

@@ -32,7 +32,7 @@ class MLA:
             layer_id=layer_id,
             tp_q_head_num=num_heads,
             tp_k_head_num=1,
-            head_dim=spec.kv_lora_rank + spec.qk_rope_head_dim,
+            head_dim=spec.head_dim,
             scale=spec.scale,
             latent_dim=spec.kv_lora_rank,
             nope_dim=spec.qk_nope_head_dim,
@@ -51,7 +51,7 @@ class MLA:
     def load(self, source: TensorSource, prefix: str) -> None:
         """Reads this rank's part of the spec's tensors, whose names begin with `prefix`."""
         spec = self._spec
-        widths = {spec.q.name: spec.qk_head_dim, spec.kv_a.name: spec.kv_lora_rank + spec.qk_rope_head_dim}
+        widths = {spec.q.name: spec.qk_head_dim, spec.kv_a.name: spec.head_dim}
         halves = _RotaryHalves(source, {f"{prefix}{name}.weight": width for name, width in widths.items()}, spec)
         self._into.load(halves, prefix)
         if self._q_b is not None:
