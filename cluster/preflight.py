@@ -7,7 +7,8 @@ from pathlib import Path
 
 from cluster.text.gguf_tokenizer import check_gguf_tokenizer
 from cluster.text.tokenizer import Tokenizer
-from configs.checkpoint import resolve_model_path, resolve_tokenizer_path
+from configs.checkpoint import holds_tokenizer, resolve_model_path, resolve_tokenizer_path
+from configs.errors import CheckpointError
 from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
 from configs.schema import EngineConfig
@@ -15,9 +16,12 @@ from configs.schema import EngineConfig
 logger = logging.getLogger(__name__)
 
 
-def check_checkpoint(config: EngineConfig) -> None:
+def check_checkpoint(config: EngineConfig, *, serves_text: bool = True) -> None:
     """Reads the headers of the model's files, as every rank does, and none of their weights. Of random weights and of a
     model on the Hub only the config is read.
+
+    Args:
+        serves_text: whether a tokenizer has to be there as well.
 
     Raises:
         CheckpointError: files are missing, truncated, of an unsafe kind or of another model than their config, or a
@@ -28,6 +32,8 @@ def check_checkpoint(config: EngineConfig) -> None:
     path = resolve_model_path(config.model, config.revision, weights=config.has_local_weights)
     model = read_model_config(path)
     tokenizer = find_tokenizer(config, path)
+    if serves_text and not holds_tokenizer(tokenizer):
+        raise CheckpointError(f"{tokenizer} holds no tokenizer; set `tokenizer` to a directory or .gguf file with one")
     if tokenizer.suffix == ".gguf":
         check_gguf_tokenizer(tokenizer)
     if config.has_local_weights:

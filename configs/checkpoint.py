@@ -87,12 +87,17 @@ def resolve_tokenizer_path(tokenizer: str, model: str, revision: str | None = No
             )
         own = not is_local(model) and _repository(tokenizer) == _repository(model)
         path = _fetch("tokenizer", tokenizer, revision if own else None, weights=False, on_progress=None)
-    if path.suffix != ".gguf" and not any(any(path.glob(pattern)) for pattern in _TOKENIZER_FILES):
+    if not holds_tokenizer(path):
         raise CheckpointError(
             f"tokenizer={tokenizer} holds no tokenizer.json; set it to a directory or .gguf file with a tokenizer, or "
             "leave it out to take the model's own"
         )
     return path
+
+
+def holds_tokenizer(path: Path) -> bool:
+    """Whether a directory or a .gguf file may have a tokenizer in it: by names, nothing is read."""
+    return path.suffix == ".gguf" or any(any(path.glob(pattern)) for pattern in _TOKENIZER_FILES)
 
 
 def _repository(model: str) -> str:

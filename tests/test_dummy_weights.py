@@ -274,7 +274,9 @@ def test_only_config_json_is_needed(tmp_path: Path) -> None:
         attention={"prefill_backend": "torch_native", "decode_backend": "torch_native"},
         scheduler={"max_num_seqs": 8, "max_num_batched_tokens": 64},
     )
-    check_checkpoint(config)
+    check_checkpoint(config, serves_text=False)
+    with pytest.raises(CheckpointError, match="holds no tokenizer; set `tokenizer`"):
+        check_checkpoint(config)
     model = read_model_config(resolve_model_path(config.model, weights=False))
     plan = ShardPlan.create(model, 1)
     worker = TPWorker(config=config, model=model, model_path=path, plan=plan, group=TensorParallelGroup.single())
@@ -283,7 +285,7 @@ def test_only_config_json_is_needed(tmp_path: Path) -> None:
     assert worker.weight_bytes == 4 * plan.weight_elements(0)
     assert progress[-1] == 1.0
     with pytest.raises(CheckpointError, match=r"neither \.safetensors nor \.gguf"):
-        check_checkpoint(config.model_copy(update={"load_format": "auto"}))
+        check_checkpoint(config.model_copy(update={"load_format": "auto"}), serves_text=False)
 
 
 def test_a_directory_without_config_json_is_still_looked_at_for_a_gguf_file(tmp_path: Path) -> None:
