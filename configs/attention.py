@@ -55,6 +55,8 @@ class BackendSpec:
     max_page_size: int | None = None
     max_head_dim: int | None = None
     features: frozenset[Feature]
+    by_build: frozenset[Feature] = frozenset()
+    """Those of `features` that not every build of its package has; a rank finds out when it loads."""
 
     def refusal(self, needs: AttentionNeeds) -> str | None:
         """Why it cannot serve `needs`; None where it can."""
@@ -84,6 +86,7 @@ _SPECS = (
         max_page_size=256,
         max_head_dim=256,
         features=frozenset({Feature.WINDOW, Feature.SOFTCAP}),
+        by_build=frozenset({Feature.SOFTCAP}),
     ),
     BackendSpec(
         name="triton",
@@ -117,11 +120,14 @@ def choose_backend(phase: Phase, needs: AttentionNeeds) -> tuple[str, str]:
     """
     passed: list[str] = []
     for name in _PREFERRED[phase]:
-        refusal = BACKENDS[name].refusal(needs)
+        spec = BACKENDS[name]
+        refusal = spec.refusal(needs)
+        if refusal is None and (unsure := sorted(needs.features & spec.by_build)):
+            refusal = f"has {' and '.join(unsure)} in some builds only"
         if refusal is None:
             where = needs.device if needs.compute_capability is None else f"sm{_shown([needs.compute_capability], '')}"
             return name, "; ".join([f"{where}, {needs.dtype}", *passed])
-        if needs.device == BACKENDS[name].device:  # why there are no GPUs' backends on CPUs needs no saying
+        if needs.device == spec.device:  # why there are no GPUs' backends on CPUs needs no saying
             passed.append(f"{name} {refusal}")
     raise ConfigError(f"no attention backend serves this model: {'; '.join(passed)}")
 

@@ -81,6 +81,8 @@ def _at_most(limit: int | None) -> str:
 
 
 def _yes(feature: Feature, spec: BackendSpec) -> str:
+    if feature in spec.by_build:
+        return "in some builds"
     return "yes" if feature in spec.features else "refused"
 
 

@@ -21,6 +21,7 @@ import pytest
 
 from cluster.messages import FinishReason, GenerateRequest, SamplingParams, SchedulerStats
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
+from configs.kv_pages import WindowPool, pool_bytes
 from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
 from configs.resolve import HostFacts, resolve
@@ -74,11 +75,14 @@ class GpuEngine:
             config = config.model_copy(update={"parallel": config.parallel.model_copy(update={"all_reduce": "nccl"})})
         self.config = resolve(config, self.model, HostFacts(num_cores=8 * size, num_gpus=size)).config
         self._num_pages, self._max_model_len = num_pages, max_model_len
+        self._window_pool = WindowPool.of(self.config, self.model)
+        self._num_window_pages = None if self._window_pool is None else self._window_pool.num_pages(num_pages)
         context = mp.get_context("spawn")
         self._results: Any = context.Queue()
         self._frames: list[Any] = [context.Queue() for _ in range(size)]
         self._store = _store(None)
-        arguments = (size, self.config, self.model, model_path, self._store.port, num_pages, max_model_len)
+        pages = (num_pages, max_model_len, self._num_window_pages)
+        arguments = (size, self.config, self.model, model_path, self._store.port, *pages)
         self._processes = [
             context.Process(target=_rank_main, args=(rank, *arguments, self._frames[rank], self._results), daemon=True)
             for rank in range(size)
@@ -166,6 +170,8 @@ class GpuEngine:
             vocab_size=self.model.vocab_size,
             enable_prefix_caching=self.config.kv_cache.enable_prefix_caching,
             eos_token_ids=self.model.eos_token_ids,
+            num_window_pages=self._num_window_pages,
+            window=None if self._window_pool is None else self._window_pool.window,
             **self.config.scheduler.model_dump(),
         )
         return Scheduler(limits, generation)
@@ -249,6 +255,7 @@ def _rank_main(
     port: int,
     num_pages: int,
     max_model_len: int,
+    num_window_pages: int | None,
     frames: Any,
     results: Any,
 ) -> None:
@@ -284,11 +291,12 @@ def _rank_main(
         worker.load()
         expected = worker.profile()
         free = torch.cuda.mem_get_info(device)[0]
-        worker.allocate(num_pages, max_model_len)
+        worker.allocate(num_pages, max_model_len, num_window_pages)
         taken = free - torch.cuda.mem_get_info(device)[0]
         own = expected.activation_bytes + expected.graph_bytes + expected.table_bytes
         if num_gpus >= size:  # else others take from the same device
-            assert taken <= own + (num_pages + 1) * sum(worker.kv_page_bytes()), f"{taken} bytes taken, {expected} said"
+            pools = pool_bytes(num_pages, worker.kv_page_bytes(), WindowPool.of(config, model))
+            assert taken <= own + pools, f"{taken} bytes taken, {expected} said"
         results.put("ready")
         while True:  # one run of the loop for each scheduler
             worker.run(_Frames(frames), results.put if rank == 0 else None)

@@ -51,7 +51,8 @@ def test_every_backend_of_the_table_is_there_and_can_be_named() -> None:
         (needs(compute_capability=None), "fa3", "triton"),
         (needs(compute_capability=(8, 0)), "triton", "triton"),
         (needs(compute_capability=(10, 0)), "triton", "triton"),
-        (needs(features=frozenset({Feature.WINDOW, Feature.SOFTCAP})), "fa3", "triton"),
+        (needs(features=frozenset({Feature.WINDOW})), "fa3", "triton"),
+        (needs(features=frozenset({Feature.SOFTCAP})), "triton", "triton"),
         (needs(features=frozenset({Feature.SINKS})), "triton", "triton"),
         (needs(features=frozenset({Feature.CHUNK})), "triton", "triton"),
         (needs(head_dims=frozenset({64, 512})), "torch_native", "torch_native"),
@@ -68,6 +69,8 @@ def test_auto_takes_the_first_that_can(asked: AttentionNeeds, prefill: str, deco
 def test_auto_says_what_it_passed_over_and_why() -> None:
     _, why = choose_backend("prefill", needs(features=frozenset({Feature.SINKS, Feature.CHUNK})))
     assert why == "sm90, bfloat16; fa3 has no chunked local attention and no sinks"
+    _, why = choose_backend("prefill", needs(features=frozenset({Feature.SOFTCAP})))
+    assert why == "sm90, bfloat16; fa3 has soft cap in some builds only"
     _, why = choose_backend("prefill", needs(compute_capability=(8, 6)))
     assert why == "sm86, bfloat16; fa3 needs compute capability 9.0, and this is 8.6"
     assert choose_backend("decode", CPU)[1] == "cpu, float32"

@@ -5,7 +5,9 @@ Tolerance: log probabilities err from fp32 at most twice as far as those of tran
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ import pytest
 import torch
 
 from benchmarks.make_checkpoint import write_checkpoint
+from configs.errors import ConfigError
 from tests.gpu_engine import Answer, GpuEngine
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,6 +29,9 @@ MODELS = {
     "llama-3.1-8b": {"num_hidden_layers": NUM_LAYERS, "vocab_size": 32000},
     "qwen2.5-7b": {"num_hidden_layers": NUM_LAYERS, "vocab_size": 32000},
     "qwen3-30b-a3b": {"num_hidden_layers": NUM_LAYERS, "vocab_size": 32000},
+    # A window that prompts leave, and so a pool of its own.
+    "gemma-2-2b": {"num_hidden_layers": NUM_LAYERS, "vocab_size": 32000, "sliding_window": 128},
+    "gemma-3-1b": {"num_hidden_layers": 7, "vocab_size": 32000, "sliding_window": 128},
 }
 PROMPT_LENGTHS = (1, 17, 64, 130, 300, 600)
 NUM_NEW_TOKENS = 8
@@ -81,7 +87,10 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     (source / "config.json").write_text(json.dumps(shape))
     write_checkpoint(source, path, dtype=torch.bfloat16, device=torch.device("cuda"))
     half, full = (
-        transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to("cuda").eval()
+        # Its other attention leaves softcaps out.
+        transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
+        .to("cuda")
+        .eval()
         for dtype in (torch.bfloat16, torch.float32)
     )
     generator = np.random.default_rng(3)
@@ -123,7 +132,14 @@ def test_logprobs_are_as_near_to_fp32_as_those_of_transformers_in_bf16(case: Cas
     ids=lambda attention: "-".join(attention.values()),
 )
 def test_every_pair_of_backends_agrees_with_transformers(case: Case, attention: dict[str, str]) -> None:
-    with _engine(case, 1, attention=attention) as engine:
+    with contextlib.ExitStack() as stack:
+        try:
+            engine = stack.enter_context(_engine(case, 1, attention=attention))
+        except ConfigError as error:
+            # Of the builds of FA3, not all have what Gemma 2 asks for.
+            assert "fa3" in attention.values()
+            assert re.search("fa3: .* softcap=50.0.* does not support tanh softcapping", str(error))  # noqa: PT017
+            return
         answers = engine.generate(case.prompts, max_tokens=NUM_NEW_TOKENS, num_logprobs=NUM_TOP)
         ours, theirs = case.errors(answers)
         assert ours <= 2 * theirs, f"{ours:.4f} from fp32, transformers in bf16 {theirs:.4f}"
