@@ -24,6 +24,8 @@ class Feature(StrEnum):
     SINKS = "sinks"
     CHUNK = "chunked local attention"
     LATENT = "latent attention (MLA)"
+    MASK = "masks over new tokens"
+    """Of a step, not of a layer (`ForwardBatch.mask`): trees of drafts, images seen both ways, many items."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

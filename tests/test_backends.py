@@ -11,14 +11,14 @@ import torch
 
 from attention import registry
 from attention.backend import AttentionBackend
-from attention.forward_batch import ForwardBatch
+from attention.forward_batch import ForwardBatch, NewTokenMask
 from attention.hybrid import HybridBackend
 from attention.kv_pool import ReqToTokenPool, TokenToKVPool
 from attention.layer import AttentionLayer, LatentLayer
 from attention.registry import create_backend
 from attention.step_shape import StepShape
 from configs.attention import BACKENDS, AttentionNeeds, Feature, check_backend, choose_backend
-from configs.errors import ConfigError
+from configs.errors import ConfigError, EngineError
 from configs.schema import AttentionConfig
 from tests.batches import batch_of
 
@@ -117,13 +117,16 @@ def test_a_rank_asks_for_what_its_layers_and_its_device_need(monkeypatch: pytest
             layer_id=1, tp_q_head_num=2, tp_k_head_num=1, head_dim=24, scale=0.25, latent_dim=16, nope_dim=8, v_dim=8
         ),
     }
-    assert set(asking) == set(Feature)
+    assert set(asking) == set(Feature) - {Feature.MASK}, "which a step asks for"
     for feature, layer in asking.items():
         without = dataclasses.replace(BACKENDS["torch_native"], features=frozenset(Feature) - {feature})
         monkeypatch.setattr("configs.attention.BACKENDS", {**BACKENDS, "torch_native": without})
         create_backend("torch_native", "torch_native", pool_of(LAYER))
         with pytest.raises(ConfigError, match=re.escape(f"has no {feature}")):
             create_backend("torch_native", "torch_native", pool_of(LAYER, layer))
+
+
+MASK = NewTokenMask(visible=torch.ones(4), starts=torch.tensor([0, -1]), positions=torch.zeros(4, dtype=torch.int64))
 
 
 class Recorder(AttentionBackend):
@@ -177,6 +180,22 @@ def test_steps_of_single_tokens_go_to_one_backend_and_all_others_to_the_other() 
     without = Recorder("decode", said, pool)
     without.captures_cuda_graphs = False
     assert not HybridBackend(Recorder("prefill", said, pool), without).captures_cuda_graphs
+
+
+def test_a_step_with_a_mask_goes_to_one_that_serves_masks() -> None:
+    pool = pool_of(LAYER)
+    said: list[str] = []
+    batch = dataclasses.replace(
+        batch_of(ReqToTokenPool(2, 1, torch.device("cpu")), [(1, 0, 2), (2, 0, 2)], 16), mask=MASK
+    )
+    prefill, decode = (Recorder(name, said, pool) for name in ("prefill", "decode"))
+    with pytest.raises(EngineError, match="has no masks over new tokens"):
+        HybridBackend(prefill, decode).init_forward_metadata(batch)
+    for able, name in ((decode, "decode"), (prefill, "prefill")):
+        able.features = frozenset({Feature.MASK})
+        HybridBackend(prefill, decode).init_forward_metadata(batch)
+        assert said.pop() == f"{name} init"
+    assert not said
 
 
 def test_one_name_for_both_kinds_of_steps_is_one_backend() -> None:
