@@ -85,7 +85,7 @@ _SPECS = (
         dtypes=_HALVES,
         max_page_size=256,
         max_head_dim=256,
-        features=frozenset({Feature.WINDOW, Feature.SOFTCAP}),
+        features=frozenset({Feature.WINDOW, Feature.SOFTCAP, Feature.SINKS, Feature.CHUNK}),
     ),
     BackendSpec(
         name="triton",

@@ -52,8 +52,8 @@ def test_every_backend_of_the_table_is_there_and_can_be_named() -> None:
         (needs(compute_capability=(8, 0)), "triton", "triton"),
         (needs(compute_capability=(10, 0)), "triton", "triton"),
         (needs(features=frozenset({Feature.WINDOW, Feature.SOFTCAP})), "fa3", "triton"),
-        (needs(features=frozenset({Feature.SINKS})), "triton", "triton"),
-        (needs(features=frozenset({Feature.CHUNK})), "triton", "triton"),
+        (needs(features=frozenset({Feature.SINKS, Feature.CHUNK})), "fa3", "triton"),
+        (needs(features=frozenset({Feature.MASK})), "triton", "triton"),
         (needs(head_dims=frozenset({64, 512})), "torch_native", "torch_native"),
         (needs(features=frozenset({Feature.LATENT})), "torch_native", "torch_native"),
         (needs(dtype="float32"), "triton", "triton"),
@@ -66,8 +66,11 @@ def test_auto_takes_the_first_that_can(asked: AttentionNeeds, prefill: str, deco
 
 
 def test_auto_says_what_it_passed_over_and_why() -> None:
-    _, why = choose_backend("prefill", needs(features=frozenset({Feature.SINKS, Feature.CHUNK})))
-    assert why == "sm90, bfloat16; fa3 has no chunked local attention and no sinks"
+    _, why = choose_backend("prefill", needs(features=frozenset({Feature.MASK})))
+    assert why == "sm90, bfloat16; fa3 has no masks over new tokens"
+    without = dataclasses.replace(BACKENDS["fa3"], features=frozenset())
+    asked = needs(features=frozenset({Feature.SINKS, Feature.CHUNK}))
+    assert without.refusal(asked) == "has no chunked local attention and no sinks"
     _, why = choose_backend("prefill", needs(compute_capability=(8, 6)))
     assert why == "sm86, bfloat16; fa3 needs compute capability 9.0, and this is 8.6"
     assert choose_backend("decode", CPU)[1] == "cpu, float32"
@@ -86,7 +89,7 @@ def test_auto_says_what_it_passed_over_and_why() -> None:
         ("fa3", needs(dtype="float32"), "serves bfloat16 and float16, and dtype is float32; choose auto or triton or"),
         ("fa3", needs(page_size=512), "pages of at most 256 tokens, and kv_cache.page_size is 512; .* triton or torch"),
         ("triton", needs(head_dims=frozenset({512})), "heads of at most 256 .* have 512; choose auto or torch_native"),
-        ("fa3", needs(features=frozenset({Feature.SINKS})), "has no sinks; choose auto or triton or torch_native"),
+        ("fa3", needs(features=frozenset({Feature.MASK})), "has no masks over new tokens; choose auto or triton or"),
     ],
 )
 def test_what_a_backend_cannot_do_is_refused_with_those_that_can(
