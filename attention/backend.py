@@ -14,8 +14,8 @@ from attention.latent import LatentHeads
 from attention.layer import AttentionLayer, LatentLayer
 from attention.rotation import QKNorms, Rotation
 from attention.step_shape import StepShape
-from configs.attention import BACKENDS
-from configs.errors import ConfigError
+from configs.attention import BACKENDS, Feature
+from configs.errors import ConfigError, EngineError
 
 IMPLEMENTATIONS: dict[str, type[AttentionBackend]] = {}
 """Filled by `register`; attention/registry.py imports all that there are."""
@@ -28,6 +28,7 @@ def register(name: str) -> Callable[[type[_BackendT]], type[_BackendT]]:
 
     def decorate(cls: type[_BackendT]) -> type[_BackendT]:
         IMPLEMENTATIONS[name] = cls
+        cls.features = BACKENDS[name].features
         return cls
 
     return decorate
@@ -41,6 +42,8 @@ class AttentionBackend(ABC):
     captured, `prepare_capture` takes its place; before each replay `prepare_replay` does.
     """
 
+    features: frozenset[Feature] = frozenset()
+    """What configs/attention.py says that it serves."""
     captures_cuda_graphs: bool = False
     """Whether a step over static `ForwardBatch.paged` buffers can be captured in a CUDA graph and replayed."""
 
@@ -62,7 +65,12 @@ class AttentionBackend(ABC):
         self._batch: ForwardBatch | None = None
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        """Prepares for `batch`. Page-table entries past a row's last page are never used."""
+        """Prepares for `batch`. Page-table entries past a row's last page are never used.
+
+        Raises EngineError for a mask where there is no Feature.MASK.
+        """
+        if batch.mask is not None and Feature.MASK not in self.features:
+            raise EngineError(f"{type(self).__name__} has no {Feature.MASK}")
         self._batch = batch
 
     def batch_of(self, layer: AttentionLayer) -> ForwardBatch:

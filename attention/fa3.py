@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from attention.backend import AttentionBackend, register
-from attention.fa3_builds import load_provider
+from attention.fa3_builds import load_provider, sinks_of
 from attention.forward_batch import ForwardBatch
 from attention.kv_pool import TokenToKVPool
 from attention.layer import AttentionLayer
@@ -47,8 +47,9 @@ class FlashAttentionBackend(AttentionBackend):
         self._provider = load_provider(provider, token_to_kv_pool.device)
         geometries: dict[tuple[int | float | None, ...], list[AttentionLayer]] = {}
         for layer in layers:
-            geometry = (layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim, layer.window, layer.softcap)
-            geometries.setdefault(geometry, []).append(layer)
+            shape = (layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim)
+            features = (layer.window, layer.softcap, layer.chunk, layer.sinks is not None)
+            geometries.setdefault((*shape, *features), []).append(layer)
         for alike in geometries.values():
             self._provider.probe(
                 alike[0],
@@ -56,6 +57,7 @@ class FlashAttentionBackend(AttentionBackend):
                 dtype=token_to_kv_pool.dtype,
                 device=token_to_kv_pool.device,
             )
+        self._sinks = {layer.layer_id: sinks_of(layer) for layer in layers}
         self._num_splits = 0
 
     def capture_shapes(self, shape: StepShape, max_model_len: int) -> list[StepShape]:
@@ -75,8 +77,8 @@ class FlashAttentionBackend(AttentionBackend):
     def attend(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         k_pages, v_pages = self.token_to_kv_pool.pages(layer.layer_id)
         heads = q.view(-1, layer.tp_q_head_num, layer.head_dim)
-        paged = self.batch_of(layer).paged
-        out = self._provider.attend(heads, k_pages, v_pages, paged, layer, num_splits=self._num_splits)
+        paged, sinks = self.batch_of(layer).paged, self._sinks[layer.layer_id]
+        out = self._provider.attend(heads, k_pages, v_pages, paged, layer, sinks=sinks, num_splits=self._num_splits)
         return out.view(q.shape)
 
 

@@ -8,6 +8,7 @@ One call serves decodes, prompts, chunks behind a cached prefix and any mixture 
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import logging
 from abc import ABC, abstractmethod
@@ -23,6 +24,7 @@ from configs.errors import ConfigError
 _log = logging.getLogger(__name__)
 
 _HOPPER = (9, 0)
+_PROBED_KEYS, _PROBED_CHUNK = 4, 2
 SGLANG_KERNEL = "0.4.3"
 """The version of that package that was run, with torch 2.11."""
 
@@ -41,6 +43,7 @@ class FA3Provider(ABC):
         paged: PagedMetadata,
         layer: AttentionLayer,
         *,
+        sinks: torch.Tensor | None = None,
         num_splits: int = 0,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -54,7 +57,9 @@ class FA3Provider(ABC):
             k_pages: [num_pages, page_size, tp_k_head_num, head_dim], of q's dtype; likewise `v_pages`.
             paged: `page_table` is read up to each row's last page. Its width times page_size is the bound from which
                 the number of splits follows: keep one width where results are to be equal bit for bit.
-            layer: its scale, window and softcap are applied.
+            layer: its scale, window, chunk and softcap are applied. Positions, and so chunks, count from the start of
+                the row: its first query is at `cache_seqlens` less its queries.
+            sinks: `sinks_of(layer)`.
             num_splits: pieces that a row's keys are cut into, at most. 0 leaves that to FA3: up to 19 times as fast as
                 one piece for one row of 32k tokens (H200, two KV heads), and the last bits of a row then depend on what
                 else is in the batch.
@@ -65,34 +70,44 @@ class FA3Provider(ABC):
         """
 
     def probe(self, layer: AttentionLayer, *, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Attends once from one token to itself, as `layer` would; waits for the device.
+        """Attends once from the last of four tokens, as `layer` would but with chunks of two; waits for the device.
 
-        Raises ConfigError when this build has no kernel for it, or returns something else than the token's value.
+        Raises ConfigError when this build has no kernel for it, or returns something else than the mean of the values
+        that are seen, less the share of the sinks.
         """
-        shape = (1, page_size, layer.tp_k_head_num, layer.head_dim)
+        if layer.chunk is not None:
+            layer = dataclasses.replace(layer, chunk=_PROBED_CHUNK)
+        num_pages = -(-_PROBED_KEYS // page_size)
+        shape = (num_pages, page_size, layer.tp_k_head_num, layer.head_dim)
         q = torch.zeros(1, layer.tp_q_head_num, layer.head_dim, dtype=dtype, device=device)
         k = torch.zeros(shape, dtype=dtype, device=device)
         v = torch.linspace(0.0, 1.0, k.numel(), device=device).view(shape).to(dtype)
         # Wider than the window: FA3 takes one that no row can outgrow for none.
-        max_pages = (layer.window or 0) // page_size + 2
+        page_table = torch.zeros(1, num_pages + (layer.window or 0) // page_size + 1, dtype=torch.int32, device=device)
+        page_table[0, :num_pages] = torch.arange(num_pages)
         paged = PagedMetadata(
-            cache_seqlens=torch.ones(1, dtype=torch.int32, device=device),
+            cache_seqlens=torch.full((1,), _PROBED_KEYS, dtype=torch.int32, device=device),
             cu_seqlens_q=torch.arange(2, dtype=torch.int32, device=device),
-            page_table=torch.zeros(1, max_pages, dtype=torch.int32, device=device),
+            page_table=page_table,
             max_seqlen_q=1,
         )
-        wrong = None
+        sinks, wrong = sinks_of(layer), None
         try:
-            out = self.attend(q, k, v, paged, layer)[0]
-            value = v[0, 0].repeat_interleave(layer.tp_q_head_num // layer.tp_k_head_num, dim=0)
-            if not torch.allclose(out, value, atol=0.01, rtol=0.01):
+            out = self.attend(q, k, v, paged, layer, sinks=sinks)[0]
+            num_seen = min(layer.window or _PROBED_KEYS, layer.chunk or _PROBED_KEYS, _PROBED_KEYS)
+            value = v.flatten(0, 1)[_PROBED_KEYS - num_seen : _PROBED_KEYS].float().mean(0)
+            value = value.repeat_interleave(layer.tp_q_head_num // layer.tp_k_head_num, dim=0)
+            if sinks is not None:
+                value = value * (num_seen / (num_seen + sinks.float().exp()))[:, None]
+            if not torch.allclose(out.float(), value, atol=0.01, rtol=0.01):
                 wrong = "it returned wrong values: was it built for this torch and CUDA?"
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:  # TypeError: it knows no such argument
             wrong = str(error).partition("\n")[0]
         if wrong is not None:
             raise ConfigError(
                 f"attention backend fa3: {self.name} cannot serve layer {layer.layer_id} (head_dim="
-                f"{layer.head_dim}, window={layer.window}, softcap={layer.softcap}, {dtype}): {wrong}\n"
+                f"{layer.head_dim}, window={layer.window}, softcap={layer.softcap}, chunks={layer.chunk is not None}, "
+                f"sinks={sinks is not None}, {dtype}): {wrong}\n"
                 "Install another build of FlashAttention-3, or set attention.backend=triton."
             )
 
@@ -113,6 +128,7 @@ class SglKernel(FA3Provider):
         paged: PagedMetadata,
         layer: AttentionLayer,
         *,
+        sinks: torch.Tensor | None = None,
         num_splits: int = 0,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -130,6 +146,7 @@ class SglKernel(FA3Provider):
             softcap=layer.softcap or 0.0,
             num_splits=num_splits,
             out=out,
+            **_features(layer, sinks),
         )
 
 
@@ -149,6 +166,7 @@ class FlashAttention3(FA3Provider):
         paged: PagedMetadata,
         layer: AttentionLayer,
         *,
+        sinks: torch.Tensor | None = None,
         num_splits: int = 0,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -168,6 +186,7 @@ class FlashAttention3(FA3Provider):
             window_size_right=right,
             softcap=layer.softcap or 0.0,
             num_splits=num_splits,
+            **_features(layer, sinks),
         )
         return attended
 
@@ -175,6 +194,17 @@ class FlashAttention3(FA3Provider):
 def _window(layer: AttentionLayer) -> tuple[int, int]:
     """FA3's window: keys before and after the query's own position; -1 is all."""
     return (-1, -1) if layer.window is None else (layer.window - 1, 0)
+
+
+def _features(layer: AttentionLayer, sinks: torch.Tensor | None) -> dict[str, Any]:
+    """Arguments that not every build knows: only for layers that need them."""
+    chunk = {} if layer.chunk is None else {"attention_chunk": layer.chunk}
+    return chunk if sinks is None else {**chunk, "sinks": sinks}
+
+
+def sinks_of(layer: AttentionLayer) -> torch.Tensor | None:
+    """The sinks of `layer` as FA3 takes them, in bf16, which is how checkpoints have them; a copy."""
+    return None if layer.sinks is None else layer.sinks.to(torch.bfloat16)
 
 
 def _load_sgl_kernel() -> FA3Provider:

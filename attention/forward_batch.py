@@ -54,6 +54,24 @@ class PagedMetadata:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class NewTokenMask:
+    """Which new tokens of its own row each new token sees, in place of those before it and itself.
+
+    One row's part is [extend_len, extend_len], a query's keys one after the other: a tree of drafts to be verified, or
+    all ones where the new tokens see one another in both directions. Of a step's tokens each sees itself.
+    """
+
+    visible: torch.Tensor
+    """[sum of extend_len ** 2 of the rows that have a part] uint8 or bool, contiguous, on the device: not zero where
+    the key is seen."""
+    starts: torch.Tensor
+    """[batch_size] int32 or int64, on the device: where each row's part begins; -1: it has none, and is causal."""
+    positions: torch.Tensor
+    """[num_tokens] int64, on the device: `ForwardBatch.positions`, by which window and chunk hide tokens of the prefix.
+    They hide none of the new tokens of rows that have a part."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ForwardBatch:
     """One step on one rank. Tokens of row i are `cu_seqlens_q[i]` to `cu_seqlens_q[i + 1]`, rows in frame order.
 
@@ -73,12 +91,15 @@ class ForwardBatch:
     input_ids: torch.Tensor
     """[num_tokens] int64, device."""
     positions: torch.Tensor
-    """[num_tokens] int64, device: position of each input token in its sequence."""
+    """[num_tokens] int64, device: position of each input token in its sequence; one after the other from the row's
+    `prefix_lens`, but in rows with a part of `mask`, where none is before that."""
     out_cache_loc: torch.Tensor
     """[num_tokens] int64, device: KV slot (page * page_size + offset) each input token's K and V are written to."""
     sample_indices: torch.Tensor
     """[num_sampled] int64 or int32, device: tokens whose logits are wanted, in row order."""
     paged: PagedMetadata
+    mask: NewTokenMask | None = None
+    """None: every row is causal."""
     in_window_pool: ForwardBatch | None = None
     """The same step with slots and pages of the window pool; None: there is no such pool."""
 

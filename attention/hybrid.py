@@ -9,14 +9,19 @@ from attention.forward_batch import ForwardBatch, ForwardMode
 from attention.latent import LatentHeads
 from attention.layer import AttentionLayer, LatentLayer
 from attention.step_shape import StepShape
+from configs.attention import Feature
 
 
 class HybridBackend(AttentionBackend):
-    """`decode` for steps in which every row has one token, `prefill` for all others; both read and write one pool."""
+    """`decode` for steps in which every row has one token, `prefill` for all others; both read and write one pool.
+
+    A step with a mask is for the one of them that serves masks, `prefill` where both do.
+    """
 
     def __init__(self, prefill: AttentionBackend, decode: AttentionBackend) -> None:
         assert prefill.token_to_kv_pool is decode.token_to_kv_pool, "one pool"
         super().__init__(prefill.layers, prefill.token_to_kv_pool)
+        self.features = prefill.features | (decode.features & {Feature.MASK})
         self._prefill = prefill
         self._decode = decode
         self._now = prefill
@@ -24,7 +29,10 @@ class HybridBackend(AttentionBackend):
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         super().init_forward_metadata(batch)
-        self._now = self._decode if batch.mode is ForwardMode.DECODE else self._prefill
+        by_prefill = batch.mode is not ForwardMode.DECODE
+        if batch.mask is not None:
+            by_prefill = Feature.MASK in self._prefill.features
+        self._now = self._prefill if by_prefill else self._decode
         self._now.init_forward_metadata(batch)
 
     def capture_shapes(self, shape: StepShape, max_model_len: int) -> list[StepShape]:

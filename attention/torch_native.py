@@ -46,6 +46,16 @@ class _Sight:
 
 
 @dataclass(frozen=True, slots=True)
+class _Masked:
+    """What a step's mask says of one row."""
+
+    visible: npt.NDArray[np.bool_]
+    """[num_tokens, num_tokens]"""
+    positions: Int64Array
+    """[num_tokens]"""
+
+
+@dataclass(frozen=True, slots=True)
 class _DecodeGroup:
     """Decode rows of similar length."""
 
@@ -96,7 +106,8 @@ class TorchNativeBackend(AttentionBackend):
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         super().init_forward_metadata(batch)
         self._mode = batch.mode
-        planned = {sight: self._plan(batch.seen_by(sight.window), sight) for sight in self._sights}
+        masked = _masked_rows(batch)
+        planned = {sight: self._plan(batch.seen_by(sight.window), sight, masked) for sight in self._sights}
         self._metadata = {layer_id: planned[sight] for layer_id, sight in self._sight_of.items()}
 
     def attend(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
@@ -188,7 +199,7 @@ class TorchNativeBackend(AttentionBackend):
         kept = [_read(slots, which) for slots in self.token_to_kv_pool.slots(layer.layer_id)]
         return kept[0], kept[-1]
 
-    def _plan(self, batch: ForwardBatch, sight: _Sight) -> _Metadata:
+    def _plan(self, batch: ForwardBatch, sight: _Sight, masked: dict[int, _Masked]) -> _Metadata:
         first_keys = sight.first_keys(batch.prefix_lens)
         decode_rows = np.flatnonzero(batch.extend_lens == 1)
         extend_rows = np.flatnonzero(batch.extend_lens > 1)
@@ -197,7 +208,10 @@ class TorchNativeBackend(AttentionBackend):
             decodes=tuple(
                 self._plan_decode(batch, rows, first_keys[rows]) for rows in _similar_lengths(decode_rows, num_keys)
             ),
-            extends=tuple(self._plan_extend(batch, int(row), int(first_keys[row]), sight) for row in extend_rows),
+            extends=tuple(
+                self._plan_extend(batch, int(row), int(first_keys[row]), sight, masked.get(int(row)))
+                for row in extend_rows
+            ),
         )
 
     def _slots(self, page_table: torch.Tensor, positions: Int64Array) -> torch.Tensor | slice:
@@ -232,16 +246,23 @@ class TorchNativeBackend(AttentionBackend):
             mask=mask,
         )
 
-    def _plan_extend(self, batch: ForwardBatch, row: int, first_key: int, sight: _Sight) -> _Extend:
+    def _plan_extend(
+        self, batch: ForwardBatch, row: int, first_key: int, sight: _Sight, masked: _Masked | None
+    ) -> _Extend:
         prefix_len, seq_len = int(batch.prefix_lens[row]), int(batch.seq_lens[row])
+        start, stop = int(batch.cu_seqlens_q[row]), int(batch.cu_seqlens_q[row + 1])
         keys, queries = np.arange(first_key, seq_len), np.arange(prefix_len, seq_len)
-        seen_from = sight.first_keys(queries)
+        seen_from = sight.first_keys(queries if masked is None else masked.positions)
         mask = None
-        if prefix_len > first_key or seen_from[-1] > first_key:
+        if masked is not None:
+            hidden = keys < seen_from[:, None]
+            hidden[:, prefix_len - first_key :] = ~masked.visible
+            mask = self._mask(hidden)
+        elif prefix_len > first_key or seen_from[-1] > first_key:
             mask = self._mask((keys > queries[:, None]) | (keys < seen_from[:, None]))
         return _Extend(
-            start=int(batch.cu_seqlens_q[row]),
-            stop=int(batch.cu_seqlens_q[row + 1]),
+            start=start,
+            stop=stop,
             slots=self._slots(batch.paged.page_table[row : row + 1], keys[None]),
             mask=mask,
         )
@@ -255,6 +276,19 @@ class TorchNativeBackend(AttentionBackend):
 def _read(slots: torch.Tensor, which: torch.Tensor | slice) -> torch.Tensor:
     """[num_slots, elements] of one tensor of a layer's."""
     return slots[which] if isinstance(which, slice) else slots.index_select(0, which)
+
+
+def _masked_rows(batch: ForwardBatch) -> dict[int, _Masked]:
+    """By row, those that have a part of the mask. Waits for the device where that is a GPU."""
+    if (mask := batch.mask) is None:
+        return {}
+    visible, positions, starts = (it.cpu().numpy() for it in (mask.visible, mask.positions, mask.starts))
+    rows = {}
+    for row in np.flatnonzero(starts >= 0):
+        first, num_tokens = int(batch.cu_seqlens_q[row]), int(batch.extend_lens[row])
+        part = visible[starts[row] :][: num_tokens**2].reshape(num_tokens, num_tokens)
+        rows[int(row)] = _Masked(part != 0, positions[first : first + num_tokens])
+    return rows
 
 
 def _similar_lengths(rows: Int64Array, lengths: Int64Array) -> list[Int64Array]:

@@ -39,12 +39,13 @@ class TritonBackend(AttentionBackend):
         batch.paged.check()
 
     def attend(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-        paged = self.batch_of(layer).paged
+        batch = self.batch_of(layer)
+        paged = batch.paged
         k_pages, v_pages = self.token_to_kv_pool.pages(layer.layer_id)
         heads = q.view(-1, layer.tp_q_head_num, layer.head_dim)
         out = torch.empty(heads.shape, dtype=q.dtype, device=q.device)
         if paged.max_seqlen_q == 1:
             self._paged_decode(heads, k_pages, v_pages, paged, layer, out=out)
         else:
-            self._paged_extend(heads, k_pages, v_pages, paged, layer, out=out)
+            self._paged_extend(heads, k_pages, v_pages, paged, layer, out=out, mask=batch.mask)
         return out.view(q.shape)

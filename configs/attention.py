@@ -24,6 +24,8 @@ class Feature(StrEnum):
     SINKS = "sinks"
     CHUNK = "chunked local attention"
     LATENT = "latent attention (MLA)"
+    MASK = "masks over new tokens"
+    """Of a step, not of a layer (`ForwardBatch.mask`): trees of drafts, images seen both ways, many items."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +87,7 @@ _SPECS = (
         dtypes=_HALVES,
         max_page_size=256,
         max_head_dim=256,
-        features=frozenset({Feature.WINDOW, Feature.SOFTCAP}),
+        features=frozenset({Feature.WINDOW, Feature.SOFTCAP, Feature.SINKS, Feature.CHUNK}),
         by_build=frozenset({Feature.SOFTCAP}),
     ),
     BackendSpec(

@@ -2,16 +2,66 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
-from attention.forward_batch import PagedMetadata
+from attention.forward_batch import ForwardBatch, NewTokenMask, PagedMetadata
+from attention.kv_pool import ReqToTokenPool, TokenToKVPool
 from attention.layer import AttentionLayer
+from tests.batches import batch_of
 
 PADDING = -1
 """The row of one token on page 0, which is NaN here."""
+
+
+class NewTokens(NamedTuple):
+    """A row's part of a mask: which of its n new tokens each sees, and where in the sequence they are."""
+
+    visible: torch.Tensor
+    """[n, n] bool or uint8"""
+    positions: torch.Tensor
+    """[n] int64"""
+
+
+def tree(prefix_len: int, num_tokens: int) -> NewTokens:
+    """A random tree of drafts: each token sees its ancestors and itself, and lies as deep as it has ancestors."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    seen = torch.eye(num_tokens, dtype=torch.bool)
+    for token in range(1, num_tokens):
+        seen[token] |= seen[int(torch.randint(token, (), generator=generator))]
+    return NewTokens(seen, prefix_len + seen.sum(1) - 1)
+
+
+def in_order(prefix_len: int, visible: torch.Tensor) -> NewTokens:
+    """New tokens that follow one another and see each other as `visible` says."""
+    return NewTokens(visible, prefix_len + torch.arange(len(visible)))
+
+
+def both_ways(prefix_len: int, num_tokens: int) -> NewTokens:
+    """New tokens that all see each other, as those of an image do."""
+    return in_order(prefix_len, torch.ones(num_tokens, num_tokens, dtype=torch.bool))
+
+
+def mask_of(parts: Sequence[NewTokens | None], lens: Sequence[int], device: torch.device) -> NewTokenMask:
+    """The mask of rows of `lens` new tokens; None: a causal row."""
+    sizes = [0 if part is None else part.visible.numel() for part in parts]
+    starts = [
+        -1 if part is None else start
+        for part, start in zip(parts, itertools.accumulate(sizes, initial=0), strict=False)
+    ]
+    positions = [
+        torch.full((length,), -1) if part is None else part.positions for part, length in zip(parts, lens, strict=True)
+    ]
+    return NewTokenMask(
+        visible=torch.cat([part.visible.flatten() for part in parts if part is not None]).to(device),
+        starts=torch.tensor(starts, dtype=torch.int32, device=device),
+        positions=torch.cat(positions).to(device),
+    )
 
 
 def attention(
@@ -20,15 +70,15 @@ def attention(
     v: torch.Tensor,
     layer: AttentionLayer,
     dtype: torch.dtype,
-    new: torch.Tensor | None = None,
+    new: NewTokens | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of one row, computed in `dtype`: answers [n, Hq, D] and logarithms of the sums of exponentials [n, Hq], fp32.
 
     Args:
         q: [n, Hq, D], the last of
         k: [L, Hkv, D], and likewise `v`.
-        new: [n, n] bool: which of the last n keys each query sees; None: those before it and itself. Window and chunk
-            then hide others alone.
+        new: which of the last n keys each query sees; None: those before it and itself. Window and chunk then hide
+            others alone.
     """
     group, num_keys = q.shape[1] // k.shape[1], len(k)
     wide_k, wide_v = (x.to(dtype).repeat_interleave(group, dim=1) for x in (k, v))
@@ -36,14 +86,14 @@ def attention(
     if layer.softcap is not None:
         scores = layer.softcap * torch.tanh(scores / layer.softcap)
     keys = torch.arange(num_keys, device=q.device)
-    queries = keys[num_keys - len(q) :, None]
+    queries = keys[num_keys - len(q) :, None] if new is None else new.positions.to(q.device)[:, None]
     seen = keys <= queries
     if layer.window is not None:
         seen &= keys > queries - layer.window
     if layer.chunk is not None:
         seen &= keys // layer.chunk == queries // layer.chunk
     if new is not None:
-        seen[:, num_keys - len(q) :] = new
+        seen[:, num_keys - len(q) :] = new.visible.to(q.device)
     scores = scores.masked_fill(~seen, -math.inf)
     if layer.sinks is not None:
         sinks = layer.sinks.to(dtype)[:, None, None].expand(-1, len(q), 1)
@@ -92,6 +142,21 @@ class PagedCase:
         self.q = [torch.randn(extend, *heads, generator=generator).to(device, self.dtype) for _, extend in self.rows]
         self.k, self.v = (x.to(device) for x in (self.k, self.v))
 
+    def in_pool(self) -> tuple[TokenToKVPool, ForwardBatch]:
+        """A pool with these pages, and the batch of all rows but padding, with the poison behind each row's last
+        page."""
+        num_pages, page_size = self.k.shape[:2]
+        pool = TokenToKVPool(
+            [self.layer], num_pages=num_pages - 1, page_size=page_size, dtype=self.dtype, device=self.device
+        )
+        for pages, written in zip(pool.pages(0), (self.k, self.v), strict=True):
+            pages.copy_(written)
+        rows = self.rows[:-1]
+        table = ReqToTokenPool(len(rows), self.table.shape[1], self.device)
+        table.page_table[1:] = self.table[:-1]
+        batch = batch_of(table, [(i + 1, *lens) for i, lens in enumerate(rows)], page_size)
+        return pool, replace(batch, paged=replace(batch.paged, page_table=table.page_table[1:]))
+
     def paged(self, rows: Sequence[int], cuts: Sequence[tuple[int, int]] | None = None) -> PagedMetadata:
         """Of `rows`, in this order, and of each the new tokens from the first to before the second of its cut; None:
         all of them."""
@@ -113,7 +178,7 @@ class PagedCase:
         return torch.cat([q, q], dim=1)[:, : q.shape[1]]
 
     def expected(
-        self, dtype: torch.dtype, masks: Sequence[torch.Tensor | None] | None = None
+        self, dtype: torch.dtype, masks: Sequence[NewTokens | None] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `attention`, of all rows but padding, one row at a time."""
         masks = [None] * len(self.keys) if masks is None else masks
@@ -121,7 +186,7 @@ class PagedCase:
         answers, lses = zip(*(attention(q, k, v, self.layer, dtype, new) for q, k, v, new in rows), strict=True)
         return torch.cat(answers), torch.cat(lses)
 
-    def check(self, out: torch.Tensor, masks: Sequence[torch.Tensor | None] | None = None) -> None:
+    def check(self, out: torch.Tensor, masks: Sequence[NewTokens | None] | None = None) -> None:
         """Asserts that `out` errs as fp32 does, or at most twice as far as torch in the same 16-bit dtype."""
         exact, _ = self.expected(torch.float32, masks)
         if self.dtype is torch.float32:

@@ -11,14 +11,14 @@ import torch
 
 from attention import registry
 from attention.backend import AttentionBackend
-from attention.forward_batch import ForwardBatch
+from attention.forward_batch import ForwardBatch, NewTokenMask
 from attention.hybrid import HybridBackend
 from attention.kv_pool import ReqToTokenPool, TokenToKVPool
 from attention.layer import AttentionLayer, LatentLayer
 from attention.registry import create_backend
 from attention.step_shape import StepShape
 from configs.attention import BACKENDS, AttentionNeeds, Feature, check_backend, choose_backend
-from configs.errors import ConfigError
+from configs.errors import ConfigError, EngineError
 from configs.schema import AttentionConfig
 from tests.batches import batch_of
 
@@ -53,8 +53,8 @@ def test_every_backend_of_the_table_is_there_and_can_be_named() -> None:
         (needs(compute_capability=(10, 0)), "triton", "triton"),
         (needs(features=frozenset({Feature.WINDOW})), "fa3", "triton"),
         (needs(features=frozenset({Feature.SOFTCAP})), "triton", "triton"),
-        (needs(features=frozenset({Feature.SINKS})), "triton", "triton"),
-        (needs(features=frozenset({Feature.CHUNK})), "triton", "triton"),
+        (needs(features=frozenset({Feature.SINKS, Feature.CHUNK})), "fa3", "triton"),
+        (needs(features=frozenset({Feature.MASK})), "triton", "triton"),
         (needs(head_dims=frozenset({64, 512})), "torch_native", "torch_native"),
         (needs(features=frozenset({Feature.LATENT})), "torch_native", "torch_native"),
         (needs(dtype="float32"), "triton", "triton"),
@@ -67,8 +67,11 @@ def test_auto_takes_the_first_that_can(asked: AttentionNeeds, prefill: str, deco
 
 
 def test_auto_says_what_it_passed_over_and_why() -> None:
-    _, why = choose_backend("prefill", needs(features=frozenset({Feature.SINKS, Feature.CHUNK})))
-    assert why == "sm90, bfloat16; fa3 has no chunked local attention and no sinks"
+    _, why = choose_backend("prefill", needs(features=frozenset({Feature.MASK})))
+    assert why == "sm90, bfloat16; fa3 has no masks over new tokens"
+    without = dataclasses.replace(BACKENDS["fa3"], features=frozenset())
+    asked = needs(features=frozenset({Feature.SINKS, Feature.CHUNK}))
+    assert without.refusal(asked) == "has no chunked local attention and no sinks"
     _, why = choose_backend("prefill", needs(features=frozenset({Feature.SOFTCAP})))
     assert why == "sm90, bfloat16; fa3 has soft cap in some builds only"
     _, why = choose_backend("prefill", needs(compute_capability=(8, 6)))
@@ -89,7 +92,7 @@ def test_auto_says_what_it_passed_over_and_why() -> None:
         ("fa3", needs(dtype="float32"), "serves bfloat16 and float16, and dtype is float32; choose auto or triton or"),
         ("fa3", needs(page_size=512), "pages of at most 256 tokens, and kv_cache.page_size is 512; .* triton or torch"),
         ("triton", needs(head_dims=frozenset({512})), "heads of at most 256 .* have 512; choose auto or torch_native"),
-        ("fa3", needs(features=frozenset({Feature.SINKS})), "has no sinks; choose auto or triton or torch_native"),
+        ("fa3", needs(features=frozenset({Feature.MASK})), "has no masks over new tokens; choose auto or triton or"),
     ],
 )
 def test_what_a_backend_cannot_do_is_refused_with_those_that_can(
@@ -120,13 +123,16 @@ def test_a_rank_asks_for_what_its_layers_and_its_device_need(monkeypatch: pytest
             layer_id=1, tp_q_head_num=2, tp_k_head_num=1, head_dim=24, scale=0.25, latent_dim=16, nope_dim=8, v_dim=8
         ),
     }
-    assert set(asking) == set(Feature)
+    assert set(asking) == set(Feature) - {Feature.MASK}, "which a step asks for"
     for feature, layer in asking.items():
         without = dataclasses.replace(BACKENDS["torch_native"], features=frozenset(Feature) - {feature})
         monkeypatch.setattr("configs.attention.BACKENDS", {**BACKENDS, "torch_native": without})
         create_backend("torch_native", "torch_native", pool_of(LAYER))
         with pytest.raises(ConfigError, match=re.escape(f"has no {feature}")):
             create_backend("torch_native", "torch_native", pool_of(LAYER, layer))
+
+
+MASK = NewTokenMask(visible=torch.ones(4), starts=torch.tensor([0, -1]), positions=torch.zeros(4, dtype=torch.int64))
 
 
 class Recorder(AttentionBackend):
@@ -180,6 +186,22 @@ def test_steps_of_single_tokens_go_to_one_backend_and_all_others_to_the_other() 
     without = Recorder("decode", said, pool)
     without.captures_cuda_graphs = False
     assert not HybridBackend(Recorder("prefill", said, pool), without).captures_cuda_graphs
+
+
+def test_a_step_with_a_mask_goes_to_one_that_serves_masks() -> None:
+    pool = pool_of(LAYER)
+    said: list[str] = []
+    batch = dataclasses.replace(
+        batch_of(ReqToTokenPool(2, 1, torch.device("cpu")), [(1, 0, 2), (2, 0, 2)], 16), mask=MASK
+    )
+    prefill, decode = (Recorder(name, said, pool) for name in ("prefill", "decode"))
+    with pytest.raises(EngineError, match="has no masks over new tokens"):
+        HybridBackend(prefill, decode).init_forward_metadata(batch)
+    for able, name in ((decode, "decode"), (prefill, "prefill")):
+        able.features = frozenset({Feature.MASK})
+        HybridBackend(prefill, decode).init_forward_metadata(batch)
+        assert said.pop() == f"{name} init"
+    assert not said
 
 
 def test_one_name_for_both_kinds_of_steps_is_one_backend() -> None:

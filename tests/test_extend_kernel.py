@@ -12,10 +12,10 @@ import torch
 
 pytest.importorskip("triton", reason="a CPU install has no Triton")
 
-from attention.kernels.extend import ExtendTuning, NewTokenMask, paged_extend
+from attention.kernels.extend import ExtendTuning, paged_extend
 from attention.kernels.merge import merge_states
 from attention.layer import AttentionLayer
-from tests.paged_case import PADDING, PagedCase
+from tests.paged_case import PADDING, NewTokens, PagedCase, both_ways, in_order, mask_of, tree
 
 SMALL = ExtendTuning(block_m=16, block_n=16, num_warps=4, num_stages=2)
 MEDIUM = ExtendTuning(block_m=32, block_n=16, num_warps=4, num_stages=2)
@@ -77,20 +77,14 @@ def run(
     cuts: Sequence[tuple[int, int]] | None = None,
     *,
     tuning: ExtendTuning | None = SMALL,
-    masks: Sequence[torch.Tensor] | None = None,
+    masks: Sequence[NewTokens | None] | None = None,
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[num_tokens, Hq, D] of `rows` (None: all but padding) and of each the new tokens of its cut (None: all)."""
     rows = range(len(case.rows) - 1) if rows is None else rows
     q = case.queries(rows, cuts)
     out = torch.full(q.shape, math.nan, dtype=case.dtype, device=case.device)
-    mask = None
-    if masks is not None:
-        starts = list(itertools.accumulate((it.numel() for it in masks), initial=0))[:-1]
-        visible = torch.cat([it.flatten() for it in masks])
-        mask = NewTokenMask(
-            visible=visible.to(case.device), starts=torch.tensor(starts, dtype=torch.int32, device=case.device)
-        )
+    mask = None if masks is None else mask_of(masks, [case.rows[i][1] for i in rows], case.device)
     paged = case.paged(rows, cuts)
     assert paged_extend(q, case.k, case.v, paged, case.layer, out=out, lse=lse, mask=mask, tuning=tuning) is out
     return out
@@ -188,28 +182,20 @@ def test_a_program_finds_its_row_among_more_than_it_looks_at_at_a_time(
     case.check(run(case, tuning=LARGE))
 
 
-def _tree(num_tokens: int, generator: torch.Generator) -> torch.Tensor:
-    """Of each token of a random tree, its ancestors and itself."""
-    seen = torch.eye(num_tokens, dtype=torch.bool)
-    for token in range(1, num_tokens):
-        seen[token] |= seen[int(torch.randint(token, (), generator=generator))]
-    return seen
-
-
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bool])
 @pytest.mark.parametrize("variant", ["causal", "all"])
 def test_a_mask_says_which_new_tokens_see_each_other(variant: str, dtype: torch.dtype, device: torch.device) -> None:
-    case = PagedCase(layer_of(device, **VARIANTS[variant]), 16, [(40, 9), (0, 1), (0, 20), (21, 30)], device)
-    trees = [_tree(extend, torch.Generator().manual_seed(extend)) for _, extend in case.rows[:3]]
-    masks = [*trees, torch.ones(30, 30, dtype=torch.bool)]
-    out = run(case, masks=[it.to(dtype) for it in masks], tuning=LARGE)
-    case.check(out, [it.to(device) for it in masks])
+    case = PagedCase(layer_of(device, **VARIANTS[variant]), 16, [(40, 9), (0, 1), (0, 20), (21, 30), (9, 21)], device)
+    masks = [*(tree(*lens) for lens in case.rows[:3]), both_ways(*case.rows[3]), None]
+    as_dtype = [None if it is None else NewTokens(it.visible.to(dtype), it.positions) for it in masks]
+    case.check(run(case, masks=as_dtype, tuning=LARGE), masks)
 
 
 def test_a_causal_mask_equals_none_bit_for_bit(device: torch.device) -> None:
     case = PagedCase(layer_of(device, sinks=True), 16, [(40, 9), (0, 20)], device)
-    masks = [torch.ones(extend, extend, dtype=torch.bool).tril() for _, extend in case.rows[:-1]]
-    assert torch.equal(run(case, masks=masks), run(case))
+    masks = [in_order(prefix, torch.ones(extend, extend).tril().bool()) for prefix, extend in case.rows[:-1]]
+    for some in (masks, [masks[0], None], [None, masks[1]]):
+        assert torch.equal(run(case, masks=some), run(case))
 
 
 @pytest.mark.parametrize("variant", ["causal", "softcap", "sinks"])
@@ -227,7 +213,7 @@ def test_merged_parts_equal_the_whole(device: torch.device) -> None:
     causal = [torch.ones(extend, extend, dtype=torch.bool).tril() for _, extend in case.rows[:-1]]
     parts = []
     for place in (0, 1):
-        masks = [it & (torch.arange(len(it)) % 2 == place) for it in causal]
+        masks = [in_order(0, it & (torch.arange(len(it)) % 2 == place)) for it in causal]
         lse = torch.full((28, 6), math.nan, device=device)
         parts += [run(case, masks=masks, lse=lse, tuning=LARGE), lse]
     assert bool((parts[2][0] == 0).all())

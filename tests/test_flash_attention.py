@@ -24,7 +24,7 @@ import torch
 
 from attention.backend import AttentionBackend
 from attention.fa3 import FlashAttentionBackend
-from attention.fa3_builds import SGLANG_KERNEL, FA3Provider, FlashAttention3, SglKernel, load_provider
+from attention.fa3_builds import SGLANG_KERNEL, FA3Provider, FlashAttention3, SglKernel, load_provider, sinks_of
 from attention.forward_batch import ForwardBatch
 from attention.kv_pool import ReqToTokenPool, TokenToKVPool
 from attention.layer import AttentionLayer
@@ -32,6 +32,7 @@ from attention.registry import create_backend
 from attention.step_shape import StepShape
 from configs.errors import ConfigError
 from tests.batches import batch_of
+from tests.paged_case import attention
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 PROVIDERS = {"sgl_kernel": "sgl_kernel", "flash_attention_3": "flash_attn_interface"}
@@ -57,41 +58,22 @@ def _layer(
     head_dim: int = 64,
     window: int | None = None,
     softcap: float | None = None,
-    layer_id: int = 0,
+    chunk: int | None = None,
+    sinks: torch.device | None = None,
 ) -> AttentionLayer:
+    """`sinks`: where they are; None: it has none."""
     return AttentionLayer(
-        layer_id=layer_id,
+        layer_id=0,
         tp_q_head_num=kv_heads * group,
         tp_k_head_num=kv_heads,
         head_dim=head_dim,
         scale=0.11,
         window=window,
         softcap=softcap,
+        chunk=chunk,
+        # Each is one in bf16.
+        sinks=None if sinks is None else torch.linspace(-1.0, 3.0, kv_heads * group).bfloat16().float().to(sinks),
     )
-
-
-def _attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    scale: float,
-    left: int,
-    softcap: float | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """q [n, Hq, D], the last of k, v [L, Hkv, D], all computed in `dtype`; `left` keys before each, -1 for all."""
-    group, num_keys = q.shape[1] // k.shape[1], len(k)
-    wide_k, wide_v = (x.to(dtype).repeat_interleave(group, dim=1) for x in (k, v))
-    scores = torch.einsum("nhd,lhd->hnl", q.to(dtype), wide_k) * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    keys = torch.arange(num_keys, device=q.device)
-    queries = keys[num_keys - len(q) :, None]
-    hidden = keys > queries
-    if left >= 0:
-        hidden |= keys < queries - left
-    return torch.einsum("hnl,lhd->nhd", torch.softmax(scores.masked_fill(hidden, float("-inf")), -1), wide_v)
 
 
 class Case:
@@ -168,7 +150,9 @@ class Case:
         q, k, v = self.qkv(range(len(self.rows)))
         self.pool.set_kv(0, batch.out_cache_loc, k, v)
         heads = q.view(-1, self.layer.tp_q_head_num, self.layer.head_dim)
-        out = provider.attend(heads, *self.pool.pages(0), batch.paged, self.layer, num_splits=num_splits)
+        out = provider.attend(
+            heads, *self.pool.pages(0), batch.paged, self.layer, sinks=sinks_of(self.layer), num_splits=num_splits
+        )
         assert out.shape == heads.shape
         assert out.is_contiguous()
         return list(out.split([extend for _, extend in self.rows]))
@@ -182,12 +166,8 @@ class Case:
 
     def expected(self, dtype: torch.dtype) -> list[torch.Tensor]:
         """[extend_len, Hq, D] fp32 of every row, computed in `dtype`."""
-        layer = self.layer
-        left = -1 if layer.window is None else layer.window - 1
-        return [
-            _attention(q, k, v, scale=layer.scale, left=left, softcap=layer.softcap, dtype=dtype).float()
-            for q, k, v in zip(self.q, self.k, self.v, strict=True)
-        ]
+        rows = zip(self.q, self.k, self.v, strict=True)
+        return [attention(q, k, v, self.layer, dtype)[0] for q, k, v in rows]
 
     def check(self, rows: list[torch.Tensor]) -> None:
         """Asserts that `rows` err at most twice as far from fp32 as torch in the same dtype."""
@@ -215,6 +195,8 @@ def _emulate(
     left: int,
     softcap: float,
     out: torch.Tensor | None,
+    attention_chunk: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """FA3's causal, paged forward, with its checks of shapes and dtypes."""
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
@@ -222,14 +204,24 @@ def _emulate(
         assert tensor.dtype is torch.int32
     assert len(cache_seqlens) == len(page_table) == len(cu_seqlens_q) - 1
     assert int(cu_seqlens_q.diff().max()) == max_seqlen_q
+    assert sinks is None or (sinks.dtype, sinks.shape) == (torch.bfloat16, q.shape[1:2])
+    layer = AttentionLayer(
+        layer_id=0,
+        tp_q_head_num=q.shape[1],
+        tp_k_head_num=k.shape[2],
+        head_dim=q.shape[2],
+        scale=scale,
+        window=None if left < 0 else left + 1,
+        softcap=softcap or None,
+        chunk=attention_chunk,
+        sinks=None if sinks is None else sinks.float(),
+    )
     out = torch.empty(q.shape, dtype=q.dtype) if out is None else out
     for i, length in enumerate(cache_seqlens.tolist()):
         tokens = slice(int(cu_seqlens_q[i]), int(cu_seqlens_q[i + 1]))
         pages = page_table[i, : -(-length // k.shape[1])].long()
         keys, values = (x[pages].flatten(0, 1)[:length] for x in (k, v))
-        out[tokens] = _attention(
-            q[tokens], keys, values, scale=scale, left=left, softcap=softcap, dtype=torch.float32
-        ).to(q.dtype)
+        out[tokens] = attention(q[tokens], keys, values, layer, torch.float32)[0].to(q.dtype)
     return out
 
 
@@ -272,13 +264,16 @@ def _small(layer: AttentionLayer, batch: str = "mixed", page_size: int = 16) -> 
 
 
 @pytest.mark.parametrize("emulated", list(EMULATED), indirect=True)
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (1, None), (13, 5.0)])
+@pytest.mark.parametrize(
+    "features",
+    [{}, {"window": 1}, {"window": 13, "softcap": 5.0}, {"sinks": CPU}, {"chunk": 24}, {"chunk": 3, "sinks": CPU}],
+)
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("batch", list(SMALL_BATCHES))
 def test_tells_each_provider_what_the_torch_backend_computes(
-    batch: str, page_size: int, window: int | None, softcap: float | None, emulated: FA3Provider
+    batch: str, page_size: int, features: dict[str, Any], emulated: FA3Provider
 ) -> None:
-    case = _small(_layer(group=3, window=window, softcap=softcap), batch, page_size)
+    case = _small(_layer(group=3, **features), batch, page_size)
     expected = case.run(create_backend("torch_native", "torch_native", case.pool))
     for rows in (case.run(case.backend()), case.run_fa3(emulated)):
         for ours, theirs in zip(rows, expected, strict=True):
@@ -356,6 +351,29 @@ def test_refuses_at_the_start_what_the_build_has_no_kernel_for(
     _small(_layer()).backend()
     with pytest.raises(ConfigError, match=r"flash_attention_3 .*softcap=30\.0.*: this build has no softcap\n"):
         _small(_layer(softcap=30.0)).backend()
+
+
+@pytest.mark.parametrize(
+    ("features", "unknown"), [({"sinks": CPU}, "sinks"), ({"chunk": 24}, "attention_chunk"), ({"window": 2}, "left")]
+)
+def test_refuses_a_build_that_does_not_know_a_feature_or_leaves_it_out(
+    features: dict[str, Any], unknown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def not_known(q: Any, k: Any, v: Any, **given: Any) -> torch.Tensor:
+        if unknown in given:
+            raise TypeError(f"unexpected keyword argument '{unknown}'")
+        return _emulated_with_kvcache(q, k, v, **given)
+
+    def left_out(q: Any, k: Any, v: Any, **given: Any) -> torch.Tensor:
+        whole = {**given, "window_size": (-1, -1)}
+        return _emulated_with_kvcache(q, k, v, **{key: value for key, value in whole.items() if key != unknown})
+
+    builds = {"wrong values": left_out} | ({} if unknown == "left" else {f"argument '{unknown}'": not_known})
+    for said, build in builds.items():
+        monkeypatch.setattr("attention.fa3.load_provider", lambda *_, build=build: SglKernel(build))
+        _small(_layer()).backend()
+        with pytest.raises(ConfigError, match=said):
+            _small(_layer(**features)).backend()
 
 
 def test_refuses_a_build_that_computes_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -475,6 +493,30 @@ def test_softcap_is_applied_or_refused_at_the_start(name: str, batch: str) -> No
         return
     assert "softcap=5.0" in refusal
     assert "attention.backend=triton" in refusal
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_splits", [0, 1])
+@pytest.mark.parametrize(
+    "features", [{"chunk": 64}, {"chunk": 100, "window": 33}, {"sinks": CUDA}, {"sinks": CUDA, "window": 33}]
+)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("batch", list(BATCHES))
+@pytest.mark.parametrize("name", list(PROVIDERS))
+def test_chunks_of_the_row_and_sinks_err_at_most_twice_as_far_as_torch(
+    name: str, batch: str, page_size: int, head_dim: int, features: dict[str, Any], num_splits: int
+) -> None:
+    """Rows begin within chunks and cross them, behind prefixes that are no multiples of theirs."""
+    case = Case(_layer(head_dim=head_dim, **features), page_size, BATCHES[batch])
+    case.check(case.run_fa3(load_provider(_provider(name), CUDA), num_splits=num_splits))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("features", [{"chunk": 100}, {"sinks": CUDA}])
+def test_a_backend_with_chunks_or_sinks_errs_at_most_twice_as_far_as_torch(features: dict[str, Any]) -> None:
+    case = Case(_layer(head_dim=128, **features), 64, BATCHES["mixed"])
+    case.check(case.run(case.backend()))
 
 
 @pytest.mark.gpu

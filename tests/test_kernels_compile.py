@@ -31,9 +31,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction, KernelInterface
 
-from attention.forward_batch import PagedMetadata
+from attention.forward_batch import NewTokenMask, PagedMetadata
 from attention.kernels import decode
-from attention.kernels.extend import NewTokenMask, paged_extend
+from attention.kernels.extend import paged_extend
 from attention.kernels.merge import merge_states
 from attention.kernels.step_metadata import apply_page_deltas, fill_step_metadata
 from attention.layer import AttentionLayer
@@ -181,7 +181,9 @@ def _call_extend(
     if not is_part:
         paged_extend(q, k, v, paged, layer, out=torch.empty(q.shape, dtype=dtype))
         return
-    mask = NewTokenMask(visible=torch.empty(num_tokens**2, dtype=torch.bool), starts=_int32(num_rows))
+    mask = NewTokenMask(
+        visible=torch.empty(num_tokens**2, dtype=torch.bool), starts=_int32(num_rows), positions=_int64(num_tokens)
+    )
     part, lse = torch.empty(q.shape), torch.empty(q.shape[:2])
     paged_extend(q, k, v, paged, layer, out=part, lse=lse, mask=mask)
     merge_states(part, lse, part, lse, out=torch.empty(q.shape, dtype=dtype), lse=lse)

@@ -11,10 +11,8 @@ import torch
 pytest.importorskip("triton", reason="a CPU install has no Triton")
 
 from attention.forward_batch import ForwardBatch
-from attention.kv_pool import ReqToTokenPool, TokenToKVPool
 from attention.layer import AttentionLayer
 from attention.triton_backend import TritonBackend
-from tests.batches import batch_of
 from tests.paged_case import PagedCase
 
 CPU = torch.device("cpu")
@@ -42,18 +40,8 @@ def _layer(**features: Any) -> AttentionLayer:
 
 def _with_pool(case: PagedCase) -> tuple[TritonBackend, ForwardBatch]:
     """A backend over the pages of `case`, and the batch of all its rows but padding."""
-    pool = TokenToKVPool(
-        [case.layer], num_pages=len(case.k) - 1, page_size=PAGE_SIZE, dtype=case.dtype, device=case.device
-    )
-    for pages, written in zip(pool.pages(0), (case.k, case.v), strict=True):
-        pages.copy_(written)
-    rows = case.rows[:-1]
-    table = ReqToTokenPool(len(rows), case.table.shape[1], case.device)
-    table.page_table[1:] = case.table[:-1]
-    batch = batch_of(table, [(i + 1, *lens) for i, lens in enumerate(rows)], PAGE_SIZE)
-    # With the poison behind each row's last page.
-    paged = dataclasses.replace(batch.paged, page_table=table.page_table[1:])
-    return TritonBackend([case.layer], pool), dataclasses.replace(batch, paged=paged)
+    pool, batch = case.in_pool()
+    return TritonBackend([case.layer], pool), batch
 
 
 @pytest.mark.parametrize("with_features", [False, True])
@@ -78,7 +66,7 @@ def test_steps_of_decodes_go_to_the_decode_kernel_and_no_others(
 ) -> None:
     calls: list[str] = []
     for module, function in (("decode", "paged_decode"), ("extend", "paged_extend")):
-        monkeypatch.setattr(f"attention.kernels.{module}.{function}", lambda *_, m=module, out: calls.append(m))
+        monkeypatch.setattr(f"attention.kernels.{module}.{function}", lambda *_, m=module, **__: calls.append(m))
     for rows in BATCHES.values():
         case = PagedCase(_layer(), PAGE_SIZE, rows, CPU)
         backend, batch = _with_pool(case)

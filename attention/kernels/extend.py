@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.forward_batch import PagedMetadata
+from attention.forward_batch import NewTokenMask, PagedMetadata
 from attention.kernels.decode import cap, first_key
 from attention.layer import AttentionLayer
 
@@ -36,20 +36,6 @@ class ExtendTuning:
     num_warps: int
     num_stages: int
     """Blocks of keys and values on their way from memory at a time, and one."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NewTokenMask:
-    """Which new tokens of its own row each new token sees, in place of those before it and itself.
-
-    One row's part is [extend_len, extend_len], a query's keys one after the other: a tree of drafts to be verified, or
-    all ones where the new tokens see one another in both directions.
-    """
-
-    visible: torch.Tensor
-    """[sum of extend_len ** 2] uint8 or bool, contiguous, on the device: not zero where the key is seen."""
-    starts: torch.Tensor
-    """[batch_size] int32 or int64, on the device: where each row's part begins."""
 
 
 def choose(head_dim: int, dtype: torch.dtype) -> ExtendTuning:
@@ -105,7 +91,7 @@ def _walk(
     stop,
     positions,
     first_keys,
-    prefix_len,
+    masked_from,
     mask_ptr,
     mask_rows,
     kv_head,
@@ -120,7 +106,7 @@ def _walk(
     """Takes the key blocks [begin, end) into the tile's sums.
 
     Not MASKED: every query sees every key of them. MASKED: keys from `low` to before `stop` are there, and each query
-    sees those from its own first key to its own position, or what its row of the mask says of the new tokens.
+    sees those from its own first key to its own position, but from `masked_from` on what its row of the mask says.
     """
     LOG2_E: tl.constexpr = 1.4426950408889634
     BLOCK_D: tl.constexpr = acc.shape[1]
@@ -160,15 +146,13 @@ def _walk(
         if CAP > 0:
             scores = cap(scores * scale, CAP)
         if MASKED:
-            visible = position[None, :] >= first_keys[:, None]
-            if mask_ptr is None:
-                visible = visible & (position[None, :] <= positions[:, None])
-            else:
-                is_new = position >= prefix_len
+            visible = (position[None, :] >= first_keys[:, None]) & (position[None, :] <= positions[:, None])
+            if mask_ptr is not None:
+                is_masked = position >= masked_from
                 seen = tl.load(
-                    mask_ptr + (mask_rows[:, None] + position[None, :]), mask=(is_new & is_key)[None, :], other=0
+                    mask_ptr + (mask_rows[:, None] + position[None, :]), mask=(is_masked & is_key)[None, :], other=0
                 )
-                visible = tl.where(is_new[None, :], seen != 0, visible)
+                visible = tl.where(is_masked[None, :], seen != 0, visible)
             scores = tl.where(visible & is_key[None, :], scores, float("-inf"))
         new_m = tl.maximum(m, tl.max(scores, 1) * factor)
         decay = tl.exp2(m - new_m)
@@ -183,7 +167,15 @@ def _walk(
 
 @triton.jit(
     do_not_specialize=["page_table_stride", "group", "num_rows"],
-    do_not_specialize_on_alignment=["page_table", "cache_seqlens", "cu_seqlens_q", "sinks", "mask_ptr", "mask_starts"],
+    do_not_specialize_on_alignment=[
+        "page_table",
+        "cache_seqlens",
+        "cu_seqlens_q",
+        "sinks",
+        "mask_ptr",
+        "mask_starts",
+        "mask_positions",
+    ],
 )
 def _extend_kernel(
     q_ptr,
@@ -195,6 +187,7 @@ def _extend_kernel(
     sinks,
     mask_ptr,
     mask_starts,
+    mask_positions,
     out_ptr,
     lse_ptr,
     q_stride,
@@ -237,19 +230,24 @@ def _extend_kernel(
     q = tl.load(q_ptr + q_rows[:, None] + dims[None, :], mask=stored, other=0.0)
 
     positions = prefix_len + tokens
-    first_keys = first_key(positions, WINDOW, CHUNK)
     first_position = prefix_len + first_pair // group
-    low = first_key(first_position, WINDOW, CHUNK)
+    stop = prefix_len + tl.minimum((first_pair + BLOCK_M - 1) // group, num_tokens - 1) + 1
+    whole = (first_position + 1) // BLOCK_N
+    masked_from = seq_len
     mask_rows = None
+    if mask_ptr is not None:
+        mask_start = tl.load(mask_starts + row).to(tl.int64)
+        mask_rows = mask_start + tokens.to(tl.int64) * num_tokens - prefix_len
+        if mask_start >= 0:
+            positions = tl.load(mask_positions + start + tokens).to(tl.int32)
+            stop = seq_len
+            whole = prefix_len // BLOCK_N
+            masked_from = prefix_len
+    first_keys = first_key(positions, WINDOW, CHUNK)
     if mask_ptr is None:
-        stop = prefix_len + tl.minimum((first_pair + BLOCK_M - 1) // group, num_tokens - 1) + 1
-        whole = (first_position + 1) // BLOCK_N
+        low = first_key(first_position, WINDOW, CHUNK)
     else:
-        stop = seq_len
-        whole = prefix_len // BLOCK_N
-        low = tl.minimum(low, prefix_len)
-        mask_ptr += tl.load(mask_starts + row).to(tl.int64)
-        mask_rows = tokens * num_tokens - prefix_len
+        low = tl.minimum(tl.min(first_keys, 0), masked_from)
 
     m = tl.full([BLOCK_M], _LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -263,13 +261,13 @@ def _extend_kernel(
         # Blocks that all queries see whole need no masks. A window or a chunk has few of them (not measured).
         m, total, acc = _walk(
             q, m, total, acc, k_ptr, v_ptr, page_table + row.to(tl.int64) * page_table_stride, begin, whole, low, stop,
-            positions, first_keys, prefix_len, mask_ptr, mask_rows, kv_head, num_kv_heads * HEAD_DIM, scale,
+            positions, first_keys, masked_from, mask_ptr, mask_rows, kv_head, num_kv_heads * HEAD_DIM, scale,
             HEAD_DIM, PAGE_SIZE, BLOCK_N, CAP, MASKED=False,
         )  # fmt: skip
         begin = whole
     m, total, acc = _walk(
         q, m, total, acc, k_ptr, v_ptr, page_table + row.to(tl.int64) * page_table_stride, begin,
-        tl.cdiv(stop, BLOCK_N), low, stop, positions, first_keys, prefix_len, mask_ptr, mask_rows, kv_head,
+        tl.cdiv(stop, BLOCK_N), low, stop, positions, first_keys, masked_from, mask_ptr, mask_rows, kv_head,
         num_kv_heads * HEAD_DIM, scale, HEAD_DIM, PAGE_SIZE, BLOCK_N, CAP, MASKED=True,
     )  # fmt: skip
 
@@ -315,8 +313,7 @@ def paged_extend(
             is to be merged.
         lse: [num_tokens, tp_q_head_num] fp32, contiguous, written: the natural logarithm of the sum of exponentials
             that each answer was divided by, the sink's included; -inf where a query sees nothing, which answers zeros.
-        mask: for the new tokens. Window and chunk then hide tokens of the prefix alone, as if the new tokens followed
-            one another.
+        mask: for the new tokens of the rows that have a part of it.
         tuning: None: `choose` for this layer.
 
     Returns:
@@ -340,6 +337,7 @@ def paged_extend(
         layer.sinks,
         None if mask is None else mask.visible.view(torch.uint8),
         None if mask is None else mask.starts,
+        None if mask is None else mask.positions,
         out,
         lse,
         q.stride(0),
