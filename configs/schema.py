@@ -21,7 +21,7 @@ def resolved(value: _T | None) -> _T:
     return value
 
 
-AttentionBackendName = Literal["auto", "fa3", "triton", "torch_native"]
+AttentionBackendName = Literal["auto", "fa3", "triton", "flashinfer", "torch_native"]
 
 
 class _Section(BaseModel):
