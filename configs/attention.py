@@ -105,7 +105,7 @@ _SPECS = (
     ),
     BackendSpec(
         name="flashinfer",
-        what="FlashInfer, if it is installed",
+        what="FlashInfer, an extra",
         device="cuda",
         min_compute_capability=(8, 0),
         dtypes=_HALVES,
