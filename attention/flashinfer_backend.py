@@ -298,7 +298,7 @@ class FlashInferBackend(AttentionBackend):
     def _is_full(self, shape: StepShape, geometry: Geometry) -> bool:
         """Whether a graph of `shape` has programs enough without splitting keys.
 
-        Its grid is fixed, and with split keys every answer goes through fp32 and a second kernel, also where the plan
+        Its grid is fixed, and with split keys every answer goes through memory and a second kernel, also where the plan
         then splits none: FlashInfer makes no more pieces than the GPU runs programs at once.
         """
         num_tiles = shape.num_rows + (0 if shape.is_decode else shape.num_tokens * geometry.group // _TILE)
