@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from attention.forward_batch import ForwardBatch
+from attention.forward_batch import ForwardBatch, Int32Array
 from attention.kv_pool import TokenToKVPool
 from attention.latent import LatentHeads
 from attention.layer import AttentionLayer, LatentLayer
@@ -92,10 +92,16 @@ class AttentionBackend(ABC):
         """
         self.init_forward_metadata(batch)
 
-    def prepare_replay(self, shape: StepShape) -> None:  # noqa: B027 - who plans nothing has nothing to do
+    def prepare_replay(  # noqa: B027 - who plans nothing has nothing to do
+        self, shape: StepShape, prefix_lens: Int32Array, extend_lens: Int32Array
+    ) -> None:
         """Prepares for a replay of what was captured of `shape`, whose static tensors are about to hold another step.
 
         What is queued here runs before the graph: where a backend plans on the host, it plans here.
+
+        Args:
+            prefix_lens: [rows of the step], without padding, on the host: tokens already in the cache.
+            extend_lens: likewise: input tokens.
         """
 
     @abstractmethod

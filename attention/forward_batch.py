@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
 

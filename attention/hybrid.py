@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from attention.backend import AttentionBackend
-from attention.forward_batch import ForwardBatch, ForwardMode
+from attention.forward_batch import ForwardBatch, ForwardMode, Int32Array
 from attention.latent import LatentHeads
 from attention.layer import AttentionLayer, LatentLayer
 from attention.step_shape import StepShape
@@ -43,8 +43,8 @@ class HybridBackend(AttentionBackend):
         self._now = self._of(shape)
         self._now.prepare_capture(batch, shape)
 
-    def prepare_replay(self, shape: StepShape) -> None:
-        self._of(shape).prepare_replay(shape)
+    def prepare_replay(self, shape: StepShape, prefix_lens: Int32Array, extend_lens: Int32Array) -> None:
+        self._of(shape).prepare_replay(shape, prefix_lens, extend_lens)
 
     def attend(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return self._now.attend(q, layer)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
+from attention.forward_batch import Int32Array, Int64Array
+
 ANY_LEN = 2**31 - 1
 """`max_seq_len` of a captured shape whose rows may be as long as they can."""
 FEW_ROWS = 8
@@ -39,3 +43,15 @@ class StepShape:
             and step.num_rows < self.num_rows
             and step.max_seq_len <= self.max_seq_len
         )
+
+    def padded(self, prefix_lens: Int32Array, extend_lens: Int32Array) -> tuple[Int64Array, Int64Array]:
+        """`prefix_lens` and `extend_lens` of a step's rows, and of those that pad the step to this shape, a captured
+        one: [num_rows] each."""
+        num_rows = len(extend_lens)
+        prefixes, lens = np.zeros((2, self.num_rows), np.int64)
+        prefixes[:num_rows], lens[:num_rows] = prefix_lens, extend_lens
+        if self.is_decode:
+            lens[num_rows:] = 1
+        else:
+            lens[-1] = self.num_tokens - lens.sum()
+        return prefixes, lens

@@ -6,12 +6,17 @@ Decodes are 1 to 256 rows of 1k to 32k tokens; extends one row of 512 to 8k new 
 and values are on pages of random order. On a GPU a CUDA graph holds the attention of several layers, each with a pool
 of its own, so that no layer finds its keys in the L2 cache; on a CPU, where sizes are divided by 32, the layers run one
 after the other. Next to the microseconds of a layer: of decodes the GB/s of keys and values read, of extends the
-TFLOP/s. The last column says how far `auto` is behind the fastest: 1.00 where it is the fastest.
+TFLOP/s. `auto / fastest` says how far `auto` is behind the fastest: 1.00 where it is the fastest.
+
+Where FlashInfer is installed, its own wrappers are timed as its benchmark does, planned for the very step and without
+this engine's backend: paged, and of a prompt without a cached prefix also ragged, which reads keys and values that lie
+side by side. Both stand beside the backend's time over theirs.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -22,10 +27,12 @@ import numpy as np
 import torch
 
 from attention.backend import IMPLEMENTATIONS, AttentionBackend
+from attention.flashinfer_backend import PlanInputs
 from attention.forward_batch import ForwardBatch, ForwardMode, PagedMetadata
 from attention.kv_pool import TokenToKVPool
 from attention.layer import AttentionLayer
 from attention.registry import needs_of
+from attention.step_shape import StepShape
 from benchmarks.graph_timing import graph_us
 from benchmarks.report import Report, circumstances, describe_circumstances, table
 from configs.attention import BACKENDS, choose_backend
@@ -129,8 +136,11 @@ class Inputs:
         )
 
     def us(self, backend: AttentionBackend) -> float:
-        """Microseconds of one layer."""
-        backend.init_forward_metadata(self.batch)
+        """Microseconds of one layer, of decodes as a captured step has them."""
+        if self.step.new == 1 and self.q.is_cuda:
+            backend.prepare_capture(self.batch, StepShape(*[self.step.batch_size] * 3))
+        else:
+            backend.init_forward_metadata(self.batch)
 
         def run() -> None:
             for layer in self.layers:
@@ -139,6 +149,33 @@ class Inputs:
         if self.q.is_cuda and backend.captures_cuda_graphs:
             return graph_us(run, len(self.layers))
         return _eager_us(run, len(self.layers), on_gpu=self.q.is_cuda)
+
+    def flashinfer_us(self) -> dict[str, float]:
+        """Microseconds of one layer by FlashInfer's own wrappers."""
+        import flashinfer
+
+        step, batch = self.step, self.batch
+        inputs = PlanInputs.of(batch.prefix_lens, batch.extend_lens, PAGE_SIZE)
+        workspace = torch.zeros(128 << 20, dtype=torch.uint8, device=self.q.device)
+        heads, types = (step.num_q_heads, step.num_kv_heads, HEAD_DIM), {"q_data_type": self.q.dtype}
+        indices = batch.paged.page_table.flatten()  # rows are alike, and every entry is used
+        pages, q = (inputs.kv_indptr, indices, inputs.last_page_len), self.q.view(-1, step.num_q_heads, HEAD_DIM)
+        out = torch.empty_like(q)
+        if step.new == 1:
+            tensor_cores = step.num_q_heads >= 4 * step.num_kv_heads
+            paged = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, use_tensor_cores=tensor_cores)
+            paged.plan(*pages, *heads, PAGE_SIZE, **types)
+        else:
+            paged = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace)
+            paged.plan(inputs.qo_indptr, *pages, *heads, PAGE_SIZE, causal=True, **types)
+        kv = [self.pool.pages(layer.layer_id) for layer in self.layers]
+        times = {"paged": graph_us(lambda: [paged.run(q, it, out=out) for it in kv], len(kv))}
+        if step.new > 1 and step.prefix == 0:
+            ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace)
+            ragged.plan(inputs.qo_indptr, inputs.qo_indptr, *heads, causal=True, **types)
+            flat = [[x.flatten(0, 1)[: len(q)] for x in pages] for pages in kv]
+            times["ragged"] = graph_us(lambda: [ragged.run(q, k, v, out=out) for k, v in flat], len(flat))
+        return times
 
 
 def _eager_us(run: Callable[[], None], count: int, *, on_gpu: bool) -> float:
@@ -153,18 +190,21 @@ def _eager_us(run: Callable[[], None], count: int, *, on_gpu: bool) -> float:
     return statistics.median(times[1:])
 
 
-def measure(step: Step, device: torch.device, dtype: torch.dtype) -> tuple[dict[str, float], str]:
-    """Microseconds of a layer by backend, and the backend that `auto` takes."""
+def measure(step: Step, device: torch.device, dtype: torch.dtype) -> tuple[dict[str, float], str, dict[str, float]]:
+    """Microseconds of a layer by backend, the backend that `auto` takes, and microseconds by FlashInfer's wrappers."""
     inputs = Inputs(step, device, dtype)
     needs = needs_of(inputs.pool)
     able = [name for name, spec in BACKENDS.items() if spec.refusal(needs) is None]
     if device.type == "cuda":
         able.remove("torch_native")  # the reference copies all keys and is no contender
+    if "flashinfer" in able and importlib.util.find_spec("flashinfer") is None:
+        able.remove("flashinfer")
     times = {name: inputs.us(IMPLEMENTATIONS[name](inputs.layers, inputs.pool)) for name in able}
-    return times, choose_backend("decode" if step.new == 1 else "prefill", needs)[0]
+    theirs = inputs.flashinfer_us() if "flashinfer" in able else {}
+    return times, choose_backend("decode" if step.new == 1 else "prefill", needs)[0], theirs
 
 
-def row_of(step: Step, times: dict[str, float], auto: str) -> list[str]:
+def row_of(step: Step, times: dict[str, float], auto: str, theirs: dict[str, float]) -> list[str]:
     """The cells of one step's row."""
     work, unit = (step.kv_bytes, "GB/s") if step.new == 1 else (step.flops / 1e3, "TFLOP/s")
     cells = [
@@ -173,7 +213,8 @@ def row_of(step: Step, times: dict[str, float], auto: str) -> list[str]:
         else f"{times[name]:,.1f}{'*' * (name == auto)} ({work / times[name] / 1e3:,.0f} {unit})"
         for name in BACKENDS
     ]
-    return [step.name, *cells, f"{times[auto] / min(times.values()):.2f}"]
+    own = [f"{name} {us:,.1f} ({times['flashinfer'] / us:.2f})" for name, us in theirs.items()]
+    return [step.name, *cells, f"{times[auto] / min(times.values()):.2f}", "; ".join(own) or "-"]
 
 
 @torch.inference_mode()
@@ -195,11 +236,12 @@ def main() -> None:
         if time.perf_counter() - began > args.seconds:
             print(f"# not measured after {args.seconds:g} s: {step.name} and what follows")
             break
-        times, auto = measure(step, device, dtype)
-        rows.append(row_of(step, times, auto))
-        measured.append({"step": step.name, "us": times, "auto": auto})
+        times, auto, theirs = measure(step, device, dtype)
+        rows.append(row_of(step, times, auto, theirs))
+        measured.append({"step": step.name, "us": times, "auto": auto, "flashinfer alone": theirs})
         report.add(measured=measured)
-    print(table(["heads  rows x tokens, or new after cached", *BACKENDS, "auto / fastest"], rows))
+    header = ["heads  rows x tokens, or new after cached", *BACKENDS, "auto / fastest", "FlashInfer alone (ours / it)"]
+    print(table(header, rows))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,17 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-_PACKAGES = ("torch", "triton", "flash-attn-3", "tokenspeed-fa3", "sglang-kernel", "ray", "transformers", "numpy")
+_PACKAGES = (
+    "torch",
+    "triton",
+    "flash-attn-3",
+    "tokenspeed-fa3",
+    "sglang-kernel",
+    "flashinfer-python",
+    "ray",
+    "transformers",
+    "numpy",
+)
 
 
 class Report:

@@ -53,9 +53,13 @@ class BackendSpec:
     """None: any."""
     compute_capabilities: tuple[tuple[int, int], ...] | None = None
     """Of the GPUs that it runs on; None: all."""
+    min_compute_capability: tuple[int, int] = (0, 0)
+    """Of those GPUs, the least."""
     dtypes: frozenset[str]
     max_page_size: int | None = None
     max_head_dim: int | None = None
+    head_dims: frozenset[int] | None = None
+    """None: any number up to `max_head_dim`."""
     features: frozenset[Feature]
     by_build: frozenset[Feature] = frozenset()
     """Those of `features` that not every build of its package has; a rank finds out when it loads."""
@@ -67,12 +71,18 @@ class BackendSpec:
         known, served = needs.compute_capability, self.compute_capabilities
         if known is not None and served is not None and known not in served:
             return f"needs compute capability {_shown(served)}, and this is {_shown([known])}"
+        least = self.min_compute_capability
+        if known is not None and known < least:
+            return f"needs compute capability {_shown([least])} or later, and this is {_shown([known])}"
         if needs.dtype not in self.dtypes:
             return f"serves {' and '.join(sorted(self.dtypes))}, and dtype is {needs.dtype}"
         if self.max_page_size is not None and needs.page_size > self.max_page_size:
             return f"takes pages of at most {self.max_page_size} tokens, and kv_cache.page_size is {needs.page_size}"
         if self.max_head_dim is not None and max(needs.head_dims) > self.max_head_dim:
             return f"takes heads of at most {self.max_head_dim} elements, and the model's have {max(needs.head_dims)}"
+        if self.head_dims is not None and not needs.head_dims <= self.head_dims:
+            sizes = " or ".join(map(str, sorted(self.head_dims)))
+            return f"takes heads of {sizes} elements, and the model's have {max(needs.head_dims - self.head_dims)}"
         missing = sorted(needs.features - self.features)
         return f"has no {' and no '.join(missing)}" if missing else None
 
@@ -99,6 +109,15 @@ _SPECS = (
         features=frozenset(Feature) - {Feature.LATENT},
     ),
     BackendSpec(
+        name="flashinfer",
+        what="FlashInfer, an extra",
+        device="cuda",
+        min_compute_capability=(8, 0),
+        dtypes=_HALVES,
+        head_dims=frozenset({64, 128, 256}),
+        features=frozenset({Feature.WINDOW, Feature.SOFTCAP}),
+    ),
+    BackendSpec(
         name="torch_native",
         what="plain torch, the reference",
         dtypes=_HALVES | {"float32"},
@@ -107,6 +126,7 @@ _SPECS = (
 )
 BACKENDS: Mapping[str, BackendSpec] = {spec.name: spec for spec in _SPECS}
 """By the name that `attention.backend` takes."""
+# Without flashinfer: it has not been measured to be faster, and nodes may not have it.
 _PREFERRED: Mapping[Phase, tuple[str, ...]] = {
     "prefill": ("fa3", "triton", "torch_native"),
     # In 53 to 102 % of FA3's time: most for 256 pairs of a row and a KV head (H200, 1 to 256 rows, 200 to 2000 tokens).

@@ -61,7 +61,7 @@ def _attention() -> str:
         "devices": _devices,
         "dtypes": lambda spec: ", ".join(sorted(spec.dtypes)),
         "tokens of a page": lambda spec: "any power of two" + _at_most(spec.max_page_size),
-        "elements of a head": lambda spec: "any number" + _at_most(spec.max_head_dim),
+        "elements of a head": _head_dims,
         **{str(feature): functools.partial(_yes, feature) for feature in Feature},
     }
     lines += [f"| {what} | " + " | ".join(map(cell, BACKENDS.values())) + " |" for what, cell in rows.items()]
@@ -71,9 +71,17 @@ def _attention() -> str:
 def _devices(spec: BackendSpec) -> str:
     if spec.device is None:
         return "any"
+    if spec.min_compute_capability > (0, 0):
+        return "GPUs of compute capability {}.{} or later".format(*spec.min_compute_capability)
     if spec.compute_capabilities is None:
         return "NVIDIA GPUs"
     return "GPUs of compute capability " + " or ".join(f"{major}.{minor}" for major, minor in spec.compute_capabilities)
+
+
+def _head_dims(spec: BackendSpec) -> str:
+    if spec.head_dims is not None:
+        return ", ".join(map(str, sorted(spec.head_dims)))
+    return "any number" + _at_most(spec.max_head_dim)
 
 
 def _at_most(limit: int | None) -> str:

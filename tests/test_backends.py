@@ -6,12 +6,13 @@ import dataclasses
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from attention import registry
 from attention.backend import AttentionBackend
-from attention.forward_batch import ForwardBatch, NewTokenMask
+from attention.forward_batch import ForwardBatch, Int32Array, NewTokenMask
 from attention.hybrid import HybridBackend
 from attention.kv_pool import ReqToTokenPool, TokenToKVPool
 from attention.layer import AttentionLayer, LatentLayer
@@ -90,9 +91,15 @@ def test_auto_says_what_it_passed_over_and_why() -> None:
             "needs compute capability 9.0, and this is 8.0; .* auto or triton or",
         ),
         ("fa3", needs(dtype="float32"), "serves bfloat16 and float16, and dtype is float32; choose auto or triton or"),
-        ("fa3", needs(page_size=512), "pages of at most 256 tokens, and kv_cache.page_size is 512; .* triton or torch"),
+        ("fa3", needs(page_size=512), "pages of at most 256 tokens, and kv_cache.page_size is 512; .* triton or"),
         ("triton", needs(head_dims=frozenset({512})), "heads of at most 256 .* have 512; choose auto or torch_native"),
         ("fa3", needs(features=frozenset({Feature.MASK})), "has no masks over new tokens; choose auto or triton or"),
+        (
+            "flashinfer",
+            needs(compute_capability=(7, 5)),
+            "needs compute capability 8.0 or later, and this is 7.5; choose auto or triton or torch_native",
+        ),
+        ("flashinfer", needs(head_dims=frozenset({64, 96})), "takes heads of 64 or 128 or 256 .* have 96; .* or fa3"),
     ],
 )
 def test_what_a_backend_cannot_do_is_refused_with_those_that_can(
@@ -153,8 +160,8 @@ class Recorder(AttentionBackend):
     def prepare_capture(self, batch: ForwardBatch, shape: StepShape) -> None:
         self.said.append(f"{self.name} capture")
 
-    def prepare_replay(self, shape: StepShape) -> None:
-        self.said.append(f"{self.name} replay")
+    def prepare_replay(self, shape: StepShape, prefix_lens: Int32Array, extend_lens: Int32Array) -> None:
+        self.said.append(f"{self.name} replay of {extend_lens.tolist()}")
 
     def attend(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         self.said.append(f"{self.name} attend")
@@ -180,8 +187,8 @@ def test_steps_of_single_tokens_go_to_one_backend_and_all_others_to_the_other() 
         # A graph's batch holds any step of its shape: what its host arrays say is that of no step.
         hybrid.prepare_capture(batch_of(table, [(1, 0, 1)], 16), shape)
         hybrid.attend(torch.zeros(2, 32), LAYER)
-        hybrid.prepare_replay(shape)
-        assert said == [f"{name} {what}" for what in ("init", "attend", "capture", "attend", "replay")]
+        hybrid.prepare_replay(shape, np.array([3, 0], np.int32), np.array([1, 2], np.int32))
+        assert said == [f"{name} {what}" for what in ("init", "attend", "capture", "attend", "replay of [1, 2]")]
         assert len(hybrid.capture_shapes(shape, 100)) == (1 if name == "decode" else 2)
     without = Recorder("decode", said, pool)
     without.captures_cuda_graphs = False

@@ -34,6 +34,7 @@ from triton.runtime.jit import JITFunction, KernelInterface
 from attention.forward_batch import NewTokenMask, PagedMetadata
 from attention.kernels import decode
 from attention.kernels.extend import paged_extend
+from attention.kernels.flat_pages import flatten_pages
 from attention.kernels.merge import merge_states
 from attention.kernels.step_metadata import apply_page_deltas, fill_step_metadata
 from attention.layer import AttentionLayer
@@ -137,6 +138,13 @@ def _call_step_metadata(page_size: int) -> None:
     windowed = replace(tensors, window_out_cache_loc=_int64(num_tokens), window_page_table=_int32(num_rows, max_pages))
     fill_step_metadata(**inputs, out=windowed, places=_int32(1000))
     apply_page_deltas(table, _int32(3, 3))
+    paged = PagedMetadata(
+        cache_seqlens=tensors.cache_seqlens,
+        cu_seqlens_q=inputs["cu_seqlens_q"],
+        page_table=tensors.page_table,
+        max_seqlen_q=64,
+    )
+    flatten_pages(paged, page_size, _int32(num_rows * max_pages))
 
 
 def _layer(head_dim: int, *, group: int = 4, sinks: bool = False, **features: Any) -> AttentionLayer:

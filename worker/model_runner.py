@@ -121,7 +121,7 @@ class ModelRunner:
         self._sampler.update(frame)
         hidden, prompt_logprobs = None, None
         if shape is not None:
-            self._backend.prepare_replay(shape)
+            self._backend.prepare_replay(shape, frame.starts, frame.lens)
             output = self._graphs.replay(shape)
             output = DeviceOutput(output.tokens[: len(sampled)], output.logits[: len(sampled)])
         else:

@@ -1,0 +1,459 @@
+"""The FlashInfer backend: its plans and wiring on the CPU over an emulation of the wrappers, its numbers on a GPU.
+
+A GPU case passes when its largest error against fp32 is at most twice that of the same attention by torch in the same
+dtype. Kernels are compiled when a case first needs them, which takes minutes: cases are grouped so that the first ones
+need the fewest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="a CPU install has no Triton")
+
+from attention import flashinfer_backend
+from attention.backend import AttentionBackend
+from attention.flashinfer_backend import FLASHINFER, FlashInferBackend, Geometry, Library, PlanInputs, load_flashinfer
+from attention.forward_batch import PagedMetadata
+from attention.kernels.flat_pages import flatten_pages
+from attention.kv_pool import ReqToTokenPool, TokenToKVPool
+from attention.layer import AttentionLayer
+from attention.step_shape import StepShape
+from configs.errors import ConfigError
+from tests.paged_case import attention
+from worker.protocol import RowFlag, StepFrame
+from worker.step_inputs import StepInputs
+from worker.step_layout import shape_of
+
+CPU = torch.device("cpu")
+BATCHES = {
+    # (prefix_len, extend_len) of each row
+    "decode": [(0, 1), (1, 1), (63, 1), (64, 1), (300, 1), (699, 1)],
+    "extend": [(0, 5), (0, 130), (0, 333)],
+    "extend_with_prefix": [(16, 20), (7, 2), (0, 18), (450, 200)],
+    "mixed": [(699, 1), (0, 130), (90, 1), (200, 300), (0, 1)],
+}
+SMALL_BATCHES = {
+    "decode": [(0, 1), (16, 1), (40, 1)],
+    "extend": [(0, 5), (16, 20)],
+    "mixed": [(20, 1), (0, 17), (33, 9)],
+}
+
+
+def _layer(layer_id: int = 0, *, kv_heads: int = 2, group: int = 4, head_dim: int = 128, **features: Any) -> Any:
+    heads = {"tp_q_head_num": kv_heads * group, "tp_k_head_num": kv_heads}
+    return AttentionLayer(layer_id=layer_id, **heads, head_dim=head_dim, scale=0.11, **features)
+
+
+class Case:
+    """Rows of random keys and values in a poisoned pool. Row i is row i + 1 of the table, whose unused entries are far
+    outside the pool.
+
+    Args:
+        own_pool: whether layers with a window have a pool of their own.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[AttentionLayer],
+        rows: Sequence[tuple[int, int]],
+        page_size: int = 16,
+        *,
+        device: torch.device = CPU,
+        dtype: torch.dtype = torch.float32,
+        own_pool: bool = False,
+        padding: tuple[int, int] = (0, 0),
+    ) -> None:
+        self.layers, self.rows, self.dtype = list(layers), list(rows), dtype
+        lens = [prefix + extend for prefix, extend in rows]
+        max_pages = max(-(-length // page_size) for length in lens) + 2
+        num_pages = max_pages * len(rows)
+        own = {"num_placed_pages": num_pages} if own_pool else {}
+        self.table = ReqToTokenPool(len(rows), max_pages, device, **own)
+        self.table.page_table[1:] = 1 << 30
+        generator = torch.Generator().manual_seed(0)
+        shuffled = (1 + torch.randperm(num_pages, generator=generator)).int().view(len(rows), -1)
+        for i, length in enumerate(lens):
+            used = -(-length // page_size)
+            self.table.page_table[i + 1, :used] = shuffled[i, :used].to(device)
+        if self.table.places is not None:
+            self.table.places[1:] = (1 + torch.randperm(num_pages, generator=generator)).int()
+        self.pool = TokenToKVPool(
+            self.layers,
+            num_pages=num_pages,
+            page_size=page_size,
+            dtype=dtype,
+            device=device,
+            num_window_pages=num_pages if own_pool else None,
+        )
+        self.q: list[list[torch.Tensor]] = []
+        self.kv: list[list[list[torch.Tensor]]] = []
+        for layer in self.layers:
+            for pages in self.pool.pages(layer.layer_id):
+                pages.fill_(float("nan"))
+            heads = (layer.tp_k_head_num, layer.head_dim)
+            self.kv.append([[self._random(generator, length, *heads) for _ in "kv"] for length in lens])
+            heads = (layer.tp_q_head_num, layer.head_dim)
+            self.q.append([self._random(generator, extend, *heads) for _, extend in rows])
+            for i, written in enumerate(self.kv[-1]):
+                positions = torch.arange(lens[i], device=device)
+                pages_of = self.table.page_table[i + 1, positions // page_size].long()
+                if self.table.places is not None and layer.window is not None:
+                    pages_of = self.table.places[pages_of].long()
+                slots = pages_of * page_size + positions % page_size
+                self.pool.set_kv(layer.layer_id, slots, *(x.flatten(1) for x in written))
+        # Padding's own rows and tokens, of which a shape has more than a step.
+        num_rows, num_tokens = len(rows) + padding[0], sum(extend for _, extend in rows) + padding[1]
+        self.inputs = StepInputs(self.table, max_rows=num_rows, max_tokens=num_tokens, page_size=page_size)
+
+    def _random(self, generator: torch.Generator, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(self.table.page_table.device, self.dtype)
+
+    def frame(self, chosen: Sequence[int]) -> StepFrame:
+        of_row = np.array([i + 1 for i in chosen], np.int32)
+        starts, lens = np.array([self.rows[i] for i in chosen], np.int32).T.copy()
+        flags = np.full(len(chosen), RowFlag.HAS_TOKENS | RowFlag.SAMPLE, np.int32)
+        ids = np.zeros(lens.sum(), np.int32)
+        return StepFrame(generation=1, step=1, rows=of_row, starts=starts, lens=lens, flags=flags, token_ids=ids)
+
+    def queries(self, chosen: Sequence[int], num_tokens: int) -> list[torch.Tensor]:
+        """For each layer, [num_tokens, Hq * D]: a slice of wider rows, as of a fused projection; padding is zeros."""
+        found = []
+        for of_layer in self.q:
+            q = torch.cat([of_layer[i] for i in chosen]).flatten(1)
+            q = torch.cat([q, q.new_zeros(num_tokens - len(q), q.shape[1])])
+            found.append(torch.cat([q, q], dim=1)[:, : q.shape[1]])
+        return found
+
+    def run(self, backend: AttentionBackend) -> list[torch.Tensor]:
+        """For each layer, the answers of all rows by an eager step."""
+        chosen = range(len(self.rows))
+        frame = self.frame(chosen)
+        self.inputs.upload(frame, shape_of(frame))
+        backend.init_forward_metadata(self.inputs.batch(frame, shape_of(frame)))
+        queries = self.queries(chosen, int(frame.lens.sum()))
+        outs = [backend.attend(q, layer) for q, layer in zip(queries, self.layers, strict=True)]
+        for out, q in zip(outs, queries, strict=True):
+            assert out.shape == q.shape
+            assert out.is_contiguous()
+        return outs
+
+    def check(self, outs: Sequence[torch.Tensor], chosen: Sequence[int] | None = None) -> None:
+        """Asserts of each layer's answers, padding behind them, that they err at most twice as far as torch."""
+        chosen = range(len(self.rows)) if chosen is None else chosen
+        for layer, out, q, kv in zip(self.layers, outs, self.q, self.kv, strict=True):
+            exact, same_dtype = (
+                torch.cat([attention(q[i], *kv[i], layer, dtype)[0] for i in chosen]).flatten(1)
+                for dtype in (torch.float32, self.dtype)
+            )
+            # torch's max, unlike Python's, never passes over a NaN.
+            error, bound = (float((x.float() - exact).abs().max()) for x in (out[: len(exact)], same_dtype))
+            assert error <= 2 * bound + 1e-3, f"layer {layer.layer_id}: {error:.5f}, {bound:.5f} by torch"
+
+    def replay(self, backend: AttentionBackend, shape: StepShape, steps: Sequence[Sequence[int]], graph: Any) -> None:
+        """Captures a step of `shape`, replays it for the rows of each of `steps`, and checks each."""
+        queries = [q.contiguous() for q in self.queries(steps[0], shape.num_tokens)]
+
+        def step() -> list[torch.Tensor]:
+            backend.prepare_capture(self.inputs.graph_batch(shape), shape)
+            return [backend.attend(q, layer) for q, layer in zip(queries, self.layers, strict=True)]
+
+        self.inputs.upload(StepFrame(generation=0, step=0), shape)
+        step()
+        replay = graph(step)
+        for chosen in steps:
+            frame = self.frame(chosen)
+            assert shape.holds(shape_of(frame))
+            self.inputs.upload(frame, shape)
+            backend.prepare_replay(shape, frame.starts, frame.lens)
+            for static, q in zip(queries, self.queries(chosen, shape.num_tokens), strict=True):
+                static.copy_(q)
+            self.check(replay(), chosen)
+
+
+# On the CPU.
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_plans_from_page_counts_and_last_page_lengths_of_the_host(page_size: int) -> None:
+    prefix_lens, extend_lens = np.array([[0, 1], [16, 1], [63, 1], [0, 0], [5, 59], [64, 64]], np.int64).T
+    inputs = PlanInputs.of(prefix_lens, extend_lens, page_size)
+    seq_lens = [1, 17, 64, 0, 64, 128]
+    assert all((tensor.dtype, tensor.device) == (torch.int32, CPU) for tensor in dataclasses.astuple(inputs))
+    assert inputs.seq_lens.tolist() == seq_lens
+    assert inputs.qo_indptr.tolist() == [0, 1, 2, 3, 3, 62, 126]
+    counts = inputs.kv_indptr.diff().tolist()
+    assert inputs.num_pages == sum(counts)
+    for length, count, last in zip(seq_lens, counts, inputs.last_page_len.tolist(), strict=True):
+        assert (count, last) == ((0, 0) if length == 0 else (count, length - (count - 1) * page_size))
+        assert 0 <= last <= page_size
+
+
+def test_a_step_is_padded_as_its_captured_shape_says() -> None:
+    prefixes, lens = np.array([7, 0], np.int32), np.array([1, 1], np.int32)
+    assert [x.tolist() for x in StepShape(4, 4, 4).padded(prefixes, lens)] == [[7, 0, 0, 0], [1, 1, 1, 1]]
+    assert [x.tolist() for x in StepShape(9, 4, 3).padded(prefixes, lens + 1)] == [[7, 0, 0, 0], [2, 2, 0, 5]]
+    assert [x.tolist() for x in StepShape(4, 3, 2).padded(prefixes, lens + 1)] == [[7, 0, 0], [2, 2, 0]]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    if request.param == "cpu":
+        request.getfixturevalue("interpreter")
+    return torch.device(request.param)
+
+
+@pytest.mark.parametrize(("page_size", "num_rows"), [(1, 3), (16, 300)])
+def test_lists_the_pages_of_all_rows_without_gaps(page_size: int, num_rows: int, device: torch.device) -> None:
+    lens = torch.arange(num_rows, dtype=torch.int32) * 7 % 50
+    counts = (-(-lens // page_size)).tolist()
+    table = torch.full((num_rows, 600 if num_rows == 3 else 4), 1 << 30, dtype=torch.int32)
+    pages = torch.arange(1, sum(counts) + 1, dtype=torch.int32)
+    for row, of_row in zip(table, pages.split(counts), strict=True):
+        row[: len(of_row)] = of_row
+    out = torch.full((sum(counts) + 5,), -1, dtype=torch.int32, device=device)
+    starts = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
+    paged = PagedMetadata(
+        cache_seqlens=lens.to(device), cu_seqlens_q=starts, page_table=table.to(device), max_seqlen_q=1
+    )
+    flatten_pages(paged, page_size, out)
+    assert out.tolist() == [*pages.tolist(), *[-1] * 5]
+
+
+class Emulated:
+    """FlashInfer's paged wrappers, with their checks. `planned` says whose plan each int workspace holds."""
+
+    planned: dict[int, Emulated]
+
+    def __init__(self, workspace: torch.Tensor, layout: str, *, backend: str, use_cuda_graph: bool, **given: Any):
+        assert (layout, workspace.dtype) == ("NHD", torch.uint8)
+        self.kernels, self.in_graph = backend, use_cuda_graph
+        # Names of buffers end in `_buffer` for decodes and in `_buf` for prompts.
+        self.static = {name.removesuffix("fer"): given[name] for name in given if name != "use_tensor_cores"}
+        self.tensor_cores = given.get("use_tensor_cores")
+        self.max_tokens = None
+
+    def plan(self, *args: Any, causal: bool = True, seq_lens: torch.Tensor, **options: Any) -> None:
+        is_decode = self.tensor_cores is not None
+        qo_indptr = torch.arange(len(args[0]), dtype=torch.int32) if is_decode else args[0]
+        kv_indptr, indices, last, num_q, num_k, head_dim, page_size = args if is_decode else args[1:]
+        for tensor in (qo_indptr, kv_indptr, last, seq_lens):
+            assert (tensor.dtype, tensor.device) == (torch.int32, CPU)
+        assert self._pin_memory_int_workspace_buffer.dtype == torch.uint8
+        assert causal
+        if self.in_graph:
+            assert len(self.static["paged_kv_indptr_buf"]) == len(kv_indptr), "rows of a graph"
+            assert indices.data_ptr() == self.static["paged_kv_indices_buf"].data_ptr()
+            assert self.max_tokens in (None, int(qo_indptr[-1])), "tokens of a graph"
+            self.max_tokens = int(qo_indptr[-1])
+        assert len(indices) == int(kv_indptr[-1])
+        self.args = SimpleNamespace(
+            qo=qo_indptr.tolist(), kv=kv_indptr.tolist(), indices=indices, lens=seq_lens.tolist(), **options
+        )
+        self.heads, self.page_size = (num_q, num_k, head_dim), page_size
+        Emulated.planned[self._int_workspace_buffer.data_ptr()] = self
+
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], *, out: torch.Tensor) -> None:
+        assert Emulated.planned[self._int_workspace_buffer.data_ptr()] is self, "another plan lies where its own did"
+        args = self.args
+        assert q.shape == (args.qo[-1], self.heads[0], self.heads[2])
+        assert q.stride(-1) == 1
+        window = None if args.window_left < 0 else args.window_left + 1
+        layer = dataclasses.replace(
+            _layer(window=window, softcap=args.logits_soft_cap or None), scale=args.sm_scale, head_dim=self.heads[2]
+        )
+        out.fill_(float("nan"))
+        for i, length in enumerate(args.lens):
+            tokens, pages = slice(*args.qo[i : i + 2]), args.indices[slice(*args.kv[i : i + 2])].long()
+            if tokens.start == tokens.stop:
+                continue
+            k, v = (x[pages].flatten(0, 1)[:length] for x in kv)
+            out[tokens] = attention(q[tokens], k, v, layer, torch.float32)[0].to(out.dtype)
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch, interpreter: None) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+    """Makes backends use the emulation; returns what captures: its replays run the step again, which plans nothing."""
+    Emulated.planned = {}
+    module = SimpleNamespace(
+        BatchDecodeWithPagedKVCacheWrapper=Emulated, BatchPrefillWithPagedKVCacheWrapper=Emulated, __version__="0"
+    )
+    monkeypatch.setattr(flashinfer_backend, "load_flashinfer", lambda device: Library(module, 4, True))
+    monkeypatch.setattr(flashinfer_backend, "_FLOAT_WORKSPACE_BYTES", 1024)
+    monkeypatch.setattr(flashinfer_backend, "_INT_WORKSPACE_BYTES", 1024)
+    capturing = False
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+
+    def capture(step: Callable[[], Any]) -> Callable[[], Any]:
+        def replay() -> Any:
+            nonlocal capturing
+            capturing = True
+            outs = step()
+            capturing = False
+            return outs
+
+        return replay
+
+    return capture
+
+
+LAYERS = [_layer(0, head_dim=16), _layer(1, head_dim=16, window=13, softcap=5.0), _layer(2, head_dim=16)]
+
+
+@pytest.mark.parametrize("own_pool", [False, True])
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("batch", list(SMALL_BATCHES))
+def test_plans_once_for_layers_that_are_alike(batch: str, page_size: int, own_pool: bool, emulated: Any) -> None:
+    case = Case(LAYERS, SMALL_BATCHES[batch], page_size, own_pool=own_pool)
+    backend = FlashInferBackend(case.layers, case.pool)
+    case.check(case.run(backend))
+    now = [backend._now[Geometry.of(layer)] for layer in LAYERS]
+    assert now[0] is now[2]
+    assert now[0] is not now[1]
+    assert {wrapper.kernels for wrapper in now} == {"fa3" if batch == "extend" else "fa2"}
+    assert {wrapper.tensor_cores for wrapper in now} == {True if batch == "decode" else None}
+
+
+@pytest.mark.parametrize("own_pool", [False, True])
+def test_a_graph_is_planned_for_each_step_that_it_replays(own_pool: bool, emulated: Any) -> None:
+    case = Case(LAYERS, SMALL_BATCHES["decode"], own_pool=own_pool, padding=(2, 2))
+    backend = FlashInferBackend(case.layers, case.pool)
+    case.replay(backend, StepShape(4, 4, 4), [[0, 1], [2, 1, 0], [2, 0]], emulated)
+    case = Case(LAYERS, SMALL_BATCHES["mixed"], own_pool=own_pool, padding=(1, 5))
+    backend = FlashInferBackend(case.layers, case.pool)
+    case.replay(backend, StepShape(30, 4, 3), [[0, 1], [2, 1, 0], [1]], emulated)
+
+
+def test_a_full_grid_splits_no_keys(emulated: Any) -> None:
+    case = Case(LAYERS, SMALL_BATCHES["decode"])
+    backend, geometry = FlashInferBackend(case.layers, case.pool), Geometry.of(LAYERS[0])
+    # Two programs on each of 4 multiprocessors, for two KV heads.
+    full = [backend._is_full(shape, geometry) for shape in (StepShape(3, 3, 3), StepShape(4, 4, 4))]
+    assert full == [False, True]
+    assert [backend._is_full(StepShape(tokens, 2, 1), geometry) for tokens in (32, 64)] == [False, True]
+
+
+def test_a_build_that_computes_something_else_is_refused(emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(LAYERS[:1], SMALL_BATCHES["decode"])
+    monkeypatch.setattr(Emulated, "run", lambda self, q, kv, out: out.fill_(7.0))
+    with pytest.raises(ConfigError, match="returned wrong values"):
+        FlashInferBackend(case.layers, case.pool)
+
+    def fails(*args: Any, **given: Any) -> None:
+        raise RuntimeError("Ninja build failed\nnvcc: not found")
+
+    monkeypatch.setattr(Emulated, "plan", fails)
+    with pytest.raises(ConfigError, match=r"head_dim=16, .*: Ninja build failed\n"):
+        FlashInferBackend(case.layers, case.pool)
+
+
+def test_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", None)  # importing it raises ImportError
+    with pytest.raises(ConfigError, match=r"Install flashinfer-python \(the `flashinfer` extra\)"):
+        load_flashinfer(CPU)
+    pyproject = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text("utf-8"))
+    extra = pyproject["project"]["optional-dependencies"]["flashinfer"]
+    assert extra == [f"flashinfer-python=={FLASHINFER}"]
+
+
+# On a GPU.
+
+
+def _cuda(
+    layers: Sequence[AttentionLayer], batch: str, page_size: int = 16, dtype: torch.dtype = torch.bfloat16, **given: Any
+) -> Case:
+    pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
+    return Case(layers, BATCHES[batch], page_size, device=torch.device("cuda"), dtype=dtype, **given)
+
+
+def _graph(step: Callable[[], Any]) -> Callable[[], Any]:
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = step()
+
+    def replay() -> Any:
+        graph.replay()
+        return outs
+
+    return replay
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("group", [4, 6, 8])
+@pytest.mark.parametrize("batch", list(BATCHES))
+def test_errs_at_most_twice_as_far_as_torch(batch: str, group: int, page_size: int) -> None:
+    case = _cuda([_layer(group=group)], batch, page_size)
+    for kernels in ("fa2", "fa3") if batch.startswith("extend") else (None,):
+        case.check(case.run(FlashInferBackend(case.layers, case.pool, prompt_kernels=kernels)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernels", ["fa2", "fa3"])
+@pytest.mark.parametrize("batch", ["decode", "mixed"])
+def test_a_replayed_graph_errs_at_most_twice_as_far_as_torch(batch: str, kernels: Any) -> None:
+    case = _cuda([_layer()], batch, padding=(4, 100))
+    backend = FlashInferBackend(case.layers, case.pool, prompt_kernels=kernels)
+    num_rows, num_tokens = len(case.rows), sum(extend for _, extend in case.rows)
+    if batch == "decode":
+        steps = [[0, 1, 2, 3], [5, 4, 3, 2, 1, 0], [5, 5, 0]]
+        for size in (num_rows + 2, num_rows):  # the larger first, as shapes are captured
+            case.replay(backend, StepShape(size, size, size), steps, _graph)
+    else:
+        steps = [[3, 2, 0], list(range(num_rows)), [1], [4, 3, 0]]
+        for few in (num_rows, 9):
+            shape = StepShape(num_tokens + 50, num_rows + 1, few)
+            case.replay(backend, shape, steps, _graph)
+    case.check(case.run(backend))  # an eager step after them
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("own_pool", [False, True])
+@pytest.mark.parametrize("batch", list(BATCHES))
+def test_layers_with_a_window_and_without_have_plans_of_their_own(batch: str, own_pool: bool) -> None:
+    layers = [_layer(0), _layer(1, window=33), _layer(2), _layer(3, window=1)]
+    case = _cuda(layers, batch, own_pool=own_pool, padding=(2, 2))
+    backend = FlashInferBackend(case.layers, case.pool)
+    case.check(case.run(backend))
+    if batch == "decode":
+        case.replay(backend, StepShape(8, 8, 8), [[0, 1], [5, 4, 3, 2, 1, 0]], _graph)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [1, 2, 3])
+@pytest.mark.parametrize("batch", ["decode", "mixed"])
+def test_small_groups_decode_without_tensor_cores(batch: str, group: int) -> None:
+    case = _cuda([_layer(group=group)], batch, padding=(2, 2))
+    backend = FlashInferBackend(case.layers, case.pool)
+    case.check(case.run(backend))
+    if batch == "decode":
+        case.replay(backend, StepShape(8, 8, 8), [[0, 1], [5, 4, 3, 2, 1, 0]], _graph)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("layer", "dtype"),
+    [
+        (_layer(head_dim=64), torch.bfloat16),
+        (_layer(head_dim=256), torch.bfloat16),
+        (_layer(), torch.float16),
+        (_layer(softcap=5.0), torch.bfloat16),
+        (_layer(head_dim=256, window=33, softcap=5.0), torch.bfloat16),
+    ],
+    ids=["64", "256", "fp16", "softcap", "256-window-softcap"],
+)
+@pytest.mark.parametrize("batch", list(BATCHES))
+def test_other_heads_and_dtypes_and_a_soft_cap(batch: str, layer: AttentionLayer, dtype: torch.dtype) -> None:
+    case = _cuda([layer], batch, dtype=dtype)
+    case.check(case.run(FlashInferBackend(case.layers, case.pool)))
