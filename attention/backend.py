@@ -81,7 +81,7 @@ class AttentionBackend(ABC):
     def capture_shapes(self, shape: StepShape, max_model_len: int) -> list[StepShape]:
         """The shapes, in order, to capture for the steps that `shape` holds: rows of other lengths may want others.
 
-        The last one holds rows of `max_model_len` tokens.
+        The last one holds rows of `max_model_len` tokens. Where there is none, such steps run eagerly.
         """
         return [shape]
 

@@ -35,34 +35,28 @@ class LatentHeads:
         return torch.cat((latent, q[..., nope_dim:]), dim=-1).flatten(1)
 
     def values(self, attended: torch.Tensor) -> torch.Tensor:
-        """Sums of what the pool keeps [num_tokens, tp_q_head_num * head_dim] as sums of the heads' values.
+        """Sums of what the pool keeps as sums of the heads' values.
+
+        Args:
+            attended: [num_tokens, tp_q_head_num * head_dim], or of the latents alone [..., tp_q_head_num * latent_dim].
 
         Returns:
             [num_tokens, tp_q_head_num * v_dim].
         """
         layer = self._layer
-        heads = attended.view(-1, layer.tp_q_head_num, layer.head_dim)[..., : layer.latent_dim]
+        heads = attended.view(len(attended), layer.tp_q_head_num, -1)[..., : layer.latent_dim]
         # With the weight in front: half the time on a CPU for up to four tokens.
         return torch.bmm(self._w_v, heads.permute(1, 2, 0)).permute(2, 0, 1).flatten(1).contiguous()
 
-    def keys_values(self, kept: torch.Tensor, which: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_values(self, kept: torch.Tensor, which: slice = slice(None)) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys [num_keys, num_heads, nope_dim + rope_dim] and values [..., v_dim] of what the pool keeps of tokens.
 
         Args:
             kept: [num_keys, head_dim].
-            which: the heads, of this rank's.
+            which: the heads, of this rank's; all where not given.
         """
         layer, weight = self._layer, self._weight[which]
         own = F.linear(kept[:, : layer.latent_dim], weight.flatten(0, 1)).view(len(kept), len(weight), -1)
         k_nope, v = torch.split(own, [layer.nope_dim, layer.v_dim], dim=-1)
         k_rope = kept[:, None, layer.latent_dim :].expand(-1, len(weight), -1)
         return torch.cat((k_nope, k_rope), dim=-1), v
-
-    def absorbs(self, num_queries: int, num_keys: int) -> bool:
-        """Whether the absorbed form takes fewer operations for queries that each see about `num_keys` tokens.
-
-        It multiplies with the weight for every query, not for every key; but its products are wider for every pair.
-        """
-        layer = self._layer
-        own, latent = layer.nope_dim + layer.v_dim, layer.latent_dim
-        return (num_keys - num_queries) * own * latent >= num_queries * num_keys * (2 * latent - own)

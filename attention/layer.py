@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
+
+_Counts = TypeVar("_Counts", int, npt.NDArray[np.int64], torch.Tensor)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +34,11 @@ class AttentionLayer:
     of the softmax and has no value."""
 
     @property
+    def qk_dim(self) -> int:
+        """Elements of a head that a query and a key are compared by."""
+        return self.head_dim
+
+    @property
     def token_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of what a token leaves in the KV pool: its keys, and its values."""
         return ((self.tp_k_head_num, self.head_dim),) * 2
@@ -49,6 +59,20 @@ class LatentLayer(AttentionLayer):
     """Columns of a head's value."""
 
     @property
+    def qk_dim(self) -> int:
+        """In heads of their own, as the model has them."""
+        return self.nope_dim + self.head_dim - self.latent_dim
+
+    @property
     def token_shapes(self) -> tuple[tuple[int, ...], ...]:
         """The latent and the rotated key, side by side, and nothing else."""
         return ((self.head_dim,),)
+
+    def absorbs(self, num_queries: _Counts, num_keys: _Counts) -> Any:
+        """Whether the absorbed form takes fewer operations for queries that each see about `num_keys` tokens.
+
+        It multiplies with the weight for every query, not for every key; but its products are wider for every pair. Of
+        arrays, int64, an answer for each element.
+        """
+        own, latent = self.nope_dim + self.v_dim, self.latent_dim
+        return (num_keys - num_queries) * own * latent >= num_queries * num_keys * (2 * latent - own)

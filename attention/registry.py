@@ -38,7 +38,7 @@ def needs_of(pool: TokenToKVPool) -> AttentionNeeds:
         compute_capability=torch.cuda.get_device_capability(pool.device) if on_gpu else None,
         dtype=str(pool.dtype).removeprefix("torch."),
         page_size=pool.page_size,
-        head_dims=frozenset(layer.head_dim for layer in pool.layers),
+        head_dims=frozenset(layer.qk_dim for layer in pool.layers),
         features=frozenset(feature for layer in pool.layers for feature in _features(layer)),
     )
 

@@ -178,7 +178,7 @@ class TorchNativeBackend(AttentionBackend):
     def _extend_latent(self, q: torch.Tensor, extend: _Extend, layer: LatentLayer, heads: LatentHeads) -> torch.Tensor:
         """q [num_tokens, tp_q_head_num, nope_dim + rope_dim] of one row -> [num_tokens, tp_q_head_num * v_dim]."""
         num_keys = len(q) if extend.mask is None else extend.mask.shape[1]
-        if heads.absorbs(len(q), num_keys):
+        if layer.absorbs(len(q), num_keys):
             return heads.values(self._extend(heads.absorb(q), extend, layer))
         kept, _ = self._keys_values(layer, extend.slots)
         out = q.new_empty(len(q), layer.tp_q_head_num, layer.v_dim)

@@ -9,7 +9,14 @@ import torch
 from attention.backend import AttentionBackend, register
 from attention.forward_batch import ForwardBatch
 from attention.kv_pool import TokenToKVPool
-from attention.layer import AttentionLayer
+from attention.latent import LatentHeads
+from attention.layer import AttentionLayer, LatentLayer
+from attention.step_shape import StepShape
+from attention.triton_latent import LatentPlan, TritonLatent, plan_of, plan_of_any
+
+_MOST_ABSORBED = 512
+"""New tokens of the largest captured steps of latent layers with prompts. A graph does not know what is cached, and
+absorbs it: for many new tokens that takes more time than eager launches. Not measured."""
 
 
 @register("triton")
@@ -32,11 +39,25 @@ class TritonBackend(AttentionBackend):
         from attention.kernels.extend import paged_extend
 
         self._paged_decode, self._paged_extend = paged_decode, paged_extend
+        self._latent = TritonLatent(token_to_kv_pool)
+        self._latent_layer = next((layer for layer in layers if isinstance(layer, LatentLayer)), None)
+        self._latent_plan: LatentPlan | None = None
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        """Queues nothing."""
+        """Queues nothing but for latent layers."""
         super().init_forward_metadata(batch)
         batch.paged.check()
+        if self._latent_layer is not None and batch.paged.max_seqlen_q > 1:
+            self._latent_plan = plan_of(batch, self._latent_layer, self.token_to_kv_pool.page_size)
+
+    def capture_shapes(self, shape: StepShape, max_model_len: int) -> list[StepShape]:
+        is_eager = self._latent_layer is not None and not shape.is_decode and shape.num_tokens > _MOST_ABSORBED
+        return [] if is_eager else [shape]
+
+    def prepare_capture(self, batch: ForwardBatch, shape: StepShape) -> None:
+        super().init_forward_metadata(batch)
+        if self._latent_layer is not None and not shape.is_decode:
+            self._latent_plan = plan_of_any(batch)
 
     def attend(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         batch = self.batch_of(layer)
@@ -49,3 +70,10 @@ class TritonBackend(AttentionBackend):
         else:
             self._paged_extend(heads, k_pages, v_pages, paged, layer, out=out, mask=batch.mask)
         return out.view(q.shape)
+
+    def attend_latent(self, q: torch.Tensor, layer: LatentLayer, heads: LatentHeads) -> torch.Tensor:
+        paged = self.batch_of(layer).paged
+        if paged.max_seqlen_q == 1:
+            return self._latent.decode(q, layer, heads, paged)
+        assert self._latent_plan is not None, "before init_forward_metadata"
+        return self._latent.extend(q, layer, heads, self._latent_plan)

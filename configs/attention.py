@@ -106,7 +106,7 @@ _SPECS = (
         device="cuda",
         dtypes=_HALVES | {"float32"},
         max_head_dim=256,
-        features=frozenset(Feature) - {Feature.LATENT},
+        features=frozenset(Feature),
     ),
     BackendSpec(
         name="flashinfer",

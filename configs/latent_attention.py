@@ -33,15 +33,14 @@ class LatentAttention:
     """Factor of the scores before the softmax."""
 
     @property
-    def qk_head_dim(self) -> int:
-        """Columns of a query or key head."""
+    def head_dim(self) -> int:
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def q(self) -> Linear:
         """The projection into query heads."""
         letters, size = ("q", self.hidden_size) if self.q_lora_rank is None else ("q_b", self.q_lora_rank)
-        return self._into_heads(letters, self.qk_head_dim, size, Role.QUERY_KEY)
+        return self._into_heads(letters, self.head_dim, size, Role.QUERY_KEY)
 
     @property
     def q_a(self) -> Linear | None:
@@ -53,7 +52,7 @@ class LatentAttention:
     @property
     def kv_a(self) -> Linear:
         """The projection into the latent of keys and values, and the rotated key."""
-        return self._into_latent("kv_a_proj_with_mqa", "attn_kv_a_mqa", self.head_dim)
+        return self._into_latent("kv_a_proj_with_mqa", "attn_kv_a_mqa", self.kept_dim)
 
     @property
     def kv_b(self) -> Linear:
@@ -91,7 +90,7 @@ class LatentAttention:
 
     @property
     def token_elements(self) -> Amounts:
-        return {Axis.LATENT: self.head_dim}
+        return {Axis.LATENT: self.kept_dim}
 
     @property
     def pair_flops(self) -> Amounts:
@@ -107,7 +106,8 @@ class LatentAttention:
         return None
 
     @property
-    def head_dim(self) -> int:
+    def kept_dim(self) -> int:
+        """Columns of what a token leaves in the KV pool."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property

@@ -130,6 +130,24 @@ def test_groups_of_more_heads_than_the_smallest_tile_has_rows(
     case.check(case.run(tuning))
 
 
+@pytest.mark.parametrize("dtype", [None, torch.float16])
+@pytest.mark.parametrize(
+    ("group", "head_dim", "v_dim"), [(1, 40, 32), (3, 76, 48), (20, 40, 24), (2, 576, 512), (70, 288, 272)]
+)
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_values_may_be_the_first_columns_of_keys(
+    num_splits: int, group: int, head_dim: int, v_dim: int, dtype: torch.dtype | None, device: torch.device
+) -> None:
+    """70 heads of more than 256 columns are two programs', or in fp32 five."""
+    case = Case(_layer(kv_heads=1, group=group, head_dim=head_dim), 16, LENS[:4], device, dtype)
+    case.values = case.keys
+    q, rows = torch.cat(case.q[:-1]), range(4)
+    out = torch.full((*q.shape[:2], v_dim), math.nan, dtype=case.dtype, device=device)
+    tuning = dataclasses.replace(_split(SMALL, num_splits), num_warps=8)
+    paged_decode(q, case.k, None, case.paged(rows), case.layer, out=out, tuning=tuning)
+    case.check(out)
+
+
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_float16_errs_at_most_twice_as_far_as_torch(num_splits: int, device: torch.device) -> None:
     case = Case(_layer(), 16, LENS, device, torch.float16)

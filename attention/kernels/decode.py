@@ -1,6 +1,7 @@
 """Attention of one new token a row over the paged KV cache: keys are read once, at the speed of the memory.
 
-A program walks a run of key blocks for the query heads of one KV head of one row. Where a batch has too few rows to
+A program walks a run of key blocks for the query heads of one KV head of one row. Values may be the first columns of
+the keys (latent attention): a block is then read once for both. Where a batch has too few rows to
 fill the device, the keys of a row are cut into runs, each program leaves its part of the answer in fp32, and a second
 kernel joins the parts. What a row's answer is, to the last bit, follows from its own keys, from the number of runs and
 from `DecodeTuning`: never from the other rows.
@@ -23,6 +24,8 @@ _SPLITS_AT_ONCE = 16
 _MAX_SPLITS = 128
 _SHARED_BYTES = 220 * 1024
 """Of the 227 KiB of shared memory that a program on Hopper may have."""
+_WIDE = 256  # columns of a value, above which a program has only so many query heads: their sums fill its registers
+_WIDE_BLOCK_M = 64
 _DEPENDENT_LAUNCH = (9, 0)  # the first compute capability that has it
 
 
@@ -75,12 +78,20 @@ def _fit(tuning: DecodeTuning, block_m: int, block_d: int, itemsize: int) -> Dec
     """`tuning` as registers and shared memory hold it: unchanged for 16-bit values and up to 32 query heads a KV head.
 
     More of these take more warps; fp32, of whose products threads hold whole rows of the operands, takes short blocks.
+    Of wide values, blocks of 32 let two programs share a multiprocessor, with up to 32 heads each (not measured).
     """
+    if block_d > _WIDE and itemsize <= 2:
+        return dataclasses.replace(tuning, block_n=32, num_warps=4 if block_m <= 32 else 8)
     block_n = tuning.block_n if itemsize <= 2 else 16
     while block_n > 16 and (block_m + 2 * tuning.num_stages * block_n) * block_d * itemsize > _SHARED_BYTES:
         block_n //= 2
     num_warps = max(tuning.num_warps, 4 if itemsize > 2 else 1, block_m // 16 if block_m > 32 else 1)
     return dataclasses.replace(tuning, block_n=block_n, num_warps=num_warps)
+
+
+def block_of(size: int) -> int:
+    """A block that holds so many elements, and that a matrix product takes."""
+    return max(1 << (size - 1).bit_length(), 16)
 
 
 @functools.cache
@@ -136,9 +147,12 @@ def _decode_kernel(
     scale,
     num_splits,
     HEAD_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    HEAD_TILES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -147,11 +161,11 @@ def _decode_kernel(
     EARLY_JOIN: tl.constexpr,
 ):
     LOG2_E: tl.constexpr = 1.4426950408889634
-    # Programs that follow each other read neighbouring memory: the KV heads of one row.
-    kv_head = tl.program_id(0)
+    # Programs that follow each other read neighbouring memory, or the same: the KV heads of one row.
+    kv_head = tl.program_id(0) // HEAD_TILES
     split = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
-    num_kv_heads = tl.num_programs(0)
+    num_kv_heads = tl.num_programs(0) // HEAD_TILES
     if EARLY_JOIN:
         # The join starts once every program here has said so or ended: none of these waits for its place.
         tl.extra.cuda.gdc_launch_dependents()
@@ -166,17 +180,17 @@ def _decode_kernel(
     else:
         begin, end = _blocks_of_split(seq_len, 0, 1, BLOCK_N, WINDOW, CHUNK)
 
-    heads = tl.arange(0, BLOCK_M)
+    heads = tl.program_id(0) % HEAD_TILES * BLOCK_M + tl.arange(0, BLOCK_M)
     keys = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
-    inside = dims < HEAD_DIM
+    inside = dims < V_DIM
     is_head = heads < group
     q_heads = kv_head * group + heads
-    q = tl.load(
-        q_ptr + row * q_stride + q_heads[:, None] * HEAD_DIM + dims[None, :],
-        mask=is_head[:, None] & inside[None, :],
-        other=0.0,
-    )
+    q_rows = q_ptr + row * q_stride + q_heads[:, None] * HEAD_DIM
+    q = tl.load(q_rows + dims[None, :], mask=is_head[:, None] & inside[None, :], other=0.0)
+    if BLOCK_REST > 0:
+        rest = V_DIM + tl.arange(0, BLOCK_REST)
+        q_rest = tl.load(q_rows + rest[None, :], mask=is_head[:, None] & (rest < HEAD_DIM)[None, :], other=0.0)
 
     table_row = page_table + row * page_table_stride
     if PAGE_SIZE >= BLOCK_N:
@@ -186,7 +200,10 @@ def _decode_kernel(
         page_of_key = keys // PAGE_SIZE
         first = begin * (BLOCK_N // PAGE_SIZE) + page_of_key
         page = tl.load(table_row + first, mask=first * PAGE_SIZE < seq_len, other=0)[:, None]
-    tile = (keys % PAGE_SIZE)[:, None] * slot_stride + (kv_head * HEAD_DIM + dims)[None, :]
+    slots = (keys % PAGE_SIZE)[:, None] * slot_stride
+    tile = slots + (kv_head * HEAD_DIM + dims)[None, :]
+    if BLOCK_REST > 0:
+        tile_rest = slots + (kv_head * HEAD_DIM + rest)[None, :]
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     # Summed over the keys of a block only at the end: within the loop that would be a trip through shared memory.
@@ -210,7 +227,11 @@ def _decode_kernel(
         # Keys that are not there are not read: a NaN among the values would come through its weight of zero.
         mask = visible[:, None] & inside[None, :]
         k = tl.load(k_ptr + offset + tile, mask=mask, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if BLOCK_REST > 0:
+            k_rest = tl.load(k_ptr + offset + tile_rest, mask=visible[:, None] & (rest < HEAD_DIM)[None, :], other=0.0)
+            scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
+        scores *= scale
         if CAP > 0:
             scores = cap(scores, CAP)
         scores = tl.where(visible[None, :], scores * LOG2_E, float("-inf"))
@@ -219,7 +240,9 @@ def _decode_kernel(
         p = tl.exp2(scores - new_m[:, None])
         m = new_m
         weights = weights * decay[:, None] + p
-        v = tl.load(v_ptr + offset + tile, mask=mask, other=0.0)
+        v = k
+        if v_ptr is not None:
+            v = tl.load(v_ptr + offset + tile, mask=mask, other=0.0)
         acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
 
     total = tl.sum(weights, 1)
@@ -235,7 +258,7 @@ def _decode_kernel(
     if SPLIT:
         out_row = out_row * num_splits + split
         tl.store(lse_ptr + out_row, m + tl.log2(total), mask=is_head)
-    tl.store(out_ptr + out_row[:, None] * HEAD_DIM + dims[None, :], attended.to(out_ptr.dtype.element_ty), mask=stored)
+    tl.store(out_ptr + out_row[:, None] * V_DIM + dims[None, :], attended.to(out_ptr.dtype.element_ty), mask=stored)
 
 
 @triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["cache_seqlens", "sinks"])
@@ -295,7 +318,7 @@ def _join_kernel(
 def paged_decode(
     q: torch.Tensor,
     k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
+    v_pages: torch.Tensor | None,
     paged: PagedMetadata,
     layer: AttentionLayer,
     *,
@@ -313,21 +336,25 @@ def paged_decode(
             further apart.
         k_pages: [num_pages, page_size, tp_k_head_num, head_dim], contiguous, bf16, fp16 or fp32; page_size is a power
             of two. fp32 is multiplied as such, without tensor cores.
-        v_pages: likewise.
+        v_pages: likewise. None: the first columns of a key, as many as an answer has, are its value.
         paged: of a step of single tokens: `cache_seqlens` is at least 1 in every row, `cu_seqlens_q` is not read.
         layer: its scale, window, chunk, softcap and sinks are applied.
-        out: [batch_size, tp_q_head_num, head_dim], contiguous, written.
-        tuning: None: `choose` of this batch. Keys that are split take (head_dim + 1) * 4 bytes for each query head and
-            run, as long as this computes: at most 512 * group * (head_dim + 1) * 4 bytes as `choose` splits.
+        out: [batch_size, tp_q_head_num, columns of a value], contiguous, written.
+        tuning: None: `choose` of this batch. Keys that are split take a value's columns and one more, of 4 bytes, for
+            each query head and run, as long as this computes: those of 512 * group at most as `choose` splits.
 
     Returns:
         `out`.
     """
     batch_size, num_q_heads, head_dim = q.shape
     _, page_size, num_kv_heads, _ = k_pages.shape
+    v_dim = out.shape[-1]
+    assert v_pages is None or v_dim == head_dim, "values of a width of their own are columns of the keys"
     group = num_q_heads // num_kv_heads
-    # What a matrix product takes.
-    block_m, block_d = (max(1 << (size - 1).bit_length(), 16) for size in (group, head_dim))
+    block_m, block_d = block_of(group), block_of(v_dim)
+    if block_d > _WIDE:
+        block_m = min(block_m, _WIDE_BLOCK_M if k_pages.element_size() <= 2 else 16)
+    head_tiles = triton.cdiv(group, block_m)
     if tuning is None:
         tuning = _fit(choose(batch_size, num_kv_heads), block_m, block_d, k_pages.element_size())
     num_splits = tuning.num_splits
@@ -336,10 +363,10 @@ def paged_decode(
     parts, lse = out, None
     if is_split:
         num_parts = batch_size * num_q_heads * num_splits
-        workspace = torch.empty(num_parts * (head_dim + 1), dtype=torch.float32, device=q.device)
-        parts, lse = workspace, workspace[num_parts * head_dim :]
+        workspace = torch.empty(num_parts * (v_dim + 1), dtype=torch.float32, device=q.device)
+        parts, lse = workspace, workspace[num_parts * v_dim :]
     window, chunk = layer.window or 0, layer.chunk or 0
-    _decode_kernel[(num_kv_heads, num_splits, batch_size)](
+    _decode_kernel[(num_kv_heads * head_tiles, num_splits, batch_size)](
         q,
         k_pages,
         v_pages,
@@ -354,9 +381,12 @@ def paged_decode(
         layer.scale,
         num_splits,
         HEAD_DIM=head_dim,
+        V_DIM=v_dim,
         BLOCK_D=block_d,
+        BLOCK_REST=block_of(head_dim - v_dim) if head_dim > v_dim else 0,
         PAGE_SIZE=page_size,
         BLOCK_M=block_m,
+        HEAD_TILES=head_tiles,
         BLOCK_N=tuning.block_n,
         WINDOW=window,
         CHUNK=chunk,
@@ -374,7 +404,7 @@ def paged_decode(
             layer.sinks,
             out,
             num_splits,
-            HEAD_DIM=head_dim,
+            HEAD_DIM=v_dim,
             BLOCK_D=block_d,
             BLOCK_N=tuning.block_n,
             WINDOW=window,

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from attention.forward_batch import NewTokenMask, PagedMetadata
-from attention.kernels.decode import cap, first_key
+from attention.kernels.decode import block_of, cap, first_key
 from attention.layer import AttentionLayer
 
 _ROWS_AT_ONCE = 128
@@ -38,7 +38,7 @@ class ExtendTuning:
     """Blocks of keys and values on their way from memory at a time, and one."""
 
 
-def choose(head_dim: int, dtype: torch.dtype) -> ExtendTuning:
+def choose(v_dim: int, dtype: torch.dtype) -> ExtendTuning:
     """A layout for H200s, as large as registers hold without spilling. Not measured.
 
     The same for every batch, so that a row's answer does not depend on what else runs: where rows are few or short, the
@@ -47,7 +47,9 @@ def choose(head_dim: int, dtype: torch.dtype) -> ExtendTuning:
     if dtype.itemsize > 2:
         # Without tensor cores, whose fp32 is TF32: threads hold whole rows of a product's operands.
         return ExtendTuning(block_m=16, block_n=16, num_warps=4, num_stages=2)
-    return ExtendTuning(block_m=128, block_n=64 if head_dim <= 128 else 32, num_warps=8, num_stages=3)
+    if v_dim > 256:
+        return ExtendTuning(block_m=64, block_n=32, num_warps=8, num_stages=3)
+    return ExtendTuning(block_m=128, block_n=64 if v_dim <= 128 else 32, num_warps=8, num_stages=3)
 
 
 @triton.jit
@@ -79,6 +81,7 @@ def _load(pointers, is_there, WHOLE: tl.constexpr):
 @triton.jit
 def _walk(
     q,
+    q_rest,
     m,
     total,
     acc,
@@ -95,9 +98,10 @@ def _walk(
     mask_ptr,
     mask_rows,
     kv_head,
-    slot_stride,
+    num_kv_heads,
     scale,
     HEAD_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CAP: tl.constexpr,
@@ -110,39 +114,55 @@ def _walk(
     """
     LOG2_E: tl.constexpr = 1.4426950408889634
     BLOCK_D: tl.constexpr = acc.shape[1]
-    WHOLE: tl.constexpr = not MASKED and HEAD_DIM == BLOCK_D
+    KEY_DIM: tl.constexpr = HEAD_DIM if HEAD_DIM < V_DIM else V_DIM
+    # Where a row's keys follow one another, they are one page, which begins at any slot.
+    ONE_PAGE: tl.constexpr = PAGE_SIZE == 0
+    PAGE: tl.constexpr = 1 << 30 if ONE_PAGE else PAGE_SIZE
     keys = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
-    page_stride = slot_stride.to(tl.int64) * PAGE_SIZE
-    block_offsets = (keys % PAGE_SIZE)[:, None] * slot_stride + (kv_head * HEAD_DIM + dims)[None, :]
+    slots = (keys % PAGE)[:, None]
+    k_stride, v_stride = num_kv_heads * HEAD_DIM, num_kv_heads * V_DIM
+    k_tile = slots * k_stride + (kv_head * HEAD_DIM + dims)[None, :]
+    v_tile = slots * v_stride + (kv_head * V_DIM + dims)[None, :]
     factor = LOG2_E if CAP > 0 else scale * LOG2_E
 
-    if PAGE_SIZE >= BLOCK_N:
+    if PAGE >= BLOCK_N:
         page_of_key = tl.zeros([BLOCK_N], tl.int32)  # one page holds a block
-        page = tl.load(table_row + begin * BLOCK_N // PAGE_SIZE, mask=begin < end, other=0)
+        page = tl.load(table_row + begin * BLOCK_N // PAGE, mask=begin < end, other=0)
     else:
-        page_of_key = keys // PAGE_SIZE
-        first = begin * (BLOCK_N // PAGE_SIZE) + page_of_key
-        page = tl.load(table_row + first, mask=first * PAGE_SIZE < stop, other=0)[:, None]
+        page_of_key = keys // PAGE
+        first = begin * (BLOCK_N // PAGE) + page_of_key
+        page = tl.load(table_row + first, mask=first * PAGE < stop, other=0)[:, None]
     for block in tl.range(begin, end):
-        offset = page.to(tl.int64) * page_stride
-        if PAGE_SIZE > BLOCK_N:
-            offset += (block * BLOCK_N % PAGE_SIZE) * slot_stride
+        slot = page.to(tl.int64) * (1 if ONE_PAGE else PAGE)
+        if PAGE > BLOCK_N:
+            slot += block * BLOCK_N % PAGE
         # The page ids of the next block come while this one is worked on.
-        if PAGE_SIZE >= BLOCK_N:
-            page = tl.load(table_row + (block + 1) * BLOCK_N // PAGE_SIZE, mask=block + 1 < end, other=0)
+        if PAGE >= BLOCK_N:
+            page = tl.load(table_row + (block + 1) * BLOCK_N // PAGE, mask=block + 1 < end, other=0)
         else:
-            following = (block + 1) * (BLOCK_N // PAGE_SIZE) + page_of_key
-            page = tl.load(table_row + following, mask=following * PAGE_SIZE < stop, other=0)[:, None]
+            following = (block + 1) * (BLOCK_N // PAGE) + page_of_key
+            page = tl.load(table_row + following, mask=following * PAGE < stop, other=0)[:, None]
 
         position = block * BLOCK_N + keys
-        is_there = (dims < HEAD_DIM)[None, :]
+        is_there = (dims < KEY_DIM)[None, :]
+        is_value = (dims < V_DIM)[None, :]
         if MASKED:
             # Keys that are not there are not read: a NaN among the values would come through its weight of zero.
             is_key = (position >= low) & (position < stop)
             is_there = is_there & is_key[:, None]
-        k = _load(k_ptr + offset + block_offsets, is_there, WHOLE)
+            is_value = is_value & is_key[:, None]
+        k = _load(k_ptr + slot * k_stride + k_tile, is_there, not MASKED and KEY_DIM == BLOCK_D)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if q_rest is not None:
+            rest = KEY_DIM + tl.arange(0, q_rest.shape[1])
+            is_there = (rest < HEAD_DIM)[None, :]
+            if MASKED:
+                is_there = is_there & is_key[:, None]
+            k_tile_rest = slots * k_stride + (kv_head * HEAD_DIM + rest)[None, :]
+            whole_rest: tl.constexpr = not MASKED and HEAD_DIM - KEY_DIM == q_rest.shape[1]
+            k_rest = _load(k_ptr + slot * k_stride + k_tile_rest, is_there, whole_rest)
+            scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
         if CAP > 0:
             scores = cap(scores * scale, CAP)
         if MASKED:
@@ -160,7 +180,9 @@ def _walk(
         p = tl.exp2(tl.fma(scores, factor, -new_m[:, None]))
         m = new_m
         total = tl.fma(total, decay, tl.sum(p, 1))
-        v = _load(v_ptr + offset + block_offsets, is_there, WHOLE)
+        v = k
+        if v_ptr is not None:
+            v = _load(v_ptr + slot * v_stride + v_tile, is_value, not MASKED and V_DIM == BLOCK_D)
         acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
     return m, total, acc
 
@@ -196,16 +218,20 @@ def _extend_kernel(
     group,
     scale,
     HEAD_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
     CAP: tl.constexpr,
+    PREFIX_ONLY: tl.constexpr,
     ROWS_AT_ONCE: tl.constexpr,
 ):
     LOG2_E: tl.constexpr = 1.4426950408889634
+    KEY_DIM: tl.constexpr = HEAD_DIM if HEAD_DIM < V_DIM else V_DIM
     kv_head = tl.program_id(0)
     num_kv_heads = tl.num_programs(0)
     # From the end: the last tiles of a prompt have the most keys, and are not to be left when all else is done (not
@@ -225,9 +251,16 @@ def _extend_kernel(
     tokens = tl.minimum(pairs // group, num_tokens - 1)
     q_heads = kv_head * group + pairs % group
     dims = tl.arange(0, BLOCK_D)
-    stored = is_pair[:, None] & (dims < HEAD_DIM)[None, :]
     q_rows = (start + tokens).to(tl.int64) * q_stride + q_heads * HEAD_DIM
-    q = tl.load(q_ptr + q_rows[:, None] + dims[None, :], mask=stored, other=0.0)
+    q = tl.load(
+        q_ptr + q_rows[:, None] + dims[None, :], mask=is_pair[:, None] & (dims < KEY_DIM)[None, :], other=0.0
+    )
+    q_rest = None
+    if BLOCK_REST > 0:
+        rest = KEY_DIM + tl.arange(0, BLOCK_REST)
+        q_rest = tl.load(
+            q_ptr + q_rows[:, None] + rest[None, :], mask=is_pair[:, None] & (rest < HEAD_DIM)[None, :], other=0.0
+        )
 
     positions = prefix_len + tokens
     first_position = prefix_len + first_pair // group
@@ -243,6 +276,9 @@ def _extend_kernel(
             stop = seq_len
             whole = prefix_len // BLOCK_N
             masked_from = prefix_len
+    if PREFIX_ONLY:
+        stop = prefix_len
+        whole = prefix_len // BLOCK_N
     first_keys = first_key(positions, WINDOW, CHUNK)
     if mask_ptr is None:
         low = first_key(first_position, WINDOW, CHUNK)
@@ -260,15 +296,15 @@ def _extend_kernel(
     if WINDOW == 0 and CHUNK == 0:
         # Blocks that all queries see whole need no masks. A window or a chunk has few of them (not measured).
         m, total, acc = _walk(
-            q, m, total, acc, k_ptr, v_ptr, page_table + row.to(tl.int64) * page_table_stride, begin, whole, low, stop,
-            positions, first_keys, masked_from, mask_ptr, mask_rows, kv_head, num_kv_heads * HEAD_DIM, scale,
-            HEAD_DIM, PAGE_SIZE, BLOCK_N, CAP, MASKED=False,
+            q, q_rest, m, total, acc, k_ptr, v_ptr, page_table + row.to(tl.int64) * page_table_stride, begin, whole,
+            low, stop, positions, first_keys, masked_from, mask_ptr, mask_rows, kv_head, num_kv_heads, scale,
+            HEAD_DIM, V_DIM, PAGE_SIZE, BLOCK_N, CAP, MASKED=False,
         )  # fmt: skip
         begin = whole
     m, total, acc = _walk(
-        q, m, total, acc, k_ptr, v_ptr, page_table + row.to(tl.int64) * page_table_stride, begin,
+        q, q_rest, m, total, acc, k_ptr, v_ptr, page_table + row.to(tl.int64) * page_table_stride, begin,
         tl.cdiv(stop, BLOCK_N), low, stop, positions, first_keys, masked_from, mask_ptr, mask_rows, kv_head,
-        num_kv_heads * HEAD_DIM, scale, HEAD_DIM, PAGE_SIZE, BLOCK_N, CAP, MASKED=True,
+        num_kv_heads, scale, HEAD_DIM, V_DIM, PAGE_SIZE, BLOCK_N, CAP, MASKED=True,
     )  # fmt: skip
 
     # A query that a mask lets see nothing gets zeros.
@@ -278,19 +314,21 @@ def _extend_kernel(
         lse = tl.where(total > 0, (m + tl.log2(divisor)) / LOG2_E, float("-inf"))
         tl.store(lse_ptr + out_rows, lse, mask=is_pair)
     attended = acc / divisor[:, None]
-    tl.store(out_ptr + out_rows[:, None] * HEAD_DIM + dims[None, :], attended.to(out_ptr.dtype.element_ty), mask=stored)
+    stored = is_pair[:, None] & (dims < V_DIM)[None, :]
+    tl.store(out_ptr + out_rows[:, None] * V_DIM + dims[None, :], attended.to(out_ptr.dtype.element_ty), mask=stored)
 
 
 def paged_extend(
     q: torch.Tensor,
     k_pages: torch.Tensor,
-    v_pages: torch.Tensor,
+    v_pages: torch.Tensor | None,
     paged: PagedMetadata,
     layer: AttentionLayer,
     *,
     out: torch.Tensor,
     lse: torch.Tensor | None = None,
     mask: NewTokenMask | None = None,
+    prefix_only: bool = False,
     tuning: ExtendTuning | None = None,
 ) -> torch.Tensor:
     """Attention of the new tokens of each row over the row's keys, their own included.
@@ -320,11 +358,12 @@ def paged_extend(
         `out`.
     """
     num_tokens, num_q_heads, head_dim = q.shape
-    _, page_size, num_kv_heads, _ = k_pages.shape
+    *pages, num_kv_heads, _ = k_pages.shape
+    v_dim = out.shape[-1]
     num_rows = len(paged.cache_seqlens)
     group = num_q_heads // num_kv_heads
     if tuning is None:
-        tuning = choose(head_dim, k_pages.dtype)
+        tuning = choose(v_dim, k_pages.dtype)
     # As many as `_first_tile` tells apart: the tiles of all tokens were they one row's, and one for each row.
     num_tiles = num_tokens * group // tuning.block_m + num_rows
     _extend_kernel[(num_kv_heads, num_tiles)](
@@ -346,13 +385,16 @@ def paged_extend(
         group,
         layer.scale,
         HEAD_DIM=head_dim,
-        BLOCK_D=max(1 << (head_dim - 1).bit_length(), 16),  # what a matrix product takes
-        PAGE_SIZE=page_size,
+        V_DIM=v_dim,
+        BLOCK_D=block_of(v_dim),
+        BLOCK_REST=block_of(head_dim - v_dim) if head_dim > v_dim else 0,
+        PAGE_SIZE=pages[1] if len(pages) == 2 else 0,
         BLOCK_M=tuning.block_m,
         BLOCK_N=tuning.block_n,
         WINDOW=layer.window or 0,
         CHUNK=layer.chunk or 0,
         CAP=layer.softcap or 0.0,
+        PREFIX_ONLY=prefix_only,
         ROWS_AT_ONCE=_ROWS_AT_ONCE,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,

@@ -32,7 +32,7 @@ class MLA:
             layer_id=layer_id,
             tp_q_head_num=num_heads,
             tp_k_head_num=1,
-            head_dim=spec.head_dim,
+            head_dim=spec.kept_dim,
             scale=spec.scale,
             latent_dim=spec.kv_lora_rank,
             nope_dim=spec.qk_nope_head_dim,
@@ -51,7 +51,7 @@ class MLA:
     def load(self, source: TensorSource, prefix: str) -> None:
         """Reads this rank's part of the spec's tensors, whose names begin with `prefix`."""
         spec = self._spec
-        widths = {spec.q.name: spec.qk_head_dim, spec.kv_a.name: spec.head_dim}
+        widths = {spec.q.name: spec.head_dim, spec.kv_a.name: spec.kept_dim}
         halves = _RotaryHalves(source, {f"{prefix}{name}.weight": width for name, width in widths.items()}, spec)
         self._into.load(halves, prefix)
         if self._q_b is not None:
@@ -71,7 +71,7 @@ class MLA:
         q, latent, k_rope = torch.split(into, widths, dim=1)
         if self._q_b is not None and self._q_norm is not None:
             q = self._q_b(self._q_norm(q))
-        q = q.view(len(x), layer.tp_q_head_num, spec.qk_head_dim)
+        q = q.view(len(x), layer.tp_q_head_num, spec.head_dim)
         q_rope = q[..., spec.qk_nope_head_dim :]
         rotation = step.rotations[layer.layer_id]
         q_rope.copy_(rotation.rotate(q_rope))
