@@ -12,7 +12,7 @@ from attention.forward_batch import ForwardBatch, Int32Array
 from attention.kv_pool import TokenToKVPool
 from attention.latent import LatentHeads
 from attention.layer import AttentionLayer, LatentLayer
-from attention.rotation import QKNorms, Rotation
+from attention.rotation import LatentNorm, QKNorms, Rotation
 from attention.step_shape import StepShape
 from configs.attention import BACKENDS, Feature
 from configs.errors import ConfigError, EngineError
@@ -145,16 +145,24 @@ class AttentionBackend(ABC):
         raise NotImplementedError(f"{type(self).__name__} serves no latent layers")
 
     def forward_latent(
-        self, q: torch.Tensor, kept: torch.Tensor, layer: LatentLayer, heads: LatentHeads
+        self,
+        q: torch.Tensor,
+        kept: torch.Tensor,
+        layer: LatentLayer,
+        heads: LatentHeads,
+        rotation: Rotation,
+        norm: LatentNorm,
     ) -> torch.Tensor:
-        """Writes what the pool keeps of the new tokens, and attends.
+        """Norms and rotates, writes what the pool keeps of the new tokens, and attends.
 
         Args:
-            q: as for `attend_latent`.
-            kept: [num_tokens, latent_dim + rope_dim]: the latent after its norm, and the key after rotary embedding.
+            q: as for `attend_latent`, before rotary embedding; rotated in place.
+            kept: [num_tokens, latent_dim + rope_dim]: the latent before its norm, the key before rotary embedding.
+            rotation: at the positions of the batch.
 
         Returns:
             As `attend_latent`.
         """
-        self.token_to_kv_pool.set_kv(layer.layer_id, self.batch_of(layer).out_cache_loc, kept)
+        out_cache_loc = self.batch_of(layer).out_cache_loc
+        rotation.norm_rotate_store_latent(q, kept, layer, norm, self.token_to_kv_pool, out_cache_loc)
         return self.attend_latent(q, layer, heads)

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from attention.kv_pool import TokenToKVPool
-from attention.layer import AttentionLayer
+from attention.layer import AttentionLayer, LatentLayer
 
 
 class QKNorms(NamedTuple):
@@ -20,11 +20,16 @@ class QKNorms(NamedTuple):
     eps: float
 
 
+class LatentNorm(NamedTuple):
+    """RMSNorm of every token's latent."""
+
+    weight: torch.Tensor
+    """[latent_dim], of the activations' dtype or fp32."""
+    eps: float
+
+
 class Rotation(Protocol):
     """The rotary embedding at the positions of one step's tokens; worker/layers/rotary.py makes it."""
-
-    def rotate(self, heads: torch.Tensor) -> torch.Tensor:
-        """Heads [num_tokens, num_heads, rotary_dim], all of which turns; a new tensor."""
 
     def norm_rotate_store(
         self,
@@ -44,4 +49,22 @@ class Rotation(Protocol):
 
         Returns:
             The query heads [num_tokens, tp_q_head_num * head_dim]; rows may lie further apart than they are long.
+        """
+
+    def norm_rotate_store_latent(
+        self,
+        q: torch.Tensor,
+        kept: torch.Tensor,
+        layer: LatentLayer,
+        norm: LatentNorm,
+        pool: TokenToKVPool,
+        out_cache_loc: torch.Tensor,
+    ) -> None:
+        """Rotates query heads, and writes the latents after their norm, and the keys, rotated, to their slots.
+
+        Args:
+            q: [num_tokens, tp_q_head_num, nope_dim + rope_dim]; the last columns turn, in place.
+            kept: [num_tokens, latent_dim + rope_dim]: latents and keys, before norm and rotation.
+            pool: of their dtype.
+            out_cache_loc: [num_tokens] int64: the slot of each token.
         """

@@ -57,7 +57,7 @@ def test_every_backend_of_the_table_is_there_and_can_be_named() -> None:
         (needs(features=frozenset({Feature.SINKS, Feature.CHUNK})), "fa3", "triton"),
         (needs(features=frozenset({Feature.MASK})), "triton", "triton"),
         (needs(head_dims=frozenset({64, 512})), "torch_native", "torch_native"),
-        (needs(features=frozenset({Feature.LATENT})), "torch_native", "torch_native"),
+        (needs(features=frozenset({Feature.LATENT})), "triton", "triton"),
         (needs(dtype="float32"), "triton", "triton"),
         (CPU, "torch_native", "torch_native"),
     ],

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="a CPU install has no Triton")
 
 from worker.kernels.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from worker.kernels.norm import add_rms_norm, rms_norm
-from worker.kernels.rope import qk_norm_rope_store
+from worker.kernels.rope import latent_norm_rope_store, qk_norm_rope_store
 
 EPS = 1e-5
 NUM_SLOTS = 13
@@ -236,6 +236,37 @@ def test_query_heads_turn_in_place_and_keys_and_values_go_to_their_slots(
     others = [slot for slot in range(NUM_SLOTS) if slot not in slots]
     assert (heads.k_slots[others] == 7).all()
     assert (heads.v_slots[others] == 8).all()
+
+
+@on_each
+@pytest.mark.parametrize(("num_q_heads", "latent_dim", "nope_dim", "rope_dim"), [(9, 32, 12, 8), (2, 512, 128, 64)])
+def test_latents_are_normed_and_stored_with_their_keys_and_the_ends_of_query_heads_turn(
+    num_q_heads: int, latent_dim: int, nope_dim: int, rope_dim: int, device: str, dtype: torch.dtype
+) -> None:
+    slots, q_size = [3, -1, 12, NUM_SLOTS, 1], num_q_heads * (nope_dim + rope_dim)
+    heads = Heads(1, 1, rope_dim, slots, norm=False, device=device, dtype=dtype)  # for its angles
+    wide = _random(5, q_size + latent_dim + rope_dim, device=device, dtype=dtype, seed=3)
+    weight = _random(latent_dim, device=device, dtype=dtype, seed=4)
+    latent, k_rope = wide[:, q_size:].split((latent_dim, rope_dim), dim=1)
+    expected = torch.cat((_norm(latent, weight), heads._turned(k_rope.float(), weight)), dim=1)
+    before = wide[:, :q_size].float().unflatten(1, (num_q_heads, -1))
+    turned = heads._turned(before[..., nope_dim:].flatten(1), weight)
+    around = torch.full((NUM_SLOTS + 2, latent_dim + rope_dim), 7.0, device=device, dtype=dtype)
+    latent_norm_rope_store(
+        wide[:, :q_size].view(5, num_q_heads, -1),
+        wide[:, q_size:],
+        weight=weight,
+        eps=EPS,
+        cos_sin=heads.cos_sin,
+        positions=heads.positions,
+        slots=around[1:-1],
+        out_cache_loc=heads.out_cache_loc,
+    )
+    after = wide[:, :q_size].unflatten(1, (num_q_heads, -1))
+    assert torch.equal(after[..., :nope_dim], before[..., :nope_dim].to(dtype))
+    _assert_close(after[..., nope_dim:].flatten(1), turned)
+    _assert_close(around[[4, 13, 2]], expected[[0, 2, 4]])
+    assert (around[[0, 1, 3, *range(5, 13), 14]] == 7).all()
 
 
 @on_each

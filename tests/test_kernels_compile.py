@@ -46,7 +46,7 @@ from worker.kernels import moe, routing, sampling
 from worker.kernels.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from worker.kernels.adjustments import adjust_logits
 from worker.kernels.norm import add_rms_norm, rms_norm
-from worker.kernels.rope import qk_norm_rope_store
+from worker.kernels.rope import latent_norm_rope_store, qk_norm_rope_store
 from worker.protocol import RECORD_WORDS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -197,6 +197,33 @@ def _call_extend(
     merge_states(part, lse, part, lse, out=torch.empty(q.shape, dtype=dtype), lse=lse)
 
 
+def _call_latent(num_heads: int, page_size: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Latent attention of DeepSeek-V2: decodes of 16 rows and of 200, whose keys are split and not, and prompts."""
+    layer = replace(_layer(576), tp_q_head_num=num_heads, tp_k_head_num=1)
+    for num_rows in (16, 200):
+        q, pages, _, paged = _attention_inputs(layer, num_rows, num_rows, page_size, dtype)
+        latents = torch.empty(num_rows, num_heads, 512, dtype=dtype)
+        decode.paged_decode(q, pages, None, paged, layer, out=latents)
+    lse, part = torch.empty(200, num_heads), torch.empty(200, num_heads, 128)
+    paged_extend(q, pages, None, paged, layer, out=latents, lse=lse, prefix_only=True)
+    q, k, v = (torch.empty(200, num_heads, width, dtype=dtype) for width in (192, 192, 128))
+    paged_extend(q, k, v, paged, layer, out=torch.empty_like(v))
+    paged_extend(q, k, v, paged, layer, out=part, lse=lse)
+    paged_extend(q, k, v, paged, layer, out=part, lse=lse, prefix_only=True)
+    for other in (part, v):
+        merge_states(part, lse, other, lse, out=part, lse=lse)
+    latent_norm_rope_store(
+        q,
+        torch.empty(200, 576, dtype=dtype),
+        weight=torch.empty(512, dtype=dtype),
+        eps=EPS,
+        cos_sin=torch.empty(64, 64),
+        positions=_int64(200),
+        slots=torch.empty(192, 576, dtype=dtype),
+        out_cache_loc=_int64(200),
+    )
+
+
 def _call_qk_norm_rope_store(head_dim: int, rotary_dim: int, weight: torch.Tensor | None) -> None:
     num_tokens, num_q_heads, num_kv_heads = 4, 32, 8
     slots = _bf16(192, num_kv_heads * head_dim)
@@ -295,6 +322,15 @@ def _call_everything() -> None:
     for head_dim in (128, 256):
         _call_extend(16, _layer(head_dim), is_part=True)
         _call_extend(16, _layer(head_dim), torch.float32)
+    for num_heads, page_size, dtype in (
+        (16, 16, torch.bfloat16),
+        (16, 64, torch.bfloat16),
+        (5, 64, torch.bfloat16),
+        (32, 64, torch.bfloat16),
+        (128, 64, torch.bfloat16),
+        (16, 64, torch.float32),
+    ):
+        _call_latent(num_heads, page_size, dtype)
     for first_id, num_ids in ((0, 49152), (75968, 75968), (101290, 50646)):
         _call_sampler(first_id, num_ids)
     for num_rows, in_features, dtype in itertools.product((1, 2, 16), (4096, 6400), (torch.bfloat16, torch.float32)):

@@ -61,7 +61,9 @@ class Setup:
             return torch.randn(shape, generator=generator).to(device, dtype)
 
         rope_dim = layer.head_dim - layer.latent_dim
-        self.weight = random(layer.tp_q_head_num, layer.nope_dim + layer.v_dim, layer.latent_dim) / (layer.latent_dim / 2) ** 0.5
+        self.weight = (
+            random(layer.tp_q_head_num, layer.nope_dim + layer.v_dim, layer.latent_dim) / (layer.latent_dim / 2) ** 0.5
+        )
         self.q = [random(extend, layer.tp_q_head_num, layer.nope_dim + rope_dim) for _, extend in rows]
         self.kept = [random(prefix + extend, layer.head_dim) for prefix, extend in rows]
         for i, ((prefix, extend), kept) in enumerate(zip(rows, self.kept, strict=True)):
@@ -84,7 +86,8 @@ class Setup:
             backend.init_forward_metadata(self.batch)
         new = torch.cat([kept[prefix:] for kept, (prefix, _) in zip(self.kept, self.rows, strict=True)])
         heads = LatentHeads(self.layer, self.weight)
-        out = backend.forward_latent(torch.cat(self.q), new, self.layer, heads)
+        self.pool.set_kv(0, self.batch.out_cache_loc, new)
+        out = backend.attend_latent(torch.cat(self.q), self.layer, heads)
         assert out.is_contiguous()
         return list(out.view(-1, self.layer.tp_q_head_num, self.layer.v_dim).split([extend for _, extend in self.rows]))
 

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from attention.kv_pool import TokenToKVPool
-from attention.layer import AttentionLayer
+from attention.layer import AttentionLayer, LatentLayer
+from attention.rotation import LatentNorm
 from configs.errors import ConfigError
 from configs.rope import RopeConfig
 from parallel.fused_sum import FusedSums, PartialSum
@@ -114,7 +115,6 @@ def test_the_rotary_tables_turn_pairs_of_halves_by_position_times_frequency(devi
     q, k = heads.unbind(1)
     layer = AttentionLayer(layer_id=0, tp_q_head_num=1, tp_k_head_num=1, head_dim=64, scale=1.0)
     rotation = RotaryEmbedding(rope, 64, 128, dtype=torch.float32, device=torch.device(device)).at(positions.to(device))
-    torch.testing.assert_close(rotation.rotate(qkv[:, :128].view(4, 2, 64).to(device)).cpu(), heads)
     pool = TokenToKVPool([layer], num_pages=2, page_size=2, dtype=torch.float32, device=torch.device(device))
     k_slots, v_slots = (slots.fill_(7.0) for slots in pool.slots(0))
     slots = torch.tensor([4, 1, 5, 2], device=device)
@@ -126,10 +126,17 @@ def test_the_rotary_tables_turn_pairs_of_halves_by_position_times_frequency(devi
     assert (v_slots[[0, 3]] == 7).all()
 
 
-def test_the_kernels_tables_turn_heads_as_those_of_torch_do() -> None:
-    pytest.importorskip("triton", reason="a CPU install has no Triton")
-    cos, sin = _random(4, 32, device="cpu"), _random(4, 32, device="cpu")
-    heads, positions = _random(3, 2, 64, device="cpu"), torch.tensor([3, 0, 2])
+def test_the_kernels_tables_turn_latent_layers_as_those_of_torch_do(interpreter: None) -> None:
+    cos, sin = _random(4, 4, device="cpu"), _random(4, 4, device="cpu")
+    positions, slots = torch.tensor([3, 0, 2]), torch.tensor([4, 1, 2])
+    layer = LatentLayer(
+        layer_id=0, tp_q_head_num=2, tp_k_head_num=1, head_dim=40, scale=1.0, latent_dim=32, nope_dim=12, v_dim=4
+    )
     by_torch = TorchRotation(*(torch.cat(it, dim=1)[positions].unsqueeze(1) for it in ((cos, cos), (-sin, sin))))
-    turned = KernelRotation(torch.cat((cos, sin), dim=1), positions).rotate(heads)
-    torch.testing.assert_close(turned, by_torch.rotate(heads))
+    results = []
+    for rotation in (by_torch, KernelRotation(torch.cat((cos, sin), dim=1), positions)):
+        pool = TokenToKVPool([layer], num_pages=2, page_size=2, dtype=torch.float32, device=torch.device("cpu"))
+        q, norm = _random(3, 2, 20, device="cpu"), LatentNorm(torch.linspace(0.5, 1.5, 32), 1e-6)
+        rotation.norm_rotate_store_latent(q, _random(3, 40, device="cpu"), layer, norm, pool, slots)
+        results += [q, pool.slots(0)[0][slots]]
+    torch.testing.assert_close(results[2:], results[:2])

@@ -160,7 +160,7 @@ def _walk(
             if MASKED:
                 is_there = is_there & is_key[:, None]
             k_tile_rest = slots * k_stride + (kv_head * HEAD_DIM + rest)[None, :]
-            whole_rest: tl.constexpr = not MASKED and HEAD_DIM - KEY_DIM == q_rest.shape[1]
+            whole_rest: tl.constexpr = not MASKED and q_rest.shape[1] == HEAD_DIM - KEY_DIM
             k_rest = _load(k_ptr + slot * k_stride + k_tile_rest, is_there, whole_rest)
             scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
         if CAP > 0:
@@ -252,9 +252,7 @@ def _extend_kernel(
     q_heads = kv_head * group + pairs % group
     dims = tl.arange(0, BLOCK_D)
     q_rows = (start + tokens).to(tl.int64) * q_stride + q_heads * HEAD_DIM
-    q = tl.load(
-        q_ptr + q_rows[:, None] + dims[None, :], mask=is_pair[:, None] & (dims < KEY_DIM)[None, :], other=0.0
-    )
+    q = tl.load(q_ptr + q_rows[:, None] + dims[None, :], mask=is_pair[:, None] & (dims < KEY_DIM)[None, :], other=0.0)
     q_rest = None
     if BLOCK_REST > 0:
         rest = KEY_DIM + tl.arange(0, BLOCK_REST)

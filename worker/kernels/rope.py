@@ -160,3 +160,112 @@ def qk_norm_rope_store(
         NORM=q_weight is not None,
         num_warps=max(block // 32, 1),  # 8 elements of each half a thread: one 16-byte load in bf16
     )
+
+
+@triton.jit(do_not_specialize=["num_slots", "num_q_heads"])
+def _latent_norm_rope_store_kernel(
+    q_ptr,
+    kept_ptr,
+    weight_ptr,
+    cos_sin_ptr,
+    positions_ptr,
+    slots_ptr,
+    out_cache_loc_ptr,
+    num_slots,
+    num_q_heads,
+    q_stride,
+    kept_stride,
+    eps,
+    HEAD_DIM: tl.constexpr,
+    LATENT_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_LATENT: tl.constexpr,
+):
+    HALF: tl.constexpr = ROTARY_DIM // 2
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    columns = tl.broadcast_to(tl.arange(0, BLOCK)[None, :], (HEADS, BLOCK))
+    inside = columns < HALF
+    angle_ptrs = cos_sin_ptr + tl.load(positions_ptr + token) * ROTARY_DIM + columns
+    cos = tl.load(angle_ptrs, mask=inside, other=1.0)
+    sin = tl.load(angle_ptrs + HALF, mask=inside, other=0.0)
+    heads = tl.arange(0, HEADS)
+    if group > 0:
+        heads += (group - 1) * HEADS
+        q_mask = (heads < num_q_heads)[:, None] & inside
+        q_ptrs = q_ptr + token * q_stride + heads[:, None] * HEAD_DIM + (HEAD_DIM - ROTARY_DIM)
+        q_first, q_second = _norm_and_rotate(
+            q_ptrs, q_mask, None, columns, columns + HALF, inside, cos, sin, eps, ROTARY_DIM, False
+        )
+        tl.store(q_ptrs + columns, q_first.to(q_ptr.dtype.element_ty), mask=q_mask)
+        tl.store(q_ptrs + columns + HALF, q_second.to(q_ptr.dtype.element_ty), mask=q_mask)
+    else:
+        slot = tl.load(out_cache_loc_ptr + token)
+        is_slot = (slot >= 0) & (slot < num_slots)
+        latent_ptr = kept_ptr + token * kept_stride
+        slot_ptr = slots_ptr + slot * (LATENT_DIM + ROTARY_DIM)
+        dims = tl.arange(0, BLOCK_LATENT)
+        is_latent = dims < LATENT_DIM
+        x = tl.load(latent_ptr + dims, mask=is_latent, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + dims, mask=is_latent, other=0.0).to(tl.float32)
+        normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / LATENT_DIM + eps) * weight
+        tl.store(slot_ptr + dims, normed.to(slots_ptr.dtype.element_ty), mask=is_latent & is_slot)
+        # The one key, as the first of as many heads.
+        k_mask = (heads < 1)[:, None] & inside
+        k_first, k_second = _norm_and_rotate(
+            latent_ptr + LATENT_DIM, k_mask, None, columns, columns + HALF, inside, cos, sin, eps, ROTARY_DIM, False
+        )
+        k_ptrs = slot_ptr + LATENT_DIM + columns
+        tl.store(k_ptrs, k_first.to(slots_ptr.dtype.element_ty), mask=k_mask & is_slot)
+        tl.store(k_ptrs + HALF, k_second.to(slots_ptr.dtype.element_ty), mask=k_mask & is_slot)
+
+
+def latent_norm_rope_store(
+    q: torch.Tensor,
+    kept: torch.Tensor,
+    *,
+    weight: torch.Tensor,
+    eps: float,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+) -> None:
+    """Rotates the last columns of query heads in place; writes latents after their norm, and rotated keys, to slots.
+
+    Args:
+        q: [num_tokens, num_q_heads, head_dim]; heads of a token are contiguous, tokens may lie further apart.
+        kept: [num_tokens, latent_dim + rotary_dim]: latent and key of each token, contiguous; likewise. Left as it is.
+        weight: [latent_dim], of q's dtype or fp32: RMSNorm of the latents.
+        eps: of the norm.
+        cos_sin: as for `qk_norm_rope_store`, and likewise `positions` and `out_cache_loc`.
+        slots: [num_slots, latent_dim + rotary_dim], contiguous, of q's dtype.
+    """
+    num_tokens, num_q_heads, head_dim = q.shape
+    rotary_dim = cos_sin.shape[1]
+    latent_dim = kept.shape[1] - rotary_dim
+    assert q.stride(1) == head_dim, "the heads of a token are contiguous"
+    assert kept.stride(1) == q.stride(2) == weight.stride(0) == 1, "columns are contiguous"
+    assert slots.shape[1] == kept.shape[1], f"a slot of {slots.shape[1]} elements is not a token's latent and key"
+    _latent_norm_rope_store_kernel[(num_tokens, 1 + -(-num_q_heads // _HEADS))](
+        q,
+        kept,
+        weight,
+        cos_sin,
+        positions,
+        slots,
+        out_cache_loc,
+        slots.shape[0],
+        num_q_heads,
+        q.stride(0),
+        kept.stride(0),
+        eps,
+        HEAD_DIM=head_dim,
+        LATENT_DIM=latent_dim,
+        ROTARY_DIM=rotary_dim,
+        HEADS=_HEADS,
+        BLOCK=1 << (rotary_dim // 2 - 1).bit_length(),
+        BLOCK_LATENT=1 << (latent_dim - 1).bit_length(),
+    )

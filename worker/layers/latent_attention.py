@@ -6,6 +6,7 @@ import torch
 
 from attention.latent import LatentHeads
 from attention.layer import LatentLayer
+from attention.rotation import LatentNorm
 from configs.latent_attention import LatentAttention
 from configs.layers import Axis, TensorSpec
 from parallel.fused_sum import PartialSum
@@ -67,17 +68,12 @@ class MLA:
         """[num_tokens, tp_q_head_num * v_head_dim] of [num_tokens, hidden_size]; the tokens are in the pool then."""
         layer, spec = self.layer, self._spec
         into = self._into(x)
-        widths = [into.shape[1] - layer.head_dim, spec.kv_lora_rank, spec.qk_rope_head_dim]
-        q, latent, k_rope = torch.split(into, widths, dim=1)
+        q, kept = torch.split(into, [into.shape[1] - layer.head_dim, layer.head_dim], dim=1)
         if self._q_b is not None and self._q_norm is not None:
             q = self._q_b(self._q_norm(q))
         q = q.view(len(x), layer.tp_q_head_num, spec.head_dim)
-        q_rope = q[..., spec.qk_nope_head_dim :]
-        rotation = step.rotations[layer.layer_id]
-        q_rope.copy_(rotation.rotate(q_rope))
-        k_rope = rotation.rotate(k_rope.unsqueeze(1)).squeeze(1)
-        kept = torch.cat((self._kv_norm(latent), k_rope), dim=1)
-        return step.backend.forward_latent(q, kept, layer, self._heads)
+        norm = LatentNorm(self._kv_norm.weight, _NORM_EPS)
+        return step.backend.forward_latent(q, kept, layer, self._heads, step.rotations[layer.layer_id], norm)
 
     def project(self, attended: torch.Tensor) -> torch.Tensor | PartialSum:
         """[num_tokens, hidden_size] of what `attend` returned."""

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from attention.kv_pool import TokenToKVPool
-from attention.layer import AttentionLayer
-from attention.rotation import QKNorms, Rotation
+from attention.layer import AttentionLayer, LatentLayer
+from attention.rotation import LatentNorm, QKNorms, Rotation
 from configs.errors import ConfigError
 from configs.model_config import ModelConfig
 from configs.rope import RopeConfig, yarn_mscale
@@ -54,16 +54,11 @@ class KernelRotation:
     """
 
     def __init__(self, cos_sin: torch.Tensor, positions: torch.Tensor) -> None:
-        from worker.kernels.rope import qk_norm_rope_store  # a CPU install has no Triton
+        from worker.kernels.rope import latent_norm_rope_store, qk_norm_rope_store  # a CPU install has no Triton
 
-        self._kernel = qk_norm_rope_store
+        self._kernel, self._latent_kernel = qk_norm_rope_store, latent_norm_rope_store
         self._cos_sin = cos_sin
         self._positions = positions
-
-    def rotate(self, heads: torch.Tensor) -> torch.Tensor:
-        cos, sin = self._cos_sin.index_select(0, self._positions).unsqueeze(1).chunk(2, dim=-1)
-        first, second = heads.float().chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(heads.dtype)
 
     def norm_rotate_store(
         self,
@@ -90,6 +85,27 @@ class KernelRotation:
         )
         return qkv[:, : layer.tp_q_head_num * layer.head_dim]
 
+    def norm_rotate_store_latent(
+        self,
+        q: torch.Tensor,
+        kept: torch.Tensor,
+        layer: LatentLayer,
+        norm: LatentNorm,
+        pool: TokenToKVPool,
+        out_cache_loc: torch.Tensor,
+    ) -> None:
+        [slots] = pool.slots(layer.layer_id)
+        self._latent_kernel(
+            q,
+            kept,
+            weight=norm.weight,
+            eps=norm.eps,
+            cos_sin=self._cos_sin,
+            positions=self._positions,
+            slots=slots,
+            out_cache_loc=out_cache_loc,
+        )
+
 
 class TorchRotation:
     """A step's rotation by torch.
@@ -103,7 +119,8 @@ class TorchRotation:
         self._cos = cos
         self._sin = sin
 
-    def rotate(self, heads: torch.Tensor) -> torch.Tensor:
+    def _rotate(self, heads: torch.Tensor) -> torch.Tensor:
+        """Heads [num_tokens, num_heads, head_dim], of which the first rotary_dim columns turn; a new tensor."""
         rotary_dim = self._cos.shape[-1]
         part = heads[..., :rotary_dim]
         turned = torch.addcmul(part * self._cos, part.roll(rotary_dim // 2, -1), self._sin)
@@ -124,9 +141,24 @@ class TorchRotation:
             q = rms_norm(qk[:, :num_q_heads], norms.q_weight, norms.eps)
             k = rms_norm(qk[:, num_q_heads:], norms.k_weight, norms.eps)
             qk = torch.cat((q, k), dim=1)
-        turned = self.rotate(qk).view(num_tokens, -1)
+        turned = self._rotate(qk).view(num_tokens, -1)
         pool.set_kv(layer.layer_id, out_cache_loc, turned[:, q_size:], qkv[:, -kv_size:])
         return turned[:, :q_size]
+
+    def norm_rotate_store_latent(
+        self,
+        q: torch.Tensor,
+        kept: torch.Tensor,
+        layer: LatentLayer,
+        norm: LatentNorm,
+        pool: TokenToKVPool,
+        out_cache_loc: torch.Tensor,
+    ) -> None:
+        q_rope = q[..., layer.nope_dim :]
+        q_rope.copy_(self._rotate(q_rope))
+        latent = rms_norm(kept[:, : layer.latent_dim], norm.weight, norm.eps)
+        k_rope = self._rotate(kept[:, None, layer.latent_dim :]).squeeze(1)
+        pool.set_kv(layer.layer_id, out_cache_loc, torch.cat((latent, k_rope), dim=1))
 
 
 def inverse_frequencies(rope: RopeConfig, rotary_dim: int) -> tuple[torch.Tensor, float]:
