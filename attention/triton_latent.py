@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from attention.forward_batch import ForwardBatch, PagedMetadata
+from attention.forward_batch import ForwardBatch, NewTokenMask, PagedMetadata
 from attention.kv_pool import TokenToKVPool
 from attention.latent import LatentHeads
 from attention.layer import LatentLayer
@@ -43,13 +43,14 @@ class LatentPlan:
     absorbed: PagedMetadata | None
     """Of rows that do not absorb as if nothing were cached of them; None where no row does."""
     chunks: tuple[_Chunk, ...]
+    mask: NewTokenMask | None
 
 
 def plan_of_any(batch: ForwardBatch) -> LatentPlan:
     """The plan of a step of which only its shape is known, while it is captured: cached tokens are all absorbed."""
     paged, starts = batch.paged, batch.paged.cu_seqlens_q
     own = replace(paged, cache_seqlens=starts.diff(), page_table=starts[:-1, None])
-    return LatentPlan(batch.out_cache_loc, own, paged, ())
+    return LatentPlan(batch.out_cache_loc, own, paged, (), batch.mask)
 
 
 def plan_of(batch: ForwardBatch, layer: LatentLayer, page_size: int) -> LatentPlan:
@@ -104,12 +105,15 @@ class TritonLatent:
 
     def extend(self, q: torch.Tensor, layer: LatentLayer, heads: LatentHeads, plan: LatentPlan) -> torch.Tensor:
         """As AttentionBackend.attend_latent, of any other step."""
+        shape = (len(q), layer.tp_q_head_num, layer.v_dim)
+        k, v = self._keys_values(layer, heads, plan.out_cache_loc)
         if plan.absorbed is None and not plan.chunks:
-            return self._own(q, layer, heads, plan.out_cache_loc, plan.own, out=self._answers(q, layer)).flatten(1)
-        out, lse = self._part(q, layer)
-        self._own(q, layer, heads, plan.out_cache_loc, plan.own, out=out, lse=lse)
+            return self._paged_extend(q, k, v, plan.own, layer, out=q.new_empty(shape), mask=plan.mask).flatten(1)
+        out, lse = _part(shape, q.device)
+        self._paged_extend(q, k, v, plan.own, layer, out=out, lse=lse, mask=plan.mask)
+        del k, v
         for part, part_lse in self._cached(q, layer, heads, plan):
-            merged, merged_lse = self._part(q, layer)
+            merged, merged_lse = _part(shape, q.device)
             self._merge_states(out, lse, part, part_lse, out=merged, lse=merged_lse)
             out, lse = merged, merged_lse
         return out.to(q.dtype).flatten(1)
@@ -118,32 +122,25 @@ class TritonLatent:
         self, q: torch.Tensor, layer: LatentLayer, heads: LatentHeads, plan: LatentPlan
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Answers [num_tokens, tp_q_head_num, v_dim] over parts of what is cached, and logarithms of their sums."""
+        num_tokens, num_heads = len(q), layer.tp_q_head_num
         if plan.absorbed is not None:
-            latents = q.new_empty(len(q), layer.tp_q_head_num, layer.latent_dim)
+            latents = q.new_empty(num_tokens, num_heads, layer.latent_dim)
             lse = torch.empty(latents.shape[:2], dtype=torch.float32, device=q.device)
             wide, pages = self._absorbed(q, layer, heads), self._pages(layer)
             self._paged_extend(wide, pages, None, plan.absorbed, layer, out=latents, lse=lse, prefix_only=True)
-            yield heads.values(latents.flatten(1)).view(len(q), layer.tp_q_head_num, -1), lse
+            yield heads.values(latents.flatten(1)).view(num_tokens, num_heads, -1), lse
         for chunk in plan.chunks:
-            part, lse = self._part(q, layer)
-            yield self._own(q, layer, heads, chunk.slots, chunk.paged, out=part, lse=lse, prefix_only=True), lse
+            k, v = self._keys_values(layer, heads, chunk.slots)
+            part, lse = _part((num_tokens, num_heads, layer.v_dim), q.device)
+            yield self._paged_extend(q, k, v, chunk.paged, layer, out=part, lse=lse, prefix_only=True), lse
 
-    def _own(
-        self,
-        q: torch.Tensor,
-        layer: LatentLayer,
-        heads: LatentHeads,
-        which: torch.Tensor,
-        paged: PagedMetadata,
-        *,
-        out: torch.Tensor,
-        lse: torch.Tensor | None = None,
-        prefix_only: bool = False,
-    ) -> torch.Tensor:
-        """Attention in heads of their own over the keys and values of slots `which`, [num_keys] int64."""
+    def _keys_values(
+        self, layer: LatentLayer, heads: LatentHeads, which: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The heads' own of the tokens in slots `which`, [num_keys] int64."""
         [slots] = self._pool.slots(layer.layer_id)
         k, v = heads.keys_values(slots.index_select(0, which))
-        return self._paged_extend(q, k, v.contiguous(), paged, layer, out=out, lse=lse, prefix_only=prefix_only)
+        return k, v.contiguous()
 
     def _absorbed(self, q: torch.Tensor, layer: LatentLayer, heads: LatentHeads) -> torch.Tensor:
         return heads.absorb(q).view(len(q), layer.tp_q_head_num, layer.head_dim)
@@ -153,10 +150,8 @@ class TritonLatent:
         [pages] = self._pool.pages(layer.layer_id)
         return pages.unsqueeze(2)
 
-    def _answers(self, q: torch.Tensor, layer: LatentLayer) -> torch.Tensor:
-        return q.new_empty(len(q), layer.tp_q_head_num, layer.v_dim)
 
-    def _part(self, q: torch.Tensor, layer: LatentLayer) -> tuple[torch.Tensor, torch.Tensor]:
-        """Room for answers in fp32, and for logarithms."""
-        shape = (len(q), layer.tp_q_head_num, layer.v_dim)
-        return q.new_empty(shape, dtype=torch.float32), q.new_empty(shape[:2], dtype=torch.float32)
+def _part(shape: tuple[int, int, int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for answers of `shape` in fp32, and for logarithms of their sums."""
+    out, lse = (torch.empty(it, dtype=torch.float32, device=device) for it in (shape, shape[:2]))
+    return out, lse

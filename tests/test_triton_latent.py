@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from attention import triton_latent
 from attention.layer import LatentLayer
 from attention.step_shape import StepShape
 from attention.triton_backend import TritonBackend
+from tests.paged_case import both_ways, mask_of, tree
 from tests.test_latent_attention import BATCHES, Setup, layer_of
 
 LITE = {"latent_dim": 512, "nope_dim": 128, "v_dim": 128, "head_dim": 576}
@@ -96,3 +98,11 @@ def test_large_steps_with_prompts_are_not_captured(interpreter: None) -> None:
     for shape in (StepShape(4096, 4096, 4096), StepShape(512, 9, 8)):
         assert backend.capture_shapes(shape, 8192) == [shape]
     assert backend.capture_shapes(StepShape(576, 9, 8), 8192) == []
+
+
+def test_a_mask_says_which_new_tokens_see_each_other(device: torch.device) -> None:
+    rows = [(20, 9), (0, 1), (33, 4), (0, 6)]
+    setup = Setup(layer_of(2), 16, rows, torch.float32, device)
+    parts = [tree(*rows[0]), None, None, both_ways(*rows[3])]
+    setup.batch = replace(setup.batch, mask=mask_of(parts, [extend for _, extend in rows], device))
+    torch.testing.assert_close(run(setup), torch.cat(setup.run()), atol=2e-5, rtol=2e-5)

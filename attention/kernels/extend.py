@@ -21,6 +21,8 @@ from attention.layer import AttentionLayer
 
 _ROWS_AT_ONCE = 128
 """Rows of the batch among which a program looks for its own at a time."""
+_ONE_PAGE = tl.constexpr(1 << 30)
+"""Tokens of a page where a row's keys follow one another: they are one page, which begins at any slot."""
 _LOWEST = tl.constexpr(-1e30)
 """What no score is below, and finite: the difference of two of them is zero and not NaN."""
 
@@ -39,7 +41,7 @@ class ExtendTuning:
 
 
 def choose(v_dim: int, dtype: torch.dtype) -> ExtendTuning:
-    """A layout for H200s, as large as registers hold without spilling. Not measured.
+    """A layout for H200s, as large as registers hold without spilling, or hardly. Not measured.
 
     The same for every batch, so that a row's answer does not depend on what else runs: where rows are few or short, the
     keys' way from memory takes longer than products with a tile that is not full.
@@ -115,34 +117,32 @@ def _walk(
     LOG2_E: tl.constexpr = 1.4426950408889634
     BLOCK_D: tl.constexpr = acc.shape[1]
     KEY_DIM: tl.constexpr = HEAD_DIM if HEAD_DIM < V_DIM else V_DIM
-    # Where a row's keys follow one another, they are one page, which begins at any slot.
-    ONE_PAGE: tl.constexpr = PAGE_SIZE == 0
-    PAGE: tl.constexpr = 1 << 30 if ONE_PAGE else PAGE_SIZE
+    PAGE_STRIDE: tl.constexpr = 1 if PAGE_SIZE == _ONE_PAGE else PAGE_SIZE
     keys = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
-    slots = (keys % PAGE)[:, None]
+    slots = (keys % PAGE_SIZE)[:, None]
     k_stride, v_stride = num_kv_heads * HEAD_DIM, num_kv_heads * V_DIM
     k_tile = slots * k_stride + (kv_head * HEAD_DIM + dims)[None, :]
     v_tile = slots * v_stride + (kv_head * V_DIM + dims)[None, :]
     factor = LOG2_E if CAP > 0 else scale * LOG2_E
 
-    if PAGE >= BLOCK_N:
+    if PAGE_SIZE >= BLOCK_N:
         page_of_key = tl.zeros([BLOCK_N], tl.int32)  # one page holds a block
-        page = tl.load(table_row + begin * BLOCK_N // PAGE, mask=begin < end, other=0)
+        page = tl.load(table_row + begin * BLOCK_N // PAGE_SIZE, mask=begin < end, other=0)
     else:
-        page_of_key = keys // PAGE
-        first = begin * (BLOCK_N // PAGE) + page_of_key
-        page = tl.load(table_row + first, mask=first * PAGE < stop, other=0)[:, None]
+        page_of_key = keys // PAGE_SIZE
+        first = begin * (BLOCK_N // PAGE_SIZE) + page_of_key
+        page = tl.load(table_row + first, mask=first * PAGE_SIZE < stop, other=0)[:, None]
     for block in tl.range(begin, end):
-        slot = page.to(tl.int64) * (1 if ONE_PAGE else PAGE)
-        if PAGE > BLOCK_N:
-            slot += block * BLOCK_N % PAGE
+        slot = page.to(tl.int64) * PAGE_STRIDE
+        if PAGE_SIZE > BLOCK_N:
+            slot += block * BLOCK_N % PAGE_SIZE
         # The page ids of the next block come while this one is worked on.
-        if PAGE >= BLOCK_N:
-            page = tl.load(table_row + (block + 1) * BLOCK_N // PAGE, mask=block + 1 < end, other=0)
+        if PAGE_SIZE >= BLOCK_N:
+            page = tl.load(table_row + (block + 1) * BLOCK_N // PAGE_SIZE, mask=block + 1 < end, other=0)
         else:
-            following = (block + 1) * (BLOCK_N // PAGE) + page_of_key
-            page = tl.load(table_row + following, mask=following * PAGE < stop, other=0)[:, None]
+            following = (block + 1) * (BLOCK_N // PAGE_SIZE) + page_of_key
+            page = tl.load(table_row + following, mask=following * PAGE_SIZE < stop, other=0)[:, None]
 
         position = block * BLOCK_N + keys
         is_there = (dims < KEY_DIM)[None, :]
@@ -341,15 +341,17 @@ def paged_extend(
         q: [num_tokens, tp_q_head_num, head_dim] of the cache's dtype; heads of a token are contiguous, tokens may lie
             further apart. All of them belong to rows: `cu_seqlens_q` ends with num_tokens, or before it.
         k_pages: [num_pages, page_size, tp_k_head_num, head_dim], contiguous, bf16, fp16 or fp32; page_size is a power
-            of two. fp32 is multiplied as such, without tensor cores.
-        v_pages: likewise.
+            of two. fp32 is multiplied as such, without tensor cores. Or [num_keys, tp_k_head_num, head_dim] of rows
+            whose keys follow one another: `page_table` is then [batch_size, 1], the first key of each.
+        v_pages: likewise, of any width. None: the first columns of a key, as many as an answer has, are its value.
         paged: rows may have no new tokens. `max_seqlen_q` is not read.
         layer: its scale, window, chunk, softcap and sinks are applied.
-        out: [num_tokens, tp_q_head_num, head_dim], contiguous, written; of the cache's dtype, or fp32 for a part that
-            is to be merged.
+        out: [num_tokens, tp_q_head_num, columns of a value], contiguous, written; of the cache's dtype, or fp32 for a
+            part that is to be merged.
         lse: [num_tokens, tp_q_head_num] fp32, contiguous, written: the natural logarithm of the sum of exponentials
             that each answer was divided by, the sink's included; -inf where a query sees nothing, which answers zeros.
         mask: for the new tokens of the rows that have a part of it.
+        prefix_only: see only the tokens before the new ones, of which the cache then need hold none.
         tuning: None: `choose` for this layer.
 
     Returns:
@@ -386,7 +388,7 @@ def paged_extend(
         V_DIM=v_dim,
         BLOCK_D=block_of(v_dim),
         BLOCK_REST=block_of(head_dim - v_dim) if head_dim > v_dim else 0,
-        PAGE_SIZE=pages[1] if len(pages) == 2 else 0,
+        PAGE_SIZE=pages[1] if len(pages) == 2 else _ONE_PAGE.value,
         BLOCK_M=tuning.block_m,
         BLOCK_N=tuning.block_n,
         WINDOW=layer.window or 0,
