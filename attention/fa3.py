@@ -11,7 +11,8 @@ from attention.backend import AttentionBackend, register
 from attention.fa3_builds import load_provider, sinks_of
 from attention.forward_batch import ForwardBatch
 from attention.kv_pool import TokenToKVPool
-from attention.layer import AttentionLayer
+from attention.latent import LatentHeads
+from attention.layer import AttentionLayer, LatentLayer
 from attention.step_shape import ANY_LEN, FEW_ROWS, StepShape
 
 _UNSPLIT_KEYS = 8  # of the longest row, for each token of a shape whose keys stay whole
@@ -80,6 +81,15 @@ class FlashAttentionBackend(AttentionBackend):
         paged, sinks = self.batch_of(layer).paged, self._sinks[layer.layer_id]
         out = self._provider.attend(heads, k_pages, v_pages, paged, layer, sinks=sinks, num_splits=self._num_splits)
         return out.view(q.shape)
+
+    def attend_latent(self, q: torch.Tensor, layer: LatentLayer, heads: LatentHeads) -> torch.Tensor:
+        """In the absorbed form, whatever the step."""
+        [pages] = self.token_to_kv_pool.pages(layer.layer_id)
+        widths, paged = [layer.latent_dim, layer.rope_dim], self.batch_of(layer).paged
+        latents, keys = torch.split(pages.unsqueeze(2), widths, dim=-1)
+        qv, q_rope = torch.split(heads.absorb(q).view(len(q), layer.tp_q_head_num, -1), widths, dim=-1)
+        out = self._provider.attend(q_rope, keys, latents, paged, layer, qv=qv, num_splits=self._num_splits)
+        return heads.values(out.flatten(1))
 
 
 def unsplit_shapes(shape: StepShape, max_model_len: int) -> list[StepShape]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -18,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 
 from attention.forward_batch import PagedMetadata
-from attention.layer import AttentionLayer
+from attention.layer import AttentionLayer, LatentLayer
 from configs.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class FA3Provider(ABC):
         layer: AttentionLayer,
         *,
         sinks: torch.Tensor | None = None,
+        qv: torch.Tensor | None = None,
         num_splits: int = 0,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -60,10 +62,13 @@ class FA3Provider(ABC):
             layer: its scale, window, chunk and softcap are applied. Positions, and so chunks, count from the start of
                 the row: its first query is at `cache_seqlens` less its queries.
             sinks: `sinks_of(layer)`.
+            qv: [num_tokens, tp_q_head_num, columns of a value], of q's dtype: queries that meet the values, whose
+                products are added to the scores. Keys may then be of another width than values; they may lie between
+                one another.
             num_splits: pieces that a row's keys are cut into, at most. 0 leaves that to FA3: up to 19 times as fast as
                 one piece for one row of 32k tokens (H200, two KV heads), and the last bits of a row then depend on what
                 else is in the batch.
-            out: [num_tokens, tp_q_head_num, head_dim] to write to. None: a new tensor.
+            out: [num_tokens, tp_q_head_num, columns of a value] to write to. None: a new tensor.
 
         Returns:
             `out`, or the new tensor, contiguous.
@@ -79,9 +84,12 @@ class FA3Provider(ABC):
             layer = dataclasses.replace(layer, chunk=_PROBED_CHUNK)
         num_pages = -(-_PROBED_KEYS // page_size)
         shape = (num_pages, page_size, layer.tp_k_head_num, layer.head_dim)
-        q = torch.zeros(1, layer.tp_q_head_num, layer.head_dim, dtype=dtype, device=device)
-        k = torch.zeros(shape, dtype=dtype, device=device)
-        v = torch.linspace(0.0, 1.0, k.numel(), device=device).view(shape).to(dtype)
+        v = torch.linspace(0.0, 1.0, math.prod(shape), device=device).view(shape).to(dtype)
+        k, qv = v, None
+        if isinstance(layer, LatentLayer):
+            v, k = torch.split(v, [layer.latent_dim, layer.rope_dim], dim=-1)
+            qv = torch.zeros(1, layer.tp_q_head_num, layer.latent_dim, dtype=dtype, device=device)
+        q = torch.zeros(1, layer.tp_q_head_num, k.shape[-1], dtype=dtype, device=device)
         # Wider than the window: FA3 takes one that no row can outgrow for none.
         page_table = torch.zeros(1, num_pages + (layer.window or 0) // page_size + 1, dtype=torch.int32, device=device)
         page_table[0, :num_pages] = torch.arange(num_pages)
@@ -93,7 +101,7 @@ class FA3Provider(ABC):
         )
         sinks, wrong = sinks_of(layer), None
         try:
-            out = self.attend(q, k, v, paged, layer, sinks=sinks)[0]
+            out = self.attend(q, k, v, paged, layer, sinks=sinks, qv=qv)[0]
             num_seen = min(layer.window or _PROBED_KEYS, layer.chunk or _PROBED_KEYS, _PROBED_KEYS)
             value = v.flatten(0, 1)[_PROBED_KEYS - num_seen : _PROBED_KEYS].float().mean(0)
             value = value.repeat_interleave(layer.tp_q_head_num // layer.tp_k_head_num, dim=0)
@@ -107,7 +115,7 @@ class FA3Provider(ABC):
             raise ConfigError(
                 f"attention backend fa3: {self.name} cannot serve layer {layer.layer_id} (head_dim="
                 f"{layer.head_dim}, window={layer.window}, softcap={layer.softcap}, chunks={layer.chunk is not None}, "
-                f"sinks={sinks is not None}, {dtype}): {wrong}\n"
+                f"sinks={sinks is not None}, latent={qv is not None}, {dtype}): {wrong}\n"
                 "Install another build of FlashAttention-3, or set attention.backend=triton."
             )
 
@@ -129,6 +137,7 @@ class SglKernel(FA3Provider):
         layer: AttentionLayer,
         *,
         sinks: torch.Tensor | None = None,
+        qv: torch.Tensor | None = None,
         num_splits: int = 0,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -146,7 +155,7 @@ class SglKernel(FA3Provider):
             softcap=layer.softcap or 0.0,
             num_splits=num_splits,
             out=out,
-            **_features(layer, sinks),
+            **_features(layer, sinks, qv),
         )
 
 
@@ -167,6 +176,7 @@ class FlashAttention3(FA3Provider):
         layer: AttentionLayer,
         *,
         sinks: torch.Tensor | None = None,
+        qv: torch.Tensor | None = None,
         num_splits: int = 0,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -186,7 +196,7 @@ class FlashAttention3(FA3Provider):
             window_size_right=right,
             softcap=layer.softcap or 0.0,
             num_splits=num_splits,
-            **_features(layer, sinks),
+            **_features(layer, sinks, qv),
         )
         return attended
 
@@ -196,10 +206,10 @@ def _window(layer: AttentionLayer) -> tuple[int, int]:
     return (-1, -1) if layer.window is None else (layer.window - 1, 0)
 
 
-def _features(layer: AttentionLayer, sinks: torch.Tensor | None) -> dict[str, Any]:
+def _features(layer: AttentionLayer, sinks: torch.Tensor | None, qv: torch.Tensor | None) -> dict[str, Any]:
     """Arguments that not every build knows: only for layers that need them."""
-    chunk = {} if layer.chunk is None else {"attention_chunk": layer.chunk}
-    return chunk if sinks is None else {**chunk, "sinks": sinks}
+    given = {"attention_chunk": layer.chunk, "sinks": sinks, "qv": qv}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def sinks_of(layer: AttentionLayer) -> torch.Tensor | None:

@@ -59,9 +59,14 @@ class LatentLayer(AttentionLayer):
     """Columns of a head's value."""
 
     @property
+    def rope_dim(self) -> int:
+        """Columns of the rotated key."""
+        return self.head_dim - self.latent_dim
+
+    @property
     def qk_dim(self) -> int:
         """In heads of their own, as the model has them."""
-        return self.nope_dim + self.head_dim - self.latent_dim
+        return self.nope_dim + self.rope_dim
 
     @property
     def token_shapes(self) -> tuple[tuple[int, ...], ...]:

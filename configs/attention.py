@@ -97,8 +97,8 @@ _SPECS = (
         dtypes=_HALVES,
         max_page_size=256,
         max_head_dim=256,
-        features=frozenset({Feature.WINDOW, Feature.SOFTCAP, Feature.SINKS, Feature.CHUNK}),
-        by_build=frozenset({Feature.SOFTCAP}),
+        features=frozenset(Feature) - {Feature.MASK},
+        by_build=frozenset({Feature.SOFTCAP, Feature.LATENT}),
     ),
     BackendSpec(
         name="triton",

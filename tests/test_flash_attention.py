@@ -32,6 +32,8 @@ from attention.registry import create_backend
 from attention.step_shape import StepShape
 from configs.errors import ConfigError
 from tests.batches import batch_of
+from tests.latent_case import BATCHES as LATENT_BATCHES
+from tests.latent_case import LITE, LatentCase, layer_of
 from tests.paged_case import attention
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -197,9 +199,12 @@ def _emulate(
     out: torch.Tensor | None,
     attention_chunk: int | None = None,
     sinks: torch.Tensor | None = None,
+    qv: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """FA3's causal, paged forward, with its checks of shapes and dtypes."""
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+    if qv is not None:
+        q, k = torch.cat((q, qv), dim=-1), torch.cat((k, v), dim=-1)
     for tensor in (cache_seqlens, page_table, cu_seqlens_q):
         assert tensor.dtype is torch.int32
     assert len(cache_seqlens) == len(page_table) == len(cu_seqlens_q) - 1
@@ -216,7 +221,7 @@ def _emulate(
         chunk=attention_chunk,
         sinks=None if sinks is None else sinks.float(),
     )
-    out = torch.empty(q.shape, dtype=q.dtype) if out is None else out
+    out = torch.empty((*q.shape[:2], v.shape[-1]), dtype=q.dtype) if out is None else out
     for i, length in enumerate(cache_seqlens.tolist()):
         tokens = slice(int(cu_seqlens_q[i]), int(cu_seqlens_q[i + 1]))
         pages = page_table[i, : -(-length // k.shape[1])].long()
@@ -278,6 +283,15 @@ def test_tells_each_provider_what_the_torch_backend_computes(
     for rows in (case.run(case.backend()), case.run_fa3(emulated)):
         for ours, theirs in zip(rows, expected, strict=True):
             torch.testing.assert_close(ours, theirs, atol=0.01, rtol=0.01)
+
+
+@pytest.mark.parametrize("emulated", list(EMULATED), indirect=True)
+@pytest.mark.parametrize("batch", list(LATENT_BATCHES))
+def test_latent_layers_are_attended_to_in_the_absorbed_form(batch: str, emulated: FA3Provider) -> None:
+    case = LatentCase(layer_of(3), 16, LATENT_BATCHES[batch], torch.float32)
+    backend = FlashAttentionBackend([case.layer], case.pool)
+    backend.init_forward_metadata(case.batch)
+    case.check(case.run(backend))
 
 
 def test_writes_to_the_tensor_that_it_is_given() -> None:
@@ -510,6 +524,25 @@ def test_chunks_of_the_row_and_sinks_err_at_most_twice_as_far_as_torch(
     """Rows begin within chunks and cross them, behind prefixes that are no multiples of theirs."""
     case = Case(_layer(head_dim=head_dim, **features), page_size, BATCHES[batch])
     case.check(case.run_fa3(load_provider(_provider(name), CUDA), num_splits=num_splits))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_heads", [1, 5, 16])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("batch", list(LATENT_BATCHES))
+@pytest.mark.parametrize("name", list(PROVIDERS))
+def test_latent_layers_err_at_most_twice_as_far_as_torch_or_are_refused_at_the_start(
+    name: str, batch: str, page_size: int, num_heads: int, dtype: torch.dtype
+) -> None:
+    case, name = LatentCase(layer_of(num_heads, **LITE), page_size, LATENT_BATCHES[batch], dtype, CUDA), _provider(name)
+    if name != "sgl_kernel":
+        with pytest.raises(ConfigError, match="latent=True"):
+            FlashAttentionBackend([case.layer], case.pool, provider=name)
+        return
+    backend = FlashAttentionBackend([case.layer], case.pool, provider=name)
+    backend.init_forward_metadata(case.batch)
+    case.check(case.run(backend))
 
 
 @pytest.mark.gpu

@@ -14,10 +14,8 @@ from attention import triton_latent
 from attention.layer import LatentLayer
 from attention.step_shape import StepShape
 from attention.triton_backend import TritonBackend
+from tests.latent_case import BATCHES, LITE, LatentCase, layer_of
 from tests.paged_case import both_ways, mask_of, tree
-from tests.test_latent_attention import BATCHES, Setup, layer_of
-
-LITE = {"latent_dim": 512, "nope_dim": 128, "v_dim": 128, "head_dim": 576}
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -28,32 +26,26 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
-def run(setup: Setup, *, captured: bool = False) -> torch.Tensor:
-    """Every row's answers, in one tensor; `captured`: as a step of which only the shape is known."""
-    backend, batch = TritonBackend([setup.layer], setup.pool), setup.batch
+def run(case: LatentCase, *, captured: bool = False) -> list[torch.Tensor]:
+    """Every row's answers; `captured`: as a step of which only the shape is known."""
+    backend, batch = TritonBackend([case.layer], case.pool), case.batch
     if captured:
         backend.prepare_capture(batch, StepShape(batch.num_tokens, batch.batch_size, batch.batch_size))
     else:
         backend.init_forward_metadata(batch)
-    return torch.cat(setup.run(backend))
+    return case.run(backend)
 
 
-def check(setup: Setup, *, captured: bool = False) -> None:
-    """Asserts that answers err as fp32 does, or at most twice as far as torch_native in the same 16-bit dtype."""
-    exact, ours = torch.cat(setup.expected()), run(setup, captured=captured)
-    assert ours.dtype is setup.pool.dtype
-    if ours.dtype is torch.float32:
-        torch.testing.assert_close(ours, exact, atol=2e-5, rtol=2e-5)
-        return
-    error, bound = (float((it.float() - exact).abs().max()) for it in (ours, torch.cat(setup.run())))
-    assert error <= 2 * bound + 1e-3, f"error {error:.5f}, {bound:.5f} by torch_native"
+def check(case: LatentCase, *, captured: bool = False) -> None:
+    """Runs and checks it."""
+    case.check(run(case, captured=captured))
 
 
 @pytest.mark.parametrize(
     ("batch", "page_size"), [*((batch, 16) for batch in BATCHES), *itertools.product(("decode", "mixed"), (1, 64))]
 )
 def test_equals_the_oracle(batch: str, page_size: int, device: torch.device) -> None:
-    check(Setup(layer_of(3), page_size, BATCHES[batch], torch.float32, device))
+    check(LatentCase(layer_of(3), page_size, BATCHES[batch], torch.float32, device))
 
 
 @pytest.mark.parametrize("form", ["absorbed", "own heads", "captured"])
@@ -66,35 +58,35 @@ def test_cached_tokens_are_seen_in_either_form(
         monkeypatch.setattr(LatentLayer, "absorbs", lambda _, queries, keys: (queries > 0) & absorbs)
     # Chunks of 20 tokens: some of a row's middle, some of two rows.
     monkeypatch.setattr(triton_latent, "_CHUNK_ELEMENTS", 20 * 2 * 40)
-    check(Setup(layer_of(2), 16, BATCHES[batch], torch.float32, device), captured=form == "captured")
+    check(LatentCase(layer_of(2), 16, BATCHES[batch], torch.float32, device), captured=form == "captured")
 
 
 @pytest.mark.parametrize("batch", ["decode", "mixed"])
 @pytest.mark.parametrize("num_heads", [1, 2, 5, 17])
 def test_a_rank_has_any_number_of_heads(num_heads: int, batch: str, device: torch.device) -> None:
-    check(Setup(layer_of(num_heads), 16, BATCHES[batch][:3], torch.float32, device))
+    check(LatentCase(layer_of(num_heads), 16, BATCHES[batch][:3], torch.float32, device))
 
 
 @pytest.mark.parametrize("v_dim", [8, 30])
 def test_values_may_be_narrower_or_wider_than_keys(v_dim: int, device: torch.device) -> None:
-    check(Setup(layer_of(2, v_dim=v_dim), 16, BATCHES["mixed"], torch.float32, device))
+    check(LatentCase(layer_of(2, v_dim=v_dim), 16, BATCHES["mixed"], torch.float32, device))
 
 
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("batch", ["decode", "mixed"])
 def test_float16_errs_at_most_twice_as_far_as_torch(batch: str, captured: bool, device: torch.device) -> None:
-    check(Setup(layer_of(3), 16, BATCHES[batch], torch.float16, device), captured=captured and batch == "mixed")
+    check(LatentCase(layer_of(3), 16, BATCHES[batch], torch.float16, device), captured=captured and batch == "mixed")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("rows", [[(70, 1), (3, 1)], [(40, 1), (0, 5), (20, 7)]], ids=["decodes", "mixed"])
 def test_heads_of_deepseek_v2_lite(rows: list[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> None:
-    check(Setup(layer_of(3, **LITE), 16, rows, dtype, device))
+    check(LatentCase(layer_of(3, **LITE), 16, rows, dtype, device))
 
 
 def test_large_steps_with_prompts_are_not_captured(interpreter: None) -> None:
-    setup = Setup(layer_of(2), 16, [(0, 1)], torch.float32)
-    backend = TritonBackend([setup.layer], setup.pool)
+    case = LatentCase(layer_of(2), 16, [(0, 1)], torch.float32)
+    backend = TritonBackend([case.layer], case.pool)
     for shape in (StepShape(4096, 4096, 4096), StepShape(512, 9, 8)):
         assert backend.capture_shapes(shape, 8192) == [shape]
     assert backend.capture_shapes(StepShape(576, 9, 8), 8192) == []
@@ -102,7 +94,7 @@ def test_large_steps_with_prompts_are_not_captured(interpreter: None) -> None:
 
 def test_a_mask_says_which_new_tokens_see_each_other(device: torch.device) -> None:
     rows = [(20, 9), (0, 1), (33, 4), (0, 6)]
-    setup = Setup(layer_of(2), 16, rows, torch.float32, device)
+    case = LatentCase(layer_of(2), 16, rows, torch.float32, device)
     parts = [tree(*rows[0]), None, None, both_ways(*rows[3])]
-    setup.batch = replace(setup.batch, mask=mask_of(parts, [extend for _, extend in rows], device))
-    torch.testing.assert_close(run(setup), torch.cat(setup.run()), atol=2e-5, rtol=2e-5)
+    case.batch = replace(case.batch, mask=mask_of(parts, [extend for _, extend in rows], device))
+    torch.testing.assert_close(run(case), case.run(), atol=2e-5, rtol=2e-5)
