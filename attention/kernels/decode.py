@@ -42,7 +42,7 @@ class DecodeTuning:
     spares about 1 us (H200). Without effect where there is one run, or on GPUs that cannot do it."""
 
 
-def choose(batch_size: int, num_kv_heads: int) -> DecodeTuning:
+def choose(batch_size: int, num_kv_heads: int, itemsize: int = 2) -> DecodeTuning:
     """What is fastest for so many rows, padding included, on an H200, where it is so for equal and for mixed lengths.
 
     Measured with head_dim 128 (benchmarks/results/decode_attention_h200_2026-11-21.txt). Blocks of 64 keys have more
@@ -50,9 +50,13 @@ def choose(batch_size: int, num_kv_heads: int) -> DecodeTuning:
     132: they are ahead where only so all programs, or a good part of them, run at once. Keys are split just so far
     that the device is full: further runs of a row are further programs to start and parts to join.
 
+    FP8 has as many bytes on their way, in as much shared memory, as 16-bit values; else it is laid out as these. Not
+    measured: `python -m benchmarks.decode_attention --kv-dtype fp8_e4m3` tries others.
+
     Args:
         batch_size: at least 1.
         num_kv_heads: of this rank.
+        itemsize: bytes of an element of the cache.
     """
     num_rows = batch_size * num_kv_heads  # for which keys are read
     num_splits, is_large = 1, True
@@ -65,19 +69,20 @@ def choose(batch_size: int, num_kv_heads: int) -> DecodeTuning:
     return DecodeTuning(
         block_n=64 if is_large else 32,
         num_warps=4 if is_large else 2,
-        num_stages=3,
+        num_stages=3 if itemsize > 1 else 5,
         num_splits=num_splits,
         early_join=num_splits > 1,
     )
 
 
-def _fit(tuning: DecodeTuning, block_m: int, block_d: int, itemsize: int) -> DecodeTuning:
+def _fit(tuning: DecodeTuning, block_m: int, block_d: int, itemsize: int, kv_itemsize: int) -> DecodeTuning:
     """`tuning` as registers and shared memory hold it: unchanged for 16-bit values and up to 32 query heads a KV head.
 
     More of these take more warps; fp32, of whose products threads hold whole rows of the operands, takes short blocks.
     """
     block_n = tuning.block_n if itemsize <= 2 else 16
-    while block_n > 16 and (block_m + 2 * tuning.num_stages * block_n) * block_d * itemsize > _SHARED_BYTES:
+    stage_bytes = 2 * tuning.num_stages * block_d * kv_itemsize
+    while block_n > 16 and block_m * block_d * itemsize + block_n * stage_bytes > _SHARED_BYTES:
         block_n //= 2
     num_warps = max(tuning.num_warps, 4 if itemsize > 2 else 1, block_m // 16 if block_m > 32 else 1)
     return dataclasses.replace(tuning, block_n=block_n, num_warps=num_warps)
@@ -94,6 +99,47 @@ def cap(scores, CAP: tl.constexpr):
     """CAP * tanh(scores / CAP), by the one exponential that the hardware has."""
     LOG2_E: tl.constexpr = 1.4426950408889634
     return CAP - 2.0 * CAP / (tl.exp2(scores * (2.0 * LOG2_E / CAP)) + 1.0)
+
+
+@triton.jit
+def for_cache(q, CACHE: tl.constexpr):
+    """Queries in the dtype of their products with keys of dtype CACHE, and of weights with values.
+
+    For FP8 that is fp16 in place of bf16: Hopper turns two numbers of FP8 into fp16 by one instruction, into bf16 by
+    four or by slow ones (seen in its machine code). Queries beyond 65504, where no model's are, count as that.
+    """
+    if CACHE.is_fp8() and q.dtype == tl.bfloat16:
+        return tl.clamp(q.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
+    else:
+        return q
+
+
+@triton.jit
+def _unpaired(pairs, COMPILED: tl.constexpr):
+    """The first and the second numbers, in fp16, of pairs in FP8. Not COMPILED: for the interpreter."""
+    if COMPILED:
+        # A register has two pairs and becomes two registers; Triton by itself would move each byte alone.
+        first, second = tl.inline_asm_elementwise(
+            """
+            {
+                .reg .b32 sorted;
+                .reg .b16 firsts, seconds;
+                prmt.b32 sorted, $2, 0, 0x3120;
+                mov.b32 {firsts, seconds}, sorted;
+                cvt.rn.f16x2.e4m3x2 $0, firsts;
+                cvt.rn.f16x2.e4m3x2 $1, seconds;
+            }
+            """,
+            constraints="=r,=r,r",
+            args=[pairs],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        first = pairs.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        second = (pairs >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    return first, second
 
 
 @triton.jit
@@ -134,6 +180,7 @@ def _decode_kernel(
     page_table_stride,
     group,
     scale,
+    v_scale,
     num_splits,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -145,8 +192,13 @@ def _decode_kernel(
     CAP: tl.constexpr,
     SPLIT: tl.constexpr,
     EARLY_JOIN: tl.constexpr,
+    COMPILED: tl.constexpr,
 ):
     LOG2_E: tl.constexpr = 1.4426950408889634
+    # Values in FP8 are loaded two at a time: as single bytes they would go from shared memory to registers one by one,
+    # for a product over keys needs them transposed, which the hardware does with words of 16 bits alone.
+    PAIRED: tl.constexpr = v_ptr.dtype.element_ty == tl.int16
+    PER_WORD: tl.constexpr = 2 if PAIRED else 1
     # Programs that follow each other read neighbouring memory: the KV heads of one row.
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
@@ -177,6 +229,7 @@ def _decode_kernel(
         mask=is_head[:, None] & inside[None, :],
         other=0.0,
     )
+    q = for_cache(q, k_ptr.dtype.element_ty)
 
     table_row = page_table + row * page_table_stride
     if PAGE_SIZE >= BLOCK_N:
@@ -186,12 +239,17 @@ def _decode_kernel(
         page_of_key = keys // PAGE_SIZE
         first = begin * (BLOCK_N // PAGE_SIZE) + page_of_key
         page = tl.load(table_row + first, mask=first * PAGE_SIZE < seq_len, other=0)[:, None]
-    tile = (keys % PAGE_SIZE)[:, None] * slot_stride + (kv_head * HEAD_DIM + dims)[None, :]
+    head_in_page = (keys % PAGE_SIZE)[:, None] * slot_stride + kv_head * HEAD_DIM
+    tile = head_in_page + dims[None, :]
+    words = tl.arange(0, BLOCK_D // PER_WORD)
+    word_inside = words < HEAD_DIM // PER_WORD
+    word_tile = head_in_page // PER_WORD + words[None, :]
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     # Summed over the keys of a block only at the end: within the loop that would be a trip through shared memory.
     weights = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D // PER_WORD], tl.float32)
+    seconds = acc  # of each word, where it has two
     for block in tl.range(begin, end):
         position = block * BLOCK_N + keys
         visible = position < seq_len
@@ -208,8 +266,7 @@ def _decode_kernel(
             page = tl.load(table_row + following, mask=following * PAGE_SIZE < seq_len, other=0)[:, None]
 
         # Keys that are not there are not read: a NaN among the values would come through its weight of zero.
-        mask = visible[:, None] & inside[None, :]
-        k = tl.load(k_ptr + offset + tile, mask=mask, other=0.0)
+        k = tl.load(k_ptr + offset + tile, mask=visible[:, None] & inside[None, :], other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if CAP > 0:
             scores = cap(scores, CAP)
@@ -219,8 +276,12 @@ def _decode_kernel(
         p = tl.exp2(scores - new_m[:, None])
         m = new_m
         weights = weights * decay[:, None] + p
-        v = tl.load(v_ptr + offset + tile, mask=mask, other=0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+        v = tl.load(v_ptr + offset // PER_WORD + word_tile, mask=visible[:, None] & word_inside[None, :], other=0)
+        p = p.to(q.dtype)
+        if PAIRED:
+            v, second = _unpaired(v, COMPILED)
+            seconds = tl.dot(p, second.to(q.dtype), seconds * decay[:, None], input_precision="ieee")
+        acc = tl.dot(p, v.to(q.dtype), acc * decay[:, None], input_precision="ieee")
 
     total = tl.sum(weights, 1)
     if sinks is not None:
@@ -229,13 +290,18 @@ def _decode_kernel(
         decay = tl.exp2(m - new_m)
         total = total * decay + tl.exp2(sink - new_m)
         acc *= decay[:, None]
-    attended = acc / total[:, None]
+        seconds *= decay[:, None]
     out_row = row * (num_kv_heads * group) + q_heads
-    stored = is_head[:, None] & inside[None, :]
+    stored = is_head[:, None] & word_inside[None, :]
     if SPLIT:
         out_row = out_row * num_splits + split
         tl.store(lse_ptr + out_row, m + tl.log2(total), mask=is_head)
-    tl.store(out_ptr + out_row[:, None] * HEAD_DIM + dims[None, :], attended.to(out_ptr.dtype.element_ty), mask=stored)
+    out_ptrs = out_ptr + out_row[:, None] * HEAD_DIM + words[None, :] * PER_WORD
+    attended = acc / total[:, None] * v_scale
+    tl.store(out_ptrs, attended.to(out_ptr.dtype.element_ty), mask=stored)
+    if PAIRED:
+        attended = seconds / total[:, None] * v_scale
+        tl.store(out_ptrs + 1, attended.to(out_ptr.dtype.element_ty), mask=stored)
 
 
 @triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["cache_seqlens", "sinks"])
@@ -306,16 +372,17 @@ def paged_decode(
 
     One kernel, or two where keys are split; no host sync, so it can be captured in a CUDA graph. Page-table entries
     past a row's last page, unused pages and unused slots of the last page are never read. Scores, weights and sums are
-    fp32; the weights are rounded to the cache's dtype for their product with the values, the answer once at the end.
+    fp32; the weights are rounded to q's dtype for their product with the values, with FP8 to fp16 in place of bf16, the
+    answer once at the end.
 
     Args:
-        q: [batch_size, tp_q_head_num, head_dim] of the cache's dtype; heads of a row are contiguous, rows may lie
-            further apart.
-        k_pages: [num_pages, page_size, tp_k_head_num, head_dim], contiguous, bf16, fp16 or fp32; page_size is a power
-            of two. fp32 is multiplied as such, without tensor cores.
+        q: [batch_size, tp_q_head_num, head_dim], bf16, fp16 or fp32; heads of a row are contiguous, rows may lie
+            further apart. fp32 is multiplied as such, without tensor cores.
+        k_pages: [num_pages, page_size, tp_k_head_num, head_dim], contiguous, of q's dtype or FP8 e4m3; page_size is a
+            power of two.
         v_pages: likewise.
         paged: of a step of single tokens: `cache_seqlens` is at least 1 in every row, `cu_seqlens_q` is not read.
-        layer: its scale, window, chunk, softcap and sinks are applied.
+        layer: its scales, window, chunk, softcap and sinks are applied.
         out: [batch_size, tp_q_head_num, head_dim], contiguous, written.
         tuning: None: `choose` of this batch. Keys that are split take (head_dim + 1) * 4 bytes for each query head and
             run, as long as this computes: at most 512 * group * (head_dim + 1) * 4 bytes as `choose` splits.
@@ -328,8 +395,9 @@ def paged_decode(
     group = num_q_heads // num_kv_heads
     # What a matrix product takes.
     block_m, block_d = (max(1 << (size - 1).bit_length(), 16) for size in (group, head_dim))
+    itemsize, kv_itemsize = q.element_size(), k_pages.element_size()
     if tuning is None:
-        tuning = _fit(choose(batch_size, num_kv_heads), block_m, block_d, k_pages.element_size())
+        tuning = _fit(choose(batch_size, num_kv_heads, kv_itemsize), block_m, block_d, itemsize, kv_itemsize)
     num_splits = tuning.num_splits
     is_split = num_splits > 1
     early_join = is_split and tuning.early_join and _has_dependent_launch(q.device)
@@ -342,7 +410,7 @@ def paged_decode(
     _decode_kernel[(num_kv_heads, num_splits, batch_size)](
         q,
         k_pages,
-        v_pages,
+        v_pages.view(torch.int16) if kv_itemsize == 1 else v_pages,
         paged.page_table,
         paged.cache_seqlens,
         None if is_split else layer.sinks,  # they join once
@@ -351,7 +419,8 @@ def paged_decode(
         q.stride(0),
         paged.page_table.stride(0),
         group,
-        layer.scale,
+        layer.scale * layer.k_scale,
+        layer.v_scale,
         num_splits,
         HEAD_DIM=head_dim,
         BLOCK_D=block_d,
@@ -363,6 +432,7 @@ def paged_decode(
         CAP=layer.softcap or 0.0,
         SPLIT=is_split,
         EARLY_JOIN=early_join,
+        COMPILED=not triton.knobs.runtime.interpret,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
     )

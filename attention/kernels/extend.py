@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from attention.forward_batch import PagedMetadata
-from attention.kernels.decode import cap, first_key
+from attention.kernels.decode import cap, first_key, for_cache
 from attention.layer import AttentionLayer
 
 _ROWS_AT_ONCE = 128
@@ -155,7 +155,7 @@ def _walk(
             # Keys that are not there are not read: a NaN among the values would come through its weight of zero.
             is_key = (position >= low) & (position < stop)
             is_there = is_there & is_key[:, None]
-        k = _load(k_ptr + offset + block_offsets, is_there, WHOLE)
+        k = _load(k_ptr + offset + block_offsets, is_there, WHOLE).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if CAP > 0:
             scores = cap(scores * scale, CAP)
@@ -176,7 +176,7 @@ def _walk(
         p = tl.exp2(tl.fma(scores, factor, -new_m[:, None]))
         m = new_m
         total = tl.fma(total, decay, tl.sum(p, 1))
-        v = _load(v_ptr + offset + block_offsets, is_there, WHOLE)
+        v = _load(v_ptr + offset + block_offsets, is_there, WHOLE).to(q.dtype)
         acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
     return m, total, acc
 
@@ -202,6 +202,7 @@ def _extend_kernel(
     num_rows,
     group,
     scale,
+    v_scale,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -235,6 +236,7 @@ def _extend_kernel(
     stored = is_pair[:, None] & (dims < HEAD_DIM)[None, :]
     q_rows = (start + tokens).to(tl.int64) * q_stride + q_heads * HEAD_DIM
     q = tl.load(q_ptr + q_rows[:, None] + dims[None, :], mask=stored, other=0.0)
+    q = for_cache(q, k_ptr.dtype.element_ty)
 
     positions = prefix_len + tokens
     first_keys = first_key(positions, WINDOW, CHUNK)
@@ -279,7 +281,7 @@ def _extend_kernel(
     if lse_ptr is not None:
         lse = tl.where(total > 0, (m + tl.log2(divisor)) / LOG2_E, float("-inf"))
         tl.store(lse_ptr + out_rows, lse, mask=is_pair)
-    attended = acc / divisor[:, None]
+    attended = acc / divisor[:, None] * v_scale
     tl.store(out_ptr + out_rows[:, None] * HEAD_DIM + dims[None, :], attended.to(out_ptr.dtype.element_ty), mask=stored)
 
 
@@ -300,18 +302,19 @@ def paged_extend(
     One kernel; no host sync, so it can be captured in a CUDA graph: its grid follows from the shapes of `q` and of
     `paged`. The last new token of a row is at position `cache_seqlens - 1` and sees all before it that window and chunk
     leave. Page-table entries past a row's last page, unused pages and slots past a row's last token are never read.
-    Scores, weights and sums are fp32; the weights are rounded to the cache's dtype for their product with the values,
-    the answer once at the end.
+    Scores, weights and sums are fp32; the weights are rounded to q's dtype for their product with the values, with FP8
+    to fp16 in place of bf16, the answer once at the end.
 
     Args:
-        q: [num_tokens, tp_q_head_num, head_dim] of the cache's dtype; heads of a token are contiguous, tokens may lie
-            further apart. All of them belong to rows: `cu_seqlens_q` ends with num_tokens, or before it.
-        k_pages: [num_pages, page_size, tp_k_head_num, head_dim], contiguous, bf16, fp16 or fp32; page_size is a power
-            of two. fp32 is multiplied as such, without tensor cores.
+        q: [num_tokens, tp_q_head_num, head_dim], bf16, fp16 or fp32; heads of a token are contiguous, tokens may lie
+            further apart. All of them belong to rows: `cu_seqlens_q` ends with num_tokens, or before it. fp32 is
+            multiplied as such, without tensor cores.
+        k_pages: [num_pages, page_size, tp_k_head_num, head_dim], contiguous, of q's dtype or FP8 e4m3; page_size is a
+            power of two.
         v_pages: likewise.
         paged: rows may have no new tokens. `max_seqlen_q` is not read.
-        layer: its scale, window, chunk, softcap and sinks are applied.
-        out: [num_tokens, tp_q_head_num, head_dim], contiguous, written; of the cache's dtype, or fp32 for a part that
+        layer: its scales, window, chunk, softcap and sinks are applied.
+        out: [num_tokens, tp_q_head_num, head_dim], contiguous, written; of q's dtype, or fp32 for a part that
             is to be merged.
         lse: [num_tokens, tp_q_head_num] fp32, contiguous, written: the natural logarithm of the sum of exponentials
             that each answer was divided by, the sink's included; -inf where a query sees nothing, which answers zeros.
@@ -327,7 +330,7 @@ def paged_extend(
     num_rows = len(paged.cache_seqlens)
     group = num_q_heads // num_kv_heads
     if tuning is None:
-        tuning = choose(head_dim, k_pages.dtype)
+        tuning = choose(head_dim, q.dtype)
     # As many as `_first_tile` tells apart: the tiles of all tokens were they one row's, and one for each row.
     num_tiles = num_tokens * group // tuning.block_m + num_rows
     _extend_kernel[(num_kv_heads, num_tiles)](
@@ -346,7 +349,8 @@ def paged_extend(
         paged.page_table.stride(0),
         num_rows,
         group,
-        layer.scale,
+        layer.scale * layer.k_scale,
+        layer.v_scale,
         HEAD_DIM=head_dim,
         BLOCK_D=max(1 << (head_dim - 1).bit_length(), 16),  # what a matrix product takes
         PAGE_SIZE=page_size,
