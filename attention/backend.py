@@ -109,8 +109,8 @@ class AttentionBackend(ABC):
         """Attention over the pool, which already holds K and V of the new tokens.
 
         Args:
-            q: [num_tokens, tp_q_head_num * head_dim], after norm and rotary embedding, in the pool's dtype; rows may
-                lie further apart than they are long.
+            q: [num_tokens, tp_q_head_num * head_dim], after norm and rotary embedding, in the pool's compute_dtype;
+                rows may lie further apart than they are long.
 
         Returns:
             [num_tokens, tp_q_head_num * head_dim], contiguous.

@@ -11,6 +11,9 @@ import torch
 from attention.layer import AttentionLayer
 from configs.errors import EngineError
 
+FP8 = torch.float8_e4m3fn
+_FP8_MAX = 448.0
+
 
 class ReqToTokenPool:
     """The page table: row r lists the pages of the request in row r. Row 0 and page 0 are padding.
@@ -63,6 +66,9 @@ class TokenToKVPool:
     0 is the padding page. Slot s is page s // page_size, offset s % page_size.
 
     Args:
+        dtype: of what it holds. In FP8 (e4m3) that is divided by the layer's `k_scale` and `v_scale`, rounded to the
+            nearest, and +-448 where it would be more.
+        compute_dtype: of the keys and values that are written, and of queries and answers. None: `dtype`.
         num_window_pages: pages of the layers with a window, which have page ids of their own then: the window pool.
             None: as many as of the others, by the same ids.
     """
@@ -75,6 +81,7 @@ class TokenToKVPool:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        compute_dtype: torch.dtype | None = None,
         num_window_pages: int | None = None,
     ) -> None:
         self.layers = tuple(layers)
@@ -82,6 +89,7 @@ class TokenToKVPool:
         self.num_window_pages = num_window_pages
         self.page_size = page_size
         self.dtype = dtype
+        self.compute_dtype = dtype if compute_dtype is None else compute_dtype
         self.device = device
         windowed = num_pages if num_window_pages is None else num_window_pages
         # No slot's values are used before they are written: on CPU memory is taken as pages fill. On CUDA whole pages
@@ -106,7 +114,16 @@ class TokenToKVPool:
         """Writes k and v, or what else the layer keeps, to slots `out_cache_loc` [num_tokens] int64.
 
         Args:
-            kept: [num_tokens, elements of a token] each, in the order of `slots`.
+            kept: [num_tokens, elements of a token] each, in the order of `slots`, of `compute_dtype`.
         """
-        for slots, values in zip(self._slots[layer_id], kept, strict=True):
+        layer, of_layer = self.layers[layer_id], self._slots[layer_id]
+        if self.dtype is FP8:
+            kept = tuple(_bytes(*it) for it in zip(kept, (layer.k_scale, layer.v_scale), strict=True))
+            of_layer = tuple(slots.view(torch.uint8) for slots in of_layer)
+        for slots, values in zip(of_layer, kept, strict=True):
             slots.index_copy_(0, out_cache_loc, values)
+
+
+def _bytes(values: torch.Tensor, scale: float) -> torch.Tensor:
+    """Those of values / scale in FP8. torch's own cast does not everywhere stop at the largest number."""
+    return (values.float() / scale).clamp_(-_FP8_MAX, _FP8_MAX).to(FP8).view(torch.uint8)

@@ -23,6 +23,10 @@ class AttentionLayer:
     head_dim: int
     scale: float
     """Factor of the scores before softcap and softmax."""
+    k_scale: float = 1.0
+    """Of a pool in FP8, which holds keys divided by it: a further factor of the scores."""
+    v_scale: float = 1.0
+    """Likewise of values, and so of the answers."""
     window: int | None = None
     """A query sees itself and `window - 1` tokens before it; None sees all."""
     softcap: float | None = None

@@ -7,7 +7,7 @@ import torch
 from attention import fa3, flashinfer_backend, torch_native, triton_backend  # noqa: F401  # each registers its class
 from attention.backend import IMPLEMENTATIONS, AttentionBackend
 from attention.hybrid import HybridBackend
-from attention.kv_pool import TokenToKVPool
+from attention.kv_pool import FP8, TokenToKVPool
 from attention.layer import AttentionLayer, LatentLayer
 from configs.attention import AttentionNeeds, Feature, check_backend
 
@@ -33,13 +33,14 @@ def create_backend(prefill: str, decode: str, token_to_kv_pool: TokenToKVPool) -
 def needs_of(pool: TokenToKVPool) -> AttentionNeeds:
     """What the layers of `pool` ask of a backend, on a device that is known by now."""
     on_gpu = pool.device.type == "cuda"
+    of_cache = {Feature.FP8_KV} if pool.dtype is FP8 else set[Feature]()
     return AttentionNeeds(
         device="cuda" if on_gpu else "cpu",
         compute_capability=torch.cuda.get_device_capability(pool.device) if on_gpu else None,
-        dtype=str(pool.dtype).removeprefix("torch."),
+        dtype=str(pool.compute_dtype).removeprefix("torch."),
         page_size=pool.page_size,
         head_dims=frozenset(layer.qk_dim for layer in pool.layers),
-        features=frozenset(feature for layer in pool.layers for feature in _features(layer)),
+        features=frozenset(of_cache.union(*map(_features, pool.layers))),
     )
 
 

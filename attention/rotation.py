@@ -44,7 +44,7 @@ class Rotation(Protocol):
         Args:
             qkv: [num_tokens, (tp_q_head_num + 2 * tp_k_head_num) * head_dim], contiguous; query columns may be changed.
             norms: None for none.
-            pool: of qkv's dtype.
+            pool: of qkv's `compute_dtype`, which keys and values are turned into its own dtype from.
             out_cache_loc: [num_tokens] int64: the slot of each token.
 
         Returns:

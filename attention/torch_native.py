@@ -65,7 +65,7 @@ class _DecodeGroup:
     slots: torch.Tensor | slice
     """[num_rows * num_keys] int64: KV slots each row reads. A slice where they follow one another, to copy nothing."""
     mask: torch.Tensor | None
-    """[num_rows, 1, 1, num_keys] in the pool's dtype: 0 or -inf. None: no padding."""
+    """[num_rows, 1, 1, num_keys] in the pool's compute_dtype: 0 or -inf. None: no padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class _Extend:
     slots: torch.Tensor | slice
     """[num_keys] int64, or a slice as above."""
     mask: torch.Tensor | None
-    """[num_tokens, num_keys] in the pool's dtype: 0 or -inf. None: plainly causal, as many keys as tokens."""
+    """[num_tokens, num_keys] in the pool's compute_dtype: 0 or -inf. None: plainly causal, as many keys as tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class TorchNativeBackend(AttentionBackend):
         self._sight_of = {layer.layer_id: sight for layer, sight in zip(layers, sights, strict=True)}
         self._metadata: dict[int, _Metadata] = {}
         self._mode = ForwardMode.DECODE
-        self._dtype = token_to_kv_pool.dtype
+        self._dtype = token_to_kv_pool.compute_dtype
         self._device = token_to_kv_pool.device
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
@@ -195,8 +195,8 @@ class TorchNativeBackend(AttentionBackend):
         return out.flatten(1)
 
     def _keys_values(self, layer: AttentionLayer, which: torch.Tensor | slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """[num_slots, tp_k_head_num * head_dim] each; one tensor where the pool keeps one."""
-        kept = [_read(slots, which) for slots in self.token_to_kv_pool.slots(layer.layer_id)]
+        """[num_slots, tp_k_head_num * head_dim] each, in the pool's compute_dtype; one tensor where it keeps one."""
+        kept = [_read(slots, which).to(self._dtype) for slots in self.token_to_kv_pool.slots(layer.layer_id)]
         return kept[0], kept[-1]
 
     def _plan(self, batch: ForwardBatch, sight: _Sight, masked: dict[int, _Masked]) -> _Metadata:
@@ -268,7 +268,7 @@ class TorchNativeBackend(AttentionBackend):
         )
 
     def _mask(self, hidden: npt.NDArray[np.bool_]) -> torch.Tensor:
-        """-inf where hidden, in the pool's dtype: a boolean mask would be turned into this once a layer."""
+        """-inf where hidden, in the pool's compute_dtype: a boolean mask would be turned into this once a layer."""
         mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device)
         return mask.masked_fill_(torch.from_numpy(hidden).to(self._device), float("-inf"))
 
@@ -318,12 +318,15 @@ def _attend(
 ) -> torch.Tensor:
     """softmax(softcap(q @ k.T * scale) + mask) @ v over the last two dimensions; q, k, v have four.
 
-    Sinks count as one key more, without a value. `sinks` are the layer's, in a shape that broadcasts to q's.
+    The factor of the scores is the layer's `scale` and that of its keys, and its `v_scale` comes last. Sinks count as
+    one key more, without a value. `sinks` are the layer's, in a shape that broadcasts to q's.
     """
+    scale = layer.scale * layer.k_scale
     if layer.softcap is None and sinks is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=layer.scale)
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale)
+        return attended if layer.v_scale == 1.0 else attended * layer.v_scale
     num_keys = k.shape[-2]
-    scores = torch.matmul(q.float(), k.float().transpose(-1, -2)) * layer.scale
+    scores = torch.matmul(q.float(), k.float().transpose(-1, -2)) * scale
     if layer.softcap is not None:
         scores = layer.softcap * torch.tanh(scores / layer.softcap)
     if is_causal:
@@ -332,4 +335,5 @@ def _attend(
         scores = scores + mask
     if sinks is not None:
         scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), dim=-1)
-    return torch.matmul(torch.softmax(scores, dim=-1)[..., :num_keys].to(v.dtype), v)
+    attended = torch.matmul(torch.softmax(scores, dim=-1)[..., :num_keys].to(v.dtype), v)
+    return attended if layer.v_scale == 1.0 else attended * layer.v_scale

@@ -1,12 +1,14 @@
 """Time of one layer's attention by every backend that can serve it, on the same steps; what `auto` takes is marked.
 
-    python -m benchmarks.attention [--device cuda] [--only decode,extend] [--seconds 200] [--json FILE]
+    python -m benchmarks.attention [--device cuda] [--kv-dtype auto,fp8_e4m3] [--only decode,extend] [--seconds 200]
+                                   [--json FILE]
 
 Decodes are 1 to 256 rows of 1k to 32k tokens; extends one row of 512 to 8k new tokens behind 0 to 16k cached ones. Keys
 and values are on pages of random order. On a GPU a CUDA graph holds the attention of several layers, each with a pool
 of its own, so that no layer finds its keys in the L2 cache; on a CPU, where sizes are divided by 32, the layers run one
 after the other. Next to the microseconds of a layer: of decodes the GB/s of keys and values read, of extends the
-TFLOP/s. `auto / fastest` says how far `auto` is behind the fastest: 1.00 where it is the fastest.
+TFLOP/s. `auto / fastest` says how far `auto` is behind the fastest: 1.00 where it is the fastest. Of several types of
+keys and values each step is measured in all of them before the next.
 
 Where FlashInfer is installed, its own wrappers are timed as its benchmark does, planned for the very step and without
 this engine's backend: paged, and of a prompt without a cached prefix also ragged, which reads keys and values that lie
@@ -19,8 +21,8 @@ import argparse
 import importlib.util
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +31,7 @@ import torch
 from attention.backend import IMPLEMENTATIONS, AttentionBackend
 from attention.flashinfer_backend import PlanInputs
 from attention.forward_batch import ForwardBatch, ForwardMode, PagedMetadata
-from attention.kv_pool import TokenToKVPool
+from attention.kv_pool import FP8, TokenToKVPool
 from attention.layer import AttentionLayer
 from attention.registry import needs_of
 from attention.step_shape import StepShape
@@ -58,17 +60,26 @@ class Step:
     """Input tokens of each row."""
     prefix: int
     """Tokens of each row that are in the cache."""
+    kv_dtype: str = "auto"
+    """As `kv_cache.dtype`."""
 
     @property
     def name(self) -> str:
         """Heads, rows and tokens."""
         rows = f"{self.batch_size} x {self.prefix + 1:,}" if self.new == 1 else f"{self.new:,} after {self.prefix:,}"
-        return f"{self.num_q_heads}/{self.num_kv_heads}  {rows}"
+        kv_dtype = "" if self.kv_dtype == "auto" else f"  {self.kv_dtype}"
+        return f"{self.num_q_heads}/{self.num_kv_heads}  {rows}{kv_dtype}"
 
     @property
     def kv_bytes(self) -> int:
-        """Of two-byte keys and values that a layer reads."""
-        return 4 * self.batch_size * (self.prefix + self.new) * self.num_kv_heads * HEAD_DIM
+        """Of keys and values, of one byte in FP8 and else two, that a layer reads."""
+        return (
+            (4 if self.kv_dtype == "auto" else 2)
+            * self.batch_size
+            * (self.prefix + self.new)
+            * self.num_kv_heads
+            * HEAD_DIM
+        )
 
     @property
     def flops(self) -> int:
@@ -77,14 +88,14 @@ class Step:
         return 4 * self.batch_size * pairs * self.num_q_heads * HEAD_DIM
 
 
-def steps(only: set[str], divisor: int) -> Iterator[Step]:
+def steps(only: set[str], divisor: int, kv_dtypes: Sequence[str] = ("auto",)) -> Iterator[Step]:
     """Those that fit, decodes first."""
     for heads in HEADS:
         found = [Step(*heads, batch, 1, context // divisor - 1) for batch in BATCHES for context in CONTEXTS]
         found += [Step(*heads, 1, new // divisor, prefix // divisor) for new in NEW for prefix in PREFIXES]
         for step in found:
             if ("decode" if step.new == 1 else "extend") in only and step.kv_bytes <= MOST_BYTES:
-                yield step
+                yield from (replace(step, kv_dtype=kv_dtype) for kv_dtype in kv_dtypes)
 
 
 class Inputs:
@@ -106,10 +117,17 @@ class Inputs:
         seq_len = step.prefix + step.new
         pages_per_row = -(-seq_len // PAGE_SIZE)
         num_pages = step.batch_size * pages_per_row
-        self.pool = TokenToKVPool(self.layers, num_pages=num_pages, page_size=PAGE_SIZE, dtype=dtype, device=device)
+        self.pool = TokenToKVPool(
+            self.layers,
+            num_pages=num_pages,
+            page_size=PAGE_SIZE,
+            dtype=dtype if step.kv_dtype == "auto" else FP8,
+            compute_dtype=dtype,
+            device=device,
+        )
         for layer in self.layers:
             for pages in self.pool.pages(layer.layer_id):
-                pages.normal_()
+                pages.copy_(torch.empty_like(pages, dtype=dtype).normal_())
         page_table = (1 + torch.randperm(num_pages, dtype=torch.int32)).view(step.batch_size, -1).to(device)
         num_tokens = step.batch_size * step.new
         self.q = torch.randn(num_tokens, step.num_q_heads * HEAD_DIM, dtype=dtype, device=device)
@@ -221,6 +239,7 @@ def row_of(step: Step, times: dict[str, float], auto: str, theirs: dict[str, flo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--kv-dtype", default="auto", help="auto, fp8_e4m3 or both, with a comma between")
     parser.add_argument("--only", default="decode,extend", help="parts, with commas between")
     parser.add_argument("--seconds", type=float, default=200.0, help="steps left by then are not measured")
     parser.add_argument("--commit", help="of this code, where git is not there to tell")
@@ -232,7 +251,7 @@ def main() -> None:
     report = Report(args.json, benchmark="attention", dtype=str(dtype), **about)
     print(f"# {describe_circumstances(about)}; {dtype}, head_dim {HEAD_DIM}, pages of {PAGE_SIZE} tokens")
     began, rows, measured = time.perf_counter(), [], []
-    for step in steps(set(args.only.split(",")), 1 if on_gpu else _SMALLER_ON_CPU):
+    for step in steps(set(args.only.split(",")), 1 if on_gpu else _SMALLER_ON_CPU, args.kv_dtype.split(",")):
         if time.perf_counter() - began > args.seconds:
             print(f"# not measured after {args.seconds:g} s: {step.name} and what follows")
             break

@@ -1,11 +1,12 @@
 """Time of one layer's attention in a decode step: the Triton kernel against FlashAttention-3, on one GPU.
 
-    python -m benchmarks.decode_attention [--json FILE] [--seconds 80] [--peak-gb-s 4270]
+    python -m benchmarks.decode_attention [--kv-dtype fp8_e4m3] [--json FILE] [--seconds 80] [--peak-gb-s 4270]
 
-Keys and values are bf16, head_dim 128, on pages of random order. A CUDA graph holds the attention of many layers, each
-with pages of its own, so that none finds its keys in the L2 cache. Printed is the time of one layer with all kernels it
-needs, and the share that the bytes of its keys and values over the time are of `--peak-gb-s` (copies of large tensors
-on an H200). First several tunings of the kernel are tried on a few batches; the best of them then run in every batch.
+Keys and values are bf16, or FP8, which FA3 is not asked for; head_dim 128, on pages of random order. A CUDA graph
+holds the attention of many layers, each with pages of its own, so that none finds its keys in the L2 cache. Printed is
+the time of one layer with all kernels it needs, and the share that the bytes of its keys and values over the time are
+of `--peak-gb-s` (copies of large tensors on an H200). First several tunings of the kernel are tried on a few batches;
+the best of them then run in every batch.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 from attention.fa3_builds import FA3Provider, load_provider
 from attention.forward_batch import PagedMetadata
 from attention.kernels.decode import DecodeTuning, choose, paged_decode
+from attention.kv_pool import FP8
 from attention.layer import AttentionLayer
 from benchmarks.graph_timing import graph_us
 
@@ -51,6 +53,11 @@ SHAPES = (
     (16, 2, 5),
     (128, 4, 2),
     (128, 8, 2),
+    # More bytes on their way, for FP8.
+    (64, 4, 5),
+    (64, 8, 4),
+    (32, 2, 5),
+    (128, 8, 3),
 )
 
 
@@ -96,7 +103,7 @@ class Inputs:
         )
         shape = (-1, page, case.num_kv_heads, HEAD_DIM)
         self.k, self.v = (tensor.view(shape) for tensor in pool)
-        self.num_bytes = 4 * HEAD_DIM * case.num_kv_heads * int(lens.sum())
+        self.num_bytes = 2 * self.k.element_size() * HEAD_DIM * case.num_kv_heads * int(lens.sum())
         pages = -(-lens // page)
         num_pages = int(pages.sum())
         num_layers = min(max(math.ceil(TARGET_BYTES / self.num_bytes), MIN_LAYERS), MAX_LAYERS)
@@ -144,16 +151,16 @@ class Inputs:
 class Benchmark:
     """What has been measured, and how."""
 
-    def __init__(self, peak_gb_s: float, seconds: float) -> None:
+    def __init__(self, peak_gb_s: float, seconds: float, kv_dtype: torch.dtype) -> None:
         self._began = time.perf_counter()
         self._seconds = seconds
         self.peak_gb_s = peak_gb_s
-        size = POOL_BYTES // 2
+        size = POOL_BYTES // kv_dtype.itemsize
         self._pool = (
-            torch.empty(size, dtype=torch.bfloat16, device=DEVICE).normal_(),
-            torch.empty(size, dtype=torch.bfloat16, device=DEVICE).normal_(),
+            torch.empty(size, dtype=torch.bfloat16, device=DEVICE).normal_().to(kv_dtype),
+            torch.empty(size, dtype=torch.bfloat16, device=DEVICE).normal_().to(kv_dtype),
         )
-        self._provider = load_provider(None, DEVICE)
+        self._provider = load_provider(None, DEVICE) if kv_dtype is torch.bfloat16 else None
         self.records: list[dict[str, object]] = []
 
     def in_time(self) -> bool:
@@ -172,9 +179,11 @@ class Benchmark:
         return times
 
     def fa3(self, case: Case, inputs: Inputs) -> dict[str, float]:
-        """Microseconds by what FA3 is told."""
-        times = {}
+        """Microseconds by what FA3 is told; none in FP8."""
+        times: dict[str, float] = {}
         for name, num_splits in (("auto", 0), ("one", 1)):
+            if self._provider is None:
+                break
             times[name] = inputs.us(inputs.fa3(self._provider, num_splits=num_splits))
             self._record(case, inputs, f"fa3 {name}", times[name])
         return times
@@ -193,8 +202,10 @@ class Benchmark:
     def inputs(self, case: Case) -> Inputs:
         return Inputs(case, self._pool)
 
-    def error(self, inputs: Inputs) -> float:
-        """Largest difference of the kernel, as it tunes itself, from FA3 in the last layer."""
+    def error(self, inputs: Inputs) -> float | None:
+        """Largest difference of the kernel, as it tunes itself, from FA3 in the last layer; None in FP8."""
+        if self._provider is None:
+            return None
         inputs.fa3(self._provider, num_splits=1)()
         theirs = inputs.out.float()
         inputs.out.fill_(torch.nan)
@@ -225,6 +236,7 @@ def sweep(bench: Benchmark) -> dict[str, list[tuple[int, int, int]]]:
         Case(32, 8, 1, 1500): (16, 64),
         Case(32, 8, 16, 400): (2, 4),
         Case(8, 2, 64, MIXED): (2, 4),
+        Case(32, 8, 16, 8192): (2, 4),
         Case(32, 8, 64, 400): (1, 2),
         Case(32, 8, 64, MIXED): (1, 2),
         Case(32, 8, 256, 400): (1,),
@@ -235,7 +247,7 @@ def sweep(bench: Benchmark) -> dict[str, list[tuple[int, int, int]]]:
         inputs = bench.inputs(case)
         print(
             f"[{i}] {case.name()}: {inputs.num_bytes / bench.peak_gb_s / 1e3:.1f} us by bytes, {len(inputs.paged)} "
-            f"layers, largest difference from FA3 {bench.error(inputs):.5f}"
+            f"layers, largest difference from FA3 {bench.error(inputs)}"
         )
         for splits in all_splits:
             times[case, splits] = bench.kernel(case, inputs, [tuning_of(shape, splits) for shape in SHAPES])
@@ -260,9 +272,9 @@ def best_shapes(times: dict[tuple[Case, int], dict[DecodeTuning, float]]) -> dic
     return {group: sorted(by_shape, key=by_shape.__getitem__)[:3] for group, by_shape in slowdowns.items()}
 
 
-def candidates(case: Case, shapes: Sequence[tuple[int, int, int]]) -> list[DecodeTuning]:
+def candidates(case: Case, shapes: Sequence[tuple[int, int, int]], itemsize: int) -> list[DecodeTuning]:
     """The shapes with as many splits as `choose` would, with twice and half as many, and with a join in its turn."""
-    chosen = choose(case.batch_size, case.num_kv_heads)
+    chosen = choose(case.batch_size, case.num_kv_heads, itemsize)
     splits = sorted({max(chosen.num_splits // 2, 1), chosen.num_splits, min(2 * chosen.num_splits, 128)})
     tunings = [tuning_of(shape, count) for shape in shapes[:2] for count in splits]
     tunings += [tuning_of(shape, chosen.num_splits) for shape in shapes[2:]]
@@ -291,10 +303,11 @@ def table(bench: Benchmark, shapes: dict[str, list[tuple[int, int, int]]]) -> No
 def cell(bench: Benchmark, case: Case, shapes: Sequence[tuple[int, int, int]]) -> str:
     """Measures one batch."""
     inputs = bench.inputs(case)
-    times = bench.kernel(case, inputs, candidates(case, shapes))
+    itemsize = inputs.k.element_size()
+    times = bench.kernel(case, inputs, candidates(case, shapes, itemsize))
     theirs = "/".join(f"{us:.1f}" for us in bench.fa3(case, inputs).values())
     best = min(times, key=times.__getitem__)
-    chosen = times[choose(case.batch_size, case.num_kv_heads)]
+    chosen = times[choose(case.batch_size, case.num_kv_heads, itemsize)]
     share = 100 * inputs.num_bytes / times[best] / 1e3 / bench.peak_gb_s
     return f"{times[best]:.1f} {share:.0f}% {label(best)} [{chosen:.1f}] {theirs}"
 
@@ -302,12 +315,13 @@ def cell(bench: Benchmark, case: Case, shapes: Sequence[tuple[int, int, int]]) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="where every measurement goes as well")
+    parser.add_argument("--kv-dtype", choices=("bfloat16", "fp8_e4m3"), default="bfloat16")
     parser.add_argument("--seconds", type=float, default=80.0, help="batches left by then are not measured")
     parser.add_argument("--peak-gb-s", type=float, default=4270.0)
     args = parser.parse_args()
     machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
-    bench = Benchmark(args.peak_gb_s, args.seconds)
-    print(f"{machine}, bf16, head_dim {HEAD_DIM}, one layer in a CUDA graph")
+    bench = Benchmark(args.peak_gb_s, args.seconds, FP8 if args.kv_dtype == "fp8_e4m3" else torch.bfloat16)
+    print(f"{machine}, keys and values {args.kv_dtype}, head_dim {HEAD_DIM}, one layer in a CUDA graph")
     table(bench, sweep(bench))
     if args.json is not None:
         args.json.write_text(json.dumps({"machine": machine, "measurements": bench.records}, indent=1) + "\n")

@@ -99,10 +99,14 @@ def workload(requests: int, lengths: tuple[int, int], vocab_size: int) -> tuple[
     return [(np.array(prompt, "<i4") % vocab_size).tobytes() for prompt in ids], new_tokens
 
 
-def step_bytes(plan: ShardPlan, element_bytes: int, batch: int, context: int) -> list[float]:
-    """Bytes each rank must read in a decode step of `batch` rows with `context` tokens each."""
+def step_bytes(
+    plan: ShardPlan, element_bytes: int, batch: int, context: int, kv_element_bytes: int | None = None
+) -> list[float]:
+    """Bytes each rank must read in a decode step of `batch` rows with `context` tokens each; arguments as StepCost."""
     starts, lens = np.full(batch, context - 1, np.int32), np.ones(batch, np.int32)
-    costs = (StepCost.of(plan, element_bytes, [rank]) for rank in range(plan.tp_size))
+    costs = (
+        StepCost.of(plan, element_bytes, [rank], kv_element_bytes=kv_element_bytes) for rank in range(plan.tp_size)
+    )
     return [cost.step(starts, lens, batch)[1] for cost in costs]
 
 
@@ -311,7 +315,8 @@ async def _measure_parts(driver: Driver, options: Options, report: Report, *, on
         for batch in options.batches:
             row = await measure_decode(driver, options, batch)
             if copied is not None and "ms" in row:
-                needed = step_bytes(plan, dtype_bytes(spec.config.dtype), batch, options.mean_context)
+                item_bytes = [dtype_bytes(it) for it in (spec.config.dtype, spec.config.kv_dtype)]
+                needed = step_bytes(plan, item_bytes[0], batch, options.mean_context, item_bytes[1])
                 floor_ms = (sum(needed) if one_memory else max(needed)) / copied / 1e6
                 row |= {"floor_ms": round(floor_ms, 4), "of_floor": round(floor_ms / row["ms"], 4)}
             rows.append(row)

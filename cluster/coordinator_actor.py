@@ -132,7 +132,11 @@ class CoordinatorActor:
             frames=frames,
             results=results,
             step_timeout_s=config.parallel.step_timeout_s,
-            cost=StepCost.of(ShardPlan.create(spec.model, config.tensor_parallel_size), dtype_bytes(config.dtype)),
+            cost=StepCost.of(
+                ShardPlan.create(spec.model, config.tensor_parallel_size),
+                dtype_bytes(config.dtype),
+                kv_element_bytes=dtype_bytes(config.kv_dtype),
+            ),
             heartbeat_ages=group.heartbeat_ages,
             on_stuck=group.log_stacks,
         )

@@ -17,15 +17,15 @@ logger = logging.getLogger(__name__)
 
 
 def check_checkpoint(config: EngineConfig, *, serves_text: bool = True) -> None:
-    """Reads the headers of the model's files, as every rank does, and none of their weights. Of random weights and of a
-    model on the Hub only the config is read.
+    """Reads the headers of the model's files, as every rank does, and of their tensors only factors of an FP8 KV cache.
+    Of random weights and of a model on the Hub only the config is read.
 
     Args:
         serves_text: whether a tokenizer has to be there as well.
 
     Raises:
-        CheckpointError: files are missing, truncated, of an unsafe kind or of another model than their config, or a
-            GGUF's tokenizer is of an unknown kind.
+        CheckpointError: files are missing, truncated, of an unsafe kind or of another model than their config, factors
+            of an FP8 KV cache are none that can be served, or a GGUF's tokenizer is of an unknown kind.
     """
     from worker.weights import Checkpoint  # imports torch, which takes a second
 
@@ -37,7 +37,9 @@ def check_checkpoint(config: EngineConfig, *, serves_text: bool = True) -> None:
     if tokenizer.suffix == ".gguf":
         check_gguf_tokenizer(tokenizer)
     if config.has_local_weights:
-        Checkpoint.open(path, model).close()
+        with Checkpoint.open(path, model) as checkpoint:
+            if config.kv_cache.dtype != "auto":
+                checkpoint.kv_scales()
 
 
 def check_tokenizer(config: EngineConfig) -> None:

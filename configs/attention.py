@@ -6,7 +6,7 @@ Plain data. What implements a backend registers under its name in attention/regi
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
@@ -26,6 +26,7 @@ class Feature(StrEnum):
     LATENT = "latent attention (MLA)"
     MASK = "masks over new tokens"
     """Of a step, not of a layer (`ForwardBatch.mask`): trees of drafts, images seen both ways, many items."""
+    FP8_KV = "FP8 KV cache"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +37,7 @@ class AttentionNeeds:
     compute_capability: tuple[int, int] | None = None
     """Of the GPUs; None where that is not known, which the ranks then find out."""
     dtype: str
-    """Of activations and KV: float32, bfloat16 or float16."""
+    """Of activations, and of KV but for `Feature.FP8_KV`: float32, bfloat16 or float16."""
     page_size: int
     head_dims: frozenset[int]
     features: frozenset[Feature]
@@ -63,6 +64,10 @@ class BackendSpec:
     features: frozenset[Feature]
     by_build: frozenset[Feature] = frozenset()
     """Those of `features` that not every build of its package has; a rank finds out when it loads."""
+    lacks: Mapping[Feature, str] = field(default_factory=dict)
+    """Why it has not some of the others."""
+    first_capability: Mapping[Feature, tuple[int, int]] = field(default_factory=dict)
+    """Of the features that not all GPUs have that it runs on: the first compute capability that has it."""
 
     def refusal(self, needs: AttentionNeeds) -> str | None:
         """Why it cannot serve `needs`; None where it can."""
@@ -83,10 +88,18 @@ class BackendSpec:
         if self.head_dims is not None and not needs.head_dims <= self.head_dims:
             sizes = " or ".join(map(str, sorted(self.head_dims)))
             return f"takes heads of {sizes} elements, and the model's have {max(needs.head_dims - self.head_dims)}"
-        missing = sorted(needs.features - self.features)
+        asked = sorted(needs.features)
+        missing = [f"{it} ({self.lacks[it]})" if it in self.lacks else it for it in asked if it not in self.features]
+        for feature, first in self.first_capability.items():
+            if feature in needs.features and known is not None and known < first:
+                missing.append(f"{feature} below compute capability {_shown([first])}")
+        if needs.features >= NEVER_TOGETHER:
+            missing.append(" for ".join(sorted(NEVER_TOGETHER)))
         return f"has no {' and no '.join(missing)}" if missing else None
 
 
+NEVER_TOGETHER = frozenset({Feature.FP8_KV, Feature.LATENT})
+"""What no backend has of one model: a latent is all that its heads have, and serves as keys and as values."""
 _HALVES = frozenset({"bfloat16", "float16"})
 _SPECS = (
     BackendSpec(
@@ -97,8 +110,9 @@ _SPECS = (
         dtypes=_HALVES,
         max_page_size=256,
         max_head_dim=256,
-        features=frozenset(Feature) - {Feature.MASK},
+        features=frozenset(Feature) - {Feature.MASK, Feature.FP8_KV},
         by_build=frozenset({Feature.SOFTCAP, Feature.LATENT}),
+        lacks={Feature.FP8_KV: "it would round queries to FP8 as well"},
     ),
     BackendSpec(
         name="triton",
@@ -107,6 +121,7 @@ _SPECS = (
         dtypes=_HALVES | {"float32"},
         max_head_dim=256,
         features=frozenset(Feature),
+        first_capability={Feature.FP8_KV: (8, 9)},
     ),
     BackendSpec(
         name="flashinfer",
@@ -149,7 +164,7 @@ def choose_backend(phase: Phase, needs: AttentionNeeds) -> tuple[str, str]:
         if refusal is None:
             where = needs.device if needs.compute_capability is None else f"sm{_shown([needs.compute_capability], '')}"
             return name, "; ".join([f"{where}, {needs.dtype}", *passed])
-        if needs.device == spec.device:  # why there are no GPUs' backends on CPUs needs no saying
+        if spec.device in (None, needs.device):  # why there are no GPUs' backends on CPUs needs no saying
             passed.append(f"{name} {refusal}")
     raise ConfigError(f"no attention backend serves this model: {'; '.join(passed)}")
 

@@ -28,11 +28,7 @@ def config_of_directory(path: Path) -> ModelConfig:
             f"{config_path}: model_type={model_type} is not supported; supported are {', '.join(FAMILIES)}"
         )
     if quantization := fields.values.get("quantization_config"):
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        raise CheckpointError(
-            f"{config_path} has a quantization_config ({method}); quantised weights are read from .gguf files only. "
-            "Use the model's unquantised checkpoint or a GGUF of it"
-        )
+        _check_quantization(quantization if isinstance(quantization, dict) else {}, config_path)
     family = FAMILIES[model_type]
     if fields.values.get("use_bidirectional_attention"):
         raise CheckpointError(f"{config_path}: use_bidirectional_attention is not supported")
@@ -52,6 +48,23 @@ def config_of_directory(path: Path) -> ModelConfig:
         bos_token_id=next(iter(fields.ids("bos_token_id")), None),
         eos_token_ids=_eos_token_ids(fields, path),
     )
+
+
+def _check_quantization(quantization: dict[str, Any], path: Path) -> None:
+    """Refuses all but factors of keys and values in FP8, beside plain weights."""
+    scheme = quantization.get("kv_cache_scheme")
+    if not isinstance(scheme, dict) or quantization.get("config_groups") or quantization.get("quant_algo"):
+        raise CheckpointError(
+            f"{path} has a quantization_config ({quantization.get('quant_method')}); quantised weights are read from "
+            ".gguf files only. Use the model's unquantised checkpoint or a GGUF of it"
+        )
+    taken = {"type": "float", "num_bits": 8, "strategy": "tensor", "symmetric": True, "dynamic": False}
+    other = {key: scheme.get(key, value) for key, value in taken.items() if scheme.get(key, value) != value}
+    if other:
+        raise CheckpointError(
+            f"{path}: kv_cache_scheme with {other} is not supported; supported are {taken}, which is FP8 e4m3 with one "
+            "factor a layer. Use the model's unquantised checkpoint"
+        )
 
 
 def _layers(fields: Fields, family: Family) -> tuple[LayerSpec, ...]:

@@ -18,12 +18,12 @@ from configs.errors import ConfigError
 from configs.model_config import ModelConfig
 from configs.schema import EngineConfig, KVCacheConfig, resolved
 
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1}
 _WORTHWHILE_SHARE = Fraction(3, 4)
 
 
 def dtype_bytes(dtype: str) -> int:
-    """Bytes of one element of a resolved `dtype`."""
+    """Bytes of one element of a resolved `dtype` or `kv_dtype`."""
     return _DTYPE_BYTES[dtype]
 
 

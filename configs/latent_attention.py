@@ -114,6 +114,10 @@ class LatentAttention:
     def features(self) -> frozenset[Feature]:
         return frozenset({Feature.LATENT})
 
+    @property
+    def kv_scales(self) -> tuple[tuple[str, ...], ...]:
+        return ()
+
     def _into_latent(self, name: str, gguf_name: str, width: int) -> Linear:
         return Linear(f"self_attn.{name}", gguf_name, width, self.hidden_size, Cut(Axis.LATENT, 0, width))
 

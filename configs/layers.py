@@ -186,6 +186,11 @@ class Mixer(FeedForward, Protocol):
     def features(self) -> frozenset[Feature]:
         """What it asks of an attention backend."""
 
+    @property
+    def kv_scales(self) -> tuple[tuple[str, ...], ...]:
+        """Of each tensor that a token leaves in the pool, names under which a checkpoint may have the factor of its
+        elements in FP8, the usual one first: a scalar, which is none of `tensors`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedQueryAttention:
@@ -271,6 +276,10 @@ class GroupedQueryAttention:
             Feature.SINKS: self.has_sinks,
         }
         return frozenset(feature for feature, is_asked in asked.items() if is_asked)
+
+    @property
+    def kv_scales(self) -> tuple[tuple[str, ...], ...]:
+        return tuple((f"self_attn.{it}_scale", f"self_attn.{it}_proj.{it}_scale") for it in "kv")
 
     def _projection(self, letter: str, axis: Axis, num_heads: int, role: Role) -> Linear:
         names, cut = (f"self_attn.{letter}_proj", f"attn_{letter}"), Cut(axis, 0, self.head_dim)

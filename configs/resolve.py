@@ -181,13 +181,14 @@ def _decide_backends(
     dtype: str,
     compute_capability: tuple[int, int] | None,
 ) -> None:
+    of_cache = set[Feature]() if config.kv_cache.dtype == "auto" else {Feature.FP8_KV}
     needs = AttentionNeeds(
         device=device,
         compute_capability=compute_capability,
         dtype=dtype,
         page_size=config.kv_cache.page_size,
         head_dims=frozenset(layer.mixer.head_dim for layer in model.layers),
-        features=frozenset[Feature]().union(*(layer.mixer.features for layer in model.layers)),
+        features=frozenset(of_cache.union(*(layer.mixer.features for layer in model.layers))),
     )
     attention = config.attention
     given: dict[Phase, str | None] = {"prefill": attention.prefill_backend, "decode": attention.decode_backend}

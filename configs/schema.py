@@ -47,6 +47,9 @@ class AttentionConfig(_Section):
 class KVCacheConfig(_Section):
     """The KV pool of each rank."""
 
+    dtype: Literal["auto", "fp8_e4m3"] = "auto"
+    """Type of keys and values. auto: that of the activations. fp8_e4m3: one byte each, with the factors that the
+    checkpoint has for each layer, else 1; docs/guides/scale.md has what it costs."""
     page_size: int = Field(16, ge=1, le=256)
     """Tokens per page; a power of two. Only whole pages are shared by the prefix cache."""
     num_tokens: int | None = Field(None, ge=1)
@@ -202,7 +205,8 @@ class EngineConfig(_Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where the cluster has GPUs, else cpu."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of weights, activations and KV. auto: the checkpoint's on cuda, float32 on cpu."""
+    """Type of weights, activations and, unless `kv_cache.dtype` says otherwise, KV. auto: the checkpoint's on cuda,
+    float32 on cpu."""
     tensor_parallel_size: int = Field(1, ge=1)
     """Ranks of one group. Any number from 1 to the model's query heads."""
     num_replicas: int = Field(1, ge=1)
@@ -220,6 +224,11 @@ class EngineConfig(_Section):
     placement: PlacementConfig = PlacementConfig()
     server: ServerConfig = ServerConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
+
+    @property
+    def kv_dtype(self) -> str:
+        """Type of keys and values, once `dtype` is resolved."""
+        return self.dtype if self.kv_cache.dtype == "auto" else self.kv_cache.dtype
 
     @property
     def is_local_model(self) -> bool:

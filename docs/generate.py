@@ -28,7 +28,7 @@ from cluster.openai.protocol import (  # noqa: E402
 )
 from cluster.requests.fields import STYLING, UNSUPPORTED  # noqa: E402
 from cluster.requests.sampling_fields import SamplingFields  # noqa: E402
-from configs.attention import BACKENDS, BackendSpec, Feature  # noqa: E402
+from configs.attention import BACKENDS, NEVER_TOGETHER, BackendSpec, Feature  # noqa: E402
 from configs.schema import EngineConfig  # noqa: E402
 
 _MADE = "<!-- made by docs/generate.py -->"
@@ -65,6 +65,7 @@ def _attention() -> str:
         **{str(feature): functools.partial(_yes, feature) for feature in Feature},
     }
     lines += [f"| {what} | " + " | ".join(map(cell, BACKENDS.values())) + " |" for what, cell in rows.items()]
+    lines += ["", f"None has an {' for '.join(sorted(NEVER_TOGETHER))}."]
     return "\n".join(lines) + "\n"
 
 
@@ -89,9 +90,12 @@ def _at_most(limit: int | None) -> str:
 
 
 def _yes(feature: Feature, spec: BackendSpec) -> str:
+    if feature not in spec.features:
+        return "refused" + (f": {spec.lacks[feature]}" if feature in spec.lacks else "")
     if feature in spec.by_build:
         return "in some builds"
-    return "yes" if feature in spec.features else "refused"
+    first = spec.first_capability.get(feature)
+    return "yes" if first is None else "yes, from compute capability {}.{}".format(*first)
 
 
 def _settings() -> str:

@@ -107,9 +107,9 @@ class ShardPlan:
         """Elements of keys and values that one token takes in the KV pool of `rank`, all layers together."""
         return sum(self._kv_elements(rank))
 
-    def kv_page_bytes(self, rank: int, page_size: int, dtype: str) -> PageBytes:
+    def kv_page_bytes(self, rank: int, page_size: int, kv_dtype: str) -> PageBytes:
         """Bytes of a page of `page_size` tokens in the KV pool of `rank`."""
-        return PageBytes(*(elements * page_size * dtype_bytes(dtype) for elements in self._kv_elements(rank)))
+        return PageBytes(*(elements * page_size * dtype_bytes(kv_dtype) for elements in self._kv_elements(rank)))
 
     def _kv_elements(self, rank: int) -> tuple[int, int]:
         """What `kv_elements_per_token` sums: of the layers that see all tokens, and of those with a window."""

@@ -65,9 +65,20 @@ class StepCost:
     """Bytes of the weights that only a share of the tokens needs, by that share; `weight_bytes` are without them."""
 
     @classmethod
-    def of(cls, plan: ShardPlan, element_bytes: int, ranks: Iterable[int] | None = None) -> StepCost:
-        """The cost of `ranks`, None for all, where weights, keys and values have elements of `element_bytes`."""
-        model = plan.model
+    def of(
+        cls,
+        plan: ShardPlan,
+        element_bytes: int,
+        ranks: Iterable[int] | None = None,
+        *,
+        kv_element_bytes: int | None = None,
+    ) -> StepCost:
+        """The cost of `ranks`, None for all, where weights have elements of `element_bytes`.
+
+        Args:
+            kv_element_bytes: of keys and values; None: `element_bytes`.
+        """
+        model, kv_element_bytes = plan.model, kv_element_bytes or element_bytes
         weights = layer_flops = vocab_rows = 0
         routed: dict[Fraction, int] = {}
         flops_per_pair: dict[int | None, int] = {}
@@ -83,7 +94,7 @@ class StepCost:
                     layer_flops += int(2 * share * elements)
                     if share != 1:
                         routed[share] = routed.get(share, 0) + elements * element_bytes
-                pair, token = shard.amount(mixer.pair_flops), shard.amount(mixer.token_elements) * element_bytes
+                pair, token = shard.amount(mixer.pair_flops), shard.amount(mixer.token_elements) * kv_element_bytes
                 flops_per_pair[mixer.window] = flops_per_pair.get(mixer.window, 0) + pair
                 bytes_per_token[mixer.window] = bytes_per_token.get(mixer.window, 0) + token
         return cls(

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
 from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
 from configs.resolve import HostFacts, resolve
-from configs.schema import EngineConfig, ParallelConfig, SchedulerConfig
+from configs.schema import EngineConfig, KVCacheConfig, ParallelConfig, SchedulerConfig
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from worker.protocol import FrameKind, StepFrame, StepResult
@@ -78,6 +79,7 @@ class LocalGroup:
         num_pages: int,
         max_model_len: int = 1024,
         num_window_pages: int | None = None,
+        kv_dtype: Literal["auto", "fp8_e4m3"] = "auto",
     ) -> None:
         self.max_model_len = max_model_len
         self.model: ModelConfig = read_model_config(model_path)
@@ -86,6 +88,7 @@ class LocalGroup:
             tensor_parallel_size=tp_size,
             device="cpu",
             dtype="float32",
+            kv_cache=KVCacheConfig(dtype=kv_dtype),
             parallel=ParallelConfig(threads_per_rank=1),
             scheduler=SchedulerConfig(max_num_batched_tokens=MAX_CHUNK),
         )

@@ -116,8 +116,10 @@ class PagedCase:
         rows: Sequence[tuple[int, int]],
         device: torch.device,
         dtype: torch.dtype | None = None,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
-        """`rows` are of (prefix_len, extend_len)."""
+        """`rows` are of (prefix_len, extend_len). Keys and values are of `kv_dtype`, None: `dtype`; `expected` takes
+        what the pool holds of them."""
         self.layer, self.rows, self.device = layer, [*rows, (0, 1)], device
         # numpy, which the interpreter computes with, has no bf16.
         self.dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
@@ -127,17 +129,18 @@ class PagedCase:
         self.table = torch.full((len(lens) + 1, max(num_pages) + 2), 1 << 30, dtype=torch.int32)
         self.table[PADDING, 0] = 0
         pool = (sum(num_pages) + 2, page_size, layer.tp_k_head_num, layer.head_dim)
-        self.k, self.v = (torch.full(pool, math.nan, dtype=self.dtype) for _ in range(2))
+        self.kv_dtype = kv_dtype or self.dtype
+        self.k, self.v = (torch.full(pool, math.nan, dtype=self.kv_dtype) for _ in range(2))
         free = (1 + torch.randperm(sum(num_pages) + 1, generator=generator)).int()
         self.keys, self.values = [], []
         for i, (length, count) in enumerate(zip(lens, num_pages, strict=True)):
             pages = free[sum(num_pages[:i]) :][:count]
             self.table[i, :count] = pages
             slots = (pages.long()[:, None] * page_size + torch.arange(page_size)).flatten()[:length]
-            for target, values in ((self.k, self.keys), (self.v, self.values)):
-                new = torch.randn(length, *pool[2:], generator=generator).to(self.dtype)
+            for target, values, scale in ((self.k, self.keys, layer.k_scale), (self.v, self.values, layer.v_scale)):
+                new = (torch.randn(length, *pool[2:], generator=generator) / scale).to(self.kv_dtype)
                 target.flatten(0, 1)[slots] = new
-                values.append(new.to(device))
+                values.append((new if scale == 1.0 else new.float() * scale).to(device))
         heads = (layer.tp_q_head_num, layer.head_dim)
         self.q = [torch.randn(extend, *heads, generator=generator).to(device, self.dtype) for _, extend in self.rows]
         self.k, self.v = (x.to(device) for x in (self.k, self.v))

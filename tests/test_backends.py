@@ -14,9 +14,9 @@ from attention import registry
 from attention.backend import AttentionBackend
 from attention.forward_batch import ForwardBatch, Int32Array, NewTokenMask
 from attention.hybrid import HybridBackend
-from attention.kv_pool import ReqToTokenPool, TokenToKVPool
+from attention.kv_pool import FP8, ReqToTokenPool, TokenToKVPool
 from attention.layer import AttentionLayer, LatentLayer
-from attention.registry import create_backend
+from attention.registry import create_backend, needs_of
 from attention.step_shape import StepShape
 from configs.attention import BACKENDS, AttentionNeeds, Feature, check_backend, choose_backend
 from configs.errors import ConfigError, EngineError
@@ -58,6 +58,9 @@ def test_every_backend_of_the_table_is_there_and_can_be_named() -> None:
         (needs(features=frozenset({Feature.MASK})), "triton", "triton"),
         (needs(head_dims=frozenset({64, 512})), "torch_native", "torch_native"),
         (needs(features=frozenset({Feature.LATENT})), "triton", "triton"),
+        (needs(features=frozenset({Feature.FP8_KV})), "triton", "triton"),
+        (needs(features=frozenset({Feature.FP8_KV}), compute_capability=(8, 6)), "torch_native", "torch_native"),
+        (needs(features=frozenset({Feature.FP8_KV}), compute_capability=None), "triton", "triton"),
         (needs(dtype="float32"), "triton", "triton"),
         (CPU, "torch_native", "torch_native"),
     ],
@@ -77,7 +80,16 @@ def test_auto_says_what_it_passed_over_and_why() -> None:
     assert why == "sm90, bfloat16; fa3 has soft cap in some builds only"
     _, why = choose_backend("prefill", needs(compute_capability=(8, 6)))
     assert why == "sm86, bfloat16; fa3 needs compute capability 9.0, and this is 8.6"
+    _, why = choose_backend("prefill", needs(features=frozenset({Feature.FP8_KV})))
+    assert why == "sm90, bfloat16; fa3 has no FP8 KV cache (it would round queries to FP8 as well)"
     assert choose_backend("decode", CPU)[1] == "cpu, float32"
+
+
+def test_no_backend_keeps_latents_in_fp8() -> None:
+    asked = needs(features=frozenset({Feature.FP8_KV, Feature.LATENT}))
+    assert all(spec.refusal(asked) for spec in BACKENDS.values())
+    with pytest.raises(ConfigError, match="torch_native has no FP8 KV cache for latent attention"):
+        choose_backend("decode", needs(CPU, features=asked.features))
 
 
 @pytest.mark.parametrize(
@@ -100,6 +112,11 @@ def test_auto_says_what_it_passed_over_and_why() -> None:
             "needs compute capability 8.0 or later, and this is 7.5; choose auto or triton or torch_native",
         ),
         ("flashinfer", needs(head_dims=frozenset({64, 96})), "takes heads of 64 or 128 or 256 .* have 96; .* or fa3"),
+        (
+            "triton",
+            needs(features=frozenset({Feature.FP8_KV}), compute_capability=(8, 0)),
+            "has no FP8 KV cache below compute capability 8.9; choose auto or torch_native",
+        ),
     ],
 )
 def test_what_a_backend_cannot_do_is_refused_with_those_that_can(
@@ -130,7 +147,12 @@ def test_a_rank_asks_for_what_its_layers_and_its_device_need(monkeypatch: pytest
             layer_id=1, tp_q_head_num=2, tp_k_head_num=1, head_dim=24, scale=0.25, latent_dim=16, nope_dim=8, v_dim=8
         ),
     }
-    assert set(asking) == set(Feature) - {Feature.MASK}, "which a step asks for"
+    assert {*asking, Feature.FP8_KV} == set(Feature) - {Feature.MASK}, "which a step asks for"
+    in_fp8 = TokenToKVPool(
+        [LAYER], num_pages=1, page_size=16, dtype=FP8, compute_dtype=torch.bfloat16, device=torch.device("cpu")
+    )
+    assert needs_of(in_fp8).features == {Feature.FP8_KV}
+    assert needs_of(in_fp8).dtype == "bfloat16"
     for feature, layer in asking.items():
         without = dataclasses.replace(BACKENDS["torch_native"], features=frozenset(Feature) - {feature})
         monkeypatch.setattr("configs.attention.BACKENDS", {**BACKENDS, "torch_native": without})

@@ -304,6 +304,20 @@ def test_float32_on_gpus_attends_by_triton_alone() -> None:
         _resolved(GPU_NODE, dtype="float32", attention={"backend": "fa3"})
 
 
+def test_keys_and_values_may_be_of_another_type_than_the_activations() -> None:
+    in_fp8 = {"kv_cache": {"dtype": "fp8_e4m3"}}
+    config = _resolved(GPU_NODE, **in_fp8).config
+    assert (config.dtype, config.kv_dtype, config.attention.prefill_backend) == ("bfloat16", "fp8_e4m3", "triton")
+    assert _resolved(GPU_NODE).config.kv_dtype == "bfloat16"
+    assert _resolved(**in_fp8).config.attention.decode_backend == "torch_native"
+    with pytest.raises(
+        ConfigError, match=r"fa3 has no FP8 KV cache \(it would round queries .*auto or triton or torch"
+    ):
+        _resolved(GPU_NODE, attention={"backend": "fa3"}, **in_fp8)
+    with pytest.raises(ConfigError, match=r"kv_cache\.dtype.*'auto' or 'fp8_e4m3'"):
+        _resolved(kv_cache={"dtype": "fp8_e5m2"})
+
+
 def test_more_logprobs_than_the_model_has_tokens_are_refused() -> None:
     assert _resolved(server={"max_logprobs": 256}).config.server.max_logprobs == 256
     with pytest.raises(ConfigError, match=r"server\.max_logprobs=257 exceeds the model's vocab_size=256"):

@@ -172,7 +172,7 @@ class Heads:
         self.v_slots = torch.full((NUM_SLOTS, kv_size), 8.0, device=device, dtype=dtype)
         self.out_cache_loc = torch.tensor(slots, device=device)
 
-    def run(self, qkv: torch.Tensor, tokens: slice = slice(None)) -> None:
+    def run(self, qkv: torch.Tensor, tokens: slice = slice(None), **scales: float) -> None:
         """The kernel over `tokens`, whose rows are `qkv`."""
         qk_norm_rope_store(
             qkv,
@@ -187,6 +187,7 @@ class Heads:
             num_q_heads=self.num_q_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
+            **scales,
         )
 
     def expected(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

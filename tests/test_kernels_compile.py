@@ -37,6 +37,7 @@ from attention.kernels.extend import paged_extend
 from attention.kernels.flat_pages import flatten_pages
 from attention.kernels.merge import merge_states
 from attention.kernels.step_metadata import apply_page_deltas, fill_step_metadata
+from attention.kv_pool import FP8
 from attention.layer import AttentionLayer
 from attention.step_metadata import StepTensors
 from parallel.kernels.all_reduce_norm import all_reduce_add_norm
@@ -160,11 +161,16 @@ def _layer(head_dim: int, *, group: int = 4, sinks: bool = False, **features: An
 
 
 def _attention_inputs(
-    layer: AttentionLayer, num_tokens: int, num_rows: int, page_size: int, dtype: torch.dtype
+    layer: AttentionLayer,
+    num_tokens: int,
+    num_rows: int,
+    page_size: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, PagedMetadata]:
     """Queries, keys, values and where they are."""
     qkv = torch.empty(num_tokens, (layer.tp_q_head_num + 2 * layer.tp_k_head_num) * layer.head_dim, dtype=dtype)
-    pages = torch.empty(3, page_size, layer.tp_k_head_num, layer.head_dim, dtype=dtype)
+    pages = torch.empty(3, page_size, layer.tp_k_head_num, layer.head_dim, dtype=kv_dtype or dtype)
     paged = PagedMetadata(
         cache_seqlens=_int32(num_rows),
         cu_seqlens_q=_int32(num_rows + 1),
@@ -175,17 +181,28 @@ def _attention_inputs(
     return heads, pages, pages, paged
 
 
-def _call_decode(batch_size: int, page_size: int, layer: AttentionLayer, dtype: torch.dtype = torch.bfloat16) -> None:
-    q, k, v, paged = _attention_inputs(layer, batch_size, batch_size, page_size, dtype)
+def _call_decode(
+    batch_size: int,
+    page_size: int,
+    layer: AttentionLayer,
+    dtype: torch.dtype = torch.bfloat16,
+    kv_dtype: torch.dtype | None = None,
+) -> None:
+    q, k, v, paged = _attention_inputs(layer, batch_size, batch_size, page_size, dtype, kv_dtype)
     decode.paged_decode(q, k, v, paged, layer, out=torch.empty(q.shape, dtype=dtype))
 
 
 def _call_extend(
-    page_size: int, layer: AttentionLayer, dtype: torch.dtype = torch.bfloat16, *, is_part: bool = False
+    page_size: int,
+    layer: AttentionLayer,
+    dtype: torch.dtype = torch.bfloat16,
+    kv_dtype: torch.dtype | None = None,
+    *,
+    is_part: bool = False,
 ) -> None:
     """`is_part`: with a mask and what it takes to merge the answer with another."""
     num_tokens, num_rows = 512, 4
-    q, k, v, paged = _attention_inputs(layer, num_tokens, num_rows, page_size, dtype)
+    q, k, v, paged = _attention_inputs(layer, num_tokens, num_rows, page_size, dtype, kv_dtype)
     if not is_part:
         paged_extend(q, k, v, paged, layer, out=torch.empty(q.shape, dtype=dtype))
         return
@@ -224,9 +241,11 @@ def _call_latent(num_heads: int, page_size: int, dtype: torch.dtype = torch.bflo
     )
 
 
-def _call_qk_norm_rope_store(head_dim: int, rotary_dim: int, weight: torch.Tensor | None) -> None:
+def _call_qk_norm_rope_store(
+    head_dim: int, rotary_dim: int, weight: torch.Tensor | None, kv_dtype: torch.dtype = torch.bfloat16
+) -> None:
     num_tokens, num_q_heads, num_kv_heads = 4, 32, 8
-    slots = _bf16(192, num_kv_heads * head_dim)
+    slots = _bf16(192, num_kv_heads * head_dim).to(kv_dtype)
     qk_norm_rope_store(
         _bf16(num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim),
         q_weight=weight,
@@ -331,6 +350,12 @@ def _call_everything() -> None:
         (16, 64, torch.float32),
     ):
         _call_latent(num_heads, page_size, dtype)
+    _call_qk_norm_rope_store(128, 128, None, FP8)
+    for dtype, head_dim in itertools.product((torch.bfloat16, torch.float16, torch.float32), (64, 96, 128, 256)):
+        for batch_size in (4, 16, 64):
+            _call_decode(batch_size, 16, _layer(head_dim, softcap=50.0, sinks=True), dtype, FP8)
+        _call_extend(64, _layer(head_dim, window=4096), dtype, FP8)
+    _call_decode(4, 64, _layer(128, group=48), kv_dtype=FP8)
     for first_id, num_ids in ((0, 49152), (75968, 75968), (101290, 50646)):
         _call_sampler(first_id, num_ids)
     for num_rows, in_features, dtype in itertools.product((1, 2, 16), (4096, 6400), (torch.bfloat16, torch.float32)):

@@ -39,6 +39,12 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 
+FP8_KV = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {},
+    "kv_cache_scheme": {"type": "float", "num_bits": 8, "strategy": "tensor", "symmetric": True, "dynamic": False},
+}
+
 
 def _write(directory: Path, config: dict[str, Any], name: str = "config.json") -> Path:
     (directory / name).write_text(json.dumps(config))
@@ -151,6 +157,10 @@ def test_the_dtype_is_read_from_old_and_new_keys(tmp_path: Path) -> None:
     assert _read(tmp_path, "llama").dtype == "float32"
 
 
+def test_factors_of_an_fp8_kv_cache_beside_plain_weights_are_no_quantised_weights(tmp_path: Path) -> None:
+    assert _read(tmp_path, "llama", quantization_config=FP8_KV) == _read(tmp_path, "llama")
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
@@ -166,6 +176,15 @@ def test_the_dtype_is_read_from_old_and_new_keys(tmp_path: Path) -> None:
         ({"eos_token_id": "</s>"}, "eos_token_id='</s>' is neither a token id nor a list"),
         ({"dtype": "float64"}, "dtype=float64 is not supported"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised weights are read from .gguf files only"),
+        (
+            {"quantization_config": {"quant_method": "fp8", "kv_cache_scheme": "static"}},
+            "quantised weights are read from .gguf files only",
+        ),
+        ({"quantization_config": FP8_KV | {"config_groups": {"0": {}}}}, "quantised weights are read from .gguf"),
+        (
+            {"quantization_config": {"kv_cache_scheme": {"type": "int", "num_bits": 8, "strategy": "attn_head"}}},
+            r"kv_cache_scheme with {'type': 'int', 'strategy': 'attn_head'} is not supported; supported are .*FP8 e4m3",
+        ),
         ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope scaling type longrope is not supported"),
         ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, "rope scaling llama3 has no low_freq_factor"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope scaling linear: factor=0 is not positive"),

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed import HashStore, Store
 
 from attention.backend import AttentionBackend
-from attention.kv_pool import ReqToTokenPool, TokenToKVPool
+from attention.kv_pool import FP8, ReqToTokenPool, TokenToKVPool
 from attention.registry import create_backend
 from configs.errors import ConfigError
 from configs.model_config import ModelConfig
@@ -75,7 +75,7 @@ def _ours(model_type: str, rope: RopeConfig, sizes: dict[str, Any], **more: Any)
     )
 
 
-def _build(name: str) -> tuple[Any, ModelConfig]:
+def build(name: str) -> tuple[Any, ModelConfig]:
     import transformers as t
 
     torch.manual_seed(0)
@@ -120,7 +120,7 @@ def _build(name: str) -> tuple[Any, ModelConfig]:
 
 @pytest.fixture(scope="module", params=["llama", "llama_biased_llama3_rope", "qwen2", "qwen3_yarn", "mistral_window"])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    hf, model = _build(request.param)
+    hf, model = build(request.param)
     path = tmp_path_factory.mktemp(request.param)
     save(hf, path)
     return Case(hf, path, model)
@@ -146,16 +146,26 @@ class Rank:
     group: TensorParallelGroup
 
     @classmethod
-    def create(cls, case: Case, group: TensorParallelGroup, dtype: torch.dtype = torch.float32) -> Rank:
+    def create(
+        cls,
+        case: Case,
+        group: TensorParallelGroup,
+        dtype: torch.dtype = torch.float32,
+        kv_dtype: torch.dtype | None = None,
+    ) -> Rank:
+        """`kv_dtype`: None: `dtype`."""
         plan = ShardPlan.create(case.model, group.size)
         decoder = Decoder(case.model, plan, group, dtype=dtype, device=CPU)
         with Checkpoint.open(case.path, case.model) as checkpoint:
             decoder.load(checkpoint)
+            if kv_dtype is FP8:
+                decoder.set_kv_scales(checkpoint.kv_scales())
         decoder.set_max_positions(64)
         table = ReqToTokenPool(3, 16, CPU)
         # Pages of the three rows interleave, none in order.
         table.page_table[1:] = torch.arange(1, 49).view(16, 3).T.flip(1)
-        pool = TokenToKVPool(decoder.attention_layers, num_pages=48, page_size=PAGE_SIZE, dtype=dtype, device=CPU)
+        layers, types = decoder.attention_layers, {"dtype": kv_dtype or dtype, "compute_dtype": dtype}
+        pool = TokenToKVPool(layers, num_pages=48, page_size=PAGE_SIZE, device=CPU, **types)
         return cls(decoder, create_backend("torch_native", "torch_native", pool), table, plan, group)
 
     def logits(self, rows: list[tuple[int, int, list[int]]]) -> list[torch.Tensor]:

@@ -132,6 +132,24 @@ def test_prefix_hits_whole_and_in_part_change_no_answer(group: LocalGroup, model
     model.check(prompts, answers.tokens)
 
 
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_keys_and_values_in_fp8_give_one_answer_however_they_are_kept(model: Model, tp_size: int) -> None:
+    prompts, short = prompts_of(LENGTHS), prompts_of([1, 2, 3, 4, 5, 6, 7, 8])
+    plain = LocalGroup(model.path, 1, NUM_PAGES, kv_dtype="fp8_e4m3")
+    expected = generate(plain, [*prompts, *short], Limits(num_pages=NUM_PAGES), at_once=False).tokens
+    plain.close()
+    with pytest.raises(AssertionError, match="the answer to"):
+        model.check(prompts, expected[: len(prompts)])  # all in fp32
+    group = LocalGroup(model.path, tp_size, NUM_PAGES, num_window_pages=NUM_WINDOW_PAGES, kv_dtype="fp8_e4m3")
+    answers = generate(group, [*prompts, *prompts], limits(num_window_pages=20, chunk=56, prefix_caching=True))
+    assert answers.stats.total_prefix_hit_tokens > 0
+    assert answers.tokens == 2 * expected[: len(prompts)]
+    answers = generate(group, short, limits(num_window_pages=9, chunk=64))
+    assert answers.stats.total_preemptions > 0
+    assert answers.tokens == expected[len(prompts) :]
+    group.close()
+
+
 def test_a_rank_refuses_places_outside_its_pools(model: Model) -> None:
     group = LocalGroup(model.path, 1, NUM_PAGES, num_window_pages=NUM_WINDOW_PAGES)
     frame = StepFrame(

@@ -54,6 +54,7 @@ class DummyCheckpoint:
     """
 
     def __init__(self, model: ModelConfig) -> None:
+        self._model = model
         self._tensors = {tensor.name: tensor for tensor in model.tensors()}
         self._dtype = _DTYPES[model.dtype]
         self._bytes_loaded = 0
@@ -77,6 +78,10 @@ class DummyCheckpoint:
         if out.numel() > 0:
             _fill(out.view(rows.size, -1), name, mean, std, rows, columns or Span(0, width), self._dtype)
         self._bytes_loaded += out.nbytes
+
+    def kv_scales(self) -> list[tuple[float, ...]]:
+        """As of a checkpoint that has none."""
+        return [(1.0,) * len(layer.mixer.kv_scales) for layer in self._model.layers]
 
     def __enter__(self) -> DummyCheckpoint:
         return self

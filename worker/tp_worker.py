@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from attention.kv_pool import ReqToTokenPool, TokenToKVPool
+from attention.kv_pool import FP8, ReqToTokenPool, TokenToKVPool
 from attention.registry import create_backend
 from configs.errors import ConfigError, EngineError
 from configs.kv_pages import PageBytes
@@ -37,7 +37,7 @@ from worker.weights import Checkpoint
 _log = logging.getLogger(__name__)
 
 _MAX_REDUCE_BUFFER_BYTES = 64 << 20
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp8_e4m3": FP8}
 
 
 class FrameSource(Protocol):
@@ -104,6 +104,8 @@ class TPWorker:
         is_dummy = self._config.load_format == "dummy"
         with DummyCheckpoint(self._model) if is_dummy else Checkpoint.open(self._model_path, self._model) as checkpoint:
             self._decoder.load(checkpoint, on_progress)
+            if _DTYPES[self._config.kv_dtype] is FP8:
+                self._decoder.set_kv_scales(checkpoint.kv_scales())
             self._weight_bytes = checkpoint.bytes_loaded
         _log.info(
             "rank %d: %.2f GiB of weights in %.1f s",
@@ -114,7 +116,7 @@ class TPWorker:
 
     def kv_page_bytes(self) -> PageBytes:
         """Bytes of one KV page on this rank, K and V."""
-        return self._plan.kv_page_bytes(self._group.rank, self._config.kv_cache.page_size, self._config.dtype)
+        return self._plan.kv_page_bytes(self._group.rank, self._config.kv_cache.page_size, self._config.kv_dtype)
 
     @torch.inference_mode()
     def profile(self) -> DeviceMemory:
@@ -252,7 +254,8 @@ class TPWorker:
             self._decoder.attention_layers,
             num_pages=num_pages,
             page_size=page_size,
-            dtype=self._dtype,
+            dtype=_DTYPES[self._config.kv_dtype],
+            compute_dtype=self._dtype,
             device=self._device,
             num_window_pages=num_window_pages,
         )

@@ -7,7 +7,9 @@ with the model's shape before a byte of weights is read, so a missing, surplus o
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -15,7 +17,7 @@ from typing import Protocol
 import torch
 
 from configs.errors import CheckpointError
-from configs.model_config import ModelConfig
+from configs.model_config import ModelConfig, layer_prefix
 from parallel.plan import Span
 from parallel.weight import as_matrix
 from worker.safetensors_weights import SafetensorsFile
@@ -96,6 +98,14 @@ class Checkpoint:
             file.read(name, out.view(expected), rows, columns)
         self._bytes_loaded += out.nbytes
 
+    def kv_scales(self) -> list[tuple[float, ...]]:
+        """Of each layer, what the tensors of its pool are divided by in FP8: keys and values. 1 where nothing says.
+
+        Raises CheckpointError for one that is no positive number.
+        """
+        layers = enumerate(self._model.layers)
+        return [tuple(self._kv_scale(layer_prefix(i), names) for names in it.mixer.kv_scales) for i, it in layers]
+
     def close(self) -> None:
         """Closes every file."""
         for file in self._files:
@@ -109,18 +119,40 @@ class Checkpoint:
     ) -> None:
         self.close()
 
+    def _kv_scale(self, prefix: str, names: Sequence[str]) -> float:
+        name = next((prefix + name for name in names if prefix + name in self._owner), None)
+        if name is None:
+            return 1.0
+        file, value = self._owner[name], torch.empty(1)
+        shape = file.shapes()[name]
+        if prod(shape) != 1:
+            raise CheckpointError(
+                f"tensor {name} has shape {list(shape)}; kv_cache.dtype=fp8_e4m3 takes one factor for all heads of a "
+                "layer. Choose kv_cache.dtype=auto"
+            )
+        file.read(name, value, Span(0, 1), None)
+        if not 0.0 < value.item() < math.inf:
+            raise CheckpointError(f"tensor {name} is {value.item()}: no factor of keys or values in FP8")
+        return value.item()
+
     def _check(self, path: Path) -> None:
         expected = expected_shapes(self._model)
+        optional = {
+            layer_prefix(i) + name
+            for i, layer in enumerate(self._model.layers)
+            for names in layer.mixer.kv_scales
+            for name in names
+        }
         surplus = []
         for file in self._files:
             for name, shape in file.shapes().items():
-                if name not in expected:
+                if name not in expected and name not in optional:
                     if not self._is_ignored(name):
                         surplus.append(name)
                     continue
                 if name in self._owner:
                     raise CheckpointError(f"{path}: tensor {name} is in more than one file")
-                if shape != expected[name]:
+                if shape != expected.get(name, shape):
                     raise CheckpointError(
                         f"{path}: tensor {name} has shape {list(shape)}, the model's config asks for "
                         f"{list(expected[name])}; config and weights are of different models"

@@ -45,7 +45,7 @@ class DecodeTuning:
     spares about 1 us (H200). Without effect where there is one run, or on GPUs that cannot do it."""
 
 
-def choose(batch_size: int, num_kv_heads: int) -> DecodeTuning:
+def choose(batch_size: int, num_kv_heads: int, itemsize: int = 2) -> DecodeTuning:
     """What is fastest for so many rows, padding included, on an H200, where it is so for equal and for mixed lengths.
 
     Measured with head_dim 128 (benchmarks/results/decode_attention_h200_2026-11-21.txt). Blocks of 64 keys have more
@@ -53,9 +53,13 @@ def choose(batch_size: int, num_kv_heads: int) -> DecodeTuning:
     132: they are ahead where only so all programs, or a good part of them, run at once. Keys are split just so far
     that the device is full: further runs of a row are further programs to start and parts to join.
 
+    FP8 has as many bytes on their way, in as much shared memory, as 16-bit values; else it is laid out as these. Not
+    measured: `python -m benchmarks.decode_attention --kv-dtype fp8_e4m3` tries others.
+
     Args:
         batch_size: at least 1.
         num_kv_heads: of this rank.
+        itemsize: bytes of an element of the cache.
     """
     num_rows = batch_size * num_kv_heads  # for which keys are read
     num_splits, is_large = 1, True
@@ -68,13 +72,13 @@ def choose(batch_size: int, num_kv_heads: int) -> DecodeTuning:
     return DecodeTuning(
         block_n=64 if is_large else 32,
         num_warps=4 if is_large else 2,
-        num_stages=3,
+        num_stages=3 if itemsize > 1 else 5,
         num_splits=num_splits,
         early_join=num_splits > 1,
     )
 
 
-def _fit(tuning: DecodeTuning, block_m: int, block_d: int, itemsize: int) -> DecodeTuning:
+def _fit(tuning: DecodeTuning, block_m: int, block_d: int, itemsize: int, kv_itemsize: int) -> DecodeTuning:
     """`tuning` as registers and shared memory hold it: unchanged for 16-bit values and up to 32 query heads a KV head.
 
     More of these take more warps; fp32, of whose products threads hold whole rows of the operands, takes short blocks.
@@ -83,7 +87,8 @@ def _fit(tuning: DecodeTuning, block_m: int, block_d: int, itemsize: int) -> Dec
     if block_d > _WIDE and itemsize <= 2:
         return dataclasses.replace(tuning, block_n=32, num_warps=4 if block_m <= 32 else 8)
     block_n = tuning.block_n if itemsize <= 2 else 16
-    while block_n > 16 and (block_m + 2 * tuning.num_stages * block_n) * block_d * itemsize > _SHARED_BYTES:
+    stage_bytes = 2 * tuning.num_stages * block_d * kv_itemsize
+    while block_n > 16 and block_m * block_d * itemsize + block_n * stage_bytes > _SHARED_BYTES:
         block_n //= 2
     num_warps = max(tuning.num_warps, 4 if itemsize > 2 else 1, block_m // 16 if block_m > 32 else 1)
     return dataclasses.replace(tuning, block_n=block_n, num_warps=num_warps)
@@ -105,6 +110,47 @@ def cap(scores, CAP: tl.constexpr):
     """CAP * tanh(scores / CAP), by the one exponential that the hardware has."""
     LOG2_E: tl.constexpr = 1.4426950408889634
     return CAP - 2.0 * CAP / (tl.exp2(scores * (2.0 * LOG2_E / CAP)) + 1.0)
+
+
+@triton.jit
+def for_cache(q, CACHE: tl.constexpr):
+    """Queries in the dtype of their products with keys of dtype CACHE, and of weights with values.
+
+    For FP8 that is fp16 in place of bf16: Hopper turns two numbers of FP8 into fp16 by one instruction, into bf16 by
+    four or by slow ones (seen in its machine code). Queries beyond 65504, where no model's are, count as that.
+    """
+    if CACHE.is_fp8() and q.dtype == tl.bfloat16:
+        return tl.clamp(q.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
+    else:
+        return q
+
+
+@triton.jit
+def _unpaired(pairs, COMPILED: tl.constexpr):
+    """The first and the second numbers, in fp16, of pairs in FP8. Not COMPILED: for the interpreter."""
+    if COMPILED:
+        # A register has two pairs and becomes two registers; Triton by itself would move each byte alone.
+        first, second = tl.inline_asm_elementwise(
+            """
+            {
+                .reg .b32 sorted;
+                .reg .b16 firsts, seconds;
+                prmt.b32 sorted, $2, 0, 0x3120;
+                mov.b32 {firsts, seconds}, sorted;
+                cvt.rn.f16x2.e4m3x2 $0, firsts;
+                cvt.rn.f16x2.e4m3x2 $1, seconds;
+            }
+            """,
+            constraints="=r,=r,r",
+            args=[pairs],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        first = pairs.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        second = (pairs >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    return first, second
 
 
 @triton.jit
@@ -145,6 +191,7 @@ def _decode_kernel(
     page_table_stride,
     group,
     scale,
+    v_scale,
     num_splits,
     HEAD_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
@@ -159,8 +206,13 @@ def _decode_kernel(
     CAP: tl.constexpr,
     SPLIT: tl.constexpr,
     EARLY_JOIN: tl.constexpr,
+    COMPILED: tl.constexpr,
 ):
     LOG2_E: tl.constexpr = 1.4426950408889634
+    # Values in FP8 are loaded two at a time: as single bytes they would go from shared memory to registers one by one,
+    # for a product over keys needs them transposed, which the hardware does with words of 16 bits alone.
+    PAIRED: tl.constexpr = k_ptr.dtype.element_ty.is_fp8()
+    PER_WORD: tl.constexpr = 2 if PAIRED else 1
     # Programs that follow each other read neighbouring memory, or the same: the KV heads of one row.
     kv_head = tl.program_id(0) // HEAD_TILES
     split = tl.program_id(1)
@@ -188,6 +240,7 @@ def _decode_kernel(
     q_heads = kv_head * group + heads
     q_rows = q_ptr + row * q_stride + q_heads[:, None] * HEAD_DIM
     q = tl.load(q_rows + dims[None, :], mask=is_head[:, None] & inside[None, :], other=0.0)
+    q = for_cache(q, k_ptr.dtype.element_ty)
     if BLOCK_REST > 0:
         rest = V_DIM + tl.arange(0, BLOCK_REST)
         q_rest = tl.load(q_rows + rest[None, :], mask=is_head[:, None] & (rest < HEAD_DIM)[None, :], other=0.0)
@@ -200,15 +253,19 @@ def _decode_kernel(
         page_of_key = keys // PAGE_SIZE
         first = begin * (BLOCK_N // PAGE_SIZE) + page_of_key
         page = tl.load(table_row + first, mask=first * PAGE_SIZE < seq_len, other=0)[:, None]
-    slots = (keys % PAGE_SIZE)[:, None] * slot_stride
-    tile = slots + (kv_head * HEAD_DIM + dims)[None, :]
+    head_in_page = (keys % PAGE_SIZE)[:, None] * slot_stride + kv_head * HEAD_DIM
+    tile = head_in_page + dims[None, :]
+    words = tl.arange(0, BLOCK_D // PER_WORD)
+    word_inside = words < V_DIM // PER_WORD
+    word_tile = head_in_page // PER_WORD + words[None, :]
     if BLOCK_REST > 0:
-        tile_rest = slots + (kv_head * HEAD_DIM + rest)[None, :]
+        tile_rest = head_in_page + rest[None, :]
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     # Summed over the keys of a block only at the end: within the loop that would be a trip through shared memory.
     weights = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D // PER_WORD], tl.float32)
+    seconds = acc  # of each word, where it has two
     for block in tl.range(begin, end):
         position = block * BLOCK_N + keys
         visible = position < seq_len
@@ -225,8 +282,7 @@ def _decode_kernel(
             page = tl.load(table_row + following, mask=following * PAGE_SIZE < seq_len, other=0)[:, None]
 
         # Keys that are not there are not read: a NaN among the values would come through its weight of zero.
-        mask = visible[:, None] & inside[None, :]
-        k = tl.load(k_ptr + offset + tile, mask=mask, other=0.0)
+        k = tl.load(k_ptr + offset + tile, mask=visible[:, None] & inside[None, :], other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if BLOCK_REST > 0:
             k_rest = tl.load(k_ptr + offset + tile_rest, mask=visible[:, None] & (rest < HEAD_DIM)[None, :], other=0.0)
@@ -242,8 +298,12 @@ def _decode_kernel(
         weights = weights * decay[:, None] + p
         v = k
         if v_ptr is not None:
-            v = tl.load(v_ptr + offset + tile, mask=mask, other=0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+            v = tl.load(v_ptr + offset // PER_WORD + word_tile, mask=visible[:, None] & word_inside[None, :], other=0)
+        p = p.to(q.dtype)
+        if PAIRED:
+            v, second = _unpaired(v, COMPILED)
+            seconds = tl.dot(p, second.to(q.dtype), seconds * decay[:, None], input_precision="ieee")
+        acc = tl.dot(p, v.to(q.dtype), acc * decay[:, None], input_precision="ieee")
 
     total = tl.sum(weights, 1)
     if sinks is not None:
@@ -252,13 +312,18 @@ def _decode_kernel(
         decay = tl.exp2(m - new_m)
         total = total * decay + tl.exp2(sink - new_m)
         acc *= decay[:, None]
-    attended = acc / total[:, None]
+        seconds *= decay[:, None]
     out_row = row * (num_kv_heads * group) + q_heads
-    stored = is_head[:, None] & inside[None, :]
+    stored = is_head[:, None] & word_inside[None, :]
     if SPLIT:
         out_row = out_row * num_splits + split
         tl.store(lse_ptr + out_row, m + tl.log2(total), mask=is_head)
-    tl.store(out_ptr + out_row[:, None] * V_DIM + dims[None, :], attended.to(out_ptr.dtype.element_ty), mask=stored)
+    out_ptrs = out_ptr + out_row[:, None] * V_DIM + words[None, :] * PER_WORD
+    attended = acc / total[:, None] * v_scale
+    tl.store(out_ptrs, attended.to(out_ptr.dtype.element_ty), mask=stored)
+    if PAIRED:
+        attended = seconds / total[:, None] * v_scale
+        tl.store(out_ptrs + 1, attended.to(out_ptr.dtype.element_ty), mask=stored)
 
 
 @triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["cache_seqlens", "sinks"])
@@ -329,16 +394,17 @@ def paged_decode(
 
     One kernel, or two where keys are split; no host sync, so it can be captured in a CUDA graph. Page-table entries
     past a row's last page, unused pages and unused slots of the last page are never read. Scores, weights and sums are
-    fp32; the weights are rounded to the cache's dtype for their product with the values, the answer once at the end.
+    fp32; the weights are rounded to q's dtype for their product with the values, with FP8 to fp16 in place of bf16, the
+    answer once at the end.
 
     Args:
-        q: [batch_size, tp_q_head_num, head_dim] of the cache's dtype; heads of a row are contiguous, rows may lie
-            further apart.
-        k_pages: [num_pages, page_size, tp_k_head_num, head_dim], contiguous, bf16, fp16 or fp32; page_size is a power
-            of two. fp32 is multiplied as such, without tensor cores.
-        v_pages: likewise. None: the first columns of a key, as many as an answer has, are its value.
+        q: [batch_size, tp_q_head_num, head_dim], bf16, fp16 or fp32; heads of a row are contiguous, rows may lie
+            further apart. fp32 is multiplied as such, without tensor cores.
+        k_pages: [num_pages, page_size, tp_k_head_num, head_dim], contiguous, of q's dtype or FP8 e4m3; page_size is a
+            power of two.
+        v_pages: likewise. None: the first columns of a key, as many as an answer has, are its value; not in FP8.
         paged: of a step of single tokens: `cache_seqlens` is at least 1 in every row, `cu_seqlens_q` is not read.
-        layer: its scale, window, chunk, softcap and sinks are applied.
+        layer: its scales, window, chunk, softcap and sinks are applied.
         out: [batch_size, tp_q_head_num, columns of a value], contiguous, written.
         tuning: None: `choose` of this batch. Keys that are split take a value's columns and one more, of 4 bytes, for
             each query head and run, as long as this computes: those of 512 * group at most as `choose` splits.
@@ -351,12 +417,13 @@ def paged_decode(
     v_dim = out.shape[-1]
     assert v_pages is None or v_dim == head_dim, "values of a width of their own are columns of the keys"
     group = num_q_heads // num_kv_heads
+    itemsize, kv_itemsize = q.element_size(), k_pages.element_size()
     block_m, block_d = block_of(group), block_of(v_dim)
     if block_d > _WIDE:
-        block_m = min(block_m, _WIDE_BLOCK_M if k_pages.element_size() <= 2 else 16)
+        block_m = min(block_m, _WIDE_BLOCK_M if kv_itemsize <= 2 else 16)
     head_tiles = triton.cdiv(group, block_m)
     if tuning is None:
-        tuning = _fit(choose(batch_size, num_kv_heads), block_m, block_d, k_pages.element_size())
+        tuning = _fit(choose(batch_size, num_kv_heads, kv_itemsize), block_m, block_d, itemsize, kv_itemsize)
     num_splits = tuning.num_splits
     is_split = num_splits > 1
     early_join = is_split and tuning.early_join and _has_dependent_launch(q.device)
@@ -369,7 +436,7 @@ def paged_decode(
     _decode_kernel[(num_kv_heads * head_tiles, num_splits, batch_size)](
         q,
         k_pages,
-        v_pages,
+        v_pages.view(torch.int16) if v_pages is not None and kv_itemsize == 1 else v_pages,
         paged.page_table,
         paged.cache_seqlens,
         None if is_split else layer.sinks,  # they join once
@@ -378,7 +445,8 @@ def paged_decode(
         q.stride(0),
         paged.page_table.stride(0),
         group,
-        layer.scale,
+        layer.scale * layer.k_scale,
+        layer.v_scale,
         num_splits,
         HEAD_DIM=head_dim,
         V_DIM=v_dim,
@@ -393,6 +461,7 @@ def paged_decode(
         CAP=layer.softcap or 0.0,
         SPLIT=is_split,
         EARLY_JOIN=early_join,
+        COMPILED=not triton.knobs.runtime.interpret,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
     )

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from attention.forward_batch import NewTokenMask, PagedMetadata
-from attention.kernels.decode import block_of, cap, first_key
+from attention.kernels.decode import block_of, cap, first_key, for_cache
 from attention.layer import AttentionLayer
 
 _ROWS_AT_ONCE = 128
@@ -152,7 +152,7 @@ def _walk(
             is_key = (position >= low) & (position < stop)
             is_there = is_there & is_key[:, None]
             is_value = is_value & is_key[:, None]
-        k = _load(k_ptr + slot * k_stride + k_tile, is_there, not MASKED and KEY_DIM == BLOCK_D)
+        k = _load(k_ptr + slot * k_stride + k_tile, is_there, not MASKED and KEY_DIM == BLOCK_D).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if q_rest is not None:
             rest = KEY_DIM + tl.arange(0, q_rest.shape[1])
@@ -182,7 +182,7 @@ def _walk(
         total = tl.fma(total, decay, tl.sum(p, 1))
         v = k
         if v_ptr is not None:
-            v = _load(v_ptr + slot * v_stride + v_tile, is_value, not MASKED and V_DIM == BLOCK_D)
+            v = _load(v_ptr + slot * v_stride + v_tile, is_value, not MASKED and V_DIM == BLOCK_D).to(q.dtype)
         acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
     return m, total, acc
 
@@ -217,6 +217,7 @@ def _extend_kernel(
     num_rows,
     group,
     scale,
+    v_scale,
     HEAD_DIM: tl.constexpr,
     V_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -253,6 +254,7 @@ def _extend_kernel(
     dims = tl.arange(0, BLOCK_D)
     q_rows = (start + tokens).to(tl.int64) * q_stride + q_heads * HEAD_DIM
     q = tl.load(q_ptr + q_rows[:, None] + dims[None, :], mask=is_pair[:, None] & (dims < KEY_DIM)[None, :], other=0.0)
+    q = for_cache(q, k_ptr.dtype.element_ty)
     q_rest = None
     if BLOCK_REST > 0:
         rest = KEY_DIM + tl.arange(0, BLOCK_REST)
@@ -311,7 +313,7 @@ def _extend_kernel(
     if lse_ptr is not None:
         lse = tl.where(total > 0, (m + tl.log2(divisor)) / LOG2_E, float("-inf"))
         tl.store(lse_ptr + out_rows, lse, mask=is_pair)
-    attended = acc / divisor[:, None]
+    attended = acc / divisor[:, None] * v_scale
     stored = is_pair[:, None] & (dims < V_DIM)[None, :]
     tl.store(out_ptr + out_rows[:, None] * V_DIM + dims[None, :], attended.to(out_ptr.dtype.element_ty), mask=stored)
 
@@ -334,20 +336,21 @@ def paged_extend(
     One kernel; no host sync, so it can be captured in a CUDA graph: its grid follows from the shapes of `q` and of
     `paged`. The last new token of a row is at position `cache_seqlens - 1` and sees all before it that window and chunk
     leave. Page-table entries past a row's last page, unused pages and slots past a row's last token are never read.
-    Scores, weights and sums are fp32; the weights are rounded to the cache's dtype for their product with the values,
-    the answer once at the end.
+    Scores, weights and sums are fp32; the weights are rounded to q's dtype for their product with the values, with FP8
+    to fp16 in place of bf16, the answer once at the end.
 
     Args:
-        q: [num_tokens, tp_q_head_num, head_dim] of the cache's dtype; heads of a token are contiguous, tokens may lie
-            further apart. All of them belong to rows: `cu_seqlens_q` ends with num_tokens, or before it.
-        k_pages: [num_pages, page_size, tp_k_head_num, head_dim], contiguous, bf16, fp16 or fp32; page_size is a power
-            of two. fp32 is multiplied as such, without tensor cores. Or [num_keys, tp_k_head_num, head_dim] of rows
-            whose keys follow one another: `page_table` is then [batch_size, 1], the first key of each.
+        q: [num_tokens, tp_q_head_num, head_dim], bf16, fp16 or fp32; heads of a token are contiguous, tokens may lie
+            further apart. All of them belong to rows: `cu_seqlens_q` ends with num_tokens, or before it. fp32 is
+            multiplied as such, without tensor cores.
+        k_pages: [num_pages, page_size, tp_k_head_num, head_dim], contiguous, of q's dtype or FP8 e4m3; page_size is a
+            power of two. Or [num_keys, tp_k_head_num, head_dim] of rows whose keys follow one another: `page_table` is
+            then [batch_size, 1], the first key of each.
         v_pages: likewise, of any width. None: the first columns of a key, as many as an answer has, are its value.
         paged: rows may have no new tokens. `max_seqlen_q` is not read.
-        layer: its scale, window, chunk, softcap and sinks are applied.
-        out: [num_tokens, tp_q_head_num, columns of a value], contiguous, written; of the cache's dtype, or fp32 for a
-            part that is to be merged.
+        layer: its scales, window, chunk, softcap and sinks are applied.
+        out: [num_tokens, tp_q_head_num, columns of a value], contiguous, written; of q's dtype, or fp32 for a part that
+            is to be merged.
         lse: [num_tokens, tp_q_head_num] fp32, contiguous, written: the natural logarithm of the sum of exponentials
             that each answer was divided by, the sink's included; -inf where a query sees nothing, which answers zeros.
         mask: for the new tokens of the rows that have a part of it.
@@ -363,7 +366,7 @@ def paged_extend(
     num_rows = len(paged.cache_seqlens)
     group = num_q_heads // num_kv_heads
     if tuning is None:
-        tuning = choose(v_dim, k_pages.dtype)
+        tuning = choose(v_dim, q.dtype)
     # As many as `_first_tile` tells apart: the tiles of all tokens were they one row's, and one for each row.
     num_tiles = num_tokens * group // tuning.block_m + num_rows
     _extend_kernel[(num_kv_heads, num_tiles)](
@@ -383,7 +386,8 @@ def paged_extend(
         paged.page_table.stride(0),
         num_rows,
         group,
-        layer.scale,
+        layer.scale * layer.k_scale,
+        layer.v_scale,
         HEAD_DIM=head_dim,
         V_DIM=v_dim,
         BLOCK_D=block_of(v_dim),

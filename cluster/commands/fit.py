@@ -84,7 +84,7 @@ def _routed_outputs(model: ModelConfig) -> int:
 
 def _kv_tokens(plan: ShardPlan, config: EngineConfig, free_bytes: int) -> int:
     kv, window_pool = config.kv_cache, WindowPool.of(config, plan.model)
-    pages = [plan.kv_page_bytes(rank, kv.page_size, config.dtype) for rank in range(plan.tp_size)]
+    pages = [plan.kv_page_bytes(rank, kv.page_size, config.kv_dtype) for rank in range(plan.tp_size)]
     if kv.num_tokens is not None:
         num_pages = -(-kv.num_tokens // kv.page_size)
         fits_all = all(pool_bytes(num_pages, page, window_pool) <= free_bytes for page in pages)

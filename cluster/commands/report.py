@@ -159,7 +159,7 @@ def _rank_table(plan: ShardPlan, config: EngineConfig) -> Table:
 def _kv_bytes_per_token(plan: ShardPlan, config: EngineConfig) -> list[float]:
     """Of each rank; layers with a window count with the share of all pages that they have."""
     page_size, window_pool = config.kv_cache.page_size, WindowPool.of(config, plan.model)
-    pages = [plan.kv_page_bytes(rank, page_size, config.dtype) for rank in range(plan.tp_size)]
+    pages = [plan.kv_page_bytes(rank, page_size, config.kv_dtype) for rank in range(plan.tp_size)]
     return [bytes_per_token(page, page_size, window_pool) for page in pages]
 
 
@@ -174,7 +174,7 @@ def _memory_lines(plan: ShardPlan, config: EngineConfig) -> list[str]:
     element_bytes = dtype_bytes(config.dtype)
     weights = [plan.weight_elements(rank) * element_bytes for rank in range(plan.tp_size)]
     kv, window_pool = config.kv_cache, WindowPool.of(config, plan.model)
-    fullest = max((plan.kv_page_bytes(rank, kv.page_size, config.dtype) for rank in range(plan.tp_size)), key=sum)
+    fullest = max((plan.kv_page_bytes(rank, kv.page_size, config.kv_dtype) for rank in range(plan.tp_size)), key=sum)
     unused = sum(int((1 - tensor.share) * tensor.elements) for tensor in plan.model.tensors()) * element_bytes
     active = f"; a token uses {(sum(weights) - unused) / _MIB:.0f} MiB of them" if unused else ""
     lines = [

@@ -1,9 +1,9 @@
 """From the QKV product to attention in one kernel: norm of query and key heads, rotary embedding, KV store.
 
 A program does eight heads of one token: query heads in place, or key heads with the value heads beside them into the
-KV cache. Everything is fp32 between load and store, and rounded once; the cache holds the rounded values. The tile,
-and with it the order of a head's sum of squares, follows from head_dim alone: neither the batch nor the number of heads
-on this rank changes a head's bits.
+KV cache. Everything is fp32 between load and store, and rounded once; the cache holds the rounded values, in FP8 after
+a division by the layer's factors. The tile, and with it the order of a head's sum of squares, follows from head_dim
+alone: neither the batch nor the number of heads on this rank changes a head's bits.
 """
 
 from __future__ import annotations
@@ -32,6 +32,28 @@ def _norm_and_rotate(
     return tl.fma(first, cos, -(second * sin)), tl.fma(second, cos, first * sin)
 
 
+@triton.jit
+def _cached(x, scale, dtype: tl.constexpr):
+    """What the cache holds of x: x in its dtype, or, where that is bytes, x / scale in FP8 e4m3.
+
+    Rounded to the nearest, of two the even one; beyond +-448 it is that, and NaN is NaN. By integers: Triton's
+    interpreter would truncate, and GPUs before compute capability 8.9 have no FP8.
+    """
+    if dtype != tl.uint8:
+        return x.to(dtype)
+    else:
+        bits = tl.div_rn(x.to(tl.float32), scale).to(tl.int32, bitcast=True)
+        size = bits & 0x7FFFFFFF
+        clamped = tl.minimum(size, 0x43E00000)  # 448
+        # Exponents are 120 less, and 20 bits go: half of the last that stays is added, or just less where that is even.
+        normal = ((clamped + 0x7FFFF + ((clamped >> 20) & 1)) >> 20) - (120 << 3)
+        # Below 2**-6 steps are of 2**-9, which are those of fp32 from 2**14 on.
+        steps = (clamped.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+        code = tl.where(clamped < 0x3C800000, steps, normal)
+        code = tl.where(size > 0x7F800000, 0x7F, code)
+        return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
 # Not specialised by head counts and slots: one compilation serves every rank and layer, so their bits agree.
 @triton.jit(do_not_specialize=["num_slots", "num_q_heads", "num_kv_heads"])
 def _qk_norm_rope_store_kernel(
@@ -47,6 +69,8 @@ def _qk_norm_rope_store_kernel(
     num_q_heads,
     num_kv_heads,
     eps,
+    k_scale,
+    v_scale,
     HEAD_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     HEADS: tl.constexpr,
@@ -95,10 +119,11 @@ def _qk_norm_rope_store_kernel(
         )
         stored = kv_mask & ((slot >= 0) & (slot < num_slots))
         slot_offsets = slot * num_kv_heads * HEAD_DIM + offsets
-        tl.store(k_slots_ptr + slot_offsets + first_at, k_first.to(k_slots_ptr.dtype.element_ty), mask=stored)
-        tl.store(k_slots_ptr + slot_offsets + second_at, k_second.to(k_slots_ptr.dtype.element_ty), mask=stored)
-        tl.store(v_slots_ptr + slot_offsets + columns, v_first, mask=stored)
-        tl.store(v_slots_ptr + slot_offsets + columns + HALF, v_second, mask=stored)
+        CACHE: tl.constexpr = k_slots_ptr.dtype.element_ty
+        tl.store(k_slots_ptr + slot_offsets + first_at, _cached(k_first, k_scale, CACHE), mask=stored)
+        tl.store(k_slots_ptr + slot_offsets + second_at, _cached(k_second, k_scale, CACHE), mask=stored)
+        tl.store(v_slots_ptr + slot_offsets + columns, _cached(v_first, v_scale, CACHE), mask=stored)
+        tl.store(v_slots_ptr + slot_offsets + columns + HALF, _cached(v_second, v_scale, CACHE), mask=stored)
 
 
 def qk_norm_rope_store(
@@ -115,6 +140,8 @@ def qk_norm_rope_store(
     num_q_heads: int,
     num_kv_heads: int,
     head_dim: int,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
 ) -> None:
     """Norms and rotates the query heads of `qkv` in place, and writes its key heads, so treated, and value heads.
 
@@ -128,16 +155,19 @@ def qk_norm_rope_store(
         eps: of both norms.
         cos_sin: [max_positions, rotary_dim] fp32, contiguous: rotary_dim / 2 cosines, then as many sines.
         positions: [num_tokens] int64, each at least 0 and below max_positions.
-        k_slots: [num_slots, num_kv_heads * head_dim], contiguous, of qkv's dtype.
+        k_slots: [num_slots, num_kv_heads * head_dim], contiguous, of qkv's dtype or FP8 e4m3.
         v_slots: the same for values.
         out_cache_loc: [num_tokens] int64: the slot of each token. Several tokens may name slot 0, the padding slot,
             whose content is then undefined; a token whose slot is negative or at least num_slots is not stored.
+        k_scale: in FP8, what keys are divided by; likewise `v_scale`.
     """
     num_tokens, width = qkv.shape
     assert width == (num_q_heads + 2 * num_kv_heads) * head_dim, f"{width} columns are not the heads of qkv"
     assert qkv.is_contiguous(), "qkv is read and written as one block"
     assert (q_weight is None) == (k_weight is None), "query and key heads are both normed or neither"
     assert k_slots.shape[1] == num_kv_heads * head_dim, f"a slot of {k_slots.shape[1]} elements is not a token's keys"
+    if k_slots.dtype is torch.float8_e4m3fn:
+        k_slots, v_slots = k_slots.view(torch.uint8), v_slots.view(torch.uint8)
     block = 1 << (head_dim // 2 - 1).bit_length()
     grid = (num_tokens, -(-num_q_heads // _HEADS) + -(-num_kv_heads // _HEADS))
     _qk_norm_rope_store_kernel[grid](
@@ -153,6 +183,8 @@ def qk_norm_rope_store(
         num_q_heads,
         num_kv_heads,
         eps,
+        k_scale,
+        v_scale,
         HEAD_DIM=head_dim,
         ROTARY_DIM=cos_sin.shape[1],
         HEADS=_HEADS,

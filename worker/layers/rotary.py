@@ -82,6 +82,8 @@ class KernelRotation:
             num_q_heads=layer.tp_q_head_num,
             num_kv_heads=layer.tp_k_head_num,
             head_dim=layer.head_dim,
+            k_scale=layer.k_scale,
+            v_scale=layer.v_scale,
         )
         return qkv[:, : layer.tp_q_head_num * layer.head_dim]
 

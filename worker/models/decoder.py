@@ -6,7 +6,8 @@ columns of MLPs or of every expert; two all-reduces a layer make the residual st
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -199,6 +200,13 @@ class Decoder:
             self._lm_head.load(source, model.lm_head.name)
         if on_progress is not None:
             on_progress(1.0)
+
+    def set_kv_scales(self, scales: Sequence[tuple[float, ...]]) -> None:
+        """What each layer's keys, and its values, are divided by in a pool in FP8; before `attention_layers` are asked
+        for to make one."""
+        for layer, (k_scale, v_scale) in zip(self._layers, scales, strict=True):
+            assert isinstance(layer.attention, Attention), "no other kind has keys and values in FP8"
+            layer.attention.layer = replace(layer.attention.layer, k_scale=k_scale, v_scale=v_scale)
 
     def set_max_positions(self, max_positions: int) -> None:
         """Prepares rotary tables for positions below `max_positions`."""
