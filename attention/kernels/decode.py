@@ -197,7 +197,7 @@ def _decode_kernel(
     LOG2_E: tl.constexpr = 1.4426950408889634
     # Values in FP8 are loaded two at a time: as single bytes they would go from shared memory to registers one by one,
     # for a product over keys needs them transposed, which the hardware does with words of 16 bits alone.
-    PAIRED: tl.constexpr = v_ptr.dtype.element_ty == tl.int16
+    PAIRED: tl.constexpr = k_ptr.dtype.element_ty.is_fp8()
     PER_WORD: tl.constexpr = 2 if PAIRED else 1
     # Programs that follow each other read neighbouring memory: the KV heads of one row.
     kv_head = tl.program_id(0)
