@@ -73,13 +73,8 @@ class Step:
     @property
     def kv_bytes(self) -> int:
         """Of keys and values, of one byte in FP8 and else two, that a layer reads."""
-        return (
-            (4 if self.kv_dtype == "auto" else 2)
-            * self.batch_size
-            * (self.prefix + self.new)
-            * self.num_kv_heads
-            * HEAD_DIM
-        )
+        itemsize = 2 if self.kv_dtype == "auto" else 1
+        return 2 * itemsize * self.batch_size * (self.prefix + self.new) * self.num_kv_heads * HEAD_DIM
 
     @property
     def flops(self) -> int:

@@ -166,7 +166,7 @@ def _attention_inputs(
     num_rows: int,
     page_size: int,
     dtype: torch.dtype,
-    kv_dtype: torch.dtype | None,
+    kv_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, PagedMetadata]:
     """Queries, keys, values and where they are."""
     qkv = torch.empty(num_tokens, (layer.tp_q_head_num + 2 * layer.tp_k_head_num) * layer.head_dim, dtype=dtype)
