@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from cluster.messages import FinishReason, GenerateRequest, SamplingParams, SchedulerStats
+from cluster.scheduling.limits import max_item_tokens
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
 from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
@@ -40,6 +41,8 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     top: list[dict[int, float]] = field(default_factory=list)
     """For each token, the log probabilities of the likeliest ids, where they were asked for."""
+    top_logprobs: list[list[float]] = field(default_factory=list)
+    """Likewise, in the order they came."""
     logprobs: list[float] = field(default_factory=list)
     """For each token, where they were asked for."""
     prompt_logprobs: list[float] = field(default_factory=list)
@@ -166,6 +169,7 @@ class GpuEngine:
             vocab_size=self.model.vocab_size,
             enable_prefix_caching=self.config.kv_cache.enable_prefix_caching,
             eos_token_ids=self.model.eos_token_ids,
+            max_item_tokens=max_item_tokens(self.config, self.model),
             **self.config.scheduler.model_dump(),
         )
         return Scheduler(limits, generation)
@@ -206,6 +210,7 @@ class GpuEngine:
             self.answers[run.id].prompt_logprobs += np.frombuffer(run.logprobs, np.float32).tolist()
         for entry in output.logprobs:
             self.answers[entry.id].logprobs.append(entry.logprob)
+            self.answers[entry.id].top_logprobs.append(entry.top_logprobs)
             self.answers[entry.id].top.append(dict(zip(entry.top_ids, entry.top_logprobs, strict=True)))
         for finished in output.finished:
             self.answers[finished.id].reason = finished.reason
