@@ -166,10 +166,10 @@ class GpuEngine:
             num_pages=self._num_pages,
             page_size=self.config.kv_cache.page_size,
             max_model_len=self._max_model_len,
+            max_item_tokens=max_item_tokens(self.config, self.model),
             vocab_size=self.model.vocab_size,
             enable_prefix_caching=self.config.kv_cache.enable_prefix_caching,
             eos_token_ids=self.model.eos_token_ids,
-            max_item_tokens=max_item_tokens(self.config, self.model),
             **self.config.scheduler.model_dump(),
         )
         return Scheduler(limits, generation)
