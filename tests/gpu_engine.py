@@ -175,7 +175,7 @@ class GpuEngine:
             enable_prefix_caching=self.config.kv_cache.enable_prefix_caching,
             eos_token_ids=self.model.eos_token_ids,
             num_window_pages=self._num_window_pages,
-            window=None if self._window_pool is None else self._window_pool.window,
+            window=1 if self._window_pool is None else self._window_pool.window,
             **self.config.scheduler.model_dump(),
         )
         return Scheduler(limits, generation)
