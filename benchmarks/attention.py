@@ -1,14 +1,18 @@
 """Time of one layer's attention by every backend that can serve it, on the same steps; what `auto` takes is marked.
 
-    python -m benchmarks.attention [--device cuda] [--kv-dtype auto,fp8_e4m3] [--only decode,extend] [--seconds 200]
-                                   [--json FILE]
+    python -m benchmarks.attention [--device cuda] [--kv-dtype auto,fp8_e4m3] [--only decode,extend,latent]
+                                   [--seconds 200] [--json FILE]
 
 Decodes are 1 to 256 rows of 1k to 32k tokens; extends one row of 512 to 8k new tokens behind 0 to 16k cached ones. Keys
 and values are on pages of random order. On a GPU a CUDA graph holds the attention of several layers, each with a pool
 of its own, so that no layer finds its keys in the L2 cache; on a CPU, where sizes are divided by 32, the layers run one
-after the other. Next to the microseconds of a layer: of decodes the GB/s of keys and values read, of extends the
-TFLOP/s. `auto / fastest` says how far `auto` is behind the fastest: 1.00 where it is the fastest. Of several types of
-keys and values each step is measured in all of them before the next.
+after the other. Next to the microseconds of a layer: of decodes the GB/s of keys and values read, and the share that
+this is of `--peak-gb-s`; of extends the TFLOP/s, as if all keys and values were there. `auto / fastest` says how far
+`auto` is behind the fastest: 1.00 where it is the fastest. Of several types of keys and values each step is measured in
+all of them before the next.
+
+`latent` are both kinds of steps of latent attention (MLA), with the heads of DeepSeek-V2-Lite and of DeepSeek-V2. They
+include what the heads do between latents and keys and values of their own.
 
 Where FlashInfer is installed, its own wrappers are timed as its benchmark does, planned for the very step and without
 this engine's backend: paged, and of a prompt without a cached prefix also ragged, which reads keys and values that lie
@@ -32,7 +36,8 @@ from attention.backend import IMPLEMENTATIONS, AttentionBackend
 from attention.flashinfer_backend import PlanInputs
 from attention.forward_batch import ForwardBatch, ForwardMode, PagedMetadata
 from attention.kv_pool import FP8, TokenToKVPool
-from attention.layer import AttentionLayer
+from attention.latent import LatentHeads
+from attention.layer import AttentionLayer, LatentLayer
 from attention.registry import needs_of
 from attention.step_shape import StepShape
 from benchmarks.graph_timing import graph_us
@@ -41,11 +46,14 @@ from configs.attention import BACKENDS, choose_backend
 
 HEADS = ((8, 8), (32, 8), (64, 8))  # query heads, KV heads
 HEAD_DIM, PAGE_SIZE = 128, 64
+LATENT_HEADS = (16, 128)
+LATENT_DIM, NOPE_DIM, ROPE_DIM, V_DIM = 512, 128, 64, 128
 BATCHES, CONTEXTS = (1, 16, 64, 256), (1024, 4096, 8192, 32_768)
 NEW, PREFIXES = (512, 2048, 8192), (0, 4096, 16_384)
 MOST_BYTES = 24 << 30  # of all layers' keys and values; larger steps are left out
 TARGET_BYTES = 1 << 30  # which a graph reads
 MAX_LAYERS = 32
+PEAK_GB_S = 4270.0  # copies of large tensors on an H200
 _SMALLER_ON_CPU = 32
 
 
@@ -60,6 +68,7 @@ class Step:
     """Input tokens of each row."""
     prefix: int
     """Tokens of each row that are in the cache."""
+    is_latent: bool = False
     kv_dtype: str = "auto"
     """As `kv_cache.dtype`."""
 
@@ -68,29 +77,47 @@ class Step:
         """Heads, rows and tokens."""
         rows = f"{self.batch_size} x {self.prefix + 1:,}" if self.new == 1 else f"{self.new:,} after {self.prefix:,}"
         kv_dtype = "" if self.kv_dtype == "auto" else f"  {self.kv_dtype}"
-        return f"{self.num_q_heads}/{self.num_kv_heads}  {rows}{kv_dtype}"
+        return f"{self.num_q_heads}/{'latent' if self.is_latent else self.num_kv_heads}  {rows}{kv_dtype}"
+
+    @property
+    def is_decode(self) -> bool:
+        return self.new == 1
 
     @property
     def kv_bytes(self) -> int:
         """Of keys and values, of one byte in FP8 and else two, that a layer reads."""
-        itemsize = 2 if self.kv_dtype == "auto" else 1
-        return 2 * itemsize * self.batch_size * (self.prefix + self.new) * self.num_kv_heads * HEAD_DIM
+        elements = LATENT_DIM + ROPE_DIM if self.is_latent else 2 * self.num_kv_heads * HEAD_DIM
+        return (2 if self.kv_dtype == "auto" else 1) * self.batch_size * (self.prefix + self.new) * elements
 
     @property
     def flops(self) -> int:
         """Of two products for each pair of a query and a key that it sees."""
         pairs = self.new * self.prefix + self.new * (self.new + 1) // 2
-        return 4 * self.batch_size * pairs * self.num_q_heads * HEAD_DIM
+        return 2 * self.batch_size * pairs * self.num_q_heads * sum(self.widths)
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Of the keys and of the values of a query head."""
+        return (NOPE_DIM + ROPE_DIM, V_DIM) if self.is_latent else (HEAD_DIM, HEAD_DIM)
+
+    def layer(self, layer_id: int) -> AttentionLayer:
+        shape = {"layer_id": layer_id, "tp_q_head_num": self.num_q_heads, "tp_k_head_num": self.num_kv_heads}
+        scale = self.widths[0] ** -0.5
+        if not self.is_latent:
+            return AttentionLayer(**shape, head_dim=HEAD_DIM, scale=scale)
+        dims = {"head_dim": LATENT_DIM + ROPE_DIM, "latent_dim": LATENT_DIM, "nope_dim": NOPE_DIM, "v_dim": V_DIM}
+        return LatentLayer(**shape, **dims, scale=scale)
 
 
 def steps(only: set[str], divisor: int, kv_dtypes: Sequence[str] = ("auto",)) -> Iterator[Step]:
-    """Those that fit, decodes first."""
-    for heads in HEADS:
-        found = [Step(*heads, batch, 1, context // divisor - 1) for batch in BATCHES for context in CONTEXTS]
-        found += [Step(*heads, 1, new // divisor, prefix // divisor) for new in NEW for prefix in PREFIXES]
+    """Those that fit, decodes first; latent layers, which are of one type, last."""
+    for *heads, is_latent in [(*heads, False) for heads in HEADS] + [(heads, 1, True) for heads in LATENT_HEADS]:
+        found = [Step(*heads, batch, 1, context // divisor - 1, is_latent) for batch in BATCHES for context in CONTEXTS]
+        found += [Step(*heads, 1, new // divisor, prefix // divisor, is_latent) for new in NEW for prefix in PREFIXES]
         for step in found:
-            if ("decode" if step.new == 1 else "extend") in only and step.kv_bytes <= MOST_BYTES:
-                yield from (replace(step, kv_dtype=kv_dtype) for kv_dtype in kv_dtypes)
+            part = "latent" if is_latent else "decode" if step.is_decode else "extend"
+            if part in only and step.kv_bytes <= MOST_BYTES:
+                yield from (replace(step, kv_dtype=it) for it in (("auto",) if is_latent else kv_dtypes))
 
 
 class Inputs:
@@ -99,16 +126,7 @@ class Inputs:
     def __init__(self, step: Step, device: torch.device, dtype: torch.dtype) -> None:
         self.step = step
         num_layers = min(max(TARGET_BYTES // step.kv_bytes, 1), MAX_LAYERS) if device.type == "cuda" else 2
-        self.layers = [
-            AttentionLayer(
-                layer_id=i,
-                tp_q_head_num=step.num_q_heads,
-                tp_k_head_num=step.num_kv_heads,
-                head_dim=HEAD_DIM,
-                scale=HEAD_DIM**-0.5,
-            )
-            for i in range(num_layers)
-        ]
+        self.layers = [step.layer(i) for i in range(num_layers)]
         seq_len = step.prefix + step.new
         pages_per_row = -(-seq_len // PAGE_SIZE)
         num_pages = step.batch_size * pages_per_row
@@ -125,7 +143,13 @@ class Inputs:
                 pages.copy_(torch.empty_like(pages, dtype=dtype).normal_())
         page_table = (1 + torch.randperm(num_pages, dtype=torch.int32)).view(step.batch_size, -1).to(device)
         num_tokens = step.batch_size * step.new
-        self.q = torch.randn(num_tokens, step.num_q_heads * HEAD_DIM, dtype=dtype, device=device)
+        self.q = torch.randn(num_tokens, step.num_q_heads * step.widths[0], dtype=dtype, device=device)
+        shape = (step.num_q_heads, NOPE_DIM + V_DIM, LATENT_DIM)
+        self.heads = {
+            layer.layer_id: LatentHeads(layer, torch.randn(shape, dtype=dtype, device=device) / LATENT_DIM**0.5)
+            for layer in self.layers
+            if isinstance(layer, LatentLayer)
+        }
         lens = np.full(step.batch_size, step.new, np.int64)
         prefixes = np.full(step.batch_size, step.prefix, np.int64)
         bounds = step.new * np.arange(step.batch_size + 1, dtype=np.int64)
@@ -150,14 +174,18 @@ class Inputs:
 
     def us(self, backend: AttentionBackend) -> float:
         """Microseconds of one layer, of decodes as a captured step has them."""
-        if self.step.new == 1 and self.q.is_cuda:
+        if self.step.is_decode and self.q.is_cuda:
             backend.prepare_capture(self.batch, StepShape(*[self.step.batch_size] * 3))
         else:
             backend.init_forward_metadata(self.batch)
 
         def run() -> None:
             for layer in self.layers:
-                backend.attend(self.q, layer)
+                if isinstance(layer, LatentLayer):
+                    q = self.q.view(-1, layer.tp_q_head_num, layer.qk_dim)
+                    backend.attend_latent(q, layer, self.heads[layer.layer_id])
+                else:
+                    backend.attend(self.q, layer)
 
         if self.q.is_cuda and backend.captures_cuda_graphs:
             return graph_us(run, len(self.layers))
@@ -174,7 +202,7 @@ class Inputs:
         indices = batch.paged.page_table.flatten()  # rows are alike, and every entry is used
         pages, q = (inputs.kv_indptr, indices, inputs.last_page_len), self.q.view(-1, step.num_q_heads, HEAD_DIM)
         out = torch.empty_like(q)
-        if step.new == 1:
+        if step.is_decode:
             tensor_cores = step.num_q_heads >= 4 * step.num_kv_heads
             paged = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, use_tensor_cores=tensor_cores)
             paged.plan(*pages, *heads, PAGE_SIZE, **types)
@@ -214,16 +242,22 @@ def measure(step: Step, device: torch.device, dtype: torch.dtype) -> tuple[dict[
         able.remove("flashinfer")
     times = {name: inputs.us(IMPLEMENTATIONS[name](inputs.layers, inputs.pool)) for name in able}
     theirs = inputs.flashinfer_us() if "flashinfer" in able else {}
-    return times, choose_backend("decode" if step.new == 1 else "prefill", needs)[0], theirs
+    return times, choose_backend("decode" if step.is_decode else "prefill", needs)[0], theirs
 
 
-def row_of(step: Step, times: dict[str, float], auto: str, theirs: dict[str, float]) -> list[str]:
+def row_of(
+    step: Step, times: dict[str, float], auto: str, theirs: dict[str, float], peak_gb_s: float = PEAK_GB_S
+) -> list[str]:
     """The cells of one step's row."""
-    work, unit = (step.kv_bytes, "GB/s") if step.new == 1 else (step.flops / 1e3, "TFLOP/s")
+
+    def rate(us: float) -> str:
+        if not step.is_decode:
+            return f"{step.flops / us / 1e6:,.0f} TFLOP/s"
+        gb_s = step.kv_bytes / us / 1e3
+        return f"{gb_s:,.0f} GB/s, {100 * gb_s / peak_gb_s:.0f} %"
+
     cells = [
-        "-"
-        if name not in times
-        else f"{times[name]:,.1f}{'*' * (name == auto)} ({work / times[name] / 1e3:,.0f} {unit})"
+        "-" if name not in times else f"{times[name]:,.1f}{'*' * (name == auto)} ({rate(times[name])})"
         for name in BACKENDS
     ]
     own = [f"{name} {us:,.1f} ({times['flashinfer'] / us:.2f})" for name, us in theirs.items()]
@@ -235,7 +269,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--kv-dtype", default="auto", help="auto, fp8_e4m3 or both, with a comma between")
-    parser.add_argument("--only", default="decode,extend", help="parts, with commas between")
+    parser.add_argument("--only", default="decode,extend,latent", help="parts, with commas between")
+    parser.add_argument("--peak-gb-s", type=float, default=PEAK_GB_S, help="what the device's memory can do")
     parser.add_argument("--seconds", type=float, default=200.0, help="steps left by then are not measured")
     parser.add_argument("--commit", help="of this code, where git is not there to tell")
     parser.add_argument("--json", type=Path, help="where every measurement goes as well")
@@ -251,7 +286,7 @@ def main() -> None:
             print(f"# not measured after {args.seconds:g} s: {step.name} and what follows")
             break
         times, auto, theirs = measure(step, device, dtype)
-        rows.append(row_of(step, times, auto, theirs))
+        rows.append(row_of(step, times, auto, theirs, args.peak_gb_s))
         measured.append({"step": step.name, "us": times, "auto": auto, "flashinfer alone": theirs})
         report.add(measured=measured)
     header = ["heads  rows x tokens, or new after cached", *BACKENDS, "auto / fastest", "FlashInfer alone (ours / it)"]

@@ -52,6 +52,8 @@ class EngineFacts:
     """The coordinator's socket, for `EngineClient.connect`."""
     num_pages: int
     max_model_len: int
+    max_item_tokens: int
+    """As in SchedulerLimits."""
     locations: tuple[Location, ...]
     loads: tuple[RankLoad, ...]
     peak_flops: float
@@ -147,6 +149,7 @@ class CoordinatorActor:
             address=coordinator.address,
             num_pages=num_pages,
             max_model_len=max_model_len,
+            max_item_tokens=limits.max_item_tokens,
             locations=tuple(locations),
             loads=memory.loads,
             peak_flops=peak_flops,
@@ -212,6 +215,7 @@ def _scheduler_limits(
     spec: EngineSpec, num_pages: int, max_model_len: int, window_pool: WindowPool | None
 ) -> SchedulerLimits:
     """Limits of a group whose ranks hold `num_pages` pages each."""
+    from cluster.scheduling.limits import max_item_tokens
     from cluster.scheduling.scheduler import SchedulerLimits
 
     return SchedulerLimits(
@@ -223,6 +227,7 @@ def _scheduler_limits(
         eos_token_ids=spec.model.eos_token_ids,
         num_window_pages=None if window_pool is None else window_pool.num_pages(num_pages),
         window=1 if window_pool is None else window_pool.window,
+        max_item_tokens=max_item_tokens(spec.config, spec.model),
         **spec.config.scheduler.model_dump(),
     )
 

@@ -143,6 +143,7 @@ class RunningEngine:
             rank_devices=[location.device for location in self.facts.locations],
             version=VERSION,
             info=EngineInfo.of(config, self.facts.num_pages),
+            max_item_tokens=self.facts.max_item_tokens,
             system_fingerprint=_fingerprint(self.spec),
         )
         try:

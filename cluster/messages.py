@@ -61,6 +61,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Until the answer has as many tokens, neither end of sequence nor `stop_token_ids` is sampled."""
     prompt_logprobs: int = -1
     """-1: none; k: each prompt token's log probability and the k likeliest in its place. Reads no prefix cache."""
+    item_lens: tuple[int, ...] = ()
+    """The last tokens of the prompt are as many items, which see what is before them all and themselves. The log
+    probabilities of `logprob_token_ids` after each of them come with the one token that is sampled after the last."""
     grammar: str | None = None
     """What the answer must match, as llguidance's JSON of a checked grammar (`cluster.structured`)."""
 
@@ -183,7 +186,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
     logprob: float
     """That of the token, by the model's own distribution: before penalties, biases, masks, temperature and filters."""
     top_ids: list[int]
-    """The `num_logprobs` likeliest, descending; then `logprob_token_ids`, in the request's order."""
+    """The `num_logprobs` likeliest, descending; then `logprob_token_ids`, in the request's order. With
+    `item_lens` these alone, once for each item."""
     top_logprobs: list[float]
 
 

@@ -6,6 +6,7 @@ a row reused too early gives a wrong token. Every frame and every output is chec
 
 from __future__ import annotations
 
+import itertools
 import random
 import zlib
 from collections import deque
@@ -136,6 +137,13 @@ def prompt_score(tokens: list[int] | npt.NDArray[np.int64], target: int, k: int)
     return -float(VOCAB * next_token(tokens, 1) + target), [next_token(tokens, 2 + i) for i in range(k)]
 
 
+def item_scores(prompt: Sequence[int], item_lens: Sequence[int], label_ids: Sequence[int]) -> list[list[float]]:
+    """For each item that the prompt ends with, what there is of each label after the query and that item alone."""
+    bounds = list(itertools.accumulate(item_lens, initial=len(prompt) - sum(item_lens)))
+    texts = [[*prompt[: bounds[0]], *prompt[first:last]] for first, last in itertools.pairwise(bounds)]
+    return [[-float(next_token(text, label)) for label in label_ids] for text in texts]
+
+
 class FakeWorker:
     """Runs frames one after the other on an array of pages.
 
@@ -153,6 +161,7 @@ class FakeWorker:
         self.last_token = np.zeros(limits.max_num_seqs + 1, np.int64)
         self.seeds: dict[int, int] = {}
         self.num_logprobs: dict[int, int] = {}
+        self.asked: dict[int, list[int]] = {}
         self.masks: dict[int, npt.NDArray[np.bool_]] = {}
         self.bans: dict[int, list[tuple[int, int]]] = {}
         """(token id, position from which it may be drawn) by row."""
@@ -167,11 +176,14 @@ class FakeWorker:
         for record in frame.params:
             self.seeds[int(record["row"])] = int(record["seed"])
             self.num_logprobs[int(record["row"])] = int(record["num_logprobs"])
+            self.asked[int(record["row"])] = []
             self.masks.pop(int(record["row"]), None)
             self.bans[int(record["row"])] = []
         for row, token, value, until in frame.biases.tolist():
             assert value == -np.inf
             self.bans[row].append((token, until))
+        for row, token in frame.asked.tolist():
+            self.asked[row].append(token)
         for row, mask in zip(frame.mask_rows.tolist(), frame.masks, strict=True):
             self.masks[row] = np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB].astype(np.bool_)
         plan = []
@@ -209,6 +221,16 @@ class FakeWorker:
                 if self.num_logprobs[row] >= 0:
                     asked.append(len(tokens))
                 tokens.append(int(self.last_token[row]))
+        lens: dict[int, list[int]] = {}
+        for row, length in frame.items.tolist():
+            lens.setdefault(row, []).append(length)
+        ends = dict(zip(frame.rows.tolist(), (frame.starts + frame.lens).tolist(), strict=True))
+        most = max((len(self.asked[row]) for row in lens), default=0)
+        items = [
+            scores + [0.0] * (most - len(scores))
+            for row in lens
+            for scores in item_scores(self._history(row, ends[row]).tolist(), lens[row], self.asked[row])
+        ]
         k = max(self.num_logprobs.values(), default=0) if asked else 0
         target_k = int(frame.prompt_runs["k"].max(initial=0))
         scores: list[tuple[float, list[int]]] = []
@@ -229,6 +251,7 @@ class FakeWorker:
             prompt_logprobs=np.array([logprob for logprob, _ in scores], np.float32),
             prompt_top_ids=np.array([ids for _, ids in scores], np.int32).reshape(len(scores), target_k),
             prompt_top_logprobs=np.zeros((len(scores), target_k), np.float32),
+            item_logprobs=np.array(items, np.float32).reshape(len(items), most),
         ).encode()
 
     def _history(self, row: int, num_tokens: int) -> npt.NDArray[np.int64]:
@@ -389,7 +412,12 @@ class Engine:
                 assert answer.scores == answer.expected_scores()
             answer.tokens.append(token)
         for logprob in output.logprobs:
-            self.answers[logprob.id].logprobs.append(logprob)
+            answer = self.answers[logprob.id]
+            answer.logprobs.append(logprob)
+            if lens := answer.sampling.item_lens:
+                labels = answer.sampling.logprob_token_ids
+                assert logprob.top_ids == [*labels] * len(lens)
+                assert logprob.top_logprobs == [*itertools.chain(*item_scores(answer.prompt, lens, labels))]
         for finished in output.finished:
             answer = self.answers[finished.id]
             assert answer.finished is None, "two finishes"
@@ -436,11 +464,14 @@ class Engine:
                 assert answer.finished.stop_token_id == (tokens[-1] if reason is FinishReason.STOP else None)
             assert answer.cached is not None
             assert answer.cached < len(answer.prompt)
+            assert answer.cached <= len(answer.prompt) - sum(answer.sampling.item_lens), "an item was in the cache"
+            assert len(answer.logprobs) == (len(answer.tokens) if answer.sampling.num_logprobs >= 0 else 0)
 
     def _check_frame(self, frame: StepFrame) -> None:
         limits = self.limits
         assert frame.lens.sum() <= limits.max_num_batched_tokens
         assert len(frame.prompt_targets) <= limits.max_prompt_logprobs
+        assert (frame.lens[np.isin(frame.rows, frame.items["row"])] <= limits.max_item_tokens).all()
         frame.check(FrameLimits(limits.max_num_seqs + 1, VOCAB, limits.max_model_len, limits.max_row_tokens))
         assert len(np.unique(frame.rows)) == len(frame.rows) > 0
         assert frame.rows.min() >= 1

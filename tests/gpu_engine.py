@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from cluster.messages import FinishReason, GenerateRequest, SamplingParams, SchedulerStats
+from cluster.scheduling.limits import max_item_tokens
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
 from configs.kv_pages import WindowPool, pool_bytes
 from configs.model_config import ModelConfig
@@ -41,6 +42,8 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     top: list[dict[int, float]] = field(default_factory=list)
     """For each token, the log probabilities of the likeliest ids, where they were asked for."""
+    top_logprobs: list[list[float]] = field(default_factory=list)
+    """Likewise, in the order they came."""
     logprobs: list[float] = field(default_factory=list)
     """For each token, where they were asked for."""
     prompt_logprobs: list[float] = field(default_factory=list)
@@ -167,11 +170,12 @@ class GpuEngine:
             num_pages=self._num_pages,
             page_size=self.config.kv_cache.page_size,
             max_model_len=self._max_model_len,
+            max_item_tokens=max_item_tokens(self.config, self.model),
             vocab_size=self.model.vocab_size,
             enable_prefix_caching=self.config.kv_cache.enable_prefix_caching,
             eos_token_ids=self.model.eos_token_ids,
             num_window_pages=self._num_window_pages,
-            window=None if self._window_pool is None else self._window_pool.window,
+            window=1 if self._window_pool is None else self._window_pool.window,
             **self.config.scheduler.model_dump(),
         )
         return Scheduler(limits, generation)
@@ -212,6 +216,7 @@ class GpuEngine:
             self.answers[run.id].prompt_logprobs += np.frombuffer(run.logprobs, np.float32).tolist()
         for entry in output.logprobs:
             self.answers[entry.id].logprobs.append(entry.logprob)
+            self.answers[entry.id].top_logprobs.append(entry.top_logprobs)
             self.answers[entry.id].top.append(dict(zip(entry.top_ids, entry.top_logprobs, strict=True)))
         for finished in output.finished:
             self.answers[finished.id].reason = finished.reason

@@ -14,7 +14,7 @@ import torch
 from torch.distributed import TCPStore
 
 from cluster.engine_client import WholePromptLogprobs
-from cluster.messages import GenerateRequest, PromptLogprobs, SamplingParams, SchedulerStats
+from cluster.messages import GenerateRequest, PromptLogprobs, SamplingParams, SchedulerStats, TokenLogprobs
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
 from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
@@ -41,6 +41,7 @@ class Limits:
     num_window_pages: int | None = None
     """At most the group's; None where it has none."""
     window: int = 1
+    max_item_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Answers:
     scores: list[WholePromptLogprobs]
     """Log probabilities of prompts; of no token where they were not asked for."""
     stats: SchedulerStats
+    logprobs: list[list[TokenLogprobs]]
 
 
 class FrameQueue:
@@ -165,10 +167,12 @@ class LocalGroup:
                 eos_token_ids=self.model.eos_token_ids,
                 num_window_pages=limits.num_window_pages,
                 window=limits.window,
+                max_item_tokens=limits.max_item_tokens,
             )
         )
         tokens: list[list[int]] = [[] for _ in requests]
         runs: list[list[PromptLogprobs]] = [[] for _ in requests]
+        logprobs: list[list[TokenLogprobs]] = [[] for _ in requests]
         waves = [list(enumerate(requests))] if at_once else [[item] for item in enumerate(requests)]
         for wave in waves:
             for index, (prompt, sampling) in wave:
@@ -180,6 +184,8 @@ class LocalGroup:
                 output = scheduler.retire(self.result())
                 for run in output.prompt_logprobs:
                     runs[run.id - 1].append(run)
+                for logprob in output.logprobs:
+                    logprobs[logprob.id - 1].append(logprob)
                 ids = np.frombuffer(output.ids, np.int64)
                 for request_id, token in zip(ids, np.frombuffer(output.tokens, np.int32), strict=True):
                     tokens[int(request_id) - 1].append(int(token))
@@ -189,7 +195,7 @@ class LocalGroup:
             WholePromptLogprobs.join(of_one, max(sampling.prompt_logprobs, 0))
             for of_one, (_, sampling) in zip(runs, requests, strict=True)
         ]
-        return Answers(tokens, scores, scheduler.stats())
+        return Answers(tokens, scores, scheduler.stats(), logprobs)
 
 
 def assert_scores_equal(scores: WholePromptLogprobs, prompt: list[int], expected: torch.Tensor) -> None:

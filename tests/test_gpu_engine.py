@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from pathlib import Path
@@ -99,6 +100,25 @@ def test_a_prompts_scores_are_the_logprobs_its_tokens_had_as_an_answer(shape: Pa
         scores = answers[request_id].prompt_logprobs
         assert len(scores) == len(whole) - 1
         assert scores[len(prompt) - 1 :] == pytest.approx(answer.logprobs, abs=2e-3)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("float32", 2e-3), ("bfloat16", 0.15)])
+@pytest.mark.parametrize("size", SIZES)
+def test_items_of_a_row_are_scored_as_each_alone(shape: Path, size: int, dtype: str, most: float) -> None:
+    """By the kernels of the backend that serves masks, beside other rows; alone, in bf16, by those of `auto`."""
+    generator = random.Random(3)
+    query, *items = ([generator.randrange(150_000) for _ in range(length)] for length in (133, 1, 8, 30, 64, 5, 40))
+    asked = {"max_tokens": 1, "num_logprobs": 0, "logprob_token_ids": (5, 70, 100_000)}
+    with _engine(shape, size, dtype=dtype) as engine:
+        for index, other in enumerate(_prompts(4, seed=5)):
+            engine.add(10 + index, other, max_tokens=20)
+        for index in (1, 2):  # the second finds the query in the cache, if the first has computed it by then
+            engine.add(index, itertools.chain(query, *items), **asked, item_lens=tuple(map(len, items)))
+        packed = engine.run()
+        alone = engine.generate([[*query, *item] for item in items], **asked)
+    expected = [value for answer in alone for value in answer.top_logprobs[0]]
+    for index in (1, 2):
+        assert packed[index].top_logprobs[0] == pytest.approx(expected, abs=most)
 
 
 @pytest.mark.parametrize("size", SIZES)

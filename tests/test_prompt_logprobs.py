@@ -180,7 +180,7 @@ def test_a_result_without_the_scores_it_owes_is_an_error() -> None:
 
 
 def test_the_wanted_inputs_are_those_before_targets_and_the_sampled_ones() -> None:
-    wanted = WantedTokens.of(_frame([(3, 5, 2, 4), (1, 0, 2, 0)], [7, 8, 9, 10]))
+    wanted = WantedTokens.of(_frame([(3, 5, 2, 4), (1, 0, 2, 0)], [7, 8, 9, 10]), np.empty(0, np.int64))
     # Inputs 0 to 3 are row 3's positions 4 to 7, 4 to 6 are row 1's, 7 is the row that is sampled.
     assert wanted.tokens.tolist() == [1, 2, 4, 5, 7]
     assert wanted.tokens[wanted.scored].tolist() == [1, 2, 4, 5]

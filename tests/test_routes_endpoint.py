@@ -224,7 +224,9 @@ def test_scores_are_the_probabilities_of_the_next_token(http: httpx.Client, endp
     query = "The capital of France is"
     labels = [http.post("/tokenize", json={"prompt": text}).json()["tokens"][0] for text in (" Paris", " Rome")]
     body = {"query": query, "items": ["", " the city of"], "label_token_ids": labels}
-    scores = http.post("/v1/score", json={**body, "model": endpoint.model}).json()["scores"]
+    reply = http.post("/v1/score", json={**body, "model": endpoint.model}).json()
+    assert reply["usage"]["completion_tokens"] == 1, "both in one row"
+    scores = reply["scores"]
     assert scores[0][0] > scores[0][1] > 0
     shares = http.post("/v1/score", json={**body, "apply_softmax": True}).json()["scores"]
     for own, share in zip(scores, shares, strict=True):

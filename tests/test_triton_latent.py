@@ -11,11 +11,14 @@ import torch
 pytest.importorskip("triton", reason="a CPU install has no Triton")
 
 from attention import triton_latent
+from attention.latent import LatentHeads
 from attention.layer import LatentLayer
 from attention.step_shape import StepShape
 from attention.triton_backend import TritonBackend
 from tests.latent_case import BATCHES, LITE, LatentCase, layer_of
 from tests.paged_case import both_ways, mask_of, tree
+
+GPU = torch.device("cuda")
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -82,6 +85,60 @@ def test_float16_errs_at_most_twice_as_far_as_torch(batch: str, captured: bool, 
 @pytest.mark.parametrize("rows", [[(70, 1), (3, 1)], [(40, 1), (0, 5), (20, 7)]], ids=["decodes", "mixed"])
 def test_heads_of_deepseek_v2_lite(rows: list[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> None:
     check(LatentCase(layer_of(3, **LITE), 16, rows, dtype, device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("num_heads", [5, 16])
+def test_long_rows_err_at_most_twice_as_far_as_torch(
+    num_heads: int, page_size: int, captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_latent, "_CHUNK_ELEMENTS", 500 * num_heads * 320)
+    rows = [(699, 1), (0, 130), (90, 1), (1200, 300), (0, 1), (300, 20), (0, 200), (777, 250)]
+    check(LatentCase(layer_of(num_heads, **LITE), page_size, rows, torch.bfloat16, GPU), captured=captured)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_heads", [3, 16, 32, 128])
+@pytest.mark.parametrize("batch_size", [1, 16, 64, 200])
+def test_long_decodes_err_at_most_twice_as_far_as_torch(batch_size: int, num_heads: int) -> None:
+    lens = torch.randint(1, 3000, (batch_size,), generator=torch.Generator().manual_seed(2)).tolist()
+    check(LatentCase(layer_of(num_heads, **LITE), 64, [(length, 1) for length in lens], torch.bfloat16, GPU))
+
+
+@pytest.mark.gpu
+def test_a_replayed_graph_equals_the_eager_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph absorbs all that is cached, as the eager steps do here."""
+    monkeypatch.setattr(LatentLayer, "absorbs", lambda _, queries, keys: queries > 0)
+    layer, batches = layer_of(4, **LITE), ([(0, 30), (40, 2)], [(41, 1), (3, 31)])
+    first, second = (LatentCase(layer, 16, rows, torch.bfloat16, GPU) for rows in batches)
+    expected = [torch.cat(run(case)).flatten(1) for case in (first, second)]  # the new tokens are in the pools then
+    backend, static, q = TritonBackend([layer], first.pool), first.batch, torch.cat(first.q)
+    heads, [pages] = LatentHeads(layer, first.weight), first.pool.pages(0)
+
+    def step() -> torch.Tensor:
+        backend.prepare_capture(static, StepShape(32, 2, 2))
+        return backend.attend_latent(q, layer, heads)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = step()
+    graph.replay()
+    assert torch.equal(replayed, expected[0])
+    for ours, theirs in (
+        (pages, second.pool.pages(0)[0]),
+        (q, torch.cat(second.q)),
+        (static.out_cache_loc, second.batch.out_cache_loc),
+        (static.paged.cache_seqlens, second.batch.paged.cache_seqlens),
+        (static.paged.cu_seqlens_q, second.batch.paged.cu_seqlens_q),
+        (static.paged.page_table, second.batch.paged.page_table),
+    ):
+        ours.copy_(theirs)
+    graph.replay()
+    assert torch.equal(replayed, expected[1])
 
 
 def test_large_steps_with_prompts_are_not_captured(interpreter: None) -> None:

@@ -167,6 +167,7 @@ def tiny_engine(folder: Path, server: ServerConfig | None = None) -> Iterator[Ti
         steps_in_flight=2,
         enable_prefix_caching=True,
         eos_token_ids=group.model.eos_token_ids,
+        max_item_tokens=28,
     )
     tokenizer = make_tokenizer()
     coordinators: list[Coordinator] = []
@@ -194,6 +195,7 @@ def tiny_engine(folder: Path, server: ServerConfig | None = None) -> Iterator[Ti
             vocab_size=VOCAB_SIZE,
             eos_token_ids=group.model.eos_token_ids,
             defaults=SamplingDefaults(max_tokens=8),
+            max_item_tokens=limits.max_item_tokens,
         )
         await model.warm_up()
         transport = httpx.ASGITransport(create_app(model))

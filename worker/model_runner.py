@@ -21,6 +21,7 @@ from attention.kv_pool import ReqToTokenPool, TokenToKVPool
 from attention.step_shape import StepShape
 from parallel.group import TensorParallelGroup
 from worker.cuda_graph_runner import CudaGraphRunner, DeviceOutput
+from worker.items import Items
 from worker.logprobs import LogprobTensors
 from worker.models.decoder import Decoder
 from worker.pending_step import PendingStep
@@ -116,7 +117,7 @@ class ModelRunner:
         self._req_to_token_pool.check_places(frame.window_pages, self._num_window_pages)
         is_sampled = (frame.flags & RowFlag.SAMPLE) != 0
         step, sampled = shape_of(frame), frame.rows[is_sampled]
-        shape = None if len(frame.prompt_targets) else self._graphs.smallest(step)
+        shape = None if len(frame.prompt_targets) or len(frame.items) else self._graphs.smallest(step)
         self._inputs.upload(frame, shape or step)
         self._sampler.update(frame)
         hidden, prompt_logprobs = None, None
@@ -152,17 +153,27 @@ class ModelRunner:
     def _forward_with_logprobs(
         self, frame: StepFrame, batch: ForwardBatch
     ) -> tuple[torch.Tensor, LogprobTensors | None]:
-        """Hidden states of the rows that are sampled, and the log probabilities of the frame's prompt targets."""
-        if len(frame.prompt_targets) == 0:
+        """Hidden states of the rows that are sampled, and log probabilities: of the frame's prompt targets, and then
+        of what its items' rows asked for."""
+        num_targets, num_items = len(frame.prompt_targets), len(frame.items)
+        if num_targets + num_items == 0:
             return self._forward(batch), None
-        wanted, device = WantedTokens.of(frame), self._group.device
+        items, device = Items.of(frame), self._group.device
+        if num_items:
+            batch = items.seen_in(batch)
+        wanted = WantedTokens.of(frame, items.lasts)
         hidden = self._forward(replace(batch, sample_indices=upload(wanted.tokens, device)))
         scored = hidden.index_select(0, upload(wanted.scored, device))
-        targets, k = upload(frame.prompt_targets.astype(np.int64), device), int(frame.prompt_runs["k"].max())
+        # Of an item no one token is a target.
+        targets = upload(np.concatenate((frame.prompt_targets, np.zeros(num_items, np.int64))), device)
+        asked = self._sampler.asked_by(np.concatenate((np.zeros(num_targets, np.int32), frame.items["row"])))
+        k = int(frame.prompt_runs["k"].max(initial=0))
         num_rows = min(CHUNK_ROWS, self._max_rows)  # whole rows of logits: no more than a decode has
         chunks = [
-            self._sampler.logprobs_of(self._decoder.local_logits(states), ids, k)
-            for states, ids in zip(torch.split(scored, num_rows), torch.split(targets, num_rows), strict=True)
+            self._sampler.logprobs_of(self._decoder.local_logits(states), ids, k, asked_ids)
+            for states, ids, asked_ids in zip(
+                *(torch.split(rows, num_rows) for rows in (scored, targets, asked)), strict=True
+            )
         ]
         return hidden.index_select(0, upload(wanted.sampled, device)), LogprobTensors.joined(chunks)
 

@@ -19,7 +19,7 @@ class PendingStep:
         tokens: [num_sampled] int64, device; None when no row was sampled.
         logprob_rows: indices of the sampled rows that asked for logprobs.
         logprobs: theirs; None when there are none.
-        prompt_logprobs: of the frame's prompt targets; None when it has none.
+        prompt_logprobs: of the frame's prompt targets and then of its items; None when it has neither.
     """
 
     def __init__(
@@ -33,6 +33,7 @@ class PendingStep:
     ) -> None:
         self._group = group
         self._generation, self._step = frame.generation, frame.step
+        self._num_targets = len(frame.prompt_targets)
         # A non-blocking copy to the host lands in pinned memory, which the event says is filled.
         self._tokens = None if tokens is None else tokens.to("cpu", non_blocking=True)
         self._logprob_rows = logprob_rows
@@ -66,7 +67,9 @@ class PendingStep:
             result.top_logprobs = self._logprobs.top_logprobs.numpy()
             result.asked_logprobs = self._logprobs.asked_logprobs.numpy()
         if self._prompt_logprobs is not None:
-            result.prompt_logprobs = self._prompt_logprobs.logprobs.numpy()
-            result.prompt_top_ids = self._prompt_logprobs.top_ids.numpy().astype(np.int32)
-            result.prompt_top_logprobs = self._prompt_logprobs.top_logprobs.numpy()
+            num_targets = self._num_targets
+            result.prompt_logprobs = self._prompt_logprobs.logprobs.numpy()[:num_targets]
+            result.prompt_top_ids = self._prompt_logprobs.top_ids.numpy()[:num_targets].astype(np.int32)
+            result.prompt_top_logprobs = self._prompt_logprobs.top_logprobs.numpy()[:num_targets]
+            result.item_logprobs = self._prompt_logprobs.asked_logprobs.numpy()[num_targets:]
         return result

@@ -1,4 +1,4 @@
-"""Log probabilities of prompt tokens: which hidden states a step needs for them, and how they get into its result.
+"""Log probabilities of prompt tokens and of what follows items: which hidden states a step needs for them.
 
 A step's targets are the tokens after some of its inputs (`StepFrame.prompt_runs`). Their hidden states run through the
 last layer and the LM head beside those of the rows that are sampled, the latter a chunk of rows at a time.
@@ -25,16 +25,18 @@ class WantedTokens(NamedTuple):
     sampled: npt.NDArray[np.int64]
     """[num_sampled]: index into `tokens` of each sampled row's last input, in row order."""
     scored: npt.NDArray[np.int64]
-    """[num_prompt_logprobs]: index into `tokens` of the input before each target."""
+    """[num_prompt_logprobs + num_items]: index into `tokens` of the input before each target, and of each item's last.
+    """
 
     @classmethod
-    def of(cls, frame: StepFrame) -> WantedTokens:
-        """What a checked frame wants."""
+    def of(cls, frame: StepFrame, item_lasts: npt.NDArray[np.int64]) -> WantedTokens:
+        """What a checked frame wants, whose items end with `item_lasts`."""
         ends = np.cumsum(frame.lens, dtype=np.int64)
         sampled = ends[(frame.flags & RowFlag.SAMPLE) != 0] - 1
         at = np.flatnonzero(np.isin(frame.rows, frame.prompt_runs["row"]))  # records are in the order of rows
         counts = frame.prompt_runs["num"].astype(np.int64)
         first_inputs = (ends - frame.lens)[at] + frame.prompt_runs["start"] - frame.starts[at]
         scored = np.repeat(first_inputs - (np.cumsum(counts) - counts), counts) + np.arange(len(frame.prompt_targets))
+        scored = np.concatenate((scored, item_lasts))
         tokens = np.union1d(sampled, scored)
         return cls(tokens, np.searchsorted(tokens, sampled), np.searchsorted(tokens, scored))

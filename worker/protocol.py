@@ -30,6 +30,8 @@ MAX_ROW_ASKED = 128
 """Most token ids whose log probability one row may ask for."""
 MAX_PROMPT_LOGPROBS = 512
 """Most prompt tokens whose log probability one step finds: it bounds the step's memory and its result."""
+MAX_ITEMS = 512
+"""Most items of one step, of all rows: it bounds the step's result."""
 ALWAYS = 2**31 - 1
 """`until` of a bias without an end."""
 
@@ -63,6 +65,10 @@ COUNT_DTYPE = np.dtype([("row", "<i4"), ("token_id", "<i4"), ("num_generated", "
 
 ASKED_DTYPE = np.dtype([("row", "<i4"), ("token_id", "<i4")])
 """A token whose log probability a row with logprobs wants too, in the order of the answers; MAX_ROW_ASKED a row."""
+
+ITEM_DTYPE = np.dtype([("row", "<i4"), ("len", "<i4")])
+"""Some of a row's last inputs: they see each other and what is before all items of the row, whose last position theirs
+follow. What the row asked for is wanted of the token after them."""
 
 PROMPT_LOGPROBS_DTYPE = np.dtype([("row", "<i4"), ("start", "<i4"), ("num", "<i4"), ("k", "<i4")])
 """`num` positions of a row from `start` on, all inputs of this step, whose next token is known: its log probability
@@ -214,6 +220,18 @@ def _check_prompt_targets(targets: Int32Array, frame: StepFrame, limits: FrameLi
     return None if len(frame.prompt_runs) else f"has {len(targets)} prompt targets for no positions"
 
 
+def _check_items(items: Records, frame: StepFrame, limits: FrameLimits) -> str | None:
+    if len(items) > MAX_ITEMS or items["len"].min() < 1 or not _is_inside(items["row"], 1, limits.num_rows):
+        return f"has an item of no tokens or of no row, or more than {MAX_ITEMS} items"
+    num_items = np.bincount(items["row"], minlength=limits.num_rows)
+    num_tokens = np.bincount(items["row"], items["len"], limits.num_rows)
+    whole = (frame.flags & (_HAS_TOKENS | _SAMPLE)) == _HAS_TOKENS | _SAMPLE
+    rows = frame.rows[whole & (num_items[frame.rows] > 0)]
+    if not np.array_equal(items["row"], np.repeat(rows, num_items[rows])):
+        return "has items of a row that does not end with its tokens, or out of order"
+    return "has items longer than a row" if (num_tokens[frame.rows] > frame.lens).any() else None
+
+
 def _is_inside(values: Int32Array, first: int, end: int) -> bool:
     return bool(values.min() >= first and values.max() < end)
 
@@ -256,6 +274,9 @@ class StepFrame(Message):
     prompt_targets = Section(np.int32, "prompt_target", check=_check_prompt_targets)
     """[num_prompt_logprobs], at most MAX_PROMPT_LOGPROBS: the tokens after the positions of `prompt_runs`, one run
     after the other."""
+
+    items = Section(ITEM_DTYPE, "item", check=_check_items)
+    """Items that the last inputs of rows with HAS_TOKENS and SAMPLE are, in the order of `rows` and of these inputs."""
 
     __slots__ = ("kind",)
 
@@ -329,13 +350,16 @@ class StepResult(Message):
     prompt_top_logprobs = Section(np.float32, "prompt_target", "prompt_k")
     """[num_prompt_logprobs, k]"""
 
+    item_logprobs = Section(np.float32, "item", "asked_of_item")
+    """[num_items, m] of the tokens that each item's row asked for, after the item; m as in `asked_logprobs`."""
+
     def __init__(self, generation: int, step: int, tokens: Int32Array = _NO_TOKENS, **sections: Array) -> None:
         super().__init__(generation, step, {"tokens": tokens, **sections})
 
     @classmethod
     def max_bytes(cls, num_tokens: int, num_logprobs: int) -> int:
-        """Upper bound of an encoded result of `num_tokens` tokens with the `num_logprobs` likeliest each, and of
-        MAX_PROMPT_LOGPROBS prompt tokens."""
+        """Upper bound of an encoded result of `num_tokens` tokens with the `num_logprobs` likeliest each, of
+        MAX_PROMPT_LOGPROBS prompt tokens and of MAX_ITEMS items."""
         return cls.num_bytes(
             token=num_tokens,
             sampled_row=num_tokens,
@@ -344,6 +368,8 @@ class StepResult(Message):
             asked=MAX_ROW_ASKED,
             prompt_target=MAX_PROMPT_LOGPROBS,
             prompt_k=num_logprobs,
+            item=MAX_ITEMS,
+            asked_of_item=MAX_ROW_ASKED,
         )
 
     def encode(self) -> bytes:

@@ -230,17 +230,21 @@ class Sampler:
                 parts.append(self._kernels.token_logprobs(raw, tokens.index_select(0, of), most, asked))
         return LogprobTensors.joined(parts) if parts else None
 
-    def logprobs_of(self, logits: torch.Tensor, targets: torch.Tensor, k: int) -> LogprobTensors:
+    def asked_by(self, rows: Int32Array) -> torch.Tensor:
+        """[len(rows), m] int64, device: the tokens that each of `rows` asked for; m is the most of one of them."""
+        num_asked = int(self.adjustments.num_asked(rows).max(initial=0))
+        return self.adjustments.asked[upload(rows.astype(np.int64), self._group.device), :num_asked]
+
+    def logprobs_of(self, logits: torch.Tensor, targets: torch.Tensor, k: int, asked: torch.Tensor) -> LogprobTensors:
         """Log probabilities of given tokens. Launches kernels only; not for a graph.
 
         Args:
             logits: [num_rows, span.size] fp32; takes about 20 bytes for each logit of the vocabulary.
             targets: [num_rows] int64, device.
             k: how many of the likeliest tokens are wanted too.
+            asked: [num_rows, m] int64, device: tokens that are wanted too.
         """
-        return self._kernels.token_logprobs(
-            whole_logits(logits, self._plan, self._group), targets, k, targets.new_empty((len(targets), 0))
-        )
+        return self._kernels.token_logprobs(whole_logits(logits, self._plan, self._group), targets, k, asked)
 
     def _plain(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         kernels = self._kernels

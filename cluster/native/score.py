@@ -1,15 +1,18 @@
 """The route /v1/score: how likely each of some tokens is to come next, for many texts at once, without generating text.
 
-SGLang's shape for models that write. Every text is one request of one token; those of one query share its pages.
+SGLang's shape for models that write. Texts that begin alike are items behind their common beginning, as many in one
+prompt as the engine takes: it is computed once, and they in one step. Where the engine takes none, or one of them is
+too long, every text is a prompt of its own, and those of one query share its pages.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
@@ -26,7 +29,7 @@ from cluster.requests.json_parts import gathered, json_parts, long_list
 from cluster.requests.schema import Documented
 from cluster.requests.served_model import ServedModel
 from configs.errors import RequestError
-from worker.protocol import MAX_ROW_ASKED
+from worker.protocol import MAX_ITEMS, MAX_ROW_ASKED
 
 _CROSS_ENCODER_FIELDS = ("text_1", "text_2", "queries", "documents", "data_1", "data_2")
 
@@ -67,6 +70,7 @@ class Scores(msgspec.Struct):
     model: str
     scores: list[list[float]]
     usage: Usage
+    """What texts have in common counts once for all that were put into one prompt."""
     object: str = "scoring"
 
 
@@ -95,14 +99,15 @@ class ScoreServing:
         prompts = await self._prompts(request)
         for i, prompt in enumerate(prompts):
             model.checked_max_tokens(prompt, 1, default=1, param=f"items[{i}]")
+        groups = grouped(prompts, model.max_item_tokens, model.max_model_len)
         # Greedy: what is sampled is dropped.
         sampling = SamplingParams(
             max_tokens=1, temperature=0.0, ignore_eos=True, num_logprobs=0, logprob_token_ids=tuple(labels)
         )
         job = Job(
             id=f"score-{uuid.uuid4().hex}",
-            prompts=prompts,
-            sampling=[[sampling] for _ in prompts],
+            prompts=[group.prompt for group in groups],
+            sampling=[[msgspec.structs.replace(sampling, item_lens=group.item_lens)] for group in groups],
             client=context.client,
             cache_salt=context.cache_salt(),
         )
@@ -130,6 +135,41 @@ class ScoreServing:
         return [[*ids, *query] if request.item_first else [*query, *ids] for ids in items]
 
 
+class Group(NamedTuple):
+    """Texts of one prompt."""
+
+    prompt: list[int]
+    item_lens: tuple[int, ...] = ()
+    """Those of the items that it ends with; none: it is one text."""
+
+
+def grouped(prompts: Sequence[list[int]], max_item_tokens: int, max_model_len: int) -> list[Group]:
+    """`prompts` in their order, those that begin alike as items behind what all of them have in common."""
+    longest, shortest = max(map(len, prompts)), min(map(len, prompts))
+    pairs = zip(min(prompts), max(prompts), strict=False)  # of all in order, the first and the last differ first
+    shared = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), shortest)
+    shared = min(shared, shortest - 1)  # no item is empty
+    room = min(max_item_tokens, max_model_len - 1 - shared)
+    if shared < 1 or longest - shared > room:
+        return [Group(prompt) for prompt in prompts]
+    parts: list[list[list[int]]] = []
+    left = 0
+    for prompt in prompts:
+        item = prompt[shared:]
+        if len(item) > left or len(parts[-1]) == MAX_ITEMS:
+            parts.append([])
+            left = room
+        parts[-1].append(item)
+        left -= len(item)
+    query = prompts[0][:shared]
+    return [Group([*query, *itertools.chain(*items)], _item_lens(items)) for items in parts]
+
+
+def _item_lens(items: Sequence[list[int]]) -> tuple[int, ...]:
+    """Of one alone none: it is the end of a prompt like any other."""
+    return tuple(map(len, items)) if len(items) > 1 else ()
+
+
 def _check_number(items: Sequence[object]) -> None:
     if not 0 < len(items) <= MAX_SEQUENCES:
         raise RequestError(f"items must hold 1 to {MAX_SEQUENCES} items.", param="items")
@@ -142,12 +182,15 @@ def _check_ids(ids: object, param: str, vocab_size: int) -> None:
 
 
 async def _scored(run: Run, model_name: str, *, softmax: bool) -> AsyncGenerator[bytes, None]:
-    scores: list[list[float]] = [[] for _ in run.job.prompts]
+    num_labels = len(run.job.sampling[0][0].logprob_token_ids)
+    of_prompts: list[list[list[float]]] = [[] for _ in run.job.prompts]
     async with aclosing(run.deltas()) as steps:
         async for deltas in steps:
             for delta in deltas:
                 for row in delta.logprobs:
-                    scores[delta.index] = _scores(row.top_logprobs, softmax=softmax)
+                    items = zip(*[iter(row.top_logprobs)] * num_labels, strict=True)
+                    of_prompts[delta.index] = [_scores(logprobs, softmax=softmax) for logprobs in items]
+    scores = [item for items in of_prompts for item in items]
     for part in gathered(json_parts(Scores(run.job.id, model_name, long_list(scores), run.usage()))):
         yield part
 

@@ -55,12 +55,14 @@ class ServedModel:
         version: str = "unknown",
         system_fingerprint: str | None = None,
         info: EngineInfo | None = None,
+        max_item_tokens: int = 0,
         next_seed: Callable[[], int] = _random_seed,
     ) -> None:
         """Args:
         vocab_size: ids the model has an embedding for. None: those of the tokenizer.
         rank_devices: by rank, e.g. `cuda:0`.
         info: what clients may know of the engine.
+        max_item_tokens: most tokens of all items of a prompt; 0: prompts have none.
         eos_token_ids: empty: the tokenizer's.
         next_seed: int64 for an answer whose request brings none.
         """
@@ -73,6 +75,7 @@ class ServedModel:
         self.version = version
         self.system_fingerprint = system_fingerprint
         self.info = info
+        self.max_item_tokens = max_item_tokens
         self.vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
         eos = eos_token_ids or self._known(tokenizer.eos_token_id)
         self.grammars = GrammarChecker(lambda: Setup(tokenizer.to_json(), self.vocab_size, list(eos)))

@@ -18,7 +18,7 @@ from cluster.scheduling.prefix_cache import Node
 from cluster.scheduling.request import Request
 from cluster.scheduling.row_pages import Prefix, RowPages
 from cluster.scheduling.row_table import RowTable
-from worker.protocol import PROMPT_LOGPROBS_DTYPE, Int32Array, RowFlag
+from worker.protocol import ITEM_DTYPE, MAX_ITEMS, PROMPT_LOGPROBS_DTYPE, Int32Array, RowFlag
 
 # Plain integers: operations of enumerations take a microsecond each.
 _CHUNK = int(RowFlag.HAS_TOKENS)
@@ -59,6 +59,8 @@ class PrefillPlan:
     prompt_runs: list[PromptRun] = field(default_factory=list)
     num_prompt_logprobs: int = 0
     """Prompt tokens of `prompt_runs`."""
+    num_items: int = 0
+    """Of the rows whose prefill ends."""
     computing: dict[PageKey, int] = field(default_factory=dict)
     """Index into `rows` of the chunk that begins at this end of the cached prefixes with this page."""
 
@@ -98,7 +100,7 @@ class PrefillChunks:
 
     def go_on(self, row: int, plan: PrefillPlan) -> None:
         """Adds the next chunk of a row in prefill, if there are pages for it and no other row computes the same."""
-        if not self.has_room_for_logprobs(self._rows.request(row), plan):
+        if not self.has_room(self._rows.request(row), plan):
             return
         # Others may have computed what comes next since the last chunk.
         prefix = self.find_prefix(row, plan)
@@ -112,8 +114,10 @@ class PrefillChunks:
             key = self.next_page_key(row, self._pages.no_prefix(row))
         self._add_chunk(row, key, plan)
 
-    def has_room_for_logprobs(self, request: Request, plan: PrefillPlan) -> bool:
-        """Whether the step finds another log probability, if the request needs one to go on."""
+    def has_room(self, request: Request, plan: PrefillPlan) -> bool:
+        """Whether the step finds another log probability, if the request needs one to go on, and takes its items."""
+        if request.item_lens:
+            return request.num_item_tokens <= plan.budget and plan.num_items + len(request.item_lens) <= MAX_ITEMS
         return not request.wants_prompt_logprobs or plan.num_prompt_logprobs < self._limits.max_prompt_logprobs
 
     def find_prefix(self, row: int, plan: PrefillPlan) -> Prefix:
@@ -125,7 +129,7 @@ class PrefillChunks:
         request = table.request(row)
         if request.wants_prompt_logprobs:
             end = max(start + 1, request.next_prompt_logprob)  # The rest has to be computed.
-        return self._pages.find_prefix(row, table.tokens[row, start : end - 1])
+        return self._pages.find_prefix(row, table.tokens[row, start : min(end - 1, int(table.num_cacheable[row]))])
 
     def adopt_prefix(self, row: int, prefix: Prefix, plan: PrefillPlan) -> None:
         """Gives the row the pages that `find_prefix` has just found."""
@@ -143,7 +147,8 @@ class PrefillChunks:
         """What a chunk after `prefix` begins with, by which others can tell that they begin alike; None if none can."""
         table, page_size = self._rows, self._limits.page_size
         start = int(table.num_computed[row]) + len(prefix.pages) * page_size
-        tokens = table.tokens[row, start : min(start + page_size, int(table.num_prefill[row]))]
+        end = min(int(table.num_prefill[row]), int(table.num_cacheable[row]))
+        tokens = table.tokens[row, start : min(start + page_size, end)]
         return self._pages.next_page_key(row, prefix, tokens)
 
     def is_computed_by_another(self, row: int, prefix: Prefix, key: PageKey | None, plan: PrefillPlan) -> bool:
@@ -153,7 +158,8 @@ class PrefillChunks:
         table, page_size = self._rows, self._limits.page_size
         start = int(table.num_computed[row]) + len(prefix.pages) * page_size
         length = self._chunk_length(row, start, plan)
-        shared = min(length, plan.lens[index], int(table.num_prefill[row]) - 1 - start)
+        cacheable = int(table.num_cacheable[[row, plan.rows[index]]].min())
+        shared = min(length, plan.lens[index], int(table.num_prefill[row]) - 1 - start, cacheable - start)
         differ = table.tokens[row, start : start + shared] != table.tokens[plan.rows[index], start : start + shared]
         num_same = int(differ.argmax()) if differ.any() else shared
         num_shareable = num_same // page_size * page_size
@@ -182,7 +188,7 @@ class PrefillChunks:
                 flags.append(_CHUNK)
             # Pages that are cached already would be kept twice while such a prompt is computed, which reads no cache.
             if not table.request(row).wants_prompt_logprobs:
-                self._pages.publish(row, table.tokens[row], end)
+                self._pages.publish(row, table.tokens[row], min(end, int(table.num_cacheable[row])))
         if ending:
             self._prefilling = [row for row in self._prefilling if row not in ending]
         frame.add(
@@ -192,6 +198,9 @@ class PrefillChunks:
             flags=np.array(flags, np.int32),
             token_ids=np.concatenate(tokens),
         )
+        if plan.num_items:
+            items = [(row, length) for row in ending for length in table.request(row).item_lens]
+            frame.add(items=np.array(items, ITEM_DTYPE))
         if plan.prompt_runs:
             runs = [(row, first - 1, num, k) for row, first, num, k in plan.prompt_runs]
             targets = [table.tokens[row, first : first + num] for row, first, num, _ in plan.prompt_runs]
@@ -219,8 +228,11 @@ class PrefillChunks:
         plan.starts.append(start)
         plan.lens.append(length)
         plan.budget -= length
-        if (request := self._rows.request(row)).wants_prompt_logprobs:
+        request = self._rows.request(row)
+        if request.wants_prompt_logprobs:
             self._add_prompt_run(request, start, length, plan)
+        if start + length == self._rows.num_prefill[row]:
+            plan.num_items += len(request.item_lens)
         return True
 
     def _add_prompt_run(self, request: Request, start: int, length: int, plan: PrefillPlan) -> None:
@@ -234,6 +246,8 @@ class PrefillChunks:
         page_size, end = self._limits.page_size, int(self._rows.num_prefill[row])
         length = min(end - start, self._limits.prefill_chunk_size, plan.budget)
         request = self._rows.request(row)
+        if request.item_lens and end - start > min(length, self._limits.max_item_tokens):
+            length = min(length, int(self._rows.num_cacheable[row]) - start)  # items come all in one step
         if request.wants_prompt_logprobs:
             stop = (
                 max(start, request.next_prompt_logprob - 1)

@@ -71,7 +71,7 @@ class Endings:
         """Takes row and pages back; what the row has computed stays in the prefix cache."""
         table = self._rows
         # A dropped token's KV may be there, but nobody knows the token.
-        num_tokens = min(int(table.num_computed[row]), int(table.num_known[row]))
+        num_tokens = min(int(table.num_computed[row]), int(table.num_known[row]), int(table.num_cacheable[row]))
         self._pages.publish(row, table.tokens[row], num_tokens)
         self._pages.release(row)
         table.give_back(row)

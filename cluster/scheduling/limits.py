@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from configs.attention import BACKENDS, Feature
 from configs.errors import ConfigError
-from worker.protocol import MAX_PROMPT_LOGPROBS, MAX_ROW_ASKED, MAX_ROW_BIASES, StepFrame, mask_words
+from configs.model_config import ModelConfig
+from configs.schema import EngineConfig, resolved
+from worker.protocol import MAX_ITEMS, MAX_PROMPT_LOGPROBS, MAX_ROW_ASKED, MAX_ROW_BIASES, StepFrame, mask_words
 
 MAX_PREFIX_DELTAS = 4096
 """Page deltas of one frame above which no further prefix is taken from the cache: it bounds the size of a frame."""
@@ -14,6 +17,29 @@ _MASKS_BYTES = 4 << 20
 """Masks that one frame brings to rows that decode."""
 _ADJUSTMENT_BYTES = 1 << 20
 """What one frame brings besides parameters to rows that are given to requests, unless one request needs more."""
+
+
+_MAX_MASKED_TOKENS = 2048
+"""Inputs of a row with items: their mask has a byte for each pair."""
+
+
+def max_item_tokens(config: EngineConfig, model: ModelConfig) -> int:
+    """`SchedulerLimits.max_item_tokens` of a group with this resolved `config`: 0 where nothing serves masks.
+
+    Half of what decodes leave of a step, since short prompts may go first with the other. New tokens of a row with
+    items are hidden from each other by no window, so they have to fit into the smallest; chunks are no less, and begin
+    in the middle of items.
+    """
+    mixers = [layer.mixer for layer in model.layers]
+    backends = (resolved(config.attention.prefill_backend), resolved(config.attention.decode_backend))
+    if not any(Feature.MASK in BACKENDS[name].features for name in backends):
+        return 0
+    if any(Feature.CHUNK in mixer.features for mixer in mixers):
+        return 0
+    scheduler = config.scheduler
+    room = (resolved(scheduler.max_num_batched_tokens) - resolved(scheduler.max_num_seqs)) // 2
+    windows = [mixer.window for mixer in mixers if mixer.window is not None]
+    return min(_MAX_MASKED_TOKENS, resolved(scheduler.prefill_chunk_size), room, *windows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +63,8 @@ class SchedulerLimits:
     eos_token_ids: tuple[int, ...]
     max_prompt_logprobs: int = MAX_PROMPT_LOGPROBS
     """Prompt tokens of which one step finds the log probability."""
+    max_item_tokens: int = 0
+    """Most inputs that a row may have in the step with its items, these included; 0: no row has items."""
     max_row_tokens: int = 1
     """Most tokens that a row may bring in one step. Such a row has as many inputs, its last token and drafts."""
     num_window_pages: int | None = None
@@ -130,5 +158,6 @@ class SchedulerLimits:
             mask_word=mask_words(self.vocab_size),
             prompt_run=self.max_num_seqs,
             prompt_target=self.max_prompt_logprobs,
+            item=MAX_ITEMS,
         )
         return decided + self.max_adjustment_bytes

@@ -172,7 +172,7 @@ class PrefillQueue:
         """Gives a request a row and its first chunk, or leaves everything as it was."""
         if plan.num_adjustment_bytes + request.num_adjustment_bytes > self._limits.max_adjustment_bytes:
             return _Outcome.WAITS
-        if not self._chunks.has_room_for_logprobs(request, plan):
+        if not self._chunks.has_room(request, plan):
             return _Outcome.WAITS
         chunks, num_running = self._chunks, self._rows.num_taken
         # Pages that rows in prefill still need, and a page for each running request's next tokens.

@@ -10,7 +10,7 @@ from cluster.messages import Finished, FinishReason, GenerateRequest, SamplingPa
 from cluster.scheduling.guide import Guide
 from cluster.scheduling.limits import SchedulerLimits
 from cluster.scheduling.request_adjustments import Adjustments
-from worker.protocol import Int32Array, StepFrame, UInt32Array
+from worker.protocol import MAX_ITEMS, Int32Array, StepFrame, UInt32Array
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +44,9 @@ class Request:
     has_emitted: bool = False
     next_prompt_logprob: int = 0
     """Position of the first prompt token whose log probability is wanted and was not sent; past the prompt: none."""
+    item_lens: tuple[int, ...] = ()
+    """As in SamplingParams."""
+    num_item_tokens: int = 0
     num_preemptions: int = 0
     num_overtaken: int = 0
     """Requests behind it that were admitted while it lacked pages."""
@@ -66,6 +69,8 @@ class Request:
             deadline_s=request.deadline_s,
             arrival_s=now,
             next_prompt_logprob=1 if request.sampling.prompt_logprobs >= 0 else len(prompt),
+            item_lens=request.sampling.item_lens,
+            num_item_tokens=sum(request.sampling.item_lens),
             adjustments=adjustments,
             mask=None if adjustments is None else adjustments.allowed,
         )
@@ -101,6 +106,14 @@ def reason_never_fits(request: Request, limits: SchedulerLimits) -> str | None:
             f"the prompt has {num_prompt_tokens} tokens, max_model_len={limits.max_model_len}; "
             f"send at most {limits.max_model_len - 1}"
         )
+    if (items := request.item_lens) and not (
+        min(items) > 0
+        and len(items) <= MAX_ITEMS
+        and request.num_item_tokens < num_prompt_tokens
+        and request.num_item_tokens <= limits.max_item_tokens
+        and not request.wants_prompt_logprobs
+    ):
+        return f"{len(items)} items of {request.num_item_tokens} tokens do not fit {limits.max_item_tokens=}"
     num_pages = limits.num_pages_for(request.max_total_tokens - 1)
     if num_pages > limits.num_pages:
         return (

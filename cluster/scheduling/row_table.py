@@ -31,6 +31,8 @@ class RowTable:
         """Tokens whose KV is there once every launched step has run: position of the next input token."""
         self.num_prefill = np.zeros(num_rows, np.int32)
         """Tokens to prefill: those known at admission."""
+        self.num_cacheable = np.zeros(num_rows, np.int32)
+        """Leading tokens that the prefix cache may have: items, which see less than all before them, it may not."""
         self.max_total = np.zeros(num_rows, np.int32)
         """`Request.max_total_tokens`."""
         self.in_flight = np.zeros(num_rows, np.int32)
@@ -71,6 +73,9 @@ class RowTable:
         self.num_known[row] = num_tokens
         self.num_computed[row] = 0
         self.num_prefill[row] = num_tokens
+        self.num_cacheable[row] = (
+            num_tokens - request.num_item_tokens if request.item_lens else request.max_total_tokens
+        )
         self.max_total[row] = request.max_total_tokens
         self.in_flight[row] = 0
         self.admission[row] = self._num_admissions

@@ -173,7 +173,9 @@ class Scheduler:
         table = self._rows
         table.in_flight[launched.rows] -= 1
         brought, kept = StepTokens.of(table, launched, result, self._limits.eos_token_ids)
-        logprobs = token_logprobs(table, brought.rows, kept, result) if len(result.logprob_rows) else []
+        logprobs = (
+            token_logprobs(table, brought.rows, kept, launched.item_rows, result) if len(result.logprob_rows) else []
+        )
         if np.count_nonzero(kept) != len(kept):
             # Ended since the launch, or by the token before: these were computed in vain.
             brought = brought.where(kept)
@@ -309,7 +311,17 @@ class Scheduler:
         is_last = positions + 1 >= table.max_total[sampled]
         table.ready[sampled[is_last]] = False
         self._in_flight.append(
-            Launched(self._step, frame.rows, sampled, positions, is_last, frame.num_draws, ending, plan.prompt_runs)
+            Launched(
+                self._step,
+                frame.rows,
+                sampled,
+                positions,
+                is_last,
+                frame.num_draws,
+                ending,
+                plan.prompt_runs,
+                frame.items["row"],
+            )
         )
         return frame
 

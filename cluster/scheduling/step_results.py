@@ -33,15 +33,23 @@ class Launched:
     prefilled: list[int]
     """Rows among `sampled` whose prefill ends here."""
     prompt_runs: list[PromptRun]
+    item_rows: Int32Array
+    """[num_items] the row of each item."""
 
     def check(self, result: StepResult, generation: int) -> None:
         """Raises EngineError unless `result` is this step's."""
         num_prompt_logprobs, counts = sum(run.num for run in self.prompt_runs), result.num_tokens
         num_tokens = int(counts.sum()) if len(counts) else len(self.sampled)
-        got = (result.generation, result.step, len(result.tokens), len(result.prompt_logprobs))
-        expected = (generation, self.step, num_tokens, num_prompt_logprobs)
+        got = (
+            result.generation,
+            result.step,
+            len(result.tokens),
+            len(result.prompt_logprobs),
+            len(result.item_logprobs),
+        )
+        expected = (generation, self.step, num_tokens, num_prompt_logprobs, len(self.item_rows))
         if got != expected:
-            raise EngineError(f"result has (generation, step, tokens, targets) {got}, expected {expected}")
+            raise EngineError(f"result has (generation, step, tokens, targets, items) {got}, expected {expected}")
         if len(counts) and (
             len(counts) != len(self.sampled)
             or counts.min() < 1
@@ -133,9 +141,10 @@ def take_prefilled(table: RowTable, rows: list[int], now: float) -> list[Prefill
 
 
 def token_logprobs(
-    table: RowTable, rows: Int32Array, kept: npt.NDArray[np.bool_], result: StepResult
+    table: RowTable, rows: Int32Array, kept: npt.NDArray[np.bool_], item_rows: Int32Array, result: StepResult
 ) -> list[TokenLogprobs]:
-    """Log probabilities of the result's tokens that are kept and whose `rows` asked for them."""
+    """Log probabilities of the result's tokens that are kept and whose `rows` asked for them, and of rows with items
+    those after each of their items."""
     logprobs: list[TokenLogprobs] = []
     for index, logprob, top_ids, top_logprobs, asked in zip(
         result.logprob_rows.tolist(),
@@ -148,7 +157,10 @@ def token_logprobs(
         request = table.request(int(rows[index]))
         # The arrays are as wide as the widest request of the step.
         k, ids = request.sampling.num_logprobs, request.sampling.logprob_token_ids
-        if kept[index] and k >= 0:
+        if kept[index] and request.item_lens:
+            after = result.item_logprobs[item_rows == request.row, : len(ids)]
+            logprobs.append(TokenLogprobs(request.id, logprob, [*ids] * len(after), after.flatten().tolist()))
+        elif kept[index] and k >= 0:
             likeliest, their_logprobs = [*top_ids[:k], *ids], [*top_logprobs[:k], *asked[: len(ids)]]
             logprobs.append(TokenLogprobs(request.id, logprob, likeliest, their_logprobs))
     return logprobs

@@ -1,0 +1,191 @@
+"""Every backend by every variant of attention: a check against plain attention in fp32, or a refusal with its reason.
+
+The bound: at most twice the error of torch in the same dtype. What a backend is made of has tests of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="a CPU install has no Triton")
+
+from attention.backend import AttentionBackend
+from attention.forward_batch import ForwardBatch, ForwardMode
+from attention.kv_pool import TokenToKVPool
+from attention.latent import LatentHeads
+from attention.layer import AttentionLayer
+from attention.registry import IMPLEMENTATIONS, needs_of
+from attention.step_shape import StepShape
+from configs.attention import BACKENDS, check_backend
+from configs.errors import ConfigError, EngineError
+from tests.latent_case import LITE, LatentCase, layer_of
+from tests.paged_case import NewTokens, PagedCase, both_ways, mask_of, tree
+
+BATCHES = {
+    # (prefix_len, extend_len) of each row
+    "decode": [(0, 1), (15, 1), (40, 1)],
+    "extend": [(0, 5), (0, 20)],
+    "extend with prefix": [(16, 20), (7, 2)],
+    "mixed": [(20, 1), (0, 17), (33, 9)],
+}
+MASKS: dict[str, Callable[[int, int], NewTokens]] = {"tree": tree, "both ways": both_ways}
+"""How the new tokens of each row but the first see one another."""
+ALL = {"window": 18, "chunk": 32, "softcap": 2.0, "sinks": torch.linspace(-1.0, 3.0, 8)}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "a KV head each": {"tp_q_head_num": 2},
+    "8 heads share": {"tp_q_head_num": 16},
+    "heads of 96": {"head_dim": 96},
+    "heads of 128": {"head_dim": 128},
+    "heads of 256": {"head_dim": 256},
+    **{name: {name: value} for name, value in ALL.items()},
+    "all of these": ALL,
+    **{name: {} for name in MASKS},
+}
+REFUSED: dict[str, dict[str, str]] = {
+    "fa3": dict.fromkeys(MASKS, "has no masks over new tokens"),
+    "flashinfer": {
+        "heads of 96": "takes heads of 64 or 128 or 256 elements, and the model's have 96; choose auto or fa3 or",
+        "sinks": "has no sinks; choose auto or fa3 or triton or torch_native",
+        "all of these": "has no sinks; choose",
+        "latent": "has no latent attention",
+    },
+    "triton": {},
+    "torch_native": {},
+}
+"""Of GPUs' backends, what they refuse of the above and of latent attention."""
+LACKING = {"softcap": "does not support tanh softcapping", "all of these": "softcapping", "latent": "no build"}
+"""What FA3 refuses as a rank loads it, where its build lacks it."""
+
+
+class Case(Protocol):
+    """Rows of random tokens over a pool whose unused parts are poisoned."""
+
+    pool: TokenToKVPool
+    batch: ForwardBatch
+
+    def attend(self, backend: AttentionBackend) -> torch.Tensor: ...
+
+    def check(self, out: torch.Tensor) -> None: ...
+
+
+class _Heads:
+    """Heads that share KV heads."""
+
+    def __init__(self, variant: str, batch: str, page_size: int, device: torch.device) -> None:
+        shape = {"layer_id": 0, "tp_q_head_num": 8, "tp_k_head_num": 2, "head_dim": 64, "scale": 0.11}
+        moved = {key: it.to(device) if key == "sinks" else it for key, it in VARIANTS[variant].items()}
+        self._case = PagedCase(AttentionLayer(**{**shape, **moved}), page_size, BATCHES[batch], device)
+        self.pool, self.batch = self._case.in_pool()
+        self._masks: list[NewTokens | None] | None = None
+        if (new_tokens := MASKS.get(variant)) is not None:
+            lens = [extend for _, extend in BATCHES[batch]]
+            self._masks = [None, *(new_tokens(*row) for row in BATCHES[batch][1:])]
+            self.batch = dataclasses.replace(self.batch, mask=mask_of(self._masks, lens, device))
+
+    def attend(self, backend: AttentionBackend) -> torch.Tensor:
+        q = self._case.queries(range(len(self._case.rows) - 1)).flatten(1)
+        return backend.attend(q, self._case.layer)
+
+    def check(self, out: torch.Tensor) -> None:
+        self._case.check(out.view(len(out), -1, self._case.layer.head_dim), self._masks)
+
+
+class _Latents:
+    """Heads that make their keys and values of one latent."""
+
+    def __init__(self, batch: str, page_size: int, device: torch.device) -> None:
+        layer = layer_of(5, **LITE) if device.type == "cuda" else layer_of(3)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self._case = LatentCase(layer, page_size, BATCHES[batch], dtype, device)
+        self.pool, self.batch = self._case.pool, self._case.batch
+        new = [kept[prefix:] for kept, (prefix, _) in zip(self._case.kept, BATCHES[batch], strict=True)]
+        self.pool.set_kv(0, self.batch.out_cache_loc, torch.cat(new))
+
+    def attend(self, backend: AttentionBackend) -> torch.Tensor:
+        heads = LatentHeads(self._case.layer, self._case.weight)
+        return backend.attend_latent(torch.cat(self._case.q), self._case.layer, heads)
+
+    def check(self, out: torch.Tensor) -> None:
+        self._case.check([out.view(len(out), -1, self._case.layer.v_dim)])
+
+
+def _made(name: str, variant: str, case: Case) -> AttentionBackend | None:
+    """The backend called `name`, or None where it refuses, as it has to."""
+    pool = case.pool
+    reason = REFUSED[name].get(variant)
+    if pool.device.type == "cpu" and BACKENDS[name].device == "cuda":
+        # The interpreter takes CPU tensors, which is nothing to be served with.
+        with pytest.raises(ConfigError, match=f"test={name} needs GPUs; choose auto or torch_native"):
+            check_backend(name, needs_of(pool), "test")
+        if name != "triton":
+            return None
+    elif reason is not None and variant not in MASKS:
+        with pytest.raises(ConfigError, match=f"test={name} {reason}"):
+            check_backend(name, needs_of(pool), "test")
+        return None
+    else:
+        check_backend(name, needs_of(pool), "test")
+    try:
+        backend = IMPLEMENTATIONS[name](pool.layers, pool)
+    except ConfigError as error:
+        assert name == "fa3"
+        assert LACKING[variant] in str(error)  # noqa: PT017 - serving it would be as right
+        return None
+    if reason is not None:
+        with pytest.raises(EngineError, match=reason):
+            backend.init_forward_metadata(case.batch)
+        return None
+    return backend
+
+
+def _by_graph(backend: AttentionBackend, case: Case) -> torch.Tensor:
+    """What a captured step of decodes answers."""
+    rows = case.batch.batch_size
+    shape = StepShape(rows, rows, rows)
+    for capturing in (False, True):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph) if capturing else torch.cuda.stream(torch.cuda.Stream()):
+            backend.prepare_capture(case.batch, shape)
+            out = case.attend(backend)
+        torch.cuda.synchronize()
+    backend.prepare_replay(shape, case.batch.prefix_lens.astype(np.int32), case.batch.extend_lens.astype(np.int32))
+    out.fill_(float("nan"))
+    graph.replay()
+    return out
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Where kernels run: interpreted on CPU tensors, or compiled for a GPU."""
+    if request.param == "cpu":
+        request.getfixturevalue("interpreter")
+    return torch.device(request.param)
+
+
+def _cells() -> Iterator[Any]:
+    for cell in itertools.product(BACKENDS, [*VARIANTS, "latent"], BATCHES, (1, 16, 64)):
+        _, variant, _, page_size = cell
+        is_slow = page_size != 16 and variant != "plain"
+        yield pytest.param(*cell, marks=[pytest.mark.slow] if is_slow else [])
+
+
+@pytest.mark.parametrize(("name", "variant", "batch", "page_size"), _cells())
+def test_every_backend_serves_or_refuses(
+    name: str, variant: str, batch: str, page_size: int, device: torch.device
+) -> None:
+    case = _Latents(batch, page_size, device) if variant == "latent" else _Heads(variant, batch, page_size, device)
+    backend = _made(name, variant, case)
+    if backend is None:
+        return
+    backend.init_forward_metadata(case.batch)
+    case.check(case.attend(backend))
+    if case.batch.mode is ForwardMode.DECODE and device.type == "cuda" and backend.captures_cuda_graphs:
+        case.check(_by_graph(backend, case))
