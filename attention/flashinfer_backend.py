@@ -6,27 +6,23 @@ and values by then, so there is no second, ragged call to join with it.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
 from attention.backend import AttentionBackend, register
-from attention.forward_batch import ForwardBatch, ForwardMode, Int32Array, Int64Array, PagedMetadata
+from attention.flashinfer_plans import Geometry, PlanInputs, Uploads, load_flashinfer
+from attention.forward_batch import ForwardBatch, ForwardMode, Int32Array, Int64Array, NewTokenMask
 from attention.kv_pool import TokenToKVPool
 from attention.layer import AttentionLayer
 from attention.step_shape import FEW_ROWS, StepShape
-from configs.errors import ConfigError
+from configs.errors import ConfigError, EngineError
 
-FLASHINFER = "0.7.2.post1"
-"""The version of flashinfer-python whose planner this file is written for."""
 _FLOAT_WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends
 _INT_WORKSPACE_BYTES = 8 << 20  # what its wrappers take
-# Plans whose upload may wait behind a step: those of two kinds of layers, of two steps in flight.
-_NUM_UPLOADS = 4
 # FlashInfer gives a program at most so many query rows (times heads of a group), and a multiprocessor two programs.
 _TILE, _PROGRAMS_OF_SM = 128, 2
 
@@ -35,80 +31,13 @@ Kernels = Literal["decode", "fa2", "fa3"]
 reads a row's keys for each query head and 128 tokens anew and splits none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Library:
-    """FlashInfer on a device."""
+class _Listed(NamedTuple):
+    """Which pages of the rows some layers read."""
 
-    module: Any
-    num_sms: int
-    has_fa3: bool
-
-
-def load_flashinfer(device: torch.device) -> Library:
-    """Imports it.
-
-    Raises:
-        ConfigError: it is not installed, or cannot be imported.
-    """
-    # Its kernels for later GPUs come as binaries that it would fetch; none of those is called here.
-    os.environ.setdefault("FLASHINFER_NO_DOWNLOAD", "1")
-    try:
-        import flashinfer
-    except (ImportError, OSError) as error:
-        raise ConfigError(
-            f"attention backend flashinfer cannot be imported: {error}. Install flashinfer-python (the `flashinfer` "
-            "extra) on every node, or set attention.backend=auto"
-        ) from error
-    properties = torch.cuda.get_device_properties(device)
-    return Library(flashinfer, properties.multi_processor_count, (properties.major, properties.minor) == (9, 0))
-
-
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """What of a layer its plan depends on: layers that agree share one."""
-
-    num_q_heads: int
-    num_k_heads: int
-    head_dim: int
-    scale: float
-    window: int | None
-    softcap: float | None
-
-    @classmethod
-    def of(cls, layer: AttentionLayer) -> Geometry:
-        return cls(layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim, layer.scale, layer.window, layer.softcap)
-
-    @property
-    def group(self) -> int:
-        """Query heads of a KV head."""
-        return self.num_q_heads // self.num_k_heads
-
-
-@dataclass(frozen=True, slots=True)
-class PlanInputs:
-    """What a step is planned from. On the host, int32: FlashInfer would wait for tensors of the device."""
-
-    qo_indptr: torch.Tensor
-    """[num_rows + 1]: where each row's tokens begin."""
-    kv_indptr: torch.Tensor
-    """[num_rows + 1]: where each row's pages begin among those of all rows."""
-    last_page_len: torch.Tensor
-    """[num_rows]: tokens in each row's last page; 0 of a row without tokens."""
-    seq_lens: torch.Tensor
-    """[num_rows]"""
-
-    @classmethod
-    def of(cls, prefix_lens: Int64Array, extend_lens: Int64Array, page_size: int) -> PlanInputs:
-        seq_lens = prefix_lens + extend_lens
-        num_pages = -(-seq_lens // page_size)
-        last_page_len = seq_lens - page_size * np.maximum(num_pages - 1, 0)
-        bounds = np.zeros((2, len(seq_lens) + 1), np.int64)
-        np.cumsum((extend_lens, num_pages), axis=1, out=bounds[:, 1:])
-        return cls(*(torch.from_numpy(x.astype(np.int32)) for x in (*bounds, last_page_len, seq_lens)))
-
-    @property
-    def num_pages(self) -> int:
-        return int(self.kv_indptr[-1])
+    windowed: bool
+    """Those of the window pool."""
+    chunk: int | None
+    """From the chunk of each row's first new token on; None: all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +46,18 @@ class _Captured:
 
     kernels: Kernels
     wrappers: dict[Geometry, Any]
-    indices: dict[bool, torch.Tensor]
-    """[pages of all rows, at most] int32, of the pool of layers with a window (True) or of the other pool."""
+    indices: dict[_Listed, torch.Tensor]
+    """[pages of all rows, at most] int32."""
+
+
+class _Mask(NamedTuple):
+    """A step's mask, as layers of one geometry see it."""
+
+    packed: torch.Tensor
+    begins: torch.Tensor
+    """As `pack_mask` writes them."""
+    max_len: int
+    """Most new tokens of a row."""
 
 
 @register("flashinfer")
@@ -130,10 +69,11 @@ class FlashInferBackend(AttentionBackend):
 
     Args:
         prompt_kernels: for steps of prompts alone and for captured steps with few rows. None: fa3 on Hopper, else fa2,
-            which all other steps with prompts take.
+            which all other steps with prompts take, and those with masks.
 
     Raises:
-        ConfigError: FlashInfer is not installed, or cannot be compiled or run here.
+        ConfigError: FlashInfer is not installed, or cannot be compiled or run here; or chunks do not begin where pages
+            do.
     """
 
     captures_cuda_graphs = True
@@ -146,11 +86,18 @@ class FlashInferBackend(AttentionBackend):
         prompt_kernels: Literal["fa2", "fa3"] | None = None,
     ) -> None:
         super().__init__(layers, token_to_kv_pool)
-        device = token_to_kv_pool.device
+        device, page_size = token_to_kv_pool.device, token_to_kv_pool.page_size
+        for layer in layers:
+            if layer.chunk is not None and layer.chunk % page_size:
+                raise ConfigError(
+                    f"attention backend flashinfer takes chunks of whole pages: layer {layer.layer_id} has chunks of "
+                    f"{layer.chunk} tokens, and kv_cache.page_size is {page_size}"
+                )
         self._library = load_flashinfer(device)
         from attention.kernels.flat_pages import flatten_pages  # a CPU install has no Triton
+        from attention.kernels.packed_mask import pack_mask
 
-        self._flatten_pages = flatten_pages
+        self._flatten_pages, self._pack_mask = flatten_pages, pack_mask
         self._prompt_kernels: Kernels = prompt_kernels or ("fa3" if self._library.has_fa3 else "fa2")
         self._geometry_of = {layer.layer_id: Geometry.of(layer) for layer in layers}
         self._geometries = tuple(dict.fromkeys(self._geometry_of.values()))
@@ -161,7 +108,7 @@ class FlashInferBackend(AttentionBackend):
             geometry: torch.empty(_INT_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
             for geometry in self._geometries
         }
-        self._uploads = _Uploads(device)
+        self._uploads = Uploads(_INT_WORKSPACE_BYTES, device)
         kinds: set[Kernels] = {"decode", "fa2", self._prompt_kernels}
         self._eager = {
             (kernels, geometry): self._wrapper(kernels, geometry)
@@ -174,22 +121,26 @@ class FlashInferBackend(AttentionBackend):
         self._now: dict[Geometry, Any] = {}
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        """Plans on the host; queues the uploads of the plans and one or two small kernels, and waits for nothing."""
+        """Plans on the host; queues the uploads of the plans and a few small kernels, and waits for nothing.
+
+        Raises EngineError for a mask over more pairs of a new token and a key than FlashInfer counts.
+        """
         super().init_forward_metadata(batch)
         batch.paged.check()
-        kernels = self._kernels_of(batch.mode)
-        inputs = PlanInputs.of(batch.prefix_lens, batch.extend_lens, self.token_to_kv_pool.page_size)
-        num_pages = inputs.num_pages
-        indices = {
-            windowed: torch.empty(num_pages, dtype=torch.int32, device=paged.page_table.device)
-            for windowed, paged in self._tables(batch).items()
-        }
+        # A row's only new token sees itself, with a mask or without.
+        mask = None if batch.mode is ForwardMode.DECODE else batch.mask
+        kernels = self._kernels_of(batch.mode) if mask is None else "fa2"
+        lists = {self._list_of(it, masked=mask is not None) for it in self._geometries}
+        inputs = self._inputs(lists, batch.prefix_lens, batch.extend_lens)
+        device = batch.paged.page_table.device
+        indices = {which: torch.empty(it.num_pages, dtype=torch.int32, device=device) for which, it in inputs.items()}
         self._list_pages(batch, indices)
         self._now = {geometry: self._eager[kernels, geometry] for geometry in self._geometries}
-        self._plan(kernels, self._now, inputs, indices)
+        self._plan(kernels, self._now, inputs, indices, masks=None if mask is None else self._masks(batch, mask))
 
     def prepare_capture(self, batch: ForwardBatch, shape: StepShape) -> None:
         """Before a warm-up plans for `batch`; then, for the graph to hold it, queues the list of pages."""
+        assert batch.mask is None, "a plan with a mask is that of one step"
         super().init_forward_metadata(batch)
         if shape not in self._captured:
             batch.paged.check()
@@ -216,17 +167,45 @@ class FlashInferBackend(AttentionBackend):
             return "decode"
         return self._prompt_kernels if mode is ForwardMode.EXTEND else "fa2"
 
-    def _is_windowed(self, geometry: Geometry) -> bool:
-        """Whether layers of `geometry` read the window pool."""
-        return geometry.window is not None and self.token_to_kv_pool.num_window_pages is not None
+    def _list_of(self, geometry: Geometry, *, masked: bool = False) -> _Listed:
+        """`masked`: in a step with a mask, in which that says what chunks hide."""
+        windowed = geometry.window is not None and self.token_to_kv_pool.num_window_pages is not None
+        return _Listed(windowed, None if masked else geometry.chunk)
 
-    def _tables(self, batch: ForwardBatch) -> dict[bool, PagedMetadata]:
-        """Page tables that layers read, by whether it is that of the window pool."""
-        return {self._is_windowed(it): batch.seen_by(it.window).paged for it in self._geometries}
+    def _list_pages(self, batch: ForwardBatch, indices: Mapping[_Listed, torch.Tensor]) -> None:
+        for which, out in indices.items():
+            paged = (batch.in_window_pool or batch).paged if which.windowed else batch.paged
+            self._flatten_pages(paged, self.token_to_kv_pool.page_size, out, which.chunk)
 
-    def _list_pages(self, batch: ForwardBatch, indices: dict[bool, torch.Tensor]) -> None:
-        for windowed, paged in self._tables(batch).items():
-            self._flatten_pages(paged, self.token_to_kv_pool.page_size, indices[windowed])
+    def _inputs(
+        self,
+        lists: Iterable[_Listed],
+        prefix_lens: Int64Array,
+        extend_lens: Int64Array,
+        num_rows: Mapping[_Listed, int] | None = None,
+    ) -> dict[_Listed, PlanInputs]:
+        page_size = self.token_to_kv_pool.page_size
+        return {
+            it: PlanInputs.of(prefix_lens, extend_lens, page_size, it.chunk, None if num_rows is None else num_rows[it])
+            for it in lists
+        }
+
+    def _masks(self, batch: ForwardBatch, mask: NewTokenMask) -> dict[Geometry, _Mask]:
+        """Queues a kernel for each window and chunk."""
+        num_bytes = -(-batch.extend_lens * batch.seq_lens // 8)
+        total = int(num_bytes.sum())
+        if total >= 1 << 31:
+            raise EngineError(
+                f"attention backend flashinfer takes masks of less than 2 GiB, and this has {total} bytes"
+            )
+        device, found = batch.paged.page_table.device, {}
+        for window, chunk in {(it.window, it.chunk) for it in self._geometries}:
+            packed = torch.empty(total, dtype=torch.uint8, device=device)
+            begins = torch.empty(batch.batch_size, dtype=torch.int32, device=device)
+            most = int(num_bytes.max())
+            self._pack_mask(batch.paged, mask, window, chunk, most_bytes=most, packed=packed, begins=begins)
+            found[window, chunk] = _Mask(packed, begins, int(batch.extend_lens.max()))
+        return {it: found[it.window, it.chunk] for it in self._geometries}
 
     def _new_captured(self, batch: ForwardBatch, shape: StepShape) -> _Captured:
         if shape.is_decode:
@@ -234,45 +213,51 @@ class FlashInferBackend(AttentionBackend):
         else:
             kernels = self._prompt_kernels if shape.num_sampled <= FEW_ROWS else "fa2"
         indices = {}
-        for windowed, paged in self._tables(batch).items():
+        for which in map(self._list_of, self._geometries):
             # As large as the table: rows may share pages, so the pool's size is no bound. The largest shape comes
             # first and leaves its own to the others.
-            table = paged.page_table
-            fit = (it.indices[windowed] for it in self._captured.values() if len(it.indices[windowed]) >= table.numel())
+            table = batch.paged.page_table
+            fit = (it.indices[which] for it in self._captured.values() if len(it.indices[which]) >= table.numel())
             found = next(fit, None)
-            indices[windowed] = table.new_empty(table.numel()) if found is None else found
+            indices[which] = table.new_empty(table.numel()) if found is None else found
         wrappers = {
-            geometry: self._wrapper(kernels, geometry, indices[self._is_windowed(geometry)], shape.num_rows)
+            geometry: self._wrapper(kernels, geometry, indices[self._list_of(geometry)], geometry.num_rows(shape))
             for geometry in self._geometries
         }
         return _Captured(kernels, wrappers, indices)
 
     def _plan_captured(self, shape: StepShape, prefix_lens: Int64Array, extend_lens: Int64Array) -> None:
         captured = self._captured[shape]
-        inputs = PlanInputs.of(prefix_lens, extend_lens, self.token_to_kv_pool.page_size)
+        num_rows = {self._list_of(it): it.num_rows(shape) for it in self._geometries}
+        inputs = self._inputs(captured.indices, prefix_lens, extend_lens, num_rows)
         # FlashInfer copies what it is given to what it was made with: here the same memory, which it sees.
-        indices = {windowed: it[: inputs.num_pages] for windowed, it in captured.indices.items()}
+        indices = {which: it[: inputs[which].num_pages] for which, it in captured.indices.items()}
         self._plan(captured.kernels, captured.wrappers, inputs, indices, shape)
 
     def _plan(
         self,
         kernels: Kernels,
-        wrappers: dict[Geometry, Any],
-        inputs: PlanInputs,
-        indices: dict[bool, torch.Tensor],
+        wrappers: Mapping[Geometry, Any],
+        inputs: Mapping[_Listed, PlanInputs],
+        indices: Mapping[_Listed, torch.Tensor],
         shape: StepShape | None = None,
+        masks: Mapping[Geometry, _Mask] | None = None,
     ) -> None:
         """Plans each of `wrappers`.
 
         Args:
             shape: of the graph that runs the plan; None: none does.
+            masks: None: rows are causal.
         """
         dtype = self.token_to_kv_pool.dtype
         for geometry, wrapper in wrappers.items():
+            mask = None if masks is None else masks[geometry]
+            which = self._list_of(geometry, masked=mask is not None)
+            of_rows = inputs[which]
             paged = (
-                inputs.kv_indptr,
-                indices[self._is_windowed(geometry)],
-                inputs.last_page_len,
+                of_rows.kv_indptr,
+                indices[which],
+                of_rows.last_page_len,
                 geometry.num_q_heads,
                 geometry.num_k_heads,
                 geometry.head_dim,
@@ -284,15 +269,24 @@ class FlashInferBackend(AttentionBackend):
                 "logits_soft_cap": geometry.softcap or 0.0,
                 "q_data_type": dtype,
                 "kv_data_type": dtype,
-                "seq_lens": inputs.seq_lens,
+                "seq_lens": of_rows.seq_lens,
                 "disable_split_kv": shape is not None and self._is_full(shape, geometry),
             }
             # FlashInfer writes a plan to pinned memory, queues its upload and does not wait.
             wrapper._pin_memory_int_workspace_buffer = self._uploads.next_buffer()
             if kernels == "decode":
                 wrapper.plan(*paged, **options)
+            elif mask is None:
+                wrapper.plan(of_rows.qo_indptr, *paged, causal=True, **options)
             else:
-                wrapper.plan(inputs.qo_indptr, *paged, causal=True, **options)
+                if geometry.window is not None:
+                    # FlashInfer's window counts from a token's place in its row, and the mask from its position, which
+                    # may be any back to the row's first: this much hides nothing that the mask shows. And where there
+                    # is a window, no part of split keys has those behind a tile's own.
+                    options |= {"window_left": geometry.window + mask.max_len - 2, "disable_split_kv": True}
+                wrapper.plan(of_rows.qo_indptr, *paged, packed_custom_mask=mask.packed, **options)
+                # It would count a row's bits for bytes.
+                wrapper._mask_indptr_buf = mask.begins
             self._uploads.record()
 
     def _is_full(self, shape: StepShape, geometry: Geometry) -> bool:
@@ -345,11 +339,12 @@ class FlashInferBackend(AttentionBackend):
         q = torch.zeros(1, geometry.num_q_heads, geometry.head_dim, dtype=pool.dtype, device=pool.device)
         k = q.new_zeros(1, pool.page_size, geometry.num_k_heads, geometry.head_dim)
         v = torch.linspace(0.0, 1.0, k.numel(), device=pool.device).view(k.shape).to(pool.dtype)
-        inputs = PlanInputs.of(np.zeros(1, np.int64), np.ones(1, np.int64), pool.page_size)
+        which = self._list_of(geometry)
+        inputs = self._inputs([which], np.zeros(1, np.int64), np.ones(1, np.int64))
         page = torch.zeros(1, dtype=torch.int32, device=pool.device)
         wrapper, out = self._eager[kernels, geometry], torch.empty_like(q)
         try:
-            self._plan(kernels, {geometry: wrapper}, inputs, {False: page, True: page})
+            self._plan(kernels, {geometry: wrapper}, inputs, {which: page})
             wrapper.run(q, (k, v), out=out)
             expected = v[0, 0].repeat_interleave(geometry.group, dim=0)
             wrong = None if torch.allclose(out[0], expected, atol=0.01, rtol=0.01) else "it returned wrong values"
@@ -360,26 +355,3 @@ class FlashInferBackend(AttentionBackend):
                 f"attention backend flashinfer: {kernels} kernels of FlashInfer {self._library.module.__version__} "
                 f"cannot serve {geometry}, {pool.dtype}: {wrong}\nSet attention.backend=auto"
             )
-
-
-class _Uploads:
-    """Pinned memory for plans, each written anew only when it is on the device."""
-
-    def __init__(self, device: torch.device) -> None:
-        on_gpu = device.type == "cuda"
-        shape = (_NUM_UPLOADS, _INT_WORKSPACE_BYTES)
-        self._buffers = torch.empty(shape, dtype=torch.uint8, pin_memory=on_gpu).unbind()
-        self._uploaded: list[Any] = [torch.cuda.Event() if on_gpu else None for _ in self._buffers]  # type: ignore[no-untyped-call]  # torch's
-        self._next = 0
-
-    def next_buffer(self) -> torch.Tensor:
-        """For the next plan, as soon as the plan that was in it last is on the device."""
-        if self._uploaded[self._next] is not None:
-            self._uploaded[self._next].synchronize()
-        return self._buffers[self._next]
-
-    def record(self) -> None:
-        """To be called once the plan's upload is queued."""
-        if self._uploaded[self._next] is not None:
-            self._uploaded[self._next].record()
-        self._next = (self._next + 1) % _NUM_UPLOADS

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 
 from attention.backend import IMPLEMENTATIONS, AttentionBackend
-from attention.flashinfer_backend import PlanInputs
+from attention.flashinfer_plans import PlanInputs
 from attention.forward_batch import ForwardBatch, ForwardMode, PagedMetadata
 from attention.kv_pool import FP8, TokenToKVPool
 from attention.latent import LatentHeads

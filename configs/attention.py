@@ -130,7 +130,7 @@ _SPECS = (
         min_compute_capability=(8, 0),
         dtypes=_HALVES,
         head_dims=frozenset({64, 128, 256}),
-        features=frozenset({Feature.WINDOW, Feature.SOFTCAP}),
+        features=frozenset({Feature.WINDOW, Feature.SOFTCAP, Feature.CHUNK, Feature.MASK}),
     ),
     BackendSpec(
         name="torch_native",

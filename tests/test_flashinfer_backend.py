@@ -23,14 +23,16 @@ pytest.importorskip("triton", reason="a CPU install has no Triton")
 
 from attention import flashinfer_backend
 from attention.backend import AttentionBackend
-from attention.flashinfer_backend import FLASHINFER, FlashInferBackend, Geometry, Library, PlanInputs, load_flashinfer
+from attention.flashinfer_backend import FlashInferBackend
+from attention.flashinfer_plans import FLASHINFER, Geometry, Library, PlanInputs, load_flashinfer
 from attention.forward_batch import PagedMetadata
 from attention.kernels.flat_pages import flatten_pages
+from attention.kernels.packed_mask import pack_mask
 from attention.kv_pool import ReqToTokenPool, TokenToKVPool
 from attention.layer import AttentionLayer
 from attention.step_shape import StepShape
-from configs.errors import ConfigError
-from tests.paged_case import attention
+from configs.errors import ConfigError, EngineError
+from tests.paged_case import NewTokens, attention, both_ways, mask_of, tree
 from worker.protocol import RowFlag, StepFrame
 from worker.step_inputs import StepInputs
 from worker.step_layout import shape_of
@@ -135,12 +137,16 @@ class Case:
             found.append(torch.cat([q, q], dim=1)[:, : q.shape[1]])
         return found
 
-    def run(self, backend: AttentionBackend) -> list[torch.Tensor]:
-        """For each layer, the answers of all rows by an eager step."""
+    def run(self, backend: AttentionBackend, parts: Sequence[NewTokens | None] | None = None) -> list[torch.Tensor]:
+        """For each layer, the answers of all rows by an eager step, whose mask has `parts`."""
         chosen = range(len(self.rows))
         frame = self.frame(chosen)
         self.inputs.upload(frame, shape_of(frame))
-        backend.init_forward_metadata(self.inputs.batch(frame, shape_of(frame)))
+        batch = self.inputs.batch(frame, shape_of(frame))
+        if parts is not None:
+            mask = mask_of(parts, [extend for _, extend in self.rows], batch.positions.device)
+            batch = dataclasses.replace(batch, mask=mask)
+        backend.init_forward_metadata(batch)
         queries = self.queries(chosen, int(frame.lens.sum()))
         outs = [backend.attend(q, layer) for q, layer in zip(queries, self.layers, strict=True)]
         for out, q in zip(outs, queries, strict=True):
@@ -148,12 +154,18 @@ class Case:
             assert out.is_contiguous()
         return outs
 
-    def check(self, outs: Sequence[torch.Tensor], chosen: Sequence[int] | None = None) -> None:
+    def check(
+        self,
+        outs: Sequence[torch.Tensor],
+        chosen: Sequence[int] | None = None,
+        parts: Sequence[NewTokens | None] | None = None,
+    ) -> None:
         """Asserts of each layer's answers, padding behind them, that they err at most twice as far as torch."""
         chosen = range(len(self.rows)) if chosen is None else chosen
+        parts = [None] * len(self.rows) if parts is None else parts
         for layer, out, q, kv in zip(self.layers, outs, self.q, self.kv, strict=True):
             exact, same_dtype = (
-                torch.cat([attention(q[i], *kv[i], layer, dtype)[0] for i in chosen]).flatten(1)
+                torch.cat([attention(q[i], *kv[i], layer, dtype, parts[i])[0] for i in chosen]).flatten(1)
                 for dtype in (torch.float32, self.dtype)
             )
             # torch's max, unlike Python's, never passes over a NaN.
@@ -206,6 +218,15 @@ def test_a_step_is_padded_as_its_captured_shape_says() -> None:
     assert [x.tolist() for x in StepShape(4, 3, 2).padded(prefixes, lens + 1)] == [[7, 0, 0], [2, 2, 0]]
 
 
+def test_the_tokens_of_a_row_in_one_chunk_are_planned_as_a_row() -> None:
+    prefix_lens, extend_lens = np.array([[0, 24], [5, 3], [7, 1], [8, 1], [7, 18], [0, 0]], np.int64).T
+    inputs = PlanInputs.of(prefix_lens, extend_lens, 4, chunk=8, num_rows=12)
+    assert inputs.qo_indptr.diff().tolist() == [8, 8, 8, 3, 1, 1, 1, 8, 8, 1, 0, 0]
+    assert inputs.seq_lens.tolist() == [8, 8, 8, 8, 8, 1, 8, 8, 8, 1, 0, 0]
+    assert inputs.kv_indptr.diff().tolist() == [2, 2, 2, 2, 2, 1, 2, 2, 2, 1, 0, 0]
+    assert inputs.last_page_len.tolist() == [4, 4, 4, 4, 4, 1, 4, 4, 4, 1, 0, 0]
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
     if request.param == "cpu":
@@ -213,21 +234,68 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
+@pytest.mark.parametrize("chunk", [None, 16])
 @pytest.mark.parametrize(("page_size", "num_rows"), [(1, 3), (16, 300)])
-def test_lists_the_pages_of_all_rows_without_gaps(page_size: int, num_rows: int, device: torch.device) -> None:
+def test_lists_the_pages_of_all_rows_without_gaps(
+    page_size: int, num_rows: int, chunk: int | None, device: torch.device
+) -> None:
     lens = torch.arange(num_rows, dtype=torch.int32) * 7 % 50
-    counts = (-(-lens // page_size)).tolist()
+    extends = torch.minimum(lens, torch.tensor(3))
     table = torch.full((num_rows, 600 if num_rows == 3 else 4), 1 << 30, dtype=torch.int32)
-    pages = torch.arange(1, sum(counts) + 1, dtype=torch.int32)
-    for row, of_row in zip(table, pages.split(counts), strict=True):
-        row[: len(of_row)] = of_row
-    out = torch.full((sum(counts) + 5,), -1, dtype=torch.int32, device=device)
-    starts = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
+    expected = []
+    for i, (length, extend) in enumerate(zip(lens.tolist(), extends.tolist(), strict=True)):
+        count = -(-length // page_size)
+        table[i, :count] = torch.arange(count) + 1000 * i
+        first = 0 if chunk is None else (length - extend) // chunk * chunk // page_size
+        expected += table[i, first:count].tolist()
+    out = torch.full((len(expected) + 5,), -1, dtype=torch.int32, device=device)
+    starts = torch.zeros(num_rows + 1, dtype=torch.int32)
+    starts[1:] = extends.cumsum(0)
     paged = PagedMetadata(
-        cache_seqlens=lens.to(device), cu_seqlens_q=starts, page_table=table.to(device), max_seqlen_q=1
+        cache_seqlens=lens.to(device), cu_seqlens_q=starts.to(device), page_table=table.to(device), max_seqlen_q=3
     )
-    flatten_pages(paged, page_size, out)
-    assert out.tolist() == [*pages.tolist(), *[-1] * 5]
+    flatten_pages(paged, page_size, out, chunk)
+    assert out.tolist() == [*expected, *[-1] * 5]
+
+
+@pytest.mark.parametrize(("window", "chunk"), [(None, None), (5, None), (6, 8)])
+def test_packs_what_new_tokens_see(window: int | None, chunk: int | None, device: torch.device) -> None:
+    rows = [(12, 9), (3, 1), (0, 0), (7, 5), (70, 6), *[(1, 1)] * 300]
+    parts = [tree(12, 9), None, None, both_ways(7, 5), None, *[None] * 299, both_ways(1, 1)]
+    prefixes, extends = torch.tensor(rows, dtype=torch.int32).T
+    starts = torch.zeros(len(rows) + 1, dtype=torch.int32)
+    starts[1:] = extends.cumsum(0)
+    paged = PagedMetadata(
+        cache_seqlens=(prefixes + extends).to(device),
+        cu_seqlens_q=starts.to(device),
+        page_table=torch.zeros(len(rows), 1, dtype=torch.int32, device=device),
+        max_seqlen_q=9,
+    )
+    sizes = [(extend * (prefix + extend) + 7) // 8 for prefix, extend in rows]
+    packed = torch.full((sum(sizes) + 4,), 0xAA, dtype=torch.uint8, device=device)
+    begins = torch.empty(len(rows), dtype=torch.int32, device=device)
+    mask = mask_of(parts, extends.tolist(), device)
+    pack_mask(paged, mask, window, chunk, most_bytes=max(sizes), packed=packed, begins=begins)
+    assert begins.tolist() == np.cumsum([0, *sizes[:-1]]).tolist()
+    assert packed[-4:].tolist() == [0xAA] * 4
+    for (prefix, extend), begin, part in zip(rows, begins.tolist(), parts, strict=True):
+        keys, queries = torch.arange(prefix + extend), prefix + torch.arange(extend)[:, None]
+        if part is not None:
+            queries = part.positions[:, None]
+        seen = keys <= queries
+        if window is not None:
+            seen &= keys > queries - window
+        if chunk is not None:
+            seen &= keys // chunk == queries // chunk
+        if part is not None:
+            seen[:, prefix:] = part.visible
+        assert torch.equal(_bits(packed[begin:], seen.shape), seen)
+
+
+def _bits(packed: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The first bits of bytes, the lowest of each first, as bool."""
+    bits = np.unpackbits(packed.cpu().numpy(), bitorder="little")[: int(np.prod(shape))]
+    return torch.from_numpy(bits).bool().view(*shape)
 
 
 class Emulated:
@@ -243,14 +311,25 @@ class Emulated:
         self.tensor_cores = given.get("use_tensor_cores")
         self.max_tokens = None
 
-    def plan(self, *args: Any, causal: bool = True, seq_lens: torch.Tensor, **options: Any) -> None:
+    def plan(
+        self,
+        *args: Any,
+        causal: bool = False,
+        seq_lens: torch.Tensor,
+        packed_custom_mask: torch.Tensor | None = None,
+        **options: Any,
+    ) -> None:
         is_decode = self.tensor_cores is not None
         qo_indptr = torch.arange(len(args[0]), dtype=torch.int32) if is_decode else args[0]
         kv_indptr, indices, last, num_q, num_k, head_dim, page_size = args if is_decode else args[1:]
         for tensor in (qo_indptr, kv_indptr, last, seq_lens):
             assert (tensor.dtype, tensor.device) == (torch.int32, CPU)
         assert self._pin_memory_int_workspace_buffer.dtype == torch.uint8
-        assert causal
+        assert causal + is_decode + (packed_custom_mask is not None) == 1
+        # Where there is a window, parts of split keys end with those that a causal tile of queries sees.
+        assert packed_custom_mask is None or options["window_left"] < 0 or options["disable_split_kv"]
+        # It takes the number of a row's bits for that of its bytes.
+        self._mask_indptr_buf, self.bits = (qo_indptr.diff() * seq_lens).cumsum(0), packed_custom_mask
         if self.in_graph:
             assert len(self.static["paged_kv_indptr_buf"]) == len(kv_indptr), "rows of a graph"
             assert indices.data_ptr() == self.static["paged_kv_indices_buf"].data_ptr()
@@ -269,16 +348,27 @@ class Emulated:
         assert q.shape == (args.qo[-1], self.heads[0], self.heads[2])
         assert q.stride(-1) == 1
         window = None if args.window_left < 0 else args.window_left + 1
-        layer = dataclasses.replace(
-            _layer(window=window, softcap=args.logits_soft_cap or None), scale=args.sm_scale, head_dim=self.heads[2]
-        )
+        options = {"scale": args.sm_scale, "head_dim": self.heads[2], "softcap": args.logits_soft_cap or None}
+        layer = dataclasses.replace(_layer(), **options)
         out.fill_(float("nan"))
         for i, length in enumerate(args.lens):
             tokens, pages = slice(*args.qo[i : i + 2]), args.indices[slice(*args.kv[i : i + 2])].long()
             if tokens.start == tokens.stop:
                 continue
             k, v = (x[pages].flatten(0, 1)[:length] for x in kv)
-            out[tokens] = attention(q[tokens], k, v, layer, torch.float32)[0].to(out.dtype)
+            num_tokens = tokens.stop - tokens.start
+            queries, keys = torch.arange(length - num_tokens, length)[:, None], torch.arange(length)
+            seen = keys <= queries
+            if self.bits is not None:
+                seen = _bits(self.bits[self._mask_indptr_buf[i] :], seen.shape)
+            if window is not None:
+                seen &= keys > queries - window
+            # By a mask over as many queries as keys, of which the last are asked.
+            every = torch.ones(length, length, dtype=torch.bool)
+            every[length - num_tokens :] = seen
+            wide_q = torch.cat([q.new_zeros(length - num_tokens, *q.shape[1:]), q[tokens]])
+            answers, _ = attention(wide_q, k, v, layer, torch.float32, NewTokens(every, keys))
+            out[tokens] = answers[length - num_tokens :].to(out.dtype)
 
 
 @pytest.fixture
@@ -308,6 +398,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch, interpreter: None) -> Callable[[Ca
 
 
 LAYERS = [_layer(0, head_dim=16), _layer(1, head_dim=16, window=13, softcap=5.0), _layer(2, head_dim=16)]
+CHUNKED = [*LAYERS, _layer(3, head_dim=16, chunk=16), _layer(4, head_dim=16, chunk=32, window=9)]
 
 
 @pytest.mark.parametrize("own_pool", [False, True])
@@ -324,12 +415,55 @@ def test_plans_once_for_layers_that_are_alike(batch: str, page_size: int, own_po
     assert {wrapper.tensor_cores for wrapper in now} == {True if batch == "decode" else None}
 
 
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("batch", list(SMALL_BATCHES))
+def test_a_layer_with_chunks_sees_its_own(batch: str, page_size: int, emulated: Any) -> None:
+    case = Case(CHUNKED, SMALL_BATCHES[batch], page_size, own_pool=True)
+    case.check(case.run(FlashInferBackend(case.layers, case.pool)))
+
+
+def test_chunks_that_begin_within_a_page_are_refused(emulated: Any) -> None:
+    case = Case([_layer(chunk=24)], SMALL_BATCHES["decode"])
+    with pytest.raises(ConfigError, match=r"layer 0 has chunks of 24 tokens, and kv_cache.page_size is 16"):
+        FlashInferBackend(case.layers, case.pool)
+
+
+MASKED = [(40, 9), (20, 1), (0, 17), (33, 14), (3, 1), (18, 12)]
+"""(prefix_len, extend_len) of a tree behind a prefix, a causal row, a tree that is all, a block that sees itself both
+ways, one of a token, and a causal prompt."""
+
+
+def _parts(rows: Sequence[tuple[int, int]]) -> list[NewTokens | None]:
+    return [tree(*rows[0]), None, tree(*rows[2]), both_ways(*rows[3]), both_ways(*rows[4]), None]
+
+
+@pytest.mark.parametrize("own_pool", [False, True])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_mask_is_planned_with_windows_and_chunks_in_it(page_size: int, own_pool: bool, emulated: Any) -> None:
+    case = Case(CHUNKED, MASKED, page_size, own_pool=own_pool)
+    backend = FlashInferBackend(case.layers, case.pool)
+    case.check(case.run(backend, _parts(MASKED)), parts=_parts(MASKED))
+    case.check(case.run(backend))  # and a step without one after it
+
+
+def test_a_mask_of_2_gib_is_refused(emulated: Any) -> None:
+    case = Case(LAYERS[:1], MASKED)
+    backend = FlashInferBackend(case.layers, case.pool)
+    frame = case.frame(range(len(MASKED)))
+    case.inputs.upload(frame, shape_of(frame))
+    mask = mask_of(_parts(MASKED), [extend for _, extend in MASKED], CPU)
+    batch = dataclasses.replace(case.inputs.batch(frame, shape_of(frame)), mask=mask)
+    huge = dataclasses.replace(batch, seq_lens=batch.seq_lens << 30)
+    with pytest.raises(EngineError, match="takes masks of less than 2 GiB, and this has"):
+        backend.init_forward_metadata(huge)
+
+
 @pytest.mark.parametrize("own_pool", [False, True])
 def test_a_graph_is_planned_for_each_step_that_it_replays(own_pool: bool, emulated: Any) -> None:
-    case = Case(LAYERS, SMALL_BATCHES["decode"], own_pool=own_pool, padding=(2, 2))
+    case = Case(CHUNKED, SMALL_BATCHES["decode"], own_pool=own_pool, padding=(2, 2))
     backend = FlashInferBackend(case.layers, case.pool)
     case.replay(backend, StepShape(4, 4, 4), [[0, 1], [2, 1, 0], [2, 0]], emulated)
-    case = Case(LAYERS, SMALL_BATCHES["mixed"], own_pool=own_pool, padding=(1, 5))
+    case = Case(CHUNKED, SMALL_BATCHES["mixed"], own_pool=own_pool, padding=(1, 5))
     backend = FlashInferBackend(case.layers, case.pool)
     case.replay(backend, StepShape(30, 4, 3), [[0, 1], [2, 1, 0], [1]], emulated)
 
@@ -428,6 +562,30 @@ def test_layers_with_a_window_and_without_have_plans_of_their_own(batch: str, ow
     case.check(case.run(backend))
     if batch == "decode":
         case.replay(backend, StepShape(8, 8, 8), [[0, 1], [5, 4, 3, 2, 1, 0]], _graph)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("own_pool", [False, True])
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_masks_and_chunks_err_at_most_twice_as_far_as_torch(page_size: int, own_pool: bool) -> None:
+    layers = [_layer(0), _layer(1, chunk=64), _layer(2, window=33), _layer(3, chunk=128, window=33)]
+    rows = [(900, 60), (20, 1), (0, 170), (330, 140), (3, 1), (180, 120)]
+    pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
+    case = Case(layers, rows, page_size, device=torch.device("cuda"), dtype=torch.bfloat16, own_pool=own_pool)
+    backend = FlashInferBackend(case.layers, case.pool)
+    case.check(case.run(backend, _parts(rows)), parts=_parts(rows))
+    case.check(case.run(backend))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", list(BATCHES))
+def test_chunks_err_at_most_twice_as_far_as_torch(batch: str) -> None:
+    case = _cuda([_layer(0, chunk=64), _layer(1)], batch, padding=(2, 50))
+    backend = FlashInferBackend(case.layers, case.pool)
+    case.check(case.run(backend))
+    num_rows, num_tokens = len(case.rows), sum(extend for _, extend in case.rows)
+    shape = StepShape(8, 8, 8) if batch == "decode" else StepShape(num_tokens + 50, num_rows + 1, num_rows)
+    case.replay(backend, shape, [[0, 1], list(range(num_rows))], _graph)
 
 
 @pytest.mark.gpu

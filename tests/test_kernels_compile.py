@@ -36,6 +36,7 @@ from attention.kernels import decode
 from attention.kernels.extend import paged_extend
 from attention.kernels.flat_pages import flatten_pages
 from attention.kernels.merge import merge_states
+from attention.kernels.packed_mask import pack_mask
 from attention.kernels.step_metadata import apply_page_deltas, fill_step_metadata
 from attention.kv_pool import FP8
 from attention.layer import AttentionLayer
@@ -145,7 +146,8 @@ def _call_step_metadata(page_size: int) -> None:
         page_table=tensors.page_table,
         max_seqlen_q=64,
     )
-    flatten_pages(paged, page_size, _int32(num_rows * max_pages))
+    for chunk in (None, 8192):
+        flatten_pages(paged, page_size, _int32(num_rows * max_pages), chunk)
 
 
 def _layer(head_dim: int, *, group: int = 4, sinks: bool = False, **features: Any) -> AttentionLayer:
@@ -200,7 +202,7 @@ def _call_extend(
     *,
     is_part: bool = False,
 ) -> None:
-    """`is_part`: with a mask and what it takes to merge the answer with another."""
+    """`is_part`: with a mask, which is also packed, and what it takes to merge the answer with another."""
     num_tokens, num_rows = 512, 4
     q, k, v, paged = _attention_inputs(layer, num_tokens, num_rows, page_size, dtype, kv_dtype)
     if not is_part:
@@ -211,6 +213,9 @@ def _call_extend(
     )
     part, lse = torch.empty(q.shape), torch.empty(q.shape[:2])
     paged_extend(q, k, v, paged, layer, out=part, lse=lse, mask=mask)
+    packed, begins = torch.empty(1 << 20, dtype=torch.uint8), _int32(num_rows)
+    for window, chunk in ((None, None), (1024, None), (1024, 8192)):
+        pack_mask(paged, mask, window, chunk, most_bytes=1 << 18, packed=packed, begins=begins)
     merge_states(part, lse, part, lse, out=torch.empty(q.shape, dtype=dtype), lse=lse)
 
 

@@ -12,39 +12,61 @@ _BLOCK = 512  # pages of a row that one program copies: 16 bytes for each of its
 _ROWS = 256  # whose lengths a program reads at a time
 
 
+@triton.jit
+def _pages_of(cache_seqlens, cu_seqlens_q, rows, is_row, PAGE_SIZE: tl.constexpr, CHUNK: tl.constexpr):
+    """The first page of each row that is listed, and how many are."""
+    lens = tl.load(cache_seqlens + rows, mask=is_row, other=0)
+    first = lens * 0  # of its shape
+    if CHUNK > 0:
+        starts = tl.load(cu_seqlens_q + rows, mask=is_row, other=0)
+        num_tokens = tl.load(cu_seqlens_q + rows + 1, mask=is_row, other=0) - starts
+        first = (lens - num_tokens) // CHUNK * (CHUNK // PAGE_SIZE)
+    return first, (lens + PAGE_SIZE - 1) // PAGE_SIZE - first
+
+
 @triton.jit(do_not_specialize=["stride"])
 def _flatten_pages(
-    cache_seqlens, page_table, flat, stride, PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    cache_seqlens,
+    cu_seqlens_q,
+    page_table,
+    flat,
+    stride,
+    PAGE_SIZE: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
     before = tl.zeros((ROWS,), tl.int32)
     for start in range(0, row, ROWS):
         rows = start + tl.arange(0, ROWS)
-        lens = tl.load(cache_seqlens + rows, mask=rows < row, other=0)
-        before += (lens + PAGE_SIZE - 1) // PAGE_SIZE
-    first = tl.sum(before, axis=0)
-    count = (tl.load(cache_seqlens + row) + PAGE_SIZE - 1) // PAGE_SIZE
+        before += _pages_of(cache_seqlens, cu_seqlens_q, rows, rows < row, PAGE_SIZE, CHUNK)[1]
+    first, count = _pages_of(cache_seqlens, cu_seqlens_q, row, True, PAGE_SIZE, CHUNK)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_page = columns < count
-    pages = tl.load(page_table + row.to(tl.int64) * stride + columns, mask=is_page, other=0)
-    tl.store(flat + first + columns, pages, mask=is_page)
+    pages = tl.load(page_table + row.to(tl.int64) * stride + first + columns, mask=is_page, other=0)
+    tl.store(flat + tl.sum(before, axis=0) + columns, pages, mask=is_page)
 
 
-def flatten_pages(paged: PagedMetadata, page_size: int, out: torch.Tensor) -> None:
+def flatten_pages(paged: PagedMetadata, page_size: int, out: torch.Tensor, chunk: int | None = None) -> None:
     """Writes the pages of the rows, in order and without gaps, to the start of `out`.
 
     One kernel, no host sync: it can be captured in a CUDA graph. Entries past a row's last page are not read.
 
     Args:
+        chunk: a multiple of page_size: of each row the pages from the first of its first new token's chunk on. None:
+            all.
         out: int32, contiguous, of at least as many elements as the rows have pages.
     """
     num_rows, max_pages = paged.page_table.shape
     _flatten_pages[(num_rows, triton.cdiv(max_pages, _BLOCK))](
         paged.cache_seqlens,
+        paged.cu_seqlens_q,
         paged.page_table,
         out,
         paged.page_table.stride(0),
         PAGE_SIZE=page_size,
+        CHUNK=chunk or 0,
         ROWS=_ROWS,
         BLOCK=_BLOCK,
     )
