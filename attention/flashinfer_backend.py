@@ -14,11 +14,14 @@ import numpy as np
 import torch
 
 from attention.backend import AttentionBackend, register
+from attention.flashinfer_latent import LatentWrapper
 from attention.flashinfer_plans import Geometry, PlanInputs, Uploads, load_flashinfer
 from attention.forward_batch import ForwardBatch, ForwardMode, Int32Array, Int64Array, NewTokenMask
 from attention.kv_pool import TokenToKVPool
-from attention.layer import AttentionLayer
+from attention.latent import LatentHeads
+from attention.layer import AttentionLayer, LatentLayer
 from attention.step_shape import FEW_ROWS, StepShape
+from configs.attention import Feature
 from configs.errors import ConfigError, EngineError
 
 _FLOAT_WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends
@@ -109,6 +112,7 @@ class FlashInferBackend(AttentionBackend):
             for geometry in self._geometries
         }
         self._uploads = Uploads(_INT_WORKSPACE_BYTES, device)
+        self._latent_uploads = Uploads(0, device)  # of memory that FlashInfer makes
         kinds: set[Kernels] = {"decode", "fa2", self._prompt_kernels}
         self._eager = {
             (kernels, geometry): self._wrapper(kernels, geometry)
@@ -123,12 +127,15 @@ class FlashInferBackend(AttentionBackend):
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Plans on the host; queues the uploads of the plans and a few small kernels, and waits for nothing.
 
-        Raises EngineError for a mask over more pairs of a new token and a key than FlashInfer counts.
+        Raises EngineError for a mask over more pairs of a new token and a key than FlashInfer counts, or of latent
+        layers.
         """
         super().init_forward_metadata(batch)
         batch.paged.check()
         # A row's only new token sees itself, with a mask or without.
         mask = None if batch.mode is ForwardMode.DECODE else batch.mask
+        if mask is not None and any(it.latent_dim is not None for it in self._geometries):
+            raise EngineError(f"FlashInfer has no {Feature.MASK} of latent layers")
         kernels = self._kernels_of(batch.mode) if mask is None else "fa2"
         lists = {self._list_of(it, masked=mask is not None) for it in self._geometries}
         inputs = self._inputs(lists, batch.prefix_lens, batch.extend_lens)
@@ -161,6 +168,12 @@ class FlashInferBackend(AttentionBackend):
         wrapper = self._now[self._geometry_of[layer.layer_id]]
         wrapper.run(heads, self.token_to_kv_pool.pages(layer.layer_id), out=out)
         return out.view(q.shape)
+
+    def attend_latent(self, q: torch.Tensor, layer: LatentLayer, heads: LatentHeads) -> torch.Tensor:
+        """In the absorbed form, whatever the step."""
+        [pages] = self.token_to_kv_pool.pages(layer.layer_id)
+        absorbed = heads.absorb(q).view(-1, layer.tp_q_head_num, layer.head_dim)
+        return heads.values(self._now[self._geometry_of[layer.layer_id]].run(absorbed, pages).flatten(1))
 
     def _kernels_of(self, mode: ForwardMode) -> Kernels:
         if mode is ForwardMode.DECODE:
@@ -254,6 +267,10 @@ class FlashInferBackend(AttentionBackend):
             mask = None if masks is None else masks[geometry]
             which = self._list_of(geometry, masked=mask is not None)
             of_rows = inputs[which]
+            if isinstance(wrapper, LatentWrapper):
+                page_size = self.token_to_kv_pool.page_size
+                wrapper.plan(of_rows, indices[which], page_size, dtype, causal=kernels != "decode")
+                continue
             paged = (
                 of_rows.kv_indptr,
                 indices[which],
@@ -310,6 +327,21 @@ class FlashInferBackend(AttentionBackend):
         if indices is not None:
             bounds, lens = indices.new_zeros(2, num_rows + 1), indices.new_zeros(num_rows)
             static = {"kv_indptr": bounds[0], "kv_indices": indices, "kv_last_page_len": lens}
+        if geometry.latent_dim is not None:
+            if static:
+                static = {
+                    "qo_indptr": bounds[1],
+                    "kv_len_arr": lens,
+                    **{name: static[name] for name in ("kv_indptr", "kv_indices")},
+                }
+            return LatentWrapper(
+                self._library.module.mla,
+                geometry,
+                "fa3" if self._library.has_fa3 else "fa2",
+                (self._float_workspace, self._int_workspaces[geometry]),
+                self._latent_uploads,
+                static or None,
+            )
         module, given = self._library.module, {"use_cuda_graph": indices is not None}
         if kernels == "decode":
             # Its kernels without tensor cores are made for few heads in a group: 1, 2, 3, 4 and 8.
@@ -345,8 +377,11 @@ class FlashInferBackend(AttentionBackend):
         wrapper, out = self._eager[kernels, geometry], torch.empty_like(q)
         try:
             self._plan(kernels, {geometry: wrapper}, inputs, {which: page})
-            wrapper.run(q, (k, v), out=out)
-            expected = v[0, 0].repeat_interleave(geometry.group, dim=0)
+            if isinstance(wrapper, LatentWrapper):
+                out = wrapper.run(q, v[:, :, 0])
+            else:
+                wrapper.run(q, (k, v), out=out)
+            expected = v[0, 0].repeat_interleave(geometry.group, dim=0)[:, : geometry.latent_dim]
             wrong = None if torch.allclose(out[0], expected, atol=0.01, rtol=0.01) else "it returned wrong values"
         except RuntimeError as error:  # also what the compiler says
             wrong = str(error).partition("\n")[0]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from attention.forward_batch import Int64Array
-from attention.layer import AttentionLayer
+from attention.layer import AttentionLayer, LatentLayer
 from attention.step_shape import StepShape
 from configs.errors import ConfigError
 
@@ -59,11 +59,14 @@ class Geometry:
     window: int | None
     softcap: float | None
     chunk: int | None
+    latent_dim: int | None
+    """None: these are not latent layers."""
 
     @classmethod
     def of(cls, layer: AttentionLayer) -> Geometry:
         heads = (layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim)
-        return cls(*heads, layer.scale, layer.window, layer.softcap, layer.chunk)
+        latent_dim = layer.latent_dim if isinstance(layer, LatentLayer) else None
+        return cls(*heads, layer.scale, layer.window, layer.softcap, layer.chunk, latent_dim)
 
     @property
     def group(self) -> int:
@@ -145,7 +148,8 @@ class Uploads:
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
         shape = (_NUM_UPLOADS, num_bytes)
-        self._buffers = torch.empty(shape, dtype=torch.uint8, pin_memory=on_gpu).unbind()
+        buffers = torch.empty(shape, dtype=torch.uint8, pin_memory=on_gpu)
+        self._buffers = list(buffers.unbind())
         self._uploaded: list[Any] = [torch.cuda.Event() if on_gpu else None for _ in self._buffers]  # type: ignore[no-untyped-call]  # torch's
         self._next = 0
 
@@ -154,6 +158,12 @@ class Uploads:
         if self._uploaded[self._next] is not None:
             self._uploaded[self._next].synchronize()
         return self._buffers[self._next]
+
+    def hold(self, buffer: torch.Tensor) -> None:
+        """Keeps `buffer`, pinned memory with a plan whose upload is queued, in the place of a next one."""
+        self.next_buffer()
+        self._buffers[self._next] = buffer
+        self.record()
 
     def record(self) -> None:
         """To be called once the plan's upload is queued."""

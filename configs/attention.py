@@ -60,7 +60,7 @@ class BackendSpec:
     max_page_size: int | None = None
     max_head_dim: int | None = None
     head_dims: frozenset[int] | None = None
-    """None: any number up to `max_head_dim`."""
+    """None: any number up to `max_head_dim`. Not of latent layers."""
     features: frozenset[Feature]
     by_build: frozenset[Feature] = frozenset()
     """Those of `features` that not every build of its package has; a rank finds out when it loads."""
@@ -85,9 +85,11 @@ class BackendSpec:
             return f"takes pages of at most {self.max_page_size} tokens, and kv_cache.page_size is {needs.page_size}"
         if self.max_head_dim is not None and max(needs.head_dims) > self.max_head_dim:
             return f"takes heads of at most {self.max_head_dim} elements, and the model's have {max(needs.head_dims)}"
-        if self.head_dims is not None and not needs.head_dims <= self.head_dims:
-            sizes = " or ".join(map(str, sorted(self.head_dims)))
-            return f"takes heads of {sizes} elements, and the model's have {max(needs.head_dims - self.head_dims)}"
+        # Of latent layers a kernel's sizes are others, which a rank finds out.
+        of_heads = None if Feature.LATENT in needs.features else self.head_dims
+        if of_heads is not None and not needs.head_dims <= of_heads:
+            sizes = " or ".join(map(str, sorted(of_heads)))
+            return f"takes heads of {sizes} elements, and the model's have {max(needs.head_dims - of_heads)}"
         asked = sorted(needs.features)
         missing = [f"{it} ({self.lacks[it]})" if it in self.lacks else it for it in asked if it not in self.features]
         for feature, first in self.first_capability.items():
@@ -130,7 +132,7 @@ _SPECS = (
         min_compute_capability=(8, 0),
         dtypes=_HALVES,
         head_dims=frozenset({64, 128, 256}),
-        features=frozenset({Feature.WINDOW, Feature.SOFTCAP, Feature.CHUNK, Feature.MASK}),
+        features=frozenset(Feature) - {Feature.SINKS, Feature.FP8_KV},
     ),
     BackendSpec(
         name="torch_native",

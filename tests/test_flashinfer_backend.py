@@ -32,6 +32,8 @@ from attention.kv_pool import ReqToTokenPool, TokenToKVPool
 from attention.layer import AttentionLayer
 from attention.step_shape import StepShape
 from configs.errors import ConfigError, EngineError
+from tests.latent_case import BATCHES as LATENT_BATCHES
+from tests.latent_case import LITE, LatentCase, layer_of
 from tests.paged_case import NewTokens, attention, both_ways, mask_of, tree
 from worker.protocol import RowFlag, StepFrame
 from worker.step_inputs import StepInputs
@@ -371,6 +373,46 @@ class Emulated:
             out[tokens] = answers[length - num_tokens :].to(out.dtype)
 
 
+class EmulatedMLA:
+    """FlashInfer's wrapper for latent layers: for each plan it makes what it runs by, and pinned memory."""
+
+    def __init__(self, workspace: torch.Tensor, *, backend: str, use_cuda_graph: bool, **static: torch.Tensor) -> None:
+        assert backend == "fa3"
+        assert set(static) == ({"qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr"} if use_cuda_graph else set())
+        self.static, self._planned_backend = static, None
+
+    def plan(self, *, metadata: SimpleNamespace, causal: bool, page_size: int, **options: Any) -> None:
+        qo_indptr, kv_indptr, indices, lens = metadata.csr
+        for tensor in (qo_indptr, kv_indptr, lens):
+            assert (tensor.dtype, tensor.device) == (torch.int32, CPU)
+        if self.static:
+            assert len(self.static["kv_len_arr"]) == len(lens), "rows of a graph"
+            assert indices.data_ptr() == self.static["kv_indices"].data_ptr()
+        assert causal or int(qo_indptr.diff().max()) == 1
+        workspace = torch.empty(8) if self._planned_backend is None else self._planned_backend._int_workspace_buffer
+        self._planned_backend = SimpleNamespace(
+            _int_workspace_buffer=workspace if self.static else torch.empty(8),
+            _pin_memory_int_workspace_buffer=torch.empty(8),
+        )
+        Emulated.planned[self._planned_backend._int_workspace_buffer.data_ptr()] = self
+        self.csr, self.options = (qo_indptr.tolist(), kv_indptr.tolist(), indices, lens.tolist()), options
+
+    def run(self, *, query: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
+        assert self._planned_backend is not None
+        assert Emulated.planned[self._planned_backend._int_workspace_buffer.data_ptr()] is self
+        qo, kv, indices, lens = self.csr
+        width, rope = self.options["head_dim_ckv"], self.options["head_dim_kpe"]
+        assert query.shape == (qo[-1], self.options["num_heads"], width + rope)
+        out = torch.full_like(query[..., :width], float("nan"))
+        for i, length in enumerate(lens):
+            tokens, kept = slice(*qo[i : i + 2]), kv_cache[indices[slice(*kv[i : i + 2])].long()].flatten(0, 1)[:length]
+            if tokens.start < tokens.stop:
+                layer = dataclasses.replace(_layer(kv_heads=1), scale=self.options["sm_scale"])
+                keys = kept[:, None]
+                out[tokens] = attention(query[tokens], keys, keys, layer, torch.float32)[0][..., :width]
+        return out
+
+
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch, interpreter: None) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
     """Makes backends use the emulation; returns what captures: its replays run the step again, which plans nothing."""
@@ -378,6 +420,8 @@ def emulated(monkeypatch: pytest.MonkeyPatch, interpreter: None) -> Callable[[Ca
     module = SimpleNamespace(
         BatchDecodeWithPagedKVCacheWrapper=Emulated, BatchPrefillWithPagedKVCacheWrapper=Emulated, __version__="0"
     )
+    metadata = SimpleNamespace(csr=lambda *tensors: SimpleNamespace(csr=tensors))
+    module.mla = SimpleNamespace(BatchMLAPagedAttentionWrapper=EmulatedMLA, MLAPlanMetadata=metadata)
     monkeypatch.setattr(flashinfer_backend, "load_flashinfer", lambda device: Library(module, 4, True))
     monkeypatch.setattr(flashinfer_backend, "_FLOAT_WORKSPACE_BYTES", 1024)
     monkeypatch.setattr(flashinfer_backend, "_INT_WORKSPACE_BYTES", 1024)
@@ -466,6 +510,44 @@ def test_a_graph_is_planned_for_each_step_that_it_replays(own_pool: bool, emulat
     case = Case(CHUNKED, SMALL_BATCHES["mixed"], own_pool=own_pool, padding=(1, 5))
     backend = FlashInferBackend(case.layers, case.pool)
     case.replay(backend, StepShape(30, 4, 3), [[0, 1], [2, 1, 0], [1]], emulated)
+
+
+LATENT = {"latent_dim": 128, "nope_dim": 12, "v_dim": 20, "head_dim": 192}
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("batch", list(LATENT_BATCHES))
+def test_latent_layers_are_absorbed(batch: str, captured: bool, emulated: Any) -> None:
+    _check_latent(LatentCase(layer_of(2, **LATENT), 16, LATENT_BATCHES[batch], torch.float32), captured)
+
+
+def _check_latent(case: LatentCase, captured: bool) -> None:
+    backend, batch = FlashInferBackend([case.layer], case.pool), case.batch
+    backend.init_forward_metadata(batch)
+    if captured:
+        rows = batch.batch_size
+        is_decode = batch.num_tokens == rows
+        shape = StepShape(*[rows] * 3) if is_decode else StepShape(batch.num_tokens, rows, rows - 1)
+        backend.prepare_capture(batch, shape)
+        # Else the last row, which has nothing in the cache, is what pads the others.
+        num_given = rows if is_decode else rows - 1
+        prefix_lens, extend_lens = (it[:num_given].astype(np.int32) for it in (batch.prefix_lens, batch.extend_lens))
+        backend.prepare_replay(shape, prefix_lens, extend_lens)
+    case.check(case.run(backend))
+
+
+def test_latent_layers_that_it_has_no_kernels_for_are_refused(emulated: Any) -> None:
+    for heads, changes in ((3, {}), (2, {"latent_dim": 160, "head_dim": 224}), (2, {"head_dim": 160})):
+        case = LatentCase(layer_of(heads, **{**LATENT, **changes}), 16, [(0, 1)], torch.float32)
+        with pytest.raises(ConfigError, match=r"serves latent layers of 1, 2, 4, .* heads on a rank"):
+            FlashInferBackend([case.layer], case.pool)
+
+
+def test_a_mask_of_latent_layers_is_refused(emulated: Any) -> None:
+    case = LatentCase(layer_of(2, **LATENT), 16, [(3, 4)], torch.float32)
+    masked = dataclasses.replace(case.batch, mask=mask_of([both_ways(3, 4)], [4], CPU))
+    with pytest.raises(EngineError, match="no masks over new tokens of latent layers"):
+        FlashInferBackend([case.layer], case.pool).init_forward_metadata(masked)
 
 
 def test_a_full_grid_splits_no_keys(emulated: Any) -> None:
@@ -575,6 +657,16 @@ def test_masks_and_chunks_err_at_most_twice_as_far_as_torch(page_size: int, own_
     backend = FlashInferBackend(case.layers, case.pool)
     case.check(case.run(backend, _parts(rows)), parts=_parts(rows))
     case.check(case.run(backend))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("num_heads", [1, 16, 64])
+@pytest.mark.parametrize("batch", list(LATENT_BATCHES))
+def test_latent_layers_err_at_most_twice_as_far_as_torch(batch: str, num_heads: int, captured: bool) -> None:
+    pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
+    case = LatentCase(layer_of(num_heads, **LITE), 64, LATENT_BATCHES[batch], torch.bfloat16, torch.device("cuda"))
+    _check_latent(case, captured)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,97 @@
+"""FlashInfer's wrapper for latent layers (MLA), which attends in the absorbed form alone."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+from attention.flashinfer_plans import Geometry, PlanInputs, Uploads
+from configs.errors import ConfigError
+
+_HEADS = (1, 2, 4, 8, 16, 32, 64)
+"""Query heads of a rank. A token with any other number may end in the middle of a program's tile, which FlashInfer
+refuses to plan for some lengths."""
+
+
+class LatentWrapper:
+    """Plans and runs for latent layers of one geometry.
+
+    It makes pinned memory and a workspace of its own for each plan, and says of neither when it is free: pinned memory
+    is kept here until it is on the device.
+
+    Args:
+        module: `flashinfer.mla`.
+        workspaces: of floats and, for a graph's plans, of integers.
+        static: where a graph finds the pages: int32 `qo_indptr`, `kv_indptr`, `kv_indices` and `kv_len_arr`. None: it
+            is not for a graph.
+
+    Raises:
+        ConfigError: there are no kernels for these layers.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        geometry: Geometry,
+        kernels: Literal["fa2", "fa3"],
+        workspaces: tuple[torch.Tensor, torch.Tensor],
+        uploads: Uploads,
+        static: dict[str, torch.Tensor] | None,
+    ) -> None:
+        latent_dim = geometry.latent_dim
+        assert latent_dim is not None, "of latent layers"
+        widths = (latent_dim, geometry.head_dim - latent_dim)
+        if geometry.num_q_heads not in _HEADS or widths[0] not in (128, 256, 512) or widths[1] % 64:
+            raise ConfigError(
+                f"attention backend flashinfer serves latent layers of {', '.join(map(str, _HEADS))} heads on a rank, "
+                f"latents of 128, 256 or 512 elements and rotated keys of whole 64s; this is {geometry}. "
+                "Set attention.backend=auto"
+            )
+        self._module, self._geometry, self._widths = module, geometry, widths
+        self._uploads, self._static = uploads, static
+        workspace, self._int_workspace = workspaces
+        given = {"use_cuda_graph": static is not None, **(static or {})}
+        self._wrapper = module.BatchMLAPagedAttentionWrapper(workspace, backend=kernels, **given)
+        self._is_first = True
+
+    def plan(self, inputs: PlanInputs, indices: torch.Tensor, page_size: int, dtype: torch.dtype, causal: bool) -> None:
+        """Queues the upload of a plan.
+
+        Args:
+            causal: not needed where each row has one new token.
+        """
+        self._plan(inputs, indices, page_size, dtype, causal)
+        if self._is_first and self._static is not None:
+            # The next plans of a graph are written where the last one was.
+            self._wrapper._planned_backend._int_workspace_buffer = self._int_workspace
+            self._plan(inputs, indices, page_size, dtype, causal)
+        self._is_first = False
+
+    def run(self, q: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+        """Weighted sums of latents [num_tokens, tp_q_head_num, latent_dim].
+
+        Args:
+            q: [num_tokens, tp_q_head_num, head_dim], absorbed.
+            pages: [num_pages, page_size, head_dim].
+        """
+        out: torch.Tensor = self._wrapper.run(query=q, kv_cache=pages)
+        return out
+
+    def _plan(
+        self, inputs: PlanInputs, indices: torch.Tensor, page_size: int, dtype: torch.dtype, causal: bool
+    ) -> None:
+        self._wrapper.plan(
+            metadata=self._module.MLAPlanMetadata.csr(inputs.qo_indptr, inputs.kv_indptr, indices, inputs.seq_lens),
+            num_heads=self._geometry.num_q_heads,
+            head_dim_ckv=self._widths[0],
+            head_dim_kpe=self._widths[1],
+            page_size=page_size,
+            causal=causal,
+            sm_scale=self._geometry.scale,
+            q_data_type=dtype,
+            kv_data_type=dtype,
+        )
+        planned = self._wrapper._planned_backend
+        self._uploads.hold(planned._pin_memory_int_workspace_buffer)
+        planned._pin_memory_int_workspace_buffer = None
