@@ -9,7 +9,7 @@ import torch
 from attention.flashinfer_plans import Geometry, PlanInputs, Uploads
 from configs.errors import ConfigError
 
-_HEADS = (1, 2, 4, 8, 16, 32, 64)
+_HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
 """Query heads of a rank. A token with any other number may end in the middle of a program's tile, which FlashInfer
 refuses to plan for some lengths."""
 

@@ -15,8 +15,8 @@ all of them before the next.
 include what the heads do between latents and keys and values of their own.
 
 Where FlashInfer is installed, its own wrappers are timed as its benchmark does, planned for the very step and without
-this engine's backend: paged, and of a prompt without a cached prefix also ragged, which reads keys and values that lie
-side by side. Both stand beside the backend's time over theirs.
+this engine's backend, but for latents: paged, and of a prompt without a cached prefix also ragged, which reads keys and
+values that lie side by side. Both stand beside the backend's time over theirs.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ def measure(step: Step, device: torch.device, dtype: torch.dtype) -> tuple[dict[
     if "flashinfer" in able and importlib.util.find_spec("flashinfer") is None:
         able.remove("flashinfer")
     times = {name: inputs.us(IMPLEMENTATIONS[name](inputs.layers, inputs.pool)) for name in able}
-    theirs = inputs.flashinfer_us() if "flashinfer" in able else {}
+    theirs = inputs.flashinfer_us() if "flashinfer" in able and not step.is_latent else {}
     return times, choose_backend("decode" if step.is_decode else "prefill", needs)[0], theirs
 
 
