@@ -71,8 +71,8 @@ class FlashInferBackend(AttentionBackend):
     loads. Unused entries of the page table and unused pages are never read.
 
     Args:
-        prompt_kernels: for steps of prompts alone and for captured steps with few rows. None: fa3 on Hopper, else fa2,
-            which all other steps with prompts take, and those with masks.
+        prompt_kernels: for steps of prompts alone and for captured steps with few rows. None: fa3 on Hopper, else and
+            for FP8 fa2, which all other steps with prompts take, and those with masks.
 
     Raises:
         ConfigError: FlashInfer is not installed, or cannot be compiled or run here; or chunks do not begin where pages
@@ -101,7 +101,9 @@ class FlashInferBackend(AttentionBackend):
         from attention.kernels.packed_mask import pack_mask
 
         self._flatten_pages, self._pack_mask = flatten_pages, pack_mask
-        self._prompt_kernels: Kernels = prompt_kernels or ("fa3" if self._library.has_fa3 else "fa2")
+        # With keys in FP8 fa3 takes queries in FP8 only.
+        has_fa3 = self._library.has_fa3 and token_to_kv_pool.dtype is token_to_kv_pool.compute_dtype
+        self._prompt_kernels: Kernels = prompt_kernels or ("fa3" if has_fa3 else "fa2")
         self._geometry_of = {layer.layer_id: Geometry.of(layer) for layer in layers}
         self._geometries = tuple(dict.fromkeys(self._geometry_of.values()))
         # Zeros, as FlashInfer asks. All wrappers share it: what is in it is read before the next kernel writes.
@@ -166,7 +168,8 @@ class FlashInferBackend(AttentionBackend):
         heads = q.view(-1, layer.tp_q_head_num, layer.head_dim)
         out = torch.empty(heads.shape, dtype=q.dtype, device=q.device)
         wrapper = self._now[self._geometry_of[layer.layer_id]]
-        wrapper.run(heads, self.token_to_kv_pool.pages(layer.layer_id), out=out)
+        pages = self.token_to_kv_pool.pages(layer.layer_id)
+        wrapper.run(heads, pages, k_scale=layer.k_scale, v_scale=layer.v_scale, out=out)
         return out.view(q.shape)
 
     def attend_latent(self, q: torch.Tensor, layer: LatentLayer, heads: LatentHeads) -> torch.Tensor:
@@ -262,14 +265,13 @@ class FlashInferBackend(AttentionBackend):
             shape: of the graph that runs the plan; None: none does.
             masks: None: rows are causal.
         """
-        dtype = self.token_to_kv_pool.dtype
+        pool = self.token_to_kv_pool
         for geometry, wrapper in wrappers.items():
             mask = None if masks is None else masks[geometry]
             which = self._list_of(geometry, masked=mask is not None)
             of_rows = inputs[which]
             if isinstance(wrapper, LatentWrapper):
-                page_size = self.token_to_kv_pool.page_size
-                wrapper.plan(of_rows, indices[which], page_size, dtype, causal=kernels != "decode")
+                wrapper.plan(of_rows, indices[which], pool.page_size, pool.dtype, causal=kernels != "decode")
                 continue
             paged = (
                 of_rows.kv_indptr,
@@ -278,14 +280,14 @@ class FlashInferBackend(AttentionBackend):
                 geometry.num_q_heads,
                 geometry.num_k_heads,
                 geometry.head_dim,
-                self.token_to_kv_pool.page_size,
+                pool.page_size,
             )
             options = {
                 "sm_scale": geometry.scale,
                 "window_left": -1 if geometry.window is None else geometry.window - 1,
                 "logits_soft_cap": geometry.softcap or 0.0,
-                "q_data_type": dtype,
-                "kv_data_type": dtype,
+                "q_data_type": pool.compute_dtype,
+                "kv_data_type": pool.dtype,
                 "seq_lens": of_rows.seq_lens,
                 "disable_split_kv": shape is not None and self._is_full(shape, geometry),
             }
@@ -368,8 +370,8 @@ class FlashInferBackend(AttentionBackend):
     def _probe(self, kernels: Kernels, geometry: Geometry) -> None:
         """Attends once from one token to itself, which compiles what is not compiled yet; waits for the device."""
         pool = self.token_to_kv_pool
-        q = torch.zeros(1, geometry.num_q_heads, geometry.head_dim, dtype=pool.dtype, device=pool.device)
-        k = q.new_zeros(1, pool.page_size, geometry.num_k_heads, geometry.head_dim)
+        q = torch.zeros(1, geometry.num_q_heads, geometry.head_dim, dtype=pool.compute_dtype, device=pool.device)
+        k = q.new_zeros(1, pool.page_size, geometry.num_k_heads, geometry.head_dim, dtype=pool.dtype)
         v = torch.linspace(0.0, 1.0, k.numel(), device=pool.device).view(k.shape).to(pool.dtype)
         which = self._list_of(geometry)
         inputs = self._inputs([which], np.zeros(1, np.int64), np.ones(1, np.int64))
@@ -381,7 +383,7 @@ class FlashInferBackend(AttentionBackend):
                 out = wrapper.run(q, v[:, :, 0])
             else:
                 wrapper.run(q, (k, v), out=out)
-            expected = v[0, 0].repeat_interleave(geometry.group, dim=0)[:, : geometry.latent_dim]
+            expected = v[0, 0].to(q.dtype).repeat_interleave(geometry.group, dim=0)[:, : geometry.latent_dim]
             wrong = None if torch.allclose(out[0], expected, atol=0.01, rtol=0.01) else "it returned wrong values"
         except RuntimeError as error:  # also what the compiler says
             wrong = str(error).partition("\n")[0]

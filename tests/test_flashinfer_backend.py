@@ -28,7 +28,7 @@ from attention.flashinfer_plans import FLASHINFER, Geometry, Library, PlanInputs
 from attention.forward_batch import PagedMetadata
 from attention.kernels.flat_pages import flatten_pages
 from attention.kernels.packed_mask import pack_mask
-from attention.kv_pool import ReqToTokenPool, TokenToKVPool
+from attention.kv_pool import FP8, ReqToTokenPool, TokenToKVPool
 from attention.layer import AttentionLayer
 from attention.step_shape import StepShape
 from configs.errors import ConfigError, EngineError
@@ -77,6 +77,7 @@ class Case:
         dtype: torch.dtype = torch.float32,
         own_pool: bool = False,
         padding: tuple[int, int] = (0, 0),
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         self.layers, self.rows, self.dtype = list(layers), list(rows), dtype
         lens = [prefix + extend for prefix, extend in rows]
@@ -96,7 +97,8 @@ class Case:
             self.layers,
             num_pages=num_pages,
             page_size=page_size,
-            dtype=dtype,
+            dtype=kv_dtype or dtype,
+            compute_dtype=dtype,
             device=device,
             num_window_pages=num_pages if own_pool else None,
         )
@@ -104,9 +106,9 @@ class Case:
         self.kv: list[list[list[torch.Tensor]]] = []
         for layer in self.layers:
             for pages in self.pool.pages(layer.layer_id):
-                pages.fill_(float("nan"))
-            heads = (layer.tp_k_head_num, layer.head_dim)
-            self.kv.append([[self._random(generator, length, *heads) for _ in "kv"] for length in lens])
+                pages.copy_(torch.tensor(float("nan")))
+            heads_kv = (layer.tp_k_head_num, layer.head_dim)
+            self.kv.append([[self._random(generator, length, *heads_kv) for _ in "kv"] for length in lens])
             heads = (layer.tp_q_head_num, layer.head_dim)
             self.q.append([self._random(generator, extend, *heads) for _, extend in rows])
             for i, written in enumerate(self.kv[-1]):
@@ -116,6 +118,12 @@ class Case:
                     pages_of = self.table.places[pages_of].long()
                 slots = pages_of * page_size + positions % page_size
                 self.pool.set_kv(layer.layer_id, slots, *(x.flatten(1) for x in written))
+                if kv_dtype is not None:  # what the pool has of them
+                    both = zip(self.pool.slots(layer.layer_id), (layer.k_scale, layer.v_scale), strict=True)
+                    self.kv[-1][i] = [
+                        (x.view(torch.uint8)[slots].view(kv_dtype).float() * scale).view(lens[i], *heads_kv)
+                        for x, scale in both
+                    ]
         # Padding's own rows and tokens, of which a shape has more than a step.
         num_rows, num_tokens = len(rows) + padding[0], sum(extend for _, extend in rows) + padding[1]
         self.inputs = StepInputs(self.table, max_rows=num_rows, max_tokens=num_tokens, page_size=page_size)
@@ -345,20 +353,30 @@ class Emulated:
         self.heads, self.page_size = (num_q, num_k, head_dim), page_size
         Emulated.planned[self._int_workspace_buffer.data_ptr()] = self
 
-    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], *, out: torch.Tensor) -> None:
+    def run(
+        self,
+        q: torch.Tensor,
+        kv: tuple[torch.Tensor, torch.Tensor],
+        *,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+        out: torch.Tensor,
+    ) -> None:
         assert Emulated.planned[self._int_workspace_buffer.data_ptr()] is self, "another plan lies where its own did"
         args = self.args
         assert q.shape == (args.qo[-1], self.heads[0], self.heads[2])
         assert q.stride(-1) == 1
         window = None if args.window_left < 0 else args.window_left + 1
-        options = {"scale": args.sm_scale, "head_dim": self.heads[2], "softcap": args.logits_soft_cap or None}
+        assert (q.dtype, kv[0].dtype) == (args.q_data_type, args.kv_data_type)
+        assert self.kernels != "fa3" or q.dtype == kv[0].dtype
+        options = {"scale": args.sm_scale * k_scale, "head_dim": self.heads[2], "softcap": args.logits_soft_cap or None}
         layer = dataclasses.replace(_layer(), **options)
         out.fill_(float("nan"))
         for i, length in enumerate(args.lens):
             tokens, pages = slice(*args.qo[i : i + 2]), args.indices[slice(*args.kv[i : i + 2])].long()
             if tokens.start == tokens.stop:
                 continue
-            k, v = (x[pages].flatten(0, 1)[:length] for x in kv)
+            k, v = (x.float()[pages].flatten(0, 1)[:length] for x in kv)
             num_tokens = tokens.stop - tokens.start
             queries, keys = torch.arange(length - num_tokens, length)[:, None], torch.arange(length)
             seen = keys <= queries
@@ -371,7 +389,7 @@ class Emulated:
             every[length - num_tokens :] = seen
             wide_q = torch.cat([q.new_zeros(length - num_tokens, *q.shape[1:]), q[tokens]])
             answers, _ = attention(wide_q, k, v, layer, torch.float32, NewTokens(every, keys))
-            out[tokens] = answers[length - num_tokens :].to(out.dtype)
+            out[tokens] = (v_scale * answers[length - num_tokens :]).to(out.dtype)
 
 
 class EmulatedMLA:
@@ -465,6 +483,15 @@ def test_plans_once_for_layers_that_are_alike(batch: str, page_size: int, own_po
 def test_a_layer_with_chunks_sees_its_own(batch: str, page_size: int, emulated: Any) -> None:
     case = Case(CHUNKED, SMALL_BATCHES[batch], page_size, own_pool=True)
     case.check(case.run(FlashInferBackend(case.layers, case.pool)))
+
+
+@pytest.mark.parametrize("batch", list(SMALL_BATCHES))
+def test_keys_and_values_in_fp8_come_with_their_scales(batch: str, emulated: Any) -> None:
+    layers = [_layer(0, head_dim=16, k_scale=0.5, v_scale=0.03), _layer(1, head_dim=16, v_scale=2.0, window=13)]
+    case = Case(layers, SMALL_BATCHES[batch], kv_dtype=FP8, own_pool=True)
+    backend = FlashInferBackend(case.layers, case.pool)
+    case.check(case.run(backend))
+    assert {wrapper.kernels for wrapper in backend._now.values()} == {"fa2"}
 
 
 def test_chunks_that_begin_within_a_page_are_refused(emulated: Any) -> None:
@@ -562,7 +589,7 @@ def test_a_full_grid_splits_no_keys(emulated: Any) -> None:
 
 def test_a_build_that_computes_something_else_is_refused(emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(LAYERS[:1], SMALL_BATCHES["decode"])
-    monkeypatch.setattr(Emulated, "run", lambda self, q, kv, out: out.fill_(7.0))
+    monkeypatch.setattr(Emulated, "run", lambda self, q, kv, out, **scales: out.fill_(7.0))
     with pytest.raises(ConfigError, match="returned wrong values"):
         FlashInferBackend(case.layers, case.pool)
 
@@ -668,6 +695,17 @@ def test_latent_layers_err_at_most_twice_as_far_as_torch(batch: str, num_heads: 
     pytest.importorskip("flashinfer", reason="FlashInfer is not installed")
     case = LatentCase(layer_of(num_heads, **LITE), 64, LATENT_BATCHES[batch], torch.bfloat16, torch.device("cuda"))
     _check_latent(case, captured)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("batch", list(BATCHES))
+def test_fp8_errs_at_most_twice_as_far_as_torch(batch: str, group: int) -> None:
+    case = _cuda([_layer(group=group, k_scale=0.02, v_scale=0.03)], batch, kv_dtype=FP8, padding=(2, 2))
+    backend = FlashInferBackend(case.layers, case.pool)
+    case.check(case.run(backend))
+    if batch == "decode":
+        case.replay(backend, StepShape(8, 8, 8), [[0, 1], [5, 4, 3, 2, 1, 0]], _graph)
 
 
 @pytest.mark.gpu
