@@ -150,7 +150,12 @@ class PagedCase:
         page."""
         num_pages, page_size = self.k.shape[:2]
         pool = TokenToKVPool(
-            [self.layer], num_pages=num_pages - 1, page_size=page_size, dtype=self.dtype, device=self.device
+            [self.layer],
+            num_pages=num_pages - 1,
+            page_size=page_size,
+            dtype=self.kv_dtype,
+            device=self.device,
+            compute_dtype=self.dtype,
         )
         for pages, written in zip(pool.pages(0), (self.k, self.v), strict=True):
             pages.copy_(written)

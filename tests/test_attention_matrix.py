@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="a CPU install has no Triton")
 
 from attention.backend import AttentionBackend
 from attention.forward_batch import ForwardBatch, ForwardMode
-from attention.kv_pool import TokenToKVPool
+from attention.kv_pool import FP8, TokenToKVPool
 from attention.latent import LatentHeads
 from attention.layer import AttentionLayer
 from attention.registry import IMPLEMENTATIONS, needs_of
@@ -48,9 +48,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     **{name: {name: value} for name, value in ALL.items()},
     "all of these": ALL,
     **{name: {} for name in MASKS},
+    "FP8": {"k_scale": 0.5, "v_scale": 2.0},
 }
 REFUSED: dict[str, dict[str, str]] = {
-    "fa3": dict.fromkeys(MASKS, "has no masks over new tokens"),
+    "fa3": {
+        **dict.fromkeys(MASKS, "has no masks over new tokens"),
+        "FP8": r"has no FP8 KV cache \(it would round queries to FP8 as well\); choose auto or triton or flashinfer or",
+    },
     "flashinfer": {
         "heads of 96": "takes heads of 64 or 128 or 256 elements, and the model's have 96; choose auto or fa3 or",
         "sinks": "has no sinks; choose auto or fa3 or triton or torch_native",
@@ -84,7 +88,8 @@ class _Heads:
     def __init__(self, variant: str, batch: str, page_size: int, device: torch.device) -> None:
         shape = {"layer_id": 0, "tp_q_head_num": 8, "tp_k_head_num": 2, "head_dim": 64, "scale": 0.11}
         moved = {key: it.to(device) if key == "sinks" else it for key, it in VARIANTS[variant].items()}
-        self._case = PagedCase(AttentionLayer(**{**shape, **moved}), page_size, BATCHES[batch], device)
+        layer, kv_dtype = AttentionLayer(**{**shape, **moved}), FP8 if variant == "FP8" else None
+        self._case = PagedCase(layer, page_size, BATCHES[batch], device, kv_dtype=kv_dtype)
         self.pool, self.batch = self._case.in_pool()
         self._masks: list[NewTokens | None] | None = None
         if (new_tokens := MASKS.get(variant)) is not None:
