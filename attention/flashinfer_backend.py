@@ -282,15 +282,7 @@ class FlashInferBackend(AttentionBackend):
                 geometry.head_dim,
                 pool.page_size,
             )
-            options = {
-                "sm_scale": geometry.scale,
-                "window_left": -1 if geometry.window is None else geometry.window - 1,
-                "logits_soft_cap": geometry.softcap or 0.0,
-                "q_data_type": pool.compute_dtype,
-                "kv_data_type": pool.dtype,
-                "seq_lens": of_rows.seq_lens,
-                "disable_split_kv": shape is not None and self._is_full(shape, geometry),
-            }
+            options = self._options(geometry, of_rows, shape, mask)
             # FlashInfer writes a plan to pinned memory, queues its upload and does not wait.
             wrapper._pin_memory_int_workspace_buffer = self._uploads.next_buffer()
             if kernels == "decode":
@@ -298,15 +290,31 @@ class FlashInferBackend(AttentionBackend):
             elif mask is None:
                 wrapper.plan(of_rows.qo_indptr, *paged, causal=True, **options)
             else:
-                if geometry.window is not None:
-                    # FlashInfer's window counts from a token's place in its row, and the mask from its position, which
-                    # may be any back to the row's first: this much hides nothing that the mask shows. And where there
-                    # is a window, no part of split keys has those behind a tile's own.
-                    options |= {"window_left": geometry.window + mask.max_len - 2, "disable_split_kv": True}
                 wrapper.plan(of_rows.qo_indptr, *paged, packed_custom_mask=mask.packed, **options)
                 # It would count a row's bits for bytes.
                 wrapper._mask_indptr_buf = mask.begins
             self._uploads.record()
+
+    def _options(
+        self, geometry: Geometry, of_rows: PlanInputs, shape: StepShape | None, mask: _Mask | None
+    ) -> dict[str, Any]:
+        window_left = -1 if geometry.window is None else geometry.window - 1
+        is_whole = shape is not None and self._is_full(shape, geometry)
+        if mask is not None and geometry.window is not None:
+            # FlashInfer's window counts from a token's place in its row, and the mask from its position, which may be
+            # any back to the row's first: this much hides nothing that the mask shows. And where there is a window, no
+            # part of split keys has those behind a tile's own.
+            window_left += mask.max_len - 1
+            is_whole = True
+        return {
+            "sm_scale": geometry.scale,
+            "window_left": window_left,
+            "logits_soft_cap": geometry.softcap or 0.0,
+            "q_data_type": self.token_to_kv_pool.compute_dtype,
+            "kv_data_type": self.token_to_kv_pool.dtype,
+            "seq_lens": of_rows.seq_lens,
+            "disable_split_kv": is_whole,
+        }
 
     def _is_full(self, shape: StepShape, geometry: Geometry) -> bool:
         """Whether a graph of `shape` has programs enough without splitting keys.
@@ -331,19 +339,11 @@ class FlashInferBackend(AttentionBackend):
             static = {"kv_indptr": bounds[0], "kv_indices": indices, "kv_last_page_len": lens}
         if geometry.latent_dim is not None:
             if static:
-                static = {
-                    "qo_indptr": bounds[1],
-                    "kv_len_arr": lens,
-                    **{name: static[name] for name in ("kv_indptr", "kv_indices")},
-                }
-            return LatentWrapper(
-                self._library.module.mla,
-                geometry,
-                "fa3" if self._library.has_fa3 else "fa2",
-                (self._float_workspace, self._int_workspaces[geometry]),
-                self._latent_uploads,
-                static or None,
-            )
+                static["kv_len_arr"], static["qo_indptr"] = static.pop("kv_last_page_len"), bounds[1]
+            best: Literal["fa2", "fa3"] = "fa3" if self._library.has_fa3 else "fa2"
+            workspaces = (self._float_workspace, self._int_workspaces[geometry])
+            mla = self._library.module.mla
+            return LatentWrapper(mla, geometry, best, workspaces, self._latent_uploads, static)
         module, given = self._library.module, {"use_cuda_graph": indices is not None}
         if kernels == "decode":
             # Its kernels without tensor cores are made for few heads in a group: 1, 2, 3, 4 and 8.

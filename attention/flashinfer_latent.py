@@ -23,8 +23,8 @@ class LatentWrapper:
     Args:
         module: `flashinfer.mla`.
         workspaces: of floats and, for a graph's plans, of integers.
-        static: where a graph finds the pages: int32 `qo_indptr`, `kv_indptr`, `kv_indices` and `kv_len_arr`. None: it
-            is not for a graph.
+        static: where a graph finds the pages: int32 `qo_indptr`, `kv_indptr`, `kv_indices` and `kv_len_arr`. Empty:
+            it is not for a graph.
 
     Raises:
         ConfigError: there are no kernels for these layers.
@@ -37,7 +37,7 @@ class LatentWrapper:
         kernels: Literal["fa2", "fa3"],
         workspaces: tuple[torch.Tensor, torch.Tensor],
         uploads: Uploads,
-        static: dict[str, torch.Tensor] | None,
+        static: dict[str, torch.Tensor],
     ) -> None:
         latent_dim = geometry.latent_dim
         assert latent_dim is not None, "of latent layers"
@@ -49,9 +49,9 @@ class LatentWrapper:
                 "Set attention.backend=auto"
             )
         self._module, self._geometry, self._widths = module, geometry, widths
-        self._uploads, self._static = uploads, static
+        self._uploads, self._in_graph = uploads, bool(static)
         workspace, self._int_workspace = workspaces
-        given = {"use_cuda_graph": static is not None, **(static or {})}
+        given = {"use_cuda_graph": self._in_graph, **static}
         self._wrapper = module.BatchMLAPagedAttentionWrapper(workspace, backend=kernels, **given)
         self._is_first = True
 
@@ -62,7 +62,7 @@ class LatentWrapper:
             causal: not needed where each row has one new token.
         """
         self._plan(inputs, indices, page_size, dtype, causal)
-        if self._is_first and self._static is not None:
+        if self._is_first and self._in_graph:
             # The next plans of a graph are written where the last one was.
             self._wrapper._planned_backend._int_workspace_buffer = self._int_workspace
             self._plan(inputs, indices, page_size, dtype, causal)

@@ -15,8 +15,8 @@ all of them before the next.
 include what the heads do between latents and keys and values of their own.
 
 Where FlashInfer is installed, its own wrappers are timed as its benchmark does, planned for the very step and without
-this engine's backend, but for latents: paged, and of a prompt without a cached prefix also ragged, which reads keys and
-values that lie side by side. Both stand beside the backend's time over theirs.
+this engine's backend, but for latents: paged, and of a prompt in 16 bits without a cached prefix also ragged, which
+reads keys and values that lie side by side. Both stand beside the backend's time over theirs.
 """
 
 from __future__ import annotations
@@ -198,7 +198,8 @@ class Inputs:
         step, batch = self.step, self.batch
         inputs = PlanInputs.of(batch.prefix_lens, batch.extend_lens, PAGE_SIZE)
         workspace = torch.zeros(128 << 20, dtype=torch.uint8, device=self.q.device)
-        heads, types = (step.num_q_heads, step.num_kv_heads, HEAD_DIM), {"q_data_type": self.q.dtype}
+        heads = (step.num_q_heads, step.num_kv_heads, HEAD_DIM)
+        types = {"q_data_type": self.q.dtype, "kv_data_type": self.pool.dtype}
         indices = batch.paged.page_table.flatten()  # rows are alike, and every entry is used
         pages, q = (inputs.kv_indptr, indices, inputs.last_page_len), self.q.view(-1, step.num_q_heads, HEAD_DIM)
         out = torch.empty_like(q)
@@ -211,7 +212,7 @@ class Inputs:
             paged.plan(inputs.qo_indptr, *pages, *heads, PAGE_SIZE, causal=True, **types)
         kv = [self.pool.pages(layer.layer_id) for layer in self.layers]
         times = {"paged": graph_us(lambda: [paged.run(q, it, out=out) for it in kv], len(kv))}
-        if step.new > 1 and step.prefix == 0:
+        if step.new > 1 and step.prefix == 0 and step.kv_dtype == "auto":
             ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace)
             ragged.plan(inputs.qo_indptr, inputs.qo_indptr, *heads, causal=True, **types)
             flat = [[x.flatten(0, 1)[: len(q)] for x in pages] for pages in kv]

@@ -132,7 +132,8 @@ _SPECS = (
         min_compute_capability=(8, 0),
         dtypes=_HALVES,
         head_dims=frozenset({64, 128, 256}),
-        features=frozenset(Feature) - {Feature.SINKS, Feature.FP8_KV},
+        features=frozenset(Feature) - {Feature.SINKS},
+        first_capability={Feature.FP8_KV: (8, 9)},
     ),
     BackendSpec(
         name="torch_native",
