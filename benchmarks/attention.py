@@ -22,6 +22,7 @@ reads keys and values that lie side by side. Both stand beside the backend's tim
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import statistics
 import time
@@ -43,6 +44,7 @@ from attention.step_shape import StepShape
 from benchmarks.graph_timing import graph_us
 from benchmarks.report import Report, circumstances, describe_circumstances, table
 from configs.attention import BACKENDS, choose_backend
+from configs.errors import ConfigError
 
 HEADS = ((8, 8), (32, 8), (64, 8))  # query heads, KV heads
 HEAD_DIM, PAGE_SIZE = 128, 64
@@ -241,7 +243,10 @@ def measure(step: Step, device: torch.device, dtype: torch.dtype) -> tuple[dict[
         able.remove("torch_native")  # the reference copies all keys and is no contender
     if "flashinfer" in able and importlib.util.find_spec("flashinfer") is None:
         able.remove("flashinfer")
-    times = {name: inputs.us(IMPLEMENTATIONS[name](inputs.layers, inputs.pool)) for name in able}
+    times = {}
+    for name in able:
+        with contextlib.suppress(ConfigError):  # some builds of it cannot
+            times[name] = inputs.us(IMPLEMENTATIONS[name](inputs.layers, inputs.pool))
     theirs = inputs.flashinfer_us() if "flashinfer" in able and not step.is_latent else {}
     return times, choose_backend("decode" if step.is_decode else "prefill", needs)[0], theirs
 
