@@ -18,8 +18,8 @@ from attention.kv_pool import TokenToKVPool
 from attention.latent import LatentHeads
 from attention.layer import LatentLayer
 
-_CHUNK_ELEMENTS = 1 << 26
-"""Of keys and values that are made of cached latents at once: 128 MiB of 16 bits. Not measured."""
+_CHUNK_ELEMENTS = 1 << 25
+"""Of keys and values that are made of cached latents at once: 64 MiB of 16 bits. Not measured."""
 
 
 @dataclass(frozen=True, slots=True)
