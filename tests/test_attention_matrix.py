@@ -65,7 +65,7 @@ REFUSED: dict[str, dict[str, str]] = {
 }
 """Of GPUs' backends, what they refuse of the above and of latent attention."""
 LACKING: dict[str, dict[str, str]] = {
-    "fa3": {"softcap": "does not support tanh softcapping", "all of these": "softcapping", "latent": "no build"},
+    "fa3": {"softcap": "does not support tanh softcapping", "all of these": "softcapping", "latent": "latent=True"},
     "flashinfer": {"chunk": "takes chunks of whole pages"},
 }
 """What they refuse as a rank loads them: FA3 what its build lacks, FlashInfer chunks smaller than pages."""
