@@ -26,6 +26,8 @@ class TritonBackend(AttentionBackend):
     Unused entries of the page table, unused pages and unused slots of a row's last page are never read. The last bits
     of a row's answer do not depend on the other rows, but for a decode on how many there are: `paged_decode` cuts the
     keys of few rows into runs, of many it does not, and among prompts a decode goes through `paged_extend`.
+
+    Latent layers are attention/triton_latent.py's: there a row's last bits also depend on whether the step is captured.
     """
 
     captures_cuda_graphs = True

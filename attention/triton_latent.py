@@ -7,9 +7,10 @@ latents, a chunk at a time. The parts are merged by the logarithms of their sums
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
@@ -18,18 +19,21 @@ from attention.kv_pool import TokenToKVPool
 from attention.latent import LatentHeads
 from attention.layer import LatentLayer
 
-_CHUNK_ELEMENTS = 1 << 26
-"""Of keys and values that are made of cached latents at once: 128 MiB of 16 bits. Not measured."""
+_CHUNK_ELEMENTS = 1 << 25
+"""Of keys and values that are made of cached latents at once: 64 MiB of 16 bits. Not measured."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Chunk:
-    """Cached tokens, of one row or of several, whose keys and values are made together."""
+class _Cached:
+    """A part of what is cached of rows that follow one another."""
 
-    slots: torch.Tensor
-    """[num_keys] int64: theirs in the pool, one row's after the other's."""
+    tokens: slice
+    """Their new tokens."""
     paged: PagedMetadata
-    """Each row as if its keys of the chunk were all that is cached of it; its page is the first of these keys."""
+    """The rows as if nothing but the part were cached of them."""
+    slots: torch.Tensor | None
+    """[num_keys] int64: where the part is in the pool, one row's after the other's, if keys and values are to be made
+    of it; the page of each row is then its first key. None: it is absorbed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,42 +44,57 @@ class LatentPlan:
     """[num_tokens] int64: slots of the new tokens."""
     own: PagedMetadata
     """Each row as if nothing were cached of it; its page is its first new token."""
-    absorbed: PagedMetadata | None
-    """Of rows that do not absorb as if nothing were cached of them; None where no row does."""
-    chunks: tuple[_Chunk, ...]
     mask: NewTokenMask | None
+    cached: tuple[_Cached, ...]
 
 
 def plan_of_any(batch: ForwardBatch) -> LatentPlan:
     """The plan of a step of which only its shape is known, while it is captured: cached tokens are all absorbed."""
     paged, starts = batch.paged, batch.paged.cu_seqlens_q
     own = replace(paged, cache_seqlens=starts.diff(), page_table=starts[:-1, None])
-    return LatentPlan(batch.out_cache_loc, own, paged, (), batch.mask)
+    return LatentPlan(batch.out_cache_loc, own, batch.mask, (_Cached(slice(None), paged, None),))
 
 
 def plan_of(batch: ForwardBatch, layer: LatentLayer, page_size: int) -> LatentPlan:
     """The plan of `batch`, for layers like `layer`. What is queued does not wait for the device."""
-    plan, paged = plan_of_any(batch), batch.paged
-    absorbs = layer.absorbs(batch.extend_lens, batch.prefix_lens)
-    num_made = int(batch.prefix_lens[~absorbs].sum())
-    if not batch.prefix_lens[absorbs].any():
-        plan = replace(plan, absorbed=None)
-    if num_made == 0:
-        return plan
-    num_new = plan.own.cache_seqlens
-    num_cached = paged.cache_seqlens - num_new
-    num_made_of = num_cached.masked_fill(layer.absorbs(num_new.long(), num_cached.long()), 0)
-    if plan.absorbed is not None:
-        plan = replace(plan, absorbed=replace(paged, cache_seqlens=paged.cache_seqlens - num_made_of))
-    bounds = F.pad(num_made_of.cumsum(0, dtype=torch.int32), (1, 0))
-    slots = _slots(paged.page_table, bounds, num_made, page_size)
+    absorbs, has_cached = layer.absorbs(batch.extend_lens, batch.prefix_lens), batch.prefix_lens > 0
+    cached: list[_Cached] = []
+    if (which := has_cached & absorbs).any():
+        tokens, paged, num_keys = _part_of(batch, layer, which, absorbed=True)
+        cached.append(_Cached(tokens, replace(paged, cache_seqlens=paged.cu_seqlens_q.diff() + num_keys), None))
+    if (which := has_cached & ~absorbs).any():
+        cached += _chunks(batch, layer, which, page_size)
+    return replace(plan_of_any(batch), cached=tuple(cached))
+
+
+def _chunks(batch: ForwardBatch, layer: LatentLayer, which: npt.NDArray[np.bool_], page_size: int) -> list[_Cached]:
+    """What is cached of the rows `which`, in chunks of which keys and values are made together."""
+    tokens, paged, num_keys = _part_of(batch, layer, which, absorbed=False)
+    num_new, bounds = paged.cu_seqlens_q.diff(), F.pad(num_keys.cumsum(0, dtype=torch.int32), (1, 0))
+    slots = _slots(paged.page_table, bounds, int(batch.prefix_lens[which].sum()), page_size)
     size = max(_CHUNK_ELEMENTS // (layer.tp_q_head_num * (layer.qk_dim + layer.v_dim)), 1)
     chunks = []
-    for first in range(0, num_made, size):
+    for first in range(0, len(slots), size):
         inside = bounds.clamp(first, first + size) - first
         of_chunk = replace(paged, cache_seqlens=num_new + inside.diff(), page_table=inside[:-1, None])
-        chunks.append(_Chunk(slots[first : first + size], of_chunk))
-    return replace(plan, chunks=tuple(chunks))
+        chunks.append(_Cached(tokens, of_chunk, slots[first : first + size]))
+    return chunks
+
+
+def _part_of(
+    batch: ForwardBatch, layer: LatentLayer, which: npt.NDArray[np.bool_], *, absorbed: bool
+) -> tuple[slice, PagedMetadata, torch.Tensor]:
+    """Rows from the first to the last of `which`: their tokens, what kernels read of them, and [num_rows] int32, on the
+    device, how much is cached of those that are absorbed, or of those that are not; 0 of others."""
+    first, last = np.flatnonzero(which)[[0, -1]].tolist()
+    tokens, rows = slice(*batch.cu_seqlens_q[[first, last + 1]].tolist()), slice(first, last + 1)
+    starts = batch.paged.cu_seqlens_q[first : last + 2] - tokens.start
+    lens, table = batch.paged.cache_seqlens[rows], batch.paged.page_table[rows]
+    paged = replace(batch.paged, cache_seqlens=lens, cu_seqlens_q=starts, page_table=table)
+    num_new = starts.diff()
+    num_cached = paged.cache_seqlens - num_new
+    others = layer.absorbs(num_new.long(), num_cached.long()) != absorbed
+    return tokens, paged, num_cached.masked_fill(others, 0)
 
 
 def _slots(page_table: torch.Tensor, bounds: torch.Tensor, num_keys: int, page_size: int) -> torch.Tensor:
@@ -105,34 +124,31 @@ class TritonLatent:
 
     def extend(self, q: torch.Tensor, layer: LatentLayer, heads: LatentHeads, plan: LatentPlan) -> torch.Tensor:
         """As AttentionBackend.attend_latent, of any other step."""
-        shape = (len(q), layer.tp_q_head_num, layer.v_dim)
         k, v = self._keys_values(layer, heads, plan.out_cache_loc)
-        if plan.absorbed is None and not plan.chunks:
-            return self._paged_extend(q, k, v, plan.own, layer, out=q.new_empty(shape), mask=plan.mask).flatten(1)
-        out, lse = _part(shape, q.device)
+        if not plan.cached:
+            out = q.new_empty(len(q), layer.tp_q_head_num, layer.v_dim)
+            return self._paged_extend(q, k, v, plan.own, layer, out=out, mask=plan.mask).flatten(1)
+        out, lse = _part(q, layer.v_dim, torch.float32)
         self._paged_extend(q, k, v, plan.own, layer, out=out, lse=lse, mask=plan.mask)
         del k, v
-        for part, part_lse in self._cached(q, layer, heads, plan):
-            merged, merged_lse = _part(shape, q.device)
-            self._merge_states(out, lse, part, part_lse, out=merged, lse=merged_lse)
-            out, lse = merged, merged_lse
+        for cached in plan.cached:
+            whole = out[cached.tokens], lse[cached.tokens]
+            part = self._attend_cached(q[cached.tokens], layer, heads, cached)
+            self._merge_states(*whole, *part, out=whole[0], lse=whole[1])
         return out.to(q.dtype).flatten(1)
 
-    def _cached(
-        self, q: torch.Tensor, layer: LatentLayer, heads: LatentHeads, plan: LatentPlan
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Answers [num_tokens, tp_q_head_num, v_dim] over parts of what is cached, and logarithms of their sums."""
-        num_tokens, num_heads = len(q), layer.tp_q_head_num
-        if plan.absorbed is not None:
-            latents = q.new_empty(num_tokens, num_heads, layer.latent_dim)
-            lse = torch.empty(latents.shape[:2], dtype=torch.float32, device=q.device)
+    def _attend_cached(
+        self, q: torch.Tensor, layer: LatentLayer, heads: LatentHeads, cached: _Cached
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Answers [num_tokens, tp_q_head_num, v_dim] over a part alone, and the logarithms of their sums."""
+        if cached.slots is None:
+            latents, lse = _part(q, layer.latent_dim, q.dtype)
             wide, pages = self._absorbed(q, layer, heads), self._pages(layer)
-            self._paged_extend(wide, pages, None, plan.absorbed, layer, out=latents, lse=lse, prefix_only=True)
-            yield heads.values(latents.flatten(1)).view(num_tokens, num_heads, -1), lse
-        for chunk in plan.chunks:
-            k, v = self._keys_values(layer, heads, chunk.slots)
-            part, lse = _part((num_tokens, num_heads, layer.v_dim), q.device)
-            yield self._paged_extend(q, k, v, chunk.paged, layer, out=part, lse=lse, prefix_only=True), lse
+            self._paged_extend(wide, pages, None, cached.paged, layer, out=latents, lse=lse, prefix_only=True)
+            return heads.values(latents.flatten(1)).view(len(q), layer.tp_q_head_num, -1), lse
+        k, v = self._keys_values(layer, heads, cached.slots)
+        out, lse = _part(q, layer.v_dim, torch.float32)
+        return self._paged_extend(q, k, v, cached.paged, layer, out=out, lse=lse, prefix_only=True), lse
 
     def _keys_values(
         self, layer: LatentLayer, heads: LatentHeads, which: torch.Tensor
@@ -151,7 +167,8 @@ class TritonLatent:
         return pages.unsqueeze(2)
 
 
-def _part(shape: tuple[int, int, int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for answers of `shape` in fp32, and for logarithms of their sums."""
-    out, lse = (torch.empty(it, dtype=torch.float32, device=device) for it in (shape, shape[:2]))
-    return out, lse
+def _part(q: torch.Tensor, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for answers [num_tokens, tp_q_head_num, width] of `dtype` to queries `q`, and for logarithms of their sums,
+    in fp32."""
+    out = torch.empty((*q.shape[:2], width), dtype=dtype, device=q.device)
+    return out, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)

@@ -220,6 +220,9 @@ def test_merged_parts_equal_the_whole(device: torch.device) -> None:
     assert bool((parts[3][0] == -math.inf).all())
     out, lse = torch.full_like(parts[0], math.nan), torch.full_like(parts[1], math.nan)
     assert merge_states(*parts, out=out, lse=lse) is out
+    merge_states(*parts, out=parts[0], lse=parts[1])
+    assert torch.equal(parts[0], out)
+    assert torch.equal(parts[1], lse)
     case.check(out)
     torch.testing.assert_close(lse, case.expected(torch.float32)[1], atol=1e-5, rtol=1e-5)
 

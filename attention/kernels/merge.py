@@ -40,6 +40,7 @@ def _merge_kernel(
     part_a = tl.load(out_a + cells, mask=inside & (weight_a > 0)[:, None], other=0.0).to(tl.float32)
     part_b = tl.load(out_b + cells, mask=inside & (weight_b > 0)[:, None], other=0.0).to(tl.float32)
     merged = (part_a * weight_a[:, None] + part_b * weight_b[:, None]) / divisor[:, None]
+    tl.debug_barrier()  # all threads have loaded what is now overwritten where `out` is `out_a`
     tl.store(out_ptr + cells, merged.to(out_ptr.dtype.element_ty), mask=inside)
     lse = tl.where(total > 0, largest + tl.log2(divisor) / LOG2_E, float("-inf"))
     tl.store(lse_ptr + rows, lse, mask=is_row)
@@ -63,8 +64,8 @@ def merge_states(
             parts are rounded once, at the end.
         lse_a: [num_tokens, num_heads] fp32, contiguous, and likewise `lse_b`: natural logarithms of the sums of
             exponentials; -inf of a part without a key, whose answer is not read.
-        out: as `out_a`, other memory, written; zeros where neither part has a key.
-        lse: as `lse_a`, other memory, written.
+        out: as `out_a`, which it may be itself, written; zeros where neither part has a key.
+        lse: as `lse_a`, likewise.
 
     Returns:
         `out`.
