@@ -144,7 +144,8 @@ _SPECS = (
 )
 BACKENDS: Mapping[str, BackendSpec] = {spec.name: spec for spec in _SPECS}
 """By the name that `attention.backend` takes."""
-# Without flashinfer: it has not been measured to be faster, and nodes may not have it.
+# Without flashinfer, which nodes may not have: decodes take it 0.96 to 1.37 times as long, prompts 0.98 to 3.3 times,
+# but for 512 tokens with nothing before them, 0.86 (H200, benchmarks/results/attention_flashinfer_*).
 _PREFERRED: Mapping[Phase, tuple[str, ...]] = {
     "prefill": ("fa3", "triton", "torch_native"),
     # In 53 to 102 % of FA3's time: most for 256 pairs of a row and a KV head (H200, 1 to 256 rows, 200 to 2000 tokens).

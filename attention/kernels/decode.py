@@ -82,7 +82,8 @@ def _fit(tuning: DecodeTuning, block_m: int, block_d: int, itemsize: int, kv_ite
     """`tuning` as registers and shared memory hold it: unchanged for 16-bit values and up to 32 query heads a KV head.
 
     More of these take more warps; fp32, of whose products threads hold whole rows of the operands, takes short blocks.
-    Of wide values, blocks of 32 let two programs share a multiprocessor, with up to 32 heads each (not measured).
+    Of wide values, blocks of 32 let two programs share a multiprocessor, with up to 32 heads each: with 16, at
+    16 and 64 rows of 4k tokens, nothing tried was over 7 % faster (H200).
     """
     if block_d > _WIDE and itemsize <= 2:
         return dataclasses.replace(tuning, block_n=32, num_warps=4 if block_m <= 32 else 8)
