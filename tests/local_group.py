@@ -19,7 +19,7 @@ from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
 from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
 from configs.resolve import HostFacts, resolve
-from configs.schema import EngineConfig, KVCacheConfig, ParallelConfig, SchedulerConfig
+from configs.schema import AttentionConfig, EngineConfig, KVCacheConfig, ParallelConfig, SchedulerConfig
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from worker.protocol import FrameKind, StepFrame, StepResult
@@ -82,6 +82,7 @@ class LocalGroup:
         max_model_len: int = 1024,
         num_window_pages: int | None = None,
         kv_dtype: Literal["auto", "fp8_e4m3"] = "auto",
+        attention: AttentionConfig | None = None,
     ) -> None:
         self.max_model_len = max_model_len
         self.model: ModelConfig = read_model_config(model_path)
@@ -90,6 +91,7 @@ class LocalGroup:
             tensor_parallel_size=tp_size,
             device="cpu",
             dtype="float32",
+            attention=attention or AttentionConfig(),
             kv_cache=KVCacheConfig(dtype=kv_dtype),
             parallel=ParallelConfig(threads_per_rank=1),
             scheduler=SchedulerConfig(max_num_batched_tokens=MAX_CHUNK),

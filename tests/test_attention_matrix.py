@@ -18,6 +18,7 @@ pytest.importorskip("triton", reason="a CPU install has no Triton")
 
 from attention.backend import AttentionBackend
 from attention.forward_batch import ForwardBatch, ForwardMode
+from attention.kernels import decode
 from attention.kv_pool import FP8, TokenToKVPool
 from attention.latent import LatentHeads
 from attention.layer import AttentionLayer
@@ -34,9 +35,11 @@ BATCHES = {
     "extend": [(0, 5), (0, 20)],
     "extend with prefix": [(16, 20), (7, 2)],
     "mixed": [(20, 1), (0, 17), (33, 9)],
+    "a decode alone": [(70, 1)],
+    "a chunk alone": [(30, 25)],
 }
 MASKS: dict[str, Callable[[int, int], NewTokens]] = {"tree": tree, "both ways": both_ways}
-"""How the new tokens of each row but the first see one another."""
+"""How the new tokens of each row but the first of several see one another."""
 ALL = {"window": 18, "chunk": 32, "softcap": 2.0, "sinks": torch.linspace(-1.0, 3.0, 8)}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -94,7 +97,8 @@ class _Heads:
         self._masks: list[NewTokens | None] | None = None
         if (new_tokens := MASKS.get(variant)) is not None:
             lens = [extend for _, extend in BATCHES[batch]]
-            self._masks = [None, *(new_tokens(*row) for row in BATCHES[batch][1:])]
+            parts = [new_tokens(*row) for row in BATCHES[batch]]
+            self._masks = [None, *parts[1:]] if len(parts) > 1 else [*parts]
             self.batch = dataclasses.replace(self.batch, mask=mask_of(self._masks, lens, device))
 
     def attend(self, backend: AttentionBackend) -> torch.Tensor:
@@ -171,10 +175,11 @@ def _by_graph(backend: AttentionBackend, case: Case) -> torch.Tensor:
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> torch.device:
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """Where kernels run: interpreted on CPU tensors, or compiled for a GPU."""
     if request.param == "cpu":
         request.getfixturevalue("interpreter")
+        monkeypatch.setattr(decode, "_MAX_SPLITS", 4)  # each a turn of the interpreter's loop, empty or not
     return torch.device(request.param)
 
 
