@@ -32,14 +32,14 @@ def check_checkpoint(config: EngineConfig, *, serves_text: bool = True) -> None:
     path = resolve_model_path(config.model, config.revision, weights=config.has_local_weights)
     model = read_model_config(path)
     tokenizer = find_tokenizer(config, path)
-    if serves_text and not holds_tokenizer(tokenizer):
-        raise CheckpointError(f"{tokenizer} holds no tokenizer; set `tokenizer` to a directory or .gguf file with one")
     if tokenizer.suffix == ".gguf":
         check_gguf_tokenizer(tokenizer)
     if config.has_local_weights:
         with Checkpoint.open(path, model) as checkpoint:
             if config.kv_cache.dtype != "auto":
                 checkpoint.kv_scales()
+    if serves_text and not holds_tokenizer(tokenizer):
+        raise CheckpointError(f"{tokenizer} holds no tokenizer; set `tokenizer` to a directory or .gguf file with one")
 
 
 def check_tokenizer(config: EngineConfig) -> None:

@@ -221,13 +221,15 @@ def test_scores_of_given_tokens_are_those_of_the_cpu(tp_size: int, device: torch
         span = plan.vocab[group.rank]
         cuda = Sampler(plan, group, 2, use_triton=True)
         local = logits[:, span.start : span.stop].contiguous().to(device)
-        return [cuda.logprobs_of(local, targets.to(device), k).to_host() for k in (0, 6)]
+        on_device = targets.to(device)
+        return [cuda.logprobs_of(local, on_device, k, on_device[:, None]).to_host() for k in (0, 6)]
 
     for scores in _run_ranks(tp_size, device, body):
         for k, ours in zip((0, 6), scores, strict=True):
             expected = torch_sampling.token_logprobs(logits, targets, k, targets[:, None])
             torch.testing.assert_close(ours.logprobs, expected.logprobs, atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(ours.top_logprobs, expected.top_logprobs, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(ours.asked_logprobs, expected.asked_logprobs, atol=1e-5, rtol=1e-5)
             assert torch.equal(ours.top_ids, expected.top_ids)
 
 
