@@ -130,7 +130,7 @@ def test_groups_of_more_heads_than_the_smallest_tile_has_rows(
     case.check(case.run(tuning))
 
 
-@pytest.mark.parametrize("dtype", [None, torch.float16])
+@pytest.mark.parametrize("dtype", [None, pytest.param(torch.float16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("group", "head_dim", "v_dim"), [(1, 40, 32), (3, 76, 48), (20, 40, 24), (2, 576, 512), (70, 288, 272)]
 )

@@ -45,7 +45,11 @@ def check(case: LatentCase, *, captured: bool = False) -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "page_size"), [*((batch, 16) for batch in BATCHES), *itertools.product(("decode", "mixed"), (1, 64))]
+    ("batch", "page_size"),
+    [
+        *((batch, 16) for batch in BATCHES),
+        *(pytest.param(*it, marks=pytest.mark.slow) for it in itertools.product(("decode", "mixed"), (1, 64))),
+    ],
 )
 def test_equals_the_oracle(batch: str, page_size: int, device: torch.device) -> None:
     check(LatentCase(layer_of(3), page_size, BATCHES[batch], torch.float32, device))
