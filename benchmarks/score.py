@@ -20,11 +20,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.frames import ScheduledFrames
 from benchmarks.report import ROOT, circumstances
 from cluster.messages import GenerateRequest, SamplingParams
 from cluster.native.score import grouped
 from cluster.scheduling.limits import max_item_tokens
-from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
+from cluster.scheduling.scheduler import SchedulerLimits
 from configs.checkpoint import resolve_model_path
 from configs.load import load_app_config
 from configs.read_config import read_model_config
@@ -32,18 +33,18 @@ from configs.resolve import HostFacts, resolve
 from configs.schema import EngineConfig, resolved
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
-from worker.protocol import FrameKind, StepFrame, StepResult
+from worker.protocol import StepResult
 from worker.tp_worker import TPWorker
 
 _LABELS = (10, 20, 30)
 _MAX_MODEL_LEN = 2048
 
 
-class _Run:
+class _Run(ScheduledFrames):
     """Where the rank's frames come from, and where its results go."""
 
     def __init__(self, limits: SchedulerLimits, prompts: list[list[int]]) -> None:
-        self._scheduler = Scheduler(limits)
+        super().__init__(limits)
         self.logprobs: dict[int, list[float]] = {}
         groups = grouped(prompts, limits.max_item_tokens, limits.max_model_len)
         requests = [
@@ -66,15 +67,6 @@ class _Run:
     @property
     def num_steps(self) -> int:
         return self._scheduler.last_step
-
-    def recv(self, timeout_s: float) -> bytes:
-        """The next frame; after the last one, the end."""
-        return self.poll() or StepFrame(1, self._scheduler.last_step + 1, kind=FrameKind.CLOSE).encode()
-
-    def poll(self) -> bytes | None:
-        """The next frame, if one may be launched."""
-        frame = self._scheduler.next_step()
-        return None if frame is None else frame.encode()
 
     def retire(self, result: bytes) -> None:
         """Takes the result of a step."""

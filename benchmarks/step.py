@@ -23,9 +23,10 @@ import torch
 from torch.distributed import TCPStore
 
 from benchmarks.endpoint import transformers_rate
+from benchmarks.frames import ScheduledFrames
 from benchmarks.report import ROOT, circumstances
 from cluster.messages import GenerateRequest, SamplingParams
-from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
+from cluster.scheduling.scheduler import SchedulerLimits
 from configs.checkpoint import resolve_model_path
 from configs.load import load_app_config
 from configs.read_config import read_model_config
@@ -33,7 +34,7 @@ from configs.resolve import ONE_NODE_STRATEGY, HostFacts, resolve
 from configs.schema import EngineConfig, resolved
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
-from worker.protocol import FrameKind, StepFrame, StepResult
+from worker.protocol import StepResult
 from worker.tp_worker import TPWorker, reduce_buffer_bytes
 
 _PROMPT_TOKENS = 20
@@ -42,12 +43,12 @@ _TIMEOUT_S = 300.0
 _PROFILED_STEPS = 32
 
 
-class _Steps:
+class _Steps(ScheduledFrames):
     """Where a rank's frames come from, and where its results go: a scheduler of its own."""
 
     def __init__(self, config: EngineConfig, vocab_size: int, num_pages: int, rows: int, tokens: int) -> None:
         max_model_len = _PROMPT_TOKENS + tokens
-        self._scheduler = Scheduler(
+        super().__init__(
             SchedulerLimits(
                 num_pages=num_pages,
                 page_size=config.kv_cache.page_size,
@@ -71,15 +72,6 @@ class _Steps:
         """When each step's result was there."""
         self.profile: torch.profiler.profile | None = None
         """Watches `_PROFILED_STEPS` steps after the warm-up."""
-
-    def recv(self, timeout_s: float) -> bytes:
-        """The next frame; after the last one, the end."""
-        return self.poll() or StepFrame(1, self._scheduler.last_step + 1, kind=FrameKind.CLOSE).encode()
-
-    def poll(self) -> bytes | None:
-        """The next frame, if one may be launched."""
-        frame = self._scheduler.next_step()
-        return None if frame is None else frame.encode()
 
     def retire(self, result: bytes) -> None:
         """Takes the result of a step."""
