@@ -1,0 +1,80 @@
+"""Compiles the C sources that lie beside the modules which call them, once a machine, and loads them.
+
+The kernels of CPU ranks are C, because a library's products add in an order that follows their sizes. A source is
+compiled for the processor that it runs on and kept in a cache, as Triton does for GPUs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch  # noqa: F401 - brings the OpenMP runtime, which the libraries are to share
+
+from configs.errors import ConfigError
+
+HEADER = Path(__file__).with_name("exact.h")
+# Products and sums in one expression become one fused operation, as the contract has them; nothing is reordered.
+_FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp")
+_FLAGS_TO_LINK = ("-shared", "-fPIC", "-std=gnu11", "-Wall", "-Werror", "-lm")
+
+
+@functools.cache
+def load(source: Path) -> ctypes.CDLL:
+    """The library of `source`, which may include exact.h; compiled unless the cache has it.
+
+    Raises ConfigError without a C compiler, or where it refuses the source.
+    """
+    compiler = os.environ.get("CC", "cc")
+    texts = (source.read_text(), HEADER.read_text(), *_FLAGS, *_FLAGS_TO_LINK, _version_of(compiler), _processor())
+    digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:24]
+    library = _cache() / f"{source.stem}-{digest}.so"
+    if not library.exists():
+        _compile(compiler, source, library)
+    return ctypes.CDLL(str(library))
+
+
+def _compile(compiler: str, source: Path, library: Path) -> None:
+    library.parent.mkdir(parents=True, exist_ok=True)
+    # Ranks may compile at the same time: each its own file, and the last one stays.
+    descriptor, made = tempfile.mkstemp(suffix=".so", dir=library.parent)
+    os.close(descriptor)
+    command = [compiler, *_FLAGS, f"-I{HEADER.parent}", str(source), "-o", made, *_FLAGS_TO_LINK]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise ConfigError(
+                f"{compiler} did not compile {source.name}, which device=cpu needs: {done.stderr[-2000:]}"
+            )
+        os.chmod(made, 0o755)
+        os.replace(made, library)
+    finally:
+        Path(made).unlink(missing_ok=True)
+
+
+def _version_of(compiler: str) -> str:
+    try:
+        return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise ConfigError(
+            f"device=cpu needs a C compiler, and {compiler} does not run: {error}; install gcc, or set CC"
+        ) from error
+
+
+def _processor() -> str:
+    """What `-march=native` depends on: nodes that differ may share a home directory."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(("flags", "Features", "model name"))))
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep" / "kernels"
