@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from math import prod
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +27,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from configs.errors import ConfigError, DeadlineError, EngineError
 from parallel.fused_sum import PartialSum
 from parallel.shm import FIRST_WORD, LINE_WORDS, Segment
+from parallel.tree import SumTree
 
 # A blocked rank looks for an abort this often.
 _SLICE_S = 0.02
@@ -33,6 +35,7 @@ _SLICE_S = 0.02
 # Measured on 2 cores: the second synchronisation pays from 1 MB a rank with 3 ranks, 0.6 MB with 5, 0.35 MB with 9.
 _SLICED_BYTES = 3 << 20
 _MAX_CACHED_VIEWS = 256
+_Shape = tuple[int, ...]  # torch.Size is one
 
 
 class Collectives(Protocol):
@@ -46,6 +49,12 @@ class Collectives(Protocol):
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Contiguous `x` summed over the ranks: `x` itself, or for a `reduce_buffer` perhaps another tensor."""
+
+    def node_buffer(self, shape: tuple[int, int, int]) -> Tensor | None:
+        """fp32 memory from which `sum_nodes` sums fastest, valid until the next call of any other; None for any."""
+
+    def sum_nodes(self, nodes: Tensor, tree: SumTree) -> Tensor:
+        """The root of `tree` [num_rows, row_size], of which contiguous `nodes` are this rank's."""
 
     def all_gather(self, out: Tensor, x: Tensor) -> None:
         """Fills contiguous `out` [size, *x.shape] with every rank's contiguous `x`."""
@@ -138,6 +147,19 @@ class LibraryCollectives:
         sum_in_rank_order(contributions.unbind(), x)
         return x
 
+    def node_buffer(self, shape: tuple[int, int, int]) -> Tensor | None:
+        return None
+
+    def sum_nodes(self, nodes: Tensor, tree: SumTree) -> Tensor:
+        shape = nodes.shape[1:]
+        most = max(map(len, tree.covers))
+        sent = nodes.new_empty((most, *shape))  # equal messages: what a rank lacks, nobody reads
+        sent[: len(nodes)] = nodes
+        gathered = nodes.new_empty((self._size, most, *shape))
+        self.all_gather(gathered, sent)
+        parts = [part for of_rank, cover in zip(gathered, tree.covers, strict=True) for part in of_rank[: len(cover)]]
+        return tree.finish(parts, nodes.new_empty(shape))
+
     def all_gather(self, out: Tensor, x: Tensor) -> None:
         self.check_alive()
         # Bytes, because gloo does not know every type.
@@ -226,8 +248,8 @@ class SharedMemoryCollectives:
         self._first_buffer = _first_buffer(size)
         self._sleepers = segment.words[FIRST_WORD : FIRST_WORD + size]
         self._peers = [peer for peer in range(size) if peer != rank]
-        # Tensors over the buffers, made once for each shape: (parity, dtype, shape) to one tensor per rank.
-        self._views: dict[tuple[int, torch.dtype, torch.Size], list[Tensor]] = {}
+        # Tensors over the buffers, made once: (parity, dtype, shape of each rank's) to one tensor per rank.
+        self._views: dict[tuple[int, torch.dtype, tuple[_Shape, ...]], list[Tensor]] = {}
 
     @classmethod
     def create(
@@ -274,16 +296,31 @@ class SharedMemoryCollectives:
         elif self._size > 2 and self._size * nbytes >= _SLICED_BYTES:
             self._all_reduce_sliced(x.view(-1))
         elif nbytes:
-            views = self._exchange("all_reduce", x, nbytes)
-            sum_in_rank_order(views, x)
+            sum_in_rank_order(self._exchange("all_reduce", x), x)
         return x
+
+    def node_buffer(self, shape: tuple[int, int, int]) -> Tensor | None:
+        # Nobody reads it any more: it is that of the exchange before the last, which all have left.
+        if 4 * prod(shape) > self._buffer_bytes:
+            return None
+        return self._buffers(self._epoch + 1, torch.float32, (shape,) * self._size)[self._rank]
+
+    def sum_nodes(self, nodes: Tensor, tree: SumTree) -> Tensor:
+        _, num_rows, row_size = nodes.shape
+        total = torch.empty(num_rows, row_size)
+        most = max(map(len, tree.covers))
+        step = max(1, self._buffer_bytes // (4 * most * row_size))
+        for start in range(0, num_rows, step):
+            rows = slice(start, start + step)
+            self._sum_nodes(nodes if step >= num_rows else nodes[:, rows].contiguous(), tree, total[rows])
+        return total
 
     def all_gather(self, out: Tensor, x: Tensor) -> None:
         out, x = out.view(self._size, -1), x.view(-1)
         step = self._buffer_bytes // x.element_size()
         for start in range(0, x.numel(), step):
             piece = x[start : start + step]
-            views = self._exchange("all_gather", piece, piece.numel() * x.element_size())
+            views = self._exchange("all_gather", piece)
             for row, view in zip(out, views, strict=True):
                 row[start : start + step] = view
 
@@ -313,8 +350,8 @@ class SharedMemoryCollectives:
         """
         count, size = x.numel(), self._size
         bounds = [count * rank // size for rank in range(size + 1)]
-        views = self._exchange("all_reduce", x, count * x.element_size())
-        sums = self._buffers(self._epoch + 1, x)
+        views = self._exchange("all_reduce", x)
+        sums = self._buffers(self._epoch + 1, x.dtype, (x.shape,) * size)
         own = slice(bounds[self._rank], bounds[self._rank + 1])
         sum_in_rank_order([view[own] for view in views], sums[self._rank][own])
         self._synchronise("all_reduce")
@@ -322,10 +359,32 @@ class SharedMemoryCollectives:
             part = slice(bounds[rank], bounds[rank + 1])
             x[part] = sums[rank][part]
 
-    def _exchange(self, name: str, x: Tensor, nbytes: int) -> list[Tensor]:
-        """Every rank's contribution, in rank order: views of the buffers, valid until this rank's next exchange."""
-        views = self._buffers(self._epoch + 1, x)
-        ctypes.memmove(views[self._rank].data_ptr(), x.data_ptr(), nbytes)
+    def _sum_nodes(self, nodes: Tensor, tree: SumTree, total: Tensor) -> None:
+        """As sum_nodes, of rows that fit the buffer; `total` is written."""
+        parts = [part for view in self._exchange("sum_nodes", nodes, tree.shapes(total.shape)) for part in view]
+        if self._size <= 2 or len(parts) * total.nbytes < _SLICED_BYTES:
+            tree.finish(parts, total)
+            return
+        # As _all_reduce_sliced.
+        num_rows, size = len(total), self._size
+        slices = [slice(num_rows * rank // size, num_rows * (rank + 1) // size) for rank in range(size)]
+        sums, own = self._buffers(self._epoch + 1, total.dtype, (total.shape,) * size), slices[self._rank]
+        tree.finish([part[own] for part in parts], sums[self._rank][own])
+        self._synchronise("sum_nodes")
+        for rank, rows in enumerate(slices):
+            total[rows] = sums[rank][rows]
+
+    def _exchange(self, name: str, x: Tensor, shapes: tuple[_Shape, ...] | None = None) -> list[Tensor]:
+        """Every rank's contribution, in rank order: views of the buffers, valid until this rank's next exchange.
+
+        Args:
+            x: contiguous; perhaps already where it is to be.
+            shapes: of each rank's. None: that of x.
+        """
+        views = self._buffers(self._epoch + 1, x.dtype, shapes or (x.shape,) * self._size)
+        own = views[self._rank].data_ptr()
+        if x.data_ptr() != own:
+            ctypes.memmove(own, x.data_ptr(), x.nbytes)
         self._synchronise(name)
         return views
 
@@ -346,21 +405,21 @@ class SharedMemoryCollectives:
                 self.abort(str(error))  # this rank's epoch is lost to the others: the generation ends for all
                 raise error
 
-    def _buffers(self, epoch: int, x: Tensor) -> list[Tensor]:
-        key = (epoch & 1, x.dtype, x.shape)
+    def _buffers(self, epoch: int, dtype: torch.dtype, shapes: tuple[_Shape, ...]) -> list[Tensor]:
+        key = (epoch & 1, dtype, shapes)
         views = self._views.get(key)
         if views is None:
             if len(self._views) >= _MAX_CACHED_VIEWS:
                 self._views.clear()
-            nbytes = x.numel() * x.element_size()
-            views = self._views[key] = [
-                torch.frombuffer(
-                    self._segment.view(self._first_buffer + (2 * rank + (epoch & 1)) * self._buffer_bytes, nbytes),
-                    dtype=x.dtype,
-                ).view(x.shape)
-                for rank in range(self._size)
-            ]
+            views = self._views[key] = [self._view(rank, epoch & 1, dtype, shape) for rank, shape in enumerate(shapes)]
         return views
+
+    def _view(self, rank: int, parity: int, dtype: torch.dtype, shape: _Shape) -> Tensor:
+        nbytes = prod(shape) * dtype.itemsize
+        if nbytes == 0:
+            return torch.empty(shape, dtype=dtype)
+        offset = self._first_buffer + (2 * rank + parity) * self._buffer_bytes
+        return torch.frombuffer(self._segment.view(offset, nbytes), dtype=dtype).view(shape)
 
     def _epoch_word(self, rank: int) -> int:
         return _sleeper_words(self._size) + rank * LINE_WORDS

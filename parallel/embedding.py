@@ -2,18 +2,83 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 
 from parallel.group import TensorParallelGroup
-from parallel.plan import ShardPlan
-from parallel.weight import DenseWeight, TensorSource
+from parallel.kernels.cpu_products import TILE, pack
+from parallel.plan import ShardPlan, Span
+from parallel.weight import CpuWeight, CudaWeight, TensorSource, Weight
+
+_READ_ROWS = 1 << 12
+"""Rows that are there twice while a vocabulary is packed; whole tiles."""
+
+
+class _Rows(Protocol):
+    def read(self, source: TensorSource, name: str, span: Span) -> None: ...
+    def fill(self, row: int, value: float) -> None: ...
+    def lookup(self, rows: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor: ...
+    def weight(self, num_rows: int) -> Weight: ...
+
+
+class _PlainRows:
+    """Rows of the vocabulary as they lie in a checkpoint: [num_rows, hidden_size], for GPUs."""
+
+    def __init__(self, num_rows: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._rows = torch.empty(num_rows, hidden_size, dtype=dtype, device=device)
+
+    def read(self, source: TensorSource, name: str, span: Span) -> None:
+        """Reads rows `span` of tensor `name` to the first ones."""
+        source.read(name, self._rows[: span.size], rows=span)
+
+    def fill(self, row: int, value: float) -> None:
+        self._rows[row] = value
+
+    def lookup(self, rows: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        """[num_tokens, hidden_size]; `out` if one is given."""
+        return torch.index_select(self._rows, 0, rows, out=out)
+
+    def weight(self, num_rows: int) -> Weight:
+        """Of the first rows, which are shared."""
+        return CudaWeight(self._rows[:num_rows], None)
+
+
+class _PackedRows:
+    """The same packed for products on a CPU, which a tied LM head reads from beginning to end: a lookup picks its row
+    out of a tile's lanes, which costs a few microseconds a token."""
+
+    def __init__(self, num_rows: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._packed = torch.empty(-(-num_rows // TILE), hidden_size, TILE, dtype=dtype, device=device)
+
+    def read(self, source: TensorSource, name: str, span: Span) -> None:
+        hidden_size = self._packed.shape[1]
+        for start in range(0, span.size, _READ_ROWS):
+            size = min(_READ_ROWS, span.size - start)
+            rows = torch.empty(size, hidden_size, dtype=self._packed.dtype)
+            source.read(name, rows, rows=Span(span.start + start, span.start + start + size))
+            pack(rows, self._packed[start // TILE :][: -(-size // TILE)])
+
+    def fill(self, row: int, value: float) -> None:
+        self._packed[row // TILE, :, row % TILE] = value
+
+    def lookup(self, rows: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        found = self._packed[rows // TILE, :, rows % TILE]
+        return found if out is None else out.copy_(found)
+
+    def weight(self, num_rows: int) -> Weight:
+        return CpuWeight.of_packed(self._packed, num_rows)
+
+
+def _vocabulary_rows(num_rows: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> _Rows:
+    return (_PlainRows if device.type == "cuda" else _PackedRows)(num_rows, hidden_size, dtype, device)
 
 
 class VocabParallelEmbedding:
-    """Rows `plan.vocab[rank]` of the embedding; ids of other ranks contribute exact zeros to the sum.
+    """Rows `plan.vocab[rank]` of the embedding; ids of other ranks contribute -0.0, which changes no bit of a sum.
 
-    Those ids all look up one more row, of zeros: no NaN or infinity of this rank's rows can reach their tokens.
+    Those ids all look up one more row, of that: no NaN or infinity of this rank's rows can reach their tokens.
     """
 
     def __init__(
@@ -25,23 +90,22 @@ class VocabParallelEmbedding:
         self._dtype = dtype
         self._device = device
         self._vocab_size = plan.vocab[-1].stop
-        self._rows: torch.Tensor | None = None  # [span.size + 1, hidden_size], the last of zeros
+        self._rows: _Rows | None = None  # span.size + 1 of them
         self._row_of: torch.Tensor | None = None  # [vocab_size] int32: where in _rows an id is
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """[span.size, hidden_size]; a tied LM head uses this very memory."""
-        assert self._rows is not None, "weight before load"
-        return self._rows[: self._span.size]
 
     def load(self, source: TensorSource, name: str) -> None:
         """Reads this rank's rows of `name`.weight."""
         num_rows = self._span.size
-        self._rows = torch.empty(num_rows + 1, self._hidden_size, dtype=self._dtype, device=self._device)
-        source.read(f"{name}.weight", self._rows[:num_rows], rows=self._span)
-        self._rows[num_rows] = 0
+        self._rows = _vocabulary_rows(num_rows + 1, self._hidden_size, self._dtype, self._device)
+        self._rows.read(source, f"{name}.weight", self._span)
+        self._rows.fill(num_rows, -0.0)
         self._row_of = torch.full((self._vocab_size,), num_rows, dtype=torch.int32, device=self._device)
         self._row_of[slice(*self._span)] = torch.arange(num_rows, dtype=torch.int32, device=self._device)
+
+    def tied_weight(self) -> Weight:
+        """The LM head's weight where it is this one; its rows stay the only copy."""
+        assert self._rows is not None, "weight before load"
+        return self._rows.weight(self._span.size)
 
     def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids [num_tokens] int64 -> [num_tokens, hidden_size], the caller's own.
@@ -51,9 +115,9 @@ class VocabParallelEmbedding:
         assert self._rows is not None, "forward before load"
         assert self._row_of is not None, "forward before load"
         if self._group.size == 1:
-            return F.embedding(input_ids, self.weight)
+            return self._rows.lookup(input_ids, None)
         out = self._group.reduce_buffer((len(input_ids), self._hidden_size), self._dtype)
-        hidden = torch.index_select(self._rows, 0, torch.index_select(self._row_of, 0, input_ids), out=out)
+        hidden = self._rows.lookup(torch.index_select(self._row_of, 0, input_ids), out)
         total = self._group.all_reduce(hidden)
         return total if out is None or total is not out else total.clone()  # the residual stream outlives the buffer
 
@@ -69,19 +133,18 @@ class ParallelLMHead:
         self._group = group
         self._dtype = dtype
         self._device = device
-        self._weight: DenseWeight | None = None
+        self._weight: Weight | None = None
 
     def load(self, source: TensorSource, name: str) -> None:
         """Reads this rank's rows of `name`.weight."""
-        num_rows = self._plan.vocab[self._group.rank].size
-        weight = torch.empty(num_rows, self._hidden_size, dtype=self._dtype, device=self._device)
-        source.read(f"{name}.weight", weight, rows=self._plan.vocab[self._group.rank])
-        # Not packed: for a moment the largest weight of all would be there twice.
-        self._weight = DenseWeight(weight, None, pack=False)
+        span = self._plan.vocab[self._group.rank]
+        rows = _vocabulary_rows(span.size, self._hidden_size, self._dtype, self._device)
+        rows.read(source, f"{name}.weight", span)
+        self._weight = rows.weight(span.size)
 
     def tie(self, embedding: VocabParallelEmbedding) -> None:
         """Uses the embedding's weight, which stays the only copy of these rows."""
-        self._weight = DenseWeight(embedding.weight, None, pack=False)
+        self._weight = embedding.tied_weight()
 
     @property
     def num_local_columns(self) -> int:
@@ -89,7 +152,7 @@ class ParallelLMHead:
         return self._plan.vocab[self._group.rank].size
 
     def local_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """hidden [num_rows, hidden_size] -> logits [num_rows, num_local_columns] fp32; on CUDA never rounded.
+        """hidden [num_rows, hidden_size] -> logits [num_rows, num_local_columns] fp32, never rounded.
 
         Args:
             out: to write to. None: a new tensor.

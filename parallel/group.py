@@ -19,6 +19,7 @@ from parallel.all_reduce import Collectives, LibraryCollectives, SharedMemoryCol
 from parallel.environment import MULTICAST_OFF
 from parallel.fused_sum import PartialSum
 from parallel.symmetric_memory import SymmetricMemoryCollectives
+from parallel.tree import SumTree
 
 Strategy = Literal["gloo", "nccl", "shared_memory", "symmetric_memory"]
 _STRATEGIES: dict[str, tuple[Strategy, ...]] = {
@@ -139,6 +140,27 @@ class TensorParallelGroup:
             return self._collectives.all_reduce(x)
         return x.copy_(self._collectives.all_reduce(x.contiguous()))
 
+    def node_buffer(self, shape: tuple[int, int, int]) -> Tensor:
+        """fp32 memory of that shape, contents undefined, for this rank's nodes of the next `sum_nodes`."""
+        if self._collectives is None or shape[0] == 0:
+            return torch.empty(shape, device=self.device)
+        buffer = self._collectives.node_buffer(shape)
+        return torch.empty(shape, device=self.device) if buffer is None else buffer
+
+    def sum_nodes(self, nodes: Tensor, tree: SumTree) -> Tensor:
+        """What all ranks' nodes of `tree` come to, [num_rows, row_size] fp32: the same bits for any number of ranks.
+
+        Args:
+            nodes: [len(tree.covers[rank]), num_rows, row_size] fp32, contiguous: in a node_buffer, or any memory.
+
+        Returns:
+            A tensor of the caller's own. Raises as all_reduce.
+        """
+        if self._collectives is None:
+            [root] = nodes
+            return root
+        return self._collectives.sum_nodes(nodes, tree)
+
     def all_gather(self, x: Tensor) -> Tensor:
         """Every rank's `x`, stacked: [size, *x.shape]. All ranks bring one shape and dtype. Raises as all_reduce."""
         if self._collectives is None:
@@ -187,6 +209,12 @@ class _Closed:
         raise EngineError("the tensor-parallel group is closed")
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        raise EngineError("the tensor-parallel group is closed")
+
+    def node_buffer(self, shape: tuple[int, int, int]) -> Tensor | None:
+        raise EngineError("the tensor-parallel group is closed")
+
+    def sum_nodes(self, nodes: Tensor, tree: SumTree) -> Tensor:
         raise EngineError("the tensor-parallel group is closed")
 
     def all_gather(self, out: Tensor, x: Tensor) -> None:

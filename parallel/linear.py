@@ -7,13 +7,12 @@ ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from configs.layers import Linear
+from parallel.arithmetic import LayerPlace
 from parallel.fused_sum import PartialSum
-from parallel.weight import DenseWeight, LayerPlace, TensorSource
+from parallel.weight import TensorSource, Weight
 
 
 class ColumnParallelLinear:
@@ -26,48 +25,15 @@ class ColumnParallelLinear:
     def __init__(self, *linears: Linear, place: LayerPlace) -> None:
         self._linears = linears
         self._place = place
-        self._weight: DenseWeight | None = None
+        self._weight: Weight | None = None
 
     def load(self, source: TensorSource, prefix: str) -> None:
         """Reads the tensors of the linears, whose names begin with `prefix`."""
-        self._weight = DenseWeight.load(source, prefix, self._place, *self._linears)
+        self._weight = self._place.load(source, prefix, *self._linears)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         assert self._weight is not None, "forward before load"
         return self._weight(x)
-
-
-class RankSum:
-    """Where the ranks' parts of an output [num_tokens, out_features] are summed.
-
-    A part is made by a function that gets the tensor to fill, or None for one of its own, and returns it.
-    """
-
-    def __init__(self, out_features: int, place: LayerPlace) -> None:
-        self._out_features = out_features
-        self._dtype = place.dtype
-        self._group = place.group
-        # Asking costs a call a layer, and on CPU no group has one.
-        self._asks_for_buffer = place.group.device.type == "cuda" and place.group.size > 1
-
-    def __call__(self, num_tokens: int, part: Callable[[torch.Tensor | None], torch.Tensor]) -> torch.Tensor:
-        """The sum; on CUDA perhaps in the group's reduce_buffer, so valid until the group's next reduction."""
-        out = None
-        if self._asks_for_buffer:
-            out = self._group.reduce_buffer((num_tokens, self._out_features), self._dtype)
-        y = part(out)
-        return self._group.all_reduce(y) if self._group.size > 1 else y
-
-    def for_norm(
-        self, num_tokens: int, part: Callable[[torch.Tensor | None], torch.Tensor]
-    ) -> torch.Tensor | PartialSum:
-        """What `RMSNorm.add` takes: the sum, as a call returns it, or its summand where norm and sum are one kernel."""
-        if self._asks_for_buffer:
-            partial_sum = self._group.partial_sum((num_tokens, self._out_features), self._dtype)
-            if partial_sum is not None:
-                part(partial_sum.summand)
-                return partial_sum
-        return self(num_tokens, part)
 
 
 class RowParallelLinear:
@@ -79,14 +45,14 @@ class RowParallelLinear:
     def __init__(self, linear: Linear, place: LayerPlace) -> None:
         self._linear = linear
         self._place = place
-        self._sum = RankSum(linear.out_features, place)
+        self._sum = place.arithmetic.rank_sum(linear.out_features, linear.cut, place)
         self._bias: torch.Tensor | None = None
-        self._weight: DenseWeight | None = None
+        self._weight: Weight | None = None
 
     def load(self, source: TensorSource, prefix: str) -> None:
         """Reads this rank's columns (and the whole bias, which is added once, after the sum)."""
         linear = self._linear
-        self._weight = DenseWeight.load(source, prefix, self._place, linear)
+        self._weight = self._place.load(source, prefix, linear)
         if linear.bias:
             self._bias = self._place.empty(linear.out_features)
             source.read(f"{prefix}{linear.name}.bias", self._bias)

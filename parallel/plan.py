@@ -18,6 +18,8 @@ from configs.model_config import ModelConfig, check_tensor_parallel_size
 
 _LARGEST_GRANULE = 128
 _VOCAB_GRANULE = 64
+_LARGEST_LEAF = 512
+_FEWEST_LEAVES = 12  # where the columns allow it: so many ranks get an even share, within a third
 
 
 class Span(NamedTuple):
@@ -72,8 +74,12 @@ class ShardPlan:
     where the vocabulary has fewer rows than there are ranks."""
 
     @classmethod
-    def create(cls, model: ModelConfig, tp_size: int) -> ShardPlan:
-        """Plans `tp_size` ranks. Raises ConfigError when the model's heads cannot be dealt to that many."""
+    def create(cls, model: ModelConfig, tp_size: int, *, exact: bool = False) -> ShardPlan:
+        """Plans `tp_size` ranks. Raises ConfigError when the model's heads cannot be dealt to that many.
+
+        Args:
+            exact: deal columns in whole leaves of exact sums.
+        """
         check_tensor_parallel_size(model, tp_size)
         vocab = _spans(min(rows, model.vocab_size) for rows in _running_total(_deal_vocab(model.vocab_size, tp_size)))
         # What each rank holds so far. Columns go where least is held, so they even out what heads and vocabulary rows
@@ -87,7 +93,8 @@ class ShardPlan:
                 if isinstance(axis, HeadGroups):
                     dealt = _deal_heads(axis, tp_size, i)
                 else:
-                    dealt = _deal_columns(axis, layer.weight_elements[axis.axis], held)
+                    granule = leaf_columns(axis.size) if exact else column_granule(axis, tp_size)
+                    dealt = _deal_columns(axis, granule, layer.weight_elements[axis.axis], held)
                 for rank, new in enumerate(dealt):
                     spans[rank].update(new)
                     held[rank] += sum(layer.weight_elements[axis] * span.size for axis, span in new.items())
@@ -162,6 +169,17 @@ def column_granule(columns: Columns, tp_size: int) -> int:
     )
 
 
+def leaf_columns(size: int) -> int:
+    """Columns of a leaf of the exact sums over `size` columns: of the matrix alone, whatever the number of ranks.
+
+    The largest power of two up to 512 that divides them into at least 12 leaves, or else into the most.
+    """
+    leaf = _LARGEST_LEAF
+    while leaf > 1 and (size % leaf or size // leaf < _FEWEST_LEAVES):
+        leaf //= 2
+    return leaf
+
+
 def vocab_granule(vocab_size: int, tp_size: int) -> int:
     """Rows of the unit in which the vocabulary is dealt: 64, or less where a rank would get none."""
     granule = _VOCAB_GRANULE
@@ -186,17 +204,19 @@ def _deal_heads(axis: HeadGroups, tp_size: int, layer: int) -> list[dict[Axis, S
     return [{axis.heads: heads, axis.groups: groups} for heads, groups in zip(head_spans, group_spans, strict=True)]
 
 
-def _deal_columns(columns: Columns, column_elements: int, held: Sequence[int]) -> list[dict[Axis, Span]]:
+def _deal_columns(
+    columns: Columns, granule: int, column_elements: int, held: Sequence[int]
+) -> list[dict[Axis, Span]]:
     """Columns of each rank in one layer: one granule each, then each to the rank that holds the least.
 
     No rank gets more than the ceiling of an even share: all ranks wait for the widest one at the layer's all-reduce.
 
     Args:
+        granule: divides the columns.
         column_elements: elements of all tensors that one column accounts for.
         held: elements that each rank holds.
     """
     tp_size = len(held)
-    granule = column_granule(columns, tp_size)
     granule_elements = granule * column_elements
     num_granules = columns.size // granule
     at_least = 1 if num_granules >= tp_size else 0

@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from configs.errors import EngineError
 from parallel.all_reduce import LibraryCollectives
 from parallel.fused_sum import MEMORY_BYTES, FusedSums, PartialSum, fuses
+from parallel.tree import SumTree
 
 Method = Literal["two_shot", "nccl"]
 
@@ -156,6 +157,13 @@ class SymmetricMemoryCollectives:
         self.check_alive()
         self._two_shot(x, "sum", self._registration.name)
         return x
+
+    def node_buffer(self, shape: tuple[int, int, int]) -> Tensor | None:
+        return None
+
+    def sum_nodes(self, nodes: Tensor, tree: SumTree) -> Tensor:
+        self.check_alive()
+        return self._nccl.sum_nodes(nodes, tree)
 
     def all_gather(self, out: Tensor, x: Tensor) -> None:
         self.check_alive()

@@ -1,0 +1,128 @@
+"""How a rank computes, in one object that is passed as the group is: fast, or exact.
+
+Exact fixes the order of every sum, whatever the number of ranks and whatever else is in the batch; fast takes what is
+fastest. Weights and sums over ranks ask it; nothing else asks which one it is.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from configs.errors import ConfigError
+from configs.layers import Axis, Cut, Linear
+from parallel.group import TensorParallelGroup
+from parallel.plan import LayerShard, Span, leaf_columns
+from parallel.rank_sum import ExactSum, FastSum, RankSum
+from parallel.tree import SumTree
+from parallel.weight import CpuLeaves, CpuWeight, CudaWeight, TensorSource, Weight
+
+
+@dataclass(frozen=True, slots=True)
+class Leaves:
+    """How the inputs of a matrix that ranks cut are summed."""
+
+    width: int
+    """Inputs of a leaf."""
+    tree: SumTree
+
+
+class Arithmetic(ABC):
+    """Makes the weights and the sums of one rank's layers."""
+
+    def weight(self, weight: Tensor, bias: Tensor | None) -> Weight:
+        """Of [out_features, in_features] with all of its inputs, and a bias [out_features] or None."""
+        return CudaWeight(weight, bias) if weight.is_cuda else CpuWeight(weight, bias)
+
+    @abstractmethod
+    def part(self, weight: Tensor, cut: Cut, place: LayerPlace) -> Weight:
+        """Of [out_features, this rank's inputs], cut so: what it returns is a part of `rank_sum`'s."""
+
+    @abstractmethod
+    def rank_sum(self, out_features: int, cut: Cut, place: LayerPlace) -> RankSum:
+        """The sum over the ranks of products whose inputs are cut so."""
+
+
+class FastArithmetic(Arithmetic):
+    """Whatever is fastest."""
+
+    def part(self, weight: Tensor, cut: Cut, place: LayerPlace) -> Weight:
+        return self.weight(weight, None)
+
+    def rank_sum(self, out_features: int, cut: Cut, place: LayerPlace) -> RankSum:
+        return FastSum(out_features, place.group, place.dtype)
+
+
+class ExactArithmetic(Arithmetic):
+    """One ascending chain for each leaf, and the tree above the leaves. Raises ConfigError on CUDA, for now."""
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type == "cuda":
+            raise ConfigError("numerics=exact is not served on GPUs yet; choose fast, or device=cpu")
+
+    def part(self, weight: Tensor, cut: Cut, place: LayerPlace) -> Weight:
+        leaves = place.leaves(cut)
+        cover = leaves.tree.covers[place.group.rank]
+        first = cover[0].start if cover else 0
+        nodes = tuple(Span(node.start - first, node.stop - first) for node in cover)
+        return CpuLeaves(weight, leaves.width, nodes)
+
+    def rank_sum(self, out_features: int, cut: Cut, place: LayerPlace) -> RankSum:
+        return ExactSum(out_features, place.group, place.leaves(cut).tree)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlace:
+    """Where the modules of a layer are made."""
+
+    shards: tuple[LayerShard, ...]
+    """Every rank's part of the layer."""
+    group: TensorParallelGroup
+    arithmetic: Arithmetic
+    dtype: torch.dtype
+    """The activations' type."""
+    device: torch.device
+
+    @property
+    def shard(self) -> LayerShard:
+        """This rank's part of the layer."""
+        return self.shards[self.group.rank]
+
+    def empty(self, *shape: int) -> Tensor:
+        """An uninitialised tensor there, of the activations' type."""
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def leaves(self, cut: Cut) -> Leaves:
+        """Of a matrix whose inputs are cut so, by a plan that is exact: each a query head, or `leaf_columns`."""
+        spans = [shard[cut.axis] for shard in self.shards]
+        indices = 1 if cut.axis is Axis.QUERY_HEADS else leaf_columns(spans[-1].stop)
+        dealt = tuple(Span(span.start // indices, span.stop // indices) for span in spans)
+        return Leaves(indices * cut.width, SumTree.of(dealt))
+
+    def load(self, source: TensorSource, prefix: str, *linears: Linear) -> Weight:
+        """Reads this rank's part of one weight, or of several of one input, whose rows come to lie after one another.
+
+        A bias is read only where rows are cut: after a product over cut columns, whoever sums over the ranks adds it.
+
+        Args:
+            prefix: of the checkpoint's names.
+            linears: rows of all of them are cut, or columns of the only one.
+        """
+        spans = [self.shard.span_of(linear.cut) for linear in linears]
+        first = linears[0]
+        if first.cut.dim == 1:
+            weight = self.empty(first.out_features, spans[0].size)
+            source.read(f"{prefix}{first.name}.weight", weight, columns=spans[0])
+            return self.arithmetic.part(weight, first.cut, self)
+        weight = self.empty(sum(span.size for span in spans), first.in_features)
+        bias = self.empty(len(weight)) if first.bias else None
+        end = 0
+        for linear, span in zip(linears, spans, strict=True):
+            begin, end = end, end + span.size
+            source.read(f"{prefix}{linear.name}.weight", weight[begin:end], rows=span)
+            if bias is not None:
+                source.read(f"{prefix}{linear.name}.bias", bias[begin:end], rows=span)
+        return self.arithmetic.weight(weight, bias)

@@ -1,0 +1,88 @@
+"""The tree by which exact sums over a cut dimension are added: which parts a rank sends, and how all are put together.
+
+A matrix whose inputs ranks cut has leaves, each a run of inputs that no rank cuts; leaves and tree follow from the
+matrix alone. T(a, b) = T(a, mid) + T(mid, b), halves of which the first is the larger one: so the order of additions,
+and with it every bit of the sum, is the same for any number of ranks. A rank with leaves [a, b) sends the fewest
+subtrees that make them up, its nodes; every rank adds the rest.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from parallel.plan import Span
+
+
+def halves(leaves: Span) -> tuple[Span, Span]:
+    """The two subtrees of a tree of at least two leaves."""
+    middle = leaves.start + (leaves.size + 1) // 2
+    return Span(leaves.start, middle), Span(middle, leaves.stop)
+
+
+class Addition(NamedTuple):
+    """values[left] + values[right] is the next value."""
+
+    left: int
+    right: int
+
+
+@dataclass(frozen=True)
+class SumTree:
+    """The tree of a matrix whose leaves are dealt to ranks."""
+
+    covers: tuple[tuple[Span, ...], ...]
+    """[rank]: its nodes, in order, by the leaves below each."""
+    additions: tuple[Addition, ...]
+    """From all ranks' nodes, the first values, to the root, the last one."""
+
+    @classmethod
+    @functools.cache
+    def of(cls, spans: tuple[Span, ...]) -> SumTree:
+        """The tree of leaves 0 to the last span's stop, of which rank r has spans[r]; one after the other."""
+        root = Span(0, spans[-1].stop)
+        covers = tuple(tuple(_cover(root, span)) for span in spans)
+        numbers = {node: number for number, node in enumerate(node for cover in covers for node in cover)}
+        additions: list[Addition] = []
+
+        def value_of(node: Span) -> int:
+            if (number := numbers.get(node)) is not None:
+                return number
+            addition = Addition(*map(value_of, halves(node)))
+            additions.append(addition)
+            return len(numbers) + len(additions) - 1
+
+        value_of(root)
+        return cls(covers, tuple(additions))
+
+    def shapes(self, of_node: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """[rank]: that of its nodes, each of shape `of_node`."""
+        return tuple((len(cover), *of_node) for cover in self.covers)
+
+    def finish(self, nodes: Sequence[Tensor], out: Tensor) -> Tensor:
+        """The root, written to `out`.
+
+        Args:
+            nodes: all ranks', rank by rank, fp32, each of `out`'s shape.
+        """
+        if not self.additions:
+            return out.copy_(nodes[0])
+        values = list(nodes)
+        for left, right in self.additions[:-1]:
+            values.append(values[left] + values[right])
+        left, right = self.additions[-1]
+        return torch.add(values[left], values[right], out=out)
+
+
+def _cover(tree: Span, leaves: Span) -> list[Span]:
+    """The largest subtrees of `tree` that make up its part of `leaves`, in order."""
+    if leaves.start <= tree.start and tree.stop <= leaves.stop:
+        return [tree]
+    if leaves.stop <= tree.start or tree.stop <= leaves.start or tree.size == 0:
+        return []
+    return [node for half in halves(tree) for node in _cover(half, leaves)]
