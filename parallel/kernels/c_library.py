@@ -15,11 +15,13 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-import torch  # noqa: F401 - brings the OpenMP runtime, which the libraries are to share
+import torch  # brings the OpenMP runtime as well, which the libraries are to share
 
 from configs.errors import ConfigError
 
 HEADER = Path(__file__).with_name("exact.h")
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""The numbers of element types in exact.h."""
 # Products and sums in one expression become one fused operation, as the contract has them; nothing is reordered.
 _FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp")
 _FLAGS_TO_LINK = ("-shared", "-fPIC", "-std=gnu11", "-Wall", "-Werror", "-lm")

@@ -1,0 +1,147 @@
+"""Products on CPU whose every output is one chain of fused multiply-adds, or a halving tree of such chains.
+
+Bits of a row depend on that row and the weight alone: not on the rows beside it, a shard's columns or the threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from parallel.kernels.c_library import TYPES, load
+
+TILE = 64
+"""Rows of a weight that lie side by side when packed."""
+
+
+def pack(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """A weight [N, K] as the products read it: [ceil(N / 64), K, 64], rows as lanes, zeros past the last one.
+
+    Args:
+        weight: fp32, bf16 or fp16.
+        out: filled and returned if given, so that a weight may be packed 64 rows at a time.
+    """
+    num_rows, num_inputs = weight.shape
+    if out is None:
+        out = weight.new_empty(-(-num_rows // TILE), num_inputs, TILE)
+    whole, rest = divmod(num_rows, TILE)
+    if whole:
+        out[:whole] = weight[: whole * TILE].unflatten(0, (whole, TILE)).transpose(1, 2)
+    if rest:
+        out[whole, :, :rest] = weight[whole * TILE :].t()
+        out[whole, :, rest:] = 0
+    return out
+
+
+def product(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    num_columns: int,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """x @ weight.T + bias [M, num_columns]: a chain over ascending K, then the bias, in fp32; rounded once.
+
+    Args:
+        x: [M, K] of fp32, bf16 or fp16, elements of a row side by side, rows any distance apart.
+        packed: `pack` of the weight [num_columns, K], of x's dtype.
+        bias: [num_columns], of x's dtype or fp32.
+        out: contiguous; a new tensor of `out_dtype` (x's dtype) without it.
+    """
+    if out is None:
+        out = torch.empty(len(x), num_columns, dtype=out_dtype or x.dtype)
+    assert out.shape == (len(x), num_columns), f"{tuple(out.shape)} are not {len(x)} rows of {num_columns}"
+    _run(x, packed, bias, out, leaf=x.shape[1], nodes=((0, 1),), accumulate=False)
+    return out
+
+
+def node_products(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    num_columns: int,
+    leaf: int,
+    nodes: Sequence[tuple[int, int]],
+    out: torch.Tensor,
+    accumulate: bool = False,
+) -> None:
+    """Values of nodes of the halving tree whose leaves are products over `leaf` columns of x each.
+
+    Args:
+        x: [M, K] as `product` takes it, this rank's leaves; the last one may be shorter.
+        packed: `pack` of the weight's columns for them.
+        leaf: columns a leaf.
+        nodes: half-open ranges of leaves, counted from x's first; each an aligned subtree.
+        out: [num_nodes, M, num_columns] fp32, contiguous.
+        accumulate: continue the chains that `out` holds; every node is one leaf then.
+    """
+    assert out.shape == (len(nodes), len(x), num_columns), f"{tuple(out.shape)} are not {len(nodes)} nodes of {len(x)}"
+    assert out.dtype is torch.float32, f"nodes are fp32, not {out.dtype}"
+    assert not accumulate or all(end - begin == 1 for begin, end in nodes), f"nodes {nodes} are not leaves"
+    _run(x, packed, None, out, leaf=leaf, nodes=tuple(nodes), accumulate=accumulate)
+
+
+class _Job(ctypes.Structure):
+    """The C source's Job."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "packed", "bias", "out")),
+        *((name, ctypes.c_size_t) for name in ("x_stride", "num_rows", "num_columns", "num_inputs", "leaf")),
+        ("nodes", ctypes.c_void_p),
+        ("num_nodes", ctypes.c_size_t),
+        *((name, ctypes.c_int) for name in ("type", "bias_type", "out_type")),
+    ]
+
+
+def _run(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    *,
+    leaf: int,
+    nodes: tuple[tuple[int, int], ...],
+    accumulate: bool,
+) -> None:
+    num_rows, num_inputs = x.shape
+    num_columns = out.shape[-1]
+    assert x.stride(1) == 1 or num_inputs <= 1, f"the elements of a row lie side by side, not {x.stride(1)} apart"
+    assert packed.shape == (-(-num_columns // TILE), num_inputs, TILE), f"{tuple(packed.shape)} is another weight"
+    assert packed.dtype is x.dtype, f"x is {x.dtype}, the weight {packed.dtype}"
+    assert out.is_contiguous(), "rows of the output follow one another"
+    job = _Job(
+        x.data_ptr(),
+        packed.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        x.stride(0),
+        num_rows,
+        num_columns,
+        num_inputs,
+        leaf,
+        ctypes.addressof(_leaves(nodes)),
+        len(nodes),
+        TYPES[x.dtype],
+        0 if bias is None else TYPES[bias.dtype],
+        TYPES[out.dtype],
+    )
+    _products()(ctypes.byref(job), accumulate, torch.get_num_threads())
+
+
+@functools.cache
+def _leaves(nodes: tuple[tuple[int, int], ...]) -> ctypes.Array[ctypes.c_size_t]:
+    """Kept as long as the process, as the address of it is: a rank has few lists of nodes."""
+    ends = [end for node in nodes for end in node]
+    return (ctypes.c_size_t * len(ends))(*ends)
+
+
+@functools.cache
+def _products() -> ctypes._NamedFuncPointer:
+    function = load(Path(__file__).with_suffix(".c")).products
+    function.argtypes = [ctypes.POINTER(_Job), ctypes.c_int, ctypes.c_int]
+    function.restype = None
+    return function
