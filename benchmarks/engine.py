@@ -310,7 +310,7 @@ async def _measure_parts(driver: Driver, options: Options, report: Report, *, on
     """`one_memory`: the ranks share one, and its bandwidth."""
     spec, copied = driver.engine.spec, report.figures.get("copy_bandwidth_gb_s")
     if "decode" not in options.skip:
-        plan = ShardPlan.create(spec.model, spec.config.tensor_parallel_size)
+        plan = ShardPlan.create(spec.model, spec.config.tensor_parallel_size, exact=spec.config.is_exact)
         rows: list[dict[str, Any]] = []
         for batch in options.batches:
             row = await measure_decode(driver, options, batch)

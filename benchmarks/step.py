@@ -101,7 +101,13 @@ def _rank_main(rank: int, config: EngineConfig, path: Path, port: int, args: arg
             spin_us=resolved(config.parallel.spin_us),
             reduce_buffer_bytes=reduce_buffer_bytes(config, model),
         )
-    worker = TPWorker(config=config, model=model, model_path=path, plan=ShardPlan.create(model, size), group=group)
+    worker = TPWorker(
+        config=config,
+        model=model,
+        model_path=path,
+        plan=ShardPlan.create(model, size, exact=config.is_exact),
+        group=group,
+    )
     worker.load()
     tokens = args.steps + _WARM_UPS
     num_pages = args.rows * (-(-(_PROMPT_TOKENS + tokens) // config.kv_cache.page_size) + 1)

@@ -143,7 +143,7 @@ class RankActor:
             config=config,
             model=model,
             model_path=Path(self._spec.model_path),
-            plan=ShardPlan.create(model, config.tensor_parallel_size),
+            plan=ShardPlan.create(model, config.tensor_parallel_size, exact=config.is_exact),
             group=self._group,
         )
 

@@ -135,7 +135,7 @@ class CoordinatorActor:
             results=results,
             step_timeout_s=config.parallel.step_timeout_s,
             cost=StepCost.of(
-                ShardPlan.create(spec.model, config.tensor_parallel_size),
+                ShardPlan.create(spec.model, config.tensor_parallel_size, exact=config.is_exact),
                 dtype_bytes(config.dtype),
                 kv_element_bytes=dtype_bytes(config.kv_dtype),
             ),

@@ -7,7 +7,7 @@ the caller: nothing here looks at hardware.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel
@@ -17,7 +17,8 @@ from configs.checkpoint import model_name
 from configs.errors import ConfigError
 from configs.kv_pages import cut_max_model_len, num_kv_pages
 from configs.model_config import ModelConfig, check_tensor_parallel_size
-from configs.schema import EngineConfig, SchedulerConfig
+from configs.numerics import check_exact
+from configs.schema import AttentionConfig, EngineConfig, SchedulerConfig
 
 _SectionT = TypeVar("_SectionT", bound=BaseModel)
 
@@ -118,7 +119,7 @@ def resolve(config: EngineConfig, model: ModelConfig, host: HostFacts) -> Resolv
         dtype = decide("dtype", config.dtype, model.dtype, "the checkpoint's own")
     else:
         dtype = decide("dtype", config.dtype, "float32", "cpu")
-    _decide_backends(resolver, config, model, device, dtype, host.compute_capability)
+    _decide_attention(resolver, config, model, _attention_needs(config, model, device, dtype, host.compute_capability))
     decide("served_model_name", config.served_model_name, model_name(config.model), "from model")
     _decide_parallel(resolver, config, device, host)
     cpus = _CPUS_ON_GPU_NODES if device == "cuda" else _CPUS_ON_CPU_NODES
@@ -173,16 +174,15 @@ def _decide_step_size(resolver: _Resolver, scheduler: SchedulerConfig, device: s
         )
 
 
-def _decide_backends(
-    resolver: _Resolver,
+def _attention_needs(
     config: EngineConfig,
     model: ModelConfig,
     device: Literal["cpu", "cuda"],
     dtype: str,
     compute_capability: tuple[int, int] | None,
-) -> None:
+) -> AttentionNeeds:
     of_cache = set[Feature]() if config.kv_cache.dtype == "auto" else {Feature.FP8_KV}
-    needs = AttentionNeeds(
+    return AttentionNeeds(
         device=device,
         compute_capability=compute_capability,
         dtype=dtype,
@@ -190,17 +190,37 @@ def _decide_backends(
         head_dims=frozenset(layer.mixer.head_dim for layer in model.layers),
         features=frozenset(of_cache.union(*(layer.mixer.features for layer in model.layers))),
     )
-    attention = config.attention
+
+
+def _decide_attention(resolver: _Resolver, config: EngineConfig, model: ModelConfig, needs: AttentionNeeds) -> None:
+    """Numerics and backends: exact is what both model and backends can be."""
+    attention, device = config.attention, needs.device
+    exactly = replace(needs, features=needs.features | {Feature.EXACT})
+    try:
+        check_exact(model, device)
+        _choose_backends(attention, exactly)
+        value, why = ("exact" if device == "cpu" else "fast"), device
+    except ConfigError as error:
+        if config.numerics == "exact":
+            raise ConfigError(f"numerics=exact is not to be had: {error}") from None
+        value, why = "fast", str(error)
+    is_exact = resolver.decide("numerics", config.numerics, value, why) == "exact"
+    resolver.decisions += _choose_backends(attention, exactly if is_exact else needs)
+
+
+def _choose_backends(attention: AttentionConfig, needs: AttentionNeeds) -> list[Decision]:
     given: dict[Phase, str | None] = {"prefill": attention.prefill_backend, "decode": attention.decode_backend}
+    decisions = []
     for phase, own in given.items():
         key = f"attention.{phase}_backend"
         name = own or attention.backend
         if name == "auto":
-            resolver.decisions.append(Decision(key, *choose_backend(phase, needs)))
+            decisions.append(Decision(key, *choose_backend(phase, needs)))
             continue
         check_backend(name, needs, key if own else "attention.backend")
         if own is None:
-            resolver.decisions.append(Decision(key, name, "attention.backend", None))
+            decisions.append(Decision(key, name, "attention.backend", None))
+    return decisions
 
 
 def _decide_parallel(resolver: _Resolver, config: EngineConfig, device: str, host: HostFacts) -> None:

@@ -207,6 +207,10 @@ class EngineConfig(_Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of weights, activations and, unless `kv_cache.dtype` says otherwise, KV. auto: the checkpoint's on cuda,
     float32 on cpu."""
+    numerics: Literal["auto", "fast", "exact"] = "auto"
+    """exact: not one bit of a logit depends on the number of ranks, on what else runs, on chunks, prefix hits or
+    preemption; what cannot be so is refused. fast: whatever is fastest. auto: exact on CPU, where it is no slower, if
+    all parts of the model and the settings allow it; else fast."""
     tensor_parallel_size: int = Field(1, ge=1)
     """Ranks of one group. Any number from 1 to the model's query heads."""
     num_replicas: int = Field(1, ge=1)
@@ -229,6 +233,11 @@ class EngineConfig(_Section):
     def kv_dtype(self) -> str:
         """Type of keys and values, once `dtype` is resolved."""
         return self.dtype if self.kv_cache.dtype == "auto" else self.kv_cache.dtype
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether `numerics`, once resolved, is exact."""
+        return self.numerics == "exact"
 
     @property
     def is_local_model(self) -> bool:

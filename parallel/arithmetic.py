@@ -74,6 +74,9 @@ class ExactArithmetic(Arithmetic):
         return ExactSum(out_features, place.group, place.leaves(cut).tree)
 
 
+FAST = FastArithmetic()
+
+
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
     """Where the modules of a layer are made."""

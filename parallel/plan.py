@@ -204,9 +204,7 @@ def _deal_heads(axis: HeadGroups, tp_size: int, layer: int) -> list[dict[Axis, S
     return [{axis.heads: heads, axis.groups: groups} for heads, groups in zip(head_spans, group_spans, strict=True)]
 
 
-def _deal_columns(
-    columns: Columns, granule: int, column_elements: int, held: Sequence[int]
-) -> list[dict[Axis, Span]]:
+def _deal_columns(columns: Columns, granule: int, column_elements: int, held: Sequence[int]) -> list[dict[Axis, Span]]:
     """Columns of each rank in one layer: one granule each, then each to the rank that holds the least.
 
     No rank gets more than the ceiling of an even share: all ranks wait for the widest one at the layer's all-reduce.

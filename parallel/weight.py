@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from parallel.kernels.cpu_products import node_products, pack, product
+from parallel.kernels.cpu_products import TILE, node_products, pack, product
 from parallel.plan import Span
 
 
@@ -89,7 +89,7 @@ class CpuWeight:
     def of_packed(cls, packed: torch.Tensor, num_columns: int) -> CpuWeight:
         """Of the first rows of a packed weight, which is shared."""
         self = cls.__new__(cls)
-        self._packed, self._num_columns, self._bias = packed, num_columns, None
+        self._packed, self._num_columns, self._bias = packed[: -(-num_columns // TILE)], num_columns, None
         return self
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -118,7 +118,8 @@ class CpuLeaves:
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         if out is None:
             out = torch.empty(len(self._nodes), len(x), self._num_columns)
-        return node_products(x, self._packed, self._num_columns, self._width, self._nodes, out)
+        node_products(x, self._packed, self._num_columns, self._width, self._nodes, out)
+        return out
 
     in_fp32 = __call__
 

@@ -97,7 +97,7 @@ class LocalGroup:
             scheduler=SchedulerConfig(max_num_batched_tokens=MAX_CHUNK),
         )
         resolved = resolve(config, self.model, HostFacts(num_cores=2, num_gpus=0)).config
-        plan = ShardPlan.create(self.model, tp_size)
+        plan = ShardPlan.create(self.model, tp_size, exact=resolved.is_exact)
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.frames: list[queue.Queue[bytes]] = [queue.Queue() for _ in range(tp_size)]
         self.results: queue.Queue[bytes | BaseException] = queue.Queue()

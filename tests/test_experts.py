@@ -21,9 +21,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from configs.errors import ConfigError
 from configs.layers import Axis, MixtureOfExperts
+from parallel.arithmetic import FAST, LayerPlace
 from parallel.group import TensorParallelGroup
 from parallel.plan import LayerShard, Span
-from parallel.weight import LayerPlace
 from worker.layers.experts import Experts
 from worker.layers.step import Padding
 
@@ -155,7 +155,8 @@ def _experts(
     dtype: torch.dtype = torch.float32,
 ) -> Experts:
     spans = {Axis.EXPERT_COLUMNS: columns, Axis.SHARED_EXPERT_COLUMNS: shared_columns}
-    return Experts(spec, LayerPlace(LayerShard(spans), group or TensorParallelGroup.single(device), dtype, device))
+    group = group or TensorParallelGroup.single(device)
+    return Experts(spec, LayerPlace((LayerShard(spans),) * group.size, group, FAST, dtype, device))
 
 
 def _spans(total: int, size: int) -> list[Span]:
@@ -289,7 +290,7 @@ def test_refuses_an_activation_that_the_kernels_do_not_have() -> None:
 
 def test_refuses_groups_of_experts_on_gpus_before_anything_is_made() -> None:
     shard = LayerShard({Axis.EXPERT_COLUMNS: Span(0, 32), Axis.SHARED_EXPERT_COLUMNS: Span(0, 32)})
-    place = LayerPlace(shard, TensorParallelGroup.single(), torch.float32, torch.device("cuda"))
+    place = LayerPlace((shard,), TensorParallelGroup.single(), FAST, torch.float32, torch.device("cuda"))
     with pytest.raises(ConfigError, match="experts of the best 2 of 4 groups are not chosen on GPUs"):
         Experts(FAMILIES["deepseek_v2_groups"].spec, place)
 

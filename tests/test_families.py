@@ -21,9 +21,9 @@ from configs.layers import DenseMLP, GroupedQueryAttention
 from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
 from configs.rope import RopeConfig
+from parallel.arithmetic import FAST, LayerPlace
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
-from parallel.weight import LayerPlace
 from tests.family_checks import check_backend_needs, check_bytes_read, check_dummy_weights, check_greedy_tokens
 from tests.test_models import Case, check_logits, save
 from worker.layers.biased_experts import BiasedExperts
@@ -270,7 +270,7 @@ def test_experts_with_biases_are_refused_on_gpus(tmp_path: Path) -> None:
     model = _read(tmp_path, "gpt_oss", num_local_experts=6, num_experts_per_tok=3)
     cuda = torch.device("cuda")
     group = TensorParallelGroup(rank=0, size=1, device=cuda, collectives=None)
-    place = LayerPlace(ShardPlan.create(model, 1).shard(0, 0), group, torch.bfloat16, cuda)
+    place = LayerPlace(ShardPlan.create(model, 1).layers[0], group, FAST, torch.bfloat16, cuda)
     with pytest.raises(ConfigError, match=r"experts with biases \(gpt_oss\) are not computed on GPUs yet"):
         BiasedExperts(_biased(model), place)
 

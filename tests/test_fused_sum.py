@@ -21,12 +21,12 @@ import triton.language as tl
 
 from configs.errors import DeadlineError, EngineError
 from configs.layers import Axis, Cut, Linear
+from parallel.arithmetic import FAST, LayerPlace
 from parallel.fused_sum import MEMORY_BYTES, FusedSums, PartialSum, fits, fuses
 from parallel.group import TensorParallelGroup
 from parallel.kernels.all_reduce_norm import _add_norm_row, _sum_of_ranks
 from parallel.linear import RowParallelLinear
 from parallel.plan import LayerShard, Span
-from parallel.weight import LayerPlace
 from tests.rank_processes import Ranks, digest, part_of
 from worker.layers.norm import RMSNorm
 
@@ -315,7 +315,9 @@ def layers(group: TensorParallelGroup) -> list[str]:
     digests = []
     for num_tokens, bias, fused in [(1, False, True), (5, False, True), (600, False, False), (5, True, False)]:
         linear = Linear("o", "", hidden, width, Cut(Axis.MLP_COLUMNS, 1), bias)
-        row = RowParallelLinear(linear, LayerPlace(LayerShard({Axis.MLP_COLUMNS: span}), group, **placed))
+        row = RowParallelLinear(
+            linear, LayerPlace((LayerShard({Axis.MLP_COLUMNS: span}),) * group.size, group, FAST, **placed)
+        )
         row.load(source, "")
         x, before = part_of(0, (num_tokens, width), BF16), part_of(1, (num_tokens, hidden), BF16)
         residual = before.to(group.device)

@@ -15,11 +15,12 @@ from configs.layers import Axis, Cut, GroupedQueryAttention, Linear
 from configs.model_config import ModelConfig
 from configs.rope import RopeConfig
 from parallel.all_reduce import SharedMemoryCollectives
+from parallel.arithmetic import FAST, LayerPlace
 from parallel.embedding import ParallelLMHead, VocabParallelEmbedding, whole_logits
 from parallel.group import TensorParallelGroup
 from parallel.linear import ColumnParallelLinear, RowParallelLinear
 from parallel.plan import LayerShard, ShardPlan, Span
-from parallel.weight import DenseWeight, LayerPlace
+from parallel.weight import CpuWeight, CudaWeight
 from tests.dense_model import dense_model
 
 FP32: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
@@ -28,7 +29,7 @@ ROWS, COLUMNS = Cut(Axis.MLP_COLUMNS, 0), Cut(Axis.MLP_COLUMNS, 1)
 
 
 def _place(span: Span, group: TensorParallelGroup) -> LayerPlace:
-    return LayerPlace(LayerShard({Axis.MLP_COLUMNS: span}), group, **FP32)
+    return LayerPlace((LayerShard({Axis.MLP_COLUMNS: span}),) * group.size, group, FAST, **FP32)
 
 
 class Tensors:
@@ -129,14 +130,13 @@ def _vocabulary(vocab_size: int) -> ModelConfig:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("pack", [True, False])
 @pytest.mark.parametrize("num_tokens", [1, 2, 17])
-def test_products_equal_f_linear_in_every_type(dtype: torch.dtype, pack: bool, num_tokens: int) -> None:
+def test_products_equal_f_linear_in_every_type(dtype: torch.dtype, num_tokens: int) -> None:
     generator = torch.Generator().manual_seed(0)
     x, weight, bias = (
         torch.randn(shape, generator=generator).to(dtype) for shape in ((num_tokens, 72), (40, 72), (40,))
     )
-    out = DenseWeight(weight, bias, pack=pack)(x)
+    out = CpuWeight(weight, bias)(x)
     assert out.is_contiguous()
     assert out.dtype is dtype
     torch.testing.assert_close(out, F.linear(x, weight, bias))
@@ -150,7 +150,7 @@ def test_a_product_goes_where_it_is_asked_to(dtype: torch.dtype, bias: torch.Ten
     )
     bias = None if bias is None else bias.to(dtype)
     out = torch.full((5, 40), float("nan"), dtype=dtype)
-    matmul = DenseWeight(weight, bias)
+    matmul = CpuWeight(weight, bias)
     assert matmul(x, out) is out
     torch.testing.assert_close(out, F.linear(x, weight, bias))
     logits = torch.full((5, 40), float("nan"))
@@ -165,10 +165,10 @@ def test_logits_on_cuda_are_not_rounded_to_the_type_of_the_weight(num_rows: int)
     generator = torch.Generator(device="cuda").manual_seed(0)
     x = torch.randn(num_rows, 4096, generator=generator, device="cuda").bfloat16()
     weight = torch.randn(1024, 4096, generator=generator, device="cuda").bfloat16()
-    logits = DenseWeight(weight, None).in_fp32(x)
+    logits = CudaWeight(weight, None).in_fp32(x)
     assert logits.dtype is torch.float32
     out = torch.full_like(logits, float("nan"))
-    assert DenseWeight(weight, None).in_fp32(x, out) is out
+    assert CudaWeight(weight, None).in_fp32(x, out) is out
     assert torch.equal(out, logits)
     exact = x.double() @ weight.double().t()
     assert (logits - exact).abs().max() < 0.01  # of values near 64, where bf16 steps are 0.5
@@ -200,7 +200,7 @@ def test_merged_columns_and_qkv_stand_side_by_side() -> None:
     def check(linears: list[Linear], shard: LayerShard) -> None:
         shapes = {tensor.name.replace(".", "__"): tensor.shape for linear in linears for tensor in linear.tensors}
         source = Tensors(**{f"layer__{name}": shape for name, shape in shapes.items()})
-        layer = ColumnParallelLinear(*linears, place=LayerPlace(shard, TensorParallelGroup.single(), **FP32))
+        layer = ColumnParallelLinear(*linears, place=LayerPlace((shard,), TensorParallelGroup.single(), FAST, **FP32))
         layer.load(source, "layer.")
         parts = []
         for linear in linears:

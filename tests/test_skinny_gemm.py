@@ -9,7 +9,7 @@ import torch.nn.functional as F
 pytest.importorskip("triton", reason="a CPU install has no Triton")
 
 from parallel.kernels.skinny_gemm import is_faster, skinny_gemm
-from parallel.weight import DenseWeight
+from parallel.weight import CudaWeight
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -103,7 +103,7 @@ def test_is_as_exact_as_cublas_in_sizes_of_models(n: int, k: int, rows: int) -> 
 @pytest.mark.parametrize("bias", [False, True])
 def test_layers_multiply_any_number_of_rows(rows: int, bias: bool) -> None:
     case = Case(rows, 4096, 1024, torch.device("cuda"), bias=bias)
-    matmul = DenseWeight(case.weight, case.bias)
+    matmul = CudaWeight(case.weight, case.bias)
     out = torch.full((rows, 4096), torch.nan, device="cuda", dtype=torch.bfloat16)
     assert matmul(case.x, out) is out
     # Of values near 4, where bf16 steps are 2**-6.

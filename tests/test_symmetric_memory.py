@@ -16,12 +16,12 @@ from torch.distributed import HashStore, PrefixStore
 
 from configs.layers import Axis, Cut, Linear
 from configs.rope import RopeConfig
+from parallel.arithmetic import FAST, LayerPlace
 from parallel.embedding import ParallelLMHead, VocabParallelEmbedding, whole_logits
 from parallel.group import Strategy, TensorParallelGroup
 from parallel.linear import RowParallelLinear
 from parallel.plan import LayerShard, ShardPlan, Span
 from parallel.symmetric_memory import RecountedStore, _Registration, choose_method
-from parallel.weight import LayerPlace
 from tests.dense_model import dense_model
 from tests.rank_processes import BUFFER_BYTES, Ranks, digest, part_of
 
@@ -199,7 +199,9 @@ def layers(group: TensorParallelGroup, dtype: torch.dtype) -> list[str]:
     head.tie(embedding)
     span = Span(width * group.rank // group.size, width * (group.rank + 1) // group.size)
     linear = Linear("down", "", hidden_size, width, Cut(Axis.MLP_COLUMNS, 1))
-    row = RowParallelLinear(linear, LayerPlace(LayerShard({Axis.MLP_COLUMNS: span}), group, **placed))
+    row = RowParallelLinear(
+        linear, LayerPlace((LayerShard({Axis.MLP_COLUMNS: span}),) * group.size, group, FAST, **placed)
+    )
     row.load(source, "")
     digests = []
     for num_tokens in (1, 5, 33):

@@ -19,6 +19,7 @@ from configs.errors import ConfigError, EngineError
 from configs.kv_pages import PageBytes
 from configs.model_config import ModelConfig
 from configs.schema import EngineConfig, resolved
+from parallel.arithmetic import FAST, ExactArithmetic
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost
@@ -80,7 +81,8 @@ class TPWorker:
         self._group = group
         self._dtype = _DTYPES[config.dtype]
         self._device = group.device
-        self._decoder = Decoder(model, plan, group, dtype=self._dtype, device=self._device)
+        arithmetic = ExactArithmetic(self._device) if config.is_exact else FAST
+        self._decoder = Decoder(model, plan, group, arithmetic=arithmetic, dtype=self._dtype, device=self._device)
         self._plan = plan
         self._runner: ModelRunner | None = None
         self._weight_bytes = 0

@@ -7,11 +7,11 @@ import torch.nn.functional as F
 
 from configs.biased_mixture import BiasedMixture
 from configs.errors import ConfigError
-from configs.layers import Axis
+from configs.layers import Axis, Cut
+from parallel.arithmetic import LayerPlace
 from parallel.fused_sum import PartialSum
-from parallel.linear import RankSum
 from parallel.plan import Span
-from parallel.weight import LayerPlace, TensorSource
+from parallel.weight import TensorSource
 from worker.layers.experts import sum_of_experts
 from worker.layers.step import Padding
 
@@ -29,7 +29,7 @@ class BiasedExperts:
         self._shard = place.shard
         self._columns = place.shard[Axis.EXPERT_COLUMNS]
         self._is_first = place.group.rank == 0
-        self._sum = RankSum(spec.hidden_size, place)
+        self._sum = place.arithmetic.rank_sum(spec.hidden_size, Cut(Axis.EXPERT_COLUMNS, 1), place)
         # Logits that are rounded often tie, and then choose other experts.
         self._router, self._router_bias = torch.empty(spec.router.shape), torch.empty(spec.router_bias.shape)
         num_experts, hidden_size, width = spec.num_experts, spec.hidden_size, self._columns.size

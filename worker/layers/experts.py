@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 
 from configs.errors import ConfigError
-from configs.layers import Axis, MixtureOfExperts
+from configs.layers import Axis, Cut, MixtureOfExperts
+from parallel.arithmetic import LayerPlace
 from parallel.fused_sum import PartialSum
-from parallel.linear import RankSum
-from parallel.weight import LayerPlace, TensorSource
+from parallel.weight import TensorSource
 from worker.layers.mlp import MLP
 from worker.layers.step import Padding
 
@@ -39,7 +39,7 @@ class Experts:
         self._spec = spec
         self._columns = place.shard[Axis.EXPERT_COLUMNS]
         self._round_to = place.dtype if spec.round_weights else torch.float32
-        self._sum = RankSum(spec.hidden_size, place)
+        self._sum = place.arithmetic.rank_sum(spec.hidden_size, Cut(Axis.EXPERT_COLUMNS, 1), place)
         self._on_cuda = place.device.type == "cuda"
         width = self._columns.size
         if self._on_cuda and width % _COLUMN_UNIT:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from configs.layers import DenseMLP
+from parallel.arithmetic import LayerPlace
 from parallel.fused_sum import PartialSum
 from parallel.linear import ColumnParallelLinear, RowParallelLinear
-from parallel.weight import LayerPlace, TensorSource
+from parallel.weight import TensorSource
 from worker.layers.activation import ActAndMul
 from worker.layers.step import Padding
 

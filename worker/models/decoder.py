@@ -19,11 +19,12 @@ from configs.biased_mixture import BiasedMixture
 from configs.latent_attention import LatentAttention
 from configs.layers import DenseMLP, GroupedQueryAttention, LayerSpec, MixtureOfExperts, Norms
 from configs.model_config import ModelConfig, layer_prefix
+from parallel.arithmetic import FAST, Arithmetic, LayerPlace
 from parallel.embedding import ParallelLMHead, VocabParallelEmbedding
 from parallel.fused_sum import PartialSum
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
-from parallel.weight import LayerPlace, TensorSource
+from parallel.weight import TensorSource
 from worker.layers.attention import Attention
 from worker.layers.biased_experts import BiasedExperts
 from worker.layers.experts import Experts
@@ -151,6 +152,7 @@ class Decoder:
         model: the whole model's shape.
         plan: this rank's ranges are `plan.shard(layer, group.rank)` and `plan.vocab[group.rank]`.
         group: where the all-reduces run.
+        arithmetic: how products and sums are done; exact needs an exact plan.
     """
 
     def __init__(
@@ -159,6 +161,7 @@ class Decoder:
         plan: ShardPlan,
         group: TensorParallelGroup,
         *,
+        arithmetic: Arithmetic = FAST,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -171,7 +174,7 @@ class Decoder:
         self._rotary: list[RotaryEmbedding] = []
         self._embedding = VocabParallelEmbedding(model.hidden_size, plan, group, dtype=dtype, device=device)
         self._layers = [
-            DecoderLayer(layer, LayerPlace(plan.shard(i, group.rank), group, dtype, device), i, model.rms_norm_eps)
+            DecoderLayer(layer, LayerPlace(plan.layers[i], group, arithmetic, dtype, device), i, model.rms_norm_eps)
             for i, layer in enumerate(model.layers)
         ]
         self._norm = RMSNorm(
