@@ -12,6 +12,23 @@ import torch
 _Counts = TypeVar("_Counts", int, npt.NDArray[np.int64], torch.Tensor)
 
 
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """Which of the keys up to its own a query sees: as AttentionLayer says of `window` and `chunk`."""
+
+    window: int | None
+    chunk: int | None
+
+    def first_keys(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The first key that a query at each of `positions` sees."""
+        first = np.zeros_like(positions)
+        if self.window is not None:
+            first = np.maximum(positions - (self.window - 1), 0)
+        if self.chunk is not None:
+            first = np.maximum(first, positions // self.chunk * self.chunk)
+        return first
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionLayer:
     """What a backend must know of a layer. Head counts are this rank's own, from the shard plan."""
@@ -36,6 +53,11 @@ class AttentionLayer:
     sinks: torch.Tensor | None = field(default=None, compare=False)
     """[tp_q_head_num] fp32, on the device: for each query head a score, after scale and softcap, that takes its share
     of the softmax and has no value."""
+
+    @property
+    def sight(self) -> Sight:
+        """Which keys its queries see."""
+        return Sight(self.window, self.chunk)
 
     @property
     def qk_dim(self) -> int:

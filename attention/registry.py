@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from attention import fa3, flashinfer_backend, torch_native, triton_backend  # noqa: F401  # each registers its class
+from attention import (  # noqa: F401 - each registers its class
+    cpu_backend,
+    fa3,
+    flashinfer_backend,
+    torch_native,
+    triton_backend,
+)
 from attention.backend import IMPLEMENTATIONS, AttentionBackend
 from attention.hybrid import HybridBackend
 from attention.kv_pool import FP8, TokenToKVPool

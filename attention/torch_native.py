@@ -19,30 +19,13 @@ from attention.backend import AttentionBackend, register
 from attention.forward_batch import ForwardBatch, ForwardMode
 from attention.kv_pool import TokenToKVPool
 from attention.latent import LatentHeads
-from attention.layer import AttentionLayer, LatentLayer
+from attention.layer import AttentionLayer, LatentLayer, Sight
 
 Int64Array = npt.NDArray[np.int64]
 
 _OWN_KEY_ELEMENTS = 1 << 24
 """Of keys that are made of latents at once, but for at least one head: 64 MiB in fp32, where a long prompt's would not
 fit beside the pool."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Sight:
-    """Which of the keys up to its own a query sees: as AttentionLayer says of `window` and `chunk`."""
-
-    window: int | None
-    chunk: int | None
-
-    def first_keys(self, positions: Int64Array) -> Int64Array:
-        """The first key that a query at each of `positions` sees."""
-        first = np.zeros_like(positions)
-        if self.window is not None:
-            first = np.maximum(positions - (self.window - 1), 0)
-        if self.chunk is not None:
-            first = np.maximum(first, positions // self.chunk * self.chunk)
-        return first
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +78,7 @@ class TorchNativeBackend(AttentionBackend):
 
     def __init__(self, layers: Sequence[AttentionLayer], token_to_kv_pool: TokenToKVPool) -> None:
         super().__init__(layers, token_to_kv_pool)
-        sights = [_Sight(layer.window, layer.chunk) for layer in layers]
+        sights = [layer.sight for layer in layers]
         self._sights = set(sights)
         self._sight_of = {layer.layer_id: sight for layer, sight in zip(layers, sights, strict=True)}
         self._metadata: dict[int, _Metadata] = {}
@@ -199,7 +182,7 @@ class TorchNativeBackend(AttentionBackend):
         kept = [_read(slots, which).to(self._dtype) for slots in self.token_to_kv_pool.slots(layer.layer_id)]
         return kept[0], kept[-1]
 
-    def _plan(self, batch: ForwardBatch, sight: _Sight, masked: dict[int, _Masked]) -> _Metadata:
+    def _plan(self, batch: ForwardBatch, sight: Sight, masked: dict[int, _Masked]) -> _Metadata:
         first_keys = sight.first_keys(batch.prefix_lens)
         decode_rows = np.flatnonzero(batch.extend_lens == 1)
         extend_rows = np.flatnonzero(batch.extend_lens > 1)
@@ -247,7 +230,7 @@ class TorchNativeBackend(AttentionBackend):
         )
 
     def _plan_extend(
-        self, batch: ForwardBatch, row: int, first_key: int, sight: _Sight, masked: _Masked | None
+        self, batch: ForwardBatch, row: int, first_key: int, sight: Sight, masked: _Masked | None
     ) -> _Extend:
         prefix_len, seq_len = int(batch.prefix_lens[row]), int(batch.seq_lens[row])
         start, stop = int(batch.cu_seqlens_q[row]), int(batch.cu_seqlens_q[row + 1])

@@ -27,6 +27,8 @@ class Feature(StrEnum):
     MASK = "masks over new tokens"
     """Of a step, not of a layer (`ForwardBatch.mask`): trees of drafts, images seen both ways, many items."""
     FP8_KV = "FP8 KV cache"
+    EXACT = "exact numerics"
+    """Of a setting, not of a layer: bits that do not depend on batch, chunking or number of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +74,7 @@ class BackendSpec:
     def refusal(self, needs: AttentionNeeds) -> str | None:
         """Why it cannot serve `needs`; None where it can."""
         if self.device not in (None, needs.device):
-            return "needs GPUs"
+            return "needs GPUs" if self.device == "cuda" else "runs on CPUs only"
         known, served = needs.compute_capability, self.compute_capabilities
         if known is not None and served is not None and known not in served:
             return f"needs compute capability {_shown(served)}, and this is {_shown([known])}"
@@ -103,6 +105,7 @@ class BackendSpec:
 NEVER_TOGETHER = frozenset({Feature.FP8_KV, Feature.LATENT})
 """What no backend has of one model: a latent is all that its heads have, and serves as keys and as values."""
 _HALVES = frozenset({"bfloat16", "float16"})
+_BY_BATCH = "its splits follow the batch"
 _SPECS = (
     BackendSpec(
         name="fa3",
@@ -112,9 +115,9 @@ _SPECS = (
         dtypes=_HALVES,
         max_page_size=256,
         max_head_dim=256,
-        features=frozenset(Feature) - {Feature.MASK, Feature.FP8_KV},
+        features=frozenset(Feature) - {Feature.MASK, Feature.FP8_KV, Feature.EXACT},
         by_build=frozenset({Feature.SOFTCAP, Feature.LATENT}),
-        lacks={Feature.FP8_KV: "it would round queries to FP8 as well"},
+        lacks={Feature.FP8_KV: "it would round queries to FP8 as well", Feature.EXACT: _BY_BATCH},
     ),
     BackendSpec(
         name="triton",
@@ -122,7 +125,8 @@ _SPECS = (
         device="cuda",
         dtypes=_HALVES | {"float32"},
         max_head_dim=256,
-        features=frozenset(Feature),
+        features=frozenset(Feature) - {Feature.EXACT},
+        lacks={Feature.EXACT: _BY_BATCH},
         first_capability={Feature.FP8_KV: (8, 9)},
     ),
     BackendSpec(
@@ -132,14 +136,23 @@ _SPECS = (
         min_compute_capability=(8, 0),
         dtypes=_HALVES,
         head_dims=frozenset({64, 128, 256}),
-        features=frozenset(Feature) - {Feature.SINKS},
+        features=frozenset(Feature) - {Feature.SINKS, Feature.EXACT},
+        lacks={Feature.EXACT: _BY_BATCH},
         first_capability={Feature.FP8_KV: (8, 9)},
+    ),
+    BackendSpec(
+        name="cpu",
+        what="kernels of our own in C",
+        device="cpu",
+        dtypes=_HALVES | {"float32"},
+        features=frozenset(Feature) - {Feature.LATENT},
     ),
     BackendSpec(
         name="torch_native",
         what="plain torch, the reference",
         dtypes=_HALVES | {"float32"},
-        features=frozenset(Feature),
+        features=frozenset(Feature) - {Feature.EXACT},
+        lacks={Feature.EXACT: "its products' order follows their sizes"},
     ),
 )
 BACKENDS: Mapping[str, BackendSpec] = {spec.name: spec for spec in _SPECS}
@@ -147,9 +160,9 @@ BACKENDS: Mapping[str, BackendSpec] = {spec.name: spec for spec in _SPECS}
 # Without flashinfer, which nodes may not have: decodes take it 0.96 to 1.37 times as long, prompts 0.98 to 3.3 times,
 # but for 512 tokens with nothing before them, 0.86 (H200, benchmarks/results/attention_flashinfer_*).
 _PREFERRED: Mapping[Phase, tuple[str, ...]] = {
-    "prefill": ("fa3", "triton", "torch_native"),
+    "prefill": ("fa3", "triton", "cpu", "torch_native"),
     # In 53 to 102 % of FA3's time: most for 256 pairs of a row and a KV head (H200, 1 to 256 rows, 200 to 2000 tokens).
-    "decode": ("triton", "fa3", "torch_native"),
+    "decode": ("triton", "fa3", "cpu", "torch_native"),
 }
 
 

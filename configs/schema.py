@@ -21,7 +21,7 @@ def resolved(value: _T | None) -> _T:
     return value
 
 
-AttentionBackendName = Literal["auto", "fa3", "triton", "flashinfer", "torch_native"]
+AttentionBackendName = Literal["auto", "fa3", "triton", "flashinfer", "cpu", "torch_native"]
 
 
 class _Section(BaseModel):
@@ -36,8 +36,8 @@ class AttentionConfig(_Section):
 
     backend: AttentionBackendName = "auto"
     """auto: on Hopper GPUs fa3, and triton for steps that decode alone; on other GPUs, and in float32, triton; on CPU
-    torch_native. What a backend cannot do for the model is said, and the next one is taken. flashinfer, an extra
-    that every node must have, is taken where it is named."""
+    cpu, which needs a C compiler. What a backend cannot do for the model is said, and the next one is taken.
+    flashinfer, an extra that every node must have, is taken where it is named."""
     prefill_backend: AttentionBackendName | None = None
     """For steps with more than one token of some request. None: `attention.backend`."""
     decode_backend: AttentionBackendName | None = None

@@ -1,1 +1,1 @@
-"""Triton kernels of the attention metadata; imported on CUDA only."""
+"""Kernels: in Triton, of attention and of its metadata, imported on CUDA only; in C, of attention on CPUs."""

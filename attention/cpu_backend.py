@@ -1,0 +1,141 @@
+"""The backend of CPU ranks: one C kernel, whose answer to a token has the same bits in every step and on every rank."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from attention.backend import AttentionBackend, register
+from attention.forward_batch import ForwardBatch, Int64Array
+from attention.kernels.cpu_attention import TYPES, LayerArgs, StepArgs, library
+from attention.kv_pool import TokenToKVPool
+from attention.layer import AttentionLayer, Sight
+
+_LINES = 64
+"""Pairs of a token and a query head that share the loads of a KV head's keys, where one token has no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """One step for the layers of one sight and one number of query heads a KV head."""
+
+    args: StepArgs
+    address: int
+    kept: tuple[object, ...]
+    """What `args` points into."""
+
+
+@register("cpu")
+class CpuBackend(AttentionBackend):
+    """Every row of every step by one kernel, attention/kernels/cpu_attention.c, which reads keys where they lie.
+
+    The bits of an answer follow from its query, the keys that it sees and their positions in the row.
+    """
+
+    def __init__(self, layers: Sequence[AttentionLayer], token_to_kv_pool: TokenToKVPool) -> None:
+        super().__init__(layers, token_to_kv_pool)
+        self._library = library()
+        self._attend = self._library.attend
+        self._args = {layer.layer_id: _args_of(layer, token_to_kv_pool) for layer in layers}
+        self._addresses = {layer_id: ctypes.addressof(args) for layer_id, args in self._args.items()}
+        self._kinds = {layer.layer_id: (layer.sight, layer.tp_q_head_num // layer.tp_k_head_num) for layer in layers}
+        self._most_lines = max((max(_LINES, group) for _, group in self._kinds.values()), default=0)
+        widest = max((layer.head_dim for layer in layers), default=0)
+        self._scratch_floats = self._library.scratch_floats(self._most_lines, widest)
+        self._scratch = torch.empty(0)
+        self._plans: dict[int, _Plan] = {}
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        super().init_forward_metadata(batch)
+        threads = torch.get_num_threads()
+        if len(self._scratch) < threads * self._scratch_floats:
+            self._scratch = torch.empty(threads * self._scratch_floats)
+        plans = {kind: self._plan(batch.seen_by(kind[0].window), batch, *kind) for kind in set(self._kinds.values())}
+        self._plans = {layer_id: plans[kind] for layer_id, kind in self._kinds.items()}
+
+    def attend(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        assert q.stride(1) == 1, "the elements of a token lie side by side"
+        out = torch.empty(q.shape, dtype=q.dtype)
+        layer_id = layer.layer_id
+        self._attend(
+            self._addresses[layer_id], self._plans[layer_id].address, q.data_ptr(), q.stride(0), out.data_ptr()
+        )
+        return out
+
+    def _plan(self, batch: ForwardBatch, whole: ForwardBatch, sight: Sight, group: int) -> _Plan:
+        """`batch` has the pages of the sight's layers, `whole` the mask."""
+        sights, mask = _sights(batch, sight), whole.mask
+        marks = None if mask is None else mask.visible
+        if mask is not None:
+            _mask(sights, whole, sight)
+        blocks = _blocks(batch, max(1, _LINES // group))
+        batch.paged.check()
+        table = batch.paged.page_table
+        args = StepArgs(
+            page_table=table.data_ptr(),
+            sights=sights.ctypes.data,
+            marks=None if marks is None else marks.data_ptr(),
+            blocks=blocks.ctypes.data,
+            scratch=self._scratch.data_ptr(),
+            table_stride=table.stride(0),
+            num_blocks=len(blocks),
+            most_lines=self._most_lines,
+            threads=torch.get_num_threads(),
+        )
+        return _Plan(args, ctypes.addressof(args), (sights, marks, blocks, table, self._scratch))
+
+
+def _args_of(layer: AttentionLayer, pool: TokenToKVPool) -> LayerArgs:
+    keys, values = pool.pages(layer.layer_id)
+    assert keys.is_contiguous() and values.is_contiguous(), "the kernel reads pages that are contiguous"
+    return LayerArgs(
+        keys=keys.data_ptr(),
+        values=values.data_ptr(),
+        sinks=None if layer.sinks is None else layer.sinks.contiguous().data_ptr(),
+        kv_type=TYPES[pool.dtype],
+        type=TYPES[pool.compute_dtype],
+        kv_heads=layer.tp_k_head_num,
+        group=layer.tp_q_head_num // layer.tp_k_head_num,
+        head_dim=layer.head_dim,
+        page_size=pool.page_size,
+        scale=layer.scale * layer.k_scale,
+        softcap=layer.softcap or 0.0,
+        v_scale=layer.v_scale,
+    )
+
+
+def _sights(batch: ForwardBatch, sight: Sight) -> Int64Array:
+    """[num_tokens, 4]: the Sight of cpu_attention.c of each token of causal rows."""
+    starts = batch.prefix_lens - batch.cu_seqlens_q[:-1]
+    positions = np.arange(batch.num_tokens) + np.repeat(starts, batch.extend_lens)
+    sights = np.zeros((batch.num_tokens, 4), np.int64)
+    sights[:, 0] = sight.first_keys(positions)
+    sights[:, 1] = sights[:, 2] = positions + 1
+    return sights
+
+
+def _mask(sights: Int64Array, batch: ForwardBatch, sight: Sight) -> None:
+    """Writes what the step's mask says over `sights`."""
+    assert batch.mask is not None, "a step without a mask"
+    starts, positions = batch.mask.starts.numpy(), batch.mask.positions.numpy()
+    for row in np.flatnonzero(starts >= 0):
+        prefix_len, num_tokens = batch.prefix_lens[row], batch.extend_lens[row]
+        tokens = slice(batch.cu_seqlens_q[row], batch.cu_seqlens_q[row + 1])
+        # Window and chunk hide none of the new tokens.
+        sights[tokens, 0] = np.minimum(sight.first_keys(positions[tokens]), prefix_len)
+        sights[tokens, 1] = batch.seq_lens[row]
+        sights[tokens, 2] = prefix_len
+        sights[tokens, 3] = starts[row] + np.arange(num_tokens) * num_tokens
+
+
+def _blocks(batch: ForwardBatch, most_tokens: int) -> Int64Array:
+    """[num_blocks, 3]: rows cut into blocks of at most so many tokens: the row, the first of them, and their end."""
+    counts = -(-batch.extend_lens // most_tokens)
+    rows = np.repeat(np.arange(batch.batch_size), counts)
+    firsts = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    firsts = batch.cu_seqlens_q[rows] + firsts * most_tokens
+    return np.stack((rows, firsts, np.minimum(firsts + most_tokens, batch.cu_seqlens_q[rows + 1])), axis=1)
