@@ -195,11 +195,12 @@ def _attention_needs(
 def _decide_attention(resolver: _Resolver, config: EngineConfig, model: ModelConfig, needs: AttentionNeeds) -> None:
     """Numerics and backends: exact is what both model and backends can be."""
     attention, device = config.attention, needs.device
+    value: str
     exactly = replace(needs, features=needs.features | {Feature.EXACT})
     try:
         check_exact(model, device)
         _choose_backends(attention, exactly)
-        value, why = ("exact" if device == "cpu" else "fast"), device
+        value, why = ("exact" if device == "cpu" else "fast"), str(device)
     except ConfigError as error:
         if config.numerics == "exact":
             raise ConfigError(f"numerics=exact is not to be had: {error}") from None

@@ -114,10 +114,13 @@ class VocabParallelEmbedding:
         """
         assert self._rows is not None, "forward before load"
         assert self._row_of is not None, "forward before load"
-        if self._group.size == 1:
+        if self._group.size == 1 and self._device.type == "cuda":
             return self._rows.lookup(input_ids, None)
+        rows = torch.index_select(self._row_of, 0, input_ids)
+        if self._group.size == 1:
+            return self._rows.lookup(rows, None)
         out = self._group.reduce_buffer((len(input_ids), self._hidden_size), self._dtype)
-        hidden = self._rows.lookup(torch.index_select(self._row_of, 0, input_ids), out)
+        hidden = self._rows.lookup(rows, out)
         total = self._group.all_reduce(hidden)
         return total if out is None or total is not out else total.clone()  # the residual stream outlives the buffer
 
