@@ -31,22 +31,59 @@ typedef struct {
     size_t tile, row, num_rows;
 } Part;
 
+/* Two vectors of 16-bit weights, which need no shuffling when even columns become one vector and odd ones the other. */
+static inline __attribute__((always_inline)) v16 upper_half(u16 bits, int type) {
+    if (type == BF16) return (v16)(bits & 0xffff0000);
+    /* The exponent's bias changes by a product, which is exact and gives numbers below the smallest normal one. */
+    v16 x = (v16)((bits & 0x7fff0000) >> 3) * 0x1p112f;
+    u16 not_finite = (u16)((bits & 0x7c000000) == 0x7c000000) & 0x7f800000;
+    return (v16)((u16)x | not_finite | (bits & 0x80000000));
+}
+
+static inline __attribute__((always_inline)) void load_pair(const void *w, size_t i, int type, v16 *pair) {
+    u16 bits;
+    memcpy(&bits, (const uint16_t *)w + i, sizeof bits);
+    pair[0] = upper_half(bits << 16, type);
+    pair[1] = upper_half(bits, type);
+}
+
+/* Between the columns' order and even ones before odd ones. */
+static inline __attribute__((always_inline)) void part_pair(v16 *pair) {
+    v16 even = __builtin_shufflevector(pair[0], pair[1], 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    pair[1] = __builtin_shufflevector(pair[0], pair[1], 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    pair[0] = even;
+}
+
+static inline __attribute__((always_inline)) void join_pair(v16 *pair) {
+    v16 low = __builtin_shufflevector(pair[0], pair[1], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    pair[1] = __builtin_shufflevector(pair[0], pair[1], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    pair[0] = low;
+}
+
 /* Continues the chains of R rows and a tile, kept in sums [R][TILE], over k in [0, depth). */
 #define CHAINS(R, NAME, TYPE)                                                                                    \
     static void chains_##R##_##NAME(const float *x, size_t x_stride, const void *w, size_t depth, float *sums) { \
-        enum { WIDTH = SIDE_BY_SIDE(R) };                                                                        \
+        enum { WIDTH = SIDE_BY_SIDE(R), PAIRS = TYPE != FP32 && WIDTH > 1 };                                     \
         for (size_t v = 0; v < VECTORS; v += WIDTH) {                                                            \
             v16 y[R][WIDTH];                                                                                     \
-            for (int r = 0; r < R; r++)                                                                          \
+            for (int r = 0; r < R; r++) {                                                                        \
                 for (int i = 0; i < WIDTH; i++) y[r][i] = load16(sums, r * TILE + (v + i) * LANES, FP32);        \
+                for (int i = 0; PAIRS && i < WIDTH; i += 2) part_pair(y[r] + i);                                 \
+            }                                                                                                    \
             for (size_t k = 0; k < depth; k++) {                                                                 \
+                size_t from = k * TILE + v * LANES;                                                              \
                 v16 weights[WIDTH];                                                                              \
-                for (int i = 0; i < WIDTH; i++) weights[i] = load16(w, k * TILE + (v + i) * LANES, TYPE);        \
+                if (PAIRS)                                                                                       \
+                    for (int i = 0; i < WIDTH; i += 2) load_pair(w, from + i * LANES, TYPE, weights + i);        \
+                else                                                                                             \
+                    for (int i = 0; i < WIDTH; i++) weights[i] = load16(w, from + i * LANES, TYPE);              \
                 for (int r = 0; r < R; r++)                                                                      \
                     for (int i = 0; i < WIDTH; i++) y[r][i] = all(x[r * x_stride + k]) * weights[i] + y[r][i];   \
             }                                                                                                    \
-            for (int r = 0; r < R; r++)                                                                          \
+            for (int r = 0; r < R; r++) {                                                                        \
+                for (int i = 0; PAIRS && i < WIDTH; i += 2) join_pair(y[r] + i);                                 \
                 for (int i = 0; i < WIDTH; i++) store16(sums, r * TILE + (v + i) * LANES, FP32, y[r][i]);        \
+            }                                                                                                    \
         }                                                                                                        \
     }
 #define CHAINS_OF(NAME, TYPE) CHAINS(1, NAME, TYPE) CHAINS(2, NAME, TYPE) CHAINS(4, NAME, TYPE) CHAINS(6, NAME, TYPE)

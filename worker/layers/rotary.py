@@ -13,7 +13,7 @@ from attention.rotation import LatentNorm, QKNorms, Rotation
 from configs.errors import ConfigError
 from configs.model_config import ModelConfig
 from configs.rope import RopeConfig, yarn_mscale
-from worker.layers.norm import rms_norm
+from worker.kernels.cpu_pointwise import rms_norm
 
 
 class RotaryEmbedding:
@@ -125,7 +125,8 @@ class TorchRotation:
         """Heads [num_tokens, num_heads, head_dim], of which the first rotary_dim columns turn; a new tensor."""
         rotary_dim = self._cos.shape[-1]
         part = heads[..., :rotary_dim]
-        turned = torch.addcmul(part * self._cos, part.roll(rotary_dim // 2, -1), self._sin)
+        # Each product rounded by itself: addcmul fuses them in whole vectors and not in what those leave over.
+        turned = (part * self._cos).add_(part.roll(rotary_dim // 2, -1).mul_(self._sin))
         return turned if rotary_dim == heads.shape[-1] else torch.cat((turned, heads[..., rotary_dim:]), dim=-1)
 
     def norm_rotate_store(

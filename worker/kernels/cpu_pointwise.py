@@ -1,0 +1,136 @@
+"""Norms, gated activations and soft caps on CPU.
+
+Bits of an element follow from its own row alone. torch's loops take another path for what a vector leaves over, so that
+a row's bits depend on where it ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+
+from parallel.kernels.c_library import TYPES, load
+
+_ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; fp32 throughout, rounded once to x's dtype.
+
+    Args:
+        x: [..., size] of one to three dimensions, elements of a row side by side, others any distance apart.
+        weight: [size], of x's dtype or fp32.
+
+    Returns:
+        [..., size], contiguous, of x's dtype.
+    """
+    out = torch.empty(x.shape, dtype=x.dtype)
+    _norm(x, None, weight, eps, out)
+    return out
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Adds x to `residual` in place and returns `rms_norm` of the sum, which is rounded to the residual's dtype before.
+
+    Args:
+        x: [num_rows, size], rows any distance apart; may be of a wider dtype than the residual.
+        residual: [num_rows, size], rows any distance apart. Not overlapping x.
+        weight: [size], of the residual's dtype or fp32.
+
+    Returns:
+        [num_rows, size], contiguous, of the residual's dtype.
+    """
+    assert x.shape == residual.shape, f"cannot add {tuple(x.shape)} to {tuple(residual.shape)}"
+    assert residual.stride(1) == 1, f"the elements of a row lie side by side, not {residual.stride(1)} apart"
+    out = torch.empty(residual.shape, dtype=residual.dtype)
+    _norm(x, residual, weight, eps, out)
+    return out
+
+
+def act_and_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """act(gate) * up in fp32, rounded once.
+
+    Args:
+        x: [num_rows, 2 * size], gate then up, rows any distance apart.
+        activation: "silu", "gelu" or "gelu_tanh".
+
+    Returns:
+        [num_rows, size], contiguous, of x's dtype.
+    """
+    num_rows, width = x.shape
+    assert x.stride(1) == 1, f"the elements of a row lie side by side, not {x.stride(1)} apart"
+    size = width // 2
+    out = torch.empty((num_rows, size), dtype=x.dtype)
+    _library().act_and_mul(
+        x.data_ptr(),
+        x.stride(0),
+        out.data_ptr(),
+        num_rows,
+        size,
+        TYPES[x.dtype],
+        _ACTIVATIONS[activation],
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def softcap_(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """x = cap * tanh(x / cap) in place, within a few ulp of cap; x is fp32, contiguous, of any shape. Returns x."""
+    assert x.dtype is torch.float32, f"x is {x.dtype}"
+    assert x.is_contiguous(), "elements follow one another"
+    _library().softcap(x.data_ptr(), x.numel(), cap, torch.get_num_threads())
+    return x
+
+
+class _Norm(ctypes.Structure):
+    """The C source's Norm."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "residual", "out")),
+        *((name, ctypes.c_size_t) for name in ("num_rows", "inner", "size")),
+        *((name, ctypes.c_size_t) for name in ("outer_stride", "inner_stride", "residual_stride")),
+        *((name, ctypes.c_int) for name in ("x_type", "weight_type", "out_type")),
+        ("eps", ctypes.c_float),
+    ]
+
+
+def _norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
+    shape, strides = x.shape, x.stride()
+    size = shape[-1]
+    assert strides[-1] == 1, f"the elements of a row lie side by side, not {strides[-1]} apart"
+    assert weight.shape == (size,), f"weights {tuple(weight.shape)} are not {size}"
+    assert weight.is_contiguous(), "weights follow one another"
+    assert len(shape) <= 3, f"rows of {len(shape)} dimensions"
+    inner = shape[1] if len(shape) == 3 else 1
+    norm = _Norm(
+        x.data_ptr(),
+        weight.data_ptr(),
+        None if residual is None else residual.data_ptr(),
+        out.data_ptr(),
+        inner * (shape[0] if len(shape) > 1 else 1),
+        inner,
+        size,
+        strides[0],
+        strides[1] if len(shape) == 3 else 0,
+        0 if residual is None else residual.stride(0),
+        TYPES[x.dtype],
+        TYPES[weight.dtype],
+        TYPES[out.dtype],
+        eps,
+    )
+    _library().rms_norms(ctypes.byref(norm), torch.get_num_threads())
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    library = load(Path(__file__).with_suffix(".c"))
+    pointer, size, integer = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    library.rms_norms.argtypes = [ctypes.POINTER(_Norm), integer]
+    library.act_and_mul.argtypes = [pointer, size, pointer, size, size, integer, integer, integer]
+    library.softcap.argtypes = [pointer, size, ctypes.c_float, integer]
+    for function in (library.rms_norms, library.act_and_mul, library.softcap):
+        function.restype = None
+    return library
