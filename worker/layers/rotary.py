@@ -15,6 +15,8 @@ from configs.model_config import ModelConfig
 from configs.rope import RopeConfig, yarn_mscale
 from worker.kernels.cpu_pointwise import rms_norm
 
+_POSITIONS_AT_ONCE = 128  # with rotary_dim up to 512, no more than torch gives to one thread
+
 
 class RotaryEmbedding:
     """Cosines and sines of every position up to `max_positions`, for the kernel on CUDA and for torch elsewhere.
@@ -26,8 +28,8 @@ class RotaryEmbedding:
         self, rope: RopeConfig, rotary_dim: int, max_positions: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
         inv_freq, attention_factor = inverse_frequencies(rope, rotary_dim)
-        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inv_freq)
-        cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor
+        blocks = [_cos_sin(start, inv_freq) for start in range(0, max_positions, _POSITIONS_AT_ONCE)]
+        cos, sin = (torch.cat(parts)[:max_positions] * attention_factor for parts in zip(*blocks, strict=True))
         self._on_cuda = device.type == "cuda"
         # The kernel's [max_positions, rotary_dim] fp32: rotary_dim / 2 cosines, then as many sines. Or torch's
         # [max_positions, 1, 2 * rotary_dim]: cosines for both halves, then sines with the first half's sign turned, so
@@ -43,6 +45,17 @@ class RotaryEmbedding:
         if self._on_cuda:
             return KernelRotation(self._table, positions)
         return TorchRotation(*self._table.index_select(0, positions).chunk(2, dim=-1))
+
+
+def _cos_sin(first_position: int, inv_freq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines [_POSITIONS_AT_ONCE, rotary_dim / 2] from `first_position` on.
+
+    torch computes the last elements of a tensor, and of a thread's part of it, in another way than the others. In
+    tensors of one small size an element is always computed in one way, however many positions there are.
+    """
+    positions = torch.arange(first_position, first_position + _POSITIONS_AT_ONCE, dtype=torch.float32)
+    angles = torch.outer(positions, inv_freq)
+    return angles.cos(), angles.sin()
 
 
 class KernelRotation:
