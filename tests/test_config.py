@@ -263,8 +263,8 @@ def test_every_auto_value_is_decided_once_and_says_why() -> None:
     assert _decisions(resolved) == [
         "device: auto -> cpu (no GPU found)",
         "dtype: auto -> float32 (cpu)",
-        "attention.prefill_backend: auto -> torch_native (cpu, float32)",
-        "attention.decode_backend: auto -> torch_native (cpu, float32)",
+        "attention.prefill_backend: auto -> cpu (cpu, float32)",
+        "attention.decode_backend: auto -> cpu (cpu, float32)",
         "served_model_name: auto -> owner/tiny (from model)",
         "parallel.all_reduce: auto -> shared_memory (cpu, ranks of one node)",
         "parallel.threads_per_rank: auto -> 2 (8 cores, 4 ranks a node)",
@@ -309,7 +309,7 @@ def test_keys_and_values_may_be_of_another_type_than_the_activations() -> None:
     config = _resolved(GPU_NODE, **in_fp8).config
     assert (config.dtype, config.kv_dtype, config.attention.prefill_backend) == ("bfloat16", "fp8_e4m3", "triton")
     assert _resolved(GPU_NODE).config.kv_dtype == "bfloat16"
-    assert _resolved(**in_fp8).config.attention.decode_backend == "torch_native"
+    assert _resolved(**in_fp8).config.attention.decode_backend == "cpu"
     with pytest.raises(
         ConfigError, match=r"fa3 has no FP8 KV cache \(it would round queries .*auto or triton or torch"
     ):
@@ -371,7 +371,7 @@ def test_a_prefill_chunk_above_the_token_budget_is_cut_to_it() -> None:
         ),
         ({"device": "cuda"}, "device=cuda, but no GPU was found"),
         ({"parallel": {"all_reduce": "nccl"}}, "all_reduce=nccl does not work on device=cpu; choose auto or"),
-        ({"attention": {"backend": "fa3"}}, r"attention\.backend=fa3 needs GPUs; choose auto or torch_native"),
+        ({"attention": {"backend": "fa3"}}, r"attention\.backend=fa3 needs GPUs; choose auto or cpu or torch_"),
         ({"attention": {"decode_backend": "triton"}}, r"attention\.decode_backend=triton needs GPUs"),
         ({"device": "cpu", "parallel": {"all_reduce": "nccl"}}, "all_reduce=nccl needs GPUs, but device=cpu"),
         (
