@@ -24,18 +24,16 @@ from torch.distributed import TCPStore
 
 from benchmarks.endpoint import transformers_rate
 from benchmarks.frames import ScheduledFrames
+from benchmarks.ranks import start_worker
 from benchmarks.report import ROOT, circumstances
 from cluster.messages import GenerateRequest, SamplingParams
 from cluster.scheduling.scheduler import SchedulerLimits
 from configs.checkpoint import resolve_model_path
 from configs.load import load_app_config
 from configs.read_config import read_model_config
-from configs.resolve import ONE_NODE_STRATEGY, HostFacts, resolve
-from configs.schema import EngineConfig, resolved
-from parallel.group import TensorParallelGroup
-from parallel.plan import ShardPlan
+from configs.resolve import HostFacts, resolve
+from configs.schema import EngineConfig
 from worker.protocol import StepResult
-from worker.tp_worker import TPWorker, reduce_buffer_bytes
 
 _PROMPT_TOKENS = 20
 _WARM_UPS = 20
@@ -84,35 +82,12 @@ class _Steps(ScheduledFrames):
 
 
 def _rank_main(rank: int, config: EngineConfig, path: Path, port: int, args: argparse.Namespace, out: Any) -> None:
-    size = config.tensor_parallel_size
-    model = read_model_config(path)
-    device = torch.device("cpu" if config.device == "cpu" else f"cuda:{rank}")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    group = TensorParallelGroup.single(device)
-    if size > 1:
-        group = TensorParallelGroup.create(
-            rank=rank,
-            size=size,
-            store=TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False),
-            device=device,
-            strategy=ONE_NODE_STRATEGY[device.type],
-            timeout_s=_TIMEOUT_S,
-            spin_us=resolved(config.parallel.spin_us),
-            reduce_buffer_bytes=reduce_buffer_bytes(config, model),
-        )
-    worker = TPWorker(
-        config=config,
-        model=model,
-        model_path=path,
-        plan=ShardPlan.create(model, size, exact=config.is_exact),
-        group=group,
-    )
-    worker.load()
+    worker, group = start_worker(rank, config, path, port)
+    device = group.device
     tokens = args.steps + _WARM_UPS
     num_pages = args.rows * (-(-(_PROMPT_TOKENS + tokens) // config.kv_cache.page_size) + 1)
     worker.allocate(num_pages, _PROMPT_TOKENS + tokens)
-    steps = _Steps(config, model.vocab_size, num_pages, args.rows, tokens)
+    steps = _Steps(config, worker.vocab_size, num_pages, args.rows, tokens)
     if args.profile and rank == 0:
         kinds = torch.profiler.ProfilerActivity
         steps.profile = torch.profiler.profile(activities=[kinds.CPU if device.type == "cpu" else kinds.CUDA])

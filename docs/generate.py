@@ -70,8 +70,8 @@ def _attention() -> str:
 
 
 def _devices(spec: BackendSpec) -> str:
-    if spec.device is None:
-        return "any"
+    if spec.device != "cuda":
+        return "any" if spec.device is None else "CPUs"
     if spec.min_compute_capability > (0, 0):
         return "GPUs of compute capability {}.{} or later".format(*spec.min_compute_capability)
     if spec.compute_capabilities is None:

@@ -64,9 +64,10 @@ REFUSED: dict[str, dict[str, str]] = {
         "all of these": "has no sinks; choose",
     },
     "triton": {},
+    "cpu": {"latent": r"has no latent attention \(MLA\); choose auto or torch_native"},
     "torch_native": {},
 }
-"""Of GPUs' backends, what they refuse of the above and of latent attention."""
+"""What they refuse of the above and of latent attention."""
 LACKING: dict[str, dict[str, str]] = {
     "fa3": {"softcap": "does not support tanh softcapping", "all of these": "softcapping", "latent": "latent=True"},
     "flashinfer": {"chunk": "takes chunks of whole pages"},
@@ -132,9 +133,10 @@ def _made(name: str, variant: str, case: Case) -> AttentionBackend | None:
     """The backend called `name`, or None where it refuses, as it has to."""
     pool = case.pool
     reason = REFUSED[name].get(variant)
-    if pool.device.type == "cpu" and BACKENDS[name].device == "cuda":
+    if BACKENDS[name].device not in (None, pool.device.type):
         # The interpreter takes CPU tensors, which is nothing to be served with.
-        with pytest.raises(ConfigError, match=f"test={name} needs GPUs; choose auto or torch_native"):
+        others = "runs on CPUs only; choose auto or" if name == "cpu" else "needs GPUs; choose auto or (cpu or )?torch"
+        with pytest.raises(ConfigError, match=f"test={name} {others}"):
             check_backend(name, needs_of(pool), "test")
         if name != "triton":
             return None

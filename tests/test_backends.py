@@ -62,7 +62,9 @@ def test_every_backend_of_the_table_is_there_and_can_be_named() -> None:
         (needs(features=frozenset({Feature.FP8_KV}), compute_capability=(8, 6)), "torch_native", "torch_native"),
         (needs(features=frozenset({Feature.FP8_KV}), compute_capability=None), "triton", "triton"),
         (needs(dtype="float32"), "triton", "triton"),
-        (CPU, "torch_native", "torch_native"),
+        (CPU, "cpu", "cpu"),
+        (needs(CPU, features=frozenset({Feature.EXACT})), "cpu", "cpu"),
+        (needs(CPU, features=frozenset({Feature.LATENT})), "torch_native", "torch_native"),
     ],
 )
 def test_auto_takes_the_first_that_can(asked: AttentionNeeds, prefill: str, decode: str) -> None:
@@ -83,6 +85,8 @@ def test_auto_says_what_it_passed_over_and_why() -> None:
     _, why = choose_backend("prefill", needs(features=frozenset({Feature.FP8_KV})))
     assert why == "sm90, bfloat16; fa3 has no FP8 KV cache (it would round queries to FP8 as well)"
     assert choose_backend("decode", CPU)[1] == "cpu, float32"
+    with pytest.raises(ConfigError, match="cpu has no latent .*; torch_native has no exact numerics .its products"):
+        choose_backend("decode", needs(CPU, features=frozenset({Feature.EXACT, Feature.LATENT})))
 
 
 def test_no_backend_keeps_latents_in_fp8() -> None:
@@ -95,8 +99,10 @@ def test_no_backend_keeps_latents_in_fp8() -> None:
 @pytest.mark.parametrize(
     ("name", "asked", "refusal"),
     [
-        ("fa3", CPU, "needs GPUs; choose auto or torch_native"),
-        ("triton", CPU, "needs GPUs; choose auto or torch_native"),
+        ("fa3", CPU, "needs GPUs; choose auto or cpu or torch_native"),
+        ("triton", CPU, "needs GPUs; choose auto or cpu or torch_native"),
+        ("cpu", HOPPER, "runs on CPUs only; choose auto or fa3 or triton or flashinfer or torch_native"),
+        ("torch_native", needs(CPU, features=frozenset({Feature.EXACT})), "no exact numerics .*; choose auto or cpu"),
         (
             "fa3",
             needs(compute_capability=(8, 0)),
@@ -134,7 +140,7 @@ LAYER = AttentionLayer(layer_id=0, tp_q_head_num=2, tp_k_head_num=1, head_dim=16
 
 
 def test_a_rank_asks_for_what_its_layers_and_its_device_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"attention\.prefill_backend=fa3 needs GPUs; choose auto or torch_native"):
+    with pytest.raises(ConfigError, match=r"attention\.prefill_backend=fa3 needs GPUs; choose auto or cpu or torch_"):
         create_backend("fa3", "torch_native", pool_of(LAYER))
     with pytest.raises(ConfigError, match=r"attention\.decode_backend=triton needs GPUs"):
         create_backend("torch_native", "triton", pool_of(LAYER))
@@ -147,7 +153,9 @@ def test_a_rank_asks_for_what_its_layers_and_its_device_need(monkeypatch: pytest
             layer_id=1, tp_q_head_num=2, tp_k_head_num=1, head_dim=24, scale=0.25, latent_dim=16, nope_dim=8, v_dim=8
         ),
     }
-    assert {*asking, Feature.FP8_KV} == set(Feature) - {Feature.MASK}, "which a step asks for"
+    assert {*asking, Feature.FP8_KV} == set(Feature) - {Feature.MASK, Feature.EXACT}, (
+        "asked for by steps and by settings"
+    )
     in_fp8 = TokenToKVPool(
         [LAYER], num_pages=1, page_size=16, dtype=FP8, compute_dtype=torch.bfloat16, device=torch.device("cpu")
     )

@@ -104,7 +104,7 @@ def test_batched_answers_equal_transformers_in_any_chunks(group: LocalGroup, mod
 
 def test_captured_steps_equal_transformers(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.model_runner.CudaGraphRunner", RerunGraphs)
-    monkeypatch.setitem(registry.IMPLEMENTATIONS, "torch_native", PagedBackend)
+    monkeypatch.setitem(registry.IMPLEMENTATIONS, "cpu", PagedBackend)
     group = LocalGroup(model.path, 1, NUM_PAGES, max_model_len=256, num_window_pages=NUM_WINDOW_PAGES)
     prompts = prompts_of([1, 17, 60, 130])
     answers = generate(group, [*prompts, *prompts], limits(chunk=56, prefix_caching=True, num_window_pages=20))

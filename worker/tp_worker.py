@@ -93,6 +93,11 @@ class TPWorker:
         return self._device
 
     @property
+    def vocab_size(self) -> int:
+        """Of the model."""
+        return self._model.vocab_size
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of this rank's weights; 0 before `load`."""
         return self._weight_bytes

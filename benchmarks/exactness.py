@@ -1,0 +1,267 @@
+"""Whether logits are the same bits however they are computed: hashes every row of them, in many ways of serving.
+
+    python -m benchmarks.exactness [--config FILE] [--set KEY=VALUE ...] [--sizes 1,2,3] [--tokens 24] --json OUT
+    python -m benchmarks.exactness --compare ONE OTHER
+
+The requests are a fixed set: prompts of 1 to 600 tokens, greedy and with seeds. Each number of ranks answers them
+together, one by one, in chunks, after a prefix hit, with too few pages, and at other page sizes. A row is of a request
+and a position; the table has the hash of each that the first way gave, and how many rows of each other way differ.
+`--compare` holds the tables of two runs against each other: other machines, other versions.
+
+The hash of a row is the sum over the vocabulary of the logit's 32 bits times an odd number of the token's, modulo
+2**64: one changed bit always changes it, and ranks hash their columns alone. `--plant` adds the ranks' parts in another
+order in one layer, which has to be found. Every rank is a process that schedules for itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed import TCPStore
+
+from benchmarks.frames import ScheduledFrames
+from benchmarks.ranks import TIMEOUT_S, start_worker
+from benchmarks.report import ROOT, circumstances
+from cluster.messages import GenerateRequest, SamplingParams
+from cluster.scheduling.scheduler import SchedulerLimits
+from configs.checkpoint import resolve_model_path
+from configs.load import load_app_config
+from configs.read_config import read_model_config
+from configs.resolve import HostFacts, resolve
+from configs.schema import EngineConfig
+from parallel import tree
+from parallel.plan import Span
+from worker.protocol import RowFlag, StepResult
+
+_LENGTHS = (1, 2, 3, 15, 16, 17, 31, 40, 63, 64, 65, 100, 128, 150, 255, 256, 257, 300, 400, 513, 600)
+_MAX_MODEL_LEN = 1024
+_Rows = dict[tuple[int, int], int]
+"""By request and number of tokens before it, the hash of a row of logits."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of serving the requests."""
+
+    name: str
+    chunk: int = 512
+    rows: int = 64
+    at_once: bool = True
+    caches: bool = False
+    """Answer the requests twice with a prefix cache; the second time counts."""
+    num_tokens: int = 32768
+    """Of the KV pool."""
+    page_size: int = 16
+
+
+WAYS = (
+    Way("together"),
+    Way("one by one", at_once=False),
+    Way("in chunks of 16", chunk=16),
+    Way("in chunks of 100, 8 at once", chunk=100, rows=8),
+    Way("after a prefix hit", caches=True),
+    Way("with too few pages", num_tokens=1600),
+    Way("in pages of 64", page_size=64),
+    Way("in pages of 1", page_size=1),
+)
+
+
+def hash_rows(logits: torch.Tensor, span: Span) -> torch.Tensor:
+    """[num_rows] int64 of logits [num_rows, span.size] fp32, of tokens `span`; ranks' sums wrap to that of all."""
+    factors = torch.arange(span.start, span.stop, dtype=torch.int64, device=logits.device) * -7046029254386353131
+    factors = (factors ^ (factors >> 29)) * -4658895280553007687 | 1
+    return torch.stack([(row.view(torch.int32) * factors).sum() for row in logits])
+
+
+def requests(vocab_size: int, num_tokens: int) -> Iterator[GenerateRequest]:
+    """The fixed set: a prompt of each length greedily, with the logits of all its tokens, and at temperature 1."""
+    generator = np.random.default_rng(7)
+    for number, length in enumerate(_LENGTHS):
+        prompt = generator.integers(100, vocab_size, length).astype(np.int32).tobytes()
+        for drawn in (0, 1):
+            sampling = SamplingParams(
+                max_tokens=num_tokens, temperature=drawn, seed=number, ignore_eos=True, prompt_logprobs=-drawn
+            )
+            yield GenerateRequest(id=2 * number + drawn + 1, prompt=prompt, sampling=sampling)
+
+
+class _Frames(ScheduledFrames):
+    """The frames of one way, and whose logits each step's are."""
+
+    def __init__(self, way: Way, config: EngineConfig, vocab_size: int, num_tokens: int) -> None:
+        super().__init__(
+            SchedulerLimits(
+                num_pages=way.num_tokens // way.page_size,
+                page_size=way.page_size,
+                max_num_seqs=way.rows,
+                max_num_batched_tokens=max(way.chunk, way.rows),
+                prefill_chunk_size=way.chunk,
+                max_model_len=_MAX_MODEL_LEN,
+                vocab_size=vocab_size,
+                max_num_queued_requests=1000,
+                max_num_queued_tokens=1 << 20,
+                steps_in_flight=2,
+                enable_prefix_caching=way.caches,
+                eos_token_ids=(),
+            )
+        )
+        self.rows: list[tuple[int, int]] = []
+        """Request and tokens before it, of each row of logits, in order."""
+        self.first_counted = 0
+        """Of these, those before were only to fill the cache."""
+        asked = list(requests(vocab_size, num_tokens))
+        self._waves = [asked] if way.at_once else [[request] for request in asked]
+        if way.caches:
+            self._waves.insert(0, list(asked))
+        self._num_warm = 1 if way.caches else 0
+
+    def poll(self) -> bytes | None:
+        if not self._scheduler.has_work and not self._scheduler.num_in_flight and self._waves:
+            if self._num_warm == 0:
+                self.first_counted = self.first_counted or len(self.rows)
+            self._num_warm -= 1
+            assert not self._scheduler.add(self._waves.pop(0))
+        frame = self._scheduler.next_step()
+        if frame is None:
+            return None
+        ids = self._scheduler._rows.ids
+        for run in frame.prompt_runs:
+            self.rows += [(int(ids[run["row"]]), int(run["start"]) + 1 + i) for i in range(run["num"])]
+        for row, start, count, flags in zip(frame.rows, frame.starts, frame.lens, frame.flags, strict=True):
+            if flags & RowFlag.SAMPLE:
+                self.rows.append((int(ids[row]), int(start + count)))
+        return frame.encode()
+
+    def retire(self, result: bytes) -> None:
+        self._scheduler.retire(StepResult.decode(result))
+
+
+def _rank_main(rank: int, config: EngineConfig, path: Path, port: int, args: argparse.Namespace, out: Any) -> None:
+    if args.plant and config.tensor_parallel_size > 1:
+        tree.halves = lambda it: (Span(it.start, it.start + it.size // 2), Span(it.start + it.size // 2, it.stop))
+    worker, group = start_worker(rank, config, path, port)
+    decoder, span = worker._decoder, worker._plan.vocab[rank]
+    local_logits, hashes = decoder.local_logits, list[torch.Tensor]()
+
+    def watched(hidden: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+        logits = local_logits(hidden, into)
+        hashes.append(hash_rows(logits, span))
+        return logits
+
+    decoder.local_logits = watched  # type: ignore[method-assign]  # to see what nothing returns
+    for way in WAYS:
+        if way.page_size != config.kv_cache.page_size:
+            continue
+        hashes.clear()
+        frames = _Frames(way, config, worker.vocab_size, args.tokens)
+        worker.allocate(way.num_tokens // way.page_size, _MAX_MODEL_LEN)
+        began = time.perf_counter()
+        worker.run(frames, frames.retire)
+        found = torch.cat(hashes).cpu().numpy()
+        assert len(found) == len(frames.rows), f"{len(found)} rows of logits, {len(frames.rows)} in the frames"
+        first = frames.first_counted
+        out.put((way.name, frames.rows[first:], found[first:], time.perf_counter() - began))
+    group.barrier()
+
+
+def rows_of(config: EngineConfig, path: Path, args: argparse.Namespace) -> dict[str, tuple[_Rows, int, float]]:
+    """By way, the hash of every row, how many of them came twice with different bits, and seconds."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    out, size = context.Queue(), config.tensor_parallel_size
+    ranks = [
+        context.Process(target=_rank_main, args=(rank, config, path, store.port, args, out), daemon=True)
+        for rank in range(size)
+    ]
+    for process in ranks:
+        process.start()
+    parts: dict[str, list[Any]] = {}
+    for _ in range(size * sum(way.page_size == config.kv_cache.page_size for way in WAYS)):
+        name, *part = out.get(timeout=args.timeout)
+        parts.setdefault(name, []).append(part)
+    for process in ranks:
+        process.join(TIMEOUT_S)
+    found = {}
+    for name, of_ranks in parts.items():
+        keys, rows, num_unsteady = of_ranks[0][0], _Rows(), 0
+        assert all(part[0] == keys for part in of_ranks), "the ranks' schedulers made other frames"
+        for key, row_hash in zip(keys, np.sum([part[1] for part in of_ranks], axis=0).tolist(), strict=True):
+            num_unsteady += rows.setdefault(key, row_hash) != row_hash
+        found[name] = rows, num_unsteady, max(part[2] for part in of_ranks)
+    return found
+
+
+def digests(rows: _Rows) -> dict[str, str]:
+    """By request, what all of its rows come to."""
+    by_request: dict[int, list[tuple[int, int]]] = {}
+    for (request, position), row_hash in rows.items():
+        by_request.setdefault(request, []).append((position, row_hash))
+    return {
+        str(request): hashlib.sha256(str(sorted(of)).encode()).hexdigest()[:16] for request, of in by_request.items()
+    }
+
+
+def compare(one: Path, other: Path) -> int:
+    """Prints which requests' logits differ between two runs; their number."""
+    first, second = (json.loads(path.read_text()) for path in (one, other))
+    assert first["tokens"] == second["tokens"], "runs of other numbers of tokens"
+    differing = [key for key, digest in first["digests"].items() if second["digests"].get(key) != digest]
+    print(f"{len(differing)} of {len(first['digests'])} requests differ" + "".join(f" {key}" for key in differing))
+    return len(differing)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="configs/smollm2-135m.yaml")
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--sizes", default="1,2,3", help="numbers of ranks")
+    parser.add_argument("--tokens", type=int, default=24, help="new tokens of each request")
+    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds that one way may take")
+    parser.add_argument("--plant", action="store_true")
+    parser.add_argument("--compare", nargs=2, type=Path, metavar=("ONE", "OTHER"))
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if args.compare:
+        raise SystemExit(bool(compare(*args.compare)))
+
+    reference: _Rows = {}
+    table, num_rows, num_differing = [], 0, 0
+    for size in map(int, args.sizes.split(",")):
+        for page_size in sorted({way.page_size for way in WAYS}, key=lambda it: it != WAYS[0].page_size):
+            config, path = _resolved(args, size, page_size)
+            for name, (rows, num_unsteady, seconds) in rows_of(config, path, args).items():
+                reference = reference or rows
+                assert rows.keys() == reference.keys(), "another number of rows"
+                differing = num_unsteady + sum(reference[key] != found for key, found in rows.items())
+                table.append({"ranks": size, "way": name, "rows": len(rows), "differing": differing})
+                num_rows, num_differing = num_rows + len(rows), num_differing + differing
+                print(f"{size} ranks, {name}: {differing} of {len(rows)} rows differ ({seconds:.0f} s)", flush=True)
+    report: dict[str, Any] = {"config": args.config, "overrides": args.overrides, "tokens": args.tokens}
+    report |= {"rows": num_rows, "differing": num_differing, "ways": table, "digests": digests(reference)}
+    report |= circumstances()
+    print(f"{num_differing} of {num_rows} rows of logits differ from those of {table[0]['ranks']} ranks")
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    raise SystemExit(bool(num_differing))
+
+
+def _resolved(args: argparse.Namespace, size: int, page_size: int) -> tuple[EngineConfig, Path]:
+    overrides = [*args.overrides, f"tensor_parallel_size={size}", f"kv_cache.page_size={page_size}"]
+    given = load_app_config(ROOT / args.config, [*overrides, f"max_model_len={_MAX_MODEL_LEN}"]).engine
+    path = resolve_model_path(given.model, given.revision, weights=given.load_format != "dummy")
+    host = HostFacts(num_cores=torch.get_num_threads(), num_gpus=torch.cuda.device_count())
+    return resolve(given, read_model_config(path), host).config, path
+
+
+if __name__ == "__main__":
+    main()
