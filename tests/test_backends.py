@@ -153,7 +153,9 @@ def test_a_rank_asks_for_what_its_layers_and_its_device_need(monkeypatch: pytest
             layer_id=1, tp_q_head_num=2, tp_k_head_num=1, head_dim=24, scale=0.25, latent_dim=16, nope_dim=8, v_dim=8
         ),
     }
-    assert {*asking, Feature.FP8_KV} == set(Feature) - {Feature.MASK, Feature.EXACT}, "asked for by steps and by settings"
+    assert {*asking, Feature.FP8_KV} == set(Feature) - {Feature.MASK, Feature.EXACT}, (
+        "asked for by steps and by settings"
+    )
     in_fp8 = TokenToKVPool(
         [LAYER], num_pages=1, page_size=16, dtype=FP8, compute_dtype=torch.bfloat16, device=torch.device("cpu")
     )

@@ -229,9 +229,7 @@ def test_errs_as_fp32_does_and_rounds_once(features: dict[str, Any], dtype: torc
 @pytest.mark.parametrize("features", [{}, {"window": 20}, {"chunk": 64}], ids=str)
 @pytest.mark.parametrize("new_tokens", [tree, both_ways])
 def test_masks_err_as_fp32_does(new_tokens: Callable[[int, int], NewTokens], features: dict[str, Any]) -> None:
-    layer = AttentionLayer(
-        layer_id=0, tp_q_head_num=HEADS, tp_k_head_num=KV_HEADS, head_dim=64, scale=0.11, **features
-    )
+    layer = AttentionLayer(layer_id=0, tp_q_head_num=HEADS, tp_k_head_num=KV_HEADS, head_dim=64, scale=0.11, **features)
     rows = [(250, 40), (0, 300), (90, 9)]
     _check(PagedCase(layer, 16, rows, CPU, torch.float32), [new_tokens(*rows[0]), new_tokens(*rows[1]), None])
 
