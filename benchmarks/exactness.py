@@ -33,7 +33,7 @@ from benchmarks.frames import ScheduledFrames
 from benchmarks.ranks import TIMEOUT_S, start_worker
 from benchmarks.report import ROOT, circumstances
 from cluster.messages import GenerateRequest, SamplingParams
-from cluster.scheduling.scheduler import SchedulerLimits
+from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
 from configs.checkpoint import resolve_model_path
 from configs.load import load_app_config
 from configs.read_config import read_model_config
@@ -41,7 +41,7 @@ from configs.resolve import HostFacts, resolve
 from configs.schema import EngineConfig
 from parallel import tree
 from parallel.plan import Span
-from worker.protocol import RowFlag, StepResult
+from worker.protocol import RowFlag, StepFrame, StepResult
 
 _LENGTHS = (1, 2, 3, 15, 16, 17, 31, 40, 63, 64, 65, 100, 128, 150, 255, 256, 257, 300, 400, 513, 600)
 _MAX_MODEL_LEN = 1024
@@ -81,6 +81,17 @@ def hash_rows(logits: torch.Tensor, span: Span) -> torch.Tensor:
     factors = torch.arange(span.start, span.stop, dtype=torch.int64, device=logits.device) * -7046029254386353131
     factors = (factors ^ (factors >> 29)) * -4658895280553007687 | 1
     return torch.stack([(row.view(torch.int32) * factors).sum() for row in logits])
+
+
+def rows_of_logits(frame: StepFrame, scheduler: Scheduler) -> list[tuple[int, int]]:
+    """Whose logits a step makes, in the order it makes them: request, and tokens before the one they are of."""
+    ids, rows = scheduler._rows.ids, list[tuple[int, int]]()
+    for run in frame.prompt_runs:
+        rows += [(int(ids[run["row"]]), int(run["start"]) + 1 + i) for i in range(run["num"])]
+    for row, start, count, flags in zip(frame.rows, frame.starts, frame.lens, frame.flags, strict=True):
+        if flags & RowFlag.SAMPLE:
+            rows.append((int(ids[row]), int(start + count)))
+    return rows
 
 
 def requests(vocab_size: int, num_tokens: int) -> Iterator[GenerateRequest]:
@@ -134,12 +145,7 @@ class _Frames(ScheduledFrames):
         frame = self._scheduler.next_step()
         if frame is None:
             return None
-        ids = self._scheduler._rows.ids
-        for run in frame.prompt_runs:
-            self.rows += [(int(ids[run["row"]]), int(run["start"]) + 1 + i) for i in range(run["num"])]
-        for row, start, count, flags in zip(frame.rows, frame.starts, frame.lens, frame.flags, strict=True):
-            if flags & RowFlag.SAMPLE:
-                self.rows.append((int(ids[row]), int(start + count)))
+        self.rows += rows_of_logits(frame, self._scheduler)
         return frame.encode()
 
     def retire(self, result: bytes) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -83,14 +83,18 @@ class LocalGroup:
         num_window_pages: int | None = None,
         kv_dtype: Literal["auto", "fp8_e4m3"] = "auto",
         attention: AttentionConfig | None = None,
+        dtype: Literal["float32", "bfloat16"] = "float32",
+        strategy: Literal["shared_memory", "gloo"] = "shared_memory",
+        on_frame: Callable[[StepFrame, Scheduler], None] = lambda _frame, _scheduler: None,
     ) -> None:
         self.max_model_len = max_model_len
+        self._on_frame = on_frame
         self.model: ModelConfig = read_model_config(model_path)
         config = EngineConfig(
             model=str(model_path),
             tensor_parallel_size=tp_size,
             device="cpu",
-            dtype="float32",
+            dtype=dtype,
             attention=attention or AttentionConfig(),
             kv_cache=KVCacheConfig(dtype=kv_dtype),
             parallel=ParallelConfig(threads_per_rank=1),
@@ -113,7 +117,7 @@ class LocalGroup:
                         size=tp_size,
                         store=TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False),
                         device=torch.device("cpu"),
-                        strategy="shared_memory",
+                        strategy=strategy,
                         timeout_s=120.0,
                     )
                 worker = TPWorker(config=resolved, model=self.model, model_path=model_path, plan=plan, group=group)
@@ -182,6 +186,7 @@ class LocalGroup:
                 assert not scheduler.add([GenerateRequest(id=index + 1, prompt=encoded, sampling=sampling)])
             while scheduler.has_work or scheduler.num_in_flight:
                 while (frame := scheduler.next_step()) is not None:
+                    self._on_frame(frame, scheduler)
                     self.send(frame)
                 output = scheduler.retire(self.result())
                 for run in output.prompt_logprobs:

@@ -32,6 +32,7 @@ from worker.peaks import Peaks, measure_peaks
 from worker.pending_step import PendingStep
 from worker.protocol import FrameKind, FrameLimits, StepFrame
 from worker.sampler import Sampler
+from worker.self_test import check_exactness
 from worker.step_layout import launch_bound_tokens
 from worker.weights import Checkpoint
 
@@ -81,8 +82,8 @@ class TPWorker:
         self._group = group
         self._dtype = _DTYPES[config.dtype]
         self._device = group.device
-        arithmetic = ExactArithmetic(self._device) if config.is_exact else FAST
-        self._decoder = Decoder(model, plan, group, arithmetic=arithmetic, dtype=self._dtype, device=self._device)
+        self._arithmetic = ExactArithmetic(self._device) if config.is_exact else FAST
+        self._decoder = Decoder(model, plan, group, arithmetic=self._arithmetic, dtype=self._dtype, device=self._device)
         self._plan = plan
         self._runner: ModelRunner | None = None
         self._weight_bytes = 0
@@ -104,9 +105,17 @@ class TPWorker:
 
     @torch.inference_mode()
     def load(self, on_progress: Callable[[float], None] | None = None) -> None:
-        """Reads this rank's shard. `on_progress` gets the share done, 0 to 1. Raises CheckpointError."""
+        """Reads this rank's shard. `on_progress` gets the share done, 0 to 1.
+
+        Raises:
+            CheckpointError: the files are not what they should be.
+            EngineError: numerics are exact, and this machine does not keep the contract.
+        """
         if self._device.type == "cpu" and self._config.parallel.threads_per_rank is not None:
             torch.set_num_threads(self._config.parallel.threads_per_rank)
+        if self._config.is_exact:
+            decode_backend = resolved(self._config.attention.decode_backend)
+            check_exactness(self._arithmetic, decode_backend, self._dtype, self._device)
         began = time.monotonic()
         is_dummy = self._config.load_format == "dummy"
         with DummyCheckpoint(self._model) if is_dummy else Checkpoint.open(self._model_path, self._model) as checkpoint:

@@ -1,0 +1,172 @@
+"""Exact numerics: every logit of SmolLM2 has the same bits, however many ranks there are and whatever else runs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.exactness import hash_rows, rows_of_logits
+from cluster.messages import SamplingParams
+from configs.errors import EngineError
+from parallel import tree
+from parallel.arithmetic import ExactArithmetic
+from parallel.kernels import cpu_products
+from parallel.plan import Span
+from tests.local_group import Limits, LocalGroup
+from tests.test_answers import make_prompts
+from worker.models.decoder import Decoder
+from worker.self_test import check_exactness
+
+CPU = torch.device("cpu")
+NUM_NEW_TOKENS = 8
+LENGTHS = [1, 2, 17, 40, 130, 270]
+WAYS = {
+    "together": (Limits(), True),
+    "alone": (Limits(), False),
+    "chunks": (Limits(chunk=16), True),
+    "prefix": (Limits(prefix_caching=True), False),
+    "preempted": (Limits(num_pages=33), True),
+}
+
+
+class Watch:
+    """Hashes the logits of the ranks of one LocalGroup."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.keys: list[tuple[int, int]] = []
+        self.hashes: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+        local_logits = Decoder.local_logits
+
+        def watched(decoder: Any, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+            logits = local_logits(decoder, hidden, out)
+            head = decoder._lm_head
+            self.hashes[head._group.rank].append(hash_rows(logits, head._plan.vocab[head._group.rank]))
+            return logits
+
+        monkeypatch.setattr(Decoder, "local_logits", watched)
+
+    def rows(self) -> dict[tuple[int, int], int]:
+        """By request and tokens before it, the hash of each row since the last call."""
+        total = sum(torch.cat(hashes) for hashes in self.hashes.values())
+        assert isinstance(total, torch.Tensor)
+        rows = dict(zip(self.keys, total.tolist(), strict=True))
+        self.keys.clear()
+        self.hashes.clear()
+        return rows
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    return Watch(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict[str, Any]:
+    """What the first group gave, by the activations' type."""
+    return {}
+
+
+def _answers(group: LocalGroup, watch: Watch, name: str) -> tuple[list[list[int]], dict[tuple[int, int], int]]:
+    limits, at_once = WAYS[name]
+    prompts = make_prompts(LENGTHS, group.model.vocab_size)
+    requests = [
+        (
+            prompt,
+            SamplingParams(max_tokens=NUM_NEW_TOKENS, temperature=float(i % 2), seed=i, ignore_eos=True),
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+    if name == "prefix":  # once to fill the cache
+        requests = requests + requests
+    answers = group.generate(requests, limits, at_once=at_once)
+    rows, count = watch.rows(), len(prompts)
+    if name == "prefix":
+        assert answers.stats.total_prefix_hit_tokens > 0
+        rows = {(request - count, position): it for (request, position), it in rows.items() if request > count}
+    if name == "preempted":
+        assert answers.stats.total_preemptions > 0
+    return answers.tokens[-count:], rows
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "strategy"),
+    [
+        (1, "float32", "shared_memory"),
+        (2, "float32", "shared_memory"),
+        (3, "float32", "shared_memory"),
+        pytest.param(3, "float32", "gloo", marks=pytest.mark.slow),
+        *(pytest.param(size, "float32", "shared_memory", marks=pytest.mark.slow) for size in (4, 5, 6, 7, 8, 9)),
+        (1, "bfloat16", "shared_memory"),
+        (2, "bfloat16", "shared_memory"),
+        *(pytest.param(size, "bfloat16", "shared_memory", marks=pytest.mark.slow) for size in (3, 5, 9)),
+    ],
+)
+def test_every_logit_has_the_same_bits(
+    size: int, dtype: Any, strategy: Any, smollm2_path: Path, watch: Watch, reference: dict[str, Any]
+) -> None:
+    group = LocalGroup(
+        smollm2_path,
+        size,
+        Limits().num_pages,
+        dtype=dtype,
+        strategy=strategy,
+        on_frame=lambda frame, scheduler: watch.keys.extend(rows_of_logits(frame, scheduler)),
+    )
+    try:
+        for name in WAYS:
+            tokens, rows = _answers(group, watch, name)
+            expected_tokens, expected = reference.setdefault(dtype, (tokens, rows))
+            assert len(rows) == len(LENGTHS) * NUM_NEW_TOKENS
+            assert [key for key, found in rows.items() if found != expected[key]] == [], f"{name}, {size} ranks"
+            assert tokens == expected_tokens
+    finally:
+        group.close()
+
+
+def test_sums_in_another_order_are_found(
+    smollm2_path: Path, watch: Watch, reference: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "float32" not in reference:
+        pytest.skip("needs the answers of the tests above")
+
+    def smaller_half_first(leaves: Span) -> tuple[Span, Span]:
+        middle = leaves.start + leaves.size // 2
+        return Span(leaves.start, middle), Span(middle, leaves.stop)
+
+    monkeypatch.setattr(tree, "halves", smaller_half_first)
+    tree.SumTree.of.cache_clear()
+    group = LocalGroup(
+        smollm2_path,
+        2,
+        Limits().num_pages,
+        on_frame=lambda frame, scheduler: watch.keys.extend(rows_of_logits(frame, scheduler)),
+    )
+    try:
+        _, rows = _answers(group, watch, "together")
+        _, expected = reference["float32"]
+        assert sum(found != expected.get(key) for key, found in rows.items()) > len(rows) // 2
+    finally:
+        group.close()
+        tree.SumTree.of.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_this_machine_keeps_the_contract(dtype: torch.dtype) -> None:
+    check_exactness(ExactArithmetic(CPU), "cpu", dtype, CPU)
+
+
+def test_the_self_test_names_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(EngineError, match="attention of a token depends on the tokens it is computed with; choose"):
+        check_exactness(ExactArithmetic(CPU), "torch_native", torch.float32, CPU)
+
+    def by_library(x: torch.Tensor, packed: torch.Tensor, num_columns: int, *_: Any) -> torch.Tensor:
+        return x.float() @ packed.transpose(1, 2).flatten(0, 1)[:num_columns].float().t()
+
+    monkeypatch.setattr("parallel.weight.product", by_library)
+    with pytest.raises(EngineError, match="a product"):
+        check_exactness(ExactArithmetic(CPU), "cpu", torch.float32, CPU)
+    assert cpu_products.TILE == 64

@@ -1,0 +1,110 @@
+"""Exact sums over ranks: the tree, what each rank sends of it, and that any number of ranks gives the same bits."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import HashStore
+
+from parallel import all_reduce
+from parallel.group import Strategy, TensorParallelGroup
+from parallel.plan import Span, leaf_columns
+from parallel.tree import SumTree, halves
+
+
+def _spans(num_leaves: int, size: int) -> tuple[Span, ...]:
+    borders = [num_leaves * rank // size for rank in range(size + 1)]
+    return tuple(Span(*borders) for borders in itertools.pairwise(borders))
+
+
+def _value(leaves: Tensor, node: Span) -> Tensor:
+    if node.size == 1:
+        return leaves[node.start]
+    left, right = halves(node)
+    return _value(leaves, left) + _value(leaves, right)
+
+
+def _leaves(num_leaves: int, *shape: int) -> Tensor:
+    """Of sizes so different that another order would show."""
+    generator = torch.Generator().manual_seed(num_leaves)
+    return torch.randn(num_leaves, *shape, generator=generator) * 10.0 ** torch.randint(
+        -4, 5, (num_leaves, *shape), generator=generator
+    )
+
+
+@pytest.mark.parametrize("num_leaves", [1, 2, 3, 6, 9, 12, 24, 28, 50])
+def test_any_deal_of_the_leaves_gives_the_same_bits(num_leaves: int) -> None:
+    leaves = _leaves(num_leaves, 40)
+    expected = _value(leaves, Span(0, num_leaves))
+    for size in range(1, 10):
+        spans = _spans(num_leaves, size)
+        tree = SumTree.of(spans)
+        nodes = []
+        for span, cover in zip(spans, tree.covers, strict=True):
+            assert [leaf for node in cover for leaf in range(*node)] == list(range(*span))
+            nodes += [_value(leaves, node) for node in cover]
+        assert torch.equal(tree.finish(nodes, torch.empty(40)), expected), f"{size} ranks"
+        assert len(tree.additions) == len(nodes) - 1
+
+
+def test_two_four_and_eight_ranks_send_one_node_of_leaves_that_eight_divides() -> None:
+    for num_leaves, size in itertools.product((8, 24, 32, 96), (2, 4, 8)):
+        assert {len(cover) for cover in SumTree.of(_spans(num_leaves, size)).covers} == {1}
+
+
+def test_a_rank_without_leaves_sends_nothing() -> None:
+    tree = SumTree.of((Span(0, 2), Span(2, 2), Span(2, 3)))
+    assert tree.covers == ((Span(0, 2),), (), (Span(2, 3),))
+
+
+@pytest.mark.parametrize(
+    ("size", "leaf"), [(12288, 512), (14336, 512), (25600, 512), (3072, 256), (1536, 128), (768, 64), (100, 4), (7, 1)]
+)
+def test_leaves_follow_from_the_columns_alone(size: int, leaf: int) -> None:
+    assert leaf_columns(size) == leaf
+
+
+@pytest.mark.parametrize(
+    ("strategy", "size"), [("shared_memory", 2), ("shared_memory", 3), ("shared_memory", 5), ("gloo", 3)]
+)
+@pytest.mark.parametrize("num_rows", [1, 17, 300])
+def test_ranks_sum_their_nodes_to_the_bits_of_one(
+    strategy: Strategy, size: int, num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(all_reduce, "_SLICED_BYTES", 100_000)  # so that more than one row in slices is cheap
+    num_leaves, width = 9, 72
+    leaves = _leaves(num_leaves, num_rows, width)
+    expected = _value(leaves, Span(0, num_leaves))
+    tree, store = SumTree.of(_spans(num_leaves, size)), HashStore()
+    found: list[Any] = [None] * size
+
+    def run(rank: int) -> None:
+        try:
+            group = TensorParallelGroup.create(
+                rank=rank, size=size, store=store, device="cpu", strategy=strategy, timeout_s=30.0
+            )
+            cover, sums = tree.covers[rank], []
+            for in_buffer in (True, False, True):
+                nodes = torch.stack([_value(leaves, node) for node in cover])
+                if in_buffer:
+                    nodes = group.node_buffer(tuple(nodes.shape)).copy_(nodes)  # type: ignore[arg-type]
+                sums.append(group.sum_nodes(nodes, tree).clone())
+            group.barrier()
+            group.close()
+            found[rank] = sums
+        except BaseException as error:  # noqa: BLE001 - shown by the test
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for sums in found:
+        assert isinstance(sums, list), sums
+        assert all(torch.equal(total, expected) for total in sums)

@@ -1,0 +1,147 @@
+"""What a rank that computes exactly checks before it serves: whether this machine keeps the contract.
+
+A compiler that fuses otherwise, or a kernel whose order follows its size, would go unnoticed: the answers look right.
+"""
+
+from __future__ import annotations
+
+import itertools
+from fractions import Fraction
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attention.backend import AttentionBackend
+from attention.kv_pool import ReqToTokenPool, TokenToKVPool
+from attention.layer import AttentionLayer
+from attention.registry import create_backend
+from configs.errors import EngineError
+from configs.layers import Axis, Cut
+from parallel.arithmetic import Arithmetic, LayerPlace
+from parallel.group import TensorParallelGroup
+from parallel.plan import LayerShard, Span, leaf_columns
+from parallel.tree import SumTree
+from worker.layers.norm import RMSNorm
+from worker.protocol import RowFlag, StepFrame
+from worker.step_inputs import StepInputs
+from worker.step_layout import shape_of
+
+_ROWS = 37
+_INPUTS = 384
+_OUTPUTS = 72
+_TOKENS = 300  # more than a chunk of keys
+_PAGE_SIZE = 16
+_WRONG = "numerics=exact does not hold on this machine: {}; choose numerics=fast, and report it"
+
+
+def check_exactness(arithmetic: Arithmetic, backend: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises EngineError, with what differs, where products, sums, norms or attention do not keep the contract.
+
+    Args:
+        backend: name of the attention backend.
+        dtype: of the activations.
+    """
+    random = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(rows, _INPUTS, generator=random).to(dtype) for rows in (_ROWS, _OUTPUTS))
+    x, weight = x.to(device), weight.to(device)
+    _check_products(arithmetic, x, weight)
+    _check_sums(arithmetic, x, weight)
+    norm = RMSNorm(_INPUTS, 1e-6, dtype=dtype, device=device)
+    norm.weight.copy_(weight[0])
+    _require_equal(norm(x)[-1:], norm(x[-1:]), "the norm of a row depends on the rows beside it")
+    _check_attention(backend, dtype, device, random)
+
+
+def _check_products(arithmetic: Arithmetic, x: Tensor, weight: Tensor) -> None:
+    product = arithmetic.weight(weight, None)
+    whole = product.in_fp32(x)
+    for part in (slice(0, 1), slice(5, 21)):
+        _require_equal(product.in_fp32(x[part]), whole[part], "a product's row depends on the rows beside it")
+    shard = arithmetic.weight(weight[8:40], None).in_fp32(x)
+    _require_equal(shard, whole[:, 8:40], "a product's column depends on the columns beside it")
+    if x.device.type == "cpu" and not torch.equal(whole[:2, :2], _chains(x[:2], weight[:2])):
+        raise EngineError(_WRONG.format("a product is not a chain of fused multiply-adds"))
+
+
+def _chains(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T by the contract's plain form: to the sum so far add a product, and round once."""
+    sums = torch.zeros(len(x), len(weight))
+    for i, row in enumerate(x.float().tolist()):
+        for j, column in enumerate(weight.float().tolist()):
+            total = Fraction(0)
+            for a, b in zip(row, column, strict=True):
+                total = Fraction(_to_fp32(total + Fraction(a) * Fraction(b)))
+            sums[i, j] = float(total)
+    return sums
+
+
+def _to_fp32(value: Fraction) -> float:
+    """The nearest fp32, ties to even; by way of fp64 it would be rounded twice."""
+    near = np.float32(float(value))
+    around = [np.nextafter(near, np.float32(side)) for side in (-np.inf, np.inf)]
+    return float(min((near, *around), key=lambda it: (abs(Fraction(float(it)) - value), int(it.view(np.int32)) & 1)))
+
+
+def _check_sums(arithmetic: Arithmetic, x: Tensor, weight: Tensor) -> None:
+    """That a sum over ranks is the same for each number of them: here one rank computes for all in turn."""
+    cut, leaf = Cut(Axis.MLP_COLUMNS, 1), leaf_columns(_INPUTS)
+    num_leaves = _INPUTS // leaf
+    answers = []
+    for size in (1, 2, 3, 5):
+        borders = [num_leaves * rank // size for rank in range(size + 1)]
+        spans = [Span(start * leaf, stop * leaf) for start, stop in itertools.pairwise(borders)]
+        shards = tuple(LayerShard({cut.axis: span}) for span in spans)
+        nodes: list[Tensor] = []
+        for rank, span in enumerate(spans):
+            group = TensorParallelGroup(rank=rank, size=size, device=x.device, collectives=None)
+            place = LayerPlace(shards, group, arithmetic, x.dtype, x.device)
+            columns = slice(*span)
+            nodes += arithmetic.part(weight[:, columns].contiguous(), cut, place)(x[:, columns].contiguous())
+        tree = SumTree.of(tuple(Span(start, stop) for start, stop in itertools.pairwise(borders)))
+        answers.append(tree.finish(nodes, torch.empty_like(nodes[0])))
+    for answer in answers[1:]:
+        _require_equal(answer, answers[0], "a sum over ranks depends on how many they are")
+
+
+def _check_attention(name: str, dtype: torch.dtype, device: torch.device, random: torch.Generator) -> None:
+    """That a token's answer is the same as a decode, and as the last of a prompt."""
+    layer = AttentionLayer(layer_id=0, tp_q_head_num=3, tp_k_head_num=1, head_dim=64, scale=0.125)
+    num_pages = -(-_TOKENS // _PAGE_SIZE)
+    pool = TokenToKVPool(
+        [layer], num_pages=num_pages, page_size=_PAGE_SIZE, dtype=dtype, compute_dtype=dtype, device=device
+    )
+    for slots in pool.slots(0):
+        slots.copy_(torch.randn(slots.shape, generator=random))
+    table = ReqToTokenPool(1, num_pages, device)
+    table.page_table[1] = torch.arange(1, num_pages + 1)
+    queries = torch.randn(_TOKENS, 3 * 64, generator=random).to(dtype).to(device)
+    backend = create_backend(name, name, pool)
+    whole = _attended(backend, table, queries, 0)
+    for start in (_TOKENS - 1, _TOKENS - 9):
+        found = _attended(backend, table, queries, start)
+        _require_equal(found, whole[start:], "attention of a token depends on the tokens it is computed with")
+
+
+def _attended(backend: AttentionBackend, table: ReqToTokenPool, queries: Tensor, start: int) -> Tensor:
+    """Answers to the queries from `start` on, as the new tokens of one row."""
+    num_tokens = len(queries) - start
+    frame = StepFrame(
+        generation=1,
+        step=1,
+        rows=np.array([1], np.int32),
+        starts=np.array([start], np.int32),
+        lens=np.array([num_tokens], np.int32),
+        flags=np.array([RowFlag.HAS_TOKENS | RowFlag.SAMPLE], np.int32),
+        token_ids=np.zeros(num_tokens, np.int32),
+    )
+    inputs = StepInputs(table, max_rows=1, max_tokens=num_tokens, page_size=_PAGE_SIZE)
+    shape = shape_of(frame)
+    inputs.upload(frame, shape)
+    backend.init_forward_metadata(inputs.batch(frame, shape))
+    return backend.attend(queries[start:], backend.layers[0])
+
+
+def _require_equal(found: Tensor, expected: Tensor, wrong: str) -> None:
+    if not torch.equal(found, expected):
+        raise EngineError(_WRONG.format(wrong))
