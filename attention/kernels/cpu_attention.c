@@ -63,7 +63,7 @@ int64_t scratch_floats(int64_t lines, int64_t head_dim) {
     return lines * (3 * dim + CHUNK) + (LANES + STRIP) * dim + 4 * whole(lines);
 }
 
-/* e4m3fn, as e5m2 has no use here: exponents of 8 bits differ from those of 4 by a factor. */
+/* Of e4m3fn: where its bits stand in those of a float, the exponent is off by a factor. */
 INLINE v16 load16_fp8(const void *p, size_t i) {
     typedef uint8_t b16 __attribute__((vector_size(16)));
     b16 b;
