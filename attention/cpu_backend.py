@@ -83,6 +83,7 @@ class CpuBackend(AttentionBackend):
             scratch=self._scratch.data_ptr(),
             table_stride=table.stride(0),
             num_blocks=len(blocks),
+            most_tokens=int((blocks[:, 2] - blocks[:, 1]).max()),
             most_lines=self._most_lines,
             threads=torch.get_num_threads(),
         )
@@ -91,11 +92,12 @@ class CpuBackend(AttentionBackend):
 
 def _args_of(layer: AttentionLayer, pool: TokenToKVPool) -> LayerArgs:
     keys, values = pool.pages(layer.layer_id)
-    assert keys.is_contiguous() and values.is_contiguous(), "the kernel reads pages that are contiguous"
+    assert all(it.is_contiguous() for it in (keys, values)), "the kernel reads pages that are contiguous"
+    assert layer.sinks is None or layer.sinks.is_contiguous(), "the kernel reads sinks that are contiguous"
     return LayerArgs(
         keys=keys.data_ptr(),
         values=values.data_ptr(),
-        sinks=None if layer.sinks is None else layer.sinks.contiguous().data_ptr(),
+        sinks=None if layer.sinks is None else layer.sinks.data_ptr(),
         kv_type=TYPES[pool.dtype],
         type=TYPES[pool.compute_dtype],
         kv_heads=layer.tp_k_head_num,

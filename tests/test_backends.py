@@ -85,7 +85,7 @@ def test_auto_says_what_it_passed_over_and_why() -> None:
     _, why = choose_backend("prefill", needs(features=frozenset({Feature.FP8_KV})))
     assert why == "sm90, bfloat16; fa3 has no FP8 KV cache (it would round queries to FP8 as well)"
     assert choose_backend("decode", CPU)[1] == "cpu, float32"
-    with pytest.raises(ConfigError, match="cpu has no latent .*; torch_native has no exact numerics .its products"):
+    with pytest.raises(ConfigError, match=r"cpu has no latent .*; torch_native has no exact numerics .its products"):
         choose_backend("decode", needs(CPU, features=frozenset({Feature.EXACT, Feature.LATENT})))
 
 

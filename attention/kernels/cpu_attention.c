@@ -4,7 +4,8 @@ Keys are cut in chunks of CHUNK positions. Of each chunk that holds a key which 
 score, the sum of weights and the weighted values; they merge in ascending order. What else is shared (a block of
 queries, a panel of keys, registers) is only ever laid out here: no sum runs over it.
 
-A line is one query head of one token. Lines of a block see one KV head, and share the loads of its keys. */
+A line is one query head of one token. Lines of a block that see the same KV head share the loads of its keys; they
+lie by KV head, then token, then query head. */
 #include "exact.h"
 #include <omp.h>
 
@@ -36,7 +37,7 @@ typedef struct {
     const uint8_t *marks;
     const Block *blocks;
     float *scratch; /* of scratch_floats for each thread */
-    int64_t table_stride, num_blocks, most_lines, threads;
+    int64_t table_stride, num_blocks, most_tokens, most_lines, threads; /* most: of a block, of an item's lines */
 } Step;
 
 /* One thread's block at work. */
@@ -45,8 +46,9 @@ typedef struct {
     const Sight *sights; /* of the block's tokens */
     const uint8_t *marks;
     const int32_t *pages;
-    size_t *places; /* of the chunk's keys */
-    int64_t head, lines, dim; /* dim: head_dim, rounded up to whole vectors */
+    size_t *places; /* of the chunk's keys: where the elements of `head` begin */
+    int64_t tokens, head, heads; /* of the block, and KV heads from `head` on */
+    int64_t of_head, lines, dim; /* lines of one KV head, and of all; head_dim, rounded up to whole vectors */
     float *queries, *scores, *chunk, *out; /* [lines, dim], but scores [lines, CHUNK] */
     float *panel, *strip; /* [dim, LANES], [STRIP, dim] */
     float *chunk_max, *chunk_sum, *max, *sum; /* [lines] */
@@ -61,7 +63,7 @@ int64_t scratch_floats(int64_t lines, int64_t head_dim) {
     return lines * (3 * dim + CHUNK) + (LANES + STRIP) * dim + 4 * whole(lines);
 }
 
-/* e4m3fn, as e5m2 has no use here: exponents of 8 bits differ from those of 4 by a factor. */
+/* Of e4m3fn: where its bits stand in those of a float, the exponent is off by a factor. */
 INLINE v16 load16_fp8(const void *p, size_t i) {
     typedef uint8_t b16 __attribute__((vector_size(16)));
     b16 b;
@@ -81,7 +83,7 @@ INLINE v16 load_kv(const void *p, size_t i, int type, size_t n) {
     return load16_fp8(some, 0);
 }
 
-/* Finds keys [from, to) of the chunk at `base`: where the KV head's elements of each begin. */
+/* Finds keys [from, to) of the chunk at `base`. */
 static void find(const Work *w, int64_t base, int64_t from, int64_t to) {
     const Layer *l = w->layer;
     for (int64_t t = from; t < to;) {
@@ -90,12 +92,6 @@ static void find(const Work *w, int64_t base, int64_t from, int64_t to) {
         for (; t < stop; t++)
             w->places[t - base] = ((first + (size_t)t) * (size_t)l->kv_heads + (size_t)w->head) * (size_t)l->head_dim;
     }
-}
-
-/* Has a key's or value's elements on their way: rows of one head lie too far apart for the processor to guess. */
-INLINE void fetch(const Layer *l, const void *p, size_t place) {
-    size_t size = l->kv_type == FP8 ? 1 : size_of((int)l->kv_type);
-    for (size_t i = 0; i < (size_t)l->head_dim * size; i += 64) __builtin_prefetch((const char *)p + place * size + i);
 }
 
 /* Swaps blocks of `width` lanes of x[i] and x[i + width]: four such turns transpose 16 vectors. */
@@ -111,19 +107,16 @@ INLINE void swap_blocks(v16 *x, int width) {
     }
 }
 
-/* The panel of the chunk's keys from its `at` on, a key a lane; those outside [from, to) are zeros, and not read. */
-static void fill_panel(const Work *w, int64_t at, int64_t from, int64_t to) {
+/* The panel of the chunk's keys from its `at` on, a key a lane; those outside [from, to) are zeros, and not read. `head`
+   counts from the item's first. */
+static void fill_panel(const Work *w, int64_t head, int64_t at, int64_t from, int64_t to) {
     const Layer *l = w->layer;
     const size_t *places = w->places + at;
-    for (int64_t t = most(at, from); t < least(at + LANES, to); t++) {
-        fetch(l, l->values, w->places[t]);
-        if (t + LANES < to) fetch(l, l->keys, w->places[t + LANES]);
-    }
     for (int64_t d = 0; d < w->dim; d += LANES) {
-        size_t n = (size_t)least(LANES, l->head_dim - d);
+        size_t n = (size_t)least(LANES, l->head_dim - d), column = (size_t)(head * l->head_dim + d);
         v16 x[LANES];
         for (int i = 0; i < LANES; i++)
-            x[i] = at + i >= from && at + i < to ? load_kv(l->keys, places[i] + (size_t)d, (int)l->kv_type, n) : (v16){0};
+            x[i] = at + i >= from && at + i < to ? load_kv(l->keys, places[i] + column, (int)l->kv_type, n) : (v16){0};
         swap_blocks(x, 8);
         swap_blocks(x, 4);
         swap_blocks(x, 2);
@@ -191,21 +184,40 @@ static void weigh_rows(int rows, const float *weights, const float *const *value
     else weigh_columns(1, weights, values, keys, out, dim);
 }
 
-static const Sight *sight_of(const Work *w, int64_t line) { return w->sights + line / w->layer->group; }
+static const Sight *sight_of(const Work *w, int64_t line) { return w->sights + line % w->of_head / w->layer->group; }
 
-/* Scores of keys base + [from, to) of the chunk, before any factor. */
-static void score(const Work *w, int64_t base, int64_t from, int64_t to) {
+/* Scores of the panel of keys [t, t + LANES) by the lines [line, end) of one KV head, before any factor. */
+static void score_panel(const Work *w, int64_t base, int64_t t, int64_t line, int64_t end) {
+    for (; line < end; line += TILE) {
+        int rows = (int)least(TILE, end - line);
+        int64_t first = INT64_MAX, stop = 0;
+        for (int r = 0; r < rows; r++) {
+            first = least(first, sight_of(w, line + r)->first);
+            stop = most(stop, sight_of(w, line + r)->stop);
+        }
+        if (stop > t && first < t + LANES)
+            multiply_rows(rows, w->queries + line * w->dim, w->dim, w->panel, w->scores + line * CHUNK + t - base);
+    }
+}
+
+/* Has the elements of keys or values [from, to) of the chunk on their way: pages lie anywhere, which the processor does
+   not guess. */
+INLINE void fetch(const Work *w, const void *p, int64_t from, int64_t to) {
+    size_t size = w->layer->kv_type == FP8 ? 1 : size_of((int)w->layer->kv_type);
+    size_t bytes = (size_t)(w->heads * w->layer->head_dim) * size;
+    for (int64_t t = from; t < to; t++)
+        for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)p + w->places[t] * size + i);
+}
+
+/* Of a key all heads at once, as they lie side by side in memory. */
+static void score_chunk(const Work *w, int64_t base, int64_t from, int64_t to) {
     for (int64_t t = from / LANES * LANES; t < to; t += LANES) {
-        fill_panel(w, t - base, from - base, to - base);
-        for (int64_t line = 0; line < w->lines; line += TILE) {
-            int rows = (int)least(TILE, w->lines - line);
-            int64_t first = to, stop = from;
-            for (int r = 0; r < rows; r++) {
-                first = least(first, sight_of(w, line + r)->first);
-                stop = most(stop, sight_of(w, line + r)->stop);
-            }
-            if (stop > t && first < t + LANES)
-                multiply_rows(rows, w->queries + line * w->dim, w->dim, w->panel, w->scores + line * CHUNK + t - base);
+        int64_t next = t + LANES - base;
+        fetch(w, w->layer->keys, next, least(next + LANES, to - base));
+        fetch(w, w->layer->values, most(t, from) - base, least(next, to - base));
+        for (int64_t head = 0; head < w->heads; head++) {
+            fill_panel(w, head, t - base, from - base, to - base);
+            score_panel(w, base, t, head * w->of_head, (head + 1) * w->of_head);
         }
     }
 }
@@ -280,10 +292,11 @@ static void weigh_alone(const Work *w, int64_t line, int64_t base, int64_t start
     }
 }
 
-/* Adds the weighted values of keys [from, to), at most STRIP, to the lines that see them. */
-static void weigh_strip(const Work *w, int64_t base, int64_t from, int64_t to, const float *const *values) {
-    for (int64_t line = 0; line < w->lines; line += TILE) {
-        int rows = (int)least(TILE, w->lines - line);
+/* Adds the weighted values of keys [from, to), at most STRIP, to those of the lines [line, end) that see them. */
+static void weigh_strip(const Work *w, int64_t base, int64_t from, int64_t to, const float *const *values, int64_t line,
+                        int64_t end) {
+    for (; line < end; line += TILE) {
+        int rows = (int)least(TILE, end - line);
         int64_t first = from, stop = to; /* what all of them see */
         for (int r = 0; r < rows; r++) {
             const Sight *s = sight_of(w, line + r);
@@ -300,23 +313,30 @@ static void weigh_strip(const Work *w, int64_t base, int64_t from, int64_t to, c
     }
 }
 
-static void weigh_chunk(const Work *w, int64_t base, int64_t from, int64_t to) {
+/* Has the values of keys [from, to) at hand: where they lie, if they may be read as they are, else as a copy. */
+static void gather(const Work *w, int64_t head, int64_t base, int64_t from, int64_t to, const float **values) {
     const Layer *l = w->layer;
-    int as_is = l->kv_type == FP32 && l->head_dim == w->dim;
+    for (int64_t t = from; t < to; t++) {
+        size_t at = w->places[t - base] + (size_t)(head * l->head_dim);
+        float *copy = w->strip + (t - from) * w->dim;
+        int as_is = l->kv_type == FP32 && l->head_dim == w->dim;
+        values[t - from] = as_is ? (const float *)l->values + at : copy;
+        for (int64_t d = 0; !as_is && d < w->dim; d += LANES) {
+            v16 x = load_kv(l->values, at + (size_t)d, (int)l->kv_type, (size_t)least(LANES, l->head_dim - d));
+            store16(copy, (size_t)d, FP32, x);
+        }
+    }
+}
+
+static void weigh_chunk(const Work *w, int64_t base, int64_t from, int64_t to) {
     memset(w->chunk, 0, (size_t)(w->lines * w->dim) * sizeof(float));
     for (int64_t start = from; start < to; start += STRIP) {
         int64_t stop = least(start + STRIP, to);
         const float *values[STRIP];
-        for (int64_t t = start; t < stop; t++) {
-            size_t at = w->places[t - base];
-            float *copy = w->strip + (t - start) * w->dim;
-            values[t - start] = as_is ? (const float *)l->values + at : copy;
-            for (int64_t d = 0; !as_is && d < w->dim; d += LANES) {
-                v16 x = load_kv(l->values, at + (size_t)d, (int)l->kv_type, (size_t)least(LANES, l->head_dim - d));
-                store16(copy, (size_t)d, FP32, x);
-            }
+        for (int64_t head = 0; head < w->heads; head++) {
+            gather(w, head, base, start, stop, values);
+            weigh_strip(w, base, start, stop, values, head * w->of_head, (head + 1) * w->of_head);
         }
-        weigh_strip(w, base, start, stop, values);
     }
 }
 
@@ -333,10 +353,17 @@ static void merge(const Work *w, int64_t line, float max, float sum, const float
     if (larger) w->max[line] = max;
 }
 
+/* Where a line's elements are in [tokens, heads, head_dim], whose tokens lie `stride` elements apart. */
+static size_t place_of(const Work *w, int64_t line, int64_t stride) {
+    const Layer *l = w->layer;
+    int64_t head = (w->head + line / w->of_head) * l->group + line % l->group;
+    return (size_t)(line % w->of_head / l->group * stride + head * l->head_dim);
+}
+
 static void load_queries(const Work *w, const void *q, int64_t stride) {
     const Layer *l = w->layer;
     for (int64_t line = 0; line < w->lines; line++) {
-        size_t at = (size_t)(line / l->group * stride + (w->head * l->group + line % l->group) * l->head_dim);
+        size_t at = place_of(w, line, stride);
         for (int64_t d = 0; d < w->dim; d += LANES) {
             size_t n = (size_t)least(LANES, l->head_dim - d);
             store16(w->queries + line * w->dim, (size_t)d, FP32, load_kv(q, at + (size_t)d, (int)l->type, n));
@@ -352,9 +379,8 @@ static void finish(const Work *w, void *out) {
     const Layer *l = w->layer;
     if (l->sinks) memset(w->chunk, 0, (size_t)w->dim * sizeof(float));
     for (int64_t line = 0; line < w->lines; line++) {
-        int64_t head = w->head * l->group + line % l->group;
-        if (l->sinks) merge(w, line, l->sinks[head], 1, w->chunk);
-        size_t at = (size_t)((line / l->group * l->kv_heads * l->group + head) * l->head_dim);
+        if (l->sinks) merge(w, line, l->sinks[place_of(w, line, 0) / (size_t)l->head_dim], 1, w->chunk);
+        size_t at = place_of(w, line, l->kv_heads * l->group * l->head_dim);
         for (int64_t d = 0; d < w->dim; d += LANES) {
             v16 x = load16(w->out + line * w->dim, (size_t)d, FP32) / w->sum[line] * l->v_scale;
             store_some(out, at + (size_t)d, (int)l->type, x, (size_t)least(LANES, l->head_dim - d));
@@ -362,9 +388,9 @@ static void finish(const Work *w, void *out) {
     }
 }
 
-static void attend_block(const Work *w, int64_t tokens, const void *q, int64_t stride, void *out) {
+static void attend_item(const Work *w, const void *q, int64_t stride, void *out) {
     int64_t from = INT64_MAX, to = 0;
-    for (int64_t i = 0; i < tokens; i++) {
+    for (int64_t i = 0; i < w->tokens; i++) {
         from = least(from, w->sights[i].first);
         to = most(to, w->sights[i].stop);
     }
@@ -372,7 +398,7 @@ static void attend_block(const Work *w, int64_t tokens, const void *q, int64_t s
     for (int64_t base = from / CHUNK * CHUNK; base < to; base += CHUNK) {
         int64_t first = most(from, base), stop = least(to, base + CHUNK);
         find(w, base, first, stop);
-        score(w, base, first, stop);
+        score_chunk(w, base, first, stop);
         for (int64_t line = 0; line < w->lines; line++) weights_of(w, line, base);
         weigh_chunk(w, base, first, stop);
         for (int64_t line = 0; line < w->lines; line++)
@@ -399,25 +425,35 @@ static Work work_of(const Layer *l, const Step *step) {
     return w;
 }
 
+/* KV heads of an item: as many as its lines have room for, and as leave an item for each thread. */
+static int64_t heads_of(const Layer *l, const Step *step) {
+    int64_t room = step->most_lines / (step->most_tokens * l->group);
+    return most(1, least(least(room, l->kv_heads), step->num_blocks * l->kv_heads / step->threads));
+}
+
 /* q [tokens, heads, head_dim], its tokens `stride` elements apart; out the same, contiguous. */
 void attend(const Layer *l, const Step *step, const void *q, int64_t stride, void *out) {
-    int64_t items = step->num_blocks * l->kv_heads, width = l->kv_heads * l->group * l->head_dim;
+    int64_t heads = heads_of(l, step), parts = (l->kv_heads + heads - 1) / heads, items = step->num_blocks * parts;
+    int64_t width = l->kv_heads * l->group * l->head_dim;
     size_t size = size_of((int)l->type);
 #pragma omp parallel num_threads((int)least(step->threads, items))
     {
-        Work w = work_of(l, step);
         size_t places[CHUNK];
+        Work w = work_of(l, step);
         w.places = places;
 #pragma omp for schedule(dynamic, 1)
         for (int64_t item = 0; item < items; item++) {
             /* The last first: of a prompt those take the longest. */
-            const Block *b = step->blocks + step->num_blocks - 1 - item / l->kv_heads;
-            w.head = item % l->kv_heads;
-            w.lines = (b->stop - b->first) * l->group;
+            const Block *b = step->blocks + step->num_blocks - 1 - item / parts;
+            w.head = item % parts * heads;
+            w.heads = least(heads, l->kv_heads - w.head);
+            w.tokens = b->stop - b->first;
+            w.of_head = w.tokens * l->group;
+            w.lines = w.heads * w.of_head;
             w.sights = step->sights + b->first;
             w.pages = step->page_table + b->row * step->table_stride;
-            attend_block(&w, b->stop - b->first, (const char *)q + (size_t)(b->first * stride) * size, stride,
-                         (char *)out + (size_t)(b->first * width) * size);
+            attend_item(&w, (const char *)q + (size_t)(b->first * stride) * size, stride,
+                        (char *)out + (size_t)(b->first * width) * size);
         }
     }
 }

@@ -44,6 +44,7 @@ class StepArgs(ctypes.Structure):
         ("scratch", ctypes.c_void_p),
         ("table_stride", ctypes.c_int64),
         ("num_blocks", ctypes.c_int64),
+        ("most_tokens", ctypes.c_int64),
         ("most_lines", ctypes.c_int64),
         ("threads", ctypes.c_int64),
     )
