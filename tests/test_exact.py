@@ -18,18 +18,19 @@ from parallel.kernels import cpu_products
 from parallel.plan import Span
 from tests.local_group import Limits, LocalGroup
 from tests.test_answers import make_prompts
+from worker import tp_worker
 from worker.models.decoder import Decoder
 from worker.self_test import check_exactness
 
 CPU = torch.device("cpu")
 NUM_NEW_TOKENS = 8
-LENGTHS = [1, 2, 17, 40, 130, 270]
+LENGTHS = [1, 2, 17, 40, 130, 300]
 WAYS = {
     "together": (Limits(), True),
     "alone": (Limits(), False),
     "chunks": (Limits(chunk=16), True),
     "prefix": (Limits(prefix_caching=True), False),
-    "preempted": (Limits(num_pages=33), True),
+    "preempted": (Limits(num_pages=40), True),
 }
 
 
@@ -72,11 +73,12 @@ def reference() -> dict[str, Any]:
 
 def _answers(group: LocalGroup, watch: Watch, name: str) -> tuple[list[list[int]], dict[tuple[int, int], int]]:
     limits, at_once = WAYS[name]
+    num_tokens = 3 * NUM_NEW_TOKENS if name == "preempted" else NUM_NEW_TOKENS
     prompts = make_prompts(LENGTHS, group.model.vocab_size)
     requests = [
         (
             prompt,
-            SamplingParams(max_tokens=NUM_NEW_TOKENS, temperature=float(i % 2), seed=i, ignore_eos=True),
+            SamplingParams(max_tokens=num_tokens, temperature=float(i % 2), seed=i, ignore_eos=True),
         )
         for i, prompt in enumerate(prompts)
     ]
@@ -119,10 +121,10 @@ def test_every_logit_has_the_same_bits(
     try:
         for name in WAYS:
             tokens, rows = _answers(group, watch, name)
-            expected_tokens, expected = reference.setdefault(dtype, (tokens, rows))
-            assert len(rows) == len(LENGTHS) * NUM_NEW_TOKENS
-            assert [key for key, found in rows.items() if found != expected[key]] == [], f"{name}, {size} ranks"
-            assert tokens == expected_tokens
+            assert len(rows) == sum(map(len, tokens))
+            expected = reference.setdefault(dtype, {})
+            differing = [key for key, found in rows.items() if expected.setdefault(key, found) != found]
+            assert differing == [], f"{name}, {size} ranks"
     finally:
         group.close()
 
@@ -138,6 +140,7 @@ def test_sums_in_another_order_are_found(
         return Span(leaves.start, middle), Span(middle, leaves.stop)
 
     monkeypatch.setattr(tree, "halves", smaller_half_first)
+    monkeypatch.setattr(tp_worker, "check_exactness", lambda *_: None)  # it would refuse to start
     tree.SumTree.of.cache_clear()
     group = LocalGroup(
         smollm2_path,
@@ -147,7 +150,7 @@ def test_sums_in_another_order_are_found(
     )
     try:
         _, rows = _answers(group, watch, "together")
-        _, expected = reference["float32"]
+        expected = reference["float32"]
         assert sum(found != expected.get(key) for key, found in rows.items()) > len(rows) // 2
     finally:
         group.close()
