@@ -23,7 +23,10 @@ HEADER = Path(__file__).with_name("exact.h")
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The numbers of element types in exact.h."""
 # Products and sums in one expression become one fused operation, as the contract has them; nothing is reordered.
-_FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp")
+_FLAGS = (
+    *("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-fopenmp"),
+    *(("-mprefer-vector-width=512",) if platform.machine() == "x86_64" else ()),
+)
 _FLAGS_TO_LINK = ("-shared", "-fPIC", "-std=gnu11", "-Wall", "-Wno-psabi", "-Werror", "-lm")
 
 

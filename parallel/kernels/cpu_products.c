@@ -6,14 +6,24 @@ threads there are changes what is computed beside it, never its bits. */
 
 /* Outputs are made ROWS rows of a tile at a time, DEPTH inputs long: what is read again, DEPTH * TILE weights and
 ROWS * DEPTH inputs, stays in a level-2 cache. */
-enum { TILE = 64, VECTORS = TILE / LANES, ROWS = 48, DEPTH = 512 };
+enum { TILE = 64, ROWS = 48, DEPTH = 512 };
 /* Below as many multiplications the threads take longer to wake than the product takes. */
 enum { FEW = 1 << 15 };
+/* Vectors of the processor's own length, and as many of them beside one another as leave all sums in registers. */
 #ifdef __AVX512F__
+enum { BYTES = 64 };
 #define SIDE_BY_SIDE(rows) 4
-#else /* Fewer or shorter registers, which the sums have to stay in. */
-#define SIDE_BY_SIDE(rows) ((rows) == 1 ? 4 : (rows) == 2 ? 2 : 1)
+#elif defined(__AVX__)
+enum { BYTES = 32 };
+#define SIDE_BY_SIDE(rows) ((rows) == 1 ? 8 : (rows) == 2 ? 4 : 2)
+#else
+enum { BYTES = 16 };
+#define SIDE_BY_SIDE(rows) ((rows) == 1 ? 16 : (rows) == 2 ? 8 : 4)
 #endif
+enum { LENGTH = BYTES / sizeof(float) };
+typedef float vec __attribute__((vector_size(BYTES)));
+typedef int32_t ivec __attribute__((vector_size(BYTES)));
+typedef uint32_t uvec __attribute__((vector_size(BYTES)));
 
 typedef struct {
     const void *x, *packed, *bias;
@@ -31,59 +41,53 @@ typedef struct {
     size_t tile, row, num_rows;
 } Part;
 
-/* Two vectors of 16-bit weights, which need no shuffling when even columns become one vector and odd ones the other. */
-static inline __attribute__((always_inline)) v16 upper_half(u16 bits, int type) {
-    if (type == BF16) return (v16)(bits & 0xffff0000);
+/* 16-bit weights in the upper halves of `bits`. */
+static inline vec widened(uvec bits, int type) {
+    if (type == BF16) return (vec)(bits & 0xffff0000);
     /* The exponent's bias changes by a product, which is exact and gives numbers below the smallest normal one. */
-    v16 x = (v16)((bits & 0x7fff0000) >> 3) * 0x1p112f;
-    u16 not_finite = (u16)((bits & 0x7c000000) == 0x7c000000) & 0x7f800000;
-    return (v16)((u16)x | not_finite | (bits & 0x80000000));
+    vec x = (vec)(((ivec)bits >> 3) & (int32_t)0x8fffe000) * 0x1p112f;
+    return (vec)((ivec)x | ((((ivec)bits & 0x7c000000) == 0x7c000000) & 0x7f800000)); /* infinities and NaNs */
 }
 
-static inline __attribute__((always_inline)) void load_pair(const void *w, size_t i, int type, v16 *pair) {
-    u16 bits;
-    memcpy(&bits, (const uint16_t *)w + i, sizeof bits);
-    pair[0] = upper_half(bits << 16, type);
-    pair[1] = upper_half(bits, type);
+/* Two vectors of weights from w[i] on. 16-bit ones need no shuffling: even ones become one vector, odd ones the other. */
+static inline void load_pair(const void *w, size_t i, int type, vec *pair) {
+    if (type == FP32) {
+        memcpy(pair, (const float *)w + i, BYTES);
+        memcpy(pair + 1, (const float *)w + i + LENGTH, BYTES);
+    } else {
+        uvec bits;
+        memcpy(&bits, (const uint16_t *)w + i, BYTES);
+        pair[0] = widened(bits << 16, type);
+        pair[1] = widened(bits, type);
+    }
 }
 
-/* Between the columns' order and even ones before odd ones. */
-static inline __attribute__((always_inline)) void part_pair(v16 *pair) {
-    v16 even = __builtin_shufflevector(pair[0], pair[1], 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-    pair[1] = __builtin_shufflevector(pair[0], pair[1], 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-    pair[0] = even;
-}
-
-static inline __attribute__((always_inline)) void join_pair(v16 *pair) {
-    v16 low = __builtin_shufflevector(pair[0], pair[1], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-    pair[1] = __builtin_shufflevector(pair[0], pair[1], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-    pair[0] = low;
+/* Where a tile's sum of a column lies: as `load_pair` has the weights. */
+static inline size_t place(size_t column, int type) {
+    size_t i = column % (2 * LENGTH);
+    return type == FP32 ? column : column - i + i % 2 * LENGTH + i / 2;
 }
 
 /* Continues the chains of R rows and a tile, kept in sums [R][TILE], over k in [0, depth). */
 #define CHAINS(R, NAME, TYPE)                                                                                    \
     static void chains_##R##_##NAME(const float *x, size_t x_stride, const void *w, size_t depth, float *sums) { \
-        enum { WIDTH = SIDE_BY_SIDE(R), PAIRS = TYPE != FP32 && WIDTH > 1 };                                     \
-        for (size_t v = 0; v < VECTORS; v += WIDTH) {                                                            \
-            v16 y[R][WIDTH];                                                                                     \
-            for (int r = 0; r < R; r++) {                                                                        \
-                for (int i = 0; i < WIDTH; i++) y[r][i] = load16(sums, r * TILE + (v + i) * LANES, FP32);        \
-                for (int i = 0; PAIRS && i < WIDTH; i += 2) part_pair(y[r] + i);                                 \
-            }                                                                                                    \
+        enum { WIDTH = SIDE_BY_SIDE(R) };                                                                        \
+        for (size_t column = 0; column < TILE; column += WIDTH * LENGTH) {                                       \
+            vec y[R][WIDTH];                                                                                     \
+            for (int r = 0; r < R; r++)                                                                          \
+                for (int i = 0; i < WIDTH; i++) memcpy(&y[r][i], sums + r * TILE + column + i * LENGTH, BYTES);  \
             for (size_t k = 0; k < depth; k++) {                                                                 \
-                size_t from = k * TILE + v * LANES;                                                              \
-                v16 weights[WIDTH];                                                                              \
-                if (PAIRS)                                                                                       \
-                    for (int i = 0; i < WIDTH; i += 2) load_pair(w, from + i * LANES, TYPE, weights + i);        \
-                else                                                                                             \
-                    for (int i = 0; i < WIDTH; i++) weights[i] = load16(w, from + i * LANES, TYPE);              \
+                vec weights[WIDTH];                                                                              \
+                /* The first part of every line of memory is far from the next line's: have them all come. */   \
+                for (size_t i = 0; WIDTH * LENGTH < TILE && column == 0 && i < TILE * size_of(TYPE); i += 64)    \
+                    __builtin_prefetch((const char *)w + (k + 16) * TILE * size_of(TYPE) + i);                   \
+                for (int i = 0; i < WIDTH; i += 2)                                                               \
+                    load_pair(w, k * TILE + column + i * LENGTH, TYPE, weights + i);                             \
                 for (int r = 0; r < R; r++)                                                                      \
-                    for (int i = 0; i < WIDTH; i++) y[r][i] = all(x[r * x_stride + k]) * weights[i] + y[r][i];   \
+                    for (int i = 0; i < WIDTH; i++) y[r][i] = x[r * x_stride + k] * weights[i] + y[r][i];        \
             }                                                                                                    \
-            for (int r = 0; r < R; r++) {                                                                        \
-                for (int i = 0; PAIRS && i < WIDTH; i += 2) join_pair(y[r] + i);                                 \
-                for (int i = 0; i < WIDTH; i++) store16(sums, r * TILE + (v + i) * LANES, FP32, y[r][i]);        \
-            }                                                                                                    \
+            for (int r = 0; r < R; r++)                                                                          \
+                for (int i = 0; i < WIDTH; i++) memcpy(sums + r * TILE + column + i * LENGTH, &y[r][i], BYTES);  \
         }                                                                                                        \
     }
 #define CHAINS_OF(NAME, TYPE) CHAINS(1, NAME, TYPE) CHAINS(2, NAME, TYPE) CHAINS(4, NAME, TYPE) CHAINS(6, NAME, TYPE)
@@ -141,28 +145,36 @@ static void subtree(const Job *job, Part part, size_t a, size_t b, float *sums) 
     for (size_t i = 0; i < count; i++) sums[i] += right[i];
 }
 
-/* Between `sums` [num_rows][TILE] and a node's outputs; the last tile may have fewer columns. */
+static size_t width_of(const Job *job, Part part) {
+    size_t left = job->num_columns - part.tile * TILE;
+    return left < TILE ? left : TILE;
+}
+
+/* Takes what a node's outputs hold as sums. */
 static void fetch(const Job *job, Part part, size_t node, float *sums) {
-    size_t column = part.tile * TILE, width = job->num_columns - column < TILE ? job->num_columns - column : TILE;
     for (size_t r = 0; r < part.num_rows; r++) {
-        size_t from = (node * job->num_rows + part.row + r) * job->num_columns + column;
-        memcpy(sums + r * TILE, (const float *)job->out + from, width * sizeof(float));
+        size_t from = (node * job->num_rows + part.row + r) * job->num_columns + part.tile * TILE;
+        for (size_t i = 0; i < width_of(job, part); i++)
+            sums[r * TILE + place(i, job->type)] = ((const float *)job->out)[from + i];
     }
 }
 
+/* Makes sums a node's outputs. */
 static void finish(const Job *job, Part part, size_t node, const float *sums) {
-    for (size_t r = 0; r < part.num_rows; r++)
-        for (size_t i = 0; i < TILE; i += LANES) {
-            size_t column = part.tile * TILE + i, to = (node * job->num_rows + part.row + r) * job->num_columns + column;
-            if (column >= job->num_columns) break;
-            size_t width = job->num_columns - column < LANES ? job->num_columns - column : LANES;
-            v16 y = load16(sums, r * TILE + i, FP32);
-            if (job->bias)
-                y += width == LANES ? load16(job->bias, column, job->bias_type)
-                                    : load_some(job->bias, column, job->bias_type, width);
-            if (width == LANES) store16(job->out, to, job->out_type, y);
-            else store_some(job->out, to, job->out_type, y, width);
-        }
+    size_t column = part.tile * TILE, width = width_of(job, part);
+    float bias[TILE] = {0}, y[TILE];
+    if (job->bias) widen(job->bias, column, job->bias_type, width, bias);
+    for (size_t r = 0; r < part.num_rows; r++) {
+        size_t to = (node * job->num_rows + part.row + r) * job->num_columns + column, i = 0;
+        const float *row = sums + r * TILE;
+        if (job->type == FP32) memcpy(y, row, sizeof y);
+        else
+            for (size_t j = 0; j < TILE; j++) y[j] = row[place(j, BF16)];
+        if (job->bias)
+            for (size_t j = 0; j < TILE; j++) y[j] += bias[j];
+        for (; i + LANES <= width; i += LANES) store16(job->out, to + i, job->out_type, load16(y, i, FP32));
+        if (i < width) store_some(job->out, to + i, job->out_type, load16(y, i, FP32), width - i);
+    }
 }
 
 /* Every node of every output. With `accumulate` chains start from what out holds, otherwise from 0. */

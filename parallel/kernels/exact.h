@@ -8,6 +8,10 @@ The order of arithmetic is the contract: 16 lanes whatever the processor has, on
 #include <stdint.h>
 #include <string.h>
 
+#if defined(__x86_64__) && !defined(__FMA__)
+#error "this processor has no fused multiply-add"
+#endif
+
 #define LANES 16
 typedef float v16 __attribute__((vector_size(64)));
 typedef int32_t i16 __attribute__((vector_size(64)));
