@@ -22,7 +22,7 @@ from configs.layers import Axis, MixtureOfExperts
 from parallel.arithmetic import FAST, LayerPlace
 from parallel.group import TensorParallelGroup
 from parallel.plan import LayerShard, Span
-from tests.test_linear import on_ranks
+from tests.test_models import on_ranks
 from worker.layers.experts import CudaExperts, Experts
 from worker.layers.step import Padding
 
