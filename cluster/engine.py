@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import time
 from typing import Any
@@ -15,6 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.actors import actor_class
 from cluster.coordinator_actor import CoordinatorActor, EngineFacts, EngineSpec
 from cluster.engine_client import EngineClient
+from cluster.fingerprint import system_fingerprint
 from cluster.gpus import least_compute_capability
 from cluster.observability.telemetry import Telemetry
 from cluster.preflight import find_tokenizer
@@ -144,7 +144,7 @@ class RunningEngine:
             version=VERSION,
             info=EngineInfo.of(config, self.facts.num_pages),
             max_item_tokens=self.facts.max_item_tokens,
-            system_fingerprint=_fingerprint(self.spec),
+            system_fingerprint=system_fingerprint(self.spec),
         )
         try:
             await self.coordinator.set_tokenizer.remote(tokenizer.to_json())
@@ -176,13 +176,6 @@ class RunningEngine:
         elif (error := self._run.exception()) is not None:
             logger.warning("the engine had failed: %s", _cause(error))
         ray.kill(self.coordinator)
-
-
-def _fingerprint(spec: EngineSpec) -> str:
-    """Version, ranks, and a hash of all that may change an answer: the model and the settings but those of serving."""
-    settings = spec.config.model_dump_json(exclude={"model", "tokenizer", "server", "placement", "num_replicas"})
-    digest = hashlib.sha256(f"{spec.model}{settings}".encode()).hexdigest()
-    return f"lockstep-{VERSION}-tp{spec.config.tensor_parallel_size}-{digest[:8]}"
 
 
 def _cause(error: BaseException) -> LockstepError:

@@ -88,7 +88,7 @@ def test_every_backend_that_can_attends_to_the_same_step_and_autos_choice_is_mar
         times, auto, theirs = attention.measure(one, torch.device("cpu"), torch.float32)
         own = [] if one.is_latent else ["cpu"]
         assert list(times) == [*own, "torch_native"]
-        assert auto == list(times)[0]
+        assert auto == next(iter(times))
         assert theirs == {}
         assert times[auto] > 0
     assert (decode.kv_bytes, extend.flops) == (4 * 3 * 16 * 2 * 128, 4 * (5 * 11 + 15) * 4 * 128)

@@ -45,6 +45,7 @@ typedef struct {
     const Sight *sights; /* of the block's tokens */
     const uint8_t *marks;
     const int32_t *pages;
+    size_t *places; /* of the chunk's keys */
     int64_t head, lines, dim; /* dim: head_dim, rounded up to whole vectors */
     float *queries, *scores, *chunk, *out; /* [lines, dim], but scores [lines, CHUNK] */
     float *panel, *strip; /* [dim, LANES], [STRIP, dim] */
@@ -80,12 +81,21 @@ INLINE v16 load_kv(const void *p, size_t i, int type, size_t n) {
     return load16_fp8(some, 0);
 }
 
-/* Where the KV head's elements of key t begin. */
-INLINE size_t place(const Work *w, int64_t t) {
+/* Finds keys [from, to) of the chunk at `base`: where the KV head's elements of each begin. */
+static void find(const Work *w, int64_t base, int64_t from, int64_t to) {
     const Layer *l = w->layer;
-    uint32_t size = (uint32_t)l->page_size, page = (uint32_t)t / size, offset = (uint32_t)t % size;
-    size_t slot = (size_t)w->pages[page] * size + offset;
-    return (slot * (size_t)l->kv_heads + (size_t)w->head) * (size_t)l->head_dim;
+    for (int64_t t = from; t < to;) {
+        int64_t page = t / l->page_size, stop = least(to, (page + 1) * l->page_size);
+        size_t first = (size_t)w->pages[page] * (size_t)l->page_size - (size_t)(page * l->page_size);
+        for (; t < stop; t++)
+            w->places[t - base] = ((first + (size_t)t) * (size_t)l->kv_heads + (size_t)w->head) * (size_t)l->head_dim;
+    }
+}
+
+/* Has a key's or value's elements on their way: rows of one head lie too far apart for the processor to guess. */
+INLINE void fetch(const Layer *l, const void *p, size_t place) {
+    size_t size = l->kv_type == FP8 ? 1 : size_of((int)l->kv_type);
+    for (size_t i = 0; i < (size_t)l->head_dim * size; i += 64) __builtin_prefetch((const char *)p + place * size + i);
 }
 
 /* Swaps blocks of `width` lanes of x[i] and x[i + width]: four such turns transpose 16 vectors. */
@@ -101,16 +111,19 @@ INLINE void swap_blocks(v16 *x, int width) {
     }
 }
 
-/* The panel of keys base to base + 15, a key a lane; those outside [from, to) are zeros, and not read. */
-static void fill_panel(const Work *w, int64_t base, int64_t from, int64_t to) {
+/* The panel of the chunk's keys from its `at` on, a key a lane; those outside [from, to) are zeros, and not read. */
+static void fill_panel(const Work *w, int64_t at, int64_t from, int64_t to) {
     const Layer *l = w->layer;
-    size_t places[LANES];
-    for (int i = 0; i < LANES; i++) places[i] = base + i >= from && base + i < to ? place(w, base + i) : SIZE_MAX;
+    const size_t *places = w->places + at;
+    for (int64_t t = most(at, from); t < least(at + LANES, to); t++) {
+        fetch(l, l->values, w->places[t]);
+        if (t + LANES < to) fetch(l, l->keys, w->places[t + LANES]);
+    }
     for (int64_t d = 0; d < w->dim; d += LANES) {
         size_t n = (size_t)least(LANES, l->head_dim - d);
         v16 x[LANES];
         for (int i = 0; i < LANES; i++)
-            x[i] = places[i] == SIZE_MAX ? (v16){0} : load_kv(l->keys, places[i] + (size_t)d, (int)l->kv_type, n);
+            x[i] = at + i >= from && at + i < to ? load_kv(l->keys, places[i] + (size_t)d, (int)l->kv_type, n) : (v16){0};
         swap_blocks(x, 8);
         swap_blocks(x, 4);
         swap_blocks(x, 2);
@@ -183,7 +196,7 @@ static const Sight *sight_of(const Work *w, int64_t line) { return w->sights + l
 /* Scores of keys base + [from, to) of the chunk, before any factor. */
 static void score(const Work *w, int64_t base, int64_t from, int64_t to) {
     for (int64_t t = from / LANES * LANES; t < to; t += LANES) {
-        fill_panel(w, t, from, to);
+        fill_panel(w, t - base, from - base, to - base);
         for (int64_t line = 0; line < w->lines; line += TILE) {
             int rows = (int)least(TILE, w->lines - line);
             int64_t first = to, stop = from;
@@ -295,7 +308,7 @@ static void weigh_chunk(const Work *w, int64_t base, int64_t from, int64_t to) {
         int64_t stop = least(start + STRIP, to);
         const float *values[STRIP];
         for (int64_t t = start; t < stop; t++) {
-            size_t at = place(w, t);
+            size_t at = w->places[t - base];
             float *copy = w->strip + (t - start) * w->dim;
             values[t - start] = as_is ? (const float *)l->values + at : copy;
             for (int64_t d = 0; !as_is && d < w->dim; d += LANES) {
@@ -358,6 +371,7 @@ static void attend_block(const Work *w, int64_t tokens, const void *q, int64_t s
     load_queries(w, q, stride);
     for (int64_t base = from / CHUNK * CHUNK; base < to; base += CHUNK) {
         int64_t first = most(from, base), stop = least(to, base + CHUNK);
+        find(w, base, first, stop);
         score(w, base, first, stop);
         for (int64_t line = 0; line < w->lines; line++) weights_of(w, line, base);
         weigh_chunk(w, base, first, stop);
@@ -392,6 +406,8 @@ void attend(const Layer *l, const Step *step, const void *q, int64_t stride, voi
 #pragma omp parallel num_threads((int)least(step->threads, items))
     {
         Work w = work_of(l, step);
+        size_t places[CHUNK];
+        w.places = places;
 #pragma omp for schedule(dynamic, 1)
         for (int64_t item = 0; item < items; item++) {
             /* The last first: of a prompt those take the longest. */

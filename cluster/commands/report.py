@@ -60,10 +60,10 @@ def print_plan(
     # One GPU a rank is what the placement will ask for; whether the cluster has them is checked when it is joined.
     host = HostFacts(num_cores=os.cpu_count() or 1, num_gpus=config.tensor_parallel_size if on_gpus else 0)
     resolved = resolve(config, model, host)
-    plan = ShardPlan.create(model, config.tensor_parallel_size, exact=config.is_exact)
+    plan = ShardPlan.create(model, config.tensor_parallel_size, exact=resolved.config.is_exact)
     lines = [
         f"{resolved.config.served_model_name}: {model.model_type}, {model.num_hidden_layers} layers, "
-        f"{_heads(model)}, {resolved.config.dtype}",
+        f"{_heads(model)}, {resolved.config.dtype}, {resolved.config.numerics}",
         f"  from {model_path}",
         "",
         _rank_table(plan, resolved.config),

@@ -12,7 +12,8 @@ def model_card(model: ServedModel, name: str) -> ModelCard:
     """The card of `model`. Raises RequestError (404) for a `name` that is not its own."""
     model.check_name(name)
     created_at = datetime.fromtimestamp(model.started, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    return ModelCard(name, model.started, created_at, name, model.max_model_len, model.formats.tool_template)
+    numerics = "fast" if model.info is None else model.info.numerics
+    return ModelCard(name, model.started, created_at, name, model.max_model_len, model.formats.tool_template, numerics)
 
 
 def model_list(model: ServedModel) -> ModelList:

@@ -187,6 +187,8 @@ class ModelCard(msgspec.Struct):
     max_model_len: int
     tool_template: Literal["own", "generic", "none"]
     """How the model is shown tools: by its chat template, in the generic form, or not at all."""
+    numerics: Literal["exact", "fast"]
+    """exact: not one bit of a logit depends on the number of ranks, or on what else runs."""
     owned_by: str = "lockstep"
     object: Literal["model"] = "model"
     type: Literal["model"] = "model"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from configs.schema import EngineConfig, resolved
@@ -11,6 +13,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One tensor-parallel group. No path, address or secret has a place here."""
 
     dtype: str
+    numerics: Literal["exact", "fast"]
     device: str
     prefill_attention_backend: str
     decode_attention_backend: str
@@ -35,6 +38,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
         scheduler = config.scheduler
         return cls(
             dtype=config.dtype,
+            numerics="exact" if config.is_exact else "fast",
             device=config.device,
             prefill_attention_backend=resolved(config.attention.prefill_backend),
             decode_attention_backend=resolved(config.attention.decode_backend),

@@ -167,7 +167,8 @@ static void finish(const Job *job, Part part, size_t node, const float *sums) {
         const float *row = sums + r * TILE;
         if (job->type == FP32) memcpy(y, row, sizeof y);
         else
-            for (size_t j = 0; j < TILE; j++) y[j] = row[place(j, BF16)];
+            for (size_t j = 0; j < TILE; j += 2 * LENGTH)
+                for (size_t l = 0; l < LENGTH; l++) y[j + 2 * l] = row[j + l], y[j + 2 * l + 1] = row[j + LENGTH + l];
         if (job->bias)
             for (size_t j = 0; j < TILE; j++) y[j] += bias[j];
         for (; i + LANES <= width; i += LANES) store16(job->out, to + i, job->out_type, load16(y, i, FP32));

@@ -25,6 +25,7 @@ from parallel.fused_sum import PartialSum
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from parallel.weight import TensorSource
+from worker.kernels.cpu_pointwise import softcap_
 from worker.layers.attention import Attention
 from worker.layers.biased_experts import BiasedExperts
 from worker.layers.experts import Experts
@@ -255,4 +256,8 @@ class Decoder:
         """
         logits = self._lm_head.local_logits(hidden, out)
         softcap = self._model.final_logit_softcap
-        return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
+        if softcap is None:
+            return logits
+        if logits.is_cuda:
+            return logits.div_(softcap).tanh_().mul_(softcap)
+        return softcap_(logits, softcap)

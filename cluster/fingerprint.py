@@ -1,0 +1,50 @@
+"""`system_fingerprint`: what an answer's bits depend on, in a few letters."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from cluster.coordinator_actor import EngineSpec
+from cluster.version import VERSION
+
+_SAMPLE_BYTES = 1 << 16
+
+
+def system_fingerprint(spec: EngineSpec) -> str:
+    """Version, and a hash of all that may change an answer.
+
+    Where numerics are exact, that is what the model is, its weights, the types of activations and cache and the kind of
+    device: whoever has the same fingerprint gives the same bits. Else it is also the number of ranks and all settings
+    but those of serving, and equal fingerprints promise nothing.
+    """
+    config = spec.config
+    if not config.is_exact:
+        settings = config.model_dump_json(exclude={"model", "tokenizer", "server", "placement", "num_replicas"})
+        return f"lockstep-{VERSION}-tp{config.tensor_parallel_size}-{_digest(str(spec.model), settings)}"
+    weights = "dummy" if config.load_format == "dummy" else _weights(spec.model_path)
+    types = (config.dtype, config.kv_dtype, config.device)
+    return f"lockstep-{VERSION}-exact-{_digest(str(spec.model), weights, *types)}"
+
+
+def _weights(path: Path) -> str:
+    """Of a checkpoint's files: sizes, and bytes from beginning, middle and end, which no two trainings share.
+
+    Of one that is not on this node, the last part of its path: for the Hub's a commit.
+    """
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    if not files:
+        return path.name
+    digest = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        digest.update(str(size).encode())
+        with file.open("rb") as opened:
+            for start in (0, size // 2, max(0, size - _SAMPLE_BYTES)):
+                opened.seek(start)
+                digest.update(opened.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:8]
