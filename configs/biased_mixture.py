@@ -55,7 +55,7 @@ class BiasedMixture:
 
     @property
     def down_bias(self) -> TensorSpec:
-        """[num_experts, hidden_size]; every rank has all of it, and one adds it."""
+        """[num_experts, hidden_size]; every rank has all of it, and adds it to the sum over the ranks."""
         return self._routed("down_proj_bias", (self.num_experts, self.hidden_size), Role.BIAS, None)
 
     @property

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from configs.biased_mixture import BiasedMixture
 from configs.errors import ConfigError
 from configs.latent_attention import LatentAttention
-from configs.layers import MixtureOfExperts
 from configs.model_config import ModelConfig
 
 _INEXACT: dict[type[Any], str] = {
     LatentAttention: "latent attention computes in two forms, by which is cheaper for a step, and they round otherwise",
-    BiasedMixture: "experts with biases are multiplied in an order that follows how many tokens chose them",
-    MixtureOfExperts: "experts are multiplied in an order that follows how many tokens chose them",
 }
 
 

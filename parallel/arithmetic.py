@@ -23,11 +23,12 @@ from parallel.weight import CpuLeaves, CpuWeight, CudaWeight, TensorSource, Weig
 
 @dataclass(frozen=True, slots=True)
 class Leaves:
-    """How the inputs of a matrix that ranks cut are summed."""
+    """How a rank sums its inputs of a matrix that ranks cut."""
 
     width: int
     """Inputs of a leaf."""
-    tree: SumTree
+    nodes: tuple[Span, ...]
+    """The leaves below each, counted from the rank's first one."""
 
 
 class Arithmetic(ABC):
@@ -42,6 +43,10 @@ class Arithmetic(ABC):
         """Of [out_features, this rank's inputs], cut so: what it returns is a part of `rank_sum`'s."""
 
     @abstractmethod
+    def leaves(self, cut: Cut, place: LayerPlace) -> Leaves:
+        """Of `part`'s, for who multiplies without a Weight, on CPU."""
+
+    @abstractmethod
     def rank_sum(self, out_features: int, cut: Cut, place: LayerPlace) -> RankSum:
         """The sum over the ranks of products whose inputs are cut so."""
 
@@ -51,6 +56,9 @@ class FastArithmetic(Arithmetic):
 
     def part(self, weight: Tensor, cut: Cut, place: LayerPlace) -> Weight:
         return self.weight(weight, None)
+
+    def leaves(self, cut: Cut, place: LayerPlace) -> Leaves:
+        return Leaves(place.shard.span_of(cut).size, (Span(0, 1),))
 
     def rank_sum(self, out_features: int, cut: Cut, place: LayerPlace) -> RankSum:
         return FastSum(out_features, place.group, place.dtype)
@@ -64,14 +72,17 @@ class ExactArithmetic(Arithmetic):
             raise ConfigError("numerics=exact is not served on GPUs yet; choose fast, or device=cpu")
 
     def part(self, weight: Tensor, cut: Cut, place: LayerPlace) -> Weight:
-        leaves = place.leaves(cut)
-        cover = leaves.tree.covers[place.group.rank]
+        leaves = self.leaves(cut, place)
+        return CpuLeaves(weight, leaves.width, leaves.nodes)
+
+    def leaves(self, cut: Cut, place: LayerPlace) -> Leaves:
+        width, tree = place.tree(cut)
+        cover = tree.covers[place.group.rank]
         first = cover[0].start if cover else 0
-        nodes = tuple(Span(node.start - first, node.stop - first) for node in cover)
-        return CpuLeaves(weight, leaves.width, nodes)
+        return Leaves(width, tuple(Span(node.start - first, node.stop - first) for node in cover))
 
     def rank_sum(self, out_features: int, cut: Cut, place: LayerPlace) -> RankSum:
-        return ExactSum(out_features, place.group, place.leaves(cut).tree)
+        return ExactSum(out_features, place.group, place.tree(cut)[1])
 
 
 FAST = FastArithmetic()
@@ -98,12 +109,15 @@ class LayerPlace:
         """An uninitialised tensor there, of the activations' type."""
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
-    def leaves(self, cut: Cut) -> Leaves:
-        """Of a matrix whose inputs are cut so, by a plan that is exact: each a query head, or `leaf_columns`."""
+    def tree(self, cut: Cut) -> tuple[int, SumTree]:
+        """Inputs of a leaf, which is a query head or `leaf_columns`, and the tree of a matrix whose inputs are cut so.
+
+        The plan is exact.
+        """
         spans = [shard[cut.axis] for shard in self.shards]
         indices = 1 if cut.axis is Axis.QUERY_HEADS else leaf_columns(spans[-1].stop)
         dealt = tuple(Span(span.start // indices, span.stop // indices) for span in spans)
-        return Leaves(indices * cut.width, SumTree.of(dealt))
+        return indices * cut.width, SumTree.of(dealt)
 
     def load(self, source: TensorSource, prefix: str, *linears: Linear) -> Weight:
         """Reads this rank's part of one weight, or of several of one input, whose rows come to lie after one another.

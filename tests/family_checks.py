@@ -18,7 +18,7 @@ from configs.read_config import read_model_config
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from tests.local_group import Limits, LocalGroup
-from tests.test_models import Case, check_logits
+from tests.test_models import Case, Rank, check_logits, on_ranks
 from worker.dummy_weights import DummyCheckpoint
 from worker.models.decoder import Decoder
 from worker.weights import Checkpoint
@@ -51,6 +51,28 @@ def check_greedy_tokens(case: Case, tp_size: int) -> None:
         with torch.inference_mode():
             logits = case.hf(torch.tensor([prompt + answer[:-1]])).logits[0, len(prompt) - 1 :]
         assert answer == logits.argmax(-1).tolist()
+
+
+def check_exact_logits(case: Case, dtype: torch.dtype) -> None:
+    """Every bit is the same on 1 to 4 ranks, of a prompt alone, in chunks beside others, and token by token."""
+    first, second = (np.random.default_rng(seed).integers(0, case.model.vocab_size, 37).tolist() for seed in (1, 2))
+
+    def of_rank(group: TensorParallelGroup) -> list[torch.Tensor]:
+        rank = Rank.create(case, group, dtype, exact=True)
+        alone = [rank.logits([(row, 0, tokens)])[0] for row, tokens in ((1, first), (2, second))]
+        chunks = [rank.logits([(1, 0, first[:11]), (2, 0, second[:5])]), rank.logits([(2, 5, second[5:24])])]
+        chunks += [rank.logits([(2, i, [second[i]]), (1, i - 13, [first[i - 13]])])[::-1] for i in range(24, 37)]
+        chunks.append(rank.logits([(1, 24, first[24:])]))
+        of_second = [chunks[0][1], chunks[1][0], *(rows[1] for rows in chunks[2:-1])]
+        of_first = [rows[0] for rows in (chunks[0], *chunks[2:])]
+        return [*alone, torch.cat(of_first), torch.cat(of_second)]
+
+    expected = on_ranks(1, of_rank)[0][:2] * 2
+    assert all(logits.isfinite().all() for logits in expected)
+    for size in range(1, 5):
+        for logits in on_ranks(size, of_rank):
+            for rows, meant in zip(logits, expected, strict=True):
+                assert torch.equal(rows.view(torch.int32), meant.view(torch.int32)), size
 
 
 def check_bytes_read(case: Case, tp_size: int) -> None:

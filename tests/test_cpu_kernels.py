@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from parallel.kernels.cpu_products import node_products, pack, product
-from worker.kernels.cpu_pointwise import act_and_mul, add_rms_norm, rms_norm, softcap_
+from parallel.kernels.cpu_products import Mixture, mixed_products, node_products, pack, product
+from parallel.plan import Span
+from worker.kernels.cpu_pointwise import act_and_mul, add_rms_norm, clamped_act_and_mul, rms_norm, softcap_, softmax
 
 FP32 = torch.float32
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -164,16 +165,49 @@ def test_ranks_nodes_add_up_to_the_bits_of_one_rank(dtype: torch.dtype, num_leav
         assert _same(_tree(values, 0, num_leaves), whole[0])
 
 
-def test_accumulating_nodes_continue_their_chains() -> None:
-    x, weight = _random(50, 200), _random(70, 200, seed=1)
-    out = torch.zeros(2, 50, 70)
-    for columns in (slice(0, 120), slice(120, 200)):
-        part = torch.cat((x[:, columns], x[:, columns].flip(1)), 1)
-        packed = pack(torch.cat((weight[:, columns], weight[:, columns].flip(1)), 1))
-        node_products(part, packed, 70, part.shape[1] // 2, [(0, 1), (1, 2)], out, accumulate=True)
-    assert _same(out[0], product(x, pack(weight), 70))
-    with pytest.raises(AssertionError, match="not leaves"):
-        node_products(x, pack(weight), 70, 100, [(0, 2)], out[:1], accumulate=True)
+def _mixed(
+    x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, factors: torch.Tensor, leaf: int, spans: list[Span]
+) -> torch.Tensor:
+    """[num_nodes, num_rows, num_columns] of x [num_rows, K], the same row for each of its experts [num_rows, k]."""
+    order = experts.flatten().argsort(stable=True)
+    rows = order // experts.shape[1]
+    ends = experts.flatten().bincount(minlength=len(weights)).cumsum(0)
+    mixture = Mixture(ends, rows, factors.flatten()[order])
+    out = torch.full((len(spans), len(x), weights.shape[1]), torch.nan)
+    mixed_products(x[rows], torch.stack([pack(weight) for weight in weights]), leaf, spans, mixture, out)
+    return out
+
+
+@of_each_type
+@pytest.mark.parametrize("num_leaves", [1, 3, 6])
+def test_mixtures_add_their_weights_in_order_leaf_by_leaf(dtype: torch.dtype, num_leaves: int, threads: int) -> None:
+    leaf = 40
+    num_inputs = leaf * num_leaves - 7  # the last leaf is shorter
+    x, weights = _random(130, num_inputs, dtype=dtype), _random(5, 70, num_inputs, dtype=dtype, seed=1)
+    experts = torch.stack([torch.randperm(5, generator=torch.Generator().manual_seed(i))[:3] for i in range(130)])
+    factors = _random(130, 3, seed=2)
+    [y] = _mixed(x, weights, experts, factors, leaf, [Span(0, num_leaves)])
+    each = torch.stack([x.double() @ weight.double().t() for weight in weights], 1)
+    chosen = each.gather(1, experts.unsqueeze(2).expand(-1, -1, 70))
+    _close(y, (factors.double().unsqueeze(2) * chosen).sum(1))
+    leaves = [Span(i, i + 1) for i in range(num_leaves)]
+    values = {
+        tuple(node): value
+        for node, value in zip(leaves, _mixed(x, weights, experts, factors, leaf, leaves), strict=True)
+    }
+    assert _same(y, _tree(values, 0, num_leaves))
+    for i in (0, 64, 129):  # alone, whatever the order of its experts
+        again = experts[i : i + 1].flip(1), factors[i : i + 1].flip(1)
+        assert _same(y[i : i + 1], _mixed(x[i : i + 1], weights, *again, leaf, [Span(0, num_leaves)])[0])
+
+
+def test_a_mixture_leaves_out_what_is_behind_its_last_end() -> None:
+    x, weights = _random(3, 64), _random(2, 70, 64, seed=1)
+    mixture = Mixture(torch.tensor([0, 1]), torch.tensor([2, 0, 1]), torch.ones(3))
+    out = torch.full((1, 4, 70), torch.nan)
+    mixed_products(x, torch.stack([pack(weight) for weight in weights]), 64, [Span(0, 1)], mixture, out)
+    assert _same(out[0, 2], product(x[:1], pack(weights[1]), 70)[0])
+    assert not out[0, [0, 1, 3]].any()
 
 
 def test_products_of_no_rows_or_no_inputs() -> None:
@@ -289,3 +323,25 @@ def test_soft_caps_of_odd_values() -> None:
     x = softcap_(torch.tensor([-0.0, 0.0, torch.inf, -torch.inf, torch.nan]), 30.0)
     assert _same(x[:4], torch.tensor([-0.0, 0.0, 30.0, -30.0]))
     assert x[4].isnan()
+
+
+@of_each_type
+@pytest.mark.parametrize("size", [16, 45])
+def test_clamped_activations_are_those_of_fp64_rounded_once(dtype: torch.dtype, size: int) -> None:
+    x = _random(9, 2 * size, dtype=dtype) * 3
+    gate, up = x.double().clamp(max=2.0).chunk(2, 1)
+    y = clamped_act_and_mul(x, 2.0, 1.702)
+    _close(y, (up.clamp(-2.0) + 1) * gate * torch.sigmoid(1.702 * gate))
+    assert _same(y[:, -5:], clamped_act_and_mul(torch.cat((x[:, size - 5 : size], x[:, -5:]), 1), 2.0, 1.702))
+    x[0, 3] = x[1, size + 3] = torch.nan
+    assert clamped_act_and_mul(x, 2.0, 1.702).isnan().nonzero().tolist() == [[0, 3], [1, 3]]
+
+
+@pytest.mark.parametrize("size", [1, 2, 16, 33, 128])
+def test_a_softmax_is_that_of_fp64_wherever_its_elements_lie(size: int) -> None:
+    logits = _random(7, size + 3)[:, :size] * 20
+    whole = softmax(logits, logits)
+    torch.testing.assert_close(whole.double(), logits.double().softmax(1), rtol=1e-5, atol=1e-30)
+    order = torch.arange(size).flip(0)[: size // 2 + 1]
+    assert _same(softmax(logits[:, order], logits), whole[:, order])
+    assert _same(softmax(logits[3:4], logits[3:4]), whole[3:4])

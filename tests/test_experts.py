@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore
 
 pytest.importorskip("transformers")
 
@@ -24,11 +22,13 @@ from configs.layers import Axis, MixtureOfExperts
 from parallel.arithmetic import FAST, LayerPlace
 from parallel.group import TensorParallelGroup
 from parallel.plan import LayerShard, Span
-from worker.layers.experts import Experts
+from tests.test_models import on_ranks
+from worker.layers.experts import CudaExperts, Experts
 from worker.layers.step import Padding
 
 CPU = torch.device("cpu")
 PREFIX = "model.layers.3."
+TOKENS = (1, 2, 37)
 HIDDEN, COLUMNS, SHARED_COLUMNS, NUM_EXPERTS = 48, 128, 160, 12
 
 
@@ -156,7 +156,7 @@ def _experts(
 ) -> Experts:
     spans = {Axis.EXPERT_COLUMNS: columns, Axis.SHARED_EXPERT_COLUMNS: shared_columns}
     group = group or TensorParallelGroup.single(device)
-    return Experts(spec, LayerPlace((LayerShard(spans),) * group.size, group, FAST, dtype, device))
+    return Experts.of(spec, LayerPlace((LayerShard(spans),) * group.size, group, FAST, dtype, device))
 
 
 def _spans(total: int, size: int) -> list[Span]:
@@ -180,22 +180,6 @@ def _expected(block: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 @every_family
-@pytest.mark.parametrize("size", range(1, 9))
-def test_the_partial_sums_of_all_ranks_are_transformers_block(family: Family, size: int) -> None:
-    block = _block(family)
-    source = Source(block, family.spec)
-    ranks = list(zip(_spans(COLUMNS, size), _spans(SHARED_COLUMNS, size), strict=True))
-    layers = [_experts(family.spec, *spans) for spans in ranks]
-    for layer in layers:
-        layer.load(source, PREFIX)
-    assert source.read_names == source.tensors.keys()
-    for num_tokens in (1, 2, 37):
-        x = _x(num_tokens)
-        y = sum(layer.partial(x, _no_padding(x), torch.full_like(x, torch.nan)) for layer in layers)
-        torch.testing.assert_close(y, _expected(block, x), rtol=1e-4, atol=1e-5)
-
-
-@every_family
 def test_a_rank_reads_its_columns_and_no_more(family: Family) -> None:
     source = Source(_block(family), family.spec)
     _experts(family.spec, Span(32, 96), Span(96, 160)).load(source, PREFIX)
@@ -205,34 +189,22 @@ def test_a_rank_reads_its_columns_and_no_more(family: Family) -> None:
 
 
 @every_family
-def test_ranks_of_a_group_sum_up_to_the_block(family: Family) -> None:
-    size, store, x = 3, HashStore(), _x(5)
-    source = Source(_block(family), family.spec)
-    results: list[Any] = [None] * size
+@pytest.mark.parametrize("size", range(1, 9))
+def test_ranks_of_a_group_sum_up_to_the_block(family: Family, size: int) -> None:
+    block = _block(family)
+    source = Source(block, family.spec)
 
-    def run(rank: int) -> None:
-        try:
-            group = TensorParallelGroup.create(
-                rank=rank, size=size, store=store, device="cpu", strategy="shared_memory", timeout_s=20.0
-            )
-            layer = _experts(family.spec, _spans(COLUMNS, size)[rank], _spans(SHARED_COLUMNS, size)[rank], group)
-            layer.load(source, PREFIX)
-            results[rank] = layer(x, _no_padding(x))
-            group.close()
-        except BaseException as error:  # noqa: BLE001 - raised again in the test's thread
-            results[rank] = error
+    def of_rank(group: TensorParallelGroup) -> list[torch.Tensor]:
+        spans = _spans(COLUMNS, size)[group.rank], _spans(SHARED_COLUMNS, size)[group.rank]
+        layer = _experts(family.spec, *spans, group)
+        layer.load(source, PREFIX)
+        outputs = [layer(x, _no_padding(x)) for x in map(_x, TOKENS)]
+        return [y for y in outputs if isinstance(y, torch.Tensor)]
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    expected = _expected(_block(family), x)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
-        assert torch.equal(result, results[0])
+    for results in on_ranks(size, of_rank):
+        for num_tokens, y in zip(TOKENS, results, strict=True):
+            torch.testing.assert_close(y, _expected(block, _x(num_tokens)), rtol=1e-4, atol=1e-5)
+    assert source.read_names == source.tensors.keys()
 
 
 @every_family
@@ -292,7 +264,7 @@ def test_refuses_groups_of_experts_on_gpus_before_anything_is_made() -> None:
     shard = LayerShard({Axis.EXPERT_COLUMNS: Span(0, 32), Axis.SHARED_EXPERT_COLUMNS: Span(0, 32)})
     place = LayerPlace((shard,), TensorParallelGroup.single(), FAST, torch.float32, torch.device("cuda"))
     with pytest.raises(ConfigError, match="experts of the best 2 of 4 groups are not chosen on GPUs"):
-        Experts(FAMILIES["deepseek_v2_groups"].spec, place)
+        Experts.of(FAMILIES["deepseek_v2_groups"].spec, place)
 
 
 @pytest.mark.gpu
@@ -309,6 +281,7 @@ def test_on_a_gpu_the_block_is_as_exact_as_transformers(family: Family, num_toke
     for layer in layers:
         layer.load(source, PREFIX)
     x = _x(num_tokens).to(device, torch.bfloat16)
+    of_cuda = [layer for layer in layers if isinstance(layer, CudaExperts)]
     theirs = _expected(block, x).float()
     expected = _expected(block.float(), x.float())
     # transformers rounds its logits to bf16 and may choose other experts by that; where it does, nothing is compared.
@@ -316,5 +289,5 @@ def test_on_a_gpu_the_block_is_as_exact_as_transformers(family: Family, num_toke
     rounded = (x @ block.gate.weight.bfloat16().T).topk(family.spec.top_k).indices.sort(1).values
     same = (chosen == rounded).all(1)
     assert same.float().mean() > 0.5
-    y = sum(layer.partial(x, _no_padding(x), torch.full_like(x, torch.nan)).float() for layer in layers)
+    y = sum(layer.partial(x, _no_padding(x), torch.full_like(x, torch.nan)).float() for layer in of_cuda)
     assert (y - expected)[same].abs().max() <= 2 * (theirs - expected)[same].abs().max()

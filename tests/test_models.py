@@ -20,6 +20,7 @@ from configs.errors import ConfigError
 from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
 from configs.rope import RopeConfig
+from parallel.arithmetic import FAST, ExactArithmetic
 from parallel.embedding import whole_logits
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
@@ -152,10 +153,13 @@ class Rank:
         group: TensorParallelGroup,
         dtype: torch.dtype = torch.float32,
         kv_dtype: torch.dtype | None = None,
+        *,
+        exact: bool = False,
     ) -> Rank:
         """`kv_dtype`: None: `dtype`."""
-        plan = ShardPlan.create(case.model, group.size)
-        decoder = Decoder(case.model, plan, group, dtype=dtype, device=CPU)
+        plan = ShardPlan.create(case.model, group.size, exact=exact)
+        arithmetic = ExactArithmetic(CPU) if exact else FAST
+        decoder = Decoder(case.model, plan, group, arithmetic=arithmetic, dtype=dtype, device=CPU)
         with Checkpoint.open(case.path, case.model) as checkpoint:
             decoder.load(checkpoint)
             if kv_dtype is FP8:
@@ -166,7 +170,8 @@ class Rank:
         table.page_table[1:] = torch.arange(1, 49).view(16, 3).T.flip(1)
         layers, types = decoder.attention_layers, {"dtype": kv_dtype or dtype, "compute_dtype": dtype}
         pool = TokenToKVPool(layers, num_pages=48, page_size=PAGE_SIZE, device=CPU, **types)
-        return cls(decoder, create_backend("torch_native", "torch_native", pool), table, plan, group)
+        backend = "cpu" if exact else "torch_native"
+        return cls(decoder, create_backend(backend, backend, pool), table, plan, group)
 
     def logits(self, rows: list[tuple[int, int, list[int]]]) -> list[torch.Tensor]:
         """Logits [len(tokens), vocab] of each (row, start, tokens)."""

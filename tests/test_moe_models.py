@@ -20,7 +20,7 @@ from configs.read_config import read_model_config
 from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost
 from tests.conftest import ROOT
-from tests.family_checks import check_bytes_read, check_dummy_weights, check_greedy_tokens
+from tests.family_checks import check_bytes_read, check_dummy_weights, check_exact_logits, check_greedy_tokens
 from tests.test_models import Case, check_logits, save
 from worker.weights import Checkpoint, expected_shapes
 
@@ -76,6 +76,11 @@ def test_logits_equal_transformers_on_any_number_of_ranks(case: Case, tp_size: i
 @pytest.mark.parametrize("tp_size", [1, 2, 5])
 def test_greedy_tokens_equal_transformers_through_the_runner(case: Case, tp_size: int) -> None:
     check_greedy_tokens(case, tp_size)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_exact_logits_are_the_same_bits_however_they_are_computed(case: Case, dtype: torch.dtype) -> None:
+    check_exact_logits(case, dtype)
 
 
 def test_tensors_are_those_of_the_checkpoint_and_of_transformers_layers(case: Case) -> None:

@@ -3,6 +3,7 @@
 Each output is summed over ascending k by itself, in its own lane of its own register: how many rows, columns or
 threads there are changes what is computed beside it, never its bits. */
 #include "exact.h"
+#include <omp.h>
 
 /* Outputs are made ROWS rows of a tile at a time, DEPTH inputs long: what is read again, DEPTH * TILE weights and
 ROWS * DEPTH inputs, stays in a level-2 cache. */
@@ -130,16 +131,22 @@ static void chain(const Job *job, Part part, size_t from, size_t end, float *sum
     }
 }
 
-/* The value of leaves [a, b) by the halving tree; `sums` holds what a single leaf's chains start from. */
+static void chain_of_leaf(const Job *job, Part part, size_t leaf, float *sums) {
+    size_t end = (leaf + 1) * job->leaf;
+    memset(sums, 0, part.num_rows * TILE * sizeof(float));
+    chain(job, part, leaf * job->leaf, end < job->num_inputs ? end : job->num_inputs, sums);
+}
+
+static size_t middle_of(size_t a, size_t b) { return a + (b - a + 1) / 2; }
+
+/* The value of leaves [a, b) by the halving tree. */
 static void subtree(const Job *job, Part part, size_t a, size_t b, float *sums) {
     if (b - a == 1) {
-        size_t end = b * job->leaf;
-        chain(job, part, a * job->leaf, end < job->num_inputs ? end : job->num_inputs, sums);
+        chain_of_leaf(job, part, a, sums);
         return;
     }
     float right[ROWS * TILE];
-    size_t middle = a + (b - a + 1) / 2, count = part.num_rows * TILE;
-    memset(right, 0, count * sizeof(float));
+    size_t middle = middle_of(a, b), count = part.num_rows * TILE;
     subtree(job, part, a, middle, sums);
     subtree(job, part, middle, b, right);
     for (size_t i = 0; i < count; i++) sums[i] += right[i];
@@ -148,15 +155,6 @@ static void subtree(const Job *job, Part part, size_t a, size_t b, float *sums) 
 static size_t width_of(const Job *job, Part part) {
     size_t left = job->num_columns - part.tile * TILE;
     return left < TILE ? left : TILE;
-}
-
-/* Takes what a node's outputs hold as sums. */
-static void fetch(const Job *job, Part part, size_t node, float *sums) {
-    for (size_t r = 0; r < part.num_rows; r++) {
-        size_t from = (node * job->num_rows + part.row + r) * job->num_columns + part.tile * TILE;
-        for (size_t i = 0; i < width_of(job, part); i++)
-            sums[r * TILE + place(i, job->type)] = ((const float *)job->out)[from + i];
-    }
 }
 
 /* Makes sums a node's outputs. */
@@ -178,8 +176,8 @@ static void finish(const Job *job, Part part, size_t node, const float *sums) {
     }
 }
 
-/* Every node of every output. With `accumulate` chains start from what out holds, otherwise from 0. */
-void products(const Job *job, int accumulate, int threads) {
+/* Every node of every output. */
+void products(const Job *job, int threads) {
     size_t tiles = (job->num_columns + TILE - 1) / TILE, blocks = (job->num_rows + ROWS - 1) / ROWS;
     size_t work = job->num_rows * job->num_columns * job->num_inputs;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && work > FEW)
@@ -189,10 +187,59 @@ void products(const Job *job, int accumulate, int threads) {
         part.num_rows = job->num_rows - part.row < ROWS ? job->num_rows - part.row : ROWS;
         for (size_t node = 0; node < job->num_nodes; node++) {
             float sums[ROWS * TILE];
-            memset(sums, 0, part.num_rows * TILE * sizeof(float));
-            if (accumulate) fetch(job, part, node, sums);
             subtree(job, part, job->nodes[2 * node], job->nodes[2 * node + 1], sums);
             finish(job, part, node, sums);
         }
+    }
+}
+
+/* Weights of one shape behind one another in `packed`, each multiplied with rows of its own, and where these add up. */
+typedef struct {
+    const int64_t *ends;  /* [num_weights]: weight e has the rows of x from ends[e - 1] to ends[e] */
+    const int64_t *rows;  /* [ends of the last]: the row of out that a row of x adds to, one for each weight at most */
+    const float *factors; /* [ends of the last]: times which it does */
+    float *room;          /* [threads][depth][num_rows][TILE] */
+    size_t num_weights, depth;
+} Mixture;
+
+/* The values of a leaf for all rows of out [num_rows][TILE]: one fused multiply-add for each weight, in their order. */
+static void mixed_leaf(const Job *job, const Mixture *mixture, size_t tile, size_t leaf, float *sums) {
+    size_t tiles = (job->num_columns + TILE - 1) / TILE, row = 0;
+    memset(sums, 0, job->num_rows * TILE * sizeof(float));
+    for (size_t e = 0; e < mixture->num_weights; e++)
+        for (size_t end = mixture->ends[e]; row < end;) {
+            float values[ROWS * TILE];
+            Part part = {.tile = e * tiles + tile, .row = row, .num_rows = end - row < ROWS ? end - row : ROWS};
+            chain_of_leaf(job, part, leaf, values);
+            for (size_t r = 0; r < part.num_rows; r++, row++) {
+                float *to = sums + mixture->rows[row] * TILE;
+                for (size_t i = 0; i < TILE; i++) to[i] = mixture->factors[row] * values[r * TILE + i] + to[i];
+            }
+        }
+}
+
+/* As subtree, for all rows; what follows `sums` is room for right halves. */
+static void mixed_subtree(const Job *job, const Mixture *mixture, size_t tile, size_t a, size_t b, float *sums) {
+    if (b - a == 1) {
+        mixed_leaf(job, mixture, tile, a, sums);
+        return;
+    }
+    size_t middle = middle_of(a, b), count = job->num_rows * TILE;
+    mixed_subtree(job, mixture, tile, a, middle, sums);
+    mixed_subtree(job, mixture, tile, middle, b, sums + count);
+    for (size_t i = 0; i < count; i++) sums[i] += sums[count + i];
+}
+
+/* Every node of every row of out. A tile takes all rows with it, so that each weight is read once. */
+void mixed_products(const Job *job, const Mixture *mixture, int threads) {
+    size_t tiles = (job->num_columns + TILE - 1) / TILE;
+    size_t work = mixture->ends[mixture->num_weights - 1] * job->num_columns * job->num_inputs;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && work > FEW)
+    for (size_t i = 0; i < tiles * job->num_nodes; i++) {
+        size_t node = i % job->num_nodes;
+        Part part = {.tile = i / job->num_nodes, .num_rows = job->num_rows};
+        float *sums = mixture->room + omp_get_thread_num() * mixture->depth * job->num_rows * TILE;
+        mixed_subtree(job, mixture, part.tile, job->nodes[2 * node], job->nodes[2 * node + 1], sums);
+        finish(job, part, node, sums);
     }
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -56,7 +57,8 @@ def product(
     if out is None:
         out = torch.empty(len(x), num_columns, dtype=out_dtype or x.dtype)
     assert out.shape == (len(x), num_columns), f"{tuple(out.shape)} are not {len(x)} rows of {num_columns}"
-    _run(x, packed, bias, out, leaf=x.shape[1], nodes=((0, 1),), accumulate=False)
+    job = _job(x, packed, bias, out, leaf=x.shape[1], nodes=((0, 1),))
+    _library().products(ctypes.byref(job), torch.get_num_threads())
     return out
 
 
@@ -67,7 +69,6 @@ def node_products(
     leaf: int,
     nodes: Sequence[tuple[int, int]],
     out: torch.Tensor,
-    accumulate: bool = False,
 ) -> None:
     """Values of nodes of the halving tree whose leaves are products over `leaf` columns of x each.
 
@@ -77,12 +78,60 @@ def node_products(
         leaf: columns a leaf.
         nodes: half-open ranges of leaves, counted from x's first; each an aligned subtree.
         out: [num_nodes, M, num_columns] fp32, contiguous.
-        accumulate: continue the chains that `out` holds; every node is one leaf then.
     """
     assert out.shape == (len(nodes), len(x), num_columns), f"{tuple(out.shape)} are not {len(nodes)} nodes of {len(x)}"
     assert out.dtype is torch.float32, f"nodes are fp32, not {out.dtype}"
-    assert not accumulate or all(end - begin == 1 for begin, end in nodes), f"nodes {nodes} are not leaves"
-    _run(x, packed, None, out, leaf=leaf, nodes=tuple(nodes), accumulate=accumulate)
+    job = _job(x, packed, None, out, leaf=leaf, nodes=tuple(nodes))
+    _library().products(ctypes.byref(job), torch.get_num_threads())
+
+
+def mixed_products(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    leaf: int,
+    nodes: Sequence[tuple[int, int]],
+    mixture: Mixture,
+    out: torch.Tensor,
+) -> None:
+    """For each row of `out` the sum over its rows of x, each multiplied with its weight and times its factor.
+
+    A leaf is a chain of fused multiply-adds of factors and what `node_products` has as a leaf of that weight, over
+    ascending weights; nodes are made of leaves as there.
+
+    Args:
+        x: [num_pairs, K], weight after weight.
+        packed: [num_weights, tiles, K, 64]: `pack` of each weight.
+        leaf: columns a leaf.
+        nodes: as in `node_products`.
+        out: [num_nodes, M, num_columns], contiguous.
+    """
+    depth, threads = (
+        1 + max(((end - begin - 1).bit_length() for begin, end in nodes), default=0),
+        torch.get_num_threads(),
+    )
+    room = torch.empty(threads, depth, out.shape[1], TILE)
+    job = _job(x, packed, None, out, leaf=leaf, nodes=tuple(nodes))
+    pairs = _Mixture(
+        mixture.ends.data_ptr(),
+        mixture.rows.data_ptr(),
+        mixture.factors.data_ptr(),
+        room.data_ptr(),
+        len(packed),
+        depth,
+    )
+    _library().mixed_products(ctypes.byref(job), ctypes.byref(pairs), threads)
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """Pairs of a row and a weight, weight after weight."""
+
+    ends: torch.Tensor
+    """[num_weights] int64: pairs of weights 0 to its index."""
+    rows: torch.Tensor
+    """[num_pairs] int64: no row twice with one weight."""
+    factors: torch.Tensor
+    """[num_pairs] fp32."""
 
 
 class _Job(ctypes.Structure):
@@ -97,7 +146,16 @@ class _Job(ctypes.Structure):
     ]
 
 
-def _run(
+class _Mixture(ctypes.Structure):
+    """The C source's Mixture."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("ends", "rows", "factors", "room")),
+        *((name, ctypes.c_size_t) for name in ("num_weights", "depth")),
+    ]
+
+
+def _job(
     x: torch.Tensor,
     packed: torch.Tensor,
     bias: torch.Tensor | None,
@@ -105,15 +163,14 @@ def _run(
     *,
     leaf: int,
     nodes: tuple[tuple[int, int], ...],
-    accumulate: bool,
-) -> None:
-    num_rows, num_inputs = x.shape
-    num_columns = out.shape[-1]
+) -> _Job:
+    num_rows, num_columns = out.shape[-2:]
+    num_inputs = x.shape[1]
     assert x.stride(1) == 1 or num_inputs <= 1, f"the elements of a row lie side by side, not {x.stride(1)} apart"
-    assert packed.shape == (-(-num_columns // TILE), num_inputs, TILE), f"{tuple(packed.shape)} is another weight"
+    assert packed.shape[-3:] == (-(-num_columns // TILE), num_inputs, TILE), f"{tuple(packed.shape)} is another weight"
     assert packed.dtype is x.dtype, f"x is {x.dtype}, the weight {packed.dtype}"
     assert out.is_contiguous(), "rows of the output follow one another"
-    job = _Job(
+    return _Job(
         x.data_ptr(),
         packed.data_ptr(),
         None if bias is None else bias.data_ptr(),
@@ -129,7 +186,6 @@ def _run(
         0 if bias is None else TYPES[bias.dtype],
         TYPES[out.dtype],
     )
-    _products()(ctypes.byref(job), accumulate, torch.get_num_threads())
 
 
 @functools.cache
@@ -140,8 +196,9 @@ def _leaves(nodes: tuple[tuple[int, int], ...]) -> ctypes.Array[ctypes.c_size_t]
 
 
 @functools.cache
-def _products() -> ctypes._NamedFuncPointer:
-    function = load(Path(__file__).with_suffix(".c")).products
-    function.argtypes = [ctypes.POINTER(_Job), ctypes.c_int, ctypes.c_int]
-    function.restype = None
-    return function
+def _library() -> ctypes.CDLL:
+    library = load(Path(__file__).with_suffix(".c"))
+    library.products.argtypes = [ctypes.POINTER(_Job), ctypes.c_int]
+    library.mixed_products.argtypes = [ctypes.POINTER(_Job), ctypes.POINTER(_Mixture), ctypes.c_int]
+    library.products.restype = library.mixed_products.restype = None
+    return library

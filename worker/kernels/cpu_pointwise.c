@@ -52,7 +52,7 @@ void rms_norms(const Norm *norm, int threads) {
     }
 }
 
-enum { SILU = 0, GELU = 1, GELU_TANH = 2 }; /* as cpu_pointwise.py numbers them */
+enum { SILU = 0, GELU = 1, GELU_TANH = 2, CLAMPED = 3 }; /* as cpu_pointwise.py numbers them */
 
 static inline v16 activated(v16 x, int activation) {
     if (activation == GELU) {
@@ -66,15 +66,26 @@ static inline v16 activated(v16 x, int activation) {
     return x / (1.0f + exp16(-y));
 }
 
-/* x [num_rows][2 * size], gate then up -> out [num_rows][size]. */
+static inline v16 at_most(v16 x, float limit) {
+    i16 above = x > limit;
+    return (v16)((above & (i16)all(limit)) | (~above & (i16)x)); /* NaN passes */
+}
+
+/* x [num_rows][2 * size], gate then up -> out [num_rows][size]. Limit and alpha are those of CLAMPED. */
 void act_and_mul(const void *x, size_t x_stride, void *out, size_t num_rows, size_t size, int type, int activation,
-                 int threads) {
+                 float limit, float alpha, int threads) {
     size_t parts = (size + LANES - 1) / LANES;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && num_rows * size > FEW)
     for (size_t part = 0; part < num_rows * parts; part++) {
         size_t row = part / parts, i = part % parts * LANES, from = row * x_stride + i;
         v16 gate = load_up_to_16(x, from, type, size - i), up = load_up_to_16(x, from + size, type, size - i);
-        store_up_to_16(out, row * size + i, type, activated(gate, activation) * up, size - i);
+        if (activation == CLAMPED) {
+            gate = at_most(gate, limit), up = 1.0f - at_most(-at_most(up, limit), limit);
+            gate = gate / (1.0f + exp16(-alpha * gate));
+        } else {
+            gate = activated(gate, activation);
+        }
+        store_up_to_16(out, row * size + i, type, gate * up, size - i);
     }
 }
 
@@ -87,5 +98,23 @@ void softcap(float *x, size_t size, float cap, int threads) {
         v16 e = exp16(-2.0f * (v16)((i16)y ^ sign));
         v16 capped = cap * ((1.0f - e) / (1.0f + e));
         store_up_to_16(x, i, FP32, (v16)((i16)capped | sign), size - i);
+    }
+}
+
+/* out[i] = e^(x[i] - max) / sum of e^(over - max): rows of x [num_rows][x_size], of over [num_rows][over_size]. */
+void softmax(const float *x, size_t x_stride, size_t x_size, const float *over, size_t over_stride, size_t over_size,
+             float *out, size_t num_rows) {
+    for (size_t row = 0; row < num_rows; row++, x += x_stride, over += over_stride, out += x_size) {
+        float most = over[0];
+        for (size_t i = 1; i < over_size; i++) most = over[i] > most ? over[i] : most;
+        v16 sums = {0};
+        for (size_t i = 0; i < over_size; i += LANES) {
+            v16 e = exp16(load_up_to_16(over, i, FP32, over_size - i) - most);
+            for (size_t j = over_size - i; j < LANES; j++) e[j] = 0;
+            sums += e;
+        }
+        v16 sum = all(sum16(sums));
+        for (size_t i = 0; i < x_size; i += LANES)
+            store_up_to_16(out, i, FP32, exp16(load_up_to_16(x, i, FP32, x_size - i) - most) / sum, x_size - i);
     }
 }

@@ -1,4 +1,4 @@
-"""Norms, gated activations and soft caps on CPU.
+"""Norms, gated activations, soft caps and softmaxes on CPU.
 
 Bits of an element follow from its own row alone. torch's loops take another path for what a vector leaves over, so that
 a row's bits depend on where it ends.
@@ -15,6 +15,7 @@ import torch
 from parallel.kernels.c_library import TYPES, load
 
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+_CLAMPED = 3
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -50,29 +51,42 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     return out
 
 
-def act_and_mul(x: torch.Tensor, activation: str) -> torch.Tensor:
+def act_and_mul(x: torch.Tensor, activation: str, out: torch.Tensor | None = None) -> torch.Tensor:
     """act(gate) * up in fp32, rounded once.
 
     Args:
         x: [num_rows, 2 * size], gate then up, rows any distance apart.
         activation: "silu", "gelu" or "gelu_tanh".
+        out: filled and returned if given.
 
     Returns:
         [num_rows, size], contiguous, of x's dtype.
     """
-    num_rows, width = x.shape
-    assert x.stride(1) == 1, f"the elements of a row lie side by side, not {x.stride(1)} apart"
-    size = width // 2
-    out = torch.empty((num_rows, size), dtype=x.dtype)
-    _library().act_and_mul(
-        x.data_ptr(),
-        x.stride(0),
-        out.data_ptr(),
-        num_rows,
-        size,
-        TYPES[x.dtype],
-        _ACTIVATIONS[activation],
-        torch.get_num_threads(),
+    return _act_and_mul(x, _ACTIVATIONS[activation], 0.0, 0.0, out)
+
+
+def clamped_act_and_mul(x: torch.Tensor, limit: float, alpha: float, out: torch.Tensor | None = None) -> torch.Tensor:
+    """(up + 1) * gate * sigmoid(alpha * gate) of up clamped to +-limit, and gate from above; else as `act_and_mul`."""
+    return _act_and_mul(x, _CLAMPED, limit, alpha, out)
+
+
+def softmax(x: torch.Tensor, over: torch.Tensor) -> torch.Tensor:
+    """e^x / the sum of e^over of that row, for x some elements of `over`: over all of them, its softmax.
+
+    Args:
+        x: [num_rows, size] fp32, elements of a row side by side, rows any distance apart.
+        over: [num_rows, any size from 1] fp32, so as well.
+
+    Returns:
+        [num_rows, size], contiguous, fp32.
+    """
+    out = torch.empty(x.shape)
+    for tensor in (x, over):
+        assert tensor.dtype is torch.float32, f"logits are fp32, not {tensor.dtype}"
+        assert tensor.stride(1) == 1 or tensor.shape[1] == 1, "the elements of a row lie side by side"
+    (num_rows, size), over_size = x.shape, over.shape[1]
+    _library().softmax(
+        x.data_ptr(), x.stride(0), size, over.data_ptr(), over.stride(0), over_size, out.data_ptr(), num_rows
     )
     return out
 
@@ -83,6 +97,31 @@ def softcap_(x: torch.Tensor, cap: float) -> torch.Tensor:
     assert x.is_contiguous(), "elements follow one another"
     _library().softcap(x.data_ptr(), x.numel(), cap, torch.get_num_threads())
     return x
+
+
+def _act_and_mul(
+    x: torch.Tensor, activation: int, limit: float, alpha: float, out: torch.Tensor | None
+) -> torch.Tensor:
+    num_rows, width = x.shape
+    assert x.stride(1) == 1, f"the elements of a row lie side by side, not {x.stride(1)} apart"
+    size = width // 2
+    if out is None:
+        out = torch.empty((num_rows, size), dtype=x.dtype)
+    assert out.shape == (num_rows, size), f"{tuple(out.shape)} are not {num_rows} rows of {size}"
+    assert out.is_contiguous(), "rows of the output follow one another"
+    _library().act_and_mul(
+        x.data_ptr(),
+        x.stride(0),
+        out.data_ptr(),
+        num_rows,
+        size,
+        TYPES[x.dtype],
+        activation,
+        limit,
+        alpha,
+        torch.get_num_threads(),
+    )
+    return out
 
 
 class _Norm(ctypes.Structure):
@@ -129,8 +168,10 @@ def _library() -> ctypes.CDLL:
     library = load(Path(__file__).with_suffix(".c"))
     pointer, size, integer = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     library.rms_norms.argtypes = [ctypes.POINTER(_Norm), integer]
-    library.act_and_mul.argtypes = [pointer, size, pointer, size, size, integer, integer, integer]
-    library.softcap.argtypes = [pointer, size, ctypes.c_float, integer]
-    for function in (library.rms_norms, library.act_and_mul, library.softcap):
+    number = ctypes.c_float
+    library.act_and_mul.argtypes = [pointer, size, pointer, size, size, integer, integer, number, number, integer]
+    library.softcap.argtypes = [pointer, size, number, integer]
+    library.softmax.argtypes = [pointer, size, size, pointer, size, size, pointer, size]
+    for function in (library.rms_norms, library.act_and_mul, library.softcap, library.softmax):
         function.restype = None
     return library

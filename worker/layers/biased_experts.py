@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from configs.biased_mixture import BiasedMixture
 from configs.errors import ConfigError
-from configs.layers import Axis, Cut
+from configs.layers import Axis
 from parallel.arithmetic import LayerPlace
-from parallel.fused_sum import PartialSum
 from parallel.plan import Span
-from parallel.weight import TensorSource
-from worker.layers.experts import sum_of_experts
+from parallel.weight import CpuWeight, TensorSource
+from worker.kernels.cpu_pointwise import clamped_act_and_mul, softmax
+from worker.layers.routed_experts import RoutedExperts, choose
 from worker.layers.step import Padding
 
 
 class BiasedExperts:
-    """A BiasedMixture over this rank's columns, then all-reduce, perhaps by the next norm; by torch, on CPUs.
+    """A BiasedMixture over this rank's columns, summed over the ranks; on CPUs.
 
     Raises ConfigError on CUDA.
     """
@@ -26,48 +25,47 @@ class BiasedExperts:
         if place.device.type == "cuda":
             raise ConfigError("experts with biases (gpt_oss) are not computed on GPUs yet; set device=cpu")
         self._spec = spec
-        self._shard = place.shard
-        self._columns = place.shard[Axis.EXPERT_COLUMNS]
-        self._is_first = place.group.rank == 0
-        self._sum = place.arithmetic.rank_sum(spec.hidden_size, Cut(Axis.EXPERT_COLUMNS, 1), place)
-        # Logits that are rounded often tie, and then choose other experts.
-        self._router, self._router_bias = torch.empty(spec.router.shape), torch.empty(spec.router_bias.shape)
-        num_experts, hidden_size, width = spec.num_experts, spec.hidden_size, self._columns.size
-        self._gate_up = place.empty(num_experts, hidden_size, 2 * width)
-        self._gate_up_bias = place.empty(num_experts, 2 * width)
-        self._down = place.empty(num_experts, width, hidden_size)
-        self._down_bias = place.empty(num_experts, hidden_size)
+        self._place = place
+        self._router: CpuWeight | None = None
+        self._routed = RoutedExperts(spec.num_experts, spec.hidden_size, self._act, place)
+        self._down_bias = place.empty(spec.num_experts, spec.hidden_size)
 
     def load(self, source: TensorSource, prefix: str) -> None:
         """Reads the router and this rank's part of every expert; names begin with `prefix`."""
-        spec = self._spec
-        source.read(prefix + spec.router.name, self._router)
-        source.read(prefix + spec.router_bias.name, self._router_bias)
-        for tensor, out in ((spec.gate_up, self._gate_up), (spec.gate_up_bias, self._gate_up_bias)):
+        spec, place = self._spec, self._place
+        # Logits that are rounded often tie, and then choose other experts.
+        router, router_bias = torch.empty(spec.router.shape), torch.empty(spec.router_bias.shape)
+        source.read(prefix + spec.router.name, router)
+        source.read(prefix + spec.router_bias.name, router_bias)
+        self._router = CpuWeight(router, router_bias)
+        columns = place.shard[Axis.EXPERT_COLUMNS]
+        gate_up = place.empty(spec.num_experts, spec.hidden_size, 2 * columns.size)
+        gate_up_bias = place.empty(spec.num_experts, 2 * columns.size)
+        for tensor, out in ((spec.gate_up, gate_up), (spec.gate_up_bias, gate_up_bias)):
             assert tensor.cut is not None
-            source.read(prefix + tensor.name, out, columns=self._shard.span_of(tensor.cut))
-        for expert, down in enumerate(self._down):
-            start, stop = (expert * spec.intermediate_size + column for column in self._columns)
+            source.read(prefix + tensor.name, out, columns=place.shard.span_of(tensor.cut))
+        down = place.empty(columns.size, spec.hidden_size)
+        for expert in range(spec.num_experts):
+            start, stop = (expert * spec.intermediate_size + column for column in columns)
             source.read(prefix + spec.down.name, down, rows=Span(start, stop))
+            self._routed.keep(expert, _parted(gate_up[expert].t()), down.t(), _parted(gate_up_bias[expert]))
         source.read(prefix + spec.down_bias.name, self._down_bias)
-        if not self._is_first:
-            self._down_bias.zero_()  # counted once
 
-    def __call__(self, x: torch.Tensor, padding: Padding) -> torch.Tensor | PartialSum:
-        """[num_tokens, hidden_size] -> the same, 0 for padding, or what the next norm is to sum."""
-        return self._sum.for_norm(len(x), lambda out: self._partial(x, padding, out))
+    def __call__(self, x: torch.Tensor, padding: Padding) -> torch.Tensor:
+        """[num_tokens, hidden_size] -> the same in fp32, 0 for padding."""
+        assert self._router is not None, "forward before load"
+        kept, experts, live = choose(self._router(x.float()), self._spec.top_k, padding)
+        weights = softmax(kept, kept)
+        y = self._routed(x, experts, weights).float()
+        # Whole on every rank, so added after the sum.
+        for expert, weight in zip(experts.where(live, 0).unbind(1), weights.unsqueeze(2).unbind(1), strict=True):
+            y += weight * self._down_bias[expert]
+        return y.masked_fill_(~live, 0.0)
 
-    def _partial(self, x: torch.Tensor, padding: Padding, out: torch.Tensor | None) -> torch.Tensor:
-        logits = F.linear(x.float(), self._router, self._router_bias)
-        kept, experts = logits.topk(self._spec.top_k, dim=1)
-        live = (padding.token_slots() >= padding.first_slot).unsqueeze(1)
-        total = sum_of_experts(x, experts.where(live, -1), kept.softmax(1), self._expert)
-        return total.to(x.dtype) if out is None else out.copy_(total)
+    def _act(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return clamped_act_and_mul(x, self._spec.limit, self._spec.alpha, out)
 
-    def _expert(self, expert: int, x: torch.Tensor) -> torch.Tensor:
-        """This rank's part of what `expert` makes of x [num_rows, hidden_size]."""
-        limit = self._spec.limit
-        gate_up = torch.addmm(self._gate_up_bias[expert], x, self._gate_up[expert])
-        gate, up = gate_up[:, ::2].clamp(max=limit), gate_up[:, 1::2].clamp(-limit, limit)
-        hidden = (up + 1) * gate * torch.sigmoid(self._spec.alpha * gate)
-        return torch.addmm(self._down_bias[expert], hidden, self._down[expert])
+
+def _parted(rows: torch.Tensor) -> torch.Tensor:
+    """Those of gate, then those of up, which take turns."""
+    return torch.cat((rows[::2], rows[1::2]))

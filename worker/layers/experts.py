@@ -1,36 +1,34 @@
 """A mixture of experts as one rank has it: some columns of every expert, and the whole router.
 
-Every rank routes for itself, from equal bits to equal choices, and sums its experts' columns; those of a shared expert
-are added before the one all-reduce. Which columns a rank has is decided elsewhere: spans come from outside.
+Every rank routes for itself, from equal bits to equal choices, and sums its experts' columns. Which columns a rank has
+is decided elsewhere: spans come from outside.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from functools import cached_property
+from abc import ABC, abstractmethod
 
 import torch
 import torch.nn.functional as F
 
 from configs.errors import ConfigError
-from configs.layers import Axis, Cut, MixtureOfExperts
+from configs.layers import Axis, Cut, DenseMLP, MixtureOfExperts
 from parallel.arithmetic import LayerPlace
 from parallel.fused_sum import PartialSum
-from parallel.weight import TensorSource
+from parallel.weight import CpuWeight, TensorSource
+from worker.kernels.cpu_pointwise import act_and_mul, softmax
 from worker.layers.mlp import MLP
+from worker.layers.routed_experts import RoutedExperts, choose, top
 from worker.layers.step import Padding
 
 _COLUMN_UNIT = 32
 """Columns of a rank that the CUDA kernels take are a multiple of this."""
 
 
-class Experts:
-    """Routed experts and perhaps a shared one over this rank's columns, then all-reduce, perhaps by the next norm.
+class Experts(ABC):
+    """Routed experts and perhaps a shared one over this rank's columns, summed over the ranks.
 
-    Raises:
-        ConfigError: the experts' activation is not silu; or, on CUDA, this rank's columns are no multiple of 32, or the
-            experts are chosen from the best groups.
+    Raises ConfigError where the experts' activation is not silu.
     """
 
     def __init__(self, spec: MixtureOfExperts, place: LayerPlace) -> None:
@@ -39,52 +37,84 @@ class Experts:
         self._spec = spec
         self._columns = place.shard[Axis.EXPERT_COLUMNS]
         self._round_to = place.dtype if spec.round_weights else torch.float32
-        self._sum = place.arithmetic.rank_sum(spec.hidden_size, Cut(Axis.EXPERT_COLUMNS, 1), place)
-        self._on_cuda = place.device.type == "cuda"
+        self._shared = None if spec.shared is None else MLP(spec.shared, place)
+
+    @staticmethod
+    def of(spec: MixtureOfExperts, place: LayerPlace) -> Experts:
+        """As the place's device computes them."""
+        return (CudaExperts if place.device.type == "cuda" else CpuExperts)(spec, place)
+
+    @abstractmethod
+    def load(self, source: TensorSource, prefix: str) -> None:
+        """Reads the router and this rank's part of every expert; names begin with `prefix`."""
+
+    @abstractmethod
+    def __call__(self, x: torch.Tensor, padding: Padding) -> torch.Tensor | PartialSum:
+        """[num_tokens, hidden_size] -> the same, 0 for padding, or what the next norm is to sum."""
+
+    def _empty_router(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """[num_experts, hidden_size], and the shared expert's gate, if it has one, as one more row."""
+        spec = self._spec
+        num_rows = spec.num_experts + (spec.shared_gate is not None)
+        return torch.empty(num_rows, spec.hidden_size, dtype=dtype, device=device)
+
+    def _load_router(self, source: TensorSource, prefix: str, router: torch.Tensor) -> None:
+        """And what a shared expert has."""
+        spec = self._spec
+        source.read(prefix + spec.router.name, router[: spec.num_experts])
+        if spec.shared_gate is not None:
+            source.read(prefix + spec.shared_gate.name, router[spec.num_experts :])
+        if self._shared is not None:
+            self._shared.load(source, prefix)
+
+    def _read_expert(
+        self, source: TensorSource, prefix: str, expert: DenseMLP, gate_up: torch.Tensor, down: torch.Tensor
+    ) -> None:
+        for linear, out in zip(expert.gate_up, gate_up.chunk(2), strict=True):
+            source.read(f"{prefix}{linear.name}.weight", out, rows=self._columns)
+        source.read(f"{prefix}{expert.down.name}.weight", down, columns=self._columns)
+
+
+class CudaExperts(Experts):
+    """By grouped products in Triton; those of a shared expert are added before the one all-reduce.
+
+    Raises:
+        ConfigError: also where this rank's columns are no multiple of 32, or the experts are chosen from the best
+            groups.
+    """
+
+    def __init__(self, spec: MixtureOfExperts, place: LayerPlace) -> None:
+        super().__init__(spec, place)
         width = self._columns.size
-        if self._on_cuda and width % _COLUMN_UNIT:
+        if width % _COLUMN_UNIT:
             raise ConfigError(
                 f"{spec.intermediate_size} columns of an expert leave rank {place.group.rank} {width}, and GPUs take "
                 f"multiples of {_COLUMN_UNIT}; choose a smaller tensor_parallel_size"
             )
-        if self._on_cuda and spec.top_groups < spec.num_groups:
+        if spec.top_groups < spec.num_groups:
             raise ConfigError(
                 f"experts of the best {spec.top_groups} of {spec.num_groups} groups are not chosen on GPUs yet; set "
                 "device=cpu"
             )
-        # With the shared expert's gate, if it has one, as its last row. fp32 from the product on, since bf16 logits
-        # often tie, and then choose other experts; on CPU the product itself.
-        self._router = torch.empty(
-            spec.num_experts + (spec.shared_gate is not None),
-            spec.hidden_size,
-            dtype=place.dtype if self._on_cuda else torch.float32,
-            device=place.device,
-        )
+        self._sum = place.arithmetic.rank_sum(spec.hidden_size, Cut(Axis.EXPERT_COLUMNS, 1), place)
+        # fp32 from the product on, since bf16 logits often tie, and then choose other experts.
+        self._router = self._empty_router(place.dtype, place.device)
         self._w13 = place.empty(spec.num_experts, 2 * width, spec.hidden_size)
         self._w2 = place.empty(spec.num_experts, spec.hidden_size, width)
-        self._shared = None if spec.shared is None else MLP(spec.shared, place)
 
     def load(self, source: TensorSource, prefix: str) -> None:
-        """Reads the router and this rank's part of every expert; names begin with `prefix`."""
-        spec, columns = self._spec, self._columns
-        source.read(prefix + spec.router.name, self._router[: spec.num_experts])
-        w13 = self._w13.view(spec.num_experts, 2, columns.size, spec.hidden_size)
-        for expert, gate_up, down in zip(spec.experts, w13, self._w2, strict=True):
-            for linear, out in zip(expert.gate_up, gate_up, strict=True):
-                source.read(f"{prefix}{linear.name}.weight", out, rows=columns)
-            source.read(f"{prefix}{expert.down.name}.weight", down, columns=columns)
-        if spec.shared_gate is not None:
-            source.read(prefix + spec.shared_gate.name, self._router[spec.num_experts :])
-        if self._shared is not None:
-            self._shared.load(source, prefix)
+        self._load_router(source, prefix, self._router)
+        for expert, gate_up, down in zip(self._spec.experts, self._w13, self._w2, strict=True):
+            self._read_expert(source, prefix, expert, gate_up, down)
 
     def __call__(self, x: torch.Tensor, padding: Padding) -> torch.Tensor | PartialSum:
-        """[num_tokens, hidden_size] -> the same, 0 for padding, or what the next norm is to sum."""
         return self._sum.for_norm(len(x), lambda out: self.partial(x, padding, out))
 
     def partial(self, x: torch.Tensor, padding: Padding, out: torch.Tensor | None = None) -> torch.Tensor:
         """This rank's part of the sum [num_tokens, hidden_size], 0 for padding; contiguous `out` if one is given."""
-        return self._mixture(
+        from worker.kernels.moe import mixture  # a CPU install has no Triton
+
+        return mixture(
             x,
             self._router,
             self._w13,
@@ -99,86 +129,54 @@ class Experts:
             shared=None if self._shared is None else self._shared.partial(x),
         )
 
-    @cached_property
-    def _mixture(self) -> Callable[..., torch.Tensor]:
-        if self._on_cuda:
-            from worker.kernels import moe  # a CPU install has no Triton
 
-            return moe.mixture
-        return functools.partial(mixture, num_groups=self._spec.num_groups, top_groups=self._spec.top_groups)
+class CpuExperts(Experts):
+    """By chains that follow from a token alone; a shared expert has a sum over the ranks of its own."""
 
+    def __init__(self, spec: MixtureOfExperts, place: LayerPlace) -> None:
+        super().__init__(spec, place)
+        self._place = place
+        self._router: CpuWeight | None = None
+        self._routed = RoutedExperts(spec.num_experts, spec.hidden_size, _silu_and_mul, place)
 
-def mixture(
-    x: torch.Tensor,
-    router: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    *,
-    top_k: int,
-    normalise: bool,
-    round_to: torch.dtype,
-    out: torch.Tensor,
-    slots: torch.Tensor | None = None,
-    first_slot: int = 0,
-    weight_scale: float = 1.0,
-    shared: torch.Tensor | None = None,
-    num_groups: int = 1,
-    top_groups: int = 1,
-) -> torch.Tensor:
-    """`worker.kernels.moe.mixture` by torch, with an fp32 router; reads only the experts that a token chose.
+    def load(self, source: TensorSource, prefix: str) -> None:
+        # fp32, since bf16 logits often tie, and then choose other experts.
+        router = self._empty_router(torch.float32, self._place.device)
+        self._load_router(source, prefix, router)
+        self._router = CpuWeight(router, None)
+        gate_up = self._place.empty(2 * self._columns.size, self._spec.hidden_size)
+        down = self._place.empty(self._spec.hidden_size, self._columns.size)
+        for i, expert in enumerate(self._spec.experts):
+            self._read_expert(source, prefix, expert, gate_up, down)
+            self._routed.keep(i, gate_up, down)
 
-    Args:
-        num_groups: equal groups of neighbouring experts.
-        top_groups: a token goes to experts of so many groups only, those whose best experts have the highest logits.
-    """
-    num_experts, _, num_columns = w2.shape
-    logits = F.linear(x.float(), router)
-    logits, shared_gate = logits[:, :num_experts], logits[:, num_experts:]
-    open_to = logits
-    if top_groups < num_groups:
-        _, groups = _top(logits.view(len(x), num_groups, num_experts // num_groups).amax(2), top_groups)
-        closed = torch.ones(len(x), num_groups, dtype=torch.bool, device=x.device).scatter_(1, groups, False)
-        open_to = logits.masked_fill(closed.repeat_interleave(num_experts // num_groups, dim=1), float("-inf"))
-    kept, experts = _top(open_to, top_k)
-    normaliser = (kept if normalise else logits).logsumexp(1, keepdim=True)
-    weights = (kept - normaliser).exp().mul_(weight_scale).to(round_to).float()
-    live = None if slots is None else (slots >= first_slot).unsqueeze(1)
-    if live is not None:
-        experts = experts.where(live, -1)
+    def __call__(self, x: torch.Tensor, padding: Padding) -> torch.Tensor:
+        """As Experts; fp32, but in the activations' type where there is neither a shared expert nor an exact sum."""
+        assert self._router is not None, "forward before load"
+        spec = self._spec
+        logits = self._router(x.float())
+        logits, shared_gate = logits[:, : spec.num_experts], logits[:, spec.num_experts :]
+        kept, experts, live = choose(self._of_best_groups(logits), spec.top_k, padding)
+        weights = softmax(kept, kept if spec.norm_topk_prob else logits).mul_(spec.weight_scale)
+        y = self._routed(x, experts, weights.to(self._round_to).float())
+        if self._shared is None:
+            return y
+        shared = self._shared(x, padding)
+        assert isinstance(shared, torch.Tensor), "on CPU norms sum nothing over ranks"
+        if shared_gate.shape[1]:
+            shared = shared * softmax(shared_gate, F.pad(shared_gate, (0, 1)))  # the sigmoid
+        return y.float().add_(shared).masked_fill_(~live, 0.0)
 
-    def run(expert: int, x: torch.Tensor) -> torch.Tensor:
-        gate, up = F.linear(x, w13[expert]).chunk(2, dim=1)
-        return F.linear(F.silu(gate).mul_(up), w2[expert])
-
-    total = sum_of_experts(x, experts if num_columns > 0 else experts.new_full((1, 1), -1), weights, run)
-    if shared is not None:
-        total += shared_gate.sigmoid() * shared if shared_gate.shape[1] else shared
-        if live is not None:
-            total.masked_fill_(~live, 0.0)
-    return out.copy_(total)
+    def _of_best_groups(self, logits: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, num_experts]: of the groups whose best experts have the highest logits; -inf for others."""
+        num_groups, top_groups = self._spec.num_groups, self._spec.top_groups
+        if top_groups == num_groups:
+            return logits
+        by_group = logits.reshape(len(logits), num_groups, self._spec.num_experts // num_groups)
+        _, groups = top(by_group.amax(2), top_groups)
+        closed = torch.ones(by_group.shape[:2], dtype=torch.bool).scatter_(1, groups, False)
+        return by_group.masked_fill(closed.unsqueeze(2), float("-inf")).flatten(1)
 
 
-def sum_of_experts(
-    x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, run: Callable[[int, torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
-    """[num_tokens, hidden_size] fp32: for each token the sum over its experts of weight * what the expert makes of it.
-
-    Args:
-        experts: [num_tokens, top_k] int64; -1 is none.
-        weights: [num_tokens, top_k] fp32.
-        run: gets an expert and the rows of x that chose it, and returns as many.
-    """
-    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    chosen_experts = experts.flatten()
-    for expert in sorted(set(chosen_experts.tolist()) - {-1}):
-        chosen = (chosen_experts == expert).nonzero().squeeze(1)
-        tokens = chosen // experts.shape[1]
-        y = run(expert, x[tokens]).float()
-        total.index_add_(0, tokens, y.mul_(weights.flatten()[chosen].unsqueeze(1)))
-    return total
-
-
-def _top(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k highest of each row and their columns; of equal ones the first, as the kernels choose."""
-    values, columns = scores.sort(dim=1, descending=True, stable=True)
-    return values[:, :k], columns[:, :k]
+def _silu_and_mul(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    return act_and_mul(x, "silu", out)

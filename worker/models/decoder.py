@@ -74,7 +74,7 @@ _MIXERS: dict[type[Any], Callable[[Any, LayerPlace, int, float], MixerModule]] =
 }
 _FEED_FORWARDS: dict[type[Any], Callable[[Any, LayerPlace], FeedForwardModule]] = {
     DenseMLP: MLP,
-    MixtureOfExperts: Experts,
+    MixtureOfExperts: Experts.of,
     BiasedMixture: BiasedExperts,
 }
 
