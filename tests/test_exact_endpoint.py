@@ -1,0 +1,79 @@
+"""Exact numerics through HTTP: a drawn answer is the same text at every number of ranks, alone and beside others."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cluster.coordinator_actor import EngineSpec
+from cluster.fingerprint import system_fingerprint
+from configs.load import load_app_config
+from configs.read_config import read_model_config
+from configs.resolve import HostFacts, resolve
+from tests.conftest import ROOT
+
+NUM_OTHERS = 60
+
+
+def _ask(url: str, model: str, seed: int) -> dict[str, Any]:
+    messages = [{"role": "user", "content": f"Tell me the story of {seed} foxes."}]
+    body = {"model": model, "messages": messages, "temperature": 1.0, "seed": seed, "max_tokens": 48, "logprobs": True}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=600)
+    assert answer.status_code == 200, answer.text
+    whole: dict[str, Any] = answer.json()
+    return whole
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.timeout(1800)
+def test_a_drawn_answer_is_the_same_at_every_number_of_ranks_alone_and_beside_others(endpoint: Any) -> None:
+    from ray import serve
+
+    from cluster.serve.app import build_app
+
+    answers: dict[int, dict[str, Any]] = {}
+    for size in (1, 2, 3):
+        overrides = [f"tensor_parallel_size={size}", "kv_cache.num_tokens=16384", "parallel.threads_per_rank=1"]
+        app = load_app_config(ROOT / "configs" / "smollm2-135m.yaml", overrides)
+        url = f"{endpoint.url}/exact{size}"
+        serve.run(build_app(app.engine.model_dump()), name=f"exact{size}", route_prefix=f"/exact{size}")
+        try:
+            assert httpx.get(f"{url}/v1/models", timeout=60).json()["data"][0]["numerics"] == "exact"
+            alone = _ask(url, endpoint.model, 0)
+            with ThreadPoolExecutor(NUM_OTHERS + 1) as pool:
+                together = list(pool.map(lambda seed: _ask(url, endpoint.model, seed), range(NUM_OTHERS + 1)))
+        finally:
+            serve.delete(f"exact{size}")
+        for seed, answer in enumerate([*together, alone]):
+            expected = answers.setdefault(seed % (NUM_OTHERS + 1), answer)
+            assert answer["choices"] == expected["choices"], f"{size} ranks, seed {seed}"
+            assert answer["system_fingerprint"] == expected["system_fingerprint"]
+    assert len({answer["choices"][0]["message"]["content"] for answer in answers.values()}) > NUM_OTHERS / 2
+
+
+def _fingerprint(path: Path, *overrides: str) -> str:
+    given = load_app_config(ROOT / "configs" / "smollm2-135m.yaml", [f"model={path}", *overrides]).engine
+    model = read_model_config(path)
+    config = resolve(given, model, HostFacts(num_cores=2, num_gpus=0)).config
+    return system_fingerprint(EngineSpec(config, model, path, path))
+
+
+def test_equal_fingerprints_are_those_that_promise_equal_bits(smollm2_path: Path, tmp_path: Path) -> None:
+    one = _fingerprint(smollm2_path)
+    for other in ("tensor_parallel_size=3", "kv_cache.page_size=64", "scheduler.prefill_chunk_size=64"):
+        assert _fingerprint(smollm2_path, other) == one
+    for other in ("dtype=bfloat16", "kv_cache.dtype=fp8_e4m3", "numerics=fast", "load_format=dummy"):
+        assert _fingerprint(smollm2_path, other) != one
+    changed = tmp_path / "changed.gguf"
+    with smollm2_path.open("rb") as file:
+        content = bytearray(file.read())
+    content[len(content) // 2] ^= 1
+    changed.write_bytes(content)
+    assert _fingerprint(changed) != one
+    fast = [_fingerprint(smollm2_path, "numerics=fast", f"tensor_parallel_size={size}") for size in (1, 2)]
+    assert fast[0] != fast[1]
