@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def test_a_drawn_answer_is_the_same_at_every_number_of_ranks_alone_and_beside_ot
             assert httpx.get(f"{url}/v1/models", timeout=60).json()["data"][0]["numerics"] == "exact"
             alone = _ask(url, endpoint.model, 0)
             with ThreadPoolExecutor(NUM_OTHERS + 1) as pool:
-                together = list(pool.map(lambda seed: _ask(url, endpoint.model, seed), range(NUM_OTHERS + 1)))
+                together = list(pool.map(partial(_ask, url, endpoint.model), range(NUM_OTHERS + 1)))
         finally:
             serve.delete(f"exact{size}")
         for seed, answer in enumerate([*together, alone]):

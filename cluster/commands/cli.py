@@ -92,6 +92,7 @@ def generate(
     overrides: Set = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 64,
     temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0 is greedy.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of what is drawn. Not given: a new one.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
     address: Address = None,
 ) -> None:
@@ -99,9 +100,8 @@ def generate(
     from cluster.commands.generate import generate_text
 
     with _friendly_errors():
-        generate_text(
-            file, overrides or [], prompt, max_tokens=max_tokens, temperature=temperature, chat=chat, address=address
-        )
+        sampling = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+        generate_text(file, overrides or [], prompt, sampling, chat=chat, address=address)
 
 
 @app.command()

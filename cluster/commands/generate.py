@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
@@ -23,24 +24,24 @@ def generate_text(
     file: Path,
     overrides: list[str],
     prompt: str,
+    sampling: Mapping[str, Any],
     *,
-    max_tokens: int,
-    temperature: float,
     chat: bool,
     address: str | None,
 ) -> None:
-    """Prints the continuation of `prompt` as it is generated. Raises ConfigError, RequestError, EngineError."""
+    """Prints the continuation of `prompt` as it is generated. Raises ConfigError, RequestError, EngineError.
+
+    `sampling`: as ServedModel.stream_text takes it.
+    """
     config = load_app_config(file, overrides).engine
     cpus = sum(bundle["CPU"] for bundle in group_bundles(config, gpus=False))
     # Ray prints what it has to say on standard output, where the text alone belongs.
     out = sys.stdout
     with contextlib.redirect_stdout(sys.stderr), ray_session(cluster_address(address), min_cpus=cpus):
-        asyncio.run(_generate(config, prompt, max_tokens, temperature, chat, out))
+        asyncio.run(_generate(config, prompt, sampling, chat, out))
 
 
-async def _generate(
-    config: EngineConfig, prompt: str, max_tokens: int, temperature: float, chat: bool, out: TextIO
-) -> None:
+async def _generate(config: EngineConfig, prompt: str, sampling: Mapping[str, Any], chat: bool, out: TextIO) -> None:
     nodes = NodeResources.from_ray(ray.nodes())
     gpus = uses_gpus(config, nodes)
     bundles = group_bundles(config, gpus=gpus)
@@ -52,9 +53,7 @@ async def _generate(
         engine = await RunningEngine.start(spec, group, "generate")
         try:
             model = await engine.open_model(tokenizer)
-            async with contextlib.aclosing(
-                model.stream_text(prompt, chat=chat, max_tokens=max_tokens, temperature=temperature)
-            ) as pieces:
+            async with contextlib.aclosing(model.stream_text(prompt, chat=chat, **sampling)) as pieces:
                 async for piece in pieces:
                     out.write(piece)
                     out.flush()

@@ -256,7 +256,13 @@ class ServedModel:
         return Run(job, self.engine, self.tokenizer, timeout_s=timeout_s)
 
     async def stream_text(
-        self, prompt: str, *, chat: bool, max_tokens: int | None = None, temperature: float | None = None
+        self,
+        prompt: str,
+        *,
+        chat: bool,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        seed: int | None = None,
     ) -> AsyncGenerator[str, None]:
         """The continuation of `prompt` (or the reply to it, with `chat`) as text, without any HTTP or JSON.
 
@@ -267,7 +273,7 @@ class ServedModel:
         turns = Conversation(turns=[Turn(role="user", text=prompt)])
         ids = await (self.prompts.encode_chat(turns) if chat else self.prompts.encode(prompt))
         limit = self.checked_max_tokens(ids, max_tokens, default=self.room(ids), param="prompt")
-        fields = SamplingFields(temperature=temperature)
+        fields = SamplingFields(temperature=temperature, seed=seed)
         job = self.job("text-", fields, [ids], [limit], RequestContext(request_id=uuid.uuid4().hex), JobOptions())
         async with aclosing(self.run(job).deltas()) as steps:
             async for deltas in steps:
