@@ -10,13 +10,14 @@ right half; where rows are few, a node is cut into several such subtrees, and a 
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-from parallel.kernels.tree_sum import Adds, sum_subtrees
+from parallel.kernels.tree_sum import Adds, append, sum_subtrees
 
 Leaves = tuple[int, int]
 """The half-open range of a subtree's leaves."""
@@ -131,17 +132,16 @@ def _tree_gemm_kernel(
             x = tl.load(x_rows + k, mask=present, other=0.0)
             w = tl.load(w_rows + k, mask=present, other=0.0, eviction_policy=EVICTION)
         acc = tl.dot(x, w.T, acc, input_precision="ieee")
-        if DEPTH > 0:
-            if step % steps == steps - 1:
-                ending, level = _place_in_tree(leaf - first, stop - first, DEPTH)
-                for i in tl.static_range(DEPTH):
-                    if (ending >> i) & 1:
-                        acc = waiting[i] + acc
-                for i in tl.static_range(DEPTH):
-                    if level == i:
-                        waiting = waiting[:i] + (acc,) + waiting[i + 1 :]
-                if level < DEPTH:
-                    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        if step % steps == steps - 1:
+            ending, level = _place_in_tree(leaf - first, stop - first, DEPTH)
+            for i in tl.static_range(DEPTH):
+                if (ending >> i) & 1:
+                    acc = waiting[i] + acc
+            for i in tl.static_range(DEPTH):
+                if level == i:
+                    waiting = append(waiting[:i], acc) + waiting[i + 1 :]
+            if level < DEPTH:
+                acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
     out_ptrs = out_ptr + part.to(tl.int64) * M * N + rows.to(tl.int64)[:, None] * N + columns[None, :]
@@ -289,7 +289,7 @@ def _middle(node: Leaves) -> int:
 def _pack(parts: tuple[Leaves, ...]) -> tuple[int, int, int]:
     """The parts' borders, counted from the first leaf, in two words; and the depth of the deepest part's tree."""
     borders = [start - parts[0][0] for start, _ in parts] + [parts[-1][1] - parts[0][0]]
-    assert all(a[1] == b[0] for a, b in zip(parts, parts[1:], strict=False)), f"{parts} do not follow one another"
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(parts)), f"{parts} do not follow one another"
     assert len(parts) <= _MAX_PARTS, f"{len(parts)} parts"
     assert borders[-1] <= _MAX_LEAVES, f"{borders[-1]} leaves"
     low, high = (sum(b << (8 * i) for i, b in enumerate(word)) for word in (borders[:8], borders[8:]))

@@ -36,10 +36,16 @@ def in_order(program: Program, num_nodes: int) -> Adds:
 
 
 @triton.jit
+def append(values, value):
+    values += (value,)
+    return values
+
+
+@triton.jit
 def finish(values, ADDS: tl.constexpr):
     """`values` and after them the results of ADDS, of which the last is the root."""
     for i in tl.static_range(len(ADDS)):
-        values = values + (values[ADDS[i][0]] + values[ADDS[i][1]],)
+        values = append(values, values[ADDS[i][0]] + values[ADDS[i][1]])
     return values
 
 
@@ -70,7 +76,8 @@ def _sum_kernel(
     inside = elements < num_elements
     values = ()
     for i in tl.static_range(len(PLACES)):
-        values = values + (tl.load(nodes_ptr + PLACES[i] * node_stride + elements, mask=inside, other=0.0),)
+        node = tl.load(nodes_ptr + PLACES[i] * node_stride + elements, mask=inside, other=0.0)
+        values = append(values, node)
     values = finish(values, ADDS)
     for i in tl.static_range(len(ROOTS)):
         total = values[ROOTS[i]]
@@ -104,7 +111,7 @@ def _sum_add_norm_kernel(
     values = ()
     for i in tl.static_range(len(PLACES)):
         node_ptr = nodes_ptr + PLACES[i] * node_stride + row * row_stride
-        values = values + (tl.load(node_ptr + columns, mask=inside, other=0.0),)
+        values = append(values, tl.load(node_ptr + columns, mask=inside, other=0.0))
     x = finish(values, ADDS)[len(PLACES) + len(ADDS) - 1]
     if bias_ptr is not None:
         x += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
