@@ -112,7 +112,7 @@ def _sum_add_norm_kernel(
     for i in tl.static_range(len(PLACES)):
         node_ptr = nodes_ptr + PLACES[i] * node_stride + row * row_stride
         values = append(values, tl.load(node_ptr + columns, mask=inside, other=0.0))
-    x = finish(values, ADDS)[len(PLACES) + len(ADDS) - 1]
+    x = finish(values, ADDS)[2 * len(ADDS)]
     if bias_ptr is not None:
         x += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     add_norm_row(out_ptr + row * SIZE, residual_ptr, x, residual, weight, columns, inside, eps, SIZE)
