@@ -177,9 +177,8 @@ def test_any_number_of_ranks_finishes_the_tree_with_the_same_bits(
         most = max(len(nodes) for nodes in covers)
         gathered = torch.full((num_ranks, most, *whole.shape), torch.nan, device=device)
         for rank, (nodes, a, b) in enumerate(zip(covers, borders[:-1], borders[1:], strict=True)):
-            if nodes:
-                columns = slice(a * leaf, b * leaf)
-                gathered[rank, : len(nodes)] = nodes_of(x[:, columns], weight[:, columns].contiguous(), leaf, nodes)
+            columns = slice(a * leaf, b * leaf)
+            gathered[rank, : len(nodes)] = nodes_of(x[:, columns], weight[:, columns].contiguous(), leaf, nodes)
         places = [rank * most + i for rank, nodes in enumerate(covers) for i in range(len(nodes))]
         program = program_of([node for nodes in covers for node in nodes], root)
         out = torch.full_like(whole, torch.nan)

@@ -223,6 +223,8 @@ def node_gemm(
     Returns:
         `out`.
     """
+    if not nodes:
+        return out  # a rank without leaves
     num_rows, out_features = x.shape[0], len(weight)
     num_leaves = nodes[-1][1] - nodes[0][0]
     assert num_leaves == -(-x.shape[1] // leaf), f"{num_leaves} leaves of {leaf} are not {x.shape[1]} columns"
