@@ -11,8 +11,9 @@ buffer p. An all-reduce, gather or barrier between two sums separates them as we
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,9 +29,19 @@ _MAX_CACHED_SUMS = 256
 _MAX_RANKS = 8
 _MAX_ROWS = 128  # of 132 SMs: all programs of a launch must run at once
 _FLAG_BYTES = 4 * _MAX_RANKS * _MAX_ROWS
-_BUFFER_BYTES = 1 << 20  # of each of the two
-MEMORY_BYTES = _FLAG_BYTES + 2 * _BUFFER_BYTES
+_BUFFER_BYTES = 1 << 20  # of the summands of each of the two, in bf16
+_TREE_BUFFER_BYTES = 4 << 20  # of each of the two: 128 rows of 4096 with two nodes
+MEMORY_BYTES = _FLAG_BYTES + 2 * _TREE_BUFFER_BYTES
 """What every rank maps."""
+
+
+class RankNodes(NamedTuple):
+    """How the ranks' fp32 nodes make one sum, whose bits are then the same for any number of ranks."""
+
+    counts: tuple[int, ...]
+    """Of each rank, how many nodes it brings; not the same of all."""
+    program: tuple[tuple[int, int, int], ...]
+    """Additions (dst, left, right) over values: the nodes are 0, 1, ..., rank 0's first; the last dst is the sum."""
 
 
 def fuses(size: int, shape: tuple[int, int], dtype: torch.dtype) -> bool:
@@ -53,25 +64,38 @@ def fits(size: int, shape: tuple[int, int], dtype: torch.dtype) -> bool:
     )
 
 
+def fits_nodes(nodes: RankNodes, shape: tuple[int, int]) -> bool:
+    """Whether the kernel can finish a tree whose sum has that shape, to be added to a bf16 residual stream."""
+    num_rows, row_elements = shape
+    num_bytes = max(nodes.counts) * num_rows * row_elements * torch.float32.itemsize
+    return fits(len(nodes.counts), (num_rows, 16), torch.bfloat16) and (
+        1 <= row_elements <= _MAX_ROW_ELEMENTS and row_elements % 8 == 0 and num_bytes <= _TREE_BUFFER_BYTES
+    )
+
+
 class PartialSum:
     """A sum over the ranks that is still to be done: its producer writes `summand`, then the norm after it sums.
 
     Attributes:
-        summand: [num_rows, size] bf16, contiguous, contents undefined; this rank's part. Valid until `add_norm`.
+        summand: [num_rows, size] bf16, contiguous, contents undefined; this rank's part. Of a `node_sum` [nodes of the
+            rank, num_rows, size] fp32. Valid until `add_norm`.
+        bias: [size], added in fp32 to the sum of a `node_sum`, or None.
     """
 
-    __slots__ = ("_offset", "_sums", "summand")
+    __slots__ = ("_nodes", "_offset", "_sums", "bias", "summand")
 
-    def __init__(self, sums: FusedSums, offset: int, summand: Tensor) -> None:
+    def __init__(self, sums: FusedSums, offset: int, summand: Tensor, nodes: RankNodes | None = None) -> None:
         self._sums = sums
         self._offset = offset
+        self._nodes = nodes
         self.summand = summand
+        self.bias: Tensor | None = None
 
     def add_norm(self, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Adds the sum over the ranks to `residual` [num_rows, size] in place, and returns the RMS norm of that.
 
-        Summands are added in fp32 in rank order, then the residual, and rounded to bf16 once: the same bits on every
-        rank. The next partial_sum may be asked for then, not before.
+        Summands are added in fp32 in rank order, or nodes as their tree says, then the residual, and rounded to bf16
+        once: the same bits on every rank. The next partial_sum may be asked for then, not before.
 
         Args:
             weight: [size], bf16 or fp32.
@@ -80,7 +104,7 @@ class PartialSum:
             DeadlineError: an earlier sum gave up because a rank did not come in time.
             EngineError: the group was aborted.
         """
-        return self._sums.add_norm(self._offset, residual, weight, eps)
+        return self._sums.add_norm(self._offset, residual, weight, eps, self._nodes, self.bias)
 
 
 class FusedSums:
@@ -114,23 +138,39 @@ class FusedSums:
         self._words: Any = self._pinned.numpy()
         self._abort_reason = ""
         self._turn = 0
-        self._sums: dict[tuple[tuple[int, int], int], PartialSum] = {}
+        self._sums: dict[tuple[tuple[int, int], RankNodes | None, int], PartialSum] = {}
 
-    def partial_sum(self, shape: tuple[int, int]) -> PartialSum:
+    def node_sum(self, shape: tuple[int, int], nodes: RankNodes, bias: Tensor | None = None) -> PartialSum:
+        """The next sum, of nodes that `fits_nodes`, to which `bias` [size] is added."""
+        partial_sum = self.partial_sum(shape, nodes)
+        partial_sum.bias = bias
+        return partial_sum
+
+    def partial_sum(self, shape: tuple[int, int], nodes: RankNodes | None = None) -> PartialSum:
         """The next sum, of a shape and dtype that `fits`."""
-        key = (shape, self._turn)
+        key = (shape, nodes, self._turn)
         partial_sum = self._sums.get(key)
         if partial_sum is None:
             assert self._memory is not None, "a sum of a closed group"
             if len(self._sums) >= _MAX_CACHED_SUMS:
                 self._sums.clear()
-            offset = _FLAG_BYTES + self._turn * _BUFFER_BYTES
-            num_bytes = shape[0] * shape[1] * torch.bfloat16.itemsize
-            summand = self._memory[offset : offset + num_bytes].view(torch.bfloat16).view(shape)
-            partial_sum = self._sums[key] = PartialSum(self, offset, summand)
+            offset = _FLAG_BYTES + self._turn * _TREE_BUFFER_BYTES
+            dtype = torch.bfloat16 if nodes is None else torch.float32
+            whole = shape if nodes is None else (nodes.counts[self._rank], *shape)
+            num_bytes = math.prod(whole) * dtype.itemsize
+            summand = self._memory[offset : offset + num_bytes].view(dtype).view(whole)
+            partial_sum = self._sums[key] = PartialSum(self, offset, summand, nodes)
         return partial_sum
 
-    def add_norm(self, offset: int, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def add_norm(
+        self,
+        offset: int,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        nodes: RankNodes | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
         """As PartialSum, of the summands `offset` bytes into the memory."""
         self.check_alive()
         self._turn ^= 1
@@ -144,6 +184,9 @@ class FusedSums:
             state=self._state,
             host_words=self._pinned.data_ptr(),
             timeout_ns=self._timeout_ns,
+            counts=() if nodes is None else nodes.counts,
+            program=() if nodes is None else nodes.program,
+            bias=bias,
         )
 
     def abort(self, reason: str) -> None:

@@ -22,9 +22,10 @@ import triton.language as tl
 from configs.errors import DeadlineError, EngineError
 from configs.layers import Axis, Cut, Linear
 from parallel.arithmetic import FAST, LayerPlace
-from parallel.fused_sum import MEMORY_BYTES, FusedSums, PartialSum, fits, fuses
+from parallel.fused_sum import MEMORY_BYTES, FusedSums, PartialSum, RankNodes, fits, fits_nodes, fuses
 from parallel.group import TensorParallelGroup
-from parallel.kernels.all_reduce_norm import _add_norm_row, _sum_of_ranks
+from parallel.kernels.all_reduce_norm import _nodes_of_ranks, in_rank_order, nodes_of
+from parallel.kernels.tree_sum import add_norm_row, finish, in_order, sum_add_norm
 from parallel.linear import RowParallelLinear
 from parallel.plan import LayerShard, Span
 from tests.rank_processes import Ranks, digest, part_of
@@ -62,7 +63,19 @@ def check_result(
 
 
 @triton.jit
-def _local_kernel(out_ptr, residual_ptr, weight_ptr, bases, offset, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _local_kernel(
+    out_ptr,
+    residual_ptr,
+    weight_ptr,
+    bases,
+    offset,
+    eps,
+    NODES: tl.constexpr,
+    ADDS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """The kernel without the meeting of the ranks, whose PTX the interpreter has not."""
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
@@ -70,10 +83,10 @@ def _local_kernel(out_ptr, residual_ptr, weight_ptr, bases, offset, eps, SIZE: t
     residual_ptr += row * SIZE
     residual = tl.load(residual_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    dtype: tl.constexpr = residual_ptr.dtype.element_ty
-    offset += row * (SIZE * (dtype.primitive_bitwidth // 8))
-    x = _sum_of_ranks(bases, offset, columns, inside, dtype)
-    _add_norm_row(out_ptr + row * SIZE, residual_ptr, x, residual, weight, columns, inside, eps, SIZE)
+    row_bytes: tl.constexpr = SIZE * (DTYPE.primitive_bitwidth // 8)
+    offset, node_bytes = offset + row * row_bytes, tl.num_programs(0) * row_bytes
+    x = finish(_nodes_of_ranks(bases, offset, node_bytes, columns, inside, NODES, DTYPE), ADDS)[2 * len(ADDS)]
+    add_norm_row(out_ptr + row * SIZE, residual_ptr, x, residual, weight, columns, inside, eps, SIZE)
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels compiled for a GPU take no CPU tensors")
@@ -88,9 +101,66 @@ def test_summands_are_added_in_rank_order_and_then_the_residual(
     residual, weight = part_of(20, shape, dtype), part_of(21, (1, shape[1]), dtype)[0]
     before, normed = residual.clone(), torch.empty_like(residual)
     bases = tuple(tensor.data_ptr() for tensor in memory)
-    block = 1 << (shape[1] - 1).bit_length()
-    _local_kernel[(shape[0],)](normed, residual, weight, bases, 32 * dtype.itemsize, EPS, SIZE=shape[1], BLOCK=block)
+    _local_kernel[(shape[0],)](
+        normed,
+        residual,
+        weight,
+        bases,
+        32 * dtype.itemsize,
+        EPS,
+        NODES=nodes_of((1,) * size),
+        ADDS=in_rank_order(size),
+        DTYPE=tl.float32 if dtype is FP32 else tl.float16,
+        SIZE=shape[1],
+        BLOCK=1 << (shape[1] - 1).bit_length(),
+    )
     check_result(normed, residual, parts, before, weight)
+
+
+PROGRAM = ((4, 1, 2), (5, 0, 4), (6, 5, 3))
+"""The tree (0 + (1 + 2)) + 3."""
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels compiled for a GPU take no CPU tensors")
+@pytest.mark.parametrize("counts", [(1, 3), (3, 0, 1), (1, 2, 1), (1, 1, 1, 1), (4,)])
+def test_nodes_are_added_as_their_tree_says_wherever_they_lie(counts: tuple[int, ...]) -> None:
+    shape = (3, 1000)
+    nodes = torch.stack([part_of(i, shape, FP32) * (1000 if i % 2 else 3) for i in range(4)])
+    before, weight = part_of(20, shape, torch.float16), part_of(21, (1, shape[1]), torch.float16)[0]
+    memory = [torch.cat((torch.full((32,), float("nan")), part.flatten())) for part in nodes.split(counts)]
+    residual, normed = before.clone(), torch.empty_like(before)
+    _local_kernel[(shape[0],)](
+        normed,
+        residual,
+        weight,
+        tuple(tensor.data_ptr() for tensor in memory),
+        128,
+        EPS,
+        NODES=nodes_of(counts),
+        ADDS=in_order(PROGRAM, 4),
+        DTYPE=tl.float32,
+        SIZE=shape[1],
+        BLOCK=1024,
+    )
+    alone = before.clone()
+    assert torch.equal(sum_add_norm(nodes, PROGRAM, alone, weight, EPS), normed)
+    assert torch.equal(alone, residual)
+    total = (nodes[0] + (nodes[1] + nodes[2])) + nodes[3]
+    check_result(normed, residual, [total], before, weight)
+
+
+def test_nodes_fit_by_rows_and_by_those_of_the_busiest_rank() -> None:
+    assert fits_nodes(RankNodes((1, 2), ()), (128, 4096))
+    assert fits_nodes(RankNodes((0, 2, 1), ()), (16, 8192))
+    for nodes, shape in [
+        (RankNodes((1, 3), ()), (128, 4096)),
+        (RankNodes((1, 2), ()), (129, 64)),
+        (RankNodes((1, 2), ()), (8, 1001)),
+        (RankNodes((1, 2), ()), (8, 32768)),
+        (RankNodes((3,), ()), (8, 4096)),
+        (RankNodes((1,) * 9, ()), (8, 4096)),
+    ]:
+        assert not fits_nodes(nodes, shape), (nodes, shape)
 
 
 def test_what_is_fused_depends_on_ranks_shape_and_type() -> None:
@@ -145,6 +215,34 @@ def test_ranks_that_are_streams_of_one_gpu_get_the_same_sums(size: int) -> None:
             sums.check_alive()
             check_result(normed, residual, parts, before, weight)
             assert torch.equal(normed, results[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("counts", [(1, 3), (3, 0, 1), (1, 2, 1)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_ranks_that_are_streams_of_one_gpu_finish_a_tree_as_one_rank_does(
+    counts: tuple[int, ...], has_bias: bool
+) -> None:
+    members = ranks_on_one_gpu(len(counts), timeout_s=20.0)
+    for shape in [(1, 4096), (7, 4096), (16, 2560), (33, 1000), (1, 16384)] * 3:
+        nodes = torch.stack([part_of(i, shape, FP32) * (1000 if i % 2 else 3) for i in range(4)]).cuda()
+        before, weight = part_of(20, shape, BF16).cuda(), part_of(21, (1, shape[1]), BF16)[0].cuda()
+        bias = part_of(22, (1, shape[1]), BF16)[0].cuda() if has_bias else None
+        alone = before.clone()
+        expected = sum_add_norm(nodes, PROGRAM, alone, weight, EPS, bias=bias)
+        residuals = [before.clone() for _ in counts]
+        torch.cuda.synchronize()
+        results = []
+        for (sums, stream), part, residual in zip(members, nodes.split(counts), residuals, strict=True):
+            with torch.cuda.stream(stream):
+                node_sum = sums.node_sum(shape, RankNodes(counts, PROGRAM), bias)
+                node_sum.summand.copy_(part)
+                results.append(node_sum.add_norm(residual, weight, EPS))
+        torch.cuda.synchronize()
+        for (sums, _), normed, residual in zip(members, results, residuals, strict=True):
+            sums.check_alive()
+            assert torch.equal(residual, alone)
+            assert torch.equal(normed, expected)
 
 
 def queue_sums(sums: FusedSums, num_sums: int) -> Any:

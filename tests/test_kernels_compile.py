@@ -13,12 +13,13 @@ import itertools
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,10 @@ from attention.kv_pool import FP8
 from attention.layer import AttentionLayer
 from attention.step_metadata import StepTensors
 from parallel.kernels.all_reduce_norm import all_reduce_add_norm
+from parallel.kernels.chain_gemm import chain_gemm
+from parallel.kernels.node_gemm import node_gemm
 from parallel.kernels.skinny_gemm import skinny_gemm
+from parallel.kernels.tree_sum import sum_add_norm, sum_nodes
 from worker.adjustments import RowAdjustments
 from worker.kernels import moe, routing, sampling
 from worker.kernels.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
@@ -55,6 +59,8 @@ ROOT = Path(__file__).resolve().parent.parent
 EPS = 1e-6
 SHARED_BYTES = 227 * 1024
 """What a program may have on an H200."""
+NORMS = ("sum_add_norm_kernel", "all_reduce_add_norm_kernel", "_add_rms_norm_kernel")
+"""Kernels that add to the residual stream and norm."""
 ATTENTION_FEATURES: list[dict[str, Any]] = [
     {"window": 4096},
     {"softcap": 50.0},
@@ -73,6 +79,8 @@ class Report:
     """All that the project has."""
     errors: dict[str, list[str]]
     """By kernel that was compiled: what the compiler said of each specialisation that it did not take."""
+    reductions: dict[str, dict[str, list[str]]]
+    """By the block of a row, of the kernels that norm a sum: how the squares lie over the threads, and in which."""
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +107,16 @@ def test_no_kernel_is_left_out(report: Report) -> None:
     assert report.kernels
     missing = set(report.kernels) - set(report.errors)
     assert not missing, f"compile them too: let `_call_everything` launch {sorted(missing)}"
+
+
+@pytest.mark.slow
+def test_norms_of_one_sum_reduce_in_one_order(report: Report) -> None:
+    """So one rank, a gathered tree and one in other ranks' memory give a row the same bits."""
+    assert {"1024", "4096"} <= set(report.reductions)
+    for block, layouts in report.reductions.items():
+        assert len(layouts) == 1, f"rows of {block}: {layouts}"
+        [kernels] = layouts.values()
+        assert len(kernels) == 3 or block == "8192", kernels
 
 
 # The script.
@@ -280,7 +298,7 @@ def _call_sampler(first_id: int, num_ids: int) -> None:
     adjust_logits(logits, rows, positions, records, RowAdjustments(257, num_ids, torch.device("cpu")))
 
 
-def _call_all_reduce_add_norm(num_ranks: int, weight: torch.Tensor) -> None:
+def _call_all_reduce_add_norm(num_ranks: int, weight: torch.Tensor, **nodes: Any) -> None:
     base = 0x7F00_0000_0000
     all_reduce_add_norm(
         _bf16(4, len(weight)),
@@ -292,7 +310,31 @@ def _call_all_reduce_add_norm(num_ranks: int, weight: torch.Tensor) -> None:
         state=_int32(129),
         host_words=base - 4096,
         timeout_ns=int(600e9),
+        **nodes,
     )
+
+
+def _call_exact_products() -> None:
+    """Of Qwen3-8B over one rank and four, and a rank of three, whose cover of the tree is two nodes."""
+    for num_rows in (1, 64, 8192):
+        for k, leaf, nodes in ((4096, 128, ((0, 32),)), (12288, 512, ((0, 24),)), (3072, 512, ((6, 12),))):
+            out = torch.empty(len(nodes), num_rows, 4096)
+            node_gemm(_bf16(num_rows, k), _bf16(4096, k), leaf=leaf, nodes=nodes, out=out)
+        out = torch.empty(2, num_rows, 4096)
+        node_gemm(_bf16(num_rows, 4096), _bf16(4096, 4096), leaf=512, nodes=((8, 9), (9, 16)), out=out)
+        for k, leaf in ((600, 96), (1100, 512)):
+            nodes = ((0, -(-k // leaf)),)
+            node_gemm(_bf16(num_rows, k), _bf16(576, k), leaf=leaf, nodes=nodes, out=torch.empty(1, num_rows, 576))
+        for bias, dtype in ((None, torch.bfloat16), (_bf16(1536), torch.bfloat16), (None, torch.float32)):
+            chain_gemm(_bf16(num_rows, 4096), _bf16(1536, 4096), bias, out=torch.empty(num_rows, 1536, dtype=dtype))
+    program = ((4, 1, 2), (5, 0, 4), (6, 5, 3))
+    for size, weight_of in ((576, _bf16), (4096, _bf16), (2304, torch.empty)):
+        for bias in (None, _bf16(size)):
+            for nodes_of_ranks in (program, ()):
+                nodes = torch.empty(4 if nodes_of_ranks else 1, 4, size)
+                sum_add_norm(nodes, nodes_of_ranks, _bf16(4, size), weight_of(size), EPS, bias=bias)
+            _call_all_reduce_add_norm(3, weight_of(size), counts=(1, 2, 1), program=program, bias=bias)
+    sum_nodes(torch.empty(6, 4, 4096), program, out=_bf16(4, 4096), places=(0, 1, 3, 5))
 
 
 def _call_mixture(
@@ -376,6 +418,7 @@ def _call_everything() -> None:
     for num_ranks, size in itertools.product((2, 3, 4), (576, 4096)):
         _call_all_reduce_add_norm(num_ranks, _bf16(size))
     _call_all_reduce_add_norm(2, torch.empty(2304))
+    _call_exact_products()
 
 
 class _H200:
@@ -408,8 +451,14 @@ def _all_kernels() -> set[str]:
     return functions - called
 
 
-def _compile_everything() -> dict[str, list[str]]:
-    """As Report.errors."""
+def _layouts_of_sums(ir: str) -> list[tuple[str, str]]:
+    """Length and layout of what a kernel in Triton's GPU dialect reduces."""
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg\..*)$", ir, re.MULTILINE))
+    reduced = re.findall(r'"tt\.reduce".*?\}\) : \(tensor<(\d+)xf32, (#\w+)>\)', ir, re.DOTALL)
+    return [(length, layouts[layout]) for length, layout in reduced]
+
+
+def _compile_everything() -> Report:
     compiling: list[tuple[str, Any]] = []
 
     def compile_only(kernel: Any, grid: Any) -> Callable[..., None]:
@@ -423,19 +472,22 @@ def _compile_everything() -> dict[str, list[str]]:
     # They ask about CUDA tensors only.
     decode._has_dependent_launch = moe.starts_early = routing.starts_early = lambda device: True
     errors: dict[str, list[str]] = {}
+    reductions: dict[str, dict[str, set[str]]] = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
         _call_everything()
         for kernel, compilation in dict.fromkeys(compiling):
             said = errors.setdefault(kernel, [])
             try:
-                shared = compilation.result().metadata.shared
-                if shared > SHARED_BYTES:
-                    said.append(f"takes {shared} bytes of shared memory")
+                compiled = compilation.result()
+                if compiled.metadata.shared > SHARED_BYTES:
+                    said.append(f"takes {compiled.metadata.shared} bytes of shared memory")
+                for length, layout in _layouts_of_sums(compiled.asm["ttgir"]) if kernel.endswith(NORMS) else ():
+                    reductions.setdefault(length, {}).setdefault(layout, set()).add(kernel)
             except Exception as error:  # noqa: BLE001 -- the report of all kernels names it
                 said.append("".join(traceback.format_exception(error, limit=-1)))
-    return errors
+    ordered = {length: {layout: sorted(it) for layout, it in by.items()} for length, by in reductions.items()}
+    return Report(sorted(_all_kernels()), errors, ordered)
 
 
 if __name__ == "__main__":
-    errors = _compile_everything()
-    Path(sys.argv[1]).write_text(json.dumps({"kernels": sorted(_all_kernels()), "errors": errors}))
+    Path(sys.argv[1]).write_text(json.dumps(asdict(_compile_everything())))

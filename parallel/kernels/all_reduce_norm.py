@@ -1,17 +1,22 @@
 """One kernel that sums over the ranks, adds to the residual stream and norms.
 
 Each rank's summands lie in memory that every rank has mapped. A program does one row on every rank: it meets the
-programs of that row on the other ranks, reads their summands and adds them all, in rank order, so the bits are the same
-on every rank. Block size and warps follow from the row length alone, as in worker/kernels/norm.py.
+programs of that row on the other ranks, reads their summands and adds them all in one order, so the bits are the same
+on every rank: in rank order, or, where summands are nodes of a tree, as the tree says. Block size and warps follow from
+the row length alone, as in worker/kernels/norm.py.
 
 The memory of a rank starts with flags, [num_ranks, max_rows] int32 by who wrote them.
 """
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
+
+from parallel.kernels.tree_sum import Adds, Program, add_norm_row, append, block_of_row, finish, in_order
 
 LATE = 2
 """What a program leaves that gave up waiting at its deadline; 1 if the host ended the wait."""
@@ -97,26 +102,16 @@ def _wait(num_ranks: tl.constexpr, thread, flag_address, epoch, given_up_ptr, ho
 
 
 @triton.jit
-def _sum_of_ranks(bases, offset, columns, inside, dtype: tl.constexpr):
-    """fp32 sum in rank order of the elements `columns` that lie `offset` bytes into each rank's memory."""
-    total = tl.zeros_like(columns).to(tl.float32)
-    for rank in tl.static_range(len(bases)):
+def _nodes_of_ranks(bases, offset, node_bytes, columns, inside, NODES: tl.constexpr, DTYPE: tl.constexpr):
+    """fp32 elements `columns` of the nodes (rank, number), `offset + number * node_bytes` bytes into rank's memory."""
+    values = ()
+    for i in tl.static_range(len(NODES)):
         # Rows start at multiples of 16 bytes: the compiler loses that on the way from a number to a pointer.
-        part_ptr = tl.multiple_of((bases[rank].to(tl.int64) + offset).to(tl.pointer_type(dtype)), 16)
+        address = bases[NODES[i][0]].to(tl.int64) + offset + NODES[i][1] * node_bytes
+        node_ptr = tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
         # Volatile: never from the L1 cache, which does not hear of other GPUs' writes.
-        part = tl.load(part_ptr + columns, mask=inside, other=0.0, volatile=True).to(tl.float32)
-        total = part if rank == 0 else total + part
-    return total
-
-
-@triton.jit
-def _add_norm_row(out_ptr, residual_ptr, x, residual, weight, columns, inside, eps, SIZE: tl.constexpr):
-    """Writes residual + x, rounded, and its norm; `x`, `residual` and `weight` are fp32."""
-    rounded = (residual + x).to(residual_ptr.dtype.element_ty)
-    tl.store(residual_ptr + columns, rounded, mask=inside)
-    total = rounded.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(total * total, axis=0) / SIZE + eps)
-    tl.store(out_ptr + columns, (total * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)
+        values = append(values, tl.load(node_ptr + columns, mask=inside, other=0.0, volatile=True).to(tl.float32))
+    return values
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -124,6 +119,7 @@ def _all_reduce_add_norm_kernel(
     out_ptr,
     residual_ptr,
     weight_ptr,
+    bias_ptr,
     state_ptr,
     bases,
     own,
@@ -133,6 +129,9 @@ def _all_reduce_add_norm_kernel(
     timeout_ns,
     residual_stride,
     eps,
+    NODES: tl.constexpr,
+    ADDS: tl.constexpr,
+    IN_FP32: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     MAX_ROWS: tl.constexpr,
@@ -152,10 +151,14 @@ def _all_reduce_add_norm_kernel(
     flag_address = own + (thread * MAX_ROWS + row) * 4
     _wait(num_ranks, thread, flag_address, epoch, given_up_ptr, host_words, timeout_ns)
     tl.store(state_ptr + row, epoch)
-    dtype: tl.constexpr = residual_ptr.dtype.element_ty
-    row_offset = data_offset + row * (SIZE * (dtype.primitive_bitwidth // 8))
-    x = _sum_of_ranks(bases, row_offset, columns, inside, dtype)
-    _add_norm_row(out_ptr + row * SIZE, residual_ptr, x, residual, weight, columns, inside, eps, SIZE)
+    dtype: tl.constexpr = tl.float32 if IN_FP32 else residual_ptr.dtype.element_ty
+    row_bytes: tl.constexpr = SIZE * (dtype.primitive_bitwidth // 8)
+    offset, node_bytes = data_offset + row * row_bytes, tl.num_programs(0) * row_bytes
+    nodes = _nodes_of_ranks(bases, offset, node_bytes, columns, inside, NODES, dtype)
+    x = finish(nodes, ADDS)[2 * len(ADDS)]
+    if bias_ptr is not None:
+        x += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    add_norm_row(out_ptr + row * SIZE, residual_ptr, x, residual, weight, columns, inside, eps, SIZE)
 
 
 def all_reduce_add_norm(
@@ -169,35 +172,43 @@ def all_reduce_add_norm(
     state: torch.Tensor,
     host_words: int,
     timeout_ns: int,
+    counts: tuple[int, ...] = (),
+    program: Program = (),
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Adds the sum of all ranks' summands to `residual` in place and returns the RMS norm of that (rounded) sum.
 
-    The summands are added in fp32 in rank order, then the residual; that is rounded once, and its norm once more. Every
-    rank launches it with the same shapes, in the same order.
+    The summands are added in fp32 in rank order, or nodes by `program`, then the bias and the residual; that is rounded
+    once, and its norm once more. Every rank launches it with the same shapes, in the same order.
 
     Args:
         residual: [num_rows, size], rows any distance apart; the same on every rank. The programs of all rows wait for
             other ranks, so all must run at once: no more rows than the device has SMs.
         weight: [size], bf16 or fp32.
         bases: where each rank's mapped memory is in this rank's address space.
-        data_offset: bytes from there to the summands, [num_rows, size] of the residual's dtype, contiguous.
+        data_offset: bytes from there to the summands, [num_rows, size] of the residual's dtype, contiguous; with
+            `counts` [counts[rank], num_rows, size] fp32.
         state: [max_rows + 1] int32 of this rank alone, zeros at first: how often each row's program met the other
             ranks', and last why a wait was given up. Once it was, nothing signals or waits any more, and sums are of
             whatever the summands are.
         host_words: address of two int32 in the host's memory that the device can read and write: the host sets the
             first to end the waits, the device the second to say that it gave up, and why.
         timeout_ns: how long a program waits for another rank's.
+        counts: of each rank, its nodes of a tree: then the bits are those of tree_sum.sum_add_norm.
+        program: over all nodes, the first rank's first.
+        bias: [size] or None.
 
     Returns:
         [num_rows, size], contiguous, of the residual's dtype.
     """
     num_rows, size = residual.shape
     out = torch.empty((num_rows, size), dtype=residual.dtype, device=residual.device)
-    block = 1 << (size - 1).bit_length()
+    block, num_warps = block_of_row(size)
     _all_reduce_add_norm_kernel[(num_rows,)](
         out,
         residual,
         weight,
+        bias,
         state,
         bases,
         bases[rank],
@@ -207,9 +218,25 @@ def all_reduce_add_norm(
         timeout_ns,
         residual.stride(0),
         eps,
+        NODES=nodes_of(counts or (1,) * len(bases)),
+        ADDS=in_order(program, sum(counts)) if counts else in_rank_order(len(bases)),
+        IN_FP32=bool(counts),
         SIZE=size,
         BLOCK=block,
         MAX_ROWS=len(state) - 1,
-        num_warps=min(max(block // 512, 1), 16),
+        num_warps=num_warps,
+        enable_fp_fusion=not counts,
     )
     return out
+
+
+@functools.lru_cache(maxsize=256)
+def nodes_of(counts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """(rank, number) of each node, the first rank's first."""
+    return tuple((rank, i) for rank, count in enumerate(counts) for i in range(count))
+
+
+@functools.cache
+def in_rank_order(num_ranks: int) -> Adds:
+    """((0 + 1) + 2) + ..."""
+    return tuple((num_ranks + i - 1 if i else 0, i + 1) for i in range(num_ranks - 1))

@@ -1,0 +1,220 @@
+"""Products of exact numerics on one GPU: whether their bits are equal, and which schedule is the fastest.
+
+    python -m benchmarks.exact_products [--only check time] [--rows 1 16 ...]
+
+bf16, shapes of Qwen3-8B and Llama-3.1-8B over 1 to 4 ranks. `check` counts elements that differ from `chain_gemm`'s:
+of its own other tiles, and of cuBLASLt that does not split K, rounded, with a bias, and in fp32; "plain" is cuBLAS as
+torch has it. `time` measures o and down: cuBLAS's plain product against schedules of the tree, and with the norm
+behind it, which for few rows adds the subtrees itself. All schedules of one product must have the same bits. Weights
+are many, more than the L2 cache holds, in one CUDA graph.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import triton
+
+from benchmarks.graph_timing import graph_us
+from parallel.kernels.chain_gemm import chain_gemm, cublas_is_faster, use_chain_cublas
+from parallel.kernels.node_gemm import Leaves, Tile, _cut, _pack, node_gemm, subtrees, tree_adds
+from parallel.kernels.tree_sum import Program, sum_add_norm
+from worker.kernels.norm import add_rms_norm
+
+HIDDEN, HEAD_DIM, NUM_GROUPS, GROUP_HEADS = 4096, 128, 8, 6  # of both; a group has 4 query heads, a key and a value
+MODELS = {"Qwen3-8B": (12288, 151936), "Llama-3.1-8B": (14336, 128256)}
+MLP_LEAF = 512
+ROWS = (1, 16, 64, 256, 2048, 8192)
+CHECKED_ROWS = (1, 2, 16, 17, 64, 256, 2048)
+TARGET_BYTES = 450 << 20
+CHAIN_TILES = (Tile(16, 16, 128, 2, 6), Tile(16, 64, 64, 4, 4), Tile(64, 32, 64, 4, 6), Tile(128, 128, 64, 8, 4))
+TREE_TILES = {
+    16: (
+        *(Tile(16, 32, 128, 2, 4), Tile(16, 16, 128, 2, 6), Tile(16, 64, 128, 4, 3), Tile(16, 64, 64, 2, 5)),
+        *(Tile(16, 32, 64, 2, 8), Tile(16, 128, 64, 4, 3)),
+    ),
+    64: (Tile(64, 64, 64, 4, 4), Tile(64, 32, 64, 4, 6), Tile(32, 64, 64, 4, 5), Tile(64, 128, 64, 8, 3)),
+    8192: (
+        *(Tile(128, 64, 64, 8, 3), Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 8, 3), Tile(128, 64, 64, 8, 4)),
+        *(Tile(128, 128, 64, 8, 3), Tile(64, 64, 64, 4, 6)),
+    ),
+}
+CUTS = (1, 2, 4, 8)
+
+
+def random_of(*shape: int) -> torch.Tensor:
+    """With some elements 50 times the others, as activations have."""
+    x = torch.randn(shape, device="cuda")
+    return torch.where(torch.rand(shape, device="cuda") < 0.01, 50 * x, x).bfloat16()
+
+
+def chain_shapes() -> Iterator[tuple[str, int]]:
+    """Names and rows of the weights whose columns no rank cuts, of the widest rank."""
+    for model, (columns, vocab) in MODELS.items():
+        for size in (1, 2, 3, 4):
+            yield f"{model} / {size} qkv", -(-NUM_GROUPS // size) * GROUP_HEADS * HEAD_DIM
+            yield f"{model} / {size} gate_up", 2 * 128 * -(-columns // 128 // size)
+            yield f"{model} / {size} lm_head", 64 * -(-vocab // 64 // size)
+
+
+def differing(x: torch.Tensor, reference: torch.Tensor) -> int:
+    return int((x != reference).sum())
+
+
+def check() -> None:
+    """Elements that differ from the chain's."""
+    print("shape, rows | other tiles | cuBLASLt, + bias, fp32 | plain cuBLAS | is cuBLAS taken; error over fp64's")
+    seen = set()
+    for name, out_features in chain_shapes():
+        if out_features in seen:
+            continue
+        seen.add(out_features)
+        weight, bias = random_of(out_features, HIDDEN) / 64, random_of(out_features)
+        for num_rows in CHECKED_ROWS:
+            x = random_of(num_rows, HIDDEN)
+            plain = torch.mm(x, weight.t())
+            with chain_cublas():
+                theirs = [torch.mm(x, weight.t()), torch.addmm(bias, x, weight.t())]
+                theirs.append(torch.mm(x, weight.t(), out_dtype=torch.float32))
+            ours = [chain_gemm(x, weight, None, out=torch.empty_like(plain))]
+            ours.append(chain_gemm(x, weight, bias, out=torch.empty_like(plain)))
+            ours.append(chain_gemm(x, weight, None, out=torch.empty(plain.shape, device="cuda")))
+            tiles = [
+                differing(chain_gemm(x, weight, None, out=torch.empty_like(ours[2]), tile=tile), ours[2])
+                for tile in CHAIN_TILES
+            ]
+            counts = [differing(their, our) for their, our in zip(theirs, ours, strict=True)]
+            error = 0.0
+            if num_rows <= 64:
+                error = float((ours[2] - x.double() @ weight.double().t()).abs().max())
+            taken = cublas_is_faster(num_rows, out_features)
+            right = not any(tiles) and not (taken and any(counts))
+            print(
+                f"{name:26} {out_features:6} {num_rows:5} | {tiles} | {counts} | {differing(plain, ours[0])} | "
+                f"{taken}; {error:.1e}{'' if right else '  <-- WRONG'}",
+                flush=True,
+            )
+
+
+@contextlib.contextmanager
+def chain_cublas() -> Iterator[None]:
+    """Within it, cuBLAS as exact numerics has it."""
+    matmul, library = torch.backends.cuda.matmul, torch.backends.cuda.preferred_blas_library()
+    names = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+    before = {name: (getattr(matmul, name), getattr(matmul, f"{name}_split_k")) for name in names}
+    use_chain_cublas()
+    yield
+    torch.backends.cuda.preferred_blas_library(library)
+    for name, setting in before.items():
+        setattr(matmul, name, setting)
+
+
+def tree_shapes() -> Iterator[tuple[str, int, int]]:
+    """Names, leaves and their width of o and down where the ranks' leaves are one node or nearly."""
+    for size in (1, 2, 3, 4):
+        yield f"o / {size}", -(-NUM_GROUPS // size) * 4, HEAD_DIM
+    for model, (columns, _) in MODELS.items():
+        for size in (1, 2, 3, 4):
+            yield f"{model} / {size} down", -(-columns // MLP_LEAF // size), MLP_LEAF
+
+
+def program_of(parts: tuple[Leaves, ...], root: Leaves) -> Program:
+    adds, _ = tree_adds(parts, (root,))
+    return tuple((len(parts) + i, left, right) for i, (left, right) in enumerate(adds))
+
+
+class Product:
+    """One weight's shape and so many rows."""
+
+    def __init__(self, num_rows: int, num_leaves: int, leaf: int) -> None:
+        self.leaf, self.root = leaf, (0, num_leaves)
+        k = num_leaves * leaf
+        self.x = random_of(num_rows, k)
+        self.weights = torch.randn(max(TARGET_BYTES // (2 * HIDDEN * k), 2), HIDDEN, k, device="cuda").bfloat16()
+        self.residual, self.norm_weight = random_of(num_rows, HIDDEN), random_of(HIDDEN)
+        self.out = torch.empty(1, num_rows, HIDDEN, device="cuda")
+
+    def cublas_us(self, *, norm: bool) -> float:
+        out = torch.empty(self.residual.shape, dtype=torch.bfloat16, device="cuda")
+
+        def run() -> None:
+            for weight in self.weights:
+                torch.mm(self.x, weight.t(), out=out)
+                if norm:
+                    add_rms_norm(out, self.residual, self.norm_weight, 1e-6)
+
+        return graph_us(run, len(self.weights))
+
+    def tree_us(self, tile: Tile | None = None, parts: tuple[Leaves, ...] | None = None) -> float:
+        def run() -> None:
+            for weight in self.weights:
+                node_gemm(self.x, weight, leaf=self.leaf, nodes=(self.root,), out=self.out, tile=tile, parts=parts)
+
+        return graph_us(run, len(self.weights))
+
+    def tree_norm_us(self) -> float:
+        """The norm adds the subtrees."""
+        parts = subtrees((self.root,), len(self.x), HIDDEN)
+        program = program_of(parts, self.root)
+        sums = torch.empty(len(parts), *self.residual.shape, device="cuda")
+
+        def run() -> None:
+            for weight in self.weights:
+                node_gemm(self.x, weight, leaf=self.leaf, nodes=parts, out=sums)
+                sum_add_norm(sums, program, self.residual, self.norm_weight, 1e-6)
+
+        return graph_us(run, len(self.weights))
+
+    def schedules(self) -> Iterator[tuple[Tile, tuple[Leaves, ...]]]:
+        tiles = next(tiles for most, tiles in TREE_TILES.items() if len(self.x) <= most)
+        for parts in {_cut((self.root,), cuts) for cuts in CUTS}:
+            if len(parts) * self.out.nbytes <= 1 << 28:
+                yield from ((tile, parts) for tile in tiles if tile.block_n * tile.block_m < 1 << 14 or is_flat(parts))
+
+
+def is_flat(parts: tuple[Leaves, ...]) -> bool:
+    """Whether few levels wait in registers: with more, a tile of 128x128 spills them."""
+    return _pack(parts)[2] <= 2
+
+
+def time_trees(all_rows: list[int]) -> None:
+    """Microseconds of every product, and its fastest schedule."""
+    print("product, rows | cuBLAS, tree by default, fastest schedule (us) | with norm: cuBLAS, tree (us)")
+    for name, num_leaves, leaf in tree_shapes():
+        for num_rows in all_rows:
+            product = Product(num_rows, num_leaves, leaf)
+            default = product.tree_us()
+            expected = product.out.clone()
+            times = {}
+            for tile, parts in product.schedules():
+                times[tile, parts] = product.tree_us(tile, parts)
+                if not torch.equal(product.out, expected):
+                    print(f"  <-- WRONG: {tile} {parts} differs in {differing(product.out, expected)}")
+            tile, parts = min(times, key=times.__getitem__)
+            print(
+                f"{name:22} {num_leaves:2} x {leaf} {num_rows:5} | {product.cublas_us(norm=False):7.1f} {default:7.1f} "
+                f"{times[tile, parts]:7.1f} {tile.block_m}x{tile.block_n}x{tile.block_k}, {tile.num_warps} warps, "
+                f"{tile.num_stages} stages, {len(parts)} parts | "
+                f"{product.cublas_us(norm=True):7.1f} {product.tree_norm_us():7.1f}",
+                flush=True,
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=("check", "time"), nargs="+", default=("check", "time"))
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, bf16")
+    if "check" in arguments.only:
+        check()
+    if "time" in arguments.only:
+        time_trees(arguments.rows)
+
+
+if __name__ == "__main__":
+    main()

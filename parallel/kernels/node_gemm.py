@@ -1,0 +1,314 @@
+"""Row-parallel products of exact numerics: sums over subtrees of a weight's leaves, in fp32.
+
+The columns of the weight are leaves of one width. A leaf's sum is one ascending chain of MMAs from zero; T(a, b) =
+T(a, mid) + T(mid, b) with mid = a + ceil((b - a) / 2) adds them in fp32. What a row's sum of a node is, to the last
+bit, follows from the row, the weight and the leaves: not from other rows, tiles, warps, or how many programs share a
+node. Those are the schedule. A program walks a subtree's leaves in order and keeps in registers what waits for its
+right half; where rows are few, a node is cut into several such subtrees, and a second kernel adds them.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from parallel.kernels.tree_sum import Adds, append, sum_subtrees
+
+Leaves = tuple[int, int]
+"""The half-open range of a subtree's leaves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How a product is cut into programs. The bits do not depend on it."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+FEW_ROWS = 16
+"""Up to so many an MMA's smallest tile holds them all."""
+_SOME_ROWS = 128
+# Compiled for sm_90 none of them spills: 94 registers a thread with three levels of the tree waiting, 236 with five,
+# 230 with five, 238 with two. Not yet timed.
+_FEW = Tile(16, 32, 128, 2, 4)
+_SOME = Tile(64, 64, 64, 4, 4)
+_MANY = Tile(128, 64, 64, 8, 3)
+_MANY_SHALLOW = Tile(128, 128, 64, 8, 3)
+_SHALLOW = 2
+_MAX_DEPTH = 5
+# A node is cut until so many programs share the weight, but into no more than some parts, which are written and read.
+_ENOUGH_PROGRAMS = 256
+_MAX_CUTS = 4
+_MAX_PARTS = 15  # borders of 8 bits in two words
+_MAX_LEAVES = 127
+
+
+@triton.jit
+def _place_in_tree(leaf, num_leaves, DEPTH: tl.constexpr):
+    """Where leaf `leaf` lies in T(0, num_leaves): level `l` of DEPTH holds left halves of the subtrees above it.
+
+    Returns the levels, as bits, of the subtrees that end with this leaf, and the level where their sum then waits for
+    its right half; DEPTH: nowhere, it is the root.
+    """
+    ending = 0
+    level = DEPTH
+    for i in tl.static_range(DEPTH):
+        half = (num_leaves + 1) // 2
+        is_right = leaf >= half
+        is_left = (leaf < half) & (num_leaves > 1)
+        ending = tl.where(is_left, 0, tl.where(is_right, ending | (1 << (DEPTH - 1 - i)), ending))
+        level = tl.where(is_left, DEPTH - 1 - i, level)
+        leaf = tl.where(is_right, leaf - half, leaf)
+        num_leaves = tl.where(is_right, num_leaves - half, half)
+    return ending, level
+
+
+@triton.jit
+def _block_of(index, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Blocks of rows and columns of a program: those that run together share 8 blocks of rows in the L2 cache."""
+    blocks_m, blocks_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    first_m = index // (8 * blocks_n) * 8
+    group = tl.minimum(blocks_m - first_m, 8)
+    return first_m + index % (8 * blocks_n) % group, index % (8 * blocks_n) // group
+
+
+@triton.jit
+def _border(low, high, i):
+    """Border `i` of the parts: 8 bits of one of the words."""
+    word = tl.where(i < 8, low.to(tl.int64), high.to(tl.int64))
+    return ((word >> (i % 8 * 8)) & 255).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["M", "low", "high"])
+def _tree_gemm_kernel(
+    out_ptr,
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    low,
+    high,
+    M,
+    N,
+    K,
+    x_stride,
+    LEAF: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    EVICTION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    part = tl.program_id(1)
+    first, stop = _border(low, high, part), _border(low, high, part + 1)
+    block_m, block_n = _block_of(tl.program_id(0), M, N, BLOCK_M, BLOCK_N)
+    # Rows past the last are the last again, of both: nobody stores what comes of them.
+    rows = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    x_rows = x_ptr + tl.minimum(rows, M - 1).to(tl.int64)[:, None] * x_stride
+    w_rows = w_ptr + tl.minimum(columns, N - 1).to(tl.int64)[:, None] * K
+    steps: tl.constexpr = (LEAF + BLOCK_K - 1) // BLOCK_K
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    waiting = (acc,) * DEPTH
+    # One loop over all leaves: loads of the next leaf are under way while this one ends.
+    for step in tl.range(first * steps, stop * steps, num_stages=STAGES):
+        leaf = step // steps
+        k = leaf * LEAF + step % steps * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+        if EVEN_K:
+            x = tl.load(x_rows + k)
+            w = tl.load(w_rows + k, eviction_policy=EVICTION)
+        else:
+            present = k < tl.minimum((leaf + 1) * LEAF, K)
+            x = tl.load(x_rows + k, mask=present, other=0.0)
+            w = tl.load(w_rows + k, mask=present, other=0.0, eviction_policy=EVICTION)
+        acc = tl.dot(x, w.T, acc, input_precision="ieee")
+        if step % steps == steps - 1:
+            ending, level = _place_in_tree(leaf - first, stop - first, DEPTH)
+            for i in tl.static_range(DEPTH):
+                if (ending >> i) & 1:
+                    acc = waiting[i] + acc
+            for i in tl.static_range(DEPTH):
+                if level == i:
+                    waiting = append(waiting[:i], acc) + waiting[i + 1 :]
+            if level < DEPTH:
+                acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+    out_ptrs = out_ptr + part.to(tl.int64) * M * N + rows.to(tl.int64)[:, None] * N + columns[None, :]
+    stored = (rows < M)[:, None] & (columns < N)[None, :]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=stored)
+
+
+def tree_gemm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    leaf: int,
+    parts: tuple[Leaves, ...],
+    out: torch.Tensor,
+    tile: Tile,
+) -> None:
+    """Writes each part's sum and `bias` to its [num_rows, out_features] of `out`, with one program a tile and part.
+
+    Args:
+        x: [num_rows, in_features], elements of a row side by side, rows any distance apart.
+        weight: [out_features, in_features] of x's dtype, contiguous.
+        bias: [out_features] or None; added in fp32.
+        leaf: columns of a leaf; the last one may have fewer.
+        parts: of at most 32 leaves each, one after the other from leaf 0 to the last.
+        out: [len(parts), num_rows, out_features], contiguous, any float dtype; the sums are rounded to it.
+    """
+    num_rows, in_features = x.shape
+    if num_rows == 0:
+        return
+    out_features = len(weight)
+    low, high, depth = _pack(parts)
+    blocks_m = triton.cdiv(num_rows, tile.block_m)
+    _tree_gemm_kernel[(blocks_m * triton.cdiv(out_features, tile.block_n), len(parts))](
+        out,
+        x,
+        weight,
+        bias,
+        low,
+        high,
+        num_rows,
+        out_features,
+        in_features,
+        x.stride(0),
+        LEAF=leaf,
+        DEPTH=depth,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        EVEN_K=leaf % tile.block_k == 0 and in_features % leaf == 0,
+        # A weight that is read once is the first to leave the L2 cache.
+        EVICTION="evict_first" if blocks_m == 1 else "",
+        STAGES=tile.num_stages,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+def node_gemm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    leaf: int,
+    nodes: tuple[Leaves, ...],
+    out: torch.Tensor,
+    tile: Tile | None = None,
+    parts: tuple[Leaves, ...] | None = None,
+) -> torch.Tensor:
+    """out[i] = x @ weight.T over the leaves of nodes[i], summed as the module says. One or two kernels, no host sync.
+
+    Args:
+        x: [num_rows, in_features] bf16 or fp16, this rank's leaves; rows any distance apart.
+        weight: [out_features, in_features] of x's dtype, contiguous.
+        leaf: columns of a leaf; only the rank's last one may have fewer.
+        nodes: one after the other, from the rank's first leaf (whatever its number) to its last.
+        out: [len(nodes), num_rows, out_features] fp32, contiguous; written.
+        tile: for measurements, as `parts`; chosen by shape by default.
+
+    Returns:
+        `out`.
+    """
+    if not nodes:
+        return out  # a rank without leaves
+    num_rows, out_features = x.shape[0], len(weight)
+    num_leaves = nodes[-1][1] - nodes[0][0]
+    assert num_leaves == -(-x.shape[1] // leaf), f"{num_leaves} leaves of {leaf} are not {x.shape[1]} columns"
+    assert out.dtype is torch.float32, f"nodes are fp32, not {out.dtype}"
+    parts = parts or subtrees(nodes, num_rows, out_features)
+    tile = tile or _choose_tile(num_rows, leaf, parts)
+    if parts == nodes:
+        tree_gemm(x, weight, None, leaf=leaf, parts=parts, out=out, tile=tile)
+        return out
+    sums = torch.empty((len(parts), num_rows, out_features), dtype=torch.float32, device=x.device)
+    tree_gemm(x, weight, None, leaf=leaf, parts=parts, out=sums, tile=tile)
+    return sum_subtrees(sums, *tree_adds(parts, nodes), out=out)
+
+
+def subtrees(nodes: tuple[Leaves, ...], num_rows: int, out_features: int) -> tuple[Leaves, ...]:
+    """What programs of `node_gemm` sum when it has so many rows: each node, or subtrees of it.
+
+    Whoever adds nodes by itself may ask for these: they are one kernel.
+    """
+    tile = _tile_for(num_rows)
+    num_tiles = triton.cdiv(num_rows, tile.block_m) * triton.cdiv(out_features, tile.block_n)
+    return _cut(nodes, min(triton.cdiv(_ENOUGH_PROGRAMS, max(num_tiles, 1)), _MAX_CUTS))
+
+
+@functools.lru_cache(maxsize=256)
+def _cut(nodes: tuple[Leaves, ...], num_parts: int) -> tuple[Leaves, ...]:
+    """The largest subtrees of `nodes` of no more leaves than an even share of `num_parts`."""
+    most = min(triton.cdiv(nodes[-1][1] - nodes[0][0], num_parts), 1 << _MAX_DEPTH)
+
+    def halves(node: Leaves) -> list[Leaves]:
+        start, stop = node
+        if stop - start <= most:
+            return [node]
+        middle = _middle(node)
+        return halves((start, middle)) + halves((middle, stop))
+
+    return tuple(part for node in nodes for part in halves(node))
+
+
+@functools.lru_cache(maxsize=256)
+def tree_adds(parts: tuple[Leaves, ...], roots: tuple[Leaves, ...]) -> tuple[Adds, tuple[int, ...]]:
+    """The additions that make the sums of `roots` of those of their subtrees `parts`, and which values those are."""
+    values = {part: i for i, part in enumerate(parts)}
+    adds: list[tuple[int, int]] = []
+
+    def value(node: Leaves) -> int:
+        if node not in values:
+            middle = _middle(node)
+            adds.append((value((node[0], middle)), value((middle, node[1]))))
+            values[node] = len(parts) + len(adds) - 1
+        return values[node]
+
+    roots_at = tuple(value(root) for root in roots)
+    return tuple(adds), roots_at
+
+
+def _middle(node: Leaves) -> int:
+    start, stop = node
+    assert stop - start > 1, f"the parts do not make up {node}"
+    return start + (stop - start + 1) // 2
+
+
+@functools.lru_cache(maxsize=256)
+def _pack(parts: tuple[Leaves, ...]) -> tuple[int, int, int]:
+    """The parts' borders, counted from the first leaf, in two words; and the depth of the deepest part's tree."""
+    borders = [start - parts[0][0] for start, _ in parts] + [parts[-1][1] - parts[0][0]]
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(parts)), f"{parts} do not follow one another"
+    assert len(parts) <= _MAX_PARTS, f"{len(parts)} parts"
+    assert borders[-1] <= _MAX_LEAVES, f"{borders[-1]} leaves"
+    low, high = (sum(b << (8 * i) for i, b in enumerate(word)) for word in (borders[:8], borders[8:]))
+    return low, high, max(stop - start - 1 for start, stop in parts).bit_length()
+
+
+def _tile_for(num_rows: int) -> Tile:
+    if num_rows <= FEW_ROWS:
+        return _FEW
+    return _SOME if num_rows <= _SOME_ROWS else _MANY
+
+
+def _choose_tile(num_rows: int, leaf: int, parts: tuple[Leaves, ...]) -> Tile:
+    """The tile for so many rows, as large as the levels that wait in registers allow."""
+    tile = _tile_for(num_rows)
+    if tile is _MANY and _pack(parts)[2] <= _SHALLOW:
+        return _MANY_SHALLOW
+    if leaf % tile.block_k:
+        return Tile(tile.block_m, tile.block_n, 64, tile.num_warps, tile.num_stages)
+    return tile

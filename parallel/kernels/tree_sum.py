@@ -1,0 +1,231 @@
+"""Sums of a tree's nodes: the fp32 additions that are left once every rank has summed its own subtrees.
+
+Which nodes are added to which is compiled in, so the bits are those of the tree whoever finishes it, and from wherever
+the nodes come. The norm behind a sum is part of its kernel: block and warps follow from the row length alone, and no
+product is contracted with an addition, so that `sum_add_norm` and the kernel that reads other ranks' memory
+(all_reduce_norm.py) give a row the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+Program = tuple[tuple[int, int, int], ...]
+"""Additions (dst, left, right) over indexes of values: the nodes are 0, 1, ..., and the last dst is the root."""
+Adds = tuple[tuple[int, int], ...]
+"""The same as kernels take it: addition i of n nodes is value n + i."""
+
+_FEW_ELEMENTS = 1 << 18
+
+
+@functools.lru_cache(maxsize=256)
+def in_order(program: Program, num_nodes: int) -> Adds:
+    """The additions with their results counted on from the nodes, whatever `program` calls them."""
+    value = dict(enumerate(range(num_nodes)))
+    adds: list[tuple[int, int]] = []
+    for dst, left, right in program:
+        adds.append((value[left], value[right]))
+        value[dst] = num_nodes + len(adds) - 1
+    assert len(adds) == num_nodes - 1, f"{len(adds)} additions do not make one sum of {num_nodes} nodes"
+    return tuple(adds)
+
+
+@triton.jit
+def append(values, value):
+    values += (value,)
+    return values
+
+
+@triton.jit
+def finish(values, ADDS: tl.constexpr):
+    """`values` and after them the results of ADDS, of which the last is the root."""
+    for i in tl.static_range(len(ADDS)):
+        values = append(values, values[ADDS[i][0]] + values[ADDS[i][1]])
+    return values
+
+
+@triton.jit
+def add_norm_row(out_ptr, residual_ptr, x, residual, weight, columns, inside, eps, SIZE: tl.constexpr):
+    """Writes residual + x, rounded, and its norm; `x`, `residual` and `weight` are fp32."""
+    rounded = (residual + x).to(residual_ptr.dtype.element_ty)
+    tl.store(residual_ptr + columns, rounded, mask=inside)
+    total = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(total * total, axis=0) / SIZE + eps)
+    tl.store(out_ptr + columns, (total * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_elements"])
+def _sum_kernel(
+    out_ptr,
+    nodes_ptr,
+    bias_ptr,
+    num_elements,
+    node_stride,
+    SIZE,
+    PLACES: tl.constexpr,
+    ADDS: tl.constexpr,
+    ROOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    elements = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = elements < num_elements
+    values = ()
+    for i in tl.static_range(len(PLACES)):
+        node = tl.load(nodes_ptr + PLACES[i] * node_stride + elements, mask=inside, other=0.0)
+        values = append(values, node)
+    values = finish(values, ADDS)
+    for i in tl.static_range(len(ROOTS)):
+        total = values[ROOTS[i]]
+        if bias_ptr is not None:
+            total += tl.load(bias_ptr + elements % SIZE, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out_ptr + i * num_elements + elements, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _sum_add_norm_kernel(
+    out_ptr,
+    residual_ptr,
+    weight_ptr,
+    nodes_ptr,
+    bias_ptr,
+    node_stride,
+    row_stride,
+    residual_stride,
+    eps,
+    PLACES: tl.constexpr,
+    ADDS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    residual_ptr += row * residual_stride
+    residual = tl.load(residual_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    values = ()
+    for i in tl.static_range(len(PLACES)):
+        node_ptr = nodes_ptr + PLACES[i] * node_stride + row * row_stride
+        values = append(values, tl.load(node_ptr + columns, mask=inside, other=0.0))
+    x = finish(values, ADDS)[2 * len(ADDS)]
+    if bias_ptr is not None:
+        x += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    add_norm_row(out_ptr + row * SIZE, residual_ptr, x, residual, weight, columns, inside, eps, SIZE)
+
+
+def sum_nodes(
+    nodes: torch.Tensor,
+    program: Program,
+    *,
+    out: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    places: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """The root of a tree, to which `bias` is added in fp32, rounded once.
+
+    Args:
+        nodes: [num_places, num_rows, size] fp32, each [num_rows, size] contiguous.
+        program: over the nodes that lie at `places`, in this order.
+        out: [num_rows, size], contiguous, any float dtype; written.
+        bias: [size] or None.
+        places: by default all of `nodes`. Of a gathered tensor, the ones that ranks have filled.
+
+    Returns:
+        `out`.
+    """
+    places = tuple(range(len(nodes)) if places is None else places)
+    return sum_subtrees(
+        nodes, in_order(program, len(places)), (2 * len(places) - 2,), out=out, bias=bias, places=places
+    )
+
+
+def sum_subtrees(
+    nodes: torch.Tensor,
+    adds: Adds,
+    roots: tuple[int, ...],
+    *,
+    out: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    places: tuple[int, ...] | None = None,
+) -> torch.Tensor:
+    """As sum_nodes, of several trees: `out` [len(roots), num_rows, size] gets the values `roots`."""
+    size = nodes.shape[2]
+    num_elements = nodes.shape[1] * size
+    block = 256 if num_elements <= _FEW_ELEMENTS else 1024
+    _sum_kernel[(triton.cdiv(num_elements, block),)](
+        out,
+        nodes,
+        bias,
+        num_elements,
+        nodes.stride(0),
+        size,
+        PLACES=tuple(range(len(nodes))) if places is None else places,
+        ADDS=adds,
+        ROOTS=roots,
+        BLOCK=block,
+        num_warps=block // 128,
+    )
+    return out
+
+
+def sum_add_norm(
+    nodes: torch.Tensor,
+    program: Program,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    bias: torch.Tensor | None = None,
+    places: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """Adds the root of a tree, and `bias`, to `residual` in place and returns the RMS norm of that (rounded) sum.
+
+    The root and the bias stay fp32; root + bias, then residual + that is rounded once to the residual's dtype, and its
+    norm once more. Rows are independent of each other: any slice of them gives the same bits.
+
+    Args:
+        nodes: [num_places, num_rows, size] fp32, elements of a row side by side.
+        program: over the nodes that lie at `places`, in this order.
+        residual: [num_rows, size], rows any distance apart.
+        weight: [size], of the residual's dtype or fp32.
+        bias: [size] or None.
+        places: by default all of `nodes`. Of a gathered tensor, the ones that ranks have filled.
+
+    Returns:
+        [num_rows, size], contiguous, of the residual's dtype.
+    """
+    num_rows, size = residual.shape
+    assert nodes.dtype is torch.float32, f"nodes are fp32, not {nodes.dtype}"
+    assert nodes.shape[1:] == residual.shape, f"cannot add {tuple(nodes.shape)} to {tuple(residual.shape)}"
+    places = tuple(range(len(nodes)) if places is None else places)
+    out = torch.empty((num_rows, size), dtype=residual.dtype, device=residual.device)
+    block, num_warps = block_of_row(size)
+    _sum_add_norm_kernel[(num_rows,)](
+        out,
+        residual,
+        weight,
+        nodes,
+        bias,
+        nodes.stride(0),
+        nodes.stride(1),
+        residual.stride(0),
+        eps,
+        PLACES=places,
+        ADDS=in_order(program, len(places)),
+        SIZE=size,
+        BLOCK=block,
+        num_warps=num_warps,
+        enable_fp_fusion=False,
+    )
+    return out
+
+
+def block_of_row(size: int) -> tuple[int, int]:
+    """Block size and warps of a norm's row, as in worker/kernels/norm.py."""
+    block = 1 << (size - 1).bit_length()
+    return block, min(max(block // 512, 1), 16)
