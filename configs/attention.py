@@ -27,6 +27,7 @@ class Feature(StrEnum):
     MASK = "masks over new tokens"
     """Of a step, not of a layer (`ForwardBatch.mask`): trees of drafts, images seen both ways, many items."""
     FP8_KV = "FP8 KV cache"
+    EXACT = "exact numerics"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +67,8 @@ class BackendSpec:
     """Those of `features` that not every build of its package has; a rank finds out when it loads."""
     lacks: Mapping[Feature, str] = field(default_factory=dict)
     """Why it has not some of the others."""
+    inexact: frozenset[Feature] = frozenset()
+    """Those of `features` that it has not together with `Feature.EXACT`."""
     first_capability: Mapping[Feature, tuple[int, int]] = field(default_factory=dict)
     """Of the features that not all GPUs have that it runs on: the first compute capability that has it."""
 
@@ -95,6 +98,8 @@ class BackendSpec:
         for feature, first in self.first_capability.items():
             if feature in needs.features and known is not None and known < first:
                 missing.append(f"{feature} below compute capability {_shown([first])}")
+        if Feature.EXACT in needs.features & self.features:
+            missing += [f"{Feature.EXACT} for {it}" for it in asked if it in self.inexact]
         if needs.features >= NEVER_TOGETHER:
             missing.append(" for ".join(sorted(NEVER_TOGETHER)))
         return f"has no {' and no '.join(missing)}" if missing else None
@@ -112,7 +117,7 @@ _SPECS = (
         dtypes=_HALVES,
         max_page_size=256,
         max_head_dim=256,
-        features=frozenset(Feature) - {Feature.MASK, Feature.FP8_KV},
+        features=frozenset(Feature) - {Feature.MASK, Feature.FP8_KV, Feature.EXACT},
         by_build=frozenset({Feature.SOFTCAP, Feature.LATENT}),
         lacks={Feature.FP8_KV: "it would round queries to FP8 as well"},
     ),
@@ -123,6 +128,7 @@ _SPECS = (
         dtypes=_HALVES | {"float32"},
         max_head_dim=256,
         features=frozenset(Feature),
+        inexact=frozenset({Feature.LATENT, Feature.MASK}),
         first_capability={Feature.FP8_KV: (8, 9)},
     ),
     BackendSpec(
@@ -132,14 +138,14 @@ _SPECS = (
         min_compute_capability=(8, 0),
         dtypes=_HALVES,
         head_dims=frozenset({64, 128, 256}),
-        features=frozenset(Feature) - {Feature.SINKS},
+        features=frozenset(Feature) - {Feature.SINKS, Feature.EXACT},
         first_capability={Feature.FP8_KV: (8, 9)},
     ),
     BackendSpec(
         name="torch_native",
         what="plain torch, the reference",
         dtypes=_HALVES | {"float32"},
-        features=frozenset(Feature),
+        features=frozenset(Feature) - {Feature.EXACT},
     ),
 )
 BACKENDS: Mapping[str, BackendSpec] = {spec.name: spec for spec in _SPECS}
