@@ -52,9 +52,9 @@ def needs_of(pool: TokenToKVPool) -> AttentionNeeds:
 
 
 def _created(name: str, pool: TokenToKVPool, exact: bool) -> AttentionBackend:
-    # Only those that have the feature take the word.
-    options = {"exact": True} if exact else {}
-    return IMPLEMENTATIONS[name](pool.layers, pool, **options)
+    made = IMPLEMENTATIONS[name]
+    options = {"exact": True} if exact and made.has_exact_mode else {}
+    return made(pool.layers, pool, **options)
 
 
 def _features(layer: AttentionLayer) -> list[Feature]:

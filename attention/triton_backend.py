@@ -31,11 +31,12 @@ class TritonBackend(AttentionBackend):
     Latent layers are attention/triton_latent.py's: there a row's last bits also depend on whether the step is captured.
 
     Args:
-        exact: all steps by `paged_exact`: the bits of a token's answer depend on what it sees and on nothing else, by the
-            contract of attention/kernels/exact.py. Masks and latent layers are refused then.
+        exact: all steps by `paged_exact`: the bits of a token's answer depend on what it sees and on nothing else, by
+            the contract of attention/kernels/exact.py. Masks and latent layers are refused then.
     """
 
     captures_cuda_graphs = True
+    has_exact_mode = True
 
     def __init__(
         self, layers: Sequence[AttentionLayer], token_to_kv_pool: TokenToKVPool, *, exact: bool = False

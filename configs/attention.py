@@ -28,6 +28,7 @@ class Feature(StrEnum):
     """Of a step, not of a layer (`ForwardBatch.mask`): trees of drafts, images seen both ways, many items."""
     FP8_KV = "FP8 KV cache"
     EXACT = "exact numerics"
+    """Of a setting, not of a layer: bits that do not depend on batch, chunking or number of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,6 +109,7 @@ class BackendSpec:
 NEVER_TOGETHER = frozenset({Feature.FP8_KV, Feature.LATENT})
 """What no backend has of one model: a latent is all that its heads have, and serves as keys and as values."""
 _HALVES = frozenset({"bfloat16", "float16"})
+_BY_BATCH = "its splits follow the batch"
 _SPECS = (
     BackendSpec(
         name="fa3",
@@ -119,7 +121,7 @@ _SPECS = (
         max_head_dim=256,
         features=frozenset(Feature) - {Feature.MASK, Feature.FP8_KV, Feature.EXACT},
         by_build=frozenset({Feature.SOFTCAP, Feature.LATENT}),
-        lacks={Feature.FP8_KV: "it would round queries to FP8 as well"},
+        lacks={Feature.FP8_KV: "it would round queries to FP8 as well", Feature.EXACT: _BY_BATCH},
     ),
     BackendSpec(
         name="triton",
@@ -139,6 +141,7 @@ _SPECS = (
         dtypes=_HALVES,
         head_dims=frozenset({64, 128, 256}),
         features=frozenset(Feature) - {Feature.SINKS, Feature.EXACT},
+        lacks={Feature.EXACT: _BY_BATCH},
         first_capability={Feature.FP8_KV: (8, 9)},
     ),
     BackendSpec(
@@ -146,6 +149,7 @@ _SPECS = (
         what="plain torch, the reference",
         dtypes=_HALVES | {"float32"},
         features=frozenset(Feature) - {Feature.EXACT},
+        lacks={Feature.EXACT: "its products' order follows their sizes"},
     ),
 )
 BACKENDS: Mapping[str, BackendSpec] = {spec.name: spec for spec in _SPECS}

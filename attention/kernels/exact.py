@@ -2,9 +2,9 @@
 any chunks, behind a cached prefix or not, alone or in any batch, with any number of heads on the rank.
 
 The contract. Keys are cut into spans of `SPAN` positions of the sequence, and spans into tiles of `tile_of` positions.
-Of each span a query has a sum of its own, in fp32, that begins empty: the largest score m, the weights' sum l and the
-weighted values' sum o. Tiles are taken in ascending order: scores by one product over the whole head, weights rounded
-to the dtype of the values, l and o by a product of those same weights with ones and with values. (A reduction of the
+Of each span a query has a sum of its own, in fp32, that begins empty: the largest score, the weights' sum and the
+weighted values' sum. Tiles are taken in ascending order: scores by one product over the whole head, weights rounded
+to the dtype of the values, both sums by a product of those same weights with ones and with values. (A reduction of the
 weights would add in the order of the registers that hold them, which a tile's shape decides.) Spans are merged in
 ascending order, the sink after them; then comes one division and one rounding. What a query does not see weighs an
 exact zero: tiles and spans without a key of its own change no bit, so it matters not which queries share a program.
@@ -37,7 +37,7 @@ _MERGED_AT_ONCE = 8
 """Spans whose sums are on their way from memory to the program that merges them."""
 _LOWEST = tl.constexpr(-1e30)
 """What no score is below, and finite: the difference of two of them is zero and not NaN."""
-_L_COLUMNS = tl.constexpr(16)
+_TOTAL_COLUMNS = tl.constexpr(16)
 """Of the product that adds up weights, as few as a product has; all have the sum."""
 
 
@@ -85,25 +85,25 @@ def choose(head_dim: int, dtype: torch.dtype, group: int, num_rows: int | None =
 
 
 @triton.jit
-def _merge(m, l, o, span_m, span_l, span_o):
+def _merge(m, total, acc, span_m, span_total, span_acc):
     """The sums of all spans so far and of the next. An empty one changes no bit of the other."""
     new_m = tl.maximum(m, span_m)
     kept = tl.exp2(m - new_m)
     added = tl.exp2(span_m - new_m)
     # Fused by hand: the compiler might fuse either product of a sum of two.
-    return new_m, tl.fma(span_l, added, l * kept), tl.fma(span_o, added[:, None], o * kept[:, None])
+    return new_m, tl.fma(span_total, added, total * kept), tl.fma(span_acc, added[:, None], acc * kept[:, None])
 
 
 @triton.jit
-def _answer(m, l, o, sink, v_scale):
+def _answer(m, total, acc, sink, v_scale):
     """What the sums of all spans come to. `sink`: in units of the scores times log2(e), or None."""
     if sink is not None:
         new_m = tl.maximum(m, sink)
         kept = tl.exp2(m - new_m)
-        l = tl.fma(l, kept, tl.exp2(sink - new_m))
-        o *= kept[:, None]
+        total = tl.fma(total, kept, tl.exp2(sink - new_m))
+        acc *= kept[:, None]
     # Whether a sum of zeros is negative depends on what was added to it that weighs nothing.
-    return tl.fma(tl.div_rn(o, tl.broadcast_to(l[:, None], o.shape)), v_scale, 0.0)
+    return tl.fma(tl.div_rn(acc, tl.broadcast_to(total[:, None], acc.shape)), v_scale, 0.0)
 
 
 @triton.jit
@@ -126,41 +126,41 @@ def _scores(q, k, visible, scale, CAP: tl.constexpr):
 
 
 @triton.jit
-def _add_tile(scores, v, m, new_m, l, o, factor):
+def _add_tile(scores, v, m, new_m, total, acc, factor):
     """Takes a tile of keys into the sums of a span, whose largest score is now `new_m`."""
     decay = tl.exp2(m - new_m)[:, None]
     p = tl.exp2(tl.fma(scores, factor, -new_m[:, None])).to(v.dtype)
-    ones = tl.full([v.shape[0], _L_COLUMNS], 1.0, v.dtype)
-    l = tl.dot(p, ones, l * decay, input_precision="ieee")
-    o = tl.dot(p, v, o * decay, input_precision="ieee")
-    return new_m, l, o
+    ones = tl.full([v.shape[0], _TOTAL_COLUMNS], 1.0, v.dtype)
+    total = tl.dot(p, ones, total * decay, input_precision="ieee")
+    acc = tl.dot(p, v, acc * decay, input_precision="ieee")
+    return new_m, total, acc
 
 
 @triton.jit
 def _empty(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
     m = tl.full([BLOCK_M], _LOWEST, tl.float32)
-    return m, tl.zeros([BLOCK_M, _L_COLUMNS], tl.float32), tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    return m, tl.zeros([BLOCK_M, _TOTAL_COLUMNS], tl.float32), tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
 
 @triton.jit
-def _leave(m, l, o, parts, is_pair, sums_ptr, parts_ptr, HEAD_DIM: tl.constexpr):
+def _leave(m, total, acc, parts, is_pair, sums_ptr, parts_ptr, HEAD_DIM: tl.constexpr):
     """Writes the sums of a span to memory, as part number `parts` of each pair."""
-    dims = tl.arange(0, o.shape[1])
+    dims = tl.arange(0, acc.shape[1])
     tl.store(sums_ptr + 2 * parts, m, mask=is_pair)
-    tl.store(sums_ptr + 2 * parts + 1, tl.max(l, 1), mask=is_pair)
+    tl.store(sums_ptr + 2 * parts + 1, tl.max(total, 1), mask=is_pair)
     is_stored = is_pair[:, None] & (dims < HEAD_DIM)[None, :]
-    tl.store(parts_ptr + parts[:, None] * HEAD_DIM + dims[None, :], o, mask=is_stored)
+    tl.store(parts_ptr + parts[:, None] * HEAD_DIM + dims[None, :], acc, mask=is_stored)
 
 
 @triton.jit
 def _walk(
     q,
     m,
-    l,
-    o,
+    total,
+    acc,
     all_m,
-    all_l,
-    all_o,
+    all_total,
+    all_acc,
     k_ptr,
     v_ptr,
     table_row,
@@ -184,14 +184,14 @@ def _walk(
     CAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Takes tiles [begin, end) into the sums (m, l, o) of a span, and those into all spans' where the next begins.
+    """Takes tiles [begin, end) into the sums of a span, and those into all spans' where the next begins.
 
     Not MASKED: every query sees every key of them. MASKED: keys from `low` to before `stop` are there, and each query
     sees those from its own first key to its own position. `parts`: leave spans in memory, as `_leave` does; or None.
     """
     LOG2_E: tl.constexpr = 1.4426950408889634
-    BLOCK_M: tl.constexpr = o.shape[0]
-    BLOCK_D: tl.constexpr = o.shape[1]
+    BLOCK_M: tl.constexpr = acc.shape[0]
+    BLOCK_D: tl.constexpr = acc.shape[1]
     keys = tl.arange(0, TILE)
     dims = tl.arange(0, BLOCK_D)
     slot_stride = num_kv_heads * HEAD_DIM
@@ -233,15 +233,15 @@ def _walk(
         # 3.6 waits for each product of the loop; at the loop's end it would read sums that wgmma is still adding to.
         if tile % (SPAN // TILE) == 0:
             if parts is None:
-                all_m, all_l, all_o = _merge(all_m, all_l, all_o, m, tl.max(l, 1), o)
+                all_m, all_total, all_acc = _merge(all_m, all_total, all_acc, m, tl.max(total, 1), acc)
             elif tile > begin:
-                _leave(m, l, o, parts + tile // (SPAN // TILE) - 1, is_pair, sums_ptr, parts_ptr, HEAD_DIM)
-            m, l, o = _empty(BLOCK_M, BLOCK_D)
+                _leave(m, total, acc, parts + tile // (SPAN // TILE) - 1, is_pair, sums_ptr, parts_ptr, HEAD_DIM)
+            m, total, acc = _empty(BLOCK_M, BLOCK_D)
             new_m = tl.maximum(m, top * factor)
         else:
             new_m = tl.maximum(m, top * factor)
-        m, l, o = _add_tile(scores, v, m, new_m, l, o, factor)
-    return m, l, o, all_m, all_l, all_o
+        m, total, acc = _add_tile(scores, v, m, new_m, total, acc, factor)
+    return m, total, acc, all_m, all_total, all_acc
 
 
 @triton.jit(
@@ -324,35 +324,35 @@ def _exact_kernel(
     is_there = is_pair[:, None] & (dims < HEAD_DIM)[None, :]
     q_rows = (start + tokens).to(tl.int64) * q_stride + q_heads * HEAD_DIM
     q = for_cache(tl.load(q_ptr + q_rows[:, None] + dims[None, :], mask=is_there, other=0.0), k_ptr.dtype.element_ty)
-    m, l, o = _empty(BLOCK_M, BLOCK_D)
-    all_m, _, all_o = _empty(BLOCK_M, BLOCK_D)
-    all_l = tl.zeros([BLOCK_M], tl.float32)
+    m, total, acc = _empty(BLOCK_M, BLOCK_D)
+    all_m, _, all_acc = _empty(BLOCK_M, BLOCK_D)
+    all_total = tl.zeros([BLOCK_M], tl.float32)
     table_row = page_table + row.to(tl.int64) * page_table_stride
     if not ONE_TOKEN and WINDOW == 0 and CHUNK == 0:
         # Tiles that all queries see whole need no masks. A window or a chunk has few of them, as has what one program
         # walks of a decode.
         whole = (first_position + 1) // TILE
-        m, l, o, all_m, all_l, all_o = _walk(
-            q, m, l, o, all_m, all_l, all_o, k_ptr, v_ptr, table_row, begin, whole, low, stop, positions, first_keys,
-            kv_head, num_kv_heads, scale, parts, is_pair, sums_ptr, out_ptr, HEAD_DIM, PAGE_SIZE, SPAN, TILE, CAP,
-            MASKED=False,
+        m, total, acc, all_m, all_total, all_acc = _walk(
+            q, m, total, acc, all_m, all_total, all_acc, k_ptr, v_ptr, table_row, begin, whole, low, stop, positions,
+            first_keys, kv_head, num_kv_heads, scale, parts, is_pair, sums_ptr, out_ptr, HEAD_DIM, PAGE_SIZE, SPAN,
+            TILE, CAP, MASKED=False,
         )  # fmt: skip
         begin = whole
-    m, l, o, all_m, all_l, all_o = _walk(
-        q, m, l, o, all_m, all_l, all_o, k_ptr, v_ptr, table_row, begin, end, low, stop, positions, first_keys,
-        kv_head, num_kv_heads, scale, parts, is_pair, sums_ptr, out_ptr, HEAD_DIM, PAGE_SIZE, SPAN, TILE, CAP,
-        MASKED=True,
+    m, total, acc, all_m, all_total, all_acc = _walk(
+        q, m, total, acc, all_m, all_total, all_acc, k_ptr, v_ptr, table_row, begin, end, low, stop, positions,
+        first_keys, kv_head, num_kv_heads, scale, parts, is_pair, sums_ptr, out_ptr, HEAD_DIM, PAGE_SIZE, SPAN, TILE,
+        CAP, MASKED=True,
     )  # fmt: skip
     if parts is None:
-        all_m, all_l, all_o = _merge(all_m, all_l, all_o, m, tl.max(l, 1), o)
+        all_m, all_total, all_acc = _merge(all_m, all_total, all_acc, m, tl.max(total, 1), acc)
         sink = None
         if sinks is not None:
             sink = tl.load(sinks + q_heads, mask=is_pair, other=0.0) * LOG2_E
-        answer = _answer(all_m, all_l, all_o, sink, v_scale)
+        answer = _answer(all_m, all_total, all_acc, sink, v_scale)
         out_ptrs = out_ptr + out_rows[:, None] * HEAD_DIM + dims[None, :]
         tl.store(out_ptrs, answer.to(out_ptr.dtype.element_ty), mask=is_there)
     else:
-        _leave(m, l, o, parts + (end - 1) // (SPAN // TILE), is_pair, sums_ptr, out_ptr, HEAD_DIM)
+        _leave(m, total, acc, parts + (end - 1) // (SPAN // TILE), is_pair, sums_ptr, out_ptr, HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=["num_parts"], do_not_specialize_on_alignment=["cache_seqlens", "sinks"])
@@ -383,17 +383,17 @@ def _merge_kernel(
         tl.extra.cuda.gdc_wait()
     out_row = row * tl.num_programs(0) + head
     dims = tl.arange(0, BLOCK_D)[None, :]
-    m, _, o = _empty(1, BLOCK_D)
-    l = tl.zeros([1], tl.float32)
+    m, _, acc = _empty(1, BLOCK_D)
+    total = tl.zeros([1], tl.float32)
     for span in tl.range(0, num_spans, loop_unroll_factor=AT_ONCE):
         part = out_row * num_parts + span
-        span_m, span_l = tl.load(sums_ptr + 2 * part), tl.load(sums_ptr + 2 * part + 1)
-        span_o = tl.load(parts_ptr + part[:, None] * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
-        m, l, o = _merge(m, l, o, span_m, span_l, span_o)
+        span_m, span_total = tl.load(sums_ptr + 2 * part), tl.load(sums_ptr + 2 * part + 1)
+        span_acc = tl.load(parts_ptr + part[:, None] * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
+        m, total, acc = _merge(m, total, acc, span_m, span_total, span_acc)
     sink = None
     if sinks is not None:
         sink = tl.load(sinks + head) * 1.4426950408889634
-    answer = _answer(m, l, o, sink, v_scale)
+    answer = _answer(m, total, acc, sink, v_scale)
     out_ptrs = out_ptr + out_row[:, None] * HEAD_DIM + dims
     tl.store(out_ptrs, answer.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
 
