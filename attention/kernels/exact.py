@@ -131,7 +131,9 @@ def _add_tile(scores, v, m, new_m, total, acc, factor):
     decay = tl.exp2(m - new_m)[:, None]
     p = tl.exp2(tl.fma(scores, factor, -new_m[:, None])).to(v.dtype)
     ones = tl.full([v.shape[0], _TOTAL_COLUMNS], 1.0, v.dtype)
-    total = tl.dot(p, ones, total * decay, input_precision="ieee")
+    # In fp32, where a product with one is an addition, the compiler would fuse that and a plain multiplication.
+    decayed = tl.fma(total, tl.broadcast_to(decay, total.shape), 0.0)
+    total = tl.dot(p, ones, decayed, input_precision="ieee")
     acc = tl.dot(p, v, acc * decay, input_precision="ieee")
     return new_m, total, acc
 
@@ -385,7 +387,7 @@ def _merge_kernel(
     dims = tl.arange(0, BLOCK_D)[None, :]
     m, _, acc = _empty(1, BLOCK_D)
     total = tl.zeros([1], tl.float32)
-    for span in tl.range(0, num_spans, loop_unroll_factor=AT_ONCE):
+    for span in tl.range(0, num_spans, num_stages=AT_ONCE):
         part = out_row * num_parts + span
         span_m, span_total = tl.load(sums_ptr + 2 * part), tl.load(sums_ptr + 2 * part + 1)
         span_acc = tl.load(parts_ptr + part[:, None] * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
