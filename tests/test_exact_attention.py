@@ -24,7 +24,12 @@ from attention.layer import AttentionLayer
 from tests.paged_case import PADDING, PagedCase
 
 SMALL = Schedule(block_m=16, num_warps=4, num_stages=2)
-SCHEDULES = [Schedule(block_m=32, num_warps=2, num_stages=3), Schedule(block_m=128, num_warps=8, num_stages=2)]
+LARGE = Schedule(block_m=64, num_warps=4, num_stages=2)
+SCHEDULES = [
+    SMALL,
+    Schedule(block_m=32, num_warps=2, num_stages=3),
+    Schedule(block_m=128, num_warps=8, num_stages=2),
+]
 VARIANTS: dict[str, dict[str, Any]] = {
     "causal": {},
     "window of 1": {"window": 1},
@@ -90,7 +95,7 @@ def run(
     case: PagedCase,
     rows: Sequence[int] | None = None,
     cuts: Sequence[tuple[int, int]] | None = None,
-    schedule: Schedule | None = SMALL,
+    schedule: Schedule | None = LARGE,
 ) -> torch.Tensor:
     """[num_tokens, Hq, D] of `rows` (None: all but padding) and of each the new tokens of its cut (None: all)."""
     rows = range(len(case.rows) - 1) if rows is None else rows
@@ -131,7 +136,9 @@ def check(case: PagedCase, out: torch.Tensor) -> None:
     """Asserts that `out` errs, against fp64, at most twice as far as torch in the same dtype."""
     right, same_dtype = (case.expected(dtype)[0] for dtype in (torch.float64, case.dtype))
     error, bound = (float((it.float() - right).abs().max()) for it in (out, same_dtype))
-    assert error <= 2 * bound + 1e-6, f"error {error:.2e}, {bound:.2e} by torch in {case.dtype}"
+    # A GPU's exponential is not the nearest fp32.
+    slack = 1e-6 if case.device.type == "cpu" else 1e-5 if case.dtype is torch.float32 else 1e-3
+    assert error <= 2 * bound + slack, f"error {error:.2e}, {bound:.2e} by torch in {case.dtype}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow)])
@@ -141,7 +148,7 @@ def test_equals_attention_in_fp64(
     batch: str, variant: str, dtype: torch.dtype, device: torch.device, small: None
 ) -> None:
     case = PagedCase(layer_of(device, **VARIANTS[variant]), 16, BATCHES[batch], device, dtype)
-    check(case, run(case, schedule=dataclasses.replace(SMALL, num_runs=2)))
+    check(case, run(case, schedule=dataclasses.replace(LARGE, num_runs=2)))
 
 
 @pytest.mark.parametrize(
@@ -152,7 +159,7 @@ def test_decodes_equal_prompts_in_any_chunks_bit_for_bit(
     variant: str, dtype: torch.dtype | None, device: torch.device, small: None
 ) -> None:
     case = PagedCase(layer_of(device, group=2, **VARIANTS[variant]), 16, [(40, 75)], device, dtype)
-    whole = run(case, schedule=SCHEDULES[0])
+    whole = run(case)
     for size in (64, 11):
         assert torch.equal(pieces(case, size), whole), f"{size} tokens a step"
     # Around borders of tiles, spans and chunks; 74 is the last.
@@ -163,17 +170,17 @@ def test_decodes_equal_prompts_in_any_chunks_bit_for_bit(
 
 @pytest.mark.parametrize("variant", ["causal", "all"])
 def test_no_schedule_changes_a_bit(variant: str, device: torch.device, small: None) -> None:
-    case = PagedCase(layer_of(device, group=5, **VARIANTS[variant]), 16, [(9, 60), (0, 40)], device)
+    case = PagedCase(layer_of(device, group=5, **VARIANTS[variant]), 16, [(39, 20), (0, 8)], device)
     whole = run(case)
     for schedule in SCHEDULES:
         assert torch.equal(run(case, schedule=schedule), whole)
         runs = dataclasses.replace(schedule, num_runs=2)
-        assert torch.equal(run(case, [0], [(59, 60)], runs), whole[59:60])
+        assert torch.equal(run(case, [0], [(19, 20)], runs), whole[19:20])
 
 
 @pytest.mark.parametrize("variant", ["causal", "all"])
 def test_no_page_size_changes_a_bit(variant: str, device: torch.device, small: None) -> None:
-    case = PagedCase(layer_of(device, kv_heads=2, **VARIANTS[variant]), 16, [(33, 20), (0, 5)], device)
+    case = PagedCase(layer_of(device, **VARIANTS[variant]), 16, [(33, 20), (0, 5)], device)
     whole = run(case)
     for page_size in (1, 8, 64):
         other = on_pages(case, page_size)
@@ -186,7 +193,7 @@ def test_no_page_size_changes_a_bit(variant: str, device: torch.device, small: N
 def test_no_neighbour_changes_a_bit(batch: str, device: torch.device, small: None) -> None:
     case = PagedCase(layer_of(device, **VARIANTS["all"]), 16, BATCHES[batch], device)
     lens = [extend for _, extend in case.rows[:-1]]
-    schedule = dataclasses.replace(SMALL, num_runs=2)
+    schedule = dataclasses.replace(LARGE, num_runs=2)
     together = run(case, schedule=schedule).split(lens)
     order = [3, PADDING, 1, 2, PADDING]
     padded = run(case, order, schedule=schedule).split([case.rows[i][1] for i in order])
@@ -247,7 +254,7 @@ def test_fp8_keys_and_values_have_the_same_bits_too(device: torch.device, small:
     layer = layer_of(device, k_scale=0.5, v_scale=2.0)
     case = PagedCase(layer, 16, [(20, 50)], device, dtype, kv_dtype=FP8)
     whole = run(case)
-    case.check(whole)
+    check(case, whole)
     assert torch.equal(pieces(case, 7), whole)
     assert torch.equal(decodes(case, [0, 44, 49], 2), whole[[0, 44, 49]])
 
@@ -256,7 +263,7 @@ def test_spans_and_tiles_are_part_of_the_contract(
     device: torch.device, small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others give other bits, which is what the comparisons above are able to see."""
-    case = PagedCase(layer_of(device, kv_heads=2), 16, [(0, 100)], device, torch.float32)
+    case = PagedCase(layer_of(device), 16, [(60, 40)], device, torch.float32)
     whole = run(case)
     with monkeypatch.context() as patch:
         patch.setattr(exact, "SPAN", 64)
@@ -287,10 +294,15 @@ def test_steps_of_all_sizes_keep_the_device_busy_in_little_memory() -> None:
 GPU = torch.device("cuda")
 
 
+LONG = [
+    *((128, variant, torch.bfloat16) for variant in VARIANTS),
+    *((head_dim, variant, torch.bfloat16) for head_dim in (64, 96, 256) for variant in ("causal", "all")),
+    *((128, variant, dtype) for dtype in (torch.float16, torch.float32) for variant in ("causal", "all")),
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("variant", list(VARIANTS))
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize(("head_dim", "variant", "dtype"), LONG)
 def test_long_rows_have_the_same_bits_however_they_come(head_dim: int, variant: str, dtype: torch.dtype) -> None:
     features = {**VARIANTS[variant], **({"window": 700, "chunk": 1024} if variant == "all" else {})}
     layer = layer_of(GPU, kv_heads=2, group=4, head_dim=head_dim, **features)
