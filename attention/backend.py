@@ -47,6 +47,9 @@ class AttentionBackend(ABC):
     captures_cuda_graphs: bool = False
     """Whether a step over static `ForwardBatch.paged` buffers can be captured in a CUDA graph and replayed."""
 
+    has_exact_mode: bool = False
+    """Whether its constructor takes `exact`, without which it has `Feature.EXACT` in name only."""
+
     def __init__(self, layers: Sequence[AttentionLayer], token_to_kv_pool: TokenToKVPool) -> None:
         for layer in layers:
             if layer.tp_k_head_num < 1 or layer.tp_q_head_num % layer.tp_k_head_num:

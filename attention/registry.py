@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from attention import (  # noqa: F401 - each registers its class
@@ -18,22 +20,27 @@ from attention.layer import AttentionLayer, LatentLayer
 from configs.attention import AttentionNeeds, Feature, check_backend
 
 
-def create_backend(prefill: str, decode: str, token_to_kv_pool: TokenToKVPool) -> AttentionBackend:
+def create_backend(
+    prefill: str, decode: str, token_to_kv_pool: TokenToKVPool, *, exact: bool = False
+) -> AttentionBackend:
     """The backend of the layers of `token_to_kv_pool`, or one that has two for the two kinds of steps.
 
     Args:
         prefill: name of the backend of steps with more than one token of some row.
         decode: name of the backend of steps with one token of each row.
+        exact: with `Feature.EXACT`.
 
     Raises:
         ConfigError: one of them cannot serve these layers on this device; the message names those that can.
     """
     needs = needs_of(token_to_kv_pool)
+    if exact:
+        needs = replace(needs, features=needs.features | {Feature.EXACT})
     check_backend(prefill, needs, "attention.prefill_backend")
     if prefill == decode:
-        return _created(prefill, token_to_kv_pool)
+        return _created(prefill, token_to_kv_pool, exact)
     check_backend(decode, needs, "attention.decode_backend")
-    return HybridBackend(_created(prefill, token_to_kv_pool), _created(decode, token_to_kv_pool))
+    return HybridBackend(_created(prefill, token_to_kv_pool, exact), _created(decode, token_to_kv_pool, exact))
 
 
 def needs_of(pool: TokenToKVPool) -> AttentionNeeds:
@@ -50,8 +57,10 @@ def needs_of(pool: TokenToKVPool) -> AttentionNeeds:
     )
 
 
-def _created(name: str, pool: TokenToKVPool) -> AttentionBackend:
-    return IMPLEMENTATIONS[name](pool.layers, pool)
+def _created(name: str, pool: TokenToKVPool, exact: bool) -> AttentionBackend:
+    made = IMPLEMENTATIONS[name]
+    options = {"exact": True} if exact and made.has_exact_mode else {}
+    return made(pool.layers, pool, **options)
 
 
 def _features(layer: AttentionLayer) -> list[Feature]:

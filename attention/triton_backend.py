@@ -13,6 +13,7 @@ from attention.latent import LatentHeads
 from attention.layer import AttentionLayer, LatentLayer
 from attention.step_shape import StepShape
 from attention.triton_latent import LatentPlan, TritonLatent, plan_of, plan_of_any
+from configs.attention import BACKENDS, Feature
 
 _MOST_ABSORBED = 512
 """New tokens of the largest captured steps of latent layers with prompts. A graph does not know what is cached, and
@@ -28,21 +29,33 @@ class TritonBackend(AttentionBackend):
     keys of few rows into runs, of many it does not, and among prompts a decode goes through `paged_extend`.
 
     Latent layers are attention/triton_latent.py's: there a row's last bits also depend on whether the step is captured.
+
+    Args:
+        exact: all steps by `paged_exact`: the bits of a token's answer depend on what it sees and on nothing else, by
+            the contract of attention/kernels/exact.py. Masks and latent layers are refused then.
     """
 
     captures_cuda_graphs = True
+    has_exact_mode = True
 
-    def __init__(self, layers: Sequence[AttentionLayer], token_to_kv_pool: TokenToKVPool) -> None:
+    def __init__(
+        self, layers: Sequence[AttentionLayer], token_to_kv_pool: TokenToKVPool, *, exact: bool = False
+    ) -> None:
         super().__init__(layers, token_to_kv_pool)
+        if exact:
+            self.features -= BACKENDS["triton"].inexact
         for layer in layers:
             for pages in token_to_kv_pool.pages(layer.layer_id):
                 assert pages.is_contiguous(), "the kernels read pages that are contiguous"
         from attention.kernels.decode import paged_decode  # a CPU install has no Triton
+        from attention.kernels.exact import paged_exact
         from attention.kernels.extend import paged_extend
 
+        self._paged_exact = paged_exact if exact else None
         self._paged_decode, self._paged_extend = paged_decode, paged_extend
         self._latent = TritonLatent(token_to_kv_pool)
         self._latent_layer = next((layer for layer in layers if isinstance(layer, LatentLayer)), None)
+        assert not exact or self._latent_layer is None, f"no {Feature.LATENT} with {Feature.EXACT}"
         self._latent_plan: LatentPlan | None = None
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
@@ -67,7 +80,9 @@ class TritonBackend(AttentionBackend):
         k_pages, v_pages = self.token_to_kv_pool.pages(layer.layer_id)
         heads = q.view(-1, layer.tp_q_head_num, layer.head_dim)
         out = torch.empty(heads.shape, dtype=q.dtype, device=q.device)
-        if paged.max_seqlen_q == 1:
+        if self._paged_exact is not None:
+            self._paged_exact(heads, k_pages, v_pages, paged, layer, out=out)
+        elif paged.max_seqlen_q == 1:
             self._paged_decode(heads, k_pages, v_pages, paged, layer, out=out)
         else:
             self._paged_extend(heads, k_pages, v_pages, paged, layer, out=out, mask=batch.mask)

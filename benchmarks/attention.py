@@ -1,7 +1,7 @@
 """Time of one layer's attention by every backend that can serve it, on the same steps; what `auto` takes is marked.
 
     python -m benchmarks.attention [--device cuda] [--kv-dtype auto,fp8_e4m3] [--only decode,extend,latent]
-                                   [--seconds 200] [--json FILE]
+                                   [--heads 32/8,8/2] [--exact 512,256] [--seconds 200] [--json FILE]
 
 Decodes are 1 to 256 rows of 1k to 32k tokens; extends one row of 512 to 8k new tokens behind 0 to 16k cached ones. Keys
 and values are on pages of random order. On a GPU a CUDA graph holds the attention of several layers, each with a pool
@@ -13,6 +13,9 @@ all of them before the next.
 
 `latent` are both kinds of steps of latent attention (MLA), with the heads of DeepSeek-V2-Lite and of DeepSeek-V2. They
 include what the heads do between latents and keys and values of their own.
+
+`--exact` adds the Triton backend with exact numerics, whose keys are cut into spans of so many positions, and how many
+times as long it takes as the fastest of all backends without.
 
 Where FlashInfer is installed, its own wrappers are timed as its benchmark does, planned for the very step and without
 this engine's backend, but for latents: paged, and of a prompt in 16 bits without a cached prefix also ragged, which
@@ -26,6 +29,7 @@ import contextlib
 import importlib.util
 import statistics
 import time
+import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,6 +45,7 @@ from attention.latent import LatentHeads
 from attention.layer import AttentionLayer, LatentLayer
 from attention.registry import needs_of
 from attention.step_shape import StepShape
+from attention.triton_backend import TritonBackend
 from benchmarks.graph_timing import graph_us
 from benchmarks.report import Report, circumstances, describe_circumstances, table
 from configs.attention import BACKENDS, choose_backend
@@ -111,9 +116,11 @@ class Step:
         return LatentLayer(**shape, **dims, scale=scale)
 
 
-def steps(only: set[str], divisor: int, kv_dtypes: Sequence[str] = ("auto",)) -> Iterator[Step]:
+def steps(
+    only: set[str], divisor: int, kv_dtypes: Sequence[str] = ("auto",), of_heads: Sequence[tuple[int, int]] = HEADS
+) -> Iterator[Step]:
     """Those that fit, decodes first; latent layers, which are of one type, last."""
-    for *heads, is_latent in [(*heads, False) for heads in HEADS] + [(heads, 1, True) for heads in LATENT_HEADS]:
+    for *heads, is_latent in [(*heads, False) for heads in of_heads] + [(heads, 1, True) for heads in LATENT_HEADS]:
         found = [Step(*heads, batch, 1, context // divisor - 1, is_latent) for batch in BATCHES for context in CONTEXTS]
         found += [Step(*heads, 1, new // divisor, prefix // divisor, is_latent) for new in NEW for prefix in PREFIXES]
         for step in found:
@@ -193,6 +200,13 @@ class Inputs:
             return graph_us(run, len(self.layers))
         return _eager_us(run, len(self.layers), on_gpu=self.q.is_cuda)
 
+    def exact_us(self, span: int) -> float:
+        """Microseconds of one layer by the Triton backend with exact numerics over spans of that length."""
+        from attention.kernels import exact  # a CPU install has no Triton
+
+        with unittest.mock.patch.object(exact, "SPAN", span):
+            return self.us(TritonBackend(self.layers, self.pool, exact=True))
+
     def flashinfer_us(self) -> dict[str, float]:
         """Microseconds of one layer by FlashInfer's own wrappers."""
         import flashinfer
@@ -234,8 +248,13 @@ def _eager_us(run: Callable[[], None], count: int, *, on_gpu: bool) -> float:
     return statistics.median(times[1:])
 
 
-def measure(step: Step, device: torch.device, dtype: torch.dtype) -> tuple[dict[str, float], str, dict[str, float]]:
-    """Microseconds of a layer by backend, the backend that `auto` takes, and microseconds by FlashInfer's wrappers."""
+def measure(
+    step: Step, device: torch.device, dtype: torch.dtype, spans: Sequence[int] = ()
+) -> tuple[dict[str, float], str, dict[str, float]]:
+    """Microseconds of a layer by backend, the backend that `auto` takes, and microseconds by FlashInfer's wrappers.
+
+    With `spans`, which latents have not, also of exact numerics with each, as `exact 512`.
+    """
     inputs = Inputs(step, device, dtype)
     needs = needs_of(inputs.pool)
     able = [name for name, spec in BACKENDS.items() if spec.refusal(needs) is None]
@@ -247,12 +266,18 @@ def measure(step: Step, device: torch.device, dtype: torch.dtype) -> tuple[dict[
     for name in able:
         with contextlib.suppress(ConfigError):  # some builds of it cannot
             times[name] = inputs.us(IMPLEMENTATIONS[name](inputs.layers, inputs.pool))
+    times |= {f"exact {span}": inputs.exact_us(span) for span in spans if not step.is_latent}
     theirs = inputs.flashinfer_us() if "flashinfer" in able and not step.is_latent else {}
     return times, choose_backend("decode" if step.is_decode else "prefill", needs)[0], theirs
 
 
 def row_of(
-    step: Step, times: dict[str, float], auto: str, theirs: dict[str, float], peak_gb_s: float = PEAK_GB_S
+    step: Step,
+    times: dict[str, float],
+    auto: str,
+    theirs: dict[str, float],
+    peak_gb_s: float = PEAK_GB_S,
+    spans: Sequence[int] = (),
 ) -> list[str]:
     """The cells of one step's row."""
 
@@ -267,7 +292,10 @@ def row_of(
         for name in BACKENDS
     ]
     own = [f"{name} {us:,.1f} ({times['flashinfer'] / us:.2f})" for name, us in theirs.items()]
-    return [step.name, *cells, f"{times[auto] / min(times.values()):.2f}", "; ".join(own) or "-"]
+    fastest = min(us for name, us in times.items() if name in BACKENDS)
+    exact = [times.get(f"exact {span}") for span in spans]
+    cells += ["-" if us is None else f"{us:,.1f} ({us / fastest:.2f})" for us in exact]
+    return [step.name, *cells, f"{times[auto] / fastest:.2f}", "; ".join(own) or "-"]
 
 
 @torch.inference_mode()
@@ -276,6 +304,8 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--kv-dtype", default="auto", help="auto, fp8_e4m3 or both, with a comma between")
     parser.add_argument("--only", default="decode,extend,latent", help="parts, with commas between")
+    parser.add_argument("--heads", help="query heads/KV heads, with commas between; without: 8/8,32/8,64/8")
+    parser.add_argument("--exact", help="spans of exact numerics, with commas between")
     parser.add_argument("--peak-gb-s", type=float, default=PEAK_GB_S, help="what the device's memory can do")
     parser.add_argument("--seconds", type=float, default=200.0, help="steps left by then are not measured")
     parser.add_argument("--commit", help="of this code, where git is not there to tell")
@@ -287,15 +317,18 @@ def main() -> None:
     report = Report(args.json, benchmark="attention", dtype=str(dtype), **about)
     print(f"# {describe_circumstances(about)}; {dtype}, head_dim {HEAD_DIM}, pages of {PAGE_SIZE} tokens")
     began, rows, measured = time.perf_counter(), [], []
-    for step in steps(set(args.only.split(",")), 1 if on_gpu else _SMALLER_ON_CPU, args.kv_dtype.split(",")):
+    spans = [int(span) for span in args.exact.split(",")] if args.exact else []
+    heads = [(int(q), int(kv)) for q, kv in (it.split("/") for it in args.heads.split(","))] if args.heads else HEADS
+    for step in steps(set(args.only.split(",")), 1 if on_gpu else _SMALLER_ON_CPU, args.kv_dtype.split(","), heads):
         if time.perf_counter() - began > args.seconds:
             print(f"# not measured after {args.seconds:g} s: {step.name} and what follows")
             break
-        times, auto, theirs = measure(step, device, dtype)
-        rows.append(row_of(step, times, auto, theirs, args.peak_gb_s))
+        times, auto, theirs = measure(step, device, dtype, spans)
+        rows.append(row_of(step, times, auto, theirs, args.peak_gb_s, spans))
         measured.append({"step": step.name, "us": times, "auto": auto, "flashinfer alone": theirs})
         report.add(measured=measured)
-    header = ["heads  rows x tokens, or new after cached", *BACKENDS, "auto / fastest", "FlashInfer alone (ours / it)"]
+    header = ["heads  rows x tokens, or new after cached", *BACKENDS, *(f"exact {it} (/ fastest)" for it in spans)]
+    header += ["auto / fastest", "FlashInfer alone (ours / it)"]
     print(table(header, rows))
 
 

@@ -68,6 +68,8 @@ class BackendSpec:
     """Those of `features` that not every build of its package has; a rank finds out when it loads."""
     lacks: Mapping[Feature, str] = field(default_factory=dict)
     """Why it has not some of the others."""
+    inexact: frozenset[Feature] = frozenset()
+    """Those of `features` that it has not together with `Feature.EXACT`."""
     first_capability: Mapping[Feature, tuple[int, int]] = field(default_factory=dict)
     """Of the features that not all GPUs have that it runs on: the first compute capability that has it."""
 
@@ -97,6 +99,8 @@ class BackendSpec:
         for feature, first in self.first_capability.items():
             if feature in needs.features and known is not None and known < first:
                 missing.append(f"{feature} below compute capability {_shown([first])}")
+        if Feature.EXACT in needs.features & self.features:
+            missing += [f"{Feature.EXACT} for {it}" for it in asked if it in self.inexact]
         if needs.features >= NEVER_TOGETHER:
             missing.append(" for ".join(sorted(NEVER_TOGETHER)))
         return f"has no {' and no '.join(missing)}" if missing else None
@@ -125,8 +129,8 @@ _SPECS = (
         device="cuda",
         dtypes=_HALVES | {"float32"},
         max_head_dim=256,
-        features=frozenset(Feature) - {Feature.EXACT},
-        lacks={Feature.EXACT: _BY_BATCH},
+        features=frozenset(Feature),
+        inexact=frozenset({Feature.LATENT, Feature.MASK}),
         first_capability={Feature.FP8_KV: (8, 9)},
     ),
     BackendSpec(

@@ -123,6 +123,17 @@ def test_no_backend_keeps_latents_in_fp8() -> None:
             needs(features=frozenset({Feature.FP8_KV}), compute_capability=(8, 0)),
             "has no FP8 KV cache below compute capability 8.9; choose auto or torch_native",
         ),
+        ("fa3", needs(features=frozenset({Feature.EXACT})), "has no exact numerics .*; choose auto or triton"),
+        (
+            "triton",
+            needs(features=frozenset({Feature.EXACT, Feature.LATENT, Feature.WINDOW})),
+            r"has no exact numerics for latent attention \(MLA\); no other backend can either",
+        ),
+        (
+            "triton",
+            needs(features=frozenset({Feature.EXACT, Feature.MASK})),
+            "has no exact numerics for masks over new",
+        ),
     ],
 )
 def test_what_a_backend_cannot_do_is_refused_with_those_that_can(
@@ -153,9 +164,7 @@ def test_a_rank_asks_for_what_its_layers_and_its_device_need(monkeypatch: pytest
             layer_id=1, tp_q_head_num=2, tp_k_head_num=1, head_dim=24, scale=0.25, latent_dim=16, nope_dim=8, v_dim=8
         ),
     }
-    assert {*asking, Feature.FP8_KV} == set(Feature) - {Feature.MASK, Feature.EXACT}, (
-        "asked for by steps and by settings"
-    )
+    assert {*asking, Feature.FP8_KV} == set(Feature) - {Feature.MASK, Feature.EXACT}, "which steps and settings ask for"
     in_fp8 = TokenToKVPool(
         [LAYER], num_pages=1, page_size=16, dtype=FP8, compute_dtype=torch.bfloat16, device=torch.device("cpu")
     )
@@ -167,6 +176,28 @@ def test_a_rank_asks_for_what_its_layers_and_its_device_need(monkeypatch: pytest
         create_backend("torch_native", "torch_native", pool_of(LAYER))
         with pytest.raises(ConfigError, match=re.escape(f"has no {feature}")):
             create_backend("torch_native", "torch_native", pool_of(LAYER, layer))
+
+
+def test_exact_numerics_are_asked_of_both_backends_and_said_to_who_has_others_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(ConfigError, match=r"attention\.prefill_backend=torch_native has no exact numerics"):
+        create_backend("torch_native", "torch_native", pool_of(LAYER), exact=True)
+    able = dataclasses.replace(BACKENDS["torch_native"], features=frozenset(Feature))
+    monkeypatch.setattr("configs.attention.BACKENDS", {**BACKENDS, "torch_native": able, "triton": BACKENDS["fa3"]})
+    with pytest.raises(ConfigError, match=r"attention\.decode_backend=triton needs GPUs"):
+        create_backend("torch_native", "triton", pool_of(LAYER), exact=True)
+    create_backend("torch_native", "torch_native", pool_of(LAYER), exact=True)
+    said = []
+
+    def with_modes(*_: Any, **options: bool) -> None:
+        said.append(options)
+
+    monkeypatch.setattr(with_modes, "has_exact_mode", True, raising=False)
+    monkeypatch.setitem(registry.IMPLEMENTATIONS, "torch_native", with_modes)
+    for exact in (False, True):
+        create_backend("torch_native", "torch_native", pool_of(LAYER), exact=exact)
+    assert said == [{}, {"exact": True}]
 
 
 MASK = NewTokenMask(visible=torch.ones(4), starts=torch.tensor([0, -1]), positions=torch.zeros(4, dtype=torch.int64))

@@ -97,8 +97,12 @@ def test_every_backend_that_can_attends_to_the_same_step_and_autos_choice_is_mar
     assert cells == ["4/2  3 x 16", "2.0* (25 GB/s, 25 %)", "1.6 (31 GB/s, 31 %)", "-", "-", "-", "1.25", "-"]
     cells = attention.row_of(decode, {"triton": 1.6, "flashinfer": 2.1}, "triton", {"paged": 2.0, "ragged": 3.0}, 50.0)
     assert cells[3:] == ["2.1 (23 GB/s, 47 %)", "-", "-", "1.00", "paged 2.0 (1.05); ragged 3.0 (0.70)"]
+    cells = attention.row_of(decode, {"triton": 2.0, "exact 512": 2.5}, "triton", {}, 50.0, [256, 512])
+    assert cells[-4:] == ["-", "2.5 (1.25)", "1.00", "-"]
     every = list(attention.steps({"decode", "extend"}, 1))
     assert len(every) == len(set(every))
+    shards = attention.steps({"decode"}, 1, of_heads=[(8, 2)])
+    assert {(one.num_q_heads, one.num_kv_heads) for one in shards} == {(8, 2)}
     assert {one.new for one in attention.steps({"extend"}, 1)} == set(attention.NEW)
 
 

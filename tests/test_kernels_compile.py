@@ -33,7 +33,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction, KernelInterface
 
 from attention.forward_batch import NewTokenMask, PagedMetadata
-from attention.kernels import decode
+from attention.kernels import decode, exact
 from attention.kernels.extend import paged_extend
 from attention.kernels.flat_pages import flatten_pages
 from attention.kernels.merge import merge_states
@@ -237,6 +237,19 @@ def _call_extend(
     merge_states(part, lse, part, lse, out=torch.empty(q.shape, dtype=dtype), lse=lse)
 
 
+def _call_exact(
+    num_tokens: int,
+    page_size: int,
+    layer: AttentionLayer,
+    dtype: torch.dtype = torch.bfloat16,
+    kv_dtype: torch.dtype | None = None,
+) -> None:
+    """A step with so many decodes, and one with prompts."""
+    for num_rows in (num_tokens, 3):
+        q, k, v, paged = _attention_inputs(layer, num_tokens, num_rows, page_size, dtype, kv_dtype)
+        exact.paged_exact(q, k, v, paged, layer, out=torch.empty(q.shape, dtype=dtype))
+
+
 def _call_latent(num_heads: int, page_size: int, dtype: torch.dtype = torch.bfloat16) -> None:
     """Latent attention of DeepSeek-V2: decodes of 16 rows and of 200, whose keys are split and not, and prompts."""
     layer = replace(_layer(576), tp_q_head_num=num_heads, tp_k_head_num=1)
@@ -388,6 +401,14 @@ def _call_everything() -> None:
     for head_dim in (128, 256):
         _call_extend(16, _layer(head_dim), is_part=True)
         _call_extend(16, _layer(head_dim), torch.float32)
+    for head_dim in (64, 96, 256):
+        _call_exact(4, 64, _layer(head_dim))
+    for num_tokens, page_size in ((4, 16), (64, 64)):  # decodes that are cut into runs, and that are not
+        _call_exact(num_tokens, page_size, _layer(128))
+    for features in ATTENTION_FEATURES:
+        _call_exact(4, 64, _layer(128, **features))
+    _call_exact(4, 64, _layer(128, group=20), torch.bfloat16, FP8)
+    _call_exact(4, 64, _layer(256), torch.float32)
     for num_heads, page_size, dtype in (
         (16, 16, torch.bfloat16),
         (16, 64, torch.bfloat16),
@@ -470,7 +491,8 @@ def _compile_everything() -> Report:
     triton.runtime.driver.set_active(_H200())
     KernelInterface.__getitem__ = compile_only
     # They ask about CUDA tensors only.
-    decode._has_dependent_launch = moe.starts_early = routing.starts_early = lambda device: True
+    exact.has_dependent_launch = decode.has_dependent_launch = lambda device: True
+    moe.starts_early = routing.starts_early = lambda device: True
     errors: dict[str, list[str]] = {}
     reductions: dict[str, dict[str, set[str]]] = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):

@@ -13,7 +13,9 @@ pytest.importorskip("triton", reason="a CPU install has no Triton")
 from attention.forward_batch import ForwardBatch
 from attention.layer import AttentionLayer
 from attention.triton_backend import TritonBackend
-from tests.paged_case import PagedCase
+from configs.errors import EngineError
+from tests.latent_case import LatentCase, layer_of
+from tests.paged_case import PagedCase, mask_of, tree
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 16
@@ -38,21 +40,22 @@ def _layer(**features: Any) -> AttentionLayer:
     return AttentionLayer(**{**shape, **features})
 
 
-def _with_pool(case: PagedCase) -> tuple[TritonBackend, ForwardBatch]:
+def _with_pool(case: PagedCase, *, exact: bool = False) -> tuple[TritonBackend, ForwardBatch]:
     """A backend over the pages of `case`, and the batch of all its rows but padding."""
     pool, batch = case.in_pool()
-    return TritonBackend([case.layer], pool), batch
+    return TritonBackend([case.layer], pool, exact=exact), batch
 
 
+@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("with_features", [False, True])
 @pytest.mark.parametrize("batch", list(BATCHES))
 def test_equals_plain_attention_with_all_features_and_without(
-    batch: str, with_features: bool, device: torch.device
+    batch: str, with_features: bool, exact: bool, device: torch.device
 ) -> None:
     sinks = torch.linspace(-1.0, 3.0, 6, device=device)
     features = {"window": 20, "chunk": 32, "softcap": 2.0, "sinks": sinks} if with_features else {}
     case = PagedCase(_layer(**features), PAGE_SIZE, BATCHES[batch], device)
-    backend, forward_batch = _with_pool(case)
+    backend, forward_batch = _with_pool(case, exact=exact)
     backend.init_forward_metadata(forward_batch)
     q = case.queries(range(len(case.rows) - 1)).flatten(1)
     out = backend.attend(q, case.layer)
@@ -61,18 +64,31 @@ def test_equals_plain_attention_with_all_features_and_without(
     case.check(out.view(-1, 6, 64))
 
 
-def test_steps_of_decodes_go_to_the_decode_kernel_and_no_others(
-    monkeypatch: pytest.MonkeyPatch, interpreter: None
+@pytest.mark.parametrize(("exact", "expected"), [(False, ["decode", "extend", "extend"]), (True, ["exact"] * 3)])
+def test_steps_of_decodes_go_to_the_decode_kernel_and_no_others_but_exact_ones_all_to_one(
+    exact: bool, expected: list[str], monkeypatch: pytest.MonkeyPatch, interpreter: None
 ) -> None:
     calls: list[str] = []
-    for module, function in (("decode", "paged_decode"), ("extend", "paged_extend")):
+    for module, function in (("decode", "paged_decode"), ("extend", "paged_extend"), ("exact", "paged_exact")):
         monkeypatch.setattr(f"attention.kernels.{module}.{function}", lambda *_, m=module, **__: calls.append(m))
     for rows in BATCHES.values():
         case = PagedCase(_layer(), PAGE_SIZE, rows, CPU)
-        backend, batch = _with_pool(case)
+        backend, batch = _with_pool(case, exact=exact)
         backend.init_forward_metadata(batch)
         backend.attend(torch.cat(case.q[:-1]).flatten(1), case.layer)
-    assert calls == ["decode", "extend", "extend"]
+    assert calls == expected
+
+
+def test_exact_answers_are_refused_for_masks_and_latents(interpreter: None) -> None:
+    case = PagedCase(_layer(), PAGE_SIZE, BATCHES["extend"], CPU)
+    backend, batch = _with_pool(case, exact=True)
+    masked = dataclasses.replace(batch, mask=mask_of([tree(0, 5), None], [5, 20], CPU))
+    with pytest.raises(EngineError, match="TritonBackend has no masks over new tokens"):
+        backend.init_forward_metadata(masked)
+    _with_pool(case)[0].init_forward_metadata(masked)
+    latents = LatentCase(layer_of(2), PAGE_SIZE, [(0, 1)], torch.float32)
+    with pytest.raises(AssertionError, match=r"no latent attention \(MLA\) with exact numerics"):
+        TritonBackend([latents.layer], latents.pool, exact=True)
 
 
 @pytest.mark.parametrize(

@@ -251,7 +251,12 @@ class TPWorker:
         req_to_token_pool, token_to_kv_pool = self._pools(num_pages, max_model_len, num_window_pages)
         return ModelRunner(
             self._decoder,
-            create_backend(resolved(attention.prefill_backend), resolved(attention.decode_backend), token_to_kv_pool),
+            create_backend(
+                resolved(attention.prefill_backend),
+                resolved(attention.decode_backend),
+                token_to_kv_pool,
+                exact=self._config.is_exact,
+            ),
             req_to_token_pool,
             token_to_kv_pool,
             Sampler(self._plan, self._group, resolved(scheduler.max_num_seqs) + 1),

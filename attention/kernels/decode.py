@@ -101,7 +101,7 @@ def block_of(size: int) -> int:
 
 
 @functools.cache
-def _has_dependent_launch(device: torch.device) -> bool:
+def has_dependent_launch(device: torch.device) -> bool:
     """Whether a kernel on `device` can be started before the one in front of it is done, and wait for it there."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _DEPENDENT_LAUNCH
 
@@ -427,7 +427,7 @@ def paged_decode(
         tuning = _fit(choose(batch_size, num_kv_heads, kv_itemsize), block_m, block_d, itemsize, kv_itemsize)
     num_splits = tuning.num_splits
     is_split = num_splits > 1
-    early_join = is_split and tuning.early_join and _has_dependent_launch(q.device)
+    early_join = is_split and tuning.early_join and has_dependent_launch(q.device)
     parts, lse = out, None
     if is_split:
         num_parts = batch_size * num_q_heads * num_splits

@@ -57,25 +57,25 @@ def choose(v_dim: int, dtype: torch.dtype) -> ExtendTuning:
 
 
 @triton.jit
-def _row_of_tile(cu_seqlens_q, num_rows, group, tile, BLOCK_M: tl.constexpr, ROWS_AT_ONCE: tl.constexpr):
-    """The row of the batch that a tile belongs to: the last whose `_first_tile` is not behind it."""
+def row_of_tile(cu_seqlens_q, num_rows, group, tile, BLOCK_M: tl.constexpr, ROWS_AT_ONCE: tl.constexpr):
+    """The row of the batch that a tile belongs to: the last whose `first_tile` is not behind it."""
     row = -1
     for first in tl.range(0, num_rows, ROWS_AT_ONCE):
         rows = first + tl.arange(0, ROWS_AT_ONCE)
         starts = tl.load(cu_seqlens_q + rows, mask=rows < num_rows, other=0)
-        begins = (rows < num_rows) & (_first_tile(starts, rows, group, BLOCK_M) <= tile)
+        begins = (rows < num_rows) & (first_tile(starts, rows, group, BLOCK_M) <= tile)
         row += tl.sum(begins.to(tl.int32), 0)
     return row
 
 
 @triton.jit
-def _first_tile(start, row, group, BLOCK_M: tl.constexpr):
+def first_tile(start, row, group, BLOCK_M: tl.constexpr):
     """The first tile of a row whose tokens begin at `start`: found without the other rows, for one idle tile a row."""
     return start * group // BLOCK_M + row
 
 
 @triton.jit
-def _load(pointers, is_there, WHOLE: tl.constexpr):
+def masked_load(pointers, is_there, WHOLE: tl.constexpr):
     if WHOLE:
         return tl.load(pointers)
     else:
@@ -154,7 +154,7 @@ def _walk(
             is_key = (position >= low) & (position < stop)
             is_there = is_there & is_key[:, None]
             is_value = is_value & is_key[:, None]
-        k = _load(k_ptr + slot * k_stride + k_tile, is_there, not MASKED and KEY_DIM == BLOCK_D).to(q.dtype)
+        k = masked_load(k_ptr + slot * k_stride + k_tile, is_there, not MASKED and KEY_DIM == BLOCK_D).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if q_rest is not None:
             rest = KEY_DIM + tl.arange(0, q_rest.shape[1])
@@ -163,7 +163,7 @@ def _walk(
                 is_there = is_there & is_key[:, None]
             k_tile_rest = slots * k_stride + (kv_head * HEAD_DIM + rest)[None, :]
             whole_rest: tl.constexpr = not MASKED and q_rest.shape[1] == HEAD_DIM - KEY_DIM
-            k_rest = _load(k_ptr + slot * k_stride + k_tile_rest, is_there, whole_rest)
+            k_rest = masked_load(k_ptr + slot * k_stride + k_tile_rest, is_there, whole_rest)
             scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
         if CAP > 0:
             scores = cap(scores * scale, CAP)
@@ -184,7 +184,7 @@ def _walk(
         total = tl.fma(total, decay, tl.sum(p, 1))
         v = k
         if v_ptr is not None:
-            v = _load(v_ptr + slot * v_stride + v_tile, is_value, not MASKED and V_DIM == BLOCK_D).to(q.dtype)
+            v = masked_load(v_ptr + slot * v_stride + v_tile, is_value, not MASKED and V_DIM == BLOCK_D).to(q.dtype)
         acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
     return m, total, acc
 
@@ -240,10 +240,10 @@ def _extend_kernel(
     # From the end: the last tiles of a prompt have the most keys, and are not to be left when all else is done (not
     # measured).
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
-    row = _row_of_tile(cu_seqlens_q, num_rows, group, tile, BLOCK_M, ROWS_AT_ONCE)
+    row = row_of_tile(cu_seqlens_q, num_rows, group, tile, BLOCK_M, ROWS_AT_ONCE)
     start = tl.load(cu_seqlens_q + row)
     num_tokens = tl.load(cu_seqlens_q + row + 1) - start
-    first_pair = (tile - _first_tile(start, row, group, BLOCK_M)) * BLOCK_M
+    first_pair = (tile - first_tile(start, row, group, BLOCK_M)) * BLOCK_M
     if first_pair >= num_tokens * group:
         return
     seq_len = tl.load(cache_seqlens + row)
@@ -369,7 +369,7 @@ def paged_extend(
     group = num_q_heads // num_kv_heads
     if tuning is None:
         tuning = choose(v_dim, q.dtype)
-    # As many as `_first_tile` tells apart: the tiles of all tokens were they one row's, and one for each row.
+    # As many as `first_tile` tells apart: the tiles of all tokens were they one row's, and one for each row.
     num_tiles = num_tokens * group // tuning.block_m + num_rows
     _extend_kernel[(num_kv_heads, num_tiles)](
         q,
