@@ -9,6 +9,7 @@ from cluster.requests.engine_info import EngineInfo
 from tests.scripted_engine import MODEL, Run, Stack, error_of
 
 INFO = EngineInfo(
+    numerics="exact",
     dtype="float32",
     device="cpu",
     prefill_attention_backend="torch_native",
