@@ -260,6 +260,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """How long the oldest step in flight has run; 0: none is."""
     heartbeat_age_s: list[float]
     """By rank, how long ago it last took or awaited a frame. Empty: the ranks are on several nodes."""
+    num_rebuilds: int = 0
+    """How often ranks that failed were replaced so far."""
+    is_rebuilding: bool = False
+    """They are just now: no step runs, requests wait."""
     steps: bytes
     """Records of the steps that retired since the last one (`cluster.observability.steps.STEP_DTYPE`)."""
 
