@@ -175,7 +175,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     retry_after_s: float | None = None
     """With `engine_overloaded`: seconds in which the queue may be expected to drain."""
     num_preemptions: int = 0
-    """How often it gave its pages up to others and was computed again."""
+    """How often it gave its pages up to others, or lost them with a rank, and was computed again."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):

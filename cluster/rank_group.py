@@ -223,6 +223,7 @@ class RankGroup:
         for rank in replaced:
             self._ranks[rank] = self._start(rank)
         locations = self._locate(replaced)
+        self._on_all("where")  # one that died since would keep the others waiting for it
         started = time.monotonic()
         if self._fetches:
             self._on(replaced, "fetch")
