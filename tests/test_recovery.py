@@ -152,6 +152,26 @@ async def status(engine: RunningEngine) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_rank_that_dies_during_a_rebuild_is_replaced_too(ray_cluster: None, tiny_path: Path) -> None:
+    async def main() -> None:
+        async with running(tiny_path, tensor_parallel_size=3, recovery={"max_rebuilds": 4}) as engine:
+            expected, _ = await answer(engine)
+            answering = asyncio.create_task(answer(engine))
+            await asyncio.sleep(0.2)
+            before = (await status(engine))["pids"]
+            os.kill(before[0], signal.SIGKILL)
+            while not (await status(engine))["is_rebuilding"]:  # noqa: ASYNC110 -- in another process
+                await asyncio.sleep(0.01)
+            os.kill(before[1], signal.SIGKILL)
+            assert (await answering)[0] == expected
+            after = (await status(engine))["pids"]
+            assert [after[rank] == before[rank] for rank in range(3)] == [False, False, True]
+
+    asyncio.run(main())
+
+
 class PoisonedRank(RankActor):
     """A rank 1 with a bug in every step that computes a token at position 20."""
 
