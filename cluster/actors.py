@@ -104,7 +104,7 @@ class RankActor:
         return Location(context.get_node_id(), os.getpid(), device)
 
     def join(self, host: str, port: int, generation: int, one_node: bool) -> None:
-        """Enters the process group through the coordinator's store."""
+        """Enters the process group through the coordinator's store; in a later generation with the weights it has."""
         import torch
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not declared
 
@@ -114,6 +114,9 @@ class RankActor:
 
         config, model, rank = self._spec.config, self._spec.model, self._spec.rank
         parallel = config.parallel
+        if self._group is not None:
+            self._group.rejoin(TCPStore(host, port, is_master=False, wait_for_workers=False), generation)
+            return
         assert parallel.threads_per_rank is not None, "threads_per_rank is resolved before the ranks start"
         assert parallel.spin_us is not None, "spin_us is resolved before the ranks start"
         assert parallel.all_reduce != "auto", "all_reduce is resolved before the ranks start"

@@ -13,6 +13,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import TypeVar
 
 import msgspec
@@ -20,6 +21,7 @@ import msgspec
 from cluster.engine_socket import EngineSocket
 from cluster.messages import Abort, EngineStats, Finished, FlushCache, StepOutput, Submit
 from cluster.observability.steps import StepMeter
+from cluster.recovery import Recovery
 from cluster.scheduling.scheduler import Scheduler
 from configs.errors import DeadlineError, EngineError, LockstepError
 from parallel.channel import STEP_TIMEOUT, FrameReader, FrameWriter
@@ -35,7 +37,7 @@ _BLAME_S = 2.0
 _FLUSH_S = 1.0
 # A mask takes a tenth of this, a step several times as long.
 _MASK_WAIT_S = 0.001
-# While a step runs longer than this, the figures go out all the same.
+# While a step runs longer than this, or the group is rebuilt, the figures go out all the same.
 _WATCH_S = 1.0
 # A step that has used up this share of its deadline counts as stuck: what its ranks do is worth a line in the log.
 _STUCK_SHARE = 0.25
@@ -54,6 +56,8 @@ class Coordinator:
         cost: of the steps, all ranks together.
         heartbeat_ages: seconds since each rank last took or awaited a frame; nothing where that is not known.
         on_stuck: called once for a step that takes suspiciously long, with its age in seconds; must not block.
+        recovery: whether a group that failed is rebuilt. None: never.
+        rebuild: makes ranks and channel anew, given a generation and the reason; called on a thread of its own.
     """
 
     def __init__(
@@ -66,6 +70,8 @@ class Coordinator:
         cost: StepCost,
         heartbeat_ages: Callable[[], Sequence[float]] = tuple,
         on_stuck: Callable[[float], None] | None = None,
+        recovery: Recovery | None = None,
+        rebuild: Callable[[int, str], tuple[FrameWriter, FrameReader]] | None = None,
     ) -> None:
         self.scheduler = scheduler
         self._frames = frames
@@ -77,6 +83,12 @@ class Coordinator:
         self._failure: LockstepError | None = None
         self._heartbeat_ages = heartbeat_ages
         self._on_stuck = on_stuck
+        self._recovery = recovery
+        self._rebuild = rebuild
+        self.num_rebuilds = 0
+        """How often the group was rebuilt."""
+        self.is_rebuilding = False
+        """It is just now: no step runs, requests wait."""
         self._meter = StepMeter(cost)
         # Control threads ask the scheduler for its figures; a step holds the lock only while it computes.
         self._lock = threading.Lock()
@@ -127,7 +139,20 @@ class Coordinator:
         """
         try:
             self._socket.start()
-            busy = False
+            while (failure := self._serve()) is not None:
+                while failure is not None:
+                    failure = self._recover(failure)
+        except Exception as error:  # noqa: BLE001 -- whatever ended the loop, the requests must not wait for it
+            failure = self._blame(error)
+            self._fail_all(failure)
+            raise failure from None
+        finally:
+            self._socket.close()
+
+    def _serve(self) -> LockstepError | None:
+        """Steps until closed. Returns why the ranks failed, where that is what ended it; raises what else did."""
+        busy = False
+        try:
             while not self._closing.is_set():
                 if not busy:
                     self._rest()
@@ -136,17 +161,56 @@ class Coordinator:
                     raise self._failure
                 busy = self._advance()
             self._leave()
-        except Exception as error:  # noqa: BLE001 -- whatever ended the loop, the requests must not wait for it
+        except LockstepError as error:
             failure = self._blame(error)
-            self._fail_all(failure)
-            raise failure from None
-        finally:
-            self._socket.close()
+            is_of_ranks = self._blamed.is_set() or isinstance(error, DeadlineError)
+            if is_of_ranks and not self._closing.is_set():
+                return failure
+            raise
+        return None
+
+    def _recover(self, failure: LockstepError) -> LockstepError | None:
+        """Has the group rebuilt after `failure`, its requests held meanwhile; returns why that failed, if it did.
+
+        Raises `failure` where the group is not to be rebuilt.
+        """
+        self._failure = failure
+        with self._lock:
+            lost = self.scheduler.requeue_all(self.scheduler.generation + 1)
+        self._meter.lost()
+        if self._recovery is None or self._rebuild is None:
+            raise failure
+        if (reason := self._recovery.reason_against(failure, lost)) is not None:
+            logger.error("the group is not rebuilt: %s", reason)
+            raise failure
+        logger.warning("the group is rebuilt, %d requests wait: %s", len(self.scheduler.live_ids()), failure)
+        began = time.monotonic()
+        self._failure = None
+        self._blamed.clear()
+        self.is_rebuilding = True
+        rebuilt: Future[tuple[FrameWriter, FrameReader]] = Future()
+        rebuilt.add_done_callback(lambda _: self._socket.wake())
+        args = (rebuilt, self._rebuild, self.scheduler.generation, str(failure))
+        threading.Thread(target=_run_into, args=args, name="rebuild", daemon=True).start()
+        while not rebuilt.done() and not self._closing.is_set():
+            self._socket.send(StepOutput(stats=self._report()))
+            self._take_messages(_WATCH_S)
+        self.is_rebuilding = False
+        if self._closing.is_set():
+            raise failure
+        try:
+            self._frames, self._results = rebuilt.result()
+        except LockstepError as error:
+            return error
+        self.num_rebuilds += 1
+        logger.warning("the group is rebuilt after %.2f s", time.monotonic() - began)
+        return None
 
     def _blame(self, error: Exception) -> LockstepError:
         """What ended the loop: a rank that failed, where one did, rather than what that did to the channel."""
         if isinstance(error, LockstepError):
-            self._blamed.wait(_BLAME_S)
+            if self._failure is None:
+                self._blamed.wait(_BLAME_S)
         else:
             logger.exception("the step loop failed")
             error = EngineError(f"the step loop failed: {error!r}")
@@ -240,7 +304,9 @@ class Coordinator:
         self._socket.send(output)
 
     def _report(self) -> EngineStats:
-        return self._meter.report(self.scheduler.stats(), list(self._heartbeat_ages()))
+        ages = [] if self.is_rebuilding else list(self._heartbeat_ages())
+        stats = self._meter.report(self.scheduler.stats(), ages)
+        return msgspec.structs.replace(stats, num_rebuilds=self.num_rebuilds, is_rebuilding=self.is_rebuilding)
 
     def _fail_all(self, error: LockstepError) -> None:
         with self._lock:
@@ -256,3 +322,14 @@ class Coordinator:
             self.scheduler.retire(StepResult.decode(self._results.recv(self._step_timeout_s)))
         leave = StepFrame(self.scheduler.generation, self.scheduler.last_step + 1, kind=FrameKind.CLOSE)
         self._frames.send(leave.encode(), self._step_timeout_s)
+
+
+def _run_into(future: Future[_T], function: Callable[..., _T], *args: object) -> None:
+    """Gives `future` what `function` returns or raises."""
+    try:
+        future.set_result(function(*args))
+    except LockstepError as error:
+        future.set_exception(error)
+    except Exception as error:
+        logger.exception("a rebuild failed")
+        future.set_exception(EngineError(f"a rebuild failed: {error!r}"))

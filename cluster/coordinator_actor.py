@@ -96,6 +96,7 @@ class CoordinatorActor:
         """Starts the ranks and loads the model; the socket takes connections, `run` serves them."""
         from cluster.coordinator import Coordinator
         from cluster.rank_group import GENERATION, RankGroup
+        from cluster.recovery import Recovery, reason_never
         from cluster.scheduling.scheduler import Scheduler
         from configs.kv_pages import WindowPool, cut_max_model_len, dtype_bytes, num_kv_pages
         from parallel.plan import ShardPlan
@@ -129,6 +130,9 @@ class CoordinatorActor:
         result_bytes = StepResult.max_bytes(limits.max_num_seqs * limits.max_row_tokens, config.server.max_logprobs)
         message_bytes = max(limits.max_frame_bytes, result_bytes)
         frames, results = group.run(num_pages, max_model_len, limits.num_window_pages, message_bytes)
+        never = reason_never(config, one_node=group.one_node)
+        if never is None:
+            group.end_stopped(config.recovery.stall_timeout_s)
         coordinator = Coordinator(
             scheduler=Scheduler(limits, GENERATION, self._guides.make),
             frames=frames,
@@ -141,6 +145,8 @@ class CoordinatorActor:
             ),
             heartbeat_ages=group.heartbeat_ages,
             on_stuck=group.log_stacks,
+            recovery=Recovery(config.recovery.max_rebuilds, never),
+            rebuild=group.rebuild,
         )
         self._coordinator = coordinator
         group.watch(coordinator.fail)
@@ -196,6 +202,9 @@ class CoordinatorActor:
         return {
             "phase": self._phase,
             "failure": coordinator.failure,
+            "is_rebuilding": coordinator.is_rebuilding,
+            "num_rebuilds": coordinator.num_rebuilds,
+            "pids": self._group.pids if self._group is not None else {},
             "num_steps": coordinator.num_steps,
             **dataclasses.asdict(stats),
         }

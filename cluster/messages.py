@@ -175,7 +175,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     retry_after_s: float | None = None
     """With `engine_overloaded`: seconds in which the queue may be expected to drain."""
     num_preemptions: int = 0
-    """How often it gave its pages up to others and was computed again."""
+    """How often it gave its pages up to others, or lost them with a rank, and was computed again."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
@@ -260,6 +260,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """How long the oldest step in flight has run; 0: none is."""
     heartbeat_age_s: list[float]
     """By rank, how long ago it last took or awaited a frame. Empty: the ranks are on several nodes."""
+    num_rebuilds: int = 0
+    """How often ranks that failed were replaced so far."""
+    is_rebuilding: bool = False
+    """They are just now: no step runs, requests wait."""
     steps: bytes
     """Records of the steps that retired since the last one (`cluster.observability.steps.STEP_DTYPE`)."""
 

@@ -1,4 +1,4 @@
-"""Starts, watches and ends the rank actors of one tensor-parallel group.
+"""Starts, watches, replaces and ends the rank actors of one tensor-parallel group.
 
 The coordinator's process owns them: when it dies, Ray ends them. It also hosts the rendezvous store, so that any rank
 may die and the store stays.
@@ -15,7 +15,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.actors import Location, RankActor, RankLoad, RankSpec, actor_class
 from configs.addresses import family_of
-from configs.errors import ConfigError, DeadlineError, EngineError, LockstepError, RankDiedError
+from configs.errors import ConfigError, DeadlineError, EngineError, LockstepError, RankDiedError, RankLostError
 from configs.kv_pages import PageBytes
 from configs.model_config import ModelConfig
 from configs.schema import EngineConfig
@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 NAMESPACE = "lockstep"
 GENERATION = 1
 _WATCH_INTERVAL_S = 1.0
+_LOOK_INTERVAL_S = 0.2
 _LEAVE_TIMEOUT_S = 10.0
 _ABORT_TIMEOUT_S = 1.0
 _PROGRESS_TIMEOUT_S = 5.0
@@ -96,47 +97,65 @@ class RankGroup:
         self._name = name
         self._ranks: list[Any] = []
         self._measured = self._ranks  # those whose progress is the group's
-        self._processes: list[int] = []  # pidfds of the ranks on this node
+        self._processes: dict[int, tuple[int, int]] = {}  # by rank on this node: process id and a pidfd of it
         self._runs: list[ray.ObjectRef[None]] = []
+        self._run_args: tuple[int, int, int | None, int] | None = None
         self._store: Any = None
         self._host = "127.0.0.1"
-        self._one_node = True
+        self.one_node = True
+        """All ranks run where this is; known after `load`."""
         self._closing = threading.Event()
-        self._frames: Ring | None = None
+        self._rings: tuple[Ring, ...] = ()  # of frames and of results, where the ranks are on one node
+        self._fetches = False
+        self._on_failure: Callable[[LockstepError], None] | None = None
 
     @property
     def size(self) -> int:
         """Ranks of the group."""
         return self._config.tensor_parallel_size
 
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process ids by rank, of those on this node."""
+        return {rank: pid for rank, (pid, _) in sorted(self._processes.items())}
+
     def start(self) -> list[Location]:
         """Starts the processes and says where they are."""
-        actor = actor_class(RankActor)
+        self._ranks += map(self._start, range(self.size))
+        return self._locate(range(self.size))
+
+    def _start(self, rank: int) -> Any:
         gpus = 1 if self._config.device == "cuda" else 0
-        for rank in range(self.size):
-            spec = RankSpec(self._config, self._model, str(self._model_path), rank, self._name)
-            self._ranks.append(
-                actor.options(
-                    name=f"{self._name}:tp{rank}",
-                    namespace=NAMESPACE,
-                    num_cpus=0,
-                    num_gpus=gpus,
-                    runtime_env={"env_vars": _CUDA_ENVIRONMENT} if gpus else None,
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(
-                        self._placement_group, placement_group_bundle_index=1 + rank
-                    ),
-                ).remote(spec)
+        spec = RankSpec(self._config, self._model, str(self._model_path), rank, self._name)
+        return (
+            actor_class(RankActor)
+            .options(
+                name=f"{self._name}:tp{rank}",
+                namespace=NAMESPACE,
+                num_cpus=0,
+                num_gpus=gpus,
+                runtime_env={"env_vars": _CUDA_ENVIRONMENT} if gpus else None,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    self._placement_group, placement_group_bundle_index=1 + rank
+                ),
             )
-        locations: list[Location] = self._on_all("where")
+            .remote(spec)
+        )
+
+    def _locate(self, ranks: Iterable[int]) -> list[Location]:
+        """Where `ranks`, just started, run."""
+        ranks = list(ranks)
+        locations: list[Location] = self._on(ranks, "where")
         here = ray.get_runtime_context().get_node_id()
-        for location in locations:
+        for rank, location in zip(ranks, locations, strict=True):
             if location.node_id == here:
                 with contextlib.suppress(OSError):  # a sandbox may not know the call; see `close` for who else ends it
-                    self._processes.append(os.pidfd_open(location.pid))
+                    self._processes[rank] = (location.pid, os.pidfd_open(location.pid))
         return locations
 
     def fetch(self, locations: list[Location]) -> None:
         """Has every node fetch the weights that it lacks, however long that takes."""
+        self._fetches = True
         fetchers = sorted({location.node_id: rank for rank, location in enumerate(locations)}.values())
         self._measured = [self._ranks[rank] for rank in fetchers]
         self._get({rank: self._ranks[rank].fetch.remote() for rank in fetchers}, math.inf)
@@ -148,10 +167,10 @@ class RankGroup:
     def load(self, locations: list[Location]) -> GroupMemory:
         """Joins the ranks into one process group and loads every shard."""
         here = ray.get_runtime_context().get_node_id()
-        self._one_node = all(location.node_id == here for location in locations)
-        self._host = "127.0.0.1" if self._one_node else ray.util.get_node_ip_address()
+        self.one_node = all(location.node_id == here for location in locations)
+        self._host = "127.0.0.1" if self.one_node else ray.util.get_node_ip_address()
         self._store = _open_store(self._host)
-        self._on_all("join", self._host, self._store.port, GENERATION, self._one_node)
+        self._on_all("join", self._host, self._store.port, GENERATION, self.one_node)
         return GroupMemory(tuple(self._on_all("load")), self._config.device == "cpu")
 
     def measure(self) -> tuple[float, float]:
@@ -175,10 +194,81 @@ class RankGroup:
             num_window_pages: as in `TPWorker.allocate`.
             max_message_bytes: of a frame or a result.
         """
+        self._run_args = (num_pages, max_model_len, num_window_pages, max_message_bytes)
         self._on_all("allocate", num_pages, max_model_len, num_window_pages)
-        frames, results = (self._connect_ring if self._one_node else self._connect_tcp)(max_message_bytes)
+        frames, results = (self._connect_ring if self.one_node else self._connect_tcp)(max_message_bytes)
         self._runs = [rank.run.remote() for rank in self._ranks]
+        if self._on_failure is not None:
+            self.watch(self._on_failure)
         return frames, results
+
+    def rebuild(self, generation: int, reason: str) -> tuple[FrameWriter, FrameReader]:
+        """Puts a new process in the place of each rank that died, failed by itself or does not answer, and all into the
+        step loop of a new generation; the others keep their weights. The channel's ends are of no use any more.
+
+        Args:
+            reason: what calls that wait in the generation before are to raise.
+
+        Raises:
+            LockstepError: it did not succeed within `parallel.init_timeout_s`; the next attempt begins anew.
+        """
+        assert self._run_args is not None, "run comes first"
+        began, runs = time.monotonic(), self._runs
+        self._runs = []  # who watches them has nothing more to say
+        rings, self._rings = self._rings, ()
+        for ring in rings:
+            ring.close()
+        replaced = self._end_lost(reason, runs)
+        ended = time.monotonic()
+        for rank in replaced:
+            self._ranks[rank] = self._start(rank)
+        locations = self._locate(replaced)
+        self._on_all("where")  # one that died since would keep the others waiting for it
+        started = time.monotonic()
+        if self._fetches:
+            self._on(replaced, "fetch")
+        self._on_all("join", self._host, self._store.port, generation, self.one_node)
+        self._on(replaced, "load")
+        loaded = time.monotonic()
+        channel = self.run(*self._run_args)
+        logger.warning(
+            "rank %s replaced (pid %s) in generation %d: the others left after %.2f s, start %.2f s, weights %.2f s, "
+            "tables and channel %.2f s",
+            ", ".join(map(str, replaced)) or "none",
+            ", ".join(str(location.pid) for location in locations),
+            generation,
+            ended - began,
+            started - ended,
+            loaded - started,
+            time.monotonic() - loaded,
+        )
+        return channel
+
+    def _end_lost(self, reason: str, runs: Sequence[ray.ObjectRef[None]]) -> list[int]:
+        """Makes all ranks leave what they wait in, and ends the processes of those that do not, or whose `runs` failed
+        by themselves; returns these, dead ones among them."""
+        calls: dict[Any, int] = {}
+        for rank, actor in enumerate(self._ranks):
+            # `where` is answered once `run`, or whatever it is that waits, has been left.
+            calls |= {actor.abort.remote(reason): rank, actor.where.remote(): rank}
+        done, silent = ray.wait(list(calls), num_returns=len(calls), timeout=_LEAVE_TIMEOUT_S)
+        lost = {calls[call] for call in silent}
+        lost |= {calls[call] for call in done if _failure(calls[call], self.size, call) is not None}
+        ended, _ = ray.wait(list(runs), num_returns=len(runs), timeout=0) if runs else ([], [])
+        failures = {rank: _failure(rank, self.size, run) for rank, run in enumerate(runs) if run in ended}
+        lost |= {rank for rank, failure in failures.items() if isinstance(failure, RankDiedError)}
+        for rank in lost:
+            ray.kill(self._ranks[rank])
+            self._end_process(rank)
+        return sorted(lost)
+
+    def _end_process(self, rank: int) -> None:
+        """Ends the rank's process, where it is on this node."""
+        _, process = self._processes.pop(rank, (0, -1))
+        if process >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+            os.close(process)
 
     def _connect_ring(self, max_message_bytes: int) -> tuple[FrameWriter, FrameReader]:
         parallel = self._config.parallel
@@ -193,7 +283,7 @@ class RankGroup:
             )
 
         frames, results = ring(self.size), ring(1)
-        self._frames = frames
+        self._rings = (frames, results)
         self._on_all("attach_ring", frames.address, results.address)
         return frames.writer(), results.reader(0)
 
@@ -215,8 +305,7 @@ class RankGroup:
 
     def heartbeat_ages(self) -> list[float]:
         """Seconds since each rank last took or awaited a frame. Empty where the ranks are on several nodes."""
-        ring = self._frames
-        return [] if ring is None else [ring.reader_status(rank).heartbeat_age_s for rank in range(self.size)]
+        return [ring.reader_status(rank).heartbeat_age_s for ring in self._rings[:1] for rank in range(self.size)]
 
     def log_stacks(self, step_age_s: float) -> None:
         """Logs where each rank's threads are, since a step takes suspiciously long; returns at once."""
@@ -231,8 +320,26 @@ class RankGroup:
                 logger.warning("rank %d says nothing: %s", rank, type(error).__name__)
 
     def watch(self, on_failure: Callable[[LockstepError], None]) -> None:
-        """Calls `on_failure` when a rank's loop ends before `close`; returns at once."""
+        """Calls `on_failure` when a rank's loop ends before `close`, and after `rebuild` again; returns at once."""
+        self._on_failure = on_failure
         threading.Thread(target=self._watch, args=(on_failure,), name="rank-watch", daemon=True).start()
+
+    def end_stopped(self, stall_timeout_s: float) -> None:
+        """From now on ends ranks of this node that are stopped for so long; returns at once."""
+        threading.Thread(target=self._end_stopped, args=(stall_timeout_s,), name="rank-stops", daemon=True).start()
+
+    def _end_stopped(self, stall_timeout_s: float) -> None:
+        since: dict[int, float] = {}  # by process id
+        while not self._closing.wait(min(_LOOK_INTERVAL_S, stall_timeout_s)):
+            processes = dict(self._processes)
+            stopped = {pid: rank for rank, (pid, _) in processes.items() if is_stopped(pid)}
+            now = time.monotonic()
+            since = {pid: since.get(pid, now) for pid in stopped}
+            for pid, rank in stopped.items():
+                if now - since[pid] >= stall_timeout_s:
+                    logger.warning("rank %d (pid %d) is stopped for %.1f s: it is ended", rank, pid, now - since[pid])
+                    with contextlib.suppress(OSError):  # it has ended
+                        signal.pidfd_send_signal(processes[rank][1], signal.SIGKILL)
 
     def close(self, failure: str | None = None) -> None:
         """Ends the ranks' processes; waits shortly for them to leave their loops on their own.
@@ -251,11 +358,8 @@ class RankGroup:
             ray.kill(rank)
         # Ray asks the process to end, which a stopped or stuck one does not hear. Without this, and on another node,
         # the raylet ends it when the placement group goes.
-        for process in self._processes:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(process, signal.SIGKILL)
-            os.close(process)
-        self._processes = []
+        for rank in list(self._processes):
+            self._end_process(rank)
         self._ranks = self._measured = []
         self._runs = []
 
@@ -266,7 +370,7 @@ class RankGroup:
             while not done and not self._closing.is_set():
                 # A pending call fails within 25 ms of its process's death; the timeout only bounds the thread's end.
                 done, _ = ray.wait(runs, num_returns=1, timeout=_WATCH_INTERVAL_S)
-            if self._closing.is_set():
+            if self._closing.is_set() or runs is not self._runs:
                 return
             on_failure(failure_of(dict(enumerate(runs)), self.size))
         except Exception as error:  # whatever stops the watch, the requests must not go on unwatched
@@ -274,7 +378,10 @@ class RankGroup:
             on_failure(EngineError(f"the watch over the ranks failed: {error!r}"))
 
     def _on_all(self, method: str, *args: object) -> list[Any]:
-        calls = {rank: getattr(actor, method).remote(*args) for rank, actor in enumerate(self._ranks)}
+        return self._on(range(self.size), method, *args)
+
+    def _on(self, ranks: Iterable[int], method: str, *args: object) -> list[Any]:
+        calls = {rank: getattr(self._ranks[rank], method).remote(*args) for rank in ranks}
         return self._get(calls, self._config.parallel.init_timeout_s)
 
     def _get(self, calls: Mapping[int, Any], timeout_s: float) -> list[Any]:
@@ -335,11 +442,19 @@ def _failure(rank: int, size: int, call: Any) -> LockstepError | None:
         )
     except ray.exceptions.RayError as error:
         death = rank_death(str(error))
-        return RankDiedError(
+        return RankLostError(
             f"rank {rank} died: {death}; see its log and the kernel's",
             told=f"Rank {rank} of {size} died: {death}. {_NEXT}",
         )
     return None
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether the process has been stopped by a signal; a debugger does that in another way."""
+    with contextlib.suppress(OSError):
+        # The name before the state may have spaces and brackets.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
 
 
 def rank_death(ray_says: str) -> str:

@@ -10,6 +10,7 @@
     │   └── OverloadedError       a queue limit is reached; try again later
     └── EngineError               the engine failed; requests in it end with this
         ├── RankDiedError         a rank's process ended or raised
+        │   └── RankLostError     its process ended
         └── DeadlineError         a wait passed its deadline; names the setting that bounds it
 
 All of them survive pickling: they cross process borders as Ray results.
@@ -120,6 +121,10 @@ class EngineError(LockstepError, RuntimeError):
 
 class RankDiedError(EngineError):
     """A rank's process ended or raised; the message carries the rank and its own error text."""
+
+
+class RankLostError(RankDiedError):
+    """A rank's process ended, or was ended because it had stopped."""
 
 
 class DeadlineError(EngineError, TimeoutError):

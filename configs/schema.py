@@ -104,6 +104,17 @@ class ParallelConfig(_Section):
     """Deadline for one step, collectives included. Past it the group counts as hung."""
 
 
+class RecoveryConfig(_Section):
+    """What happens when a rank dies or stops. The group is rebuilt around the ranks that are left, and its requests go
+    on; where it is not, they end with an error and Ray Serve replaces the replica. On GPUs it is not yet."""
+
+    max_rebuilds: int = Field(3, ge=0)
+    """Most rebuilds of one group in ten minutes; past them it is replaced. 0: the first failure ends it."""
+    stall_timeout_s: float = Field(1.0, gt=0)
+    """How long a rank's process may be stopped (SIGSTOP) before it is ended. Such a process does nothing however
+    long a step takes, so this need not be longer than one; under a debugger it does not count as stopped."""
+
+
 class PlacementConfig(_Section):
     """What one replica asks of the Ray cluster."""
 
@@ -225,6 +236,7 @@ class EngineConfig(_Section):
     kv_cache: KVCacheConfig = KVCacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     parallel: ParallelConfig = ParallelConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
     placement: PlacementConfig = PlacementConfig()
     server: ServerConfig = ServerConfig()
     observability: ObservabilityConfig = ObservabilityConfig()

@@ -8,6 +8,7 @@ symmetric_memory.py.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -36,6 +37,7 @@ class TensorParallelGroup:
         self.size = size
         self.device = device
         self._collectives = collectives
+        self._meet: Callable[[Store, int], Collectives] | None = None  # of several ranks
 
     @classmethod
     def create(
@@ -78,26 +80,38 @@ class TensorParallelGroup:
             )
         if device.type == "cuda":
             _check_multicast_is_off()
-        store = PrefixStore(f"gen{generation}", store)
-        collectives: Collectives
-        if strategy == "shared_memory":
-            collectives = SharedMemoryCollectives.create(
-                rank=rank, size=size, store=store, timeout_s=timeout_s, spin_us=spin_us
-            )
-        elif strategy == "symmetric_memory":
-            collectives = SymmetricMemoryCollectives.create(
-                rank=rank,
-                size=size,
-                store=store,
-                device=device,
-                timeout_s=timeout_s,
-                buffer_bytes=reduce_buffer_bytes,
-            )
-        else:
-            collectives = LibraryCollectives.create(
+
+        def meet(store: Store, generation: int) -> Collectives:
+            store = PrefixStore(f"gen{generation}", store)
+            if strategy == "shared_memory":
+                return SharedMemoryCollectives.create(
+                    rank=rank, size=size, store=store, timeout_s=timeout_s, spin_us=spin_us
+                )
+            if strategy == "symmetric_memory":
+                return SymmetricMemoryCollectives.create(
+                    rank=rank,
+                    size=size,
+                    store=store,
+                    device=device,
+                    timeout_s=timeout_s,
+                    buffer_bytes=reduce_buffer_bytes,
+                )
+            return LibraryCollectives.create(
                 strategy=strategy, rank=rank, size=size, store=store, device=device, timeout_s=timeout_s
             )
-        return cls(rank=rank, size=size, device=device, collectives=collectives)
+
+        group = cls(rank=rank, size=size, device=device, collectives=meet(store, generation))
+        group._meet = meet
+        return group
+
+    def rejoin(self, store: Store, generation: int) -> None:
+        """Meets the ranks of a later `generation` after an abort: whoever holds this group goes on with them.
+
+        No collective may be running. Takes and raises what `create` does.
+        """
+        if self._meet is not None:
+            self.close()
+            self._collectives = self._meet(store, generation)
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu") -> TensorParallelGroup:

@@ -383,6 +383,24 @@ class Engine:
         self.take(output)
         return output
 
+    def requeue_all(self) -> None:
+        """The ranks are lost, with the steps in flight and all they held."""
+        in_flight = {row for frame in self.frames for row in frame.rows.tolist()}
+        table = self.scheduler._rows
+        named = {int(table.ids[row]) for row in in_flight if table.live[row]}
+        lost = self.scheduler.requeue_all(self.scheduler.generation + 1)
+        assert {request_id for request_id, _ in lost} == named
+        for request_id, num_tokens in lost:
+            answer = self.answers[request_id]
+            assert num_tokens == len(answer.prompt) + len(answer.tokens)
+        self.scheduler.check_integrity()
+        stats = self.scheduler.stats()
+        assert (stats.num_running, stats.num_free_pages) == (0, self.limits.num_pages)
+        self.worker = FakeWorker(self.limits)
+        self.frames.clear()
+        self.results.clear()
+        self.salts.clear()
+
     def take(self, output: StepOutput | None) -> None:
         if output is None:
             return

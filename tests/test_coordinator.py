@@ -17,8 +17,9 @@ import pytest
 from cluster.coordinator import Coordinator
 from cluster.engine_client import EngineClient, RequestStream
 from cluster.messages import EngineStats, Finished, FinishReason, SamplingParams
+from cluster.recovery import Recovery
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
-from configs.errors import DeadlineError, EngineError, LockstepError, RankDiedError
+from configs.errors import DeadlineError, EngineError, LockstepError, RankDiedError, RankLostError
 from parallel.step_cost import StepCost
 from worker.protocol import FrameKind, RowFlag, StepFrame, StepResult, UInt32Array, mask_words
 
@@ -288,6 +289,65 @@ def test_a_failed_engine_ends_every_request_with_its_reason_and_the_connection_a
         await client.close()
 
     with running(CountingRank(step_s=0.01), raises=error) as coordinator:
+        asyncio.run(main())
+
+
+def test_requests_wait_while_the_group_is_rebuilt_and_go_on_with_the_tokens_they_have() -> None:
+    begun: list[tuple[int, str]] = []
+    ready = threading.Event()
+
+    def rebuild(generation: int, reason: str) -> tuple[CountingRank, CountingRank]:
+        begun.append((generation, reason))
+        if len(begun) == 1:
+            raise RankDiedError("rank 0 died too")
+        assert ready.wait(10)
+        rank = CountingRank(0.002)
+        return rank, rank
+
+    async def main() -> None:
+        client = await EngineClient.connect(coordinator.address)
+        [stream] = client.submit([prompt(100)], [[SamplingParams(max_tokens=60)]])
+        [leaving] = client.submit([prompt(300)], [[SamplingParams(max_tokens=60)]])
+        first = await anext(stream)
+        await anext(leaving)
+        coordinator.fail(RankLostError("rank 1 died"))
+        await reported(client, lambda stats: stats.is_rebuilding)
+        leaving.abort()
+        [late] = client.submit([prompt(200)], [[SamplingParams(max_tokens=3)]])
+        await reported(client, lambda stats: stats.scheduler.num_waiting == 2)
+        ready.set()
+        tokens, finished = await asyncio.wait_for(read(stream), 20)
+        assert first.token_ids + tokens == list(range(101, 161))
+        assert finished is not None
+        assert (finished.reason, finished.num_preemptions) == (FinishReason.LENGTH, 1)
+        assert (await asyncio.wait_for(read(late), 20))[0] == [201, 202, 203]
+        rest = await reported(client, lambda stats: not stats.scheduler.num_running)
+        assert (rest.num_rebuilds, rest.is_rebuilding) == (1, False)
+        await client.close()
+
+    with running(CountingRank(0.01), recovery=Recovery(2), rebuild=rebuild) as coordinator:
+        asyncio.run(main())
+        coordinator.inspect(lambda scheduler: scheduler.check_integrity())
+    assert begun == [(2, "rank 1 died"), (3, "rank 0 died too")]
+
+
+def test_a_group_that_cannot_be_rebuilt_ends_with_why_the_last_attempt_failed() -> None:
+    error = RankDiedError("rank 0 died too")
+
+    def rebuild(generation: int, reason: str) -> tuple[CountingRank, CountingRank]:
+        raise error
+
+    async def main() -> None:
+        client = await EngineClient.connect(coordinator.address)
+        [stream] = client.submit([prompt(100)], [[SamplingParams(max_tokens=60)]])
+        await anext(stream)
+        coordinator.fail(RankLostError("rank 1 died"))
+        _, finished = await asyncio.wait_for(read(stream), 5)
+        assert finished is not None
+        assert finished.error == "rank 0 died too"
+        await client.close()
+
+    with running(CountingRank(0.01), raises=error, recovery=Recovery(1), rebuild=rebuild) as coordinator:
         asyncio.run(main())
 
 

@@ -64,7 +64,11 @@ CONFIG = {
 @pytest.fixture(scope="module")
 def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random checkpoint whose steps take a millisecond and whose requests, CONTEXT tokens long, take minutes."""
-    path = tmp_path_factory.mktemp("tiny")
+    return write_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def write_tiny(path: Path) -> Path:
+    """The checkpoint of `tiny_path`, in an empty directory."""
     (path / "config.json").write_text(json.dumps(CONFIG))
     generator = torch.Generator().manual_seed(0)
     shapes = expected_shapes(read_model_config(path))
@@ -108,7 +112,7 @@ async def until(done: Callable[[], bool], timeout_s: float, what: str) -> float:
 
 @asynccontextmanager
 async def running(path: Path, **changes: Any) -> AsyncIterator[RunningEngine]:
-    """A group of two ranks; at the end it must leave nothing behind, whatever became of it."""
+    """A group of two ranks, not to be rebuilt; at the end it must leave nothing behind, whatever became of it."""
     from ray.util.placement_group import placement_group, remove_placement_group
 
     shm = set(os.listdir("/dev/shm"))
@@ -118,6 +122,7 @@ async def running(path: Path, **changes: Any) -> AsyncIterator[RunningEngine]:
             "device": "cpu",
             "tensor_parallel_size": 2,
             "kv_cache": {"num_tokens": CONTEXT},
+            "recovery": {"max_rebuilds": 0},
             **changes,
         }
     )
@@ -388,8 +393,7 @@ async def complete(client: httpx.AsyncClient, endpoint: Any, **fields: Any) -> h
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", ["Rank", "Coordinator"])
-def test_serve_replaces_a_replica_whose_group_failed(endpoint: Any, victim: str) -> None:
+def test_serve_replaces_a_replica_whose_group_failed(endpoint: Any) -> None:
     async def refused_until_served(client: httpx.AsyncClient) -> None:
         while (reply := await complete(client, endpoint, max_tokens=2)).status_code != 200:
             assert reply.status_code == 503, reply.text
@@ -402,16 +406,12 @@ def test_serve_replaces_a_replica_whose_group_failed(endpoint: Any, victim: str)
             streaming = asyncio.create_task(complete(client, endpoint, stream=True))
             whole = asyncio.create_task(complete(client, endpoint))
             await asyncio.sleep(1)
-            os.kill(max(processes(victim)), signal.SIGKILL)
+            os.kill(max(processes("Coordinator")), signal.SIGKILL)
             async with asyncio.timeout(5):
                 streamed, failed = await streaming, await whole
             last = json.loads(streamed.text.strip().split("\n\n")[-1].removeprefix("data: "))
             for error in (last["error"], failed.json()["error"]):
-                if victim == "Rank":
-                    assert error["code"] == "engine_error"
-                    assert re.match(r"Rank [01] of 2 died: its process was killed \(signal 9", error["message"])
-                else:
-                    assert error["code"] in ("engine_error", "engine_overloaded")
+                assert error["code"] in ("engine_error", "engine_overloaded")
             assert failed.status_code in (500, 503)
             began = time.monotonic()
             # Refused while the failed replica is still there, held by Serve until the next one is. With many clients

@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -387,6 +388,37 @@ def test_generations_share_a_store_without_meeting() -> None:
     wait.join(10)
     for group in groups.values():
         group.close()
+
+
+@pytest.mark.parametrize("strategy", ["gloo", "shared_memory"])
+def test_survivors_of_an_abort_meet_a_new_rank_in_the_next_generation(strategy: Strategy) -> None:
+    master = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def client() -> TCPStore:
+        return TCPStore("127.0.0.1", master.port, is_master=False, wait_for_workers=False)
+
+    def rank_main(rank: int) -> tuple[bool, list[float]]:
+        group = join(rank, 3, master.port, strategy)
+        survivor = group
+        group.barrier()
+        if rank == 1:
+            group.abort("rank 1 leaves")
+            group.close()
+            group = join(rank, 3, master.port, strategy, generation=2)
+        else:
+            timer = threading.Timer(0.2, group.abort, ("rank 1 has left",))
+            timer.start()
+            with pytest.raises(EngineError):
+                group.all_reduce(torch.ones(3))
+            timer.join()
+            group.rejoin(client(), 2)
+        sums = [float(group.all_reduce(torch.full((5,), 10.0**rank + i))[0]) for i in range(4)]
+        group.close()
+        return group is survivor, sums
+
+    with ThreadPoolExecutor(3) as ranks:
+        results = list(ranks.map(rank_main, range(3)))
+    assert results == [(rank != 1, [111.0 + 3 * i for i in range(4)]) for rank in range(3)]
 
 
 def test_a_rank_finds_the_address_its_peers_reach_it_by_over_ipv6(ipv6_loopback: str) -> None:

@@ -21,7 +21,9 @@ from tests.fake_engine import EOS, LIMITS, VOCAB, Engine, prompt_of, prompt_stop
 from worker.protocol import RowFlag, StepResult
 
 
-def run_random_load(seed: int, steps_in_flight: int, max_row_tokens: int = 1, *, windows: bool = False) -> Engine:
+def run_random_load(
+    seed: int, steps_in_flight: int, max_row_tokens: int = 1, *, windows: bool = False, faults: float = 0.0
+) -> Engine:
     rng = random.Random(seed)
     page_size = rng.choice([1, 2, 4, 8])
     max_model_len = rng.choice([24, 48])
@@ -77,6 +79,8 @@ def run_random_load(seed: int, steps_in_flight: int, max_row_tokens: int = 1, *,
             engine.launch()
         elif engine.frames:
             engine.retire()
+        if faults and rng.random() < faults:
+            engine.requeue_all()
     engine.run()
     return engine
 
@@ -102,6 +106,40 @@ def test_every_answer_equals_the_reference_under_random_load(seed: int, steps_in
 @pytest.mark.parametrize("steps_in_flight", [1, 2, 3])
 def test_every_answer_equals_the_reference_under_more_random_load(seed: int, steps_in_flight: int) -> None:
     run_random_load(seed, steps_in_flight)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    ("steps_in_flight", "max_row_tokens", "windows"), [(1, 1, False), (2, 1, False), (2, 3, False), (2, 1, True)]
+)
+def test_every_answer_equals_the_reference_though_the_ranks_are_lost(
+    seed: int, steps_in_flight: int, max_row_tokens: int, windows: bool
+) -> None:
+    run_random_load(seed, steps_in_flight, max_row_tokens, windows=windows, faults=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1000, 1030))
+@pytest.mark.parametrize("windows", [False, True])
+def test_every_answer_equals_the_reference_though_the_ranks_are_lost_often(seed: int, windows: bool) -> None:
+    run_random_load(seed, 2, 1 + seed % 3, windows=windows, faults=0.3)
+
+
+def test_requests_of_lost_ranks_go_on_in_their_order_before_those_that_waited() -> None:
+    engine = Engine(replace(LIMITS, num_pages=48, max_num_seqs=3, max_num_batched_tokens=64, prefill_chunk_size=16))
+    for seed in range(5):
+        engine.add(prompt_of(16, seed), max_tokens=20, seed=seed)
+    for _ in range(3):
+        engine.launch()
+        engine.retire()
+    engine.launch()
+    engine.requeue_all()
+    frame = engine.launch()
+    assert frame is not None
+    assert (frame.generation, frame.step) == (2, 5)
+    assert frame.params["seed"].tolist() == [0, 1, 2]
+    assert frame.lens.tolist() == [16, 16, 16]  # and the tokens told since come with the next chunk
+    engine.run()
 
 
 def test_random_load_reaches_preemption_eviction_hits_and_every_finish() -> None:

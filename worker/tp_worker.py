@@ -173,6 +173,8 @@ class TPWorker:
     ) -> None:
         """Allocates the KV pool and page table; captures steps as well where the attention backend can.
 
+        Called again, it begins anew: nothing is left of requests and pages, only the weights.
+
         Args:
             num_pages: pages with ids 1 to num_pages; page 0 comes on top. The same on every rank.
             max_model_len: most tokens of one sequence.
@@ -180,6 +182,7 @@ class TPWorker:
             on_progress: gets the share of the graphs captured, 0 to 1.
         """
         check_length(self._model, max_model_len)
+        self.close()
         with naming_the_rank(self._group.rank, self._device, "capturing the CUDA graphs"):
             runner = self._new_runner(num_pages, max_model_len, num_window_pages)
             runner.capture(on_progress=on_progress)

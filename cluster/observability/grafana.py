@@ -134,6 +134,12 @@ ROWS: dict[str, list[Panel]] = {
             table.READ_BYTES,
         ),
         Panel("FLOP/s used (MFU)", "percentunit", _of_peak(table.MODEL_FLOPS, table.PEAK_FLOPS), table.MODEL_FLOPS),
+        Panel(
+            "Ranks replaced",
+            "short",
+            [_value(table.REBUILDS, "replica"), _value(table.REBUILDING, "replica", aggregate="max")],
+            table.REBUILDS,
+        ),
         Panel("Age of the step in flight", "s", [_value(table.STEP_AGE, "replica", aggregate="max")], table.STEP_AGE),
         Panel(
             "Heartbeat of each rank",

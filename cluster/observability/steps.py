@@ -75,6 +75,11 @@ class StepMeter:
             self._records.clear()
         self._records += _RECORD.pack(launched, duration, gap, *counts, num_sampled, *cost)
 
+    def lost(self) -> None:
+        """The steps in flight will not retire."""
+        self._in_flight.clear()
+        self._last_end = None
+
     def rest(self) -> None:
         """There is nothing to do: the time until the next launch is nobody's delay."""
         self._last_end = None

@@ -179,6 +179,11 @@ PREEMPTIONS = Metric(
     help="Times that a running request gave up its pages and began again.",
     aliases={"vllm": "num_preemptions_total"},
 )
+REBUILDS = Metric(
+    name="rebuilds_total",
+    kind=Kind.COUNTER,
+    help="Times that ranks which died or stopped were replaced while their requests waited.",
+)
 MODEL_FLOPS = Metric(
     name="model_flops_total",
     kind=Kind.COUNTER,
@@ -245,6 +250,9 @@ HEARTBEAT_AGE = Metric(
     kind=Kind.GAUGE,
     help="Since a rank last took or awaited a step. It grows while a step runs.",
     labels=("rank",),
+)
+REBUILDING = Metric(
+    name="rebuilding", kind=Kind.GAUGE, help="1 while ranks are replaced: no step runs, requests wait. Else 0."
 )
 STEP_AGE = Metric(name="step_age_seconds", kind=Kind.GAUGE, help="Age of the oldest step in flight; 0 if none is.")
 REPORT_AGE = Metric(

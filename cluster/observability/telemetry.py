@@ -140,6 +140,8 @@ class Telemetry:
         metrics.set(table.KV_PAGES, scheduler.num_cached_pages, "cached")
         metrics.set(table.KV_PAGES, scheduler.num_owned_pages, "owned")
         metrics.set(table.STEP_AGE, stats.step_age_s)
+        metrics.set(table.REBUILDS, stats.num_rebuilds)
+        metrics.set(table.REBUILDING, stats.is_rebuilding)
         for rank, age in enumerate(stats.heartbeat_age_s):
             metrics.set(table.HEARTBEAT_AGE, age, str(rank))
 

@@ -22,7 +22,7 @@ class Guide(Protocol):
         """Takes the tokens sampled since the last call; of a request that is resumed, its whole answer so far."""
 
     def poll(self) -> UInt32Array | None:
-        """[mask_words(vocab_size)] of the tokens that may come next; None while it is computed.
+        """[mask_words(vocab_size)] of the tokens that may come next, as often as it is asked; None: not there yet.
 
         Raises:
             GuideError: the request must end with this error.

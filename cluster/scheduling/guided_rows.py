@@ -96,13 +96,17 @@ class GuidedRows:
         masks, self._masks = self._masks, {}
         return masks
 
-    def requeue(self, request: Request) -> bool:
-        """The request is about to lose its row. True: it is held now; False: its mask is there, so it may be queued."""
+    def requeue(self, request: Request, *, is_lost: bool) -> bool:
+        """The request is about to lose its row. True: it is held now; False: its mask is there, so it may be queued.
+
+        `is_lost`: its mask may have gone with a step whose result will not come; its guide has it still.
+        """
         row = request.row
-        if self._awaiting.pop(row, None) is not None:
+        mask = self._masks.pop(row, request.mask)
+        if self._awaiting.pop(row, None) is not None or is_lost:
             self.hold(request)
             return True
-        request.mask = self._masks.pop(row, request.mask)
+        request.mask = mask
         return False
 
     def forget(self, request: Request) -> bool:

@@ -119,6 +119,26 @@ class Scheduler:
         self._reset()
         return StepOutput(finished=finished)
 
+    def requeue_all(self, generation: int) -> frozenset[tuple[int, int]]:
+        """Begins `generation`, of ranks that know nothing of the one before: every running request goes back to the
+        front of the queue in order, with the tokens that were told. Those of steps in flight are sampled again.
+
+        Returns:
+            What the steps in flight were about: (request id, tokens it had).
+        """
+        table, endings = self._rows, self._endings
+        named = np.flatnonzero(table.live & (table.in_flight > 0))
+        lost = frozenset(zip(table.ids[named].tolist(), table.num_known[named].tolist(), strict=True))
+        self._in_flight.clear()
+        table.in_flight[:] = 0
+        endings.release_drained(np.flatnonzero(table.admission > 0).astype(np.int32))
+        rows = np.flatnonzero(table.live)
+        for row in rows[np.argsort(-table.admission[rows])].tolist():  # the last one put to the front is the first
+            self._requeue(row, is_lost=True)
+        self._pages.flush()
+        self._generation = generation
+        return lost
+
     # Steps
 
     def next_step(self) -> StepFrame | None:
@@ -336,15 +356,22 @@ class Scheduler:
         taken = np.flatnonzero(table.admission)
         last = table.priority[taken]
         taken = taken[last == last.max()]
-        row = int(taken[table.admission[taken].argmax()])
+        self._requeue(int(taken[table.admission[taken].argmax()]))
+        self._total_preemptions += 1
+
+    def _requeue(self, row: int, *, is_lost: bool = False) -> None:
+        """Puts the request of a row that no step names back to the front of the queue, with the tokens it has.
+
+        `is_lost`: as in `GuidedRows.requeue`.
+        """
+        table = self._rows
         request = table.request(row)
         request.tokens = table.tokens[row, : table.num_known[row]].copy()
         request.num_preemptions += 1
-        is_held = request.guide is not None and self._guided.requeue(request)
+        is_held = request.guide is not None and self._guided.requeue(request, is_lost=is_lost)
         self._endings.release(row)
         if not is_held:
             self._queue.push(request)
-        self._total_preemptions += 1
 
     def _end_expired(self, now: float) -> None:
         for request in self._admission.expired(now):

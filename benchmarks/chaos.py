@@ -1,0 +1,147 @@
+"""What streams notice of ranks that die and stop: nothing but a pause, and how long that is.
+
+    python -m benchmarks.chaos MODEL [--ranks 3] [--streams 32] [--kills 50] [--stops 20] [--seed 0] [--out FILE]
+
+Streams greedy, sampled, guided, with penalties and logprobs, with stop strings and of several answers run again and
+again, while a rank drawn at random is killed (SIGKILL) or stopped (SIGSTOP), each fault some steps after the rebuild
+from the one before. What each stream brings is compared with what it brought before the first fault. The pause of a
+stream is the time between its chunks before and after a fault. MODEL is a directory or a .gguf file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from benchmarks.report import circumstances
+from tests.served_group import ServedGroup, Streamed, served_group
+
+_WORDS = "The lock of the canal holds water, the boat waits, and the keeper of the gate counts his steps. "
+_KINDS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 1},
+    {"temperature": 1, "frequency_penalty": 0.7, "presence_penalty": 0.3, "logprobs": 3},
+    {"temperature": 0.8, "repetition_penalty": 1.2, "top_p": 0.9, "min_p": 0.01},
+    {"temperature": 1, "structured_outputs": {"regex": "([a-z]{2,9} ){20,}[a-z]+\\."}},
+    {"temperature": 1, "n": 3, "max_tokens": 48},
+    {"temperature": 1, "stop": ["the", "and"], "min_tokens": 40, "top_k": 50},
+    {"temperature": 0, "prompt": 6 * _WORDS, "logit_bias": {"260": -5}, "logprobs": 1},
+]
+
+
+def bodies(count: int) -> list[dict[str, Any]]:
+    """Of `count` different streams, of all kinds."""
+    return [
+        {"prompt": f"Rivers of {index} countries are", "seed": index, **_KINDS[index % len(_KINDS)]}
+        for index in range(count)
+    ]
+
+
+class Chaos:
+    """Streams without end, and faults among them."""
+
+    def __init__(self, group: ServedGroup, num_streams: int) -> None:
+        self._group = group
+        self._bodies = bodies(num_streams)
+        self._expected: list[Streamed] = []
+        self._running: dict[asyncio.Task[Streamed], int] = {}
+        self._ending = False
+        self.got: list[Streamed] = []
+        self.differing: list[dict[str, Any]] = []
+
+    async def run(self, faults: list[signal.Signals], random_: random.Random) -> list[tuple[str, float, float]]:
+        """Name, time and time of the rebuild of each of `faults`."""
+        self._expected = list(await asyncio.gather(*map(self._group.stream, self._bodies)))
+        streaming = asyncio.create_task(self._stream())
+        await asyncio.sleep(1)
+        struck = [(fault.name, *await self._group.strike(fault, random_)) for fault in faults]
+        self._ending = True
+        await streaming
+        return struck
+
+    async def _stream(self) -> None:
+        """Begins each stream again when it ends, until `_ending`."""
+        for index, body in enumerate(self._bodies):
+            self._running[asyncio.create_task(self._group.stream(body))] = index
+        while self._running:
+            done, _ = await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                index, streamed = self._running.pop(task), task.result()
+                self.got.append(streamed)
+                if streamed.answer != self._expected[index].answer:
+                    self.differing.append({"body": self._bodies[index], "got": streamed.texts, "error": streamed.error})
+                if not self._ending:
+                    self._running[asyncio.create_task(self._group.stream(self._bodies[index]))] = index
+
+
+def summary(values: list[float]) -> dict[str, float]:
+    """Of seconds."""
+    if not values:
+        return {}
+    median, p99 = np.percentile(values, (50, 99))
+    return {"median_s": round(float(median), 2), "p99_s": round(float(p99), 2), "max_s": round(max(values), 2)}
+
+
+async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The report."""
+    random_ = random.Random(arguments.seed)
+    faults = [signal.SIGKILL] * arguments.kills + [signal.SIGSTOP] * arguments.stops
+    random_.shuffle(faults)
+    changes = {"tensor_parallel_size": arguments.ranks, "recovery": {"max_rebuilds": len(faults) + 1}}
+    async with served_group(arguments.model, "chaos", **changes) as group:
+        began = time.monotonic()
+        chaos = Chaos(group, arguments.streams)
+        struck = await chaos.run(faults, random_)
+        status = await group.status()
+    pauses = {
+        name: [p for kind, at, _ in struck if kind == name for it in chaos.got if (p := it.pause_at(at)) is not None]
+        for name in ("SIGKILL", "SIGSTOP")
+    }
+    return {
+        "circumstances": circumstances(),
+        "ranks": arguments.ranks,
+        "streams": arguments.streams,
+        "faults": {name: sum(kind == name for kind, _, _ in struck) for name in pauses},
+        "seconds": round(time.monotonic() - began, 1),
+        "streams_ended": len(chaos.got),
+        "streams_failed": sum(it.error is not None for it in chaos.got),
+        "streams_that_differ": len(chaos.differing),
+        "differing": chaos.differing[:5],
+        "num_rebuilds": status["num_rebuilds"],
+        "pages_left": status["num_owned_pages"],
+        "rebuilt_after": {name: summary([to - at for kind, at, to in struck if kind == name]) for name in pauses},
+        "pause": {name: summary(values) for name, values in pauses.items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--ranks", type=int, default=3)
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--stops", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    os.environ["PYTHONPATH"] = os.getcwd()  # the workers' way to this checkout
+    ray.init(address="local", num_cpus=8, num_gpus=0, include_dashboard=False, log_to_driver=False)
+    report = json.dumps(asyncio.run(measure(arguments)), indent=2)
+    print(report)
+    if arguments.out is not None:
+        arguments.out.write_text(report + "\n")
+
+
+if __name__ == "__main__":
+    main()

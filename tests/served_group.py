@@ -1,0 +1,137 @@
+"""A group of ranks in processes of their own behind the HTTP app in this one: what tests do to its ranks, and what its
+streams bring."""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from cluster.engine import RunningEngine, describe
+from cluster.preflight import read_tokenizer
+from cluster.serve.placement import group_bundles
+from configs.load import parse_engine_config
+from tests.scripted_engine import served
+
+
+@dataclass
+class Streamed:
+    """What one stream brought, whatever its chunks were."""
+
+    texts: dict[int, str] = field(default_factory=dict)
+    """By choice."""
+    reasons: dict[int, str] = field(default_factory=dict)
+    tokens: dict[int, list[Any]] = field(default_factory=dict)
+    """Where logprobs were asked for: the tokens, and the likeliest ones in their places."""
+    logprobs: dict[int, list[float]] = field(default_factory=dict)
+    """Of the tokens, and of the likeliest in their places."""
+    error: Any = None
+    times: list[float] = field(default_factory=list)
+    """When its chunks came: CLOCK_MONOTONIC."""
+
+    @property
+    def answer(self) -> tuple[Any, ...]:
+        """All of it that must not depend on what happened meanwhile; logprobs must not by much, while sums are rounded
+        as the batch has it."""
+        return self.texts, self.reasons, self.tokens, self.error
+
+    def pause_at(self, time_s: float) -> float | None:
+        """Seconds between the chunks before and after `time_s`; None where there are none."""
+        after = bisect.bisect(self.times, time_s)
+        return self.times[after] - self.times[after - 1] if 0 < after < len(self.times) else None
+
+    def take(self, line: str) -> None:
+        """A line of the stream."""
+        if not line.startswith("data: ") or line == "data: [DONE]":
+            return
+        self.times.append(time.monotonic())
+        chunk = json.loads(line.removeprefix("data: "))
+        self.error = self.error or chunk.get("error")
+        for choice in chunk.get("choices", []):
+            index = choice["index"]
+            self.texts[index] = self.texts.get(index, "") + choice["text"]
+            if choice["finish_reason"] is not None:
+                assert index not in self.reasons, "a choice ended twice"
+                self.reasons[index] = choice["finish_reason"]
+            if logprobs := choice.get("logprobs"):
+                top = [sorted(one) for one in logprobs["top_logprobs"]]
+                self.tokens.setdefault(index, []).extend(zip(logprobs["tokens"], top, strict=True))
+                values = self.logprobs.setdefault(index, [])
+                values += logprobs["token_logprobs"]
+                for one in logprobs["top_logprobs"]:
+                    values += [one[token] for token in sorted(one)]
+
+
+class ServedGroup:
+    """A running one."""
+
+    def __init__(self, engine: RunningEngine, http: httpx.AsyncClient, model: str) -> None:
+        self.engine = engine
+        self.http = http
+        self.model = model
+
+    async def stream(self, body: dict[str, Any]) -> Streamed:
+        """What a streamed completion brings, to its end."""
+        streamed = Streamed()
+        request = {"model": self.model, "prompt": "Rivers are", "max_tokens": 64, "stream": True, **body}
+        async with self.http.stream("POST", "/v1/completions", json=request) as response:
+            async for line in response.aiter_lines():
+                streamed.take(line)
+        return streamed
+
+    async def status(self) -> dict[str, Any]:
+        """The coordinator's; raises when its pages do not add up."""
+        status: dict[str, Any] = await asyncio.wrap_future(self.engine.coordinator.status.remote().future())
+        return status
+
+    async def after_steps(self, count: int) -> None:
+        """Returns `count` steps later, or when nothing runs."""
+        status = await self.status()
+        end = status["num_steps"] + count
+        while status["num_steps"] < end and (status["num_running"] or status["num_waiting"]):
+            await asyncio.sleep(0.02)
+            status = await self.status()
+
+    async def strike(self, fault: signal.Signals, random_: random.Random) -> tuple[float, float]:
+        """Sends `fault` to a rank drawn at random, some steps from now: when it did, and when the group was rebuilt."""
+        await self.after_steps(random_.randrange(1, 12))
+        status = await self.status()
+        struck = time.monotonic()
+        os.kill(random_.choice([*status["pids"].values()]), fault)
+        while (await self.status())["num_rebuilds"] == status["num_rebuilds"]:
+            assert self.engine.failure is None, self.engine.failure
+            await asyncio.sleep(0.05)
+        return struck, time.monotonic()
+
+
+@asynccontextmanager
+async def served_group(path: Path, name: str, **changes: Any) -> AsyncIterator[ServedGroup]:
+    """A group on the Ray cluster there is. `changes`: of the configuration."""
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    config = parse_engine_config({"model": str(path), "device": "cpu", "kv_cache": {"num_tokens": 16384}, **changes})
+    group = placement_group(group_bundles(config, gpus=False))
+    try:
+        spec = describe(config, gpus=False, announce=False)
+        engine = await RunningEngine.start(spec, group, name)
+        try:
+            model = await engine.open_model(read_tokenizer(spec.config, spec.model, spec.tokenizer_path))
+            await model.grammars.start()
+            async with served(model) as url, httpx.AsyncClient(base_url=url, timeout=600) as http:
+                yield ServedGroup(engine, http, model.model_name)
+            await model.close()
+        finally:
+            await engine.close()
+    finally:
+        remove_placement_group(group)

@@ -1,0 +1,318 @@
+"""A rank that dies or stops: the group is rebuilt around the others, and streams go on as if nothing had been."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import re
+import signal
+import statistics
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+import cluster.engine
+from cluster.actors import RankActor
+from cluster.coordinator_actor import CoordinatorActor, EngineFacts
+from cluster.engine import RunningEngine
+from cluster.messages import Finished, FinishReason, SamplingParams
+from cluster.recovery import Recovery, reason_never
+from configs.errors import ConfigError, DeadlineError, LockstepError, RankDiedError, RankLostError
+from configs.load import parse_engine_config
+from tests.served_group import ServedGroup, Streamed, served_group
+from tests.test_failure import complete, end_of, processes, running, write_tiny
+from worker.pending_step import PendingStep
+from worker.protocol import StepFrame
+
+LOG = logging.getLogger(__name__)
+WORDS = "The lock of the canal holds water, the boat waits, and the keeper of the gate counts his steps. "
+BODIES: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 1, "seed": 1},
+    {"temperature": 1, "seed": 2, "frequency_penalty": 0.7, "presence_penalty": 0.3, "logprobs": 3},
+    {"temperature": 0.8, "seed": 3, "repetition_penalty": 1.2, "top_p": 0.9, "min_p": 0.01},
+    {"temperature": 1, "seed": 4, "structured_outputs": {"regex": "([a-z]{2,9} ){20,}[a-z]+\\."}},
+    {"temperature": 1, "seed": 5, "n": 3, "max_tokens": 48},
+    {"temperature": 1, "seed": 6, "stop": ["the", "and"], "min_tokens": 40, "top_k": 50},
+    {"temperature": 0, "prompt": 6 * WORDS, "logit_bias": {"260": -5}, "logprobs": 1},
+]
+"""Of eight streams: greedy, sampled, with penalties and logprobs, guided, of three answers, with stop strings."""
+LONG = SamplingParams(max_tokens=60_000, ignore_eos=True)
+NOTHING: frozenset[tuple[int, int]] = frozenset()
+
+
+def judge(max_rebuilds: int = 3, now: Callable[[], float] = lambda: 0.0) -> Recovery:
+    return Recovery(max_rebuilds, clock=now)
+
+
+def test_a_budget_of_rebuilds_comes_back_after_ten_minutes() -> None:
+    times = iter([0.0, 10.0, 599.0, 601.0, 605.0])
+    recovery = judge(2, lambda: next(times))
+    killed = RankLostError("rank 1 died")
+    reasons = [recovery.reason_against(killed, frozenset({(1, 5)})) for _ in range(5)]
+    assert [reason is None for reason in reasons] == [True, True, False, True, False]
+    assert "recovery.max_rebuilds=2" in str(reasons[2])
+
+
+def test_what_fails_twice_at_the_same_place_is_not_tried_a_third_time() -> None:
+    def failures(*lost: set[tuple[int, int]], errors: list[LockstepError]) -> list[bool]:
+        recovery = judge(9)
+        return [
+            recovery.reason_against(error, frozenset(about)) is None for error, about in zip(errors, lost, strict=True)
+        ]
+
+    bug, other = RankDiedError("rank 1 failed: ZeroDivisionError"), RankDiedError("rank 1 failed: KeyError")
+    assert failures({(7, 20), (8, 30)}, {(7, 20), (9, 4)}, errors=[bug, bug]) == [True, False]
+    assert failures({(7, 20)}, {(7, 21)}, errors=[bug, bug]) == [True, True]  # it got a token in between
+    assert failures({(7, 20)}, {(7, 20)}, {(7, 20)}, errors=[bug, other, bug]) == [True, True, True]
+    assert failures({(7, 20)}, {(7, 20)}, errors=[DeadlineError("late"), DeadlineError("late")]) == [True, False]
+    # A kill says nothing of a request.
+    assert failures({(7, 20)}, {(7, 20)}, errors=[RankLostError("rank 1 died"), RankLostError("rank 1 died")])[1]
+    assert judge().reason_against(ConfigError("wrong"), NOTHING) == "it would fail again"
+
+
+@pytest.mark.parametrize(
+    ("changes", "one_node", "reason"),
+    [
+        ({}, True, None),
+        ({}, False, "several nodes"),
+        ({"device": "cuda"}, True, "CUDA"),
+        ({"recovery": {"max_rebuilds": 0}}, True, "max_rebuilds=0"),
+    ],
+)
+def test_what_can_never_be_rebuilt(changes: dict[str, Any], one_node: bool, reason: str | None) -> None:
+    never = reason_never(parse_engine_config({"model": "m", "device": "cpu", **changes}), one_node=one_node)
+    assert (never is None) if reason is None else (reason in str(never))
+    if never is not None:
+        assert Recovery(3, never).reason_against(RankLostError("rank 0 died"), NOTHING) == never
+
+
+@pytest.fixture(scope="module")
+def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of tests/test_failure.py."""
+    return write_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+async def answer(engine: RunningEngine, on_token: Callable[[int], None] = lambda _: None) -> tuple[list[int], Finished]:
+    """A sampled answer of 600 tokens, steps of a millisecond each; `on_token` is told how many there are."""
+    params = SamplingParams(max_tokens=600, ignore_eos=True, seed=7, frequency_penalty=0.1)
+    [stream] = engine.client.submit([np.arange(5, 10, dtype=np.int32).tobytes()], [[params]])
+    tokens: list[int] = []
+    async for chunk in stream:
+        tokens += chunk.token_ids
+        on_token(len(tokens))
+    assert chunk.finished is not None
+    return tokens, chunk.finished
+
+
+@pytest.mark.ray
+def test_an_answer_goes_on_after_a_kill_and_a_stop(ray_cluster: None, tiny_path: Path) -> None:
+    async def main() -> None:
+        async with running(tiny_path, recovery={"max_rebuilds": 2}) as engine:
+            expected, _ = await answer(engine)
+            for rank, fault in ((0, signal.SIGKILL), (1, signal.SIGSTOP)):
+                pids = (await status(engine))["pids"]
+                hit = False
+
+                def strike(count: int, pid: int = pids[rank], fault: signal.Signals = fault) -> None:
+                    nonlocal hit
+                    if count > 200 and not hit:
+                        hit = True
+                        os.kill(pid, fault)
+
+                tokens, finished = await answer(engine, strike)
+                assert hit
+                assert (tokens, finished.reason, finished.error) == (expected, FinishReason.LENGTH, None)
+                after = (await status(engine))["pids"]
+                assert after[rank] != pids[rank]
+                assert after[1 - rank] == pids[1 - rank]
+            assert (await status(engine))["num_rebuilds"] == 2
+            assert engine.client.board.latest is not None
+            assert engine.client.board.latest.num_rebuilds == 2
+            # The budget is used up.
+            [stream] = engine.client.submit([np.arange(5, 10, dtype=np.int32).tobytes()], [[LONG]])
+            await anext(stream)
+            os.kill((await status(engine))["pids"][0], signal.SIGKILL)
+            end = await asyncio.wait_for(end_of(stream), 5)
+            assert end.error is not None
+            assert end.error.startswith("rank 0 died: ")
+
+    asyncio.run(main())
+
+
+async def status(engine: RunningEngine) -> dict[str, Any]:
+    found: dict[str, Any] = await engine.coordinator.status.remote()
+    return found
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_rank_that_dies_during_a_rebuild_is_replaced_too(ray_cluster: None, tiny_path: Path) -> None:
+    async def main() -> None:
+        async with running(tiny_path, tensor_parallel_size=3, recovery={"max_rebuilds": 4}) as engine:
+            expected, _ = await answer(engine)
+            answering = asyncio.create_task(answer(engine))
+            await asyncio.sleep(0.2)
+            before = (await status(engine))["pids"]
+            os.kill(before[0], signal.SIGKILL)
+            while not (await status(engine))["is_rebuilding"]:  # noqa: ASYNC110 -- in another process
+                await asyncio.sleep(0.01)
+            os.kill(before[1], signal.SIGKILL)
+            assert (await answering)[0] == expected
+            after = (await status(engine))["pids"]
+            assert [after[rank] == before[rank] for rank in range(3)] == [False, False, True]
+
+    asyncio.run(main())
+
+
+class PoisonedRank(RankActor):
+    """A rank 1 with a bug in every step that computes a token at position 20."""
+
+    def run(self) -> None:
+        worker = self._ready()
+        launch = worker.launch
+
+        def faulty(frame: StepFrame) -> PendingStep:
+            if self._spec.rank == 1 and len(frame.rows) and (frame.starts + frame.lens).max() > 20:
+                raise ZeroDivisionError("a bug in what this request needs")
+            return launch(frame)
+
+        worker.launch = faulty  # type: ignore[method-assign]
+        super().run()
+
+
+class PoisonedCoordinator(CoordinatorActor):
+    """A coordinator that starts poisoned ranks."""
+
+    def start(self, placement_group: Any) -> EngineFacts:
+        pytest.MonkeyPatch().setattr("cluster.rank_group.RankActor", PoisonedRank)
+        return super().start(placement_group)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_request_that_fails_its_step_again_ends_the_group_after_one_rebuild(
+    ray_cluster: None, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster.engine, "CoordinatorActor", PoisonedCoordinator)
+
+    async def main() -> None:
+        async with running(tiny_path, recovery={"max_rebuilds": 9}) as engine:
+            tokens, finished = await answer(engine)
+            assert finished.error == "rank 1 failed: ZeroDivisionError: a bug in what this request needs"
+            assert 5 + len(tokens) in (20, 21)
+            assert engine.client.board.latest is not None
+            assert engine.client.board.latest.num_rebuilds == 1
+
+    asyncio.run(main())
+
+
+class HangingRank(RankActor):
+    """A rank 1 whose thread hangs at position 20; not when it computes the token again."""
+
+    def run(self) -> None:
+        worker = self._ready()
+        launch = worker.launch
+
+        def hanging(frame: StepFrame) -> PendingStep:
+            if self._spec.rank == 1 and len(frame.rows) and frame.starts.max() == 20 and frame.generation == 1:
+                threading.Event().wait()
+            return launch(frame)
+
+        worker.launch = hanging  # type: ignore[method-assign]
+        super().run()
+
+
+class HangingCoordinator(CoordinatorActor):
+    """A coordinator that starts hanging ranks."""
+
+    def start(self, placement_group: Any) -> EngineFacts:
+        pytest.MonkeyPatch().setattr("cluster.rank_group.RankActor", HangingRank)
+        return super().start(placement_group)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_replaced_after_the_deadline_of_a_step(
+    ray_cluster: None, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster.engine, "CoordinatorActor", HangingCoordinator)
+    changes: dict[str, Any] = {"recovery": {"max_rebuilds": 1}, "parallel": {"step_timeout_s": 3.0}}
+
+    async def main() -> None:
+        async with running(tiny_path, **changes) as engine:
+            before = (await status(engine))["pids"]
+            tokens, finished = await answer(engine)
+            assert (len(tokens), finished.error) == (600, None)
+            after = (await status(engine))["pids"]
+            assert after[0] == before[0]
+            assert after[1] != before[1]
+            assert (await answer(engine))[0] == tokens
+
+    asyncio.run(main())
+
+
+async def streams(group: ServedGroup, bodies: list[dict[str, Any]]) -> list[Streamed]:
+    return await asyncio.gather(*(group.stream(body) for body in bodies))
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_eight_streams_of_three_ranks_go_on_through_kills_and_a_stop(ray_cluster: None, smollm2_path: Path) -> None:
+    async def main() -> None:
+        changes = {"tensor_parallel_size": 3, "recovery": {"max_rebuilds": 9}}
+        async with served_group(smollm2_path, "recovery", **changes) as group:
+            expected = await streams(group, BODIES)
+            assert all(len(it.reasons) == len(it.texts) > 0 for it in expected)
+            group.engine.client.flush_cache()
+            streaming = asyncio.create_task(streams(group, BODIES))
+            await asyncio.sleep(0.5)
+            random_ = random.Random(0)
+            faults = [await group.strike(fault, random_) for fault in (signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL)]
+            got = await streaming
+            for body, one, other in zip(BODIES, expected, got, strict=True):
+                assert other.answer == one.answer, body
+                for choice, logprobs in one.logprobs.items():
+                    assert other.logprobs[choice] == pytest.approx(logprobs, abs=1e-3), body
+            pauses = [pause for struck, _ in faults for it in got if (pause := it.pause_at(struck)) is not None]
+            LOG.info("pauses of streams: median %.1f s, most %.1f s", statistics.median(pauses), max(pauses))
+            status = await group.status()
+            assert (status["num_rebuilds"], status["is_rebuilding"]) == (3, False)
+            assert status["num_running"] == status["num_waiting"] == status["num_owned_pages"] == 0
+
+    asyncio.run(main())
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_served_replica_stays_when_its_rank_is_killed(endpoint: Any) -> None:
+    async def main() -> None:
+        async with httpx.AsyncClient(timeout=60) as client:
+            replicas = set(processes("ServeReplica:shared"))
+            # The answer of one request, so that a float's last bit does not decide between two tokens.
+            fields = {"max_tokens": 150, "temperature": 0.0}
+            expected = (await complete(client, endpoint, **fields)).json()["choices"]
+            whole = asyncio.create_task(complete(client, endpoint, **fields))
+            await asyncio.sleep(1)
+            os.kill(max(processes("Rank")), signal.SIGKILL)
+            while not whole.done():
+                for path in ("/health", "/ready"):
+                    assert (await client.get(f"{endpoint.url}{path}")).status_code == 200
+                await asyncio.sleep(0.2)
+            reply = await whole
+            assert reply.status_code == 200
+            assert reply.json()["choices"] == expected
+            assert set(processes("ServeReplica:shared")) == replicas
+            metrics = (await client.get(f"{endpoint.url}/metrics")).text
+            assert re.search(r"^lockstep_rebuilds_total\{.*\} 1(\.0)?$", metrics, re.MULTILINE)
+        endpoint.wait_idle(5)
+
+    asyncio.run(main())
