@@ -375,7 +375,8 @@ class RankGroup:
             on_failure(failure_of(dict(enumerate(runs)), self.size))
         except Exception as error:  # whatever stops the watch, the requests must not go on unwatched
             logger.exception("the watch over the ranks failed")
-            on_failure(EngineError(f"the watch over the ranks failed: {error!r}"))
+            if runs is self._runs:
+                on_failure(EngineError(f"the watch over the ranks failed: {error!r}"))
 
     def _on_all(self, method: str, *args: object) -> list[Any]:
         return self._on(range(self.size), method, *args)
