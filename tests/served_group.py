@@ -42,9 +42,8 @@ class Streamed:
 
     @property
     def answer(self) -> tuple[Any, ...]:
-        """All of it that must not depend on what happened meanwhile; logprobs must not by much, while sums are rounded
-        as the batch has it."""
-        return self.texts, self.reasons, self.tokens, self.error
+        """All of it that must not depend on what happened meanwhile; numerics are exact."""
+        return self.texts, self.reasons, self.tokens, self.logprobs, self.error
 
     def pause_at(self, time_s: float) -> float | None:
         """Seconds between the chunks before and after `time_s`; None where there are none."""
