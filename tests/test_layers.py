@@ -80,7 +80,9 @@ def test_the_norm_of_a_sum_that_is_still_to_be_done_is_that_of_the_sum() -> None
     norm, x = _norm(96, "cpu"), _random(3, 96, device="cpu")
 
     class Sums:
-        def add_norm(self, offset: int, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        def add_norm(
+            self, offset: int, residual: torch.Tensor, weight: torch.Tensor, eps: float, *_: object
+        ) -> torch.Tensor:
             residual += 2 * x  # two ranks with the same part
             return F.rms_norm(residual, (96,), weight, eps)
 

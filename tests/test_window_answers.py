@@ -14,6 +14,7 @@ import torch
 from attention import registry
 from cluster.messages import SamplingParams
 from configs.errors import EngineError
+from configs.schema import AttentionConfig
 from tests.local_group import Answers, Limits, LocalGroup
 from tests.rerun_graphs import PagedBackend, RerunGraphs
 from tests.test_models import save
@@ -104,8 +105,11 @@ def test_batched_answers_equal_transformers_in_any_chunks(group: LocalGroup, mod
 
 def test_captured_steps_equal_transformers(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.model_runner.CudaGraphRunner", RerunGraphs)
-    monkeypatch.setitem(registry.IMPLEMENTATIONS, "cpu", PagedBackend)
-    group = LocalGroup(model.path, 1, NUM_PAGES, max_model_len=256, num_window_pages=NUM_WINDOW_PAGES)
+    monkeypatch.setitem(registry.IMPLEMENTATIONS, "torch_native", PagedBackend)
+    by_name = AttentionConfig(backend="torch_native")
+    group = LocalGroup(
+        model.path, 1, NUM_PAGES, max_model_len=256, num_window_pages=NUM_WINDOW_PAGES, attention=by_name
+    )
     prompts = prompts_of([1, 17, 60, 130])
     answers = generate(group, [*prompts, *prompts], limits(chunk=56, prefix_caching=True, num_window_pages=20))
     model.check([*prompts, *prompts], answers.tokens)
