@@ -84,6 +84,7 @@ class LocalGroup:
         kv_dtype: Literal["auto", "fp8_e4m3"] = "auto",
         attention: AttentionConfig | None = None,
         dtype: Literal["float32", "bfloat16"] = "float32",
+        numerics: Literal["auto", "fast"] = "auto",
         strategy: Literal["shared_memory", "gloo"] = "shared_memory",
         on_frame: Callable[[StepFrame, Scheduler], None] = lambda _frame, _scheduler: None,
     ) -> None:
@@ -95,6 +96,7 @@ class LocalGroup:
             tensor_parallel_size=tp_size,
             device="cpu",
             dtype=dtype,
+            numerics=numerics,
             attention=attention or AttentionConfig(),
             kv_cache=KVCacheConfig(dtype=kv_dtype),
             parallel=ParallelConfig(threads_per_rank=1),
