@@ -3,9 +3,9 @@
     python -m benchmarks.step [--config FILE] [--set KEY=VALUE ...] [--rows 1] [--steps 100] [--profile]
 
 Every rank is a process that schedules for itself: the same requests make the same frames. `--profile` adds a table of
-rank 0's operations on a CPU, torch's and not the kernels in C, which take longer while they are watched, and of its kernels on a GPU, which overlap
-where they may start early. On CPUs transformers' `generate` runs beside it, and ratios are what counts; pin the cores
-with taskset.
+rank 0's operations on a CPU (torch's, and not the kernels in C), which take longer while they are watched, and of its
+kernels on a GPU, which overlap where they may start early. On CPUs transformers' `generate` runs beside it, and ratios
+are what counts; pin the cores with taskset.
 """
 
 from __future__ import annotations
