@@ -19,6 +19,7 @@ import argparse
 import hashlib
 import json
 import multiprocessing
+import queue
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -195,7 +196,7 @@ def rows_of(config: EngineConfig, path: Path, args: argparse.Namespace) -> dict[
         process.start()
     parts: dict[str, list[Any]] = {}
     for _ in range(size * sum(way.page_size == config.kv_cache.page_size for way in WAYS)):
-        name, *part = out.get(timeout=args.timeout)
+        name, *part = _next_of(out, ranks, args.timeout)
         parts.setdefault(name, []).append(part)
     for process in ranks:
         process.join(TIMEOUT_S)
@@ -207,6 +208,18 @@ def rows_of(config: EngineConfig, path: Path, args: argparse.Namespace) -> dict[
             num_unsteady += rows.setdefault(key, row_hash) != row_hash
         found[name] = rows, num_unsteady, max(part[2] for part in of_ranks)
     return found
+
+
+def _next_of(out: Any, ranks: list[Any], timeout_s: float) -> Any:
+    """What the next rank has found; ends the run where one has died."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return out.get(timeout=1.0)
+        except queue.Empty:
+            failed = any(process.exitcode for process in ranks)
+            if failed or time.monotonic() > deadline:
+                raise SystemExit("a rank failed" if failed else f"nothing came within {timeout_s:g} s") from None
 
 
 def digests(rows: _Rows) -> dict[str, str]:
@@ -265,6 +278,7 @@ def main() -> None:
 
 def _resolved(args: argparse.Namespace, size: int, page_size: int) -> tuple[EngineConfig, Path]:
     overrides = [*args.overrides, f"tensor_parallel_size={size}", f"kv_cache.page_size={page_size}"]
+    overrides += [f"scheduler.max_num_seqs={max(way.rows for way in WAYS)}", "scheduler.max_num_batched_tokens=512"]
     given = load_app_config(ROOT / args.config, [*overrides, f"max_model_len={_MAX_MODEL_LEN}"]).engine
     path = resolve_model_path(given.model, given.revision, weights=given.load_format != "dummy")
     host = HostFacts(num_cores=torch.get_num_threads(), num_gpus=torch.cuda.device_count())
