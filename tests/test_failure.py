@@ -110,12 +110,17 @@ async def until(done: Callable[[], bool], timeout_s: float, what: str) -> float:
     return time.monotonic() - began
 
 
+def shared_memory() -> set[str]:
+    """What lies in /dev/shm, but for semaphores of multiprocessing: no rank makes them, others here do."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
+
+
 @asynccontextmanager
 async def running(path: Path, **changes: Any) -> AsyncIterator[RunningEngine]:
     """A group of two ranks, not to be rebuilt; at the end it must leave nothing behind, whatever became of it."""
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    shm = set(os.listdir("/dev/shm"))
+    shm = shared_memory()
     config = parse_engine_config(
         {
             "model": str(path),
@@ -136,7 +141,7 @@ async def running(path: Path, **changes: Any) -> AsyncIterator[RunningEngine]:
             await engine.close()
             assert time.monotonic() < began + 5, "closing took long"
         await until(lambda: not any(map(psutil.pid_exists, pids(engine.facts))), 20, "the group's processes are gone")
-        assert set(os.listdir("/dev/shm")) <= shm
+        assert shared_memory() <= shm
     finally:
         remove_placement_group(group)
 
