@@ -310,6 +310,8 @@ class SharedMemoryCollectives:
         total = torch.empty(num_rows, row_size)
         most = max(map(len, tree.covers))
         step = max(1, self._buffer_bytes // (4 * most * row_size))
+        if step < num_rows:
+            nodes = nodes.clone()  # they may lie in the buffer that the first piece goes to
         for start in range(0, num_rows, step):
             rows = slice(start, start + step)
             self._sum_nodes(nodes if step >= num_rows else nodes[:, rows].contiguous(), tree, total[rows])

@@ -70,17 +70,22 @@ def test_leaves_follow_from_the_columns_alone(size: int, leaf: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "size"), [("shared_memory", 2), ("shared_memory", 3), ("shared_memory", 5), ("gloo", 3)]
+    ("strategy", "spans"),
+    [
+        *(("shared_memory", _spans(9, size)) for size in (2, 3, 5)),
+        ("shared_memory", (Span(0, 4), Span(4, 8), Span(8, 9))),  # 2, 3 and 1 nodes
+        ("gloo", _spans(9, 3)),
+    ],
 )
-@pytest.mark.parametrize("num_rows", [1, 17, 300])
+@pytest.mark.parametrize("num_rows", [1, 17, 300, 6000])  # of the last, two nodes fit a buffer and three do not
 def test_ranks_sum_their_nodes_to_the_bits_of_one(
-    strategy: Strategy, size: int, num_rows: int, monkeypatch: pytest.MonkeyPatch
+    strategy: Strategy, spans: tuple[Span, ...], num_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(all_reduce, "_SLICED_BYTES", 100_000)  # so that more than one row in slices is cheap
-    num_leaves, width = 9, 72
+    num_leaves, width, size = 9, 72, len(spans)
     leaves = _leaves(num_leaves, num_rows, width)
     expected = _value(leaves, Span(0, num_leaves))
-    tree, store = SumTree.of(_spans(num_leaves, size)), HashStore()
+    tree, store = SumTree.of(spans), HashStore()
     found: list[Any] = [None] * size
 
     def run(rank: int) -> None:
