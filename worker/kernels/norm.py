@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from parallel.kernels.tree_sum import block_of_row
+
 
 @triton.jit
 def _rms_norm_kernel(out_ptr, x_ptr, weight_ptr, x_stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
@@ -55,7 +57,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     num_rows, size = x.shape
     assert x.stride(1) == 1, f"the elements of a row lie side by side, not {x.stride(1)} apart"
     out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
-    block, num_warps = _block(size)
+    block, num_warps = block_of_row(size)
     _rms_norm_kernel[(num_rows,)](out, x, weight, x.stride(0), eps, SIZE=size, BLOCK=block, num_warps=num_warps)
     return out
 
@@ -79,14 +81,8 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
     assert x.stride(1) == 1, f"the elements of a row lie side by side, not {x.stride(1)} apart"
     assert residual.stride(1) == 1, f"the elements of a row lie side by side, not {residual.stride(1)} apart"
     out = torch.empty((num_rows, size), dtype=residual.dtype, device=residual.device)
-    block, num_warps = _block(size)
+    block, num_warps = block_of_row(size)
     _add_rms_norm_kernel[(num_rows,)](
         out, x, residual, weight, x.stride(0), residual.stride(0), eps, SIZE=size, BLOCK=block, num_warps=num_warps
     )
     return out
-
-
-def _block(size: int) -> tuple[int, int]:
-    """Block size and warps for rows of `size` elements: two 16-byte loads a thread in bf16, 8 warps at 4096."""
-    block = 1 << (size - 1).bit_length()
-    return block, min(max(block // 512, 1), 16)
