@@ -21,7 +21,7 @@ import triton
 from benchmarks.graph_timing import graph_us
 from parallel.kernels.chain_gemm import chain_gemm, cublas_is_faster, use_chain_cublas
 from parallel.kernels.node_gemm import Leaves, Tile, _cut, _pack, node_gemm, subtrees, tree_adds
-from parallel.kernels.tree_sum import Program, sum_add_norm
+from parallel.kernels.tree_sum import sum_add_norm
 from worker.kernels.norm import add_rms_norm
 
 HIDDEN, HEAD_DIM, NUM_GROUPS, GROUP_HEADS = 4096, 128, 8, 6  # of both; a group has 4 query heads, a key and a value
@@ -121,11 +121,6 @@ def tree_shapes() -> Iterator[tuple[str, int, int]]:
             yield f"{model} / {size} down", -(-columns // MLP_LEAF // size), MLP_LEAF
 
 
-def program_of(parts: tuple[Leaves, ...], root: Leaves) -> Program:
-    adds, _ = tree_adds(parts, (root,))
-    return tuple((len(parts) + i, left, right) for i, (left, right) in enumerate(adds))
-
-
 class Product:
     """One weight's shape and so many rows."""
 
@@ -158,13 +153,13 @@ class Product:
     def tree_norm_us(self) -> float:
         """The norm adds the subtrees."""
         parts = subtrees((self.root,), len(self.x), HIDDEN)
-        program = program_of(parts, self.root)
+        adds, _ = tree_adds(parts, (self.root,))
         sums = torch.empty(len(parts), *self.residual.shape, device="cuda")
 
         def run() -> None:
             for weight in self.weights:
                 node_gemm(self.x, weight, leaf=self.leaf, nodes=parts, out=sums)
-                sum_add_norm(sums, program, self.residual, self.norm_weight, 1e-6)
+                sum_add_norm(sums, adds, self.residual, self.norm_weight, 1e-6)
 
         return graph_us(run, len(self.weights))
 

@@ -3,10 +3,11 @@
     python -m benchmarks.exactness [--config FILE] [--set KEY=VALUE ...] [--sizes 1,2,3] [--tokens 24] --json OUT
     python -m benchmarks.exactness --compare ONE OTHER
 
-The requests are a fixed set: prompts of 1 to 600 tokens, greedy and with seeds. Each number of ranks answers them
-together, one by one, in chunks, after a prefix hit, with too few pages, and at other page sizes. A row is of a request
-and a position; the table has the hash of each that the first way gave, and how many rows of each other way differ.
-`--compare` holds the tables of two runs against each other: other machines, other versions.
+The requests are a fixed set: prompts of 1 to 600 tokens (`--long N`: and N longer ones), greedy and with seeds. Each
+number of ranks answers them together, one by one, in chunks, after a prefix hit, with too few pages, and at other page
+sizes; on a GPU with graphs and without. A row is of a request and a position; the table has the hash of each that the
+first way gave, and how many rows of each other way differ. `--compare` holds the tables of two runs against each other:
+other machines, other versions.
 
 The hash of a row is the sum over the vocabulary of the logit's 32 bits times an odd number of the token's, modulo
 2**64: one changed bit always changes it, and ranks hash their columns alone. `--plant` adds the ranks' parts in another
@@ -39,14 +40,18 @@ from configs.checkpoint import resolve_model_path
 from configs.load import load_app_config
 from configs.read_config import read_model_config
 from configs.resolve import HostFacts, resolve
-from configs.schema import EngineConfig
+from configs.schema import EngineConfig, resolved
 from parallel import tree
 from parallel.plan import Span
 from worker import tp_worker
+from worker.model_runner import ModelRunner
+from worker.pending_step import PendingStep
 from worker.protocol import RowFlag, StepFrame, StepResult
+from worker.step_layout import StepShape
+from worker.tp_worker import TPWorker
 
 _LENGTHS = (1, 2, 3, 15, 16, 17, 31, 40, 63, 64, 65, 100, 128, 150, 255, 256, 257, 300, 400, 513, 600)
-_MAX_MODEL_LEN = 1024
+_MAX_LONG = 4000
 _Rows = dict[tuple[int, int], int]
 """By request and number of tokens before it, the hash of a row of logits."""
 
@@ -64,6 +69,8 @@ class Way:
     num_tokens: int = 32768
     """Of the KV pool."""
     page_size: int = 16
+    graphs: bool = True
+    """Replay CUDA graphs where they fit, on a GPU."""
 
 
 WAYS = (
@@ -75,6 +82,14 @@ WAYS = (
     Way("with too few pages", num_tokens=1600),
     Way("in pages of 64", page_size=64),
     Way("in pages of 1", page_size=1),
+)
+_ON_GPU = {"rows": 256, "num_tokens": 1 << 17}
+GPU_WAYS = (
+    Way("together, chunks of 2048", chunk=2048, **_ON_GPU),
+    Way("in chunks of 256, no graphs", chunk=256, rows=64, num_tokens=1 << 17, graphs=False),
+    Way("after a prefix hit, chunks of 8192, no graphs", chunk=8192, caches=True, graphs=False, **_ON_GPU),
+    Way("with too few pages", chunk=2048, rows=256, num_tokens=12800),
+    Way("one by one in pages of 64", chunk=8192, at_once=False, page_size=64, **_ON_GPU),
 )
 
 
@@ -96,10 +111,15 @@ def rows_of_logits(frame: StepFrame, scheduler: Scheduler) -> list[tuple[int, in
     return rows
 
 
-def requests(vocab_size: int, num_tokens: int) -> Iterator[GenerateRequest]:
-    """The fixed set: a prompt of each length greedily, with the logits of all its tokens, and at temperature 1."""
+def requests(vocab_size: int, num_tokens: int, num_long: int) -> Iterator[GenerateRequest]:
+    """The fixed set: a prompt of each length greedily, with the logits of all its tokens, and at temperature 1.
+
+    Args:
+        num_long: prompts of up to _MAX_LONG tokens after those of _LENGTHS.
+    """
     generator = np.random.default_rng(7)
-    for number, length in enumerate(_LENGTHS):
+    lengths = (*_LENGTHS, *(int(it) for it in np.random.default_rng(8).integers(600, _MAX_LONG, num_long)))
+    for number, length in enumerate(lengths):
         prompt = generator.integers(100, vocab_size, length).astype(np.int32).tobytes()
         for drawn in (0, 1):
             sampling = SamplingParams(
@@ -111,7 +131,7 @@ def requests(vocab_size: int, num_tokens: int) -> Iterator[GenerateRequest]:
 class _Frames(ScheduledFrames):
     """The frames of one way, and whose logits each step's are."""
 
-    def __init__(self, way: Way, config: EngineConfig, vocab_size: int, num_tokens: int) -> None:
+    def __init__(self, way: Way, vocab_size: int, max_model_len: int, asked: list[GenerateRequest]) -> None:
         super().__init__(
             SchedulerLimits(
                 num_pages=way.num_tokens // way.page_size,
@@ -119,7 +139,7 @@ class _Frames(ScheduledFrames):
                 max_num_seqs=way.rows,
                 max_num_batched_tokens=max(way.chunk, way.rows),
                 prefill_chunk_size=way.chunk,
-                max_model_len=_MAX_MODEL_LEN,
+                max_model_len=max_model_len,
                 vocab_size=vocab_size,
                 max_num_queued_requests=1000,
                 max_num_queued_tokens=1 << 20,
@@ -132,7 +152,6 @@ class _Frames(ScheduledFrames):
         """Request and tokens before it, of each row of logits, in order."""
         self.first_counted = 0
         """Of these, those before were only to fill the cache."""
-        asked = list(requests(vocab_size, num_tokens))
         self._waves = [asked] if way.at_once else [[request] for request in asked]
         if way.caches:
             self._waves.insert(0, list(asked))
@@ -154,29 +173,65 @@ class _Frames(ScheduledFrames):
         self._scheduler.retire(StepResult.decode(result))
 
 
+def ways_on(device: str) -> tuple[Way, ...]:
+    return WAYS if device == "cpu" else GPU_WAYS
+
+
+class _Watch:
+    """Hashes a rank's logits, which nothing returns: where they are computed, and after replays of graphs."""
+
+    def __init__(self, worker: TPWorker, span: Span) -> None:
+        self._worker, self._span = worker, span
+        self.hashes: list[torch.Tensor] = []
+        """Of every row since `begin`, in order."""
+        self._local_logits = worker._decoder.local_logits
+        worker._decoder.local_logits = self._watched  # type: ignore[method-assign]
+
+    def begin(self) -> None:
+        """After each `allocate`."""
+        self.hashes.clear()
+        runner = self._worker._runner
+        assert runner is not None
+        launch, replay, num_sampled = runner.launch, runner._graphs.replay, 0
+
+        def launched(frame: StepFrame) -> PendingStep:
+            nonlocal num_sampled
+            num_sampled = np.count_nonzero(frame.flags & RowFlag.SAMPLE)
+            return launch(frame)
+
+        def replayed(shape: StepShape) -> Any:
+            output = replay(shape)
+            if num_sampled:
+                self.hashes.append(hash_rows(output.logits[:num_sampled], self._span))
+            return output
+
+        runner.launch, runner._graphs.replay = launched, replayed  # type: ignore[method-assign]
+
+    def _watched(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        logits = self._local_logits(hidden, out)
+        if len(logits) and not (logits.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self.hashes.append(hash_rows(logits, self._span))
+        return logits
+
+
 def _rank_main(rank: int, config: EngineConfig, path: Path, port: int, args: argparse.Namespace, out: Any) -> None:
     if args.plant and config.tensor_parallel_size > 1:
         tp_worker.check_exactness = lambda *_: None  # it would refuse to start
         tree.halves = lambda it: (Span(it.start, it.start + it.size // 2), Span(it.start + it.size // 2, it.stop))
     worker, group = start_worker(rank, config, path, port)
-    decoder, span = worker._decoder, worker._plan.vocab[rank]
-    local_logits, hashes = decoder.local_logits, list[torch.Tensor]()
-
-    def watched(hidden: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-        logits = local_logits(hidden, into)
-        hashes.append(hash_rows(logits, span))
-        return logits
-
-    decoder.local_logits = watched  # type: ignore[method-assign]  # to see what nothing returns
-    for way in WAYS:
+    watch = _Watch(worker, worker._plan.vocab[rank])
+    max_model_len, capture = resolved(config.max_model_len), ModelRunner.capture
+    for way in ways_on(config.device):
         if way.page_size != config.kv_cache.page_size:
             continue
-        hashes.clear()
-        frames = _Frames(way, config, worker.vocab_size, args.tokens)
-        worker.allocate(way.num_tokens // way.page_size, _MAX_MODEL_LEN)
+        asked = list(requests(worker.vocab_size, args.tokens, args.long))
+        frames = _Frames(way, worker.vocab_size, max_model_len, asked)
+        ModelRunner.capture = capture if way.graphs else lambda *_, **__: None  # type: ignore[method-assign]
+        worker.allocate(way.num_tokens // way.page_size, max_model_len)
+        watch.begin()
         began = time.perf_counter()
         worker.run(frames, frames.retire)
-        found = torch.cat(hashes).cpu().numpy()
+        found = torch.cat(watch.hashes).cpu().numpy()
         assert len(found) == len(frames.rows), f"{len(found)} rows of logits, {len(frames.rows)} in the frames"
         first = frames.first_counted
         out.put((way.name, frames.rows[first:], found[first:], time.perf_counter() - began))
@@ -195,7 +250,7 @@ def rows_of(config: EngineConfig, path: Path, args: argparse.Namespace) -> dict[
     for process in ranks:
         process.start()
     parts: dict[str, list[Any]] = {}
-    for _ in range(size * sum(way.page_size == config.kv_cache.page_size for way in WAYS)):
+    for _ in range(size * sum(way.page_size == config.kv_cache.page_size for way in ways_on(config.device))):
         name, *part = _next_of(out, ranks, args.timeout)
         parts.setdefault(name, []).append(part)
     for process in ranks:
@@ -247,6 +302,7 @@ def main() -> None:
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--sizes", default="1,2,3", help="numbers of ranks")
     parser.add_argument("--tokens", type=int, default=24, help="new tokens of each request")
+    parser.add_argument("--long", type=int, default=0, help="more prompts, of up to 4000 tokens")
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds that one way may take")
     parser.add_argument("--plant", action="store_true")
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("ONE", "OTHER"))
@@ -258,7 +314,8 @@ def main() -> None:
     reference: _Rows = {}
     table, num_rows, num_differing = [], 0, 0
     for size in map(int, args.sizes.split(",")):
-        for page_size in sorted({way.page_size for way in WAYS}, key=lambda it: it != WAYS[0].page_size):
+        ways = ways_on(_resolved(args, size, WAYS[0].page_size)[0].device)
+        for page_size in sorted({way.page_size for way in ways}, key=lambda it: it != ways[0].page_size):
             config, path = _resolved(args, size, page_size)
             for name, (rows, num_unsteady, seconds) in rows_of(config, path, args).items():
                 reference = reference or rows
@@ -278,10 +335,16 @@ def main() -> None:
 
 def _resolved(args: argparse.Namespace, size: int, page_size: int) -> tuple[EngineConfig, Path]:
     overrides = [*args.overrides, f"tensor_parallel_size={size}", f"kv_cache.page_size={page_size}"]
-    overrides += [f"scheduler.max_num_seqs={max(way.rows for way in WAYS)}", "scheduler.max_num_batched_tokens=512"]
-    given = load_app_config(ROOT / args.config, [*overrides, f"max_model_len={_MAX_MODEL_LEN}"]).engine
+    num_gpus = torch.cuda.device_count()
+    ways = ways_on("cuda" if num_gpus else "cpu")
+    overrides += [f"max_model_len={(_MAX_LONG if args.long else max(_LENGTHS)) + args.tokens}"]
+    overrides += [f"scheduler.max_num_seqs={max(way.rows for way in ways)}"]
+    overrides += [f"scheduler.max_num_batched_tokens={max(way.chunk for way in ways)}"]
+    if size > num_gpus > 0:
+        overrides += ["parallel.all_reduce=nccl"]
+    given = load_app_config(ROOT / args.config, overrides).engine
     path = resolve_model_path(given.model, given.revision, weights=given.load_format != "dummy")
-    host = HostFacts(num_cores=torch.get_num_threads(), num_gpus=torch.cuda.device_count())
+    host = HostFacts(num_cores=torch.get_num_threads(), num_gpus=max(num_gpus, size) if num_gpus else 0)
     return resolve(given, read_model_config(path), host).config, path
 
 

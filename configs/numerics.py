@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from configs.biased_mixture import BiasedMixture
 from configs.errors import ConfigError
 from configs.latent_attention import LatentAttention
+from configs.layers import MixtureOfExperts
 from configs.model_config import ModelConfig
 
+_NO_GPU_EXPERTS = "experts are summed exactly on CPUs only, so far"
+_INEXACT_ON_GPUS: dict[type[Any], str] = {MixtureOfExperts: _NO_GPU_EXPERTS, BiasedMixture: _NO_GPU_EXPERTS}
 _INEXACT: dict[type[Any], str] = {
     LatentAttention: "latent attention computes in two forms, by which is cheaper for a step, and they round otherwise",
 }
@@ -15,8 +19,7 @@ _INEXACT: dict[type[Any], str] = {
 
 def check_exact(model: ModelConfig, device: Literal["cpu", "cuda"]) -> None:
     """Raises ConfigError with the reason where `numerics: exact` cannot hold for a part of `model` on `device`."""
-    if device == "cuda":
-        raise ConfigError("GPUs compute fast only, so far")
     for part in (part for layer in model.layers for part in (layer.mixer, layer.feed_forward)):
-        if type(part) in _INEXACT:
-            raise ConfigError(_INEXACT[type(part)])
+        why = _INEXACT.get(type(part)) or (_INEXACT_ON_GPUS.get(type(part)) if device == "cuda" else None)
+        if why is not None:
+            raise ConfigError(why)

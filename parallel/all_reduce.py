@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from configs.errors import ConfigError, DeadlineError, EngineError
-from parallel.fused_sum import PartialSum
+from parallel.fused_sum import FusedSum
 from parallel.shm import FIRST_WORD, LINE_WORDS, Segment
 from parallel.tree import SumTree
 
@@ -44,8 +44,11 @@ class Collectives(Protocol):
     def reduce_buffer(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
         """Memory that `all_reduce` sums fastest, valid until the next call of either; None when any memory will do."""
 
-    def partial_sum(self, shape: tuple[int, int], dtype: torch.dtype) -> PartialSum | None:
+    def partial_sum(self, shape: tuple[int, int], dtype: torch.dtype) -> FusedSum | None:
         """The next sum of that shape, if it is best left to the norm that follows it."""
+
+    def node_sum(self, shape: tuple[int, int], tree: SumTree) -> FusedSum | None:
+        """The same of a tree whose root has that shape."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Contiguous `x` summed over the ranks: `x` itself, or for a `reduce_buffer` perhaps another tensor."""
@@ -134,7 +137,10 @@ class LibraryCollectives:
     def reduce_buffer(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
         return None
 
-    def partial_sum(self, shape: tuple[int, int], dtype: torch.dtype) -> PartialSum | None:
+    def partial_sum(self, shape: tuple[int, int], dtype: torch.dtype) -> FusedSum | None:
+        return None
+
+    def node_sum(self, shape: tuple[int, int], tree: SumTree) -> FusedSum | None:
         return None
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -286,7 +292,10 @@ class SharedMemoryCollectives:
     def reduce_buffer(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
         return None
 
-    def partial_sum(self, shape: tuple[int, int], dtype: torch.dtype) -> PartialSum | None:
+    def partial_sum(self, shape: tuple[int, int], dtype: torch.dtype) -> FusedSum | None:
+        return None
+
+    def node_sum(self, shape: tuple[int, int], tree: SumTree) -> FusedSum | None:
         return None
 
     def all_reduce(self, x: Tensor) -> Tensor:

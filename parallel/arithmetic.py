@@ -12,13 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from configs.errors import ConfigError
 from configs.layers import Axis, Cut, Linear
 from parallel.group import TensorParallelGroup
 from parallel.plan import LayerShard, Span, leaf_columns
-from parallel.rank_sum import ExactSum, FastSum, RankSum
+from parallel.rank_sum import CudaExactSum, ExactSum, FastSum, RankSum
 from parallel.tree import SumTree
-from parallel.weight import CpuLeaves, CpuWeight, CudaWeight, TensorSource, Weight
+from parallel.weight import ChainWeight, CpuLeaves, CpuWeight, CudaWeight, NodeWeight, TensorSource, Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +46,8 @@ class Arithmetic(ABC):
         """Of `part`'s, for who multiplies without a Weight, on CPU."""
 
     @abstractmethod
-    def rank_sum(self, out_features: int, cut: Cut, place: LayerPlace) -> RankSum:
-        """The sum over the ranks of products whose inputs are cut so."""
+    def rank_sum(self, out_features: int, cut: Cut, place: LayerPlace, *, of_weight: bool) -> RankSum:
+        """The sum over the ranks of products whose inputs are cut so; `of_weight`: which are `part`'s."""
 
 
 class FastArithmetic(Arithmetic):
@@ -60,20 +59,28 @@ class FastArithmetic(Arithmetic):
     def leaves(self, cut: Cut, place: LayerPlace) -> Leaves:
         return Leaves(place.shard.span_of(cut).size, (Span(0, 1),))
 
-    def rank_sum(self, out_features: int, cut: Cut, place: LayerPlace) -> RankSum:
+    def rank_sum(self, out_features: int, cut: Cut, place: LayerPlace, *, of_weight: bool) -> RankSum:
         return FastSum(out_features, place.group, place.dtype)
 
 
 class ExactArithmetic(Arithmetic):
-    """One ascending chain for each leaf, and the tree above the leaves. Raises ConfigError on CUDA, for now."""
+    """One ascending chain for each leaf, and the tree above the leaves.
+
+    On CUDA it also tells cuBLAS, for the whole process, to add chains only.
+    """
 
     def __init__(self, device: torch.device) -> None:
         if device.type == "cuda":
-            raise ConfigError("numerics=exact is not served on GPUs yet; choose fast, or device=cpu")
+            from parallel.kernels.chain_gemm import use_chain_cublas  # a CPU install has no Triton
+
+            use_chain_cublas()
+
+    def weight(self, weight: Tensor, bias: Tensor | None) -> Weight:
+        return ChainWeight(weight, bias) if weight.is_cuda else CpuWeight(weight, bias)
 
     def part(self, weight: Tensor, cut: Cut, place: LayerPlace) -> Weight:
         leaves = self.leaves(cut, place)
-        return CpuLeaves(weight, leaves.width, leaves.nodes)
+        return (NodeWeight if weight.is_cuda else CpuLeaves)(weight, leaves.width, leaves.nodes)
 
     def leaves(self, cut: Cut, place: LayerPlace) -> Leaves:
         width, tree = place.tree(cut)
@@ -81,8 +88,11 @@ class ExactArithmetic(Arithmetic):
         first = cover[0].start if cover else 0
         return Leaves(width, tuple(Span(node.start - first, node.stop - first) for node in cover))
 
-    def rank_sum(self, out_features: int, cut: Cut, place: LayerPlace) -> RankSum:
-        return ExactSum(out_features, place.group, place.tree(cut)[1])
+    def rank_sum(self, out_features: int, cut: Cut, place: LayerPlace, *, of_weight: bool) -> RankSum:
+        tree = place.tree(cut)[1]
+        if place.device.type == "cuda":
+            return CudaExactSum(out_features, place.group, tree, splits=of_weight)
+        return ExactSum(out_features, place.group, tree)
 
 
 FAST = FastArithmetic()

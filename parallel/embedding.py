@@ -7,10 +7,11 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from parallel.arithmetic import FAST, Arithmetic
 from parallel.group import TensorParallelGroup
 from parallel.kernels.cpu_products import TILE, pack
 from parallel.plan import ShardPlan, Span
-from parallel.weight import CpuWeight, CudaWeight, TensorSource, Weight
+from parallel.weight import CpuWeight, TensorSource, Weight
 
 _READ_ROWS = 1 << 12
 """Rows that are there twice while a vocabulary is packed; whole tiles."""
@@ -20,7 +21,7 @@ class _Rows(Protocol):
     def read(self, source: TensorSource, name: str, span: Span) -> None: ...
     def fill(self, row: int, value: float) -> None: ...
     def lookup(self, rows: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor: ...
-    def weight(self, num_rows: int) -> Weight: ...
+    def weight(self, num_rows: int, arithmetic: Arithmetic) -> Weight: ...
 
 
 class _PlainRows:
@@ -40,9 +41,9 @@ class _PlainRows:
         """[num_tokens, hidden_size]; `out` if one is given."""
         return torch.index_select(self._rows, 0, rows, out=out)
 
-    def weight(self, num_rows: int) -> Weight:
+    def weight(self, num_rows: int, arithmetic: Arithmetic) -> Weight:
         """Of the first rows, which are shared."""
-        return CudaWeight(self._rows[:num_rows], None)
+        return arithmetic.weight(self._rows[:num_rows], None)
 
 
 class _PackedRows:
@@ -67,7 +68,7 @@ class _PackedRows:
         found = self._packed[rows // TILE, :, rows % TILE]
         return found if out is None else out.copy_(found)
 
-    def weight(self, num_rows: int) -> Weight:
+    def weight(self, num_rows: int, arithmetic: Arithmetic) -> Weight:
         return CpuWeight.of_packed(self._packed, num_rows)
 
 
@@ -102,10 +103,10 @@ class VocabParallelEmbedding:
         self._row_of = torch.full((self._vocab_size,), num_rows, dtype=torch.int32, device=self._device)
         self._row_of[slice(*self._span)] = torch.arange(num_rows, dtype=torch.int32, device=self._device)
 
-    def tied_weight(self) -> Weight:
+    def tied_weight(self, arithmetic: Arithmetic) -> Weight:
         """The LM head's weight where it is this one; its rows stay the only copy."""
         assert self._rows is not None, "weight before load"
-        return self._rows.weight(self._span.size)
+        return self._rows.weight(self._span.size, arithmetic)
 
     def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids [num_tokens] int64 -> [num_tokens, hidden_size], the caller's own.
@@ -129,8 +130,16 @@ class ParallelLMHead:
     """Logits of rows `plan.vocab[rank]`; `whole_logits` puts those of all ranks together."""
 
     def __init__(
-        self, hidden_size: int, plan: ShardPlan, group: TensorParallelGroup, *, dtype: torch.dtype, device: torch.device
+        self,
+        hidden_size: int,
+        plan: ShardPlan,
+        group: TensorParallelGroup,
+        arithmetic: Arithmetic = FAST,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
+        self._arithmetic = arithmetic
         self._hidden_size = hidden_size
         self._plan = plan
         self._group = group
@@ -143,11 +152,11 @@ class ParallelLMHead:
         span = self._plan.vocab[self._group.rank]
         rows = _vocabulary_rows(span.size, self._hidden_size, self._dtype, self._device)
         rows.read(source, f"{name}.weight", span)
-        self._weight = rows.weight(span.size)
+        self._weight = rows.weight(span.size, self._arithmetic)
 
     def tie(self, embedding: VocabParallelEmbedding) -> None:
         """Uses the embedding's weight, which stays the only copy of these rows."""
-        self._weight = embedding.tied_weight()
+        self._weight = embedding.tied_weight(self._arithmetic)
 
     @property
     def num_local_columns(self) -> int:

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from configs.errors import DeadlineError, EngineError
+from parallel.tree import SumTree
 
 # The one kernel is used up to so many bytes that a rank reads from the others; above, the ranks share the adding. On
 # H200, one kernel against two: 1 MB over 2 ranks 7.9 and 12.3 us, 512 KB over 3 8.1 and 10.9, over 4 10.8 and 11.3.
@@ -33,15 +34,6 @@ _BUFFER_BYTES = 1 << 20  # of the summands of each of the two, in bf16
 _TREE_BUFFER_BYTES = 4 << 20  # of each of the two: 128 rows of 4096 with two nodes
 MEMORY_BYTES = _FLAG_BYTES + 2 * _TREE_BUFFER_BYTES
 """What every rank maps."""
-
-
-class RankNodes(NamedTuple):
-    """How the ranks' fp32 nodes make one sum, whose bits are then the same for any number of ranks."""
-
-    counts: tuple[int, ...]
-    """Of each rank, how many nodes it brings; not the same of all."""
-    program: tuple[tuple[int, int, int], ...]
-    """Additions (dst, left, right) over values: the nodes are 0, 1, ..., rank 0's first; the last dst is the sum."""
 
 
 def fuses(size: int, shape: tuple[int, int], dtype: torch.dtype) -> bool:
@@ -64,17 +56,32 @@ def fits(size: int, shape: tuple[int, int], dtype: torch.dtype) -> bool:
     )
 
 
-def fits_nodes(nodes: RankNodes, shape: tuple[int, int]) -> bool:
+def fits_nodes(tree: SumTree, shape: tuple[int, int]) -> bool:
     """Whether the kernel can finish a tree whose sum has that shape, to be added to a bf16 residual stream."""
     num_rows, row_elements = shape
-    num_bytes = max(nodes.counts) * num_rows * row_elements * torch.float32.itemsize
-    return fits(len(nodes.counts), (num_rows, 16), torch.bfloat16) and (
+    num_bytes = max(tree.counts) * num_rows * row_elements * torch.float32.itemsize
+    return fits(len(tree.counts), (num_rows, 16), torch.bfloat16) and (
         1 <= row_elements <= _MAX_ROW_ELEMENTS and row_elements % 8 == 0 and num_bytes <= _TREE_BUFFER_BYTES
     )
 
 
 class PartialSum:
-    """A sum over the ranks that is still to be done: its producer writes `summand`, then the norm after it sums.
+    """A sum [num_rows, size] that is still to be done, by the norm that follows it."""
+
+    __slots__ = ()
+    num_rows: int
+
+    def add_norm(self, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Adds the sum to `residual` [num_rows, size] in place, and returns the RMS norm of that.
+
+        Args:
+            weight: [size], of the residual's dtype or fp32.
+        """
+        raise NotImplementedError
+
+
+class FusedSum(PartialSum):
+    """One over the ranks: its producer writes `summand`, then the norm after it sums.
 
     Attributes:
         summand: [num_rows, size] bf16, contiguous, contents undefined; this rank's part. Of a `node_sum` [nodes of the
@@ -82,29 +89,27 @@ class PartialSum:
         bias: [size], added in fp32 to the sum of a `node_sum`, or None.
     """
 
-    __slots__ = ("_nodes", "_offset", "_sums", "bias", "summand")
+    __slots__ = ("_offset", "_sums", "_tree", "bias", "num_rows", "summand")
 
-    def __init__(self, sums: FusedSums, offset: int, summand: Tensor, nodes: RankNodes | None = None) -> None:
+    def __init__(self, sums: FusedSums, offset: int, summand: Tensor, tree: SumTree | None = None) -> None:
         self._sums = sums
         self._offset = offset
-        self._nodes = nodes
+        self._tree = tree
         self.summand = summand
+        self.num_rows = summand.shape[-2]
         self.bias: Tensor | None = None
 
     def add_norm(self, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Adds the sum over the ranks to `residual` [num_rows, size] in place, and returns the RMS norm of that.
+        """As PartialSum.
 
         Summands are added in fp32 in rank order, or nodes as their tree says, then the residual, and rounded to bf16
         once: the same bits on every rank. The next partial_sum may be asked for then, not before.
-
-        Args:
-            weight: [size], bf16 or fp32.
 
         Raises:
             DeadlineError: an earlier sum gave up because a rank did not come in time.
             EngineError: the group was aborted.
         """
-        return self._sums.add_norm(self._offset, residual, weight, eps, self._nodes, self.bias)
+        return self._sums.add_norm(self._offset, residual, weight, eps, self._tree, self.bias)
 
 
 class FusedSums:
@@ -138,28 +143,28 @@ class FusedSums:
         self._words: Any = self._pinned.numpy()
         self._abort_reason = ""
         self._turn = 0
-        self._sums: dict[tuple[tuple[int, int], RankNodes | None, int], PartialSum] = {}
+        self._sums: dict[tuple[tuple[int, int], SumTree | None, int], FusedSum] = {}
 
-    def node_sum(self, shape: tuple[int, int], nodes: RankNodes, bias: Tensor | None = None) -> PartialSum:
-        """The next sum, of nodes that `fits_nodes`, to which `bias` [size] is added."""
-        partial_sum = self.partial_sum(shape, nodes)
+    def node_sum(self, shape: tuple[int, int], tree: SumTree, bias: Tensor | None = None) -> FusedSum:
+        """The next sum, of a tree that `fits_nodes`, to which `bias` [size] is added."""
+        partial_sum = self.partial_sum(shape, tree)
         partial_sum.bias = bias
         return partial_sum
 
-    def partial_sum(self, shape: tuple[int, int], nodes: RankNodes | None = None) -> PartialSum:
+    def partial_sum(self, shape: tuple[int, int], tree: SumTree | None = None) -> FusedSum:
         """The next sum, of a shape and dtype that `fits`."""
-        key = (shape, nodes, self._turn)
+        key = (shape, tree, self._turn)
         partial_sum = self._sums.get(key)
         if partial_sum is None:
             assert self._memory is not None, "a sum of a closed group"
             if len(self._sums) >= _MAX_CACHED_SUMS:
                 self._sums.clear()
             offset = _FLAG_BYTES + self._turn * _TREE_BUFFER_BYTES
-            dtype = torch.bfloat16 if nodes is None else torch.float32
-            whole = shape if nodes is None else (nodes.counts[self._rank], *shape)
+            dtype = torch.bfloat16 if tree is None else torch.float32
+            whole = shape if tree is None else (tree.counts[self._rank], *shape)
             num_bytes = math.prod(whole) * dtype.itemsize
             summand = self._memory[offset : offset + num_bytes].view(dtype).view(whole)
-            partial_sum = self._sums[key] = PartialSum(self, offset, summand, nodes)
+            partial_sum = self._sums[key] = FusedSum(self, offset, summand, tree)
         return partial_sum
 
     def add_norm(
@@ -168,10 +173,10 @@ class FusedSums:
         residual: Tensor,
         weight: Tensor,
         eps: float,
-        nodes: RankNodes | None = None,
+        tree: SumTree | None = None,
         bias: Tensor | None = None,
     ) -> Tensor:
-        """As PartialSum, of the summands `offset` bytes into the memory."""
+        """As FusedSum, of the summands `offset` bytes into the memory."""
         self.check_alive()
         self._turn ^= 1
         return self._kernel(
@@ -184,8 +189,8 @@ class FusedSums:
             state=self._state,
             host_words=self._pinned.data_ptr(),
             timeout_ns=self._timeout_ns,
-            counts=() if nodes is None else nodes.counts,
-            program=() if nodes is None else nodes.program,
+            counts=() if tree is None else tree.counts,
+            adds=() if tree is None else tree.additions,
             bias=bias,
         )
 

@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from configs.errors import ConfigError, EngineError
 from parallel.all_reduce import Collectives, LibraryCollectives, SharedMemoryCollectives
 from parallel.environment import MULTICAST_OFF
-from parallel.fused_sum import PartialSum
+from parallel.fused_sum import FusedSum
 from parallel.symmetric_memory import SymmetricMemoryCollectives
 from parallel.tree import SumTree
 
@@ -126,7 +126,7 @@ class TensorParallelGroup:
         """
         return None if self._collectives is None else self._collectives.reduce_buffer(shape, dtype)
 
-    def partial_sum(self, shape: tuple[int, int], dtype: torch.dtype) -> PartialSum | None:
+    def partial_sum(self, shape: tuple[int, int], dtype: torch.dtype) -> FusedSum | None:
         """A sum of that shape that the norm after it does in the same kernel; None when that is not the fastest way.
 
         The producer writes its `summand`, then its `add_norm` comes before any other call for a sum. The ranks ask with
@@ -134,6 +134,10 @@ class TensorParallelGroup:
         these: see FusedSums.
         """
         return None if self._collectives is None else self._collectives.partial_sum(shape, dtype)
+
+    def node_sum(self, shape: tuple[int, int], tree: SumTree) -> FusedSum | None:
+        """As `partial_sum`, of the ranks' nodes of `tree`; the same bits as any other way to add them."""
+        return None if self._collectives is None else self._collectives.node_sum(shape, tree)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """`x` summed over the ranks in rank order, in place; float32, bf16, fp16 or integers.
@@ -219,7 +223,10 @@ class _Closed:
     def reduce_buffer(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
         raise EngineError("the tensor-parallel group is closed")
 
-    def partial_sum(self, shape: tuple[int, int], dtype: torch.dtype) -> PartialSum | None:
+    def partial_sum(self, shape: tuple[int, int], dtype: torch.dtype) -> FusedSum | None:
+        raise EngineError("the tensor-parallel group is closed")
+
+    def node_sum(self, shape: tuple[int, int], tree: SumTree) -> FusedSum | None:
         raise EngineError("the tensor-parallel group is closed")
 
     def all_reduce(self, x: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ class RowParallelLinear:
     def __init__(self, linear: Linear, place: LayerPlace) -> None:
         self._linear = linear
         self._place = place
-        self._sum = place.arithmetic.rank_sum(linear.out_features, linear.cut, place)
+        self._sum = place.arithmetic.rank_sum(linear.out_features, linear.cut, place, of_weight=True)
         self._bias: torch.Tensor | None = None
         self._weight: Weight | None = None
 

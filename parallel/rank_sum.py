@@ -5,7 +5,7 @@ A part is made by a function that gets the tensor to fill, or None for one of it
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -65,4 +65,54 @@ class ExactSum:
         nodes = self._group.node_buffer((self._num_nodes, num_tokens, self._out_features))
         return self._group.sum_nodes(part(nodes), self._tree)
 
-    for_norm = __call__
+    def for_norm(self, num_tokens: int, part: Callable[[Tensor | None], Tensor]) -> Tensor | PartialSum:
+        return self(num_tokens, part)
+
+
+class CudaExactSum(ExactSum):
+    """The same on GPUs, where each norm of a sum finishes its tree: one kernel's bits, wherever the nodes lie.
+
+    Args:
+        splits: whether parts may be those of `node_gemm.subtrees`, as a NodeWeight's.
+    """
+
+    def __init__(self, out_features: int, group: TensorParallelGroup, tree: SumTree, *, splits: bool) -> None:
+        super().__init__(out_features, group, tree)
+        self._splits = splits
+
+    def for_norm(self, num_tokens: int, part: Callable[[Tensor | None], Tensor]) -> Tensor | PartialSum:
+        group, tree, shape = self._group, self._tree_for(num_tokens), (num_tokens, self._out_features)
+        fused = group.node_sum(shape, tree)
+        if fused is not None:
+            part(fused.summand)
+            return fused
+        num_nodes = tree.counts[group.rank]
+        own = torch.empty(max(tree.counts), *shape, device=group.device)  # equal messages; nobody reads the rest
+        part(own[:num_nodes])
+        places = [rank * len(own) + i for rank, count in enumerate(tree.counts) for i in range(count)]
+        return NodeSum(group.all_gather(own).flatten(0, 1), tree, places)
+
+    def _tree_for(self, num_tokens: int) -> SumTree:
+        """With more nodes where rows are few: what they cost to send is less than a kernel that adds them."""
+        from parallel.kernels.node_gemm import FEW_ROWS, subtrees  # a CPU install has no Triton
+
+        if not self._splits or (self._group.size > 1 and num_tokens > FEW_ROWS):
+            return self._tree
+        return SumTree.of_parts(tuple(subtrees(cover, num_tokens, self._out_features) for cover in self._tree.covers))
+
+
+class NodeSum(PartialSum):
+    """Of a tree whose nodes lie at `places` of `nodes` [num_places, num_rows, size] fp32."""
+
+    __slots__ = ("_nodes", "_places", "_tree", "num_rows")
+
+    def __init__(self, nodes: Tensor, tree: SumTree, places: Sequence[int]) -> None:
+        self._nodes = nodes
+        self._tree = tree
+        self._places = places
+        self.num_rows = nodes.shape[1]
+
+    def add_norm(self, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        from parallel.kernels.tree_sum import sum_add_norm
+
+        return sum_add_norm(self._nodes, self._tree.additions, residual, weight, eps, places=self._places)

@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from configs.errors import EngineError
 from parallel.all_reduce import LibraryCollectives
-from parallel.fused_sum import MEMORY_BYTES, FusedSums, PartialSum, fuses
+from parallel.fused_sum import MEMORY_BYTES, FusedSum, FusedSums, fits_nodes, fuses
 from parallel.tree import SumTree
 
 Method = Literal["two_shot", "nccl"]
@@ -142,8 +142,11 @@ class SymmetricMemoryCollectives:
             view = self._views[key] = self.buffer[:nbytes].view(dtype).view(shape)
         return view
 
-    def partial_sum(self, shape: tuple[int, int], dtype: torch.dtype) -> PartialSum | None:
+    def partial_sum(self, shape: tuple[int, int], dtype: torch.dtype) -> FusedSum | None:
         return self._fused.partial_sum(shape) if fuses(self._size, shape, dtype) else None
+
+    def node_sum(self, shape: tuple[int, int], tree: SumTree) -> FusedSum | None:
+        return self._fused.node_sum(shape, tree) if fits_nodes(tree, shape) else None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if x.data_ptr() != self._address:

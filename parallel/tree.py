@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,21 +24,19 @@ def halves(leaves: Span) -> tuple[Span, Span]:
     return Span(leaves.start, middle), Span(middle, leaves.stop)
 
 
-class Addition(NamedTuple):
-    """values[left] + values[right] is the next value."""
-
-    left: int
-    right: int
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SumTree:
     """The tree of a matrix whose leaves are dealt to ranks."""
 
     covers: tuple[tuple[Span, ...], ...]
     """[rank]: its nodes, in order, by the leaves below each."""
-    additions: tuple[Addition, ...]
-    """From all ranks' nodes, the first values, to the root, the last one."""
+    additions: tuple[tuple[int, int], ...]
+    """From all ranks' nodes, the first values, to the root, the last one: each makes values[a] + values[b] the next."""
+
+    @functools.cached_property
+    def counts(self) -> tuple[int, ...]:
+        """[rank]: its number of nodes."""
+        return tuple(map(len, self.covers))
 
     @classmethod
     @functools.cache
@@ -48,17 +45,23 @@ class SumTree:
         root = Span(0, spans[-1].stop)
         covers = tuple(tuple(_cover(root, span)) for span in spans)
         numbers = {node: number for number, node in enumerate(node for cover in covers for node in cover)}
-        additions: list[Addition] = []
+        additions: list[tuple[int, int]] = []
 
         def value_of(node: Span) -> int:
             if (number := numbers.get(node)) is not None:
                 return number
-            addition = Addition(*map(value_of, halves(node)))
-            additions.append(addition)
+            left, right = map(value_of, halves(node))
+            additions.append((left, right))
             return len(numbers) + len(additions) - 1
 
         value_of(root)
         return cls(covers, tuple(additions))
+
+    @classmethod
+    @functools.cache
+    def of_parts(cls, parts: tuple[tuple[Span, ...], ...]) -> SumTree:
+        """One of which rank r brings parts[r], smaller subtrees that in order make up its cover."""
+        return cls(parts, cls.of(tuple(part for of_rank in parts for part in of_rank)).additions)
 
     def shapes(self, of_node: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """[rank]: that of its nodes, each of shape `of_node`."""

@@ -70,6 +70,66 @@ class CudaWeight:
         return y if out is None else out.copy_(y)
 
 
+class ChainWeight:
+    """Of exact numerics on a GPU, where `use_chain_cublas` was called: each output is one ascending chain.
+
+    Args:
+        weight: [out_features, in_features] on a GPU. Shared, not copied.
+        bias: [out_features] or None.
+    """
+
+    __slots__ = ("_bias", "_transposed", "_weight")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._weight = weight
+        self._transposed = weight.t()
+        self._bias = bias
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return self._product(x, x.dtype, out)
+
+    def in_fp32(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return self._product(x, torch.float32, out)
+
+    def _product(self, x: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None) -> torch.Tensor:
+        from parallel.kernels.chain_gemm import chain_gemm, cublas_is_chain, cublas_is_faster
+
+        if cublas_is_chain(x, self._bias, dtype) and cublas_is_faster(len(x), len(self._weight)):
+            if self._bias is not None:
+                return torch.addmm(self._bias, x, self._transposed, out=out)
+            return torch.mm(x, self._transposed, out_dtype=dtype, out=out)
+        if out is None:
+            out = torch.empty(len(x), len(self._weight), dtype=dtype, device=x.device)
+        return chain_gemm(x, self._weight, self._bias, out=out)
+
+
+class NodeWeight:
+    """A rank's nodes of an exact sum [num_nodes, num_tokens, out_features] fp32, on a GPU; as CpuLeaves.
+
+    An `out` of more parts gets one for each of `node_gemm.subtrees` of the nodes, which is one kernel less.
+    """
+
+    __slots__ = ("_nodes", "_weight", "_width")
+
+    def __init__(self, weight: torch.Tensor, width: int, nodes: Sequence[Span]) -> None:
+        self._weight = weight
+        self._nodes = tuple(nodes)
+        self._width = width
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        from parallel.kernels.node_gemm import node_gemm, subtrees
+
+        num_columns = len(self._weight)
+        if out is None:
+            out = torch.empty(len(self._nodes), len(x), num_columns, dtype=torch.float32, device=x.device)
+        nodes = self._nodes
+        if len(out) != len(nodes):
+            nodes = subtrees(nodes, len(x), num_columns)
+        return node_gemm(x, self._weight, leaf=self._width, nodes=nodes, out=out)
+
+    in_fp32 = __call__
+
+
 class CpuWeight:
     """By a kernel that adds each output as one ascending chain, whatever the number of rows, columns and threads.
 

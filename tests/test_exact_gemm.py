@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="a CPU install has no Triton")
 
 from parallel.kernels.chain_gemm import chain_gemm, cublas_is_faster, use_chain_cublas
 from parallel.kernels.node_gemm import Leaves, Tile, node_gemm, subtrees
-from parallel.kernels.tree_sum import Program, sum_nodes
+from parallel.kernels.tree_sum import Adds, sum_nodes
 from tests.chain_dot import use_chain_dot
 
 FP16, FP32, BF16 = torch.float16, torch.float32, torch.bfloat16
@@ -76,9 +76,9 @@ def cover(start: int, stop: int, node: Leaves) -> list[Leaves]:
     return cover(start, stop, (a, middle)) + cover(start, stop, (middle, b))
 
 
-def program_of(nodes: list[Leaves], root: Leaves) -> Program:
+def adds_of(nodes: list[Leaves], root: Leaves) -> Adds:
     """Additions in any order that finishes the tree."""
-    adds: list[tuple[int, int, int]] = []
+    adds: list[tuple[int, int]] = []
 
     def value(node: Leaves) -> int:
         if node in nodes:
@@ -86,8 +86,8 @@ def program_of(nodes: list[Leaves], root: Leaves) -> Program:
         a, b = node
         middle = a + (b - a + 1) // 2
         right, left = value((middle, b)), value((a, middle))
-        adds.append((len(nodes) + len(adds), left, right))
-        return adds[-1][0]
+        adds.append((left, right))
+        return len(nodes) + len(adds) - 1
 
     value(root)
     return tuple(adds)
@@ -180,9 +180,9 @@ def test_any_number_of_ranks_finishes_the_tree_with_the_same_bits(
             columns = slice(a * leaf, b * leaf)
             gathered[rank, : len(nodes)] = nodes_of(x[:, columns], weight[:, columns].contiguous(), leaf, nodes)
         places = [rank * most + i for rank, nodes in enumerate(covers) for i in range(len(nodes))]
-        program = program_of([node for nodes in covers for node in nodes], root)
+        adds = adds_of([node for nodes in covers for node in nodes], root)
         out = torch.full_like(whole, torch.nan)
-        assert torch.equal(sum_nodes(gathered.flatten(0, 1), program, out=out, places=places), whole)
+        assert torch.equal(sum_nodes(gathered.flatten(0, 1), adds, out=out, places=places), whole)
 
 
 def chain(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:

@@ -22,12 +22,13 @@ import triton.language as tl
 from configs.errors import DeadlineError, EngineError
 from configs.layers import Axis, Cut, Linear
 from parallel.arithmetic import FAST, LayerPlace
-from parallel.fused_sum import MEMORY_BYTES, FusedSums, PartialSum, RankNodes, fits, fits_nodes, fuses
+from parallel.fused_sum import MEMORY_BYTES, FusedSums, PartialSum, fits, fits_nodes, fuses
 from parallel.group import TensorParallelGroup
 from parallel.kernels.all_reduce_norm import _nodes_of_ranks, in_rank_order, nodes_of
-from parallel.kernels.tree_sum import add_norm_row, finish, in_order, sum_add_norm
+from parallel.kernels.tree_sum import add_norm_row, finish, sum_add_norm
 from parallel.linear import RowParallelLinear
 from parallel.plan import LayerShard, Span
+from parallel.tree import SumTree
 from tests.rank_processes import Ranks, digest, part_of
 from worker.layers.norm import RMSNorm
 
@@ -117,8 +118,13 @@ def test_summands_are_added_in_rank_order_and_then_the_residual(
     check_result(normed, residual, parts, before, weight)
 
 
-PROGRAM = ((4, 1, 2), (5, 0, 4), (6, 5, 3))
+ADDS = ((1, 2), (0, 4), (5, 3))
 """The tree (0 + (1 + 2)) + 3."""
+
+
+def tree_of(*counts: int) -> SumTree:
+    """Of ranks that bring so many nodes."""
+    return SumTree(tuple((Span(0, 1),) * count for count in counts), ADDS)
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels compiled for a GPU take no CPU tensors")
@@ -137,28 +143,28 @@ def test_nodes_are_added_as_their_tree_says_wherever_they_lie(counts: tuple[int,
         128,
         EPS,
         NODES=nodes_of(counts),
-        ADDS=in_order(PROGRAM, 4),
+        ADDS=ADDS,
         DTYPE=tl.float32,
         SIZE=shape[1],
         BLOCK=1024,
     )
     alone = before.clone()
-    assert torch.equal(sum_add_norm(nodes, PROGRAM, alone, weight, EPS), normed)
+    assert torch.equal(sum_add_norm(nodes, ADDS, alone, weight, EPS), normed)
     assert torch.equal(alone, residual)
     total = (nodes[0] + (nodes[1] + nodes[2])) + nodes[3]
     check_result(normed, residual, [total], before, weight)
 
 
 def test_nodes_fit_by_rows_and_by_those_of_the_busiest_rank() -> None:
-    assert fits_nodes(RankNodes((1, 2), ()), (128, 4096))
-    assert fits_nodes(RankNodes((0, 2, 1), ()), (16, 8192))
+    assert fits_nodes(tree_of(1, 2), (128, 4096))
+    assert fits_nodes(tree_of(0, 2, 1), (16, 8192))
     for nodes, shape in [
-        (RankNodes((1, 3), ()), (128, 4096)),
-        (RankNodes((1, 2), ()), (129, 64)),
-        (RankNodes((1, 2), ()), (8, 1001)),
-        (RankNodes((1, 2), ()), (8, 32768)),
-        (RankNodes((3,), ()), (8, 4096)),
-        (RankNodes((1,) * 9, ()), (8, 4096)),
+        (tree_of(1, 3), (128, 4096)),
+        (tree_of(1, 2), (129, 64)),
+        (tree_of(1, 2), (8, 1001)),
+        (tree_of(1, 2), (8, 32768)),
+        (tree_of(3), (8, 4096)),
+        (tree_of(*(1,) * 9), (8, 4096)),
     ]:
         assert not fits_nodes(nodes, shape), (nodes, shape)
 
@@ -229,13 +235,13 @@ def test_ranks_that_are_streams_of_one_gpu_finish_a_tree_as_one_rank_does(
         before, weight = part_of(20, shape, BF16).cuda(), part_of(21, (1, shape[1]), BF16)[0].cuda()
         bias = part_of(22, (1, shape[1]), BF16)[0].cuda() if has_bias else None
         alone = before.clone()
-        expected = sum_add_norm(nodes, PROGRAM, alone, weight, EPS, bias=bias)
+        expected = sum_add_norm(nodes, ADDS, alone, weight, EPS, bias=bias)
         residuals = [before.clone() for _ in counts]
         torch.cuda.synchronize()
         results = []
         for (sums, stream), part, residual in zip(members, nodes.split(counts), residuals, strict=True):
             with torch.cuda.stream(stream):
-                node_sum = sums.node_sum(shape, RankNodes(counts, PROGRAM), bias)
+                node_sum = sums.node_sum(shape, tree_of(*counts), bias)
                 node_sum.summand.copy_(part)
                 results.append(node_sum.add_norm(residual, weight, EPS))
         torch.cuda.synchronize()

@@ -340,14 +340,14 @@ def _call_exact_products() -> None:
             node_gemm(_bf16(num_rows, k), _bf16(576, k), leaf=leaf, nodes=nodes, out=torch.empty(1, num_rows, 576))
         for bias, dtype in ((None, torch.bfloat16), (_bf16(1536), torch.bfloat16), (None, torch.float32)):
             chain_gemm(_bf16(num_rows, 4096), _bf16(1536, 4096), bias, out=torch.empty(num_rows, 1536, dtype=dtype))
-    program = ((4, 1, 2), (5, 0, 4), (6, 5, 3))
+    adds = ((1, 2), (0, 4), (5, 3))
     for size, weight_of in ((576, _bf16), (4096, _bf16), (2304, torch.empty)):
         for bias in (None, _bf16(size)):
-            for nodes_of_ranks in (program, ()):
-                nodes = torch.empty(4 if nodes_of_ranks else 1, 4, size)
-                sum_add_norm(nodes, nodes_of_ranks, _bf16(4, size), weight_of(size), EPS, bias=bias)
-            _call_all_reduce_add_norm(3, weight_of(size), counts=(1, 2, 1), program=program, bias=bias)
-    sum_nodes(torch.empty(6, 4, 4096), program, out=_bf16(4, 4096), places=(0, 1, 3, 5))
+            for of_nodes in (adds, ()):
+                nodes = torch.empty(4 if of_nodes else 1, 4, size)
+                sum_add_norm(nodes, of_nodes, _bf16(4, size), weight_of(size), EPS, bias=bias)
+            _call_all_reduce_add_norm(3, weight_of(size), counts=(1, 2, 1), adds=adds, bias=bias)
+    sum_nodes(torch.empty(6, 4, 4096), adds, out=_bf16(4, 4096), places=(0, 1, 3, 5))
 
 
 def _call_mixture(

@@ -10,14 +10,13 @@ from torch import Tensor
 pytest.importorskip("triton", reason="a CPU install has no Triton")
 
 from parallel.kernels import tree_sum
-from parallel.kernels.tree_sum import Program, in_order, sum_add_norm, sum_nodes, sum_subtrees
+from parallel.kernels.tree_sum import Adds, sum_add_norm, sum_nodes, sum_subtrees
 from worker.kernels.norm import add_rms_norm
 
 FP32, BF16 = torch.float32, torch.bfloat16
 EPS = 1e-5
-LEFT_TO_RIGHT: Program = ((4, 0, 1), (5, 4, 2), (6, 5, 3))
-IN_PLACE: Program = ((2, 2, 3), (1, 1, 2), (0, 0, 1))
-"""0 + (1 + (2 + 3)), each result in the place of a node."""
+LEFT_TO_RIGHT: Adds = ((0, 1), (4, 2), (5, 3))
+RIGHT_TO_LEFT: Adds = ((2, 3), (1, 4), (0, 5))
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -40,25 +39,17 @@ class Case:
         self.residual = wide[:, :size]
         self.weight, self.bias = torch.randn(2, size, generator=generator).to(device, self.dtype)
 
-    def run(self, program: Program, rows: slice = slice(None), **options: object) -> tuple[Tensor, Tensor]:
+    def run(self, adds: Adds, rows: slice = slice(None), **options: object) -> tuple[Tensor, Tensor]:
         """The residual stream after it, and its norm."""
         residual = self.residual[rows].clone()
-        normed = sum_add_norm(self.nodes[:, rows], program, residual, self.weight, EPS, **options)  # type: ignore[arg-type]
+        normed = sum_add_norm(self.nodes[:, rows], adds, residual, self.weight, EPS, **options)  # type: ignore[arg-type]
         return residual, normed
-
-
-def test_additions_are_counted_on_from_the_nodes() -> None:
-    assert in_order(LEFT_TO_RIGHT, 4) == ((0, 1), (4, 2), (5, 3))
-    assert in_order(IN_PLACE, 4) == ((2, 3), (1, 4), (0, 5))
-    assert in_order((), 1) == ()
-    with pytest.raises(AssertionError):
-        in_order(LEFT_TO_RIGHT, 5)
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 64), (3, 576), (5, 1000)])
 @pytest.mark.parametrize("few_elements", [0, 1 << 18])
-def test_a_tree_is_added_as_its_program_says(
+def test_a_tree_is_added_in_its_order(
     device: torch.device,
     num_rows: int,
     size: int,
@@ -70,15 +61,15 @@ def test_a_tree_is_added_as_its_program_says(
     case = Case(device, num_rows, size)
     a, b, c, d = case.nodes
     bias = case.bias if has_bias else None
-    for program, total in ((LEFT_TO_RIGHT, ((a + b) + c) + d), (IN_PLACE, a + (b + (c + d)))):
+    for adds, total in ((LEFT_TO_RIGHT, ((a + b) + c) + d), (RIGHT_TO_LEFT, a + (b + (c + d)))):
         if bias is not None:
             total = total + bias.float()
         for dtype in (FP32, case.dtype):
             out = torch.full((num_rows, size), torch.nan, device=device, dtype=dtype)
-            assert sum_nodes(case.nodes, program, out=out, bias=bias) is out
+            assert sum_nodes(case.nodes, adds, out=out, bias=bias) is out
             assert torch.equal(out, total.to(dtype))
     out = torch.empty_like(a)
-    assert torch.equal(sum_nodes(case.nodes, ((2, 0, 1),), out=out, places=(3, 1)), d + b)
+    assert torch.equal(sum_nodes(case.nodes, ((0, 1),), out=out, places=(3, 1)), d + b)
     trees = torch.empty(3, num_rows, size, device=device)
     sum_subtrees(case.nodes, ((0, 1), (2, 3)), (4, 5, 2), out=trees)
     assert torch.equal(trees, torch.stack((a + b, c + d, c)))
@@ -94,7 +85,7 @@ def test_the_root_is_not_rounded_before_the_residual_is_added(
     total = a + (b + (c + d))
     if has_bias:
         total = total + case.bias.float()
-    residual, normed = case.run(IN_PLACE, bias=case.bias if has_bias else None)
+    residual, normed = case.run(RIGHT_TO_LEFT, bias=case.bias if has_bias else None)
     assert torch.equal(residual, (case.residual.float() + total).to(case.dtype))
     expected = F.rms_norm(residual.float(), (size,), case.weight.float(), EPS)
     torch.testing.assert_close(normed, expected.to(case.dtype))
@@ -112,14 +103,14 @@ def test_one_node_is_its_own_root(device: torch.device) -> None:
 
 def test_slices_of_rows_and_gathered_nodes_give_the_same_bits(device: torch.device) -> None:
     case = Case(device, 7, 576)
-    expected = case.run(IN_PLACE)
+    expected = case.run(RIGHT_TO_LEFT)
     for rows in (slice(0, 1), slice(2, 5), slice(6, 7)):
-        for whole, part in zip(expected, case.run(IN_PLACE, rows), strict=True):
+        for whole, part in zip(expected, case.run(RIGHT_TO_LEFT, rows), strict=True):
             assert torch.equal(part, whole[rows])
     gathered = torch.full((8, *case.nodes.shape[1:]), torch.nan, device=device)
     places = (0, 2, 3, 6)
     gathered[list(places)] = case.nodes
     residual = case.residual.clone()
-    normed = sum_add_norm(gathered, IN_PLACE, residual, case.weight, EPS, places=places)
+    normed = sum_add_norm(gathered, RIGHT_TO_LEFT, residual, case.weight, EPS, places=places)
     assert torch.equal(normed, expected[1])
     assert torch.equal(residual, expected[0])

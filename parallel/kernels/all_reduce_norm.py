@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel.kernels.tree_sum import Adds, Program, add_norm_row, append, block_of_row, finish, in_order
+from parallel.kernels.tree_sum import Adds, add_norm_row, append, block_of_row, finish
 
 LATE = 2
 """What a program leaves that gave up waiting at its deadline; 1 if the host ended the wait."""
@@ -173,12 +173,12 @@ def all_reduce_add_norm(
     host_words: int,
     timeout_ns: int,
     counts: tuple[int, ...] = (),
-    program: Program = (),
+    adds: Adds = (),
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Adds the sum of all ranks' summands to `residual` in place and returns the RMS norm of that (rounded) sum.
 
-    The summands are added in fp32 in rank order, or nodes by `program`, then the bias and the residual; that is rounded
+    The summands are added in fp32 in rank order, or nodes by `adds`, then the bias and the residual; that is rounded
     once, and its norm once more. Every rank launches it with the same shapes, in the same order.
 
     Args:
@@ -195,7 +195,7 @@ def all_reduce_add_norm(
             first to end the waits, the device the second to say that it gave up, and why.
         timeout_ns: how long a program waits for another rank's.
         counts: of each rank, its nodes of a tree: then the bits are those of tree_sum.sum_add_norm.
-        program: over all nodes, the first rank's first.
+        adds: over all nodes, the first rank's first.
         bias: [size] or None.
 
     Returns:
@@ -219,7 +219,7 @@ def all_reduce_add_norm(
         residual.stride(0),
         eps,
         NODES=nodes_of(counts or (1,) * len(bases)),
-        ADDS=in_order(program, sum(counts)) if counts else in_rank_order(len(bases)),
+        ADDS=adds if counts else in_rank_order(len(bases)),
         IN_FP32=bool(counts),
         SIZE=size,
         BLOCK=block,

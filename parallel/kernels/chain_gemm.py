@@ -33,6 +33,12 @@ def use_chain_cublas() -> None:
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = (False, False)
 
 
+def cublas_is_chain(x: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> bool:
+    """Whether torch leaves this product to cuBLAS in one piece: not in fp32, where there is no such switch, and with a
+    bias only where nothing but it is added to what is rounded."""
+    return x.dtype is not torch.float32 and (bias is None or out_dtype is x.dtype)
+
+
 def cublas_is_faster(num_rows: int, out_features: int) -> bool:
     """Whether, after `use_chain_cublas`, torch's product of this size has the chain's bits and takes less time.
 

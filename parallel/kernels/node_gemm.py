@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 
 from parallel.kernels.tree_sum import Adds, append, sum_subtrees
+from parallel.plan import Span
+from parallel.tree import halves
 
 Leaves = tuple[int, int]
 """The half-open range of a subtree's leaves."""
@@ -239,7 +241,7 @@ def node_gemm(
     return sum_subtrees(sums, *tree_adds(parts, nodes), out=out)
 
 
-def subtrees(nodes: tuple[Leaves, ...], num_rows: int, out_features: int) -> tuple[Leaves, ...]:
+def subtrees(nodes: tuple[Leaves, ...], num_rows: int, out_features: int) -> tuple[Span, ...]:
     """What programs of `node_gemm` sum when it has so many rows: each node, or subtrees of it.
 
     Whoever adds nodes by itself may ask for these: they are one kernel.
@@ -250,18 +252,16 @@ def subtrees(nodes: tuple[Leaves, ...], num_rows: int, out_features: int) -> tup
 
 
 @functools.lru_cache(maxsize=256)
-def _cut(nodes: tuple[Leaves, ...], num_parts: int) -> tuple[Leaves, ...]:
+def _cut(nodes: tuple[Leaves, ...], num_parts: int) -> tuple[Span, ...]:
     """The largest subtrees of `nodes` of no more leaves than an even share of `num_parts`."""
+    if not nodes:
+        return ()
     most = min(triton.cdiv(nodes[-1][1] - nodes[0][0], num_parts), 1 << _MAX_DEPTH)
 
-    def halves(node: Leaves) -> list[Leaves]:
-        start, stop = node
-        if stop - start <= most:
-            return [node]
-        middle = _middle(node)
-        return halves((start, middle)) + halves((middle, stop))
+    def cut(node: Span) -> list[Span]:
+        return [node] if node.size <= most else [part for half in halves(node) for part in cut(half)]
 
-    return tuple(part for node in nodes for part in halves(node))
+    return tuple(part for node in nodes for part in cut(Span(*node)))
 
 
 @functools.lru_cache(maxsize=256)
@@ -272,19 +272,14 @@ def tree_adds(parts: tuple[Leaves, ...], roots: tuple[Leaves, ...]) -> tuple[Add
 
     def value(node: Leaves) -> int:
         if node not in values:
-            middle = _middle(node)
-            adds.append((value((node[0], middle)), value((middle, node[1]))))
+            assert node[1] - node[0] > 1, f"the parts do not make up {node}"
+            left, right = halves(Span(*node))
+            adds.append((value(left), value(right)))
             values[node] = len(parts) + len(adds) - 1
         return values[node]
 
     roots_at = tuple(value(root) for root in roots)
     return tuple(adds), roots_at
-
-
-def _middle(node: Leaves) -> int:
-    start, stop = node
-    assert stop - start > 1, f"the parts do not make up {node}"
-    return start + (stop - start + 1) // 2
 
 
 @functools.lru_cache(maxsize=256)

@@ -8,31 +8,16 @@ product is contracted with an addition, so that `sum_add_norm` and the kernel th
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 
-Program = tuple[tuple[int, int, int], ...]
-"""Additions (dst, left, right) over indexes of values: the nodes are 0, 1, ..., and the last dst is the root."""
 Adds = tuple[tuple[int, int], ...]
-"""The same as kernels take it: addition i of n nodes is value n + i."""
+"""Additions over indexes of values: the n nodes are 0, 1, ..., addition i is value n + i, and the last one the root."""
 
 _FEW_ELEMENTS = 1 << 18
-
-
-@functools.lru_cache(maxsize=256)
-def in_order(program: Program, num_nodes: int) -> Adds:
-    """The additions with their results counted on from the nodes, whatever `program` calls them."""
-    value = dict(enumerate(range(num_nodes)))
-    adds: list[tuple[int, int]] = []
-    for dst, left, right in program:
-        adds.append((value[left], value[right]))
-        value[dst] = num_nodes + len(adds) - 1
-    assert len(adds) == num_nodes - 1, f"{len(adds)} additions do not make one sum of {num_nodes} nodes"
-    return tuple(adds)
 
 
 @triton.jit
@@ -120,7 +105,7 @@ def _sum_add_norm_kernel(
 
 def sum_nodes(
     nodes: torch.Tensor,
-    program: Program,
+    adds: Adds,
     *,
     out: torch.Tensor,
     bias: torch.Tensor | None = None,
@@ -130,7 +115,7 @@ def sum_nodes(
 
     Args:
         nodes: [num_places, num_rows, size] fp32, each [num_rows, size] contiguous.
-        program: over the nodes that lie at `places`, in this order.
+        adds: over the nodes that lie at `places`, in this order.
         out: [num_rows, size], contiguous, any float dtype; written.
         bias: [size] or None.
         places: by default all of `nodes`. Of a gathered tensor, the ones that ranks have filled.
@@ -139,9 +124,7 @@ def sum_nodes(
         `out`.
     """
     places = tuple(range(len(nodes)) if places is None else places)
-    return sum_subtrees(
-        nodes, in_order(program, len(places)), (2 * len(places) - 2,), out=out, bias=bias, places=places
-    )
+    return sum_subtrees(nodes, adds, (2 * len(places) - 2,), out=out, bias=bias, places=places)
 
 
 def sum_subtrees(
@@ -175,7 +158,7 @@ def sum_subtrees(
 
 def sum_add_norm(
     nodes: torch.Tensor,
-    program: Program,
+    adds: Adds,
     residual: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
@@ -190,7 +173,7 @@ def sum_add_norm(
 
     Args:
         nodes: [num_places, num_rows, size] fp32, elements of a row side by side.
-        program: over the nodes that lie at `places`, in this order.
+        adds: over the nodes that lie at `places`, in this order.
         residual: [num_rows, size], rows any distance apart.
         weight: [size], of the residual's dtype or fp32.
         bias: [size] or None.
@@ -203,6 +186,7 @@ def sum_add_norm(
     assert nodes.dtype is torch.float32, f"nodes are fp32, not {nodes.dtype}"
     assert nodes.shape[1:] == residual.shape, f"cannot add {tuple(nodes.shape)} to {tuple(residual.shape)}"
     places = tuple(range(len(nodes)) if places is None else places)
+    assert len(adds) == len(places) - 1, f"{len(adds)} additions do not make one sum of {len(places)} nodes"
     out = torch.empty((num_rows, size), dtype=residual.dtype, device=residual.device)
     block, num_warps = block_of_row(size)
     _sum_add_norm_kernel[(num_rows,)](
@@ -216,7 +200,7 @@ def sum_add_norm(
         residual.stride(0),
         eps,
         PLACES=places,
-        ADDS=in_order(program, len(places)),
+        ADDS=adds,
         SIZE=size,
         BLOCK=block,
         num_warps=num_warps,

@@ -96,7 +96,7 @@ class CudaExperts(Experts):
                 f"experts of the best {spec.top_groups} of {spec.num_groups} groups are not chosen on GPUs yet; set "
                 "device=cpu"
             )
-        self._sum = place.arithmetic.rank_sum(spec.hidden_size, Cut(Axis.EXPERT_COLUMNS, 1), place)
+        self._sum = place.arithmetic.rank_sum(spec.hidden_size, Cut(Axis.EXPERT_COLUMNS, 1), place, of_weight=False)
         # fp32 from the product on, since bf16 logits often tie, and then choose other experts.
         self._router = self._empty_router(place.dtype, place.device)
         self._w13 = place.empty(spec.num_experts, 2 * width, spec.hidden_size)

@@ -22,6 +22,7 @@ class RMSNorm:
 
     def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device, offset: float = 0.0) -> None:
         self._shape = (size,)
+        self._dtype = dtype
         self._eps = eps
         self._offset = offset
         self._weight = torch.empty(size, dtype=torch.float32 if offset else dtype, device=device)
@@ -46,7 +47,8 @@ class RMSNorm:
     def __call__(self, x: torch.Tensor | PartialSum) -> torch.Tensor:
         """The norm of x [..., size], in x's dtype. Of a PartialSum: as `add` to a residual of zeros."""
         if isinstance(x, PartialSum):
-            return x.add_norm(torch.zeros_like(x.summand), self._weight, self._eps)
+            zeros = torch.zeros(x.num_rows, *self._shape, dtype=self._dtype, device=self._weight.device)
+            return x.add_norm(zeros, self._weight, self._eps)
         return self._rms_norm(x, self._weight, self._eps)
 
     def add(self, x: torch.Tensor | PartialSum, residual: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,7 @@ class RoutedExperts:
         self._hidden_size = hidden_size
         self._columns = place.shard.span_of(_CUT).size
         self._leaves = place.arithmetic.leaves(_CUT, place)
-        self._sum = place.arithmetic.rank_sum(hidden_size, _CUT, place)
+        self._sum = place.arithmetic.rank_sum(hidden_size, _CUT, place, of_weight=False)
         self._gate_up: dict[int, CpuWeight] = {}
         self._down = place.empty(num_experts, -(-hidden_size // TILE), self._columns, TILE)
 

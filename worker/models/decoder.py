@@ -182,7 +182,7 @@ class Decoder:
             model.hidden_size, model.rms_norm_eps, dtype=dtype, device=device, offset=model.norm.offset
         )
         self._embedding_scale = torch.tensor(model.embedding_scale, dtype=dtype).item()  # rounded as transformers does
-        self._lm_head = ParallelLMHead(model.hidden_size, plan, group, dtype=dtype, device=device)
+        self._lm_head = ParallelLMHead(model.hidden_size, plan, group, arithmetic, dtype=dtype, device=device)
 
     @property
     def attention_layers(self) -> list[AttentionLayer]:
