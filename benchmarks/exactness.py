@@ -219,6 +219,8 @@ def _rank_main(rank: int, config: EngineConfig, path: Path, port: int, args: arg
         tp_worker.check_exactness = lambda *_: None  # it would refuse to start
         tree.halves = lambda it: (Span(it.start, it.start + it.size // 2), Span(it.start + it.size // 2, it.stop))
     worker, group = start_worker(rank, config, path, port)
+    if args.graph_tokens is not None:
+        tp_worker.launch_bound_tokens = lambda _: args.graph_tokens
     watch = _Watch(worker, worker._plan.vocab[rank])
     max_model_len, capture = resolved(config.max_model_len), ModelRunner.capture
     for way in ways_on(config.device):
@@ -277,6 +279,14 @@ def _next_of(out: Any, ranks: list[Any], timeout_s: float) -> Any:
                 raise SystemExit("a rank failed" if failed else f"nothing came within {timeout_s:g} s") from None
 
 
+def first_differing(one: _Rows, other: _Rows) -> dict[int, int]:
+    """By request, the tokens before the first row that differs."""
+    first: dict[int, int] = {}
+    for request, position in sorted(key for key, found in other.items() if one[key] != found):
+        first.setdefault(request, position)
+    return first
+
+
 def digests(rows: _Rows) -> dict[str, str]:
     """By request, what all of its rows come to."""
     by_request: dict[int, list[tuple[int, int]]] = {}
@@ -304,6 +314,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=24, help="new tokens of each request")
     parser.add_argument("--long", type=int, default=0, help="more prompts, of up to 4000 tokens")
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds that one way may take")
+    parser.add_argument("--graph-tokens", type=int, help="most tokens of a captured prompt step")
     parser.add_argument("--plant", action="store_true")
     parser.add_argument("--compare", nargs=2, type=Path, metavar=("ONE", "OTHER"))
     parser.add_argument("--json", type=Path)
@@ -311,7 +322,7 @@ def main() -> None:
     if args.compare:
         raise SystemExit(bool(compare(*args.compare)))
 
-    reference: _Rows = {}
+    reference, before = _Rows(), _Rows()
     table, num_rows, num_differing = [], 0, 0
     for size in map(int, args.sizes.split(",")):
         ways = ways_on(_resolved(args, size, WAYS[0].page_size)[0].device)
@@ -324,6 +335,10 @@ def main() -> None:
                 table.append({"ranks": size, "way": name, "rows": len(rows), "differing": differing})
                 num_rows, num_differing = num_rows + len(rows), num_differing + differing
                 print(f"{size} ranks, {name}: {differing} of {len(rows)} rows differ ({seconds:.0f} s)", flush=True)
+                if differing:
+                    print("  the first of each request:", first_differing(reference, rows))
+                    print("  from the way before:", sum(before[key] != found for key, found in rows.items()))
+                before = rows
     report: dict[str, Any] = {"config": args.config, "overrides": args.overrides, "tokens": args.tokens}
     report |= {"rows": num_rows, "differing": num_differing, "ways": table, "digests": digests(reference)}
     report |= circumstances()

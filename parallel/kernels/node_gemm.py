@@ -108,14 +108,17 @@ def _tree_gemm_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
+    ONE_BLOCK: tl.constexpr,
     EVICTION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     part = tl.program_id(1)
     first, stop = _border(low, high, part), _border(low, high, part + 1)
     block_m, block_n = _block_of(tl.program_id(0), M, N, BLOCK_M, BLOCK_N)
-    # Rows past the last are the last again, of both: nobody stores what comes of them.
+    # Rows past the last are the last again, of both: nobody stores what comes of them. Where one block holds all rows
+    # they are not read: each program would read the only row of a step 16 times, all from one place in the L2.
     rows = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_row = (rows < M)[:, None]
     columns = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     x_rows = x_ptr + tl.minimum(rows, M - 1).to(tl.int64)[:, None] * x_stride
     w_rows = w_ptr + tl.minimum(columns, N - 1).to(tl.int64)[:, None] * K
@@ -127,11 +130,11 @@ def _tree_gemm_kernel(
         leaf = step // steps
         k = leaf * LEAF + step % steps * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
         if EVEN_K:
-            x = tl.load(x_rows + k)
+            x = tl.load(x_rows + k, mask=is_row, other=0.0) if ONE_BLOCK else tl.load(x_rows + k)
             w = tl.load(w_rows + k, eviction_policy=EVICTION)
         else:
             present = k < tl.minimum((leaf + 1) * LEAF, K)
-            x = tl.load(x_rows + k, mask=present, other=0.0)
+            x = tl.load(x_rows + k, mask=present & is_row, other=0.0)
             w = tl.load(w_rows + k, mask=present, other=0.0, eviction_policy=EVICTION)
         acc = tl.dot(x, w.T, acc, input_precision="ieee")
         if step % steps == steps - 1:
@@ -147,7 +150,7 @@ def _tree_gemm_kernel(
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
     out_ptrs = out_ptr + part.to(tl.int64) * M * N + rows.to(tl.int64)[:, None] * N + columns[None, :]
-    stored = (rows < M)[:, None] & (columns < N)[None, :]
+    stored = is_row & (columns < N)[None, :]
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=stored)
 
 
@@ -194,6 +197,7 @@ def tree_gemm(
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
         EVEN_K=leaf % tile.block_k == 0 and in_features % leaf == 0,
+        ONE_BLOCK=blocks_m == 1,
         # A weight that is read once is the first to leave the L2 cache.
         EVICTION="evict_first" if blocks_m == 1 else "",
         STAGES=tile.num_stages,
