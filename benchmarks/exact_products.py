@@ -152,7 +152,7 @@ class Product:
 
     def tree_norm_us(self) -> float:
         """The norm adds the subtrees."""
-        parts = subtrees((self.root,), len(self.x), HIDDEN)
+        parts = subtrees((self.root,), self.leaf, len(self.x), HIDDEN)
         adds, _ = tree_adds(parts, (self.root,))
         sums = torch.empty(len(parts), *self.residual.shape, device="cuda")
 

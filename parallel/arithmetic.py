@@ -89,9 +89,9 @@ class ExactArithmetic(Arithmetic):
         return Leaves(width, tuple(Span(node.start - first, node.stop - first) for node in cover))
 
     def rank_sum(self, out_features: int, cut: Cut, place: LayerPlace, *, of_weight: bool) -> RankSum:
-        tree = place.tree(cut)[1]
+        leaf, tree = place.tree(cut)
         if place.device.type == "cuda":
-            return CudaExactSum(out_features, place.group, tree, splits=of_weight)
+            return CudaExactSum(out_features, place.group, tree, leaf=leaf if of_weight else None)
         return ExactSum(out_features, place.group, tree)
 
 

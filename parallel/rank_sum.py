@@ -73,12 +73,12 @@ class CudaExactSum(ExactSum):
     """The same on GPUs, where each norm of a sum finishes its tree: one kernel's bits, wherever the nodes lie.
 
     Args:
-        splits: whether parts may be those of `node_gemm.subtrees`, as a NodeWeight's.
+        leaf: of a NodeWeight, inputs of a leaf: its parts may be those of `node_gemm.subtrees`. None: of another.
     """
 
-    def __init__(self, out_features: int, group: TensorParallelGroup, tree: SumTree, *, splits: bool) -> None:
+    def __init__(self, out_features: int, group: TensorParallelGroup, tree: SumTree, *, leaf: int | None) -> None:
         super().__init__(out_features, group, tree)
-        self._splits = splits
+        self._leaf = leaf
 
     def for_norm(self, num_tokens: int, part: Callable[[Tensor | None], Tensor]) -> Tensor | PartialSum:
         group, tree, shape = self._group, self._tree_for(num_tokens), (num_tokens, self._out_features)
@@ -96,9 +96,11 @@ class CudaExactSum(ExactSum):
         """With more nodes where rows are few: what they cost to send is less than a kernel that adds them."""
         from parallel.kernels.node_gemm import FEW_ROWS, subtrees  # a CPU install has no Triton
 
-        if not self._splits or (self._group.size > 1 and num_tokens > FEW_ROWS):
+        if self._leaf is None or (self._group.size > 1 and num_tokens > FEW_ROWS):
             return self._tree
-        return SumTree.of_parts(tuple(subtrees(cover, num_tokens, self._out_features) for cover in self._tree.covers))
+        return SumTree.of_parts(
+            tuple(subtrees(cover, self._leaf, num_tokens, self._out_features) for cover in self._tree.covers)
+        )
 
 
 class NodeSum(PartialSum):

@@ -124,7 +124,7 @@ class NodeWeight:
             out = torch.empty(len(self._nodes), len(x), num_columns, dtype=torch.float32, device=x.device)
         nodes = self._nodes
         if len(out) != len(nodes):
-            nodes = subtrees(nodes, len(x), num_columns)
+            nodes = subtrees(nodes, self._width, len(x), num_columns)
         return node_gemm(x, self._weight, leaf=self._width, nodes=nodes, out=out)
 
     in_fp32 = __call__

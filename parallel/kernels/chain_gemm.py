@@ -11,8 +11,10 @@ import torch
 
 from parallel.kernels.node_gemm import FEW_ROWS, Tile, tree_gemm
 
-# The last two not yet timed; the first is the fastest of skinny_gemm's but for its step.
+# Of 12 tiles on an H200 for 1 and 16 rows: the first is the fastest of 3072 and 6144 outputs with 4096 inputs (11 and
+# 15 us), the second within 1 % of it for 12288, 24576 and 151936 (27, 51 and 280 us; the first took 39, 61 and 320).
 _FEW = Tile(16, 16, 128, 2, 6)
+_FEW_WIDE = Tile(16, 32, 128, 2, 6)
 _SOME = Tile(64, 32, 64, 4, 6)
 _MANY = Tile(128, 128, 64, 8, 4)
 _SOME_ROWS = 256
@@ -42,12 +44,11 @@ def cublas_is_chain(x: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch
 def cublas_is_faster(num_rows: int, out_features: int) -> bool:
     """Whether, after `use_chain_cublas`, torch's product of this size has the chain's bits and takes less time.
 
-    Never a row alone, for which cuBLAS has kernels that add in another order. A narrow weight and few rows neither:
-    on an H200 1536x4096 took 100 us with 64 rows where a split of K takes 13.
+    Never a row alone, for which cuBLAS has kernels that add in another order, nor few: on an H200 16 rows took 51.6 us
+    against 50.8 with 24576x4096, and 303 against 288 with 151936. A narrow weight and some rows neither: 1536x4096 took
+    100 us with 64 rows where a split of K takes 13.
     """
-    if num_rows <= FEW_ROWS:
-        return num_rows > 1 and out_features > _WIDE
-    return out_features > _NARROW or num_rows > _SOME_ROWS
+    return num_rows > FEW_ROWS and (out_features > _NARROW or num_rows > _SOME_ROWS)
 
 
 def chain_gemm(
@@ -67,6 +68,7 @@ def chain_gemm(
     """
     num_rows, in_features = x.shape
     if tile is None:
-        tile = _FEW if num_rows <= FEW_ROWS else _SOME if num_rows <= _SOME_ROWS else _MANY
+        few = _FEW if len(weight) <= _WIDE else _FEW_WIDE
+        tile = few if num_rows <= FEW_ROWS else _SOME if num_rows <= _SOME_ROWS else _MANY
     tree_gemm(x, weight, bias, leaf=in_features, parts=((0, 1),), out=out, tile=tile)
     return out

@@ -15,7 +15,9 @@ from configs.model_config import ModelConfig
 from configs.rope import RopeConfig, yarn_mscale
 from worker.kernels.cpu_pointwise import rms_norm
 
-_POSITIONS_AT_ONCE = 128  # with rotary_dim up to 512, no more than torch gives to one thread
+_POSITIONS_AT_ONCE = 1024  # what is made of them on the way fits a cache
+# pi / 2 as a number of 33 bits, so that products with integers below 2**20 are exact, and what is left of it.
+_HALF_PI = (1.5707963267341256, 6.077100506506192e-11)
 
 
 class RotaryEmbedding:
@@ -28,16 +30,18 @@ class RotaryEmbedding:
         self, rope: RopeConfig, rotary_dim: int, max_positions: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
         inv_freq, attention_factor = inverse_frequencies(rope, rotary_dim)
-        blocks = [_cos_sin(start, inv_freq) for start in range(0, max_positions, _POSITIONS_AT_ONCE)]
-        cos, sin = (torch.cat(parts)[:max_positions] * attention_factor for parts in zip(*blocks, strict=True))
+        inv_freq, every = inv_freq.to(device), torch.arange(max_positions, dtype=torch.float32, device=device)
+        blocks = torch.split(every, _POSITIONS_AT_ONCE)
+        tables = zip(*(_cos_sin(torch.outer(positions, inv_freq)) for positions in blocks), strict=True)
+        cos, sin = (torch.cat(parts).float() * attention_factor for parts in tables)
         self._on_cuda = device.type == "cuda"
         # The kernel's [max_positions, rotary_dim] fp32: rotary_dim / 2 cosines, then as many sines. Or torch's
         # [max_positions, 1, 2 * rotary_dim]: cosines for both halves, then sines with the first half's sign turned, so
         # that a rotation is x * cos + swapped(x) * sin. fp32 until cast once to the activations' dtype.
         self._table = (
-            torch.cat((cos, sin), dim=1).to(device)
+            torch.cat((cos, sin), dim=1)
             if self._on_cuda
-            else torch.cat((cos, cos, -sin, sin), dim=1).to(device=device, dtype=dtype).unsqueeze(1)
+            else torch.cat((cos, cos, -sin, sin), dim=1).to(dtype).unsqueeze(1)
         )
 
     def at(self, positions: torch.Tensor) -> Rotation:
@@ -47,15 +51,27 @@ class RotaryEmbedding:
         return TorchRotation(*self._table.index_select(0, positions).chunk(2, dim=-1))
 
 
-def _cos_sin(first_position: int, inv_freq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines [_POSITIONS_AT_ONCE, rotary_dim / 2] from `first_position` on.
+def _cos_sin(angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines in fp64, right to about 1e-16, of angles of at least 0 and below 2**20; the same everywhere.
 
-    torch computes the last elements of a tensor, and of a thread's part of it, in another way than the others. In
-    tensors of one small size an element is always computed in one way, however many positions there are.
+    By additions and multiplications alone, which IEEE 754 fixes. torch's own cosines depend on the machine, and there
+    on how many threads and elements there are: ranks and processes had tables that differed in their last bits.
     """
-    positions = torch.arange(first_position, first_position + _POSITIONS_AT_ONCE, dtype=torch.float32)
-    angles = torch.outer(positions, inv_freq)
-    return angles.cos(), angles.sin()
+    angles = angles.double()
+    turns = torch.round(angles * (2 / math.pi))
+    rest = angles - turns * _HALF_PI[0] - turns * _HALF_PI[1]  # from -pi / 4 to pi / 4
+    square = rest * rest
+    # Taylor's series, as far as fp64 sees it.
+    sin, cos = torch.zeros_like(rest), torch.zeros_like(rest)
+    for n in range(8, 0, -1):
+        sin = (sin + 1) * (square * (-1 / (2 * n * (2 * n + 1))))
+        cos = (cos + 1) * (square * (-1 / (2 * n * (2 * n - 1))))
+    sin, cos = (sin + 1) * rest, cos + 1
+    quadrant = turns.long() & 3
+    is_odd = quadrant & 1 == 1
+    signs = 1 - 2 * (quadrant >> 1).double()
+    cos, sin = torch.where(is_odd, -sin, cos), torch.where(is_odd, cos, sin)
+    return cos * signs, sin * signs
 
 
 class KernelRotation:
