@@ -107,9 +107,7 @@ def _answers(group: LocalGroup, watch: Watch, name: str) -> tuple[list[list[int]
         pytest.param(3, "float32", "gloo", marks=pytest.mark.slow),
         pytest.param(9, "float32", "shared_memory", marks=pytest.mark.slow),
         *(pytest.param(size, "float32", "shared_memory", marks=EXHAUSTIVE) for size in (4, 5, 6, 7, 8)),
-        (1, "bfloat16", "shared_memory"),
-        (2, "bfloat16", "shared_memory"),
-        pytest.param(3, "bfloat16", "shared_memory", marks=pytest.mark.slow),
+        *(pytest.param(size, "bfloat16", "shared_memory", marks=pytest.mark.slow) for size in (1, 2, 3)),
         *(pytest.param(size, "bfloat16", "shared_memory", marks=EXHAUSTIVE) for size in (5, 9)),
     ],
 )
