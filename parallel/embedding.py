@@ -9,12 +9,9 @@ import torch.nn.functional as F
 
 from parallel.arithmetic import FAST, Arithmetic
 from parallel.group import TensorParallelGroup
-from parallel.kernels.cpu_products import TILE, pack
+from parallel.kernels.cpu_products import TILE, pack_in_place
 from parallel.plan import ShardPlan, Span
 from parallel.weight import CpuWeight, TensorSource, Weight
-
-_READ_ROWS = 1 << 12
-"""Rows that are there twice while a vocabulary is packed; whole tiles."""
 
 
 class _Rows(Protocol):
@@ -54,12 +51,10 @@ class _PackedRows:
         self._packed = torch.empty(-(-num_rows // TILE), hidden_size, TILE, dtype=dtype, device=device)
 
     def read(self, source: TensorSource, name: str, span: Span) -> None:
-        hidden_size = self._packed.shape[1]
-        for start in range(0, span.size, _READ_ROWS):
-            size = min(_READ_ROWS, span.size - start)
-            rows = torch.empty(size, hidden_size, dtype=self._packed.dtype)
-            source.read(name, rows, rows=Span(span.start + start, span.start + start + size))
-            pack(rows, self._packed[start // TILE :][: -(-size // TILE)])
+        rows = self._packed.view(-1, self._packed.shape[1])
+        source.read(name, rows[: span.size], rows=span)
+        rows[span.size :] = 0
+        pack_in_place(rows)
 
     def fill(self, row: int, value: float) -> None:
         self._packed[row // TILE, :, row % TILE] = value

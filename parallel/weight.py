@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from parallel.kernels.cpu_products import TILE, node_products, pack, product
+from parallel.kernels.cpu_products import TILE, node_products, pack, pack_in_place, product
 from parallel.plan import Span
 
 
@@ -134,22 +134,22 @@ class CpuWeight:
     """By a kernel that adds each output as one ascending chain, whatever the number of rows, columns and threads.
 
     Args:
-        weight: [out_features, in_features]; may be dropped, for what is kept is packed.
+        weight: [out_features, in_features], contiguous; not the caller's any more, for it is packed where it lies.
         bias: [out_features] or None.
     """
 
     __slots__ = ("_bias", "_num_columns", "_packed")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._packed = pack(weight)
+        self._packed = _packed(weight)
         self._num_columns = len(weight)
         self._bias = bias
 
     @classmethod
-    def of_packed(cls, packed: torch.Tensor, num_columns: int) -> CpuWeight:
+    def of_packed(cls, packed: torch.Tensor, num_columns: int, bias: torch.Tensor | None = None) -> CpuWeight:
         """Of the first rows of a packed weight, which is shared."""
         self = cls.__new__(cls)
-        self._packed, self._num_columns, self._bias = packed[: -(-num_columns // TILE)], num_columns, None
+        self._packed, self._num_columns, self._bias = packed[: -(-num_columns // TILE)], num_columns, bias
         return self
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -163,14 +163,14 @@ class CpuLeaves:
     """A rank's nodes of an exact sum [num_nodes, num_tokens, out_features], each made of leaves of `width` inputs.
 
     Args:
-        weight: [out_features, in_features of this rank].
+        weight: [out_features, in_features of this rank], as CpuWeight takes it.
         nodes: the leaves below each, of this rank's.
     """
 
     __slots__ = ("_nodes", "_num_columns", "_packed", "_width")
 
     def __init__(self, weight: torch.Tensor, width: int, nodes: Sequence[Span]) -> None:
-        self._packed = pack(weight)
+        self._packed = _packed(weight)
         self._num_columns = len(weight)
         self._width = width
         self._nodes = tuple(nodes)
@@ -182,6 +182,11 @@ class CpuLeaves:
         return out
 
     in_fp32 = __call__
+
+
+def _packed(weight: torch.Tensor) -> torch.Tensor:
+    # A last tile of fewer rows has no room where the weight lies.
+    return pack(weight) if len(weight) % TILE else pack_in_place(weight)
 
 
 def _is_skinny(x: torch.Tensor, weight: torch.Tensor) -> bool:

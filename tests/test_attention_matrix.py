@@ -38,6 +38,7 @@ BATCHES = {
     "a decode alone": [(70, 1)],
     "a chunk alone": [(30, 25)],
 }
+EXHAUSTIVE = (pytest.mark.slow, pytest.mark.exhaustive)
 MASKS: dict[str, Callable[[int, int], NewTokens]] = {"tree": tree, "both ways": both_ways}
 """How the new tokens of each row but the first of several see one another."""
 ALL = {"window": 18, "chunk": 32, "softcap": 2.0, "sinks": torch.linspace(-1.0, 3.0, 8)}
@@ -186,10 +187,11 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
 
 
 def _cells() -> Iterator[Any]:
+    """By default one of variant, batch and page size is unusual; two are in the slow ones, three in the exhaustive."""
     for cell in itertools.product(BACKENDS, [*VARIANTS, "latent"], BATCHES, (1, 16, 64)):
-        _, variant, _, page_size = cell
-        is_slow = page_size != 16 and variant != "plain"
-        yield pytest.param(*cell, marks=[pytest.mark.slow] if is_slow else [])
+        _, variant, batch, page_size = cell
+        unusual = (variant != "plain") + (batch not in ("decode", "mixed")) + (page_size != 16)
+        yield pytest.param(*cell, marks=[(), (), (pytest.mark.slow,), EXHAUSTIVE][unusual])
 
 
 @pytest.mark.parametrize(("name", "variant", "batch", "page_size"), [*_cells()])

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from parallel.kernels.cpu_products import Mixture, mixed_products, node_products, pack, product
+from parallel.kernels import cpu_products
+from parallel.kernels.cpu_products import Mixture, mixed_products, node_products, pack, pack_in_place, product
 from parallel.plan import Span
 from worker.kernels.cpu_pointwise import act_and_mul, add_rms_norm, clamped_act_and_mul, rms_norm, softcap_, softmax
 
@@ -215,6 +216,17 @@ def test_products_of_no_rows_or_no_inputs() -> None:
     assert product(weight[:0], pack(weight), 70).shape == (0, 70)
     assert _same(product(torch.empty(3, 0), pack(weight[:, :0]), 70, bias), bias.expand(3, 70))
     assert _same(product(torch.empty(3, 0), pack(weight[:, :0]), 70), torch.zeros(3, 70))
+
+
+@pytest.mark.parametrize("piece", [1, 20_000, 1 << 18])
+def test_a_weight_is_packed_where_it_lies(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+    monkeypatch.setattr(cpu_products, "_PIECE", piece)
+    weight = _random(320, 100)
+    expected, place = pack(weight), weight.data_ptr()
+    packed = pack_in_place(weight)
+    assert packed.data_ptr() == place
+    assert _same(packed, expected)
+    assert pack_in_place(torch.empty(128, 0)).shape == (2, 0, 64)
 
 
 def test_rows_may_lie_apart_and_a_weight_be_packed_in_blocks() -> None:

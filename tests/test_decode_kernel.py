@@ -80,21 +80,34 @@ class Case(PagedCase):
         return out
 
 
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (1, None), (40, 5.0)])
-@pytest.mark.parametrize("page_size", [1, 16, 64, 128])
-@pytest.mark.parametrize("tuning", [LARGE, _split(SMALL, 3)], ids=["one run", "three runs"])
+@pytest.mark.parametrize(
+    ("page_size", "tuning", "window", "softcap"),
+    [
+        *((page_size, LARGE, None, None) for page_size in (1, 64)),
+        *((page_size, _split(SMALL, 3), None, None) for page_size in (16, 128)),
+        *((page_size, LARGE, 40, 5.0) for page_size in (16, 128)),
+        *((page_size, _split(SMALL, 3), 40, 5.0) for page_size in (1, 64)),
+        *((page_size, LARGE, 1, None) for page_size in (1, 128)),
+        *((page_size, _split(SMALL, 3), 1, None) for page_size in (16, 64)),
+    ],
+)
 def test_equals_plain_attention_for_every_page_size_window_and_softcap(
-    tuning: DecodeTuning, page_size: int, window: int | None, softcap: float | None, device: torch.device
+    page_size: int, tuning: DecodeTuning, window: int | None, softcap: float | None, device: torch.device
 ) -> None:
     case = Case(_layer(window=window, softcap=softcap), page_size, LENS, device)
     case.check(case.run(tuning))
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 128])
-@pytest.mark.parametrize("group", [1, 4, 8, 16])
-@pytest.mark.parametrize("tuning", [SMALL, _split(LARGE, 2)], ids=["one run", "two runs"])
+@pytest.mark.parametrize(
+    ("group", "head_dim", "tuning"),
+    [
+        (group, head_dim, _split(LARGE, 2) if (i + j) % 2 else SMALL)
+        for i, group in enumerate((1, 4, 8, 16))
+        for j, head_dim in enumerate((64, 80, 128))
+    ],
+)
 def test_equals_plain_attention_for_every_head_geometry(
-    tuning: DecodeTuning, group: int, head_dim: int, device: torch.device
+    group: int, head_dim: int, tuning: DecodeTuning, device: torch.device
 ) -> None:
     case = Case(_layer(kv_heads=1 if group > 4 else 3, group=group, head_dim=head_dim), 16, [70, 1, 40], device)
     case.check(case.run(tuning))

@@ -137,8 +137,10 @@ def cut(node: Leaves, most: int) -> tuple[Leaves, ...]:
     return cut((a, middle), most) + cut((middle, b), most)
 
 
-@pytest.mark.parametrize("tile", [SMALL, Tile(16, 32, 64, 2, 4), Tile(64, 64, 32, 4, 4), Tile(128, 64, 32, 8, 3)])
-@pytest.mark.parametrize("num_leaves", [7, 12])
+@pytest.mark.parametrize(
+    ("tile", "num_leaves"),
+    [(SMALL, 7), (SMALL, 12), (Tile(16, 32, 64, 2, 4), 12), (Tile(64, 64, 32, 4, 4), 7), (Tile(128, 64, 32, 8, 3), 7)],
+)
 def test_every_schedule_has_the_same_bits(device: torch.device, tile: Tile, num_leaves: int) -> None:
     like, leaf = (device, FP16), 32
     x, weight = rows_of(18, num_leaves * leaf, like), random_of(24, num_leaves * leaf, like=like)
@@ -162,8 +164,7 @@ def test_a_row_has_the_bits_that_it_has_among_any_others(
     assert len(subtrees(tuple(nodes), 64, 1, 72)) > len(nodes)
 
 
-@pytest.mark.parametrize("num_leaves", [9, 24])
-@pytest.mark.parametrize("num_ranks", range(1, 10))
+@pytest.mark.parametrize(("num_ranks", "num_leaves"), [*((size, 9) for size in range(1, 10)), (2, 24), (7, 24)])
 def test_any_number_of_ranks_finishes_the_tree_with_the_same_bits(
     device: torch.device, num_leaves: int, num_ranks: int
 ) -> None:

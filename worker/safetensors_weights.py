@@ -74,6 +74,7 @@ class SafetensorsFile:
             )
             part = out[start - rows.start : stop - rows.start]
             part.copy_(torch.frombuffer(data, dtype=entry.dtype).view(part.shape))
+            del data  # before there is a next one
 
     def close(self) -> None:
         self._reader.close()

@@ -17,6 +17,8 @@ from parallel.kernels.c_library import TYPES, load
 
 TILE = 64
 """Rows of a weight that lie side by side when packed."""
+_PIECE = 1 << 18
+"""Elements that are there twice while a weight is packed where it lies, or one tile; they stay in the caches."""
 
 
 def pack(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -24,7 +26,7 @@ def pack(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
 
     Args:
         weight: fp32, bf16 or fp16.
-        out: filled and returned if given, so that a weight may be packed 64 rows at a time.
+        out: filled and returned if given.
     """
     num_rows, num_inputs = weight.shape
     if out is None:
@@ -36,6 +38,19 @@ def pack(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         out[whole, :, :rest] = weight[whole * TILE :].t()
         out[whole, :, rest:] = 0
     return out
+
+
+def pack_in_place(weight: torch.Tensor) -> torch.Tensor:
+    """`pack` of a weight [N, K] in its own memory, which is all that loading takes; the weight itself is gone then.
+
+    Args:
+        weight: contiguous, N a multiple of 64.
+    """
+    num_rows, num_inputs = weight.shape
+    packed = weight.view(num_rows // TILE, num_inputs, TILE)
+    for tiles in packed.split(max(1, _PIECE // max(1, num_inputs * TILE))):
+        tiles.copy_(tiles.clone().view(len(tiles), TILE, num_inputs).transpose(1, 2))
+    return packed
 
 
 def product(

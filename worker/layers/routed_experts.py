@@ -43,8 +43,8 @@ class RoutedExperts:
     def keep(
         self, expert: int, gate_up: torch.Tensor, down: torch.Tensor, gate_up_bias: torch.Tensor | None = None
     ) -> None:
-        """Packs one expert: [2 * columns, hidden_size], [hidden_size, columns] and perhaps [2 * columns]."""
-        self._gate_up[expert] = CpuWeight(gate_up, gate_up_bias)
+        """Packs a copy of one expert: [2 * columns, hidden_size], [hidden_size, columns] and perhaps [2 * columns]."""
+        self._gate_up[expert] = CpuWeight.of_packed(pack(gate_up), len(gate_up), gate_up_bias)
         pack(down, self._down[expert])
 
     def __call__(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
