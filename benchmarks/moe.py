@@ -23,8 +23,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.bandwidth import measure
 from benchmarks.graph_timing import graph_us
-from worker.kernels import moe, routing
-from worker.kernels.moe import Tile, Tiles, choose_tiles, mixture
+from worker.kernels import grouped_experts, moe, routing
+from worker.kernels.grouped_experts import Tile, Tiles
+from worker.kernels.moe import choose_tiles, mixture
 from worker.kernels.routing import router_logits
 
 HIDDEN, NUM_EXPERTS, TOP_K, COLUMNS = 2048, 128, 8, 768
@@ -207,7 +208,7 @@ def main() -> None:
     parser.add_argument("--kernels", action="store_true", help="each kernel's own time, by torch's profiler")
     args = parser.parse_args()
     if args.serial:
-        for module in (moe, routing):
+        for module in (grouped_experts, moe, routing):
             mock.patch.object(module, "starts_early", return_value=False).start()
     torch.manual_seed(0)
     peak = measure("cuda") * 1e9
