@@ -12,6 +12,8 @@ fit a bound, and a last kernel adds them.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -33,8 +35,10 @@ from worker.kernels.routing import follow, is_live, let_next_start, load_logits,
 
 _ROWS = tl.constexpr(MMA_ROWS)
 
-# Not yet timed.
-_PAIR = Tiles(1, gate_up=Tile(16, 128, 2, 6), down=Tile(32, 64, 2, 6))
+# Not yet timed. Of an indirect load half the stages are under way.
+_PAIR = Tiles(1, gate_up=Tile(16, 128, 2, 6), down=Tile(32, 64, 2, 10))
+# In place of the table's where pairs' leaves are stored on the way, which takes shared memory.
+_DOWN = {16: Tile(128, 64, 4, 4), 32: Tile(128, 64, 4, 4), 64: Tile(128, 64, 8, 4), 128: Tile(128, 64, 8, 4)}
 # A node is cut until so many programs share a token's experts, but into no more than some parts.
 _ENOUGH_PROGRAMS = 512
 _MAX_CUTS = 4
@@ -221,7 +225,7 @@ def node_mixture(
 
 def _choose_tiles(num_tokens: int, top_k: int, num_experts: int) -> Tiles:
     tiles = choose_tiles(num_tokens, top_k, num_experts)
-    return tiles if tiles.block_m > 1 else _PAIR
+    return _PAIR if tiles.block_m == 1 else replace(tiles, down=_DOWN[tiles.block_m])
 
 
 def _pair_nodes(
