@@ -65,18 +65,18 @@ class SumTree:
     def joined(cls, first: SumTree, second: SumTree) -> SumTree:
         """The sum of two trees' roots; a rank's nodes are those of the first tree, and then those of the second."""
         covers = tuple(a + b for a, b in zip(first.covers, second.covers, strict=True))
-        num_nodes = sum(map(len, covers))
         numbers: tuple[list[int], list[int]] = ([], [])  # of each tree's values among the joined one's
-        for number, of_tree in enumerate(i for a, b in zip(first.covers, second.covers, strict=True) for i in (a, b)):
-            start = sum(map(len, numbers))
-            numbers[number % 2].extend(range(start, start + len(of_tree)))
+        num_nodes = 0
+        for of_rank in zip(first.covers, second.covers, strict=True):
+            for values, cover in zip(numbers, of_rank, strict=True):
+                values.extend(range(num_nodes, num_nodes + len(cover)))
+                num_nodes += len(cover)
         additions: list[Addition] = []
         for tree, values in zip((first, second), numbers, strict=True):
             for left, right in tree.additions:
                 additions.append(Addition(values[left], values[right]))
                 values.append(num_nodes + len(additions) - 1)
-        roots = Addition(numbers[0][-1], numbers[1][-1])
-        return cls(covers, (*additions, roots))
+        return cls(covers, (*additions, Addition(numbers[0][-1], numbers[1][-1])))
 
     def shapes(self, of_node: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """[rank]: that of its nodes, each of shape `of_node`."""

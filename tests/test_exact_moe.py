@@ -27,7 +27,7 @@ from worker.kernels.moe import pair_gate_up
 from worker.kernels.routing import route, router_logits
 
 FIRST_SLOT = 16
-TOKENS = 21  # as a batch: more than take a program for every pair
+TOKENS = 12  # as a batch: more than take a program for every pair
 # Rows that nobody stores may hold anything.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
@@ -54,11 +54,12 @@ class Shape:
     normalise: bool = True
 
 
-SMALL = Shape(5, 3, 40, 16, 5)
-WIDE_LEAVES = Shape(4, 2, 32, 48, 3, normalise=False)  # of more than one step, which is no multiple of them
-NARROW_LEAVES = Shape(4, 2, 32, 8, 12)  # of less than an MMA's step
+SMALL = Shape(5, 3, 24, 16, 5)
+WIDE_LEAVES = Shape(4, 2, 24, 48, 3, normalise=False)  # of more than one step, which is no multiple of them
+NARROW_LEAVES = Shape(4, 2, 24, 8, 9)  # of less than an MMA's step
 QWEN3 = Shape(128, 8, 2048, 64, 12)
-SHAPES = [SMALL, WIDE_LEAVES, NARROW_LEAVES]
+SLOW = pytest.mark.slow  # takes the interpreter seconds
+SHAPES = [SMALL, NARROW_LEAVES, pytest.param(WIDE_LEAVES, marks=SLOW)]
 
 
 @dataclass
@@ -163,14 +164,15 @@ def tiles(block_m: int, gate_up: Tile, down: Tile) -> Tiles:
     return Tiles(block_m, gate_up=gate_up, down=down)
 
 
+GROUPED = tiles(16, Tile(16, 32, 2, 3), Tile(16, 16, 2, 3))
 SCHEDULES = [
     tiles(1, Tile(16, 16, 1, 2), Tile(16, 16, 1, 2)),
     tiles(1, Tile(16, 128, 2, 6), Tile(32, 64, 2, 6)),
-    tiles(1, Tile(32, 64, 4, 3), Tile(64, 32, 4, 3)),
+    pytest.param(tiles(1, Tile(32, 64, 4, 3), Tile(64, 32, 4, 3)), marks=SLOW),
     tiles(16, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3)),
-    tiles(16, Tile(16, 32, 2, 3), Tile(16, 16, 2, 3)),
-    tiles(32, Tile(64, 128, 4, 3), Tile(256, 64, 8, 3)),
-    tiles(64, Tile(128, 64, 8, 4), Tile(256, 64, 8, 3)),
+    GROUPED,
+    pytest.param(tiles(32, Tile(64, 128, 4, 3), Tile(256, 64, 8, 3)), marks=SLOW),
+    pytest.param(tiles(64, Tile(128, 64, 8, 4), Tile(256, 64, 8, 3)), marks=SLOW),
     tiles(128, Tile(128, 64, 8, 4), Tile(256, 64, 8, 3)),
 ]
 
@@ -192,15 +194,15 @@ def test_a_leaf_is_a_chain_over_experts_and_a_node_the_halving_tree(
 def test_a_token_has_the_bits_that_it_has_among_any_others(device: torch.device, shape: Shape) -> None:
     case = Case.create(shape, TOKENS, device)
     together = case.run()
-    for tokens in (slice(0, 1), slice(3, 5), slice(2, 10), slice(1, 18), [20, 0, 7]):
+    for tokens in (slice(0, 1), slice(2, 10), slice(1, 11), [11, 0, 7]):
         assert torch.equal(case.of(tokens).run(), together[:, tokens])
-    others = Case.create(shape, TOKENS, device, seed=1)
+    others = Case.create(shape, 5, device, seed=1)
     mixed = replace(case, x=torch.cat((others.x, case.x[4:5], others.x)))
-    assert torch.equal(mixed.run()[:, TOKENS], together[:, 4])
+    assert torch.equal(mixed.run()[:, 5], together[:, 4])
 
 
 @pytest.mark.parametrize("num_tokens", [2, 12])
-@pytest.mark.parametrize("num_ranks", range(1, 8))
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, pytest.param(7, marks=SLOW)])
 def test_any_number_of_ranks_has_the_same_sum(device: torch.device, num_tokens: int, num_ranks: int) -> None:
     case = Case.create(SMALL, num_tokens, device)
     whole, num_leaves = case.run()[0], SMALL.num_leaves
@@ -212,9 +214,11 @@ def test_any_number_of_ranks_has_the_same_sum(device: torch.device, num_tokens: 
     assert torch.equal(tree.finish(nodes, torch.empty_like(whole)), whole)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(it, marks=SLOW) if i % 3 == 2 else it for i, it in enumerate(SCHEDULES)]
+)
 def test_every_tile_has_the_same_bits(device: torch.device, schedule: Tiles) -> None:
-    case = Case.create(SMALL if device.type == "cpu" else QWEN3, 6, device)
+    case = Case.create(SMALL if device.type == "cpu" else QWEN3, 3, device)
     assert torch.equal(case.run(tiles=schedule), case.run())
 
 
@@ -222,10 +226,10 @@ def test_every_tile_has_the_same_bits(device: torch.device, schedule: Tiles) -> 
 def test_however_programs_share_a_node_it_has_the_same_bits(device: torch.device, most: int) -> None:
     case = Case.create(SMALL, 2, device)
     parts = cut((0, SMALL.num_leaves), most)
-    assert torch.equal(case.run(parts=parts), case.run(tiles=SCHEDULES[4]))
+    assert torch.equal(case.run(parts=parts), case.run(tiles=GROUPED))
 
 
-@pytest.mark.parametrize("most_bytes", [0, 60_000])
+@pytest.mark.parametrize("most_bytes", [0, 20_000])
 def test_leaves_of_pairs_take_bounded_memory_and_the_bound_changes_no_bit(
     device: torch.device, most_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,8 +242,7 @@ def test_leaves_of_pairs_take_bounded_memory_and_the_bound_changes_no_bit(
         grouped_down(*args, **options)
 
     monkeypatch.setattr(exact_moe, "grouped_down", measured)
-    small = tiles(16, Tile(16, 32, 2, 3), Tile(16, 16, 2, 3))
-    assert torch.equal(case.run(tiles=small, most_bytes=most_bytes), expected)
+    assert torch.equal(case.run(tiles=GROUPED, most_bytes=most_bytes), expected)
     assert len(sizes) > 1
     assert max(sizes) <= max(most_bytes, 16 * 4 * SMALL.num_leaves * TOKENS * SMALL.top_k)
 
@@ -262,11 +265,11 @@ def test_a_rank_without_leaves_has_no_nodes_and_no_tokens_no_rows(device: torch.
 
 
 @pytest.mark.parametrize("normalise", [False, True])
-@pytest.mark.parametrize("num_tokens", [1, 3, 70])
+@pytest.mark.parametrize("num_tokens", [1, 9])
 def test_both_kernels_that_weigh_experts_give_the_same_bits(
     device: torch.device, normalise: bool, num_tokens: int
 ) -> None:
-    shape = Shape(60 if device.type == "cpu" else 128, 8, 32, 16, 1, normalise)
+    shape = Shape(20 if device.type == "cpu" else 128, 8, 32, 16, 1, normalise)
     case = Case.create(shape, num_tokens, device)
     case.x[0] = 0.0  # all logits are equal
     logits = router_logits(case.x, case.router)

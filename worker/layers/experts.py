@@ -147,11 +147,12 @@ class ExactCudaExperts(CudaExperts):
         super().__init__(spec, place)
         cut = Cut(Axis.EXPERT_COLUMNS, 1)
         self._leaves = place.arithmetic.leaves(cut, place)
-        self._num_nodes = len(self._leaves.nodes)
+        self.tree = place.tree(cut)[1]
+        """That of the ranks' nodes."""
         if spec.shared is not None:
-            tree = SumTree.joined(place.tree(cut)[1], place.tree(spec.shared.down.cut)[1])
-            self._sum = ExactSum(spec.hidden_size, place.group, tree)
-            self._num_nodes = len(tree.covers[place.group.rank])
+            self.tree = SumTree.joined(self.tree, place.tree(spec.shared.down.cut)[1])
+            self._sum = ExactSum(spec.hidden_size, place.group, self.tree)
+        self._num_nodes = len(self.tree.covers[place.group.rank])
 
     def partial(self, x: torch.Tensor, padding: Padding, out: torch.Tensor | None = None) -> torch.Tensor:
         """This rank's nodes [num_nodes, num_tokens, hidden_size] fp32, 0 for padding; `out` if one is given."""
