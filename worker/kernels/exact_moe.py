@@ -210,7 +210,7 @@ def node_mixture(
     assert out.dtype is torch.float32, f"nodes are fp32, not {out.dtype}"
     if num_tokens == 0:
         return torch.empty((1, 0, len(router)), device=x.device)
-    tiles = tiles or _choose_tiles(num_tokens, top_k, num_experts)
+    tiles = tiles or choose_exact_tiles(num_tokens, top_k, num_experts)
     counts = None
     if nodes and tiles.block_m > 1:
         counts = torch.empty(num_experts, dtype=torch.int32, device=x.device)
@@ -223,7 +223,8 @@ def node_mixture(
     return logits
 
 
-def _choose_tiles(num_tokens: int, top_k: int, num_experts: int) -> Tiles:
+def choose_exact_tiles(num_tokens: int, top_k: int, num_experts: int) -> Tiles:
+    """As `moe.choose_tiles`."""
     tiles = choose_tiles(num_tokens, top_k, num_experts)
     return _PAIR if tiles.block_m == 1 else replace(tiles, down=_DOWN[tiles.block_m])
 
