@@ -27,7 +27,7 @@ from benchmarks.bandwidth import measure
 from benchmarks.graph_timing import graph_us
 from parallel.plan import leaf_columns
 from worker.kernels import exact_moe, grouped_experts, moe, routing
-from worker.kernels.exact_moe import choose_exact_tiles, node_mixture
+from worker.kernels.exact_moe import MOST_BYTES, choose_exact_tiles, node_mixture
 from worker.kernels.grouped_experts import Tile, Tiles
 from worker.kernels.moe import choose_tiles, mixture
 from worker.kernels.routing import router_logits
@@ -86,9 +86,10 @@ class Layer:
     w13: torch.Tensor
     w2: torch.Tensor
     exact: bool
+    most_bytes: int = MOST_BYTES
 
     @classmethod
-    def create(cls, columns: int, exact: bool) -> Layer:
+    def create(cls, columns: int, exact: bool, most_bytes: int) -> Layer:
         def random(*shape: int) -> torch.Tensor:
             return torch.randn(shape, device="cuda", dtype=torch.bfloat16).mul_(shape[-1] ** -0.5)
 
@@ -97,6 +98,7 @@ class Layer:
             random(NUM_EXPERTS, 2 * columns, HIDDEN),
             random(NUM_EXPERTS, HIDDEN, columns),
             exact,
+            most_bytes,
         )
 
     def run(self, x: torch.Tensor, tiles: Tiles | None = None) -> torch.Tensor:
@@ -104,18 +106,10 @@ class Layer:
         if not self.exact:
             out = torch.empty_like(x)
             return mixture(x, *weights, top_k=TOP_K, normalise=True, round_to=torch.bfloat16, out=out, tiles=tiles)
-        out, nodes = torch.empty(1, *x.shape, device=x.device), ((0, self.w2.shape[2] // _LEAF),)
-        node_mixture(
-            x,
-            *weights,
-            leaf=_LEAF,
-            nodes=nodes,
-            top_k=TOP_K,
-            normalise=True,
-            round_to=torch.bfloat16,
-            out=out,
-            tiles=tiles,
-        )
+        nodes = ((0, self.w2.shape[2] // _LEAF),)
+        out = torch.empty(1, *x.shape, device=x.device)
+        options: dict[str, Any] = {"top_k": TOP_K, "normalise": True, "round_to": torch.bfloat16, "tiles": tiles}
+        node_mixture(x, *weights, leaf=_LEAF, nodes=nodes, out=out, most_bytes=self.most_bytes, **options)
         return out[0]
 
     def choose(self, num_tokens: int) -> Tiles:
@@ -234,6 +228,7 @@ def main() -> None:
     parser.add_argument("--columns", type=int, nargs="+", default=[COLUMNS, COLUMNS // 2])
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     parser.add_argument("--exact", action="store_true", help="the kernels of exact numerics")
+    parser.add_argument("--most-bytes", type=int, default=MOST_BYTES, help="of pairs' leaves at a time, with --exact")
     parser.add_argument("--sweep", action="store_true", help="time the candidates for the table of tiles")
     parser.add_argument("--serial", action="store_true", help="start no kernel before the one in front is done")
     parser.add_argument("--kernels", action="store_true", help="each kernel's own time, by torch's profiler")
@@ -246,7 +241,7 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, bf16, in graphs of")
     print(f"{NUM_LAYERS} layers; copies move {peak / 1e12:.2f} TB/s")
     for columns in args.columns:
-        layers = [Layer.create(columns, args.exact) for _ in range(NUM_LAYERS)]
+        layers = [Layer.create(columns, args.exact, args.most_bytes) for _ in range(NUM_LAYERS)]
         if args.sweep:
             start = time.monotonic()
             _compile(layers[0], args.tokens)

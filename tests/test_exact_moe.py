@@ -171,9 +171,9 @@ SCHEDULES = [
     pytest.param(tiles(1, Tile(32, 64, 4, 3), Tile(64, 32, 4, 3)), marks=SLOW),
     tiles(16, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3)),
     GROUPED,
-    pytest.param(tiles(32, Tile(64, 128, 4, 3), Tile(256, 64, 8, 3)), marks=SLOW),
-    pytest.param(tiles(64, Tile(128, 64, 8, 4), Tile(256, 64, 8, 3)), marks=SLOW),
-    tiles(128, Tile(128, 64, 8, 4), Tile(256, 64, 8, 3)),
+    pytest.param(tiles(32, Tile(64, 128, 4, 3), Tile(128, 64, 4, 4)), marks=SLOW),
+    pytest.param(tiles(64, Tile(128, 64, 8, 4), Tile(128, 64, 8, 3)), marks=SLOW),
+    tiles(128, Tile(128, 64, 8, 4), Tile(128, 32, 8, 3)),
 ]
 
 
@@ -214,9 +214,7 @@ def test_any_number_of_ranks_has_the_same_sum(device: torch.device, num_tokens: 
     assert torch.equal(tree.finish(nodes, torch.empty_like(whole)), whole)
 
 
-@pytest.mark.parametrize(
-    "schedule", [pytest.param(it, marks=SLOW) if i % 3 == 2 else it for i, it in enumerate(SCHEDULES)]
-)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_tile_has_the_same_bits(device: torch.device, schedule: Tiles) -> None:
     case = Case.create(SMALL if device.type == "cpu" else QWEN3, 3, device)
     assert torch.equal(case.run(tiles=schedule), case.run())

@@ -6,8 +6,8 @@ halving trees of leaves, as in node_gemm.py. What comes before is cut nowhere: l
 which are ascending chains of MMAs. So the bits of a token's node follow from the token and the weights alone.
 
 For few tokens two kernels follow the logits, which add in registers; a third one adds where programs would be too few.
-For more, the grouped products of moe.py keep every pair's leaves apart, of as many of the output's columns at a time as
-fit a bound, and a last kernel adds them.
+For more, the grouped products keep every pair's leaves apart and a last kernel adds them, both for as many of the
+output's columns at a time as fit a bound.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _DOWN = {16: Tile(128, 64, 4, 4), 32: Tile(128, 64, 4, 4), 64: Tile(128, 64, 8, 
 # A node is cut until so many programs share a token's experts, but into no more than some parts.
 _ENOUGH_PROGRAMS = 512
 _MAX_CUTS = 4
-_MOST_BYTES = 1 << 29
-"""Of the pairs' leaves at a time, unless those of one block of columns are more."""
+MOST_BYTES = 24 << 20
+"""Of pairs' leaves at a time, which are then still in the L2 cache; those of a block of columns may be more."""
 _COMBINE_BLOCK = 1024
 _ACT_BLOCK = 1024
 
@@ -191,7 +191,7 @@ def node_mixture(
     weight_scale: float = 1.0,
     tiles: Tiles | None = None,
     parts: tuple[Leaves, ...] | None = None,
-    most_bytes: int = _MOST_BYTES,
+    most_bytes: int = MOST_BYTES,
 ) -> torch.Tensor:
     """Nodes of the sum over each token's top k experts of weight * w2 @ (silu(gate) * up), summed as the module says.
 
@@ -315,7 +315,7 @@ def _group_nodes(
             TOP_K=tokens.top_k,
             BLOCK=block,
             DEPENDENT=dependent,
-            num_warps=4,
+            num_warps=max(block // 256, 1),
             launch_pdl=dependent,
         )
 
