@@ -20,7 +20,7 @@ import triton
 
 from benchmarks.graph_timing import graph_us
 from parallel.kernels.chain_gemm import chain_gemm, cublas_is_faster, use_chain_cublas
-from parallel.kernels.node_gemm import Leaves, Tile, _cut, _pack, node_gemm, subtrees, tree_adds
+from parallel.kernels.node_gemm import Leaves, Tile, cut_nodes, node_gemm, pack_parts, subtrees, tree_adds
 from parallel.kernels.tree_sum import sum_add_norm
 from worker.kernels.norm import add_rms_norm
 
@@ -165,14 +165,14 @@ class Product:
 
     def schedules(self) -> Iterator[tuple[Tile, tuple[Leaves, ...]]]:
         tiles = next(tiles for most, tiles in TREE_TILES.items() if len(self.x) <= most)
-        for parts in {_cut((self.root,), cuts) for cuts in CUTS}:
+        for parts in {cut_nodes((self.root,), cuts) for cuts in CUTS}:
             if len(parts) * self.out.nbytes <= 1 << 28:
                 yield from ((tile, parts) for tile in tiles if tile.block_n * tile.block_m < 1 << 14 or is_flat(parts))
 
 
 def is_flat(parts: tuple[Leaves, ...]) -> bool:
     """Whether few levels wait in registers: with more, a tile of 128x128 spills them."""
-    return _pack(parts)[2] <= 2
+    return pack_parts(parts)[2] <= 2
 
 
 def time_trees(all_rows: list[int]) -> None:

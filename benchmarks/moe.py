@@ -1,11 +1,12 @@
 """Time of one layer's experts on one GPU, router included, at the shape of Qwen3-30B-A3B or of one of its ranks.
 
-    python -m benchmarks.moe [--columns 768 384] [--tokens 1 16 ...] [--sweep] [--kernels]
+    python -m benchmarks.moe [--columns 768 384] [--tokens 1 16 ...] [--exact] [--sweep] [--kernels]
 
 bf16, random weights and tokens. A CUDA graph holds layers with weights of their own, so that no expert is still in the
 L2 cache; the router of each chooses nearly uniformly. The floor is the bytes of the distinct experts chosen over the
-speed of copies of large tensors (benchmarks/bandwidth.py), which is the floor of few tokens only. `--sweep` times
-the candidates for the kernels' table of tiles and prints the best; `--kernels` adds each kernel's own time.
+speed of copies of large tensors (benchmarks/bandwidth.py), which is the floor of few tokens only. `--exact` times the
+kernels of exact numerics, up to the rank's node, and requires of candidates that they have the same bits. `--sweep`
+times the candidates for the kernels' table of tiles and prints the best; `--kernels` adds each kernel's own time.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -23,8 +25,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.bandwidth import measure
 from benchmarks.graph_timing import graph_us
-from worker.kernels import moe, routing
-from worker.kernels.moe import Tile, Tiles, choose_tiles, mixture
+from parallel.plan import leaf_columns
+from worker.kernels import exact_moe, grouped_experts, moe, routing
+from worker.kernels.exact_moe import MOST_BYTES, choose_exact_tiles, node_mixture
+from worker.kernels.grouped_experts import Tile, Tiles
+from worker.kernels.moe import choose_tiles, mixture
 from worker.kernels.routing import router_logits
 
 HIDDEN, NUM_EXPERTS, TOP_K, COLUMNS = 2048, 128, 8, 768
@@ -60,6 +65,17 @@ _DOWN = {
     64: ((128, 64, 4, 4), (128, 128, 8, 3), (256, 64, 8, 3), (128, 64, 4, 3), (64, 128, 4, 4), (256, 64, 4, 3)),
     128: ((256, 64, 8, 4), (256, 64, 8, 3), (128, 64, 8, 4), (128, 64, 4, 4), (128, 128, 8, 3), (128, 64, 4, 3)),
 }
+_EXACT_GATE_UP = _GATE_UP | {
+    1: ((16, 128, 2, 6), (16, 128, 2, 4), (16, 256, 2, 4), (16, 256, 4, 3), (32, 128, 4, 4), (8, 256, 1, 4)),
+}
+_EXACT_DOWN = {
+    1: ((32, 64, 2, 10), (32, 64, 2, 6), (16, 64, 1, 10), (16, 64, 1, 16), (32, 64, 1, 10), (64, 64, 4, 8)),
+    16: ((128, 64, 4, 4), (64, 64, 4, 5), (64, 64, 2, 5), (128, 64, 4, 3), (128, 64, 8, 4)),
+    32: ((128, 64, 4, 4), (64, 64, 4, 5), (128, 64, 8, 4), (128, 64, 4, 3)),
+    64: ((128, 64, 8, 4), (128, 64, 4, 3), (64, 64, 4, 4), (128, 64, 8, 3)),
+    128: ((128, 64, 8, 4), (128, 64, 8, 3), (64, 64, 8, 4), (64, 64, 4, 4)),
+}
+_LEAF = leaf_columns(COLUMNS)
 # Up to so many tokens, the blocks that are tried.
 _BLOCKS = ((1, (1,)), (8, (1, 16)), (32, (16,)), (128, (16, 32)), (512, (16, 32, 64)), (8192, (64, 128)))
 
@@ -69,9 +85,11 @@ class Layer:
     router: torch.Tensor
     w13: torch.Tensor
     w2: torch.Tensor
+    exact: bool
+    most_bytes: int = MOST_BYTES
 
     @classmethod
-    def create(cls, columns: int) -> Layer:
+    def create(cls, columns: int, exact: bool, most_bytes: int) -> Layer:
         def random(*shape: int) -> torch.Tensor:
             return torch.randn(shape, device="cuda", dtype=torch.bfloat16).mul_(shape[-1] ** -0.5)
 
@@ -79,20 +97,28 @@ class Layer:
             random(NUM_EXPERTS, HIDDEN),
             random(NUM_EXPERTS, 2 * columns, HIDDEN),
             random(NUM_EXPERTS, HIDDEN, columns),
+            exact,
+            most_bytes,
         )
 
-    def run(self, x: torch.Tensor, out: torch.Tensor, tiles: Tiles | None = None) -> torch.Tensor:
-        return mixture(
-            x,
-            self.router,
-            self.w13,
-            self.w2,
-            top_k=TOP_K,
-            normalise=True,
-            round_to=torch.bfloat16,
-            out=out,
-            tiles=tiles,
-        )
+    def run(self, x: torch.Tensor, tiles: Tiles | None = None) -> torch.Tensor:
+        weights = self.router, self.w13, self.w2
+        if not self.exact:
+            out = torch.empty_like(x)
+            return mixture(x, *weights, top_k=TOP_K, normalise=True, round_to=torch.bfloat16, out=out, tiles=tiles)
+        nodes = ((0, self.w2.shape[2] // _LEAF),)
+        out = torch.empty(1, *x.shape, device=x.device)
+        options: dict[str, Any] = {"top_k": TOP_K, "normalise": True, "round_to": torch.bfloat16, "tiles": tiles}
+        node_mixture(x, *weights, leaf=_LEAF, nodes=nodes, out=out, most_bytes=self.most_bytes, **options)
+        return out[0]
+
+    def choose(self, num_tokens: int) -> Tiles:
+        return (choose_exact_tiles if self.exact else choose_tiles)(num_tokens, TOP_K, NUM_EXPERTS)
+
+    @property
+    def candidates(self) -> tuple[dict[int, Any], dict[int, Any]]:
+        """By block_m, of the two products."""
+        return (_EXACT_GATE_UP, _EXACT_DOWN) if self.exact else (_GATE_UP, _DOWN)
 
 
 def _candidate_blocks(num_tokens: int) -> tuple[int, ...]:
@@ -101,11 +127,10 @@ def _candidate_blocks(num_tokens: int) -> tuple[int, ...]:
 
 def layer_us(layers: Sequence[Layer], x: torch.Tensor, tiles: Tiles | None = None) -> float:
     """Microseconds of one layer."""
-    out = torch.empty_like(x)
 
     def run() -> None:
         for layer in layers:
-            layer.run(x, out, tiles)
+            layer.run(x, tiles)
 
     return graph_us(run, len(layers))
 
@@ -143,14 +168,14 @@ def _compile(layer: Layer, tokens: Iterable[int]) -> None:
     def run(num_tokens: int, tiles: Tiles) -> None:
         x = torch.zeros(num_tokens, HIDDEN, device="cuda", dtype=torch.bfloat16)
         try:
-            layer.run(x, torch.empty_like(x), tiles)
+            layer.run(x, tiles)
         except triton.runtime.errors.OutOfResources as error:
             print(f"{_named(tiles)}: {error}")
 
     jobs: dict[Tiles, int] = {}
     for num_tokens in tokens:
         for block_m in _candidate_blocks(num_tokens):
-            gate_ups, downs = _GATE_UP[block_m], _DOWN[block_m]
+            gate_ups, downs = (candidates[block_m] for candidates in layer.candidates)
             for i in range(max(len(gate_ups), len(downs))):
                 tiles = Tiles(block_m, Tile(*gate_ups[i % len(gate_ups)]), Tile(*downs[i % len(downs)]))
                 jobs.setdefault(tiles, num_tokens)
@@ -161,22 +186,23 @@ def _compile(layer: Layer, tokens: Iterable[int]) -> None:
 
 def _sweep(layers: Sequence[Layer], x: torch.Tensor) -> tuple[float, Tiles]:
     """The fastest candidate: the first product's tile with the table's second, then the second's."""
-    expected = layers[0].run(x, torch.empty_like(x)).float()
+    expected = layers[0].run(x).float()
+    both = layers[0].candidates
     best: tuple[float, Tiles] | None = None
     for block_m in _candidate_blocks(len(x)):
-        tiles = Tiles(block_m, Tile(*_GATE_UP[block_m][0]), Tile(*_DOWN[block_m][0]))
+        tiles = Tiles(block_m, *(Tile(*candidates[block_m][0]) for candidates in both))
         timed: dict[Tiles, float] = {}
-        for field, candidates in (("gate_up", _GATE_UP), ("down", _DOWN)):
+        for field, candidates in zip(("gate_up", "down"), both, strict=True):
             for tile in candidates[block_m]:
                 tried = replace(tiles, **{field: Tile(*tile)})
                 if tried in timed:
                     continue
                 try:
-                    y = layers[0].run(x, torch.empty_like(x), tried).float()
+                    y = layers[0].run(x, tried).float()
                 except triton.runtime.errors.OutOfResources:
                     continue
                 difference = ((y - expected).norm() / expected.norm()).item()
-                assert difference < 0.02, f"{_named(tried)}: {difference}"
+                assert difference <= (0.0 if layers[0].exact else 0.02), f"{_named(tried)}: {difference}"
                 timed[tried] = layer_us(layers, x, tried)
             tiles = min(timed, key=lambda it: timed[it])
         for tried, us in sorted(timed.items(), key=lambda item: item[1]):
@@ -189,10 +215,9 @@ def _sweep(layers: Sequence[Layer], x: torch.Tensor) -> tuple[float, Tiles]:
 
 def _print_kernels(layers: Sequence[Layer], x: torch.Tensor, tiles: Tiles) -> None:
     """Each kernel's own time, eagerly launched: without what overlaps or lies between them in a graph."""
-    out = torch.empty_like(x)
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         for layer in layers:
-            layer.run(x, out, tiles)
+            layer.run(x, tiles)
         torch.cuda.synchronize()
     averages = sorted(found.key_averages(), key=lambda it: -it.device_time_total)
     print("    " + ", ".join(f"{it.key} {it.device_time_total / len(layers):.1f}" for it in averages[:8]), flush=True)
@@ -202,19 +227,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--columns", type=int, nargs="+", default=[COLUMNS, COLUMNS // 2])
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
+    parser.add_argument("--exact", action="store_true", help="the kernels of exact numerics")
+    parser.add_argument("--most-bytes", type=int, default=MOST_BYTES, help="of pairs' leaves at a time, with --exact")
     parser.add_argument("--sweep", action="store_true", help="time the candidates for the table of tiles")
     parser.add_argument("--serial", action="store_true", help="start no kernel before the one in front is done")
     parser.add_argument("--kernels", action="store_true", help="each kernel's own time, by torch's profiler")
     args = parser.parse_args()
     if args.serial:
-        for module in (moe, routing):
+        for module in (exact_moe, grouped_experts, moe, routing):
             mock.patch.object(module, "starts_early", return_value=False).start()
     torch.manual_seed(0)
     peak = measure("cuda") * 1e9
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, bf16, in graphs of")
     print(f"{NUM_LAYERS} layers; copies move {peak / 1e12:.2f} TB/s")
     for columns in args.columns:
-        layers = [Layer.create(columns) for _ in range(NUM_LAYERS)]
+        layers = [Layer.create(columns, args.exact, args.most_bytes) for _ in range(NUM_LAYERS)]
         if args.sweep:
             start = time.monotonic()
             _compile(layers[0], args.tokens)
@@ -225,7 +252,7 @@ def main() -> None:
             if args.sweep:
                 us, tiles = _sweep(layers, x)
             else:
-                tiles = choose_tiles(num_tokens, TOP_K, NUM_EXPERTS)
+                tiles = layers[0].choose(num_tokens)
                 us = layer_us(layers, x, tiles)
             _report(layers, x, columns, us, tiles, peak)
             if args.kernels:

@@ -7,11 +7,9 @@ from typing import Any, Literal
 from configs.biased_mixture import BiasedMixture
 from configs.errors import ConfigError
 from configs.latent_attention import LatentAttention
-from configs.layers import MixtureOfExperts
 from configs.model_config import ModelConfig
 
-_NO_GPU_EXPERTS = "experts are summed exactly on CPUs only, so far"
-_INEXACT_ON_GPUS: dict[type[Any], str] = {MixtureOfExperts: _NO_GPU_EXPERTS, BiasedMixture: _NO_GPU_EXPERTS}
+_INEXACT_ON_GPUS: dict[type[Any], str] = {BiasedMixture: "experts with biases are summed exactly on CPUs only, so far"}
 _INEXACT: dict[type[Any], str] = {
     LatentAttention: "latent attention computes in two forms, by which is cheaper for a step, and they round otherwise",
 }

@@ -175,8 +175,7 @@ class TensorParallelGroup:
             A tensor of the caller's own. Raises as all_reduce.
         """
         if self._collectives is None:
-            [root] = nodes
-            return root
+            return nodes[0] if len(nodes) == 1 else tree.finish(nodes.unbind(), torch.empty_like(nodes[0]))
         return self._collectives.sum_nodes(nodes, tree)
 
     def all_gather(self, x: Tensor) -> Tensor:

@@ -63,6 +63,24 @@ class SumTree:
         """One of which rank r brings parts[r], smaller subtrees that in order make up its cover."""
         return cls(parts, cls.of(tuple(part for of_rank in parts for part in of_rank)).additions)
 
+    @classmethod
+    @functools.cache
+    def joined(cls, first: SumTree, second: SumTree) -> SumTree:
+        """The sum of two trees' roots; a rank's nodes are those of the first tree, and then those of the second."""
+        covers = tuple(a + b for a, b in zip(first.covers, second.covers, strict=True))
+        numbers: tuple[list[int], list[int]] = ([], [])  # of each tree's values among the joined one's
+        num_nodes = 0
+        for of_rank in zip(first.covers, second.covers, strict=True):
+            for values, cover in zip(numbers, of_rank, strict=True):
+                values.extend(range(num_nodes, num_nodes + len(cover)))
+                num_nodes += len(cover)
+        additions: list[tuple[int, int]] = []
+        for tree, values in zip((first, second), numbers, strict=True):
+            for left, right in tree.additions:
+                additions.append((values[left], values[right]))
+                values.append(num_nodes + len(additions) - 1)
+        return cls(covers, (*additions, (numbers[0][-1], numbers[1][-1])))
+
     def shapes(self, of_node: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """[rank]: that of its nodes, each of shape `of_node`."""
         return tuple((len(cover), *of_node) for cover in self.covers)

@@ -19,11 +19,12 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from configs.errors import ConfigError
 from configs.layers import Axis, MixtureOfExperts
-from parallel.arithmetic import FAST, LayerPlace
+from parallel.arithmetic import FAST, ExactArithmetic, LayerPlace
 from parallel.group import TensorParallelGroup
 from parallel.plan import LayerShard, Span
+from tests.chain_dot import use_chain_dot
 from tests.test_models import on_ranks
-from worker.layers.experts import CudaExperts, Experts
+from worker.layers.experts import CudaExperts, ExactCudaExperts, Experts
 from worker.layers.step import Padding
 
 CPU = torch.device("cpu")
@@ -291,3 +292,54 @@ def test_on_a_gpu_the_block_is_as_exact_as_transformers(family: Family, num_toke
     assert same.float().mean() > 0.5
     y = sum(layer.partial(x, _no_padding(x), torch.full_like(x, torch.nan)).float() for layer in of_cuda)
     assert (y - expected)[same].abs().max() <= 2 * (theirs - expected)[same].abs().max()
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def exact_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """Where Triton's kernels run: interpreted on CPU tensors, or compiled for a GPU."""
+    if request.param == "cpu":
+        request.getfixturevalue("interpreter")
+        use_chain_dot(monkeypatch)
+    return torch.device(request.param)
+
+
+def _exact_layers(family: Family, size: int, device: torch.device) -> list[ExactCudaExperts]:
+    """Those of all ranks; leaves, of 8 columns, are dealt as evenly as they go."""
+    spec, dtype = family.spec, torch.float32 if device.type == "cpu" else torch.bfloat16
+    source, layers = Source(_block(family), spec), []
+    dealt = [
+        [Span(8 * (total // 8 * r // size), 8 * (total // 8 * (r + 1) // size)) for r in range(size)]
+        for total in (COLUMNS, SHARED_COLUMNS)
+    ]
+    axes = Axis.EXPERT_COLUMNS, Axis.SHARED_EXPERT_COLUMNS
+    shards = tuple(LayerShard(dict(zip(axes, spans, strict=True))) for spans in zip(*dealt, strict=True))
+    for rank in range(size):
+        group = TensorParallelGroup(rank=rank, size=size, device=device, collectives=None)
+        layer = ExactCudaExperts(spec, LayerPlace(shards, group, ExactArithmetic(device), dtype, device))
+        layer.load(source, PREFIX)
+        layers.append(layer)
+    return layers
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize(
+    "name",
+    ["qwen2_moe", "deepseek_v2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_moe", "mixtral"))],
+)
+def test_exact_kernels_sum_ranks_and_batches_to_the_bits_of_one_token_on_one_rank(
+    name: str, exact_device: torch.device
+) -> None:
+    family = FAMILIES[name]
+    [alone] = _exact_layers(family, 1, exact_device)
+    x = _x(10).to(exact_device, torch.float32 if exact_device.type == "cpu" else torch.bfloat16)
+    expected = torch.cat([alone(x[i : i + 1], _no_padding(x[i : i + 1])) for i in range(0, 10, 4)])
+    if exact_device.type == "cpu":
+        torch.testing.assert_close(expected, _expected(_block(family), x)[::4], rtol=1e-4, atol=1e-5)
+    padding = Padding(torch.full((10,), 16, device=exact_device), 16)
+    padding.slots[1] = 0
+    for size in (1, 2, 3, 4):
+        layers = _exact_layers(family, size, exact_device)
+        nodes = [node for layer in layers for node in layer.partial(x, padding)]
+        y = layers[0].tree.finish(nodes, torch.empty_like(nodes[0]))
+        assert torch.equal(y[::4], expected), f"{size} ranks"
+        assert not y[1].any()

@@ -48,7 +48,7 @@ from parallel.kernels.node_gemm import node_gemm
 from parallel.kernels.skinny_gemm import skinny_gemm
 from parallel.kernels.tree_sum import sum_add_norm, sum_nodes
 from worker.adjustments import RowAdjustments
-from worker.kernels import moe, routing, sampling
+from worker.kernels import exact_moe, grouped_experts, moe, routing, sampling
 from worker.kernels.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from worker.kernels.adjustments import adjust_logits
 from worker.kernels.norm import add_rms_norm, rms_norm
@@ -370,6 +370,27 @@ def _call_mixture(
     )
 
 
+def _call_exact_mixture(
+    num_tokens: int, leaf: int, nodes: tuple[tuple[int, int], ...], *, num_experts: int, top_k: int
+) -> None:
+    hidden, columns = 2048, leaf * nodes[-1][1]
+    logits = exact_moe.node_mixture(
+        _bf16(num_tokens, hidden),
+        _bf16(num_experts + 1, hidden),
+        _bf16(num_experts, 2 * columns, hidden),
+        _bf16(num_experts, hidden, columns),
+        leaf=leaf,
+        nodes=nodes,
+        top_k=top_k,
+        normalise=True,
+        round_to=torch.bfloat16,
+        out=torch.empty(len(nodes), num_tokens, hidden),
+        slots=_int64(num_tokens),
+        first_slot=64,
+    )
+    exact_moe.gated_silu_and_mul(_bf16(num_tokens, 2 * columns), logits, num_experts, _int64(num_tokens), 64)
+
+
 def _call_everything() -> None:
     """As production does, in bf16: what `configs` names has heads of 64 and 128, and these row lengths; of Gemma, heads
     of 256 and norms' weights in fp32."""
@@ -436,6 +457,11 @@ def _call_everything() -> None:
     for num_tokens in (1, 64):
         _call_mixture(num_tokens, 480, num_experts=60, top_k=4, shared=True)
         _call_mixture(num_tokens, 704, num_experts=64, top_k=6, shared=True, gated=False)
+    # Qwen3-30B-A3B with all of the tiles, and Mixtral's leaves.
+    for num_tokens in (1, 16, 256, 1024, 8192):
+        _call_exact_mixture(num_tokens, 64, ((0, 12),), num_experts=128, top_k=8)
+    for num_tokens in (1, 8192):
+        _call_exact_mixture(num_tokens, 512, ((0, 1), (1, 28)), num_experts=8, top_k=2)
     for num_ranks, size in itertools.product((2, 3, 4), (576, 4096)):
         _call_all_reduce_add_norm(num_ranks, _bf16(size))
     _call_all_reduce_add_norm(2, torch.empty(2304))
@@ -492,7 +518,8 @@ def _compile_everything() -> Report:
     KernelInterface.__getitem__ = compile_only
     # They ask about CUDA tensors only.
     exact.has_dependent_launch = decode.has_dependent_launch = lambda device: True
-    moe.starts_early = routing.starts_early = lambda device: True
+    for module in (exact_moe, grouped_experts, moe, routing):
+        module.starts_early = lambda device: True
     errors: dict[str, list[str]] = {}
     reductions: dict[str, dict[str, set[str]]] = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):

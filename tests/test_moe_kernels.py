@@ -12,7 +12,8 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton", reason="a CPU install has no Triton")
 
-from worker.kernels.moe import Tile, Tiles, choose_tiles, mixture
+from worker.kernels.grouped_experts import Tile, Tiles
+from worker.kernels.moe import choose_tiles, mixture
 from worker.kernels.routing import Routes, max_blocks, route, router_logits
 
 FIRST_SLOT = 16

@@ -62,6 +62,19 @@ def test_a_rank_without_leaves_sends_nothing() -> None:
     assert tree.covers == ((Span(0, 2),), (), (Span(2, 3),))
 
 
+@pytest.mark.parametrize("size", range(1, 9))
+def test_two_trees_are_joined_by_the_sum_of_their_roots(size: int) -> None:
+    few, many = _leaves(4, 40), _leaves(11, 40)
+    trees = [(leaves, SumTree.of(_spans(len(leaves), size))) for leaves in (few, many)]
+    nodes = [_value(leaves, node) for rank in range(size) for leaves, tree in trees for node in tree.covers[rank]]
+    expected = _value(few, Span(0, 4)) + _value(many, Span(0, 11))
+    joined = SumTree.joined(*(tree for _, tree in trees))
+    assert sum(map(len, joined.covers)) == len(nodes)
+    assert torch.equal(joined.finish(nodes, torch.empty(40)), expected)
+    if size == 1:
+        assert torch.equal(TensorParallelGroup.single().sum_nodes(torch.stack(nodes), joined), expected)
+
+
 @pytest.mark.parametrize(
     ("size", "leaf"), [(12288, 512), (14336, 512), (25600, 512), (3072, 256), (1536, 128), (768, 64), (100, 4), (7, 1)]
 )

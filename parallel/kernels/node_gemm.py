@@ -77,6 +77,24 @@ def _place_in_tree(leaf, num_leaves, DEPTH: tl.constexpr):
 
 
 @triton.jit
+def add_leaf(waiting, acc, leaf, num_leaves, DEPTH: tl.constexpr):
+    """Puts leaf `leaf` of T(0, num_leaves), `acc`, to those before: DEPTH left halves that wait for their right ones.
+
+    Returns what waits then and what the next leaf's sum begins with: 0, or after the last leaf the root.
+    """
+    ending, level = _place_in_tree(leaf, num_leaves, DEPTH)
+    for i in tl.static_range(DEPTH):
+        if (ending >> i) & 1:
+            acc = waiting[i] + acc
+    for i in tl.static_range(DEPTH):
+        if level == i:
+            waiting = append(waiting[:i], acc) + waiting[i + 1 :]
+    if level < DEPTH:
+        acc = tl.zeros_like(acc)
+    return waiting, acc
+
+
+@triton.jit
 def _block_of(index, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Blocks of rows and columns of a program: those that run together share 8 blocks of rows in the L2 cache."""
     blocks_m, blocks_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
@@ -86,8 +104,8 @@ def _block_of(index, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _border(low, high, i):
-    """Border `i` of the parts: 8 bits of one of the words."""
+def border(low, high, i):
+    """Border `i` of `pack_parts`: 8 bits of one of the words."""
     word = tl.where(i < 8, low.to(tl.int64), high.to(tl.int64))
     return ((word >> (i % 8 * 8)) & 255).to(tl.int32)
 
@@ -115,7 +133,7 @@ def _tree_gemm_kernel(
     STAGES: tl.constexpr,
 ):
     part = tl.program_id(1)
-    first, stop = _border(low, high, part), _border(low, high, part + 1)
+    first, stop = border(low, high, part), border(low, high, part + 1)
     block_m, block_n = _block_of(tl.program_id(0), M, N, BLOCK_M, BLOCK_N)
     # Rows past the last are the last again, of both: nobody stores what comes of them. Where one block holds all rows
     # they are not read: each program would read the only row of a step 16 times, all from one place in the L2.
@@ -140,15 +158,7 @@ def _tree_gemm_kernel(
             w = tl.load(w_rows + k, mask=present, other=0.0, eviction_policy=EVICTION)
         acc = tl.dot(x, w.T, acc, input_precision="ieee")
         if step % steps == steps - 1:
-            ending, level = _place_in_tree(leaf - first, stop - first, DEPTH)
-            for i in tl.static_range(DEPTH):
-                if (ending >> i) & 1:
-                    acc = waiting[i] + acc
-            for i in tl.static_range(DEPTH):
-                if level == i:
-                    waiting = append(waiting[:i], acc) + waiting[i + 1 :]
-            if level < DEPTH:
-                acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            waiting, acc = add_leaf(waiting, acc, leaf - first, stop - first, DEPTH)
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
     out_ptrs = out_ptr + part.to(tl.int64) * M * N + rows.to(tl.int64)[:, None] * N + columns[None, :]
@@ -180,7 +190,7 @@ def tree_gemm(
     if num_rows == 0:
         return
     out_features = len(weight)
-    low, high, depth = _pack(parts)
+    low, high, depth = pack_parts(parts)
     blocks_m = triton.cdiv(num_rows, tile.block_m)
     _tree_gemm_kernel[(blocks_m * triton.cdiv(out_features, tile.block_n), len(parts))](
         out,
@@ -256,11 +266,11 @@ def subtrees(nodes: tuple[Leaves, ...], leaf: int, num_rows: int, out_features: 
         return ()
     tile = _tile_for(num_rows, leaf * (nodes[-1][1] - nodes[0][0]))
     num_tiles = triton.cdiv(num_rows, tile.block_m) * triton.cdiv(out_features, tile.block_n)
-    return _cut(nodes, min(triton.cdiv(_ENOUGH_PROGRAMS, max(num_tiles, 1)), _MAX_CUTS))
+    return cut_nodes(nodes, min(triton.cdiv(_ENOUGH_PROGRAMS, max(num_tiles, 1)), _MAX_CUTS))
 
 
 @functools.lru_cache(maxsize=256)
-def _cut(nodes: tuple[Leaves, ...], num_parts: int) -> tuple[Span, ...]:
+def cut_nodes(nodes: tuple[Leaves, ...], num_parts: int) -> tuple[Span, ...]:
     """The largest subtrees of `nodes` of no more leaves than an even share of `num_parts`."""
     most = min(triton.cdiv(nodes[-1][1] - nodes[0][0], num_parts), 1 << _MAX_DEPTH)
 
@@ -289,7 +299,7 @@ def tree_adds(parts: tuple[Leaves, ...], roots: tuple[Leaves, ...]) -> tuple[Add
 
 
 @functools.lru_cache(maxsize=256)
-def _pack(parts: tuple[Leaves, ...]) -> tuple[int, int, int]:
+def pack_parts(parts: tuple[Leaves, ...]) -> tuple[int, int, int]:
     """The parts' borders, counted from the first leaf, in two words; and the depth of the deepest part's tree."""
     borders = [start - parts[0][0] for start, _ in parts] + [parts[-1][1] - parts[0][0]]
     assert all(a[1] == b[0] for a, b in itertools.pairwise(parts)), f"{parts} do not follow one another"
@@ -308,7 +318,7 @@ def _tile_for(num_rows: int, in_features: int) -> Tile:
 def _choose_tile(num_rows: int, leaf: int, parts: tuple[Leaves, ...]) -> Tile:
     """The tile for so many rows, as large as the levels that wait in registers allow."""
     tile = _tile_for(num_rows, leaf * (parts[-1][1] - parts[0][0]))
-    if tile is _MANY and _pack(parts)[2] <= _SHALLOW:
+    if tile is _MANY and pack_parts(parts)[2] <= _SHALLOW:
         return _MANY_SHALLOW
     if leaf % tile.block_k:
         return Tile(tile.block_m, tile.block_n, 64, tile.num_warps, tile.num_stages)

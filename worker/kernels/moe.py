@@ -9,36 +9,38 @@ device, and grids follow from shapes alone: everything can be captured in a CUDA
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
+from worker.kernels.grouped_experts import (
+    MMA_ROWS,
+    Tile,
+    Tiles,
+    Tokens,
+    fitting,
+    grouped_down,
+    grouped_gate_up,
+    silu_and_mul,
+)
 from worker.kernels.routing import (
     TRITON_DTYPES,
     compare_logits,
-    find_block,
     follow,
     is_live,
     let_next_start,
     load_logits,
-    max_blocks,
     nth_expert,
-    route,
     router_logits,
     starts_early,
     weight_of,
 )
 
-
-@triton.jit
-def _silu_and_mul(gate, up):
-    return gate / (1.0 + tl.exp(-gate)) * up
+_ROWS = tl.constexpr(MMA_ROWS)
 
 
 @triton.jit
-def _sigmoid(x):
+def sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
 
 
@@ -68,9 +70,13 @@ def _pair_gate_up_kernel(
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
     STAGES: tl.constexpr,
+    EXACT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """hidden[pair] = silu(w13[expert, :width] @ x[token]) * (w13[expert, width:] @ x[token]), and who the expert is."""
+    """hidden[pair] = silu(w13[expert, :width] @ x[token]) * (w13[expert, width:] @ x[token]), and who the expert is.
+
+    EXACT: by MMAs, of which the pair's row is every row, so that the bits are those of a grouped product.
+    """
     # Programs that follow each other read the same columns of the pairs' experts: two of one expert find them in L2.
     pair = tl.program_id(0)
     token, choice = pair // TOP_K, pair % TOP_K
@@ -88,8 +94,12 @@ def _pair_gate_up_kernel(
         w_gate = w13_ptr + expert.to(tl.int64) * (2 * width * size) + rows
         w_up = w_gate + width.to(tl.int64) * size
         x_row = x_ptr + token * x_stride
-        gate = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-        up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        if EXACT:
+            x_row += tl.zeros([_ROWS, 1], tl.int32)
+            gate = tl.zeros([_ROWS, BLOCK_N], tl.float32)
+        else:
+            gate = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        up = tl.zeros_like(gate)
         for step in tl.range(0, tl.cdiv(size, BLOCK_K), num_stages=STAGES):
             k = step * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
             if EVEN_K:
@@ -100,11 +110,21 @@ def _pair_gate_up_kernel(
                 x = tl.load(x_row + k, mask=k < size, other=0.0)
                 g = tl.load(w_gate + k, mask=k < size, other=0.0, eviction_policy="evict_first")
                 u = tl.load(w_up + k, mask=k < size, other=0.0, eviction_policy="evict_first")
-            gate += g.to(tl.float32) * x.to(tl.float32)
-            up += u.to(tl.float32) * x.to(tl.float32)
+            if EXACT:
+                gate = tl.dot(x, g.T, gate, input_precision="ieee")
+                up = tl.dot(x, u.T, up, input_precision="ieee")
+            else:
+                gate += g.to(tl.float32) * x.to(tl.float32)
+                up += u.to(tl.float32) * x.to(tl.float32)
         let_next_start(DEPENDENT)
-        hidden = _silu_and_mul(tl.sum(gate, 1), tl.sum(up, 1))
-        tl.store(hidden_ptr + pair * width + columns, hidden.to(hidden_ptr.dtype.element_ty), mask=columns < width)
+        stored = columns < width
+        if EXACT:
+            hidden = silu_and_mul(gate, up)
+            columns = tl.broadcast_to(columns[None, :], [_ROWS, BLOCK_N])
+            stored = stored[None, :] & (tl.arange(0, _ROWS) == 0)[:, None]
+        else:
+            hidden = silu_and_mul(tl.sum(gate, 1), tl.sum(up, 1))
+        tl.store(hidden_ptr + pair * width + columns, hidden.to(hidden_ptr.dtype.element_ty), mask=stored)
 
 
 @triton.jit(do_not_specialize=["first_slot", "part_stride"])
@@ -157,115 +177,9 @@ def _pair_down_kernel(
         shared = tl.load(shared_ptr + out, mask=live & (columns < size), other=0.0).to(tl.float32)
         if GATED:
             gate = load_logits(logits_ptr + token * logits_stride + num_experts, live, part_stride, PARTS)
-            shared *= _sigmoid(gate)
+            shared *= sigmoid(gate)
         total += shared
     tl.store(out_ptr + out, total.to(out_ptr.dtype.element_ty), mask=columns < size)
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def _grouped_gate_up_kernel(
-    hidden_ptr,
-    x_ptr,
-    w13_ptr,
-    pairs_ptr,
-    counts_ptr,
-    num_tokens,
-    num_experts,
-    x_stride,
-    width,
-    size,
-    TOP_K: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    """hidden[pair] of a block of pairs of one expert, BLOCK_N columns of it."""
-    follow(DEPENDENT)
-    # Programs that follow each other share the rows of x, and those after them the expert.
-    num_column_blocks = tl.cdiv(width, BLOCK_N)
-    block = tl.program_id(0) // num_column_blocks
-    expert, first, count = find_block(counts_ptr, block, num_experts, BLOCK_E, BLOCK_M)
-    places = first + tl.arange(0, BLOCK_M)
-    if first >= count:
-        return
-    expert = expert.to(tl.int64)
-    # Places without a pair multiply the first token's row, which nobody stores.
-    pair = tl.load(pairs_ptr + expert * num_tokens + places, mask=places < count, other=0)
-    columns = tl.program_id(0) % num_column_blocks * BLOCK_N + tl.arange(0, BLOCK_N)
-    x_rows = x_ptr + (pair // TOP_K).to(tl.int64)[:, None] * x_stride
-    rows = tl.minimum(columns, width - 1).to(tl.int64)[:, None] * size
-    w_gate = w13_ptr + expert * (2 * width * size) + rows
-    w_up = w_gate + width.to(tl.int64) * size
-    gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for step in tl.range(0, tl.cdiv(size, BLOCK_K), num_stages=STAGES):
-        k = step * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-        if EVEN_K:
-            x, g, u = tl.load(x_rows + k), tl.load(w_gate + k), tl.load(w_up + k)
-        else:
-            x = tl.load(x_rows + k, mask=k < size, other=0.0)
-            g = tl.load(w_gate + k, mask=k < size, other=0.0)
-            u = tl.load(w_up + k, mask=k < size, other=0.0)
-        gate = tl.dot(x, g.T, gate, input_precision="ieee")
-        up = tl.dot(x, u.T, up, input_precision="ieee")
-    let_next_start(DEPENDENT)
-    hidden = _silu_and_mul(gate, up).to(hidden_ptr.dtype.element_ty)
-    stored = (places < count)[:, None] & (columns < width)[None, :]
-    tl.store(hidden_ptr + pair.to(tl.int64)[:, None] * width + columns[None, :], hidden, mask=stored)
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def _grouped_down_kernel(
-    y_ptr,
-    hidden_ptr,
-    w2_ptr,
-    weights_ptr,
-    pairs_ptr,
-    counts_ptr,
-    num_tokens,
-    num_experts,
-    width,
-    size,
-    BLOCK_E: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    """y[pair] = weight * (w2[expert] @ hidden[pair]) of a block of pairs of one expert, BLOCK_N columns of it."""
-    follow(DEPENDENT)
-    num_column_blocks = tl.cdiv(size, BLOCK_N)
-    block = tl.program_id(0) // num_column_blocks
-    expert, first, count = find_block(counts_ptr, block, num_experts, BLOCK_E, BLOCK_M)
-    places = first + tl.arange(0, BLOCK_M)
-    if first >= count:
-        return
-    expert = expert.to(tl.int64)
-    # Places without a pair multiply the first token's row, which nobody stores.
-    pair = tl.load(pairs_ptr + expert * num_tokens + places, mask=places < count, other=0)
-    columns = tl.program_id(0) % num_column_blocks * BLOCK_N + tl.arange(0, BLOCK_N)
-    hidden_rows = hidden_ptr + pair.to(tl.int64)[:, None] * width
-    w_rows = w2_ptr + expert * width * size + tl.minimum(columns, size - 1).to(tl.int64)[:, None] * width
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for step in tl.range(0, tl.cdiv(width, BLOCK_K), num_stages=STAGES):
-        k = step * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-        if EVEN_K:
-            h, w = tl.load(hidden_rows + k), tl.load(w_rows + k)
-        else:
-            h = tl.load(hidden_rows + k, mask=k < width, other=0.0)
-            w = tl.load(w_rows + k, mask=k < width, other=0.0)
-        acc = tl.dot(h, w.T, acc, input_precision="ieee")
-    let_next_start(DEPENDENT)
-    weight = tl.load(weights_ptr + pair, mask=places < count, other=0.0)
-    y = (acc * weight[:, None]).to(y_ptr.dtype.element_ty)
-    stored = (places < count)[:, None] & (columns < size)[None, :]
-    tl.store(y_ptr + pair.to(tl.int64)[:, None] * size + columns[None, :], y, mask=stored)
 
 
 @triton.jit(do_not_specialize=["first_slot", "part_stride"])
@@ -300,28 +214,9 @@ def _combine_kernel(
         shared = tl.load(shared_ptr + token * size + columns, mask=live & inside, other=0.0).to(tl.float32)
         if GATED:
             gate = load_logits(logits_ptr + token * logits_stride + num_experts, live, part_stride, PARTS)
-            shared *= _sigmoid(gate)
+            shared *= sigmoid(gate)
         acc += shared
     tl.store(out_ptr + token * size + columns, acc.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """How a product is cut into programs. Rows are pairs, columns those of an output, steps along the inputs."""
-
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """The two products for one number of pairs an expert."""
-
-    block_m: int
-    gate_up: Tile
-    down: Tile
 
 
 _PAIR_TOKENS = 8
@@ -339,7 +234,6 @@ _GROUPED = (
     (float("inf"), Tiles(128, gate_up=Tile(128, 64, 8, 4), down=Tile(256, 64, 8, 3))),
 )
 _COMBINE_BLOCK = 1024
-_LEAST_BLOCK_K = 64
 
 
 def choose_tiles(num_tokens: int, top_k: int, num_experts: int) -> Tiles:
@@ -348,33 +242,6 @@ def choose_tiles(num_tokens: int, top_k: int, num_experts: int) -> Tiles:
         return _PAIR
     pairs_each = num_tokens * top_k / num_experts
     return next(tiles for most, tiles in _GROUPED if pairs_each <= most)
-
-
-@dataclass(frozen=True, slots=True)
-class _Tokens:
-    """What every kernel knows of a layer's tokens and their routing."""
-
-    x: torch.Tensor
-    logits: torch.Tensor
-    slots: torch.Tensor | None
-    first_slot: int
-    num_experts: int
-    top_k: int
-    normalise: bool
-    weight_scale: float
-    round_to: torch.dtype
-    shared: torch.Tensor | None
-
-    @property
-    def places(self) -> tuple[torch.Tensor, torch.Tensor | None, int, int, int, int]:
-        """Logits and slots as the kernels take them: with the first slot, experts, and strides of rows and parts."""
-        _, num_tokens, num_logits = self.logits.shape
-        return self.logits, self.slots, self.first_slot, self.num_experts, num_logits, num_tokens * num_logits
-
-    @property
-    def has_shared_gate(self) -> bool:
-        """Whether the logits' last column is the shared expert's gate."""
-        return self.logits.shape[2] > self.num_experts
 
 
 def mixture(
@@ -425,7 +292,7 @@ def mixture(
     if width > 0 and tiles.block_m > 1:
         counts = torch.empty(num_experts, dtype=torch.int32, device=x.device)
     logits = router_logits(x, router, counts)
-    tokens = _Tokens(x, logits, slots, first_slot, num_experts, top_k, normalise, weight_scale, round_to, shared)
+    tokens = Tokens(x, logits, slots, first_slot, num_experts, top_k, normalise, weight_scale, round_to, shared)
     if width == 0:
         _combine(None, 0, tokens, out)
     elif counts is None:
@@ -435,41 +302,12 @@ def mixture(
     return out
 
 
-def _sum_pairs(tokens: _Tokens, w13: torch.Tensor, w2: torch.Tensor, tiles: Tiles, out: torch.Tensor) -> None:
+def _sum_pairs(tokens: Tokens, w13: torch.Tensor, w2: torch.Tensor, tiles: Tiles, out: torch.Tensor) -> None:
+    hidden, experts, weights = pair_gate_up(tokens, w13, tiles.gate_up, exact=False)
     num_tokens, size = out.shape
-    width, device = w2.shape[2], out.device
-    num_pairs, dependent = num_tokens * tokens.top_k, starts_early(device)
-    hidden = torch.empty((num_pairs, width), dtype=out.dtype, device=device)
-    experts = torch.empty(num_pairs, dtype=torch.int32, device=device)
-    weights = torch.empty(num_pairs, dtype=torch.float32, device=device)
-    tile = tiles.gate_up
-    _pair_gate_up_kernel[(num_pairs, triton.cdiv(width, tile.block_n))](
-        hidden,
-        experts,
-        weights,
-        tokens.x,
-        w13,
-        *tokens.places,
-        tokens.x.stride(0),
-        width,
-        size,
-        PARTS=len(tokens.logits),
-        TOP_K=tokens.top_k,
-        NORMALISE=tokens.normalise,
-        WEIGHT_SCALE=tokens.weight_scale,
-        ROUND_TO=TRITON_DTYPES[tokens.round_to],
-        BLOCK_E=triton.next_power_of_2(tokens.num_experts),
-        BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
-        EVEN_K=size % tile.block_k == 0,
-        STAGES=tile.num_stages,
-        DEPENDENT=dependent,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        launch_pdl=dependent,
-    )
+    width, dependent = w2.shape[2], starts_early(out.device)
     tile = tiles.down
-    block_k = _fitting(tile.block_k, width)
+    block_k = fitting(tile.block_k, width)
     _pair_down_kernel[(num_tokens, triton.cdiv(size, tile.block_n))](
         out,
         hidden,
@@ -494,78 +332,55 @@ def _sum_pairs(tokens: _Tokens, w13: torch.Tensor, w2: torch.Tensor, tiles: Tile
     )
 
 
-def _sum_groups(
-    tokens: _Tokens, counts: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, tiles: Tiles, out: torch.Tensor
-) -> None:
-    routes = route(
-        tokens.logits,
-        counts,
-        top_k=tokens.top_k,
-        normalise=tokens.normalise,
-        weight_scale=tokens.weight_scale,
-        round_to=tokens.round_to,
-        slots=tokens.slots,
-        first_slot=tokens.first_slot,
-    )
-    num_tokens, size = out.shape
-    width, num_experts, device = w2.shape[2], tokens.num_experts, out.device
-    num_pairs, dependent = num_tokens * tokens.top_k, starts_early(device)
-    num_blocks = max_blocks(num_tokens, tokens.top_k, num_experts, tiles.block_m)
-    block_e = triton.next_power_of_2(num_experts)
-    hidden = torch.empty((num_pairs, width), dtype=out.dtype, device=device)
-    tile = tiles.gate_up
-    _grouped_gate_up_kernel[(num_blocks * triton.cdiv(width, tile.block_n),)](
+def pair_gate_up(
+    tokens: Tokens, w13: torch.Tensor, tile: Tile, *, exact: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of every pair what its expert's down product takes [num_pairs, width], the expert [num_pairs] int32, and its
+    weight [num_pairs] fp32; undefined for padding tokens."""
+    num_pairs, width = len(tokens.x) * tokens.top_k, w13.shape[1] // 2
+    size, device, dependent = w13.shape[2], w13.device, starts_early(w13.device)
+    hidden = torch.empty((num_pairs, width), dtype=w13.dtype, device=device)
+    experts = torch.empty(num_pairs, dtype=torch.int32, device=device)
+    weights = torch.empty(num_pairs, dtype=torch.float32, device=device)
+    _pair_gate_up_kernel[(num_pairs, triton.cdiv(width, tile.block_n))](
         hidden,
+        experts,
+        weights,
         tokens.x,
         w13,
-        routes.pairs,
-        routes.counts,
-        num_tokens,
-        num_experts,
+        *tokens.places,
         tokens.x.stride(0),
         width,
         size,
+        PARTS=len(tokens.logits),
         TOP_K=tokens.top_k,
-        BLOCK_E=block_e,
-        BLOCK_M=tiles.block_m,
+        NORMALISE=tokens.normalise,
+        WEIGHT_SCALE=tokens.weight_scale,
+        ROUND_TO=TRITON_DTYPES[tokens.round_to],
+        BLOCK_E=triton.next_power_of_2(tokens.num_experts),
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
         EVEN_K=size % tile.block_k == 0,
         STAGES=tile.num_stages,
+        EXACT=exact,
         DEPENDENT=dependent,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         launch_pdl=dependent,
     )
-    y = torch.empty((num_pairs, size), dtype=out.dtype, device=device)
-    tile = tiles.down
-    block_k = _fitting(tile.block_k, width)
-    _grouped_down_kernel[(num_blocks * triton.cdiv(size, tile.block_n),)](
-        y,
-        hidden,
-        w2,
-        routes.weights,
-        routes.pairs,
-        routes.counts,
-        num_tokens,
-        num_experts,
-        width,
-        size,
-        BLOCK_E=block_e,
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=block_k,
-        EVEN_K=width % block_k == 0,
-        STAGES=tile.num_stages,
-        DEPENDENT=dependent,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        launch_pdl=dependent,
-    )
+    return hidden, experts, weights
+
+
+def _sum_groups(
+    tokens: Tokens, counts: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, tiles: Tiles, out: torch.Tensor
+) -> None:
+    routes, hidden = grouped_gate_up(tokens, counts, w13, tiles)
+    y = torch.empty((len(hidden), out.shape[1]), dtype=out.dtype, device=out.device)
+    grouped_down(hidden, w2, routes, tiles, y)
     _combine(y, tokens.top_k, tokens, out)
 
 
-def _combine(y: torch.Tensor | None, num_summands: int, tokens: _Tokens, out: torch.Tensor) -> None:
+def _combine(y: torch.Tensor | None, num_summands: int, tokens: Tokens, out: torch.Tensor) -> None:
     num_tokens, size = out.shape
     dependent = starts_early(out.device)
     block = min(triton.next_power_of_2(size), _COMBINE_BLOCK)
@@ -583,10 +398,3 @@ def _combine(y: torch.Tensor | None, num_summands: int, tokens: _Tokens, out: to
         num_warps=4,
         launch_pdl=dependent,
     )
-
-
-def _fitting(block_k: int, width: int) -> int:
-    """The largest step up to `block_k` that a rank's columns are a multiple of, or the smallest that is used."""
-    while width % block_k and block_k > _LEAST_BLOCK_K:
-        block_k //= 2
-    return block_k

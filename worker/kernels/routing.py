@@ -1,9 +1,9 @@
 """Which experts each token goes to: router logits, the top k of them, and the (token, expert) pairs of every expert.
 
-A *pair* is token * top_k + choice. Whatever a rank or a batch looks like, a token's logits are summed in one order, and
-ties fall to the first expert: all ranks route alike, bit for bit. The order of one expert's pairs is left to chance: a
-grouped product computes each row alike wherever it stands. Tokens of a graph's padding, which write their keys and
-values below the pool's first slot, go nowhere.
+A *pair* is token * top_k + choice. Whatever a rank or a batch looks like, a token's logits are summed in one order, its
+weights in whole units, and ties fall to the first expert: all ranks route alike, bit for bit. The order of one expert's
+pairs is left to chance: a grouped product computes each row alike wherever it stands. Tokens of a graph's padding,
+which write their keys and values below the pool's first slot, go nowhere.
 """
 
 from __future__ import annotations
@@ -90,6 +90,17 @@ def nth_expert(num_above, choice, BLOCK_E: tl.constexpr):
 
 
 @triton.jit
+def in_units(shares):
+    """Shares of at most 1 as whole 2 ** -40: their sums have the same bits in any order, so in any kernel."""
+    return (shares * 1099511627776.0).to(tl.int64)
+
+
+@triton.jit
+def from_units(total):
+    return total.to(tl.float32) * (1.0 / 1099511627776.0)
+
+
+@triton.jit
 def weight_of(
     expert, logits, num_above, num_experts, TOP_K: tl.constexpr, NORMALISE: tl.constexpr, BLOCK_E: tl.constexpr
 ):
@@ -102,10 +113,11 @@ def weight_of(
         # The last of the top k may have equals that are not among them.
         last = tl.max(tl.where(num_above < TOP_K, num_above, 0), 0)
         last_share = tl.max(tl.where(num_above == last, shares, 0.0), 0)
-        total = tl.sum(tl.where(num_above < last, shares, 0.0), 0) + (TOP_K - last) * last_share
+        above = tl.sum(in_units(tl.where(num_above < last, shares, 0.0)), 0)
+        total = above + (TOP_K - last) * in_units(last_share)
     else:
-        total = tl.sum(shares, 0)
-    return tl.sum(tl.where(ids == expert, shares, 0.0), 0) / total
+        total = tl.sum(in_units(shares), 0)
+    return tl.sum(tl.where(ids == expert, shares, 0.0), 0) / from_units(total)
 
 
 @triton.jit
@@ -215,7 +227,7 @@ def _route_kernel(
         keys = tl.where(is_best, _NONE, keys)
         chosen = tl.where(choices == choice, 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32), chosen)
         chosen_shares = tl.where(choices == choice, share, chosen_shares)
-    total = tl.sum(chosen_shares, 1) if NORMALISE else tl.sum(shares, 1)
+    total = from_units(tl.sum(in_units(chosen_shares if NORMALISE else shares), 1))
     weights = (chosen_shares / total[:, None] * WEIGHT_SCALE).to(ROUND_TO).to(tl.float32)
     stored = live[:, None] & (choices < TOP_K)
     pairs = tokens[:, None] * TOP_K + choices

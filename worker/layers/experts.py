@@ -13,16 +13,15 @@ import torch.nn.functional as F
 
 from configs.errors import ConfigError
 from configs.layers import Axis, Cut, DenseMLP, MixtureOfExperts
-from parallel.arithmetic import LayerPlace
+from parallel.arithmetic import ExactArithmetic, LayerPlace
 from parallel.fused_sum import PartialSum
+from parallel.rank_sum import CudaExactSum, RankSum
+from parallel.tree import SumTree
 from parallel.weight import CpuWeight, TensorSource
 from worker.kernels.cpu_pointwise import act_and_mul, softmax
 from worker.layers.mlp import MLP
 from worker.layers.routed_experts import RoutedExperts, choose, top
 from worker.layers.step import Padding
-
-_COLUMN_UNIT = 32
-"""Columns of a rank that the CUDA kernels take are a multiple of this."""
 
 
 class Experts(ABC):
@@ -42,7 +41,9 @@ class Experts(ABC):
     @staticmethod
     def of(spec: MixtureOfExperts, place: LayerPlace) -> Experts:
         """As the place's device computes them."""
-        return (CudaExperts if place.device.type == "cuda" else CpuExperts)(spec, place)
+        if place.device.type != "cuda":
+            return CpuExperts(spec, place)
+        return (ExactCudaExperts if isinstance(place.arithmetic, ExactArithmetic) else CudaExperts)(spec, place)
 
     @abstractmethod
     def load(self, source: TensorSource, prefix: str) -> None:
@@ -83,20 +84,24 @@ class CudaExperts(Experts):
             groups.
     """
 
+    _column_unit = 32
+    """A rank's columns are a multiple of this."""
+
     def __init__(self, spec: MixtureOfExperts, place: LayerPlace) -> None:
         super().__init__(spec, place)
         width = self._columns.size
-        if width % _COLUMN_UNIT:
+        if width % self._column_unit:
             raise ConfigError(
                 f"{spec.intermediate_size} columns of an expert leave rank {place.group.rank} {width}, and GPUs take "
-                f"multiples of {_COLUMN_UNIT}; choose a smaller tensor_parallel_size"
+                f"multiples of {self._column_unit}; choose a smaller tensor_parallel_size"
             )
         if spec.top_groups < spec.num_groups:
             raise ConfigError(
                 f"experts of the best {spec.top_groups} of {spec.num_groups} groups are not chosen on GPUs yet; set "
                 "device=cpu"
             )
-        self._sum = place.arithmetic.rank_sum(spec.hidden_size, Cut(Axis.EXPERT_COLUMNS, 1), place, of_weight=False)
+        cut = Cut(Axis.EXPERT_COLUMNS, 1)
+        self._sum: RankSum = place.arithmetic.rank_sum(spec.hidden_size, cut, place, of_weight=False)
         # fp32 from the product on, since bf16 logits often tie, and then choose other experts.
         self._router = self._empty_router(place.dtype, place.device)
         self._w13 = place.empty(spec.num_experts, 2 * width, spec.hidden_size)
@@ -128,6 +133,57 @@ class CudaExperts(Experts):
             first_slot=padding.first_slot,
             shared=None if self._shared is None else self._shared.partial(x),
         )
+
+
+class ExactCudaExperts(CudaExperts):
+    """By ascending chains, leaf by leaf; a shared expert's nodes go to the other ranks beside the experts'.
+
+    Raises:
+        ConfigError: where CudaExperts does, but any columns will do.
+    """
+
+    _column_unit = 1
+
+    def __init__(self, spec: MixtureOfExperts, place: LayerPlace) -> None:
+        super().__init__(spec, place)
+        cut = Cut(Axis.EXPERT_COLUMNS, 1)
+        self._leaves = place.arithmetic.leaves(cut, place)
+        self.tree = place.tree(cut)[1]
+        """That of the ranks' nodes."""
+        if spec.shared is not None:
+            self.tree = SumTree.joined(self.tree, place.tree(spec.shared.down.cut)[1])
+            self._sum = CudaExactSum(spec.hidden_size, place.group, self.tree, leaf=None)
+        self._num_nodes = len(self.tree.covers[place.group.rank])
+
+    def partial(self, x: torch.Tensor, padding: Padding, out: torch.Tensor | None = None) -> torch.Tensor:
+        """This rank's nodes [num_nodes, num_tokens, hidden_size] fp32, 0 for padding; `out` if one is given."""
+        from worker.kernels.exact_moe import gated_silu_and_mul, node_mixture  # a CPU install has no Triton
+
+        spec, nodes, slots = self._spec, self._leaves.nodes, padding.token_slots()
+        if out is None:
+            out = torch.empty(self._num_nodes, *x.shape, device=x.device)
+        logits = node_mixture(
+            x,
+            self._router,
+            self._w13,
+            self._w2,
+            leaf=self._leaves.width,
+            nodes=nodes,
+            top_k=spec.top_k,
+            normalise=spec.norm_topk_prob,
+            round_to=self._round_to,
+            weight_scale=spec.weight_scale,
+            out=out[: len(nodes)],
+            slots=slots,
+            first_slot=padding.first_slot,
+        )
+        if self._shared is not None and len(out) > len(nodes):
+
+            def act(hidden: torch.Tensor) -> torch.Tensor:
+                return gated_silu_and_mul(hidden, logits, spec.num_experts, slots, padding.first_slot)
+
+            self._shared.partial(x, act, out[len(nodes) :])
+        return out
 
 
 class CpuExperts(Experts):

@@ -9,7 +9,7 @@ from parallel.arithmetic import LayerPlace
 from parallel.fused_sum import PartialSum
 from parallel.linear import ColumnParallelLinear, RowParallelLinear
 from parallel.weight import TensorSource
-from worker.layers.activation import ActAndMul
+from worker.layers.activation import ActAndMul, Activation
 from worker.layers.step import Padding
 
 
@@ -26,9 +26,14 @@ class MLP:
         self._gate_up.load(source, prefix)
         self._down.load(source, prefix)
 
-    def partial(self, x: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, hidden_size] -> the same: this rank's part of the sum, without the bias of `down`."""
-        return self._down.partial(self._act_and_mul(self._gate_up(x)))
+    def partial(self, x: torch.Tensor, act: Activation | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+        """This rank's part of the sum, without the bias of `down`; `out` if one is given.
+
+        Args:
+            x: [num_tokens, hidden_size].
+            act: in place of the spec's activation.
+        """
+        return self._down.partial((act or self._act_and_mul)(self._gate_up(x)), out)
 
     def __call__(self, x: torch.Tensor, padding: Padding) -> torch.Tensor | PartialSum:
         """[num_tokens, hidden_size] -> the same, or what the next norm is to sum; padding is computed like the rest."""
