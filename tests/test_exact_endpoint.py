@@ -17,12 +17,12 @@ from configs.read_config import read_model_config
 from configs.resolve import HostFacts, resolve
 from tests.conftest import ROOT
 
-NUM_OTHERS = 60
+NUM_OTHERS = 40
 
 
 def _ask(url: str, model: str, seed: int) -> dict[str, Any]:
     messages = [{"role": "user", "content": f"Tell me the story of {seed} foxes."}]
-    body = {"model": model, "messages": messages, "temperature": 1.0, "seed": seed, "max_tokens": 48, "logprobs": True}
+    body = {"model": model, "messages": messages, "temperature": 1.0, "seed": seed, "max_tokens": 32, "logprobs": True}
     answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=600)
     assert answer.status_code == 200, answer.text
     whole: dict[str, Any] = answer.json()
