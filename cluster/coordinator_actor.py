@@ -87,6 +87,7 @@ class CoordinatorActor:
         self._phase_s: list[tuple[str, float]] = []
         self._group: RankGroup | None = None
         self._coordinator: Coordinator | None = None
+        self._recovers = False
         self._guides = RequestGuides(spec.model.vocab_size, spec.model.eos_token_ids, self._wake)
 
     def __repr__(self) -> str:
@@ -131,7 +132,8 @@ class CoordinatorActor:
         message_bytes = max(limits.max_frame_bytes, result_bytes)
         frames, results = group.run(num_pages, max_model_len, limits.num_window_pages, message_bytes)
         never = reason_never(config, one_node=group.one_node)
-        if never is None:
+        self._recovers = never is None
+        if self._recovers:
             group.end_stopped(config.recovery.stall_timeout_s)
         coordinator = Coordinator(
             scheduler=Scheduler(limits, GENERATION, self._guides.make),
@@ -173,6 +175,8 @@ class CoordinatorActor:
         coordinator, group = self._coordinator, self._group
         assert coordinator is not None, "start comes first"
         assert group is not None, "start comes first"
+        if self._recovers:
+            group.start_spares()
         try:
             coordinator.run()
         finally:
@@ -205,6 +209,7 @@ class CoordinatorActor:
             "is_rebuilding": coordinator.is_rebuilding,
             "num_rebuilds": coordinator.num_rebuilds,
             "pids": self._group.pids if self._group is not None else {},
+            "spare_pids": self._group.spare_pids if self._group is not None else [],
             "num_steps": coordinator.num_steps,
             **dataclasses.asdict(stats),
         }

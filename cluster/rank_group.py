@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.actors import Location, RankActor, RankLoad, RankSpec, actor_class
+from cluster.warm_spares import WarmSpares
 from configs.addresses import family_of
 from configs.errors import ConfigError, DeadlineError, EngineError, LockstepError, RankDiedError, RankLostError
 from configs.kv_pages import PageBytes
@@ -98,6 +99,8 @@ class RankGroup:
         self._ranks: list[Any] = []
         self._measured = self._ranks  # those whose progress is the group's
         self._processes: dict[int, tuple[int, int]] = {}  # by rank on this node: process id and a pidfd of it
+        self._devices: dict[int, str] = {}  # by rank, as in Location: each bundle has one
+        self._spares = WarmSpares(config.recovery.warm_spares, self._start_spare)
         self._runs: list[ray.ObjectRef[None]] = []
         self._run_args: tuple[int, int, int | None, int] | None = None
         self._store: Any = None
@@ -126,21 +129,38 @@ class RankGroup:
 
     def _start(self, rank: int) -> Any:
         gpus = 1 if self._config.device == "cuda" else 0
-        spec = RankSpec(self._config, self._model, str(self._model_path), rank, self._name)
+        return self._start_actor(self._spec(rank), f"tp{rank}", bundle=1 + rank, gpus=gpus)
+
+    def _start_spare(self, number: int) -> Any:
+        return self._start_actor(self._spec(-1), f"spare{number}", bundle=0, gpus=0)
+
+    def _spec(self, rank: int) -> RankSpec:
+        return RankSpec(self._config, self._model, str(self._model_path), rank, self._name)
+
+    def _start_actor(self, spec: RankSpec, name: str, *, bundle: int, gpus: int) -> Any:
         return (
             actor_class(RankActor)
             .options(
-                name=f"{self._name}:tp{rank}",
+                name=f"{self._name}:{name}",
                 namespace=NAMESPACE,
                 num_cpus=0,
                 num_gpus=gpus,
-                runtime_env={"env_vars": _CUDA_ENVIRONMENT} if gpus else None,
+                runtime_env={"env_vars": _CUDA_ENVIRONMENT} if self._config.device == "cuda" else None,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    self._placement_group, placement_group_bundle_index=1 + rank
+                    self._placement_group, placement_group_bundle_index=bundle
                 ),
             )
             .remote(spec)
         )
+
+    @property
+    def spare_pids(self) -> list[int]:
+        """Process ids of the spares that are warm."""
+        return self._spares.pids
+
+    def start_spares(self) -> None:
+        """Starts the processes that a rebuild takes; returns at once."""
+        self._spares.fill()
 
     def _locate(self, ranks: Iterable[int]) -> list[Location]:
         """Where `ranks`, just started, run."""
@@ -148,6 +168,7 @@ class RankGroup:
         locations: list[Location] = self._on(ranks, "where")
         here = ray.get_runtime_context().get_node_id()
         for rank, location in zip(ranks, locations, strict=True):
+            self._devices[rank] = location.device
             if location.node_id == here:
                 with contextlib.suppress(OSError):  # a sandbox may not know the call; see `close` for who else ends it
                     self._processes[rank] = (location.pid, os.pidfd_open(location.pid))
@@ -221,7 +242,8 @@ class RankGroup:
         replaced = self._end_lost(reason, runs)
         ended = time.monotonic()
         for rank in replaced:
-            self._ranks[rank] = self._start(rank)
+            spec = replace(self._spec(rank), device=self._devices[rank])
+            self._ranks[rank] = self._spares.take(spec) or self._start(rank)
         locations = self._locate(replaced)
         self._on_all("where")  # one that died since would keep the others waiting for it
         started = time.monotonic()
@@ -242,6 +264,7 @@ class RankGroup:
             loaded - started,
             time.monotonic() - loaded,
         )
+        self.start_spares()
         return channel
 
     def _end_lost(self, reason: str, runs: Sequence[ray.ObjectRef[None]]) -> list[int]:
@@ -356,6 +379,7 @@ class RankGroup:
             ray.wait(self._runs, num_returns=len(self._runs), timeout=timeout_s)
         for rank in self._ranks:
             ray.kill(rank)
+        self._spares.close()
         # Ray asks the process to end, which a stopped or stuck one does not hear. Without this, and on another node,
         # the raylet ends it when the placement group goes.
         for rank in list(self._processes):

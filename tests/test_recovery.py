@@ -119,18 +119,8 @@ def test_an_answer_goes_on_after_a_kill_and_a_stop(ray_cluster: None, tiny_path:
             expected, _ = await answer(engine)
             for rank, fault in ((0, signal.SIGKILL), (1, signal.SIGSTOP)):
                 pids = (await status(engine))["pids"]
-                hit = False
-
-                def strike(count: int, pid: int = pids[rank], fault: signal.Signals = fault) -> None:
-                    nonlocal hit
-                    if count > 200 and not hit:
-                        hit = True
-                        os.kill(pid, fault)
-
-                tokens, finished = await answer(engine, strike)
-                assert hit
-                assert (tokens, finished.reason, finished.error) == (expected, FinishReason.LENGTH, None)
-                after = (await status(engine))["pids"]
+                tokens, after = await answer_struck(engine, rank, fault)
+                assert tokens == expected
                 assert after[rank] != pids[rank]
                 assert after[1 - rank] == pids[1 - rank]
             assert (await status(engine))["num_rebuilds"] == 2
@@ -143,6 +133,53 @@ def test_an_answer_goes_on_after_a_kill_and_a_stop(ray_cluster: None, tiny_path:
             end = await asyncio.wait_for(end_of(stream), 5)
             assert end.error is not None
             assert end.error.startswith("rank 0 died: ")
+
+    asyncio.run(main())
+
+
+async def answer_struck(engine: RunningEngine, rank: int, fault: signal.Signals) -> tuple[list[int], dict[int, int]]:
+    """An answer in whose midst `rank` is struck, and the ranks' processes after it."""
+    pid = (await status(engine))["pids"][rank]
+    hit = False
+
+    def strike(count: int) -> None:
+        nonlocal hit
+        if count > 200 and not hit:
+            hit = True
+            os.kill(pid, fault)
+
+    tokens, finished = await answer(engine, strike)
+    assert hit
+    assert (finished.reason, finished.error) == (FinishReason.LENGTH, None)
+    return tokens, (await status(engine))["pids"]
+
+
+async def spare(engine: RunningEngine) -> int:
+    """The process of the one spare, once it is warm."""
+    while not (pids := (await status(engine))["spare_pids"]):  # noqa: ASYNC110 -- in another process
+        await asyncio.sleep(0.05)
+    [pid] = pids
+    return int(pid)
+
+
+@pytest.mark.ray
+def test_a_warm_spare_takes_the_place_of_a_rank_that_dies(ray_cluster: None, tiny_path: Path) -> None:
+    async def main() -> None:
+        async with running(tiny_path, recovery={"max_rebuilds": 3, "warm_spares": 1}) as engine:
+            expected, _ = await answer(engine)
+            first = await spare(engine)
+            tokens, pids = await answer_struck(engine, 1, signal.SIGKILL)
+            assert tokens == expected
+            assert pids[1] == first
+            # One that has died itself is passed over.
+            second = await spare(engine)
+            assert second != first
+            os.kill(second, signal.SIGKILL)
+            tokens, pids = await answer_struck(engine, 0, signal.SIGSTOP)
+            assert tokens == expected
+            assert second not in pids.values()
+            assert pids[1] == first
+            assert await spare(engine) not in pids.values()
 
     asyncio.run(main())
 
