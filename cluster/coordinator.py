@@ -19,6 +19,7 @@ from typing import TypeVar
 import msgspec
 
 from cluster.engine_socket import EngineSocket
+from cluster.engine_state import EngineLife, EngineState
 from cluster.messages import Abort, EngineStats, Finished, FlushCache, StepOutput, Submit
 from cluster.observability.steps import StepMeter
 from cluster.recovery import Recovery
@@ -87,8 +88,8 @@ class Coordinator:
         self._rebuild = rebuild
         self.num_rebuilds = 0
         """How often the group was rebuilt."""
-        self.is_rebuilding = False
-        """It is just now: no step runs, requests wait."""
+        self.life = EngineLife()
+        """Of the engine: RUNNING from `run` on."""
         self._meter = StepMeter(cost)
         # Control threads ask the scheduler for its figures; a step holds the lock only while it computes.
         self._lock = threading.Lock()
@@ -139,6 +140,7 @@ class Coordinator:
         """
         try:
             self._socket.start()
+            self.life.enter(EngineState.RUNNING)
             while (failure := self._serve()) is not None:
                 while failure is not None:
                     failure = self._recover(failure)
@@ -147,6 +149,7 @@ class Coordinator:
             self._fail_all(failure)
             raise failure from None
         finally:
+            self.life.enter(EngineState.DEAD)
             self._socket.close()
 
     def _serve(self) -> LockstepError | None:
@@ -187,7 +190,7 @@ class Coordinator:
         began = time.monotonic()
         self._failure = None
         self._blamed.clear()
-        self.is_rebuilding = True
+        self.life.enter(EngineState.REBUILDING)
         rebuilt: Future[tuple[FrameWriter, FrameReader]] = Future()
         rebuilt.add_done_callback(lambda _: self._socket.wake())
         args = (rebuilt, self._rebuild, self.scheduler.generation, str(failure))
@@ -195,7 +198,6 @@ class Coordinator:
         while not rebuilt.done() and not self._closing.is_set():
             self._socket.send(StepOutput(stats=self._report()))
             self._take_messages(_WATCH_S)
-        self.is_rebuilding = False
         if self._closing.is_set():
             raise failure
         try:
@@ -203,6 +205,7 @@ class Coordinator:
         except LockstepError as error:
             return error
         self.num_rebuilds += 1
+        self.life.enter(EngineState.RUNNING)
         logger.warning("the group is rebuilt after %.2f s", time.monotonic() - began)
         return None
 
@@ -304,9 +307,10 @@ class Coordinator:
         self._socket.send(output)
 
     def _report(self) -> EngineStats:
-        ages = [] if self.is_rebuilding else list(self._heartbeat_ages())
+        state = self.life.state
+        ages = [] if state is EngineState.REBUILDING else list(self._heartbeat_ages())
         stats = self._meter.report(self.scheduler.stats(), ages)
-        return msgspec.structs.replace(stats, num_rebuilds=self.num_rebuilds, is_rebuilding=self.is_rebuilding)
+        return msgspec.structs.replace(stats, num_rebuilds=self.num_rebuilds, state=state)
 
     def _fail_all(self, error: LockstepError) -> None:
         with self._lock:
@@ -318,6 +322,7 @@ class Coordinator:
 
     def _leave(self) -> None:
         """Retires what is in flight, then tells the ranks to leave their loops."""
+        self.life.enter(EngineState.DRAINING)
         while self.scheduler.num_in_flight:
             self.scheduler.retire(StepResult.decode(self._results.recv(self._step_timeout_s)))
         leave = StepFrame(self.scheduler.generation, self.scheduler.last_step + 1, kind=FrameKind.CLOSE)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from cluster.actors import Location, RankLoad
+from cluster.engine_state import EngineState
 from cluster.observability.logs import log_to_stderr
 from configs.model_config import ModelConfig
 from configs.schema import EngineConfig
@@ -200,13 +201,13 @@ class CoordinatorActor:
         """Scheduler figures, steps so far and the failure, if any. Raises when the pages do not add up."""
         coordinator = self._coordinator
         if coordinator is None:
-            return {"phase": self._phase}
+            return {"phase": self._phase, "state": EngineState.STARTING}
         coordinator.inspect(lambda scheduler: scheduler.check_integrity())
         stats = coordinator.inspect(lambda scheduler: scheduler.stats())
         return {
             "phase": self._phase,
             "failure": coordinator.failure,
-            "is_rebuilding": coordinator.is_rebuilding,
+            "state": coordinator.life.state,
             "num_rebuilds": coordinator.num_rebuilds,
             "pids": self._group.pids if self._group is not None else {},
             "spare_pids": self._group.spare_pids if self._group is not None else [],

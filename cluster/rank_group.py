@@ -132,7 +132,7 @@ class RankGroup:
         return self._start_actor(self._spec(rank), f"tp{rank}", bundle=1 + rank, gpus=gpus)
 
     def _start_spare(self, number: int) -> Any:
-        return self._start_actor(self._spec(-1), f"spare{number}", bundle=0, gpus=0)
+        return self._start_actor(self._spec(-1), f"tp-spare{number}", bundle=0, gpus=0)
 
     def _spec(self, rank: int) -> RankSpec:
         return RankSpec(self._config, self._model, str(self._model_path), rank, self._name)

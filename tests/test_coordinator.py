@@ -16,6 +16,7 @@ import pytest
 
 from cluster.coordinator import Coordinator
 from cluster.engine_client import EngineClient, RequestStream
+from cluster.engine_state import EngineState
 from cluster.messages import EngineStats, Finished, FinishReason, SamplingParams
 from cluster.recovery import Recovery
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
@@ -311,7 +312,8 @@ def test_requests_wait_while_the_group_is_rebuilt_and_go_on_with_the_tokens_they
         first = await anext(stream)
         await anext(leaving)
         coordinator.fail(RankLostError("rank 1 died"))
-        await reported(client, lambda stats: stats.is_rebuilding)
+        await reported(client, lambda stats: stats.state is EngineState.REBUILDING)
+        assert coordinator.life.state is EngineState.REBUILDING
         leaving.abort()
         [late] = client.submit([prompt(200)], [[SamplingParams(max_tokens=3)]])
         await reported(client, lambda stats: stats.scheduler.num_waiting == 2)
@@ -322,12 +324,13 @@ def test_requests_wait_while_the_group_is_rebuilt_and_go_on_with_the_tokens_they
         assert (finished.reason, finished.num_preemptions) == (FinishReason.LENGTH, 1)
         assert (await asyncio.wait_for(read(late), 20))[0] == [201, 202, 203]
         rest = await reported(client, lambda stats: not stats.scheduler.num_running)
-        assert (rest.num_rebuilds, rest.is_rebuilding) == (1, False)
+        assert (rest.num_rebuilds, rest.state) == (1, EngineState.RUNNING)
         await client.close()
 
     with running(CountingRank(0.01), recovery=Recovery(2), rebuild=rebuild) as coordinator:
         asyncio.run(main())
         coordinator.inspect(lambda scheduler: scheduler.check_integrity())
+    assert coordinator.life.state is EngineState.DEAD
     assert begun == [(2, "rank 1 died"), (3, "rank 0 died too")]
 
 
