@@ -114,8 +114,12 @@ class RecoveryConfig(_Section):
     """Processes that wait, all modules loaded, to take the place of a rank that dies, which saves most of a rebuild's
     time. Each takes about 220 MiB of memory, and its start seconds of a core: on CPU with few, the streams notice."""
     stall_timeout_s: float = Field(1.0, gt=0)
-    """How long a rank's process may be stopped (SIGSTOP) before it is ended. Such a process does nothing however
-    long a step takes, so this need not be longer than one; under a debugger it does not count as stopped."""
+    """How long a process may be stopped (SIGSTOP) before it is ended: a rank, or the coordinator or replica, which end
+    the whole replica. Such a process does nothing however long a step takes, so this need not be longer than one; under
+    a debugger it does not count as stopped."""
+    hang_timeout_s: float = Field(1.0, gt=0)
+    """How much longer than three times the slowest step like it a step may run before the ranks count as hung. Time
+    that other programs take from the ranks does not count. The first 16 steps have `parallel.step_timeout_s` alone."""
 
 
 class PlacementConfig(_Section):
