@@ -119,7 +119,8 @@ class RecoveryConfig(_Section):
     a debugger it does not count as stopped."""
     hang_timeout_s: float = Field(1.0, gt=0)
     """How much longer than three times the slowest step like it a step may run before the ranks count as hung. Time
-    that other programs take from the ranks does not count. The first 16 steps have `parallel.step_timeout_s` alone."""
+    that other programs take from the ranks does not count. The first 16 steps, and the first 16 with prompts, have
+    `parallel.step_timeout_s` alone."""
 
 
 class PlacementConfig(_Section):

@@ -40,10 +40,10 @@ _RECORD = struct.Struct("<dffiiiiff")
 _MAX_UNREAD_BYTES = _RECORD.size * 4096
 
 
-# Steps after which it is known what one takes: the first ones compile, and touch everything for the first time.
+# Steps of a kind after which it is known what one takes: the first ones touch everything for the first time.
 _LEARNED = 16
-# What is slow once is forgotten in a thousand steps: prompts may come seldom.
-_FORGET = 0.999
+# What was slow once, on a busy machine say, is forgotten in some hundred steps.
+_FORGET = 0.99
 # Of a step, whatever is in it.
 _LEAST_S = 1e-3
 
@@ -64,8 +64,9 @@ class StepMeter:
         self._cost = cost
         self._peaks = peaks
         self._clock = clock
-        self._slowness = 0.0  # of the slowest lately: its duration over what the peaks allow
-        self._num_retired = 0
+        # By whether prompts are in the step: of the slowest lately, its duration over what the peaks allow.
+        self._slowness = [0.0, 0.0]
+        self._num_retired = [0, 0]
         # Launched at; rows, decodes and prompt tokens; FLOPs and bytes.
         self._in_flight: deque[tuple[float, tuple[int, int, int], tuple[float, float]]] = deque()
         self._last_end: float | None = None  # of a step; None where the engine had nothing to do since
@@ -91,13 +92,13 @@ class StepMeter:
             possible_s: at most so much of its duration was its own, and not other programs'.
         """
         now = self._clock()
-        least_s = self._least_s()
+        kind, least_s = self._least()
         launched, counts, cost = self._in_flight.popleft()
         before = launched if self._last_end is None else self._last_end
         duration, gap = now - max(launched, before), max(0.0, launched - before)
         self._last_end = now
-        self._num_retired += 1
-        self._slowness = max(self._slowness * _FORGET, min(duration, possible_s) / least_s)
+        self._num_retired[kind] += 1
+        self._slowness[kind] = max(self._slowness[kind] * _FORGET, min(duration, possible_s) / least_s)
         if len(self._records) >= _MAX_UNREAD_BYTES:
             self._records.clear()
         self._records += _RECORD.pack(launched, duration, gap, *counts, num_sampled, *cost)
@@ -105,11 +106,14 @@ class StepMeter:
     def expected_s(self) -> float:
         """What the oldest step in flight takes if it is like the slowest of those before, by what it has to compute
         and read; infinite before that is known."""
-        return self._slowness * self._least_s() if self._num_retired >= _LEARNED else math.inf
+        kind, least_s = self._least()
+        return self._slowness[kind] * least_s if self._num_retired[kind] >= _LEARNED else math.inf
 
-    def _least_s(self) -> float:
-        """What the peaks allow for the oldest step in flight."""
-        return _LEAST_S + sum(amount / peak for amount, peak in zip(self._in_flight[0][2], self._peaks, strict=True))
+    def _least(self) -> tuple[int, float]:
+        """Whether prompts are in the oldest step in flight, and the seconds that the peaks allow for it."""
+        _, (*_, num_prompt_tokens), cost = self._in_flight[0]
+        least_s = _LEAST_S + sum(amount / peak for amount, peak in zip(cost, self._peaks, strict=True))
+        return int(num_prompt_tokens > 0), least_s
 
     def lost(self) -> None:
         """The steps in flight will not retire."""
