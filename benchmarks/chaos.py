@@ -1,11 +1,13 @@
 """What streams notice of ranks that die and stop: nothing but a pause, and how long that is.
 
-    python -m benchmarks.chaos MODEL [--ranks 3] [--streams 32] [--kills 50] [--stops 20] [--seed 0] [--out FILE]
+    python -m benchmarks.chaos MODEL [--ranks 3] [--streams 32] [--kills 50] [--stops 20] [--spares 0]
+        [--calm 0] [--seed 0] [--out FILE]
 
 Streams greedy, sampled, guided, with penalties and logprobs, with stop strings and of several answers run again and
-again, while a rank drawn at random is killed (SIGKILL) or stopped (SIGSTOP), each fault some steps after the rebuild
-from the one before. What each stream brings is compared with what it brought before the first fault. The pause of a
-stream is the time between its chunks before and after a fault. MODEL is a directory or a .gguf file.
+again, while a rank drawn at random is killed (SIGKILL) or stopped (SIGSTOP), each fault --calm seconds and some steps
+after the rebuild from the one before: a spare takes some seconds to be made ready. What each stream brings is compared
+with what it brought before the first fault. The pause of a stream is the time between its chunks before and after a
+fault. MODEL is a directory or a .gguf file.
 """
 
 from __future__ import annotations
@@ -59,12 +61,17 @@ class Chaos:
         self.got: list[Streamed] = []
         self.differing: list[dict[str, Any]] = []
 
-    async def run(self, faults: list[signal.Signals], random_: random.Random) -> list[tuple[str, float, float]]:
+    async def run(
+        self, faults: list[signal.Signals], random_: random.Random, calm_s: float
+    ) -> list[tuple[str, float, float]]:
         """Name, time and time of the rebuild of each of `faults`."""
         self._expected = list(await asyncio.gather(*map(self._group.stream, self._bodies)))
         streaming = asyncio.create_task(self._stream())
         await asyncio.sleep(1)
-        struck = [(fault.name, *await self._group.strike(fault, random_)) for fault in faults]
+        struck = []
+        for fault in faults:
+            await asyncio.sleep(calm_s)
+            struck.append((fault.name, *await self._group.strike(fault, random_)))
         self._ending = True
         await streaming
         return struck
@@ -97,11 +104,14 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     random_ = random.Random(arguments.seed)
     faults = [signal.SIGKILL] * arguments.kills + [signal.SIGSTOP] * arguments.stops
     random_.shuffle(faults)
-    changes = {"tensor_parallel_size": arguments.ranks, "recovery": {"max_rebuilds": len(faults) + 1}}
+    changes = {
+        "tensor_parallel_size": arguments.ranks,
+        "recovery": {"max_rebuilds": len(faults) + 1, "warm_spares": arguments.spares},
+    }
     async with served_group(arguments.model, "chaos", **changes) as group:
         began = time.monotonic()
         chaos = Chaos(group, arguments.streams)
-        struck = await chaos.run(faults, random_)
+        struck = await chaos.run(faults, random_, arguments.calm)
         status = await group.status()
     pauses = {
         name: [p for kind, at, _ in struck if kind == name for it in chaos.got if (p := it.pause_at(at)) is not None]
@@ -110,6 +120,8 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "circumstances": circumstances(),
         "ranks": arguments.ranks,
+        "spares": arguments.spares,
+        "calm_s": arguments.calm,
         "streams": arguments.streams,
         "faults": {name: sum(kind == name for kind, _, _ in struck) for name in pauses},
         "seconds": round(time.monotonic() - began, 1),
@@ -131,6 +143,8 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--stops", type=int, default=20)
+    parser.add_argument("--spares", type=int, default=0)
+    parser.add_argument("--calm", type=float, default=0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()

@@ -50,8 +50,11 @@ class RankSpec:
     model: ModelConfig
     model_path: str
     rank: int
+    """-1: a spare, until it is told to become another."""
     replica: str
     """Name of the replica whose rank it is."""
+    device: str | None = None
+    """As in `Location`, for a spare that takes a place: the GPU there is not its own. None: what Ray gave it."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +81,7 @@ class RankActor:
     """One rank's process. Methods run in the order they are declared; `ctl` ones answer while `run` blocks."""
 
     def __init__(self, spec: RankSpec) -> None:
-        log_to_stderr(spec.config.observability.log_format, replica=spec.replica, rank=f"tp{spec.rank}")
-        self._spec = spec
+        self.become(spec)
         self._group: TensorParallelGroup | None = None
         self._worker: TPWorker | None = None
         self._progress = 0.0
@@ -87,7 +89,22 @@ class RankActor:
         self._results: FrameWriter | None = None
 
     def __repr__(self) -> str:
-        return f"Rank[tp{self._spec.rank}]"
+        return f"Rank[tp{self._spec.rank}]" if self._spec.rank >= 0 else "Rank[spare]"
+
+    def become(self, spec: RankSpec) -> None:
+        """Makes this the rank of `spec`; before it joins."""
+        name = f"tp{spec.rank}" if spec.rank >= 0 else "spare"
+        log_to_stderr(spec.config.observability.log_format, replica=spec.replica, rank=name)
+        self._spec = spec
+
+    def warm_up(self) -> int:
+        """Does what a process does once, whichever rank it becomes; returns its id."""
+        import os
+
+        from worker.tp_worker import warm_up
+
+        warm_up(self._spec.config)
+        return os.getpid()
 
     def where(self) -> Location:
         """Node, process and device of this rank."""
@@ -97,8 +114,8 @@ class RankActor:
         import worker.tp_worker  # noqa: F401
 
         context = ray.get_runtime_context()
-        device = "cpu"
-        if self._spec.config.device == "cuda":
+        device = self._spec.device or "cpu"
+        if self._spec.config.device == "cuda" and self._spec.device is None:
             gpu = context.get_accelerator_ids()["GPU"][0]
             device = f"cuda:{device_index(gpu, os.environ.get('CUDA_VISIBLE_DEVICES'))}"
         return Location(context.get_node_id(), os.getpid(), device)

@@ -19,11 +19,13 @@ from typing import TypeVar
 import msgspec
 
 from cluster.engine_socket import EngineSocket
+from cluster.engine_state import EngineLife, EngineState
 from cluster.messages import Abort, EngineStats, Finished, FlushCache, StepOutput, Submit
 from cluster.observability.steps import StepMeter
+from cluster.rank_clock import RankClock
 from cluster.recovery import Recovery
 from cluster.scheduling.scheduler import Scheduler
-from configs.errors import DeadlineError, EngineError, LockstepError
+from configs.errors import DeadlineError, EngineError, LockstepError, StepHungError
 from parallel.channel import STEP_TIMEOUT, FrameReader, FrameWriter
 from parallel.step_cost import StepCost
 from worker.protocol import FrameKind, StepFrame, StepResult
@@ -37,6 +39,12 @@ _BLAME_S = 2.0
 _FLUSH_S = 1.0
 # A mask takes a tenth of this, a step several times as long.
 _MASK_WAIT_S = 0.001
+# How often a step that is awaited is looked after.
+_LOOK_S = 0.2
+# A step may take so many times what the slowest one like it took.
+_HUNG_FACTOR = 3.0
+# The same words each time: what happens twice to one request is not tried again.
+_HUNG = "a step hangs: it has run for longer than such steps take by more than recovery.hang_timeout_s={:g}"
 # While a step runs longer than this, or the group is rebuilt, the figures go out all the same.
 _WATCH_S = 1.0
 # A step that has used up this share of its deadline counts as stuck: what its ranks do is worth a line in the log.
@@ -57,7 +65,11 @@ class Coordinator:
         heartbeat_ages: seconds since each rank last took or awaited a frame; nothing where that is not known.
         on_stuck: called once for a step that takes suspiciously long, with its age in seconds; must not block.
         recovery: whether a group that failed is rebuilt. None: never.
-        rebuild: makes ranks and channel anew, given a generation and the reason; called on a thread of its own.
+        peaks: FLOP/s and bytes/s that all ranks together were measured to do.
+        rank_clock: of the ranks; None: a step that hangs is found by `step_timeout_s` alone.
+        hang_timeout_s: `recovery.hang_timeout_s`.
+        rebuild: makes ranks and channel anew, given a generation and what ended the one before; called on a thread of
+            its own.
     """
 
     def __init__(
@@ -71,7 +83,10 @@ class Coordinator:
         heartbeat_ages: Callable[[], Sequence[float]] = tuple,
         on_stuck: Callable[[float], None] | None = None,
         recovery: Recovery | None = None,
-        rebuild: Callable[[int, str], tuple[FrameWriter, FrameReader]] | None = None,
+        rebuild: Callable[[int, LockstepError], tuple[FrameWriter, FrameReader]] | None = None,
+        peaks: tuple[float, float] = (math.inf, math.inf),
+        rank_clock: RankClock | None = None,
+        hang_timeout_s: float = math.inf,
     ) -> None:
         self.scheduler = scheduler
         self._frames = frames
@@ -87,9 +102,12 @@ class Coordinator:
         self._rebuild = rebuild
         self.num_rebuilds = 0
         """How often the group was rebuilt."""
-        self.is_rebuilding = False
-        """It is just now: no step runs, requests wait."""
-        self._meter = StepMeter(cost)
+        self.life = EngineLife()
+        """Of the engine: RUNNING from `run` on."""
+        self._meter = StepMeter(cost, peaks=peaks)
+        self._rank_clock = rank_clock
+        self._possible_s = math.inf  # of the last step's duration, what the ranks could use
+        self._hang_timeout_s = hang_timeout_s
         # Control threads ask the scheduler for its figures; a step holds the lock only while it computes.
         self._lock = threading.Lock()
 
@@ -97,6 +115,11 @@ class Coordinator:
     def address(self) -> str:
         """Where the Engine replica connects."""
         return self._socket.address
+
+    @property
+    def engine_pid(self) -> int | None:
+        """Process id of the Engine, while it is connected."""
+        return self._socket.peer_pid
 
     @property
     def failure(self) -> str | None:
@@ -139,6 +162,7 @@ class Coordinator:
         """
         try:
             self._socket.start()
+            self.life.enter(EngineState.RUNNING)
             while (failure := self._serve()) is not None:
                 while failure is not None:
                     failure = self._recover(failure)
@@ -147,6 +171,7 @@ class Coordinator:
             self._fail_all(failure)
             raise failure from None
         finally:
+            self.life.enter(EngineState.DEAD)
             self._socket.close()
 
     def _serve(self) -> LockstepError | None:
@@ -187,15 +212,14 @@ class Coordinator:
         began = time.monotonic()
         self._failure = None
         self._blamed.clear()
-        self.is_rebuilding = True
+        self.life.enter(EngineState.REBUILDING)
         rebuilt: Future[tuple[FrameWriter, FrameReader]] = Future()
         rebuilt.add_done_callback(lambda _: self._socket.wake())
-        args = (rebuilt, self._rebuild, self.scheduler.generation, str(failure))
+        args = (rebuilt, self._rebuild, self.scheduler.generation, failure)
         threading.Thread(target=_run_into, args=args, name="rebuild", daemon=True).start()
         while not rebuilt.done() and not self._closing.is_set():
             self._socket.send(StepOutput(stats=self._report()))
             self._take_messages(_WATCH_S)
-        self.is_rebuilding = False
         if self._closing.is_set():
             raise failure
         try:
@@ -203,6 +227,7 @@ class Coordinator:
         except LockstepError as error:
             return error
         self.num_rebuilds += 1
+        self.life.enter(EngineState.RUNNING)
         logger.warning("the group is rebuilt after %.2f s", time.monotonic() - began)
         return None
 
@@ -248,7 +273,7 @@ class Coordinator:
             result = StepResult.decode(self._receive())
             with self._lock:
                 output = self.scheduler.retire(result)
-                self._meter.retired(len(result.tokens))
+                self._meter.retired(len(result.tokens), self._possible_s)
                 self._send(output)
             return True
         if self.scheduler.has_work and not self.scheduler.is_awaiting_masks:
@@ -279,21 +304,37 @@ class Coordinator:
         """The oldest step's result; reports while it is awaited.
 
         Raises:
-            DeadlineError: it did not come within `parallel.step_timeout_s`.
+            DeadlineError: it did not come within `parallel.step_timeout_s`, or the ranks hang.
         """
-        began = time.monotonic()
+        began = reported = time.monotonic()
         stuck_at = began + self._step_timeout_s * _STUCK_SHARE
+        self._possible_s = math.inf
+        if self._rank_clock is not None:
+            self._rank_clock.restart()
         while True:
             waited = time.monotonic() - began
             try:
-                return self._results.recv(min(_WATCH_S, self._step_timeout_s - waited))
+                return self._results.recv(min(_LOOK_S, self._step_timeout_s - waited))
             except DeadlineError:
                 if (now := time.monotonic()) - began >= self._step_timeout_s:
                     raise DeadlineError(f"no result came within {STEP_TIMEOUT}={self._step_timeout_s:g}") from None
-            self._socket.send(StepOutput(stats=self._report()))
-            if now >= stuck_at and self._on_stuck is not None:
+            if now - reported >= _WATCH_S:
+                reported = now
+                self._socket.send(StepOutput(stats=self._report()))
+            is_hung = self._is_hung()
+            if (is_hung or now >= stuck_at) and self._on_stuck is not None:
                 stuck_at = math.inf
                 self._on_stuck(now - began)
+            if is_hung:
+                self.fail(StepHungError(_HUNG.format(self._hang_timeout_s)))
+
+    def _is_hung(self) -> bool:
+        """Whether the oldest step has had far more time than it can need."""
+        if self._rank_clock is None:
+            return False
+        possible_s = self._rank_clock.look()
+        self._possible_s = possible_s + 2 * _LOOK_S  # before the first look and after the last
+        return possible_s >= self._hang_timeout_s + _HUNG_FACTOR * self._meter.expected_s()
 
     def _send(self, output: StepOutput | None) -> None:
         """Sends `output`, with a report where one is due."""
@@ -304,9 +345,10 @@ class Coordinator:
         self._socket.send(output)
 
     def _report(self) -> EngineStats:
-        ages = [] if self.is_rebuilding else list(self._heartbeat_ages())
+        state = self.life.state
+        ages = [] if state is EngineState.REBUILDING else list(self._heartbeat_ages())
         stats = self._meter.report(self.scheduler.stats(), ages)
-        return msgspec.structs.replace(stats, num_rebuilds=self.num_rebuilds, is_rebuilding=self.is_rebuilding)
+        return msgspec.structs.replace(stats, num_rebuilds=self.num_rebuilds, state=state)
 
     def _fail_all(self, error: LockstepError) -> None:
         with self._lock:
@@ -318,6 +360,7 @@ class Coordinator:
 
     def _leave(self) -> None:
         """Retires what is in flight, then tells the ranks to leave their loops."""
+        self.life.enter(EngineState.DRAINING)
         while self.scheduler.num_in_flight:
             self.scheduler.retire(StepResult.decode(self._results.recv(self._step_timeout_s)))
         leave = StepFrame(self.scheduler.generation, self.scheduler.last_step + 1, kind=FrameKind.CLOSE)

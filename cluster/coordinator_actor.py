@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from cluster.actors import Location, RankLoad
+from cluster.engine_state import EngineState
 from cluster.observability.logs import log_to_stderr
+from cluster.stopped import end_stopped, is_replica
 from configs.model_config import ModelConfig
 from configs.schema import EngineConfig
 
@@ -50,6 +54,8 @@ class EngineFacts:
 
     address: str
     """The coordinator's socket, for `EngineClient.connect`."""
+    pid: int
+    """The coordinator's process."""
     num_pages: int
     max_model_len: int
     max_item_tokens: int
@@ -87,6 +93,7 @@ class CoordinatorActor:
         self._phase_s: list[tuple[str, float]] = []
         self._group: RankGroup | None = None
         self._coordinator: Coordinator | None = None
+        self._recovers = False
         self._guides = RequestGuides(spec.model.vocab_size, spec.model.eos_token_ids, self._wake)
 
     def __repr__(self) -> str:
@@ -95,6 +102,7 @@ class CoordinatorActor:
     def start(self, placement_group: PlacementGroup) -> EngineFacts:
         """Starts the ranks and loads the model; the socket takes connections, `run` serves them."""
         from cluster.coordinator import Coordinator
+        from cluster.rank_clock import RankClock
         from cluster.rank_group import GENERATION, RankGroup
         from cluster.recovery import Recovery, reason_never
         from cluster.scheduling.scheduler import Scheduler
@@ -131,7 +139,8 @@ class CoordinatorActor:
         message_bytes = max(limits.max_frame_bytes, result_bytes)
         frames, results = group.run(num_pages, max_model_len, limits.num_window_pages, message_bytes)
         never = reason_never(config, one_node=group.one_node)
-        if never is None:
+        self._recovers = never is None
+        if self._recovers:
             group.end_stopped(config.recovery.stall_timeout_s)
         coordinator = Coordinator(
             scheduler=Scheduler(limits, GENERATION, self._guides.make),
@@ -147,12 +156,16 @@ class CoordinatorActor:
             on_stuck=group.log_stacks,
             recovery=Recovery(config.recovery.max_rebuilds, never),
             rebuild=group.rebuild,
+            peaks=(peak_flops, peak_bandwidth),
+            rank_clock=RankClock(lambda: group.pids.values()) if self._recovers else None,
+            hang_timeout_s=config.recovery.hang_timeout_s,
         )
         self._coordinator = coordinator
         group.watch(coordinator.fail)
         self._enter("ready")
         return EngineFacts(
             address=coordinator.address,
+            pid=os.getpid(),
             num_pages=num_pages,
             max_model_len=max_model_len,
             max_item_tokens=limits.max_item_tokens,
@@ -173,12 +186,22 @@ class CoordinatorActor:
         coordinator, group = self._coordinator, self._group
         assert coordinator is not None, "start comes first"
         assert group is not None, "start comes first"
+        if self._recovers:
+            group.start_spares()
+        ended = threading.Event()
+        end_stopped(self._replica, self._spec.config.recovery.stall_timeout_s, ended)
         try:
             coordinator.run()
         finally:
+            ended.set()
             self._phase = "ended"
             group.close(coordinator.failure)
             self._guides.close()
+
+    def _replica(self) -> dict[str, int]:
+        """The process of the Engine replica, where it is one that Ray Serve replaces."""
+        pid = None if self._coordinator is None else self._coordinator.engine_pid
+        return {"the Engine replica": pid} if pid is not None and is_replica(pid) else {}
 
     @ray.method(concurrency_group="ctl")
     def set_tokenizer(self, tokenizer: str) -> None:
@@ -196,15 +219,16 @@ class CoordinatorActor:
         """Scheduler figures, steps so far and the failure, if any. Raises when the pages do not add up."""
         coordinator = self._coordinator
         if coordinator is None:
-            return {"phase": self._phase}
+            return {"phase": self._phase, "state": EngineState.STARTING}
         coordinator.inspect(lambda scheduler: scheduler.check_integrity())
         stats = coordinator.inspect(lambda scheduler: scheduler.stats())
         return {
             "phase": self._phase,
             "failure": coordinator.failure,
-            "is_rebuilding": coordinator.is_rebuilding,
+            "state": coordinator.life.state,
             "num_rebuilds": coordinator.num_rebuilds,
             "pids": self._group.pids if self._group is not None else {},
+            "spare_pids": self._group.spare_pids if self._group is not None else [],
             "num_steps": coordinator.num_steps,
             **dataclasses.asdict(stats),
         }

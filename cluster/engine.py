@@ -22,6 +22,7 @@ from cluster.rank_group import NAMESPACE, node_cores
 from cluster.requests.engine_info import EngineInfo
 from cluster.requests.sampling import SamplingDefaults
 from cluster.requests.served_model import ServedModel
+from cluster.stopped import StoppedClock
 from cluster.text.tokenizer import Tokenizer
 from cluster.version import VERSION
 from configs.checkpoint import resolve_model_path
@@ -35,8 +36,8 @@ logger = logging.getLogger(__name__)
 
 
 _CLOSE_TIMEOUT_S = 15.0
-# How much longer than a step's deadline a coordinator may be silent.
-_SILENCE_S = 10.0
+# It reports once a second, also while a step hangs or ranks are replaced.
+_SILENCE_S = 30.0
 
 
 def describe(config: EngineConfig, *, gpus: bool, announce: bool = True) -> EngineSpec:
@@ -70,6 +71,7 @@ class RunningEngine:
         self.coordinator = coordinator
         """Handle of the `CoordinatorActor`."""
         self._run = run
+        self._stopped = StoppedClock(facts.pid)
 
     @classmethod
     async def start(
@@ -114,13 +116,11 @@ class RunningEngine:
             return EngineError("the engine was closed") if error is None else _cause(error)
         if self.client.failure is not None:
             return EngineError(self.client.failure)
-        silence_s, limit_s = self.client.board.age_s, self.spec.config.parallel.step_timeout_s + _SILENCE_S
-        if silence_s > limit_s:
-            # It reports once a second, also while a step hangs: its own deadlines do not pass any more.
-            return EngineError(
-                f"the coordinator has not reported for {silence_s:.0f} s; it fails a step after "
-                f"parallel.step_timeout_s={self.spec.config.parallel.step_timeout_s:g}, so it is stuck itself"
-            )
+        timeout_s = self.spec.config.recovery.stall_timeout_s
+        if self._stopped.look() >= timeout_s:
+            return EngineError(f"the coordinator is stopped for longer than recovery.stall_timeout_s={timeout_s:g}")
+        if (silence_s := self.client.board.age_s) > _SILENCE_S:
+            return EngineError(f"the coordinator has not reported for {silence_s:.0f} s, so it is stuck")
         return None
 
     async def open_model(self, tokenizer: Tokenizer) -> ServedModel:

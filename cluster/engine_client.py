@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from cluster.engine_state import EngineState
 from cluster.messages import (
     Abort,
     EngineToCoordinator,
@@ -394,6 +395,7 @@ class EngineClient:
         if self._lost is not None:
             return
         self._lost = reason
+        self.telemetry.life.enter(EngineState.DEAD)
         _fail_all(self._streams.values(), reason)
         self._streams.clear()
 

@@ -19,7 +19,7 @@ import time
 import msgspec
 
 from cluster.messages import EngineToCoordinator, StepOutput
-from parallel.sockets import is_ours, pack_frame, whole_frames
+from parallel.sockets import is_ours, pack_frame, pid_of, whole_frames
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +59,13 @@ class EngineSocket:
     def start(self) -> None:
         """Lets the Engine in; to be called once."""
         self._thread.start()
+
+    @property
+    def peer_pid(self) -> int | None:
+        """Process id of the Engine, while it is connected; callable from another thread."""
+        with contextlib.suppress(OSError):  # it has just gone
+            return None if (peer := self._peer) is None else pid_of(peer)
+        return None
 
     def wake(self) -> None:
         """Makes a blocked `poll` return; callable from another thread."""

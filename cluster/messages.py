@@ -12,6 +12,8 @@ from enum import StrEnum
 
 import msgspec
 
+from cluster.engine_state import EngineState
+
 
 class FinishReason(StrEnum):
     """Why a request ended."""
@@ -262,8 +264,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """By rank, how long ago it last took or awaited a frame. Empty: the ranks are on several nodes."""
     num_rebuilds: int = 0
     """How often ranks that failed were replaced so far."""
-    is_rebuilding: bool = False
-    """They are just now: no step runs, requests wait."""
+    state: EngineState = EngineState.RUNNING
+    """The coordinator's."""
     steps: bytes
     """Records of the steps that retired since the last one (`cluster.observability.steps.STEP_DTYPE`)."""
 

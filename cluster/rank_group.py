@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,18 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.actors import Location, RankActor, RankLoad, RankSpec, actor_class
+from cluster.stopped import end_stopped
+from cluster.warm_spares import WarmSpares
 from configs.addresses import family_of
-from configs.errors import ConfigError, DeadlineError, EngineError, LockstepError, RankDiedError, RankLostError
+from configs.errors import (
+    ConfigError,
+    DeadlineError,
+    EngineError,
+    LockstepError,
+    RankDiedError,
+    RankLostError,
+    StepHungError,
+)
 from configs.kv_pages import PageBytes
 from configs.model_config import ModelConfig
 from configs.schema import EngineConfig
@@ -41,8 +51,9 @@ logger = logging.getLogger(__name__)
 NAMESPACE = "lockstep"
 GENERATION = 1
 _WATCH_INTERVAL_S = 1.0
-_LOOK_INTERVAL_S = 0.2
 _LEAVE_TIMEOUT_S = 10.0
+# After a hang: the others wait for the one that hangs, and leave as soon as they are told.
+_LEAVE_HUNG_TIMEOUT_S = 2.0
 _ABORT_TIMEOUT_S = 1.0
 _PROGRESS_TIMEOUT_S = 5.0
 _STACKS_TIMEOUT_S = 2.0
@@ -98,6 +109,8 @@ class RankGroup:
         self._ranks: list[Any] = []
         self._measured = self._ranks  # those whose progress is the group's
         self._processes: dict[int, tuple[int, int]] = {}  # by rank on this node: process id and a pidfd of it
+        self._devices: dict[int, str] = {}  # by rank, as in Location: each bundle has one
+        self._spares = WarmSpares(config.recovery.warm_spares, self._start_spare)
         self._runs: list[ray.ObjectRef[None]] = []
         self._run_args: tuple[int, int, int | None, int] | None = None
         self._store: Any = None
@@ -116,8 +129,8 @@ class RankGroup:
 
     @property
     def pids(self) -> dict[int, int]:
-        """Process ids by rank, of those on this node."""
-        return {rank: pid for rank, (pid, _) in sorted(self._processes.items())}
+        """Process ids by rank, of those on this node; callable from another thread."""
+        return {rank: pid for rank, (pid, _) in sorted(dict(self._processes).items())}
 
     def start(self) -> list[Location]:
         """Starts the processes and says where they are."""
@@ -126,21 +139,38 @@ class RankGroup:
 
     def _start(self, rank: int) -> Any:
         gpus = 1 if self._config.device == "cuda" else 0
-        spec = RankSpec(self._config, self._model, str(self._model_path), rank, self._name)
+        return self._start_actor(self._spec(rank), f"tp{rank}", bundle=1 + rank, gpus=gpus)
+
+    def _start_spare(self, number: int) -> Any:
+        return self._start_actor(self._spec(-1), f"tp-spare{number}", bundle=0, gpus=0)
+
+    def _spec(self, rank: int) -> RankSpec:
+        return RankSpec(self._config, self._model, str(self._model_path), rank, self._name)
+
+    def _start_actor(self, spec: RankSpec, name: str, *, bundle: int, gpus: int) -> Any:
         return (
             actor_class(RankActor)
             .options(
-                name=f"{self._name}:tp{rank}",
+                name=f"{self._name}:{name}",
                 namespace=NAMESPACE,
                 num_cpus=0,
                 num_gpus=gpus,
-                runtime_env={"env_vars": _CUDA_ENVIRONMENT} if gpus else None,
+                runtime_env={"env_vars": _CUDA_ENVIRONMENT} if self._config.device == "cuda" else None,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    self._placement_group, placement_group_bundle_index=1 + rank
+                    self._placement_group, placement_group_bundle_index=bundle
                 ),
             )
             .remote(spec)
         )
+
+    @property
+    def spare_pids(self) -> list[int]:
+        """Process ids of the spares that are warm."""
+        return self._spares.pids
+
+    def start_spares(self) -> None:
+        """Starts the processes that a rebuild takes; returns at once."""
+        self._spares.fill()
 
     def _locate(self, ranks: Iterable[int]) -> list[Location]:
         """Where `ranks`, just started, run."""
@@ -148,6 +178,7 @@ class RankGroup:
         locations: list[Location] = self._on(ranks, "where")
         here = ray.get_runtime_context().get_node_id()
         for rank, location in zip(ranks, locations, strict=True):
+            self._devices[rank] = location.device
             if location.node_id == here:
                 with contextlib.suppress(OSError):  # a sandbox may not know the call; see `close` for who else ends it
                     self._processes[rank] = (location.pid, os.pidfd_open(location.pid))
@@ -202,12 +233,12 @@ class RankGroup:
             self.watch(self._on_failure)
         return frames, results
 
-    def rebuild(self, generation: int, reason: str) -> tuple[FrameWriter, FrameReader]:
+    def rebuild(self, generation: int, failure: LockstepError) -> tuple[FrameWriter, FrameReader]:
         """Puts a new process in the place of each rank that died, failed by itself or does not answer, and all into the
         step loop of a new generation; the others keep their weights. The channel's ends are of no use any more.
 
         Args:
-            reason: what calls that wait in the generation before are to raise.
+            failure: of the generation before.
 
         Raises:
             LockstepError: it did not succeed within `parallel.init_timeout_s`; the next attempt begins anew.
@@ -218,10 +249,11 @@ class RankGroup:
         rings, self._rings = self._rings, ()
         for ring in rings:
             ring.close()
-        replaced = self._end_lost(reason, runs)
+        replaced = self._end_lost(failure, runs)
         ended = time.monotonic()
         for rank in replaced:
-            self._ranks[rank] = self._start(rank)
+            spec = replace(self._spec(rank), device=self._devices[rank])
+            self._ranks[rank] = self._spares.take(spec) or self._start(rank)
         locations = self._locate(replaced)
         self._on_all("where")  # one that died since would keep the others waiting for it
         started = time.monotonic()
@@ -242,21 +274,23 @@ class RankGroup:
             loaded - started,
             time.monotonic() - loaded,
         )
+        self.start_spares()
         return channel
 
-    def _end_lost(self, reason: str, runs: Sequence[ray.ObjectRef[None]]) -> list[int]:
+    def _end_lost(self, failure: LockstepError, runs: Sequence[ray.ObjectRef[None]]) -> list[int]:
         """Makes all ranks leave what they wait in, and ends the processes of those that do not, or whose `runs` failed
         by themselves; returns these, dead ones among them."""
         calls: dict[Any, int] = {}
         for rank, actor in enumerate(self._ranks):
             # `where` is answered once `run`, or whatever it is that waits, has been left.
-            calls |= {actor.abort.remote(reason): rank, actor.where.remote(): rank}
-        done, silent = ray.wait(list(calls), num_returns=len(calls), timeout=_LEAVE_TIMEOUT_S)
+            calls |= {actor.abort.remote(str(failure)): rank, actor.where.remote(): rank}
+        timeout_s = _LEAVE_HUNG_TIMEOUT_S if isinstance(failure, StepHungError) else _LEAVE_TIMEOUT_S
+        done, silent = ray.wait(list(calls), num_returns=len(calls), timeout=timeout_s)
         lost = {calls[call] for call in silent}
         lost |= {calls[call] for call in done if _failure(calls[call], self.size, call) is not None}
         ended, _ = ray.wait(list(runs), num_returns=len(runs), timeout=0) if runs else ([], [])
-        failures = {rank: _failure(rank, self.size, run) for rank, run in enumerate(runs) if run in ended}
-        lost |= {rank for rank, failure in failures.items() if isinstance(failure, RankDiedError)}
+        ends = {rank: _failure(rank, self.size, run) for rank, run in enumerate(runs) if run in ended}
+        lost |= {rank for rank, end in ends.items() if isinstance(end, RankDiedError)}
         for rank in lost:
             ray.kill(self._ranks[rank])
             self._end_process(rank)
@@ -326,20 +360,7 @@ class RankGroup:
 
     def end_stopped(self, stall_timeout_s: float) -> None:
         """From now on ends ranks of this node that are stopped for so long; returns at once."""
-        threading.Thread(target=self._end_stopped, args=(stall_timeout_s,), name="rank-stops", daemon=True).start()
-
-    def _end_stopped(self, stall_timeout_s: float) -> None:
-        since: dict[int, float] = {}  # by process id
-        while not self._closing.wait(min(_LOOK_INTERVAL_S, stall_timeout_s)):
-            processes = dict(self._processes)
-            stopped = {pid: rank for rank, (pid, _) in processes.items() if is_stopped(pid)}
-            now = time.monotonic()
-            since = {pid: since.get(pid, now) for pid in stopped}
-            for pid, rank in stopped.items():
-                if now - since[pid] >= stall_timeout_s:
-                    logger.warning("rank %d (pid %d) is stopped for %.1f s: it is ended", rank, pid, now - since[pid])
-                    with contextlib.suppress(OSError):  # it has ended
-                        signal.pidfd_send_signal(processes[rank][1], signal.SIGKILL)
+        end_stopped(lambda: {f"rank {rank}": pid for rank, pid in self.pids.items()}, stall_timeout_s, self._closing)
 
     def close(self, failure: str | None = None) -> None:
         """Ends the ranks' processes; waits shortly for them to leave their loops on their own.
@@ -356,6 +377,7 @@ class RankGroup:
             ray.wait(self._runs, num_returns=len(self._runs), timeout=timeout_s)
         for rank in self._ranks:
             ray.kill(rank)
+        self._spares.close()
         # Ray asks the process to end, which a stopped or stuck one does not hear. Without this, and on another node,
         # the raylet ends it when the placement group goes.
         for rank in list(self._processes):
@@ -448,14 +470,6 @@ def _failure(rank: int, size: int, call: Any) -> LockstepError | None:
             told=f"Rank {rank} of {size} died: {death}. {_NEXT}",
         )
     return None
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether the process has been stopped by a signal; a debugger does that in another way."""
-    with contextlib.suppress(OSError):
-        # The name before the state may have spaces and brackets.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    return False
 
 
 def rank_death(ray_says: str) -> str:

@@ -129,3 +129,7 @@ class RankLostError(RankDiedError):
 
 class DeadlineError(EngineError, TimeoutError):
     """A wait passed its deadline. The message names the setting that bounds it and its value."""
+
+
+class StepHungError(DeadlineError):
+    """A step takes far longer than it can: a rank does not get on, and the others wait for it."""

@@ -110,9 +110,17 @@ class RecoveryConfig(_Section):
 
     max_rebuilds: int = Field(3, ge=0)
     """Most rebuilds of one group in ten minutes; past them it is replaced. 0: the first failure ends it."""
+    warm_spares: int = Field(0, ge=0, le=8)
+    """Processes that wait, all modules loaded, to take the place of a rank that dies, which saves most of a rebuild's
+    time. Each takes about 220 MiB of memory, and its start seconds of a core: on CPU with few, the streams notice."""
     stall_timeout_s: float = Field(1.0, gt=0)
-    """How long a rank's process may be stopped (SIGSTOP) before it is ended. Such a process does nothing however
-    long a step takes, so this need not be longer than one; under a debugger it does not count as stopped."""
+    """How long a process may be stopped (SIGSTOP) before it is ended: a rank, or the coordinator or replica, which end
+    the whole replica. Such a process does nothing however long a step takes, so this need not be longer than one; under
+    a debugger it does not count as stopped."""
+    hang_timeout_s: float = Field(1.0, gt=0)
+    """How much longer than three times the slowest step like it a step may run before the ranks count as hung. Time
+    that other programs take from the ranks does not count. The first 16 steps, and the first 16 with prompts, have
+    `parallel.step_timeout_s` alone."""
 
 
 class PlacementConfig(_Section):

@@ -53,8 +53,18 @@ def receive_frame(sock: socket.socket) -> bytes | None:
 
 def is_ours(peer: socket.socket) -> bool:
     """Whether the other end of a unix socket belongs to this process' user."""
-    _, uid, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return bool(uid == os.getuid())
+    return _credentials(peer)[1] == os.getuid()
+
+
+def pid_of(peer: socket.socket) -> int:
+    """The process that connected, or listened, at the other end of a unix socket."""
+    return _credentials(peer)[0]
+
+
+def _credentials(peer: socket.socket) -> tuple[int, int, int]:
+    given = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, gid = _CREDENTIALS.unpack(given)
+    return pid, uid, gid
 
 
 def _receive_exactly(sock: socket.socket, size: int) -> bytes | None:

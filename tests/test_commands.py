@@ -144,7 +144,7 @@ def test_completion_prints_a_script_for_the_command(shell: str) -> None:
 LIVE = {
     "time": 1000.4,
     "model": "m",
-    "ready": True,
+    "state": "running",
     "running": 3,
     "waiting": 1,
     "prompt_tokens": 200,
@@ -162,7 +162,7 @@ LIVE = {
 
 def test_status_sums_up_whole_seconds() -> None:
     first, requests, speed, hardware, pages, *ranks = status_lines(LIVE, "http://x/v1", "1.2")
-    assert first == "m at http://x/v1, Lockstep 1.2: serving"
+    assert first == "m at http://x/v1, Lockstep 1.2: running"
     assert requests.split(maxsplit=1)[1] == "3 running, 1 waiting"
     assert speed.split(maxsplit=1)[1] == "50 tokens/s over 10 s, first token after 20 ms, 4.0 ms a step"
     assert "use 75% of the memory bandwidth (2,000 GB/s) and 10.0% of the FLOP/s (10.00 T)" in hardware
@@ -178,7 +178,7 @@ def test_status_shows_a_serving_endpoint(endpoint: Any) -> None:
     assert "rank 0" in result.stdout
     assert "of the memory bandwidth" in result.stdout
     figures = json.loads(run("status", endpoint.url, "--json").stdout)
-    assert figures["ready"] is True
+    assert figures["state"] == "running"
     assert figures["pages"]["free"] > 0
 
 

@@ -16,10 +16,11 @@ import pytest
 
 from cluster.coordinator import Coordinator
 from cluster.engine_client import EngineClient, RequestStream
+from cluster.engine_state import EngineState
 from cluster.messages import EngineStats, Finished, FinishReason, SamplingParams
 from cluster.recovery import Recovery
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
-from configs.errors import DeadlineError, EngineError, LockstepError, RankDiedError, RankLostError
+from configs.errors import DeadlineError, EngineError, LockstepError, RankDiedError, RankLostError, StepHungError
 from parallel.step_cost import StepCost
 from worker.protocol import FrameKind, RowFlag, StepFrame, StepResult, UInt32Array, mask_words
 
@@ -296,8 +297,8 @@ def test_requests_wait_while_the_group_is_rebuilt_and_go_on_with_the_tokens_they
     begun: list[tuple[int, str]] = []
     ready = threading.Event()
 
-    def rebuild(generation: int, reason: str) -> tuple[CountingRank, CountingRank]:
-        begun.append((generation, reason))
+    def rebuild(generation: int, failure: LockstepError) -> tuple[CountingRank, CountingRank]:
+        begun.append((generation, str(failure)))
         if len(begun) == 1:
             raise RankDiedError("rank 0 died too")
         assert ready.wait(10)
@@ -311,7 +312,8 @@ def test_requests_wait_while_the_group_is_rebuilt_and_go_on_with_the_tokens_they
         first = await anext(stream)
         await anext(leaving)
         coordinator.fail(RankLostError("rank 1 died"))
-        await reported(client, lambda stats: stats.is_rebuilding)
+        await reported(client, lambda stats: stats.state is EngineState.REBUILDING)
+        assert coordinator.life.state is EngineState.REBUILDING
         leaving.abort()
         [late] = client.submit([prompt(200)], [[SamplingParams(max_tokens=3)]])
         await reported(client, lambda stats: stats.scheduler.num_waiting == 2)
@@ -322,19 +324,77 @@ def test_requests_wait_while_the_group_is_rebuilt_and_go_on_with_the_tokens_they
         assert (finished.reason, finished.num_preemptions) == (FinishReason.LENGTH, 1)
         assert (await asyncio.wait_for(read(late), 20))[0] == [201, 202, 203]
         rest = await reported(client, lambda stats: not stats.scheduler.num_running)
-        assert (rest.num_rebuilds, rest.is_rebuilding) == (1, False)
+        assert (rest.num_rebuilds, rest.state) == (1, EngineState.RUNNING)
         await client.close()
 
     with running(CountingRank(0.01), recovery=Recovery(2), rebuild=rebuild) as coordinator:
         asyncio.run(main())
         coordinator.inspect(lambda scheduler: scheduler.check_integrity())
+    assert coordinator.life.state is EngineState.DEAD
     assert begun == [(2, "rank 1 died"), (3, "rank 0 died too")]
+
+
+class StuckRank(CountingRank):
+    """Whose steps end, but for one."""
+
+    def __init__(self, step_s: float, hangs_at: int) -> None:
+        self._hangs_at = hangs_at
+        self.hung_at = 0.0
+        super().__init__(step_s)
+
+    def recv(self, timeout_s: float) -> bytes:
+        if len(self.sampled) >= self._hangs_at:
+            self.hung_at = self.hung_at or time.monotonic()
+            time.sleep(timeout_s)
+            raise EngineError(self._reason) if self._reason is not None else DeadlineError("no result")
+        return super().recv(timeout_s)
+
+
+class WallClock:
+    """A `RankClock` of ranks whom nobody keeps from running."""
+
+    def __init__(self, speed: float = 1.0) -> None:
+        self._speed = speed
+        self._began = time.monotonic()
+
+    def restart(self) -> None:
+        self._began = time.monotonic()
+
+    def look(self) -> float:
+        return self._speed * (time.monotonic() - self._began)
+
+
+@pytest.mark.parametrize(
+    ("hangs_at", "speed", "is_found"), [(30, 1.0, True), (30, 0.01, False), (5, 1.0, False)], ids=["", "busy", "first"]
+)
+def test_a_step_that_hangs_is_found_by_what_steps_took_before(hangs_at: int, speed: float, is_found: bool) -> None:
+    failures: list[tuple[LockstepError, float]] = []
+
+    def rebuild(generation: int, failure: LockstepError) -> tuple[CountingRank, CountingRank]:
+        failures.append((failure, time.monotonic() - stuck.hung_at))
+        rank = CountingRank(0.002)
+        return rank, rank
+
+    async def main() -> None:
+        client = await EngineClient.connect(coordinator.address)
+        [stream] = client.submit([prompt(100)], [[SamplingParams(max_tokens=60)]])
+        tokens, _ = await asyncio.wait_for(read(stream), 20)
+        assert tokens == list(range(101, 161))
+        await client.close()
+
+    options = {"rank_clock": WallClock(speed), "hang_timeout_s": 0.3, "step_timeout_s": 1.5, "recovery": Recovery(2)}
+    stuck = StuckRank(0.01, hangs_at)
+    with running(stuck, rebuild=rebuild, **options) as coordinator:
+        asyncio.run(main())
+    [(failure, after_s)] = failures
+    assert isinstance(failure, StepHungError) == is_found
+    assert (after_s < 1.4) == is_found
 
 
 def test_a_group_that_cannot_be_rebuilt_ends_with_why_the_last_attempt_failed() -> None:
     error = RankDiedError("rank 0 died too")
 
-    def rebuild(generation: int, reason: str) -> tuple[CountingRank, CountingRank]:
+    def rebuild(generation: int, failure: LockstepError) -> tuple[CountingRank, CountingRank]:
         raise error
 
     async def main() -> None:

@@ -281,19 +281,21 @@ def test_a_killed_coordinator_ends_every_request_and_the_ranks(ray_cluster: None
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("stall_timeout_s", "words"), [(1.0, "is stopped for longer"), (60.0, "has not reported")])
 def test_a_coordinator_that_is_stuck_itself_counts_as_failed(
-    ray_cluster: None, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+    ray_cluster: None, tiny_path: Path, monkeypatch: pytest.MonkeyPatch, stall_timeout_s: float, words: str
 ) -> None:
-    monkeypatch.setattr(cluster.engine, "_SILENCE_S", 1.0)
+    monkeypatch.setattr(cluster.engine, "_SILENCE_S", 3.0)
 
     async def main() -> None:
-        async with running(tiny_path, parallel={"step_timeout_s": 2.0}) as engine:
+        recovery = {"max_rebuilds": 0, "stall_timeout_s": stall_timeout_s}
+        async with running(tiny_path, recovery=recovery) as engine:
             await asyncio.sleep(4)
             assert engine.failure is None, "an idle one reports all the same"
             pid = coordinator_pid(engine.facts)
             os.kill(pid, signal.SIGSTOP)
             try:
-                await until(lambda: "has not reported" in str(engine.failure), 10, "the silence is noticed")
+                await until(lambda: words in str(engine.failure), 10, "it is noticed")
             finally:
                 os.kill(pid, signal.SIGCONT)
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import logging
 import os
 import random
 import re
 import signal
 import statistics
+import subprocess
+import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +28,12 @@ from cluster.actors import RankActor
 from cluster.coordinator_actor import CoordinatorActor, EngineFacts
 from cluster.engine import RunningEngine
 from cluster.messages import Finished, FinishReason, SamplingParams
+from cluster.rank_clock import RankClock
 from cluster.recovery import Recovery, reason_never
 from configs.errors import ConfigError, DeadlineError, LockstepError, RankDiedError, RankLostError
 from configs.load import parse_engine_config
 from tests.served_group import ServedGroup, Streamed, served_group
-from tests.test_failure import complete, end_of, processes, running, write_tiny
+from tests.test_failure import complete, end_of, processes, running, until, write_tiny
 from worker.pending_step import PendingStep
 from worker.protocol import StepFrame
 
@@ -45,6 +51,7 @@ BODIES: list[dict[str, Any]] = [
 ]
 """Of eight streams: greedy, sampled, with penalties and logprobs, guided, of three answers, with stop strings."""
 LONG = SamplingParams(max_tokens=60_000, ignore_eos=True)
+PROMPT = np.arange(5, 10, dtype=np.int32).tobytes()
 NOTHING: frozenset[tuple[int, int]] = frozenset()
 
 
@@ -103,7 +110,7 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def answer(engine: RunningEngine, on_token: Callable[[int], None] = lambda _: None) -> tuple[list[int], Finished]:
     """A sampled answer of 600 tokens, steps of a millisecond each; `on_token` is told how many there are."""
     params = SamplingParams(max_tokens=600, ignore_eos=True, seed=7, frequency_penalty=0.1)
-    [stream] = engine.client.submit([np.arange(5, 10, dtype=np.int32).tobytes()], [[params]])
+    [stream] = engine.client.submit([PROMPT], [[params]])
     tokens: list[int] = []
     async for chunk in stream:
         tokens += chunk.token_ids
@@ -119,30 +126,67 @@ def test_an_answer_goes_on_after_a_kill_and_a_stop(ray_cluster: None, tiny_path:
             expected, _ = await answer(engine)
             for rank, fault in ((0, signal.SIGKILL), (1, signal.SIGSTOP)):
                 pids = (await status(engine))["pids"]
-                hit = False
-
-                def strike(count: int, pid: int = pids[rank], fault: signal.Signals = fault) -> None:
-                    nonlocal hit
-                    if count > 200 and not hit:
-                        hit = True
-                        os.kill(pid, fault)
-
-                tokens, finished = await answer(engine, strike)
-                assert hit
-                assert (tokens, finished.reason, finished.error) == (expected, FinishReason.LENGTH, None)
-                after = (await status(engine))["pids"]
+                tokens, after = await answer_struck(engine, rank, fault)
+                assert tokens == expected
                 assert after[rank] != pids[rank]
                 assert after[1 - rank] == pids[1 - rank]
             assert (await status(engine))["num_rebuilds"] == 2
             assert engine.client.board.latest is not None
             assert engine.client.board.latest.num_rebuilds == 2
             # The budget is used up.
-            [stream] = engine.client.submit([np.arange(5, 10, dtype=np.int32).tobytes()], [[LONG]])
+            [stream] = engine.client.submit([PROMPT], [[LONG]])
             await anext(stream)
             os.kill((await status(engine))["pids"][0], signal.SIGKILL)
             end = await asyncio.wait_for(end_of(stream), 5)
             assert end.error is not None
             assert end.error.startswith("rank 0 died: ")
+
+    asyncio.run(main())
+
+
+async def answer_struck(engine: RunningEngine, rank: int, fault: signal.Signals) -> tuple[list[int], dict[int, int]]:
+    """An answer in whose midst `rank` is struck, and the ranks' processes after it."""
+    pid = (await status(engine))["pids"][rank]
+    hit = False
+
+    def strike(count: int) -> None:
+        nonlocal hit
+        if count > 200 and not hit:
+            hit = True
+            os.kill(pid, fault)
+
+    tokens, finished = await answer(engine, strike)
+    assert hit
+    assert (finished.reason, finished.error) == (FinishReason.LENGTH, None)
+    return tokens, (await status(engine))["pids"]
+
+
+async def spare(engine: RunningEngine) -> int:
+    """The process of the one spare, once it is warm."""
+    while not (pids := (await status(engine))["spare_pids"]):  # noqa: ASYNC110 -- in another process
+        await asyncio.sleep(0.05)
+    [pid] = pids
+    return int(pid)
+
+
+@pytest.mark.ray
+def test_a_warm_spare_takes_the_place_of_a_rank_that_dies(ray_cluster: None, tiny_path: Path) -> None:
+    async def main() -> None:
+        async with running(tiny_path, recovery={"max_rebuilds": 3, "warm_spares": 1}) as engine:
+            expected, _ = await answer(engine)
+            first = await spare(engine)
+            tokens, pids = await answer_struck(engine, 1, signal.SIGKILL)
+            assert tokens == expected
+            assert pids[1] == first
+            # One that has died itself is passed over.
+            second = await spare(engine)
+            assert second != first
+            os.kill(second, signal.SIGKILL)
+            tokens, pids = await answer_struck(engine, 0, signal.SIGSTOP)
+            assert tokens == expected
+            assert second not in pids.values()
+            assert pids[1] == first
+            assert await spare(engine) not in pids.values()
 
     asyncio.run(main())
 
@@ -162,7 +206,7 @@ def test_a_rank_that_dies_during_a_rebuild_is_replaced_too(ray_cluster: None, ti
             await asyncio.sleep(0.2)
             before = (await status(engine))["pids"]
             os.kill(before[0], signal.SIGKILL)
-            while not (await status(engine))["is_rebuilding"]:  # noqa: ASYNC110 -- in another process
+            while (await status(engine))["state"] != "rebuilding":  # noqa: ASYNC110 -- in another process
                 await asyncio.sleep(0.01)
             os.kill(before[1], signal.SIGKILL)
             assert (await answering)[0] == expected
@@ -215,48 +259,118 @@ def test_a_request_that_fails_its_step_again_ends_the_group_after_one_rebuild(
 
 
 class HangingRank(RankActor):
-    """A rank 1 whose thread hangs at position 20; not when it computes the token again."""
+    """A rank 1 whose thread waits for ever at position 200, or computes; not when it computes the token again."""
+
+    waits = True
 
     def run(self) -> None:
         worker = self._ready()
         launch = worker.launch
 
         def hanging(frame: StepFrame) -> PendingStep:
-            if self._spec.rank == 1 and len(frame.rows) and frame.starts.max() == 20 and frame.generation == 1:
-                threading.Event().wait()
+            if self._spec.rank == 1 and len(frame.rows) and frame.starts.max() == 200 and frame.generation == 1:
+                if self.waits:
+                    threading.Event().wait()
+                while True:
+                    pass
             return launch(frame)
 
         worker.launch = hanging  # type: ignore[method-assign]
         super().run()
 
 
+class LoopingRank(HangingRank):
+    """One that computes for ever."""
+
+    waits = False
+
+
 class HangingCoordinator(CoordinatorActor):
-    """A coordinator that starts hanging ranks."""
+    """A coordinator that starts ranks that hang."""
+
+    ranks: type[RankActor] = HangingRank
 
     def start(self, placement_group: Any) -> EngineFacts:
-        pytest.MonkeyPatch().setattr("cluster.rank_group.RankActor", HangingRank)
+        pytest.MonkeyPatch().setattr("cluster.rank_group.RankActor", self.ranks)
         return super().start(placement_group)
+
+
+class LoopingCoordinator(HangingCoordinator):
+    """A coordinator that starts ranks that loop."""
+
+    ranks = LoopingRank
 
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_rank_that_hangs_is_replaced_after_the_deadline_of_a_step(
-    ray_cluster: None, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", [HangingCoordinator, LoopingCoordinator])
+def test_a_rank_that_hangs_is_replaced_while_busy_ones_are_not(
+    ray_cluster: None, tiny_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[CoordinatorActor]
 ) -> None:
-    monkeypatch.setattr(cluster.engine, "CoordinatorActor", HangingCoordinator)
-    changes: dict[str, Any] = {"recovery": {"max_rebuilds": 1}, "parallel": {"step_timeout_s": 3.0}}
+    monkeypatch.setattr(cluster.engine, "CoordinatorActor", kind)
+    recovery = {"max_rebuilds": 1, "warm_spares": 1, "hang_timeout_s": 1.0}
 
     async def main() -> None:
-        async with running(tiny_path, **changes) as engine:
+        async with running(tiny_path, recovery=recovery) as engine:
+            with burning(3 * (os.cpu_count() or 1)):
+                [stream] = engine.client.submit([PROMPT], [[SamplingParams(max_tokens=60, ignore_eos=True)]])
+                assert (await end_of(stream)).error is None
+                assert (await status(engine))["num_rebuilds"] == 0
+            await spare(engine)
             before = (await status(engine))["pids"]
-            tokens, finished = await answer(engine)
+            times = [time.monotonic()]
+            tokens, finished = await answer(engine, lambda _: times.append(time.monotonic()))
             assert (len(tokens), finished.error) == (600, None)
+            pause = max(after - before for before, after in itertools.pairwise(times))
+            LOG.info("a pause of %.1f s", pause)
+            assert pause < 10  # one second, three steps, two for the others to leave, and the rebuild
             after = (await status(engine))["pids"]
             assert after[0] == before[0]
             assert after[1] != before[1]
             assert (await answer(engine))[0] == tokens
 
     asyncio.run(main())
+
+
+@contextlib.contextmanager
+def burning(count: int) -> Iterator[None]:
+    """As many other processes, each of which takes all of a core that it gets."""
+    burners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for burner in burners:
+            burner.kill()
+            burner.wait()
+
+
+@pytest.mark.parametrize(
+    ("code", "others", "least", "most"),
+    [
+        ("import time; time.sleep(60)", 0, 0.9, 1.01),
+        ("while True: pass", 0, 0.3, 1.01),  # other programs run here too
+        ("while True: pass", 8 * (os.cpu_count() or 1), 0.0, 0.4),
+    ],
+    ids=["waits", "computes", "is kept from computing"],
+)
+def test_the_clock_of_a_rank_runs_while_it_can(code: str, others: int, least: float, most: float) -> None:
+    with burning(others), subprocess.Popen([sys.executable, "-c", code]) as process:
+        clock = RankClock(lambda: [process.pid])
+        time.sleep(0.5)  # it starts
+        began = time.monotonic()
+        shown = clock.look()
+        while time.monotonic() < began + 2:
+            time.sleep(0.2)
+            shown = clock.look()
+        share = shown / (time.monotonic() - began)
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(0.1)
+        clock.restart()
+        clock.look()
+        time.sleep(0.3)
+        assert clock.look() == 0, "a stopped process"
+        process.kill()
+    assert least <= share <= most
 
 
 async def streams(group: ServedGroup, bodies: list[dict[str, Any]]) -> list[Streamed]:
@@ -283,7 +397,7 @@ def test_eight_streams_of_three_ranks_go_on_through_kills_and_a_stop(ray_cluster
             pauses = [pause for struck, _ in faults for it in got if (pause := it.pause_at(struck)) is not None]
             LOG.info("pauses of streams: median %.1f s, most %.1f s", statistics.median(pauses), max(pauses))
             status = await group.status()
-            assert (status["num_rebuilds"], status["is_rebuilding"]) == (3, False)
+            assert (status["num_rebuilds"], status["state"]) == (3, "running")
             assert status["num_running"] == status["num_waiting"] == status["num_owned_pages"] == 0
 
     asyncio.run(main())
@@ -301,11 +415,15 @@ def test_a_served_replica_stays_when_its_rank_is_killed(endpoint: Any) -> None:
             whole = asyncio.create_task(complete(client, endpoint, **fields))
             await asyncio.sleep(1)
             os.kill(max(processes("Rank")), signal.SIGKILL)
+            seen = set()
             while not whole.done():
-                for path in ("/health", "/ready"):
-                    assert (await client.get(f"{endpoint.url}{path}")).status_code == 200
+                health, ready = [await client.get(f"{endpoint.url}{path}") for path in ("/health", "/ready")]
+                assert health.status_code == 200
+                seen.add((health.json()["state"], ready.status_code))
                 await asyncio.sleep(0.2)
+            assert {("running", 200), ("rebuilding", 503)} <= seen
             reply = await whole
+            assert (await client.get(f"{endpoint.url}/ready")).status_code == 200
             assert reply.status_code == 200
             assert reply.json()["choices"] == expected
             assert set(processes("ServeReplica:shared")) == replicas
@@ -314,3 +432,27 @@ def test_a_served_replica_stays_when_its_rank_is_killed(endpoint: Any) -> None:
         endpoint.wait_idle(5)
 
     asyncio.run(main())
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ServeReplica:shared", "Coordinator"])
+def test_a_replica_of_which_a_process_is_stopped_is_replaced(endpoint: Any, name: str) -> None:
+    """Without anyone who ends them, Ray Serve notices a stopped replica after three checks of ten seconds each."""
+
+    async def main() -> None:
+        old = set(processes("ServeReplica:shared", "Coordinator", "Rank"))
+        [pid] = processes(name)
+        struck = time.monotonic()
+        os.kill(pid, signal.SIGSTOP)
+        ended = await until(lambda: not old & set(processes("ray::")), 20, "the group ends")
+        async with httpx.AsyncClient(timeout=60) as client:
+            reply = await complete(client, endpoint, max_tokens=4, temperature=0.0)
+            while reply.status_code == 503:
+                await asyncio.sleep(0.5)
+                reply = await complete(client, endpoint, max_tokens=4, temperature=0.0)
+        assert reply.status_code == 200
+        LOG.info("%s: ended after %.1f s, an answer after %.1f s", name, ended, time.monotonic() - struck)
+
+    asyncio.run(main())
+    endpoint.wait_idle(5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -195,3 +196,25 @@ def test_the_board_forgets_what_is_older_than_five_minutes() -> None:
         clock.now += 1
     assert len(board.history()) == 300
     assert board.history()[-1].time_s == 1399
+
+
+def test_a_step_is_expected_to_take_what_the_slowest_of_its_kind_took_lately_for_what_it_costs() -> None:
+    meter = StepMeter(COST, clock := Clock(), peaks=(math.inf, 1e5))
+
+    def step(seconds: float, num_prefill_tokens: int = 0, possible_s: float = math.inf) -> float:
+        meter.launched(frame(3, num_prefill_tokens))
+        expected_s = meter.expected_s()
+        clock.now += seconds
+        meter.retired(3, possible_s)
+        return expected_s
+
+    assert {step(0.02) for _ in range(16)} == {math.inf}
+    assert step(0.02) == pytest.approx(0.02)
+    assert step(5.0, possible_s=0.04) == pytest.approx(0.02)
+    assert step(0.02) == pytest.approx(0.04), "the rest of the five seconds was other programs'"
+    for _ in range(200):
+        step(0.02)
+    assert step(0.02) == pytest.approx(0.02)
+    assert {step(0.3, 10) for _ in range(16)} == {math.inf}, "of steps with prompts nothing is known yet"
+    assert step(0.02) == pytest.approx(0.02)
+    assert step(0.3, 10) == pytest.approx(0.3)

@@ -296,6 +296,19 @@ class TPWorker:
         return FrameLimits(num_rows=num_rows, vocab_size=self._model.vocab_size, max_model_len=max_model_len)
 
 
+def warm_up(config: EngineConfig) -> None:
+    """Does what a process does once whichever rank it is: compiles and loads the kernels of a CPU, and first uses of
+    the libraries. On GPUs nothing: it does not know its own."""
+    if config.device != "cpu":
+        return
+    if config.parallel.threads_per_rank is not None:
+        torch.set_num_threads(config.parallel.threads_per_rank)
+    if config.is_exact:
+        device = torch.device(config.device)
+        backend = resolved(config.attention.decode_backend)
+        check_exactness(ExactArithmetic(device), backend, _DTYPES[config.dtype], device)
+
+
 def reduce_buffer_bytes(config: EngineConfig, model: ModelConfig) -> int:
     """Bytes of the buffer that a group's all-reduces of one step's activations run in."""
     num_tokens = resolved(config.scheduler.max_num_batched_tokens)

@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import Iterator
 
+from cluster.engine_state import EngineLife, EngineState
 from cluster.http.context import RequestContext
 from configs.errors import OverloadedError, RequestError
 
@@ -41,28 +42,29 @@ class ActiveRequest:
 class ActiveRequests:
     """The requests of one replica. For use on its event loop only."""
 
-    def __init__(self, send_timeout_s: float = UNREAD_TIMEOUT_S) -> None:
+    def __init__(self, send_timeout_s: float = UNREAD_TIMEOUT_S, life: EngineLife | None = None) -> None:
+        """`life`: of the engine whose requests they are; `drain` has it drain. None: one of its own."""
+        self._life = life or EngineLife()
         self._send_timeout_s = send_timeout_s
         self._requests: set[ActiveRequest] = set()
         self._sweep: asyncio.TimerHandle | None = None
-        self._stopping = False
 
     def __len__(self) -> int:
         return len(self._requests)
 
     @property
     def stopping(self) -> bool:
-        """Whether `drain` was called."""
-        return self._stopping
+        """Whether `drain` was called, and the engine lives."""
+        return self._life.state is EngineState.DRAINING
 
     def check_admits(self) -> None:
         """Raises OverloadedError while the server stops."""
-        if self._stopping:
+        if self.stopping:
             raise OverloadedError(_STOPPING)
 
     def admit_again(self) -> None:
         """Takes `drain` back, for the requests to come."""
-        self._stopping = False
+        self._life.enter(EngineState.RUNNING)
 
     @contextlib.contextmanager
     def track(self, context: RequestContext, task: asyncio.Task[None]) -> Iterator[ActiveRequest]:
@@ -93,7 +95,7 @@ class ActiveRequests:
         Args:
             timeout_s: after that long, those left are ended with an error that says to try again.
         """
-        self._stopping = True
+        self._life.enter(EngineState.DRAINING)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._wait_idle()

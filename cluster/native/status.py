@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 
 import msgspec
 
+from cluster.engine_state import EngineState
 from cluster.http.context import RequestContext, Role
 from cluster.http.response import HttpResponse
 from cluster.observability.timeline import NUM_REQUESTS, timeline
@@ -77,6 +78,13 @@ class ServerLoad(msgspec.Struct):
     """How many requests run or wait; vLLM's shape."""
 
     server_load: int
+
+
+class Probe(msgspec.Struct):
+    """The answer to a probe."""
+
+    status: str
+    state: EngineState
 
 
 class Healthy(msgspec.Struct):

@@ -137,9 +137,10 @@ ROWS: dict[str, list[Panel]] = {
         Panel(
             "Ranks replaced",
             "short",
-            [_value(table.REBUILDS, "replica"), _value(table.REBUILDING, "replica", aggregate="max")],
+            [_value(table.REBUILDS, "replica")],
             table.REBUILDS,
         ),
+        Panel("State", "short", [_value(table.STATE, "state")], table.STATE),
         Panel("Age of the step in flight", "s", [_value(table.STEP_AGE, "replica", aggregate="max")], table.STEP_AGE),
         Panel(
             "Heartbeat of each rank",

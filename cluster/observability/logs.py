@@ -10,7 +10,7 @@ import logging
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 
@@ -52,16 +52,24 @@ class JsonFormatter(logging.Formatter):
         return self._encoder.encode(line).decode()
 
 
+class _Handler(logging.StreamHandler[TextIO]):
+    """Ours, among those of the root."""
+
+
 def formatter(log_format: str, **process: str) -> logging.Formatter:
     """That of `observability.log_format` (console or json) in a process of these names, e.g. replica and rank."""
     return (JsonFormatter if log_format == "json" else ConsoleFormatter)(process)
 
 
 def log_to_stderr(log_format: str = "console", **process: str) -> None:
-    """Shows what Lockstep logs in this process, and others' warnings; Ray keeps it, and passes it on to the driver."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(formatter(log_format, **process))
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    """Shows what Lockstep logs in this process, and others' warnings; Ray keeps it, and passes it on to the driver.
+
+    Called again, it gives the process other names.
+    """
+    logging.basicConfig(level=logging.WARNING, handlers=[_Handler(sys.stderr)])
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, _Handler):
+            handler.setFormatter(formatter(log_format, **process))
     for package in _PACKAGES:
         logging.getLogger(package).setLevel(logging.INFO)
 

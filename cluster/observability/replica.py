@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ray.serve.context import ReplicaContext
 
+from cluster.engine_state import EngineLife
 from cluster.observability.ray_export import RayExport
 from cluster.observability.record import Identity
 from cluster.observability.telemetry import Telemetry
@@ -11,7 +12,7 @@ from cluster.observability.tracing import open_tracer
 from configs.schema import EngineConfig, resolved
 
 
-def replica_telemetry(config: EngineConfig, context: ReplicaContext) -> Telemetry:
+def replica_telemetry(config: EngineConfig, context: ReplicaContext, life: EngineLife) -> Telemetry:
     """That of the replica of `context`, which runs with the resolved `config`.
 
     Raises:
@@ -24,7 +25,7 @@ def replica_telemetry(config: EngineConfig, context: ReplicaContext) -> Telemetr
         deployment=context.deployment,
         replica=context.replica_id.unique_id,
     )
-    telemetry = Telemetry(identity, settings.metric_aliases)
+    telemetry = Telemetry(identity, settings.metric_aliases, life)
     telemetry.export = RayExport(telemetry.metrics, identity.model_name, settings.metric_aliases).flush
     telemetry.tracer = open_tracer(settings.otlp_traces_endpoint, identity)
     return telemetry

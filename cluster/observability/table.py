@@ -251,8 +251,12 @@ HEARTBEAT_AGE = Metric(
     help="Since a rank last took or awaited a step. It grows while a step runs.",
     labels=("rank",),
 )
-REBUILDING = Metric(
-    name="rebuilding", kind=Kind.GAUGE, help="1 while ranks are replaced: no step runs, requests wait. Else 0."
+STATE = Metric(
+    name="engine_state",
+    kind=Kind.GAUGE,
+    help="1 for what the engine is: starting, running, rebuilding (ranks are replaced: no step runs, requests wait), "
+    "draining or dead. 0 for the others.",
+    labels=("state",),
 )
 STEP_AGE = Metric(name="step_age_seconds", kind=Kind.GAUGE, help="Age of the oldest step in flight; 0 if none is.")
 REPORT_AGE = Metric(

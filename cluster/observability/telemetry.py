@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from cluster.engine_state import EngineLife, EngineState
 from cluster.messages import EngineStats, FinishReason
 from cluster.observability import prometheus, table
 from cluster.observability.board import StatsBoard, StepCounts
@@ -28,9 +29,14 @@ _MAX_INTERVALS = 8192
 class Telemetry:
     """Where the parts of one replica tell what happens. One thread."""
 
-    def __init__(self, identity: Identity | None = None, aliases: str = "none") -> None:
-        """`aliases`: `vllm` or `sglang`, whose names metrics have besides ours."""
+    def __init__(self, identity: Identity | None = None, aliases: str = "none", life: EngineLife | None = None) -> None:
+        """Args:
+        aliases: `vllm` or `sglang`, whose names metrics have besides ours.
+        life: that whoever drains the replica holds too. None: one of its own.
+        """
         self.identity = identity or Identity()
+        self.life = life or EngineLife()
+        """What the engine is at, as its users see it."""
         self.board = StatsBoard()
         self.metrics = Metrics()
         self.recent = RecentRequests()
@@ -48,6 +54,7 @@ class Telemetry:
     def report(self, stats: EngineStats) -> None:
         """The engine said how it does."""
         steps = self.board.update(stats)
+        self.life.follow(stats.state)
         metrics = self.metrics
         if len(steps):
             metrics.observe_all(table.STEP_TIME, steps["duration_s"])
@@ -120,6 +127,8 @@ class Telemetry:
         board, metrics = self.board, self.metrics
         stats, totals = board.latest, board.totals
         metrics.set(table.REPORT_AGE, board.age_s)
+        for state in EngineState:
+            metrics.set(table.STATE, state is self.life.state, state)
         if stats is None:
             return
         scheduler = stats.scheduler
@@ -141,7 +150,6 @@ class Telemetry:
         metrics.set(table.KV_PAGES, scheduler.num_owned_pages, "owned")
         metrics.set(table.STEP_AGE, stats.step_age_s)
         metrics.set(table.REBUILDS, stats.num_rebuilds)
-        metrics.set(table.REBUILDING, stats.is_rebuilding)
         for rank, age in enumerate(stats.heartbeat_age_s):
             metrics.set(table.HEARTBEAT_AGE, age, str(rank))
 

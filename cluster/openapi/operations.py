@@ -20,7 +20,7 @@ from cluster.native.admin import Aborted, AbortRequest, Flushed
 from cluster.native.generate import NativeRequest
 from cluster.native.generate_answer import NativeAnswer
 from cluster.native.score import ScoreRequest, Scores
-from cluster.native.status import Healthy, Loads, ServerInfo, ServerLoad
+from cluster.native.status import Healthy, Loads, Probe, ServerInfo, ServerLoad
 from cluster.observability.timeline import Timeline
 from cluster.openai.protocol import ChatRequest, CompletionRequest
 from cluster.openai.responses.objects import DeletedResponse, InputTokens, ItemList, Response, StreamEvent
@@ -39,12 +39,6 @@ _MODEL = (*_ENDPOINT, 404)
 """Routes where something may be named that does not exist: a model, or a response."""
 _GENERATES = (*_MODEL, 409, 504)
 """Routes that wait for the engine: too long, or until an operator ends them."""
-
-
-class Ok(msgspec.Struct):
-    """The answer to a probe."""
-
-    status: str
 
 
 class Version(msgspec.Struct):
@@ -265,13 +259,20 @@ OPERATIONS: tuple[Operation, ...] = (
         )
         for path in ("/detokenize", "/v1/detokenize")
     ),
-    Operation(method="GET", path="/health", about="The server is up.", tag="Operations", answer=Ok, errors=(431, 500)),
+    Operation(
+        method="GET",
+        path="/health",
+        about="The server is up, and its engine not dead.",
+        tag="Operations",
+        answer=Probe,
+        errors=(431, 500, 503),
+    ),
     Operation(
         method="GET",
         path="/ready",
-        about="The engine has generated a token, and is there.",
+        about="The engine runs: it has generated a token, and neither rebuilds nor drains.",
         tag="Operations",
-        answer=Ok,
+        answer=Probe,
         errors=(431, 500, 503),
     ),
     Operation(

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 
 import msgspec
 
+from cluster.engine_state import EngineState
 from cluster.http.active import ActiveRequests
 from cluster.http.context import RequestContext
 from cluster.http.response import HttpResponse
@@ -74,7 +75,7 @@ class LiveView(msgspec.Struct, frozen=True, kw_only=True):
     time: float
     """CLOCK_MONOTONIC of the host, seconds."""
     model: str
-    ready: bool
+    state: EngineState
     running: int
     waiting: int
     prompt_tokens: int
@@ -113,6 +114,8 @@ class LiveServing:
             while not self._requests.stopping:
                 if (view := stream.view()) is not None:
                     yield event(view)
+                if self._model.state is EngineState.DEAD:
+                    break
                 await asyncio.sleep(_INTERVAL_S)
         finally:
             self._num_readers -= 1
@@ -138,7 +141,7 @@ class LiveStream:
             # The report's own time, as far as the page can tell: its age is shown where it grows.
             time=stats.time_s + self._board.age_s,
             model=self._model.model_name,
-            ready=self._model.ready,
+            state=self._model.state,
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
             prompt_tokens=scheduler.total_prompt_tokens,

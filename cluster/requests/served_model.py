@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
 from cluster.engine_client import EngineClient
+from cluster.engine_state import EngineState
 from cluster.http.context import RequestContext
 from cluster.messages import SamplingParams
 from cluster.requests.engine_info import EngineInfo
@@ -86,12 +87,11 @@ class ServedModel:
         self._next_seed = next_seed
         self.started = int(time.time())
         """Unix time, seconds."""
-        self._warm = False
 
     @property
-    def ready(self) -> bool:
-        """A token has been generated, and the engine is there."""
-        return self._warm and self.engine.connected
+    def state(self) -> EngineState:
+        """What its engine is at."""
+        return self.engine.telemetry.life.state
 
     async def warm_up(self, timeout_s: float | None = None) -> None:
         """Generates one token; the server is ready after it.
@@ -103,7 +103,7 @@ class ServedModel:
             EngineError: the engine failed or did not answer in time.
         """
         await self.generate_one(timeout_s)
-        self._warm = True
+        self.engine.telemetry.life.enter(EngineState.RUNNING)
 
     async def generate_one(self, timeout_s: float | None = None) -> None:
         """Generates one token, ahead of what waits: the proof that the engine works.

@@ -19,6 +19,7 @@ import ray
 from ray import serve
 
 from cluster.engine import RunningEngine, describe
+from cluster.engine_state import EngineLife
 from cluster.http.active import ActiveRequests
 from cluster.http.keys import open_keys
 from cluster.observability.logs import log_to_stderr
@@ -55,7 +56,8 @@ class Engine:
 
     async def __init__(self, config: EngineConfig, gpus: bool) -> None:  # type: ignore[misc]  # Serve awaits it
         self._keys = open_keys(config.server)
-        self._requests = ActiveRequests()
+        life = EngineLife()
+        self._requests = ActiveRequests(life=life)
         context = serve.get_replica_context()
         self._stop_watch = StopWatch(
             self._requests,
@@ -69,7 +71,7 @@ class Engine:
         log_to_stderr(config.observability.log_format, replica=name)
         spec = describe(config, gpus=gpus)
         self._max_num_seqs = resolved(spec.config.scheduler.max_num_seqs)
-        self._telemetry = replica_telemetry(spec.config, context)
+        self._telemetry = replica_telemetry(spec.config, context, life)
         # Before the weights: what is wrong with it is said at once.
         tokenizer = await asyncio.to_thread(read_tokenizer, spec.config, spec.model, spec.tokenizer_path)
         self._engine = await RunningEngine.start(spec, placement_group, name, self._telemetry)

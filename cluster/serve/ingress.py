@@ -17,6 +17,7 @@ from starlette.routing import Route
 
 from cluster.anthropic.errors import anthropic_error
 from cluster.anthropic.serving import AnthropicServing
+from cluster.engine_state import EngineState
 from cluster.http.access import Access
 from cluster.http.active import ActiveRequests
 from cluster.http.endpoint import Endpoint, Handler
@@ -27,7 +28,7 @@ from cluster.http.response import LoopTurns
 from cluster.native.admin import AdminServing
 from cluster.native.generate import NativeServing
 from cluster.native.score import ScoreServing
-from cluster.native.status import StatusServing
+from cluster.native.status import Probe, StatusServing
 from cluster.observability.prometheus import CONTENT_TYPE
 from cluster.observability.telemetry import Telemetry
 from cluster.openai.models import model_card, model_list
@@ -58,7 +59,7 @@ def create_app(
         keys: of `server.api_keys`. None: nobody is asked for one.
         names_responses: False behind a server that adds `x-request-id` itself.
     """
-    requests = ActiveRequests() if active is None else active
+    requests = ActiveRequests(life=model.engine.telemetry.life) if active is None else active
     handovers, turns = Handovers(), LoopTurns()
     serving = OpenAIServing(model)
     tokenizer = TokenizerServing(model)
@@ -110,7 +111,7 @@ def create_app(
         post("/flush_cache", admin.flush_cache),
         get("/v1/models", _models(model)),
         get("/v1/models/{name:path}", _model(model)),
-        get("/health", _health),
+        get("/health", _health(model)),
         get("/ready", _ready(model, requests)),
         get("/version", _version(model)),
         get("/", page()),
@@ -136,16 +137,21 @@ def _json(message: object) -> Response:
 _Get = Callable[[Request], Awaitable[Response]]
 
 
-async def _health(request: Request) -> Response:
-    return _json({"status": "ok"})
+def _health(model: ServedModel) -> _Get:
+    async def health(request: Request) -> Response:
+        if model.state is EngineState.DEAD:
+            raise OverloadedError("The engine is dead.", retry_after_s=_READY_AFTER_S)
+        return _json(Probe("ok", model.state))
+
+    return health
 
 
 def _ready(model: ServedModel, requests: ActiveRequests) -> _Get:
     async def ready(request: Request) -> Response:
-        if not model.ready:
-            raise OverloadedError("The engine is not ready.", retry_after_s=_READY_AFTER_S)
         requests.check_admits()
-        return _json({"status": "ready"})
+        if model.state is not EngineState.RUNNING:
+            raise OverloadedError(f"The engine is {model.state}.", retry_after_s=_READY_AFTER_S)
+        return _json(Probe("ready", model.state))
 
     return ready
 
