@@ -229,7 +229,7 @@ class EngineConfig(_Section):
     numerics: Literal["auto", "fast", "exact"] = "auto"
     """exact: not one bit of a logit depends on the number of ranks, on what else runs, on chunks, prefix hits or
     preemption; what cannot be so is refused. fast: whatever is fastest. auto: exact on CPU, where it is no slower, if
-    all parts of the model and the settings allow it; else fast."""
+    all parts of the model and the settings allow it; fast on cuda, where large batches take longer."""
     tensor_parallel_size: int = Field(1, ge=1)
     """Ranks of one group. Any number from 1 to the model's query heads."""
     num_replicas: int = Field(1, ge=1)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ from worker import self_test, tp_worker
 from worker.models.decoder import Decoder
 from worker.self_test import check_exactness
 
+ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
 EXHAUSTIVE = [pytest.mark.slow, pytest.mark.exhaustive]
 NUM_NEW_TOKENS = 6
@@ -131,6 +135,17 @@ def test_every_logit_has_the_same_bits(
             assert differing == [], f"{name}, {size} ranks"
     finally:
         group.close()
+
+
+@pytest.mark.gpu
+def test_every_logit_of_gpus_has_the_same_bits(tmp_path: Path) -> None:
+    """At sizes 1 and 2, ranks sharing a GPU where there is one; the layers' shapes are the real ones."""
+    model = json.loads((ROOT / "benchmarks/models/qwen3-8b/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(model | {"num_hidden_layers": 2, "vocab_size": 32000}))
+    command = [sys.executable, "-m", "benchmarks.exactness", "--config", "benchmarks/dummy.yaml", "--tokens", "4"]
+    command += ["--set", f"model={tmp_path}", "--set", "numerics=exact", "--sizes", "1,2", "--graph-tokens", "64"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_sums_in_another_order_are_found(
