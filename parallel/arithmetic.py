@@ -34,7 +34,7 @@ class Arithmetic(ABC):
     """Makes the weights and the sums of one rank's layers."""
 
     def weight(self, weight: Tensor, bias: Tensor | None) -> Weight:
-        """Of [out_features, in_features] with all of its inputs, and a bias [out_features] or None."""
+        """Of [out_features, in_features] with all of its inputs, whose memory it takes, and a bias or None."""
         return CudaWeight(weight, bias) if weight.is_cuda else CpuWeight(weight, bias)
 
     @abstractmethod

@@ -78,7 +78,7 @@ def test_a_client_that_sends_a_byte_now_and_then_is_refused_too_also_on_its_seco
         async with limited(stack) as address:
             reader, writer = await asyncio.open_connection(*address)
             writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-            assert b'{"status":"ok"}' in await reader.readuntil(b"}")
+            assert b'{"status":"ok",' in await reader.readuntil(b"}")
             writer.write(b"GET /health HTTP/1.1\r\n")
             answer = asyncio.create_task(read_all(reader))
             while not answer.done():

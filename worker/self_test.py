@@ -54,11 +54,11 @@ def check_exactness(arithmetic: Arithmetic, backend: str, dtype: torch.dtype, de
 
 
 def _check_products(arithmetic: Arithmetic, x: Tensor, weight: Tensor) -> None:
-    product = arithmetic.weight(weight, None)
+    product = arithmetic.weight(weight.clone(), None)  # whose memory it takes
     whole = product.in_fp32(x)
     for part in (slice(0, 1), slice(5, 21)):
         _require_equal(product.in_fp32(x[part]), whole[part], "a product's row depends on the rows beside it")
-    shard = arithmetic.weight(weight[8:40], None).in_fp32(x)
+    shard = arithmetic.weight(weight[8:40].clone(), None).in_fp32(x)
     _require_equal(shard, whole[:, 8:40], "a product's column depends on the columns beside it")
     if x.device.type == "cpu" and not torch.equal(whole[:2, :2], _chains(x[:2], weight[:2])):
         raise EngineError(_WRONG.format("a product is not a chain of fused multiply-adds"))
@@ -97,7 +97,8 @@ def _check_sums(arithmetic: Arithmetic, x: Tensor, weight: Tensor) -> None:
             group = TensorParallelGroup(rank=rank, size=size, device=x.device, collectives=None)
             place = LayerPlace(shards, group, arithmetic, x.dtype, x.device)
             columns = slice(*span)
-            nodes += arithmetic.part(weight[:, columns].contiguous(), cut, place)(x[:, columns].contiguous())
+            own = weight[:, columns].clone(memory_format=torch.contiguous_format)
+            nodes += arithmetic.part(own, cut, place)(x[:, columns].contiguous())
         tree = SumTree.of(tuple(Span(start, stop) for start, stop in itertools.pairwise(borders)))
         answers.append(tree.finish(nodes, torch.empty_like(nodes[0])))
     for answer in answers[1:]:

@@ -77,8 +77,9 @@ def _pair_nodes_kernel(
     follow(DEPENDENT)
     live = is_live(slots_ptr, token, True, first_slot)
     w_rows = tl.minimum(columns, size - 1).to(tl.int64)[:, None] * width
-    # Of an MMA every row is the pair's, and the first is stored.
+    # Of an MMA the first row is the pair's, and the others are zeros.
     mma_rows = tl.arange(0, _ROWS)[:, None]
+    is_row = mma_rows == 0
     hidden_rows = hidden_ptr + mma_rows * 0
     product = tl.zeros([_ROWS, BLOCK_N], tl.float32)
     acc = product
@@ -90,11 +91,11 @@ def _pair_nodes_kernel(
         k = leaf * LEAF + step % steps * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
         expert = w2_ptr + tl.load(experts_ptr + pair).to(tl.int64) * width * size
         if EVEN_K:
-            h = tl.load(hidden_rows + pair * width + k)
+            h = tl.load(hidden_rows + pair * width + k, mask=is_row, other=0.0)
             w = tl.load(expert + w_rows + k, eviction_policy="evict_first")
         else:
             present = k < (leaf + 1) * LEAF
-            h = tl.load(hidden_rows + pair * width + k, mask=present, other=0.0)
+            h = tl.load(hidden_rows + pair * width + k, mask=present & is_row, other=0.0)
             w = tl.load(expert + w_rows + k, mask=present, other=0.0, eviction_policy="evict_first")
         product = tl.dot(h, w.T, product, input_precision="ieee")
         if step % steps == steps - 1:
@@ -104,7 +105,7 @@ def _pair_nodes_kernel(
                 waiting, acc = add_leaf(waiting, acc, leaf - first, stop - first, DEPTH)
     let_next_start(DEPENDENT)
     out_row = out_ptr + (part * tl.num_programs(0) + token).to(tl.int64) * size
-    tl.store(out_row + mma_rows * size + columns[None, :], acc, mask=(mma_rows == 0) & (columns < size)[None, :])
+    tl.store(out_row + mma_rows * size + columns[None, :], acc, mask=is_row & (columns < size)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_tokens", "first_slot", "low", "high", "first_column"])

@@ -75,7 +75,8 @@ def _pair_gate_up_kernel(
 ):
     """hidden[pair] = silu(w13[expert, :width] @ x[token]) * (w13[expert, width:] @ x[token]), and who the expert is.
 
-    EXACT: by MMAs, of which the pair's row is every row, so that the bits are those of a grouped product.
+    EXACT: by MMAs, of which the pair's row is the first and the others are zeros, so that the bits are those of a
+    grouped product.
     """
     # Programs that follow each other read the same columns of the pairs' experts: two of one expert find them in L2.
     pair = tl.program_id(0)
@@ -95,6 +96,8 @@ def _pair_gate_up_kernel(
         w_up = w_gate + width.to(tl.int64) * size
         x_row = x_ptr + token * x_stride
         if EXACT:
+            # Copies of the row would all be read from one place in the L2 cache, by every program.
+            is_row = (tl.arange(0, _ROWS) == 0)[:, None]
             x_row += tl.zeros([_ROWS, 1], tl.int32)
             gate = tl.zeros([_ROWS, BLOCK_N], tl.float32)
         else:
@@ -103,11 +106,11 @@ def _pair_gate_up_kernel(
         for step in tl.range(0, tl.cdiv(size, BLOCK_K), num_stages=STAGES):
             k = step * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
             if EVEN_K:
-                x = tl.load(x_row + k)
+                x = tl.load(x_row + k, mask=is_row, other=0.0) if EXACT else tl.load(x_row + k)
                 g = tl.load(w_gate + k, eviction_policy="evict_first")
                 u = tl.load(w_up + k, eviction_policy="evict_first")
             else:
-                x = tl.load(x_row + k, mask=k < size, other=0.0)
+                x = tl.load(x_row + k, mask=(k < size) & is_row if EXACT else k < size, other=0.0)
                 g = tl.load(w_gate + k, mask=k < size, other=0.0, eviction_policy="evict_first")
                 u = tl.load(w_up + k, mask=k < size, other=0.0, eviction_policy="evict_first")
             if EXACT:
@@ -121,7 +124,7 @@ def _pair_gate_up_kernel(
         if EXACT:
             hidden = silu_and_mul(gate, up)
             columns = tl.broadcast_to(columns[None, :], [_ROWS, BLOCK_N])
-            stored = stored[None, :] & (tl.arange(0, _ROWS) == 0)[:, None]
+            stored = stored[None, :] & is_row
         else:
             hidden = silu_and_mul(tl.sum(gate, 1), tl.sum(up, 1))
         tl.store(hidden_ptr + pair * width + columns, hidden.to(hidden_ptr.dtype.element_ty), mask=stored)
