@@ -20,7 +20,6 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from configs.errors import ConfigError
 from configs.layers import Axis, MixtureOfExperts
 from parallel.arithmetic import FAST, ExactArithmetic, LayerPlace
-from parallel.fused_sum import PartialSum
 from parallel.group import TensorParallelGroup
 from parallel.plan import LayerShard, Span
 from tests.chain_dot import use_chain_dot
@@ -325,7 +324,8 @@ def _exact_layers(family: Family, size: int, device: torch.device) -> list[Exact
 def _total(layer: ExactCudaExperts, x: torch.Tensor, padding: Padding) -> torch.Tensor:
     """What the layer of a group of one adds to the residual stream, here fp32."""
     y, total = layer(x, padding), torch.zeros(x.shape, device=x.device)
-    assert isinstance(y, PartialSum)
+    if isinstance(y, torch.Tensor):  # in the interpreter, on a CPU
+        return y
     y.add_norm(total, torch.ones(x.shape[1], device=x.device), 1e-6)
     return total
 
