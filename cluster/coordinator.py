@@ -228,6 +228,7 @@ class Coordinator:
             return error
         self.num_rebuilds += 1
         self.life.enter(EngineState.RUNNING)
+        self._socket.send(StepOutput(stats=self._report()))  # the replica is ready again now, and not in a second
         logger.warning("the group is rebuilt after %.2f s", time.monotonic() - began)
         return None
 
