@@ -17,7 +17,7 @@ from configs.read_config import read_model_config
 from configs.resolve import HostFacts, resolve
 from tests.conftest import ROOT
 
-NUM_OTHERS = 40
+NUM_OTHERS = 60
 
 
 def _ask(url: str, model: str, seed: int) -> dict[str, Any]:
