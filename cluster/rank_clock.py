@@ -14,7 +14,8 @@ import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
+
+from cluster.stopped import stat_fields
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAUSED = frozenset("DTt")
@@ -40,8 +41,7 @@ def thread_times(pid: int) -> dict[int, ThreadTimes]:
     with contextlib.suppress(OSError):
         for task in os.scandir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError):
-                # The name before the state may have spaces and brackets.
-                fields = Path(task.path, "stat").read_text().rpartition(")")[2].split()
+                fields = stat_fields(task.path)
                 found[int(task.name)] = ThreadTimes(fields[0], (int(fields[11]) + int(fields[12])) / _TICKS_PER_S)
     return found
 

@@ -19,11 +19,16 @@ logger = logging.getLogger(__name__)
 _LOOK_INTERVAL_S = 0.2
 
 
+def stat_fields(of: str) -> list[str]:
+    """What the stat file in a directory of /proc, of a process or a thread, says from the state on. Raises OSError."""
+    # The name before the state may have spaces and brackets.
+    return Path(of, "stat").read_text().rpartition(")")[2].split()
+
+
 def is_stopped(pid: int) -> bool:
     """Whether the process has been stopped by a signal; a debugger does that in another way."""
     with contextlib.suppress(OSError):
-        # The name before the state may have spaces and brackets.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        return stat_fields(f"/proc/{pid}")[0] == "T"
     return False
 
 

@@ -158,7 +158,7 @@ class LibraryCollectives:
 
     def sum_nodes(self, nodes: Tensor, tree: SumTree) -> Tensor:
         shape = nodes.shape[1:]
-        most = max(map(len, tree.covers))
+        most = max(tree.counts)
         sent = nodes.new_empty((most, *shape))  # equal messages: what a rank lacks, nobody reads
         sent[: len(nodes)] = nodes
         gathered = nodes.new_empty((self._size, most, *shape))
@@ -317,7 +317,7 @@ class SharedMemoryCollectives:
     def sum_nodes(self, nodes: Tensor, tree: SumTree) -> Tensor:
         _, num_rows, row_size = nodes.shape
         total = torch.empty(num_rows, row_size)
-        most = max(map(len, tree.covers))
+        most = max(tree.counts)
         step = max(1, self._buffer_bytes // (4 * most * row_size))
         if step < num_rows:
             nodes = nodes.clone()  # they may lie in the buffer that the first piece goes to

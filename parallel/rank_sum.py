@@ -59,7 +59,7 @@ class ExactSum:
         self._out_features = out_features
         self._group = group
         self._tree = tree
-        self._num_nodes = len(tree.covers[group.rank])
+        self._num_nodes = tree.counts[group.rank]
 
     def __call__(self, num_tokens: int, part: Callable[[Tensor | None], Tensor]) -> Tensor:
         nodes = self._group.node_buffer((self._num_nodes, num_tokens, self._out_features))

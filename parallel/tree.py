@@ -83,7 +83,7 @@ class SumTree:
 
     def shapes(self, of_node: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """[rank]: that of its nodes, each of shape `of_node`."""
-        return tuple((len(cover), *of_node) for cover in self.covers)
+        return tuple((count, *of_node) for count in self.counts)
 
     def finish(self, nodes: Sequence[Tensor], out: Tensor) -> Tensor:
         """The root, written to `out`.

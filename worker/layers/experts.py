@@ -153,7 +153,7 @@ class ExactCudaExperts(CudaExperts):
         if spec.shared is not None:
             self.tree = SumTree.joined(self.tree, place.tree(spec.shared.down.cut)[1])
             self._sum = CudaExactSum(spec.hidden_size, place.group, self.tree, leaf=None)
-        self._num_nodes = len(self.tree.covers[place.group.rank])
+        self._num_nodes = self.tree.counts[place.group.rank]
 
     def partial(self, x: torch.Tensor, padding: Padding, out: torch.Tensor | None = None) -> torch.Tensor:
         """This rank's nodes [num_nodes, num_tokens, hidden_size] fp32, 0 for padding; `out` if one is given."""
