@@ -4,8 +4,8 @@
 
 bf16, shapes of Qwen3-8B and Llama-3.1-8B over 1 to 4 ranks. `check` counts elements that differ from `chain_gemm`'s:
 of its own other tiles, and of cuBLASLt that does not split K, rounded, with a bias, and in fp32; "plain" is cuBLAS as
-torch has it. `time` measures o and down: cuBLAS's plain product against schedules of the tree, and with the norm
-behind it, which for few rows adds the subtrees itself. All schedules of one product must have the same bits. Weights
+torch has it. `time` measures o and down: cuBLAS's plain product against the tree, and with the norm behind it, which
+adds the subtrees itself, in several schedules. All schedules of one product must have the same bits. Weights
 are many, more than the L2 cache holds, in one CUDA graph.
 """
 
@@ -21,12 +21,13 @@ import triton
 from benchmarks.graph_timing import graph_us
 from parallel.kernels.chain_gemm import chain_gemm, cublas_is_faster, use_chain_cublas
 from parallel.kernels.node_gemm import Leaves, Tile, cut_nodes, node_gemm, pack_parts, subtrees, tree_adds
-from parallel.kernels.tree_sum import sum_add_norm
+from parallel.kernels.tree_sum import sum_add_norm, sum_nodes
+from parallel.plan import leaf_columns, leaf_heads
 from worker.kernels.norm import add_rms_norm
 
 HIDDEN, HEAD_DIM, NUM_GROUPS, GROUP_HEADS = 4096, 128, 8, 6  # of both; a group has 4 query heads, a key and a value
 MODELS = {"Qwen3-8B": (12288, 151936), "Llama-3.1-8B": (14336, 128256)}
-MLP_LEAF = 512
+SHOWN = 4
 ROWS = (1, 16, 64, 256, 2048, 8192)
 CHECKED_ROWS = (1, 2, 16, 17, 64, 256, 2048)
 TARGET_BYTES = 450 << 20
@@ -36,10 +37,13 @@ TREE_TILES = {
         *(Tile(16, 32, 128, 2, 4), Tile(16, 16, 128, 2, 6), Tile(16, 64, 128, 4, 3), Tile(16, 64, 64, 2, 5)),
         *(Tile(16, 32, 64, 2, 8), Tile(16, 128, 64, 4, 3)),
     ),
-    64: (Tile(64, 64, 64, 4, 4), Tile(64, 32, 64, 4, 6), Tile(32, 64, 64, 4, 5), Tile(64, 128, 64, 8, 3)),
+    128: (
+        *(Tile(64, 64, 64, 4, 4), Tile(64, 64, 128, 4, 3), Tile(64, 32, 64, 4, 6), Tile(32, 64, 64, 4, 5)),
+        *(Tile(64, 128, 64, 4, 4), Tile(128, 64, 64, 4, 4), Tile(128, 128, 64, 8, 4), Tile(64, 64, 64, 4, 6)),
+    ),
     8192: (
-        *(Tile(128, 64, 64, 8, 3), Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 8, 3), Tile(128, 64, 64, 8, 4)),
-        *(Tile(128, 128, 64, 8, 3), Tile(64, 64, 64, 4, 6)),
+        *(Tile(128, 128, 64, 8, 4), Tile(128, 64, 64, 4, 4), Tile(64, 128, 64, 4, 3), Tile(128, 128, 64, 8, 3)),
+        *(Tile(128, 256, 64, 8, 4), Tile(128, 256, 64, 8, 3)),
     ),
 }
 CUTS = (1, 2, 4, 8)
@@ -114,11 +118,13 @@ def chain_cublas() -> Iterator[None]:
 
 def tree_shapes() -> Iterator[tuple[str, int, int]]:
     """Names, leaves and their width of o and down where the ranks' leaves are one node or nearly."""
-    for size in (1, 2, 3, 4):
-        yield f"o / {size}", -(-NUM_GROUPS // size) * 4, HEAD_DIM
+    heads = leaf_heads(4 * NUM_GROUPS, NUM_GROUPS)
+    shapes = [("o", 4 * NUM_GROUPS // heads, heads * HEAD_DIM)]
     for model, (columns, _) in MODELS.items():
+        shapes.append((f"{model} down", columns // leaf_columns(columns), leaf_columns(columns)))
+    for name, num_leaves, leaf in shapes:
         for size in (1, 2, 3, 4):
-            yield f"{model} / {size} down", -(-columns // MLP_LEAF // size), MLP_LEAF
+            yield f"{name} / {size}", -(-num_leaves // size), leaf
 
 
 class Product:
@@ -143,59 +149,66 @@ class Product:
 
         return graph_us(run, len(self.weights))
 
-    def tree_us(self, tile: Tile | None = None, parts: tuple[Leaves, ...] | None = None) -> float:
+    def tree_us(self) -> float:
         def run() -> None:
             for weight in self.weights:
-                node_gemm(self.x, weight, leaf=self.leaf, nodes=(self.root,), out=self.out, tile=tile, parts=parts)
+                node_gemm(self.x, weight, leaf=self.leaf, nodes=(self.root,), out=self.out)
 
         return graph_us(run, len(self.weights))
 
-    def tree_norm_us(self) -> float:
+    def tree_norm_us(self, tile: Tile | None = None, parts: tuple[Leaves, ...] | None = None) -> float:
         """The norm adds the subtrees."""
-        parts = subtrees((self.root,), self.leaf, len(self.x), HIDDEN)
+        parts = parts or subtrees((self.root,), self.leaf, len(self.x), HIDDEN)
         adds, _ = tree_adds(parts, (self.root,))
         sums = torch.empty(len(parts), *self.residual.shape, device="cuda")
 
         def run() -> None:
             for weight in self.weights:
-                node_gemm(self.x, weight, leaf=self.leaf, nodes=parts, out=sums)
+                node_gemm(self.x, weight, leaf=self.leaf, nodes=parts, out=sums, tile=tile, parts=parts)
                 sum_add_norm(sums, adds, self.residual, self.norm_weight, 1e-6)
 
-        return graph_us(run, len(self.weights))
+        us = graph_us(run, len(self.weights))
+        node_gemm(self.x, self.weights[-1], leaf=self.leaf, nodes=parts, out=sums, tile=tile, parts=parts)
+        self.out = sum_nodes(sums, adds, out=self.out[0])[None]
+        return us
 
     def schedules(self) -> Iterator[tuple[Tile, tuple[Leaves, ...]]]:
         tiles = next(tiles for most, tiles in TREE_TILES.items() if len(self.x) <= most)
         for parts in {cut_nodes((self.root,), cuts) for cuts in CUTS}:
             if len(parts) * self.out.nbytes <= 1 << 28:
-                yield from ((tile, parts) for tile in tiles if tile.block_n * tile.block_m < 1 << 14 or is_flat(parts))
+                yield from ((tile, parts) for tile in tiles if fits(tile, parts))
 
 
-def is_flat(parts: tuple[Leaves, ...]) -> bool:
-    """Whether few levels wait in registers: with more, a tile of 128x128 spills them."""
-    return pack_parts(parts)[2] <= 2
+def fits(tile: Tile, parts: tuple[Leaves, ...]) -> bool:
+    """Whether what waits in registers is not spilled."""
+    depth = pack_parts(parts)[2]
+    return depth <= 2 if tile.block_n == 128 else depth == 0 or tile.block_m * tile.block_n < 1 << 14
 
 
 def time_trees(all_rows: list[int]) -> None:
-    """Microseconds of every product, and its fastest schedule."""
-    print("product, rows | cuBLAS, tree by default, fastest schedule (us) | with norm: cuBLAS, tree (us)")
+    """Microseconds of every product, with the norm behind it, and its fastest schedule."""
+    print("product, rows | cuBLAS, tree to one node | with norm: cuBLAS, tree by default, fastest schedules (us)")
     for name, num_leaves, leaf in tree_shapes():
         for num_rows in all_rows:
             product = Product(num_rows, num_leaves, leaf)
             default = product.tree_us()
             expected = product.out.clone()
+            default_norm = product.tree_norm_us()
             times = {}
             for tile, parts in product.schedules():
-                times[tile, parts] = product.tree_us(tile, parts)
+                times[tile, parts] = product.tree_norm_us(tile, parts)
                 if not torch.equal(product.out, expected):
                     print(f"  <-- WRONG: {tile} {parts} differs in {differing(product.out, expected)}")
-            tile, parts = min(times, key=times.__getitem__)
             print(
                 f"{name:22} {num_leaves:2} x {leaf} {num_rows:5} | {product.cublas_us(norm=False):7.1f} {default:7.1f} "
-                f"{times[tile, parts]:7.1f} {tile.block_m}x{tile.block_n}x{tile.block_k}, {tile.num_warps} warps, "
-                f"{tile.num_stages} stages, {len(parts)} parts | "
-                f"{product.cublas_us(norm=True):7.1f} {product.tree_norm_us():7.1f}",
+                f"| {product.cublas_us(norm=True):7.1f} {default_norm:7.1f};"
+                + ";".join(f" {times[it]:.1f} {_named(*it)}" for it in sorted(times, key=times.__getitem__)[:SHOWN]),
                 flush=True,
             )
+
+
+def _named(tile: Tile, parts: tuple[Leaves, ...]) -> str:
+    return f"{tile.block_m}x{tile.block_n}x{tile.block_k}/{tile.num_warps}/{tile.num_stages} in {len(parts)}"
 
 
 def main() -> None:

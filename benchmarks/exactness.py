@@ -131,10 +131,12 @@ def requests(vocab_size: int, num_tokens: int, num_long: int) -> Iterator[Genera
 class _Frames(ScheduledFrames):
     """The frames of one way, and whose logits each step's are."""
 
-    def __init__(self, way: Way, vocab_size: int, max_model_len: int, asked: list[GenerateRequest]) -> None:
+    def __init__(
+        self, way: Way, vocab_size: int, max_model_len: int, num_pages: int, asked: list[GenerateRequest]
+    ) -> None:
         super().__init__(
             SchedulerLimits(
-                num_pages=way.num_tokens // way.page_size,
+                num_pages=num_pages,
                 page_size=way.page_size,
                 max_num_seqs=way.rows,
                 max_num_batched_tokens=max(way.chunk, way.rows),
@@ -227,9 +229,10 @@ def _rank_main(rank: int, config: EngineConfig, path: Path, port: int, args: arg
         if way.page_size != config.kv_cache.page_size:
             continue
         asked = list(requests(worker.vocab_size, args.tokens, args.long))
-        frames = _Frames(way, worker.vocab_size, max_model_len, asked)
+        num_pages = -(-max(way.num_tokens, max_model_len) // way.page_size)  # the longest has to fit
+        frames = _Frames(way, worker.vocab_size, max_model_len, num_pages, asked)
         ModelRunner.capture = capture if way.graphs else lambda *_, **__: None  # type: ignore[method-assign]
-        worker.allocate(way.num_tokens // way.page_size, max_model_len)
+        worker.allocate(num_pages, max_model_len)
         watch.begin()
         began = time.perf_counter()
         worker.run(frames, frames.retire)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from configs.layers import Axis, Cut, Linear
 from parallel.group import TensorParallelGroup
-from parallel.plan import LayerShard, Span, leaf_columns
+from parallel.plan import LayerShard, Span, leaf_columns, leaf_heads
 from parallel.rank_sum import CudaExactSum, ExactSum, FastSum, RankSum
 from parallel.tree import SumTree
 from parallel.weight import ChainWeight, CpuLeaves, CpuWeight, CudaWeight, NodeWeight, TensorSource, Weight
@@ -120,12 +120,15 @@ class LayerPlace:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def tree(self, cut: Cut) -> tuple[int, SumTree]:
-        """Inputs of a leaf, which is a query head or `leaf_columns`, and the tree of a matrix whose inputs are cut so.
+        """Inputs of a leaf, which is `leaf_heads` or `leaf_columns`, and the tree of a matrix whose inputs are cut so.
 
         The plan is exact.
         """
         spans = [shard[cut.axis] for shard in self.shards]
-        indices = 1 if cut.axis is Axis.QUERY_HEADS else leaf_columns(spans[-1].stop)
+        if cut.axis is Axis.QUERY_HEADS:
+            indices = leaf_heads(spans[-1].stop, self.shards[-1][Axis.KV_HEADS].stop)
+        else:
+            indices = leaf_columns(spans[-1].stop)
         dealt = tuple(Span(span.start // indices, span.stop // indices) for span in spans)
         return indices * cut.width, SumTree.of(dealt)
 

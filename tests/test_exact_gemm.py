@@ -164,6 +164,26 @@ def test_a_row_has_the_bits_that_it_has_among_any_others(
     assert len(subtrees(tuple(nodes), 64, 1, 72)) > len(nodes)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("leaf", [1024, 1536])
+@pytest.mark.parametrize("nodes", [[(0, 8)], [(3, 4), (4, 6)]])
+def test_a_wide_leaf_of_cublas_has_the_bits_of_the_tree(leaf: int, nodes: list[Leaves]) -> None:
+    like = (torch.device("cuda"), BF16)
+    use_chain_cublas()
+    k = leaf * (nodes[-1][1] - nodes[0][0])
+    x, weight = rows_of(600, k, like), random_of(4096, k, like=like)
+    expected = nodes_of(x, weight, leaf, nodes, tile=Tile(64, 64, 64, 4, 4))
+    for num_rows in (1, 16, 64, 128, 129, 256, 512, 600):
+        assert torch.equal(nodes_of(x[:num_rows], weight, leaf, nodes), expected[:, :num_rows])
+
+
+def test_many_leaves_are_cut_into_few_enough_parts() -> None:
+    for num_leaves, num_rows in itertools.product((28, 64, 100), (1, 64, 65, 129, 4096)):
+        parts = subtrees(((0, num_leaves),), 128, num_rows, 4096)
+        assert len(parts) <= 15
+        assert (parts[0][0], parts[-1][1]) == (0, num_leaves)
+
+
 @pytest.mark.parametrize(("num_ranks", "num_leaves"), [*((size, 9) for size in range(1, 10)), (2, 24), (7, 24)])
 def test_any_number_of_ranks_finishes_the_tree_with_the_same_bits(
     device: torch.device, num_leaves: int, num_ranks: int

@@ -12,7 +12,7 @@ from configs.errors import ConfigError
 from configs.layers import Axis, Columns, DenseMLP, GroupedQueryAttention
 from configs.model_config import ModelConfig
 from configs.rope import RopeConfig
-from parallel.plan import ShardPlan, Span, column_granule, vocab_granule
+from parallel.plan import ShardPlan, Span, column_granule, leaf_columns, leaf_heads, vocab_granule
 from tests.dense_model import dense_model
 
 MAX_SKEW = 1.10
@@ -112,6 +112,24 @@ def test_ranges_of_published_models_cover_everything_and_none_is_empty(name: str
     assert all(shard[Axis.MLP_COLUMNS].size for shards in plan.layers for shard in shards)
     assert all(shard[Axis.MLP_COLUMNS].start % 128 == 0 for shards in plan.layers for shard in shards)
     assert all(span.start % 64 == 0 for span in plan.vocab)
+
+
+@pytest.mark.parametrize(("name", "tp_size"), CASES)
+def test_an_exact_plan_deals_whole_leaves_or_is_refused(name: str, tp_size: int) -> None:
+    attention, mlp = _parts(MODELS[name])
+    heads = leaf_heads(attention.num_attention_heads, attention.num_key_value_heads)
+    columns = leaf_columns(mlp.intermediate_size)
+    num_leaves = attention.num_attention_heads // heads
+    assert num_leaves >= 8
+    if tp_size > num_leaves:
+        with pytest.raises(ConfigError, match=f"choose at most {num_leaves}, or numerics=fast"):
+            ShardPlan.create(MODELS[name], tp_size, exact=True)
+        return
+    plan = ShardPlan.create(MODELS[name], tp_size, exact=True)
+    _check_plan(plan)
+    for shards in plan.layers:
+        assert all(border % heads == 0 for shard in shards for border in shard[Axis.QUERY_HEADS])
+        assert all(border % columns == 0 for shard in shards for border in shard[Axis.MLP_COLUMNS])
 
 
 @pytest.mark.parametrize(("name", "tp_size"), CASES)

@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 
 from parallel import all_reduce
 from parallel.group import Strategy, TensorParallelGroup
-from parallel.plan import Span, leaf_columns
+from parallel.plan import Span, leaf_columns, leaf_heads
 from parallel.tree import SumTree, halves
 
 
@@ -76,10 +76,22 @@ def test_two_trees_are_joined_by_the_sum_of_their_roots(size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "leaf"), [(12288, 512), (14336, 512), (25600, 512), (3072, 256), (1536, 128), (768, 64), (100, 4), (7, 1)]
+    ("size", "leaf"),
+    [
+        *((28672, 1792), (25600, 1600), (18944, 2368), (14336, 1792), (12288, 1536), (9728, 1216), (4096, 512)),
+        *((11008, 256), (3072, 256), (1536, 128), (768, 64), (100, 4), (7, 1)),
+    ],
 )
 def test_leaves_follow_from_the_columns_alone(size: int, leaf: int) -> None:
     assert leaf_columns(size) == leaf
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_groups", "leaf"),
+    [(32, 8, 4), (64, 8, 8), (40, 8, 5), (16, 8, 2), (32, 4, 4), (28, 4, 1), (9, 3, 1), (32, 32, 1), (4, 2, 1)],
+)
+def test_leaves_of_heads_are_of_one_group_and_eight_or_one_head(num_heads: int, num_groups: int, leaf: int) -> None:
+    assert leaf_heads(num_heads, num_groups) == leaf
 
 
 @pytest.mark.parametrize(

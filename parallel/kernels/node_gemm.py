@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from parallel.kernels.tree_sum import Adds, append, sum_subtrees
 from parallel.plan import Span
@@ -38,20 +39,28 @@ class Tile:
 
 FEW_ROWS = 16
 """Up to so many an MMA's smallest tile holds them all."""
-_SOME_ROWS = 128
-# Compiled for sm_90 none of them spills: 94 registers a thread with three levels of the tree waiting, 236 with five,
-# 230 with five, 238 with two. Not yet timed.
+_SOME_ROWS = 64
+_MORE_ROWS = 128
+# The fastest of 6 to 8 tiles on an H200, with the norm behind it, for 1 to 4 ranks of two 8B models, or within 5 %
+# (benchmarks/results/exact_products_h200_2026-11-23.txt). None spills with the levels it is given.
 _FEW = Tile(16, 32, 128, 2, 4)
-_FEW_DEEP = Tile(16, 64, 64, 2, 5)  # on an H200 12288 inputs took 27.3 us with it, 31.3 with the other
+_FEW_DEEP = Tile(16, 64, 64, 2, 5)
 _DEEP = 8192
-_SOME = Tile(64, 64, 64, 4, 4)
-_MANY = Tile(128, 64, 64, 8, 3)
-_MANY_SHALLOW = Tile(128, 128, 64, 8, 3)
-_SHALLOW = 2
+_SOME = Tile(64, 64, 64, 4, 6)
+_MORE = Tile(64, 128, 64, 4, 4)
+_MANY = Tile(128, 128, 64, 8, 4)
 _MAX_DEPTH = 5
+_LARGE_DEPTH = 2  # of _MORE and _MANY
+_DESCRIBED_ROWS = 64
 # A node is cut until so many programs share the weight, but into no more than some parts, which are written and read.
 _ENOUGH_PROGRAMS = 256
+_ENOUGH_LARGE_PROGRAMS = 128  # of _MANY
 _MAX_CUTS = 4
+# For so many rows cuBLASLt is faster where leaves are wide, each a product of its own in fp32; 2048 rows of 4096 with
+# 8 leaves are 256 MiB.
+_BATCHED_ROWS = range(_MORE_ROWS + 1, 2049)
+_BATCHED_LEAF = 1024
+_MAX_BATCHED = 8
 _MAX_PARTS = 15  # borders of 8 bits in two words
 _MAX_LEAVES = 127
 
@@ -128,6 +137,7 @@ def _tree_gemm_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
+    DESCRIBED: tl.constexpr,
     ONE_BLOCK: tl.constexpr,
     EVICTION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -140,8 +150,9 @@ def _tree_gemm_kernel(
     rows = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
     is_row = (rows < M)[:, None]
     columns = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    x_rows = x_ptr + tl.minimum(rows, M - 1).to(tl.int64)[:, None] * x_stride
-    w_rows = w_ptr + tl.minimum(columns, N - 1).to(tl.int64)[:, None] * K
+    if not DESCRIBED:
+        x_rows = x_ptr + tl.minimum(rows, M - 1).to(tl.int64)[:, None] * x_stride
+        w_rows = w_ptr + tl.minimum(columns, N - 1).to(tl.int64)[:, None] * K
     steps: tl.constexpr = (LEAF + BLOCK_K - 1) // BLOCK_K
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     waiting = (acc,) * DEPTH
@@ -149,7 +160,10 @@ def _tree_gemm_kernel(
     for step in tl.range(first * steps, stop * steps, num_stages=STAGES):
         leaf = step // steps
         k = leaf * LEAF + step % steps * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-        if EVEN_K:
+        if DESCRIBED:
+            x = x_ptr.load([block_m * BLOCK_M, step * BLOCK_K])
+            w = w_ptr.load([block_n * BLOCK_N, step * BLOCK_K])
+        elif EVEN_K:
             x = tl.load(x_rows + k, mask=is_row, other=0.0) if ONE_BLOCK else tl.load(x_rows + k)
             w = tl.load(w_rows + k, eviction_policy=EVICTION)
         else:
@@ -192,10 +206,14 @@ def tree_gemm(
     out_features = len(weight)
     low, high, depth = pack_parts(parts)
     blocks_m = triton.cdiv(num_rows, tile.block_m)
+    even = leaf % tile.block_k == 0 and in_features % leaf == 0
+    # Blocks that the copy engine reads need no addresses in registers, which are the tree's.
+    described = even and tile.block_m >= _DESCRIBED_ROWS and x.stride(0) % 8 == 0
+    described = described and (x.data_ptr() | weight.data_ptr()) % 16 == 0
     _tree_gemm_kernel[(blocks_m * triton.cdiv(out_features, tile.block_n), len(parts))](
         out,
-        x,
-        weight,
+        TensorDescriptor.from_tensor(x, [tile.block_m, tile.block_k]) if described else x,
+        TensorDescriptor.from_tensor(weight, [tile.block_n, tile.block_k]) if described else weight,
         bias,
         low,
         high,
@@ -208,7 +226,8 @@ def tree_gemm(
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
-        EVEN_K=leaf % tile.block_k == 0 and in_features % leaf == 0,
+        EVEN_K=even,
+        DESCRIBED=described,
         ONE_BLOCK=blocks_m == 1,
         # A weight that is read once is the first to leave the L2 cache.
         EVICTION="evict_first" if blocks_m == 1 else "",
@@ -236,7 +255,7 @@ def node_gemm(
         leaf: columns of a leaf; only the rank's last one may have fewer.
         nodes: one after the other, from the rank's first leaf (whatever its number) to its last.
         out: [len(nodes), num_rows, out_features] fp32, contiguous; written.
-        tile: for measurements, as `parts`; chosen by shape by default.
+        tile: for measurements, as `parts`; chosen by shape by default, when cuBLASLt may be too.
 
     Returns:
         `out`.
@@ -248,13 +267,15 @@ def node_gemm(
     assert num_leaves == -(-x.shape[1] // leaf), f"{num_leaves} leaves of {leaf} are not {x.shape[1]} columns"
     assert out.dtype is torch.float32, f"nodes are fp32, not {out.dtype}"
     parts = parts or subtrees(nodes, leaf, num_rows, out_features)
-    tile = tile or _choose_tile(num_rows, leaf, parts)
-    if parts == nodes:
-        tree_gemm(x, weight, None, leaf=leaf, parts=parts, out=out, tile=tile)
-        return out
-    sums = torch.empty((len(parts), num_rows, out_features), dtype=torch.float32, device=x.device)
-    tree_gemm(x, weight, None, leaf=leaf, parts=parts, out=sums, tile=tile)
-    return sum_subtrees(sums, *tree_adds(parts, nodes), out=out)
+    sums = out
+    if parts != nodes:
+        sums = torch.empty((len(parts), num_rows, out_features), dtype=torch.float32, device=x.device)
+    if tile is None and x.is_cuda and _is_batched(num_rows, leaf, len(parts)) and len(parts) * leaf == x.shape[1]:
+        of_leaves = weight.unflatten(1, (-1, leaf)).permute(1, 2, 0)
+        torch.bmm(x.unflatten(1, (-1, leaf)).transpose(0, 1), of_leaves, out_dtype=torch.float32, out=sums)
+    else:
+        tree_gemm(x, weight, None, leaf=leaf, parts=parts, out=sums, tile=tile or _choose_tile(num_rows, leaf, parts))
+    return out if sums is out else sum_subtrees(sums, *tree_adds(parts, nodes), out=out)
 
 
 def subtrees(nodes: tuple[Leaves, ...], leaf: int, num_rows: int, out_features: int) -> tuple[Span, ...]:
@@ -264,15 +285,23 @@ def subtrees(nodes: tuple[Leaves, ...], leaf: int, num_rows: int, out_features: 
     """
     if not nodes:
         return ()
-    tile = _tile_for(num_rows, leaf * (nodes[-1][1] - nodes[0][0]))
+    num_leaves = nodes[-1][1] - nodes[0][0]
+    if _is_batched(num_rows, leaf, num_leaves):
+        return cut_nodes(nodes, num_leaves)
+    tile = _tile_for(num_rows, leaf * num_leaves)
     num_tiles = triton.cdiv(num_rows, tile.block_m) * triton.cdiv(out_features, tile.block_n)
-    return cut_nodes(nodes, min(triton.cdiv(_ENOUGH_PROGRAMS, max(num_tiles, 1)), _MAX_CUTS))
+    enough = _ENOUGH_LARGE_PROGRAMS if tile is _MANY else _ENOUGH_PROGRAMS
+    depth = _LARGE_DEPTH if tile.block_n == 128 else _MAX_DEPTH
+    cuts = min(triton.cdiv(enough, max(num_tiles, 1)), _MAX_CUTS)
+    while len(parts := cut_nodes(nodes, cuts, depth)) > _MAX_PARTS:
+        depth += 1  # spilled, but so many leaves are rare
+    return parts
 
 
 @functools.lru_cache(maxsize=256)
-def cut_nodes(nodes: tuple[Leaves, ...], num_parts: int) -> tuple[Span, ...]:
+def cut_nodes(nodes: tuple[Leaves, ...], num_parts: int, max_depth: int = _MAX_DEPTH) -> tuple[Span, ...]:
     """The largest subtrees of `nodes` of no more leaves than an even share of `num_parts`."""
-    most = min(triton.cdiv(nodes[-1][1] - nodes[0][0], num_parts), 1 << _MAX_DEPTH)
+    most = min(triton.cdiv(nodes[-1][1] - nodes[0][0], num_parts), 1 << max_depth)
 
     def cut(node: Span) -> list[Span]:
         return [node] if node.size <= most else [part for half in halves(node) for part in cut(half)]
@@ -309,17 +338,19 @@ def pack_parts(parts: tuple[Leaves, ...]) -> tuple[int, int, int]:
     return low, high, max(stop - start - 1 for start, stop in parts).bit_length()
 
 
+def _is_batched(num_rows: int, leaf: int, num_leaves: int) -> bool:
+    return num_rows in _BATCHED_ROWS and leaf >= _BATCHED_LEAF and num_leaves <= _MAX_BATCHED
+
+
 def _tile_for(num_rows: int, in_features: int) -> Tile:
     if num_rows <= FEW_ROWS:
         return _FEW_DEEP if in_features >= _DEEP else _FEW
-    return _SOME if num_rows <= _SOME_ROWS else _MANY
+    return _SOME if num_rows <= _SOME_ROWS else _MORE if num_rows <= _MORE_ROWS else _MANY
 
 
 def _choose_tile(num_rows: int, leaf: int, parts: tuple[Leaves, ...]) -> Tile:
-    """The tile for so many rows, as large as the levels that wait in registers allow."""
+    """The tile for so many rows, whose steps do not straddle leaves."""
     tile = _tile_for(num_rows, leaf * (parts[-1][1] - parts[0][0]))
-    if tile is _MANY and pack_parts(parts)[2] <= _SHALLOW:
-        return _MANY_SHALLOW
     if leaf % tile.block_k:
         return Tile(tile.block_m, tile.block_n, 64, tile.num_warps, tile.num_stages)
     return tile
