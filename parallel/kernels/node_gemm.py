@@ -48,7 +48,7 @@ _FEW_DEEP = Tile(16, 64, 64, 2, 5)
 _DEEP = 8192
 _SOME = Tile(64, 64, 64, 4, 6)
 _MORE = Tile(64, 128, 64, 4, 4)
-_MANY = Tile(128, 128, 64, 8, 4)
+_MANY = Tile(128, 128, 128, 8, 3)
 _MAX_DEPTH = 5
 _LARGE_DEPTH = 2  # of _MORE and _MANY
 _DESCRIBED_ROWS = 64
@@ -56,9 +56,9 @@ _DESCRIBED_ROWS = 64
 _ENOUGH_PROGRAMS = 256
 _ENOUGH_LARGE_PROGRAMS = 128  # of _MANY
 _MAX_CUTS = 4
-# For so many rows cuBLASLt is faster where leaves are wide, each a product of its own in fp32; 2048 rows of 4096 with
-# 8 leaves are 256 MiB.
-_BATCHED_ROWS = range(_MORE_ROWS + 1, 2049)
+# For so many rows cuBLASLt is faster where leaves are wide, each a product of its own in fp32; for more by 3 %, and
+# takes too much memory.
+_BATCHED_ROWS = range(_MORE_ROWS + 1, 513)
 _BATCHED_LEAF = 1024
 _MAX_BATCHED = 8
 _MAX_PARTS = 15  # borders of 8 bits in two words
@@ -352,5 +352,5 @@ def _choose_tile(num_rows: int, leaf: int, parts: tuple[Leaves, ...]) -> Tile:
     """The tile for so many rows, whose steps do not straddle leaves."""
     tile = _tile_for(num_rows, leaf * (parts[-1][1] - parts[0][0]))
     if leaf % tile.block_k:
-        return Tile(tile.block_m, tile.block_n, 64, tile.num_warps, tile.num_stages)
+        return Tile(tile.block_m, tile.block_n, 64, tile.num_warps, tile.num_stages + 1)
     return tile
