@@ -61,10 +61,6 @@ class Metrics:
         """Sets a gauge, or a counter to what it has grown to elsewhere."""
         self._values[metric][labels] = value
 
-    def remove(self, metric: Metric, *labels: str) -> None:
-        """Forgets the value of `labels`, which say what is no more."""
-        self._values[metric].pop(labels, None)
-
     def observe(self, metric: Metric, *values: float) -> None:
         """Counts values in a histogram."""
         self._distributions[metric].add(values)

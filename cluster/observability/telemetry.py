@@ -49,8 +49,7 @@ class Telemetry:
         self._aliases = aliases
         self._intervals: list[float] = []
         self.pauses: deque[tuple[float, float]] = deque(maxlen=_MAX_PAUSES)
-        """(begin, end) of the last times in which no step ran and requests waited, as ranks were exchanged: CLOCK_MONOTONIC
-        of the host."""
+        """(begin, end) of the last times in which ranks were exchanged and requests waited; CLOCK_MONOTONIC."""
         self._paused_s: float | None = None  # since when; None: they do not wait
         self._config: dict[str, str] = {}  # by label of table.CONFIG
         self._line_at = time.monotonic()
@@ -143,7 +142,7 @@ class Telemetry:
         if changes.items() <= self._config.items():
             return
         if self._config:
-            self.metrics.remove(table.CONFIG, *(self._config[label] for label in table.CONFIG.labels))
+            self.metrics.set(table.CONFIG, 0, *(self._config[label] for label in table.CONFIG.labels))
         self._config |= changes
         self.metrics.set(table.CONFIG, 1, *(self._config[label] for label in table.CONFIG.labels))
 
