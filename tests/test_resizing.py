@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import logging
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import cluster.engine
 from cluster.actors import RankActor
+from cluster.commands.resize import resize_all
 from cluster.coordinator_actor import CoordinatorActor, EngineFacts
 from configs.errors import ConfigError, EngineError
 from tests.served_group import served_group
@@ -20,6 +24,7 @@ from tests.test_failure import running, write_tiny
 from tests.test_recovery import BODIES, answer, status, streams
 
 LOG = logging.getLogger(__name__)
+
 LONG_BODIES = [{"max_tokens": 320, "ignore_eos": True, **body} for body in BODIES]
 
 
@@ -106,7 +111,7 @@ def test_the_ranks_there_were_go_on_when_a_new_one_dies(
 @pytest.mark.timeout(600)
 def test_eight_streams_go_through_one_two_three_and_two_ranks(ray_cluster: None, smollm2_path: Path) -> None:
     async def main() -> None:
-        async with served_group(smollm2_path, "resizing", tensor_parallel_size=1) as group:
+        async with served_group(smollm2_path, "resizing:1", tensor_parallel_size=1) as group:
             expected = await streams(group, LONG_BODIES)
             assert all(len(it.reasons) == len(it.texts) > 0 for it in expected)
             group.engine.client.flush_cache()
@@ -114,7 +119,12 @@ def test_eight_streams_go_through_one_two_three_and_two_ranks(ray_cluster: None,
             await group.after_steps(3)
             pauses = []
             for size in (2, 3, 2):
-                pauses.append((await group.engine.resize(size)).pause_s)
+                if size == 3:  # as the command does it
+                    told = Console(file=io.StringIO(), width=200)
+                    await asyncio.to_thread(resize_all, size, "resizing", told)
+                    assert re.fullmatch(r"resizing:1: 3 ranks, requests waited \d+\.\d\d s\n", told.file.getvalue())
+                else:
+                    pauses.append((await group.engine.resize(size)).pause_s)
                 info = (await group.http.get("/server_info")).json()["engine"]
                 assert info["tensor_parallel_size"] == size
                 assert (await group.status())["num_running"] + (await group.status())["num_waiting"] > 0
