@@ -8,24 +8,30 @@ import logging
 import os
 import re
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from ray import serve
+from ray.serve._private.api import _get_global_client
+from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 from rich.console import Console
 
 import cluster.engine
 from cluster.actors import RankActor
 from cluster.commands.resize import resize_all
 from cluster.coordinator_actor import CoordinatorActor, EngineFacts
+from cluster.observability.timeline import Timeline, timeline
+from cluster.serve.app import live_size
 from configs.errors import ConfigError, EngineError
-from tests.served_group import served_group
-from tests.test_failure import running, write_tiny
+from tests.conftest import Endpoint
+from tests.served_group import ServedGroup, served_group
+from tests.test_failure import processes, running, write_tiny
 from tests.test_recovery import BODIES, answer, status, streams
 
 LOG = logging.getLogger(__name__)
-
-LONG_BODIES = [{"max_tokens": 320, "ignore_eos": True, **body} for body in BODIES]
 
 
 @pytest.fixture(scope="module")
@@ -112,28 +118,115 @@ def test_the_ranks_there_were_go_on_when_a_new_one_dies(
 def test_eight_streams_go_through_one_two_three_and_two_ranks(ray_cluster: None, smollm2_path: Path) -> None:
     async def main() -> None:
         async with served_group(smollm2_path, "resizing:1", tensor_parallel_size=1) as group:
-            expected = await streams(group, LONG_BODIES)
-            assert all(len(it.reasons) == len(it.texts) > 0 for it in expected)
-            group.engine.client.flush_cache()
-            streaming = asyncio.create_task(streams(group, LONG_BODIES))
-            await group.after_steps(3)
-            pauses = []
+            expected = [it.answer for it in await streams(group, BODIES)]
+            assert all(len(reasons) == len(texts) > 0 for texts, reasons, *_ in expected)
             for size in (2, 3, 2):
-                if size == 3:  # as the command does it
-                    told = Console(file=io.StringIO(), width=200)
-                    await asyncio.to_thread(resize_all, size, "resizing", told)
-                    assert re.fullmatch(r"resizing:1: 3 ranks, requests waited \d+\.\d\d s\n", told.file.getvalue())
-                else:
-                    pauses.append((await group.engine.resize(size)).pause_s)
+                told = Console(file=io.StringIO(), width=200)
+                resizing = asyncio.create_task(asyncio.to_thread(resize_all, size, "resizing", told))
+                rounds = []
+                while not resizing.done():
+                    rounds.append(await streams(group, BODIES))
+                await resizing
+                LOG.info("%d rounds, %s", len(rounds), told.file.getvalue())
+                assert re.fullmatch(rf"resizing:1: {size} ranks, requests waited \d+\.\d\d s\n", told.file.getvalue())
+                for got in rounds:
+                    for body, one, other in zip(BODIES, expected, got, strict=True):
+                        assert other.answer == one, body
                 info = (await group.http.get("/server_info")).json()["engine"]
                 assert info["tensor_parallel_size"] == size
-                assert (await group.status())["num_running"] + (await group.status())["num_waiting"] > 0
-            got = await streaming
-            for body, one, other in zip(LONG_BODIES, expected, got, strict=True):
-                assert other.answer == one.answer, body
-            LOG.info("pauses: %s", ", ".join(f"{pause:.2f} s" for pause in pauses))
+                gauges = (await group.http.get("/metrics")).text
+                assert re.search(rf'engine_config_info{{.*tensor_parallel_size="{size}".*}} 1', gauges)
+            # Each exchange met a round, and is in the timelines of its requests.
+            assert len(group.engine.client.telemetry.pauses) == 3
+            assert (await group.status())["total_preemptions"] == 0
+            met = [it for it in timelines(group) if "pause" in {event.name for event in it.trace_events}]
+            assert len(met) >= 3
             status = await group.status()
             assert (status["num_rebuilds"], status["state"]) == (0, "running")
             assert status["num_running"] == status["num_waiting"] == status["num_owned_pages"] == 0
 
     asyncio.run(main())
+
+
+def timelines(group: ServedGroup) -> list[Timeline]:
+    """Those of all requests that it has answered."""
+    telemetry = group.engine.client.telemetry
+    return [
+        timeline(it, telemetry.board.steps(), telemetry.pauses_between(it.context.arrived_s, it.ended_s))
+        for it in telemetry.recent._records.values()
+    ]
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_user_config_resizes_a_replica_that_serve_keeps(endpoint: Endpoint, smollm2_path: Path) -> None:
+    app: dict[str, Any] = {
+        "name": "resized",
+        "route_prefix": "/resized",
+        "import_path": "cluster.app:build_app",
+        "args": {
+            "model": str(smollm2_path),
+            "device": "cpu",
+            "tensor_parallel_size": 1,
+            "kv_cache": {"num_tokens": 8192},
+        },
+    }
+    url = f"{endpoint.url}/resized"
+
+    def deploy(**engine: Any) -> None:
+        deployments = [{"name": "Engine", **engine}]
+        schema = ServeDeploySchema.model_validate({"applications": [{**app, "deployments": deployments}]})
+        _get_global_client().deploy_apps(schema)
+
+    async def ended(http: httpx.AsyncClient, size: int) -> None:
+        """Serve has ended its update, and `size` ranks serve."""
+        deadline = time.monotonic() + 200
+        while True:
+            assert time.monotonic() < deadline, serve.status()
+            await asyncio.sleep(0.5)
+            state = (await asyncio.to_thread(serve.status)).applications["resized"]
+            if state.status == ApplicationStatus.RUNNING:
+                reply = await http.get(f"{url}/server_info")
+                if reply.status_code == 200 and reply.json()["engine"]["tensor_parallel_size"] == size:
+                    return
+            assert state.status in (ApplicationStatus.DEPLOYING, ApplicationStatus.RUNNING), state
+
+    async def main() -> None:
+        body = {"model": smollm2_path.name.lower(), "prompt": "Rivers are", "max_tokens": 64, "temperature": 0}
+        async with httpx.AsyncClient(timeout=300) as http:
+            await ended(http, 1)
+            replicas = set(processes("ServeReplica:resized"))
+            body["model"] = (await http.get(f"{url}/v1/models")).json()["data"][0]["id"]
+
+            async def text() -> str:
+                reply = await http.post(f"{url}/v1/completions", json=body)
+                assert reply.status_code == 200, reply.text
+                return str(reply.json()["choices"][0]["text"])
+
+            expected = await text()
+            deploy(user_config={"tensor_parallel_size": 2})
+            resized = asyncio.create_task(ended(http, 2))
+            while not resized.done():
+                assert await text() == expected
+            await resized
+            # What cannot be is logged, and the replica stays.
+            deploy(user_config={"tensor_parallel_size": 1000})
+            await asyncio.sleep(5)
+            await ended(http, 2)
+            assert await text() == expected
+            assert set(processes("ServeReplica:resized")) == replicas
+
+    try:
+        deploy()
+        asyncio.run(main())
+    finally:
+        serve.delete("resized")
+
+
+def test_a_user_config_has_one_key() -> None:
+    assert live_size({}, 3) == 3
+    assert live_size({"tensor_parallel_size": 2}, 3) == 2
+    for wrong in ({"tensor_parallel_size": "2"}, {"tensor_parallel_size": 0}, {"max_num_seqs": 4}):
+        with pytest.raises(ConfigError, match="no other key"):
+            live_size(wrong, 3)
