@@ -51,6 +51,12 @@ _WATCH_S = 1.0
 _STUCK_SHARE = 0.25
 
 _T = TypeVar("_T")
+Channel = tuple[FrameWriter, FrameReader]
+
+
+Exchange = Callable[[int, Callable[[], None]], tuple[Channel, StepCost]]
+"""Makes other ranks run: given a generation, and what tells those that run to leave their loops, the channel to whoever
+runs then, and what steps cost them. Raises LockstepError when none do."""
 
 
 class Coordinator:
@@ -63,6 +69,7 @@ class Coordinator:
         step_timeout_s: `parallel.step_timeout_s`.
         cost: of the steps, all ranks together.
         heartbeat_ages: seconds since each rank last took or awaited a frame; nothing where that is not known.
+        devices: of the ranks, as in Location.
         on_stuck: called once for a step that takes suspiciously long, with its age in seconds; must not block.
         recovery: whether a group that failed is rebuilt. None: never.
         peaks: FLOP/s and bytes/s that all ranks together were measured to do.
@@ -81,9 +88,10 @@ class Coordinator:
         step_timeout_s: float,
         cost: StepCost,
         heartbeat_ages: Callable[[], Sequence[float]] = tuple,
+        devices: Callable[[], Sequence[str]] = tuple,
         on_stuck: Callable[[float], None] | None = None,
         recovery: Recovery | None = None,
-        rebuild: Callable[[int, LockstepError], tuple[FrameWriter, FrameReader]] | None = None,
+        rebuild: Callable[[int, LockstepError], Channel] | None = None,
         peaks: tuple[float, float] = (math.inf, math.inf),
         rank_clock: RankClock | None = None,
         hang_timeout_s: float = math.inf,
@@ -97,9 +105,11 @@ class Coordinator:
         self._blamed = threading.Event()  # `fail` was called
         self._failure: LockstepError | None = None
         self._heartbeat_ages = heartbeat_ages
+        self._devices = devices
         self._on_stuck = on_stuck
         self._recovery = recovery
         self._rebuild = rebuild
+        self._exchange: tuple[Exchange, Future[float]] | None = None  # asked for and not done
         self.num_rebuilds = 0
         """How often the group was rebuilt."""
         self.life = EngineLife()
@@ -154,6 +164,18 @@ class Coordinator:
         self._results.fail(str(error))
         self._socket.wake()
 
+    def exchange(self, ranks: Exchange) -> Future[float]:
+        """Has `ranks` put others in the place of these ranks after the steps in flight; callable from another thread.
+        Requests wait meanwhile. One at a time.
+
+        Returns:
+            Seconds that the requests were held; what `ranks` raised, or EngineError where the engine ends before.
+        """
+        done: Future[float] = Future()
+        self._exchange = (ranks, done)
+        self._socket.wake()
+        return done
+
     def run(self) -> None:
         """The loop; to be called once. Returns when closed; the socket is gone with it.
 
@@ -173,6 +195,7 @@ class Coordinator:
         finally:
             self.life.enter(EngineState.DEAD)
             self._socket.close()
+            self._exchanged(EngineError("the engine ended"))
 
     def _serve(self) -> LockstepError | None:
         """Steps until closed. Returns why the ranks failed, where that is what ended it; raises what else did."""
@@ -184,6 +207,8 @@ class Coordinator:
                 self._take_messages(0.0 if busy else _IDLE_POLL_S)
                 if self._failure is not None:
                     raise self._failure
+                if self._exchange is not None:
+                    self._exchange_ranks(*self._exchange)
                 busy = self._advance()
             self._leave()
         except LockstepError as error:
@@ -212,14 +237,7 @@ class Coordinator:
         began = time.monotonic()
         self._failure = None
         self._blamed.clear()
-        self.life.enter(EngineState.REBUILDING)
-        rebuilt: Future[tuple[FrameWriter, FrameReader]] = Future()
-        rebuilt.add_done_callback(lambda _: self._socket.wake())
-        args = (rebuilt, self._rebuild, self.scheduler.generation, failure)
-        threading.Thread(target=_run_into, args=args, name="rebuild", daemon=True).start()
-        while not rebuilt.done() and not self._closing.is_set():
-            self._socket.send(StepOutput(stats=self._report()))
-            self._take_messages(_WATCH_S)
+        rebuilt = self._hold(self._rebuild, self.scheduler.generation, failure)
         if self._closing.is_set():
             raise failure
         try:
@@ -227,10 +245,53 @@ class Coordinator:
         except LockstepError as error:
             return error
         self.num_rebuilds += 1
-        self.life.enter(EngineState.RUNNING)
-        self._socket.send(StepOutput(stats=self._report()))  # the replica is ready again now, and not in a second
+        self._resume()
         logger.warning("the group is rebuilt after %.2f s", time.monotonic() - began)
         return None
+
+    def _exchange_ranks(self, ranks: Exchange, done: Future[float]) -> None:
+        """As `exchange` has it. Raises what went wrong where no ranks are left that run, for `_recover`."""
+        while self.scheduler.num_in_flight:
+            self._retire()
+        began = time.monotonic()
+        with self._lock:
+            self.scheduler.requeue_all(self.scheduler.generation + 1)
+        self._meter.lost()
+        logger.info("the ranks are exchanged, %d requests wait", len(self.scheduler.live_ids()))
+        exchanged = self._hold(ranks, self.scheduler.generation, self._dismiss)
+        try:
+            if self._closing.is_set():
+                raise EngineError("the engine was closed while its ranks were exchanged")
+            (self._frames, self._results), self._meter.cost = exchanged.result()
+        except LockstepError as error:
+            self._exchanged(error)
+            self._failure = error
+            self._blamed.set()
+            raise
+        self._resume()
+        self._exchange = None
+        done.set_result(time.monotonic() - began)
+
+    def _exchanged(self, error: LockstepError) -> None:
+        """Tells whoever asked for other ranks that there will be none."""
+        if self._exchange is not None:
+            (_, done), self._exchange = self._exchange, None
+            done.set_exception(error)
+
+    def _hold(self, make: Callable[..., _T], *args: object) -> Future[_T]:
+        """What came of `make`, on a thread of its own; requests are taken meanwhile and wait. Pending when closed."""
+        self.life.enter(EngineState.REBUILDING)
+        made: Future[_T] = Future()
+        made.add_done_callback(lambda _: self._socket.wake())
+        threading.Thread(target=_run_into, args=(made, make, *args), name="rebuild", daemon=True).start()
+        while not made.done() and not self._closing.is_set():
+            self._socket.send(StepOutput(stats=self._report()))
+            self._take_messages(_WATCH_S)
+        return made
+
+    def _resume(self) -> None:
+        self.life.enter(EngineState.RUNNING)
+        self._socket.send(StepOutput(stats=self._report()))  # the replica is ready again now, and not in a second
 
     def _blame(self, error: Exception) -> LockstepError:
         """What ended the loop: a rank that failed, where one did, rather than what that did to the channel."""
@@ -271,15 +332,18 @@ class Coordinator:
                 self._meter.launched(frame)
             self._send(self.scheduler.drain_finished())
         if self.scheduler.num_in_flight:
-            result = StepResult.decode(self._receive())
-            with self._lock:
-                output = self.scheduler.retire(result)
-                self._meter.retired(len(result.tokens), self._possible_s)
-                self._send(output)
+            self._retire()
             return True
         if self.scheduler.has_work and not self.scheduler.is_awaiting_masks:
             raise EngineError("the scheduler has work but neither launched a step nor has one in flight")
         return False
+
+    def _retire(self) -> None:
+        result = StepResult.decode(self._receive())
+        with self._lock:
+            output = self.scheduler.retire(result)
+            self._meter.retired(len(result.tokens), self._possible_s)
+            self._send(output)
 
     def _await_masks(self) -> None:
         """Gives guides a moment, so that their rows join the next step; the ranks have one to run meanwhile.
@@ -349,7 +413,8 @@ class Coordinator:
         state = self.life.state
         ages = [] if state is EngineState.REBUILDING else list(self._heartbeat_ages())
         stats = self._meter.report(self.scheduler.stats(), ages)
-        return msgspec.structs.replace(stats, num_rebuilds=self.num_rebuilds, state=state)
+        devices = list(self._devices())
+        return msgspec.structs.replace(stats, num_rebuilds=self.num_rebuilds, state=state, devices=devices)
 
     def _fail_all(self, error: LockstepError) -> None:
         with self._lock:
@@ -360,10 +425,14 @@ class Coordinator:
         self._socket.flush(_FLUSH_S)
 
     def _leave(self) -> None:
-        """Retires what is in flight, then tells the ranks to leave their loops."""
+        """Retires what is in flight, then has the ranks leave."""
         self.life.enter(EngineState.DRAINING)
         while self.scheduler.num_in_flight:
             self.scheduler.retire(StepResult.decode(self._results.recv(self._step_timeout_s)))
+        self._dismiss()
+
+    def _dismiss(self) -> None:
+        """Tells the ranks to leave their loops."""
         leave = StepFrame(self.scheduler.generation, self.scheduler.last_step + 1, kind=FrameKind.CLOSE)
         self._frames.send(leave.encode(), self._step_timeout_s)
 

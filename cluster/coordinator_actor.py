@@ -17,6 +17,7 @@ from cluster.actors import Location, RankLoad
 from cluster.engine_state import EngineState
 from cluster.observability.logs import log_to_stderr
 from cluster.stopped import end_stopped, is_replica
+from configs.errors import ConfigError
 from configs.model_config import ModelConfig
 from configs.schema import EngineConfig
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from cluster.coordinator import Coordinator
     from cluster.rank_group import GroupMemory, RankGroup
+    from cluster.resizing import Resized, Resizer
     from cluster.scheduling.scheduler import SchedulerLimits
     from configs.kv_pages import WindowPool
 
@@ -46,6 +48,8 @@ class EngineSpec:
     model_path: Path
     tokenizer_path: Path
     """Directory or .gguf file."""
+    given: EngineConfig
+    """What `config` was before it was resolved: another size decides anew."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,7 @@ class CoordinatorActor:
         self._phase_began = time.monotonic()
         self._phase_s: list[tuple[str, float]] = []
         self._group: RankGroup | None = None
+        self._resizer: Resizer | None = None
         self._coordinator: Coordinator | None = None
         self._recovers = False
         self._guides = RequestGuides(spec.model.vocab_size, spec.model.eos_token_ids, self._wake)
@@ -103,24 +108,16 @@ class CoordinatorActor:
         """Starts the ranks and loads the model; the socket takes connections, `run` serves them."""
         from cluster.coordinator import Coordinator
         from cluster.rank_clock import RankClock
-        from cluster.rank_group import GENERATION, RankGroup
+        from cluster.rank_group import GENERATION
         from cluster.recovery import Recovery, reason_never
+        from cluster.resizing import Resizer, step_cost
         from cluster.scheduling.scheduler import Scheduler
-        from configs.kv_pages import WindowPool, cut_max_model_len, dtype_bytes, num_kv_pages
-        from parallel.plan import ShardPlan
-        from parallel.step_cost import StepCost
+        from configs.kv_pages import WindowPool, cut_max_model_len, num_kv_pages
         from worker.protocol import StepResult
 
         spec, config = self._spec, self._spec.config
         self._enter("starting ranks")
-        group = RankGroup(
-            config=config,
-            model=spec.model,
-            model_path=spec.model_path,
-            placement_group=placement_group,
-            name=self._name,
-        )
-        self._group = group
+        group = self._group = self._ranks(placement_group, config)
         locations = group.start()
         if not config.is_local_model and config.load_format != "dummy":
             self._enter(_FETCHING)
@@ -140,28 +137,30 @@ class CoordinatorActor:
         frames, results = group.run(num_pages, max_model_len, limits.num_window_pages, message_bytes)
         never = reason_never(config, one_node=group.one_node)
         self._recovers = never is None
-        if self._recovers:
-            group.end_stopped(config.recovery.stall_timeout_s)
         coordinator = Coordinator(
             scheduler=Scheduler(limits, GENERATION, self._guides.make),
             frames=frames,
             results=results,
             step_timeout_s=config.parallel.step_timeout_s,
-            cost=StepCost.of(
-                ShardPlan.create(spec.model, config.tensor_parallel_size, exact=config.is_exact),
-                dtype_bytes(config.dtype),
-                kv_element_bytes=dtype_bytes(config.kv_dtype),
-            ),
-            heartbeat_ages=group.heartbeat_ages,
-            on_stuck=group.log_stacks,
+            cost=step_cost(spec.model, config),
+            heartbeat_ages=lambda: self._in_use().heartbeat_ages(),
+            devices=lambda: self._in_use().devices,
+            on_stuck=lambda age_s: self._in_use().log_stacks(age_s),
             recovery=Recovery(config.recovery.max_rebuilds, never),
-            rebuild=group.rebuild,
+            rebuild=lambda generation, failure: self._in_use().rebuild(generation, failure),
             peaks=(peak_flops, peak_bandwidth),
-            rank_clock=RankClock(lambda: group.pids.values()) if self._recovers else None,
+            rank_clock=RankClock(lambda: self._in_use().pids.values()) if self._recovers else None,
             hang_timeout_s=config.recovery.hang_timeout_s,
         )
         self._coordinator = coordinator
-        group.watch(coordinator.fail)
+        self._use(group)
+        self._resizer = Resizer(
+            spec.given,
+            config,
+            spec.model,
+            placement_group,
+            lambda config: self._ranks(placement_group, config, f"of{config.tensor_parallel_size}"),
+        )
         self._enter("ready")
         return EngineFacts(
             address=coordinator.address,
@@ -176,6 +175,30 @@ class CoordinatorActor:
             phase_s=tuple(self._phase_s),
         )
 
+    def _ranks(self, placement_group: PlacementGroup, config: EngineConfig, suffix: str = "") -> RankGroup:
+        from cluster.rank_group import RankGroup
+
+        return RankGroup(
+            config=config,
+            model=self._spec.model,
+            model_path=self._spec.model_path,
+            placement_group=placement_group,
+            name=self._name,
+            suffix=suffix,
+        )
+
+    def _use(self, group: RankGroup) -> None:
+        """`group` runs: from now on it is the engine's."""
+        assert self._coordinator is not None, "it serves the group's requests"
+        self._group = group
+        group.watch(self._coordinator.fail)
+        if self._recovers:
+            group.end_stopped(self._spec.config.recovery.stall_timeout_s)
+
+    def _in_use(self) -> RankGroup:
+        assert self._group is not None, "start comes first"
+        return self._group
+
     def _enter(self, phase: str) -> None:
         now = time.monotonic()
         self._phase_s.append((self._phase, now - self._phase_began))
@@ -183,11 +206,10 @@ class CoordinatorActor:
 
     def run(self) -> None:
         """Serves until `close`, then ends the ranks. Raises EngineError with the cause when the engine failed."""
-        coordinator, group = self._coordinator, self._group
+        coordinator = self._coordinator
         assert coordinator is not None, "start comes first"
-        assert group is not None, "start comes first"
         if self._recovers:
-            group.start_spares()
+            self._in_use().start_spares()
         ended = threading.Event()
         end_stopped(self._replica, self._spec.config.recovery.stall_timeout_s, ended)
         try:
@@ -195,7 +217,7 @@ class CoordinatorActor:
         finally:
             ended.set()
             self._phase = "ended"
-            group.close(coordinator.failure)
+            self._in_use().close(coordinator.failure)
             self._guides.close()
 
     def _replica(self) -> dict[str, int]:
@@ -207,6 +229,18 @@ class CoordinatorActor:
     def set_tokenizer(self, tokenizer: str) -> None:
         """Makes grammars possible. `tokenizer`: the model's, as the text of a tokenizer.json."""
         self._guides.set_tokenizer(tokenizer)
+
+    @ray.method(concurrency_group="ctl")
+    def resize(self, size: int) -> Resized:
+        """Makes `size` ranks of the engine's, while it runs; returns when they do. Raises as `Resizer.resize`."""
+        if self._resizer is None or self._coordinator is None:
+            raise ConfigError("the engine has not started yet; try again when it has")
+        return self._resizer.resize(size, self._in_use(), self._coordinator, self._go_on_with)
+
+    def _go_on_with(self, group: RankGroup) -> None:
+        self._use(group)
+        if self._recovers:
+            group.start_spares()
 
     @ray.method(concurrency_group="ctl")
     def progress(self) -> Progress:

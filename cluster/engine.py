@@ -22,6 +22,7 @@ from cluster.rank_group import NAMESPACE, node_cores
 from cluster.requests.engine_info import EngineInfo
 from cluster.requests.sampling import SamplingDefaults
 from cluster.requests.served_model import ServedModel
+from cluster.resizing import Resized
 from cluster.stopped import StoppedClock
 from cluster.text.tokenizer import Tokenizer
 from cluster.version import VERSION
@@ -56,7 +57,7 @@ def describe(config: EngineConfig, *, gpus: bool, announce: bool = True) -> Engi
     if announce:
         for decision in resolved.decisions:
             logger.info("%s", decision)
-    return EngineSpec(resolved.config, model, model_path, find_tokenizer(config, model_path))
+    return EngineSpec(resolved.config, model, model_path, find_tokenizer(config, model_path), config)
 
 
 class RunningEngine:
@@ -140,7 +141,6 @@ class RunningEngine:
             defaults=SamplingDefaults.of(
                 read_generation_defaults(self.spec.model_path, config.server.generation_config)
             ),
-            rank_devices=[location.device for location in self.facts.locations],
             version=VERSION,
             info=EngineInfo.of(config, self.facts.num_pages),
             max_item_tokens=self.facts.max_item_tokens,
@@ -164,6 +164,14 @@ class RunningEngine:
             num_pages=self.facts.num_pages,
         )
         return served
+
+    async def resize(self, size: int) -> Resized:
+        """Makes `size` ranks of the group's, with its requests in flight. Raises as `Resizer.resize`."""
+        try:
+            resized: Resized = await self.coordinator.resize.remote(size)
+        except ray.exceptions.RayError as error:
+            raise _cause(error) from None
+        return resized
 
     async def close(self) -> None:
         """Ends requests, ranks and coordinator, in that order. Calling it again does nothing."""

@@ -262,6 +262,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """How long the oldest step in flight has run; 0: none is."""
     heartbeat_age_s: list[float]
     """By rank, how long ago it last took or awaited a frame. Empty: the ranks are on several nodes."""
+    devices: list[str] = []
+    """By rank, e.g. `cuda:0`; as many as `tensor_parallel_size` is now."""
     num_rebuilds: int = 0
     """How often ranks that failed were replaced so far."""
     state: EngineState = EngineState.RUNNING

@@ -94,18 +94,27 @@ class RankGroup:
         config: resolved.
         model: what `model_path` holds.
         model_path: directory or .gguf file, on every node that holds a rank.
-        placement_group: bundle 1 + r is rank r's.
+        placement_group: bundle 1 + r is rank r's; ranks on CPU beyond the last bundle share with the first ones.
         name: prefix of the actors' names.
+        suffix: of the actors' names, where two groups of one name live for a while.
     """
 
     def __init__(
-        self, *, config: EngineConfig, model: ModelConfig, model_path: Path, placement_group: PlacementGroup, name: str
+        self,
+        *,
+        config: EngineConfig,
+        model: ModelConfig,
+        model_path: Path,
+        placement_group: PlacementGroup,
+        name: str,
+        suffix: str = "",
     ) -> None:
         self._config = config
         self._model = model
         self._model_path = model_path
         self._placement_group = placement_group
         self._name = name
+        self._suffix = suffix
         self._ranks: list[Any] = []
         self._measured = self._ranks  # those whose progress is the group's
         self._processes: dict[int, tuple[int, int]] = {}  # by rank on this node: process id and a pidfd of it
@@ -123,9 +132,25 @@ class RankGroup:
         self._on_failure: Callable[[LockstepError], None] | None = None
 
     @property
+    def config(self) -> EngineConfig:
+        """Of these ranks, resolved."""
+        return self._config
+
+    @property
+    def run_args(self) -> tuple[int, int, int | None, int]:
+        """What `run` was called with."""
+        assert self._run_args is not None, "run comes first"
+        return self._run_args
+
+    @property
     def size(self) -> int:
         """Ranks of the group."""
         return self._config.tensor_parallel_size
+
+    @property
+    def devices(self) -> list[str]:
+        """By rank, as in Location; callable from another thread."""
+        return [device for _, device in sorted(dict(self._devices).items())]
 
     @property
     def pids(self) -> dict[int, int]:
@@ -139,7 +164,8 @@ class RankGroup:
 
     def _start(self, rank: int) -> Any:
         gpus = 1 if self._config.device == "cuda" else 0
-        return self._start_actor(self._spec(rank), f"tp{rank}", bundle=1 + rank, gpus=gpus)
+        bundle = 1 + rank % (self._placement_group.bundle_count - 1)
+        return self._start_actor(self._spec(rank), f"tp{rank}", bundle=bundle, gpus=gpus)
 
     def _start_spare(self, number: int) -> Any:
         return self._start_actor(self._spec(-1), f"tp-spare{number}", bundle=0, gpus=0)
@@ -151,7 +177,7 @@ class RankGroup:
         return (
             actor_class(RankActor)
             .options(
-                name=f"{self._name}:{name}",
+                name=f"{self._name}:{name}{self._suffix}",
                 namespace=NAMESPACE,
                 num_cpus=0,
                 num_gpus=gpus,
@@ -232,6 +258,13 @@ class RankGroup:
         if self._on_failure is not None:
             self.watch(self._on_failure)
         return frames, results
+
+    def leave(self, dismiss: Callable[[], None]) -> None:
+        """Has the ranks leave their step loops, which `dismiss` tells them to; they give their pools up and keep their
+        weights, and `rebuild` puts them to work again."""
+        runs, self._runs = self._runs, []  # who watches them has nothing more to say
+        dismiss()
+        ray.wait(runs, num_returns=len(runs), timeout=_LEAVE_TIMEOUT_S)
 
     def rebuild(self, generation: int, failure: LockstepError) -> tuple[FrameWriter, FrameReader]:
         """Puts a new process in the place of each rank that died, failed by itself or does not answer, and all into the
@@ -384,6 +417,9 @@ class RankGroup:
             self._end_process(rank)
         self._ranks = self._measured = []
         self._runs = []
+        for ring in self._rings:
+            ring.close()
+        self._rings = ()
 
     def _watch(self, on_failure: Callable[[LockstepError], None]) -> None:
         runs = self._runs

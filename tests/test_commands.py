@@ -203,7 +203,7 @@ def test_endpoints_that_are_none_are_named(free_port: int) -> None:
 # ---- what a command costs
 
 
-@pytest.mark.parametrize("command", ["", "serve", "check", "generate", "chat", "bench", "status"])
+@pytest.mark.parametrize("command", ["", "serve", "check", "generate", "chat", "bench", "status", "resize"])
 def test_help_and_completion_load_nothing_heavy(command: str) -> None:
     """A shell completes within a blink: what takes seconds to import is imported when it runs."""
     heavy = ("torch", "ray", "numpy", "transformers", "httpx")

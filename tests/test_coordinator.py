@@ -334,6 +334,85 @@ def test_requests_wait_while_the_group_is_rebuilt_and_go_on_with_the_tokens_they
     assert begun == [(2, "rank 1 died"), (3, "rank 0 died too")]
 
 
+def test_requests_wait_while_ranks_are_exchanged_and_lose_no_token() -> None:
+    begun: list[int] = []
+    ready = threading.Event()
+    first_rank = CountingRank(0.005)
+    cost = StepCost(7, 7, 7, ())
+
+    def others(generation: int, dismiss: Callable[[], None]) -> tuple[tuple[CountingRank, CountingRank], StepCost]:
+        begun.append(generation)
+        dismiss()
+        assert first_rank.closed.wait(5)
+        assert ready.wait(10)
+        rank = CountingRank(0.002)
+        return (rank, rank), cost
+
+    async def main() -> None:
+        client = await EngineClient.connect(coordinator.address)
+        [stream] = client.submit([prompt(100)], [[SamplingParams(max_tokens=60)]])
+        first = await anext(stream)
+        done = coordinator.exchange(others)
+        await reported(client, lambda stats: stats.state is EngineState.REBUILDING)
+        [late] = client.submit([prompt(200)], [[SamplingParams(max_tokens=3)]])
+        await reported(client, lambda stats: stats.scheduler.num_waiting == 2)
+        ready.set()
+        tokens, finished = await asyncio.wait_for(read(stream), 20)
+        assert first.token_ids + tokens == list(range(101, 161))
+        assert finished is not None
+        assert (await asyncio.wait_for(read(late), 20))[0] == [201, 202, 203]
+        assert 0 < done.result(5) < 10
+        rest = await reported(client, lambda stats: not stats.scheduler.num_running)
+        assert (rest.num_rebuilds, rest.state) == (0, EngineState.RUNNING)
+        [(begin, end)] = client.telemetry.pauses
+        assert 0 < end - begin < 10
+        # An idle engine exchanges them at once.
+        assert coordinator.exchange(lambda generation, _: others(generation, lambda: None)).result(0.9) < 0.9
+        await client.close()
+
+    with running(first_rank) as coordinator:
+        asyncio.run(main())
+        coordinator.inspect(lambda scheduler: scheduler.check_integrity())
+    assert begun == [2, 3]
+
+
+def test_where_neither_ranks_run_after_an_exchange_the_group_is_rebuilt() -> None:
+    def none(generation: int, dismiss: Callable[[], None]) -> tuple[tuple[CountingRank, CountingRank], StepCost]:
+        raise RankDiedError("rank 2 died, and rank 0 too")
+
+    def rebuild(generation: int, failure: LockstepError) -> tuple[CountingRank, CountingRank]:
+        assert (generation, str(failure)) == (3, "rank 2 died, and rank 0 too")
+        rank = CountingRank(0.002)
+        return rank, rank
+
+    async def main() -> None:
+        client = await EngineClient.connect(coordinator.address)
+        [stream] = client.submit([prompt(100)], [[SamplingParams(max_tokens=60)]])
+        first = await anext(stream)
+        with pytest.raises(RankDiedError, match="rank 2 died"):
+            await asyncio.wrap_future(coordinator.exchange(none))
+        tokens, _ = await asyncio.wait_for(read(stream), 20)
+        assert first.token_ids + tokens == list(range(101, 161))
+        await client.close()
+
+    with running(CountingRank(0.005), recovery=Recovery(1), rebuild=rebuild) as coordinator:
+        asyncio.run(main())
+    assert coordinator.num_rebuilds == 1
+
+
+def test_an_exchange_that_is_awaited_ends_with_the_engine() -> None:
+    def never(generation: int, dismiss: Callable[[], None]) -> tuple[tuple[CountingRank, CountingRank], StepCost]:
+        raise AssertionError("the engine has ended")
+
+    rank = CountingRank()
+    coordinator = Coordinator(scheduler=Scheduler(LIMITS), frames=rank, results=rank, cost=COST, step_timeout_s=5.0)
+    coordinator.close()
+    done = coordinator.exchange(never)
+    coordinator.run()
+    with pytest.raises(EngineError, match="the engine ended"):
+        done.result(1)
+
+
 class StuckRank(CountingRank):
     """Whose steps end, but for one."""
 

@@ -61,7 +61,7 @@ def _fingerprint(path: Path, *overrides: str) -> str:
     given = load_app_config(ROOT / "configs" / "smollm2-135m.yaml", [f"model={path}", *overrides]).engine
     model = read_model_config(path)
     config = resolve(given, model, HostFacts(num_cores=2, num_gpus=0)).config
-    return system_fingerprint(EngineSpec(config, model, path, path))
+    return system_fingerprint(EngineSpec(config, model, path, path, config))
 
 
 def test_equal_fingerprints_are_those_that_promise_equal_bits(smollm2_path: Path, tmp_path: Path) -> None:

@@ -10,11 +10,13 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import httpx
+import msgspec
 import numpy as np
 import prometheus_client
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from cluster.engine_state import EngineState
 from cluster.messages import EngineStats, FinishReason, SchedulerStats
 from cluster.observability import table
 from cluster.observability.logs import formatter
@@ -286,6 +288,35 @@ def test_a_request_logs_one_line_without_a_word_of_it(caplog: pytest.LogCaptureF
         "itl_ms": 100.0,
         "e2e_ms": 1250.0,
     }
+
+
+def test_a_pause_is_in_the_line_of_each_request_that_it_met(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "cluster.observability.telemetry")
+    telemetry, it = Telemetry(IDENTITY), record()
+    begin, end = it.context.arrived_s, it.ended_s
+    for time_s, state in (
+        (begin - 2, EngineState.REBUILDING),
+        (begin - 1, EngineState.RUNNING),
+        (begin + 0.25, EngineState.REBUILDING),
+        (begin + 0.5, EngineState.REBUILDING),
+        (begin + 0.75, EngineState.RUNNING),
+        (end - 0.125, EngineState.REBUILDING),
+        (end + 1, EngineState.RUNNING),
+    ):
+        telemetry.report(msgspec.structs.replace(stats(), time_s=time_s, state=state))
+    telemetry.finished(it)
+    assert caplog.records[-1].__dict__["fields"]["pause_ms"] == 625
+    assert telemetry.pauses_between(begin, end) == [(begin + 0.25, begin + 0.75), (end - 0.125, end)]
+
+
+def test_another_size_is_in_the_metric_that_says_what_runs() -> None:
+    telemetry = Telemetry(IDENTITY)
+    config = dict.fromkeys(table.CONFIG.labels, "x") | {"tensor_parallel_size": 2}
+    telemetry.started({}, peak_flops=1, peak_bandwidth=1, **config)
+    for devices in (["cpu"] * 2, ["cpu"] * 3):
+        telemetry.report(msgspec.structs.replace(stats(), devices=devices))
+    values = [telemetry.metrics.value(table.CONFIG, "x", size, *["x"] * 4) for size in ("2", "3")]
+    assert values == [0, 1]
 
 
 # --- Over HTTP --------------------------------------------------------------------------------------------------------

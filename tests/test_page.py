@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from selenium import webdriver
 from selenium.webdriver.common.by import By
@@ -36,7 +37,7 @@ def _stats(meter: StepMeter, heartbeats: list[float]) -> EngineStats:
         total_preemptions=0,
         **PAGES,
     )
-    return meter.report(scheduler, heartbeats)
+    return msgspec.structs.replace(meter.report(scheduler, heartbeats), devices=["cpu", "cpu"])
 
 
 COST = StepCost(1000, 100, 10, ())
@@ -49,7 +50,6 @@ def _step(meter: StepMeter, num_sampled: int) -> None:
 
 def test_the_stream_tells_each_step_once_and_the_latest_figures(run: Run) -> None:
     async def scenario(stack: Stack) -> None:
-        stack.model.rank_devices = ["cpu", "cpu"]
         board, meter = stack.engine.board, StepMeter(COST)
         stream = LiveStream(stack.model, board)
         assert stream.view() is None, "the engine has not reported yet"

@@ -75,6 +75,11 @@ def test_the_steps_of_its_life_are_there_and_no_other() -> None:
     assert msgspec.json.decode(msgspec.json.encode(made), type=Timeline) == made
 
 
+def test_a_pause_is_among_the_steps() -> None:
+    made = timeline(record(), steps_of((100.0, 0.01, 0)), [(100.5, 101.0)])
+    assert spans(made, 2)["pause"] == (500, 1000)
+
+
 def test_a_long_life_has_its_first_steps() -> None:
     many = steps_of(*[(100 + 0.0002 * i, 0.0002, 0) for i in range(5000)])
     made = timeline(record(), many)

@@ -176,6 +176,21 @@ def status(
 
 
 @app.command()
+def resize(
+    size: Annotated[int, typer.Argument(min=1, help="Ranks of each replica: its `tensor_parallel_size`.")],
+    app_name: Annotated[str, typer.Argument(metavar="APP", help="The app's name, as `serve status` shows it.")],
+    address: Annotated[
+        str | None, typer.Option(help="Ray cluster it runs in. Default: RAY_ADDRESS, else the one on this machine.")
+    ] = None,
+) -> None:
+    """Change the number of ranks of an app that serves; its requests wait meanwhile and go on. CPUs only."""
+    from cluster.commands.resize import resize_app
+
+    with _friendly_errors():
+        resize_app(size, app_name, address)
+
+
+@app.command()
 def schema() -> None:
     """Print the JSON Schema of config files, as in configs/schema.json; for editors."""
     from configs.json_schema import config_file_schema

@@ -26,11 +26,11 @@ from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bars
 
 from cluster.commands.report import print_plan
+from cluster.commands.resize import coordinators
 from cluster.coordinator_actor import Progress
 from cluster.engine import describe
 from cluster.http.keys import open_keys
 from cluster.preflight import check_checkpoint
-from cluster.rank_group import NAMESPACE
 from cluster.serve.deployment import Deployment, serve_is_running
 from cluster.serve.placement import NodeResources, group_bundles, uses_gpus
 from cluster.session import Session, check_port_free, cluster_address, ray_session
@@ -214,14 +214,11 @@ class ServingJob:
     def _progress(self) -> Progress | None:
         """What the least advanced replica's coordinator says of its start; None while there is none."""
         found: list[Progress] = []
-        for actor in ray.util.list_named_actors(all_namespaces=True):
-            name = actor["name"]
-            if actor["namespace"] == NAMESPACE and name.startswith(f"{self._config.name}:") and ":tp" not in name:
-                # It may end between the listing and the call, and is slow to answer while it imports.
-                with contextlib.suppress(ValueError, ray.exceptions.RayError):
-                    coordinator = ray.get_actor(name, namespace=NAMESPACE)
-                    answer: Any = ray.get(coordinator.progress.remote(), timeout=_PROGRESS_TIMEOUT_S)
-                    found.append(answer)
+        for coordinator in coordinators(self._config.name).values():
+            # It may end before the call, and is slow to answer while it imports.
+            with contextlib.suppress(ray.exceptions.RayError):
+                answer: Any = ray.get(coordinator.progress.remote(), timeout=_PROGRESS_TIMEOUT_S)
+                found.append(answer)
         return min(found, key=lambda progress: progress.phase == "ready", default=None)
 
     def _wait_until_answering(self) -> None:

@@ -103,12 +103,14 @@ class StatusServing:
     async def server_info(self, body: bytes, context: RequestContext) -> HttpResponse:
         """GET /server_info."""
         model = self._model
-        server = model.server
+        server, info, stats = model.server, model.info, model.engine.board.latest
+        if info is not None and stats is not None and stats.devices:
+            info = msgspec.structs.replace(info, tensor_parallel_size=len(stats.devices))
         limits = ServerLimits(
             server.max_body_bytes, server.max_n, server.max_logprobs, server.max_stop, server.request_timeout_s
         )
         return json_response(
-            ServerInfo(model.version, model.model_name, model.max_model_len, model.vocab_size, model.info, limits)
+            ServerInfo(model.version, model.model_name, model.max_model_len, model.vocab_size, info, limits)
         )
 
     async def loads(self, body: bytes, context: RequestContext) -> HttpResponse:
@@ -154,7 +156,8 @@ class StatusServing:
                 status=404,
             )
         # A long life takes tens of milliseconds to write down.
-        return json_response(await asyncio.to_thread(timeline, record, telemetry.board.steps()))
+        pauses = telemetry.pauses_between(record.context.arrived_s, record.ended_s)
+        return json_response(await asyncio.to_thread(timeline, record, telemetry.board.steps(), pauses))
 
     def _load(self) -> Load | None:
         """None before the engine's first report."""

@@ -61,7 +61,8 @@ class StepMeter:
         cost: of all ranks together.
         peaks: FLOP/s and bytes/s that all ranks together were measured to do.
         """
-        self._cost = cost
+        self.cost = cost
+        """Of the steps that are launched from now on."""
         self._peaks = peaks
         self._clock = clock
         # By whether prompts are in the step: of the slowest lately, its duration over what the peaks allow.
@@ -82,7 +83,7 @@ class StepMeter:
         if len(frame.token_ids):
             num_decodes -= int(np.count_nonzero(frame.has_tokens))
         num_logits = int(frame.draws.sum()) + len(frame.prompt_targets)
-        cost = self._cost.step(frame.starts, frame.lens, num_logits)
+        cost = self.cost.step(frame.starts, frame.lens, num_logits)
         self._in_flight.append((self._clock(), (num_rows, num_decodes, len(frame.token_ids)), cost))
 
     def retired(self, num_sampled: int, possible_s: float = math.inf) -> None:

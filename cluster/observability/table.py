@@ -285,7 +285,7 @@ PEAK_BANDWIDTH = Metric(
 CONFIG = Metric(
     name="engine_config_info",
     kind=Kind.GAUGE,
-    help="1; its labels say what runs.",
+    help="1; its labels say what runs. 0 for what ran before another size.",
     labels=("version", "tensor_parallel_size", "dtype", "max_model_len", "page_size", "num_pages"),
 )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 _LINE_INTERVAL_S = 10.0
 _MAX_INTERVALS = 8192
+_MAX_PAUSES = 256
 
 
 class Telemetry:
@@ -46,6 +48,10 @@ class Telemetry:
         """Makes spans of requests, where somebody takes them."""
         self._aliases = aliases
         self._intervals: list[float] = []
+        self.pauses: deque[tuple[float, float]] = deque(maxlen=_MAX_PAUSES)
+        """(begin, end) of the last times in which ranks were exchanged and requests waited; CLOCK_MONOTONIC."""
+        self._paused_s: float | None = None  # since when; None: they do not wait
+        self._config: dict[str, str] = {}  # by label of table.CONFIG
         self._line_at = time.monotonic()
         self._line_totals = StepCounts()
 
@@ -55,6 +61,9 @@ class Telemetry:
         """The engine said how it does."""
         steps = self.board.update(stats)
         self.life.follow(stats.state)
+        self._follow_pauses(stats)
+        if stats.devices and self._config:
+            self._set_config(tensor_parallel_size=str(len(stats.devices)))
         metrics = self.metrics
         if len(steps):
             metrics.observe_all(table.STEP_TIME, steps["duration_s"])
@@ -80,7 +89,8 @@ class Telemetry:
         """A request ended, however it did."""
         self._count(record)
         self.recent.keep(record)
-        _log_request(record)
+        pauses = self.pauses_between(record.context.arrived_s, record.ended_s)
+        _log_request(record, sum(end - begin for begin, end in pauses))
         if self.tracer is not None:
             self.tracer.finished(record)
 
@@ -102,7 +112,12 @@ class Telemetry:
         self.metrics.set(table.PEAK_BANDWIDTH, peak_bandwidth)
         for phase, seconds in phases.items():
             self.metrics.set(table.STARTUP, seconds, phase.replace(" ", "_"))
-        self.metrics.set(table.CONFIG, 1, *(str(config[label]) for label in table.CONFIG.labels))
+        self._set_config(**{label: str(config[label]) for label in table.CONFIG.labels})
+
+    def pauses_between(self, begin_s: float, end_s: float) -> list[tuple[float, float]]:
+        """The parts of `pauses` in a time."""
+        parts = [(max(begin, begin_s), min(end, end_s)) for begin, end in self.pauses]
+        return [(begin, end) for begin, end in parts if begin < end]
 
     def close(self) -> None:
         """The replica ends: sends what is not sent yet."""
@@ -115,6 +130,21 @@ class Telemetry:
         """The metrics as Prometheus scrapes them."""
         self._refresh()
         return prometheus.exposition(self.metrics, self.identity.labels(), self._aliases)
+
+    def _follow_pauses(self, stats: EngineStats) -> None:
+        if stats.state is EngineState.REBUILDING:
+            self._paused_s = stats.time_s if self._paused_s is None else self._paused_s
+        elif self._paused_s is not None:
+            self.pauses.append((self._paused_s, stats.time_s))
+            self._paused_s = None
+
+    def _set_config(self, **changes: str) -> None:
+        if changes.items() <= self._config.items():
+            return
+        if self._config:
+            self.metrics.set(table.CONFIG, 0, *(self._config[label] for label in table.CONFIG.labels))
+        self._config |= changes
+        self.metrics.set(table.CONFIG, 1, *(self._config[label] for label in table.CONFIG.labels))
 
     def _count_intervals(self) -> None:
         if self._intervals:
@@ -197,8 +227,12 @@ class Telemetry:
         logger.info("engine", extra={"fields": fields})
 
 
-def _log_request(record: RequestRecord) -> None:
-    """One line per request, with the seed it ran under: enough to run it again."""
+def _log_request(record: RequestRecord, pause_s: float) -> None:
+    """One line per request, with the seed it ran under: enough to run it again.
+
+    Args:
+        pause_s: of its life, what no step ran in.
+    """
     fields: dict[str, object] = {"request_id": record.context.request_id, "id": record.id}
     if record.context.client:
         fields["client"] = record.context.client
@@ -216,6 +250,7 @@ def _log_request(record: RequestRecord) -> None:
         "ttft_ms": record.ttft_s,
         "itl_ms": record.tpot_s,
         "e2e_ms": record.e2e_s,
+        "pause_ms": pause_s or None,
     }
     fields |= {name: round(1e3 * seconds, 1) for name, seconds in times.items() if seconds is not None}
     logger.info("request", extra={"fields": fields})

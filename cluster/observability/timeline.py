@@ -6,7 +6,7 @@ https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import msgspec
@@ -76,11 +76,14 @@ class RecentRequests:
         return None
 
 
-def timeline(record: RequestRecord, steps: npt.NDArray[np.void]) -> Timeline:
+def timeline(
+    record: RequestRecord, steps: npt.NDArray[np.void], pauses: Iterable[tuple[float, float]] = ()
+) -> Timeline:
     """The life of a request that has ended.
 
     Args:
         steps: [num_steps] of STEP_DTYPE, oldest first, those of its time among them.
+        pauses: (begin, end) of what of its life no step ran in, since ranks were exchanged.
     """
     arrived_s = record.context.arrived_s
     begin = np.searchsorted(_ends(steps), arrived_s)
@@ -89,6 +92,7 @@ def timeline(record: RequestRecord, steps: npt.NDArray[np.void]) -> Timeline:
         _track(_REQUEST_TRACK, f"request {record.id}"),
         _track(_STEP_TRACK, "engine steps"),
         *_phases(record),
+        *(_span(_STEP_TRACK, "pause", begin_s, end_s, arrived_s, {}) for begin_s, end_s in pauses),
         *_steps(steps[begin : min(end, begin + _MAX_STEPS)], arrived_s),
     ]
     return Timeline(trace_events=events, steps_left_out=max(int(end - begin) - _MAX_STEPS, 0))

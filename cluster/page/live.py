@@ -156,7 +156,7 @@ class LiveStream:
             ),
             ranks=[
                 RankView(device, ages[rank] + self._board.age_s if ages else None)
-                for rank, device in enumerate(self._model.rank_devices)
+                for rank, device in enumerate(stats.devices)
             ],
             seconds=self._new_seconds(),
             steps=self._new_steps(),

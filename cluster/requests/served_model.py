@@ -52,7 +52,6 @@ class ServedModel:
         vocab_size: int | None = None,
         eos_token_ids: Sequence[int] = (),
         defaults: SamplingDefaults | None = None,
-        rank_devices: Sequence[str] = (),
         version: str = "unknown",
         system_fingerprint: str | None = None,
         info: EngineInfo | None = None,
@@ -61,7 +60,6 @@ class ServedModel:
     ) -> None:
         """Args:
         vocab_size: ids the model has an embedding for. None: those of the tokenizer.
-        rank_devices: by rank, e.g. `cuda:0`.
         info: what clients may know of the engine.
         max_item_tokens: most tokens of all items of a prompt; 0: prompts have none.
         eos_token_ids: empty: the tokenizer's.
@@ -72,7 +70,6 @@ class ServedModel:
         self.model_name = model_name
         self.max_model_len = max_model_len
         self.server = server
-        self.rank_devices = list(rank_devices)
         self.version = version
         self.system_fingerprint = system_fingerprint
         self.info = info

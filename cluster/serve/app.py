@@ -29,7 +29,7 @@ from cluster.serve.autoscaling import KV_USAGE, QUEUED_TOKENS, RUNNING_SHARE
 from cluster.serve.draining import StopWatch, replicas_are_stopping
 from cluster.serve.placement import NodeResources, check_fits, group_bundles, uses_gpus
 from cluster.serve.replicas import replica_options
-from configs.errors import ConfigError
+from configs.errors import ConfigError, LockstepError
 from configs.load import parse_engine_config
 from configs.resolve import default_max_num_seqs
 from configs.schema import EngineConfig, resolved
@@ -89,6 +89,14 @@ class Engine:
         # Serve names every response after its request, and every request that has no name.
         return create_app(self._model, self._requests, self._keys, names_responses=False)
 
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Resizes the group to what `user_config` says; Ray Serve calls it after the start and when that changes."""
+        try:
+            await self._engine.resize(live_size(user_config, self._engine.spec.config.tensor_parallel_size))
+        except LockstepError as error:
+            # Raised, it would have Serve end this replica and try the same with another.
+            logger.error("user_config is not applied, the replica stays as it is: %s", error)
+
     async def check_health(self) -> None:
         """Ends this process once the engine has failed: Serve then replaces the replica, group and all.
 
@@ -119,6 +127,20 @@ class Engine:
         if hasattr(self, "_engine"):
             await self._engine.close()
             self._telemetry.close()
+
+
+def live_size(user_config: Mapping[str, Any], started: int) -> int:
+    """The `tensor_parallel_size` of a `user_config`; `started`, which `args` say, where it has none.
+
+    Raises:
+        ConfigError: there is something else in it.
+    """
+    size = user_config.get("tensor_parallel_size", started)
+    if set(user_config) - {"tensor_parallel_size"} or type(size) is not int or size < 1:
+        raise ConfigError(
+            f"user_config={dict(user_config)}: it may have tensor_parallel_size, at least 1, and no other key"
+        )
+    return size
 
 
 def build_app(args: dict[str, Any]) -> serve.Application:
@@ -167,6 +189,8 @@ def engine_app(config: EngineConfig, options: Mapping[str, Any]) -> serve.Applic
         health_check_timeout_s=_HEALTH_CHECK_TIMEOUT_S,
         graceful_shutdown_timeout_s=config.server.shutdown_timeout_s + _LAST_WORDS_S,
     )
+    if options.get("user_config"):
+        live_size(options["user_config"], config.tensor_parallel_size)
     deployment = deploy(serve.ingress()(Engine))
     if options:
         try:

@@ -1,0 +1,232 @@
+"""Another number of ranks while requests run: streams go on as if nothing had been; one that fails costs no request."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import logging
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from ray import serve
+from ray.serve._private.api import _get_global_client
+from ray.serve.schema import ApplicationStatus, ServeDeploySchema
+from rich.console import Console
+
+import cluster.engine
+from cluster.actors import RankActor
+from cluster.commands.resize import resize_all
+from cluster.coordinator_actor import CoordinatorActor, EngineFacts
+from cluster.observability.timeline import Timeline, timeline
+from cluster.serve.app import live_size
+from configs.errors import ConfigError, EngineError
+from tests.conftest import Endpoint
+from tests.served_group import ServedGroup, served_group
+from tests.test_failure import processes, running, write_tiny
+from tests.test_recovery import BODIES, answer, status, streams
+
+LOG = logging.getLogger(__name__)
+
+
+@pytest.fixture(scope="module")
+def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of tests/test_failure.py."""
+    return write_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_an_answer_goes_on_with_more_and_with_fewer_ranks(ray_cluster: None, tiny_path: Path) -> None:
+    async def main() -> None:
+        async with running(tiny_path, tensor_parallel_size=1, recovery={"max_rebuilds": 2}) as engine:
+            expected, _ = await answer(engine)
+            answering = asyncio.create_task(answer(engine))
+            await asyncio.sleep(0.1)
+            old = set((await status(engine))["pids"].values())
+            for size in (2, 1):
+                resized = await engine.resize(size)
+                assert resized.size == size
+                assert 0 < resized.pause_s < 20
+                pids = (await status(engine))["pids"]
+                assert sorted(pids) == list(range(size))
+                assert not old & set(pids.values())
+                old = set(pids.values())
+                assert (await answer(engine))[0] == expected
+            assert (await answering)[0] == expected
+            with pytest.raises(ConfigError, match="tensor_parallel_size=1000"):
+                await engine.resize(1000)
+            assert (await engine.resize(1)).pause_s == 0
+
+    asyncio.run(main())
+
+
+class FragileRank(RankActor):
+    """A rank whose process is killed when it is to have a KV pool, as rank 1 of three."""
+
+    def allocate(self, num_pages: int, max_model_len: int, num_window_pages: int | None) -> None:
+        if self._spec.rank == 1 and self._spec.config.tensor_parallel_size == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().allocate(num_pages, max_model_len, num_window_pages)
+
+
+class FragileCoordinator(CoordinatorActor):
+    """A coordinator that starts such ranks."""
+
+    def start(self, placement_group: Any) -> EngineFacts:
+        pytest.MonkeyPatch().setattr("cluster.rank_group.RankActor", FragileRank)
+        return super().start(placement_group)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_ranks_there_were_go_on_when_a_new_one_dies(
+    ray_cluster: None, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster.engine, "CoordinatorActor", FragileCoordinator)
+
+    async def main() -> None:
+        async with running(tiny_path, recovery={"max_rebuilds": 1}) as engine:
+            expected, _ = await answer(engine)
+            before = (await status(engine))["pids"]
+            answers = [asyncio.create_task(answer(engine)) for _ in range(3)]
+            await asyncio.sleep(0.1)
+            with pytest.raises(EngineError, match=r"tensor_parallel_size stays 2, requests waited .* rank 1 died"):
+                await engine.resize(3)
+            assert [tokens for tokens, _ in await asyncio.gather(*answers)] == 3 * [expected]
+            after = await status(engine)
+            assert (after["pids"], after["state"], after["num_rebuilds"]) == (before, "running", 0)
+            # Whoever went back may still be rebuilt, and resized.
+            os.kill(before[1], signal.SIGKILL)
+            assert (await answer(engine))[0] == expected
+            assert (await engine.resize(1)).size == 1
+            assert (await answer(engine))[0] == expected
+
+    asyncio.run(main())
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_eight_streams_go_through_one_two_three_and_two_ranks(ray_cluster: None, smollm2_path: Path) -> None:
+    async def main() -> None:
+        async with served_group(smollm2_path, "resizing:1", tensor_parallel_size=1) as group:
+            expected = [it.answer for it in await streams(group, BODIES)]
+            assert all(len(reasons) == len(texts) > 0 for texts, reasons, *_ in expected)
+            for size in (2, 3, 2):
+                told = Console(file=io.StringIO(), width=200)
+                resizing = asyncio.create_task(asyncio.to_thread(resize_all, size, "resizing", told))
+                rounds = []
+                while not resizing.done():
+                    rounds.append(await streams(group, BODIES))
+                await resizing
+                LOG.info("%d rounds, %s", len(rounds), told.file.getvalue())
+                assert re.fullmatch(rf"resizing:1: {size} ranks, requests waited \d+\.\d\d s\n", told.file.getvalue())
+                for got in rounds:
+                    for body, one, other in zip(BODIES, expected, got, strict=True):
+                        assert other.answer == one, body
+                info = (await group.http.get("/server_info")).json()["engine"]
+                assert info["tensor_parallel_size"] == size
+                gauges = (await group.http.get("/metrics")).text
+                assert re.search(rf'engine_config_info{{.*tensor_parallel_size="{size}".*}} 1', gauges)
+            # Each exchange met a round, and is in the timelines of its requests.
+            assert len(group.engine.client.telemetry.pauses) == 3
+            assert (await group.status())["total_preemptions"] == 0
+            met = [it for it in timelines(group) if "pause" in {event.name for event in it.trace_events}]
+            assert len(met) >= 3
+            status = await group.status()
+            assert (status["num_rebuilds"], status["state"]) == (0, "running")
+            assert status["num_running"] == status["num_waiting"] == status["num_owned_pages"] == 0
+
+    asyncio.run(main())
+
+
+def timelines(group: ServedGroup) -> list[Timeline]:
+    """Those of all requests that it has answered."""
+    telemetry = group.engine.client.telemetry
+    return [
+        timeline(it, telemetry.board.steps(), telemetry.pauses_between(it.context.arrived_s, it.ended_s))
+        for it in telemetry.recent._records.values()
+    ]
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_user_config_resizes_a_replica_that_serve_keeps(endpoint: Endpoint, smollm2_path: Path) -> None:
+    app: dict[str, Any] = {
+        "name": "resized",
+        "route_prefix": "/resized",
+        "import_path": "cluster.app:build_app",
+        "args": {
+            "model": str(smollm2_path),
+            "device": "cpu",
+            "tensor_parallel_size": 1,
+            "kv_cache": {"num_tokens": 8192},
+        },
+    }
+    url = f"{endpoint.url}/resized"
+
+    def deploy(**engine: Any) -> None:
+        deployments = [{"name": "Engine", **engine}]
+        schema = ServeDeploySchema.model_validate({"applications": [{**app, "deployments": deployments}]})
+        _get_global_client().deploy_apps(schema)
+
+    async def ended(http: httpx.AsyncClient, size: int) -> None:
+        """Serve has ended its update, and `size` ranks serve."""
+        deadline = time.monotonic() + 200
+        while True:
+            assert time.monotonic() < deadline, serve.status()
+            await asyncio.sleep(0.5)
+            state = (await asyncio.to_thread(serve.status)).applications["resized"]
+            if state.status == ApplicationStatus.RUNNING:
+                reply = await http.get(f"{url}/server_info")
+                if reply.status_code == 200 and reply.json()["engine"]["tensor_parallel_size"] == size:
+                    return
+            assert state.status in (ApplicationStatus.DEPLOYING, ApplicationStatus.RUNNING), state
+
+    async def main() -> None:
+        body = {"model": smollm2_path.name.lower(), "prompt": "Rivers are", "max_tokens": 64, "temperature": 0}
+        async with httpx.AsyncClient(timeout=300) as http:
+            await ended(http, 1)
+            replicas = set(processes("ServeReplica:resized"))
+            body["model"] = (await http.get(f"{url}/v1/models")).json()["data"][0]["id"]
+
+            async def text() -> str:
+                reply = await http.post(f"{url}/v1/completions", json=body)
+                assert reply.status_code == 200, reply.text
+                return str(reply.json()["choices"][0]["text"])
+
+            expected = await text()
+            deploy(user_config={"tensor_parallel_size": 2})
+            resized = asyncio.create_task(ended(http, 2))
+            while not resized.done():
+                assert await text() == expected
+            await resized
+            # What cannot be is logged, and the replica stays.
+            deploy(user_config={"tensor_parallel_size": 1000})
+            await asyncio.sleep(5)
+            await ended(http, 2)
+            assert await text() == expected
+            assert set(processes("ServeReplica:resized")) == replicas
+
+    try:
+        deploy()
+        asyncio.run(main())
+    finally:
+        serve.delete("resized")
+
+
+def test_a_user_config_has_one_key() -> None:
+    assert live_size({}, 3) == 3
+    assert live_size({"tensor_parallel_size": 2}, 3) == 2
+    for wrong in ({"tensor_parallel_size": "2"}, {"tensor_parallel_size": 0}, {"max_num_seqs": 4}):
+        with pytest.raises(ConfigError, match="no other key"):
+            live_size(wrong, 3)
