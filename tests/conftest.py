@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import shutil
 import socket
@@ -16,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import pytest
+
+from tests import fast_interpreter
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +37,11 @@ Logits = Callable[[list[int]], "torch.Tensor"]
 SMOLLM2 = Path.home() / ".cache/lockstep/smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
+def pytest_configure() -> None:
+    # Of ten thousand items and the packages that they import nothing is garbage: to look at them all again took 5 s.
+    gc.disable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # The Ray cluster and the endpoint take memory and cores: they come last and stay to the end.
     items.sort(key=lambda item: item.get_closest_marker("ray") is not None)
@@ -50,29 +58,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
     # Once a test had set two threads, the draw of a row of 1,500 logits took 15 ms in place of 0.1 beside other work on
     # two cores: its calls wait for the slower thread.
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(1)
+    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1":
+        fast_interpreter.speed_up()
 
 
 @pytest.fixture
-def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests of kernels on CPU tensors: skips where kernels are compiled for a GPU.
-
-    Lets Triton's interpreter loop to a bound that a kernel has computed: it holds scalars as arrays of one element, of
-    which numpy makes no int from 2.4 on.
-    """
+def interpreter() -> None:
+    """For tests of kernels on CPU tensors: skips where kernels are compiled for a GPU."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("kernels compiled for a GPU take no CPU tensors")
-    interpreter = pytest.importorskip("triton.runtime.interpreter", reason="a CPU install has no Triton")
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda scalar: scalar.handle.data.item())
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+    pytest.importorskip("triton.runtime.interpreter", reason="a CPU install has no Triton")
+    fast_interpreter.speed_up()
 
 
 @pytest.fixture(scope="session")

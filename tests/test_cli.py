@@ -245,7 +245,7 @@ def test_the_url_of_an_endpoint_has_its_ipv6_address_in_brackets(host: str, url:
 
 
 def test_detaching_from_a_cluster_that_ends_with_the_command_is_refused(smollm2_path: Path) -> None:
-    result = run_apart("serve", CONFIG, "--address", "local", "--detach")
+    result = run("serve", CONFIG, "--address", "local", "--detach")
     assert_refused(result, "--detach", "ray start --head")
 
 

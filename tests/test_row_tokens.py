@@ -4,6 +4,7 @@ is that of a run with one token a step.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.test_guided_rows import HandGuide
 from tests.test_scheduler import run_random_load
 from worker.protocol import FrameLimits, RowFlag, StepFrame, StepResult
 
+random_load = functools.cache(run_random_load)
 FOUR = replace(LIMITS, max_row_tokens=4, steps_in_flight=1)
 
 
@@ -34,7 +36,7 @@ def num_brought(engine: Engine) -> int:
 def test_every_answer_equals_the_reference_under_random_load(
     seed: int, steps_in_flight: int, max_row_tokens: int
 ) -> None:
-    engine = run_random_load(seed, steps_in_flight, max_row_tokens)
+    engine = random_load(seed, steps_in_flight, max_row_tokens)
     assert all(
         [logprob.logprob for logprob in answer.logprobs] == [-float(token) for token in answer.tokens]
         for answer in engine.answers.values()
@@ -43,7 +45,7 @@ def test_every_answer_equals_the_reference_under_random_load(
 
 
 def test_random_load_reaches_several_tokens_drops_preemption_and_every_finish() -> None:
-    engines = [run_random_load(seed, 2, 4) for seed in range(8)]
+    engines = [random_load(seed, 2, 4) for seed in range(8)]
     stats = [engine.scheduler.stats() for engine in engines]
     assert sum(stat.total_preemptions for stat in stats) > 5
     assert sum(stat.total_prefix_hit_tokens for stat in stats) > 300
