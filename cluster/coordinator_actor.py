@@ -18,7 +18,7 @@ from cluster.engine_state import EngineState
 from cluster.observability.logs import log_to_stderr
 from cluster.stopped import end_stopped, is_replica
 from configs.model_config import ModelConfig
-from configs.schema import EngineConfig
+from configs.schema import EngineConfig, resolved
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -158,7 +158,7 @@ class CoordinatorActor:
             rebuild=group.rebuild,
             peaks=(peak_flops, peak_bandwidth),
             rank_clock=RankClock(lambda: group.pids.values()) if self._recovers else None,
-            hang_timeout_s=config.recovery.hang_timeout_s,
+            hang_timeout_s=resolved(config.recovery.hang_timeout_s),
         )
         self._coordinator = coordinator
         group.watch(coordinator.fail)
