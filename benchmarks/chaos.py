@@ -1,13 +1,15 @@
 """What streams notice of ranks that die and stop: nothing but a pause, and how long that is.
 
-    python -m benchmarks.chaos MODEL [--ranks 3] [--streams 32] [--kills 50] [--stops 20] [--spares 0]
-        [--calm 0] [--seed 0] [--out FILE]
+    python -m benchmarks.chaos MODEL [--ranks 3] [--streams 32] [--tokens 64] [--kills 50] [--stops 20]
+        [--spares 0] [--calm 0] [--seed 0] [--out FILE]
+    python -m benchmarks.chaos --config CONFIG [--set KEY=VALUE ...] [--ranks 3] ...
 
 Streams greedy, sampled, guided, with penalties and logprobs, with stop strings and of several answers run again and
 again, while a rank drawn at random is killed (SIGKILL) or stopped (SIGSTOP), each fault --calm seconds and some steps
 after the rebuild from the one before: a spare takes some seconds to be made ready. What each stream brings is compared
 with what it brought before the first fault. The pause of a stream is the time between its chunks before and after a
-fault. MODEL is a directory or a .gguf file.
+fault. MODEL is a directory or a .gguf file, served on CPUs; CONFIG one of `cluster serve`, on GPUs where there are any.
+There only `--set numerics=exact` makes a recomputed stream the same to the bit, and random weights need a `tokenizer`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,10 @@ import numpy as np
 import ray
 
 from benchmarks.report import circumstances
-from tests.served_group import ServedGroup, Streamed, served_group
+from cluster.serve.placement import NodeResources, uses_gpus
+from configs.load import load_app_config, parse_engine_config
+from configs.schema import EngineConfig
+from tests.served_group import ServedGroup, Streamed, served_config
 
 _WORDS = "The lock of the canal holds water, the boat waits, and the keeper of the gate counts his steps. "
 _KINDS: list[dict[str, Any]] = [
@@ -41,20 +46,32 @@ _KINDS: list[dict[str, Any]] = [
 ]
 
 
-def bodies(count: int) -> list[dict[str, Any]]:
-    """Of `count` different streams, of all kinds."""
+def bodies(count: int, tokens: int) -> list[dict[str, Any]]:
+    """Of `count` different streams of up to `tokens` tokens, of all kinds."""
     return [
-        {"prompt": f"Rivers of {index} countries are", "seed": index, **_KINDS[index % len(_KINDS)]}
+        {"prompt": f"Rivers of {index} countries are", "seed": index, "max_tokens": tokens}
+        | _KINDS[index % len(_KINDS)]
         for index in range(count)
     ]
+
+
+def configuration(arguments: argparse.Namespace) -> EngineConfig:
+    """What is served, but for `recovery`."""
+    size = arguments.ranks
+    if arguments.config is None:
+        given = {"model": str(arguments.model), "device": "cpu", "kv_cache": {"num_tokens": 16384}}
+        return parse_engine_config({**given, "tensor_parallel_size": size})
+    config = load_app_config(arguments.config, [*arguments.set, f"tensor_parallel_size={size}"]).engine
+    gpus = uses_gpus(config, NodeResources.from_ray(ray.nodes()))
+    return config.model_copy(update={"device": "cuda" if gpus else "cpu"})
 
 
 class Chaos:
     """Streams without end, and faults among them."""
 
-    def __init__(self, group: ServedGroup, num_streams: int) -> None:
+    def __init__(self, group: ServedGroup, requests: list[dict[str, Any]]) -> None:
         self._group = group
-        self._bodies = bodies(num_streams)
+        self._bodies = requests
         self._expected: list[Streamed] = []
         self._running: dict[asyncio.Task[Streamed], int] = {}
         self._ending = False
@@ -104,13 +121,12 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     random_ = random.Random(arguments.seed)
     faults = [signal.SIGKILL] * arguments.kills + [signal.SIGSTOP] * arguments.stops
     random_.shuffle(faults)
-    changes = {
-        "tensor_parallel_size": arguments.ranks,
-        "recovery": {"max_rebuilds": len(faults) + 1, "warm_spares": arguments.spares},
-    }
-    async with served_group(arguments.model, "chaos", **changes) as group:
+    config = configuration(arguments)
+    recovery = {"max_rebuilds": len(faults) + 1, "warm_spares": arguments.spares}
+    config = config.model_copy(update={"recovery": config.recovery.model_copy(update=recovery)})
+    async with served_config(config, "chaos") as group:
         began = time.monotonic()
-        chaos = Chaos(group, arguments.streams)
+        chaos = Chaos(group, bodies(arguments.streams, arguments.tokens))
         struck = await chaos.run(faults, random_, arguments.calm)
         status = await group.status()
     pauses = {
@@ -119,6 +135,8 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     }
     return {
         "circumstances": circumstances(),
+        "model": config.model,
+        "device": config.device,
         "ranks": arguments.ranks,
         "spares": arguments.spares,
         "calm_s": arguments.calm,
@@ -138,9 +156,13 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("model", type=Path)
+    served = parser.add_mutually_exclusive_group(required=True)
+    served.add_argument("model", type=Path, nargs="?")
+    served.add_argument("--config", type=Path)
+    parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--stops", type=int, default=20)
     parser.add_argument("--spares", type=int, default=0)
@@ -150,7 +172,8 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ["RAY_AUTH_MODE"] = "disabled"
     os.environ["PYTHONPATH"] = os.getcwd()  # the workers' way to this checkout
-    ray.init(address="local", num_cpus=8, num_gpus=0, include_dashboard=False, log_to_driver=False)
+    num_gpus = None if arguments.config else 0
+    ray.init(address="local", num_cpus=16, num_gpus=num_gpus, include_dashboard=False, log_to_driver=False)
     report = json.dumps(asyncio.run(measure(arguments)), indent=2)
     print(report)
     if arguments.out is not None:

@@ -54,7 +54,9 @@ class RankSpec:
     replica: str
     """Name of the replica whose rank it is."""
     device: str | None = None
-    """As in `Location`, for a spare that takes a place: the GPU there is not its own. None: what Ray gave it."""
+    """As in `Location`, of one that takes a place: to a spare the GPU there was not given. None: what Ray gave it."""
+    room_bytes: int = 0
+    """What is to be free on the GPU before a rank that takes a place joins: the last one's memory is freed late."""
 
 
 @dataclass(frozen=True)
@@ -120,20 +122,25 @@ class RankActor:
             device = f"cuda:{device_index(gpu, os.environ.get('CUDA_VISIBLE_DEVICES'))}"
         return Location(context.get_node_id(), os.getpid(), device)
 
-    def join(self, host: str, port: int, generation: int, one_node: bool) -> None:
-        """Enters the process group through the coordinator's store; in a later generation with the weights it has."""
+    def join(self, host: str, port: int, generation: int, one_node: bool) -> int:
+        """Enters the process group through the coordinator's store; in a later generation with the weights it has.
+
+        Returns:
+            Bytes that were free on its GPU, of a rank without weights. Else 0.
+        """
         import torch
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not declared
 
         from parallel.group import TensorParallelGroup
         from parallel.plan import ShardPlan
+        from worker.memory import await_room
         from worker.tp_worker import TPWorker, reduce_buffer_bytes
 
         config, model, rank = self._spec.config, self._spec.model, self._spec.rank
         parallel = config.parallel
         if self._group is not None:
             self._group.rejoin(TCPStore(host, port, is_master=False, wait_for_workers=False), generation)
-            return
+            return 0
         assert parallel.threads_per_rank is not None, "threads_per_rank is resolved before the ranks start"
         assert parallel.spin_us is not None, "spin_us is resolved before the ranks start"
         assert parallel.all_reduce != "auto", "all_reduce is resolved before the ranks start"
@@ -143,8 +150,10 @@ class RankActor:
         if not one_node and strategy == ONE_NODE_STRATEGY[device.type]:
             logger.warning("parallel.all_reduce: %s -> %s (several nodes)", strategy, ANY_NODES_STRATEGY[device.type])
             strategy = ANY_NODES_STRATEGY[device.type]
+        room_bytes = 0
         if device.type == "cuda":
             torch.cuda.set_device(device)
+            room_bytes = await_room(device, self._spec.room_bytes)
         if config.tensor_parallel_size == 1:
             self._group = TensorParallelGroup.single(device)
         else:
@@ -166,6 +175,7 @@ class RankActor:
             plan=ShardPlan.create(model, config.tensor_parallel_size, exact=config.is_exact),
             group=self._group,
         )
+        return room_bytes
 
     def fetch(self) -> None:
         """Makes sure that the weights are on this node, before the ranks join. Raises CheckpointError."""
@@ -179,15 +189,19 @@ class RankActor:
         self._spec = replace(self._spec, model_path=str(path))
 
     def load(self) -> RankLoad:
-        """Loads this rank's shard and finds out what is left for the KV pool."""
+        """Loads this rank's shard and finds out what is left for the KV pool; on CUDA all ranks do that together."""
         import time
 
         worker = self._ready()
-        self._progress = 0.0
         began = time.monotonic()
-        worker.load(self._on_progress)
+        self.read_weights()
         seconds = time.monotonic() - began
         return RankLoad(kv_page_bytes=worker.kv_page_bytes(), free_bytes=worker.profile().usable_bytes, seconds=seconds)
+
+    def read_weights(self) -> None:
+        """Loads this rank's shard alone, where the size of the KV pool is known; no other rank takes part."""
+        self._progress = 0.0
+        self._ready().load(self._on_progress)
 
     def measure(self) -> Peaks:
         """Measures what this rank's device can do; all ranks at the same time, since they may share it."""
@@ -224,6 +238,14 @@ class RankActor:
         worker = self._ready()
         worker.run(frames, None if results is None else lambda result: results.send(result, timeout_s))
         worker.close()
+
+    def leave(self) -> None:
+        """Keeps the weights alone, for the next generation; runs once `run`, or whatever it is that waits, is left.
+
+        Raises EngineError where this process is of no use any more.
+        """
+        if self._worker is not None:
+            self._worker.leave()
 
     @ray.method(concurrency_group="ctl")
     def abort(self, reason: str) -> None:

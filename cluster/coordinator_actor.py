@@ -19,7 +19,7 @@ from cluster.observability.logs import log_to_stderr
 from cluster.stopped import end_stopped, is_replica
 from configs.errors import ConfigError
 from configs.model_config import ModelConfig
-from configs.schema import EngineConfig
+from configs.schema import EngineConfig, resolved
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -150,7 +150,7 @@ class CoordinatorActor:
             rebuild=lambda generation, failure: self._in_use().rebuild(generation, failure),
             peaks=(peak_flops, peak_bandwidth),
             rank_clock=RankClock(lambda: self._in_use().pids.values()) if self._recovers else None,
-            hang_timeout_s=config.recovery.hang_timeout_s,
+            hang_timeout_s=resolved(config.recovery.hang_timeout_s),
         )
         self._coordinator = coordinator
         self._use(group)

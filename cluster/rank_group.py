@@ -52,8 +52,9 @@ NAMESPACE = "lockstep"
 GENERATION = 1
 _WATCH_INTERVAL_S = 1.0
 _LEAVE_TIMEOUT_S = 10.0
-# After a hang: the others wait for the one that hangs, and leave as soon as they are told.
-_LEAVE_HUNG_TIMEOUT_S = 2.0
+# After a hang: the others wait for the one that hangs, and leave as soon as they are told. On GPUs that takes NCCL
+# half a second, and a rank says after three that its device never gets done.
+_LEAVE_HUNG_TIMEOUT_S = {"cpu": 2.0, "cuda": 5.0}
 _ABORT_TIMEOUT_S = 1.0
 _PROGRESS_TIMEOUT_S = 5.0
 _STACKS_TIMEOUT_S = 2.0
@@ -119,6 +120,7 @@ class RankGroup:
         self._measured = self._ranks  # those whose progress is the group's
         self._processes: dict[int, tuple[int, int]] = {}  # by rank on this node: process id and a pidfd of it
         self._devices: dict[int, str] = {}  # by rank, as in Location: each bundle has one
+        self._rooms: list[int] = []  # by rank, bytes free on its GPU before it was first used
         self._spares = WarmSpares(config.recovery.warm_spares, self._start_spare)
         self._runs: list[ray.ObjectRef[None]] = []
         self._run_args: tuple[int, int, int | None, int] | None = None
@@ -159,13 +161,13 @@ class RankGroup:
 
     def start(self) -> list[Location]:
         """Starts the processes and says where they are."""
-        self._ranks += map(self._start, range(self.size))
+        self._ranks += [self._start(self._spec(rank)) for rank in range(self.size)]
         return self._locate(range(self.size))
 
-    def _start(self, rank: int) -> Any:
+    def _start(self, spec: RankSpec) -> Any:
         gpus = 1 if self._config.device == "cuda" else 0
-        bundle = 1 + rank % (self._placement_group.bundle_count - 1)
-        return self._start_actor(self._spec(rank), f"tp{rank}", bundle=bundle, gpus=gpus)
+        bundle = 1 + spec.rank % (self._placement_group.bundle_count - 1)
+        return self._start_actor(spec, f"tp{spec.rank}", bundle=bundle, gpus=gpus)
 
     def _start_spare(self, number: int) -> Any:
         return self._start_actor(self._spec(-1), f"tp-spare{number}", bundle=0, gpus=0)
@@ -227,7 +229,7 @@ class RankGroup:
         self.one_node = all(location.node_id == here for location in locations)
         self._host = "127.0.0.1" if self.one_node else ray.util.get_node_ip_address()
         self._store = _open_store(self._host)
-        self._on_all("join", self._host, self._store.port, GENERATION, self.one_node)
+        self._rooms = self._on_all("join", self._host, self._store.port, GENERATION, self.one_node)
         return GroupMemory(tuple(self._on_all("load")), self._config.device == "cpu")
 
     def measure(self) -> tuple[float, float]:
@@ -285,15 +287,15 @@ class RankGroup:
         replaced = self._end_lost(failure, runs)
         ended = time.monotonic()
         for rank in replaced:
-            spec = replace(self._spec(rank), device=self._devices[rank])
-            self._ranks[rank] = self._spares.take(spec) or self._start(rank)
+            spec = replace(self._spec(rank), device=self._devices[rank], room_bytes=self._rooms[rank])
+            self._ranks[rank] = self._spares.take(spec) or self._start(spec)
         locations = self._locate(replaced)
         self._on_all("where")  # one that died since would keep the others waiting for it
         started = time.monotonic()
         if self._fetches:
             self._on(replaced, "fetch")
         self._on_all("join", self._host, self._store.port, generation, self.one_node)
-        self._on(replaced, "load")
+        self._on(replaced, "read_weights")
         loaded = time.monotonic()
         channel = self.run(*self._run_args)
         logger.warning(
@@ -311,13 +313,15 @@ class RankGroup:
         return channel
 
     def _end_lost(self, failure: LockstepError, runs: Sequence[ray.ObjectRef[None]]) -> list[int]:
-        """Makes all ranks leave what they wait in, and ends the processes of those that do not, or whose `runs` failed
-        by themselves; returns these, dead ones among them."""
+        """Makes all ranks leave what they wait in, and ends the processes of those that do not or cannot, or whose
+        `runs` failed by themselves; returns these, dead ones among them."""
         calls: dict[Any, int] = {}
         for rank, actor in enumerate(self._ranks):
-            # `where` is answered once `run`, or whatever it is that waits, has been left.
-            calls |= {actor.abort.remote(str(failure)): rank, actor.where.remote(): rank}
-        timeout_s = _LEAVE_HUNG_TIMEOUT_S if isinstance(failure, StepHungError) else _LEAVE_TIMEOUT_S
+            # On threads of their own: on GPUs NCCL's abort waits for the graphs, which go in `leave`, and `leave` for
+            # the collectives, which the abort ends.
+            calls |= {actor.abort.remote(str(failure)): rank, actor.leave.remote(): rank}
+        is_hung = isinstance(failure, StepHungError)
+        timeout_s = _LEAVE_HUNG_TIMEOUT_S[self._config.device] if is_hung else _LEAVE_TIMEOUT_S
         done, silent = ray.wait(list(calls), num_returns=len(calls), timeout=timeout_s)
         lost = {calls[call] for call in silent}
         lost |= {calls[call] for call in done if _failure(calls[call], self.size, call) is not None}

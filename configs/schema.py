@@ -106,7 +106,7 @@ class ParallelConfig(_Section):
 
 class RecoveryConfig(_Section):
     """What happens when a rank dies or stops. The group is rebuilt around the ranks that are left, and its requests go
-    on; where it is not, they end with an error and Ray Serve replaces the replica. On GPUs it is not yet."""
+    on; where it is not, they end with an error and Ray Serve replaces the replica."""
 
     max_rebuilds: int = Field(3, ge=0)
     """Most rebuilds of one group in ten minutes; past them it is replaced. 0: the first failure ends it."""
@@ -117,10 +117,10 @@ class RecoveryConfig(_Section):
     """How long a process may be stopped (SIGSTOP) before it is ended: a rank, or the coordinator or replica, which end
     the whole replica. Such a process does nothing however long a step takes, so this need not be longer than one; under
     a debugger it does not count as stopped."""
-    hang_timeout_s: float = Field(1.0, gt=0)
+    hang_timeout_s: float | None = Field(None, gt=0)
     """How much longer than three times the slowest step like it a step may run before the ranks count as hung. Time
     that other programs take from the ranks does not count. The first 16 steps, and the first 16 with prompts, have
-    `parallel.step_timeout_s` alone."""
+    `parallel.step_timeout_s` alone. None: 1 on CPUs, 30 on GPUs, where what is first asked for compiles a kernel."""
 
 
 class PlacementConfig(_Section):

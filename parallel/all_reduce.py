@@ -180,6 +180,8 @@ class LibraryCollectives:
 
     def abort(self, reason: str) -> None:
         """As Collectives. NCCL's abort returns once no CUDA graph that holds its communicator is left."""
+        if self._abort_reason is not None:
+            return  # NCCL is aborted once
         self._abort_reason = reason
         backend = self._backend
         if self._device.type == "cuda" and backend is not None:

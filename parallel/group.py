@@ -203,8 +203,10 @@ class TensorParallelGroup:
     def abort(self, reason: str) -> None:
         """Ends this generation from any thread: blocked and later collectives raise EngineError(reason).
 
-        On CUDA it returns only when no graph with collectives is left; with symmetric_memory maybe never, once a rank
-        died inside a sum. Then the process has to be ended.
+        On CUDA it returns only when no graph with collectives is left: whoever holds them drops them, see
+        `TPWorker.leave`. With symmetric_memory maybe never, once a rank is gone: a sum in a reduce_buffer waits for it
+        without end, and so does the one that begins the next step, where that is queued. Then `leave` finds a device
+        that does not get done, and the process has to be ended.
         """
         if self._collectives is not None:
             self._collectives.abort(reason)

@@ -11,7 +11,7 @@ import random
 import signal
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from cluster.engine import RunningEngine, describe
 from cluster.preflight import read_tokenizer
 from cluster.serve.placement import group_bundles
 from configs.load import parse_engine_config
+from configs.schema import EngineConfig
 from tests.scripted_engine import served
 
 
@@ -114,15 +115,21 @@ class ServedGroup:
         return struck, time.monotonic()
 
 
+def served_group(path: Path, name: str, **changes: Any) -> AbstractAsyncContextManager[ServedGroup]:
+    """A group on CPUs of the Ray cluster there is. `changes`: of the configuration."""
+    config = parse_engine_config({"model": str(path), "device": "cpu", "kv_cache": {"num_tokens": 16384}, **changes})
+    return served_config(config, name)
+
+
 @asynccontextmanager
-async def served_group(path: Path, name: str, **changes: Any) -> AsyncIterator[ServedGroup]:
-    """A group on the Ray cluster there is. `changes`: of the configuration."""
+async def served_config(config: EngineConfig, name: str) -> AsyncIterator[ServedGroup]:
+    """The group of `config`, whose device is not left open, on the Ray cluster there is."""
     from ray.util.placement_group import placement_group, remove_placement_group
 
-    config = parse_engine_config({"model": str(path), "device": "cpu", "kv_cache": {"num_tokens": 16384}, **changes})
-    group = placement_group(group_bundles(config, gpus=False))
+    gpus = config.device == "cuda"
+    group = placement_group(group_bundles(config, gpus=gpus))
     try:
-        spec = describe(config, gpus=False, announce=False)
+        spec = describe(config, gpus=gpus, announce=False)
         engine = await RunningEngine.start(spec, group, name)
         try:
             model = await engine.open_model(read_tokenizer(spec.config, spec.model, spec.tokenizer_path))

@@ -14,6 +14,11 @@ from worker.cuda_graph_runner import CudaGraphRunner, DeviceOutput, _Captured
 class Graph:
     """Stands for torch.cuda.CUDAGraph."""
 
+    is_reset = False
+
+    def reset(self) -> None:
+        self.is_reset = True
+
 
 def test_graphs_go_before_the_group_whose_communicator_waits_for_them() -> None:
     dropped: list[str] = []
@@ -29,3 +34,11 @@ def test_graphs_go_before_the_group_whose_communicator_waits_for_them() -> None:
     assert dropped == []
     del runner
     assert dropped == ["graph", "graph", "group"]
+
+
+def test_graphs_are_gone_once_closed_though_a_traceback_may_hold_the_runner() -> None:
+    runner, graph = CudaGraphRunner(TensorParallelGroup.single()), Graph()
+    runner._captured[StepShape(1, 1, 1)] = _Captured(graph, DeviceOutput(torch.zeros(1), torch.zeros(1, 1)))
+    runner.close()
+    assert graph.is_reset
+    runner.close()

@@ -9,9 +9,11 @@ import psutil  # type: ignore[import-untyped]  # ships no types
 import pytest
 import torch
 
+import worker.memory
 from cluster.rank_group import node_cores
+from configs.errors import EngineError
 from worker.cgroup import available_bytes, available_cores
-from worker.memory import DeviceMemory, _largest_frames, free_bytes
+from worker.memory import DeviceMemory, _largest_frames, await_idle, await_room, free_bytes
 from worker.protocol import FrameLimits, RowFlag, StepFrame
 
 
@@ -42,6 +44,43 @@ def test_what_a_step_needs_is_taken_off_and_said() -> None:
     assert memory.usable_bytes == 94 * gib
     assert str(memory).endswith("less 3.00 for the largest step, 2.00 for CUDA graphs and 1.00 for sampling: 94.00 GiB")
     assert DeviceMemory(gib, gib, gib).usable_bytes == 0
+
+
+# Where a rank takes the place of one that died
+
+CUDA = torch.device("cuda:0")
+
+
+def test_a_rank_waits_until_the_last_ones_memory_is_freed_but_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    free = iter([10 << 30, 10 << 30, 99 << 30, 0])
+    monkeypatch.setattr(worker.memory, "free_bytes", lambda _: next(free))
+    assert await_room(CUDA, 99 << 30) == 99 << 30
+    assert not caplog.records
+    monkeypatch.setattr(worker.memory, "free_bytes", lambda _: 10 << 30)
+    assert await_room(CUDA, 0) == 10 << 30  # the first to be there
+    monkeypatch.setattr(worker.memory, "_ROOM_TIMEOUT_S", 0.1)
+    assert await_room(CUDA, 99 << 30) == 10 << 30
+    assert "cuda:0 has 10.00 GiB free, where there were 99.00" in caplog.text
+
+
+def test_a_device_that_never_gets_done_is_said_to_be_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([False, False, True])
+
+    class Event:
+        def record(self, stream: object) -> None:
+            assert stream == CUDA
+
+        def query(self) -> bool:
+            return next(answers, False)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
+    await_idle(CUDA)
+    monkeypatch.setattr(worker.memory, "_IDLE_TIMEOUT_S", 0.1)
+    with pytest.raises(EngineError, match="cuda:0 is not idle"):
+        await_idle(CUDA)
 
 
 # What a container leaves

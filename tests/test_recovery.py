@@ -24,13 +24,13 @@ import numpy as np
 import pytest
 
 import cluster.engine
-from cluster.actors import RankActor
+from cluster.actors import RankActor, RankLoad
 from cluster.coordinator_actor import CoordinatorActor, EngineFacts
 from cluster.engine import RunningEngine
 from cluster.messages import Finished, FinishReason, SamplingParams
 from cluster.rank_clock import RankClock
 from cluster.recovery import Recovery, reason_never
-from configs.errors import ConfigError, DeadlineError, LockstepError, RankDiedError, RankLostError
+from configs.errors import ConfigError, DeadlineError, EngineError, LockstepError, RankDiedError, RankLostError
 from configs.load import parse_engine_config
 from tests.served_group import ServedGroup, Streamed, served_group
 from tests.test_failure import complete, end_of, processes, running, until, write_tiny
@@ -90,7 +90,7 @@ def test_what_fails_twice_at_the_same_place_is_not_tried_a_third_time() -> None:
     [
         ({}, True, None),
         ({}, False, "several nodes"),
-        ({"device": "cuda"}, True, "CUDA"),
+        ({"device": "cuda"}, True, None),
         ({"recovery": {"max_rebuilds": 0}}, True, "max_rebuilds=0"),
     ],
 )
@@ -212,6 +212,46 @@ def test_a_rank_that_dies_during_a_rebuild_is_replaced_too(ray_cluster: None, ti
             assert (await answering)[0] == expected
             after = (await status(engine))["pids"]
             assert [after[rank] == before[rank] for rank in range(3)] == [False, False, True]
+
+    asyncio.run(main())
+
+
+class UnableRank(RankActor):
+    """A first rank 0 whose device is stuck once the group failed. One that takes a place must not load as the first
+    ranks do together."""
+
+    def leave(self) -> None:
+        if self._spec.rank == 0 and self._spec.device is None:
+            raise EngineError("cuda:0 is not idle after 3 s")
+        super().leave()
+
+    def load(self) -> RankLoad:
+        assert self._spec.device is None
+        return super().load()
+
+
+class UnableCoordinator(CoordinatorActor):
+    """A coordinator that starts such ranks."""
+
+    def start(self, placement_group: Any) -> EngineFacts:
+        pytest.MonkeyPatch().setattr("cluster.rank_group.RankActor", UnableRank)
+        return super().start(placement_group)
+
+
+@pytest.mark.ray
+def test_a_rank_that_cannot_leave_is_replaced_with_the_one_that_died(
+    ray_cluster: None, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster.engine, "CoordinatorActor", UnableCoordinator)
+
+    async def main() -> None:
+        async with running(tiny_path, recovery={"max_rebuilds": 2}) as engine:
+            expected, _ = await answer(engine)
+            before = (await status(engine))["pids"]
+            tokens, after = await answer_struck(engine, 1, signal.SIGKILL)
+            assert tokens == expected
+            assert not set(before.values()) & set(after.values())
+            assert (await status(engine))["num_rebuilds"] == 1
 
     asyncio.run(main())
 

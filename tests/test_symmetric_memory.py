@@ -3,6 +3,8 @@ GPUs. What a norm sums is in test_fused_sum.py."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -14,6 +16,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import HashStore, PrefixStore
 
+from configs.errors import EngineError
 from configs.layers import Axis, Cut, Linear
 from configs.rope import RopeConfig
 from parallel.arithmetic import FAST, LayerPlace
@@ -24,6 +27,7 @@ from parallel.plan import LayerShard, ShardPlan, Span
 from parallel.symmetric_memory import RecountedStore, _Registration, choose_method
 from tests.dense_model import dense_model
 from tests.rank_processes import BUFFER_BYTES, Ranks, digest, part_of
+from worker.memory import await_idle
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -154,6 +158,41 @@ def test_a_rank_that_was_replaced_meets_one_that_lives_on(ranks: Ranks) -> None:
         assert ranks.run(2, "symmetric_memory", mixed_calls, 10) == [0, 0]
         ranks.replace(1)
     assert ranks.run(2, "symmetric_memory", mixed_calls, 10) == [0, 0]
+
+
+def left_behind(group: TensorParallelGroup) -> float:
+    """Rank 0 replays a sum that the other never comes to; seconds until it has left that."""
+    x = torch.ones(4096, device=group.device)
+    group.all_reduce(x)
+    group.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        group.all_reduce(x)
+    if group.rank > 0:
+        graph.reset()
+        return 0.0
+    graph.replay()
+    with pytest.raises(EngineError, match="is not idle"):
+        await_idle(group.device)
+    began = time.monotonic()
+    aborting = threading.Thread(target=group.abort, args=("rank 1 is gone",), daemon=True)
+    aborting.start()
+    graph.reset()  # as `TPWorker.leave` does: the abort waits for it
+    await_idle(group.device)
+    aborting.join(20)
+    assert not aborting.is_alive()
+    return time.monotonic() - began
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("strategy", ["nccl", "symmetric_memory"])
+def test_a_rank_leaves_a_graph_that_waits_for_one_that_is_gone_and_meets_another(
+    ranks: Ranks, strategy: Strategy
+) -> None:
+    seconds, _ = ranks.run(2, strategy, left_behind)
+    assert seconds < 5
+    ranks.replace(1)
+    assert ranks.run(2, strategy, mixed_calls, 10) == [0, 0]
 
 
 class Tensors:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import subprocess
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed import HashStore
 
+import worker.tp_worker
 from attention import registry
 from attention.step_shape import StepShape
 from configs.errors import ConfigError, EngineError
@@ -26,6 +31,7 @@ from tests.dense_model import dense_model
 from tests.rerun_graphs import PagedBackend, RerunGraphs
 from worker.cuda_graph_runner import DeviceOutput
 from worker.memory import free_bytes
+from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
 from worker.protocol import (
     ALWAYS,
@@ -492,3 +498,51 @@ def test_what_a_device_raises_names_rank_phase_and_what_to_do() -> None:
         raise torch.OutOfMemoryError("no room")
     with pytest.raises(EngineError, match=r"^as it was$"), naming_the_rank(0, gpu, "a step"):
         raise EngineError("as it was")
+
+
+def test_a_rank_that_leaves_drops_its_graphs_before_it_waits_and_its_pool_after_it(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CUDA: NCCL's abort, which ends what the device waits for, itself waits for the graphs."""
+    rank = _worker(tiny_path, MODEL)
+    runner = rank._runner
+    assert runner is not None
+    done: list[str] = []
+    monkeypatch.setattr(ModelRunner, "close", lambda _: done.append("graphs"))
+    monkeypatch.setattr(worker.tp_worker, "await_idle", lambda _: done.append("idle"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append(f"{pool() is None} {gc.get_freeze_count()}"))
+    held: list[Any] = [runner]  # as a traceback may that is garbage itself
+    held.append(held)
+    pool = weakref.ref(runner)
+    rank._device = torch.device("cuda:0")
+    del runner, held
+    gc.freeze()  # as `allocate` does there
+    rank.leave()
+    assert done == ["graphs", "idle", "True 0"]
+
+
+def test_a_runner_that_is_dropped_is_in_no_cycle(tiny_path: Path) -> None:
+    rank = _worker(tiny_path, MODEL)
+    rank.launch(StepFrame.decode(Frames().step([(1, [3, 4], True)])))
+    assert rank._runner is not None
+    runner = weakref.ref(rank._runner)
+    gc.disable()
+    try:
+        rank.close()
+        assert runner() is None
+    finally:
+        gc.enable()
+
+
+def test_a_spare_for_a_gpu_imports_the_kernels_and_touches_no_device() -> None:
+    pytest.importorskip("triton", reason="a CPU install has no Triton")
+    code = (
+        "import sys, torch\n"
+        "from configs.schema import EngineConfig\n"
+        "from worker.tp_worker import _KERNELS, warm_up\n"
+        "assert not set(_KERNELS) & set(sys.modules)\n"
+        "warm_up(EngineConfig(model='m', device='cuda'))\n"
+        "assert set(_KERNELS) <= set(sys.modules)\n"
+        "assert not torch.cuda.is_initialized()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent, check=True, timeout=120)

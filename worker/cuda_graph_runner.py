@@ -90,6 +90,13 @@ class CudaGraphRunner:
             (free - torch.cuda.mem_get_info(self._group.device)[0]) / (1 << 30),
         )
 
+    def close(self) -> None:
+        """Drops the graphs, whoever still refers to this object: a traceback may, and the abort of the group's NCCL
+        communicator waits until they are gone. They may be running."""
+        for captured in self._captured.values():
+            captured.graph.reset()
+        self._captured.clear()
+
     def smallest(self, step: StepShape) -> StepShape | None:
         """The captured shape with the fewest tokens that holds `step`; None when none does."""
         return smallest(self._decodes if step.is_decode else self._prompts, step)

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import gc
+import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import psutil  # type: ignore[import-untyped]  # ships no types
 import torch
 
+from configs.errors import EngineError
 from worker.cgroup import available_bytes
 from worker.model_runner import ModelRunner
 from worker.protocol import MAX_PROMPT_LOGPROBS, PROMPT_LOGPROBS_DTYPE, RowFlag, StepFrame
 from worker.sampler import default_params
 
+_log = logging.getLogger(__name__)
+
 _GIB = 1 << 30
+_IDLE_TIMEOUT_S = 3.0  # two of the largest steps may be queued
+_ROOM_TIMEOUT_S = 5.0
+_ROOM_SLACK_BYTES = 256 << 20  # between two starts on one device that nobody else uses
 # Graphs of the smaller shapes live in the memory of the largest, but for their nodes: a few MiB each.
 _GRAPH_RESERVE = 1.5
 _GRAPH_FLOOR_BYTES = 256 << 20
@@ -54,6 +63,36 @@ def free_bytes(device: torch.device) -> int:
         return int(torch.cuda.mem_get_info(device)[0])
     node, container = int(psutil.virtual_memory().available), available_bytes()
     return node if container is None else min(node, container)
+
+
+def await_room(device: torch.device, num_bytes: int) -> int:
+    """Waits some seconds until about so many bytes are free on the CUDA `device`: the driver frees what a process had
+    a while after its end. Returns how many are free; fewer where the wait was in vain."""
+    deadline = time.monotonic() + _ROOM_TIMEOUT_S
+    while (free := free_bytes(device)) < num_bytes - _ROOM_SLACK_BYTES:
+        if time.monotonic() > deadline:
+            _log.warning(
+                "%s has %.2f GiB free, where there were %.2f at the first start", device, free / _GIB, num_bytes / _GIB
+            )
+            break
+        time.sleep(0.02)
+    return free
+
+
+def await_idle(device: torch.device) -> None:
+    """Returns once the CUDA `device` has done what was queued on its current stream; it never hangs.
+
+    Raises:
+        EngineError: it was not done after some seconds.
+        RuntimeError: torch's, of a device that is broken.
+    """
+    done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch does not annotate it
+    done.record(torch.cuda.current_stream(device))
+    deadline = time.monotonic() + _IDLE_TIMEOUT_S
+    while not done.query():
+        if time.monotonic() > deadline:
+            raise EngineError(f"{device} is not idle after {_IDLE_TIMEOUT_S:g} s: what runs there does not end")
+        time.sleep(1e-3)
 
 
 def profile_cuda(

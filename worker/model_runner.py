@@ -106,6 +106,10 @@ class ModelRunner:
             on_progress=on_progress,
         )
 
+    def close(self) -> None:
+        """Drops the graphs; the rest goes with this object."""
+        self._graphs.close()
+
     def launch(self, frame: StepFrame) -> PendingStep:
         """Starts the step; the next one may be launched before its result is taken.
 

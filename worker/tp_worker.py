@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import logging
 import time
 from collections import deque
@@ -25,7 +26,7 @@ from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost
 from worker.dummy_weights import DummyCheckpoint
 from worker.layers.rotary import check_length
-from worker.memory import DeviceMemory, free_bytes, profile_cuda
+from worker.memory import DeviceMemory, await_idle, free_bytes, profile_cuda
 from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
 from worker.peaks import Peaks, measure_peaks
@@ -40,6 +41,22 @@ _log = logging.getLogger(__name__)
 
 _MAX_REDUCE_BUFFER_BYTES = 64 << 20
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp8_e4m3": FP8}
+
+# What every rank on GPUs imports sooner or later; with them comes Triton, which takes longest.
+_KERNELS = (
+    "attention.kernels.decode",
+    "attention.kernels.extend",
+    "attention.kernels.step_metadata",
+    "parallel.kernels.all_reduce_norm",
+    "parallel.kernels.chain_gemm",
+    "parallel.kernels.node_gemm",
+    "parallel.kernels.skinny_gemm",
+    "worker.kernels.activation",
+    "worker.kernels.adjustments",
+    "worker.kernels.norm",
+    "worker.kernels.rope",
+    "worker.kernels.sampling",
+)
 
 
 class FrameSource(Protocol):
@@ -184,9 +201,8 @@ class TPWorker:
         check_length(self._model, max_model_len)
         self.close()
         with naming_the_rank(self._group.rank, self._device, "capturing the CUDA graphs"):
-            runner = self._new_runner(num_pages, max_model_len, num_window_pages)
-            runner.capture(on_progress=on_progress)
-        self._runner = runner
+            self._runner = self._new_runner(num_pages, max_model_len, num_window_pages)
+            self._runner.capture(on_progress=on_progress)
         if self._device.type == "cuda":
             # What was made by now stays: the collector, which would stop a step for milliseconds, need not look at it.
             gc.collect()
@@ -233,7 +249,28 @@ class TPWorker:
 
     def close(self) -> None:
         """Drops the KV pool and the graphs. Calling it again does nothing."""
-        self._runner = None
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            runner.close()
+
+    def leave(self) -> None:
+        """Keeps the weights alone, after `run` or `allocate` was ended by a failure; the device is idle then.
+
+        Another thread may abort the group meanwhile: that ends what the device waits for, and itself waits for the
+        graphs, which go here.
+
+        Raises:
+            EngineError: the device waits for what never comes, or it is broken. The process has to be ended.
+        """
+        self.close()
+        if self._device.type != "cuda":
+            return
+        with naming_the_rank(self._group.rank, self._device, "leaving its group"):
+            await_idle(self._device)
+            # What was frozen in `allocate` may be garbage now, as may what the failure's traceback held.
+            gc.unfreeze()
+            gc.collect()
+            torch.cuda.empty_cache()
 
     @staticmethod
     def _next_frame(frames: FrameSource, pending: deque[PendingStep], send: Callable[[bytes], None] | None) -> bytes:
@@ -298,8 +335,10 @@ class TPWorker:
 
 def warm_up(config: EngineConfig) -> None:
     """Does what a process does once whichever rank it is: compiles and loads the kernels of a CPU, and first uses of
-    the libraries. On GPUs nothing: it does not know its own."""
+    the libraries. On GPUs it imports the kernels and no more: it does not know its own."""
     if config.device != "cpu":
+        for name in _KERNELS:
+            importlib.import_module(name)
         return
     if config.parallel.threads_per_rank is not None:
         torch.set_num_threads(config.parallel.threads_per_rank)

@@ -42,7 +42,7 @@ FEW_ROWS = 16
 _SOME_ROWS = 64
 _MORE_ROWS = 128
 # The fastest of 6 to 8 tiles on an H200, with the norm behind it, for 1 to 4 ranks of two 8B models, or within 5 %
-# (benchmarks/results/exact_products_h200_2026-11-23.txt). None spills with the levels it is given.
+# (benchmarks/results/exact_wide_leaves_h200_2026-11-23.txt). None spills with the levels it is given.
 _FEW = Tile(16, 32, 128, 2, 4)
 _FEW_DEEP = Tile(16, 64, 64, 2, 5)
 _DEEP = 8192

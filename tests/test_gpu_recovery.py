@@ -1,0 +1,205 @@
+"""A rank on a GPU that dies or stops, behind Ray: every answer is what it would have been. Random weights.
+
+    python -m pytest tests/test_gpu_recovery.py
+
+By itself: Ray starts here with the GPUs of the machine, or with two of one where SHARE_GPUS is set.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+import cluster.engine
+from cluster.actors import Location, RankActor
+from cluster.coordinator_actor import CoordinatorActor, EngineFacts
+from cluster.engine import RunningEngine, describe
+from cluster.messages import FinishReason, SamplingParams
+from cluster.serve.placement import group_bundles
+from configs.load import parse_engine_config
+from tests.conftest import SHARE_GPUS
+
+LOG = logging.getLogger(__name__)
+ROOT = Path(__file__).resolve().parent.parent
+NUM_STREAMS = 16
+NUM_TOKENS = 300
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
+
+
+class SharingRank(RankActor):
+    """A rank that may have to share its GPU. NCCL refuses two ranks on one GPU of a host, so each says that its host is
+    another, and they talk over TCP."""
+
+    def where(self) -> Location:
+        import torch
+
+        location = super().where()
+        index, num_gpus = int(location.device.removeprefix("cuda:")), torch.cuda.device_count()
+        if num_gpus < self._spec.config.tensor_parallel_size:
+            os.environ.update(NCCL_HOSTID=f"rank{self._spec.rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+        return replace(location, device=f"cuda:{index % num_gpus}")
+
+
+class SharingCoordinator(CoordinatorActor):
+    """A coordinator that starts such ranks."""
+
+    def start(self, placement_group: Any) -> EngineFacts:
+        pytest.MonkeyPatch().setattr("cluster.rank_group.RankActor", SharingRank)
+        return super().start(placement_group)
+
+
+@pytest.fixture(scope="module")
+def gpu_cluster() -> Iterator[None]:
+    """A cluster with GPUs: the run's own has none."""
+    if ray.is_initialized():
+        pytest.skip("Ray runs already, without GPUs; run this file by itself")
+    import torch
+
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    num_gpus = max(torch.cuda.device_count(), 2 if SHARE_GPUS in os.environ else 0)
+    ray.init(address="local", num_cpus=8, num_gpus=num_gpus, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def shape(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shape of Qwen3-0.6B with four layers; weights are random."""
+    config = json.loads((ROOT / "benchmarks/models/qwen3-0.6b/config.json").read_text())
+    config["num_hidden_layers"] = 4
+    config.pop("layer_types", None)
+    path = tmp_path_factory.mktemp("shape")
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@asynccontextmanager
+async def running(shape: Path, size: int, strategy: str, spares: int) -> AsyncIterator[RunningEngine]:
+    """A group of `size` ranks with graphs."""
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    config = parse_engine_config(
+        {
+            "model": str(shape),
+            "load_format": "dummy",
+            "device": "cuda",
+            "numerics": "exact",
+            "tensor_parallel_size": size,
+            "parallel": {"all_reduce": strategy},
+            "kv_cache": {"num_tokens": 32768},
+            "scheduler": {"max_num_seqs": 32, "max_num_batched_tokens": 1024},
+            "recovery": {"max_rebuilds": 9, "warm_spares": spares},
+        }
+    )
+    group = placement_group(group_bundles(config, gpus=True))
+    try:
+        engine = await RunningEngine.start(describe(config, gpus=True), group, f"test-gpu-{time.monotonic_ns()}")
+        try:
+            yield engine
+        finally:
+            await engine.close()
+    finally:
+        remove_placement_group(group)
+
+
+async def status(engine: RunningEngine) -> dict[str, Any]:
+    found: dict[str, Any] = await engine.coordinator.status.remote()
+    return found
+
+
+class Streams:
+    """Sixteen at once, every other one greedy, of prompts of up to 120 tokens."""
+
+    def __init__(self, engine: RunningEngine) -> None:
+        self._engine = engine
+        self.num_tokens = 0
+        self._last = time.monotonic()
+        self.pause_s = 0.0
+        """The longest time in which none of them got a token."""
+
+    async def run(self) -> list[list[int]]:
+        return await asyncio.gather(*map(self._stream, range(NUM_STREAMS)))
+
+    async def _stream(self, index: int) -> list[int]:
+        prompt = np.random.default_rng(index).integers(0, 150_000, 8 * index + 1, np.int32)
+        sampling: dict[str, Any] = {"temperature": 0.0} if index % 2 else {"temperature": 1.0, "seed": index}
+        if index % 4 == 0:
+            sampling |= {"frequency_penalty": 0.3, "top_p": 0.9, "num_logprobs": 2}
+        params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, **sampling)
+        [stream] = self._engine.client.submit([prompt.tobytes()], [[params]])
+        tokens: list[int] = []
+        async for chunk in stream:
+            now = time.monotonic()
+            self._last, self.pause_s = now, max(self.pause_s, now - self._last)
+            tokens += chunk.token_ids
+            self.num_tokens += len(chunk.token_ids)
+        assert chunk.finished is not None
+        assert (chunk.finished.reason, chunk.finished.error) == (FinishReason.LENGTH, None)
+        return tokens
+
+    async def struck(self, rank: int, fault: signal.Signals) -> list[list[int]]:
+        """What they bring when `rank` is struck once a third of it is there."""
+        pid = (await status(self._engine))["pids"][rank]
+        running = asyncio.create_task(self.run())
+        while self.num_tokens < NUM_STREAMS * NUM_TOKENS // 3:
+            assert not running.done()
+            await asyncio.sleep(0.002)
+        os.kill(pid, fault)
+        return await running
+
+
+CASES = [
+    pytest.param(1, "auto", 0, marks=pytest.mark.gpu, id="tp1"),
+    pytest.param(1, "auto", 1, marks=pytest.mark.gpu, id="tp1-spare"),
+    pytest.param(2, "nccl", 0, marks=pytest.mark.multi_gpu, id="tp2-nccl"),
+    pytest.param(2, "nccl", 1, marks=pytest.mark.multi_gpu, id="tp2-nccl-spare"),
+    pytest.param(2, "symmetric_memory", 1, marks=pytest.mark.multi_gpu, id="tp2-symmetric-spare"),
+]
+
+
+@pytest.mark.parametrize(("size", "strategy", "spares"), CASES)
+def test_answers_are_the_same_when_ranks_are_killed_and_stopped(
+    gpu_cluster: None, shape: Path, monkeypatch: pytest.MonkeyPatch, size: int, strategy: str, spares: int
+) -> None:
+    import torch
+
+    if strategy == "symmetric_memory" and torch.cuda.device_count() < size:
+        pytest.skip("symmetric memory needs a GPU for each rank")
+    monkeypatch.setattr(cluster.engine, "CoordinatorActor", SharingCoordinator)
+
+    async def main() -> None:
+        async with running(shape, size, strategy, spares) as engine:
+            expected = await Streams(engine).run()
+            assert len({tuple(tokens) for tokens in expected}) == NUM_STREAMS
+            assert await Streams(engine).run() == expected, "without any fault"
+            faults = [(rank, fault) for rank in range(size) for fault in (signal.SIGKILL, signal.SIGSTOP)]
+            for count, (rank, fault) in enumerate(faults, start=1):
+                while len((await status(engine))["spare_pids"]) < spares:  # noqa: ASYNC110 -- in another process
+                    await asyncio.sleep(0.1)
+                before = (await status(engine))["pids"]
+                streams = Streams(engine)
+                tokens = await streams.struck(rank, fault)
+                after = await status(engine)
+                survived = [other for other in before if after["pids"][other] == before[other]]
+                LOG.warning("%s of rank %d: %.2f s, survivors %s", fault.name, rank, streams.pause_s, survived)
+                assert tokens == expected
+                assert after["num_rebuilds"] == count
+                if strategy != "symmetric_memory":  # there a survivor may wait in a sum that nothing ends
+                    assert survived == [other for other in before if other != rank]
+
+    asyncio.run(main())
