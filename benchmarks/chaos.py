@@ -171,7 +171,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     os.environ["RAY_AUTH_MODE"] = "disabled"
-    os.environ["PYTHONPATH"] = os.getcwd()  # the workers' way to this checkout
+    # The workers' way to this checkout.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH"))))
     num_gpus = None if arguments.config else 0
     ray.init(address="local", num_cpus=16, num_gpus=num_gpus, include_dashboard=False, log_to_driver=False)
     report = json.dumps(asyncio.run(measure(arguments)), indent=2)
