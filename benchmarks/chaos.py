@@ -102,10 +102,33 @@ class Chaos:
             for task in done:
                 index, streamed = self._running.pop(task), task.result()
                 self.got.append(streamed)
-                if streamed.answer != self._expected[index].answer:
-                    self.differing.append({"body": self._bodies[index], "got": streamed.texts, "error": streamed.error})
+                if (difference := first_difference(self._expected[index], streamed)) is not None:
+                    self.differing.append({"body": self._bodies[index], **difference})
                 if not self._ending:
                     self._running[asyncio.create_task(self._group.stream(self._bodies[index]))] = index
+
+
+def first_difference(expected: Streamed, got: Streamed) -> dict[str, Any] | None:
+    """Where two answers part: what of them, from which element on, and a few elements of both."""
+    for what in ("error", "texts", "reasons", "tokens", "logprobs"):
+        one, other = getattr(expected, what), getattr(got, what)
+        if one == other:
+            continue
+        if what in ("error", "reasons") or one.keys() != other.keys():
+            return {"what": what, "expected": str(one)[:200], "got": str(other)[:200]}
+        choice = next(index for index in one if one[index] != other[index])
+        one, other = one[choice], other[choice]
+        at = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+        part = slice(at, at + 40)
+        lengths = [len(one), len(other)]
+        return {
+            "what": what,
+            "at": at,
+            "lengths": lengths,
+            "expected": str(one[part])[:200],
+            "got": str(other[part])[:200],
+        }
+    return None
 
 
 def summary(values: list[float]) -> dict[str, float]:
@@ -130,7 +153,13 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         struck = await chaos.run(faults, random_, arguments.calm)
         status = await group.status()
     pauses = {
-        name: [p for kind, at, _ in struck if kind == name for it in chaos.got if (p := it.pause_at(at)) is not None]
+        name: [
+            pause
+            for kind, at, to in struck
+            if kind == name
+            for it in chaos.got
+            if (pause := it.pause_between(at, to)) is not None
+        ]
         for name in ("SIGKILL", "SIGSTOP")
     }
     return {

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import bisect
+import itertools
 import json
 import os
 import random
@@ -46,10 +47,13 @@ class Streamed:
         """All of it that must not depend on what happened meanwhile; numerics are exact."""
         return self.texts, self.reasons, self.tokens, self.logprobs, self.error
 
-    def pause_at(self, time_s: float) -> float | None:
-        """Seconds between the chunks before and after `time_s`; None where there are none."""
-        after = bisect.bisect(self.times, time_s)
-        return self.times[after] - self.times[after - 1] if 0 < after < len(self.times) else None
+    def pause_between(self, start_s: float, stop_s: float) -> float | None:
+        """The most seconds between two chunks, of which one came before `stop_s` and one after `start_s`; None where
+        the stream began later or ended before."""
+        first, last = bisect.bisect(self.times, start_s) - 1, bisect.bisect(self.times, stop_s)
+        if first < 0 or last == len(self.times):
+            return None
+        return max(b - a for a, b in itertools.pairwise(self.times[first : last + 1]))
 
     def take(self, line: str) -> None:
         """A line of the stream."""
@@ -68,9 +72,9 @@ class Streamed:
                 top = [sorted(one) for one in logprobs["top_logprobs"]]
                 self.tokens.setdefault(index, []).extend(zip(logprobs["tokens"], top, strict=True))
                 values = self.logprobs.setdefault(index, [])
-                values += logprobs["token_logprobs"]
-                for one in logprobs["top_logprobs"]:
-                    values += [one[token] for token in sorted(one)]
+                # Token by token: how many of them share a chunk must not matter.
+                for logprob, one in zip(logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True):
+                    values += [logprob, *(one[token] for token in sorted(one))]
 
 
 class ServedGroup:

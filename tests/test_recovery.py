@@ -434,7 +434,7 @@ def test_eight_streams_of_three_ranks_go_on_through_kills_and_a_stop(ray_cluster
             got = await streaming
             for body, one, other in zip(BODIES, expected, got, strict=True):
                 assert other.answer == one.answer, body
-            pauses = [pause for struck, _ in faults for it in got if (pause := it.pause_at(struck)) is not None]
+            pauses = [pause for fault in faults for it in got if (pause := it.pause_between(*fault)) is not None]
             LOG.info("pauses of streams: median %.1f s, most %.1f s", statistics.median(pauses), max(pauses))
             status = await group.status()
             assert (status["num_rebuilds"], status["state"]) == (3, "running")

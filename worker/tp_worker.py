@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import logging
 import time
 from collections import deque
@@ -41,22 +40,6 @@ _log = logging.getLogger(__name__)
 
 _MAX_REDUCE_BUFFER_BYTES = 64 << 20
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp8_e4m3": FP8}
-
-# What every rank on GPUs imports sooner or later; with them comes Triton, which takes longest.
-_KERNELS = (
-    "attention.kernels.decode",
-    "attention.kernels.extend",
-    "attention.kernels.step_metadata",
-    "parallel.kernels.all_reduce_norm",
-    "parallel.kernels.chain_gemm",
-    "parallel.kernels.node_gemm",
-    "parallel.kernels.skinny_gemm",
-    "worker.kernels.activation",
-    "worker.kernels.adjustments",
-    "worker.kernels.norm",
-    "worker.kernels.rope",
-    "worker.kernels.sampling",
-)
 
 
 class FrameSource(Protocol):
@@ -337,8 +320,10 @@ def warm_up(config: EngineConfig) -> None:
     """Does what a process does once whichever rank it is: compiles and loads the kernels of a CPU, and first uses of
     the libraries. On GPUs it imports the kernels and no more: it does not know its own."""
     if config.device != "cpu":
-        for name in _KERNELS:
-            importlib.import_module(name)
+        from attention.kernels import decode, extend, step_metadata  # noqa: F401
+        from parallel.kernels import all_reduce_norm, chain_gemm, node_gemm, skinny_gemm  # noqa: F401
+        from worker.kernels import activation, adjustments, norm, rope, sampling  # noqa: F401
+
         return
     if config.parallel.threads_per_rank is not None:
         torch.set_num_threads(config.parallel.threads_per_rank)

@@ -1,0 +1,49 @@
+"""What tests and the chaos benchmark compare of streams: not how tokens share chunks, and the pause that they wait."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from benchmarks.chaos import first_difference
+from tests.served_group import Streamed
+
+
+def _streamed(*chunks: list[tuple[str, float]]) -> Streamed:
+    streamed = Streamed()
+    for tokens in chunks:
+        logprobs: dict[str, Any] = {
+            "tokens": [token for token, _ in tokens],
+            "token_logprobs": [logprob for _, logprob in tokens],
+            "top_logprobs": [{token: logprob, "other": -9.0} for token, logprob in tokens],
+        }
+        text = "".join(token for token, _ in tokens)
+        choice = {"index": 0, "text": text, "finish_reason": None, "logprobs": logprobs}
+        streamed.take("data: " + json.dumps({"choices": [choice]}))
+    return streamed
+
+
+def test_an_answer_is_the_same_however_its_tokens_share_chunks() -> None:
+    one, two = ("a", -1.0), ("b", -2.0)
+    assert _streamed([one], [two]).answer == _streamed([one, two]).answer
+    assert first_difference(_streamed([one], [two]), _streamed([one, two])) is None
+
+
+def test_where_two_answers_part_is_found() -> None:
+    one = _streamed([("a", -1.0)], [("b", -2.0)])
+    found = first_difference(one, _streamed([("a", -1.0)], [("b", -2.5)]))
+    parts = {"expected": "[-2.0, -2.0, -9.0]", "got": "[-2.5, -2.5, -9.0]"}
+    assert found == {"what": "logprobs", "at": 3, "lengths": [6, 6], **parts}
+    assert first_difference(one, _streamed([("a", -1.0)])) is not None
+
+
+@pytest.mark.parametrize(
+    ("start_s", "stop_s", "pause"),
+    [(10.0, 15.0, 8.0), (12.0, 13.0, 8.0), (1.5, 2.5, 1.0), (0.5, 2.0, None), (19, 20, None)],
+)
+def test_a_pause_is_the_longest_between_two_chunks(start_s: float, stop_s: float, pause: float | None) -> None:
+    streamed = Streamed()
+    streamed.times = [1.0, 2.0, 3.0, 10.5, 18.5, 19.5]
+    assert streamed.pause_between(start_s, stop_s) == pause
