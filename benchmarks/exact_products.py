@@ -19,10 +19,11 @@ import torch
 import triton
 
 from benchmarks.graph_timing import graph_us
+from configs.layers import Axis, HeadGroups
 from parallel.kernels.chain_gemm import chain_gemm, cublas_is_faster, use_chain_cublas
 from parallel.kernels.node_gemm import Leaves, Tile, cut_nodes, node_gemm, pack_parts, subtrees, tree_adds
 from parallel.kernels.tree_sum import sum_add_norm, sum_nodes
-from parallel.plan import leaf_columns, leaf_heads
+from parallel.plan import leaf_columns
 from worker.kernels.norm import add_rms_norm
 
 HIDDEN, HEAD_DIM, NUM_GROUPS, GROUP_HEADS = 4096, 128, 8, 6  # of both; a group has 4 query heads, a key and a value
@@ -118,7 +119,7 @@ def chain_cublas() -> Iterator[None]:
 
 def tree_shapes() -> Iterator[tuple[str, int, int]]:
     """Names, leaves and their width of o and down where the ranks' leaves are one node or nearly."""
-    heads = leaf_heads(4 * NUM_GROUPS, NUM_GROUPS)
+    heads = HeadGroups(Axis.QUERY_HEADS, 4 * NUM_GROUPS, Axis.KV_HEADS, NUM_GROUPS).leaf_heads
     shapes = [("o", 4 * NUM_GROUPS // heads, heads * HEAD_DIM)]
     for model, (columns, _) in MODELS.items():
         shapes.append((f"{model} down", columns // leaf_columns(columns), leaf_columns(columns)))

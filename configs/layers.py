@@ -18,6 +18,8 @@ from typing import NamedTuple, Protocol
 from configs.attention import Feature
 from configs.rope import RopeConfig
 
+_FEWEST_LEAVES = 8  # of exact sums over heads, where the heads allow it: so many ranks may share them
+
 
 class Axis(StrEnum):
     """What is dealt to ranks: each of them gets a span of an axis. The value is its name for people."""
@@ -128,6 +130,13 @@ class HeadGroups:
     groups: Axis
     num_groups: int
     """Divides num_heads."""
+
+    @property
+    def leaf_heads(self) -> int:
+        """Heads of a leaf of the exact sums over heads: the most of one group that are at least 8 leaves, or one."""
+        group = self.num_heads // self.num_groups
+        fitting = [n for n in range(1, group + 1) if group % n == 0 and self.num_heads // n >= _FEWEST_LEAVES]
+        return max(fitting, default=1)
 
 
 @dataclass(frozen=True, slots=True)

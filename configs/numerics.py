@@ -7,6 +7,7 @@ from typing import Any, Literal
 from configs.biased_mixture import BiasedMixture
 from configs.errors import ConfigError
 from configs.latent_attention import LatentAttention
+from configs.layers import HeadGroups
 from configs.model_config import ModelConfig
 
 _INEXACT_ON_GPUS: dict[type[Any], str] = {BiasedMixture: "experts with biases are summed exactly on CPUs only, so far"}
@@ -15,9 +16,17 @@ _INEXACT: dict[type[Any], str] = {
 }
 
 
-def check_exact(model: ModelConfig, device: Literal["cpu", "cuda"]) -> None:
-    """Raises ConfigError with the reason where `numerics: exact` cannot hold for a part of `model` on `device`."""
+def check_exact(model: ModelConfig, device: Literal["cpu", "cuda"], tp_size: int) -> None:
+    """Raises ConfigError with the reason where `numerics: exact` cannot hold for a part of `model` on `device`, or for
+    so many ranks."""
     for part in (part for layer in model.layers for part in (layer.mixer, layer.feed_forward)):
         why = _INEXACT.get(type(part)) or (_INEXACT_ON_GPUS.get(type(part)) if device == "cuda" else None)
         if why is not None:
             raise ConfigError(why)
+    for axis in (axis for layer in model.layers for axis in layer.mixer.axes if isinstance(axis, HeadGroups)):
+        num_leaves = axis.num_heads // axis.leaf_heads
+        if tp_size > num_leaves:
+            raise ConfigError(
+                f"exact sums over this model's heads have {num_leaves} parts, and tensor_parallel_size={tp_size} ranks "
+                f"would have to share one; choose at most {num_leaves}"
+            )

@@ -200,7 +200,7 @@ def _decide_attention(resolver: _Resolver, config: EngineConfig, model: ModelCon
     value: str
     exactly = replace(needs, features=needs.features | {Feature.EXACT})
     try:
-        check_exact(model, device)
+        check_exact(model, device, config.tensor_parallel_size)
         _choose_backends(attention, exactly)
         value, why = ("exact" if device == "cpu" else "fast"), str(device)
     except ConfigError as error:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from configs.layers import Axis, Cut, Linear
+from configs.layers import Axis, Cut, HeadGroups, Linear
 from parallel.group import TensorParallelGroup
-from parallel.plan import LayerShard, Span, leaf_columns, leaf_heads
+from parallel.plan import LayerShard, Span, leaf_columns
 from parallel.rank_sum import CudaExactSum, ExactSum, FastSum, RankSum
 from parallel.tree import SumTree
 from parallel.weight import ChainWeight, CpuLeaves, CpuWeight, CudaWeight, NodeWeight, TensorSource, Weight
@@ -126,7 +126,8 @@ class LayerPlace:
         """
         spans = [shard[cut.axis] for shard in self.shards]
         if cut.axis is Axis.QUERY_HEADS:
-            indices = leaf_heads(spans[-1].stop, self.shards[-1][Axis.KV_HEADS].stop)
+            num_groups = self.shards[-1][Axis.KV_HEADS].stop
+            indices = HeadGroups(cut.axis, spans[-1].stop, Axis.KV_HEADS, num_groups).leaf_heads
         else:
             indices = leaf_columns(spans[-1].stop)
         dealt = tuple(Span(span.start // indices, span.stop // indices) for span in spans)

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from configs.errors import ConfigError
 from configs.kv_pages import PageBytes, dtype_bytes
 from configs.layers import Amounts, Axis, Columns, Cut, HeadGroups, elements_of
 from configs.model_config import ModelConfig, check_tensor_parallel_size
@@ -25,7 +24,6 @@ _FEWEST_LEAVES = 12  # of few columns, where these allow it: so many ranks get a
 # norm behind them: 8 leaves 56 us, 12 leaves 65, 24 leaves 80, and 45 where cuBLAS adds as it likes.
 _LEAVES_OF_COLUMNS = ((16384, 16), (4096, 8))
 _WIDE_LEAF_UNIT = 64
-_FEWEST_HEAD_LEAVES = 8
 
 
 class Span(NamedTuple):
@@ -84,7 +82,7 @@ class ShardPlan:
         """Plans `tp_size` ranks. Raises ConfigError when the model's heads cannot be dealt to that many.
 
         Args:
-            exact: deal heads and columns in whole leaves of exact sums.
+            exact: deal heads and columns in whole leaves of exact sums; `configs.numerics.check_exact` has passed.
         """
         check_tensor_parallel_size(model, tp_size)
         vocab = _spans(min(rows, model.vocab_size) for rows in _running_total(_deal_vocab(model.vocab_size, tp_size)))
@@ -97,7 +95,7 @@ class ShardPlan:
             spans: list[dict[Axis, Span]] = [{} for _ in range(tp_size)]
             for axis in layer.axes:
                 if isinstance(axis, HeadGroups):
-                    dealt = _deal_heads(axis, tp_size, i, leaf_heads(axis.num_heads, axis.num_groups) if exact else 1)
+                    dealt = _deal_heads(axis, tp_size, i, axis.leaf_heads if exact else 1)
                 else:
                     granule = leaf_columns(axis.size) if exact else column_granule(axis, tp_size)
                     dealt = _deal_columns(axis, granule, layer.weight_elements[axis.axis], held)
@@ -190,15 +188,6 @@ def leaf_columns(size: int) -> int:
     return leaf
 
 
-def leaf_heads(num_heads: int, num_groups: int) -> int:
-    """Query heads of a leaf of the exact sums over heads: the most of one group that are at least 8 leaves, or one."""
-    group = num_heads // num_groups
-    fitting = [
-        heads for heads in range(1, group + 1) if group % heads == 0 and num_heads // heads >= _FEWEST_HEAD_LEAVES
-    ]
-    return max(fitting, default=1)
-
-
 def vocab_granule(vocab_size: int, tp_size: int) -> int:
     """Rows of the unit in which the vocabulary is dealt: 64, or less where a rank would get none."""
     granule = _VOCAB_GRANULE
@@ -211,14 +200,9 @@ def _deal_heads(axis: HeadGroups, tp_size: int, layer: int, unit: int) -> list[d
     """Heads, and heads of their groups, of each rank in one layer.
 
     Args:
-        unit: heads that stay together; divides a group.
+        unit: heads that stay together: divides a group, and there are as many units as ranks.
     """
     group = axis.num_heads // axis.num_groups
-    if tp_size > axis.num_heads // unit:
-        raise ConfigError(
-            f"numerics=exact adds this model's heads in {axis.num_heads // unit} parts, and tensor_parallel_size="
-            f"{tp_size} has more ranks; choose at most {axis.num_heads // unit}, or numerics=fast"
-        )
     if tp_size <= axis.num_groups:
         group_spans = list(_spans(_running_total(_deal_evenly(axis.num_groups, tp_size, layer))))
         counts = [span.size * group for span in group_spans]

@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.errors import ConfigError
-from configs.layers import Axis, Columns, DenseMLP, GroupedQueryAttention
+from configs.layers import Axis, Columns, DenseMLP, GroupedQueryAttention, HeadGroups
 from configs.model_config import ModelConfig
+from configs.numerics import check_exact
 from configs.rope import RopeConfig
-from parallel.plan import ShardPlan, Span, column_granule, leaf_columns, leaf_heads, vocab_granule
+from parallel.plan import ShardPlan, Span, column_granule, leaf_columns, vocab_granule
 from tests.dense_model import dense_model
 
 MAX_SKEW = 1.10
@@ -117,14 +118,17 @@ def test_ranges_of_published_models_cover_everything_and_none_is_empty(name: str
 @pytest.mark.parametrize(("name", "tp_size"), CASES)
 def test_an_exact_plan_deals_whole_leaves_or_is_refused(name: str, tp_size: int) -> None:
     attention, mlp = _parts(MODELS[name])
-    heads = leaf_heads(attention.num_attention_heads, attention.num_key_value_heads)
+    (axis,) = attention.axes
+    assert isinstance(axis, HeadGroups)
+    heads = axis.leaf_heads
     columns = leaf_columns(mlp.intermediate_size)
     num_leaves = attention.num_attention_heads // heads
     assert num_leaves >= 8
     if tp_size > num_leaves:
-        with pytest.raises(ConfigError, match=f"choose at most {num_leaves}, or numerics=fast"):
-            ShardPlan.create(MODELS[name], tp_size, exact=True)
+        with pytest.raises(ConfigError, match=f"choose at most {num_leaves}"):
+            check_exact(MODELS[name], "cpu", tp_size)
         return
+    check_exact(MODELS[name], "cpu", tp_size)
     plan = ShardPlan.create(MODELS[name], tp_size, exact=True)
     _check_plan(plan)
     for shards in plan.layers:

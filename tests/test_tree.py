@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.distributed import HashStore
 
+from configs.layers import Axis, HeadGroups
 from parallel import all_reduce
 from parallel.group import Strategy, TensorParallelGroup
-from parallel.plan import Span, leaf_columns, leaf_heads
+from parallel.plan import Span, leaf_columns
 from parallel.tree import SumTree, halves
 
 
@@ -91,7 +92,7 @@ def test_leaves_follow_from_the_columns_alone(size: int, leaf: int) -> None:
     [(32, 8, 4), (64, 8, 8), (40, 8, 5), (16, 8, 2), (32, 4, 4), (28, 4, 1), (9, 3, 1), (32, 32, 1), (4, 2, 1)],
 )
 def test_leaves_of_heads_are_of_one_group_and_eight_or_one_head(num_heads: int, num_groups: int, leaf: int) -> None:
-    assert leaf_heads(num_heads, num_groups) == leaf
+    assert HeadGroups(Axis.QUERY_HEADS, num_heads, Axis.KV_HEADS, num_groups).leaf_heads == leaf
 
 
 @pytest.mark.parametrize(
