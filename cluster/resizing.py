@@ -110,7 +110,8 @@ class Resizer:
                 f"placement.cpus_per_rank={self._given.placement.cpus_per_rank:g} is reserved for {self._num_bundles} "
                 f"ranks; leave it out, or start with tensor_parallel_size={size}"
             )
-        changed = self._given.model_copy(update={"tensor_parallel_size": size})
+        # What `auto` has become stays: streams go on in the numerics that they began in.
+        changed = self._given.model_copy(update={"tensor_parallel_size": size, "numerics": self._config.numerics})
         return resolve(changed, self._model, HostFacts(num_cores=node_cores(), num_gpus=0)).config
 
     def _load(self, new: RankGroup, old: RankGroup) -> None:

@@ -91,6 +91,7 @@ def test_what_fails_twice_at_the_same_place_is_not_tried_a_third_time() -> None:
         ({}, True, None),
         ({}, False, "several nodes"),
         ({"device": "cuda"}, True, None),
+        ({"device": "cuda", "tensor_parallel_size": 2}, True, "several GPUs"),
         ({"recovery": {"max_rebuilds": 0}}, True, "max_rebuilds=0"),
     ],
 )
