@@ -17,13 +17,13 @@ from safetensors.torch import load_file
 
 from configs.biased_mixture import BiasedMixture
 from configs.errors import CheckpointError, ConfigError
-from configs.layers import DenseMLP, GroupedQueryAttention
+from configs.layers import DenseMLP, GroupedQueryAttention, HeadGroups
 from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
 from configs.rope import RopeConfig
 from parallel.arithmetic import FAST, LayerPlace
 from parallel.group import TensorParallelGroup
-from parallel.plan import ShardPlan
+from parallel.plan import ShardPlan, leaf_columns
 from tests.family_checks import (
     check_backend_needs,
     check_bytes_read,
@@ -126,6 +126,19 @@ def test_greedy_tokens_equal_transformers_through_the_runner(case: Case, tp_size
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_exact_logits_are_the_same_bits_however_they_are_computed(case: Case, dtype: torch.dtype) -> None:
     check_exact_logits(case, dtype)
+
+
+def test_leaves_of_several_heads_and_many_columns_are_the_same_bits_on_any_ranks(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    wide = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 16, "intermediate_size": 4096}
+    hf = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**{**SIZES, **wide}, attn_implementation="eager"))
+    save(hf, tmp_path)
+    case = Case(hf, tmp_path, read_model_config(tmp_path))
+    (axis,) = case.model.layers[0].mixer.axes
+    assert isinstance(axis, HeadGroups)
+    assert (axis.leaf_heads, leaf_columns(4096)) == (2, 512)
+    for dtype in (torch.float32, torch.bfloat16):
+        check_exact_logits(case, dtype, (1, 2, 3, 5, 8))
 
 
 def test_tensors_are_those_of_the_checkpoint(case: Case) -> None:
