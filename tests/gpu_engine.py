@@ -6,6 +6,7 @@ The same ranks, frames and scheduler as behind Ray; used by the tests of the GPU
 from __future__ import annotations
 
 import faulthandler
+import json
 import multiprocessing as mp
 import os
 import queue
@@ -33,6 +34,16 @@ from worker.protocol import FrameKind, StepFrame, StepResult
 # Longer than a start with a cold Triton cache takes, shorter than what a step runner is given for a test.
 _ANSWER_TIMEOUT_S = 90.0
 _LEAVE_TIMEOUT_S = 20.0
+
+
+def write_shape(path: Path) -> Path:
+    """Makes of the directory `path` a model of Qwen3-0.6B's shape with four layers, for random weights; returns it."""
+    source = Path(__file__).resolve().parent.parent / "benchmarks/models/qwen3-0.6b/config.json"
+    config = json.loads(source.read_text())
+    config["num_hidden_layers"] = 4
+    config.pop("layer_types", None)
+    (path / "config.json").write_text(json.dumps(config))
+    return path
 
 
 @dataclass

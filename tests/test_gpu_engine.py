@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from cluster.messages import FinishReason
-from tests.gpu_engine import GpuEngine
+from tests.gpu_engine import GpuEngine, write_shape
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_PAGES = 300
@@ -19,13 +18,7 @@ NUM_PAGES = 300
 
 @pytest.fixture(scope="module")
 def shape(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shape of Qwen3-0.6B with four layers; weights are random."""
-    config = json.loads((ROOT / "benchmarks/models/qwen3-0.6b/config.json").read_text())
-    config["num_hidden_layers"] = 4
-    config.pop("layer_types", None)
-    path = tmp_path_factory.mktemp("shape")
-    (path / "config.json").write_text(json.dumps(config))
-    return path
+    return write_shape(tmp_path_factory.mktemp("shape"))
 
 
 def _engine(shape: Path, size: int = 1, **changes: Any) -> GpuEngine:

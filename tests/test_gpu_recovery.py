@@ -8,7 +8,6 @@ By itself: Ray starts here with the GPUs of the machine, or with two of one wher
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import signal
@@ -31,6 +30,7 @@ from cluster.messages import FinishReason, SamplingParams
 from cluster.serve.placement import group_bundles
 from configs.load import parse_engine_config
 from tests.conftest import SHARE_GPUS
+from tests.gpu_engine import write_shape
 
 LOG = logging.getLogger(__name__)
 ROOT = Path(__file__).resolve().parent.parent
@@ -81,13 +81,7 @@ def gpu_cluster() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def shape(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shape of Qwen3-0.6B with four layers; weights are random."""
-    config = json.loads((ROOT / "benchmarks/models/qwen3-0.6b/config.json").read_text())
-    config["num_hidden_layers"] = 4
-    config.pop("layer_types", None)
-    path = tmp_path_factory.mktemp("shape")
-    (path / "config.json").write_text(json.dumps(config))
-    return path
+    return write_shape(tmp_path_factory.mktemp("shape"))
 
 
 @asynccontextmanager
