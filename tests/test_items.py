@@ -285,9 +285,18 @@ def _fields(params: SamplingParams) -> dict[str, Any]:
 # What a group takes, and how texts become prompts with items
 
 
-def _taken(model: Any, prefill: str = "torch_native", decode: str = "torch_native", **scheduler: int) -> int:
+def _taken(
+    model: Any,
+    prefill: str = "torch_native",
+    decode: str = "torch_native",
+    numerics: str = "fast",
+    **scheduler: int,
+) -> int:
     config = EngineConfig(
         model="m",
+        device="cpu" if decode in ("cpu", "torch_native") else "cuda",
+        dtype="bfloat16",
+        numerics=numerics,
         attention=AttentionConfig(prefill_backend=prefill, decode_backend=decode),
         scheduler=SchedulerConfig(**scheduler),
     )
@@ -295,7 +304,7 @@ def _taken(model: Any, prefill: str = "torch_native", decode: str = "torch_nativ
 
 
 def _layers(*windows: int | None, features: frozenset[Feature] = frozenset()) -> SimpleNamespace:
-    mixers = [SimpleNamespace(window=window, features=features) for window in windows]
+    mixers = [SimpleNamespace(window=window, features=features, head_dim=64) for window in windows]
     return SimpleNamespace(layers=[SimpleNamespace(mixer=mixer) for mixer in mixers])
 
 
@@ -308,6 +317,15 @@ def test_a_group_takes_as_many_items_as_a_step_has_room_for_and_windows_and_back
     assert _taken(_layers(None, features=frozenset({Feature.CHUNK})), **sizes) == 0
     assert _taken(_layers(None), "fa3", "fa3", **sizes) == 0
     assert _taken(_layers(None), "fa3", "triton", **sizes) == 224
+    assert _taken(_layers(None), "cpu", "cpu", "exact", **sizes) == 224
+
+
+def test_a_group_takes_no_items_where_its_numerics_or_its_layers_leave_no_backend_masks() -> None:
+    sizes = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "prefill_chunk_size": 512}
+    assert _taken(_layers(None), "triton", "triton", "exact", **sizes) == 0
+    latents = _layers(None, features=frozenset({Feature.LATENT}))
+    assert _taken(latents, "triton", "flashinfer", **sizes) == 224
+    assert _taken(latents, "flashinfer", "flashinfer", **sizes) == 0
 
 
 @pytest.mark.parametrize(
