@@ -159,7 +159,7 @@ def test_a_row_has_the_bits_that_it_has_among_any_others(
     k = 64 * (nodes[-1][1] - nodes[0][0])
     x, weight = rows_of(300, k, like), random_of(72, k, like=like)
     among_all = nodes_of(x, weight, 64, nodes)
-    for num_rows in (1, 2, 16, 17, 128, 129):
+    for num_rows in (1, 17, 128, 129):
         assert torch.equal(nodes_of(x[:num_rows], weight, 64, nodes), among_all[:, :num_rows])
     assert len(subtrees(tuple(nodes), 64, 1, 72)) > len(nodes)
 
