@@ -110,7 +110,8 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Ids of `text`, which holds no lone surrogates. Releases the GIL; 1-2 ms for 4 kB."""
         [encoding] = self._rust.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return list(encoding.ids)
+        ids: list[int] = encoding.ids
+        return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `ids` on their own. Releases the GIL."""
