@@ -14,16 +14,25 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 serve: setup
 	$(BIN)/python -m cluster serve $(CONFIG) $(ARGS)
 
+# Files are dealt to as many processes as there are cores; then what starts Ray or measures time has the machine to itself.
+# pytest exits with 5 where nothing is left to run, as with ARGS=tests/test_plan.py.
+ALONE := ray or timing
+CPU := not gpu and not multi_gpu
+define run
+	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadfile -m "($(1)) and not ($(ALONE))" $(ARGS) || [ $$? -eq 5 ]
+	$(BIN)/python -m pytest -m "($(1)) and ($(ALONE))" $(ARGS) || [ $$? -eq 5 ]
+endef
+
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(call run,not slow and $(CPU))
 
-# What `make test` leaves out, the agent frameworks of tests/test_agents.py among it.
-test-all: setup agents
-	$(BIN)/python -m pytest -m "slow and not exhaustive" $(ARGS)
+# What `make test` leaves out and CI has time for.
+test-all: setup
+	$(call run,slow and not exhaustive and $(CPU))
 
-# Too long for CI.
-test-exhaustive: setup
-	$(BIN)/python -m pytest -m exhaustive $(ARGS)
+# Sweeps, fuzzing, loads and the agent frameworks of tests/test_agents.py: too long for CI.
+test-exhaustive: setup agents
+	$(call run,exhaustive and $(CPU))
 
 # In an environment of their own: they would not all go with ours.
 agents: .venv-agents/.installed

@@ -278,12 +278,17 @@ ANTHROPIC: list[Refusal] = [
 
 GENERATE: list[Refusal] = [
     *values("text", "missing_required_parameter", None),
-    *values("text", "invalid_value", "", ["a"] * 1025),
+    *values("text", "empty_string", ""),
+    *values("text", "invalid_value", ["a"] * 1025),
+    *values("text", "invalid_type", 5, []),
+    Refusal({"text": [1]}, "invalid_type", "text[0]"),
     *values("text", "context_length_exceeded", "a " * 300),
     Refusal({"input_ids": [1]}, "missing_required_parameter", "text"),
     Refusal({"text": ["a", 7]}, "invalid_type", "text[1]"),
-    Refusal({"text": None, "input_ids": []}, "invalid_value", "input_ids"),
-    Refusal({"text": None, "input_ids": [[]]}, "invalid_value", "input_ids[0]"),
+    Refusal({"text": None, "input_ids": []}, "invalid_type", "input_ids"),
+    Refusal({"text": None, "input_ids": ["a"]}, "invalid_type", "input_ids[0]"),
+    Refusal({"text": None, "input_ids": [[]]}, "empty_array", "input_ids[0]"),
+    Refusal({"text": None, "input_ids": [1, True]}, "invalid_type", "input_ids[1]"),
     Refusal({"text": None, "input_ids": [[1], [10**8]]}, "invalid_value", "input_ids[1][0]"),
     *values("sampling_params", "invalid_type", 7),
     *values("sampling_params", "invalid_value", [{}, {}]),
@@ -300,6 +305,7 @@ GENERATE: list[Refusal] = [
     Refusal({"text": ["a", "b"], "return_logprob": [True]}, "invalid_value", "return_logprob"),
     Refusal({"return_logprob": True, "top_logprobs_num": 21}, "invalid_value", "top_logprobs_num"),
     Refusal({"return_logprob": True, "token_ids_logprob": [-1]}, "invalid_value", "token_ids_logprob[0]"),
+    Refusal({"return_logprob": True, "token_ids_logprob": [1] * 129}, "invalid_value", "token_ids_logprob"),
     *values("image_data", "unsupported_parameter", "x"),
     *values("rid", "invalid_value", "a b"),
 ]

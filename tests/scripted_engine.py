@@ -148,8 +148,8 @@ def _logprobs(request: GenerateRequest) -> TokenLogprobs:
     return TokenLogprobs(
         id=request.id,
         logprob=-1.5,
-        top_ids=[*likeliest, *extra],
-        top_logprobs=[*[-0.5, *[float("-inf")] * 200][:k], *labels],
+        top_ids=(*likeliest, *extra),
+        top_logprobs=(*[-0.5, *[float("-inf")] * 200][:k], *labels),
     )
 
 

@@ -39,6 +39,7 @@ BATCHES = {
     "a chunk alone": [(30, 25)],
 }
 EXHAUSTIVE = (pytest.mark.slow, pytest.mark.exhaustive)
+PAGE_SIZES = (1, 16, 64)
 MASKS: dict[str, Callable[[int, int], NewTokens]] = {"tree": tree, "both ways": both_ways}
 """How the new tokens of each row but the first of several see one another."""
 ALL = {"window": 18, "chunk": 32, "softcap": 2.0, "sinks": torch.linspace(-1.0, 3.0, 8)}
@@ -184,11 +185,17 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
 
 
 def _cells() -> Iterator[Any]:
-    """By default one of variant, batch and page size is unusual; two are in the slow ones, three in the exhaustive."""
-    for cell in itertools.product(BACKENDS, [*VARIANTS, "latent"], BATCHES, (1, 16, 64)):
-        _, variant, batch, page_size = cell
+    """By default one of variant, batch and page size is unusual. The slow ones have every pair of them, the exhaustive
+    ones all three. What needs a GPU is refused everywhere else with the same words: one cell shows them."""
+    for (i, variant), (j, batch), page_size in itertools.product(
+        enumerate([*VARIANTS, "latent"]), enumerate(BATCHES), PAGE_SIZES
+    ):
         unusual = (variant != "plain") + (batch not in ("decode", "mixed")) + (page_size != 16)
-        yield pytest.param(*cell, marks=[(), (), (pytest.mark.slow,), EXHAUSTIVE][unusual])
+        is_pair = page_size == PAGE_SIZES[(i + j) % len(PAGE_SIZES)]
+        marks = [] if unusual < 2 else [pytest.mark.slow] if is_pair else [*EXHAUSTIVE]
+        for name, spec in BACKENDS.items():
+            on_gpus = spec.device == "cuda" and name != "triton" and (unusual or batch != "decode")
+            yield pytest.param(name, variant, batch, page_size, marks=[*marks, *[pytest.mark.gpu] * on_gpus])
 
 
 @pytest.mark.parametrize(("name", "variant", "batch", "page_size"), [*_cells()])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import struct
 from array import array
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -167,11 +168,18 @@ def test_tokens_of_several_steps_come_in_one_chunk_to_a_slow_reader(run: Callabl
     run(scenario)
 
 
+def test_logprobs_are_nothing_for_the_garbage_collector() -> None:
+    row = TokenLogprobs(id=2, logprob=-0.5, top_ids=(7, 8), top_logprobs=(-0.25, -2.0))
+    read = msgspec.msgpack.decode(msgspec.msgpack.encode(row), type=TokenLogprobs)
+    gc.collect()
+    assert not any(map(gc.is_tracked, (read, read.top_ids, read.top_logprobs)))
+
+
 def test_logprobs_go_to_the_request_that_asked(run: Callable[[Scenario], None]) -> None:
     async def scenario(client: EngineClient, coordinator: ScriptedCoordinator) -> None:
         plain, asked = client.submit([PROMPT], [[PARAMS, SamplingParams(max_tokens=8, num_logprobs=1)]])
         await coordinator.received.get()
-        row = TokenLogprobs(id=2, logprob=-0.5, top_ids=[7], top_logprobs=[-0.25])
+        row = TokenLogprobs(id=2, logprob=-0.5, top_ids=(7,), top_logprobs=(-0.25,))
         coordinator.step([(1, 10), (2, 20)], logprobs=[row])
         assert (await anext(asked)).logprobs == [row]
         assert (await anext(plain)).logprobs is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -130,6 +131,16 @@ def test_sixteen_stop_strings_are_taken(run: Run) -> None:
 def test_a_lone_surrogate_is_said_to_be_one(body: bytes, shown: str) -> None:
     with pytest.raises(RequestError, match=re.escape(f"a lone surrogate, {shown}")):
         decode_body(body)
+
+
+def test_brackets_in_texts_are_no_lists() -> None:
+    text = '[{:\\"' * 100_000
+    assert decode_body(json.dumps({"prompt": text}).encode()) == {"prompt": text}
+    parts = b"[" + b",".join([b"[]"] * ((1 << 17) - 3)) + b"]"
+    assert len(decode_body(b'{"prompt": %b}' % parts)["prompt"]) == (1 << 17) - 3
+    with pytest.raises(RequestError, match="more than 131072 lists") as caught:
+        decode_body(b'{"prompt": [%b]}' % parts)
+    assert caught.value.status == 413
 
 
 @pytest.mark.parametrize("body", [rb'{"a": "\\ud83d", }', rb'{"a": "\ud83d\ude00", }', rb'{"a": NaN}'])

@@ -268,13 +268,18 @@ def _small(layer: AttentionLayer, batch: str = "mixed", page_size: int = 16) -> 
     return Case(layer, page_size, rows, device=CPU, dtype=torch.float16, max_len=64)
 
 
-@pytest.mark.parametrize("emulated", list(EMULATED), indirect=True)
 @pytest.mark.parametrize(
-    "features",
-    [{}, {"window": 1}, {"window": 13, "softcap": 5.0}, {"sinks": CPU}, {"chunk": 24}, {"chunk": 3, "sinks": CPU}],
+    ("emulated", "features", "page_size", "batch"),
+    [
+        ("sgl_kernel", {}, 16, "mixed"),
+        ("flash_attention_3", {"window": 1}, 1, "decode"),
+        ("sgl_kernel", {"window": 13, "softcap": 5.0}, 1, "extend"),
+        ("flash_attention_3", {"sinks": CPU}, 16, "mixed"),
+        ("sgl_kernel", {"chunk": 24}, 16, "decode"),
+        ("flash_attention_3", {"chunk": 3, "sinks": CPU}, 1, "extend"),
+    ],
+    indirect=["emulated"],
 )
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("batch", list(SMALL_BATCHES))
 def test_tells_each_provider_what_the_torch_backend_computes(
     batch: str, page_size: int, features: dict[str, Any], emulated: FA3Provider
 ) -> None:

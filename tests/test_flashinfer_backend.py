@@ -469,9 +469,9 @@ LAYERS = [_layer(0, head_dim=16), _layer(1, head_dim=16, window=13, softcap=5.0)
 CHUNKED = [*LAYERS, _layer(3, head_dim=16, chunk=16), _layer(4, head_dim=16, chunk=32, window=9)]
 
 
-@pytest.mark.parametrize("own_pool", [False, True])
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("batch", list(SMALL_BATCHES))
+@pytest.mark.parametrize(
+    ("batch", "page_size", "own_pool"), [("decode", 16, False), ("extend", 1, True), ("mixed", 16, True)]
+)
 def test_plans_once_for_layers_that_are_alike(batch: str, page_size: int, own_pool: bool, emulated: Any) -> None:
     case = Case(LAYERS, SMALL_BATCHES[batch], page_size, own_pool=own_pool)
     backend = FlashInferBackend(case.layers, case.pool)
@@ -483,8 +483,7 @@ def test_plans_once_for_layers_that_are_alike(batch: str, page_size: int, own_po
     assert {wrapper.tensor_cores for wrapper in now} == {True if batch == "decode" else None}
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("batch", list(SMALL_BATCHES))
+@pytest.mark.parametrize(("batch", "page_size"), [("decode", 16), ("mixed", 1)])
 def test_a_layer_with_chunks_sees_its_own(batch: str, page_size: int, emulated: Any) -> None:
     case = Case(CHUNKED, SMALL_BATCHES[batch], page_size, own_pool=True)
     case.check(case.run(FlashInferBackend(case.layers, case.pool)))
@@ -508,8 +507,7 @@ def _parts(rows: Sequence[tuple[int, int]]) -> list[NewTokens | None]:
     return [tree(*rows[0]), None, tree(*rows[2]), both_ways(*rows[3]), both_ways(*rows[4]), None]
 
 
-@pytest.mark.parametrize("own_pool", [False, True])
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("page_size", "own_pool"), [(1, False), (16, True)])
 def test_a_mask_is_planned_with_windows_and_chunks_in_it(page_size: int, own_pool: bool, emulated: Any) -> None:
     case = Case(CHUNKED, MASKED, page_size, own_pool=own_pool)
     backend = FlashInferBackend(case.layers, case.pool)

@@ -66,7 +66,9 @@ class Steps:
         if self.taken >= len(self.ids):
             reason = FinishReason.LENGTH if self.stop_token_id is None else FinishReason.STOP
             finished = Finished(id=1, reason=reason, stop_token_id=self.stop_token_id)
-        logprobs = [TokenLogprobs(1, -float(id_), [id_], [-float(id_)]) for id_ in ids] if self.with_logprobs else None
+        logprobs = (
+            [TokenLogprobs(1, -float(id_), (id_,), (-float(id_),)) for id_ in ids] if self.with_logprobs else None
+        )
         return TokenChunk(ids, logprobs, None, None, finished)
 
     def abort(self) -> None:
@@ -202,7 +204,7 @@ def test_logprobs_and_offsets_go_with_their_tokens_whatever_text_is_held(smollm2
         assert text == "one 😀 two </s three"
         rows = [row for delta in deltas for row in delta.logprobs]
         offsets = [offset for delta in deltas for offset in delta.text_offsets]
-        assert [row.top_ids for row in rows] == [[id_] for id_ in ids]
+        assert [row.top_ids for row in rows] == [(id_,) for id_ in ids]
         assert all(len(delta.logprobs) == len(delta.token_ids) == len(delta.text_offsets) for delta in deltas)
         pieces = [smollm2.token_text(id_) for id_ in ids]
         for piece, offset in zip(pieces, offsets, strict=True):

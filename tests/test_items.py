@@ -97,8 +97,7 @@ def test_a_row_that_was_preempted_before_its_items_is_computed_again() -> None:
     assert finished.num_preemptions > 0
 
 
-@pytest.mark.parametrize("num_pages", [18, 64])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("num_pages", "seed"), [(18, 0), (18, 1), (64, 2), (64, 3)])
 def test_every_item_is_scored_under_random_load(num_pages: int, seed: int) -> None:
     rng = random.Random(seed)
     engine = Engine(replace(WITH_ITEMS, num_pages=num_pages, steps_in_flight=1 + seed % 2))
@@ -230,7 +229,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return path
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=lambda size: f"tp{size}")
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2], ids=lambda size: f"tp{size}")
 def group(request: pytest.FixtureRequest, saved: Path) -> Iterator[LocalGroup]:
     windowed = "windows" in saved.name
     group = LocalGroup(saved, request.param, 400, num_window_pages=100 if windowed else None)

@@ -112,10 +112,10 @@ def test_stop_is_a_string_or_a_list(stop: object, expected: list[str]) -> None:
 
 
 def test_a_prompt_is_text_or_ids_or_a_list_of_either() -> None:
-    assert checks.prompts("x", 10) == ["x"]
-    assert checks.prompts(["x", "y"], 10) == ["x", "y"]
-    assert checks.prompts([1, 9], 10) == [[1, 9]]
-    assert checks.prompts([[1], [2, 3]], 10) == [[1], [2, 3]]
+    assert checks.prompts("x", "prompt", 10) == ["x"]
+    assert checks.prompts(["x", "y"], "prompt", 10) == ["x", "y"]
+    assert checks.prompts([1, 9], "prompt", 10) == [[1, 9]]
+    assert checks.prompts([[1], [2, 3]], "prompt", 10) == [[1], [2, 3]]
 
 
 def test_text_parts_are_joined_and_developer_is_system() -> None:

@@ -6,6 +6,9 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -49,6 +52,24 @@ def test_the_gguf_names_the_same_special_tokens_and_the_same_template(smollm2: T
     assert fields["tokenizer.ggml.eos_token_id"].contents() == smollm2.eos_token_id
     assert fields["tokenizer.ggml.bos_token_id"].contents() == smollm2.bos_token_id
     assert len(fields["tokenizer.ggml.tokens"].contents()) == smollm2.vocab_size
+
+
+def test_other_threads_go_on_while_a_long_text_is_encoded_and_decoded(smollm2: Tokenizer) -> None:
+    text = "The quick brown fox jumps over the lazy dog. " * 20_000
+    ids = smollm2.encode(text, add_special_tokens=False)
+
+    def num_turns(work: Callable[[], object]) -> int:
+        thread = threading.Thread(target=work)
+        thread.start()
+        turns = 0
+        while thread.is_alive():
+            turns += 1
+            time.sleep(0.001)
+        return turns
+
+    # Each takes 70 ms or more. Where the GIL was held, one turn was all there was.
+    assert num_turns(lambda: smollm2.encode(text, add_special_tokens=False)) > 8
+    assert num_turns(lambda: smollm2.decode(ids * 4)) > 8
 
 
 def test_a_directory_encodes_as_the_gguf_it_was_saved_from(directory: Path, smollm2: Tokenizer) -> None:

@@ -1,6 +1,7 @@
 """The event loop is held by no request for long, whatever is asked: all streams of a replica are answered on it.
 
-What is measured is the processor time of each callback of the loop, so that other processes do not count.
+What is measured is the processor time of each callback of the loop, and of each call that holds the GIL in another
+thread, so that other processes do not count.
 """
 
 from __future__ import annotations
@@ -8,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import threading
 import time
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -22,14 +25,20 @@ from tests.scripted_engine import MODEL, Run, ScriptedCoordinator, Stack
 
 MOST_S = 0.05
 """Longest that one callback may take; SSE streams of 20 tokens a second do not show it."""
+MOST_CALL_S = 0.15
+"""Longest that one call of another thread may hold the GIL: a body of 8 MB is decoded in one, in 0.05 s."""
+RELEASE_THE_GIL = {"encode_batch_fast", "decode_batch"}
+"""Calls in which the loop goes on; tests/test_tokenizer.py sees to it."""
 LONG = 4096  # tokens: 4096 x 20 log probabilities took 0.2 s when they were made at once
 
 
 class Slices:
-    """The longest callback of the loop, by processor time of its thread, but for those of the scripted engine."""
+    """The longest callback of the loop, by processor time of its thread, but for those of the scripted engine; and the
+    longest call of another thread into C that came to no Python code."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.longest_s = 0.0
+        self.longest_call_s = 0.0
         run = asyncio.Handle._run
 
         def timed(handle: asyncio.Handle) -> None:
@@ -43,6 +52,15 @@ class Slices:
             self.longest_s = max(self.longest_s, time.thread_time() - began)
 
         monkeypatch.setattr(asyncio.Handle, "_run", timed)
+        thread = threading.local()
+
+        def profile(frame: FrameType, event: str, arg: Any) -> None:
+            began = getattr(thread, "began", None)
+            if event == "c_return" and began is not None and arg.__name__ not in RELEASE_THE_GIL:
+                self.longest_call_s = max(self.longest_call_s, time.thread_time() - began)
+            thread.began = time.thread_time() if event == "c_call" else None
+
+        monkeypatch.setattr(threading, "_profile_hook", profile)  # what threading.setprofile sets, undone after it
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +93,11 @@ async def post(app: Any, path: str, body: bytes) -> tuple[int, list[bytes]]:
     return sent[0]["status"], [message["body"] for message in sent[1:]]
 
 
-def answer(run: Run, slices: Slices, path: str, fields: dict[str, Any], **script: Any) -> bytes:
+def answer(
+    run: Run, slices: Slices, path: str, fields: dict[str, Any] | bytes, expected: int = 200, **script: Any
+) -> bytes:
     """The body of the answer to a request; the loop was never held for long while it was made."""
-    body = json.dumps({"model": MODEL, **fields}).encode()
+    body = fields if isinstance(fields, bytes) else json.dumps({"model": MODEL, **fields}, ensure_ascii=False).encode()
     got: list[tuple[int, list[bytes]]] = []
 
     async def scenario(stack: Stack) -> None:
@@ -88,8 +108,9 @@ def answer(run: Run, slices: Slices, path: str, fields: dict[str, Any], **script
 
     run(scenario, ServerConfig(max_body_bytes=32 << 20, max_n=128), 65536, timeout_s=300, **script)
     [(status, parts)] = got
-    assert status == 200, parts[0][:500]
+    assert status == expected, parts[0][:500]
     assert slices.longest_s < MOST_S
+    assert slices.longest_call_s < MOST_CALL_S
     return b"".join(parts)
 
 
@@ -187,6 +208,67 @@ def test_many_long_prompts_hold_nobody_up(run: Run, slices: Slices) -> None:
     prompts = [prompt(1000 + i % 8) for i in range(256)]
     answered = json.loads(answer(run, slices, "/v1/completions", {"prompt": prompts, "max_tokens": 1, "echo": True}))
     assert len(answered["choices"]) == len(prompts)
+
+
+ENGLISH = "The quick brown fox jumps over the lazy dog. " * 14
+CHINESE = "".join(map(chr, np.random.default_rng(1).integers(0x4E00, 0x6E00, 600)))
+IDS = [prompt(1000)] * 1000
+"""As many as fit a body of 8 MB."""
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": [ENGLISH] * 512, "max_tokens": 1}),
+        ("/v1/completions", {"prompt": [CHINESE] * 256, "max_tokens": 1}),
+        ("/v1/completions", {"prompt": IDS, "max_tokens": 1}),
+        ("/generate", {"text": [ENGLISH] * 512, "sampling_params": {"max_new_tokens": 1}}),
+        ("/generate", {"input_ids": IDS, "sampling_params": {"max_new_tokens": 1}}),
+        ("/v1/score", {"query": "a", "items": [ENGLISH] * 512, "label_token_ids": [5]}),
+        ("/v1/score", {"query": [5], "items": IDS, "label_token_ids": [5]}),
+        ("/detokenize", {"tokens": IDS[0] * 1000}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"{len(str(value)) >> 10}k",
+)
+def test_bodies_as_large_as_they_may_be_hold_nobody_up(
+    run: Run, slices: Slices, path: str, fields: dict[str, Any]
+) -> None:
+    answer(run, slices, path, fields)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": [[5]] * 800_000}),
+        ("/v1/chat/completions", {"messages": [{}] * 800_000}),
+        ("/v1/messages", {"messages": [], "max_tokens": 1, "metadata": {f"k{i}": 1 for i in range(400_000)}}),
+    ],
+)
+def test_bodies_of_more_lists_than_are_decoded_at_once_are_refused(
+    run: Run, slices: Slices, path: str, fields: dict[str, Any]
+) -> None:
+    assert b"more than 131072 lists, objects and fields" in answer(run, slices, path, fields, 413)
+
+
+@pytest.mark.parametrize("broken", ["x", "\\", "\\u1234", "😀"])
+def test_a_long_body_that_is_no_json_holds_nobody_up(run: Run, slices: Slices, broken: str) -> None:
+    answer(run, slices, "/v1/completions", b'{"prompt": "' + broken.encode() * (8_000_000 // len(broken.encode())), 400)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/detokenize", {"tokens": ["a"] * 1_000_000}),
+        ("/generate", {"input_ids": ["a"] * 1_000_000}),
+        ("/generate", {"text": "a", "token_ids_logprob": ["a"] * 1_000_000}),
+        ("/generate", {"text": "a", "return_logprob": ["a"] * 1_000_000}),
+        ("/v1/completions", {"prompt": "a", "allowed_token_ids": ["a"] * 1_000_000}),
+        ("/v1/messages", {"messages": [], "max_tokens": 1, "stop_sequences": [1] * 1_000_000}),
+        ("/tokenize", {"messages": [1] * 1_000_000}),
+    ],
+)
+def test_a_million_wrong_values_hold_nobody_up(run: Run, slices: Slices, path: str, fields: dict[str, Any]) -> None:
+    answer(run, slices, path, fields, 400)
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ class MessagesRequest(SamplingFields, CountTokensRequest):
     """POST /v1/messages."""
 
     max_tokens: int = Field(ge=1, le=_MAX_TOKENS)
-    stop_sequences: list[str] | None = None
+    stop_sequences: list[str] | None = Field(None, fail_fast=True)
     stream: bool | None = None
     metadata: RequestMetadata | None = None
 

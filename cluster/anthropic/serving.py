@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from functools import partial
 from typing import Any, TypeVar
 
 from cluster.anthropic.builder import MessageBuilder, sse
@@ -15,7 +16,7 @@ from cluster.http.context import RequestContext
 from cluster.http.response import HttpResponse
 from cluster.messages import FinishReason
 from cluster.requests import checks
-from cluster.requests.body import decoded, off_loop, validated
+from cluster.requests.body import prepared, validated
 from cluster.requests.chat import chat_job, refuse_unread, tool_header
 from cluster.requests.fields import ignored_header
 from cluster.requests.generation import Delta
@@ -37,8 +38,7 @@ class AnthropicServing:
     async def messages(self, body: bytes, context: RequestContext) -> HttpResponse:
         """POST /v1/messages. Raises RequestError for a bad request."""
         model = self._model
-        raw = await decoded(body)
-        ignored, request, chat = await off_loop(len(body), lambda: self._checked(MessagesRequest, raw))
+        ignored, request, chat = await prepared(body, partial(self._checked, MessagesRequest))
         fields = request
         if request.stop_sequences is not None:
             stops = checks.stop_strings(request.stop_sequences, model.server, "stop_sequences")
@@ -74,8 +74,7 @@ class AnthropicServing:
     async def count_tokens(self, body: bytes, context: RequestContext) -> HttpResponse:
         """POST /v1/messages/count_tokens. Raises RequestError for a bad request."""
         model = self._model
-        raw = await decoded(body)
-        ignored, _, chat = await off_loop(len(body), lambda: self._checked(CountTokensRequest, raw))
+        ignored, _, chat = await prepared(body, partial(self._checked, CountTokensRequest))
         count = TokenCount(len(await model.prompts.encode_chat(chat)))
         return json_response(count, ignored_header(ignored))
 

@@ -5,13 +5,15 @@ They act on the replica that answers.
 
 from __future__ import annotations
 
+from functools import partial
+
 import msgspec
 from pydantic import BaseModel, ConfigDict
 
 from cluster.http.active import ActiveRequests
 from cluster.http.context import RequestContext
 from cluster.http.response import HttpResponse
-from cluster.requests.body import decode_body, validated
+from cluster.requests.body import prepared, validated
 from cluster.requests.http_responses import json_response
 from cluster.requests.served_model import ServedModel
 from configs.errors import RequestError
@@ -59,7 +61,7 @@ class AdminServing:
 
     async def abort_request(self, body: bytes, context: RequestContext) -> HttpResponse:
         """POST /abort_request: ends the requests whose `x-request-id` is `rid`, or with `abort_all` every one."""
-        request = validated(AbortRequest, decode_body(body))
+        request = await prepared(body, partial(validated, AbortRequest))
         if not request.abort_all and request.rid is None:
             raise RequestError("rid must be the id of a request.", code="invalid_type", param="rid")
         return json_response(Aborted(self._requests.abort(None if request.abort_all else request.rid, spare=context)))

@@ -6,9 +6,10 @@ parameter one value or one for each prompt.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -16,22 +17,26 @@ from cluster.http.context import RequestContext
 from cluster.http.response import HttpResponse
 from cluster.native.generate_answer import Asked, native_response
 from cluster.requests import checks
-from cluster.requests.body import decoded, validated
+from cluster.requests.body import prepared, validated
 from cluster.requests.fields import STYLING, UNSUPPORTED, FieldPolicy, ignored_header, neutral
 from cluster.requests.job import Job, JobOptions
 from cluster.requests.sampling_fields import SamplingFields
 from cluster.requests.schema import Documented, exactly_one
 from cluster.requests.served_model import ServedModel
 from configs.errors import RequestError
+from worker.protocol import MAX_ROW_ASKED
 
 _DEFAULT_NEW_TOKENS = 128
 _MAX_TOKENS = 2**31 - 1
 _T = TypeVar("_T")
+_ForEach = Annotated[list[_T], Field(max_length=checks.MAX_SEQUENCES)]
+"""A value for each prompt."""
 
 _Count = Annotated[int, Field(ge=0, le=_MAX_TOKENS)]
 _Start = Annotated[int, Field(ge=-1, le=_MAX_TOKENS)]
 _Text = Annotated[str, Field(min_length=1)]
-_Ids = Annotated[list[int], Field(min_length=1)]
+_Ids = Annotated[list[_Count], Field(min_length=1)]
+_Asked = Annotated[list[int], Field(fail_fast=True)]
 _Rid = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
 
 
@@ -57,16 +62,16 @@ class NativeRequest(BaseModel):
         json_schema_extra=exactly_one(text=["string", "array"], input_ids="array"),
     )
 
-    text: _Text | Annotated[list[_Text], Field(min_length=1)] | None = None
-    input_ids: _Ids | Annotated[list[_Ids], Field(min_length=1)] | None = None
+    text: Annotated[Any, Documented(_Text | Annotated[list[_Text], Field(min_length=1)] | None)] = None
+    input_ids: Annotated[Any, Documented(_Ids | Annotated[list[_Ids], Field(min_length=1)] | None)] = None
     sampling_params: Annotated[Any, Documented(NativeSampling | list[NativeSampling] | None)] = None
-    rid: _Rid | list[_Rid] | None = None
+    rid: _Rid | _ForEach[_Rid] | None = None
     """`meta_info.id` of the answer."""
-    return_logprob: bool | list[bool] | None = None
-    logprob_start_len: _Start | list[_Start] | None = None
+    return_logprob: bool | _ForEach[bool] | None = None
+    logprob_start_len: _Start | _ForEach[_Start] | None = None
     """Position in the prompt from which its tokens' log probabilities are wanted too; -1: none."""
-    top_logprobs_num: _Count | list[_Count] | None = None
-    token_ids_logprob: list[int] | list[list[int]] | None = None
+    top_logprobs_num: _Count | _ForEach[_Count] | None = None
+    token_ids_logprob: _Asked | _ForEach[_Asked] | None = None
     """Tokens whose log probabilities are wanted at every place of the answer."""
     return_text_in_logprobs: bool | None = None
     stream: bool | None = None
@@ -95,6 +100,17 @@ _FIELDS = FieldPolicy(
 )
 
 
+class _Checked(NamedTuple):
+    """A request whose fields are as they should be: for each prompt what is asked of it."""
+
+    request: NativeRequest
+    prompts: list[list[int]]
+    is_batch: bool
+    sampling: list[NativeSampling]
+    asked: list[Asked]
+    ignored: list[str]
+
+
 class NativeServing:
     """Answers /generate for one model."""
 
@@ -104,10 +120,26 @@ class NativeServing:
     async def generate(self, body: bytes, context: RequestContext) -> HttpResponse:
         """POST /generate. Raises RequestError for a bad request."""
         model = self._model
-        raw = await decoded(body)
-        ignored = _FIELDS.check(NativeRequest, raw, strict=model.server.strict_fields)
+        checked = await prepared(body, self._checked)
+        request, count = checked.request, len(checked.prompts)
+        job = await self._job(checked, context)
+        own_names = [f"{job.id}-{i}" for i in range(count)] if count > 1 else [job.id]
+        names = own_names if request.rid is None else _spread(request.rid, count, "", "rid")
+        return native_response(
+            model.run(job),
+            model.tokenizer,
+            checked.asked,
+            ids=names,
+            as_list=checked.is_batch or job.num_choices > 1,
+            with_text=bool(request.return_text_in_logprobs),
+            streamed=bool(request.stream),
+            headers=ignored_header(checked.ignored),
+        )
+
+    def _checked(self, raw: Mapping[str, Any]) -> _Checked:
+        ignored = _FIELDS.check(NativeRequest, raw, strict=self._model.server.strict_fields)
         request = validated(NativeRequest, raw)
-        prompts, is_batch = await self._prompts(request)
+        prompts = self._prompts(request)
         count = len(prompts)
         sampling = self._sampling(request, count)
         with_logprobs = _spread(request.return_logprob, count, False, "return_logprob")
@@ -119,42 +151,16 @@ class NativeServing:
             for logprobs, start, top, ids in zip(with_logprobs, starts, tops, tokens, strict=True)
         ]
         self._check(asked, sampling, prompts)
-        job = await self._job(request, prompts, sampling, asked, context)
-        own_names = [f"{job.id}-{i}" for i in range(count)] if count > 1 else [job.id]
-        names = own_names if request.rid is None else _spread(request.rid, count, "", "rid")
-        return native_response(
-            model.run(job),
-            model.tokenizer,
-            asked,
-            ids=names,
-            as_list=is_batch or job.num_choices > 1,
-            with_text=bool(request.return_text_in_logprobs),
-            streamed=bool(request.stream),
-            headers=ignored_header(ignored),
-        )
+        is_batch = not checks.is_one_prompt(request.input_ids if request.text is None else request.text)
+        return _Checked(request, prompts, is_batch, sampling, asked, ignored)
 
-    async def _prompts(self, request: NativeRequest) -> tuple[list[list[int]], bool]:
-        """Token ids of the prompts, and whether they came as a batch."""
+    def _prompts(self, request: NativeRequest) -> list[list[int]]:
         text, ids = request.text, request.input_ids
         if (text is None) == (ids is None):
             raise RequestError("Give either text or input_ids.", code="missing_required_parameter", param="text")
-        param = "text" if ids is None else "input_ids"
-        if isinstance(text, str):
-            return [await self._model.prompts.encode(text)], False
-        if ids is not None and isinstance(ids[0], int):
-            return [self._checked(ids, "input_ids")], False
-        batch: Sequence[Any] = text or ids or ()
-        if len(batch) > checks.MAX_SEQUENCES:
-            raise RequestError(
-                f"{param} holds {len(batch)} prompts; at most {checks.MAX_SEQUENCES} are allowed.", param=param
-            )
-        if text is not None:
-            return await self._model.prompts.encode_all(text), True
-        return [self._checked(entry, f"input_ids[{i}]") for i, entry in enumerate(batch)], True
-
-    def _checked(self, ids: Any, param: str) -> list[int]:
-        checks.check_token_ids(ids, param, self._model.vocab_size)
-        return list(ids)
+        if ids is not None:
+            return checks.id_lists(ids, "input_ids", self._model.vocab_size)
+        return [self._model.prompts.encode(entry) for entry in checks.texts(text, "text")]
 
     def _sampling(self, request: NativeRequest, count: int) -> list[NativeSampling]:
         given = request.sampling_params
@@ -188,6 +194,9 @@ class NativeServing:
             )
         for wanted in asked:
             checks.num_logprobs(wanted.num_top, "top_logprobs_num", server)
+            if len(wanted.token_ids) > MAX_ROW_ASKED:
+                message = f"token_ids_logprob has more than {MAX_ROW_ASKED} tokens for a prompt."
+                raise RequestError(message, param="token_ids_logprob")
             checks.check_token_ids(wanted.token_ids, "token_ids_logprob", self._model.vocab_size)
             if wanted.token_ids and wanted.start >= 0:
                 raise RequestError(
@@ -196,19 +205,14 @@ class NativeServing:
                     param="token_ids_logprob",
                 )
 
-    async def _job(
-        self,
-        request: NativeRequest,
-        prompts: Sequence[list[int]],
-        sampling: Sequence[NativeSampling],
-        asked: Sequence[Asked],
-        context: RequestContext,
-    ) -> Job:
+    async def _job(self, checked: _Checked, context: RequestContext) -> Job:
         """One job of one for each prompt, which may differ in all but how their texts end."""
         model = self._model
+        request, prompts = checked.request, checked.prompts
         single = len(prompts) == 1
         jobs = []
-        for i, (prompt, given, wanted) in enumerate(zip(prompts, sampling, asked, strict=True)):
+        for i, (prompt, given, wanted) in enumerate(zip(prompts, checked.sampling, checked.asked, strict=True)):
+            await asyncio.sleep(0)  # each may allow as many tokens as there are
             param = "text" if request.input_ids is None else "input_ids"
             limit = model.checked_max_tokens(
                 prompt,
@@ -247,7 +251,7 @@ class NativeServing:
                 "prompts.",
                 param="sampling_params",
             )
-        return replace(jobs[0], prompts=list(prompts), sampling=[job.sampling[0] for job in jobs])
+        return replace(jobs[0], prompts=prompts, sampling=[job.sampling[0] for job in jobs])
 
 
 def below(path: str, error: RequestError) -> RequestError:

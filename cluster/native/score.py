@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, NamedTuple
 
@@ -20,8 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from cluster.http.context import RequestContext
 from cluster.http.response import HttpResponse
 from cluster.messages import SamplingParams
-from cluster.requests.body import decoded, validated
-from cluster.requests.checks import MAX_SEQUENCES, check_token_ids
+from cluster.requests.body import prepared, validated
+from cluster.requests.checks import MAX_SEQUENCES, check_token_ids, token_ids
 from cluster.requests.fields import OWN_FIELDS, ignored_header
 from cluster.requests.http_responses import timed
 from cluster.requests.job import Job, Run, Usage
@@ -83,23 +83,7 @@ class ScoreServing:
     async def score(self, body: bytes, context: RequestContext) -> HttpResponse:
         """POST /v1/score. Raises RequestError for a bad request."""
         model = self._model
-        raw = await decoded(body)
-        for name in _CROSS_ENCODER_FIELDS:
-            if raw.get(name) is not None:
-                raise RequestError(
-                    f"{name} is for cross-encoders; this model scores with query, items and label_token_ids.",
-                    code="unsupported_parameter",
-                    param=name,
-                )
-        ignored = OWN_FIELDS.check(ScoreRequest, raw, strict=model.server.strict_fields)
-        request = validated(ScoreRequest, raw)
-        model.check_name(model.model_name if request.model is None else request.model)
-        labels = request.label_token_ids
-        check_token_ids(labels, "label_token_ids", model.vocab_size)
-        prompts = await self._prompts(request)
-        for i, prompt in enumerate(prompts):
-            model.checked_max_tokens(prompt, 1, default=1, param=f"items[{i}]")
-        groups = grouped(prompts, model.max_item_tokens, model.max_model_len)
+        labels, softmax, groups, ignored = await prepared(body, self._checked)
         # Greedy: what is sampled is dropped.
         sampling = SamplingParams(
             max_tokens=1, temperature=0.0, ignore_eos=True, num_logprobs=0, logprob_token_ids=tuple(labels)
@@ -112,10 +96,31 @@ class ScoreServing:
             cache_salt=context.cache_salt(),
         )
         run = model.run(job)
-        chunks = _scored(run, model.model_name, softmax=bool(request.apply_softmax))
+        chunks = _scored(run, model.model_name, softmax=softmax)
         return timed(HttpResponse(chunks, streamed=False, headers=ignored_header(ignored)), run)
 
-    async def _prompts(self, request: ScoreRequest) -> list[list[int]]:
+    def _checked(self, raw: Mapping[str, Any]) -> tuple[list[int], bool, list[Group], list[str]]:
+        """The labels, whether their scores add up to 1, the prompts, and the fields that are ignored."""
+        model = self._model
+        for name in _CROSS_ENCODER_FIELDS:
+            if raw.get(name) is not None:
+                raise RequestError(
+                    f"{name} is for cross-encoders; this model scores with query, items and label_token_ids.",
+                    code="unsupported_parameter",
+                    param=name,
+                )
+        ignored = OWN_FIELDS.check(ScoreRequest, raw, strict=model.server.strict_fields)
+        request = validated(ScoreRequest, raw)
+        model.check_name(model.model_name if request.model is None else request.model)
+        labels = request.label_token_ids
+        check_token_ids(labels, "label_token_ids", model.vocab_size)
+        prompts = self._prompts(request)
+        for i, prompt in enumerate(prompts):
+            model.checked_max_tokens(prompt, 1, default=1, param=f"items[{i}]")
+        groups = grouped(prompts, model.max_item_tokens, model.max_model_len)
+        return labels, bool(request.apply_softmax), groups, ignored
+
+    def _prompts(self, request: ScoreRequest) -> list[list[int]]:
         query, items = request.query, request.items
         if isinstance(query, str):
             texts = [items] if isinstance(items, str) else items
@@ -125,13 +130,13 @@ class ScoreServing:
                 )
             _check_number(texts)
             joined = [text + query if request.item_first else query + text for text in texts]
-            return await self._model.prompts.encode_all(joined)
-        _check_ids(query, "query", self._model.vocab_size)
+            return [self._model.prompts.encode(text) for text in joined]
+        token_ids(query, "query", self._model.vocab_size)
         if not isinstance(items, list):
             raise RequestError("items must be lists of token ids, as query is one.", code="invalid_type", param="items")
         _check_number(items)
         for i, ids in enumerate(items):
-            _check_ids(ids, f"items[{i}]", self._model.vocab_size)
+            token_ids(ids, f"items[{i}]", self._model.vocab_size)
         return [[*ids, *query] if request.item_first else [*query, *ids] for ids in items]
 
 
@@ -173,12 +178,6 @@ def _item_lens(items: Sequence[list[int]]) -> tuple[int, ...]:
 def _check_number(items: Sequence[object]) -> None:
     if not 0 < len(items) <= MAX_SEQUENCES:
         raise RequestError(f"items must hold 1 to {MAX_SEQUENCES} items.", param="items")
-
-
-def _check_ids(ids: object, param: str, vocab_size: int) -> None:
-    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
-        raise RequestError(f"{param} must be a text or a list of token ids.", code="invalid_type", param=param)
-    check_token_ids(ids, param, vocab_size)
 
 
 async def _scored(run: Run, model_name: str, *, softmax: bool) -> AsyncGenerator[bytes, None]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 from cluster.http.context import RequestContext
 from cluster.http.response import HttpResponse
@@ -16,12 +17,21 @@ from cluster.openai.protocol import ChatRequest, CompletionRequest, GenerationRe
 from cluster.openai.wire import Head
 from cluster.openai.writer import AnswerOptions, written
 from cluster.requests import checks
-from cluster.requests.body import decoded, off_loop
+from cluster.requests.body import prepared
 from cluster.requests.chat import chat_job, refuse_unread, tool_header
 from cluster.requests.fields import ignored_header
 from cluster.requests.job import Job, JobOptions, Run
 from cluster.requests.served_model import ServedModel
+from cluster.text.conversation import Conversation
 from configs.errors import RequestError
+
+
+class _Prompt(NamedTuple):
+    """One prompt of a completion request."""
+
+    given: str | list[int]
+    ids: list[int]
+    max_tokens: int
 
 
 class OpenAIServing:
@@ -33,10 +43,7 @@ class OpenAIServing:
     async def chat(self, body: bytes, context: RequestContext) -> HttpResponse:
         """POST /v1/chat/completions. Raises RequestError for a bad request."""
         model = self._model
-        raw = await decoded(body)
-        request = protocol.check_request(ChatRequest, raw, model.server)
-        model.check_name(request.model)
-        conversation = await off_loop(len(body), lambda: chat.conversation(request))
+        request, conversation, ignored = await prepared(body, self._checked_chat)
         job = await chat_job(
             model,
             "chatcmpl-",
@@ -52,57 +59,66 @@ class OpenAIServing:
         writer = ChatWriter(_head(model, job), job, model.tokenizer, options)
         unread = conversation.unread(model.tokenizer.template)
         refuse_unread(unread, model.server)
-        ignored = [*protocol.unknown_fields(ChatRequest, raw), *unread]
-        headers = {**ignored_header(ignored), **tool_header(model, conversation)}
+        headers = {**ignored_header([*ignored, *unread]), **tool_header(model, conversation)}
         return written(run, writer, streamed=bool(request.stream), headers=headers)
 
     async def completions(self, body: bytes, context: RequestContext) -> HttpResponse:
         """POST /v1/completions. Raises RequestError for a bad request."""
         model = self._model
-        raw = await decoded(body)
-        request = protocol.check_request(CompletionRequest, raw, model.server)
-        model.check_name(request.model)
-        given = checks.prompts(request.prompt, model.vocab_size)
-        if len(given) * request.num_choices > checks.MAX_SEQUENCES:
-            raise RequestError(f"{len(given)} prompts times n={request.n} exceed {checks.MAX_SEQUENCES}.", param="n")
-        job = await _completion_job(model, request, given, context)
+        request, prompts, ignored = await prepared(body, self._checked_completion)
+        job = await _completion_job(model, request, prompts, context)
         echoes = None
         if request.echo:
             skip = job.text.skip_special_tokens
             echoes = [
                 await Echo.of(
-                    prompt if request.truncate_prompt_tokens is None else ids,
-                    ids,
+                    prompt.given if request.truncate_prompt_tokens is None else prompt.ids,
+                    prompt.ids,
                     model.tokenizer,
                     skip_special_tokens=skip,
                 )
-                for prompt, ids in zip(given, job.prompts, strict=True)
+                for prompt in prompts
             ]
         run = model.run(job)
         writer = CompletionWriter(_head(model, job), job, model.tokenizer, _options(request, run), echoes)
-        headers = ignored_header(protocol.unknown_fields(CompletionRequest, raw))
-        return written(run, writer, streamed=bool(request.stream), headers=headers)
+        return written(run, writer, streamed=bool(request.stream), headers=ignored_header(ignored))
+
+    def _checked_chat(self, raw: Mapping[str, Any]) -> tuple[ChatRequest, Conversation, list[str]]:
+        """A request, what it has the model go on with, and the fields that are ignored."""
+        request = protocol.check_request(ChatRequest, raw, self._model.server)
+        self._model.check_name(request.model)
+        return request, chat.conversation(request), protocol.unknown_fields(ChatRequest, raw)
+
+    def _checked_completion(self, raw: Mapping[str, Any]) -> tuple[CompletionRequest, list[_Prompt], list[str]]:
+        """A request, its prompts, and the fields that are ignored."""
+        model = self._model
+        request = protocol.check_request(CompletionRequest, raw, model.server)
+        model.check_name(request.model)
+        given = checks.prompts(request.prompt, "prompt", model.vocab_size)
+        if len(given) * request.num_choices > checks.MAX_SEQUENCES:
+            raise RequestError(f"{len(given)} prompts times n={request.n} exceed {checks.MAX_SEQUENCES}.", param="n")
+        add = request.add_special_tokens is not False
+        limit = protocol.COMPLETION_DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+        prompts = []
+        for i, entry in enumerate(given):
+            ids = model.prompts.encode(entry, add_special_tokens=add) if isinstance(entry, str) else entry
+            ids = model.truncated(ids, request.truncate_prompt_tokens, limit)
+            default = min(protocol.COMPLETION_DEFAULT_MAX_TOKENS, model.room(ids))
+            param = f"prompt[{i}]" if len(given) > 1 else "prompt"
+            max_tokens = model.checked_max_tokens(ids, request.asked_max_tokens, default=default, param=param)
+            prompts.append(_Prompt(entry, ids, max_tokens))
+        return request, prompts, protocol.unknown_fields(CompletionRequest, raw)
 
 
 async def _completion_job(
-    model: ServedModel, request: CompletionRequest, given: Sequence[str | list[int]], context: RequestContext
+    model: ServedModel, request: CompletionRequest, prompts: Sequence[_Prompt], context: RequestContext
 ) -> Job:
-    add = request.add_special_tokens is not False
-    prompts = []
-    max_tokens = []
-    for i, entry in enumerate(given):
-        ids = await model.prompts.encode(entry, add_special_tokens=add) if isinstance(entry, str) else entry
-        limit = protocol.COMPLETION_DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-        prompt = model.truncated(ids, request.truncate_prompt_tokens, limit)
-        default = min(protocol.COMPLETION_DEFAULT_MAX_TOKENS, model.room(prompt))
-        param = f"prompt[{i}]" if len(given) > 1 else "prompt"
-        prompts.append(prompt)
-        max_tokens.append(model.checked_max_tokens(prompt, request.asked_max_tokens, default=default, param=param))
     # The log probabilities of an echo are those of `logprobs`; `prompt_logprobs` may ask for more.
     echoed = request.num_logprobs if request.echo else -1
     options = replace(_job_options(request), num_prompt_logprobs=max(echoed, request.num_prompt_logprobs))
     grammar = await model.grammar(request)
-    return model.job("cmpl-", request, prompts, max_tokens, context, options, grammar=grammar)
+    ids, max_tokens = [prompt.ids for prompt in prompts], [prompt.max_tokens for prompt in prompts]
+    return model.job("cmpl-", request, ids, max_tokens, context, options, grammar=grammar)
 
 
 def _job_options(request: ChatRequest | CompletionRequest) -> JobOptions:

@@ -5,7 +5,6 @@ Clients and load generators count with them; the ids are those that a request wi
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -18,16 +17,16 @@ from cluster.openai import protocol
 from cluster.openai.chat import conversation
 from cluster.openai.described import Messages
 from cluster.openai.protocol import ChatRequest
-from cluster.requests.body import decoded, off_loop, validated
-from cluster.requests.checks import check_token_ids
+from cluster.requests.body import prepared, validated
+from cluster.requests.checks import token_ids
 from cluster.requests.fields import OWN_FIELDS, ignored_header
 from cluster.requests.http_responses import json_response
 from cluster.requests.json_parts import long_list
 from cluster.requests.schema import Documented, exactly_one
 from cluster.requests.served_model import ServedModel
+from cluster.text.conversation import Conversation
 from configs.errors import RequestError
 
-_INLINE_TOKENS = 4096  # decoding them takes well under 1 ms
 _OWN_FIELDS = frozenset({"prompt", "messages", "model", "add_special_tokens", "return_token_strs"})
 
 
@@ -45,7 +44,7 @@ class TokenizeRequest(BaseModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[dict[str, Any]] | None, Documented(Messages | None), Field(min_length=1)] = None
+    messages: Annotated[Any, Documented(Messages | None)] = None
     add_special_tokens: bool | None = None
     """Null: true for a prompt. A chat's template writes the special tokens itself."""
     return_token_strs: bool | None = None
@@ -68,7 +67,7 @@ class DetokenizeRequest(BaseModel):
     )
 
     model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0)]]
+    tokens: Annotated[Any, Documented(list[Annotated[int, Field(ge=0)]])]
 
 
 class Text(msgspec.Struct):
@@ -86,7 +85,15 @@ class TokenizerServing:
     async def tokenize(self, body: bytes, context: RequestContext) -> HttpResponse:
         """POST /tokenize. Raises RequestError for a bad request."""
         model = self._model
-        raw = await decoded(body)
+        request, of_prompt, ignored = await prepared(body, self._checked)
+        tokens = of_prompt if isinstance(of_prompt, list) else await model.prompts.encode_chat(of_prompt)
+        strings = long_list(map(model.tokenizer.token_text, tokens)) if request.return_token_strs else None
+        shown = Tokens(len(tokens), model.max_model_len, long_list(tokens), strings)
+        return json_response(shown, ignored_header(ignored))
+
+    def _checked(self, raw: Mapping[str, Any]) -> tuple[TokenizeRequest, list[int] | Conversation, list[str]]:
+        """A request, its prompt's tokens or its chat, and the fields that are ignored."""
+        model = self._model
         request = validated(TokenizeRequest, raw)
         model.check_name(model.model_name if request.model is None else request.model)
         if (request.prompt is None) == (request.messages is None):
@@ -94,17 +101,7 @@ class TokenizerServing:
         if request.prompt is not None:
             ignored = OWN_FIELDS.check(TokenizeRequest, raw, strict=model.server.strict_fields)
             special = request.add_special_tokens is not False
-            tokens = await model.prompts.encode(request.prompt, add_special_tokens=special)
-        else:
-            tokens, ignored = await self._chat_tokens(body, raw, request)
-        strings = long_list(map(model.tokenizer.token_text, tokens)) if request.return_token_strs else None
-        shown = Tokens(len(tokens), model.max_model_len, long_list(tokens), strings)
-        return json_response(shown, ignored_header(ignored))
-
-    async def _chat_tokens(
-        self, body: bytes, raw: Mapping[str, Any], request: TokenizeRequest
-    ) -> tuple[list[int], list[str]]:
-        """The ids, and the fields that are ignored."""
+            return request, model.prompts.encode(request.prompt, add_special_tokens=special), ignored
         if request.add_special_tokens:
             raise RequestError(
                 "add_special_tokens: the chat template writes them.",
@@ -112,21 +109,20 @@ class TokenizerServing:
                 param="add_special_tokens",
             )
         fields = {name: value for name, value in raw.items() if name not in _OWN_FIELDS}
-        chat = {**fields, "model": self._model.model_name, "messages": request.messages}
-        checked = protocol.check_request(ChatRequest, chat, self._model.server)
-        turns = await off_loop(len(body), lambda: conversation(checked))
-        return await self._model.prompts.encode_chat(turns), protocol.unknown_fields(ChatRequest, chat)
+        chat = {**fields, "model": model.model_name, "messages": request.messages}
+        turns = conversation(protocol.check_request(ChatRequest, chat, model.server))
+        return request, turns, protocol.unknown_fields(ChatRequest, chat)
 
     async def detokenize(self, body: bytes, context: RequestContext) -> HttpResponse:
         """POST /detokenize. Raises RequestError for a bad request."""
         model = self._model
-        raw = await decoded(body)
-        ignored = OWN_FIELDS.check(DetokenizeRequest, raw, strict=model.server.strict_fields)
-        request = validated(DetokenizeRequest, raw)
-        model.check_name(model.model_name if request.model is None else request.model)
-        check_token_ids(request.tokens, "tokens", model.vocab_size)
-        if len(request.tokens) <= _INLINE_TOKENS:
-            text = model.tokenizer.decode(request.tokens, skip_special_tokens=False)
-        else:
-            text = await asyncio.to_thread(model.tokenizer.decode, request.tokens, skip_special_tokens=False)
-        return json_response(Text(text), ignored_header(ignored))
+
+        def text(raw: Mapping[str, Any]) -> tuple[str, list[str]]:
+            ignored = OWN_FIELDS.check(DetokenizeRequest, raw, strict=model.server.strict_fields)
+            request = validated(DetokenizeRequest, raw)
+            model.check_name(model.model_name if request.model is None else request.model)
+            tokens = token_ids(request.tokens, "tokens", model.vocab_size)
+            return model.tokenizer.decode(tokens, skip_special_tokens=False), ignored
+
+        decoded, ignored = await prepared(body, text)
+        return json_response(Text(decoded), ignored_header(ignored))

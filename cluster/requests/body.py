@@ -16,13 +16,15 @@ from configs.errors import RequestError
 
 _Model = TypeVar("_Model", bound=BaseModel)
 _Checked = TypeVar("_Checked")
-_LONG_BYTES = 1 << 20
-_MANY_VALUES_BYTES = 32 << 10  # of JSON: some 900 messages of a word each, which are 5 to 10 ms
-_ESCAPES = rb"(?<!\\)(?:\\\\)*"  # before a backslash that is not itself escaped
-# A first half without its second, a second without its first, or either as the bytes that UTF-8 would need for it.
+_INLINE_BYTES = 8 << 10  # are checked and encoded in 2 to 3 ms; a thread costs a tenth of one, and jitter
+_MAX_PARTS = 1 << 17
+"""Most lists, objects and fields of a body. The GIL is held while they are decoded, 20 ms for so many; ten times as
+many, which fit a body of 8 MB, would hold the event loop up for half a second, from any thread."""
+_PART = re.compile(rb'\\.|["\[{:]', re.DOTALL)
+# Each escape is one match, or a pair of them that is one character; a group has a half without its other half, or the
+# bytes that UTF-8 would need for one.
 _LONE_SURROGATE = re.compile(
-    _ESCAPES + rb"(\\u[dD][89abAB][0-9a-fA-F]{2})(?!\\u[dD][c-fC-F])|"
-    rb"(?<!\\u[dD][89abAB]..)" + _ESCAPES + rb"(\\u[dD][c-fC-F][0-9a-fA-F]{2})|(\xed[\xa0-\xbf][\x80-\xbf])"
+    rb"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|(\\u[dD][89a-fA-F]..)|\\.|(\xed[\xa0-\xbf][\x80-\xbf])", re.DOTALL
 )
 
 
@@ -30,8 +32,12 @@ def decode_body(body: bytes) -> dict[str, Any]:
     """The JSON object of a request body.
 
     Raises:
-        RequestError: not strict JSON (NaN and lone surrogates included), nested too deep, or not an object.
+        RequestError: not strict JSON (NaN and lone surrogates included), nested too deep, not an object, or (413) of
+            too many parts.
     """
+    if sum(body.count(mark) for mark in (b"[", b"{", b":")) > _MAX_PARTS and _has_too_many_parts(body):
+        message = f"The body has more than {_MAX_PARTS} lists, objects and fields."
+        raise RequestError(message, code="request_too_large", status=413)
     try:
         decoded = msgspec.json.decode(body)
     except ValueError as error:  # DecodeError, UnicodeDecodeError, and Python's limit on the digits of an int
@@ -43,26 +49,39 @@ def decode_body(body: bytes) -> dict[str, Any]:
     return decoded
 
 
-async def decoded(body: bytes) -> dict[str, Any]:
-    """`decode_body`; the event loop has its turn after one that took long, which is 5 ms for a MiB of small values."""
-    raw = decode_body(body)
-    if len(body) > _LONG_BYTES:
-        await asyncio.sleep(0)
-    return raw
+async def prepared(body: bytes, prepare: Callable[[dict[str, Any]], _Checked]) -> _Checked:
+    """`prepare` of a body's JSON: checks it and encodes its texts, beside the event loop where the body is long.
+
+    Raises:
+        RequestError: what `decode_body` and `prepare` raise.
+    """
+    return await off_loop(len(body), lambda: prepare(decode_body(body)))
 
 
-async def off_loop(num_bytes: int, check: Callable[[], _Checked]) -> _Checked:
-    """`check()` of that much JSON: beside the event loop where it is much, since 100,000 messages take a second."""
-    return check() if num_bytes <= _MANY_VALUES_BYTES else await asyncio.to_thread(check)
+async def off_loop(num_bytes: int, work: Callable[[], _Checked]) -> _Checked:
+    """`work()` on that much of a body, in a thread where it is much: 100,000 messages take a second."""
+    return work() if num_bytes <= _INLINE_BYTES else await asyncio.to_thread(work)
+
+
+def _has_too_many_parts(body: bytes) -> bool:
+    """Whether its structure has: brackets and colons in texts are none."""
+    num_left, in_text = _MAX_PARTS, False
+    for found in _PART.finditer(body):
+        if found[0] == b'"':
+            in_text = not in_text
+        elif not in_text:
+            num_left -= 1
+            if num_left < 0:
+                return True
+    return False
 
 
 def _reason(error: ValueError, body: bytes) -> str:
-    lone = _LONE_SURROGATE.search(body)
+    lone = next((found for found in _LONE_SURROGATE.finditer(body) if found.lastindex), None)
     if lone is not None:
-        half = lone[lone.lastindex or 0]
+        half = lone[0]
         shown = half.decode() if half.isascii() else rf"\u{ord(half.decode('utf-8', 'surrogatepass')):04x}"
-        place = lone.end() - len(half)
-        return f"it has a lone surrogate, {shown} at byte {place}: half of a character. Send whole characters."
+        return f"it has a lone surrogate, {shown} at byte {lone.start()}: half of a character. Send whole characters."
     return f"it is not UTF-8 ({error.reason})." if isinstance(error, UnicodeDecodeError) else str(error)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from cluster.text.stop_regex import StopRegex
 from configs.errors import RequestError
 from configs.schema import ServerConfig
@@ -74,33 +76,62 @@ def logit_bias(value: object, vocab_size: int) -> dict[int, float]:
     return {token: bias for token, bias in biases.items() if bias}
 
 
-def prompts(prompt: object, vocab_size: int) -> list[str | list[int]]:
-    """The prompts of a completion request: a string, token ids, or a list of either kind.
+def prompts(given: object, param: str, vocab_size: int) -> Sequence[str | list[int]]:
+    """The prompts that a field holds: a string, token ids, or a list of either kind.
 
     Raises:
         RequestError: wrong type, empty, too many, or an id outside the vocabulary.
     """
-    if isinstance(prompt, str):
-        return [_checked_text(prompt, "prompt")]
-    if not isinstance(prompt, list) or not prompt:
-        raise RequestError(
-            "prompt must be a string, a list of strings, a list of token ids or a list of such lists, and not empty.",
-            code="invalid_type",
-            param="prompt",
-        )
-    if type(prompt[0]) is int:
-        return [_checked_ids(prompt, "prompt", vocab_size)]
-    if len(prompt) > MAX_SEQUENCES:
-        raise RequestError(f"prompt holds {len(prompt)} prompts; at most {MAX_SEQUENCES} are allowed.", param="prompt")
-    are_texts = isinstance(prompt[0], str)
-    parsed: list[str | list[int]] = []
-    for i, entry in enumerate(prompt):
-        param = f"prompt[{i}]"
-        if i and isinstance(entry, str) != are_texts:
-            kind = "a string" if are_texts else "a list of token ids"
-            raise RequestError(f"{param} must be {kind}, as prompt[0] is.", code="invalid_type", param=param)
-        parsed.append(_checked_text(entry, param) if are_texts else _checked_ids(entry, param, vocab_size))
+    first = given[0] if isinstance(given, list) and given else given
+    if isinstance(first, str):
+        return texts(given, param)
+    return id_lists(given, param, vocab_size, or_texts="a string, a list of strings, ")
+
+
+def texts(given: object, param: str) -> list[str]:
+    """A string or a list of strings, none of them empty. Raises RequestError for anything else, or too many."""
+    parsed = []
+    for path, text in _entries(given, param, isinstance(given, str), "a string or a list of strings"):
+        if not isinstance(text, str):
+            raise RequestError(f"{path} must be a string.", code="invalid_type", param=path)
+        if not text:
+            raise RequestError(f"{path} must not be empty.", code="empty_string", param=path)
+        parsed.append(text)
     return parsed
+
+
+def id_lists(given: object, param: str, vocab_size: int, or_texts: str = "") -> list[list[int]]:
+    """Token ids or a list of lists of them, none of them empty.
+
+    Args:
+        or_texts: what else the field may be, for the message.
+
+    Raises:
+        RequestError: anything else, too many, or an id outside the vocabulary.
+    """
+    kinds = f"{or_texts}a list of token ids or a list of such lists"
+    parsed = []
+    for path, ids in _entries(given, param, is_one_prompt(given), kinds):
+        parsed.append(token_ids(ids, path, vocab_size))
+        if not ids:
+            raise RequestError(f"{path} must not be empty.", code="empty_array", param=path)
+    return parsed
+
+
+def is_one_prompt(given: object) -> bool:
+    """Whether what `prompts` takes is one prompt, and no list of them."""
+    return isinstance(given, str) or (isinstance(given, list) and len(given) > 0 and type(given[0]) is int)
+
+
+def _entries(given: object, param: str, is_one: bool, kinds: str) -> list[tuple[str, object]]:
+    """Each of the prompts in a field, with its path."""
+    if is_one:
+        return [(param, given)]
+    if not isinstance(given, list) or not given:
+        raise RequestError(f"{param} must be {kinds}, and not empty.", code="invalid_type", param=param)
+    if len(given) > MAX_SEQUENCES:
+        raise RequestError(f"{param} holds {len(given)} prompts; at most {MAX_SEQUENCES} are allowed.", param=param)
+    return [(f"{param}[{i}]", entry) for i, entry in enumerate(given)]
 
 
 def num_logprobs(count: int, param: str, server: ServerConfig) -> None:
@@ -116,18 +147,11 @@ def check_token_ids(ids: list[int], param: str, vocab_size: int) -> None:
         raise RequestError(f"{param}[{i}] must be a token id from 0 to {vocab_size - 1}.", param=f"{param}[{i}]")
 
 
-def _checked_text(text: str, param: str) -> str:
-    if not text:
-        raise RequestError(f"{param} must not be empty.", code="empty_string", param=param)
-    return text
-
-
-def _checked_ids(ids: object, param: str, vocab_size: int) -> list[int]:
+def token_ids(ids: object, param: str, vocab_size: int) -> list[int]:
+    """A list of token ids that the model knows, if of any. Raises RequestError for anything else."""
     if not isinstance(ids, list):
-        raise RequestError(f"{param} must be a string or a list of token ids.", code="invalid_type", param=param)
-    if not ids:
-        raise RequestError(f"{param} must not be empty.", code="empty_array", param=param)
-    if set(map(type, ids)) != {int}:  # a third of a loop's time, and a body may hold a million
+        raise RequestError(f"{param} must be a list of token ids.", code="invalid_type", param=param)
+    if not set(map(type, ids)) <= {int}:  # a third of a loop's time, and a body may hold a million
         i = next(i for i, token in enumerate(ids) if type(token) is not int)
         raise RequestError(f"{param}[{i}] must be a token id.", code="invalid_type", param=f"{param}[{i}]")
     check_token_ids(ids, param, vocab_size)

@@ -244,9 +244,9 @@ async def _int32(prompts: Sequence[Sequence[int]]) -> list[bytes]:
     """The ids of each prompt as int32."""
     encoded, num_ids = [], 0
     for ids in prompts:
-        encoded.append(array("i", ids).tobytes())
         num_ids += len(ids)
         if num_ids >= _IDS_AT_ONCE:
             num_ids = 0
             await asyncio.sleep(0)
+        encoded.append(array("i", ids).tobytes())
     return encoded

@@ -61,7 +61,7 @@ class SamplingFields(BaseModel):
     """Above 1 against repetition. The bounds keep every logit finite in float32."""
     logit_bias: Annotated[Any, Documented(LogitBias)] = None
     """Token id, as a string, to what is added to its logit."""
-    allowed_token_ids: list[int] | None = None
+    allowed_token_ids: list[int] | None = Field(None, fail_fast=True)
     """Only these are sampled."""
     bad_words: Annotated[Any, Documented(BadWords)] = None
     """Words and phrases that the answer must not have, at its start or after a space."""

@@ -167,18 +167,18 @@ class ServedModel:
         """
         if not prompt:
             raise RequestError(f"{param} has no tokens.", code="empty_string", param=param)
+        max_tokens = default if asked is None else asked
+        # The engine always generates a token, also when only the prompt is of interest.
+        if len(prompt) + max(max_tokens, 1) > self.max_model_len:
+            raise ContextLengthError(
+                max_model_len=self.max_model_len, num_prompt_tokens=len(prompt), max_tokens=max_tokens, param=param
+            )
         if (largest := max(prompt)) >= self.vocab_size:
             # The text of a prompt may name it: the tokenizer has more tokens than the model.
             raise RequestError(
                 f"{param} has {self.tokenizer.token_text(largest)[:_SHOWN_CHARS]!r}, which the tokenizer makes token "
                 f"{largest}; this model knows tokens 0 to {self.vocab_size - 1}.",
                 param=param,
-            )
-        max_tokens = default if asked is None else asked
-        # The engine always generates a token, also when only the prompt is of interest.
-        if len(prompt) + max(max_tokens, 1) > self.max_model_len:
-            raise ContextLengthError(
-                max_model_len=self.max_model_len, num_prompt_tokens=len(prompt), max_tokens=max_tokens, param=param
             )
         return max_tokens
 
@@ -268,7 +268,7 @@ class ServedModel:
             EngineError: the engine failed.
         """
         turns = Conversation(turns=[Turn(role="user", text=prompt)])
-        ids = await (self.prompts.encode_chat(turns) if chat else self.prompts.encode(prompt))
+        ids = await self.prompts.encode_chat(turns) if chat else self.prompts.encode(prompt)
         limit = self.checked_max_tokens(ids, max_tokens, default=self.room(ids), param="prompt")
         fields = SamplingFields(temperature=temperature, seed=seed)
         job = self.job("text-", fields, [ids], [limit], RequestContext(request_id=uuid.uuid4().hex), JobOptions())

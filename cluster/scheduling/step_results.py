@@ -175,9 +175,9 @@ def token_logprobs(
         k, ids = request.sampling.num_logprobs, request.sampling.logprob_token_ids
         if request.item_lens:
             after = result.item_logprobs[item_rows == request.row, : len(ids)]
-            logprobs.append(TokenLogprobs(request.id, logprob, [*ids] * len(after), after.flatten().tolist()))
+            logprobs.append(TokenLogprobs(request.id, logprob, ids * len(after), tuple(after.flatten().tolist())))
         elif k >= 0:
-            likeliest, their_logprobs = [*top_ids[:k], *ids], [*top_logprobs[:k], *asked[: len(ids)]]
+            likeliest, their_logprobs = (*top_ids[:k], *ids), (*top_logprobs[:k], *asked[: len(ids)])
             logprobs.append(TokenLogprobs(request.id, logprob, likeliest, their_logprobs))
     return logprobs
 

@@ -1,9 +1,8 @@
-"""From texts and chats to token ids, without holding up the event loop."""
+"""From texts and chats to token ids."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from cluster.text.conversation import Conversation
@@ -14,11 +13,10 @@ from configs.errors import OverloadedError
 
 _NUM_RENDERERS = 4
 _MAX_RENDERING = 1024  # chats in the hands of the renderers and before them
-_INLINE_CHARS = 2048  # encoding takes under 1 ms; a thread costs a tenth of that and more jitter
 
 
 class PromptEncoder:
-    """Encodes for one model; long texts and all chat templates in threads."""
+    """Encodes for one model; chats in threads of its own."""
 
     def __init__(self, tokenizer: Tokenizer, formats: ModelFormats) -> None:
         self._tokenizer = tokenizer
@@ -30,26 +28,14 @@ class PromptEncoder:
         """Takes no more chats."""
         self._renderers.shutdown(wait=False)
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; does not hold up the event loop."""
-        if len(text) <= _INLINE_CHARS:
-            ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        else:
-            ids = await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=add_special_tokens)
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`. Blocks for as long as it takes, 1 to 2 ms for 4 kB; from any thread."""
+        ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return self._with_one_bos(ids) if add_special_tokens else ids
 
-    async def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of each of `texts`, special tokens added."""
-
-        def encode() -> list[list[int]]:
-            return [self._with_one_bos(self._tokenizer.encode(text, add_special_tokens=True)) for text in texts]
-
-        if sum(len(text) for text in texts) <= _INLINE_CHARS:
-            return encode()
-        return await asyncio.to_thread(encode)
-
     async def encode_chat(self, conversation: Conversation) -> list[int]:
-        """Token ids of the chat template's text, with one BOS however often the template writes it.
+        """Token ids of the chat template's text, with one BOS however often the template writes it; the event loop goes
+        on meanwhile.
 
         Raises:
             RequestError: there is no template, it cannot show all of this, or it refuses these messages.

@@ -79,7 +79,7 @@ class ReasoningInputItem(_Part):
     """What the model thought earlier; templates that want it get it."""
 
     type: Literal["reasoning"]
-    content: list[ReasoningPart] | None = None
+    content: list[ReasoningPart] | None = Field(None, fail_fast=True)
 
 
 InputItem = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningInputItem
@@ -115,7 +115,7 @@ class AllowedTools(_Part):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[NamedFunction] = Field(min_length=1)
+    tools: list[NamedFunction] = Field(min_length=1, fail_fast=True)
 
 
 class TextFormat(_Part):

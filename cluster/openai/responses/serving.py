@@ -11,6 +11,7 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any, TypeVar
 
 from cluster.http.active import ActiveRequests
@@ -34,7 +35,7 @@ from cluster.openai.responses.store import ResponseStore, StoredResponse
 from cluster.openai.wire import TokenLogprob
 from cluster.openai.writer import token_logprobs
 from cluster.requests import checks
-from cluster.requests.body import decoded, off_loop, validated
+from cluster.requests.body import off_loop, prepared, validated
 from cluster.requests.chat import chat_job, refuse_unread, tool_header
 from cluster.requests.fields import ignored_header
 from cluster.requests.generation import Delta
@@ -68,14 +69,13 @@ class ResponsesServing:
     async def create(self, body: bytes, context: RequestContext) -> HttpResponse:
         """POST /v1/responses. Raises RequestError for a bad request."""
         model = self._model
-        raw = await decoded(body)
 
-        def check() -> tuple[list[str], ResponsesRequest, list[dict[str, Any]]]:
+        def check(raw: Mapping[str, Any]) -> tuple[list[str], ResponsesRequest, list[dict[str, Any]]]:
             ignored, request = self._checked(ResponsesRequest, raw)
             check_options(request)
             return ignored, request, input_items(request.input)
 
-        ignored, request, new_items = await off_loop(len(body), check)
+        ignored, request, new_items = await prepared(body, check)
         earlier, num_bytes = self._earlier(request.previous_response_id, context)
         items = earlier + new_items
         model.check_name(request.model)
@@ -144,8 +144,7 @@ class ResponsesServing:
             RequestError: for a bad request.
         """
         model = self._model
-        raw = await decoded(body)
-        ignored, request = await off_loop(len(body), lambda: self._checked(InputTokensRequest, raw))
+        ignored, request = await prepared(body, partial(self._checked, InputTokensRequest))
         earlier, num_bytes = self._earlier(request.previous_response_id, context)
 
         def check() -> Conversation:
