@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
-from collections import defaultdict
+from collections import defaultdict, deque
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from attention.registry import create_backend
-from benchmarks.exactness import hash_rows, rows_of_logits
+from benchmarks.exactness import GPU_WAYS, Frames, Way, hash_rows, plant, requests, rows_of_logits, ways_on
+from benchmarks.exactness import WAYS as WAYS_ON_CPUS
 from cluster.messages import SamplingParams
 from configs.errors import EngineError
-from parallel import tree
 from parallel.arithmetic import ExactArithmetic
 from parallel.kernels import cpu_products
 from parallel.plan import Span
+from parallel.tree import SumTree
 from tests.local_group import Limits, LocalGroup
 from tests.test_answers import make_prompts
 from worker import self_test, tp_worker
 from worker.models.decoder import Decoder
+from worker.protocol import StepFrame, StepResult
 from worker.self_test import check_exactness
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -134,14 +138,18 @@ def test_every_logit_has_the_same_bits(
 
 
 @pytest.mark.gpu
-def test_every_logit_of_gpus_has_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("planted", [False, True])
+def test_every_logit_of_gpus_has_the_same_bits_unless_sums_are_changed(planted: bool, tmp_path: Path) -> None:
     """At sizes 1 and 2, ranks sharing a GPU where there is one; the layers' shapes are the real ones."""
     model = json.loads((ROOT / "benchmarks/models/qwen3-8b/config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(model | {"num_hidden_layers": 2, "vocab_size": 32000}))
-    command = [sys.executable, "-m", "benchmarks.exactness", "--config", "benchmarks/dummy.yaml", "--tokens", "4"]
+    command = [sys.executable, "-m", "benchmarks.exactness", "--config", "benchmarks/dummy.yaml", "--tokens", "24"]
     command += ["--set", f"model={tmp_path}", "--set", "numerics=exact", "--sizes", "1,2", "--graph-tokens", "64"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = subprocess.run([*command, *["--plant"][:planted]], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == planted, done.stdout + done.stderr
+    counts = [line.partition(": ")[2].split() for line in done.stdout.splitlines() if line.startswith("2 ranks, ")]
+    assert len(counts) == len(GPU_WAYS)
+    assert all((int(differing) > 0) == planted for differing, *_ in counts), done.stdout
 
 
 def test_sums_in_another_order_are_found(
@@ -150,13 +158,9 @@ def test_sums_in_another_order_are_found(
     if "float32" not in reference:
         pytest.skip("needs the answers of the tests above")
 
-    def smaller_half_first(leaves: Span) -> tuple[Span, Span]:
-        middle = leaves.start + leaves.size // 2
-        return Span(leaves.start, middle), Span(middle, leaves.stop)
-
-    monkeypatch.setattr(tree, "halves", smaller_half_first)
+    monkeypatch.setattr(SumTree, "of", SumTree.of)
+    plant()
     monkeypatch.setattr(tp_worker, "check_exactness", lambda *_: None)  # it would refuse to start
-    tree.SumTree.of.cache_clear()
     group = LocalGroup(
         small_path,
         2,
@@ -169,7 +173,66 @@ def test_sums_in_another_order_are_found(
         assert sum(found != expected.get(key) for key, found in rows.items()) > len(rows) // 2
     finally:
         group.close()
-        tree.SumTree.of.cache_clear()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_leaves", [4, 8, 9, 16, 24])
+def test_what_is_planted_changes_sums_of_any_number_of_leaves(
+    num_leaves: int, num_ranks: int, monkeypatch: pytest.MonkeyPatch, interpreter: None
+) -> None:
+    from parallel.kernels.node_gemm import node_gemm
+    from parallel.kernels.tree_sum import sum_nodes
+
+    random = torch.Generator().manual_seed(num_leaves)
+    x, weight = (torch.randn(rows, 16 * num_leaves, generator=random).half() for rows in (2, 32))
+    borders = [num_leaves * rank // num_ranks for rank in range(num_ranks + 1)]
+    spans = tuple(Span(*ends) for ends in itertools.pairwise(borders))
+
+    def summed() -> torch.Tensor:
+        tree, nodes = SumTree.of(spans), []
+        for span, cover in zip(spans, tree.covers, strict=True):
+            columns, own = slice(16 * span.start, 16 * span.stop), tuple((it.start, it.stop) for it in cover)
+            relative = tuple(Span(start - span.start, stop - span.start) for start, stop in own)
+            out = torch.empty(len(own), 2, 32)
+            nodes.append(
+                node_gemm(x[:, columns].contiguous(), weight[:, columns].contiguous(), leaf=16, nodes=relative, out=out)
+            )
+        return sum_nodes(torch.cat(nodes), tree.additions, out=torch.empty(2, 32))
+
+    monkeypatch.setattr(SumTree, "of", SumTree.of)
+    right = summed()
+    plant()
+    assert (summed() != right).any()
+
+
+@pytest.mark.parametrize(
+    ("way", "device"), [*((way, "cpu") for way in WAYS_ON_CPUS), *((way, "cuda") for way in GPU_WAYS)]
+)
+def test_requests_are_served_in_the_way_that_its_name_says_and_mostly_decoded(way: Way, device: str) -> None:
+    count = max(it.rows for it in ways_on(device))
+    asked = requests(1000, count, num_tokens=24, num_long=0)
+    frames = Frames(way, 1000, 648, way.num_pages(asked, 648), asked)
+    in_flight: deque[StepFrame] = deque()
+    sampled: list[int] = []
+    while (encoded := frames.poll()) is not None or in_flight:
+        if encoded is not None:
+            in_flight.append(StepFrame.decode(encoded))
+            sampled.append(int(np.count_nonzero(in_flight[-1].draws)))
+            continue
+        frame = in_flight.popleft()
+        num_scored = len(frame.prompt_targets)
+        scores = {
+            "prompt_logprobs": np.zeros(num_scored, np.float32),
+            "prompt_top_ids": np.zeros((num_scored, 0), np.int32),
+            "prompt_top_logprobs": np.zeros((num_scored, 0), np.float32),
+        }
+        tokens = np.zeros(np.count_nonzero(frame.draws), np.int32)
+        frames.retire(StepResult(frame.generation, frame.step, tokens, **scores).encode())
+    frames.check()
+    assert sum(sampled) > 0.75 * len(frames.rows)
+    if way.fills:
+        bounds = [size for size in (0, 1, 16, 64, 128, 256) if size <= way.rows]
+        assert all(set(range(low + 1, high + 1)) & set(sampled) for low, high in itertools.pairwise(bounds))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -15,7 +15,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="a CPU install has no Triton")
 
 from parallel.kernels.chain_gemm import chain_gemm, cublas_is_faster, use_chain_cublas
-from parallel.kernels.node_gemm import Leaves, Tile, node_gemm, subtrees
+from parallel.kernels.node_gemm import Leaves, Tile, is_by_cublas, node_gemm, subtrees
 from parallel.kernels.tree_sum import Adds, sum_nodes
 from tests.chain_dot import use_chain_dot
 
@@ -173,11 +173,25 @@ def test_a_row_has_the_bits_that_it_has_among_any_others(
     assert len(subtrees(tuple(nodes), 64, 1, 72)) > len(nodes)
 
 
+class OnGpu(Tensor):
+    """A tensor that says so."""
+
+    is_cuda = True
+
+
+def test_cublas_gets_no_leaves_in_fp32_which_it_might_split() -> None:
+    for num_rows, dtype in itertools.product((128, 129, 512, 513), (FP16, BF16, FP32)):
+        x = torch.empty(num_rows, 2048, dtype=dtype).as_subclass(OnGpu)
+        assert is_by_cublas(x, 1024, 2) == (num_rows in (129, 512) and dtype is not FP32)
+    assert not is_by_cublas(x[:256], 512, 4)
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("leaf", [1024, 1536])
 @pytest.mark.parametrize("nodes", [[(0, 8)], [(3, 4), (4, 6)]])
-def test_a_wide_leaf_of_cublas_has_the_bits_of_the_tree(leaf: int, nodes: list[Leaves]) -> None:
-    like = (torch.device("cuda"), BF16)
+def test_a_wide_leaf_of_cublas_has_the_bits_of_the_tree(leaf: int, nodes: list[Leaves], dtype: torch.dtype) -> None:
+    like = (torch.device("cuda"), dtype)
     use_chain_cublas()
     k = leaf * (nodes[-1][1] - nodes[0][0])
     x, weight = rows_of(600, k, like), random_of(4096, k, like=like)
