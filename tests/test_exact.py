@@ -6,29 +6,43 @@ import itertools
 import json
 import subprocess
 import sys
+import time
 from collections import defaultdict, deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed import HashStore
 
+from attention.cpu_backend import CpuBackend
 from attention.registry import create_backend
 from benchmarks.exactness import GPU_WAYS, Frames, Way, hash_rows, plant, requests, rows_of_logits, ways_on
 from benchmarks.exactness import WAYS as WAYS_ON_CPUS
 from cluster.messages import SamplingParams
 from configs.errors import EngineError
+from configs.read_config import read_model_config
+from configs.resolve import HostFacts, resolve
+from configs.schema import EngineConfig
 from parallel.arithmetic import ExactArithmetic
+from parallel.group import TensorParallelGroup
 from parallel.kernels import cpu_products
-from parallel.plan import Span
+from parallel.linear import ColumnParallelLinear
+from parallel.plan import ShardPlan, Span
+from parallel.rank_sum import CudaExactSum
 from parallel.tree import SumTree
 from tests.local_group import Limits, LocalGroup
 from tests.test_answers import make_prompts
 from worker import self_test, tp_worker
+from worker.layers.experts import CpuExperts
+from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
 from worker.protocol import StepFrame, StepResult
 from worker.self_test import check_exactness
+from worker.tp_worker import TPWorker
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -259,3 +273,146 @@ def test_the_self_test_names_what_differs(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(EngineError, match="a product"):
         check_exactness(ExactArithmetic(CPU), "cpu", torch.float32, CPU)
     assert cpu_products.TILE == 64
+
+
+MODELS = {
+    "windows": {
+        "model_type": "gemma3_text",
+        "architectures": ["Gemma3ForCausalLM"],
+        "sliding_window": 20,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_attention_heads": 6,
+    },
+    "experts": {
+        "model_type": "qwen2_moe",
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+        "num_attention_heads": 8,
+    },
+}
+SIZES = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
+SIZES |= {"num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-6}
+
+
+def _check_steps(folder: Path, model: str, size: int) -> None:
+    (folder / "config.json").write_text(json.dumps({**SIZES, **MODELS[model]}))
+    given = EngineConfig(
+        model=str(folder), load_format="dummy", device="cpu", numerics="exact", tensor_parallel_size=size
+    )
+    spec = read_model_config(folder)
+    config = resolve(given, spec, HostFacts(num_cores=2, num_gpus=0)).config
+    plan, store = ShardPlan.create(spec, size, exact=True), HashStore()
+
+    def check(rank: int) -> None:
+        group = TensorParallelGroup.create(
+            rank=rank, size=size, store=store, device="cpu", strategy="shared_memory", timeout_s=60.0
+        )
+        worker = TPWorker(config=config, model=spec, model_path=folder, plan=plan, group=group)
+        worker.load()
+        worker.allocate(14, 220, 14 if model == "windows" else None)
+        worker.check_steps(14, 220)
+        worker.close()
+        group.close()
+
+    with ThreadPoolExecutor(size) as pool:
+        list(pool.map(check, range(size)))
+
+
+@pytest.mark.parametrize(("model", "size"), [("windows", 1), ("windows", 3), ("experts", 2)])
+def test_a_models_own_steps_and_sums_are_checked(model: str, size: int, tmp_path: Path) -> None:
+    _check_steps(tmp_path, model, size)
+
+
+def _wrong(number: int, most: int) -> float:
+    """A factor that changes the last bits where a number is between 2 and `most`."""
+    return 1.0 + 2.0**-20 * (2 <= number <= most)
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        ("product", "a token is another in a step of 16 tokens"),
+        ("experts", "a token is another in a step of 16 tokens"),
+        ("attention", "a token is another in a step of 64 decodes"),
+        ("logits", "logits depend on the rows beside them"),
+        ("sum", "1 ranks add 1 rows in another order"),
+    ],
+)
+def test_a_models_check_names_what_differs(
+    broken: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def patch(owner: type, name: str, factor: Callable[..., float]) -> None:
+        right = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda self, *given: right(self, *given) * factor(self, *given))
+
+    if broken == "product":
+        patch(ColumnParallelLinear, "__call__", lambda _, x: _wrong(len(x), 16))
+    elif broken == "experts":
+        patch(CpuExperts, "__call__", lambda _, x, padding: _wrong(len(x), 16))
+    elif broken == "attention":
+        decodes = lambda self, q, layer: _wrong(self._batch.batch_size, 300)  # noqa: E731
+        patch(CpuBackend, "attend", decodes)
+    elif broken == "logits":
+        patch(Decoder, "local_logits", lambda _, hidden: _wrong(len(hidden), 16))
+    else:
+        patch(TensorParallelGroup, "sum_nodes", lambda _, nodes, tree: _wrong(len(nodes[0]) + 1, 2))
+    with pytest.raises(EngineError, match=said):
+        _check_steps(tmp_path, "experts", 1)
+
+
+def test_a_chains_columns_are_checked_against_fewer_of_them(monkeypatch: pytest.MonkeyPatch, interpreter: None) -> None:
+    pytest.importorskip("triton", reason="a CPU install has no Triton")
+    from parallel.kernels import chain_gemm
+
+    weight = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).half()
+    self_test._check_columns(weight, 16)
+    right = chain_gemm.chain_gemm
+    wrong = lambda x, weight, *given, **out: right(x, weight, *given, **out).mul_(_wrong(len(weight), 32))  # noqa: E731
+    monkeypatch.setattr(chain_gemm, "chain_gemm", wrong)
+    with pytest.raises(EngineError, match="a product's column depends on the columns beside it"):
+        self_test._check_columns(weight, 16)
+
+
+def test_nodes_that_a_norm_adds_are_checked_against_their_tree(
+    monkeypatch: pytest.MonkeyPatch, interpreter: None
+) -> None:
+    from parallel.kernels import tree_sum
+
+    group = TensorParallelGroup.single()
+    rank_sum = CudaExactSum(group, 64, SumTree.of((Span(0, 8),)), leaf=16)
+    for num_rows in (1, 17):
+        self_test._check_rank_sum(rank_sum, group, num_rows, torch.float16)
+    right = tree_sum.sum_add_norm
+
+    def one_after_the_other(nodes: torch.Tensor, adds: Any, *given: Any, **places: Any) -> torch.Tensor:
+        ascending = [(0, 1), *((len(adds) + i, i + 1) for i in range(1, len(adds)))]
+        return right(nodes, tuple(ascending), *given, **places)
+
+    monkeypatch.setattr(tree_sum, "sum_add_norm", one_after_the_other)
+    with pytest.raises(EngineError, match="1 ranks add 1 rows in another order"):
+        self_test._check_rank_sum(rank_sum, group, 1, torch.float16)
+
+
+@pytest.mark.gpu
+def test_a_gpu_checks_leaves_of_cublas_in_less_than_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = json.loads((ROOT / "benchmarks/models/qwen3-8b/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(model | {"num_hidden_layers": 8}))
+    given = EngineConfig(model=str(tmp_path), load_format="dummy", device="cuda", numerics="exact")
+    spec = read_model_config(tmp_path)
+    config = resolve(given, spec, HostFacts(num_cores=8, num_gpus=1)).config
+    plan, group = ShardPlan.create(spec, 1, exact=True), TensorParallelGroup.single("cuda")
+    monkeypatch.setattr(ModelRunner, "capture", lambda *_, **__: None)
+    worker = TPWorker(config=config, model=spec, model_path=tmp_path, plan=plan, group=group)
+    worker.load()
+    worker.allocate(128, 2048)  # compiles
+    began = time.perf_counter()
+    worker.check_steps(128, 2048)
+    assert time.perf_counter() - began < 1.0
+    bmm = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda *given, out, **dtype: bmm(*given, out=out, **dtype).mul_(1.0 + 2.0**-20))
+    with pytest.raises(EngineError, match="a token is another in a step of 256 tokens"):
+        worker.check_steps(128, 2048)
+    worker.close()
