@@ -298,7 +298,9 @@ def test_serve_answers_and_an_interrupt_leaves_nothing_behind(smollm2_path: Path
         reply = subprocess.run(
             ["bash", "-c", f"{curl} --silent"], capture_output=True, text=True, timeout=60, check=True
         )
-        assert json.loads(reply.stdout)["model"] == MODEL
+        answer = json.loads(reply.stdout)
+        assert answer["model"] == MODEL
+        assert answer["choices"][0]["message"]["content"] == "The capital of France is Paris."
         assert "9 query heads, 3 KV heads" in output
         assert "loading weights" in output
         # A terminal's Ctrl-C reaches Ray's own processes too.

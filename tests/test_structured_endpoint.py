@@ -30,7 +30,14 @@ PERSON = {
 
 def ask(endpoint: Endpoint, content: str = "Describe a person as JSON.", **fields: Any) -> httpx.Response:
     messages = [{"role": "user", "content": content}]
-    body = {"model": endpoint.model, "messages": messages, "temperature": 1.0, "max_tokens": 300, **fields}
+    body = {
+        "model": endpoint.model,
+        "messages": messages,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "max_tokens": 300,
+        **fields,
+    }
     return httpx.post(f"{endpoint.url}/v1/chat/completions", json=body, timeout=120)
 
 
@@ -155,6 +162,7 @@ def test_eighty_schemas_are_kept_at_temperature_1(endpoint: Endpoint) -> None:
                 "model": endpoint.model,
                 "messages": [{"role": "user", "content": content}],
                 "temperature": 1.0,
+                "top_p": 1.0,
                 "seed": seed,
                 "response_format": strict(schema),
                 "max_tokens": 800,
