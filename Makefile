@@ -32,9 +32,11 @@ test: setup
 test-all: setup
 	$(call run,slow and not exhaustive and $(CPU))
 
-# Sweeps, fuzzing, loads and the agent frameworks of tests/test_agents.py: too long for CI.
+# Sweeps, fuzzing, loads and the agent frameworks of tests/test_agents.py: too long for CI. Says when it last passed.
 test-exhaustive: setup agents
+	@cat tests/exhaustive.txt
 	$(call run,exhaustive and $(CPU))
+	git log -1 --format='make test-exhaustive last passed on %cs, at %h.' > tests/exhaustive.txt
 
 # In an environment of their own: they would not all go with ours.
 agents: .venv-agents/.installed

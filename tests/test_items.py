@@ -252,7 +252,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize(
+    "case", ["query in chunks", *(pytest.param(name, marks=pytest.mark.slow) for name in ("whole", "prefix hit"))]
+)
 def test_items_of_a_row_are_scored_as_each_alone_beside_other_requests(group: LocalGroup, case: str) -> None:
     limits, at_once = CASES[case]
     limits = replace(limits, num_pages=400, max_item_tokens=33)
