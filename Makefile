@@ -2,6 +2,7 @@
 # `make test` and `make test-all`.
 PYTHON ?= python3.11
 BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest
 CONFIG ?= configs/smollm2-135m.yaml
 MODEL_DIR := $(HOME)/.cache/lockstep/smollm2-135m-instruct
 MODEL := $(MODEL_DIR)/SmolLM2-135M-Instruct.Q4_1.gguf
@@ -15,16 +16,17 @@ serve: setup
 	$(BIN)/python -m cluster serve $(CONFIG) $(ARGS)
 
 # Files are dealt to as many processes as there are cores; then what starts Ray or measures time has the machine to itself.
-# pytest exits with 5 where nothing is left to run, as with ARGS=tests/test_plan.py.
+# pytest exits with 5 where nothing is left to run, as with ARGS=tests/test_plan.py. REPORTS is a folder for JUnit files.
 ALONE := ray or timing
+report = $(if $(REPORTS),--junitxml=$(REPORTS)/$(1).xml)
 CPU := not gpu and not multi_gpu
 define run
-	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadfile -m "($(1)) and not ($(ALONE))" $(ARGS) || [ $$? -eq 5 ]
-	$(BIN)/python -m pytest -m "($(1)) and ($(ALONE))" $(ARGS) || [ $$? -eq 5 ]
+	$(PYTEST) -n logical --maxprocesses 8 --dist loadfile -m "($(1)) and not ($(ALONE))" $(call report,together) $(ARGS) || [ $$? -eq 5 ]
+	$(PYTEST) -m "($(1)) and ($(ALONE))" $(call report,alone) $(ARGS) || [ $$? -eq 5 ]
 endef
 
 test: setup
-	$(call run,not slow and $(CPU))
+	$(call run,not slow and not exhaustive and $(CPU))
 
 # What `make test` leaves out and CI has time for.
 test-all: setup

@@ -19,7 +19,6 @@ from tests.conftest import Logits
 from tests.local_group import Limits, LocalGroup, assert_scores_equal
 
 NUM_NEW_TOKENS = 24
-EXHAUSTIVE = (pytest.mark.slow, pytest.mark.exhaustive)
 
 
 def generate(
@@ -120,8 +119,10 @@ def test_prompt_logprobs_equal_transformers_in_chunks_and_with_a_warm_prefix_cac
     ("size", "lengths"),
     [
         pytest.param(2, SHORT_LENGTHS[:4], id="tp2"),
-        pytest.param(3, LENGTHS, marks=pytest.mark.slow, id="tp3"),
-        *(pytest.param(size, LENGTHS, marks=EXHAUSTIVE, id=f"tp{size}") for size in (1, 4, 5, 9)),
+        *(
+            pytest.param(size, LENGTHS, marks=pytest.mark.exhaustive, id=f"tp{size}-many")
+            for size in (1, 2, 3, 4, 5, 9)
+        ),
     ],
 )
 @pytest.mark.timeout(5400)

@@ -19,7 +19,7 @@ from configs.load import all_settings, load_app_config, parse_engine_config
 from configs.model_config import ModelConfig
 from configs.resolve import HostFacts, ResolvedConfig, resolve
 from configs.rope import RopeConfig
-from configs.schema import EngineConfig, KVCacheConfig
+from configs.schema import EngineConfig, GenerationDefaults, KVCacheConfig
 from parallel.plan import ShardPlan
 from tests.dense_model import dense_model
 
@@ -113,6 +113,12 @@ def test_shipped_files_load_and_are_valid_for_ray_serve(path: Path) -> None:
     assert app.route_prefix == "/"
     ServeDeploySchema.model_validate(yaml.safe_load(path.read_text()))
     ServeDeploySchema.model_validate(dict(app.document))
+
+
+@pytest.mark.parametrize("path", [path for path in SHIPPED if "smollm2" in path.name], ids=lambda path: path.name)
+def test_the_default_model_is_sampled_as_its_authors_recommend(path: Path) -> None:
+    given = load_app_config(path).engine.server.generation_config
+    assert given == GenerationDefaults(temperature=0.2, top_p=0.9)
 
 
 def test_the_quickstart_file_says_what_it_promises() -> None:

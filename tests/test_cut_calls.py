@@ -80,6 +80,20 @@ def test_a_call_of_the_models_own_will_is_not_text_once_its_tag_is_there(name: S
     assert read(f"I look. {tag}", form, cut=False).content == f"I look. {tag}"
 
 
+@pytest.mark.parametrize("name", ["llama3_json", "json"])
+def test_a_call_without_a_tag_is_not_text_once_it_names_a_tool(name: StyleName) -> None:
+    style = STYLES[name]
+    text = forced(style)
+    form = AnswerFormat(calls=style, tools={"get_weather": PARAMETERS})
+    named = text.index("get_weather")
+    for end in range(named, len(text)):
+        assert read(text[:end], form, cut=True).content == ""
+    # Any other JSON may be what the model was asked for, and so may this one where the model ended it.
+    for other in (text[: named - 1], '{"name": "Rome", "in": "Italy', '{"city": "get_weather', '["get_w'):
+        assert read(other, form, cut=True).content == other
+    assert read('{"name": "get_w', form, cut=False).content == '{"name": "get_w'
+
+
 class Surface:
     """One way to ask for the same forced calls, streamed and whole."""
 
@@ -94,6 +108,10 @@ class Surface:
         read: Any = getattr(self, "stream" if stream else "whole")
         return read(response)
 
+    def go_on(self, answer: dict[str, Any]) -> dict[str, Any]:
+        """The request that sends `answer` back as the conversation's, with a question behind it."""
+        raise NotImplementedError
+
     def whole(self, response: Any) -> tuple[str, list[str], str]:
         raise NotImplementedError
 
@@ -102,6 +120,9 @@ class Surface:
 
 
 class Chat(Surface):
+    def go_on(self, answer: dict[str, Any]) -> dict[str, Any]:
+        return {**self.body, "messages": [*QUESTION, answer["choices"][0]["message"], *QUESTION]}
+
     def whole(self, response: Any) -> tuple[str, list[str], str]:
         [choice] = response.json()["choices"]
         calls = choice["message"].get("tool_calls", [])
@@ -126,6 +147,10 @@ def named_events(response: Any) -> list[dict[str, Any]]:
 
 
 class Messages(Surface):
+    def go_on(self, answer: dict[str, Any]) -> dict[str, Any]:
+        said = {"role": answer["role"], "content": answer["content"]}
+        return {**self.body, "messages": [*QUESTION, said, *QUESTION], "max_tokens": 1}
+
     def whole(self, response: Any) -> tuple[str, list[str], str]:
         body = response.json()
         text = "".join(block["text"] for block in body["content"] if block["type"] == "text")
@@ -145,6 +170,9 @@ class Messages(Surface):
 
 
 class Responses(Surface):
+    def go_on(self, answer: dict[str, Any]) -> dict[str, Any]:
+        return {**self.body, "previous_response_id": answer["id"]}
+
     def _read(self, body: dict[str, Any]) -> tuple[str, list[str], str]:
         text = [part["text"] for item in body["output"] if item["type"] == "message" for part in item["content"]]
         return "".join(text), [it["arguments"] for it in body["output"] if "arguments" in it], body["status"]
@@ -161,8 +189,9 @@ class Responses(Surface):
         return text, calls, status
 
 
+QUESTION = [{"role": "user", "content": "hi"}]
 CHAT = {
-    "messages": [{"role": "user", "content": "hi"}],
+    "messages": QUESTION,
     "tools": [{"type": "function", "function": WEATHER}],
     "tool_choice": "required",
 }
@@ -203,3 +232,27 @@ def test_every_surface_gives_part_of_a_cut_call_as_a_call_and_streams_the_same(
         assert got[-1] == ARGUMENTS
 
     runner(smollm2, tmp_path)(scenario, ServerConfig(tool_call_parser=name), 1024, reply=reply, timeout_s=120)
+
+
+@pytest.mark.parametrize("surface", SURFACES, ids=lambda surface: surface.path)
+def test_an_answer_that_was_cut_off_anywhere_can_be_sent_back(
+    surface: Surface, smollm2_path: Path, tmp_path: Path
+) -> None:
+    template = tmp_path / "alternating.jinja"  # as Mistral's and Gemma's are
+    template.write_text(
+        "{{ tools }}{% for message in messages %}{% if (message.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}{{ message.content }}{{ message.tool_calls }}"
+        "{% endfor %}"
+    )
+    tokenizer = Tokenizer.load(smollm2_path, chat_template=str(template))
+    reply = [*tokenizer.encode(forced(STYLES["hermes"]), add_special_tokens=False), EOS]
+
+    async def scenario(stack: Stack) -> None:
+        async def at(cut: int) -> None:
+            answer = await stack.http.post(surface.path, json={**surface.body, surface.limit: cut})
+            again = await stack.http.post(surface.path, json=surface.go_on(answer.json()))
+            assert again.status_code == 200, f"{answer.text}\n{again.text}"
+
+        await asyncio.gather(*(at(cut) for cut in range(1, len(reply), 3)))
+
+    runner(tokenizer, tmp_path)(scenario, ServerConfig(tool_call_parser="hermes"), 1024, reply=reply, timeout_s=120)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+
+from tests.conftest import ROOT
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
@@ -41,6 +44,17 @@ def test_the_openai_client_gets_the_same_answer_streamed_and_whole(client: opena
     assert chunks[-1].usage == whole.usage.model_copy(
         update={"prompt_tokens_details": chunks[-1].usage.prompt_tokens_details if chunks[-1].usage else None}
     )
+
+
+@pytest.mark.parametrize("file", ["README.md", "docs/guides/quickstart.md"])
+def test_the_first_question_that_anyone_asks_gets_a_good_answer(endpoint: Any, file: str) -> None:
+    """At temperature 1 it got another piece of nonsense each time, as it does from other servers of these four bits."""
+    found = re.search(r"curl \S+/v1/chat/completions .*?-d '(.*?)'", (ROOT / file).read_text(), re.DOTALL)
+    assert found is not None
+    body = json.loads(found[1])
+    assert not {"temperature", "top_p", "seed"} & set(body), "the config file says how its model is sampled"
+    reply = httpx.post(f"{endpoint.url}/v1/chat/completions", json={**body, "n": 16}, timeout=60).json()
+    assert {choice["message"]["content"] for choice in reply["choices"]} == {"The capital of France is Paris."}
 
 
 def test_a_seed_repeats_an_answer_and_n_gives_different_ones(client: openai.OpenAI, endpoint: Any) -> None:
@@ -192,16 +206,16 @@ def check_storm(endpoint: Any, num_requests: int) -> None:
 
 
 def test_a_storm_of_requests_and_aborts_leaves_nothing_behind(endpoint: Any) -> None:
-    check_storm(endpoint, 80)
+    check_storm(endpoint, 40)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
 def test_four_hundred_random_requests_with_random_aborts_leave_nothing_behind(endpoint: Any) -> None:
     check_storm(endpoint, 400)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_answer_does_not_depend_on_the_number_of_ranks(endpoint: Any, smollm2_path: Path) -> None:
     """A second app at tensor_parallel_size 3 and two replicas gives what the shared one gives at 2."""
     from ray import serve
@@ -219,7 +233,14 @@ def test_the_answer_does_not_depend_on_the_number_of_ranks(endpoint: Any, smollm
     }
     serve.run(build_app(args), name="three", route_prefix="/three")
     try:
-        body = {"model": endpoint.model, "prompt": "The moon is", "max_tokens": 24, "temperature": 1, "seed": 11}
+        body = {
+            "model": endpoint.model,
+            "prompt": "The moon is",
+            "max_tokens": 24,
+            "temperature": 1,
+            "top_p": 1,
+            "seed": 11,
+        }
         texts = {
             httpx.post(f"{endpoint.url}{prefix}/v1/completions", json=body, timeout=120).json()["choices"][0]["text"]
             for prefix in ("", "/three", "/three", "/three")

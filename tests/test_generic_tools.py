@@ -161,7 +161,7 @@ def test_every_surface_takes_a_call_and_its_result(ask: Run) -> None:
 def test_hostile_conversations_cost_time_in_proportion_and_no_error_of_the_server(ask: Run) -> None:
     async def scenario(stack: Stack) -> None:
         # Turns of one role become one: adding each to the text before it would take minutes.
-        many = [{"role": "user", "content": "x" * 36}] * 40_000
+        many = [{"role": "user", "content": "x" * 90}] * 40_000
         error_of(await stack.chat(messages=many, tools=[WEATHER]), 400, "context_length_exceeded")
         nested: Any = {}
         for _ in range(400):

@@ -24,6 +24,7 @@ from tests.scripted_engine import MODEL, REPLY, Run, Stack, served
 USAGE = Usage(30, 4, 34, PromptTokensDetails(16))
 EVENT: TypeAdapter[RawMessageStreamEvent] = TypeAdapter(RawMessageStreamEvent)
 MESSAGES = [{"role": "user", "content": "hi"}]
+USE = {"type": "tool_use", "id": "a", "name": "b", "input": {}}
 
 
 async def create(stack: Stack, **fields: Any) -> httpx.Response:
@@ -164,7 +165,17 @@ def test_an_answer_begun_by_the_caller_is_continued() -> None:
     assert (chat.continue_final, chat.add_generation_prompt) == (True, False)
     assert (chat_of().continue_final, chat_of().add_generation_prompt) == (False, True)
     with pytest.raises(RequestError, match="no content to continue"):
-        chat_of(messages=[*MESSAGES, {"role": "assistant", "content": ""}])
+        chat_of(messages=[*MESSAGES, {"role": "assistant", "content": [USE]}])
+
+
+@pytest.mark.parametrize("content", [[], "", [{"type": "text", "text": ""}]])
+def test_an_answer_that_says_nothing_is_a_turn_and_at_the_end_none(content: Any) -> None:
+    nothing = {"role": "assistant", "content": content}
+    assert chat_of(messages=[*MESSAGES, nothing]) == chat_of(messages=MESSAGES)
+    roles = [turn.role for turn in chat_of(messages=[*MESSAGES, nothing, *MESSAGES]).turns]
+    assert roles == ["user", "assistant", "user"]
+    with pytest.raises(RequestError, match="no content to continue"):
+        chat_of(messages=[nothing])
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,10 @@ def test_a_person_chats_and_sees_the_engine_work(endpoint: Endpoint, browser: we
     _wait(browser, lambda it: _text(it, "#state") == "serving")
     assert _text(browser, "#model").startswith(endpoint.model)
     assert len(browser.find_elements(By.CSS_SELECTOR, "#ranks tr")) >= 1
+    browser.find_element(By.ID, "example").click()
+    _wait(browser, lambda it: it.find_elements(By.CSS_SELECTOR, ".message.assistant footer"))
+    assert _text(browser, ".message.assistant div") == "The capital of France is Paris."
+    browser.find_element(By.ID, "clear").click()
     prompt = browser.find_element(By.ID, "prompt")
     temperature = browser.find_element(By.ID, "temperature")
     temperature.clear()

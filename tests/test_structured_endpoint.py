@@ -30,7 +30,14 @@ PERSON = {
 
 def ask(endpoint: Endpoint, content: str = "Describe a person as JSON.", **fields: Any) -> httpx.Response:
     messages = [{"role": "user", "content": content}]
-    body = {"model": endpoint.model, "messages": messages, "temperature": 1.0, "max_tokens": 300, **fields}
+    body = {
+        "model": endpoint.model,
+        "messages": messages,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "max_tokens": 300,
+        **fields,
+    }
     return httpx.post(f"{endpoint.url}/v1/chat/completions", json=body, timeout=120)
 
 
@@ -143,7 +150,7 @@ def test_an_answer_whose_grammar_is_too_much_ends_alone(endpoint: Endpoint) -> N
     endpoint.wait_idle()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_eighty_schemas_are_kept_at_temperature_1(endpoint: Endpoint) -> None:
     async def answers() -> list[tuple[int, Any]]:
         limit = asyncio.Semaphore(16)
@@ -155,6 +162,7 @@ def test_eighty_schemas_are_kept_at_temperature_1(endpoint: Endpoint) -> None:
                 "model": endpoint.model,
                 "messages": [{"role": "user", "content": content}],
                 "temperature": 1.0,
+                "top_p": 1.0,
                 "seed": seed,
                 "response_format": strict(schema),
                 "max_tokens": 800,
@@ -181,7 +189,7 @@ def test_eighty_schemas_are_kept_at_temperature_1(endpoint: Endpoint) -> None:
     endpoint.wait_idle()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_hostile_schemas_delay_no_neighbour(endpoint: Endpoint) -> None:
     def gaps(seconds: float, attack: bool) -> list[float]:
         """Seconds between two chunks of a plain answer, while schemas that must be refused come or do not."""

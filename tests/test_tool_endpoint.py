@@ -48,6 +48,7 @@ def test_required_calls_are_valid_whatever_the_seed(client: openai.OpenAI, endpo
         tool_choice="required",
         parallel_tool_calls=False,
         temperature=1,
+        top_p=1,
         n=8,  # a seed each
         seed=0,
         max_tokens=64,

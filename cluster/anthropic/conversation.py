@@ -29,6 +29,8 @@ _MODES = {"auto": ToolMode.AUTO, "any": ToolMode.REQUIRED, "tool": ToolMode.NAME
 def conversation(request: CountTokensRequest) -> Conversation:
     """What `request` has the model go on with. Raises RequestError, with the path of the field at fault."""
     turns = _turns(request)
+    if len(turns) > 1 and turns[-1] == Turn(role="assistant", path=turns[-1].path):
+        turns.pop()  # an answer that was cut off before it said anything
     # The answer goes on where the caller's beginning of it ends.
     continued = turns[-1].role == "assistant"
     if continued and not turns[-1].text:
@@ -98,7 +100,8 @@ def _blocks(content: object, role: str, path: str) -> list[Block]:
     """The blocks of `content`, each checked."""
     if isinstance(content, str):
         return [TextParam(type="text", text=content)]
-    if not isinstance(content, list) or not content:
+    # An assistant may have said nothing: what we answer where `max_tokens` cuts a call off before its arguments.
+    if not isinstance(content, list) or not (content or role == "assistant"):
         raise RequestError(f"{path} must be a string or a list of blocks.", code="invalid_type", param=path)
     blocks = []
     for i, block in enumerate(content):

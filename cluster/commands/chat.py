@@ -11,12 +11,12 @@ from cluster.commands.endpoint_client import EndpointClient
 from configs.errors import EngineError
 
 
-def run_chat(url: str, model: str | None, *, temperature: float, max_tokens: int | None) -> None:
+def run_chat(url: str, model: str | None, *, temperature: float | None, max_tokens: int | None) -> None:
     """Reads lines, streams answers; ends at an empty line or end of input. Ctrl-C ends an answer, at the prompt it all.
 
     Args:
         url: of the endpoint; the scheme may be left out, and `/v1` where there is no path.
-        max_tokens: of an answer. None: what the endpoint allows.
+        temperature, max_tokens: of an answer. None: what the endpoint has and allows.
 
     Raises:
         ConfigError: `url` is none.
@@ -26,13 +26,14 @@ def run_chat(url: str, model: str | None, *, temperature: float, max_tokens: int
     with EndpointClient(url) as endpoint:
         model = model or endpoint.first_model()
         console.print(f"{model} at {endpoint.url}; an empty line ends the chat")
-        limit = {} if max_tokens is None else {"max_tokens": max_tokens}
+        asked = {"temperature": temperature, "max_tokens": max_tokens}
+        fields = {name: value for name, value in asked.items() if value is not None}
         messages: list[dict[str, str]] = []
         while line := _read_line(console):
             messages.append({"role": "user", "content": line})
             answer = ""
             try:
-                body = {"model": model, "messages": messages, "temperature": temperature, **limit}
+                body: dict[str, object] = {"model": model, "messages": messages, **fields}
                 for piece in _stream(endpoint, body):
                     console.print(piece, end="", markup=False)
                     answer += piece

@@ -108,7 +108,9 @@ def generate(
 def chat(
     url: Annotated[str, typer.Argument(help="Base URL of an OpenAI endpoint.")] = "http://127.0.0.1:8000/v1",
     model: Annotated[str | None, typer.Option(help="Model name; default: the endpoint's first.")] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, max=2.0)] = 0.7,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, max=2.0, help="Default: what the endpoint has for its model.")
+    ] = None,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Most tokens of an answer. Default: what the endpoint allows.")
     ] = None,

@@ -235,7 +235,8 @@ class ServingJob:
     def _print_ready(self, *, detach: bool, session: Session) -> None:
         name = self._config.served_model_name
         # Limited: a small model may go on to the end of its context, and this is to show that the endpoint works.
-        body = {"model": name, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32}
+        messages = [{"role": "user", "content": "Name the capital of France."}]
+        body = {"model": name, "messages": messages, "max_tokens": 32}
         self._say("ready")
         self._print(f"\nserving {name} at {self.url}; try")
         key = "-H 'Authorization: Bearer '$API_KEY " if self._config.engine.server.api_keys else ""

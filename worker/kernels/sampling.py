@@ -152,8 +152,8 @@ def _candidates_kernel(
     else:
         top = tl.max(x, 0)
         value = top.to(tl.float64)
-        token = tl.where(is_nan, _NAN_ID, first_id + column)
-        winner = tl.min(tl.where((x == top) & (column < num_ids), token, _NO_ID), 0)
+        ids = tl.where(is_nan, _NAN_ID, first_id + column)  # another name: a branch may not change the shape of `token`
+        winner = tl.min(tl.where((x == top) & (column < num_ids), ids, _NO_ID), 0)
     candidate = out + (part * num_rows + i) * 2
     tl.store(candidate, value)
     tl.store(candidate + 1, winner.to(tl.float64))

@@ -44,8 +44,9 @@ class StoredResponse:
 
     def conversation(self) -> list[dict[str, Any]]:
         """Everything up to now, the answer included: what the next turn goes on from."""
-        # Its log probabilities are no part of what was said.
-        return [*self.items, *msgspec.to_builtins(self.builder.response.output, enc_hook=lambda _: [])]
+        # Its log probabilities are no part of what was said. An answer of nothing is a turn too, where turns alternate.
+        said = msgspec.to_builtins(self.builder.response.output, enc_hook=lambda _: [])
+        return [*self.items, *(said or [{"type": "message", "role": "assistant", "content": []}])]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,7 +78,7 @@ def _llama3_json(text: TextStream, sink: Sink) -> Reading[None]:
         text.mark(tag)
         yield from text.skip_space()
         if not (yield from _call_objects(text, sink)):
-            _no_call(text, sink, tagged=bool(tag))
+            _no_call(text, sink)
         tag = yield from text.take_until(("<|python_tag|>",), sink.content)
         if not tag:
             return
@@ -90,7 +90,7 @@ def _plain_json(text: TextStream, sink: Sink) -> Reading[None]:
     yield from text.skip_space()
     is_list = (yield from text.peek()) == "["
     if not (yield from (_call_list(text, sink) if is_list else _call_objects(text, sink))):
-        sink.content(text.unmark())
+        _no_call(text, sink)
     yield from read_content(text, sink)
 
 
@@ -247,8 +247,8 @@ def _call_object(text: TextStream, sink: Sink, *, stop_at: str = "", needs_argum
             return False
         is_object = (yield from text.peek()) == "{"
         if key == "name" and name is None:
-            name = yield from _string(text)
-            if name not in sink.tools:
+            name = yield from _tool_name(text, sink)
+            if name is None:
                 return False
         elif key in ("arguments", "parameters") and name is not None and arguments is None and is_object:
             yield from _stream_arguments(text, sink, name, stop_at=stop_at)
@@ -278,7 +278,7 @@ def _call_objects(text: TextStream, sink: Sink) -> Reading[bool]:
         return False
     is_call = True
     while is_call:
-        text.mark()
+        text.mark(is_call=True)
         yield from text.skip_space()
         if (yield from text.skip(";")) or (yield from text.skip(",")):
             yield from text.skip_space()
@@ -295,7 +295,7 @@ def _call_list(text: TextStream, sink: Sink) -> Reading[bool]:
         return False
     is_call = True
     while is_call:
-        text.mark()
+        text.mark(is_call=True)
         yield from text.skip_space()
         if (yield from text.skip("]")):
             text.unmark()
@@ -317,11 +317,11 @@ def _stream_arguments(
     yield from text.take_json(sink.arguments, stop_at=stop_at)
 
 
-def _no_call(text: TextStream, sink: Sink, *, tagged: bool = True) -> None:
+def _no_call(text: TextStream, sink: Sink) -> None:
     """What is marked was no call after all. Where the answer was cut off before that was certain, it is nothing: half a
-    call is no text. Without a tag it may have been any JSON, and is text."""
+    call is no text. Before a tag or the name of a tool it may have been any JSON, and is text."""
     marked = text.unmark()
-    if not (text.cut and tagged):
+    if not (text.cut and text.is_call):
         sink.content(marked)
 
 
@@ -352,6 +352,21 @@ def _key(text: TextStream) -> Reading[str | None]:
         return None
     yield from text.skip_space()
     return key
+
+
+def _tool_name(text: TextStream, sink: Sink) -> Reading[str | None]:
+    """The JSON string that is next, if it is the name of a tool. What an answer holds of one that was cut off inside it
+    is no name, but a call's."""
+    if (yield from text.peek()) != '"':
+        return None
+    parts: list[str] = []
+    whole = yield from text.take_json(parts.append)
+    try:
+        name = msgspec.json.decode("".join(parts) + ("" if whole else '"'), type=str)
+    except ValueError:
+        return None
+    text.is_call |= name in sink.tools if whole else any(tool.startswith(name) for tool in sink.tools)
+    return name if whole and name in sink.tools else None
 
 
 def _string(text: TextStream) -> Reading[str | None]:

@@ -24,12 +24,14 @@ class TextStream:
     was something else.
     """
 
-    __slots__ = ("_kept", "_mark", "_num_dropped", "_position", "_text", "cut", "ended")
+    __slots__ = ("_kept", "_mark", "_num_dropped", "_position", "_text", "cut", "ended", "is_call")
 
     def __init__(self) -> None:
         self.ended = False
         self.cut = False
         """It ended at a limit; set with `ended`."""
+        self.is_call = False
+        """What is marked can only be a call, for what was read of it: a tag or the name of a tool."""
         self._text = ""
         self._position = 0
         self._num_dropped = 0
@@ -50,13 +52,14 @@ class TextStream:
         self._text = self._text[self._position :] + text
         self._position = 0
 
-    def mark(self, prefix: str = "") -> None:
-        """Keeps what is read from here on, as if `prefix` were read first."""
-        self._kept = [prefix]
+    def mark(self, tag: str = "", *, is_call: bool = False) -> None:
+        """Keeps what is read from here on, as if `tag` were read first. Sets `is_call`, which a tag says by itself."""
+        self.is_call = is_call or bool(tag)
+        self._kept = [tag]
         self._mark = self._position
 
     def unmark(self) -> str:
-        """Removes the mark: the text read since it was set, prefix included."""
+        """Removes the mark: the text read since it was set, tag included."""
         assert self._kept is not None, "no mark is set"
         text = "".join(self._kept) + self._text[self._mark : self._position]
         self._kept = None
