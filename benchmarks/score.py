@@ -71,7 +71,7 @@ class _Run(ScheduledFrames):
     def retire(self, result: bytes) -> None:
         """Takes the result of a step."""
         for logprobs in self._scheduler.retire(StepResult.decode(result)).logprobs:
-            self.logprobs[logprobs.id] = logprobs.top_logprobs
+            self.logprobs[logprobs.id] = [logprob for _, logprob in logprobs.top]
 
     def scores(self) -> torch.Tensor:
         """Of every item, one after the other."""

@@ -434,8 +434,8 @@ class Engine:
             answer.logprobs.append(logprob)
             if lens := answer.sampling.item_lens:
                 labels = answer.sampling.logprob_token_ids
-                assert logprob.top_ids == (*labels,) * len(lens)
-                assert logprob.top_logprobs == (*itertools.chain(*item_scores(answer.prompt, lens, labels)),)
+                scores = itertools.chain(*item_scores(answer.prompt, lens, labels))
+                assert logprob.top == [*zip(labels * len(lens), scores, strict=True)]
         for finished in output.finished:
             answer = self.answers[finished.id]
             assert answer.finished is None, "two finishes"

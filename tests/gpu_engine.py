@@ -227,8 +227,8 @@ class GpuEngine:
             self.answers[run.id].prompt_logprobs += np.frombuffer(run.logprobs, np.float32).tolist()
         for entry in output.logprobs:
             self.answers[entry.id].logprobs.append(entry.logprob)
-            self.answers[entry.id].top_logprobs.append(entry.top_logprobs)
-            self.answers[entry.id].top.append(dict(zip(entry.top_ids, entry.top_logprobs, strict=True)))
+            self.answers[entry.id].top_logprobs.append([logprob for _, logprob in entry.top])
+            self.answers[entry.id].top.append(dict(entry.top))
         for finished in output.finished:
             self.answers[finished.id].reason = finished.reason
 

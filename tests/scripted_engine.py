@@ -142,14 +142,15 @@ def _end(request: GenerateRequest, reply: list[int], position: int) -> Finished 
 
 def _logprobs(request: GenerateRequest) -> TokenLogprobs:
     """ "Hello" is the likeliest, all others are impossible; those asked for by id have -1, -2 and so on."""
-    k, extra = request.sampling.num_logprobs, request.sampling.logprob_token_ids
-    labels = [-1.0 - i for i in range(len(extra))] * (len(request.sampling.item_lens) or 1)
+    k, num_items = request.sampling.num_logprobs, len(request.sampling.item_lens) or 1
+    extra = request.sampling.logprob_token_ids * num_items
+    labels = [-1.0 - i for i in range(len(extra) // num_items)] * num_items
     likeliest = [19556, 5, *range(100, 200)][:k]
     return TokenLogprobs(
         id=request.id,
         logprob=-1.5,
-        top_ids=(*likeliest, *extra),
-        top_logprobs=(*[-0.5, *[float("-inf")] * 200][:k], *labels),
+        top_ids=np.array([*likeliest, *extra], "<i4").tobytes(),
+        top_logprobs=np.array([*[-0.5, *[float("-inf")] * 200][:k], *labels], "<f4").tobytes(),
     )
 
 

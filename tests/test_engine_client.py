@@ -169,9 +169,9 @@ def test_tokens_of_several_steps_come_in_one_chunk_to_a_slow_reader(run: Callabl
 
 
 def test_logprobs_are_nothing_for_the_garbage_collector() -> None:
-    row = TokenLogprobs(id=2, logprob=-0.5, top_ids=(7, 8), top_logprobs=(-0.25, -2.0))
+    row = TokenLogprobs(2, -0.5, np.array([7, 8], "<i4").tobytes(), np.array([-0.25, -np.inf], "<f4").tobytes())
     read = msgspec.msgpack.decode(msgspec.msgpack.encode(row), type=TokenLogprobs)
-    gc.collect()
+    assert read.top == [(7, -0.25), (8, -np.inf)]
     assert not any(map(gc.is_tracked, (read, read.top_ids, read.top_logprobs)))
 
 
@@ -179,7 +179,7 @@ def test_logprobs_go_to_the_request_that_asked(run: Callable[[Scenario], None]) 
     async def scenario(client: EngineClient, coordinator: ScriptedCoordinator) -> None:
         plain, asked = client.submit([PROMPT], [[PARAMS, SamplingParams(max_tokens=8, num_logprobs=1)]])
         await coordinator.received.get()
-        row = TokenLogprobs(id=2, logprob=-0.5, top_ids=(7,), top_logprobs=(-0.25,))
+        row = TokenLogprobs(2, -0.5, np.int32(7).tobytes(), np.float32(-0.25).tobytes())
         coordinator.step([(1, 10), (2, 20)], logprobs=[row])
         assert (await anext(asked)).logprobs == [row]
         assert (await anext(plain)).logprobs is None

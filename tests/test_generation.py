@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as RustTokenizer
@@ -45,6 +46,11 @@ def llama_like() -> Tokenizer:
     return Tokenizer(fast)
 
 
+def _row(id_: int) -> TokenLogprobs:
+    """Log probabilities in a token's place: its own, which says which token it is."""
+    return TokenLogprobs(1, -float(id_), np.int32(id_).tobytes(), np.float32(-id_).tobytes())
+
+
 @dataclass
 class Steps:
     """An engine's stream of one sequence, so many tokens a step; it ends by length."""
@@ -66,9 +72,7 @@ class Steps:
         if self.taken >= len(self.ids):
             reason = FinishReason.LENGTH if self.stop_token_id is None else FinishReason.STOP
             finished = Finished(id=1, reason=reason, stop_token_id=self.stop_token_id)
-        logprobs = (
-            [TokenLogprobs(1, -float(id_), (id_,), (-float(id_),)) for id_ in ids] if self.with_logprobs else None
-        )
+        logprobs = [_row(id_) for id_ in ids] if self.with_logprobs else None
         return TokenChunk(ids, logprobs, None, None, finished)
 
     def abort(self) -> None:
@@ -204,7 +208,7 @@ def test_logprobs_and_offsets_go_with_their_tokens_whatever_text_is_held(smollm2
         assert text == "one 😀 two </s three"
         rows = [row for delta in deltas for row in delta.logprobs]
         offsets = [offset for delta in deltas for offset in delta.text_offsets]
-        assert [row.top_ids for row in rows] == [(id_,) for id_ in ids]
+        assert [row.top for row in rows] == [[(id_, -float(id_))] for id_ in ids]
         assert all(len(delta.logprobs) == len(delta.token_ids) == len(delta.text_offsets) for delta in deltas)
         pieces = [smollm2.token_text(id_) for id_ in ids]
         for piece, offset in zip(pieces, offsets, strict=True):

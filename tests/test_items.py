@@ -240,7 +240,7 @@ def group(request: pytest.FixtureRequest, saved: Path) -> Iterator[LocalGroup]:
 def scores(group: LocalGroup, requests: Sequence[Any], limits: Limits, *, at_once: bool) -> tuple[torch.Tensor, Any]:
     """[num_items, len(LABELS)] of all `requests` together, and the scheduler's counts."""
     answers = group.generate(requests, limits, at_once=at_once)
-    values = [value for of_one in answers.logprobs for logprob in of_one for value in logprob.top_logprobs]
+    values = [value for of_one in answers.logprobs for logprob in of_one for _, value in logprob.top]
     return torch.tensor(values).view(-1, len(LABELS)), answers.stats
 
 

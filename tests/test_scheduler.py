@@ -626,7 +626,7 @@ def test_logprobs_reach_only_those_who_asked_each_with_its_own_width() -> None:
         assert len(answer.logprobs) == (0 if width is None else 3)
         for token, logprob in zip(answer.tokens, answer.logprobs, strict=False):
             assert logprob.logprob == -token
-            assert len(logprob.top_ids) == len(logprob.top_logprobs) == width
+            assert len(logprob.top) == width
 
 
 def test_sampling_parameters_travel_once_per_admission() -> None:

@@ -15,7 +15,7 @@ import msgspec
 
 from cluster.engine_client import WholePromptLogprobs
 from cluster.http.response import HttpResponse
-from cluster.messages import FinishReason
+from cluster.messages import FinishReason, TokenLogprobs
 from cluster.requests.generation import Delta
 from cluster.requests.http_responses import timed
 from cluster.requests.job import Run
@@ -152,8 +152,7 @@ class _Output:
         self._ids: list[int] = []
         self._finish_reason: MatchedStop | ReachedLength | WasAborted | None = None
         self._logprobs: list[Entry] = []
-        self._top: list[list[Entry]] = []
-        self._of_tokens: list[list[Entry]] = []
+        self._rows: list[TokenLogprobs] = []
         self._prompt_logprobs: WholePromptLogprobs | None = None
         self._prompt: list[Entry] = []
 
@@ -161,12 +160,9 @@ class _Output:
         """Takes what a step brought."""
         self._text += delta.text
         self._ids += delta.token_ids
-        k = self._asked.num_top
+        self._rows += delta.logprobs
         for token, row in zip(delta.token_ids, delta.logprobs, strict=False):
             self._logprobs.append(self._entry(row.logprob, token))
-            pairs = list(zip(row.top_logprobs, row.top_ids, strict=True))
-            self._top.append([self._entry(*pair) for pair in pairs[:k]])
-            self._of_tokens.append([self._entry(*pair) for pair in pairs[k : k + len(self._asked.token_ids)]])
         if delta.prompt_logprobs is not None:
             self._prompt_logprobs = delta.prompt_logprobs
         if delta.finish_reason is not None:
@@ -189,16 +185,21 @@ class _Output:
             meta.input_token_logprobs = long_list(self._prompt_entries())
             meta.output_token_logprobs = long_list(self._logprobs)
             if asked.num_top and has_ended:
-                meta.output_top_logprobs = long_list(self._top)
+                meta.output_top_logprobs = long_list(self._likeliest(slice(asked.num_top)))
                 if asked.start >= 0:
                     meta.input_top_logprobs = long_list(self._prompt_top_logprobs())
             if asked.token_ids and has_ended:
-                meta.output_token_ids_logprobs = long_list(self._of_tokens)
+                meta.output_token_ids_logprobs = long_list(self._likeliest(slice(asked.num_top, None)))
         return NativeAnswer(self._text, self._ids, meta)
 
     def _entry(self, logprob: float | None, token: int) -> Entry:
         text = self._tokenizer.token_text(token) if self._with_text else None
         return None if logprob is None else finite(logprob), token, text
+
+    def _likeliest(self, places: slice) -> Iterator[list[Entry]]:
+        """Those of the engine's log probabilities that stand at `places`, of each token."""
+        for row in self._rows:
+            yield [self._entry(logprob, id_) for id_, logprob in row.top[places]]
 
     def _prompt_entries(self) -> Iterator[Entry]:
         """The prompt's tokens from `start` on, kept for all objects of a stream; the first of all has no log

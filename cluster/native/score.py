@@ -187,7 +187,8 @@ async def _scored(run: Run, model_name: str, *, softmax: bool) -> AsyncGenerator
         async for deltas in steps:
             for delta in deltas:
                 for row in delta.logprobs:
-                    items = zip(*[iter(row.top_logprobs)] * num_labels, strict=True)
+                    values = (logprob for _, logprob in row.top)
+                    items = zip(*[values] * num_labels, strict=True)
                     of_prompts[delta.index] = [_scores(logprobs, softmax=softmax) for logprobs in items]
     scores = [item for items in of_prompts for item in items]
     for part in gathered(json_parts(Scores(run.job.id, model_name, long_list(scores), run.usage()))):

@@ -19,18 +19,19 @@ class Head(msgspec.Struct, frozen=True):
     system_fingerprint: str | None
 
 
-class TopLogprob(msgspec.Struct):
+# The garbage collector has nothing to look for in the next two, of which an answer holds many.
+class TopLogprob(msgspec.Struct, gc=False):
     token: str
     logprob: float
-    bytes: list[int]
+    bytes: tuple[int, ...]
     """The token's raw bytes, which need not be whole characters."""
 
 
-class TokenLogprob(msgspec.Struct):
+class TokenLogprob(msgspec.Struct, gc=False):
     token: str
     logprob: float
-    bytes: list[int]
-    top_logprobs: list[TopLogprob]
+    bytes: tuple[int, ...]
+    top_logprobs: tuple[TopLogprob, ...]
 
 
 class ChatLogprobs(msgspec.Struct):

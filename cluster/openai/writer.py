@@ -171,9 +171,10 @@ async def _whole(run: Run, writer: AnswerWriter, headers: dict[str, str]) -> Asy
 def top_logprobs(sampling: SamplingParams, row: TokenLogprobs, sampled: int) -> list[tuple[int, float]]:
     """(id, logprob) of the k likeliest, of those asked for by id, and of the sampled token when it is not there."""
     k, extra = sampling.num_logprobs, len(sampling.logprob_token_ids)
-    top = dict(zip(row.top_ids[:k], row.top_logprobs[:k], strict=True))
+    pairs = row.top
+    top = dict(pairs[:k])
     if extra:
-        for id_, logprob in zip(row.top_ids[-extra:], row.top_logprobs[-extra:], strict=True):
+        for id_, logprob in pairs[-extra:]:
             top.setdefault(id_, logprob)
     if k:
         top.setdefault(sampled, row.logprob)
@@ -195,5 +196,5 @@ def token_logprobs(
     """
     raw = tokenizer.token_bytes
     for token, row in zip(token_ids, rows, strict=True):
-        top = [TopLogprob(name(id_), logprob, list(raw(id_))) for id_, logprob in top_logprobs(sampling, row, token)]
-        yield TokenLogprob(name(token), finite(row.logprob), list(raw(token)), top)
+        top = [TopLogprob(name(id_), logprob, tuple(raw(id_))) for id_, logprob in top_logprobs(sampling, row, token)]
+        yield TokenLogprob(name(token), finite(row.logprob), tuple(raw(token)), tuple(top))

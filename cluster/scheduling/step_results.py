@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -160,25 +161,21 @@ def token_logprobs(
     """Log probabilities of the result's tokens that are kept and whose `rows` asked for them, and of rows with items
     those after each of their items."""
     logprobs: list[TokenLogprobs] = []
-    for index, logprob, top_ids, top_logprobs, asked in zip(
-        result.logprob_rows.tolist(),
-        result.logprobs.tolist(),
-        result.top_ids.tolist(),
-        result.top_logprobs.tolist(),
-        result.asked_logprobs.tolist(),
-        strict=True,
-    ):
+    for place, (index, logprob) in enumerate(zip(result.logprob_rows.tolist(), result.logprobs.tolist(), strict=True)):
         if not kept[index]:
             continue
         request = table.request(int(rows[index]))
         # The arrays are as wide as the widest request of the step.
-        k, ids = request.sampling.num_logprobs, request.sampling.logprob_token_ids
+        k, asked = request.sampling.num_logprobs, request.sampling.logprob_token_ids
+        ids = array("i", asked).tobytes()
         if request.item_lens:
-            after = result.item_logprobs[item_rows == request.row, : len(ids)]
-            logprobs.append(TokenLogprobs(request.id, logprob, ids * len(after), tuple(after.flatten().tolist())))
+            after = result.item_logprobs[item_rows == request.row, : len(asked)]
+            logprobs.append(TokenLogprobs(request.id, logprob, ids * len(after), after.tobytes()))
         elif k >= 0:
-            likeliest, their_logprobs = (*top_ids[:k], *ids), (*top_logprobs[:k], *asked[: len(ids)])
-            logprobs.append(TokenLogprobs(request.id, logprob, likeliest, their_logprobs))
+            top_ids = result.top_ids[place, :k].tobytes() + ids
+            of_asked = result.asked_logprobs[place, : len(asked)].tobytes()
+            top_logprobs = result.top_logprobs[place, :k].tobytes() + of_asked
+            logprobs.append(TokenLogprobs(request.id, logprob, top_ids, top_logprobs))
     return logprobs
 
 
