@@ -31,7 +31,7 @@ _IGNORED_SUFFIXES = (
     ".self_attn.masked_bias",
 )
 _IGNORED_NAMES = (
-    # A GGUF file's frequency scaling, which configs.model_config has already turned into a RopeConfig.
+    # A GGUF file's frequency scaling, which configs.gguf_config has already turned into a RopeConfig.
     "rope_freqs.weight",
 )
 

@@ -35,7 +35,8 @@ from worker.kernels.routing import follow, is_live, let_next_start, load_logits,
 
 _ROWS = tl.constexpr(MMA_ROWS)
 
-# Not yet timed. Of an indirect load half the stages are under way.
+# Chosen by reckoning: of an indirect load half the stages are under way. `python -m benchmarks.moe --exact --sweep`
+# times others; no such run is among the results.
 _PAIR = Tiles(1, gate_up=Tile(16, 128, 2, 6), down=Tile(32, 64, 2, 10))
 # In place of the table's where pairs' leaves are stored on the way, which takes shared memory.
 _DOWN = {16: Tile(128, 64, 4, 4), 32: Tile(128, 64, 4, 4), 64: Tile(128, 64, 8, 4), 128: Tile(128, 64, 8, 4)}
