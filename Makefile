@@ -2,6 +2,7 @@
 # `make test` and `make test-all`.
 PYTHON ?= python3.11
 BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest
 CONFIG ?= configs/smollm2-135m.yaml
 MODEL_DIR := $(HOME)/.cache/lockstep/smollm2-135m-instruct
 MODEL := $(MODEL_DIR)/SmolLM2-135M-Instruct.Q4_1.gguf
@@ -14,16 +15,28 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 serve: setup
 	$(BIN)/python -m cluster serve $(CONFIG) $(ARGS)
 
+# Files are dealt to as many processes as there are cores; then what starts Ray or measures time has the machine to itself.
+# pytest exits with 5 where nothing is left to run, as with ARGS=tests/test_plan.py. REPORTS is a folder for JUnit files.
+ALONE := ray or timing
+report = $(if $(REPORTS),--junitxml=$(REPORTS)/$(1).xml)
+CPU := not gpu and not multi_gpu
+define run
+	$(PYTEST) -n logical --maxprocesses 8 --dist loadfile -m "($(1)) and not ($(ALONE))" $(call report,together) $(ARGS) || [ $$? -eq 5 ]
+	$(PYTEST) -m "($(1)) and ($(ALONE))" $(call report,alone) $(ARGS) || [ $$? -eq 5 ]
+endef
+
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(call run,not slow and not exhaustive and $(CPU))
 
-# What `make test` leaves out, the agent frameworks of tests/test_agents.py among it.
-test-all: setup agents
-	$(BIN)/python -m pytest -m "slow and not exhaustive" $(ARGS)
+# What `make test` leaves out and CI has time for.
+test-all: setup
+	$(call run,slow and not exhaustive and $(CPU))
 
-# Too long for CI.
-test-exhaustive: setup
-	$(BIN)/python -m pytest -m exhaustive $(ARGS)
+# Sweeps, fuzzing, loads and the agent frameworks of tests/test_agents.py: too long for CI. Says when it last passed.
+test-exhaustive: setup agents
+	@cat tests/exhaustive.txt
+	$(call run,exhaustive and $(CPU))
+	git log -1 --format='make test-exhaustive last passed on %cs, at %h.' > tests/exhaustive.txt
 
 # In an environment of their own: they would not all go with ours.
 agents: .venv-agents/.installed

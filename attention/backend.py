@@ -14,8 +14,7 @@ from attention.latent import LatentHeads
 from attention.layer import AttentionLayer, LatentLayer
 from attention.rotation import LatentNorm, QKNorms, Rotation
 from attention.step_shape import StepShape
-from configs.attention import BACKENDS, Feature
-from configs.errors import ConfigError, EngineError
+from configs.attention import BACKENDS
 
 IMPLEMENTATIONS: dict[str, type[AttentionBackend]] = {}
 """Filled by `register`; attention/registry.py imports all that there are."""
@@ -28,7 +27,6 @@ def register(name: str) -> Callable[[type[_BackendT]], type[_BackendT]]:
 
     def decorate(cls: type[_BackendT]) -> type[_BackendT]:
         IMPLEMENTATIONS[name] = cls
-        cls.features = BACKENDS[name].features
         return cls
 
     return decorate
@@ -40,26 +38,18 @@ class AttentionBackend(ABC):
     A step calls `init_forward_metadata` once and then `forward` once for each layer, in any order. What does not depend
     on a layer's values (indices, masks, plans) is made in `init_forward_metadata`, never in `attend`. While a step is
     captured, `prepare_capture` takes its place; before each replay `prepare_replay` does.
+
+    Which layers and steps it serves is what configs/attention.py says: constructors and steps refuse none of them, but
+    for what a build of another package lacks. Those of backends with `Feature.EXACT` take `exact`.
     """
 
-    features: frozenset[Feature] = frozenset()
-    """What configs/attention.py says that it serves."""
     captures_cuda_graphs: bool = False
     """Whether a step over static `ForwardBatch.paged` buffers can be captured in a CUDA graph and replayed."""
 
-    has_exact_mode: bool = False
-    """Whether its constructor takes `exact`, without which it has `Feature.EXACT` in name only."""
-
     def __init__(self, layers: Sequence[AttentionLayer], token_to_kv_pool: TokenToKVPool) -> None:
         for layer in layers:
-            if layer.tp_k_head_num < 1 or layer.tp_q_head_num % layer.tp_k_head_num:
-                raise ConfigError(
-                    f"attention needs query heads in equal groups: layer {layer.layer_id} has {layer.tp_q_head_num} "
-                    f"query heads over {layer.tp_k_head_num} KV heads on this rank"
-                )
-            for name, size in (("sliding window", layer.window), ("chunk", layer.chunk)):
-                if size is not None and size < 1:
-                    raise ConfigError(f"layer {layer.layer_id} has {name} {size}; it must be at least 1")
+            assert layer.tp_q_head_num % layer.tp_k_head_num == 0, f"unequal groups of query heads: {layer}"
+            assert all(size is None or size > 0 for size in (layer.window, layer.chunk)), f"nothing is seen: {layer}"
             if layer.sinks is not None:
                 shape, dtype = tuple(layer.sinks.shape), layer.sinks.dtype
                 assert (shape, dtype) == ((layer.tp_q_head_num,), torch.float32), f"sinks of {shape}, {dtype}"
@@ -68,12 +58,7 @@ class AttentionBackend(ABC):
         self._batch: ForwardBatch | None = None
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        """Prepares for `batch`. Page-table entries past a row's last page are never used.
-
-        Raises EngineError for a mask where there is no Feature.MASK.
-        """
-        if batch.mask is not None and Feature.MASK not in self.features:
-            raise EngineError(f"{type(self).__name__} has no {Feature.MASK}")
+        """Prepares for `batch`. Page-table entries past a row's last page are never used."""
         self._batch = batch
 
     def batch_of(self, layer: AttentionLayer) -> ForwardBatch:

@@ -34,9 +34,14 @@ class CpuBackend(AttentionBackend):
     """Every row of every step by one kernel, attention/kernels/cpu_attention.c, which reads keys where they lie.
 
     The bits of an answer follow from its query, the keys that it sees and their positions in the row.
+
+    Args:
+        exact: it is so either way.
     """
 
-    def __init__(self, layers: Sequence[AttentionLayer], token_to_kv_pool: TokenToKVPool) -> None:
+    def __init__(
+        self, layers: Sequence[AttentionLayer], token_to_kv_pool: TokenToKVPool, *, exact: bool = False
+    ) -> None:
         super().__init__(layers, token_to_kv_pool)
         self._library = library()
         self._attend = self._library.attend

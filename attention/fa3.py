@@ -32,7 +32,7 @@ class FlashAttentionBackend(AttentionBackend):
         provider: of FA3: `sgl_kernel` or `flash_attention_3`. None: the first of them that is installed.
 
     Raises:
-        ConfigError: this device or this build of FA3 is unfit.
+        ConfigError: no build of FA3 is installed, or this one lacks what the layers need.
     """
 
     captures_cuda_graphs = True
@@ -45,7 +45,7 @@ class FlashAttentionBackend(AttentionBackend):
         provider: str | None = None,
     ) -> None:
         super().__init__(layers, token_to_kv_pool)
-        self._provider = load_provider(provider, token_to_kv_pool.device)
+        self._provider = load_provider(provider)
         geometries: dict[tuple[int | float | None, ...], list[AttentionLayer]] = {}
         for layer in layers:
             shape = (layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim)
@@ -68,6 +68,7 @@ class FlashAttentionBackend(AttentionBackend):
         """Keeps the `paged` tensors of `batch`, which `attend` reads; queues nothing."""
         super().init_forward_metadata(batch)
         batch.paged.check()
+        assert batch.mask is None, "FA3 has no masks"
         self._num_splits = 0
 
     def prepare_capture(self, batch: ForwardBatch, shape: StepShape) -> None:

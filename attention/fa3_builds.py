@@ -24,7 +24,6 @@ from configs.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
-_HOPPER = (9, 0)
 _PROBED_KEYS, _PROBED_CHUNK = 4, 2
 SGLANG_KERNEL = "0.4.3"
 """The version of that package that was run, with torch 2.11."""
@@ -251,22 +250,14 @@ def _other_version(provider: str) -> str | None:
     )
 
 
-def load_provider(name: str | None, device: torch.device) -> FA3Provider:
+def load_provider(name: str | None) -> FA3Provider:
     """Imports the build called `name`, or the first there is, and logs which.
 
     Raises:
-        ConfigError: `device` is no Hopper GPU, no build can be imported, or there is none of that name.
+        ConfigError: no build can be imported, or there is none of that name.
     """
     if name is not None and name not in _LOADERS:
         raise ConfigError(f"FlashAttention-3 provider {name} is not one of {', '.join(_LOADERS)}")
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != _HOPPER:
-        found = "the CPU"
-        if device.type == "cuda":
-            found = f"{torch.cuda.get_device_name(device)} with {torch.cuda.get_device_capability(device)}"
-        raise ConfigError(
-            "attention backend fa3 needs an NVIDIA GPU of compute capability 9.0 (H100, H200, H20); this "
-            f"is {found}. Set attention.backend=triton"
-        )
     failures = []
     for candidate in _LOADERS if name is None else (name,):
         try:

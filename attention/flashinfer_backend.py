@@ -21,7 +21,6 @@ from attention.kv_pool import TokenToKVPool
 from attention.latent import LatentHeads
 from attention.layer import AttentionLayer, LatentLayer
 from attention.step_shape import FEW_ROWS, StepShape
-from configs.attention import Feature
 from configs.errors import ConfigError, EngineError
 
 _FLOAT_WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends
@@ -75,8 +74,7 @@ class FlashInferBackend(AttentionBackend):
             for FP8 fa2, which all other steps with prompts take, and those with masks.
 
     Raises:
-        ConfigError: FlashInfer is not installed, or cannot be compiled or run here; or chunks do not begin where pages
-            do.
+        ConfigError: FlashInfer is not installed, or cannot be compiled or run here.
     """
 
     captures_cuda_graphs = True
@@ -89,13 +87,7 @@ class FlashInferBackend(AttentionBackend):
         prompt_kernels: Literal["fa2", "fa3"] | None = None,
     ) -> None:
         super().__init__(layers, token_to_kv_pool)
-        device, page_size = token_to_kv_pool.device, token_to_kv_pool.page_size
-        for layer in layers:
-            if layer.chunk is not None and layer.chunk % page_size:
-                raise ConfigError(
-                    f"attention backend flashinfer takes chunks of whole pages: layer {layer.layer_id} has chunks of "
-                    f"{layer.chunk} tokens, and kv_cache.page_size is {page_size}"
-                )
+        device = token_to_kv_pool.device
         self._library = load_flashinfer(device)
         from attention.kernels.flat_pages import flatten_pages  # a CPU install has no Triton
         from attention.kernels.packed_mask import pack_mask
@@ -129,15 +121,13 @@ class FlashInferBackend(AttentionBackend):
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Plans on the host; queues the uploads of the plans and a few small kernels, and waits for nothing.
 
-        Raises EngineError for a mask over more pairs of a new token and a key than FlashInfer counts, or of latent
-        layers.
+        Raises EngineError for a mask over more pairs of a new token and a key than FlashInfer counts.
         """
         super().init_forward_metadata(batch)
         batch.paged.check()
         # A row's only new token sees itself, with a mask or without.
         mask = None if batch.mode is ForwardMode.DECODE else batch.mask
-        if mask is not None and any(it.latent_dim is not None for it in self._geometries):
-            raise EngineError(f"FlashInfer has no {Feature.MASK} of latent layers")
+        assert mask is None or all(it.latent_dim is None for it in self._geometries), "a mask over latents"
         kernels = self._kernels_of(batch.mode) if mask is None else "fa2"
         lists = {self._list_of(it, masked=mask is not None) for it in self._geometries}
         inputs = self._inputs(lists, batch.prefix_lens, batch.extend_lens)

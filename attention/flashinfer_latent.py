@@ -7,11 +7,6 @@ from typing import Any, Literal
 import torch
 
 from attention.flashinfer_plans import Geometry, PlanInputs, Uploads
-from configs.errors import ConfigError
-
-_HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
-"""Query heads of a rank. A token with any other number may end in the middle of a program's tile, which FlashInfer
-refuses to plan for some lengths."""
 
 
 class LatentWrapper:
@@ -25,9 +20,6 @@ class LatentWrapper:
         workspaces: of floats and, for a graph's plans, of integers.
         static: where a graph finds the pages: int32 `qo_indptr`, `kv_indptr`, `kv_indices` and `kv_len_arr`. Empty:
             it is not for a graph.
-
-    Raises:
-        ConfigError: there are no kernels for these layers.
     """
 
     def __init__(
@@ -41,14 +33,7 @@ class LatentWrapper:
     ) -> None:
         latent_dim = geometry.latent_dim
         assert latent_dim is not None, "of latent layers"
-        widths = (latent_dim, geometry.head_dim - latent_dim)
-        if geometry.num_q_heads not in _HEADS or widths[0] not in (128, 256, 512) or widths[1] % 64:
-            raise ConfigError(
-                f"attention backend flashinfer serves latent layers of {', '.join(map(str, _HEADS))} heads on a rank, "
-                f"latents of 128, 256 or 512 elements and rotated keys of whole 64s; this is {geometry}. "
-                "Set attention.backend=auto"
-            )
-        self._module, self._geometry, self._widths = module, geometry, widths
+        self._module, self._geometry, self._widths = module, geometry, (latent_dim, geometry.head_dim - latent_dim)
         self._uploads, self._in_graph = uploads, bool(static)
         workspace, self._int_workspace = workspaces
         given = {"use_cuda_graph": self._in_graph, **static}

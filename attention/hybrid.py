@@ -9,30 +9,29 @@ from attention.forward_batch import ForwardBatch, ForwardMode, Int32Array
 from attention.latent import LatentHeads
 from attention.layer import AttentionLayer, LatentLayer
 from attention.step_shape import StepShape
-from configs.attention import Feature
 
 
 class HybridBackend(AttentionBackend):
     """`decode` for steps in which every row has one token, `prefill` for all others; both read and write one pool.
 
-    A step with a mask is for the one of them that serves masks, `prefill` where both do.
+    Args:
+        masked: which of the two takes steps with a mask.
     """
 
-    def __init__(self, prefill: AttentionBackend, decode: AttentionBackend) -> None:
+    def __init__(self, prefill: AttentionBackend, decode: AttentionBackend, *, masked: AttentionBackend) -> None:
         assert prefill.token_to_kv_pool is decode.token_to_kv_pool, "one pool"
         super().__init__(prefill.layers, prefill.token_to_kv_pool)
-        self.features = prefill.features | (decode.features & {Feature.MASK})
         self._prefill = prefill
         self._decode = decode
+        self._masked = masked
         self._now = prefill
         self.captures_cuda_graphs = prefill.captures_cuda_graphs and decode.captures_cuda_graphs
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         super().init_forward_metadata(batch)
-        by_prefill = batch.mode is not ForwardMode.DECODE
+        self._now = self._decode if batch.mode is ForwardMode.DECODE else self._prefill
         if batch.mask is not None:
-            by_prefill = Feature.MASK in self._prefill.features
-        self._now = self._prefill if by_prefill else self._decode
+            self._now = self._masked
         self._now.init_forward_metadata(batch)
 
     def capture_shapes(self, shape: StepShape, max_model_len: int) -> list[StepShape]:

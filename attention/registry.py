@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from attention import (  # noqa: F401 - each registers its class
@@ -17,7 +15,7 @@ from attention.backend import IMPLEMENTATIONS, AttentionBackend
 from attention.hybrid import HybridBackend
 from attention.kv_pool import FP8, TokenToKVPool
 from attention.layer import AttentionLayer, LatentLayer
-from configs.attention import AttentionNeeds, Feature, check_backend
+from configs.attention import BACKENDS, AttentionNeeds, Feature, LatentShape, check_backend
 
 
 def create_backend(
@@ -33,14 +31,19 @@ def create_backend(
     Raises:
         ConfigError: one of them cannot serve these layers on this device; the message names those that can.
     """
-    needs = needs_of(token_to_kv_pool)
+    needs, options = needs_of(token_to_kv_pool), {}
     if exact:
-        needs = replace(needs, features=needs.features | {Feature.EXACT})
+        needs, options = needs.with_feature(Feature.EXACT), {"exact": True}
     check_backend(prefill, needs, "attention.prefill_backend")
-    if prefill == decode:
-        return _created(prefill, token_to_kv_pool, exact)
     check_backend(decode, needs, "attention.decode_backend")
-    return HybridBackend(_created(prefill, token_to_kv_pool, exact), _created(decode, token_to_kv_pool, exact))
+    made = {
+        name: IMPLEMENTATIONS[name](token_to_kv_pool.layers, token_to_kv_pool, **options)
+        for name in dict.fromkeys((prefill, decode))
+    }
+    if prefill == decode:
+        return made[prefill]
+    by_prefill = BACKENDS[prefill].refusal(needs.with_feature(Feature.MASK)) is None
+    return HybridBackend(made[prefill], made[decode], masked=made[prefill if by_prefill else decode])
 
 
 def needs_of(pool: TokenToKVPool) -> AttentionNeeds:
@@ -54,13 +57,13 @@ def needs_of(pool: TokenToKVPool) -> AttentionNeeds:
         page_size=pool.page_size,
         head_dims=frozenset(layer.qk_dim for layer in pool.layers),
         features=frozenset(of_cache.union(*map(_features, pool.layers))),
+        chunks=frozenset(layer.chunk for layer in pool.layers if layer.chunk is not None),
+        latents=frozenset(
+            LatentShape(layer.tp_q_head_num, layer.latent_dim, layer.rope_dim)
+            for layer in pool.layers
+            if isinstance(layer, LatentLayer)
+        ),
     )
-
-
-def _created(name: str, pool: TokenToKVPool, exact: bool) -> AttentionBackend:
-    made = IMPLEMENTATIONS[name]
-    options = {"exact": True} if exact and made.has_exact_mode else {}
-    return made(pool.layers, pool, **options)
 
 
 def _features(layer: AttentionLayer) -> list[Feature]:

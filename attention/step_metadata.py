@@ -73,7 +73,7 @@ def fill_step_metadata(
         row_of_token = np.repeat(row_of, lens)
     pages, offsets = np.divmod(positions, page_size)
     ids = token_ids.numpy()[:num_tokens]
-    out.input_ids.numpy()[:num_tokens] = np.where(ids < 0, last_tokens.numpy()[row_of_token], ids)
+    out.input_ids.numpy()[:num_tokens] = np.where(ids < 0, last_tokens.numpy()[row_of_token].clip(0), ids)
     out.positions.numpy()[:num_tokens] = positions
     pages = table[row_of_token, pages]
     out.out_cache_loc.numpy()[:num_tokens] = pages * np.int64(page_size) + offsets

@@ -13,7 +13,6 @@ from attention.latent import LatentHeads
 from attention.layer import AttentionLayer, LatentLayer
 from attention.step_shape import StepShape
 from attention.triton_latent import LatentPlan, TritonLatent, plan_of, plan_of_any
-from configs.attention import BACKENDS, Feature
 
 _MOST_ABSORBED = 512
 """New tokens of the largest captured steps of latent layers with prompts. A graph does not know what is cached, and
@@ -32,18 +31,15 @@ class TritonBackend(AttentionBackend):
 
     Args:
         exact: all steps by `paged_exact`: the bits of a token's answer depend on what it sees and on nothing else, by
-            the contract of attention/kernels/exact.py. Masks and latent layers are refused then.
+            the contract of attention/kernels/exact.py, which has neither masks nor latent layers.
     """
 
     captures_cuda_graphs = True
-    has_exact_mode = True
 
     def __init__(
         self, layers: Sequence[AttentionLayer], token_to_kv_pool: TokenToKVPool, *, exact: bool = False
     ) -> None:
         super().__init__(layers, token_to_kv_pool)
-        if exact:
-            self.features -= BACKENDS["triton"].inexact
         for layer in layers:
             for pages in token_to_kv_pool.pages(layer.layer_id):
                 assert pages.is_contiguous(), "the kernels read pages that are contiguous"
@@ -55,13 +51,14 @@ class TritonBackend(AttentionBackend):
         self._paged_decode, self._paged_extend = paged_decode, paged_extend
         self._latent = TritonLatent(token_to_kv_pool)
         self._latent_layer = next((layer for layer in layers if isinstance(layer, LatentLayer)), None)
-        assert not exact or self._latent_layer is None, f"no {Feature.LATENT} with {Feature.EXACT}"
+        assert not exact or self._latent_layer is None, "latent layers cannot be exact"
         self._latent_plan: LatentPlan | None = None
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Queues nothing but for latent layers."""
         super().init_forward_metadata(batch)
         batch.paged.check()
+        assert batch.mask is None or self._paged_exact is None, "a mask in an exact step"
         if self._latent_layer is not None and batch.paged.max_seqlen_q > 1:
             self._latent_plan = plan_of(batch, self._latent_layer, self.token_to_kv_pool.page_size)
 

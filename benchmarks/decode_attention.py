@@ -160,7 +160,7 @@ class Benchmark:
             torch.empty(size, dtype=torch.bfloat16, device=DEVICE).normal_().to(kv_dtype),
             torch.empty(size, dtype=torch.bfloat16, device=DEVICE).normal_().to(kv_dtype),
         )
-        self._provider = load_provider(None, DEVICE) if kv_dtype is torch.bfloat16 else None
+        self._provider = load_provider(None) if kv_dtype is torch.bfloat16 else None
         self.records: list[dict[str, object]] = []
 
     def in_time(self) -> bool:

@@ -3,26 +3,30 @@
     python -m benchmarks.exactness [--config FILE] [--set KEY=VALUE ...] [--sizes 1,2,3] [--tokens 24] --json OUT
     python -m benchmarks.exactness --compare ONE OTHER
 
-The requests are a fixed set: prompts of 1 to 600 tokens (`--long N`: and N longer ones), greedy and with seeds. Each
-number of ranks answers them together, one by one, in chunks, after a prefix hit, with too few pages, and at other page
-sizes; on a GPU with graphs and without. A row is of a request and a position; the table has the hash of each that the
-first way gave, and how many rows of each other way differ. `--compare` holds the tables of two runs against each other:
-other machines, other versions.
+The requests are a fixed set: prompts of 1 to 600 tokens (`--long N`: and N longer ones), greedy and with seeds, as many
+as a batch has rows. All of them decode at once, and then one after the other ends, until one is left; a few want the
+log probabilities of their prompts, whose steps run eagerly. Each number of ranks answers them together, in chunks,
+after a prefix hit, with too few pages, so that some are computed again, and at other page sizes, and the first of them
+one by one; on a GPU with graphs and without. A row is of a request and a position; the table has the hash of each that
+the first way gave, and how many rows of each other way differ. `--compare` holds the tables of two runs against each
+other: other machines, other versions.
 
 The hash of a row is the sum over the vocabulary of the logit's 32 bits times an odd number of the token's, modulo
-2**64: one changed bit always changes it, and ranks hash their columns alone. `--plant` adds the ranks' parts in another
-order in one layer, which has to be found. Every rank is a process that schedules for itself.
+2**64: one changed bit always changes it, and ranks hash their columns alone. `--plant` lets several ranks add the
+leaves of every sum by another tree than one does, which has to be found. Every rank is a process that schedules for
+itself.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import multiprocessing
 import queue
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +47,7 @@ from configs.resolve import HostFacts, resolve
 from configs.schema import EngineConfig, resolved
 from parallel import tree
 from parallel.plan import Span
+from parallel.tree import SumTree
 from worker import tp_worker
 from worker.model_runner import ModelRunner
 from worker.pending_step import PendingStep
@@ -51,7 +56,13 @@ from worker.step_layout import StepShape
 from worker.tp_worker import TPWorker
 
 _LENGTHS = (1, 2, 3, 15, 16, 17, 31, 40, 63, 64, 65, 100, 128, 150, 255, 256, 257, 300, 400, 513, 600)
+_NUM_SHORT = 8
+"""Of _LENGTHS, those of the prompts after the first of each length: all are to decode before the first one ends."""
+_SCORED = (2, 8, 14)
+"""Which requests want the log probabilities of their prompts."""
 _MAX_LONG = 4000
+_NUM_ALONE = 32
+"""Requests that are answered one by one."""
 _Rows = dict[tuple[int, int], int]
 """By request and number of tokens before it, the hash of a row of logits."""
 
@@ -62,33 +73,46 @@ class Way:
 
     name: str
     chunk: int = 512
+    """Most prompt tokens of a step."""
     rows: int = 64
     at_once: bool = True
     caches: bool = False
     """Answer the requests twice with a prefix cache; the second time counts."""
     num_tokens: int = 32768
     """Of the KV pool."""
+    preempts: bool = False
+    """The pool holds the prompts and too little of the answers, so that requests are computed again."""
+    fills: bool = False
+    """All rows decode at once."""
     page_size: int = 16
     graphs: bool = True
     """Replay CUDA graphs where they fit, on a GPU."""
 
+    def num_pages(self, asked: Sequence[GenerateRequest], max_model_len: int) -> int:
+        """Of the KV pool, which holds the longest request."""
+        num_pages, longest = -(-self.num_tokens // self.page_size), -(-max_model_len // self.page_size)
+        if self.preempts:
+            of_prompts = (-(-len(request.prompt) // 4 // self.page_size) for request in asked)
+            num_pages = sum(of_prompts) + len(asked)  # as many as all are admitted with
+        return max(num_pages, longest)
+
 
 WAYS = (
-    Way("together"),
+    Way("together", fills=True),
     Way("one by one", at_once=False),
     Way("in chunks of 16", chunk=16),
     Way("in chunks of 100, 8 at once", chunk=100, rows=8),
     Way("after a prefix hit", caches=True),
-    Way("with too few pages", num_tokens=1600),
+    Way("with too few pages", preempts=True),
     Way("in pages of 64", page_size=64),
     Way("in pages of 1", page_size=1),
 )
 _ON_GPU = {"rows": 256, "num_tokens": 1 << 17}
 GPU_WAYS = (
-    Way("together, chunks of 2048", chunk=2048, **_ON_GPU),
+    Way("together, chunks of 2048", chunk=2048, fills=True, **_ON_GPU),
     Way("in chunks of 256, no graphs", chunk=256, rows=64, num_tokens=1 << 17, graphs=False),
-    Way("after a prefix hit, chunks of 8192, no graphs", chunk=8192, caches=True, graphs=False, **_ON_GPU),
-    Way("with too few pages", chunk=2048, rows=256, num_tokens=12800),
+    Way("after a prefix hit, chunks of 8192, no graphs", chunk=8192, caches=True, graphs=False, fills=True, **_ON_GPU),
+    Way("with too few pages", chunk=2048, rows=256, preempts=True),
     Way("one by one in pages of 64", chunk=8192, at_once=False, page_size=64, **_ON_GPU),
 )
 
@@ -111,24 +135,34 @@ def rows_of_logits(frame: StepFrame, scheduler: Scheduler) -> list[tuple[int, in
     return rows
 
 
-def requests(vocab_size: int, num_tokens: int, num_long: int) -> Iterator[GenerateRequest]:
-    """The fixed set: a prompt of each length greedily, with the logits of all its tokens, and at temperature 1.
+def requests(vocab_size: int, count: int, num_tokens: int, num_long: int) -> list[GenerateRequest]:
+    """The fixed set, every second one greedy and the others at temperature 1.
+
+    Each answer has at least `num_tokens` tokens and up to twice as many, the first the most: for so long all decode at
+    once, and each step after it has a share less of them, so that small batches have as many steps as large ones.
 
     Args:
-        num_long: prompts of up to _MAX_LONG tokens after those of _LENGTHS.
+        num_long: requests with prompts of up to _MAX_LONG tokens, after `count` with those of _LENGTHS.
     """
     generator = np.random.default_rng(7)
-    lengths = (*_LENGTHS, *(int(it) for it in np.random.default_rng(8).integers(600, _MAX_LONG, num_long)))
+    lengths = [*_LENGTHS, *(_LENGTHS[number % _NUM_SHORT] for number in range(count - len(_LENGTHS)))]
+    lengths += np.random.default_rng(8).integers(600, _MAX_LONG, num_long).tolist()
+    decay = np.log(np.arange(1, len(lengths) + 1)) / np.log(max(len(lengths), 2))
+    found = []
     for number, length in enumerate(lengths):
+        sampling = SamplingParams(
+            max_tokens=num_tokens + round(num_tokens * (1 - decay[number])),
+            temperature=float(number % 2),
+            seed=number,
+            ignore_eos=True,
+            prompt_logprobs=0 if number in _SCORED else -1,
+        )
         prompt = generator.integers(100, vocab_size, length).astype(np.int32).tobytes()
-        for drawn in (0, 1):
-            sampling = SamplingParams(
-                max_tokens=num_tokens, temperature=drawn, seed=number, ignore_eos=True, prompt_logprobs=-drawn
-            )
-            yield GenerateRequest(id=2 * number + drawn + 1, prompt=prompt, sampling=sampling)
+        found.append(GenerateRequest(id=number + 1, prompt=prompt, sampling=sampling))
+    return found
 
 
-class _Frames(ScheduledFrames):
+class Frames(ScheduledFrames):
     """The frames of one way, and whose logits each step's are."""
 
     def __init__(
@@ -154,7 +188,10 @@ class _Frames(ScheduledFrames):
         """Request and tokens before it, of each row of logits, in order."""
         self.first_counted = 0
         """Of these, those before were only to fill the cache."""
-        self._waves = [asked] if way.at_once else [[request] for request in asked]
+        self.most_rows = 0
+        """Of logits of one step, those of prompts not counted."""
+        self._way = way
+        self._waves = [asked] if way.at_once else [[request] for request in asked[:_NUM_ALONE]]
         if way.caches:
             self._waves.insert(0, list(asked))
         self._num_warm = 1 if way.caches else 0
@@ -169,14 +206,27 @@ class _Frames(ScheduledFrames):
         if frame is None:
             return None
         self.rows += rows_of_logits(frame, self._scheduler)
+        self.most_rows = max(self.most_rows, int(np.count_nonzero(frame.draws)))
         return frame.encode()
 
     def retire(self, result: bytes) -> None:
         self._scheduler.retire(StepResult.decode(result))
 
+    def check(self) -> None:
+        """Raises AssertionError unless the requests were served in the way that its name says."""
+        way, stats = self._way, self._scheduler.stats()
+        assert bool(stats.total_preemptions) == way.preempts, f"{way.name}: {stats.total_preemptions} preemptions"
+        assert bool(stats.total_prefix_hit_tokens) == way.caches, f"{way.name}: {stats.total_prefix_hit_tokens} hits"
+        assert not way.fills or self.most_rows == way.rows, f"{way.name}: {self.most_rows} rows at once"
+
 
 def ways_on(device: str) -> tuple[Way, ...]:
     return WAYS if device == "cpu" else GPU_WAYS
+
+
+def _most_rows(device: str) -> int:
+    """Of a batch, and so requests."""
+    return max(way.rows for way in ways_on(device))
 
 
 class _Watch:
@@ -216,10 +266,33 @@ class _Watch:
         return logits
 
 
+def plant() -> None:
+    """Lets this process split each tree of at least three leaves at its root one leaf earlier than it should.
+
+    What is below the root is added as it should be, so kernels that sum subtrees find them whole.
+    """
+    right, of = tree.halves, SumTree.of.__wrapped__  # type: ignore[attr-defined]  # beneath its cache
+
+    def planted(cls: type[SumTree], spans: tuple[Span, ...]) -> SumTree:
+        def halves(leaves: Span) -> tuple[Span, Span]:
+            left, _ = right(leaves)
+            is_root = leaves == (0, spans[-1].stop) and leaves.size > 2
+            middle = left.stop - 1 if is_root else left.stop
+            return Span(leaves.start, middle), Span(middle, leaves.stop)
+
+        tree.halves = halves
+        try:
+            return of(cls, spans)  # type: ignore[no-any-return]
+        finally:
+            tree.halves = right
+
+    SumTree.of = classmethod(functools.cache(planted))  # type: ignore[method-assign, assignment]
+
+
 def _rank_main(rank: int, config: EngineConfig, path: Path, port: int, args: argparse.Namespace, out: Any) -> None:
     if args.plant and config.tensor_parallel_size > 1:
         tp_worker.check_exactness = lambda *_: None  # it would refuse to start
-        tree.halves = lambda it: (Span(it.start, it.start + it.size // 2), Span(it.start + it.size // 2, it.stop))
+        plant()
     worker, group = start_worker(rank, config, path, port)
     if args.graph_tokens is not None:
         tp_worker.launch_bound_tokens = lambda _: args.graph_tokens
@@ -228,9 +301,9 @@ def _rank_main(rank: int, config: EngineConfig, path: Path, port: int, args: arg
     for way in ways_on(config.device):
         if way.page_size != config.kv_cache.page_size:
             continue
-        asked = list(requests(worker.vocab_size, args.tokens, args.long))
-        num_pages = -(-max(way.num_tokens, max_model_len) // way.page_size)  # the longest has to fit
-        frames = _Frames(way, worker.vocab_size, max_model_len, num_pages, asked)
+        asked = requests(worker.vocab_size, _most_rows(config.device), args.tokens, args.long)
+        num_pages = way.num_pages(asked, max_model_len)
+        frames = Frames(way, worker.vocab_size, max_model_len, num_pages, asked)
         ModelRunner.capture = capture if way.graphs else lambda *_, **__: None  # type: ignore[method-assign]
         worker.allocate(num_pages, max_model_len)
         watch.begin()
@@ -238,6 +311,7 @@ def _rank_main(rank: int, config: EngineConfig, path: Path, port: int, args: arg
         worker.run(frames, frames.retire)
         found = torch.cat(watch.hashes).cpu().numpy()
         assert len(found) == len(frames.rows), f"{len(found)} rows of logits, {len(frames.rows)} in the frames"
+        frames.check()
         first = frames.first_counted
         out.put((way.name, frames.rows[first:], found[first:], time.perf_counter() - began))
     group.barrier()
@@ -314,7 +388,7 @@ def main() -> None:
     parser.add_argument("--config", default="configs/smollm2-135m.yaml")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--sizes", default="1,2,3", help="numbers of ranks")
-    parser.add_argument("--tokens", type=int, default=24, help="new tokens of each request")
+    parser.add_argument("--tokens", type=int, default=24, help="new tokens of each request, at least; from 24 on")
     parser.add_argument("--long", type=int, default=0, help="more prompts, of up to 4000 tokens")
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds that one way may take")
     parser.add_argument("--graph-tokens", type=int, help="most tokens of a captured prompt step")
@@ -333,14 +407,14 @@ def main() -> None:
             config, path = _resolved(args, size, page_size)
             for name, (rows, num_unsteady, seconds) in rows_of(config, path, args).items():
                 reference = reference or rows
-                assert rows.keys() == reference.keys(), "another number of rows"
+                assert rows.keys() <= reference.keys(), "rows that the first way does not have"
                 differing = num_unsteady + sum(reference[key] != found for key, found in rows.items())
                 table.append({"ranks": size, "way": name, "rows": len(rows), "differing": differing})
                 num_rows, num_differing = num_rows + len(rows), num_differing + differing
                 print(f"{size} ranks, {name}: {differing} of {len(rows)} rows differ ({seconds:.0f} s)", flush=True)
                 if differing:
                     print("  the first of each request:", first_differing(reference, rows))
-                    print("  from the way before:", sum(before[key] != found for key, found in rows.items()))
+                    print("  from the way before:", sum(before.get(key, found) != found for key, found in rows.items()))
                 before = rows
     report: dict[str, Any] = {"config": args.config, "overrides": args.overrides, "tokens": args.tokens}
     report |= {"rows": num_rows, "differing": num_differing, "ways": table, "digests": digests(reference)}
@@ -355,8 +429,8 @@ def _resolved(args: argparse.Namespace, size: int, page_size: int) -> tuple[Engi
     overrides = [*args.overrides, f"tensor_parallel_size={size}", f"kv_cache.page_size={page_size}"]
     num_gpus = torch.cuda.device_count()
     ways = ways_on("cuda" if num_gpus else "cpu")
-    overrides += [f"max_model_len={(_MAX_LONG if args.long else max(_LENGTHS)) + args.tokens}"]
-    overrides += [f"scheduler.max_num_seqs={max(way.rows for way in ways)}"]
+    overrides += [f"max_model_len={(_MAX_LONG if args.long else max(_LENGTHS)) + 2 * args.tokens}"]
+    overrides += [f"scheduler.max_num_seqs={_most_rows('cuda' if num_gpus else 'cpu')}"]
     overrides += [f"scheduler.max_num_batched_tokens={max(way.chunk for way in ways)}"]
     if size > num_gpus > 0:
         overrides += ["parallel.all_reduce=nccl"]

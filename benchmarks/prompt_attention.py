@@ -73,7 +73,7 @@ def main() -> None:
     print("# python -m benchmarks.prompt_attention")
     print(f"# {describe_circumstances(circumstances(args.commit))}; bf16")
     print("us of one layer: keys split as FA3 chooses/in one piece; by the tokens of each decode", flush=True)
-    provider = load_provider(None, DEVICE)
+    provider = load_provider(None)
     for heads in HEADS:
         step = Step(provider, *heads)
         rows = [

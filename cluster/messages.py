@@ -171,7 +171,8 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     that the answer is complete."""
     error: str | None = None
     error_code: str | None = None
-    """`engine_overloaded` (503), `deadline_exceeded` (504), `engine_error` (500) or `grammar_error` (400)."""
+    """`engine_overloaded` (503), `deadline_exceeded` (504), `engine_error` (500), `not_a_number` (500) or
+    `grammar_error` (400)."""
     told: str | None = None
     """With `engine_error`: what the caller may be told, as in EngineError; `error` is for the log."""
     retry_after_s: float | None = None

@@ -6,9 +6,9 @@ Plain data. What implements a backend registers under its name in attention/regi
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from configs.errors import ConfigError
 
@@ -31,6 +31,37 @@ class Feature(StrEnum):
     """Of a setting, not of a layer: bits that do not depend on batch, chunking or number of ranks."""
 
 
+class LatentShape(NamedTuple):
+    """What kernels see of a latent layer on one rank."""
+
+    num_heads: int
+    latent_dim: int
+    rope_dim: int
+    """Elements of the rotated key."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatentSizes:
+    """The latent layers that a backend's kernels are made for."""
+
+    num_heads: frozenset[int]
+    """On one rank."""
+    latent_dims: frozenset[int]
+    rope_unit: int
+    """Divides the elements of a rotated key."""
+
+    def hold(self, shape: LatentShape) -> bool:
+        """Whether there are kernels for `shape`."""
+        is_wide = shape.latent_dim in self.latent_dims and shape.rope_dim % self.rope_unit == 0
+        return is_wide and shape.num_heads in self.num_heads
+
+    def __str__(self) -> str:
+        return (
+            f"{listed(self.num_heads)} heads on a rank, latents of {listed(self.latent_dims)} elements and rotated "
+            f"keys of whole {self.rope_unit}s"
+        )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionNeeds:
     """What a model on a device asks of a backend."""
@@ -43,6 +74,14 @@ class AttentionNeeds:
     page_size: int
     head_dims: frozenset[int]
     features: frozenset[Feature]
+    chunks: frozenset[int] = frozenset()
+    """Sizes of the chunks of `Feature.CHUNK`, in tokens."""
+    latents: frozenset[LatentShape] = frozenset()
+    """The layers of `Feature.LATENT`, on every rank that asks."""
+
+    def with_feature(self, feature: Feature) -> AttentionNeeds:
+        """These needs and one more."""
+        return replace(self, features=self.features | {feature})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,8 +107,12 @@ class BackendSpec:
     """Those of `features` that not every build of its package has; a rank finds out when it loads."""
     lacks: Mapping[Feature, str] = field(default_factory=dict)
     """Why it has not some of the others."""
-    inexact: frozenset[Feature] = frozenset()
-    """Those of `features` that it has not together with `Feature.EXACT`."""
+    apart: tuple[tuple[Feature, Feature], ...] = ()
+    """Pairs of `features` that it has not together."""
+    whole_chunks: bool = False
+    """Whether chunks of `Feature.CHUNK` have to be whole pages."""
+    latent_sizes: LatentSizes | None = None
+    """None: any."""
     first_capability: Mapping[Feature, tuple[int, int]] = field(default_factory=dict)
     """Of the features that not all GPUs have that it runs on: the first compute capability that has it."""
 
@@ -89,25 +132,30 @@ class BackendSpec:
             return f"takes pages of at most {self.max_page_size} tokens, and kv_cache.page_size is {needs.page_size}"
         if self.max_head_dim is not None and max(needs.head_dims) > self.max_head_dim:
             return f"takes heads of at most {self.max_head_dim} elements, and the model's have {max(needs.head_dims)}"
-        # Of latent layers a kernel's sizes are others, which a rank finds out.
+        # Kernels of latent layers have sizes of their own.
         of_heads = None if Feature.LATENT in needs.features else self.head_dims
         if of_heads is not None and not needs.head_dims <= of_heads:
-            sizes = " or ".join(map(str, sorted(of_heads)))
-            return f"takes heads of {sizes} elements, and the model's have {max(needs.head_dims - of_heads)}"
+            return f"takes heads of {listed(of_heads)} elements, and the model's have {max(needs.head_dims - of_heads)}"
+        for shape in sorted(needs.latents):
+            if self.latent_sizes is not None and not self.latent_sizes.hold(shape):
+                return (
+                    f"takes latent layers of {self.latent_sizes}, and there are ranks with {shape.num_heads} heads, "
+                    f"latents of {shape.latent_dim} and rotated keys of {shape.rope_dim}"
+                )
+        for chunk in sorted(needs.chunks) if self.whole_chunks else ():
+            if chunk % needs.page_size:
+                return f"takes chunks of whole pages, and has {chunk} tokens where kv_cache.page_size={needs.page_size}"
         asked = sorted(needs.features)
         missing = [f"{it} ({self.lacks[it]})" if it in self.lacks else it for it in asked if it not in self.features]
         for feature, first in self.first_capability.items():
             if feature in needs.features and known is not None and known < first:
                 missing.append(f"{feature} below compute capability {_shown([first])}")
-        if Feature.EXACT in needs.features & self.features:
-            missing += [f"{Feature.EXACT} for {it}" for it in asked if it in self.inexact]
-        if needs.features >= NEVER_TOGETHER:
-            missing.append(" for ".join(sorted(NEVER_TOGETHER)))
+        missing += [f"{one} for {other}" for one, other in self.apart if {one, other} <= needs.features]
         return f"has no {' and no '.join(missing)}" if missing else None
 
 
-NEVER_TOGETHER = frozenset({Feature.FP8_KV, Feature.LATENT})
-"""What no backend has of one model: a latent is all that its heads have, and serves as keys and as values."""
+_LATENT_FP8 = (Feature.FP8_KV, Feature.LATENT)
+"""What no backend has together: a latent is all that its heads have, and serves as keys and as values."""
 _HALVES = frozenset({"bfloat16", "float16"})
 _BY_BATCH = "its splits follow the batch"
 _SPECS = (
@@ -130,7 +178,7 @@ _SPECS = (
         dtypes=_HALVES | {"float32"},
         max_head_dim=256,
         features=frozenset(Feature),
-        inexact=frozenset({Feature.LATENT, Feature.MASK}),
+        apart=(_LATENT_FP8, (Feature.EXACT, Feature.LATENT), (Feature.EXACT, Feature.MASK)),
         first_capability={Feature.FP8_KV: (8, 9)},
     ),
     BackendSpec(
@@ -142,6 +190,13 @@ _SPECS = (
         head_dims=frozenset({64, 128, 256}),
         features=frozenset(Feature) - {Feature.SINKS, Feature.EXACT},
         lacks={Feature.EXACT: _BY_BATCH},
+        apart=(_LATENT_FP8, (Feature.MASK, Feature.LATENT)),
+        whole_chunks=True,
+        # A token with any other number of heads may end in the middle of a program's tile, which FlashInfer refuses to
+        # plan for some lengths.
+        latent_sizes=LatentSizes(
+            num_heads=frozenset({1, 2, 4, 8, 16, 32, 64, 128}), latent_dims=frozenset({128, 256, 512}), rope_unit=64
+        ),
         first_capability={Feature.FP8_KV: (8, 9)},
     ),
     BackendSpec(
@@ -156,6 +211,7 @@ _SPECS = (
         what="plain torch, the reference",
         dtypes=_HALVES | {"float32"},
         features=frozenset(Feature) - {Feature.EXACT},
+        apart=(_LATENT_FP8,),
         lacks={Feature.EXACT: "its products' order follows their sizes"},
     ),
 )
@@ -163,11 +219,12 @@ BACKENDS: Mapping[str, BackendSpec] = {spec.name: spec for spec in _SPECS}
 """By the name that `attention.backend` takes."""
 # Without flashinfer, which nodes may not have: decodes take it 0.96 to 1.37 times as long, prompts 0.98 to 3.3 times,
 # but for 512 tokens with nothing before them, 0.86 (H200, benchmarks/results/attention_flashinfer_*).
-_PREFERRED: Mapping[Phase, tuple[str, ...]] = {
+PREFERRED: Mapping[Phase, tuple[str, ...]] = {
     "prefill": ("fa3", "triton", "cpu", "torch_native"),
     # In 53 to 102 % of FA3's time: most for 256 pairs of a row and a KV head (H200, 1 to 256 rows, 200 to 2000 tokens).
     "decode": ("triton", "fa3", "cpu", "torch_native"),
 }
+"""What `auto` takes the first of that can serve a model."""
 
 
 def choose_backend(phase: Phase, needs: AttentionNeeds) -> tuple[str, str]:
@@ -177,7 +234,7 @@ def choose_backend(phase: Phase, needs: AttentionNeeds) -> tuple[str, str]:
         ConfigError: none can.
     """
     passed: list[str] = []
-    for name in _PREFERRED[phase]:
+    for name in PREFERRED[phase]:
         spec = BACKENDS[name]
         refusal = spec.refusal(needs)
         if refusal is None and (unsure := sorted(needs.features & spec.by_build)):
@@ -197,6 +254,11 @@ def check_backend(name: str, needs: AttentionNeeds, setting: str) -> None:
         able = [spec.name for spec in _SPECS if spec.refusal(needs) is None]
         advice = f"choose auto or {' or '.join(able)}" if able else "no other backend can either"
         raise ConfigError(f"{setting}={name} {refusal}; {advice}")
+
+
+def listed(values: Iterable[int]) -> str:
+    """In words, ascending: 1, 2 or 4."""
+    return ", ".join(map(str, sorted(values)))[::-1].replace(" ,", " ro ", 1)[::-1]
 
 
 def _shown(capabilities: Iterable[tuple[int, int]], dot: str = ".") -> str:

@@ -9,6 +9,7 @@
     │   ├── GuideError            the answer cannot go on as the request's grammar or constraint demands
     │   └── OverloadedError       a queue limit is reached; try again later
     └── EngineError               the engine failed; requests in it end with this
+        ├── NotANumberError       the model's answer to one request is not a number; ends that request alone
         ├── RankDiedError         a rank's process ended or raised
         │   └── RankLostError     its process ended
         └── DeadlineError         a wait passed its deadline; names the setting that bounds it
@@ -117,6 +118,10 @@ class EngineError(LockstepError, RuntimeError):
     def __init__(self, message: str, *, told: str | None = None) -> None:
         super().__init__(message)
         self.told = told
+
+
+class NotANumberError(EngineError):
+    """The logits of one request hold a NaN; ends that request alone."""
 
 
 class RankDiedError(EngineError):

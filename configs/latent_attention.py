@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from configs.attention import Feature
+from configs.attention import Feature, LatentShape
 from configs.layers import Amounts, Axis, Cut, HeadGroups, Linear, Role, TensorSpec, tensors_of
 from configs.rope import RopeConfig
 
@@ -87,6 +87,11 @@ class LatentAttention:
     @property
     def axes(self) -> tuple[HeadGroups, ...]:
         return (HeadGroups(Axis.QUERY_HEADS, self.num_attention_heads, Axis.LATENT, 1),)
+
+    def shapes(self, num_ranks: int) -> frozenset[LatentShape]:
+        """What ranks have of it: `ShardPlan` deals each the floor or the ceiling of an even share of heads."""
+        counts = {self.num_attention_heads // num_ranks, -(-self.num_attention_heads // num_ranks)}
+        return frozenset(LatentShape(count, self.kv_lora_rank, self.qk_rope_head_dim) for count in counts)
 
     @property
     def token_elements(self) -> Amounts:

@@ -7,15 +7,16 @@ the caller: nothing here looks at hardware.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel
 
-from configs.attention import AttentionNeeds, Feature, Phase, check_backend, choose_backend
+from configs.attention import AttentionNeeds, Feature, LatentShape, Phase, check_backend, choose_backend
 from configs.checkpoint import model_name
 from configs.errors import ConfigError
 from configs.kv_pages import cut_max_model_len, num_kv_pages
+from configs.latent_attention import LatentAttention
 from configs.model_config import ModelConfig, check_tensor_parallel_size
 from configs.numerics import check_exact
 from configs.schema import AttentionConfig, EngineConfig, SchedulerConfig
@@ -120,7 +121,8 @@ def resolve(config: EngineConfig, model: ModelConfig, host: HostFacts) -> Resolv
         dtype = decide("dtype", config.dtype, model.dtype, "the checkpoint's own")
     else:
         dtype = decide("dtype", config.dtype, "float32", "cpu")
-    _decide_attention(resolver, config, model, _attention_needs(config, model, device, dtype, host.compute_capability))
+    decided = config.model_copy(update={"device": device, "dtype": dtype})
+    _decide_attention(resolver, config, model, attention_needs(decided, model, host.compute_capability))
     decide("served_model_name", config.served_model_name, model_name(config.model), "from model")
     _decide_parallel(resolver, config, device, host)
     cpus = _CPUS_ON_GPU_NODES if device == "cuda" else _CPUS_ON_CPU_NODES
@@ -176,21 +178,26 @@ def _decide_step_size(resolver: _Resolver, scheduler: SchedulerConfig, device: s
         )
 
 
-def _attention_needs(
-    config: EngineConfig,
-    model: ModelConfig,
-    device: Literal["cpu", "cuda"],
-    dtype: str,
-    compute_capability: tuple[int, int] | None,
+def attention_needs(
+    config: EngineConfig, model: ModelConfig, compute_capability: tuple[int, int] | None = None
 ) -> AttentionNeeds:
-    of_cache = set[Feature]() if config.kv_cache.dtype == "auto" else {Feature.FP8_KV}
+    """What `model` asks of the attention backends of `config`, whose device and dtype are decided, in its numerics.
+
+    Args:
+        compute_capability: as in HostFacts.
+    """
+    mixers = [layer.mixer for layer in model.layers]
+    of_settings = {Feature.FP8_KV: config.kv_cache.dtype != "auto", Feature.EXACT: config.is_exact}
+    asked = {feature for feature, is_asked in of_settings.items() if is_asked}
+    latents = (mixer.shapes(config.tensor_parallel_size) for mixer in mixers if isinstance(mixer, LatentAttention))
     return AttentionNeeds(
-        device=device,
+        device="cuda" if config.device == "cuda" else "cpu",
         compute_capability=compute_capability,
-        dtype=dtype,
+        dtype=config.dtype,
         page_size=config.kv_cache.page_size,
-        head_dims=frozenset(layer.mixer.head_dim for layer in model.layers),
-        features=frozenset(of_cache.union(*(layer.mixer.features for layer in model.layers))),
+        head_dims=frozenset(mixer.head_dim for mixer in mixers),
+        features=frozenset(asked.union(*(mixer.features for mixer in mixers))),
+        latents=frozenset[LatentShape]().union(*latents),
     )
 
 
@@ -198,7 +205,7 @@ def _decide_attention(resolver: _Resolver, config: EngineConfig, model: ModelCon
     """Numerics and backends: exact is what both model and backends can be."""
     attention, device = config.attention, needs.device
     value: str
-    exactly = replace(needs, features=needs.features | {Feature.EXACT})
+    exactly = needs.with_feature(Feature.EXACT)
     try:
         check_exact(model, device, config.tensor_parallel_size)
         _choose_backends(attention, exactly)

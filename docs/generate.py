@@ -28,9 +28,10 @@ from cluster.openai.protocol import (  # noqa: E402
 )
 from cluster.requests.fields import STYLING, UNSUPPORTED  # noqa: E402
 from cluster.requests.sampling_fields import SamplingFields  # noqa: E402
-from configs.attention import BACKENDS, NEVER_TOGETHER, BackendSpec, Feature  # noqa: E402
+from configs.attention import BACKENDS, PREFERRED, BackendSpec, Feature, Phase  # noqa: E402
 from configs.schema import EngineConfig  # noqa: E402
 
+_STEPS: dict[Phase, str] = {"prefill": "with a prompt in them", "decode": "of decodes alone"}
 _MADE = "<!-- made by docs/generate.py -->"
 
 
@@ -51,7 +52,14 @@ def _attention() -> str:
         "# Attention backends",
         "",
         "What `attention.backend`, `attention.prefill_backend` and `attention.decode_backend` take, and what it can. "
-        "`auto` takes the first that can serve the model; what one cannot is refused before anything starts.",
+        "What one cannot serve is refused before anything starts, but for what only some builds of its package have.",
+        "",
+        *(
+            f"For steps {what} `auto` takes the first that has it all in every build: "
+            + ", ".join(f"`{name}`" for name in PREFERRED[phase])
+            + "."
+            for phase, what in _STEPS.items()
+        ),
         "",
         "| | " + " | ".join(f"`{name}`" for name in BACKENDS) + " |",
         "|---" * (len(BACKENDS) + 1) + "|",
@@ -65,7 +73,6 @@ def _attention() -> str:
         **{str(feature): functools.partial(_yes, feature) for feature in Feature},
     }
     lines += [f"| {what} | " + " | ".join(map(cell, BACKENDS.values())) + " |" for what, cell in rows.items()]
-    lines += ["", f"None has an {' for '.join(sorted(NEVER_TOGETHER))}."]
     return "\n".join(lines) + "\n"
 
 
@@ -92,10 +99,15 @@ def _at_most(limit: int | None) -> str:
 def _yes(feature: Feature, spec: BackendSpec) -> str:
     if feature not in spec.features:
         return "refused" + (f": {spec.lacks[feature]}" if feature in spec.lacks else "")
-    if feature in spec.by_build:
-        return "in some builds"
-    first = spec.first_capability.get(feature)
-    return "yes" if first is None else "yes, from compute capability {}.{}".format(*first)
+    said = ["in some builds" if feature in spec.by_build else "yes"]
+    if (first := spec.first_capability.get(feature)) is not None:
+        said.append("from compute capability {}.{}".format(*first))
+    if feature is Feature.CHUNK and spec.whole_chunks:
+        said.append("of whole pages")
+    if feature is Feature.LATENT and spec.latent_sizes is not None:
+        said.append(f"of {spec.latent_sizes}")
+    said += [f"not for {other}" for one, other in spec.apart if one is feature]
+    return ", ".join(said)
 
 
 def _settings() -> str:

@@ -1,13 +1,15 @@
 """How a rank computes, in one object that is passed as the group is: fast, or exact.
 
 Exact fixes the order of every sum, whatever the number of ranks and whatever else is in the batch; fast takes what is
-fastest. Weights and sums over ranks ask it; nothing else asks which one it is.
+fastest. Weights and sums over ranks ask it; who does something else in two ways lets it choose, and nothing asks which
+one it is.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +20,8 @@ from parallel.plan import LayerShard, Span, leaf_columns
 from parallel.rank_sum import CudaExactSum, ExactSum, FastSum, RankSum
 from parallel.tree import SumTree
 from parallel.weight import ChainWeight, CpuLeaves, CpuWeight, CudaWeight, NodeWeight, TensorSource, Weight
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +37,19 @@ class Leaves:
 class Arithmetic(ABC):
     """Makes the weights and the sums of one rank's layers."""
 
+    def __init__(self) -> None:
+        self.chains: dict[tuple[int, ...], Tensor] = {}
+        """Of exact weights on a GPU with all of their inputs, the first of each shape."""
+        self.sums: dict[tuple[TensorParallelGroup, int, SumTree, int | None], ExactSum] = {}
+        """The exact sums over ranks that are unlike one another: by outputs, tree, and width of a leaf."""
+
     def weight(self, weight: Tensor, bias: Tensor | None) -> Weight:
         """Of [out_features, in_features] with all of its inputs, whose memory it takes, and a bias or None."""
         return CudaWeight(weight, bias) if weight.is_cuda else CpuWeight(weight, bias)
+
+    @abstractmethod
+    def choose(self, *, fast: _T, exact: _T) -> _T:
+        """The one of the two that computes so."""
 
     @abstractmethod
     def part(self, weight: Tensor, cut: Cut, place: LayerPlace) -> Weight:
@@ -46,12 +60,23 @@ class Arithmetic(ABC):
         """Of `part`'s, for who multiplies without a Weight, on CPU."""
 
     @abstractmethod
-    def rank_sum(self, out_features: int, cut: Cut, place: LayerPlace, *, of_weight: bool) -> RankSum:
-        """The sum over the ranks of products whose inputs are cut so; `of_weight`: which are `part`'s."""
+    def rank_sum(
+        self, out_features: int, cut: Cut, place: LayerPlace, *, of_weight: bool, beside: Cut | None = None
+    ) -> RankSum:
+        """The sum over the ranks of products whose inputs are cut so.
+
+        Args:
+            of_weight: they are `part`'s.
+            beside: how the inputs are cut of products that are added to them, and whose nodes follow theirs. None:
+                nothing is.
+        """
 
 
 class FastArithmetic(Arithmetic):
     """Whatever is fastest."""
+
+    def choose(self, *, fast: _T, exact: _T) -> _T:
+        return fast
 
     def part(self, weight: Tensor, cut: Cut, place: LayerPlace) -> Weight:
         return self.weight(weight, None)
@@ -59,7 +84,9 @@ class FastArithmetic(Arithmetic):
     def leaves(self, cut: Cut, place: LayerPlace) -> Leaves:
         return Leaves(place.shard.span_of(cut).size, (Span(0, 1),))
 
-    def rank_sum(self, out_features: int, cut: Cut, place: LayerPlace, *, of_weight: bool) -> RankSum:
+    def rank_sum(
+        self, out_features: int, cut: Cut, place: LayerPlace, *, of_weight: bool, beside: Cut | None = None
+    ) -> RankSum:
         return FastSum(out_features, place.group, place.dtype)
 
 
@@ -70,13 +97,20 @@ class ExactArithmetic(Arithmetic):
     """
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         if device.type == "cuda":
             from parallel.kernels.chain_gemm import use_chain_cublas  # a CPU install has no Triton
 
             use_chain_cublas()
 
+    def choose(self, *, fast: _T, exact: _T) -> _T:
+        return exact
+
     def weight(self, weight: Tensor, bias: Tensor | None) -> Weight:
-        return ChainWeight(weight, bias) if weight.is_cuda else CpuWeight(weight, bias)
+        if not weight.is_cuda:
+            return CpuWeight(weight, bias)
+        self.chains.setdefault(tuple(weight.shape), weight)
+        return ChainWeight(weight, bias)
 
     def part(self, weight: Tensor, cut: Cut, place: LayerPlace) -> Weight:
         leaves = self.leaves(cut, place)
@@ -88,11 +122,17 @@ class ExactArithmetic(Arithmetic):
         first = cover[0].start if cover else 0
         return Leaves(width, tuple(Span(node.start - first, node.stop - first) for node in cover))
 
-    def rank_sum(self, out_features: int, cut: Cut, place: LayerPlace, *, of_weight: bool) -> RankSum:
-        leaf, tree = place.tree(cut)
-        if place.device.type == "cuda":
-            return CudaExactSum(out_features, place.group, tree, leaf=leaf if of_weight else None)
-        return ExactSum(out_features, place.group, tree)
+    def rank_sum(
+        self, out_features: int, cut: Cut, place: LayerPlace, *, of_weight: bool, beside: Cut | None = None
+    ) -> ExactSum:
+        width, tree = place.tree(cut)
+        if beside is not None:
+            tree = SumTree.joined(tree, place.tree(beside)[1])
+        key = (place.group, out_features, tree, width if of_weight else None)
+        if key not in self.sums:
+            made = CudaExactSum if place.device.type == "cuda" else ExactSum
+            self.sums[key] = made(place.group, out_features, tree, leaf=key[-1])
+        return self.sums[key]
 
 
 FAST = FastArithmetic()

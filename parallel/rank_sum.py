@@ -53,35 +53,37 @@ class FastSum:
 
 
 class ExactSum:
-    """Parts [num_nodes, num_tokens, out_features] in fp32, this rank's nodes of `tree`; so is the sum, not rounded."""
+    """Parts [num_nodes, num_tokens, out_features] in fp32, this rank's nodes of `tree`; so is the sum, not rounded.
 
-    def __init__(self, out_features: int, group: TensorParallelGroup, tree: SumTree) -> None:
-        self._out_features = out_features
+    Args:
+        leaf: of a NodeWeight, inputs of a leaf: `for_norm` may take the parts of `node_gemm.subtrees`. None: of another
+            weight.
+    """
+
+    def __init__(self, group: TensorParallelGroup, out_features: int, tree: SumTree, *, leaf: int | None) -> None:
+        self.out_features = out_features
+        self.tree = tree
         self._group = group
-        self._tree = tree
+        self._leaf = leaf
         self._num_nodes = tree.counts[group.rank]
 
+    def tree_for(self, num_tokens: int) -> SumTree:
+        """The tree of whose nodes `for_norm` takes the parts of so many tokens; it has the same root."""
+        return self.tree
+
     def __call__(self, num_tokens: int, part: Callable[[Tensor | None], Tensor]) -> Tensor:
-        nodes = self._group.node_buffer((self._num_nodes, num_tokens, self._out_features))
-        return self._group.sum_nodes(part(nodes), self._tree)
+        nodes = self._group.node_buffer((self._num_nodes, num_tokens, self.out_features))
+        return self._group.sum_nodes(part(nodes), self.tree)
 
     def for_norm(self, num_tokens: int, part: Callable[[Tensor | None], Tensor]) -> Tensor | PartialSum:
         return self(num_tokens, part)
 
 
 class CudaExactSum(ExactSum):
-    """The same on GPUs, where each norm of a sum finishes its tree: one kernel's bits, wherever the nodes lie.
-
-    Args:
-        leaf: of a NodeWeight, inputs of a leaf: its parts may be those of `node_gemm.subtrees`. None: of another.
-    """
-
-    def __init__(self, out_features: int, group: TensorParallelGroup, tree: SumTree, *, leaf: int | None) -> None:
-        super().__init__(out_features, group, tree)
-        self._leaf = leaf
+    """The same on GPUs, where each norm of a sum finishes its tree: one kernel's bits, wherever the nodes lie."""
 
     def for_norm(self, num_tokens: int, part: Callable[[Tensor | None], Tensor]) -> Tensor | PartialSum:
-        group, tree, shape = self._group, self._tree_for(num_tokens), (num_tokens, self._out_features)
+        group, tree, shape = self._group, self.tree_for(num_tokens), (num_tokens, self.out_features)
         fused = group.node_sum(shape, tree)
         if fused is not None:
             part(fused.summand)
@@ -92,14 +94,14 @@ class CudaExactSum(ExactSum):
         places = [rank * len(own) + i for rank, count in enumerate(tree.counts) for i in range(count)]
         return NodeSum(group.all_gather(own).flatten(0, 1), tree, places)
 
-    def _tree_for(self, num_tokens: int) -> SumTree:
+    def tree_for(self, num_tokens: int) -> SumTree:
         """With more nodes where rows are few: what they cost to send is less than a kernel that adds them."""
         from parallel.kernels.node_gemm import FEW_ROWS, subtrees  # a CPU install has no Triton
 
         if self._leaf is None or (self._group.size > 1 and num_tokens > FEW_ROWS):
-            return self._tree
+            return self.tree
         return SumTree.of_parts(
-            tuple(subtrees(cover, self._leaf, num_tokens, self._out_features) for cover in self._tree.covers)
+            tuple(subtrees(cover, self._leaf, num_tokens, self.out_features) for cover in self.tree.covers)
         )
 
 

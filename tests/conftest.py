@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import json
 import os
 import shutil
 import socket
@@ -34,6 +35,25 @@ SHARE_GPUS = "SHARE_GPUS"
 """Environment variable: set, ranks that have no GPU of their own share one, which is slow and goes over NCCL."""
 ROOT = Path(__file__).resolve().parent.parent
 Logits = Callable[[list[int]], "torch.Tensor"]
+SMALL: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 1000,
+    "hidden_size": 144,
+    "intermediate_size": 1152,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 16,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+    "eos_token_id": 1,
+    "torch_dtype": "float32",
+}
+"""config.json of a Llama like SmolLM2 in what ranks cut: 9 query heads, 3 KV heads, 9 granules of MLP columns."""
 SMOLLM2 = Path.home() / ".cache/lockstep/smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -78,6 +98,17 @@ def interpreter() -> None:
 
 
 @pytest.fixture(scope="session")
+def small_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of SMALL with random weights, which takes a hundredth of SmolLM2's time."""
+    from benchmarks.make_checkpoint import write_checkpoint
+
+    path = tmp_path_factory.mktemp("small")
+    (path / "config.json").write_text(json.dumps(SMALL))
+    write_checkpoint(path, path)
+    return path
+
+
+@pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The default model's file; `make setup` puts it there."""
     if not SMOLLM2.exists():
@@ -95,10 +126,7 @@ def smollm2(smollm2_path: Path) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def smollm2_logits(smollm2_path: Path) -> Logits:
-    """The default model by transformers in fp32, which its answers are compared with.
-
-    Of token ids, the logits after each: [num_tokens, vocab_size] fp32.
-    """
+    """The logits that transformers' default model has after each of some token ids: [num_tokens, vocab_size] fp32."""
     import gguf
     import torch
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,10 @@ from attention.kv_pool import TokenToKVPool
 from attention.registry import needs_of
 from benchmarks.make_checkpoint import write_checkpoint
 from cluster.messages import SamplingParams
-from configs.attention import Feature
+from configs.attention import LatentShape
 from configs.read_config import read_model_config
+from configs.resolve import attention_needs
+from configs.schema import EngineConfig, KVCacheConfig
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from tests.local_group import Limits, LocalGroup
@@ -98,9 +101,14 @@ def check_dummy_weights(case: Case, tmp_path: Path) -> None:
 
 
 def check_backend_needs(case: Case) -> None:
-    """A rank asks of a backend what was asked before the start, of the model alone."""
-    layers = decoder_of(ShardPlan.create(case.model, 1), 0).attention_layers
-    pool = TokenToKVPool(layers, num_pages=1, page_size=16, dtype=torch.float32, device=CPU)
-    asked = [layer.mixer for layer in case.model.layers]
-    assert needs_of(pool).features == frozenset[Feature]().union(*(mixer.features for mixer in asked))
-    assert needs_of(pool).head_dims == {mixer.head_dim for mixer in asked}
+    """Ranks ask of a backend what was asked before the start, of the model alone."""
+    most = case.model.layers[0].mixer.axes[0].num_heads
+    for tp_size in range(1, most + 1):
+        sizes = {"tensor_parallel_size": tp_size, "kv_cache": KVCacheConfig(page_size=32)}
+        config = EngineConfig(model="m", device="cpu", dtype="float32", numerics="fast", **sizes)
+        plan, asked = ShardPlan.create(case.model, tp_size), []
+        for rank in range(tp_size):
+            layers = decoder_of(plan, rank).attention_layers
+            asked.append(needs_of(TokenToKVPool(layers, num_pages=1, page_size=32, dtype=torch.float32, device=CPU)))
+        together = replace(asked[0], latents=frozenset[LatentShape]().union(*(needs.latents for needs in asked)))
+        assert together == attention_needs(config, case.model)

@@ -302,7 +302,7 @@ def _rank_main(
             timeout_s=120.0,
             reduce_buffer_bytes=reduce_buffer_bytes(config, model),
         )
-        plan = ShardPlan.create(model, size)
+        plan = ShardPlan.create(model, size, exact=config.is_exact)
         worker = TPWorker(config=config, model=model, model_path=model_path, plan=plan, group=group)
         worker.load()
         expected = worker.profile()

@@ -14,7 +14,14 @@ import torch
 from torch.distributed import TCPStore
 
 from cluster.engine_client import WholePromptLogprobs
-from cluster.messages import GenerateRequest, PromptLogprobs, SamplingParams, SchedulerStats, TokenLogprobs
+from cluster.messages import (
+    Finished,
+    GenerateRequest,
+    PromptLogprobs,
+    SamplingParams,
+    SchedulerStats,
+    TokenLogprobs,
+)
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
 from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
@@ -53,6 +60,7 @@ class Answers:
     """Log probabilities of prompts; of no token where they were not asked for."""
     stats: SchedulerStats
     logprobs: list[list[TokenLogprobs]]
+    ends: list[Finished]
 
 
 class FrameQueue:
@@ -181,6 +189,7 @@ class LocalGroup:
         tokens: list[list[int]] = [[] for _ in requests]
         runs: list[list[PromptLogprobs]] = [[] for _ in requests]
         logprobs: list[list[TokenLogprobs]] = [[] for _ in requests]
+        ends: dict[int, Finished] = {}
         waves = [list(enumerate(requests))] if at_once else [[item] for item in enumerate(requests)]
         for wave in waves:
             for index, (prompt, sampling) in wave:
@@ -195,6 +204,7 @@ class LocalGroup:
                     runs[run.id - 1].append(run)
                 for logprob in output.logprobs:
                     logprobs[logprob.id - 1].append(logprob)
+                ends |= {end.id: end for end in output.finished}
                 ids = np.frombuffer(output.ids, np.int64)
                 for request_id, token in zip(ids, np.frombuffer(output.tokens, np.int32), strict=True):
                     tokens[int(request_id) - 1].append(int(token))
@@ -204,7 +214,7 @@ class LocalGroup:
             WholePromptLogprobs.join(of_one, max(sampling.prompt_logprobs, 0))
             for of_one, (_, sampling) in zip(runs, requests, strict=True)
         ]
-        return Answers(tokens, scores, scheduler.stats(), logprobs)
+        return Answers(tokens, scores, scheduler.stats(), logprobs, [ends[i + 1] for i in range(len(requests))])
 
 
 def assert_scores_equal(scores: WholePromptLogprobs, prompt: list[int], expected: torch.Tensor) -> None:

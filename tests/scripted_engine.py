@@ -57,6 +57,7 @@ class ScriptedCoordinator:
     """Tokens after which requests end with an engine error."""
     told: str | None = None
     """What callers may be told of that error."""
+    error_code: str = "engine_error"
     overloaded: bool = False
     burst: int = 1
     """Tokens that come at once."""
@@ -107,7 +108,7 @@ class ScriptedCoordinator:
             if not live or position == self.hang_after:
                 return
             if position == self.fail_after:
-                error = {"error": "rank 1 of /tmp died", "error_code": "engine_error", "told": self.told}
+                error = {"error": "rank 1 of /tmp died", "error_code": self.error_code, "told": self.told}
                 ends = [Finished(id=request.id, reason=FinishReason.ERROR, **error) for request in live]  # type: ignore[arg-type]
                 send(StepOutput(finished=ends))
                 return

@@ -16,7 +16,7 @@ from cluster.text.tokenizer import Tokenizer
 from tests.conftest import ROOT
 from tests.scripted_engine import EOS, MODEL, Stack, prompt_ids, runner, served
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 PYTHON = Path(os.environ.get("AGENTS_VENV", ROOT / ".venv-agents")) / "bin" / "python"
 """Python of the environment that `make agents` makes."""

@@ -326,7 +326,7 @@ def pieces(draw: st.DrawFn) -> list[str]:
     return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(pieces(), st.sampled_from([*STYLES, None]), st.sampled_from([None, False, True]))
 def test_any_cut_of_any_text_gives_the_same_events(
     parts: list[str], style: StyleName | None, thinking: bool | None
@@ -337,7 +337,7 @@ def test_any_cut_of_any_text_gives_the_same_events(
     assert parse(style, list("".join(parts)), **fields) == whole
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(TEXTS, st.sampled_from(list(STYLES)))
 def test_a_text_without_a_call_is_its_own_content(text: str, style: StyleName) -> None:
     parsed = collect(parse(style, text))

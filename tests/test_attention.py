@@ -15,7 +15,7 @@ from attention.forward_batch import ForwardBatch, ForwardMode
 from attention.kv_pool import ReqToTokenPool, TokenToKVPool
 from attention.layer import AttentionLayer
 from attention.registry import create_backend
-from configs.errors import ConfigError, EngineError
+from configs.errors import EngineError
 from tests.batches import batch_of
 
 CPU = torch.device("cpu")
@@ -212,15 +212,3 @@ def test_the_page_table_refuses_deltas_outside_it() -> None:
     for wrong in ([0, 0, 1], [3, 0, 1], [1, 3, 1], [1, -1, 1], [1, 0, 0], [1, 0, 6]):
         with pytest.raises(EngineError, match="page delta"):
             table.check(np.array([[2, 2, 1], wrong], np.int32), num_pages=5)
-
-
-def test_refuses_uneven_query_groups_and_windows_that_hide_all() -> None:
-    layer = _layer(3, 2, 64, None, None)
-    pool = TokenToKVPool([layer], num_pages=1, page_size=16, dtype=torch.float32, device=CPU)
-    with pytest.raises(ConfigError, match="3 query heads over 2 KV heads"):
-        create_backend("torch_native", "torch_native", pool)
-    for size, message in (({"window": 0}, "sliding window 0"), ({"chunk": 0}, "chunk 0; it must be at least 1")):
-        layer = replace(_layer(2, 2, 64, None, None), **size)
-        pool = TokenToKVPool([layer], num_pages=1, page_size=16, dtype=torch.float32, device=CPU)
-        with pytest.raises(ConfigError, match=message):
-            create_backend("torch_native", "torch_native", pool)

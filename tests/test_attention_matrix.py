@@ -24,8 +24,8 @@ from attention.latent import LatentHeads
 from attention.layer import AttentionLayer
 from attention.registry import IMPLEMENTATIONS, needs_of
 from attention.step_shape import StepShape
-from configs.attention import BACKENDS, check_backend
-from configs.errors import ConfigError, EngineError
+from configs.attention import BACKENDS, Feature, check_backend
+from configs.errors import ConfigError
 from tests.latent_case import LITE, LatentCase, layer_of
 from tests.paged_case import NewTokens, PagedCase, both_ways, mask_of, tree
 
@@ -39,6 +39,7 @@ BATCHES = {
     "a chunk alone": [(30, 25)],
 }
 EXHAUSTIVE = (pytest.mark.slow, pytest.mark.exhaustive)
+PAGE_SIZES = (1, 16, 64)
 MASKS: dict[str, Callable[[int, int], NewTokens]] = {"tree": tree, "both ways": both_ways}
 """How the new tokens of each row but the first of several see one another."""
 ALL = {"window": 18, "chunk": 32, "softcap": 2.0, "sinks": torch.linspace(-1.0, 3.0, 8)}
@@ -62,18 +63,16 @@ REFUSED: dict[str, dict[str, str]] = {
     "flashinfer": {
         "heads of 96": "takes heads of 64 or 128 or 256 elements, and the model's have 96; choose auto or fa3 or",
         "sinks": "has no sinks; choose auto or fa3 or triton or torch_native",
-        "all of these": "has no sinks; choose",
+        "all of these": "has no sinks; choose|takes chunks of whole pages",
+        "chunk": "takes chunks of whole pages, and has 32 tokens where kv_cache.page_size=64",
     },
     "triton": {},
     "cpu": {"latent": r"has no latent attention \(MLA\); choose auto or torch_native"},
     "torch_native": {},
 }
 """What they refuse of the above and of latent attention."""
-LACKING: dict[str, dict[str, str]] = {
-    "fa3": {"softcap": "does not support tanh softcapping", "all of these": "softcapping", "latent": "latent=True"},
-    "flashinfer": {"chunk": "takes chunks of whole pages"},
-}
-"""What they refuse as a rank loads them: FA3 what its build lacks, FlashInfer chunks smaller than pages."""
+LACKING = {"softcap": "does not support tanh softcapping", "all of these": "softcapping", "latent": "latent=True"}
+"""What FA3 refuses as a rank loads it, because its build lacks that."""
 
 
 class Case(Protocol):
@@ -132,33 +131,32 @@ class _Latents:
 
 def _made(name: str, variant: str, case: Case) -> AttentionBackend | None:
     """The backend called `name`, or None where it refuses, as it has to."""
-    pool = case.pool
+    pool, asked = case.pool, needs_of(case.pool)
+    if variant in MASKS:
+        asked = asked.with_feature(Feature.MASK)
     reason = REFUSED[name].get(variant)
+    if (name, variant) == ("flashinfer", "chunk") and pool.page_size <= ALL["chunk"]:
+        reason = None
     if BACKENDS[name].device not in (None, pool.device.type):
         # The interpreter takes CPU tensors, which is nothing to be served with.
         others = "runs on CPUs only; choose auto or" if name == "cpu" else "needs GPUs; choose auto or (cpu or )?torch"
         with pytest.raises(ConfigError, match=f"test={name} {others}"):
-            check_backend(name, needs_of(pool), "test")
+            check_backend(name, asked, "test")
         if name != "triton":
             return None
-    elif reason is not None and variant not in MASKS:
-        with pytest.raises(ConfigError, match=f"test={name} {reason}"):
-            check_backend(name, needs_of(pool), "test")
+    elif reason is not None:
+        with pytest.raises(ConfigError, match=f"test={name} ({reason})"):
+            check_backend(name, asked, "test")
         return None
     else:
-        check_backend(name, needs_of(pool), "test")
+        check_backend(name, asked, "test")
     if name == "flashinfer":
         pytest.importorskip(name, reason="FlashInfer is not installed")
     try:
-        backend = IMPLEMENTATIONS[name](pool.layers, pool)
+        return IMPLEMENTATIONS[name](pool.layers, pool)
     except ConfigError as error:
-        assert LACKING[name][variant] in str(error)  # noqa: PT017 - serving it would be as right
+        assert (name, LACKING[variant] in str(error)) == ("fa3", True)  # noqa: PT017 - serving it would be as right
         return None
-    if reason is not None:
-        with pytest.raises(EngineError, match=reason):
-            backend.init_forward_metadata(case.batch)
-        return None
-    return backend
 
 
 def _by_graph(backend: AttentionBackend, case: Case) -> torch.Tensor:
@@ -187,11 +185,17 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
 
 
 def _cells() -> Iterator[Any]:
-    """By default one of variant, batch and page size is unusual; two are in the slow ones, three in the exhaustive."""
-    for cell in itertools.product(BACKENDS, [*VARIANTS, "latent"], BATCHES, (1, 16, 64)):
-        _, variant, batch, page_size = cell
+    """By default one of variant, batch and page size is unusual. The slow ones have every pair of them, the exhaustive
+    ones all three. What needs a GPU is refused everywhere else with the same words: one cell shows them."""
+    for (i, variant), (j, batch), page_size in itertools.product(
+        enumerate([*VARIANTS, "latent"]), enumerate(BATCHES), PAGE_SIZES
+    ):
         unusual = (variant != "plain") + (batch not in ("decode", "mixed")) + (page_size != 16)
-        yield pytest.param(*cell, marks=[(), (), (pytest.mark.slow,), EXHAUSTIVE][unusual])
+        is_pair = page_size == PAGE_SIZES[(i + j) % len(PAGE_SIZES)]
+        marks = [] if unusual < 2 else [pytest.mark.slow] if is_pair else [*EXHAUSTIVE]
+        for name, spec in BACKENDS.items():
+            on_gpus = spec.device == "cuda" and name != "triton" and (unusual or batch != "decode")
+            yield pytest.param(name, variant, batch, page_size, marks=[*marks, *[pytest.mark.gpu] * on_gpus])
 
 
 @pytest.mark.parametrize(("name", "variant", "batch", "page_size"), [*_cells()])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from typing import Any
 
@@ -18,10 +19,11 @@ from attention.kv_pool import FP8, ReqToTokenPool, TokenToKVPool
 from attention.layer import AttentionLayer, LatentLayer
 from attention.registry import create_backend, needs_of
 from attention.step_shape import StepShape
-from configs.attention import BACKENDS, AttentionNeeds, Feature, check_backend, choose_backend
-from configs.errors import ConfigError, EngineError
+from configs.attention import BACKENDS, AttentionNeeds, Feature, LatentShape, check_backend, choose_backend
+from configs.errors import ConfigError
 from configs.schema import AttentionConfig
 from tests.batches import batch_of
+from tests.latent_case import layer_of
 
 HOPPER = AttentionNeeds(
     device="cuda",
@@ -117,7 +119,25 @@ def test_no_backend_keeps_latents_in_fp8() -> None:
             needs(compute_capability=(7, 5)),
             "needs compute capability 8.0 or later, and this is 7.5; choose auto or triton or torch_native",
         ),
-        ("flashinfer", needs(head_dims=frozenset({64, 96})), "takes heads of 64 or 128 or 256 .* have 96; .* or fa3"),
+        ("flashinfer", needs(head_dims=frozenset({64, 96})), "takes heads of 64, 128 or 256 .* have 96; .* or fa3"),
+        (
+            "flashinfer",
+            needs(features=frozenset({Feature.CHUNK}), chunks=frozenset({32, 40})),
+            "takes chunks of whole pages, and has 40 tokens where kv_cache.page_size=16; choose auto or fa3 or triton",
+        ),
+        *(
+            ("flashinfer", needs(features=frozenset({Feature.LATENT}), latents=frozenset({LatentShape(*shape)})), why)
+            for shape, why in {
+                (3, 512, 64): "takes latent layers of 1, 2, .* or 128 heads on a rank.* with 3 heads.*; .* auto or fa3",
+                (8, 160, 64): "latents of 128, 256 or 512 elements .* with 8 heads, latents of 160",
+                (8, 512, 32): "rotated keys of whole 64s, .* rotated keys of 32;",
+            }.items()
+        ),
+        (
+            "flashinfer",
+            needs(features=frozenset({Feature.LATENT, Feature.MASK})),
+            r"has no masks over new tokens for latent attention \(MLA\); choose auto or triton or torch_native",
+        ),
         (
             "triton",
             needs(features=frozenset({Feature.FP8_KV}), compute_capability=(8, 0)),
@@ -187,13 +207,11 @@ def test_exact_numerics_are_asked_of_both_backends_and_said_to_who_has_others_to
     monkeypatch.setattr("configs.attention.BACKENDS", {**BACKENDS, "torch_native": able, "triton": BACKENDS["fa3"]})
     with pytest.raises(ConfigError, match=r"attention\.decode_backend=triton needs GPUs"):
         create_backend("torch_native", "triton", pool_of(LAYER), exact=True)
-    create_backend("torch_native", "torch_native", pool_of(LAYER), exact=True)
     said = []
 
     def with_modes(*_: Any, **options: bool) -> None:
         said.append(options)
 
-    monkeypatch.setattr(with_modes, "has_exact_mode", True, raising=False)
     monkeypatch.setitem(registry.IMPLEMENTATIONS, "torch_native", with_modes)
     for exact in (False, True):
         create_backend("torch_native", "torch_native", pool_of(LAYER), exact=exact)
@@ -229,10 +247,14 @@ class Recorder(AttentionBackend):
         return q
 
 
+def _hybrid(prefill: AttentionBackend, decode: AttentionBackend) -> HybridBackend:
+    return HybridBackend(prefill, decode, masked=prefill)
+
+
 def test_steps_of_single_tokens_go_to_one_backend_and_all_others_to_the_other() -> None:
     pool = pool_of(LAYER)
     said: list[str] = []
-    hybrid = HybridBackend(Recorder("prefill", said, pool), Recorder("decode", said, pool))
+    hybrid = _hybrid(Recorder("prefill", said, pool), Recorder("decode", said, pool))
     assert hybrid.captures_cuda_graphs
     table = ReqToTokenPool(2, 1, torch.device("cpu"))
     decodes, mixed = StepShape(2, 2, 2), StepShape(3, 2, 2)
@@ -253,24 +275,65 @@ def test_steps_of_single_tokens_go_to_one_backend_and_all_others_to_the_other() 
         assert len(hybrid.capture_shapes(shape, 100)) == (1 if name == "decode" else 2)
     without = Recorder("decode", said, pool)
     without.captures_cuda_graphs = False
-    assert not HybridBackend(Recorder("prefill", said, pool), without).captures_cuda_graphs
+    assert not _hybrid(Recorder("prefill", said, pool), without).captures_cuda_graphs
 
 
-def test_a_step_with_a_mask_goes_to_one_that_serves_masks() -> None:
-    pool = pool_of(LAYER)
-    said: list[str] = []
+def test_a_step_with_a_mask_goes_to_one_that_serves_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, said = pool_of(LAYER), list[str]()
     batch = dataclasses.replace(
         batch_of(ReqToTokenPool(2, 1, torch.device("cpu")), [(1, 0, 2), (2, 0, 2)], 16), mask=MASK
     )
-    prefill, decode = (Recorder(name, said, pool) for name in ("prefill", "decode"))
-    with pytest.raises(EngineError, match="has no masks over new tokens"):
-        HybridBackend(prefill, decode).init_forward_metadata(batch)
-    for able, name in ((decode, "decode"), (prefill, "prefill")):
-        able.features = frozenset({Feature.MASK})
-        HybridBackend(prefill, decode).init_forward_metadata(batch)
-        assert said.pop() == f"{name} init"
+    for name, what in (("fa3", "prefill"), ("triton", "decode")):
+        monkeypatch.setitem(registry.IMPLEMENTATIONS, name, lambda *_, what=what, **__: Recorder(what, said, pool))
+    for unable, able in (({}, "prefill"), ({"fa3": frozenset({Feature.MASK})}, "decode")):
+        specs = {name: dataclasses.replace(BACKENDS["torch_native"], name=name) for name in ("fa3", "triton")}
+        for name, features in unable.items():
+            specs[name] = dataclasses.replace(specs[name], features=specs[name].features - features)
+        for module in ("configs.attention", "attention.registry"):
+            monkeypatch.setattr(f"{module}.BACKENDS", {**BACKENDS, **specs})
+        create_backend("fa3", "triton", pool).init_forward_metadata(batch)
+        assert said.pop() == f"{able} init"
     assert not said
 
 
 def test_one_name_for_both_kinds_of_steps_is_one_backend() -> None:
     assert type(create_backend("torch_native", "torch_native", pool_of(LAYER))) is not HybridBackend
+
+
+SERVED = [
+    *(dataclasses.replace(LAYER, tp_q_head_num=16, head_dim=head_dim) for head_dim in (64, 96, 256)),
+    *(dataclasses.replace(LAYER, head_dim=64, chunk=chunk) for chunk in (24, 32)),
+    dataclasses.replace(LAYER, head_dim=64, window=5, softcap=3.0),
+    dataclasses.replace(LAYER, head_dim=64, sinks=torch.zeros(2)),
+    *(layer_of(heads, latent_dim=128, nope_dim=64, v_dim=64, head_dim=192) for heads in (2, 3)),
+    *(layer_of(2, latent_dim=dim, nope_dim=64, v_dim=64, head_dim=dim + rope) for dim, rope in ((160, 64), (128, 32))),
+]
+
+
+@pytest.mark.parametrize("name", list(BACKENDS))
+def test_a_constructor_takes_what_the_table_says_and_a_step_what_the_constructor_took(
+    name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason="a CPU install has no Triton")
+    from tests import test_flash_attention, test_flashinfer_backend
+
+    request.getfixturevalue("interpreter")
+    monkeypatch.setattr("attention.fa3.load_provider", lambda _: test_flash_attention.EMULATED["sgl_kernel"])
+    test_flashinfer_backend.emulate(monkeypatch)
+    spec = dataclasses.replace(BACKENDS[name], device=None)  # the interpreter takes CPU tensors
+    for module in ("configs.attention", "attention.registry"):
+        monkeypatch.setattr(f"{module}.BACKENDS", {**BACKENDS, name: spec})
+    num_served, batch = 0, batch_of(ReqToTokenPool(2, 1, torch.device("cpu")), [(1, 0, 2), (2, 0, 2)], 16)
+    for layer, dtype, exact in itertools.product(SERVED, (torch.float16, torch.float32, FP8), (False, True)):
+        kept = {"dtype": dtype, "compute_dtype": torch.float16 if dtype is FP8 else dtype}
+        pool = TokenToKVPool([layer], num_pages=1, page_size=16, device=torch.device("cpu"), **kept)
+        asked = needs_of(pool).with_feature(Feature.EXACT) if exact else needs_of(pool)
+        if (refusal := spec.refusal(asked)) is not None:
+            with pytest.raises(ConfigError, match=re.escape(refusal)):
+                create_backend(name, name, pool, exact=exact)
+            continue
+        backend, num_served = create_backend(name, name, pool, exact=exact), num_served + 1
+        backend.init_forward_metadata(batch)
+        if spec.refusal(asked.with_feature(Feature.MASK)) is None:
+            backend.init_forward_metadata(dataclasses.replace(batch, mask=MASK))
+    assert num_served

@@ -304,6 +304,7 @@ def test_no_two_prompts_of_a_run_are_alike(load: Callable[..., load_test.Traffic
     assert len(json.loads(load(as_ids=False).bodies("16", 1)[0])["prompt"].split()) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_clients_measure_the_endpoint(endpoint: Any, load: Callable[..., load_test.Traffic]) -> None:
     url = f"{endpoint.url}/v1"

@@ -320,11 +320,11 @@ def test_serve_answers_and_an_interrupt_leaves_nothing_behind(smollm2_path: Path
 @pytest.mark.parametrize(
     ("moment", "number"),
     [
-        ("starting Ray\n", signal.SIGINT),
         ("starting Ray Serve", signal.SIGTERM),
-        ("starting ranks", signal.SIGINT),
         ("loading weights", signal.SIGINT),
-        ("loading weights", signal.SIGTERM),
+        pytest.param("starting Ray\n", signal.SIGINT, marks=pytest.mark.exhaustive),
+        pytest.param("starting ranks", signal.SIGINT, marks=pytest.mark.exhaustive),
+        pytest.param("loading weights", signal.SIGTERM, marks=pytest.mark.exhaustive),
     ],
 )
 def test_an_interrupt_during_the_start_leaves_nothing_behind(
@@ -341,7 +341,7 @@ def test_an_interrupt_during_the_start_leaves_nothing_behind(
         assert "Traceback" not in rest
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.ray
 @pytest.mark.timeout(300)
 def test_replicas_of_three_ranks_serve_side_by_side(smollm2_path: Path, free_port: int) -> None:
@@ -491,14 +491,36 @@ class Head:
         }
 
 
+@pytest.fixture(scope="session")
+def shared_head() -> Iterator[Head]:
+    """A cluster with a dashboard, whose nodes have this checkout on their path."""
+    with started_head(PYTHONPATH=str(ROOT)) as head:
+        yield head
+
+
 @pytest.fixture
-def head(request: pytest.FixtureRequest) -> Iterator[Head]:
-    """A cluster with a dashboard; its parameter says whether its nodes have this checkout on their path."""
+def head(shared_head: Head) -> Iterator[Head]:
+    """The shared cluster; Ray Serve is shut down on it after the test, so that the next one may choose a port."""
+    yield shared_head
+    address = f"--address={shared_head.dashboard_url}"
+    subprocess.run([BIN / "serve", "shutdown", "--yes", address], env=environment(), check=True, capture_output=True)
+    wait_for(lambda: not shared_head.replicas(), 60, "the end of every app")
+
+
+@pytest.fixture
+def bare_head() -> Iterator[Head]:
+    """A cluster with a dashboard, whose nodes lack our code until a job brings it."""
+    with started_head() as head:
+        yield head
+
+
+@contextlib.contextmanager
+def started_head(**extra: str) -> Iterator[Head]:
+    """A cluster of its own, with `extra` in the environment of its nodes."""
     names = ("port", "dashboard-port", "dashboard-agent-listen-port", "dashboard-agent-grpc-port")
     ports = {name: free_ports() for name in (*names, "ray-client-server-port", "metrics-export-port")}
     temp_dir = Path(f"/tmp/lockstep-{os.getpid()}")  # short: it holds sockets
     command = [BIN / "ray", "start", "--head", "--block", "--num-cpus=4", "--num-gpus=0", f"--temp-dir={temp_dir}"]
-    extra = {"PYTHONPATH": str(ROOT)} if getattr(request, "param", False) else {}
     extra["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"
     process = subprocess.Popen(
         [*command, *(f"--{name}={port}" for name, port in ports.items())],
@@ -575,7 +597,6 @@ def test_a_job_serves_stops_with_its_app_and_can_come_again(smollm2_path: Path, 
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("head", [True], indirect=True)
 def test_serve_deploy_takes_the_same_file(smollm2_path: Path, head: Head, free_port: int, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text((ROOT / CONFIG).read_text().replace("port: 8000", f"port: {free_port}"))

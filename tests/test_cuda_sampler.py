@@ -418,16 +418,53 @@ def test_equal_logits_go_to_the_smallest_id(device: torch.device) -> None:
     assert logprobs.top_ids.tolist() == [[300, 700, 1400, 0, 1]]
 
 
-@pytest.mark.parametrize("values", [(torch.nan,), (-torch.inf,), (0.0, torch.nan, torch.inf, -torch.inf)])
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-def test_logits_that_are_not_finite_still_give_a_token_of_the_vocabulary(
-    values: tuple[float, ...], device: torch.device
-) -> None:
-    logits = torch.tensor(values).repeat(len(FEW), VOCAB)[:, :VOCAB]
+def test_a_row_of_minus_infinity_gets_a_token_of_the_vocabulary(device: torch.device) -> None:
+    logits = torch.full((len(FEW), VOCAB), -torch.inf)
     tokens, _ = draw(_alone(VOCAB, len(FEW), device), logits, FEW, _positions(len(FEW)))
-    assert all(0 <= token < VOCAB for token in tokens)
-    if values == (-torch.inf,):
-        assert tokens == [0] * len(FEW)
+    assert tokens == [0] * len(FEW)
+
+
+@pytest.mark.parametrize(("use_triton", "at"), [(True, 1234), (False, 0), (False, VOCAB - 1)])
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_a_row_with_a_nan_gets_no_token_and_the_others_notice_nothing(
+    use_triton: bool, at: int, device: torch.device
+) -> None:
+    if not use_triton and device.type == "cuda":
+        pytest.skip("torch's twin is for the CPU")
+    logits, positions = _logits(len(FEW)), _positions(len(FEW))
+    expected, their_logprobs = draw_by_torch(logits, FEW, positions)
+    assert their_logprobs is not None
+    asking = np.flatnonzero(FEW["num_logprobs"] >= 0)
+    for victims in ([0, 2, 4], [1, 3]):
+        broken, whole = logits.clone(), torch.from_numpy(~np.isin(asking, victims))
+        broken[torch.tensor(victims)[:, None], [1, 700, at]] = torch.tensor([torch.inf, -torch.inf, torch.nan])
+        tokens, logprobs = draw(sampler_alone(VOCAB, len(FEW), device, use_triton=use_triton), broken, FEW, positions)
+        assert tokens == [-1 if i in victims else token for i, token in enumerate(expected)]
+        assert logprobs is not None
+        assert logprobs.logprobs.isnan().tolist() == (~whole).tolist()
+        torch.testing.assert_close(logprobs.logprobs.cpu()[whole], their_logprobs.logprobs[whole], rtol=0, atol=2e-5)
+
+
+def test_a_nan_that_a_mask_or_a_ban_hides_is_still_one(device: torch.device) -> None:
+    logits, rows, positions = _logits(3), torch.arange(1, 4, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    logits[:, 40] = torch.nan
+    frame = StepFrame(
+        generation=1,
+        step=1,
+        params=_params({}, {"repetition_penalty": 1.5}, {}),
+        biases=np.array([(3, 40, -np.inf, 9), (3, 41, -np.inf, 9)], BIAS_DTYPE),
+        mask_rows=np.array([1], np.int32),
+        masks=np.full((1, mask_words(VOCAB)), 1, np.uint32),
+    )
+    for use_triton in (True, False) if device.type == "cpu" else (True,):
+        sampler = sampler_alone(VOCAB, 3, device, use_triton=use_triton)
+        sampler.update(frame)
+        local, of, at = logits.to(device), rows.to(device), positions.to(device)
+        chosen = sampler.choose(rows.numpy(), positions.numpy())
+        assert chosen.is_redrawn.tolist() == [True] * 3
+        tokens = sampler.sample(local, of, at, chosen.which)
+        sampler.resample(local, of, at, tokens, chosen)
+        assert tokens.tolist() == [-1] * 3
 
 
 def test_only_chosen_rows_are_sampled_again_however_they_are_cut(

@@ -19,9 +19,9 @@ import yaml
 from configs.json_schema import config_file_schema
 from configs.load import parse_engine_config
 from tests.conftest import ROOT, Endpoint
-from tests.test_cli import BIN, Head, environment, head, is_ready, read_until_ready, served, wait_for
+from tests.test_cli import BIN, Head, environment, head, is_ready, read_until_ready, served, shared_head, wait_for
 
-__all__ = ["head"]  # a fixture
+__all__ = ["head", "shared_head"]  # fixtures
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 DEFAULT_ADDRESS = "127.0.0.1:8000"
@@ -91,7 +91,7 @@ def test_programs_run(block: Block, endpoint: Endpoint) -> None:
     assert _run([sys.executable, "-c", text]).strip()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.ray
 @_of("bash serve")
 def test_servers_start(block: Block, free_port: int, smollm2_path: Path) -> None:
@@ -106,7 +106,6 @@ def test_servers_start(block: Block, free_port: int, smollm2_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("head", [True], indirect=True)
 def test_a_cluster_serves_what_the_guide_submits(
     head: Head, free_port: int, tmp_path: Path, smollm2_path: Path
 ) -> None:

@@ -206,16 +206,16 @@ def check_storm(endpoint: Any, num_requests: int) -> None:
 
 
 def test_a_storm_of_requests_and_aborts_leaves_nothing_behind(endpoint: Any) -> None:
-    check_storm(endpoint, 80)
+    check_storm(endpoint, 40)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
 def test_four_hundred_random_requests_with_random_aborts_leave_nothing_behind(endpoint: Any) -> None:
     check_storm(endpoint, 400)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_answer_does_not_depend_on_the_number_of_ranks(endpoint: Any, smollm2_path: Path) -> None:
     """A second app at tensor_parallel_size 3 and two replicas gives what the shared one gives at 2."""
     from ray import serve

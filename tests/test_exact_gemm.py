@@ -15,7 +15,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="a CPU install has no Triton")
 
 from parallel.kernels.chain_gemm import chain_gemm, cublas_is_faster, use_chain_cublas
-from parallel.kernels.node_gemm import Leaves, Tile, node_gemm, subtrees
+from parallel.kernels.node_gemm import Leaves, Tile, is_by_cublas, node_gemm, subtrees
 from parallel.kernels.tree_sum import Adds, sum_nodes
 from tests.chain_dot import use_chain_dot
 
@@ -120,7 +120,10 @@ def test_a_leaf_is_one_ascending_chain(device: torch.device, dtype: torch.dtype,
         assert torch.equal(total, alone)
 
 
-@pytest.mark.parametrize("num_leaves", [*range(1, 18), 24, 25, 31, 32])
+@pytest.mark.parametrize(
+    "num_leaves",
+    [1, 2, 3, 5, 8, 13, 32, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 6, 7, 9, 12, 16, 17, 24, 25, 31))],
+)
 def test_a_node_is_the_halving_tree_of_its_leaves(device: torch.device, num_leaves: int) -> None:
     like = (device, FP16)
     x, weight = rows_of(2, 16 * num_leaves, like), random_of(8, 16 * num_leaves, like=like)
@@ -139,13 +142,19 @@ def cut(node: Leaves, most: int) -> tuple[Leaves, ...]:
 
 @pytest.mark.parametrize(
     ("tile", "num_leaves"),
-    [(SMALL, 7), (SMALL, 12), (Tile(16, 32, 64, 2, 4), 12), (Tile(64, 64, 32, 4, 4), 7), (Tile(128, 64, 32, 8, 3), 7)],
+    [
+        (SMALL, 7),
+        (Tile(16, 32, 64, 2, 4), 12),
+        pytest.param(SMALL, 12, marks=pytest.mark.slow),
+        pytest.param(Tile(64, 64, 32, 4, 4), 7, marks=pytest.mark.slow),
+        (Tile(128, 64, 32, 8, 3), 7),
+    ],
 )
 def test_every_schedule_has_the_same_bits(device: torch.device, tile: Tile, num_leaves: int) -> None:
     like, leaf = (device, FP16), 32
     x, weight = rows_of(18, num_leaves * leaf, like), random_of(24, num_leaves * leaf, like=like)
     expected = halving(leaf_sums(x, weight, leaf, SMALL))
-    for most in (num_leaves, 3, 1):
+    for most in (num_leaves, 3):
         parts = cut((0, num_leaves), most)
         total = nodes_of(x, weight, leaf, [(0, num_leaves)], tile=tile, parts=parts)[0]
         assert torch.equal(total, expected), parts
@@ -159,16 +168,30 @@ def test_a_row_has_the_bits_that_it_has_among_any_others(
     k = 64 * (nodes[-1][1] - nodes[0][0])
     x, weight = rows_of(300, k, like), random_of(72, k, like=like)
     among_all = nodes_of(x, weight, 64, nodes)
-    for num_rows in (1, 2, 16, 17, 128, 129):
+    for num_rows in (1, 17, 128, 129):
         assert torch.equal(nodes_of(x[:num_rows], weight, 64, nodes), among_all[:, :num_rows])
     assert len(subtrees(tuple(nodes), 64, 1, 72)) > len(nodes)
 
 
+class OnGpu(Tensor):
+    """A tensor that says so."""
+
+    is_cuda = True
+
+
+def test_cublas_gets_no_leaves_in_fp32_which_it_might_split() -> None:
+    for num_rows, dtype in itertools.product((128, 129, 512, 513), (FP16, BF16, FP32)):
+        x = torch.empty(num_rows, 2048, dtype=dtype).as_subclass(OnGpu)
+        assert is_by_cublas(x, 1024, 2) == (num_rows in (129, 512) and dtype is not FP32)
+    assert not is_by_cublas(x[:256], 512, 4)
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("leaf", [1024, 1536])
 @pytest.mark.parametrize("nodes", [[(0, 8)], [(3, 4), (4, 6)]])
-def test_a_wide_leaf_of_cublas_has_the_bits_of_the_tree(leaf: int, nodes: list[Leaves]) -> None:
-    like = (torch.device("cuda"), BF16)
+def test_a_wide_leaf_of_cublas_has_the_bits_of_the_tree(leaf: int, nodes: list[Leaves], dtype: torch.dtype) -> None:
+    like = (torch.device("cuda"), dtype)
     use_chain_cublas()
     k = leaf * (nodes[-1][1] - nodes[0][0])
     x, weight = rows_of(600, k, like), random_of(4096, k, like=like)
@@ -184,7 +207,10 @@ def test_many_leaves_are_cut_into_few_enough_parts() -> None:
         assert (parts[0][0], parts[-1][1]) == (0, num_leaves)
 
 
-@pytest.mark.parametrize(("num_ranks", "num_leaves"), [*((size, 9) for size in range(1, 10)), (2, 24), (7, 24)])
+@pytest.mark.parametrize(
+    ("num_ranks", "num_leaves"),
+    [(2, 9), (5, 9), (7, 24), *(pytest.param(size, 9, marks=pytest.mark.slow) for size in (1, 3, 4, 6, 7, 8, 9))],
+)
 def test_any_number_of_ranks_finishes_the_tree_with_the_same_bits(
     device: torch.device, num_leaves: int, num_ranks: int
 ) -> None:

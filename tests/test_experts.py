@@ -331,7 +331,7 @@ def _total(layer: ExactCudaExperts, x: torch.Tensor, padding: Padding) -> torch.
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-@pytest.mark.parametrize("sizes", [(3,), pytest.param((1, 2, 4), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sizes", [(3,), pytest.param((1, 2, 4), marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     "name", ["qwen2_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ON_GPUS if name != "qwen2_moe")]
 )

@@ -183,7 +183,7 @@ async def cause(engine: RunningEngine) -> LockstepError:
     return engine.failure
 
 
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_a_killed_rank_ends_every_request_with_its_name_and_the_group_with_it(
     ray_cluster: None, tiny_path: Path, victim: int
 ) -> None:
@@ -209,6 +209,7 @@ def test_a_killed_rank_ends_every_request_with_its_name_and_the_group_with_it(
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_hung_rank_ends_every_request_at_the_step_deadline(ray_cluster: None, tiny_path: Path) -> None:
     async def main() -> None:
         async with running(tiny_path, parallel={"step_timeout_s": 2.0}) as engine:
@@ -305,7 +306,7 @@ def test_a_coordinator_that_is_stuck_itself_counts_as_failed(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "words"),
-    [("missing", "model.norm.weight"), ("cut", "model.safetensors")],
+    [("missing", "model.norm.weight"), pytest.param("cut", "model.safetensors", marks=pytest.mark.exhaustive)],
 )
 def test_a_damaged_checkpoint_ends_the_start_at_once_with_its_own_error(
     ray_cluster: None, tiny_path: Path, tmp_path: Path, damage: str, words: str

@@ -113,17 +113,17 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(hf, path, read_model_config(path))
 
 
-@pytest.mark.parametrize("tp_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("tp_size", [1, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4))])
 def test_logits_equal_transformers_on_any_number_of_ranks(case: Case, tp_size: int) -> None:
     check_logits(case, tp_size)
 
 
-@pytest.mark.parametrize("tp_size", [1, 3])
+@pytest.mark.parametrize("tp_size", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_greedy_tokens_equal_transformers_through_the_runner(case: Case, tp_size: int) -> None:
     check_greedy_tokens(case, tp_size)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
 def test_exact_logits_are_the_same_bits_however_they_are_computed(case: Case, dtype: torch.dtype) -> None:
     check_exact_logits(case, dtype)
 

@@ -150,7 +150,11 @@ def test_the_extend_kernel_attends_over_what_the_pool_holds(
 
 @pytest.mark.parametrize("backend", [TorchNativeBackend, TritonBackend])
 @pytest.mark.parametrize("features", list(FEATURES))
-@pytest.mark.parametrize("rows", [ROWS[:2], ROWS[2:4], ROWS], ids=["decode", "extend", "mixed"])
+@pytest.mark.parametrize(
+    "rows",
+    [pytest.param(ROWS[:2], marks=pytest.mark.slow), pytest.param(ROWS[2:4], marks=pytest.mark.slow), ROWS],
+    ids=["decode", "extend", "mixed"],
+)
 def test_backends_attend_over_what_the_pool_holds(
     rows: list[tuple[int, int]],
     features: str,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+from benchmarks.make_checkpoint import write_checkpoint
 from cluster.messages import FinishReason
 from tests.gpu_engine import GpuEngine, write_shape
 
@@ -213,3 +216,30 @@ def test_penalties_biases_and_masks_rule_what_is_drawn(shape: Path, size: int) -
         assert set(drawn) <= set(allowed)
         [answer] = engine.generate(prompts, max_tokens=2, num_logprobs=1, logprob_token_ids=(5, greedy[0]))
         assert list(answer.top[0]) == [greedy[0], 5]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_request_with_a_nan_ends_alone_in_captured_steps_too(tmp_path: Path, size: int) -> None:
+    config = json.loads((write_shape(tmp_path) / "config.json").read_text())
+    config |= {"vocab_size": 4096, "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_checkpoint(tmp_path, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.embed_tokens.weight"][4000, 3] = float("nan")
+    save_file(tensors, tmp_path / "model.safetensors")
+    prompts = [[token % 3000 for token in prompt] for prompt in _prompts(5)]
+    ways: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 3}, {"temperature": 1.0, "top_p": 0.9, "seed": 4}]
+    settings = {"scheduler": {"max_num_seqs": 16, "max_num_batched_tokens": 512}, "numerics": "exact"}
+    with GpuEngine(tmp_path, num_pages=NUM_PAGES, tensor_parallel_size=size, **settings) as engine:
+        expected = [answer.tokens for answer in engine.generate(prompts, max_tokens=16)]
+        for index, prompt in enumerate(prompts):
+            engine.add(index, prompt, max_tokens=16)
+        for index, way in enumerate(ways):  # in a step with prompts, and in one of decodes
+            engine.add(100 + index, [*prompts[0], 4000], max_tokens=16, **way)
+            engine.add(200 + index, prompts[1], max_tokens=16, logit_bias=((4000, 1e6),), **way)
+        answers = engine.run()
+        assert [answers[index].tokens for index in range(len(prompts))] == expected
+        for index, tokens in itertools.product(range(len(ways)), ([], [4000])):
+            answer = answers[(200 if tokens else 100) + index]
+            assert (answer.tokens, answer.reason) == (tokens, FinishReason.ERROR)
+        assert engine.stats().num_owned_pages == 0

@@ -27,6 +27,7 @@ from configs.errors import ConfigError, DeadlineError, EngineError
 from parallel.all_reduce import SharedMemoryCollectives, _own_address
 from parallel.environment import MULTICAST_OFF, RANK_ENVIRONMENT
 from parallel.group import Strategy, TensorParallelGroup
+from parallel.shm import Patience
 from tests.forks import start_forked
 
 Body = Callable[[TensorParallelGroup], Any]
@@ -159,9 +160,16 @@ def reduce_everything(group: TensorParallelGroup) -> list[Tensor]:
     return results
 
 
-@pytest.mark.parametrize("run", [run_threads, run_processes])
-@pytest.mark.parametrize("size", [2, 3, 5])
-@pytest.mark.parametrize("strategy", ["gloo", "shared_memory"])
+@pytest.mark.parametrize(
+    ("strategy", "size", "run"),
+    [
+        ("gloo", 3, run_threads),
+        ("gloo", 2, run_processes),
+        ("shared_memory", 2, run_threads),
+        ("shared_memory", 3, run_processes),
+        ("shared_memory", 5, run_threads),
+    ],
+)
 def test_all_reduce_sums_in_rank_order_to_the_bit(run: Callable[..., list[Any]], size: int, strategy: Strategy) -> None:
     expected = sums_of_everything(size)
     for result in run(size, strategy, reduce_everything):
@@ -313,8 +321,7 @@ def test_one_rank_that_gives_up_ends_the_others_with_its_reason() -> None:
         assert "rank 2 ran out of memory" in str(error)
 
 
-@pytest.mark.parametrize("spin_us", [0, 50])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("size", "spin_us"), [(2, 0), (3, 50)])
 def test_random_skew_never_mixes_two_rounds(size: int, spin_us: int) -> None:
     num_rounds = 2000
 
@@ -330,6 +337,19 @@ def test_random_skew_never_mixes_two_rounds(size: int, spin_us: int) -> None:
         return wrong
 
     assert run_processes(size, "shared_memory", body, spin_us=spin_us) == [0] * size
+
+
+def test_a_rank_spins_while_its_waits_are_short_and_sleeps_at_once_while_they_are_long() -> None:
+    patience = Patience(1e-3)
+    assert patience.spin_s == 1e-3
+    patience.learn(0.2)  # a prompt's step
+    assert patience.spin_s == 1e-3
+    for _ in range(8):
+        patience.learn(2e-3)
+    assert patience.spin_s == 0.0
+    for _ in range(16):
+        patience.learn(50e-6)
+    assert patience.spin_s == 1e-3
 
 
 def test_sliced_and_whole_sums_mix_without_racing() -> None:

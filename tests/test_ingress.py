@@ -345,6 +345,16 @@ def test_a_client_is_told_what_the_engine_lets_it_know_of_its_failure(run: Run) 
     run(scenario, fail_after=2, step_s=0.001, told=told)
 
 
+def test_an_answer_that_is_not_a_number_is_500_and_not_to_be_tried_again(run: Run) -> None:
+    async def scenario(stack: Stack) -> None:
+        *_, last = events(await stack.chat(stream=True))
+        response = await stack.chat()
+        assert error_of(response, 500, "not_a_number") == last["error"]
+        assert response.headers["x-should-retry"] == "false"
+
+    run(scenario, fail_after=2, step_s=0.001, error_code="not_a_number")
+
+
 def test_a_request_past_its_deadline_is_504_and_aborted(run: Run) -> None:
     async def scenario(stack: Stack) -> None:
         error = error_of(await stack.chat(), 504, "deadline_exceeded")

@@ -97,8 +97,7 @@ def test_a_row_that_was_preempted_before_its_items_is_computed_again() -> None:
     assert finished.num_preemptions > 0
 
 
-@pytest.mark.parametrize("num_pages", [18, 64])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("num_pages", "seed"), [(18, 0), (18, 1), (64, 2), (64, 3)])
 def test_every_item_is_scored_under_random_load(num_pages: int, seed: int) -> None:
     rng = random.Random(seed)
     engine = Engine(replace(WITH_ITEMS, num_pages=num_pages, steps_in_flight=1 + seed % 2))
@@ -230,7 +229,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return path
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=lambda size: f"tp{size}")
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2], ids=lambda size: f"tp{size}")
 def group(request: pytest.FixtureRequest, saved: Path) -> Iterator[LocalGroup]:
     windowed = "windows" in saved.name
     group = LocalGroup(saved, request.param, 400, num_window_pages=100 if windowed else None)
@@ -253,7 +252,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize(
+    "case", ["query in chunks", *(pytest.param(name, marks=pytest.mark.slow) for name in ("whole", "prefix hit"))]
+)
 def test_items_of_a_row_are_scored_as_each_alone_beside_other_requests(group: LocalGroup, case: str) -> None:
     limits, at_once = CASES[case]
     limits = replace(limits, num_pages=400, max_item_tokens=33)
@@ -285,9 +286,18 @@ def _fields(params: SamplingParams) -> dict[str, Any]:
 # What a group takes, and how texts become prompts with items
 
 
-def _taken(model: Any, prefill: str = "torch_native", decode: str = "torch_native", **scheduler: int) -> int:
+def _taken(
+    model: Any,
+    prefill: str = "torch_native",
+    decode: str = "torch_native",
+    numerics: str = "fast",
+    **scheduler: int,
+) -> int:
     config = EngineConfig(
         model="m",
+        device="cpu" if decode in ("cpu", "torch_native") else "cuda",
+        dtype="bfloat16",
+        numerics=numerics,
         attention=AttentionConfig(prefill_backend=prefill, decode_backend=decode),
         scheduler=SchedulerConfig(**scheduler),
     )
@@ -295,7 +305,7 @@ def _taken(model: Any, prefill: str = "torch_native", decode: str = "torch_nativ
 
 
 def _layers(*windows: int | None, features: frozenset[Feature] = frozenset()) -> SimpleNamespace:
-    mixers = [SimpleNamespace(window=window, features=features) for window in windows]
+    mixers = [SimpleNamespace(window=window, features=features, head_dim=64) for window in windows]
     return SimpleNamespace(layers=[SimpleNamespace(mixer=mixer) for mixer in mixers])
 
 
@@ -308,6 +318,15 @@ def test_a_group_takes_as_many_items_as_a_step_has_room_for_and_windows_and_back
     assert _taken(_layers(None, features=frozenset({Feature.CHUNK})), **sizes) == 0
     assert _taken(_layers(None), "fa3", "fa3", **sizes) == 0
     assert _taken(_layers(None), "fa3", "triton", **sizes) == 224
+    assert _taken(_layers(None), "cpu", "cpu", "exact", **sizes) == 224
+
+
+def test_a_group_takes_no_items_where_its_numerics_or_its_layers_leave_no_backend_masks() -> None:
+    sizes = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "prefill_chunk_size": 512}
+    assert _taken(_layers(None), "triton", "triton", "exact", **sizes) == 0
+    latents = _layers(None, features=frozenset({Feature.LATENT}))
+    assert _taken(latents, "triton", "flashinfer", **sizes) == 224
+    assert _taken(latents, "flashinfer", "flashinfer", **sizes) == 0
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,8 @@ from configs.latent_attention import LatentAttention
 from configs.layers import Axis, DenseMLP, MixtureOfExperts
 from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
+from configs.resolve import HostFacts, resolve
+from configs.schema import AttentionConfig, EngineConfig
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost
@@ -92,12 +94,12 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(hf, path, read_model_config(path))
 
 
-@pytest.mark.parametrize("tp_size", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("tp_size", [1, 3, 6, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4))])
 def test_logits_equal_transformers_on_any_number_of_ranks(case: Case, tp_size: int) -> None:
     check_logits(case, tp_size)
 
 
-@pytest.mark.parametrize("tp_size", [1, 4])
+@pytest.mark.parametrize("tp_size", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_greedy_tokens_equal_transformers_through_the_runner(case: Case, tp_size: int) -> None:
     check_greedy_tokens(case, tp_size)
 
@@ -152,6 +154,18 @@ def test_bf16_is_as_exact_as_transformers_bf16(case: Case) -> None:
 
 def test_ranks_ask_of_a_backend_what_check_says_of_the_model(case: Case) -> None:
     check_backend_needs(case)
+
+
+def test_head_counts_that_flashinfer_has_no_kernels_for_are_refused_before_anything_starts() -> None:
+    model = read_model_config(ROOT / "benchmarks" / "models" / "deepseek-v2-lite")
+    attention = AttentionConfig(backend="flashinfer")
+    for num_ranks in range(1, 17):
+        config = EngineConfig(model="m", device="cuda", tensor_parallel_size=num_ranks, attention=attention)
+        if num_ranks in (1, 2, 4, 8, 16) or num_ranks > 8:  # 16 heads: 2 or 1 each from 9 ranks on
+            resolve(config, model, HostFacts(num_cores=16, num_gpus=num_ranks))
+            continue
+        with pytest.raises(ConfigError, match=r"flashinfer takes latent layers of .* heads on a rank.* ranks with \d"):
+            resolve(config, model, HostFacts(num_cores=16, num_gpus=num_ranks))
 
 
 # ---- config.json

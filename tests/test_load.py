@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.ray, pytest.mark.timeout(3600)]
 
 
 def _footprint(_: object) -> dict[str, int]:

@@ -128,11 +128,12 @@ def test_ranks_on_two_nodes_give_the_tokens_of_one_node(second_node: None, smoll
     assert generate(smollm2_path, "SPREAD", num_nodes=2) == one
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.exhaustive)])
 def test_a_rank_killed_on_either_of_two_nodes_is_named(second_node: None, smollm2_path: Path, victim: int) -> None:
     generate(smollm2_path, "SPREAD", num_nodes=2, kill_rank=victim)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_stopped_on_either_of_two_nodes_is_ended(second_node: None, smollm2_path: Path, victim: int) -> None:
     parallel = {"step_timeout_s": 1.0}

@@ -190,7 +190,7 @@ def test_what_the_document_does_not_allow_is_refused(url: str, path: str) -> Non
     fuzz(url, path, valid=False, num_examples=20)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("valid", [True, False])
 @pytest.mark.parametrize("path", WITH_BODY)
 def test_every_body_is_answered_as_the_document_says(url: str, path: str, valid: bool) -> None:
@@ -209,7 +209,7 @@ def test_what_needs_no_body_is_answered_as_the_document_says(url: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["positive", "negative"])
+@pytest.mark.parametrize("mode", ["positive", pytest.param("negative", marks=pytest.mark.exhaustive)])
 def test_schemathesis_finds_nothing_that_contradicts_the_document(url: str, mode: str) -> None:
     import schemathesis
     from schemathesis.generation import GenerationMode

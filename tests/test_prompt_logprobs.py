@@ -237,14 +237,14 @@ MANY = [(300, -1, 60), (1, 3, 4), (2, 0, 4), (600, 2, 4), (40, VOCAB, 4), (300, 
 CROWDED = [(10, -1, 120), (11, -1, 120), (12, -1, 120), (600, 2, 4), (40, 7, 4)]
 
 
-@pytest.mark.parametrize("group", [1, 2, 3], indirect=True, ids=lambda size: f"tp{size}")
 @pytest.mark.parametrize(
-    ("shapes", "limits", "preempts"),
+    ("group", "shapes", "limits", "preempts"),
     [
-        pytest.param(MANY, Limits(chunk=2048), False, id="whole"),
-        pytest.param(MANY, Limits(chunk=33, prefix_caching=True), False, id="chunked"),
-        pytest.param(CROWDED, Limits(chunk=8, max_num_seqs=5, num_pages=45), True, id="preempted"),
+        pytest.param(1, MANY, Limits(chunk=2048), False, id="whole"),
+        pytest.param(2, MANY, Limits(chunk=33, prefix_caching=True), False, id="chunked"),
+        pytest.param(3, CROWDED, Limits(chunk=8, max_num_seqs=5, num_pages=45), True, id="preempted"),
     ],
+    indirect=["group"],
 )
 def test_scores_equal_transformers_beside_other_requests(
     group: LocalGroup, tiny: tuple[Any, Path], shapes: list[tuple[int, int, int]], limits: Limits, preempts: bool

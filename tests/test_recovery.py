@@ -171,6 +171,7 @@ async def spare(engine: RunningEngine) -> int:
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_a_warm_spare_takes_the_place_of_a_rank_that_dies(ray_cluster: None, tiny_path: Path) -> None:
     async def main() -> None:
         async with running(tiny_path, recovery={"max_rebuilds": 3, "warm_spares": 1}) as engine:
@@ -240,6 +241,7 @@ class UnableCoordinator(CoordinatorActor):
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_a_rank_that_cannot_leave_is_replaced_with_the_one_that_died(
     ray_cluster: None, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,7 +346,7 @@ class LoopingCoordinator(HangingCoordinator):
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [HangingCoordinator, LoopingCoordinator])
+@pytest.mark.parametrize("kind", [HangingCoordinator, pytest.param(LoopingCoordinator, marks=pytest.mark.exhaustive)])
 def test_a_rank_that_hangs_is_replaced_while_busy_ones_are_not(
     ray_cluster: None, tiny_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[CoordinatorActor]
 ) -> None:
@@ -419,7 +421,7 @@ async def streams(group: ServedGroup, bodies: list[dict[str, Any]]) -> list[Stre
 
 
 @pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 def test_eight_streams_of_three_ranks_go_on_through_kills_and_a_stop(ray_cluster: None, smollm2_path: Path) -> None:
     async def main() -> None:
@@ -477,7 +479,7 @@ def test_a_served_replica_stays_when_its_rank_is_killed(endpoint: Any) -> None:
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ServeReplica:shared", "Coordinator"])
+@pytest.mark.parametrize("name", ["ServeReplica:shared", pytest.param("Coordinator", marks=pytest.mark.exhaustive)])
 def test_a_replica_of_which_a_process_is_stopped_is_replaced(endpoint: Any, name: str) -> None:
     """Without anyone who ends them, Ray Serve notices a stopped replica after three checks of ten seconds each."""
 

@@ -15,9 +15,9 @@ import httpx
 import psutil
 import pytest
 
-from tests.test_cli import ROOT, Head, head, is_ready
+from tests.test_cli import ROOT, Head, bare_head, is_ready
 
-__all__ = ["head"]  # a fixture
+__all__ = ["bare_head"]  # a fixture
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -147,11 +147,12 @@ def test_the_turns_of_a_conversation_find_their_prefix(endpoint: Any) -> None:
         print(f"turns without their prefix: {lost} of 18 with the header, {misses} of 18 without")  # noqa: T201
 
 
-@pytest.mark.parametrize("head", [False], indirect=True)
+@pytest.mark.exhaustive
 def test_a_job_serves_the_example_on_a_cluster_that_has_not_our_code(
-    smollm2_path: Path, head: Head, free_port: int
+    smollm2_path: Path, bare_head: Head, free_port: int
 ) -> None:
     """The dashboard finds none of our packages; the job brings them to the controller and the proxies it starts."""
+    head = bare_head
     command = ["python", "-m", "cluster", "serve", str(EXAMPLE.relative_to(ROOT))]
     port = ["--set", f"http_options.port={free_port}"]
     head.job("submit", "--no-wait", "--working-dir", ".", "--", *command, *port)
@@ -169,8 +170,8 @@ def test_a_job_serves_the_example_on_a_cluster_that_has_not_our_code(
     assert config["request_router_config"]["request_router_class"] == "cluster.serve.routing.SessionRouter"
 
 
-@pytest.mark.parametrize("head", [False], indirect=True)
-def test_a_job_can_have_haproxy_in_the_proxys_place(smollm2_path: Path, head: Head, free_port: int) -> None:
+@pytest.mark.exhaustive
+def test_a_job_can_have_haproxy_in_the_proxys_place(smollm2_path: Path, bare_head: Head, free_port: int) -> None:
     command = [
         "python",
         "-m",
@@ -181,7 +182,7 @@ def test_a_job_can_have_haproxy_in_the_proxys_place(smollm2_path: Path, head: He
         f"http_options.port={free_port}",
     ]
     environment = json.dumps({"env_vars": {"RAY_SERVE_ENABLE_HA_PROXY": "1"}})
-    head.job("submit", "--no-wait", "--working-dir", ".", "--runtime-env-json", environment, "--", *command)
+    bare_head.job("submit", "--no-wait", "--working-dir", ".", "--runtime-env-json", environment, "--", *command)
     url = f"http://127.0.0.1:{free_port}"
     wait_for(lambda: is_ready(url), 300, "the endpoint's readiness")
     owners = {

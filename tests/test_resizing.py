@@ -113,7 +113,7 @@ def test_the_ranks_there_were_go_on_when_a_new_one_dies(
 
 
 @pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 def test_eight_streams_go_through_one_two_three_and_two_ranks(ray_cluster: None, smollm2_path: Path) -> None:
     async def main() -> None:

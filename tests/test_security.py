@@ -296,7 +296,7 @@ def test_no_process_listens_elsewhere_and_garbage_on_its_sockets_harms_nobody(en
     assert processes.keys() <= our_processes().keys()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.ray
 @pytest.mark.timeout(900)
 def test_hostile_neighbours_do_not_change_an_answer(endpoint: Any) -> None:

@@ -75,7 +75,7 @@ def wait_for(app: str, states: dict[str, int], timeout_s: float = 400.0) -> None
         time.sleep(0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.ray
 @pytest.mark.timeout(1200)
 def test_streams_outlive_a_scale_down_and_are_told_when_the_app_is_deleted(

@@ -150,7 +150,7 @@ def test_an_answer_whose_grammar_is_too_much_ends_alone(endpoint: Endpoint) -> N
     endpoint.wait_idle()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_eighty_schemas_are_kept_at_temperature_1(endpoint: Endpoint) -> None:
     async def answers() -> list[tuple[int, Any]]:
         limit = asyncio.Semaphore(16)
@@ -189,7 +189,7 @@ def test_eighty_schemas_are_kept_at_temperature_1(endpoint: Endpoint) -> None:
     endpoint.wait_idle()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_hostile_schemas_delay_no_neighbour(endpoint: Endpoint) -> None:
     def gaps(seconds: float, attack: bool) -> list[float]:
         """Seconds between two chunks of a plain answer, while schemas that must be refused come or do not."""

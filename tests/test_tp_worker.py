@@ -336,6 +336,40 @@ def test_captured_steps_give_the_tokens_of_eager_ones(
     assert len(replayed) == 12 * tp_size
 
 
+@pytest.mark.parametrize(("tp_size", "captured"), [(1, False), (3, True), (3, False), (1, True)])
+def test_a_nan_on_one_rank_costs_one_row_its_token_on_all_ranks_and_no_other(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch, tp_size: int, captured: bool
+) -> None:
+    every = range(1, len(ADJUSTED) + 1)
+    expected = _generate_adjusted(_worker(tiny_path, MODEL), every, 12)
+    if captured:
+        monkeypatch.setattr("worker.model_runner.CudaGraphRunner", RerunGraphs)
+        monkeypatch.setitem(registry.IMPLEMENTATIONS, "torch_native", PagedBackend)
+    now, launch, local_logits = threading.local(), ModelRunner.launch, Decoder.local_logits
+
+    def launched(self: ModelRunner, frame: StepFrame) -> Any:
+        now.step, now.is_last = frame.step, self._group.rank == tp_size - 1
+        return launch(self, frame)
+
+    def planted(self: Decoder, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        local = local_logits(self, hidden, out)
+        # Row 1 in step 2, row 2 in step 3, ...; where the sixth row's mask hides it.
+        if getattr(now, "is_last", False) and now.step in every[1:]:
+            local[now.step - 2, 4] = torch.nan
+        return local
+
+    monkeypatch.setattr(ModelRunner, "launch", launched)
+    monkeypatch.setattr(Decoder, "local_logits", planted)
+    generate = lambda group: _generate_adjusted(_worker(tiny_path, MODEL, group), every, 12)  # noqa: E731
+    of_ranks = [generate(TensorParallelGroup.single())] if tp_size == 1 else _on_ranks(tp_size, generate)
+    for tokens in of_ranks:
+        for row, own, meant in zip(every, tokens, expected, strict=True):
+            end = row if row < len(ADJUSTED) else 12
+            assert own[:end] == meant[:end]
+            assert row == len(ADJUSTED) or own[end] == -1
+    assert of_ranks == tp_size * of_ranks[:1]
+
+
 def test_an_answer_with_penalties_is_counted_as_it_grows_and_goes_on_from_counts(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,9 +13,7 @@ pytest.importorskip("triton", reason="a CPU install has no Triton")
 from attention.forward_batch import ForwardBatch
 from attention.layer import AttentionLayer
 from attention.triton_backend import TritonBackend
-from configs.errors import EngineError
-from tests.latent_case import LatentCase, layer_of
-from tests.paged_case import PagedCase, mask_of, tree
+from tests.paged_case import PagedCase
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 16
@@ -77,18 +75,6 @@ def test_steps_of_decodes_go_to_the_decode_kernel_and_no_others_but_exact_ones_a
         backend.init_forward_metadata(batch)
         backend.attend(torch.cat(case.q[:-1]).flatten(1), case.layer)
     assert calls == expected
-
-
-def test_exact_answers_are_refused_for_masks_and_latents(interpreter: None) -> None:
-    case = PagedCase(_layer(), PAGE_SIZE, BATCHES["extend"], CPU)
-    backend, batch = _with_pool(case, exact=True)
-    masked = dataclasses.replace(batch, mask=mask_of([tree(0, 5), None], [5, 20], CPU))
-    with pytest.raises(EngineError, match="TritonBackend has no masks over new tokens"):
-        backend.init_forward_metadata(masked)
-    _with_pool(case)[0].init_forward_metadata(masked)
-    latents = LatentCase(layer_of(2), PAGE_SIZE, [(0, 1)], torch.float32)
-    with pytest.raises(AssertionError, match=r"no latent attention \(MLA\) with exact numerics"):
-        TritonBackend([latents.layer], latents.pool, exact=True)
 
 
 @pytest.mark.parametrize(

@@ -55,8 +55,17 @@ def test_equals_the_oracle(batch: str, page_size: int, device: torch.device) -> 
     check(LatentCase(layer_of(3), page_size, BATCHES[batch], torch.float32, device))
 
 
-@pytest.mark.parametrize("form", ["absorbed", "own heads", "captured"])
-@pytest.mark.parametrize("batch", ["extend", "extend_with_prefix", "mixed"])
+@pytest.mark.parametrize(
+    ("form", "batch"),
+    [
+        ("absorbed", "extend"),
+        ("own heads", "extend_with_prefix"),
+        ("captured", "mixed"),
+        pytest.param("absorbed", "mixed", marks=pytest.mark.slow),
+        pytest.param("own heads", "mixed", marks=pytest.mark.slow),
+        pytest.param("captured", "extend_with_prefix", marks=pytest.mark.slow),
+    ],
+)
 def test_cached_tokens_are_seen_in_either_form(
     batch: str, form: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,8 +77,10 @@ def test_cached_tokens_are_seen_in_either_form(
     check(LatentCase(layer_of(2), 16, BATCHES[batch], torch.float32, device), captured=form == "captured")
 
 
-@pytest.mark.parametrize("batch", ["decode", "mixed"])
-@pytest.mark.parametrize("num_heads", [1, 2, 5, 17])
+@pytest.mark.parametrize(
+    ("num_heads", "batch"),
+    [(1, "mixed"), (5, "decode"), pytest.param(2, "decode", marks=pytest.mark.slow), (17, "mixed")],
+)
 def test_a_rank_has_any_number_of_heads(num_heads: int, batch: str, device: torch.device) -> None:
     check(LatentCase(layer_of(num_heads), 16, BATCHES[batch][:3], torch.float32, device))
 

@@ -171,7 +171,7 @@ def test_no_body_that_is_accepted_makes_a_rank_or_the_step_loop_raise(engine: Ti
     assert seen[200] > 0 < seen[400], seen
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", GENERATING)
 def test_no_body_of_hundreds_makes_a_rank_or_the_step_loop_raise(engine: TinyEngine, path: str) -> None:

@@ -144,6 +144,12 @@ class TinyEngine:
         self.coordinator.inspect(lambda scheduler: scheduler.check_integrity())
 
 
+def write_tiny_checkpoint(folder: Path) -> None:
+    """Of random weights, in an empty directory."""
+    (folder / "config.json").write_text(json.dumps(_CONFIG))
+    write_checkpoint(folder, folder)
+
+
 @contextlib.contextmanager
 def tiny_engine(folder: Path, server: ServerConfig | None = None) -> Iterator[TinyEngine]:
     """An engine of one rank on threads of this process.
@@ -151,8 +157,7 @@ def tiny_engine(folder: Path, server: ServerConfig | None = None) -> Iterator[Ti
     Args:
         folder: an empty directory, for the checkpoint.
     """
-    (folder / "config.json").write_text(json.dumps(_CONFIG))
-    write_checkpoint(folder, folder)
+    write_tiny_checkpoint(folder)
     group = LocalGroup(folder, 1, num_pages=64, max_model_len=MAX_MODEL_LEN)
     limits = SchedulerLimits(
         num_pages=64,

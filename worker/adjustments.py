@@ -130,7 +130,8 @@ class RowAdjustments:
 def adjusted(
     logits: torch.Tensor, adjustments: RowAdjustments, row: int, position: int, params: np.void
 ) -> torch.Tensor:
-    """A row's logits as its token is drawn from them; a new tensor. The CUDA twin is kernels/adjustments.py.
+    """A row's logits as its token is drawn from them, in which NaN stays NaN; a new tensor. The CUDA twin is
+    kernels/adjustments.py.
 
     Args:
         logits: [vocab_size] fp32, on the CPU as `adjustments` are.
@@ -145,10 +146,11 @@ def adjusted(
     ids, values = biases[:, 1].long(), biases[:, 2].view(torch.float32)
     is_ban = values.isneginf()
     out.index_add_(0, ids[~is_ban], values[~is_ban])
-    out[ids[is_ban]] = -torch.inf
+    banned = ids[is_ban]
+    out[banned] = out[banned].masked_fill(~out[banned].isnan(), -torch.inf)
     if flags & MASKED:
         bits = adjustments.masks[row].unsqueeze(1) >> torch.arange(32, dtype=torch.int32)
-        out.masked_fill_((bits & 1).view(-1)[: len(out)] == 0, -torch.inf)
+        out.masked_fill_(((bits & 1).view(-1)[: len(out)] == 0) & ~out.isnan(), -torch.inf)
     return out
 
 

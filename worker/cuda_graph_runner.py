@@ -24,7 +24,7 @@ class DeviceOutput:
     """What a step leaves on the device."""
 
     tokens: torch.Tensor
-    """[num_sampled] int64."""
+    """[num_sampled] int64; -1 for a row whose logits hold a NaN."""
     logits: torch.Tensor
     """[num_sampled, columns of this rank] fp32; of a graph, valid until the next replay of any."""
 

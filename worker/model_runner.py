@@ -110,6 +110,14 @@ class ModelRunner:
         """Drops the graphs; the rest goes with this object."""
         self._graphs.close()
 
+    def hidden_of(self, frame: StepFrame) -> torch.Tensor:
+        """Hidden states [num_tokens, hidden_size] of all inputs of a step, which runs eagerly and samples nothing."""
+        shape = shape_of(frame)
+        self._inputs.upload(frame, shape)
+        batch = self._inputs.batch(frame, shape)
+        every = torch.arange(batch.num_tokens, device=self._group.device)
+        return self._forward(replace(batch, sample_indices=every))
+
     def launch(self, frame: StepFrame) -> PendingStep:
         """Starts the step; the next one may be launched before its result is taken.
 

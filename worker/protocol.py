@@ -328,14 +328,14 @@ class StepResult(Message):
     __slots__ = ()
 
     tokens = Section(np.int32, "token")
-    """[num_tokens], a row's one after the other."""
+    """[num_tokens], a row's one after the other; -1: the row's logits hold a NaN, and it gets no token."""
     num_tokens = Section(np.int32, "sampled_row")
     """[num_sampled_rows] how many tokens each row brought. Empty: one each."""
     logprob_rows = Section(np.int32, "logprob")
     """[num_logprob_rows]: indices into `tokens` of those whose rows asked for logprobs."""
     logprobs = Section(np.float32, "logprob")
     """[num_logprob_rows]: log probability of the sampled token, of the model's own distribution: before penalties,
-    biases, masks, temperature and filters."""
+    biases, masks, temperature and filters. These and all others are NaN where the logits hold one."""
     top_ids = Section(np.int32, "logprob", "k")
     """[num_logprob_rows, k]: likeliest tokens, descending; k is the largest asked for in this step."""
     top_logprobs = Section(np.float32, "logprob", "k")

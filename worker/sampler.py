@@ -3,7 +3,8 @@
     token = argmax over allowed v of  logit_v / temperature + gumbel(seed, position, v)
 
 Noise is a hash of seed, position and token id; no generator has state. Temperature 0 is the same rule without noise.
-Ties go to the smallest id. Each row is worked on alone, so its neighbours cannot change a bit of it.
+Ties go to the smallest id. Each row is worked on alone, so its neighbours cannot change a bit of it. A row with a NaN
+among its logits, on whichever rank, gets -1 on all of them.
 
 Logits are sharded by vocabulary. Every row is sampled by the plain rule, which a CUDA graph can hold and which moves
 two numbers a row between ranks. Rows with filters, adjustments or logprobs are looked at again behind it, as whole
@@ -177,7 +178,7 @@ class Sampler:
             left_out: indices of rows whose token `resample` finds: theirs here is 0. Not for a graph.
 
         Returns:
-            [batch_size] int64, device.
+            [batch_size] int64, device; -1 for a row with a NaN.
         """
         if left_out is None or len(left_out) == 0:
             return self._plain(logits, rows, positions)
@@ -227,7 +228,8 @@ class Sampler:
                 self._redraw(whole, rows, positions, again, tokens, chosen.are_adjusted)
             if raw is not None:
                 asked = self.adjustments.asked[rows.index_select(0, of).long(), : chosen.num_asked]
-                parts.append(self._kernels.token_logprobs(raw, tokens.index_select(0, of), most, asked))
+                drawn = tokens.index_select(0, of).clamp_(min=0)
+                parts.append(self._kernels.token_logprobs(raw, drawn, most, asked))
         return LogprobTensors.joined(parts) if parts else None
 
     def asked_by(self, rows: Int32Array) -> torch.Tensor:
@@ -271,4 +273,4 @@ class Sampler:
         drawn = kernels.reduce_tokens(kernels.best_candidates(whole, rows, positions, records, 0, thresholds))
         tokens.index_copy_(0, again, drawn)
         if are_adjusted:
-            self.adjustments.count(rows.long(), drawn)
+            self.adjustments.count(rows.long(), drawn.clamp(min=0))

@@ -1,14 +1,19 @@
 """What a rank that computes exactly checks before it serves: whether this machine keeps the contract.
 
 A compiler that fuses otherwise, or a kernel whose order follows its size, would go unnoticed: the answers look right.
+A CPU has a few kernels for all shapes, and `check_exactness` runs them. On a GPU each shape has its own, and its own
+cuBLAS: there `check_steps` runs the model itself, and what no step shows: that products and sums are those that other
+numbers of ranks make. It takes about ten steps, and no kernel that serving does not.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from fractions import Fraction
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -19,19 +24,30 @@ from attention.registry import create_backend
 from configs.errors import EngineError
 from configs.layers import Axis, Cut
 from parallel.arithmetic import Arithmetic, LayerPlace
+from parallel.fused_sum import PartialSum
 from parallel.group import TensorParallelGroup
 from parallel.plan import LayerShard, Span, leaf_columns
+from parallel.rank_sum import ExactSum
 from parallel.tree import SumTree
+from parallel.weight import ChainWeight
 from worker.layers.norm import RMSNorm
+from worker.model_runner import ModelRunner
+from worker.models.decoder import Decoder
 from worker.protocol import RowFlag, StepFrame
 from worker.step_inputs import StepInputs
 from worker.step_layout import shape_of
 
 _ROWS = 37
 _INPUTS = 384
-_OUTPUTS = 2112  # so many that a GPU has another kernel for all rows than for one
+_OUTPUTS = 2112
 _TOKENS = 600  # more than a chunk of keys
 _PAGE_SIZE = 16
+_STEP_SIZES = (1, 16, 17, 64, 128, 256, 513)
+"""New tokens of steps. Products, experts and sums over ranks tell them apart: up to 16, 64, 128 and 512 and above."""
+_MOST_TOKENS = 1100
+_MOST_ROWS = 256
+_MOST_ELEMENTS = 1 << 24
+"""Of products and nodes that are compared at once: 64 MiB, which the largest step has room for."""
 _WRONG = "numerics=exact does not hold on this machine: {}; choose numerics=fast, and report it"
 
 
@@ -53,6 +69,100 @@ def check_exactness(arithmetic: Arithmetic, backend: str, dtype: torch.dtype, de
     _check_attention(backend, dtype, device, random)
 
 
+def check_steps(
+    arithmetic: Arithmetic,
+    runner: ModelRunner,
+    decoder: Decoder,
+    group: TensorParallelGroup,
+    *,
+    num_tokens: int,
+    max_rows: int,
+    page_size: int,
+    vocab_size: int,
+) -> None:
+    """Raises EngineError, with what differs, where the model's own products, sums or steps do not keep the contract.
+
+    Every rank of the group calls it, before the first request: it writes to the pool and to tables of rows.
+
+    Args:
+        runner: has pages 1, 2, ... for `num_tokens`, in the window pool too where there is one.
+        num_tokens: that a step may have. Of these it takes no more than _MOST_TOKENS.
+        max_rows: of a step.
+    """
+    sizes = [size for size in _STEP_SIZES if size <= num_tokens]
+    for weight in arithmetic.chains.values():
+        for num_rows in sizes:
+            if num_rows * len(weight) <= _MOST_ELEMENTS:
+                _check_columns(weight, num_rows)
+    for rank_sum in arithmetic.sums.values():
+        for num_rows in sizes:
+            if num_rows * rank_sum.out_features * sum(rank_sum.tree_for(num_rows).counts) <= _MOST_ELEMENTS:
+                _check_rank_sum(rank_sum, group, num_rows, decoder.dtype)
+    num_tokens, max_rows = min(num_tokens, _MOST_TOKENS), min(max_rows, num_tokens, _MOST_ROWS)
+    tokens = np.random.default_rng(0).integers(0, vocab_size, num_tokens)
+    whole = runner.hidden_of(_step(tokens, [0], page_size))
+    sizes.append(num_tokens)
+    for start, size in zip(itertools.accumulate(sizes, initial=0), sizes, strict=False):
+        if (stop := min(start + size, num_tokens)) > start:
+            found = runner.hidden_of(_step(tokens[start:stop], [start], page_size))
+            _require_equal(found, whole[start:stop], f"a token is another in a step of {stop - start} tokens")
+    positions = np.linspace(0, num_tokens - 1, max_rows).astype(np.int64)
+    found = runner.hidden_of(_step(tokens[positions], positions.tolist(), page_size))
+    _require_equal(found, whole[positions.tolist()], f"a token is another in a step of {max_rows} decodes")
+    logits = decoder.local_logits(whole[-max_rows:])
+    for size in (size for size in sizes if size < max_rows):
+        _require_equal(decoder.local_logits(whole[-size:]), logits[-size:], "logits depend on the rows beside them")
+
+
+def _step(tokens: npt.NDArray[np.int64], starts: Sequence[int], page_size: int) -> StepFrame:
+    """One row from the only one of `starts` on, or for each of them a row of one token; all have the same pages."""
+    lens = np.full(len(starts), len(tokens) // len(starts), np.int32)
+    ends = (np.array(starts) + lens).tolist()
+    deltas = [(row, page, page + 1) for row, end in enumerate(ends, start=1) for page in range(-(-end // page_size))]
+    pages = np.arange(1, -(-max(ends) // page_size) + 1, dtype=np.int32)
+    return StepFrame(
+        generation=1,
+        step=1,
+        rows=np.arange(1, len(starts) + 1, dtype=np.int32),
+        starts=np.array(starts, np.int32),
+        lens=lens,
+        flags=np.full(len(starts), RowFlag.HAS_TOKENS | RowFlag.SAMPLE, np.int32),
+        token_ids=tokens.astype(np.int32),
+        page_deltas=np.array(deltas, np.int32),
+        window_pages=np.stack((pages, pages), axis=1),
+    )
+
+
+def _check_columns(weight: Tensor, num_rows: int) -> None:
+    """That a product's column is the same whichever columns a rank has."""
+    random = torch.Generator(weight.device).manual_seed(0)
+    x = torch.randn(num_rows, weight.shape[1], generator=random, device=weight.device).to(weight.dtype)
+    whole = ChainWeight(weight, None).in_fp32(x)
+    for num_parts in (2, 3):
+        columns = len(weight) // num_parts // 16 * 16
+        if columns:
+            part = ChainWeight(weight[:columns], None).in_fp32(x)
+            _require_equal(part, whole[:, :columns], "a product's column depends on the columns beside it")
+
+
+def _check_rank_sum(rank_sum: ExactSum, group: TensorParallelGroup, num_rows: int, dtype: torch.dtype) -> None:
+    """That the ranks add their nodes as the tree says, and so like any other number of ranks."""
+    random = torch.Generator(group.device).manual_seed(0)  # on every rank the same nodes of all
+    tree, shape = rank_sum.tree_for(num_rows), (num_rows, rank_sum.out_features)
+    nodes = torch.randn(sum(tree.counts), *shape, generator=random, device=group.device)
+    first, count = sum(tree.counts[: group.rank]), tree.counts[group.rank]
+    expected = tree.finish(nodes.unbind(), torch.empty_like(nodes[0]))
+    own = nodes[first : first + count]
+    found = rank_sum.for_norm(num_rows, lambda out: own if out is None else out.copy_(own))
+    if isinstance(found, PartialSum):
+        # What is left of it beside its rounded negative shows more of its bits than it would alone.
+        residual = -expected.to(dtype)
+        expected = (residual.float() + expected).to(dtype)
+        found.add_norm(residual, torch.ones(shape[1], dtype=dtype, device=group.device), 1e-6)
+        found = residual
+    _require_equal(found, expected, f"{group.size} ranks add {num_rows} rows in another order")
+
+
 def _check_products(arithmetic: Arithmetic, x: Tensor, weight: Tensor) -> None:
     product = arithmetic.weight(weight.clone(), None)  # whose memory it takes
     whole = product.in_fp32(x)
@@ -60,7 +170,7 @@ def _check_products(arithmetic: Arithmetic, x: Tensor, weight: Tensor) -> None:
         _require_equal(product.in_fp32(x[part]), whole[part], "a product's row depends on the rows beside it")
     shard = arithmetic.weight(weight[8:40].clone(), None).in_fp32(x)
     _require_equal(shard, whole[:, 8:40], "a product's column depends on the columns beside it")
-    if x.device.type == "cpu" and not torch.equal(whole[:2, :2], _chains(x[:2], weight[:2])):
+    if not torch.equal(whole[:2, :2], _chains(x[:2], weight[:2])):
         raise EngineError(_WRONG.format("a product is not a chain of fused multiply-adds"))
 
 

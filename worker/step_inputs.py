@@ -49,7 +49,7 @@ class StepInputs:
         self._next_stage = 0
         self._buffer = torch.zeros(self._layout.capacity, dtype=torch.int32, device=device)
         self.last_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        """[num_rows + 1] int64: what each row sampled last."""
+        """[num_rows + 1] int64: what each row sampled last; -1 where its logits held a NaN."""
         self._tensors = StepTensors(
             input_ids=torch.zeros(self._max_tokens, dtype=torch.int64, device=device),
             positions=torch.zeros(self._max_tokens, dtype=torch.int64, device=device),

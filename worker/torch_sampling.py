@@ -22,6 +22,7 @@ _MIX_SHIFTS = (30, 27, 31)
 _MIX_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _GOLDEN = 0x9E3779B97F4A7C15
 _NO_ID = float(1 << 30)  # above every id; exact as a float
+_NAN_ID = -1.0  # below every id
 _TOP_P_WIDTH = 8.0
 """Scores this far below the best are looked at first for top-p; only if they hold too little mass is all sorted."""
 
@@ -34,7 +35,7 @@ def best_candidates(
     first_id: int,
     thresholds: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As the kernel, of all ids as one block: [1, num_rows, 2] fp64 (value, id). NaN counts as -inf between blocks."""
+    """As the kernel, of all ids as one block: [1, num_rows, 2] fp64 (value, id)."""
     num_rows, num_ids = logits.shape
     out = torch.empty((1, num_rows, 2), dtype=torch.float64)
     if num_ids == 0:
@@ -44,7 +45,10 @@ def best_candidates(
     best, best_ids = logits.max(dim=-1)  # of equal ones the first
     values.copy_(best)
     ids.copy_(best_ids)
+    has_nan = best.isnan()  # the maximum with one
     for i, params in _sampled(records, rows):
+        if has_nan[i]:
+            continue
         scores = logits[i].double() / float(params["temperature"])
         hashes = _id_hashes(first_id, num_ids)
         key = _row_key(int(params["seed"]), int(positions[i]))
@@ -59,8 +63,9 @@ def best_candidates(
             noisy = scores.index_select(0, allowed) + _gumbel(hashes.index_select(0, allowed), key)
             winner = noisy.argmax()
             values[i], ids[i] = noisy[winner], allowed[winner]
-    values.masked_fill_(values.isnan(), -torch.inf)
     ids += first_id
+    values.masked_fill_(has_nan, torch.inf)
+    ids.masked_fill_(has_nan, _NAN_ID)
     return out
 
 
@@ -132,6 +137,8 @@ def _threshold(scores: torch.Tensor, top_k: int, top_p: float, min_p: float) -> 
     """
     vocab_size = scores.shape[0]
     threshold: torch.Tensor | None = None
+    if bool(scores.max().isnan()):
+        return None  # of a row with a NaN, which gets no token
     if 0 < top_k < vocab_size:
         threshold = scores.topk(top_k, sorted=False).values.min()
     if top_p < 1.0:
@@ -169,7 +176,8 @@ def _likeliest(values: torch.Tensor, k: int) -> torch.Tensor:
         # Everything that ties with the k-th is a candidate; few tokens, so the stable sort is cheap.
         candidates[row[candidates].sort(descending=True, stable=True).indices[:k]]
         for row in values
-        for candidates in [(row >= row.topk(k).values[-1]).nonzero().squeeze(1)]
+        # Of a row of NaN, which are less than nothing, that is all of it.
+        for candidates in [(~(row < row.topk(k).values[-1])).nonzero().squeeze(1)]
     ]
     return torch.stack(indices)
 

@@ -32,7 +32,7 @@ from worker.peaks import Peaks, measure_peaks
 from worker.pending_step import PendingStep
 from worker.protocol import FrameKind, FrameLimits, StepFrame
 from worker.sampler import Sampler
-from worker.self_test import check_exactness
+from worker.self_test import check_exactness, check_steps
 from worker.step_layout import launch_bound_tokens
 from worker.weights import Checkpoint
 
@@ -109,13 +109,13 @@ class TPWorker:
 
         Raises:
             CheckpointError: the files are not what they should be.
-            EngineError: numerics are exact, and this machine does not keep the contract.
+            EngineError: numerics are exact, and this CPU does not keep the contract.
         """
         if self._device.type == "cpu" and self._config.parallel.threads_per_rank is not None:
             torch.set_num_threads(self._config.parallel.threads_per_rank)
-        if self._config.is_exact:
-            decode_backend = resolved(self._config.attention.decode_backend)
-            check_exactness(self._arithmetic, decode_backend, self._dtype, self._device)
+        check = self._arithmetic.choose(fast=None, exact=check_exactness)
+        if check is not None and self._device.type == "cpu":  # a GPU's kernels are of the model: see `allocate`
+            check(self._arithmetic, resolved(self._config.attention.decode_backend), self._dtype, self._device)
         began = time.monotonic()
         is_dummy = self._config.load_format == "dummy"
         with DummyCheckpoint(self._model) if is_dummy else Checkpoint.open(self._model_path, self._model) as checkpoint:
@@ -185,11 +185,36 @@ class TPWorker:
         self.close()
         with naming_the_rank(self._group.rank, self._device, "capturing the CUDA graphs"):
             self._runner = self._new_runner(num_pages, max_model_len, num_window_pages)
+            if self._device.type == "cuda":
+                self.check_steps(min(num_pages, num_window_pages or num_pages), max_model_len)
             self._runner.capture(on_progress=on_progress)
         if self._device.type == "cuda":
             # What was made by now stays: the collector, which would stop a step for milliseconds, need not look at it.
             gc.collect()
             gc.freeze()
+
+    @torch.inference_mode()
+    def check_steps(self, num_pages: int, max_model_len: int) -> None:
+        """Checks with the first `num_pages` of the pool that exact numerics hold, as worker/self_test.py says; between
+        `allocate` and the first step, on every rank. Of fast numerics nothing is checked."""
+        check = self._arithmetic.choose(fast=None, exact=check_steps)
+        if check is None:
+            return
+        began, scheduler, page_size = time.monotonic(), self._config.scheduler, self._config.kv_cache.page_size
+        assert self._runner is not None, "a check before allocate()"
+        check(
+            self._arithmetic,
+            self._runner,
+            self._decoder,
+            self._group,
+            num_tokens=min(num_pages * page_size, max_model_len, resolved(scheduler.max_num_batched_tokens)),
+            max_rows=resolved(scheduler.max_num_seqs),
+            page_size=page_size,
+            vocab_size=self._model.vocab_size,
+        )
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        _log.info("rank %d: computes exactly (checked in %.2f s)", self._group.rank, time.monotonic() - began)
 
     @torch.inference_mode()
     def launch(self, frame: StepFrame) -> PendingStep:
@@ -278,7 +303,7 @@ class TPWorker:
                 resolved(attention.prefill_backend),
                 resolved(attention.decode_backend),
                 token_to_kv_pool,
-                exact=self._config.is_exact,
+                exact=self._arithmetic.choose(fast=False, exact=True),
             ),
             req_to_token_pool,
             token_to_kv_pool,

@@ -58,7 +58,7 @@ def _fill_step_metadata(
 
     is_token = offsets < num_tokens
     token = tl.load(token_ids + first + offsets, mask=is_token, other=0).to(tl.int64)
-    token = tl.where(token < 0, tl.load(last_tokens + row), token)
+    token = tl.where(token < 0, tl.maximum(tl.load(last_tokens + row), 0), token)
     position = start + offsets
     page = tl.load(table_row + position // PAGE_SIZE, mask=is_token, other=0).to(tl.int64)
     tl.store(input_ids + first + offsets, token, mask=is_token)
@@ -95,7 +95,7 @@ def fill_step_metadata(
         cu_seqlens_q: [B + 1] int32: where each row's tokens begin.
         token_ids: [T] int32; a negative id stands for the last token of its row.
         page_table: [num_rows + 1, max_pages] int32, the rows' last pages included.
-        last_tokens: [num_rows + 1] int64.
+        last_tokens: [num_rows + 1] int64; -1, of a row that got no token, counts as 0.
         page_size: a power of two.
         max_seqlen_q: most tokens of a row; a row with more loses those past it, so a graph is captured with its own.
         places: [num_pages + 1] int32, page of the window pool by page id; None: there is none.

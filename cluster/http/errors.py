@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 from starlette.types import Message, Send
 
-from configs.errors import DeadlineError, EngineError, OverloadedError, RequestError
+from configs.errors import DeadlineError, EngineError, NotANumberError, OverloadedError, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +64,9 @@ def as_request_error(error: BaseException, request_id: str, *, engine_is_there: 
         return error
     if isinstance(error, DeadlineError):
         return RequestError(str(error), code="deadline_exceeded", status=504)
+    if isinstance(error, NotANumberError):
+        logger.error("request %s: %s", request_id, error)
+        return RequestError(str(error), code="not_a_number", status=500)
     if isinstance(error, EngineError):
         if not engine_is_there and error.told is None:
             return OverloadedError("The engine is not available; try again later.", retry_after_s=_RETRY_AFTER_S)

@@ -14,7 +14,7 @@ from cluster.text.answer_parser import AnswerFormat, AnswerReader
 from cluster.text.stops import TextOptions, text_end
 from cluster.text.tokenizer import Tokenizer
 from cluster.text.tools.events import Event
-from configs.errors import DeadlineError, EngineError, GuideError, LockstepError, OverloadedError
+from configs.errors import DeadlineError, EngineError, GuideError, LockstepError, NotANumberError, OverloadedError
 
 
 @dataclass(slots=True)
@@ -149,4 +149,6 @@ def engine_failure(end: Finished) -> LockstepError:
         return DeadlineError(message)
     if end.error_code == "grammar_error":
         return GuideError(message)
+    if end.error_code == "not_a_number":
+        return NotANumberError(message)
     return EngineError(message, told=end.told)

@@ -68,12 +68,12 @@ class Endings:
             self._queue.remove(request)
 
     def release(self, row: int) -> None:
-        """Takes row and pages back; what the row has computed stays in the prefix cache."""
+        """Takes row and pages back; what the row has computed stays in the prefix cache as far as it may."""
         table = self._rows
         # A dropped token's KV may be there, but nobody knows the token.
         num_tokens = min(int(table.num_computed[row]), int(table.num_known[row]), int(table.num_cacheable[row]))
         self._pages.publish(row, table.tokens[row], num_tokens)
-        self._pages.release(row)
+        self._pages.release(row, forget=not table.num_cacheable[row])
         table.give_back(row)
         self._queue.forget_row(row)
 

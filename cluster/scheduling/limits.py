@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from configs.attention import BACKENDS, Feature
 from configs.errors import ConfigError
 from configs.model_config import ModelConfig
+from configs.resolve import attention_needs
 from configs.schema import EngineConfig, resolved
 from worker.protocol import MAX_ITEMS, MAX_PROMPT_LOGPROBS, MAX_ROW_ASKED, MAX_ROW_BIASES, StepFrame, mask_words
 
@@ -32,7 +33,8 @@ def max_item_tokens(config: EngineConfig, model: ModelConfig) -> int:
     """
     mixers = [layer.mixer for layer in model.layers]
     backends = (resolved(config.attention.prefill_backend), resolved(config.attention.decode_backend))
-    if not any(Feature.MASK in BACKENDS[name].features for name in backends):
+    needs = attention_needs(config, model).with_feature(Feature.MASK)
+    if all(BACKENDS[name].refusal(needs) for name in backends):
         return 0
     if any(Feature.CHUNK in mixer.features for mixer in mixers):
         return 0

@@ -158,8 +158,8 @@ class PrefixCache:
         while num_left > 0:
             last_use, _, node = heapq.heappop(self._heap)
             node.in_heap = False
-            if node.num_locks or node.children:
-                continue  # Offered again when its lock or its last child goes.
+            if node.num_locks or node.children or node.parent is None:
+                continue  # Offered again when its lock or its last child goes; or forgotten.
             if last_use < node.last_use:
                 self._offer(node)
                 continue
@@ -173,12 +173,18 @@ class PrefixCache:
                 node.tokens = node.tokens[: num_kept * self._page_size]
                 self._offer(node)
                 continue
-            assert node.parent is not None, "the root is never evicted"
-            del node.parent.children[self._key(node.tokens)]
-            self._offer(node.parent)
-            node.parent = None
+            self._cut(node)
         self._num_pages -= count
-        return np.concatenate(evicted) if evicted else np.empty(0, np.int32)
+        return np.concatenate(evicted) if evicted else _NOTHING
+
+    def forget(self, node: Node) -> Int32Array:
+        """Forgets the end of `node`'s prefix, as far as nothing locks it or goes on from it, and returns its pages."""
+        forgotten: list[Int32Array] = []
+        while len(node.pages) and not node.num_locks and not node.children:
+            forgotten.append(node.pages)
+            self._num_pages -= len(node.pages)
+            node = self._cut(node)
+        return np.concatenate(forgotten) if forgotten else _NOTHING
 
     def path_pages(self, node: Node) -> Int32Array:
         """Pages of `node`'s whole prefix, in order. For checks."""
@@ -261,6 +267,15 @@ class PrefixCache:
             node.num_locks += 1
             assert node.parent is not None, "lock of a prefix that is not in the tree"
             node = node.parent
+
+    def _cut(self, leaf: Node) -> Node:
+        """Takes a leaf out of the tree; returns what was above it."""
+        parent = leaf.parent
+        assert parent is not None, "the root is never evicted"
+        del parent.children[self._key(leaf.tokens)]
+        leaf.parent = None
+        self._offer(parent)
+        return parent
 
     def _offer(self, node: Node) -> None:
         """Puts `node` into the heap if it can be evicted now; the top of a salt's tree without pages goes at once."""

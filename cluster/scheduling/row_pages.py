@@ -176,13 +176,19 @@ class RowPages:
         """[n, 2] of (page, page of the window pool) that ranks do not know yet."""
         return _NO_CHANGES if self._window is None else self._window.take_changes()
 
-    def release(self, row: int) -> None:
-        """Takes all pages from the row: its private ones are free, those of the cache can be evicted."""
+    def release(self, row: int, *, forget: bool = False) -> None:
+        """Takes all pages from the row: its private ones are free, those of the cache can be evicted.
+
+        Args:
+            forget: evict them now, but for those that others use or have gone on from.
+        """
         if self._window is not None:
             self._window.release(row, int(self._num_pages[row]))
         pages = self._table[row, : self._num_pages[row]]
         self._allocator.free(pages[self._allocator.owners[pages] == row])
         self._cache.unlock(self._nodes[row])
+        if forget:
+            self._free(self._cache.forget(self._nodes[row]))
         self._nodes[row] = self._cache.root
         self._num_pages[row] = 0
         self._num_published[row] = 0
@@ -235,7 +241,10 @@ class RowPages:
         return True
 
     def _evict(self, count: int) -> None:
-        pages = self._cache.evict(count)
+        self._free(self._cache.evict(count))
+
+    def _free(self, pages: Int32Array) -> None:
+        """Frees pages that the cache has given up."""
         if self._window is not None:
             self._window.forget(pages)
         self._allocator.free(pages)

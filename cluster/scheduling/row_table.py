@@ -32,7 +32,8 @@ class RowTable:
         self.num_prefill = np.zeros(num_rows, np.int32)
         """Tokens to prefill: those known at admission."""
         self.num_cacheable = np.zeros(num_rows, np.int32)
-        """Leading tokens that the prefix cache may have: items, which see less than all before them, it may not."""
+        """Leading tokens that the prefix cache may have: items, which see less than all before them, it may not. 0: nor
+        may it keep what it has of the row."""
         self.max_total = np.zeros(num_rows, np.int32)
         """`Request.max_total_tokens`."""
         self.in_flight = np.zeros(num_rows, np.int32)

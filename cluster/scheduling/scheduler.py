@@ -193,6 +193,9 @@ class Scheduler:
         table = self._rows
         table.in_flight[launched.rows] -= 1
         brought, kept = StepTokens.of(table, launched, result, self._limits.eos_token_ids)
+        if broken := brought.broken(table, launched, result, kept):
+            self._end_broken(broken)
+            kept &= table.live[brought.rows]
         logprobs = (
             token_logprobs(table, brought.rows, kept, launched.item_rows, result) if len(result.logprob_rows) else []
         )
@@ -372,6 +375,14 @@ class Scheduler:
         self._endings.release(row)
         if not is_held:
             self._queue.push(request)
+
+    def _end_broken(self, rows: list[int]) -> None:
+        """Ends the requests of `rows`, and lets nothing of what they computed stay in the prefix cache."""
+        for row in rows:
+            num_tokens = int(self._rows.num_known[row])
+            error = f"The model's logits after {num_tokens} tokens of this request hold a NaN, which is not a number."
+            self._rows.num_cacheable[row] = 0
+            self._endings.finish(self._rows.request(row), FinishReason.ERROR, error=error, error_code="not_a_number")
 
     def _end_expired(self, now: float) -> None:
         for request in self._admission.expired(now):

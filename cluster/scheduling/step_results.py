@@ -90,10 +90,25 @@ class StepTokens(NamedTuple):
         kept = table.live[rows]
         if len(counts):
             is_last = positions + 1 >= table.max_total[rows]
-            ends = stopped | is_last
+            ends = stopped | is_last | (tokens < 0)
             num_ended: npt.NDArray[np.int64] = np.cumsum(ends) - ends  # by the tokens before, of all rows
             kept &= num_ended == np.repeat(num_ended[firsts], counts)
         return cls(rows, positions, tokens, stopped, is_last), kept
+
+    def broken(self, table: RowTable, launched: Launched, result: StepResult, kept: npt.NDArray[np.bool_]) -> list[int]:
+        """The live rows for which the model answered with a NaN: in place of a token that counts, or among the log
+        probabilities that they asked for."""
+        found: list[npt.NDArray[np.integer]] = []
+        if len(self.tokens) and self.tokens.min() < 0:
+            found.append(self.rows[kept & (self.tokens < 0)])
+        if len(result.logprob_rows):
+            found.append(self.rows[result.logprob_rows[np.isnan(result.logprobs)]])
+        if launched.prompt_runs:
+            rows, counts = np.array([(run.row, run.num) for run in launched.prompt_runs]).T
+            found.append(np.repeat(rows, counts)[np.isnan(result.prompt_logprobs)])
+        if len(launched.item_rows):
+            found.append(launched.item_rows[np.isnan(result.item_logprobs).any(axis=1)])
+        return [row for row in np.unique(np.concatenate(found)).tolist() if table.live[row]] if found else []
 
     def write(self, table: RowTable, launched: Launched) -> None:
         """Makes the tokens known, all of which are kept; rows that could bring several go on behind them."""
@@ -131,8 +146,7 @@ def take_prefilled(table: RowTable, rows: list[int], now: float) -> list[Prefill
     """Those of `rows` that got the first token of their answer, `now`."""
     prefilled: list[Prefilled] = []
     for row in rows:
-        request = table.request(row)
-        if table.live[row] and not request.has_emitted:
+        if table.live[row] and not (request := table.request(row)).has_emitted:
             request.has_emitted = True
             admitted = request.admission_s
             assert admitted is not None, "a first token before an admission"
@@ -148,14 +162,16 @@ def token_logprobs(
     those after each of their items."""
     logprobs: list[TokenLogprobs] = []
     for place, (index, logprob) in enumerate(zip(result.logprob_rows.tolist(), result.logprobs.tolist(), strict=True)):
+        if not kept[index]:
+            continue
         request = table.request(int(rows[index]))
         # The arrays are as wide as the widest request of the step.
         k, asked = request.sampling.num_logprobs, request.sampling.logprob_token_ids
         ids = array("i", asked).tobytes()
-        if kept[index] and request.item_lens:
+        if request.item_lens:
             after = result.item_logprobs[item_rows == request.row, : len(asked)]
             logprobs.append(TokenLogprobs(request.id, logprob, ids * len(after), after.tobytes()))
-        elif kept[index] and k >= 0:
+        elif k >= 0:
             top_ids = result.top_ids[place, :k].tobytes() + ids
             of_asked = result.asked_logprobs[place, : len(asked)].tobytes()
             top_logprobs = result.top_logprobs[place, :k].tobytes() + of_asked

@@ -250,7 +250,8 @@ def node_gemm(
     """out[i] = x @ weight.T over the leaves of nodes[i], summed as the module says. One or two kernels, no host sync.
 
     Args:
-        x: [num_rows, in_features] bf16 or fp16, this rank's leaves; rows any distance apart.
+        x: [num_rows, in_features], this rank's leaves; rows any distance apart. fp32 is multiplied without tensor
+            cores.
         weight: [out_features, in_features] of x's dtype, contiguous.
         leaf: columns of a leaf; only the rank's last one may have fewer.
         nodes: one after the other, from the rank's first leaf (whatever its number) to its last.
@@ -270,7 +271,7 @@ def node_gemm(
     sums = out
     if parts != nodes:
         sums = torch.empty((len(parts), num_rows, out_features), dtype=torch.float32, device=x.device)
-    if tile is None and x.is_cuda and _is_batched(num_rows, leaf, len(parts)) and len(parts) * leaf == x.shape[1]:
+    if tile is None and is_by_cublas(x, leaf, len(parts)):
         of_leaves = weight.unflatten(1, (-1, leaf)).permute(1, 2, 0)
         torch.bmm(x.unflatten(1, (-1, leaf)).transpose(0, 1), of_leaves, out_dtype=torch.float32, out=sums)
     else:
@@ -336,6 +337,13 @@ def pack_parts(parts: tuple[Leaves, ...]) -> tuple[int, int, int]:
     assert borders[-1] <= _MAX_LEAVES, f"{borders[-1]} leaves"
     low, high = (sum(b << (8 * i) for i, b in enumerate(word)) for word in (borders[:8], borders[8:]))
     return low, high, max(stop - start - 1 for start, stop in parts).bit_length()
+
+
+def is_by_cublas(x: torch.Tensor, leaf: int, num_parts: int) -> bool:
+    """Whether `node_gemm` leaves so many parts of `x`, each a leaf, to cuBLAS: never in fp32, where nothing keeps it
+    from splitting a leaf's columns."""
+    is_chain = x.is_cuda and x.dtype is not torch.float32
+    return is_chain and _is_batched(len(x), leaf, num_parts) and num_parts * leaf == x.shape[1]
 
 
 def _is_batched(num_rows: int, leaf: int, num_leaves: int) -> bool:

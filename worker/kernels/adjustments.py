@@ -52,7 +52,7 @@ def _penalise_and_mask_kernel(logits, rows, records, heads, marks, masks, num_id
             x = score.to(tl.float32)
         if (flags & _MASKED) != 0:
             word = tl.load(masks + row * num_words + (column >> 5), mask=inside, other=0)
-            x = tl.where(((word >> (column & 31)) & 1) != 0, x, -float("inf"))
+            x = tl.where((((word >> (column & 31)) & 1) != 0) | (x != x), x, -float("inf"))
         tl.store(logits + i * num_ids + column, x, mask=inside)
 
 
@@ -86,7 +86,8 @@ def _bias_kernel(logits, rows, positions, heads, biases, num_ids, MAX: tl.conste
         until = tl.load(record + 3, mask=inside, other=0)
         banned = inside & (position < until) & (value == -float("inf"))
         token = tl.load(record + 1, mask=inside, other=0)
-        tl.store(logits + token, value, mask=banned)
+        old = tl.load(logits + token, mask=banned, other=0.0)
+        tl.store(logits + token, value, mask=banned & (old == old))
         start += BLOCK
 
 
@@ -97,7 +98,8 @@ def adjust_logits(
     records: torch.Tensor,
     adjustments: RowAdjustments,
 ) -> None:
-    """Makes rows of logits what their tokens are drawn from, in place; rows without adjustments keep every bit.
+    """Makes rows of logits what their tokens are drawn from, in place; rows without adjustments keep every bit, and
+    NaN stays NaN.
 
     Args:
         logits: [num_rows, vocab_size] fp32, contiguous: whole rows.

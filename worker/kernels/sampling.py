@@ -7,8 +7,9 @@ Their twins for the CPU are in worker/torch_sampling.py.
     token_logprobs                                      log probabilities, the likeliest by an order that topk keeps
 
 A row's result depends on nothing but its own logits, parameters and position: blocks have one size and sums one order,
-however many rows there are. Scores and noise are fp64, as in their twins: both draw the same tokens. NaN counts
-as -inf, so that even a broken model's tokens are inside the vocabulary.
+however many rows there are. Scores and noise are fp64, as in their twins: both draw the same tokens. Of a row with a
+NaN the candidate is (+inf, -1), which every maximum keeps and which stands before any id of that value; its thresholds
+mean nothing, its log probabilities are NaN.
 
 Thresholds are searched on keys: the bits of an fp32 value as an int32 that sorts as the value does. An fp64 quotient
 keeps distinct fp32 logits distinct, so the order of logits is the order of scores.
@@ -37,6 +38,7 @@ _FACTOR_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _FACTOR_2 = tl.constexpr(0x94D049BB133111EB)
 _UNIT = tl.constexpr(2.0**-53)
 _NO_ID = tl.constexpr(1 << 30)  # above every id; exact as a float
+_NAN_ID = tl.constexpr(-1)  # below every id
 _LOWEST_KEY = tl.constexpr(-0x7F800001)  # of -inf
 
 _BLOCK = 4096
@@ -54,6 +56,14 @@ _SEARCH_WARPS = 16
 def _load_logits(pointers, inside):
     x = tl.load(pointers, mask=inside, other=-float("inf")).to(tl.float32)
     return tl.where(x == x, x, -float("inf"))
+
+
+@triton.jit
+def _load_or_top(pointers, inside):
+    # With +inf for NaN, and which are.
+    x = tl.load(pointers, mask=inside, other=-float("inf")).to(tl.float32)
+    is_nan = x != x
+    return tl.where(is_nan, float("inf"), x), is_nan
 
 
 @triton.jit
@@ -115,7 +125,7 @@ def _candidates_kernel(
     logits += i.to(tl.int64) * row_stride
     # Read before anything is known of the row, and as a whole: a greedy row needs no more, and memory stays busy.
     column = first + tl.arange(0, BLOCK)
-    x = _load_logits(logits + column, column < num_ids)
+    x, is_nan = _load_or_top(logits + column, column < num_ids)
     record = records + tl.load(rows + i) * _RECORD_WORDS
     temperature = tl.load(record + _TEMPERATURE).to(tl.float32, bitcast=True)
     if temperature > 0:
@@ -128,20 +138,22 @@ def _candidates_kernel(
         for start in range(0, BLOCK, SLICE):
             near = first + start + tl.arange(0, SLICE)
             inside = near < num_ids
-            scores = _load_logits(logits + near, inside).to(tl.float64) / temperature.to(tl.float64)
+            near_x, near_nan = _load_or_top(logits + near, inside)
+            scores = near_x.to(tl.float64) / temperature.to(tl.float64)
             allowed = inside & (scores >= threshold)
             # Most slices of a restricted row are spared the noise.
             if not RESTRICTED or tl.max(allowed.to(tl.int32), 0) > 0:
                 noisy = scores + _gumbel(first_id + near, row_key)
-                better = allowed & ((noisy > best) | (token == _NO_ID))
+                better = (allowed & ((noisy > best) | (token == _NO_ID))) | near_nan
                 best = tl.where(better, noisy, best)
-                token = tl.where(better, first_id + near, token)
+                token = tl.where(better, tl.where(near_nan, _NAN_ID, first_id + near), token)
         value = tl.max(best, 0)
         winner = tl.min(tl.where(best == value, token, _NO_ID), 0)
     else:
         top = tl.max(x, 0)
         value = top.to(tl.float64)
-        winner = tl.min(tl.where((x == top) & (column < num_ids), first_id + column, _NO_ID), 0)
+        ids = tl.where(is_nan, _NAN_ID, first_id + column)  # another name: a branch may not change the shape of `token`
+        winner = tl.min(tl.where((x == top) & (column < num_ids), ids, _NO_ID), 0)
     candidate = out + (part * num_rows + i) * 2
     tl.store(candidate, value)
     tl.store(candidate + 1, winner.to(tl.float64))
@@ -284,8 +296,16 @@ def _threshold_kernel(logits, maxima, rows, records, found, thresholds, num_ids,
 def _normaliser_kernel(logits, row_stride, normalisers, num_ids, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64)
     logits += i * row_stride
-    largest = _largest(logits, num_ids, BLOCK)
-    top = tl.where(largest == -float("inf"), 0.0, largest).to(tl.float64)
+    largest = tl.full([BLOCK], -float("inf"), tl.float32)
+    start = 0
+    while start < num_ids:
+        at = start + tl.arange(0, BLOCK)
+        x, _ = _load_or_top(logits + at, at < num_ids)
+        largest = tl.maximum(largest, x)
+        start += BLOCK
+    top = tl.max(largest, 0).to(tl.float64)
+    # Of +inf, and of NaN that it stands for, every difference is NaN or -inf; of -inf alone all are to be -inf.
+    top = tl.where(top == float("inf"), float("nan"), tl.where(top == -float("inf"), 0.0, top))
     mass = _weight(logits, num_ids, _LOWEST_KEY, top, 1.0, True, BLOCK)
     tl.store(normalisers + i * 2, top)
     tl.store(normalisers + i * 2 + 1, tl.log(tl.maximum(mass, 1.0)))
@@ -325,7 +345,8 @@ def best_candidates(
         thresholds: [num_rows] fp64: rows of positive temperature take no score below; None allows everything.
 
     Returns:
-        [num_blocks, num_rows, 2] fp64: (value, id). A block without an allowed id has value -inf and id 2**30.
+        [num_blocks, num_rows, 2] fp64: (value, id). A block without an allowed id has value -inf and id 2**30, one with
+        a NaN +inf and -1.
     """
     num_rows, num_ids = logits.shape
     num_parts = max(triton.cdiv(num_ids, _BLOCK), 1)

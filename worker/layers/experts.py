@@ -13,10 +13,9 @@ import torch.nn.functional as F
 
 from configs.errors import ConfigError
 from configs.layers import Axis, Cut, DenseMLP, MixtureOfExperts
-from parallel.arithmetic import ExactArithmetic, LayerPlace
+from parallel.arithmetic import LayerPlace
 from parallel.fused_sum import PartialSum
-from parallel.rank_sum import CudaExactSum, RankSum
-from parallel.tree import SumTree
+from parallel.rank_sum import ExactSum
 from parallel.weight import CpuWeight, TensorSource
 from worker.kernels.cpu_pointwise import act_and_mul, softmax
 from worker.layers.mlp import MLP
@@ -43,7 +42,7 @@ class Experts(ABC):
         """As the place's device computes them."""
         if place.device.type != "cuda":
             return CpuExperts(spec, place)
-        return (ExactCudaExperts if isinstance(place.arithmetic, ExactArithmetic) else CudaExperts)(spec, place)
+        return place.arithmetic.choose(fast=CudaExperts, exact=ExactCudaExperts)(spec, place)
 
     @abstractmethod
     def load(self, source: TensorSource, prefix: str) -> None:
@@ -100,8 +99,9 @@ class CudaExperts(Experts):
                 f"experts of the best {spec.top_groups} of {spec.num_groups} groups are not chosen on GPUs yet; set "
                 "device=cpu"
             )
+        beside = None if spec.shared is None else spec.shared.down.cut
         cut = Cut(Axis.EXPERT_COLUMNS, 1)
-        self._sum: RankSum = place.arithmetic.rank_sum(spec.hidden_size, cut, place, of_weight=False)
+        self._sum = place.arithmetic.rank_sum(spec.hidden_size, cut, place, of_weight=False, beside=beside)
         # fp32 from the product on, since bf16 logits often tie, and then choose other experts.
         self._router = self._empty_router(place.dtype, place.device)
         self._w13 = place.empty(spec.num_experts, 2 * width, spec.hidden_size)
@@ -146,13 +146,10 @@ class ExactCudaExperts(CudaExperts):
 
     def __init__(self, spec: MixtureOfExperts, place: LayerPlace) -> None:
         super().__init__(spec, place)
-        cut = Cut(Axis.EXPERT_COLUMNS, 1)
-        self._leaves = place.arithmetic.leaves(cut, place)
-        self.tree = place.tree(cut)[1]
+        assert isinstance(self._sum, ExactSum), "the sum of exact arithmetic"
+        self._leaves = place.arithmetic.leaves(Cut(Axis.EXPERT_COLUMNS, 1), place)
+        self.tree = self._sum.tree
         """That of the ranks' nodes."""
-        if spec.shared is not None:
-            self.tree = SumTree.joined(self.tree, place.tree(spec.shared.down.cut)[1])
-            self._sum = CudaExactSum(spec.hidden_size, place.group, self.tree, leaf=None)
         self._num_nodes = self.tree.counts[place.group.rank]
 
     def partial(self, x: torch.Tensor, padding: Padding, out: torch.Tensor | None = None) -> torch.Tensor:

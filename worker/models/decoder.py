@@ -167,7 +167,8 @@ class Decoder:
         device: torch.device,
     ) -> None:
         self._model = model
-        self._dtype = dtype
+        self.dtype = dtype
+        """Of the activations."""
         self._device = device
         ropes = [(layer.mixer.rope, layer.mixer.rotary_dim) for layer in model.layers]
         self._ropes = list(dict.fromkeys(ropes))
@@ -215,7 +216,7 @@ class Decoder:
     def set_max_positions(self, max_positions: int) -> None:
         """Prepares rotary tables for positions below `max_positions`."""
         self._rotary = [
-            RotaryEmbedding(rope, rotary_dim, max_positions, dtype=self._dtype, device=self._device)
+            RotaryEmbedding(rope, rotary_dim, max_positions, dtype=self.dtype, device=self._device)
             for rope, rotary_dim in self._ropes
         ]
 
