@@ -77,6 +77,8 @@ class RankLoad:
     free_bytes: int
     """Memory of the rank's device that the KV pool may take; on CPU the node's, shared by its ranks."""
     seconds: float
+    platform: str
+    """As `worker.platform.platform_of` has it."""
 
 
 class RankActor:
@@ -192,11 +194,18 @@ class RankActor:
         """Loads this rank's shard and finds out what is left for the KV pool; on CUDA all ranks do that together."""
         import time
 
+        from worker.platform import platform_of
+
         worker = self._ready()
         began = time.monotonic()
         self.read_weights()
         seconds = time.monotonic() - began
-        return RankLoad(kv_page_bytes=worker.kv_page_bytes(), free_bytes=worker.profile().usable_bytes, seconds=seconds)
+        return RankLoad(
+            kv_page_bytes=worker.kv_page_bytes(),
+            free_bytes=worker.profile().usable_bytes,
+            seconds=seconds,
+            platform=platform_of(worker.device),
+        )
 
     def read_weights(self) -> None:
         """Loads this rank's shard alone, where the size of the KV pool is known; no other rank takes part."""

@@ -144,7 +144,7 @@ class RunningEngine:
             version=VERSION,
             info=EngineInfo.of(config, self.facts.num_pages),
             max_item_tokens=self.facts.max_item_tokens,
-            system_fingerprint=system_fingerprint(self.spec),
+            system_fingerprint=system_fingerprint(self.spec, (load.platform for load in self.facts.loads)),
         )
         try:
             await self.coordinator.set_tokenizer.remote(tokenizer.to_json())

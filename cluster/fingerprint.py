@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 
 from cluster.coordinator_actor import EngineSpec
 from cluster.version import VERSION
+from configs.numerics import CONTRACT
 
 _SAMPLE_BYTES = 1 << 16
 
 
-def system_fingerprint(spec: EngineSpec) -> str:
+def system_fingerprint(spec: EngineSpec, platforms: Iterable[str]) -> str:
     """Version, and a hash of all that may change an answer.
 
-    Where numerics are exact, that is what the model is, its weights, the types of activations and cache and the kind of
-    device: whoever has the same fingerprint gives the same bits. Else it is also the number of ranks and all settings
-    but those of serving, and equal fingerprints promise nothing.
+    Where numerics are exact, that is what the model is, its weights, the types of activations and cache, where the
+    ranks compute and the contract: whoever has the same fingerprint gives the same bits. Else it is the number of ranks
+    and all settings but those of serving, and equal fingerprints promise nothing.
+
+    Args:
+        platforms: `worker.platform.platform_of` of each rank.
     """
     config = spec.config
     if not config.is_exact:
@@ -24,7 +29,8 @@ def system_fingerprint(spec: EngineSpec) -> str:
         return f"lockstep-{VERSION}-tp{config.tensor_parallel_size}-{_digest(str(spec.model), settings)}"
     weights = "dummy" if config.load_format == "dummy" else _weights(spec.model_path)
     types = (config.dtype, config.kv_dtype, config.device)
-    return f"lockstep-{VERSION}-exact-{_digest(str(spec.model), weights, *types)}"
+    where = sorted(set(platforms))  # most often one, whatever the number of ranks
+    return f"lockstep-{VERSION}-exact-{_digest(str(CONTRACT), str(spec.model), weights, *types, *where)}"
 
 
 def _weights(path: Path) -> str:

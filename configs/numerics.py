@@ -1,4 +1,4 @@
-"""Which parts of a model cannot be computed exactly, and why not."""
+"""Exact numerics: which parts of a model cannot be computed so, and why not; and the number of their contract."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from configs.latent_attention import LatentAttention
 from configs.layers import HeadGroups
 from configs.model_config import ModelConfig
 
+CONTRACT = 1
+"""Of docs/concepts.md, "One answer". Raised by hand with each change that gives any exact answer other bits, and then
+equal `system_fingerprint`s still promise equal bits: versions do not tell of it."""
 _INEXACT_ON_GPUS: dict[type[Any], str] = {BiasedMixture: "experts with biases are summed exactly on CPUs only, so far"}
 _INEXACT: dict[type[Any], str] = {
     LatentAttention: "latent attention computes in two forms, by which is cheaper for a step, and they round otherwise",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
+import platform
+import re
 import subprocess
 import sys
 import time
@@ -24,6 +27,7 @@ from benchmarks.exactness import GPU_WAYS, Frames, Way, hash_rows, plant, reques
 from benchmarks.exactness import WAYS as WAYS_ON_CPUS
 from cluster.messages import SamplingParams
 from configs.errors import EngineError
+from configs.numerics import CONTRACT
 from configs.read_config import read_model_config
 from configs.resolve import HostFacts, resolve
 from configs.schema import EngineConfig
@@ -40,6 +44,7 @@ from worker import self_test, tp_worker
 from worker.layers.experts import CpuExperts
 from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder
+from worker.platform import platform_of
 from worker.protocol import StepFrame, StepResult
 from worker.self_test import check_exactness
 from worker.tp_worker import TPWorker
@@ -416,3 +421,27 @@ def test_a_gpu_checks_leaves_of_cublas_in_less_than_a_second(tmp_path: Path, mon
     with pytest.raises(EngineError, match="a token is another in a step of 256 tokens"):
         worker.check_steps(128, 2048)
     worker.close()
+
+
+def test_a_platform_says_what_computes() -> None:
+    assert platform_of(CPU) == f"{platform.machine()}, torch {torch.__version__}"
+
+
+@pytest.mark.gpu
+def test_a_gpus_platform_says_what_computes() -> None:
+    capability = "".join(map(str, torch.cuda.get_device_capability()))
+    said = rf"sm{capability}, torch {re.escape(torch.__version__)}, triton \d+\.\d+\.\d+, cublaslt \d{{5,}}"
+    assert re.fullmatch(said, platform_of(torch.device("cuda")))
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the bits are those of another kind of processor")
+def test_whoever_changes_a_bit_of_exact_answers_raises_the_contract(small_path: Path, watch: Watch) -> None:
+    group = LocalGroup(
+        small_path, 1, 256, on_frame=lambda frame, scheduler: watch.keys.extend(rows_of_logits(frame, scheduler))
+    )
+    try:
+        _, rows = _answers(group, watch, "together")
+    finally:
+        group.close()
+    digest = hashlib.sha256(repr(sorted(rows.items())).encode()).hexdigest()[:16]
+    assert {CONTRACT: digest} == {1: "9395fe4da162a438"}, "raise configs.numerics.CONTRACT, and take this digest here"

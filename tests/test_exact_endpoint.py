@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from cluster.coordinator_actor import EngineSpec
 from cluster.fingerprint import system_fingerprint
 from configs.load import load_app_config
+from configs.numerics import CONTRACT
 from configs.read_config import read_model_config
 from configs.resolve import HostFacts, resolve
 from tests.conftest import ROOT, SMALL
@@ -62,11 +64,14 @@ def test_a_drawn_answer_is_the_same_at_every_number_of_ranks_alone_and_beside_ot
     assert len({answer["choices"][0]["message"]["content"] for answer in answers.values()}) > NUM_OTHERS / 2
 
 
-def _fingerprint(path: Path, *overrides: str) -> str:
+H200 = "sm90, torch 2.11.0+cu130, triton 3.6.0, cublaslt 130002"
+
+
+def _fingerprint(path: Path, *overrides: str, platforms: Sequence[str] = (H200,)) -> str:
     given = load_app_config(ROOT / "configs" / "smollm2-135m.yaml", [f"model={path}", *overrides]).engine
     model = read_model_config(path)
     config = resolve(given, model, HostFacts(num_cores=2, num_gpus=0)).config
-    return system_fingerprint(EngineSpec(config, model, path, path, config))
+    return system_fingerprint(EngineSpec(config, model, path, path, config), platforms)
 
 
 def test_equal_fingerprints_are_those_that_promise_equal_bits(smollm2_path: Path, tmp_path: Path) -> None:
@@ -75,6 +80,13 @@ def test_equal_fingerprints_are_those_that_promise_equal_bits(smollm2_path: Path
         assert _fingerprint(smollm2_path, other) == one
     for other in ("dtype=bfloat16", "kv_cache.dtype=fp8_e4m3", "numerics=fast", "load_format=dummy"):
         assert _fingerprint(smollm2_path, other) != one
+    assert _fingerprint(smollm2_path, "tensor_parallel_size=3", platforms=[H200] * 3) == one
+    for other in ("sm100, torch 2.11", H200.replace("3.6.0", "3.7.0"), H200.replace("130002", "130100")):
+        assert _fingerprint(smollm2_path, platforms=[other]) != one
+        assert _fingerprint(smollm2_path, platforms=[H200, other]) != one
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cluster.fingerprint.CONTRACT", CONTRACT + 1)
+        assert _fingerprint(smollm2_path) != one
     changed = tmp_path / "changed.gguf"
     with smollm2_path.open("rb") as file:
         content = bytearray(file.read())
