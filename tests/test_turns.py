@@ -33,12 +33,12 @@ LONG = 4096  # tokens: 4096 x 20 log probabilities took 0.2 s when they were mad
 
 
 class Slices:
-    """The longest callback of the loop, by processor time of its thread, but for those of the scripted engine; and the
-    longest call of another thread into C that came to no Python code."""
+    """The longest callback of the loop, by processor time of its thread, but for those of the scripted engine."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.longest_s = 0.0
         self.longest_call_s = 0.0
+        """The longest call of another thread into C that came to no Python code, where they are watched."""
         run = asyncio.Handle._run
 
         def timed(handle: asyncio.Handle) -> None:
@@ -52,6 +52,9 @@ class Slices:
             self.longest_s = max(self.longest_s, time.thread_time() - began)
 
         monkeypatch.setattr(asyncio.Handle, "_run", timed)
+
+    def watch_threads(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Times calls into C of the threads that begin from now on, whose Python code takes several times as long."""
         thread = threading.local()
 
         def profile(frame: FrameType, event: str, arg: Any) -> None:
@@ -77,6 +80,12 @@ def slices(frozen: None, monkeypatch: pytest.MonkeyPatch) -> Slices:
     gc.collect()
     gc.freeze()  # as the Engine replica does when it has started
     return Slices(monkeypatch)
+
+
+@pytest.fixture
+def slices_and_calls(slices: Slices, monkeypatch: pytest.MonkeyPatch) -> Slices:
+    slices.watch_threads(monkeypatch)
+    return slices
 
 
 async def post(app: Any, path: str, body: bytes) -> tuple[int, list[bytes]]:
@@ -231,9 +240,9 @@ IDS = [prompt(1000)] * 1000
     ids=lambda value: value if isinstance(value, str) else f"{len(str(value)) >> 10}k",
 )
 def test_bodies_as_large_as_they_may_be_hold_nobody_up(
-    run: Run, slices: Slices, path: str, fields: dict[str, Any]
+    run: Run, slices_and_calls: Slices, path: str, fields: dict[str, Any]
 ) -> None:
-    answer(run, slices, path, fields)
+    answer(run, slices_and_calls, path, fields)
 
 
 @pytest.mark.parametrize(
@@ -245,14 +254,20 @@ def test_bodies_as_large_as_they_may_be_hold_nobody_up(
     ],
 )
 def test_bodies_of_more_lists_than_are_decoded_at_once_are_refused(
-    run: Run, slices: Slices, path: str, fields: dict[str, Any]
+    run: Run, slices_and_calls: Slices, path: str, fields: dict[str, Any]
 ) -> None:
-    assert b"more than 131072 lists, objects and fields" in answer(run, slices, path, fields, 413)
+    assert b"more than 131072 lists, objects and fields" in answer(run, slices_and_calls, path, fields, 413)
 
 
 @pytest.mark.parametrize("broken", ["x", "\\", "\\u1234", "😀"])
-def test_a_long_body_that_is_no_json_holds_nobody_up(run: Run, slices: Slices, broken: str) -> None:
-    answer(run, slices, "/v1/completions", b'{"prompt": "' + broken.encode() * (8_000_000 // len(broken.encode())), 400)
+def test_a_long_body_that_is_no_json_holds_nobody_up(run: Run, slices_and_calls: Slices, broken: str) -> None:
+    answer(
+        run,
+        slices_and_calls,
+        "/v1/completions",
+        b'{"prompt": "' + broken.encode() * (8_000_000 // len(broken.encode())),
+        400,
+    )
 
 
 @pytest.mark.parametrize(
@@ -267,8 +282,10 @@ def test_a_long_body_that_is_no_json_holds_nobody_up(run: Run, slices: Slices, b
         ("/tokenize", {"messages": [1] * 1_000_000}),
     ],
 )
-def test_a_million_wrong_values_hold_nobody_up(run: Run, slices: Slices, path: str, fields: dict[str, Any]) -> None:
-    answer(run, slices, path, fields, 400)
+def test_a_million_wrong_values_hold_nobody_up(
+    run: Run, slices_and_calls: Slices, path: str, fields: dict[str, Any]
+) -> None:
+    answer(run, slices_and_calls, path, fields, 400)
 
 
 @pytest.mark.parametrize(
