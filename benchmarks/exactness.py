@@ -24,6 +24,7 @@ import functools
 import hashlib
 import json
 import multiprocessing
+import os
 import queue
 import time
 from collections.abc import Sequence
@@ -46,6 +47,7 @@ from configs.read_config import read_model_config
 from configs.resolve import HostFacts, resolve
 from configs.schema import EngineConfig, resolved
 from parallel import tree
+from parallel.environment import RANK_ENVIRONMENT
 from parallel.plan import Span
 from parallel.tree import SumTree
 from worker import tp_worker
@@ -399,6 +401,7 @@ def main() -> None:
     if args.compare:
         raise SystemExit(bool(compare(*args.compare)))
 
+    os.environ.update(RANK_ENVIRONMENT)  # the ranks' processes inherit it
     reference, before = _Rows(), _Rows()
     table, num_rows, num_differing = [], 0, 0
     for size in map(int, args.sizes.split(",")):
