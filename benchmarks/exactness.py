@@ -27,6 +27,7 @@ import multiprocessing
 import os
 import queue
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,7 +166,12 @@ def requests(vocab_size: int, count: int, num_tokens: int, num_long: int) -> lis
 
 
 class Frames(ScheduledFrames):
-    """The frames of one way, and whose logits each step's are."""
+    """The frames of one way, and whose logits each step's are.
+
+    They are the same on every rank, whenever its results come: the scheduler hears of a result when it has no step to
+    launch without, and of one at a time. Where it heard at once, ranks that were not equally fast launched other steps,
+    and waited for each other for ever.
+    """
 
     def __init__(
         self, way: Way, vocab_size: int, max_model_len: int, num_pages: int, asked: list[GenerateRequest]
@@ -192,6 +198,8 @@ class Frames(ScheduledFrames):
         """Of these, those before were only to fill the cache."""
         self.most_rows = 0
         """Of logits of one step, those of prompts not counted."""
+        self._results: deque[bytes] = deque()
+        """Those that the scheduler has not heard of."""
         self._way = way
         self._waves = [asked] if way.at_once else [[request] for request in asked[:_NUM_ALONE]]
         if way.caches:
@@ -199,12 +207,8 @@ class Frames(ScheduledFrames):
         self._num_warm = 1 if way.caches else 0
 
     def poll(self) -> bytes | None:
-        if not self._scheduler.has_work and not self._scheduler.num_in_flight and self._waves:
-            if self._num_warm == 0:
-                self.first_counted = self.first_counted or len(self.rows)
-            self._num_warm -= 1
-            assert not self._scheduler.add(self._waves.pop(0))
-        frame = self._scheduler.next_step()
+        while (frame := self._next_step()) is None and self._results:
+            self._scheduler.retire(StepResult.decode(self._results.popleft()))
         if frame is None:
             return None
         self.rows += rows_of_logits(frame, self._scheduler)
@@ -212,7 +216,15 @@ class Frames(ScheduledFrames):
         return frame.encode()
 
     def retire(self, result: bytes) -> None:
-        self._scheduler.retire(StepResult.decode(result))
+        self._results.append(result)
+
+    def _next_step(self) -> StepFrame | None:
+        if not self._scheduler.has_work and not self._scheduler.num_in_flight and self._waves:
+            if self._num_warm == 0:
+                self.first_counted = self.first_counted or len(self.rows)
+            self._num_warm -= 1
+            assert not self._scheduler.add(self._waves.pop(0))
+        return self._scheduler.next_step()
 
     def check(self) -> None:
         """Raises AssertionError unless the requests were served in the way that its name says."""

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import platform
+import random
 import re
 import subprocess
 import sys
@@ -224,6 +225,40 @@ def test_what_is_planted_changes_sums_of_any_number_of_leaves(
     assert (summed() != right).any()
 
 
+def served(frames: Frames, num_late: Callable[[], int]) -> list[StepFrame]:
+    """The frames that are launched where results come once no more than `num_late()` steps could be in flight."""
+    launched: list[StepFrame] = []
+    in_flight: deque[StepFrame] = deque()
+    while True:
+        encoded = frames.poll() if len(in_flight) <= num_late() or not in_flight else None
+        if encoded is not None:
+            launched.append(StepFrame.decode(encoded))
+            in_flight.append(launched[-1])
+        elif in_flight:
+            frame = in_flight.popleft()
+            num_scored = len(frame.prompt_targets)
+            scores = {
+                "prompt_logprobs": np.zeros(num_scored, np.float32),
+                "prompt_top_ids": np.zeros((num_scored, 0), np.int32),
+                "prompt_top_logprobs": np.zeros((num_scored, 0), np.float32),
+            }
+            tokens = np.zeros(np.count_nonzero(frame.draws), np.int32)
+            frames.retire(StepResult(frame.generation, frame.step, tokens, **scores).encode())
+        else:
+            return launched
+
+
+def test_every_rank_makes_the_same_frames_whenever_its_results_come() -> None:
+    [way] = [way for way in GPU_WAYS if way.preempts]
+    asked = requests(1000, way.rows, num_tokens=24, num_long=0)
+    chance = random.Random(0)
+    quick, slow = (
+        served(Frames(way, 1000, 648, way.num_pages(asked, 648), asked), num_late)
+        for num_late in (lambda: 0, lambda: chance.randrange(3))
+    )
+    assert [frame.encode() for frame in quick] == [frame.encode() for frame in slow]
+
+
 @pytest.mark.parametrize(
     ("way", "device"), [*((way, "cpu") for way in WAYS_ON_CPUS), *((way, "cuda") for way in GPU_WAYS)]
 )
@@ -231,22 +266,7 @@ def test_requests_are_served_in_the_way_that_its_name_says_and_mostly_decoded(wa
     count = max(it.rows for it in ways_on(device))
     asked = requests(1000, count, num_tokens=24, num_long=0)
     frames = Frames(way, 1000, 648, way.num_pages(asked, 648), asked)
-    in_flight: deque[StepFrame] = deque()
-    sampled: list[int] = []
-    while (encoded := frames.poll()) is not None or in_flight:
-        if encoded is not None:
-            in_flight.append(StepFrame.decode(encoded))
-            sampled.append(int(np.count_nonzero(in_flight[-1].draws)))
-            continue
-        frame = in_flight.popleft()
-        num_scored = len(frame.prompt_targets)
-        scores = {
-            "prompt_logprobs": np.zeros(num_scored, np.float32),
-            "prompt_top_ids": np.zeros((num_scored, 0), np.int32),
-            "prompt_top_logprobs": np.zeros((num_scored, 0), np.float32),
-        }
-        tokens = np.zeros(np.count_nonzero(frame.draws), np.int32)
-        frames.retire(StepResult(frame.generation, frame.step, tokens, **scores).encode())
+    sampled = [int(np.count_nonzero(frame.draws)) for frame in served(frames, lambda: 0)]
     frames.check()
     assert sum(sampled) > 0.75 * len(frames.rows)
     if way.fills:
