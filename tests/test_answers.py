@@ -93,7 +93,12 @@ def _check_every_way(group: LocalGroup, logits: Logits, lengths: list[int], few_
 
 
 # More ranks than KV heads too.
-@pytest.mark.parametrize("group", [1, 2, 3, 5, 9], indirect=True, ids=lambda size: f"tp{size}")
+@pytest.mark.parametrize(
+    "group",
+    [1, 2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (5, 9))],
+    indirect=True,
+    ids=lambda size: f"tp{size}",
+)
 def test_answers_equal_transformers_in_chunks_from_the_cache_and_after_preemption(
     group: LocalGroup, small_logits: Logits
 ) -> None:

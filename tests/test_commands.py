@@ -182,6 +182,7 @@ def test_status_shows_a_serving_endpoint(endpoint: Any) -> None:
     assert figures["pages"]["free"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_bench_measures_an_endpoint(endpoint: Any, tmp_path: Path) -> None:
     out = tmp_path / "bench.json"

@@ -444,7 +444,9 @@ class WallClock:
 
 
 @pytest.mark.parametrize(
-    ("hangs_at", "speed", "is_found"), [(30, 1.0, True), (30, 0.01, False), (5, 1.0, False)], ids=["", "busy", "first"]
+    ("hangs_at", "speed", "is_found"),
+    [(30, 1.0, True), (30, 0.01, False), pytest.param(5, 1.0, False, marks=pytest.mark.slow)],
+    ids=["", "busy", "first"],
 )
 def test_a_step_that_hangs_is_found_by_what_steps_took_before(hangs_at: int, speed: float, is_found: bool) -> None:
     failures: list[tuple[LockstepError, float]] = []

@@ -65,6 +65,7 @@ def test_echoed_logprobs_equal_transformers_as_evaluation_harnesses_ask(
     assert reply.usage.prompt_tokens == sum(map(len, prompts))
 
 
+@pytest.mark.slow
 def test_an_answers_logprobs_equal_transformers_whatever_shapes_the_choice(
     client: openai.OpenAI, endpoint: Any, reference: Logits
 ) -> None:
@@ -93,6 +94,7 @@ def test_an_answers_logprobs_equal_transformers_whatever_shapes_the_choice(
             assert top[f"token_id:{id_}"] == pytest.approx(value, abs=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_a_chats_prompt_logprobs_equal_transformers(client: openai.OpenAI, endpoint: Any, reference: Logits) -> None:
     reply: Any = client.chat.completions.create(
         model=endpoint.model,

@@ -59,7 +59,7 @@ WIDE_LEAVES = Shape(4, 2, 24, 48, 3, normalise=False)  # of more than one step, 
 NARROW_LEAVES = Shape(4, 2, 24, 8, 9)  # of less than an MMA's step
 QWEN3 = Shape(128, 8, 2048, 64, 12)
 SLOW = pytest.mark.slow  # takes the interpreter seconds
-SHAPES = [SMALL, NARROW_LEAVES, pytest.param(WIDE_LEAVES, marks=SLOW)]
+SHAPES = [NARROW_LEAVES, pytest.param(SMALL, marks=SLOW), pytest.param(WIDE_LEAVES, marks=SLOW)]
 
 
 @dataclass
@@ -230,7 +230,7 @@ def test_however_programs_share_a_node_it_has_the_same_bits(device: torch.device
     assert torch.equal(case.run(parts=parts), case.run(tiles=GROUPED))
 
 
-@pytest.mark.parametrize("most_bytes", [0, 20_000])
+@pytest.mark.parametrize("most_bytes", [pytest.param(0, marks=SLOW), 20_000])
 def test_leaves_of_pairs_take_bounded_memory_and_the_bound_changes_no_bit(
     device: torch.device, most_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -266,6 +266,7 @@ def test_a_rank_that_raises_ends_every_request_with_its_own_words(
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_killed_coordinator_ends_every_request_and_the_ranks(ray_cluster: None, tiny_path: Path) -> None:
     async def main() -> None:
         async with running(tiny_path) as engine:
@@ -459,6 +460,7 @@ def descriptors(pid: int) -> Counter[str]:
     return opened
 
 
+@pytest.mark.slow
 def test_two_hundred_aborted_requests_leave_no_file_descriptor(endpoint: Any) -> None:
     group = processes("ServeReplica:shared", "Coordinator", "Rank")
     assert len(group) == 4

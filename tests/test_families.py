@@ -128,6 +128,7 @@ def test_exact_logits_are_the_same_bits_however_they_are_computed(case: Case, dt
     check_exact_logits(case, dtype)
 
 
+@pytest.mark.slow
 def test_leaves_of_several_heads_and_many_columns_are_the_same_bits_on_any_ranks(tmp_path: Path) -> None:
     torch.manual_seed(0)
     wide = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 16, "intermediate_size": 4096}

@@ -123,7 +123,7 @@ def test_check_warns_of_tokens_that_the_model_does_not_have(shape: Path, tokeniz
     assert f"has embeddings for 0 to {VOCAB_SIZE - 1}: texts with one of the other tokens, 'lock' the first" in warning
 
 
-@pytest.mark.parametrize("command", ["check", "serve"])
+@pytest.mark.parametrize("command", ["check", pytest.param("serve", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("tokenizer", "words"),
     [

@@ -121,6 +121,7 @@ def test_penalties_change_what_repeats(complete: Any) -> None:
     assert most_common(extra={"repetition_penalty": 1.5}) < plain
 
 
+@pytest.mark.slow
 def test_biases_allowed_ids_and_bad_words_decide_which_tokens_come(complete: Any, tokenizer: Tokenizer) -> None:
     plain = complete(extra={"return_token_ids": True}).choices[0]
     first = plain.token_ids[0]

@@ -387,6 +387,8 @@ def burning(count: int) -> Iterator[None]:
             burner.wait()
 
 
+@pytest.mark.slow
+@pytest.mark.timing
 @pytest.mark.parametrize(
     ("code", "others", "least", "most"),
     [

@@ -112,6 +112,7 @@ def test_a_background_response_is_polled_and_another_cancelled(client: openai.Op
     endpoint.wait_idle()
 
 
+@pytest.mark.slow
 def test_a_response_is_parsed_into_a_model_and_calls_a_function(client: openai.OpenAI, endpoint: Endpoint) -> None:
     parsed = client.responses.parse(
         model=endpoint.model, input=FRANCE, text_format=City, temperature=0, max_output_tokens=64
@@ -150,6 +151,7 @@ def test_a_message_says_what_a_chat_says_streamed_and_whole(
     assert whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0) == chat.usage.prompt_tokens
 
 
+@pytest.mark.slow
 def test_a_message_uses_a_tool_and_goes_on_from_its_own_beginning(
     claude: anthropic.Anthropic, endpoint: Endpoint
 ) -> None:

@@ -129,6 +129,7 @@ def test_no_model_code_is_imported(smollm2: Tokenizer, smollm2_path: Path, tmp_p
     assert not marker.exists()
 
 
+@pytest.mark.slow
 def test_validation_does_not_rest_on_asserts_and_no_request_is_unpickled(smollm2_path: Path) -> None:
     """The same refusals under `python -O`, in a process where finding a class for a pickle ends it."""
     result = subprocess.run(

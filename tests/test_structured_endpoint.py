@@ -116,6 +116,7 @@ def test_bad_words_of_several_tokens_do_not_occur(endpoint: Endpoint) -> None:
     assert words not in text(bad_words=[words])
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_answer(endpoint: Endpoint) -> None:
     answers = {text_of(ask(endpoint, response_format=strict(PERSON), seed=11)) for _ in range(3)}
     assert len(answers) == 1

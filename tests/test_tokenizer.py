@@ -45,6 +45,7 @@ def test_a_gguf_keeps_template_and_special_tokens(smollm2: Tokenizer) -> None:
     assert smollm2.vocab_size == 49152
 
 
+@pytest.mark.slow
 def test_the_gguf_names_the_same_special_tokens_and_the_same_template(smollm2: Tokenizer, smollm2_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
     fields = gguf.GGUFReader(str(smollm2_path)).fields

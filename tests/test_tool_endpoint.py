@@ -64,6 +64,7 @@ def test_required_calls_are_valid_whatever_the_seed(client: openai.OpenAI, endpo
     assert names == set(SCHEMAS), "eight answers at temperature 1 use both tools"
 
 
+@pytest.mark.slow
 def test_a_named_call_streams_what_it_answers_whole(client: openai.OpenAI, endpoint: Any) -> None:
     fields: Any = {
         "model": endpoint.model,
@@ -90,6 +91,7 @@ def test_a_named_call_streams_what_it_answers_whole(client: openai.OpenAI, endpo
     assert chunks[-1].choices[0].finish_reason == "stop"
 
 
+@pytest.mark.slow
 def test_the_openai_packages_helpers_parse_the_arguments(client: openai.OpenAI, endpoint: Any) -> None:
     fields: Any = {"model": endpoint.model, "messages": MESSAGES, "tools": TOOLS, "tool_choice": "required"}
     fields |= {"parallel_tool_calls": False, "temperature": 0, "max_tokens": 64}

@@ -227,7 +227,7 @@ _PAIR_TOKENS = 8
 _PAIR_EXPERTS = 128
 """Of so many at most: every program compares all with all then."""
 
-# Measured on an H200 for Qwen3-30B-A3B, whole and halved (benchmarks/results/moe_h200_2026-11-23.txt).
+# Measured on an H200 for Qwen3-30B-A3B, whole and halved.
 _PAIR = Tiles(1, gate_up=Tile(8, 256, 4, 4), down=Tile(4, 128, 1, 8))
 # Up to so many pairs for each expert of the model.
 _GROUPED = (
