@@ -18,11 +18,12 @@ serve: setup
 # Files are dealt to as many processes as there are cores; then what starts Ray or measures time has the machine to itself.
 # pytest exits with 5 where nothing is left to run, as with ARGS=tests/test_plan.py. REPORTS is a folder for JUnit files.
 ALONE := ray or timing
+ALONE_FILES := $(shell grep -lE 'mark\.(ray|timing)' tests/test_*.py)
 report = $(if $(REPORTS),--junitxml=$(REPORTS)/$(1).xml)
 CPU := not gpu and not multi_gpu
 define run
 	$(PYTEST) -n logical --maxprocesses 8 --dist loadfile -m "($(1)) and not ($(ALONE))" $(call report,together) $(ARGS) || [ $$? -eq 5 ]
-	$(PYTEST) -m "($(1)) and ($(ALONE))" $(call report,alone) $(ARGS) || [ $$? -eq 5 ]
+	$(PYTEST) -m "($(1)) and ($(ALONE))" $(call report,alone) $(or $(ARGS),$(ALONE_FILES)) || [ $$? -eq 5 ]
 endef
 
 test: setup

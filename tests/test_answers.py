@@ -123,7 +123,7 @@ def test_prompt_logprobs_equal_transformers_in_chunks_and_with_a_warm_prefix_cac
 @pytest.mark.parametrize(
     ("size", "lengths"),
     [
-        pytest.param(2, SHORT_LENGTHS[:4], id="tp2"),
+        pytest.param(2, SHORT_LENGTHS[:4], marks=pytest.mark.slow, id="tp2"),
         *(
             pytest.param(size, LENGTHS, marks=pytest.mark.exhaustive, id=f"tp{size}-many")
             for size in (1, 2, 3, 4, 5, 9)

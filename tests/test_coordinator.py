@@ -445,7 +445,11 @@ class WallClock:
 
 @pytest.mark.parametrize(
     ("hangs_at", "speed", "is_found"),
-    [(30, 1.0, True), (30, 0.01, False), pytest.param(5, 1.0, False, marks=pytest.mark.slow)],
+    [
+        (30, 1.0, True),
+        pytest.param(30, 0.01, False, marks=pytest.mark.slow),
+        pytest.param(5, 1.0, False, marks=pytest.mark.slow),
+    ],
     ids=["", "busy", "first"],
 )
 def test_a_step_that_hangs_is_found_by_what_steps_took_before(hangs_at: int, speed: float, is_found: bool) -> None:

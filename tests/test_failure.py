@@ -435,6 +435,7 @@ def test_serve_replaces_a_replica_whose_group_failed(endpoint: Any) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_an_idle_group_uses_no_cpu(endpoint: Any) -> None:
     endpoint.wait_idle()
     group = processes("Rank", "Coordinator")

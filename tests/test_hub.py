@@ -103,6 +103,7 @@ def settings_of(**settings: object) -> list[str]:
     return [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
 
 
+@pytest.mark.slow
 def test_a_tokenizer_of_the_hub_is_read_before_anything_starts(
     shape: Path, tokenizer_files: Path, tmp_path: Path
 ) -> None:

@@ -90,6 +90,7 @@ def chat(client: openai.OpenAI, endpoint: Any) -> Callable[..., Any]:
     return ask
 
 
+@pytest.mark.slow
 def test_usage_is_the_clients_own_count(complete: Any, chat: Any, tokenizer: Tokenizer) -> None:
     reply = complete(extra={"return_token_ids": True})
     choice = reply.choices[0]
@@ -151,6 +152,7 @@ def test_min_tokens_holds_the_end_back(chat: Any) -> None:
     assert (ignoring.usage.completion_tokens, ignoring.choices[0].finish_reason) == (8, "length")
 
 
+@pytest.mark.slow
 def test_stop_strings_patterns_and_ids_end_a_text(complete: Any) -> None:
     plain = complete(max_tokens=14, extra={"return_token_ids": True}).choices[0]
     stop = plain.text[8:11]
@@ -183,6 +185,7 @@ def test_logprobs_have_the_sampled_token_its_bytes_and_those_asked_for(chat: Any
         assert any(value == pytest.approx(own) for value in top.values())
 
 
+@pytest.mark.slow
 def test_sampling_is_the_same_for_a_seed_and_within_top_k(chat: Any, complete: Any) -> None:
     fields: dict[str, Any] = {"temperature": 1, "seed": 5, "top_p": 0.9, "n": 2}
     one, two = (chat(**fields, extra={"top_k": 20, "min_p": 0.01}) for _ in range(2))

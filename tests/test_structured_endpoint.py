@@ -58,6 +58,7 @@ def test_a_chat_keeps_to_a_json_schema(endpoint: Endpoint) -> None:
         jsonschema.validate(answer, PERSON)
 
 
+@pytest.mark.slow
 def test_regex_choice_grammar_and_json_object_are_kept(endpoint: Endpoint) -> None:
     assert text_of(ask(endpoint, structured_outputs={"choice": ["blue", "green"]}, max_tokens=20)) in ("blue", "green")
     assert int(text_of(ask(endpoint, regex=r"\d{4}"))) >= 0

@@ -103,6 +103,7 @@ def test_the_openai_packages_helpers_parse_the_arguments(client: openai.OpenAI, 
     assert [event.parsed_arguments for event in done] == [parsed.tool_calls[0].function.parsed_arguments]
 
 
+@pytest.mark.slow
 def test_an_agents_loop_works_though_the_template_shows_no_tools(client: openai.OpenAI, endpoint: Any) -> None:
     messages = [*MESSAGES]
     fields: Any = {"model": endpoint.model, "tools": TOOLS, "temperature": 0, "max_tokens": 64}
