@@ -320,7 +320,7 @@ def test_serve_answers_and_an_interrupt_leaves_nothing_behind(smollm2_path: Path
 @pytest.mark.parametrize(
     ("moment", "number"),
     [
-        ("starting Ray Serve", signal.SIGTERM),
+        pytest.param("starting Ray Serve", signal.SIGTERM, marks=pytest.mark.exhaustive),
         ("loading weights", signal.SIGINT),
         pytest.param("starting Ray\n", signal.SIGINT, marks=pytest.mark.exhaustive),
         pytest.param("starting ranks", signal.SIGINT, marks=pytest.mark.exhaustive),

@@ -164,6 +164,7 @@ def test_the_revision_is_of_the_models_repository(
     assert asked.name == branch
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.timeout(600)

@@ -344,6 +344,7 @@ class LoopingCoordinator(HangingCoordinator):
     ranks = LoopingRank
 
 
+@pytest.mark.exhaustive
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [HangingCoordinator, pytest.param(LoopingCoordinator, marks=pytest.mark.exhaustive)])

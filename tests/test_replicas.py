@@ -71,6 +71,7 @@ def respond(url: str, text: str, **fields: Any) -> Any:
     return response.json()
 
 
+@pytest.mark.exhaustive
 def test_replicas_come_with_a_queue_and_go_with_it(endpoint: Any) -> None:
     """One replica, a queue, two replicas, nothing to do, one replica."""
     # Only the queue may ask for the second: the batch may be full.

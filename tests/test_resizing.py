@@ -84,6 +84,7 @@ class FragileCoordinator(CoordinatorActor):
         return super().start(placement_group)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(300)
