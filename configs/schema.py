@@ -96,9 +96,8 @@ class ParallelConfig(_Section):
     threads_per_rank: int | None = Field(None, ge=1)
     """CPU threads of one rank's kernels. None: cores of the node divided by the ranks on it, at least 1."""
     spin_us: int | None = Field(None, ge=0)
-    """The most microseconds that a CPU rank spins for the others of its node before it sleeps, yielding its core
-    meanwhile. It sleeps at once while its last waits took more than half of this on average. A reader of steps spins 50
-    at most. None: 1000 when the node has a core for every rank on it, else 0."""
+    """Microseconds a CPU rank spins for the others of its node before it sleeps, yielding its core meanwhile; a reader
+    of steps 50 at most. None: 1000 when the node has a core for every rank on it, else 0."""
     init_timeout_s: float = Field(600.0, gt=0)
     """Deadline for starting the ranks and loading the weights."""
     step_timeout_s: float = Field(120.0, gt=0)

@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from configs.errors import ConfigError, DeadlineError, EngineError
 from parallel.fused_sum import FusedSum
-from parallel.shm import FIRST_WORD, LINE_WORDS, Patience, Segment
+from parallel.shm import FIRST_WORD, LINE_WORDS, Segment
 from parallel.tree import SumTree
 
 # A blocked rank looks for an abort this often.
@@ -250,7 +250,7 @@ class SharedMemoryCollectives:
         self._rank = rank
         self._size = size
         self._timeout_s = timeout_s
-        self._patience = Patience(spin_us * 1e-6)
+        self._spin_s = spin_us * 1e-6
         self._buffer_bytes = buffer_bytes
         self._epoch = 0
         self._first_buffer = _first_buffer(size)
@@ -406,19 +406,17 @@ class SharedMemoryCollectives:
         segment.check_alive()
         self._epoch += 1
         segment.publish(self._epoch_word(self._rank), self._epoch, self._sleepers)
-        started = time.perf_counter()
         for peer in self._peers:
             if not segment.wait_at_least(
                 self._epoch_word(peer),
                 self._epoch,
                 sleeper=FIRST_WORD + self._rank,
                 timeout_s=self._timeout_s,
-                spin_s=self._patience.spin_s,
+                spin_s=self._spin_s,
             ):
                 error = _late(self._rank, f"rank {peer}", name, self._timeout_s)
                 self.abort(str(error))  # this rank's epoch is lost to the others: the generation ends for all
                 raise error
-        self._patience.learn(time.perf_counter() - started)
 
     def _buffers(self, epoch: int, dtype: torch.dtype, shapes: tuple[_Shape, ...]) -> list[Tensor]:
         key = (epoch & 1, dtype, shapes)

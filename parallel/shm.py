@@ -43,29 +43,6 @@ _EVERYONE = 2**31 - 1
 _SLICE_S = 0.05
 
 
-class Patience:
-    """How long a waiter spins before it sleeps, by what its waits have taken lately.
-
-    A wait whose end a spin sees is shorter by a sleep and a wake-up. A spin that ends before the wait does has only
-    kept a core from whoever is waited for. So a waiter spins for `limit_s` while its waits take less than half of it on
-    average, and sleeps at once while they take more. Waits that were slept through count too: when they become short,
-    spinning begins again.
-    """
-
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._mean_s = 0.0
-
-    @property
-    def spin_s(self) -> float:
-        """Seconds to spin in the next wait."""
-        return self._limit_s if 2 * self._mean_s <= self._limit_s else 0.0
-
-    def learn(self, waited_s: float) -> None:
-        """Counts one wait; a single long one, of a prompt's step for instance, does not end the spinning."""
-        self._mean_s += (min(waited_s, 4 * self._limit_s) - self._mean_s) / 8
-
-
 class Segment:
     """A mapping of shared memory: a header, then whatever its user lays out.
 

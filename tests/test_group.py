@@ -27,7 +27,6 @@ from configs.errors import ConfigError, DeadlineError, EngineError
 from parallel.all_reduce import SharedMemoryCollectives, _own_address
 from parallel.environment import MULTICAST_OFF, RANK_ENVIRONMENT
 from parallel.group import Strategy, TensorParallelGroup
-from parallel.shm import Patience
 from tests.forks import start_forked
 
 Body = Callable[[TensorParallelGroup], Any]
@@ -337,19 +336,6 @@ def test_random_skew_never_mixes_two_rounds(size: int, spin_us: int) -> None:
         return wrong
 
     assert run_processes(size, "shared_memory", body, spin_us=spin_us) == [0] * size
-
-
-def test_a_rank_spins_while_its_waits_are_short_and_sleeps_at_once_while_they_are_long() -> None:
-    patience = Patience(1e-3)
-    assert patience.spin_s == 1e-3
-    patience.learn(0.2)  # a prompt's step
-    assert patience.spin_s == 1e-3
-    for _ in range(8):
-        patience.learn(2e-3)
-    assert patience.spin_s == 0.0
-    for _ in range(16):
-        patience.learn(50e-6)
-    assert patience.spin_s == 1e-3
 
 
 def test_sliced_and_whole_sums_mix_without_racing() -> None:
