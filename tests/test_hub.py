@@ -115,6 +115,7 @@ def test_a_tokenizer_of_the_hub_is_read_before_anything_starts(
     assert "model.safetensors" not in fetched
 
 
+@pytest.mark.slow
 def test_check_warns_of_tokens_that_the_model_does_not_have(shape: Path, tokenizer_files: Path) -> None:
     (shape / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": VOCAB_SIZE}))
     options = settings_of(model=shape, load_format="dummy", tokenizer=tokenizer_files, max_model_len=512)

@@ -136,6 +136,7 @@ def test_prefix_hits_whole_and_in_part_change_no_answer(group: LocalGroup, model
     model.check(prompts, answers.tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp_size", [2])
 def test_keys_and_values_in_fp8_give_one_answer_however_they_are_kept(model: Model, tp_size: int) -> None:
     prompts, short = prompts_of(LENGTHS), prompts_of([1, 2, 3, 4, 5, 6, 7, 8])
