@@ -14,28 +14,21 @@ import pytest
 
 from benchmarks.make_checkpoint import write_checkpoint
 from cluster.text.gguf_tokenizer import read_gguf_tokenizer
+from tests.conftest import SMALL
 from tests.fake_hub import COMMIT, REPO, hub
 from tests.test_cli import CONFIG as EXAMPLE
 from tests.test_cli import ROOT, read_until_ready, run, run_apart, served
 from tests.tiny_engine import VOCAB_SIZE, make_tokenizer
 
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
+    **SMALL,
     "vocab_size": 49152,
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": True,
     "eos_token_id": 2,
-    "torch_dtype": "float32",
 }
 FETCH = """
 from configs.checkpoint import resolve_model_path
