@@ -20,9 +20,9 @@ import triton
 
 from benchmarks.graph_timing import graph_us
 from configs.layers import Axis, HeadGroups
-from parallel.kernels.chain_gemm import chain_gemm, cublas_is_faster, use_chain_cublas
-from parallel.kernels.node_gemm import Leaves, Tile, cut_nodes, node_gemm, pack_parts, subtrees, tree_adds
-from parallel.kernels.tree_sum import sum_add_norm, sum_nodes
+from parallel.numerics.kernels.chain_gemm import chain_gemm, cublas_is_faster, use_chain_cublas
+from parallel.numerics.kernels.node_gemm import Leaves, Tile, cut_nodes, node_gemm, pack_parts, subtrees, tree_adds
+from parallel.numerics.kernels.tree_sum import sum_add_norm, sum_nodes
 from parallel.plan import leaf_columns
 from worker.kernels.norm import add_rms_norm
 

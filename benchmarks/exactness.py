@@ -40,17 +40,17 @@ from torch.distributed import TCPStore
 from benchmarks.frames import ScheduledFrames
 from benchmarks.ranks import TIMEOUT_S, start_worker
 from benchmarks.report import ROOT, circumstances
-from cluster.messages import GenerateRequest, SamplingParams
+from cluster.engine.messages import GenerateRequest, SamplingParams
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
 from configs.checkpoint import resolve_model_path
 from configs.load import load_app_config
 from configs.read_config import read_model_config
 from configs.resolve import HostFacts, resolve
 from configs.schema import EngineConfig, resolved
-from parallel import tree
 from parallel.environment import RANK_ENVIRONMENT
+from parallel.numerics import tree
+from parallel.numerics.tree import SumTree
 from parallel.plan import Span
-from parallel.tree import SumTree
 from worker import tp_worker
 from worker.model_runner import ModelRunner
 from worker.pending_step import PendingStep

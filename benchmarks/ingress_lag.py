@@ -36,9 +36,9 @@ import uvicorn
 import uvloop
 
 from benchmarks.report import circumstances
-from cluster.engine_client import EngineClient
+from cluster.engine.client import EngineClient
+from cluster.engine.messages import EngineToCoordinator, Finished, FinishReason, StepOutput, Submit
 from cluster.http.connection import LimitedConnection
-from cluster.messages import EngineToCoordinator, Finished, FinishReason, StepOutput, Submit
 from cluster.openai.wire import Completion, CompletionChoice
 from cluster.requests.json_parts import event
 from cluster.requests.served_model import ServedModel

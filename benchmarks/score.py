@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.frames import ScheduledFrames
 from benchmarks.report import ROOT, circumstances
-from cluster.messages import GenerateRequest, SamplingParams
+from cluster.engine.messages import GenerateRequest, SamplingParams
 from cluster.native.score import grouped
 from cluster.scheduling.limits import max_item_tokens
 from cluster.scheduling.scheduler import SchedulerLimits

@@ -13,7 +13,7 @@ import triton
 
 from benchmarks.bandwidth import measure
 from benchmarks.graph_timing import graph_us
-from parallel.kernels.skinny_gemm import is_faster, skinny_gemm
+from parallel.numerics.kernels.skinny_gemm import is_faster, skinny_gemm
 
 TARGET_BYTES = 450 << 20  # of weights that a graph reads
 # Of one rank: name, hidden, width of qkv, of o's input, of one half of gate_up.

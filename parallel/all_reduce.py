@@ -26,8 +26,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from configs.errors import ConfigError, DeadlineError, EngineError
 from parallel.fused_sum import FusedSum
+from parallel.numerics.tree import SumTree
 from parallel.shm import FIRST_WORD, LINE_WORDS, Segment
-from parallel.tree import SumTree
 
 # A blocked rank looks for an abort this often.
 _SLICE_S = 0.02

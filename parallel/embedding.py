@@ -7,11 +7,11 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from parallel.arithmetic import FAST, Arithmetic
 from parallel.group import TensorParallelGroup
-from parallel.kernels.cpu_products import TILE, pack_in_place
+from parallel.numerics.arithmetic import FAST, Arithmetic
+from parallel.numerics.kernels.cpu_products import TILE, pack_in_place
+from parallel.numerics.weight import CpuWeight, TensorSource, Weight
 from parallel.plan import ShardPlan, Span
-from parallel.weight import CpuWeight, TensorSource, Weight
 
 
 class _Rows(Protocol):

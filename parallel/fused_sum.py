@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from configs.errors import DeadlineError, EngineError
-from parallel.tree import SumTree
+from parallel.numerics.tree import SumTree
 
 # The one kernel is used up to so many bytes that a rank reads from the others; above, the ranks share the adding. On
 # H200, one kernel against two: 1 MB over 2 ranks 7.9 and 12.3 us, 512 KB over 3 8.1 and 10.9, over 4 10.8 and 11.3.

@@ -19,8 +19,8 @@ from configs.errors import ConfigError, EngineError
 from parallel.all_reduce import Collectives, LibraryCollectives, SharedMemoryCollectives
 from parallel.environment import MULTICAST_OFF
 from parallel.fused_sum import FusedSum
+from parallel.numerics.tree import SumTree
 from parallel.symmetric_memory import SymmetricMemoryCollectives
-from parallel.tree import SumTree
 
 Strategy = Literal["gloo", "nccl", "shared_memory", "symmetric_memory"]
 _STRATEGIES: dict[str, tuple[Strategy, ...]] = {

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 
 from configs.layers import Linear
-from parallel.arithmetic import LayerPlace
 from parallel.fused_sum import PartialSum
-from parallel.weight import TensorSource, Weight
+from parallel.numerics.arithmetic import LayerPlace
+from parallel.numerics.weight import TensorSource, Weight
 
 
 class ColumnParallelLinear:

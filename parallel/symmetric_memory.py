@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from configs.errors import EngineError
 from parallel.all_reduce import LibraryCollectives
 from parallel.fused_sum import MEMORY_BYTES, FusedSum, FusedSums, fits_nodes, fuses
-from parallel.tree import SumTree
+from parallel.numerics.tree import SumTree
 
 Method = Literal["two_shot", "nccl"]
 

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from cluster.messages import (
+from cluster.engine.messages import (
     Finished,
     FinishReason,
     GenerateRequest,

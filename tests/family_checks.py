@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from attention.kv_pool import TokenToKVPool
 from attention.registry import needs_of
 from benchmarks.make_checkpoint import write_checkpoint
-from cluster.messages import SamplingParams
+from cluster.engine.messages import SamplingParams
 from configs.attention import LatentShape
 from configs.read_config import read_model_config
 from configs.resolve import attention_needs

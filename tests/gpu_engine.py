@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster.messages import FinishReason, GenerateRequest, SamplingParams, SchedulerStats
+from cluster.engine.messages import FinishReason, GenerateRequest, SamplingParams, SchedulerStats
 from cluster.scheduling.limits import max_item_tokens
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
 from configs.kv_pages import WindowPool, pool_bytes

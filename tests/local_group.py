@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch.distributed import TCPStore
 
-from cluster.engine_client import WholePromptLogprobs
-from cluster.messages import (
+from cluster.engine.client import WholePromptLogprobs
+from cluster.engine.messages import (
     Finished,
     GenerateRequest,
     PromptLogprobs,

@@ -20,9 +20,8 @@ import msgspec
 import numpy as np
 import uvicorn
 
-from cluster.engine_client import EngineClient
-from cluster.http.guard import Guard
-from cluster.messages import (
+from cluster.engine.client import EngineClient
+from cluster.engine.messages import (
     Abort,
     EngineToCoordinator,
     Finished,
@@ -34,6 +33,7 @@ from cluster.messages import (
     Submit,
     TokenLogprobs,
 )
+from cluster.http.guard import Guard
 from cluster.requests.served_model import ServedModel
 from cluster.serve.ingress import create_app
 from cluster.text.tokenizer import Tokenizer

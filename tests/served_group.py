@@ -19,8 +19,8 @@ from typing import Any
 
 import httpx
 
-from cluster.engine import RunningEngine, describe
-from cluster.preflight import read_tokenizer
+from cluster.engine.preflight import read_tokenizer
+from cluster.engine.running_engine import RunningEngine, describe
 from cluster.serve.placement import group_bundles
 from configs.load import parse_engine_config
 from configs.schema import EngineConfig

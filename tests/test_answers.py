@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from cluster.messages import SamplingParams
+from cluster.engine.messages import SamplingParams
 from tests.conftest import Logits
 from tests.local_group import Limits, LocalGroup, assert_scores_equal
 

@@ -28,7 +28,7 @@ from typer.testing import CliRunner
 
 from cluster.commands.cli import app
 from cluster.commands.serve import root_cause
-from cluster.session import cluster_address
+from cluster.serve.session import cluster_address
 from configs.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster.coordinator import Coordinator
-from cluster.engine_client import EngineClient, RequestStream
-from cluster.engine_state import EngineState
-from cluster.messages import EngineStats, Finished, FinishReason, SamplingParams
-from cluster.recovery import Recovery
+from cluster.engine.client import EngineClient, RequestStream
+from cluster.engine.coordinator import Coordinator
+from cluster.engine.messages import EngineStats, Finished, FinishReason, SamplingParams
+from cluster.engine.state import EngineState
+from cluster.ranks.recovery import Recovery
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
 from configs.errors import DeadlineError, EngineError, LockstepError, RankDiedError, RankLostError, StepHungError
 from parallel.step_cost import StepCost

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from parallel.kernels import cpu_products
-from parallel.kernels.cpu_products import Mixture, mixed_products, node_products, pack, pack_in_place, product
+from parallel.numerics.kernels import cpu_products
+from parallel.numerics.kernels.cpu_products import Mixture, mixed_products, node_products, pack, pack_in_place, product
 from parallel.plan import Span
 from worker.kernels.cpu_pointwise import act_and_mul, add_rms_norm, clamped_act_and_mul, rms_norm, softcap_, softmax
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.messages import FinishReason
+from cluster.engine.messages import FinishReason
 from cluster.scheduling.deadlines import Deadlines
 from cluster.scheduling.recent_rate import RecentRate
 from tests.fake_engine import LIMITS, Engine, prompt_of

@@ -16,7 +16,7 @@ from attention.kv_pool import ReqToTokenPool, TokenToKVPool
 from attention.registry import create_backend
 from benchmarks import make_checkpoint
 from benchmarks.make_checkpoint import write_checkpoint
-from cluster.preflight import check_checkpoint
+from cluster.engine.preflight import check_checkpoint
 from configs.checkpoint import resolve_model_path
 from configs.errors import CheckpointError
 from configs.load import load_app_config
@@ -25,8 +25,8 @@ from configs.read_config import read_model_config
 from configs.rope import RopeConfig
 from configs.schema import EngineConfig
 from parallel.group import TensorParallelGroup
+from parallel.numerics.weight import TensorSource
 from parallel.plan import ShardPlan, Span
-from parallel.weight import TensorSource
 from tests.batches import batch_of
 from tests.dense_model import dense_model
 from worker import dummy_weights

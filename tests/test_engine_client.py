@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from cluster.engine_client import EngineClient, wait_ready
-from cluster.messages import (
+from cluster.engine.client import EngineClient, wait_ready
+from cluster.engine.messages import (
     Abort,
     EngineToCoordinator,
     Finished,

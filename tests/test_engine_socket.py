@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from cluster.engine_socket import EngineSocket
-from cluster.messages import Abort, EngineToCoordinator, SamplingParams, StepOutput, Submit, shared_sampling
+from cluster.engine.messages import Abort, EngineToCoordinator, SamplingParams, StepOutput, Submit, shared_sampling
+from cluster.engine.socket import EngineSocket
 from parallel.sockets import pack_frame
 
 MAX_UNTAKEN_BYTES = 8 << 20

@@ -26,19 +26,19 @@ from attention.cpu_backend import CpuBackend
 from attention.registry import create_backend
 from benchmarks.exactness import GPU_WAYS, Frames, Way, hash_rows, plant, requests, rows_of_logits, ways_on
 from benchmarks.exactness import WAYS as WAYS_ON_CPUS
-from cluster.messages import SamplingParams
+from cluster.engine.messages import SamplingParams
 from configs.errors import EngineError
 from configs.numerics import CONTRACT
 from configs.read_config import read_model_config
 from configs.resolve import HostFacts, resolve
 from configs.schema import EngineConfig
-from parallel.arithmetic import ExactArithmetic
 from parallel.group import TensorParallelGroup
-from parallel.kernels import cpu_products
 from parallel.linear import ColumnParallelLinear
+from parallel.numerics.arithmetic import ExactArithmetic
+from parallel.numerics.kernels import cpu_products
+from parallel.numerics.rank_sum import CudaExactSum
+from parallel.numerics.tree import SumTree
 from parallel.plan import ShardPlan, Span
-from parallel.rank_sum import CudaExactSum
-from parallel.tree import SumTree
 from tests.local_group import Limits, LocalGroup
 from tests.test_answers import make_prompts
 from worker import self_test, tp_worker
@@ -202,8 +202,8 @@ def test_sums_in_another_order_are_found(
 def test_what_is_planted_changes_sums_of_any_number_of_leaves(
     num_leaves: int, num_ranks: int, monkeypatch: pytest.MonkeyPatch, interpreter: None
 ) -> None:
-    from parallel.kernels.node_gemm import node_gemm
-    from parallel.kernels.tree_sum import sum_nodes
+    from parallel.numerics.kernels.node_gemm import node_gemm
+    from parallel.numerics.kernels.tree_sum import sum_nodes
 
     random = torch.Generator().manual_seed(num_leaves)
     x, weight = (torch.randn(rows, 16 * num_leaves, generator=random).half() for rows in (2, 32))
@@ -296,7 +296,7 @@ def test_the_self_test_names_what_differs(monkeypatch: pytest.MonkeyPatch) -> No
     def by_library(x: torch.Tensor, packed: torch.Tensor, num_columns: int, *_: Any) -> torch.Tensor:
         return x.float() @ packed.transpose(1, 2).flatten(0, 1)[:num_columns].float().t()
 
-    monkeypatch.setattr("parallel.weight.product", by_library)
+    monkeypatch.setattr("parallel.numerics.weight.product", by_library)
     with pytest.raises(EngineError, match="a product"):
         check_exactness(ExactArithmetic(CPU), "cpu", torch.float32, CPU)
     assert cpu_products.TILE == 64
@@ -392,7 +392,7 @@ def test_a_models_check_names_what_differs(
 
 def test_a_chains_columns_are_checked_against_fewer_of_them(monkeypatch: pytest.MonkeyPatch, interpreter: None) -> None:
     pytest.importorskip("triton", reason="a CPU install has no Triton")
-    from parallel.kernels import chain_gemm
+    from parallel.numerics.kernels import chain_gemm
 
     weight = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).half()
     self_test._check_columns(weight, 16)
@@ -406,7 +406,7 @@ def test_a_chains_columns_are_checked_against_fewer_of_them(monkeypatch: pytest.
 def test_nodes_that_a_norm_adds_are_checked_against_their_tree(
     monkeypatch: pytest.MonkeyPatch, interpreter: None
 ) -> None:
-    from parallel.kernels import tree_sum
+    from parallel.numerics.kernels import tree_sum
 
     group = TensorParallelGroup.single()
     rank_sum = CudaExactSum(group, 64, SumTree.of((Span(0, 8),)), leaf=16)

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.coordinator_actor import EngineSpec
-from cluster.fingerprint import system_fingerprint
+from cluster.engine.coordinator_actor import EngineSpec
+from cluster.engine.fingerprint import system_fingerprint
 from configs.load import load_app_config
 from configs.numerics import CONTRACT
 from configs.read_config import read_model_config
@@ -85,7 +85,7 @@ def test_equal_fingerprints_are_those_that_promise_equal_bits(smollm2_path: Path
         assert _fingerprint(smollm2_path, platforms=[other]) != one
         assert _fingerprint(smollm2_path, platforms=[H200, other]) != one
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cluster.fingerprint.CONTRACT", CONTRACT + 1)
+        patch.setattr("cluster.engine.fingerprint.CONTRACT", CONTRACT + 1)
         assert _fingerprint(smollm2_path) != one
     changed = tmp_path / "changed.gguf"
     with smollm2_path.open("rb") as file:

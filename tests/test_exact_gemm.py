@@ -14,9 +14,9 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="a CPU install has no Triton")
 
-from parallel.kernels.chain_gemm import chain_gemm, cublas_is_faster, use_chain_cublas
-from parallel.kernels.node_gemm import Leaves, Tile, is_by_cublas, node_gemm, subtrees
-from parallel.kernels.tree_sum import Adds, sum_nodes
+from parallel.numerics.kernels.chain_gemm import chain_gemm, cublas_is_faster, use_chain_cublas
+from parallel.numerics.kernels.node_gemm import Leaves, Tile, is_by_cublas, node_gemm, subtrees
+from parallel.numerics.kernels.tree_sum import Adds, sum_nodes
 from tests.chain_dot import use_chain_dot
 
 FP16, FP32, BF16 = torch.float16, torch.float32, torch.bfloat16

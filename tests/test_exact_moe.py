@@ -16,9 +16,9 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="a CPU install has no Triton")
 
-from parallel.kernels.node_gemm import Leaves
+from parallel.numerics.kernels.node_gemm import Leaves
+from parallel.numerics.tree import SumTree
 from parallel.plan import Span
-from parallel.tree import SumTree
 from tests.chain_dot import use_chain_dot
 from worker.kernels import exact_moe
 from worker.kernels.exact_moe import gated_silu_and_mul, node_mixture

@@ -19,8 +19,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from configs.errors import ConfigError
 from configs.layers import Axis, MixtureOfExperts
-from parallel.arithmetic import FAST, ExactArithmetic, LayerPlace
 from parallel.group import TensorParallelGroup
+from parallel.numerics.arithmetic import FAST, ExactArithmetic, LayerPlace
 from parallel.plan import LayerShard, Span
 from tests.chain_dot import use_chain_dot
 from tests.test_models import on_ranks

@@ -25,13 +25,13 @@ import ray
 import torch
 from safetensors.torch import load_file, save_file
 
-import cluster.engine
-from cluster.actors import RankActor
-from cluster.coordinator_actor import CoordinatorActor, EngineFacts
-from cluster.engine import RunningEngine, describe
-from cluster.engine_client import RequestStream
-from cluster.messages import Finished, FinishReason, SamplingParams
-from cluster.rank_group import RankGroup, failure_of, rank_death
+import cluster.engine.running_engine
+from cluster.engine.client import RequestStream
+from cluster.engine.coordinator_actor import CoordinatorActor, EngineFacts
+from cluster.engine.messages import Finished, FinishReason, SamplingParams
+from cluster.engine.running_engine import RunningEngine, describe
+from cluster.ranks.rank_actor import RankActor
+from cluster.ranks.rank_group import RankGroup, failure_of, rank_death
 from cluster.serve.placement import group_bundles
 from configs.errors import CheckpointError, DeadlineError, EngineError, LockstepError, RankDiedError
 from configs.load import parse_engine_config
@@ -248,7 +248,7 @@ class FaultyCoordinator(CoordinatorActor):
     """A coordinator that starts faulty ranks."""
 
     def start(self, placement_group: Any) -> EngineFacts:
-        pytest.MonkeyPatch().setattr("cluster.rank_group.RankActor", FaultyRank)
+        pytest.MonkeyPatch().setattr("cluster.ranks.rank_group.RankActor", FaultyRank)
         return super().start(placement_group)
 
 
@@ -262,7 +262,7 @@ def test_a_rank_that_raises_ends_every_request_with_its_own_words(
             end = await asyncio.wait_for(end_of(stream), 10)
             assert end.error == "rank 1 failed: ZeroDivisionError: a bug in this very step"
 
-    monkeypatch.setattr(cluster.engine, "CoordinatorActor", FaultyCoordinator)
+    monkeypatch.setattr(cluster.engine.running_engine, "CoordinatorActor", FaultyCoordinator)
     asyncio.run(main())
 
 
@@ -287,7 +287,7 @@ def test_a_killed_coordinator_ends_every_request_and_the_ranks(ray_cluster: None
 def test_a_coordinator_that_is_stuck_itself_counts_as_failed(
     ray_cluster: None, tiny_path: Path, monkeypatch: pytest.MonkeyPatch, stall_timeout_s: float, words: str
 ) -> None:
-    monkeypatch.setattr(cluster.engine, "_SILENCE_S", 3.0)
+    monkeypatch.setattr(cluster.engine.running_engine, "_SILENCE_S", 3.0)
 
     async def main() -> None:
         recovery = {"max_rebuilds": 0, "stall_timeout_s": stall_timeout_s}
@@ -344,7 +344,7 @@ class DyingCoordinator(CoordinatorActor):
     """A coordinator that starts dying ranks."""
 
     def start(self, placement_group: Any) -> EngineFacts:
-        pytest.MonkeyPatch().setattr("cluster.rank_group.RankActor", DyingRank)
+        pytest.MonkeyPatch().setattr("cluster.ranks.rank_group.RankActor", DyingRank)
         return super().start(placement_group)
 
 
@@ -361,7 +361,7 @@ def test_a_rank_that_dies_while_loading_ends_the_start_at_once(
         assert time.monotonic() < began + 30
         await until(lambda: rank_processes() <= before, 20, "the ranks end")
 
-    monkeypatch.setattr(cluster.engine, "CoordinatorActor", DyingCoordinator)
+    monkeypatch.setattr(cluster.engine.running_engine, "CoordinatorActor", DyingCoordinator)
     asyncio.run(main())
 
 

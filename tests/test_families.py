@@ -21,8 +21,8 @@ from configs.layers import DenseMLP, GroupedQueryAttention, HeadGroups
 from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
 from configs.rope import RopeConfig
-from parallel.arithmetic import FAST, LayerPlace
 from parallel.group import TensorParallelGroup
+from parallel.numerics.arithmetic import FAST, LayerPlace
 from parallel.plan import ShardPlan, leaf_columns
 from tests.family_checks import (
     check_backend_needs,

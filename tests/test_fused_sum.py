@@ -21,14 +21,14 @@ import triton.language as tl
 
 from configs.errors import DeadlineError, EngineError
 from configs.layers import Axis, Cut, Linear
-from parallel.arithmetic import FAST, LayerPlace
 from parallel.fused_sum import MEMORY_BYTES, FusedSums, PartialSum, fits, fits_nodes, fuses
 from parallel.group import TensorParallelGroup
 from parallel.kernels.all_reduce_norm import _nodes_of_ranks, in_rank_order, nodes_of
-from parallel.kernels.tree_sum import add_norm_row, finish, sum_add_norm
 from parallel.linear import RowParallelLinear
+from parallel.numerics.arithmetic import FAST, LayerPlace
+from parallel.numerics.kernels.tree_sum import add_norm_row, finish, sum_add_norm
+from parallel.numerics.tree import SumTree
 from parallel.plan import LayerShard, Span
-from parallel.tree import SumTree
 from tests.rank_processes import Ranks, digest, part_of
 from worker.layers.norm import RMSNorm
 

@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from benchmarks.make_checkpoint import write_checkpoint
-from cluster.messages import FinishReason
+from cluster.engine.messages import FinishReason
 from tests.gpu_engine import GpuEngine, write_shape
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -22,11 +22,11 @@ import numpy as np
 import pytest
 import ray
 
-import cluster.engine
-from cluster.actors import Location, RankActor
-from cluster.coordinator_actor import CoordinatorActor, EngineFacts
-from cluster.engine import RunningEngine, describe
-from cluster.messages import FinishReason, SamplingParams
+import cluster.engine.running_engine
+from cluster.engine.coordinator_actor import CoordinatorActor, EngineFacts
+from cluster.engine.messages import FinishReason, SamplingParams
+from cluster.engine.running_engine import RunningEngine, describe
+from cluster.ranks.rank_actor import Location, RankActor
 from cluster.serve.placement import group_bundles
 from configs.load import parse_engine_config
 from tests.conftest import SHARE_GPUS
@@ -58,9 +58,9 @@ class SharingCoordinator(CoordinatorActor):
     """A coordinator that starts such ranks."""
 
     def start(self, placement_group: Any) -> EngineFacts:
-        pytest.MonkeyPatch().setattr("cluster.rank_group.RankActor", SharingRank)
+        pytest.MonkeyPatch().setattr("cluster.ranks.rank_group.RankActor", SharingRank)
         # It refuses more ranks than one on GPUs until these tests have passed there.
-        pytest.MonkeyPatch().setattr("cluster.recovery.reason_never", lambda *_, **__: None)
+        pytest.MonkeyPatch().setattr("cluster.ranks.recovery.reason_never", lambda *_, **__: None)
         return super().start(placement_group)
 
 
@@ -176,7 +176,7 @@ def test_answers_are_the_same_when_ranks_are_killed_and_stopped(
 
     if strategy == "symmetric_memory" and torch.cuda.device_count() < size:
         pytest.skip("symmetric memory needs a GPU for each rank")
-    monkeypatch.setattr(cluster.engine, "CoordinatorActor", SharingCoordinator)
+    monkeypatch.setattr(cluster.engine.running_engine, "CoordinatorActor", SharingCoordinator)
 
     async def main() -> None:
         async with running(shape, size, strategy, spares) as engine:

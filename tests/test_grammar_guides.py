@@ -15,7 +15,7 @@ import pytest
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, normalizers
 
-from cluster.messages import Finished, FinishReason, GenerateRequest, SamplingParams, StepOutput
+from cluster.engine.messages import Finished, FinishReason, GenerateRequest, SamplingParams, StepOutput
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
 from cluster.structured.bad_words import BadWordsGuide, BothGuides
 from cluster.structured.compiler import GrammarCompiler

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from cluster.messages import FinishReason, SamplingParams
+from cluster.engine.messages import FinishReason, SamplingParams
 from cluster.native.score import Group, grouped
 from cluster.scheduling import chunks
 from cluster.scheduling.limits import max_item_tokens

@@ -43,10 +43,10 @@ from attention.kv_pool import FP8
 from attention.layer import AttentionLayer
 from attention.step_metadata import StepTensors
 from parallel.kernels.all_reduce_norm import all_reduce_add_norm
-from parallel.kernels.chain_gemm import chain_gemm
-from parallel.kernels.node_gemm import node_gemm
-from parallel.kernels.skinny_gemm import skinny_gemm
-from parallel.kernels.tree_sum import sum_add_norm, sum_nodes
+from parallel.numerics.kernels.chain_gemm import chain_gemm
+from parallel.numerics.kernels.node_gemm import node_gemm
+from parallel.numerics.kernels.skinny_gemm import skinny_gemm
+from parallel.numerics.kernels.tree_sum import sum_add_norm, sum_nodes
 from worker.adjustments import RowAdjustments
 from worker.kernels import exact_moe, grouped_experts, moe, routing, sampling
 from worker.kernels.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul

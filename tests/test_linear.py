@@ -15,12 +15,12 @@ from configs.layers import Axis, Cut, GroupedQueryAttention, Linear
 from configs.model_config import ModelConfig
 from configs.rope import RopeConfig
 from parallel.all_reduce import SharedMemoryCollectives
-from parallel.arithmetic import FAST, LayerPlace
 from parallel.embedding import ParallelLMHead, VocabParallelEmbedding, whole_logits
 from parallel.group import TensorParallelGroup
 from parallel.linear import ColumnParallelLinear, RowParallelLinear
+from parallel.numerics.arithmetic import FAST, LayerPlace
+from parallel.numerics.weight import CpuWeight, CudaWeight
 from parallel.plan import LayerShard, ShardPlan, Span
-from parallel.weight import CpuWeight, CudaWeight
 from tests.dense_model import dense_model
 
 FP32: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}

@@ -16,8 +16,8 @@ import prometheus_client
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.engine_state import EngineState
-from cluster.messages import EngineStats, FinishReason, SchedulerStats
+from cluster.engine.messages import EngineStats, FinishReason, SchedulerStats
+from cluster.engine.state import EngineState
 from cluster.observability import table
 from cluster.observability.logs import formatter
 from cluster.observability.metrics import Metrics
@@ -213,7 +213,7 @@ def test_aliases_come_beside_our_names_with_the_same_values() -> None:
 
 
 def log_record(message: str, *args: object, **extra: object) -> logging.LogRecord:
-    made = logging.LogRecord("cluster.engine", logging.INFO, __file__, 1, message, args, None)
+    made = logging.LogRecord("cluster.engine.running_engine", logging.INFO, __file__, 1, message, args, None)
     made.__dict__.update(extra)
     return made
 
@@ -222,12 +222,12 @@ def test_a_line_of_the_log_names_its_process_and_its_fields_in_either_form() -> 
     line = log_record("request %s", "done", fields={"request_id": "r-1", "out": 12, "finish": FinishReason.STOP})
     process = {"replica": "app:x1", "rank": "tp1"}
     console = formatter("console", **process).format(line)
-    assert console == "INFO [app:x1 tp1] cluster.engine: request done request_id=r-1 out=12 finish=stop"
+    assert console == "INFO [app:x1 tp1] cluster.engine.running_engine: request done request_id=r-1 out=12 finish=stop"
     decoded = json.loads(formatter("json", **process).format(line))
     assert decoded.pop("time").startswith("20")
     assert decoded == {
         "level": "INFO",
-        "logger": "cluster.engine",
+        "logger": "cluster.engine.running_engine",
         "message": "request done",
         "replica": "app:x1",
         "rank": "tp1",

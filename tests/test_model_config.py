@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.models import BPE
 
-from cluster.preflight import check_checkpoint
+from cluster.engine.preflight import check_checkpoint
 from configs.errors import CheckpointError
 from configs.gguf_header import GGUFHeader
 from configs.layers import Axis, DenseMLP, GroupedQueryAttention, HeadGroups

@@ -20,9 +20,9 @@ from configs.errors import ConfigError
 from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
 from configs.rope import RopeConfig
-from parallel.arithmetic import FAST, ExactArithmetic
 from parallel.embedding import whole_logits
 from parallel.group import TensorParallelGroup
+from parallel.numerics.arithmetic import FAST, ExactArithmetic
 from parallel.plan import ShardPlan
 from tests.batches import batch_of
 from tests.dense_model import dense_model

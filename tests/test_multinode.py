@@ -17,10 +17,10 @@ import numpy as np
 import psutil  # type: ignore[import-untyped]  # ships no types
 import pytest
 
-from cluster.actors import Location
-from cluster.engine import RunningEngine, describe
-from cluster.engine_client import RequestStream
-from cluster.messages import FinishReason, SamplingParams
+from cluster.engine.client import RequestStream
+from cluster.engine.messages import FinishReason, SamplingParams
+from cluster.engine.running_engine import RunningEngine, describe
+from cluster.ranks.rank_actor import Location
 from cluster.serve.placement import group_bundles
 from configs.load import parse_engine_config
 

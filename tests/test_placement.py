@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from cluster.actors import device_index
-from cluster.gpus import least_compute_capability
+from cluster.ranks.gpus import least_compute_capability
+from cluster.ranks.rank_actor import device_index
 from cluster.serve.placement import NodeResources, check_fits, group_bundles, uses_gpus
 from configs.errors import PlacementError
 from configs.schema import EngineConfig, PlacementConfig

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from cluster.messages import SamplingParams
+from cluster.engine.messages import SamplingParams
 from configs.errors import EngineError
 from tests.fake_engine import LIMITS, Engine, prompt_of
 from tests.local_group import Limits, LocalGroup, assert_scores_equal

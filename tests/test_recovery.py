@@ -23,13 +23,13 @@ import httpx
 import numpy as np
 import pytest
 
-import cluster.engine
-from cluster.actors import RankActor, RankLoad
-from cluster.coordinator_actor import CoordinatorActor, EngineFacts
-from cluster.engine import RunningEngine
-from cluster.messages import Finished, FinishReason, SamplingParams
-from cluster.rank_clock import RankClock
-from cluster.recovery import Recovery, reason_never
+import cluster.engine.running_engine
+from cluster.engine.coordinator_actor import CoordinatorActor, EngineFacts
+from cluster.engine.messages import Finished, FinishReason, SamplingParams
+from cluster.engine.running_engine import RunningEngine
+from cluster.ranks.rank_actor import RankActor, RankLoad
+from cluster.ranks.rank_clock import RankClock
+from cluster.ranks.recovery import Recovery, reason_never
 from configs.errors import ConfigError, DeadlineError, EngineError, LockstepError, RankDiedError, RankLostError
 from configs.load import parse_engine_config
 from tests.served_group import ServedGroup, Streamed, served_group
@@ -236,7 +236,7 @@ class UnableCoordinator(CoordinatorActor):
     """A coordinator that starts such ranks."""
 
     def start(self, placement_group: Any) -> EngineFacts:
-        pytest.MonkeyPatch().setattr("cluster.rank_group.RankActor", UnableRank)
+        pytest.MonkeyPatch().setattr("cluster.ranks.rank_group.RankActor", UnableRank)
         return super().start(placement_group)
 
 
@@ -245,7 +245,7 @@ class UnableCoordinator(CoordinatorActor):
 def test_a_rank_that_cannot_leave_is_replaced_with_the_one_that_died(
     ray_cluster: None, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster.engine, "CoordinatorActor", UnableCoordinator)
+    monkeypatch.setattr(cluster.engine.running_engine, "CoordinatorActor", UnableCoordinator)
 
     async def main() -> None:
         async with running(tiny_path, recovery={"max_rebuilds": 2}) as engine:
@@ -279,7 +279,7 @@ class PoisonedCoordinator(CoordinatorActor):
     """A coordinator that starts poisoned ranks."""
 
     def start(self, placement_group: Any) -> EngineFacts:
-        pytest.MonkeyPatch().setattr("cluster.rank_group.RankActor", PoisonedRank)
+        pytest.MonkeyPatch().setattr("cluster.ranks.rank_group.RankActor", PoisonedRank)
         return super().start(placement_group)
 
 
@@ -288,7 +288,7 @@ class PoisonedCoordinator(CoordinatorActor):
 def test_a_request_that_fails_its_step_again_ends_the_group_after_one_rebuild(
     ray_cluster: None, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster.engine, "CoordinatorActor", PoisonedCoordinator)
+    monkeypatch.setattr(cluster.engine.running_engine, "CoordinatorActor", PoisonedCoordinator)
 
     async def main() -> None:
         async with running(tiny_path, recovery={"max_rebuilds": 9}) as engine:
@@ -334,7 +334,7 @@ class HangingCoordinator(CoordinatorActor):
     ranks: type[RankActor] = HangingRank
 
     def start(self, placement_group: Any) -> EngineFacts:
-        pytest.MonkeyPatch().setattr("cluster.rank_group.RankActor", self.ranks)
+        pytest.MonkeyPatch().setattr("cluster.ranks.rank_group.RankActor", self.ranks)
         return super().start(placement_group)
 
 
@@ -351,7 +351,7 @@ class LoopingCoordinator(HangingCoordinator):
 def test_a_rank_that_hangs_is_replaced_while_busy_ones_are_not(
     ray_cluster: None, tiny_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[CoordinatorActor]
 ) -> None:
-    monkeypatch.setattr(cluster.engine, "CoordinatorActor", kind)
+    monkeypatch.setattr(cluster.engine.running_engine, "CoordinatorActor", kind)
     recovery = {"max_rebuilds": 1, "warm_spares": 1, "hang_timeout_s": 1.0}
 
     async def main() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.messages import SamplingParams
+from cluster.engine.messages import SamplingParams
 from cluster.requests.job import JobOptions
 from cluster.requests.sampling import SamplingDefaults, Vocabulary, sampling_params
 from cluster.requests.sampling_fields import SamplingFields

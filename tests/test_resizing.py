@@ -19,11 +19,11 @@ from ray.serve._private.api import _get_global_client
 from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 from rich.console import Console
 
-import cluster.engine
-from cluster.actors import RankActor
+import cluster.engine.running_engine
 from cluster.commands.resize import resize_all
-from cluster.coordinator_actor import CoordinatorActor, EngineFacts
+from cluster.engine.coordinator_actor import CoordinatorActor, EngineFacts
 from cluster.observability.timeline import Timeline, timeline
+from cluster.ranks.rank_actor import RankActor
 from cluster.serve.app import live_size
 from configs.errors import ConfigError, EngineError
 from tests.conftest import Endpoint
@@ -80,7 +80,7 @@ class FragileCoordinator(CoordinatorActor):
     """A coordinator that starts such ranks."""
 
     def start(self, placement_group: Any) -> EngineFacts:
-        pytest.MonkeyPatch().setattr("cluster.rank_group.RankActor", FragileRank)
+        pytest.MonkeyPatch().setattr("cluster.ranks.rank_group.RankActor", FragileRank)
         return super().start(placement_group)
 
 
@@ -91,7 +91,7 @@ class FragileCoordinator(CoordinatorActor):
 def test_the_ranks_there_were_go_on_when_a_new_one_dies(
     ray_cluster: None, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster.engine, "CoordinatorActor", FragileCoordinator)
+    monkeypatch.setattr(cluster.engine.running_engine, "CoordinatorActor", FragileCoordinator)
 
     async def main() -> None:
         async with running(tiny_path, recovery={"max_rebuilds": 1}) as engine:

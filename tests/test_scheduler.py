@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster.messages import Finished, FinishReason, GenerateRequest, SamplingParams
+from cluster.engine.messages import Finished, FinishReason, GenerateRequest, SamplingParams
 from cluster.scheduling.frame_builder import FrameBuilder
 from cluster.scheduling.prefill import PrefillQueue
 from cluster.scheduling.request import Request

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton", reason="a CPU install has no Triton")
 
-from parallel.kernels.skinny_gemm import is_faster, skinny_gemm
-from parallel.weight import CudaWeight
+from parallel.numerics.kernels.skinny_gemm import is_faster, skinny_gemm
+from parallel.numerics.weight import CudaWeight
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cluster.messages import EngineStats, SchedulerStats
+from cluster.engine.messages import EngineStats, SchedulerStats
 from cluster.observability.board import StatsBoard
 from cluster.observability.steps import STEP_DTYPE, StepMeter
 from parallel.step_cost import AttentionCost, StepCost

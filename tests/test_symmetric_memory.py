@@ -19,10 +19,10 @@ from torch.distributed import HashStore, PrefixStore
 from configs.errors import EngineError
 from configs.layers import Axis, Cut, Linear
 from configs.rope import RopeConfig
-from parallel.arithmetic import FAST, LayerPlace
 from parallel.embedding import ParallelLMHead, VocabParallelEmbedding, whole_logits
 from parallel.group import Strategy, TensorParallelGroup
 from parallel.linear import RowParallelLinear
+from parallel.numerics.arithmetic import FAST, LayerPlace
 from parallel.plan import LayerShard, ShardPlan, Span
 from parallel.symmetric_memory import RecountedStore, _Registration, choose_method
 from tests.dense_model import dense_model

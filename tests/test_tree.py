@@ -14,8 +14,8 @@ from torch.distributed import HashStore
 from configs.layers import Axis, HeadGroups
 from parallel import all_reduce
 from parallel.group import Strategy, TensorParallelGroup
+from parallel.numerics.tree import SumTree, halves
 from parallel.plan import Span, leaf_columns
-from parallel.tree import SumTree, halves
 
 
 def _spans(num_leaves: int, size: int) -> tuple[Span, ...]:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from cluster.engine_client import EngineClient
+from cluster.engine.client import EngineClient
 from cluster.openapi.document import build_document
 from cluster.openapi.operations import OPERATIONS
 from cluster.requests.served_model import ServedModel

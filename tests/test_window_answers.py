@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from attention import registry
-from cluster.messages import SamplingParams
+from cluster.engine.messages import SamplingParams
 from configs.errors import EngineError
 from configs.schema import AttentionConfig
 from tests.local_group import Answers, Limits, LocalGroup

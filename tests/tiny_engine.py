@@ -22,8 +22,8 @@ from tokenizers import Tokenizer as RustTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.make_checkpoint import write_checkpoint
-from cluster.coordinator import Coordinator
-from cluster.engine_client import EngineClient
+from cluster.engine.client import EngineClient
+from cluster.engine.coordinator import Coordinator
 from cluster.requests.sampling import SamplingDefaults
 from cluster.requests.served_model import ServedModel
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits

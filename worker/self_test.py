@@ -23,13 +23,13 @@ from attention.layer import AttentionLayer
 from attention.registry import create_backend
 from configs.errors import EngineError
 from configs.layers import Axis, Cut
-from parallel.arithmetic import Arithmetic, LayerPlace
 from parallel.fused_sum import PartialSum
 from parallel.group import TensorParallelGroup
+from parallel.numerics.arithmetic import Arithmetic, LayerPlace
+from parallel.numerics.rank_sum import ExactSum
+from parallel.numerics.tree import SumTree
+from parallel.numerics.weight import ChainWeight
 from parallel.plan import LayerShard, Span, leaf_columns
-from parallel.rank_sum import ExactSum
-from parallel.tree import SumTree
-from parallel.weight import ChainWeight
 from worker.layers.norm import RMSNorm
 from worker.model_runner import ModelRunner
 from worker.models.decoder import Decoder

@@ -19,8 +19,8 @@ from configs.errors import ConfigError, EngineError
 from configs.kv_pages import PageBytes
 from configs.model_config import ModelConfig
 from configs.schema import EngineConfig, resolved
-from parallel.arithmetic import FAST, ExactArithmetic
 from parallel.group import TensorParallelGroup
+from parallel.numerics.arithmetic import FAST, ExactArithmetic
 from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost
 from worker.dummy_weights import DummyCheckpoint
@@ -346,7 +346,8 @@ def warm_up(config: EngineConfig) -> None:
     the libraries. On GPUs it imports the kernels and no more: it does not know its own."""
     if config.device != "cpu":
         from attention.kernels import decode, extend, step_metadata  # noqa: F401
-        from parallel.kernels import all_reduce_norm, chain_gemm, node_gemm, skinny_gemm  # noqa: F401
+        from parallel.kernels import all_reduce_norm  # noqa: F401
+        from parallel.numerics.kernels import chain_gemm, node_gemm, skinny_gemm  # noqa: F401
         from worker.kernels import activation, adjustments, norm, rope, sampling  # noqa: F401
 
         return

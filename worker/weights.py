@@ -18,8 +18,8 @@ import torch
 
 from configs.errors import CheckpointError
 from configs.model_config import ModelConfig, layer_prefix
+from parallel.numerics.weight import as_matrix
 from parallel.plan import Span
-from parallel.weight import as_matrix
 from worker.safetensors_weights import SafetensorsFile
 
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")

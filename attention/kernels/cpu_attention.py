@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from attention.kv_pool import FP8
-from parallel.kernels import c_library
+from parallel.numerics.kernels import c_library
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, FP8: 3}
 

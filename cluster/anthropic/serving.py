@@ -12,9 +12,9 @@ from cluster.anthropic.conversation import conversation, output_grammar
 from cluster.anthropic.errors import anthropic_error
 from cluster.anthropic.objects import StopReason, TokenCount
 from cluster.anthropic.request import FIELDS, CountTokensRequest, MessagesRequest
+from cluster.engine.messages import FinishReason
 from cluster.http.context import RequestContext
 from cluster.http.response import HttpResponse
-from cluster.messages import FinishReason
 from cluster.requests import checks
 from cluster.requests.body import prepared, validated
 from cluster.requests.chat import chat_job, refuse_unread, tool_header

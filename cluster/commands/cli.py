@@ -72,7 +72,7 @@ def check(
     """Validate FILE and show the plan and the memory arithmetic; starts nothing."""
     from cluster.commands.fit import parse_memory
     from cluster.commands.report import print_changes, print_plan
-    from cluster.preflight import check_checkpoint, check_tokenizer
+    from cluster.engine.preflight import check_checkpoint, check_tokenizer
     from configs.load import load_app_config
 
     with _friendly_errors():

@@ -12,10 +12,10 @@ from typing import Any, TextIO
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from cluster.engine import RunningEngine, describe
-from cluster.preflight import read_tokenizer
+from cluster.engine.preflight import read_tokenizer
+from cluster.engine.running_engine import RunningEngine, describe
 from cluster.serve.placement import NodeResources, check_fits, group_bundles, uses_gpus
-from cluster.session import cluster_address, ray_session
+from cluster.serve.session import cluster_address, ray_session
 from configs.load import load_app_config
 from configs.schema import EngineConfig
 

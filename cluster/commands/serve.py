@@ -27,13 +27,13 @@ from rich.progress import Progress as Bars
 
 from cluster.commands.report import print_plan
 from cluster.commands.resize import coordinators
-from cluster.coordinator_actor import Progress
-from cluster.engine import describe
+from cluster.engine.coordinator_actor import Progress
+from cluster.engine.preflight import check_checkpoint
+from cluster.engine.running_engine import describe
 from cluster.http.keys import open_keys
-from cluster.preflight import check_checkpoint
 from cluster.serve.deployment import Deployment, serve_is_running
 from cluster.serve.placement import NodeResources, group_bundles, uses_gpus
-from cluster.session import Session, check_port_free, cluster_address, ray_session
+from cluster.serve.session import Session, check_port_free, cluster_address, ray_session
 from configs.addresses import host_and_port
 from configs.errors import ConfigError, EngineError
 from configs.load import AppConfig, load_app_config

@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import Iterator
 
-from cluster.engine_state import EngineLife, EngineState
+from cluster.engine.state import EngineLife, EngineState
 from cluster.http.context import RequestContext
 from configs.errors import OverloadedError, RequestError
 

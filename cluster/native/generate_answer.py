@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from cluster.engine_client import WholePromptLogprobs
+from cluster.engine.client import WholePromptLogprobs
+from cluster.engine.messages import FinishReason, TokenLogprobs
 from cluster.http.response import HttpResponse
-from cluster.messages import FinishReason, TokenLogprobs
 from cluster.requests.generation import Delta
 from cluster.requests.http_responses import timed
 from cluster.requests.job import Run

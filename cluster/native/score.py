@@ -17,9 +17,9 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
+from cluster.engine.messages import SamplingParams
 from cluster.http.context import RequestContext
 from cluster.http.response import HttpResponse
-from cluster.messages import SamplingParams
 from cluster.requests.body import prepared, validated
 from cluster.requests.checks import MAX_SEQUENCES, check_token_ids, token_ids
 from cluster.requests.fields import OWN_FIELDS, ignored_header

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from cluster.engine_state import EngineState
+from cluster.engine.state import EngineState
 from cluster.http.context import RequestContext, Role
 from cluster.http.response import HttpResponse
 from cluster.observability.timeline import NUM_REQUESTS, timeline

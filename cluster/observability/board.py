@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 import numpy.typing as npt
 
-from cluster.messages import EngineStats
+from cluster.engine.messages import EngineStats
 from cluster.observability.steps import STEP_DTYPE
 
 _HISTORY_S = 300

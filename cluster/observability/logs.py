@@ -18,7 +18,7 @@ _PACKAGES = ("attention", "cluster", "configs", "parallel", "worker")
 
 
 class ConsoleFormatter(logging.Formatter):
-    """`INFO [app:replica tp1] cluster.engine: message key=value ...`."""
+    """`INFO [app:replica tp1] cluster.engine.running_engine: message key=value ...`."""
 
     def __init__(self, process: Mapping[str, str]) -> None:
         where = " ".join(process.values())

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from cluster.messages import EngineStats, SchedulerStats
+from cluster.engine.messages import EngineStats, SchedulerStats
 from parallel.step_cost import StepCost
 from worker.protocol import StepFrame
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from cluster.messages import FinishReason, TokenLogprobs
+from cluster.engine.messages import FinishReason, TokenLogprobs
 from cluster.openai.echo import prompt_logprobs_json
 from cluster.openai.wire import (
     AssistantMessage,

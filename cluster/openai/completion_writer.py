@@ -7,8 +7,8 @@ from itertools import chain
 
 import msgspec
 
-from cluster.engine_client import WholePromptLogprobs
-from cluster.messages import TokenLogprobs
+from cluster.engine.client import WholePromptLogprobs
+from cluster.engine.messages import TokenLogprobs
 from cluster.openai.echo import Echo, prompt_logprobs_json, prompt_top_logprobs
 from cluster.openai.wire import Completion, CompletionChoice, CompletionLogprobs, Head, PromptLogprobsJson
 from cluster.openai.writer import REASONS, AnswerOptions, AnswerWriter

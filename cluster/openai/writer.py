@@ -14,9 +14,9 @@ from itertools import chain
 
 import msgspec
 
-from cluster.engine_client import WholePromptLogprobs
+from cluster.engine.client import WholePromptLogprobs
+from cluster.engine.messages import FinishReason, SamplingParams, TokenLogprobs
 from cluster.http.response import HttpResponse
-from cluster.messages import FinishReason, SamplingParams, TokenLogprobs
 from cluster.openai.wire import Head, Reason, TokenLogprob, TopLogprob
 from cluster.requests.generation import Delta
 from cluster.requests.job import Job, Run, Usage

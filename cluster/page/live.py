@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 
 import msgspec
 
-from cluster.engine_state import EngineState
+from cluster.engine.state import EngineState
 from cluster.http.active import ActiveRequests
 from cluster.http.context import RequestContext
 from cluster.http.response import HttpResponse

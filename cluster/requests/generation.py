@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.engine_client import RequestStream, WholePromptLogprobs
-from cluster.messages import Finished, FinishReason, Prefilled, SamplingParams, TokenLogprobs
+from cluster.engine.client import RequestStream, WholePromptLogprobs
+from cluster.engine.messages import Finished, FinishReason, Prefilled, SamplingParams, TokenLogprobs
 from cluster.text.answer_parser import AnswerFormat, AnswerReader
 from cluster.text.stops import TextOptions, text_end
 from cluster.text.tokenizer import Tokenizer

@@ -11,10 +11,10 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
-from cluster.engine_client import EngineClient
-from cluster.engine_state import EngineState
+from cluster.engine.client import EngineClient
+from cluster.engine.messages import SamplingParams
+from cluster.engine.state import EngineState
 from cluster.http.context import RequestContext
-from cluster.messages import SamplingParams
 from cluster.requests.engine_info import EngineInfo
 from cluster.requests.job import Job, JobOptions, Run
 from cluster.requests.sampling import SamplingDefaults, Vocabulary, sampling_params, text_options

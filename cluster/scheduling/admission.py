@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from cluster.messages import Finished, GenerateRequest
+from cluster.engine.messages import Finished, GenerateRequest
 from cluster.scheduling.deadlines import Deadlines
 from cluster.scheduling.guide import Guide
 from cluster.scheduling.guided_rows import GuidedRows

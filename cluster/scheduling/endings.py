@@ -5,7 +5,7 @@ A request that ends leaves whatever it waits in; its one `Finished` waits here f
 
 from __future__ import annotations
 
-from cluster.messages import Finished, FinishReason
+from cluster.engine.messages import Finished, FinishReason
 from cluster.scheduling.admission import Admission
 from cluster.scheduling.guided_rows import GuidedRows
 from cluster.scheduling.prefill import PrefillQueue

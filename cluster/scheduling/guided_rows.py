@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from cluster.messages import FinishReason
+from cluster.engine.messages import FinishReason
 from cluster.scheduling.guide import Guide
 from cluster.scheduling.limits import SchedulerLimits
 from cluster.scheduling.request import Request

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cluster.messages import Finished, FinishReason, GenerateRequest, SamplingParams
+from cluster.engine.messages import Finished, FinishReason, GenerateRequest, SamplingParams
 from cluster.scheduling.guide import Guide
 from cluster.scheduling.limits import SchedulerLimits
 from cluster.scheduling.request_adjustments import Adjustments

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from cluster.messages import SamplingParams
+from cluster.engine.messages import SamplingParams
 from cluster.scheduling.limits import SchedulerLimits
 from configs.errors import GuideError, RequestError
 from worker.protocol import (

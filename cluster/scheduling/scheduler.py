@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from cluster.messages import Finished, FinishReason, GenerateRequest, SchedulerStats, StepOutput
+from cluster.engine.messages import Finished, FinishReason, GenerateRequest, SchedulerStats, StepOutput
 from cluster.scheduling.admission import Admission
 from cluster.scheduling.chunks import PrefillPlan
 from cluster.scheduling.endings import Endings

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray import serve
 
-from cluster.engine import RunningEngine, describe
-from cluster.engine_state import EngineLife
+from cluster.engine.preflight import check_checkpoint, read_tokenizer
+from cluster.engine.running_engine import RunningEngine, describe
+from cluster.engine.state import EngineLife
 from cluster.http.active import ActiveRequests
 from cluster.http.keys import open_keys
 from cluster.observability.logs import log_to_stderr
 from cluster.observability.replica import replica_telemetry
-from cluster.preflight import check_checkpoint, read_tokenizer
 from cluster.serve.autoscaling import KV_USAGE, QUEUED_TOKENS, RUNNING_SHARE
 from cluster.serve.draining import StopWatch, replicas_are_stopping
 from cluster.serve.placement import NodeResources, check_fits, group_bundles, uses_gpus

@@ -17,7 +17,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from cluster.http.edge import CALLBACK, PROXY_CALLBACK
 from cluster.serve.app import DEPLOYMENT, engine_app
-from cluster.session import Session, check_port_free
+from cluster.serve.session import Session, check_port_free
 from configs.errors import ConfigError, EngineError
 from configs.load import AppConfig
 

@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from cluster.anthropic.errors import anthropic_error
 from cluster.anthropic.serving import AnthropicServing
-from cluster.engine_state import EngineState
+from cluster.engine.state import EngineState
 from cluster.http.access import Access
 from cluster.http.active import ActiveRequests
 from cluster.http.endpoint import Endpoint, Handler

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from cluster.messages import GenerateRequest
+from cluster.engine.messages import GenerateRequest
 from cluster.scheduling.guide import Guide
 from cluster.structured.bad_words import BadWordsGuide, BothGuides
 from cluster.structured.guides import GrammarGuides

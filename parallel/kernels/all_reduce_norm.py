@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel.kernels.tree_sum import Adds, add_norm_row, append, block_of_row, finish
+from parallel.numerics.kernels.tree_sum import Adds, add_norm_row, append, block_of_row, finish
 
 LATE = 2
 """What a program leaves that gave up waiting at its deadline; 1 if the host ended the wait."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from parallel.kernels.c_library import TYPES, load
+from parallel.numerics.kernels.c_library import TYPES, load
 
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 _CLAMPED = 3

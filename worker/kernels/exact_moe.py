@@ -18,8 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel.kernels.node_gemm import Leaves, add_leaf, border, cut_nodes, pack_parts, tree_adds
-from parallel.kernels.tree_sum import sum_subtrees
+from parallel.numerics.kernels.node_gemm import Leaves, add_leaf, border, cut_nodes, pack_parts, tree_adds
+from parallel.numerics.kernels.tree_sum import sum_subtrees
 from worker.kernels.grouped_experts import (
     MMA_ROWS,
     Tile,

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel.kernels.tree_sum import block_of_row
+from parallel.numerics.kernels.tree_sum import block_of_row
 
 
 @triton.jit

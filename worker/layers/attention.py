@@ -7,10 +7,10 @@ import torch
 from attention.layer import AttentionLayer
 from attention.rotation import QKNorms
 from configs.layers import Axis, GroupedQueryAttention
-from parallel.arithmetic import LayerPlace
 from parallel.fused_sum import PartialSum
 from parallel.linear import ColumnParallelLinear, RowParallelLinear
-from parallel.weight import TensorSource
+from parallel.numerics.arithmetic import LayerPlace
+from parallel.numerics.weight import TensorSource
 from worker.layers.norm import RMSNorm
 from worker.layers.step import Step
 

@@ -7,9 +7,9 @@ import torch
 from configs.biased_mixture import BiasedMixture
 from configs.errors import ConfigError
 from configs.layers import Axis
-from parallel.arithmetic import LayerPlace
+from parallel.numerics.arithmetic import LayerPlace
+from parallel.numerics.weight import CpuWeight, TensorSource
 from parallel.plan import Span
-from parallel.weight import CpuWeight, TensorSource
 from worker.kernels.cpu_pointwise import clamped_act_and_mul, softmax
 from worker.layers.routed_experts import RoutedExperts, choose
 from worker.layers.step import Padding

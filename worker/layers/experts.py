@@ -13,10 +13,10 @@ import torch.nn.functional as F
 
 from configs.errors import ConfigError
 from configs.layers import Axis, Cut, DenseMLP, MixtureOfExperts
-from parallel.arithmetic import LayerPlace
 from parallel.fused_sum import PartialSum
-from parallel.rank_sum import ExactSum
-from parallel.weight import CpuWeight, TensorSource
+from parallel.numerics.arithmetic import LayerPlace
+from parallel.numerics.rank_sum import ExactSum
+from parallel.numerics.weight import CpuWeight, TensorSource
 from worker.kernels.cpu_pointwise import act_and_mul, softmax
 from worker.layers.mlp import MLP
 from worker.layers.routed_experts import RoutedExperts, choose, top

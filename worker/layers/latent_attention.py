@@ -9,11 +9,11 @@ from attention.layer import LatentLayer
 from attention.rotation import LatentNorm
 from configs.latent_attention import LatentAttention
 from configs.layers import Axis, TensorSpec
-from parallel.arithmetic import LayerPlace
 from parallel.fused_sum import PartialSum
 from parallel.linear import ColumnParallelLinear, RowParallelLinear
+from parallel.numerics.arithmetic import LayerPlace
+from parallel.numerics.weight import TensorSource
 from parallel.plan import Span
-from parallel.weight import TensorSource
 from worker.layers.norm import RMSNorm
 from worker.layers.step import Step
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from configs.layers import DenseMLP
-from parallel.arithmetic import LayerPlace
 from parallel.fused_sum import PartialSum
 from parallel.linear import ColumnParallelLinear, RowParallelLinear
-from parallel.weight import TensorSource
+from parallel.numerics.arithmetic import LayerPlace
+from parallel.numerics.weight import TensorSource
 from worker.layers.activation import ActAndMul, Activation
 from worker.layers.step import Padding
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 
 from configs.layers import Axis, Cut
-from parallel.arithmetic import LayerPlace
-from parallel.kernels.cpu_products import TILE, Mixture, mixed_products, pack
-from parallel.weight import CpuWeight
+from parallel.numerics.arithmetic import LayerPlace
+from parallel.numerics.kernels.cpu_products import TILE, Mixture, mixed_products, pack
+from parallel.numerics.weight import CpuWeight
 from worker.layers.step import Padding
 
 _CUT = Cut(Axis.EXPERT_COLUMNS, 1)

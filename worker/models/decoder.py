@@ -19,12 +19,12 @@ from configs.biased_mixture import BiasedMixture
 from configs.latent_attention import LatentAttention
 from configs.layers import DenseMLP, GroupedQueryAttention, LayerSpec, MixtureOfExperts, Norms
 from configs.model_config import ModelConfig, layer_prefix
-from parallel.arithmetic import FAST, Arithmetic, LayerPlace
 from parallel.embedding import ParallelLMHead, VocabParallelEmbedding
 from parallel.fused_sum import PartialSum
 from parallel.group import TensorParallelGroup
+from parallel.numerics.arithmetic import FAST, Arithmetic, LayerPlace
+from parallel.numerics.weight import TensorSource
 from parallel.plan import ShardPlan
-from parallel.weight import TensorSource
 from worker.kernels.cpu_pointwise import softcap_
 from worker.layers.attention import Attention
 from worker.layers.biased_experts import BiasedExperts

@@ -14,12 +14,12 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar
 
+from cluster.engine.messages import FinishReason, SamplingParams
 from cluster.http.active import ActiveRequests
 from cluster.http.affinity import response_prefix
 from cluster.http.context import RequestContext
 from cluster.http.errors import as_request_error
 from cluster.http.response import HttpResponse
-from cluster.messages import FinishReason, SamplingParams
 from cluster.openai.responses.builder import ResponseBuilder
 from cluster.openai.responses.conversation import conversation, input_items, text_grammar
 from cluster.openai.responses.event_log import EventLog

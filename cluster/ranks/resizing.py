@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import psutil  # type: ignore[import-untyped]  # ships no types
 from ray.util.placement_group import PlacementGroup
 
-from cluster.coordinator import Channel, Coordinator
-from cluster.rank_group import GroupMemory, RankGroup, node_cores
+from cluster.engine.coordinator import Channel, Coordinator
+from cluster.ranks.rank_group import GroupMemory, RankGroup, node_cores
 from configs.errors import ConfigError, EngineError, LockstepError
 from configs.kv_pages import WindowPool, dtype_bytes, pool_bytes
 from configs.model_config import ModelConfig

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from configs.layers import Axis, Cut, HeadGroups, Linear
 from parallel.group import TensorParallelGroup
+from parallel.numerics.rank_sum import CudaExactSum, ExactSum, FastSum, RankSum
+from parallel.numerics.tree import SumTree
+from parallel.numerics.weight import ChainWeight, CpuLeaves, CpuWeight, CudaWeight, NodeWeight, TensorSource, Weight
 from parallel.plan import LayerShard, Span, leaf_columns
-from parallel.rank_sum import CudaExactSum, ExactSum, FastSum, RankSum
-from parallel.tree import SumTree
-from parallel.weight import ChainWeight, CpuLeaves, CpuWeight, CudaWeight, NodeWeight, TensorSource, Weight
 
 _T = TypeVar("_T")
 
@@ -99,7 +99,7 @@ class ExactArithmetic(Arithmetic):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         if device.type == "cuda":
-            from parallel.kernels.chain_gemm import use_chain_cublas  # a CPU install has no Triton
+            from parallel.numerics.kernels.chain_gemm import use_chain_cublas  # a CPU install has no Triton
 
             use_chain_cublas()
 

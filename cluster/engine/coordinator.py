@@ -2,8 +2,8 @@
 
 A process of its own, because a busy Python thread beside the HTTP server ruins stream latency. It owns the
 scheduler and the socket to the Engine replica; it knows the ranks only as a writer of frames and a reader of results.
-No Ray and no torch here: the actor around it (cluster/coordinator_actor.py) has the ranks started and watched
-(cluster/rank_group.py).
+No Ray and no torch here: the actor around it (cluster/engine/coordinator_actor.py) has the ranks started and watched
+(cluster/ranks/rank_group.py).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import TypeVar
 
 import msgspec
 
-from cluster.engine_socket import EngineSocket
-from cluster.engine_state import EngineLife, EngineState
-from cluster.messages import Abort, EngineStats, Finished, FlushCache, StepOutput, Submit
+from cluster.engine.messages import Abort, EngineStats, Finished, FlushCache, StepOutput, Submit
+from cluster.engine.socket import EngineSocket
+from cluster.engine.state import EngineLife, EngineState
 from cluster.observability.steps import StepMeter
-from cluster.rank_clock import RankClock
-from cluster.recovery import Recovery
+from cluster.ranks.rank_clock import RankClock
+from cluster.ranks.recovery import Recovery
 from cluster.scheduling.scheduler import Scheduler
 from configs.errors import DeadlineError, EngineError, LockstepError, StepHungError
 from parallel.channel import STEP_TIMEOUT, FrameReader, FrameWriter

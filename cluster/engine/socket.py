@@ -18,7 +18,7 @@ import time
 
 import msgspec
 
-from cluster.messages import EngineToCoordinator, StepOutput
+from cluster.engine.messages import EngineToCoordinator, StepOutput
 from parallel.sockets import is_ours, pack_frame, pid_of, whole_frames
 
 logger = logging.getLogger(__name__)

@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from parallel.kernels.tree_sum import Adds, append, sum_subtrees
+from parallel.numerics.kernels.tree_sum import Adds, append, sum_subtrees
+from parallel.numerics.tree import halves
 from parallel.plan import Span
-from parallel.tree import halves
 
 Leaves = tuple[int, int]
 """The half-open range of a subtree's leaves."""

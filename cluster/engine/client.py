@@ -1,7 +1,7 @@
 """The Engine replica's end of the unix socket to its coordinator.
 
 Owns request ids and the buffers between the one reader task and whoever reads a request's tokens. It knows neither
-text nor HTTP, and it does not schedule. A frame on the socket is one struct of `cluster.messages`, as msgpack.
+text nor HTTP, and it does not schedule. A frame on the socket is one struct of `cluster.engine.messages`, as msgpack.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from cluster.engine_state import EngineState
-from cluster.messages import (
+from cluster.engine.messages import (
     Abort,
     EngineToCoordinator,
     Finished,
@@ -35,6 +34,7 @@ from cluster.messages import (
     TokenLogprobs,
     shared_sampling,
 )
+from cluster.engine.state import EngineState
 from cluster.observability.board import StatsBoard
 from cluster.observability.telemetry import Telemetry
 from configs.errors import DeadlineError, EngineError, OverloadedError, RequestError

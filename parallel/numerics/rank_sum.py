@@ -13,7 +13,7 @@ from torch import Tensor
 
 from parallel.fused_sum import PartialSum
 from parallel.group import TensorParallelGroup
-from parallel.tree import SumTree
+from parallel.numerics.tree import SumTree
 
 
 class RankSum(Protocol):
@@ -96,7 +96,7 @@ class CudaExactSum(ExactSum):
 
     def tree_for(self, num_tokens: int) -> SumTree:
         """With more nodes where rows are few: what they cost to send is less than a kernel that adds them."""
-        from parallel.kernels.node_gemm import FEW_ROWS, subtrees  # a CPU install has no Triton
+        from parallel.numerics.kernels.node_gemm import FEW_ROWS, subtrees  # a CPU install has no Triton
 
         if self._leaf is None or (self._group.size > 1 and num_tokens > FEW_ROWS):
             return self.tree
@@ -117,6 +117,6 @@ class NodeSum(PartialSum):
         self.num_rows = nodes.shape[1]
 
     def add_norm(self, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        from parallel.kernels.tree_sum import sum_add_norm
+        from parallel.numerics.kernels.tree_sum import sum_add_norm
 
         return sum_add_norm(self._nodes, self._tree.additions, residual, weight, eps, places=self._places)

@@ -12,7 +12,7 @@ from enum import StrEnum
 
 import msgspec
 
-from cluster.engine_state import EngineState
+from cluster.engine.state import EngineState
 
 
 class FinishReason(StrEnum):

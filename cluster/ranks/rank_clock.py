@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from cluster.stopped import stat_fields
+from cluster.ranks.stopped import stat_fields
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAUSED = frozenset("DTt")

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from parallel.kernels.cpu_products import TILE, node_products, pack, pack_in_place, product
+from parallel.numerics.kernels.cpu_products import TILE, node_products, pack, pack_in_place, product
 from parallel.plan import Span
 
 
@@ -92,7 +92,7 @@ class ChainWeight:
         return self._product(x, torch.float32, out)
 
     def _product(self, x: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None) -> torch.Tensor:
-        from parallel.kernels.chain_gemm import chain_gemm, cublas_is_chain, cublas_is_faster
+        from parallel.numerics.kernels.chain_gemm import chain_gemm, cublas_is_chain, cublas_is_faster
 
         if cublas_is_chain(x, self._bias, dtype) and cublas_is_faster(len(x), len(self._weight)):
             if self._bias is not None:
@@ -117,7 +117,7 @@ class NodeWeight:
         self._width = width
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        from parallel.kernels.node_gemm import node_gemm, subtrees
+        from parallel.numerics.kernels.node_gemm import node_gemm, subtrees
 
         num_columns = len(self._weight)
         if out is None:
@@ -191,7 +191,7 @@ def _packed(weight: torch.Tensor) -> torch.Tensor:
 
 def _is_skinny(x: torch.Tensor, weight: torch.Tensor) -> bool:
     # A CPU install has no Triton.
-    from parallel.kernels.skinny_gemm import is_faster
+    from parallel.numerics.kernels.skinny_gemm import is_faster
 
     return is_faster(len(x), *weight.shape)
 
@@ -203,7 +203,7 @@ def _skinny(
     dtype: torch.dtype,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    from parallel.kernels.skinny_gemm import skinny_gemm
+    from parallel.numerics.kernels.skinny_gemm import skinny_gemm
 
     if out is None:
         out = torch.empty(len(x), len(weight), dtype=dtype, device=x.device)

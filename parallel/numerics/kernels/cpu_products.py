@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from parallel.kernels.c_library import TYPES, load
+from parallel.numerics.kernels.c_library import TYPES, load
 
 TILE = 64
 """Rows of a weight that lie side by side when packed."""

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from cluster.coordinator_actor import EngineSpec
+from cluster.engine.coordinator_actor import EngineSpec
 from cluster.version import VERSION
 from configs.numerics import CONTRACT
 

@@ -25,9 +25,9 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.actors import Location, RankActor, RankLoad, RankSpec, actor_class
-from cluster.stopped import end_stopped
-from cluster.warm_spares import WarmSpares
+from cluster.ranks.rank_actor import Location, RankActor, RankLoad, RankSpec, actor_class
+from cluster.ranks.spares import WarmSpares
+from cluster.ranks.stopped import end_stopped
 from configs.addresses import family_of
 from configs.errors import (
     ConfigError,

@@ -19,7 +19,7 @@ typedef uint32_t u16 __attribute__((vector_size(64)));
 typedef uint16_t h16 __attribute__((vector_size(32)));
 typedef _Float16 f16 __attribute__((vector_size(32)));
 
-/* Element types, as parallel/kernels/c_library.py numbers them. */
+/* Element types, as parallel/numerics/kernels/c_library.py numbers them. */
 enum { FP32 = 0, BF16 = 1, FP16 = 2 };
 static inline size_t size_of(int type) { return type == FP32 ? 4 : 2; }
 

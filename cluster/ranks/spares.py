@@ -14,7 +14,7 @@ from typing import Any
 
 import ray
 
-from cluster.actors import RankSpec
+from cluster.ranks.rank_actor import RankSpec
 
 logger = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from cluster.actors import Location, RankLoad
-from cluster.engine_state import EngineState
+from cluster.engine.state import EngineState
 from cluster.observability.logs import log_to_stderr
-from cluster.stopped import end_stopped, is_replica
+from cluster.ranks.rank_actor import Location, RankLoad
+from cluster.ranks.stopped import end_stopped, is_replica
 from configs.errors import ConfigError
 from configs.model_config import ModelConfig
 from configs.schema import EngineConfig, resolved
@@ -24,9 +24,9 @@ from configs.schema import EngineConfig, resolved
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
-    from cluster.coordinator import Coordinator
-    from cluster.rank_group import GroupMemory, RankGroup
-    from cluster.resizing import Resized, Resizer
+    from cluster.engine.coordinator import Coordinator
+    from cluster.ranks.rank_group import GroupMemory, RankGroup
+    from cluster.ranks.resizing import Resized, Resizer
     from cluster.scheduling.scheduler import SchedulerLimits
     from configs.kv_pages import WindowPool
 
@@ -106,11 +106,11 @@ class CoordinatorActor:
 
     def start(self, placement_group: PlacementGroup) -> EngineFacts:
         """Starts the ranks and loads the model; the socket takes connections, `run` serves them."""
-        from cluster.coordinator import Coordinator
-        from cluster.rank_clock import RankClock
-        from cluster.rank_group import GENERATION
-        from cluster.recovery import Recovery, reason_never
-        from cluster.resizing import Resizer, step_cost
+        from cluster.engine.coordinator import Coordinator
+        from cluster.ranks.rank_clock import RankClock
+        from cluster.ranks.rank_group import GENERATION
+        from cluster.ranks.recovery import Recovery, reason_never
+        from cluster.ranks.resizing import Resizer, step_cost
         from cluster.scheduling.scheduler import Scheduler
         from configs.kv_pages import WindowPool, cut_max_model_len, num_kv_pages
         from worker.protocol import StepResult
@@ -176,7 +176,7 @@ class CoordinatorActor:
         )
 
     def _ranks(self, placement_group: PlacementGroup, config: EngineConfig, suffix: str = "") -> RankGroup:
-        from cluster.rank_group import RankGroup
+        from cluster.ranks.rank_group import RankGroup
 
         return RankGroup(
             config=config,

@@ -11,19 +11,19 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.actors import actor_class
-from cluster.coordinator_actor import CoordinatorActor, EngineFacts, EngineSpec
-from cluster.engine_client import EngineClient
-from cluster.fingerprint import system_fingerprint
-from cluster.gpus import least_compute_capability
+from cluster.engine.client import EngineClient
+from cluster.engine.coordinator_actor import CoordinatorActor, EngineFacts, EngineSpec
+from cluster.engine.fingerprint import system_fingerprint
+from cluster.engine.preflight import find_tokenizer
 from cluster.observability.telemetry import Telemetry
-from cluster.preflight import find_tokenizer
-from cluster.rank_group import NAMESPACE, node_cores
+from cluster.ranks.gpus import least_compute_capability
+from cluster.ranks.rank_actor import actor_class
+from cluster.ranks.rank_group import NAMESPACE, node_cores
+from cluster.ranks.resizing import Resized
+from cluster.ranks.stopped import StoppedClock
 from cluster.requests.engine_info import EngineInfo
 from cluster.requests.sampling import SamplingDefaults
 from cluster.requests.served_model import ServedModel
-from cluster.resizing import Resized
-from cluster.stopped import StoppedClock
 from cluster.text.tokenizer import Tokenizer
 from cluster.version import VERSION
 from configs.checkpoint import resolve_model_path
