@@ -61,7 +61,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "FP8": r"has no FP8 KV cache \(it would round queries to FP8 as well\); choose auto or triton or flashinfer or",
     },
     "flashinfer": {
-        "heads of 96": "takes heads of 64 or 128 or 256 elements, and the model's have 96; choose auto or fa3 or",
+        "heads of 96": "takes heads of 64, 128 or 256 elements, and the model's have 96; choose auto or fa3 or",
         "sinks": "has no sinks; choose auto or fa3 or triton or torch_native",
         "all of these": "has no sinks; choose|takes chunks of whole pages",
         "chunk": "takes chunks of whole pages, and has 32 tokens where kv_cache.page_size=64",
