@@ -145,7 +145,7 @@ def _text(browser: webdriver.Chrome, selector: str) -> str:
 @pytest.mark.ray
 def test_a_person_chats_and_sees_the_engine_work(endpoint: Endpoint, browser: webdriver.Chrome, tmp_path: Path) -> None:
     browser.get(endpoint.url + "/")
-    _wait(browser, lambda it: _text(it, "#state") == "serving")
+    _wait(browser, lambda it: _text(it, "#state") == "running")
     assert _text(browser, "#model").startswith(endpoint.model)
     assert len(browser.find_elements(By.CSS_SELECTOR, "#ranks tr")) >= 1
     browser.find_element(By.ID, "example").click()
@@ -185,7 +185,7 @@ def test_a_person_chats_and_sees_the_engine_work(endpoint: Endpoint, browser: we
 @pytest.mark.ray
 def test_an_error_is_shown_and_the_chat_goes_on(endpoint: Endpoint, browser: webdriver.Chrome) -> None:
     browser.get(endpoint.url + "/")
-    _wait(browser, lambda it: _text(it, "#state") == "serving")
+    _wait(browser, lambda it: _text(it, "#state") == "running")
     limit = browser.find_element(By.ID, "max-tokens")
     limit.clear()
     limit.send_keys("99999999")
