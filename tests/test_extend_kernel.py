@@ -177,7 +177,7 @@ def test_a_prompt_in_chunks_equals_the_whole_prompt_bit_for_bit(variant: str, de
 def test_a_program_finds_its_row_among_more_than_it_looks_at_at_a_time(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("attention.kernels.extend._ROWS_AT_ONCE", 2)
+    monkeypatch.setattr("attention.kernels.extend.ROWS_AT_ONCE", 2)
     case = PagedCase(layer_of(device), 16, BATCHES["mixed"], device)
     case.check(run(case, tuning=LARGE))
 

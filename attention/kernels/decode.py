@@ -10,7 +10,6 @@ from `DecodeTuning`: never from the other rows.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +17,17 @@ import triton
 import triton.language as tl
 
 from attention.forward_batch import PagedMetadata
+from attention.kernels.pages import (
+    block_of,
+    first_key,
+    for_cache,
+    has_dependent_launch,
+    pages_of,
+    slots_in_page,
+    slots_of,
+    unpaired,
+)
+from attention.kernels.sums import cap
 from attention.layer import AttentionLayer
 
 _SPLITS_AT_ONCE = 16
@@ -26,7 +36,6 @@ _SHARED_BYTES = 220 * 1024
 """Of the 227 KiB of shared memory that a program on Hopper may have."""
 _WIDE = 256  # columns of a value, above which a program has only so many query heads: their sums fill its registers
 _WIDE_BLOCK_M = 64
-_DEPENDENT_LAUNCH = (9, 0)  # the first compute capability that has it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,76 +104,6 @@ def _fit(tuning: DecodeTuning, block_m: int, block_d: int, itemsize: int, kv_ite
     return dataclasses.replace(tuning, block_n=block_n, num_warps=num_warps)
 
 
-def block_of(size: int) -> int:
-    """A block that holds so many elements, and that a matrix product takes."""
-    return max(1 << (size - 1).bit_length(), 16)
-
-
-@functools.cache
-def has_dependent_launch(device: torch.device) -> bool:
-    """Whether a kernel on `device` can be started before the one in front of it is done, and wait for it there."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _DEPENDENT_LAUNCH
-
-
-@triton.jit
-def cap(scores, CAP: tl.constexpr):
-    """CAP * tanh(scores / CAP), by the one exponential that the hardware has."""
-    LOG2_E: tl.constexpr = 1.4426950408889634
-    return CAP - 2.0 * CAP / (tl.exp2(scores * (2.0 * LOG2_E / CAP)) + 1.0)
-
-
-@triton.jit
-def for_cache(q, CACHE: tl.constexpr):
-    """Queries in the dtype of their products with keys of dtype CACHE, and of weights with values.
-
-    For FP8 that is fp16 in place of bf16: Hopper turns two numbers of FP8 into fp16 by one instruction, into bf16 by
-    four or by slow ones (seen in its machine code). Queries beyond 65504, where no model's are, count as that.
-    """
-    if CACHE.is_fp8() and q.dtype == tl.bfloat16:
-        return tl.clamp(q.to(tl.float32), -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float16)
-    else:
-        return q
-
-
-@triton.jit
-def _unpaired(pairs, COMPILED: tl.constexpr):
-    """The first and the second numbers, in fp16, of pairs in FP8. Not COMPILED: for the interpreter."""
-    if COMPILED:
-        # A register has two pairs and becomes two registers; Triton by itself would move each byte alone.
-        first, second = tl.inline_asm_elementwise(
-            """
-            {
-                .reg .b32 sorted;
-                .reg .b16 firsts, seconds;
-                prmt.b32 sorted, $2, 0, 0x3120;
-                mov.b32 {firsts, seconds}, sorted;
-                cvt.rn.f16x2.e4m3x2 $0, firsts;
-                cvt.rn.f16x2.e4m3x2 $1, seconds;
-            }
-            """,
-            constraints="=r,=r,r",
-            args=[pairs],
-            dtype=(tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        first = pairs.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
-        second = (pairs >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
-    return first, second
-
-
-@triton.jit
-def first_key(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
-    """The first key that each query at `position` sees; WINDOW and CHUNK are 0 where there is none."""
-    first = position * 0  # of its shape
-    if WINDOW > 0:
-        first = tl.maximum(position - (WINDOW - 1), 0)
-    if CHUNK > 0:
-        first = tl.maximum(position // CHUNK * CHUNK, first)
-    return first
-
-
 @triton.jit
 def _blocks_of_split(seq_len, split, num_splits, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
     """The key blocks [begin, end) that a split of a row walks; none when the splits before it have them all."""
@@ -180,35 +119,12 @@ def _blocks_of_split(seq_len, split, num_splits, BLOCK_N: tl.constexpr, WINDOW: 
     do_not_specialize_on_alignment=["page_table", "cache_seqlens", "sinks"],
 )
 def _decode_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    page_table,
-    cache_seqlens,
-    sinks,
-    out_ptr,
-    lse_ptr,
-    q_stride,
-    page_table_stride,
-    group,
-    scale,
-    v_scale,
-    num_splits,
-    HEAD_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    HEAD_TILES: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CAP: tl.constexpr,
-    SPLIT: tl.constexpr,
-    EARLY_JOIN: tl.constexpr,
-    COMPILED: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, page_table, cache_seqlens, sinks, out_ptr, lse_ptr, q_stride, page_table_stride, group,
+    scale, v_scale, num_splits, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_REST: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_TILES: tl.constexpr,
+    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAP: tl.constexpr, SPLIT: tl.constexpr,
+    EARLY_JOIN: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
     LOG2_E: tl.constexpr = 1.4426950408889634
     # Values in FP8 are loaded two at a time: as single bytes they would go from shared memory to registers one by one,
     # for a product over keys needs them transposed, which the hardware does with words of 16 bits alone.
@@ -223,7 +139,6 @@ def _decode_kernel(
         # The join starts once every program here has said so or ended: none of these waits for its place.
         tl.extra.cuda.gdc_launch_dependents()
     slot_stride = num_kv_heads * HEAD_DIM
-    page_stride = slot_stride.to(tl.int64) * PAGE_SIZE
 
     seq_len = tl.load(cache_seqlens + row)
     if SPLIT:
@@ -247,14 +162,8 @@ def _decode_kernel(
         q_rest = tl.load(q_rows + rest[None, :], mask=is_head[:, None] & (rest < HEAD_DIM)[None, :], other=0.0)
 
     table_row = page_table + row * page_table_stride
-    if PAGE_SIZE >= BLOCK_N:
-        page_of_key = tl.zeros([BLOCK_N], tl.int32)  # one page holds a block
-        page = tl.load(table_row + begin * BLOCK_N // PAGE_SIZE)
-    else:
-        page_of_key = keys // PAGE_SIZE
-        first = begin * (BLOCK_N // PAGE_SIZE) + page_of_key
-        page = tl.load(table_row + first, mask=first * PAGE_SIZE < seq_len, other=0)[:, None]
-    head_in_page = (keys % PAGE_SIZE)[:, None] * slot_stride + kv_head * HEAD_DIM
+    page = pages_of(table_row, begin, end, seq_len, PAGE_SIZE, BLOCK_N)
+    head_in_page = slots_in_page(PAGE_SIZE, BLOCK_N) * slot_stride + kv_head * HEAD_DIM
     tile = head_in_page + dims[None, :]
     words = tl.arange(0, BLOCK_D // PER_WORD)
     word_inside = words < V_DIM // PER_WORD
@@ -272,16 +181,8 @@ def _decode_kernel(
         visible = position < seq_len
         if WINDOW > 0 or CHUNK > 0:
             visible = visible & (position >= first_key(seq_len - 1, WINDOW, CHUNK))
-        offset = page.to(tl.int64) * page_stride
-        if PAGE_SIZE > BLOCK_N:
-            offset += (block * BLOCK_N % PAGE_SIZE) * slot_stride
-        # The page ids of the next block come while this one is worked on.
-        if PAGE_SIZE >= BLOCK_N:
-            page = tl.load(table_row + (block + 1) * BLOCK_N // PAGE_SIZE, mask=block + 1 < end, other=0)
-        else:
-            following = (block + 1) * (BLOCK_N // PAGE_SIZE) + page_of_key
-            page = tl.load(table_row + following, mask=following * PAGE_SIZE < seq_len, other=0)[:, None]
-
+        offset = slots_of(page, block, PAGE_SIZE, BLOCK_N) * slot_stride
+        page = pages_of(table_row, block + 1, end, seq_len, PAGE_SIZE, BLOCK_N)
         # Keys that are not there are not read: a NaN among the values would come through its weight of zero.
         k = tl.load(k_ptr + offset + tile, mask=visible[:, None] & inside[None, :], other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -302,7 +203,7 @@ def _decode_kernel(
             v = tl.load(v_ptr + offset // PER_WORD + word_tile, mask=visible[:, None] & word_inside[None, :], other=0)
         p = p.to(q.dtype)
         if PAIRED:
-            v, second = _unpaired(v, COMPILED)
+            v, second = unpaired(v, COMPILED)
             seconds = tl.dot(p, second.to(q.dtype), seconds * decay[:, None], input_precision="ieee")
         acc = tl.dot(p, v.to(q.dtype), acc * decay[:, None], input_precision="ieee")
 
@@ -329,21 +230,10 @@ def _decode_kernel(
 
 @triton.jit(do_not_specialize=["num_splits"], do_not_specialize_on_alignment=["cache_seqlens", "sinks"])
 def _join_kernel(
-    parts_ptr,
-    lse_ptr,
-    cache_seqlens,
-    sinks,
-    out_ptr,
-    num_splits,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    parts_ptr, lse_ptr, cache_seqlens, sinks, out_ptr, num_splits, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
     EARLY_JOIN: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     out_row = row * tl.num_programs(0) + tl.program_id(0)
     # Written before the runs' kernel, which is not started early itself, and so before any of this one's programs.

@@ -1,10 +1,11 @@
 """Attention of any new tokens over the paged KV cache: prompts, chunks behind a cached prefix, decodes, all mixed.
 
 A program walks the keys that one tile of queries sees. A tile has tokens of one row of the batch and, for each of them,
-the query heads of one KV head, so that keys are read once for all of these. Blocks of keys start at multiples of their
-size in the sequence and are walked upwards from the first that the tile sees, with sums in fp32 and one division at
-the end; a block in which a query sees nothing changes no bit of its sums. What a query's answer is, to the last bit,
-follows from its own keys and from `ExtendTuning`: never from the other rows, nor from how a prompt was cut into chunks.
+the query heads of one KV head, so that keys are read once for all of these. Blocks of keys are walked upwards from the
+first that the tile sees, with sums in fp32 and one division at the end; a block in which a query sees nothing changes
+no bit of its sums. What a query's answer is, to the last bit, follows from its own keys and from `ExtendTuning`: never
+from the other rows, nor from how a prompt was cut into chunks. With SPAN, the same kernel adds up under the contract of
+exact.py.
 """
 
 from __future__ import annotations
@@ -16,15 +17,31 @@ import triton
 import triton.language as tl
 
 from attention.forward_batch import NewTokenMask, PagedMetadata
-from attention.kernels.decode import block_of, cap, first_key, for_cache
+from attention.kernels.pages import (
+    ONE_PAGE,
+    ROWS_AT_ONCE,
+    block_of,
+    first_key,
+    first_tile,
+    for_cache,
+    masked_load,
+    pages_of,
+    row_of_tile,
+    slots_in_page,
+    slots_of,
+)
+from attention.kernels.sums import (
+    add_block,
+    add_tile,
+    cap,
+    empty_span,
+    exact_answer,
+    exact_cap,
+    first_sums,
+    leave_span,
+    merge_span,
+)
 from attention.layer import AttentionLayer
-
-_ROWS_AT_ONCE = 128
-"""Rows of the batch among which a program looks for its own at a time."""
-_ONE_PAGE = tl.constexpr(1 << 30)
-"""Tokens of a page where a row's keys follow one another: they are one page, which begins at any slot."""
-_LOWEST = tl.constexpr(-1e30)
-"""What no score is below, and finite: the difference of two of them is zero and not NaN."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +55,22 @@ class ExtendTuning:
     num_warps: int
     num_stages: int
     """Blocks of keys and values on their way from memory at a time, and one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spans:
+    """How the kernel adds up in spans."""
+
+    span: int
+    """Keys of a span: a power of two, a multiple of the tuning's `block_n`."""
+    num_parts: int
+    """The most spans in which a query sees a key."""
+    num_runs: int
+    """Programs that walk the spans of a tile; of more than one, each leaves the sums of its spans in memory."""
+    one_token: bool
+    """Every row has one token, and its pairs are one tile."""
+    is_early: bool
+    """Whether what merges the spans may start while they are walked."""
 
 
 def choose(v_dim: int, dtype: torch.dtype) -> ExtendTuning:
@@ -57,95 +90,37 @@ def choose(v_dim: int, dtype: torch.dtype) -> ExtendTuning:
 
 
 @triton.jit
-def row_of_tile(cu_seqlens_q, num_rows, group, tile, BLOCK_M: tl.constexpr, ROWS_AT_ONCE: tl.constexpr):
-    """The row of the batch that a tile belongs to: the last whose `first_tile` is not behind it."""
-    row = -1
-    for first in tl.range(0, num_rows, ROWS_AT_ONCE):
-        rows = first + tl.arange(0, ROWS_AT_ONCE)
-        starts = tl.load(cu_seqlens_q + rows, mask=rows < num_rows, other=0)
-        begins = (rows < num_rows) & (first_tile(starts, rows, group, BLOCK_M) <= tile)
-        row += tl.sum(begins.to(tl.int32), 0)
-    return row
-
-
-@triton.jit
-def first_tile(start, row, group, BLOCK_M: tl.constexpr):
-    """The first tile of a row whose tokens begin at `start`: found without the other rows, for one idle tile a row."""
-    return start * group // BLOCK_M + row
-
-
-@triton.jit
-def masked_load(pointers, is_there, WHOLE: tl.constexpr):
-    if WHOLE:
-        return tl.load(pointers)
-    else:
-        return tl.load(pointers, mask=is_there, other=0.0)
-
-
-@triton.jit
 def _walk(
-    q,
-    q_rest,
-    m,
-    total,
-    acc,
-    k_ptr,
-    v_ptr,
-    table_row,
-    begin,
-    end,
-    low,
-    stop,
-    positions,
-    first_keys,
-    masked_from,
-    mask_ptr,
-    mask_rows,
-    kv_head,
-    num_kv_heads,
-    scale,
-    HEAD_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    CAP: tl.constexpr,
+    q, q_rest, sums, k_ptr, v_ptr, table_row, begin, end, low, stop, positions, first_keys, masked_from, mask_ptr,
+    mask_rows, kv_head, num_kv_heads, scale, parts, is_pair, sums_ptr, parts_ptr, HEAD_DIM: tl.constexpr,
+    V_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, SPAN: tl.constexpr, CAP: tl.constexpr,
     MASKED: tl.constexpr,
-):
+):  # fmt: skip
     """Takes the key blocks [begin, end) into the tile's sums.
 
     Not MASKED: every query sees every key of them. MASKED: keys from `low` to before `stop` are there, and each query
     sees those from its own first key to its own position, but from `masked_from` on what its row of the mask says.
+
+    SPAN: the sums are a span's and those of all spans. Where the next span begins, it goes into these, or into memory.
     """
     LOG2_E: tl.constexpr = 1.4426950408889634
+    if SPAN == 0:
+        m, total, acc = sums
+    else:
+        m, total, acc, all_m, all_total, all_acc = sums
     BLOCK_D: tl.constexpr = acc.shape[1]
     KEY_DIM: tl.constexpr = HEAD_DIM if HEAD_DIM < V_DIM else V_DIM
-    PAGE_STRIDE: tl.constexpr = 1 if PAGE_SIZE == _ONE_PAGE else PAGE_SIZE
     keys = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
-    slots = (keys % PAGE_SIZE)[:, None]
+    in_page = slots_in_page(PAGE_SIZE, BLOCK_N)
     k_stride, v_stride = num_kv_heads * HEAD_DIM, num_kv_heads * V_DIM
-    k_tile = slots * k_stride + (kv_head * HEAD_DIM + dims)[None, :]
-    v_tile = slots * v_stride + (kv_head * V_DIM + dims)[None, :]
+    k_tile = in_page * k_stride + (kv_head * HEAD_DIM + dims)[None, :]
+    v_tile = in_page * v_stride + (kv_head * V_DIM + dims)[None, :]
     factor = LOG2_E if CAP > 0 else scale * LOG2_E
-
-    if PAGE_SIZE >= BLOCK_N:
-        page_of_key = tl.zeros([BLOCK_N], tl.int32)  # one page holds a block
-        page = tl.load(table_row + begin * BLOCK_N // PAGE_SIZE, mask=begin < end, other=0)
-    else:
-        page_of_key = keys // PAGE_SIZE
-        first = begin * (BLOCK_N // PAGE_SIZE) + page_of_key
-        page = tl.load(table_row + first, mask=first * PAGE_SIZE < stop, other=0)[:, None]
+    page = pages_of(table_row, begin, end, stop, PAGE_SIZE, BLOCK_N)
     for block in tl.range(begin, end):
-        slot = page.to(tl.int64) * PAGE_STRIDE
-        if PAGE_SIZE > BLOCK_N:
-            slot += block * BLOCK_N % PAGE_SIZE
-        # The page ids of the next block come while this one is worked on.
-        if PAGE_SIZE >= BLOCK_N:
-            page = tl.load(table_row + (block + 1) * BLOCK_N // PAGE_SIZE, mask=block + 1 < end, other=0)
-        else:
-            following = (block + 1) * (BLOCK_N // PAGE_SIZE) + page_of_key
-            page = tl.load(table_row + following, mask=following * PAGE_SIZE < stop, other=0)[:, None]
-
+        slot = slots_of(page, block, PAGE_SIZE, BLOCK_N)
+        page = pages_of(table_row, block + 1, end, stop, PAGE_SIZE, BLOCK_N)
         position = block * BLOCK_N + keys
         is_there = (dims < KEY_DIM)[None, :]
         is_value = (dims < V_DIM)[None, :]
@@ -161,12 +136,12 @@ def _walk(
             is_there = (rest < HEAD_DIM)[None, :]
             if MASKED:
                 is_there = is_there & is_key[:, None]
-            k_tile_rest = slots * k_stride + (kv_head * HEAD_DIM + rest)[None, :]
+            k_tile_rest = in_page * k_stride + (kv_head * HEAD_DIM + rest)[None, :]
             whole_rest: tl.constexpr = not MASKED and q_rest.shape[1] == HEAD_DIM - KEY_DIM
             k_rest = masked_load(k_ptr + slot * k_stride + k_tile_rest, is_there, whole_rest)
             scores = tl.dot(q_rest, tl.trans(k_rest), scores, input_precision="ieee")
         if CAP > 0:
-            scores = cap(scores * scale, CAP)
+            scores = exact_cap(scores * scale, CAP) if SPAN > 0 else cap(scores * scale, CAP)
         if MASKED:
             visible = (position[None, :] >= first_keys[:, None]) & (position[None, :] <= positions[:, None])
             if mask_ptr is not None:
@@ -176,76 +151,68 @@ def _walk(
                 )
                 visible = tl.where(is_masked[None, :], seen != 0, visible)
             scores = tl.where(visible & is_key[None, :], scores, float("-inf"))
-        new_m = tl.maximum(m, tl.max(scores, 1) * factor)
-        decay = tl.exp2(m - new_m)
-        # Fused by hand, so that it is one instruction in either walk, and no query's bits depend on which it is in.
-        p = tl.exp2(tl.fma(scores, factor, -new_m[:, None]))
-        m = new_m
-        total = tl.fma(total, decay, tl.sum(p, 1))
         v = k
         if v_ptr is not None:
             v = masked_load(v_ptr + slot * v_stride + v_tile, is_value, not MASKED and V_DIM == BLOCK_D).to(q.dtype)
-        acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
-    return m, total, acc
+        if SPAN == 0:
+            m, total, acc = add_block(scores, v, m, total, acc, factor)
+        else:
+            top = tl.max(scores, 1)
+            # The branch depends on scores, so that it comes once the products before it are done. Where it does not,
+            # Triton 3.6 waits for each product of the loop; at the loop's end it would read sums that wgmma is still
+            # adding to.
+            if block % (SPAN // BLOCK_N) == 0:
+                if parts is None:
+                    all_m, all_total, all_acc = merge_span(all_m, all_total, all_acc, m, tl.max(total, 1), acc)
+                elif block > begin:
+                    part = parts + block // (SPAN // BLOCK_N) - 1
+                    leave_span(m, total, acc, part, is_pair, sums_ptr, parts_ptr, V_DIM)
+                m, total, acc = empty_span(acc.shape[0], BLOCK_D)
+                new_m = tl.maximum(m, top * factor)
+            else:
+                new_m = tl.maximum(m, top * factor)
+            m, total, acc = add_tile(scores, v, m, new_m, total, acc, factor)
+    if SPAN == 0:
+        return m, total, acc
+    else:
+        return m, total, acc, all_m, all_total, all_acc
 
 
 @triton.jit(
-    do_not_specialize=["page_table_stride", "group", "num_rows"],
+    do_not_specialize=["page_table_stride", "group", "num_rows", "num_parts"],
     do_not_specialize_on_alignment=[
-        "page_table",
-        "cache_seqlens",
-        "cu_seqlens_q",
-        "sinks",
-        "mask_ptr",
-        "mask_starts",
-        "mask_positions",
+        *("page_table", "cache_seqlens", "cu_seqlens_q", "sinks", "mask_ptr", "mask_starts", "mask_positions")
     ],
 )
 def _extend_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    page_table,
-    cache_seqlens,
-    cu_seqlens_q,
-    sinks,
-    mask_ptr,
-    mask_starts,
-    mask_positions,
-    out_ptr,
-    lse_ptr,
-    q_stride,
-    page_table_stride,
-    num_rows,
-    group,
-    scale,
-    v_scale,
-    HEAD_DIM: tl.constexpr,
-    V_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-    CAP: tl.constexpr,
-    PREFIX_ONLY: tl.constexpr,
-    ROWS_AT_ONCE: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, page_table, cache_seqlens, cu_seqlens_q, sinks, mask_ptr, mask_starts, mask_positions,
+    out_ptr, sums_ptr, q_stride, page_table_stride, num_rows, group, num_parts, scale, v_scale,
+    HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_REST: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    CAP: tl.constexpr, PREFIX_ONLY: tl.constexpr, SPAN: tl.constexpr, ONE_TOKEN: tl.constexpr, LEAVES: tl.constexpr,
+    EARLY: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Programs are KV heads by runs of spans by tiles. `sums_ptr`: logarithms of sums; LEAVES: sums of spans."""
     LOG2_E: tl.constexpr = 1.4426950408889634
     KEY_DIM: tl.constexpr = HEAD_DIM if HEAD_DIM < V_DIM else V_DIM
+    if EARLY:
+        # What merges starts once every program here has said so or ended: none of these waits for its place.
+        tl.extra.cuda.gdc_launch_dependents()
     kv_head = tl.program_id(0)
     num_kv_heads = tl.num_programs(0)
-    # From the end: the last tiles of a prompt have the most keys, and are not to be left when all else is done (not
-    # measured).
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)
-    row = row_of_tile(cu_seqlens_q, num_rows, group, tile, BLOCK_M, ROWS_AT_ONCE)
-    start = tl.load(cu_seqlens_q + row)
-    num_tokens = tl.load(cu_seqlens_q + row + 1) - start
-    first_pair = (tile - first_tile(start, row, group, BLOCK_M)) * BLOCK_M
-    if first_pair >= num_tokens * group:
-        return
+    if ONE_TOKEN:
+        row = tl.program_id(2)
+        start, num_tokens, first_pair = row, 1, 0
+    else:
+        # From the end: the last tiles of a prompt have the most keys, and are not to be left when all else is done (not
+        # measured).
+        tile = tl.num_programs(2) - 1 - tl.program_id(2)
+        row = row_of_tile(cu_seqlens_q, num_rows, group, tile, BLOCK_M, AT_ONCE)
+        start = tl.load(cu_seqlens_q + row)
+        num_tokens = tl.load(cu_seqlens_q + row + 1) - start
+        first_pair = (tile - first_tile(start, row, group, BLOCK_M)) * BLOCK_M
+        if first_pair >= num_tokens * group:
+            return
     seq_len = tl.load(cache_seqlens + row)
     prefix_len = seq_len - num_tokens
 
@@ -253,17 +220,6 @@ def _extend_kernel(
     is_pair = pairs < num_tokens * group
     tokens = tl.minimum(pairs // group, num_tokens - 1)
     q_heads = kv_head * group + pairs % group
-    dims = tl.arange(0, BLOCK_D)
-    q_rows = (start + tokens).to(tl.int64) * q_stride + q_heads * HEAD_DIM
-    q = tl.load(q_ptr + q_rows[:, None] + dims[None, :], mask=is_pair[:, None] & (dims < KEY_DIM)[None, :], other=0.0)
-    q = for_cache(q, k_ptr.dtype.element_ty)
-    q_rest = None
-    if BLOCK_REST > 0:
-        rest = KEY_DIM + tl.arange(0, BLOCK_REST)
-        q_rest = tl.load(
-            q_ptr + q_rows[:, None] + rest[None, :], mask=is_pair[:, None] & (rest < HEAD_DIM)[None, :], other=0.0
-        )
-
     positions = prefix_len + tokens
     first_position = prefix_len + first_pair // group
     stop = prefix_len + tl.minimum((first_pair + BLOCK_M - 1) // group, num_tokens - 1) + 1
@@ -286,36 +242,63 @@ def _extend_kernel(
         low = first_key(first_position, WINDOW, CHUNK)
     else:
         low = tl.minimum(tl.min(first_keys, 0), masked_from)
+    begin, end = low // BLOCK_N, tl.cdiv(stop, BLOCK_N)
+    out_rows = (start + tokens).to(tl.int64) * (num_kv_heads * group) + q_heads
+    parts = None
+    if LEAVES:
+        # A run of spans, each of which becomes a part.
+        first_span = low // SPAN
+        run = tl.cdiv(tl.cdiv(stop, SPAN) - first_span, tl.num_programs(1))
+        begin = tl.maximum(begin, (first_span + tl.program_id(1) * run) * (SPAN // BLOCK_N))
+        end = tl.minimum(end, (first_span + (tl.program_id(1) + 1) * run) * (SPAN // BLOCK_N))
+        if begin >= end:
+            return
+        parts = out_rows * num_parts - first_span
 
-    m = tl.full([BLOCK_M], _LOWEST, tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    if sinks is not None:
+    dims = tl.arange(0, BLOCK_D)
+    q_rows = (start + tokens).to(tl.int64) * q_stride + q_heads * HEAD_DIM
+    q = tl.load(q_ptr + q_rows[:, None] + dims[None, :], mask=is_pair[:, None] & (dims < KEY_DIM)[None, :], other=0.0)
+    q = for_cache(q, k_ptr.dtype.element_ty)
+    q_rest = None
+    if BLOCK_REST > 0:
+        rest = KEY_DIM + tl.arange(0, BLOCK_REST)
+        q_rest = tl.load(
+            q_ptr + q_rows[:, None] + rest[None, :], mask=is_pair[:, None] & (rest < HEAD_DIM)[None, :], other=0.0
+        )
+    sink = None
+    if sinks is not None and not LEAVES:
         sink = tl.load(sinks + q_heads, mask=is_pair, other=0.0) * LOG2_E
-        m = tl.maximum(m, sink)
-        total = tl.exp2(sink - m)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    begin = low // BLOCK_N
-    if WINDOW == 0 and CHUNK == 0:
-        # Blocks that all queries see whole need no masks. A window or a chunk has few of them (not measured).
-        m, total, acc = _walk(
-            q, q_rest, m, total, acc, k_ptr, v_ptr, page_table + row.to(tl.int64) * page_table_stride, begin, whole,
-            low, stop, positions, first_keys, masked_from, mask_ptr, mask_rows, kv_head, num_kv_heads, scale,
-            HEAD_DIM, V_DIM, PAGE_SIZE, BLOCK_N, CAP, MASKED=False,
+    sums = first_sums(sink, BLOCK_M, BLOCK_D, SPAN)
+    table_row = page_table + row.to(tl.int64) * page_table_stride
+    if not ONE_TOKEN and WINDOW == 0 and CHUNK == 0:
+        # Blocks that all queries see whole need no masks. A window or a chunk has few of them (not measured), as has
+        # what one program walks of a decode.
+        sums = _walk(
+            q, q_rest, sums, k_ptr, v_ptr, table_row, begin, whole, low, stop, positions, first_keys, masked_from,
+            mask_ptr, mask_rows, kv_head, num_kv_heads, scale, parts, is_pair, sums_ptr, out_ptr, HEAD_DIM, V_DIM,
+            PAGE_SIZE, BLOCK_N, SPAN, CAP, MASKED=False,
         )  # fmt: skip
         begin = whole
-    m, total, acc = _walk(
-        q, q_rest, m, total, acc, k_ptr, v_ptr, page_table + row.to(tl.int64) * page_table_stride, begin,
-        tl.cdiv(stop, BLOCK_N), low, stop, positions, first_keys, masked_from, mask_ptr, mask_rows, kv_head,
-        num_kv_heads, scale, HEAD_DIM, V_DIM, PAGE_SIZE, BLOCK_N, CAP, MASKED=True,
+    sums = _walk(
+        q, q_rest, sums, k_ptr, v_ptr, table_row, begin, end, low, stop, positions, first_keys, masked_from, mask_ptr,
+        mask_rows, kv_head, num_kv_heads, scale, parts, is_pair, sums_ptr, out_ptr, HEAD_DIM, V_DIM, PAGE_SIZE, BLOCK_N,
+        SPAN, CAP, MASKED=True,
     )  # fmt: skip
-
-    # A query that a mask lets see nothing gets zeros.
-    divisor = tl.where(total > 0, total, 1.0)
-    out_rows = (start + tokens).to(tl.int64) * (num_kv_heads * group) + q_heads
-    if lse_ptr is not None:
-        lse = tl.where(total > 0, (m + tl.log2(divisor)) / LOG2_E, float("-inf"))
-        tl.store(lse_ptr + out_rows, lse, mask=is_pair)
-    attended = acc / divisor[:, None] * v_scale
+    if SPAN > 0:
+        m, total, acc, all_m, all_total, all_acc = sums
+        if LEAVES:
+            leave_span(m, total, acc, parts + (end - 1) // (SPAN // BLOCK_N), is_pair, sums_ptr, out_ptr, V_DIM)
+            return
+        all_m, all_total, all_acc = merge_span(all_m, all_total, all_acc, m, tl.max(total, 1), acc)
+        attended = exact_answer(all_m, all_total, all_acc, sink, v_scale)
+    else:
+        m, total, acc = sums
+        # A query that a mask lets see nothing gets zeros.
+        divisor = tl.where(total > 0, total, 1.0)
+        if sums_ptr is not None:
+            lse = tl.where(total > 0, (m + tl.log2(divisor)) / LOG2_E, float("-inf"))
+            tl.store(sums_ptr + out_rows, lse, mask=is_pair)
+        attended = acc / divisor[:, None] * v_scale
     stored = is_pair[:, None] & (dims < V_DIM)[None, :]
     tl.store(out_ptr + out_rows[:, None] * V_DIM + dims[None, :], attended.to(out_ptr.dtype.element_ty), mask=stored)
 
@@ -332,6 +315,7 @@ def paged_extend(
     mask: NewTokenMask | None = None,
     prefix_only: bool = False,
     tuning: ExtendTuning | None = None,
+    spans: Spans | None = None,
 ) -> torch.Tensor:
     """Attention of the new tokens of each row over the row's keys, their own included.
 
@@ -358,20 +342,22 @@ def paged_extend(
         mask: for the new tokens of the rows that have a part of it.
         prefix_only: see only the tokens before the new ones, of which the cache then need hold none.
         tuning: None: `choose` for this layer.
+        spans: add up as `paged_exact` says, without a mask; of several runs, `out` has each part's values and `lse` its
+            largest score and weight.
 
     Returns:
         `out`.
     """
+    v_dim = out.shape[-1]
+    tuning = tuning or choose(v_dim, q.dtype)
     num_tokens, num_q_heads, head_dim = q.shape
     *pages, num_kv_heads, _ = k_pages.shape
-    v_dim = out.shape[-1]
-    num_rows = len(paged.cache_seqlens)
-    group = num_q_heads // num_kv_heads
-    if tuning is None:
-        tuning = choose(v_dim, q.dtype)
+    num_rows, group = len(paged.cache_seqlens), num_q_heads // num_kv_heads
+    one_token = spans is not None and spans.one_token
+    num_runs = 1 if spans is None else spans.num_runs
     # As many as `first_tile` tells apart: the tiles of all tokens were they one row's, and one for each row.
-    num_tiles = num_tokens * group // tuning.block_m + num_rows
-    _extend_kernel[(num_kv_heads, num_tiles)](
+    num_tiles = num_rows if one_token else num_tokens * group // tuning.block_m + num_rows
+    _extend_kernel[(num_kv_heads, num_runs, num_tiles)](
         q,
         k_pages,
         v_pages,
@@ -388,20 +374,25 @@ def paged_extend(
         paged.page_table.stride(0),
         num_rows,
         group,
+        0 if spans is None else spans.num_parts,
         layer.scale * layer.k_scale,
         layer.v_scale,
         HEAD_DIM=head_dim,
         V_DIM=v_dim,
         BLOCK_D=block_of(v_dim),
         BLOCK_REST=block_of(head_dim - v_dim) if head_dim > v_dim else 0,
-        PAGE_SIZE=pages[1] if len(pages) == 2 else _ONE_PAGE.value,
+        PAGE_SIZE=pages[1] if len(pages) == 2 else ONE_PAGE.value,
         BLOCK_M=tuning.block_m,
         BLOCK_N=tuning.block_n,
         WINDOW=layer.window or 0,
         CHUNK=layer.chunk or 0,
         CAP=layer.softcap or 0.0,
         PREFIX_ONLY=prefix_only,
-        ROWS_AT_ONCE=_ROWS_AT_ONCE,
+        SPAN=0 if spans is None else spans.span,
+        ONE_TOKEN=one_token,
+        LEAVES=num_runs > 1,
+        EARLY=spans is not None and spans.is_early,
+        AT_ONCE=ROWS_AT_ONCE,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
     )

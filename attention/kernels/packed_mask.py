@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from attention.forward_batch import NewTokenMask, PagedMetadata
-from attention.kernels.decode import first_key
+from attention.kernels.pages import first_key
 
 _BLOCK = 256  # bytes that a program writes: not measured
 _ROWS = 256  # whose lengths a program reads at a time

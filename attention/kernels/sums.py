@@ -1,0 +1,107 @@
+"""How a tile of queries adds up its keys: any blocks in ascending order, or spans under the contract of exact.py.
+
+Scores are in units of `factor`, which makes them logarithms to base 2; sums are fp32. Products and sums of both kinds
+are fused by hand where the compiler would otherwise be free to choose.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attention.kernels.pages import LOWEST
+
+_TOTAL_COLUMNS = tl.constexpr(16)
+"""Columns of the product that adds up weights, as few as a product has; all have the sum."""
+
+
+@triton.jit
+def cap(scores, CAP: tl.constexpr):
+    """CAP * tanh(scores / CAP), by the one exponential that the hardware has."""
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    return CAP - 2.0 * CAP / (tl.exp2(scores * (2.0 * LOG2_E / CAP)) + 1.0)
+
+
+@triton.jit
+def add_block(scores, v, m, total, acc, factor):
+    """Takes a block of keys into the sums of all before it."""
+    new_m = tl.maximum(m, tl.max(scores, 1) * factor)
+    decay = tl.exp2(m - new_m)
+    # One instruction, whether a block is masked or not, so that no query's bits depend on which it is in.
+    p = tl.exp2(tl.fma(scores, factor, -new_m[:, None]))
+    total = tl.fma(total, decay, tl.sum(p, 1))
+    acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+    return new_m, total, acc
+
+
+@triton.jit
+def exact_cap(scores, CAP: tl.constexpr):
+    """As `cap`, with a division whose steps the compiler does not fuse with what follows."""
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    powers = tl.exp2(scores * (2.0 * LOG2_E / CAP)) + 1.0
+    return CAP - tl.div_rn(tl.full(powers.shape, 2.0 * CAP, tl.float32), powers)
+
+
+@triton.jit
+def empty_span(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The sums of a span before its first tile: largest score, total weight in some equal columns, weighted values."""
+    m = tl.full([BLOCK_M], LOWEST, tl.float32)
+    return m, tl.zeros([BLOCK_M, _TOTAL_COLUMNS], tl.float32), tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+
+
+@triton.jit
+def first_sums(sink, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, SPAN: tl.constexpr):
+    """The sums before any key: with SPAN those of a span and of all spans, where the sink comes last; else it is in."""
+    m, columns, acc = empty_span(BLOCK_M, BLOCK_D)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if SPAN > 0:
+        return m, columns, acc, m, total, acc
+    else:
+        if sink is not None:
+            m = tl.maximum(m, sink)
+            total = tl.exp2(sink - m)
+        return m, total, acc
+
+
+@triton.jit
+def add_tile(scores, v, m, new_m, total, acc, factor):
+    """Takes a tile of keys into the sums of a span, whose largest score is now `new_m`."""
+    decay = tl.exp2(m - new_m)[:, None]
+    p = tl.exp2(tl.fma(scores, factor, -new_m[:, None])).to(v.dtype)
+    ones = tl.full([v.shape[0], _TOTAL_COLUMNS], 1.0, v.dtype)
+    # In fp32, where a product with one is an addition, the compiler would fuse that and a plain multiplication.
+    decayed = tl.fma(total, tl.broadcast_to(decay, total.shape), 0.0)
+    total = tl.dot(p, ones, decayed, input_precision="ieee")
+    acc = tl.dot(p, v, acc * decay, input_precision="ieee")
+    return new_m, total, acc
+
+
+@triton.jit
+def merge_span(m, total, acc, span_m, span_total, span_acc):
+    """The sums of all spans so far and of the next. An empty one changes no bit of the other."""
+    new_m = tl.maximum(m, span_m)
+    kept = tl.exp2(m - new_m)
+    added = tl.exp2(span_m - new_m)
+    return new_m, tl.fma(span_total, added, total * kept), tl.fma(span_acc, added[:, None], acc * kept[:, None])
+
+
+@triton.jit
+def exact_answer(m, total, acc, sink, v_scale):
+    """The answer of the sums of all spans. `sink`: in units of the scores times log2(e), or None."""
+    if sink is not None:
+        new_m = tl.maximum(m, sink)
+        kept = tl.exp2(m - new_m)
+        total = tl.fma(total, kept, tl.exp2(sink - new_m))
+        acc *= kept[:, None]
+    # Whether a sum of zeros is negative depends on what was added to it that weighs nothing.
+    return tl.fma(tl.div_rn(acc, tl.broadcast_to(total[:, None], acc.shape)), v_scale, 0.0)
+
+
+@triton.jit
+def leave_span(m, total, acc, parts, is_pair, sums_ptr, parts_ptr, HEAD_DIM: tl.constexpr):
+    """Writes the sums of a span to memory, as part number `parts` of each pair."""
+    dims = tl.arange(0, acc.shape[1])
+    tl.store(sums_ptr + 2 * parts, m, mask=is_pair)
+    tl.store(sums_ptr + 2 * parts + 1, tl.max(total, 1), mask=is_pair)
+    is_stored = is_pair[:, None] & (dims < HEAD_DIM)[None, :]
+    tl.store(parts_ptr + parts[:, None] * HEAD_DIM + dims[None, :], acc, mask=is_stored)
