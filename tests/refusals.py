@@ -18,8 +18,8 @@ from typing import Any
 
 import httpx
 
-from cluster.http.access import ADMIN_PATHS
-from cluster.openapi.operations import OPERATIONS
+from cluster import routes
+from cluster.http.access import ADMINS
 from cluster.text.tokenizer import Tokenizer
 from tests.scripted_engine import MODEL, Stack, runner
 
@@ -383,7 +383,7 @@ BROKEN: list[bytes] = [
     b'{"messages":' + b"[" * 100_000,
 ]
 """Bodies that are no JSON object that every reader takes for the same."""
-WITH_BODY = [it.path for it in OPERATIONS if it.request is not None and it.path not in ADMIN_PATHS]
+WITH_BODY = [it.path for it in routes.ROUTES if it.request is not None and it.roles != ADMINS]
 
 ANTHROPIC_TYPES = {"invalid_request_error": 400, "not_found_error": 404}
 
