@@ -56,7 +56,7 @@ class Version(msgspec.Struct):
 
 
 class Servings:
-    """What answers the routes of one replica. Methods of its own answer without waiting for anything."""
+    """The objects that answer the routes of one replica; its own methods wait for nothing."""
 
     def __init__(self, model: ServedModel, requests: ActiveRequests, document: bytes) -> None:
         """`document`: the OpenAPI document, as JSON."""
@@ -118,7 +118,7 @@ PlainHandler = Callable[[Request], Awaitable[PlainResponse]]
 Tag = Literal["OpenAI", "Anthropic", "SGLang and vLLM", "Operations"]
 
 _ANY = (401, 403, 429, 431, 500)
-"""What every route may answer: no key, a key of the wrong role, a quota, too many headers, a fault of ours."""
+"""Errors of every route: no key, a key of the wrong role, a quota, too many headers, a fault of ours."""
 _ENDPOINT = (*_ANY, 400, 408, 413, 415, 503)
 """Routes that may have a body: it can be wrong, slow, large or of another type, and the server can be stopping."""
 _MODEL = (*_ENDPOINT, 404)
@@ -146,16 +146,16 @@ class Route:
     """In the form of Starlette, where `:path` after a name says that slashes belong to it."""
     about: str
     handler: Callable[[Servings], Handler] | None = None
-    """What answers it."""
+    """The method that answers it."""
     plain: Callable[[Servings], PlainHandler] | None = None
-    """What answers it in place of a `handler`: at once, without a body, and also while the server stops."""
+    """The method that answers it in place of a `handler`: at once, without a body, and also while the server stops."""
     request: type[BaseModel] | None = None
     answer: Any = None
     """A struct type, or a union of them. None: not JSON."""
     media_type: str = "application/json"
     """Type of an answer that is not JSON."""
     event: Any = None
-    """What the data of each server-sent event is, on routes that stream."""
+    """The type of each server-sent event's data, on routes that stream."""
     errors: Sequence[int] = _ENDPOINT
     error: Any = ErrorBody
     parameters: Sequence[Parameter] = ()
@@ -175,7 +175,7 @@ PATH_PARAMETERS = {
     "request_id": "The answer's id, or the request's `x-request-id`.",
     "response_id": "The id of a response.",
 }
-"""What stands in the braces of paths."""
+"""Descriptions of the parameters in paths, by their names."""
 
 ROUTES: tuple[Route, ...] = (
     _openai(

@@ -1,4 +1,4 @@
-"""What chat completions say, from JSON: the turns, the tools and the form of the answer."""
+"""Chats from the JSON of a request: the turns, the tools and the form of the answer."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def parse_turns(messages: Any) -> list[Turn]:
 
 
 def parse_tools(tools: Any, choice: Any = None, parallel_tool_calls: bool | None = None) -> ToolUse | None:
-    """What a request says of its tools."""
+    """The tools of a request."""
     return _conversation(tools=tools, tool_choice=choice, parallel_tool_calls=parallel_tool_calls).tools
 
 
 def read_grammar(**fields: Any) -> GrammarSpec | None:
-    """What the fields of a request ask of its answer."""
+    """The grammar that the fields of a request ask for."""
     return validated(SamplingFields, fields).grammar()
 
 

@@ -24,7 +24,7 @@ _MODES = {"auto": ToolMode.AUTO, "any": ToolMode.REQUIRED, "tool": ToolMode.NAME
 
 
 def conversation(request: CountTokensRequest) -> Conversation:
-    """What `request` has the model go on with. Raises RequestError, with the path of the field at fault."""
+    """The conversation that the model goes on with. Raises RequestError, with the path of the field at fault."""
     turns = _turns(request)
     if len(turns) > 1 and turns[-1] == Turn(role="assistant", path=turns[-1].path):
         turns.pop()  # an answer that was cut off before it said anything
@@ -52,7 +52,7 @@ def conversation(request: CountTokensRequest) -> Conversation:
 
 
 def output_grammar(request: MessagesRequest) -> GrammarSpec | None:
-    """What `output_config.format` asks of the answer; None: nothing. Raises RequestError for too long a schema."""
+    """The grammar that `output_config.format` asks for, if any. Raises RequestError for too long a schema."""
     output = request.output_config
     if output is None or output.format is None:
         return None

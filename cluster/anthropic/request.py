@@ -1,4 +1,4 @@
-"""What comes in at /v1/messages: the request and its blocks as pydantic models."""
+"""The request of /v1/messages and its blocks, as shapes that check what they describe."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Texts = Annotated[list[TextParam], Field(min_length=1, fail_fast=True), BeforeVa
 
 
 class ThinkingParam(Shape):
-    """What the model thought in an earlier turn; templates that want it get it."""
+    """The thinking of an earlier turn; templates that want it get it."""
 
     type: Literal["thinking"]
     thinking: str
@@ -55,7 +55,7 @@ class ToolUseParam(Shape):
 
 
 class ToolResultParam(Shape):
-    """What a tool that the model used gave back."""
+    """The output of a tool that the model used."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -69,21 +69,21 @@ _Said = Annotated[TextParam | ThinkingParam | RedactedThinkingParam | ToolUsePar
 
 
 class SystemParam(Shape):
-    """What the model is told before all else, or in between."""
+    """Instructions, before all else or in between."""
 
     role: Literal["system"]
     content: str | Texts
 
 
 class UserParam(Shape):
-    """What the user says, or the tools that the model used."""
+    """A turn of the user, or the outputs of tools that the model used."""
 
     role: Literal["user"]
     content: str | Annotated[list[_Told], Field(min_length=1, fail_fast=True), BeforeValidator(filled)]
 
 
 class AssistantParam(Shape):
-    """What the model said earlier. It may be nothing: `max_tokens` cuts a call off before its arguments."""
+    """An earlier turn of the model. It may be empty: `max_tokens` cuts a call off before its arguments."""
 
     role: Literal["assistant"]
     content: str | Annotated[list[_Said], Field(fail_fast=True)]
@@ -127,7 +127,7 @@ class OutputFormat(Shape):
 
 
 class OutputConfig(Shape):
-    """What the text must look like, and how much the model thinks."""
+    """The form of the text, and how much the model thinks."""
 
     effort: ReasoningEffort | None = None
     format: OutputFormat | None = None

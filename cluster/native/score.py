@@ -66,7 +66,7 @@ class Scores(msgspec.Struct):
     model: str
     scores: list[list[float]]
     usage: Usage
-    """What texts have in common counts once for all that were put into one prompt."""
+    """Tokens that texts have in common count once for all that were put into one prompt."""
     object: str = "scoring"
 
 
@@ -144,7 +144,7 @@ class Group(NamedTuple):
 
     prompt: list[int]
     item_lens: tuple[int, ...] = ()
-    """Those of the items that it ends with; none: it is one text."""
+    """Lengths of the items that it ends with; none: it is one text."""
 
 
 def grouped(prompts: Sequence[list[int]], max_item_tokens: int, max_model_len: int) -> list[Group]:
@@ -170,7 +170,7 @@ def grouped(prompts: Sequence[list[int]], max_item_tokens: int, max_model_len: i
 
 
 def _item_lens(items: Sequence[list[int]]) -> tuple[int, ...]:
-    """Of one alone none: it is the end of a prompt like any other."""
+    """Lengths of several items; one alone has none, as it is the end of a prompt like any other."""
     return tuple(map(len, items)) if len(items) > 1 else ()
 
 

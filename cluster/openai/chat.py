@@ -13,7 +13,7 @@ _OWN_VARIABLES = frozenset({"chat_template", "tokenize", "messages", "tools", "d
 
 
 def conversation(request: ChatRequest) -> Conversation:
-    """What `request` has the model go on with. Raises RequestError, with the path of the field at fault."""
+    """The conversation that the model goes on with. Raises RequestError, with the path of the field at fault."""
     tools = parse_tools(request.tools, request.tool_choice, request.parallel_tool_calls)
     turns = parse_turns(request.messages)
     options = []

@@ -1,4 +1,4 @@
-"""What comes in: OpenAI requests as pydantic models, validated once per request.
+"""Requests of chats and completions, as shapes that check what they describe.
 
 Owns which fields exist, their types and ranges, which known ones are refused because they are not supported, and what
 happens to those nobody knows. It knows neither tokens nor the engine; what goes out is in `wire`.
@@ -130,7 +130,7 @@ class ToolCallParam(Shape):
 
 
 class PromptMessage(Shape):
-    """What the model is told."""
+    """A turn of the user, or instructions."""
 
     role: Literal["system", "developer", "user"]
     content: Content
@@ -138,7 +138,7 @@ class PromptMessage(Shape):
 
 
 class AssistantTurn(Shape):
-    """What the model answered earlier."""
+    """An earlier answer of the model."""
 
     role: Literal["assistant"]
     content: Content | None = None
@@ -150,7 +150,7 @@ class AssistantTurn(Shape):
 
 
 class ToolMessage(Shape):
-    """What a tool that the model called gave back."""
+    """The output of a tool that the model called."""
 
     role: Literal["tool"]
     content: Content | None = None
@@ -180,7 +180,7 @@ Messages = Annotated[list[_Message], Field(min_length=1, fail_fast=True), Before
 
 
 class StreamOptions(Shape):
-    """What a stream carries besides its text."""
+    """Parts of a stream besides its text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -191,7 +191,7 @@ class GenerationRequest(SamplingFields):
     """The fields that chat completions and completions share."""
 
     model: str
-    """As /v1/models lists it."""
+    """The name that /v1/models lists."""
     max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     """Most tokens of the answer. None: a completion 16, a chat as many as fit."""
     n: int | None = Field(None, ge=1)
@@ -207,7 +207,7 @@ class GenerationRequest(SamplingFields):
     add_special_tokens: bool | None = None
     """Whether the tokenizer adds its own, such as BOS. None: to a completion's prompt yes, to a chat's text no."""
     return_token_ids: bool | None = None
-    """Those of the prompt and of the answer."""
+    """Whether the answer has the ids of the prompt and of its own tokens."""
     return_tokens_as_token_ids: bool | None = None
     """Log probabilities name tokens `token_id:<id>`."""
     priority: int | None = Field(None, ge=-_MAX_SAFE_INT, le=_MAX_SAFE_INT)

@@ -142,7 +142,7 @@ def _job_options(request: ChatRequest | CompletionRequest) -> JobOptions:
 
 
 def _head(model: ServedModel, job: Job) -> Head:
-    """What the answer to `job` begins with."""
+    """The fields that the answer to `job` begins with."""
     return Head(job.id, int(time.time()), model.model_name, model.system_fingerprint)
 
 

@@ -43,7 +43,7 @@ class TokenizeRequest(Shape):
 
 
 class Tokens(msgspec.Struct):
-    """What a text is to the model."""
+    """The tokens of a text or a chat."""
 
     count: int
     max_model_len: int

@@ -33,7 +33,7 @@ _KINDS = {
     "none_required": "null",
     "string_type": "a string",
 }
-"""What a value should have been, by the type of pydantic's error."""
+"""Names of the type that a value should have had, by the type of pydantic's error."""
 _PART = re.compile(rb'\\.|["\[{:]', re.DOTALL)
 # Each escape is one match, or a pair of them that is one character; a group has a half without its other half, or the
 # bytes that UTF-8 would need for one.

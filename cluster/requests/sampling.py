@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request gets that names no value; a model's generation_config may say otherwise."""
+    """Values for fields that a request does not name; a model's generation_config may say otherwise."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -49,7 +49,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request's token ids and words are checked against."""
+    """The vocabulary that a request's token ids and words are checked against."""
 
     tokenizer: Tokenizer
     size: int

@@ -51,7 +51,7 @@ class JsonSchemaParam(Shape):
 
 
 class RegexParam(Shape):
-    """What a regular expression matches."""
+    """Text that a regular expression matches."""
 
     type: Literal["regex"]
     regex: Text
@@ -65,7 +65,7 @@ class ChoiceParam(Shape):
 
 
 class GrammarParam(Shape):
-    """What a grammar of Lark or GBNF derives."""
+    """Text that a grammar of Lark or GBNF derives."""
 
     type: Literal["grammar"]
     grammar: Text
@@ -167,7 +167,7 @@ class SamplingFields(Shape):
     skip_special_tokens: bool | None = None
     """None: true."""
     response_format: Annotated[dict[str, Any] | None, Checked(ResponseFormat)] = None
-    """What the answer must be: at most one of this and the following four. `structured.spec` reads them."""
+    """The form of the answer: at most one of this and the following four is given."""
     structured_outputs: Annotated[dict[str, Any] | None, Checked(StructuredOutputs | None)] = None
     """vLLM's form of it."""
     regex: Text | None = None
@@ -178,7 +178,7 @@ class SamplingFields(Shape):
     """SGLang's form of a schema."""
 
     def grammar(self, own: GrammarSpec | None = None) -> GrammarSpec | None:
-        """What the answer must match; None: any text.
+        """The grammar that the answer must match; None: any text.
 
         Args:
             own: of a field that one API alone has, in place of `response_format`.

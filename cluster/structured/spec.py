@@ -1,4 +1,4 @@
-"""What an answer must match, as requests say it: OpenAI's `response_format`, vLLM's and SGLang's fields.
+"""The grammar that an answer must match: OpenAI's `response_format`, vLLM's and SGLang's fields.
 
 Reads fields whose shape is checked, which costs next to nothing; whether the schema, regex or grammar itself is any
 good is found out by `checker.GrammarChecker`, in another process.
@@ -20,7 +20,7 @@ GRAMMAR_FIELDS = ("response_format", "structured_outputs", "regex", "ebnf", "jso
 
 
 class GrammarKind(StrEnum):
-    """What the body of a `GrammarSpec` is."""
+    """The language of a `GrammarSpec`'s body."""
 
     JSON_SCHEMA = "json_schema"
     """A schema as JSON."""
@@ -86,7 +86,7 @@ def compiled_grammar(grammar: str, param: str) -> GrammarSpec:
 
 
 def read_grammar(own: GrammarSpec | None = None, **fields: Any) -> GrammarSpec | None:
-    """What the fields of a request ask for; None: any text.
+    """The grammar that the fields of a request ask for; None: any text.
 
     Args:
         own: of another field, read already; it takes the place of `response_format`.

@@ -24,7 +24,7 @@ _BEGINS_TURN: Mapping[str, frozenset[str]] = {
 
 
 def conversation(request: InputTokensRequest, items: Sequence[Mapping[str, Any]], num_earlier: int) -> Conversation:
-    """What `request` has the model go on with.
+    """The conversation that the model goes on with.
 
     Args:
         items: checked by `input_items`, or made by an earlier response.
@@ -43,7 +43,7 @@ def conversation(request: InputTokensRequest, items: Sequence[Mapping[str, Any]]
 
 
 def text_grammar(request: ResponsesRequest) -> GrammarSpec | None:
-    """What `text.format` asks of the answer; None: nothing. Raises RequestError for a schema that is too long."""
+    """The grammar that `text.format` asks for, if any. Raises RequestError for a schema that is too long."""
     form = None if request.text is None else request.text.format
     if form is None or form.type == "text":
         return None

@@ -1,4 +1,4 @@
-"""What comes in at /v1/responses: the request and its input items as pydantic models."""
+"""The request of /v1/responses and its input items, as shapes that check what they describe."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class FunctionCallItem(Shape):
 
 
 class FunctionCallOutputItem(Shape):
-    """What a function that the model called gave back."""
+    """The output of a function that the model called."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -79,7 +79,7 @@ class ReasoningPart(Shape):
 
 
 class ReasoningInputItem(Shape):
-    """What the model thought earlier; templates that want it get it."""
+    """Earlier thinking of the model; templates that want it get it."""
 
     type: Literal["reasoning"]
     content: list[ReasoningPart] | None = Field(None, fail_fast=True)
@@ -131,7 +131,7 @@ class AllowedTools(Shape):
 
 
 class TextFormat(Shape):
-    """What the text must look like."""
+    """Text of any form."""
 
     type: Literal["text"]
 
@@ -167,7 +167,7 @@ class ReasoningOptions(Shape):
 
 
 class ResponsesStreamOptions(Shape):
-    """What a stream carries besides its events."""
+    """Parts of a stream besides its events."""
 
     include_obfuscation: bool | None = None
     """Without effect: events are never padded."""

@@ -1,4 +1,4 @@
-"""What a request says of its tools, checked: which may be called, whether one must be, and how many at once."""
+"""The tools of a request: which may be called, whether one must be, and how many at once."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Tool:
     strict: bool
     """Arguments follow the schema whether or not a call is required."""
     shown: Mapping[str, Any]
-    """What the chat template is given: the tool as the request has it."""
+    """The tool as the request has it, for the chat template."""
     path: str
     """Where the request has it."""
     param: str
@@ -49,7 +49,7 @@ class ToolUse:
     tools: tuple[Tool, ...]
     """All of them, as the model sees them."""
     callable: tuple[Tool, ...]
-    """Those that may be called."""
+    """The tools that may be called."""
     mode: ToolMode
     parallel: bool
     """Whether an answer may have several calls."""
