@@ -23,7 +23,7 @@ from benchmarks.report import circumstances
 from cluster.structured.checker import GrammarChecker
 from cluster.structured.guides import GrammarGuide, GrammarGuides
 from cluster.structured.protocol import Setup
-from cluster.structured.spec import GrammarSpec, read_grammar
+from cluster.structured.spec import GrammarSpec, lark_grammar, schema_grammar
 from cluster.text.tokenizer import Tokenizer
 from configs.errors import OverloadedError, RequestError
 from tests.schemas import SchemaMaker
@@ -34,9 +34,7 @@ _STEPS = 100
 
 
 def _spec(schema: Any) -> GrammarSpec:
-    spec = read_grammar(json_schema=schema)
-    assert spec is not None, "a schema asks for something"
-    return spec
+    return schema_grammar(schema, "json_schema")
 
 
 def _hostile(i: int) -> list[tuple[str, GrammarSpec]]:
@@ -46,11 +44,9 @@ def _hostile(i: int) -> list[tuple[str, GrammarSpec]]:
     for _ in range(200):
         nested = {"items": nested}
     names = {"properties": {f"p{i}_{j}": {"type": "string"} for j in range(4000)}}
-    grammar = read_grammar(ebnf=text)
-    assert grammar is not None, "a grammar asks for something"
     return [
         ("multipleOf of a prime", _spec({"type": "integer", "multipleOf": 999_983, "title": str(i)})),
-        ("intersection of regexes", grammar),
+        ("intersection of regexes", lark_grammar(text, "ebnf")),
         ("4000 properties", _spec(names)),
         ("20000 enum values", _spec({"enum": list(range(i, 20_000 + i))})),
         ("nested 200 deep", _spec(nested)),

@@ -9,7 +9,8 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, get_args
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import typer
 from pydantic import BaseModel
@@ -190,12 +191,22 @@ def _fields() -> str:
 
 
 def _field(name: str, field: FieldInfo) -> str:
-    kinds = [kind for kind in get_args(field.annotation) if kind is not type(None)]
-    kind = "" if field.annotation is Any else _kind(kinds[0] if kinds else field.annotation)
     # Bounds that only say what an integer holds are no help.
-    notes = [kind, *(bound for item in field.metadata if len(bound := _bound(item)) < 9)]
+    notes = [_shape(field.annotation), *(bound for item in field.metadata if len(bound := _bound(item)) < 9)]
     text = " ".join((field.description or "").split())
     return f"| `{name}` | {_cell(', '.join(note for note in notes if note))} | {_cell(text)} |"
+
+
+def _shape(annotation: Any) -> str:
+    """A type without what checks it, and without null, which every field that need not be there takes."""
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _shape(inner[0])
+    if origin in (Union, UnionType):
+        return " or ".join(dict.fromkeys(_shape(each) for each in inner if each is not type(None)))
+    if origin in (list, dict):
+        return f"{origin.__name__}[{', '.join(map(_shape, inner))}]"
+    return _kind(annotation)
 
 
 def _names(names: Iterable[str]) -> str:

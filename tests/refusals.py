@@ -18,8 +18,8 @@ from typing import Any
 
 import httpx
 
-from cluster.http.access import ADMIN_PATHS
-from cluster.openapi.operations import OPERATIONS
+from cluster import routes
+from cluster.http.access import ADMINS
 from cluster.text.tokenizer import Tokenizer
 from tests.scripted_engine import MODEL, Stack, runner
 
@@ -193,7 +193,12 @@ CHAT: list[Refusal] = [
     *values("messages", "invalid_type", {}, "hello"),
     *values("messages", "context_length_exceeded", [{"role": "user", "content": "word " * 3000}]),
     Refusal({"messages": ["x"]}, "invalid_type", "messages[0]"),
-    *turn("invalid_type", ".content", {"role": "user"}, {"role": "user", "content": 5}),
+    *turn("missing_required_parameter", ".content", {"role": "user"}),
+    *turn("invalid_type", ".content", {"role": "user", "content": 5}),
+    *turn("missing_required_parameter", ".role", {"content": "x"}),
+    *values("response_format", "invalid_type", "json"),
+    Refusal({"response_format": {"type": "xml"}}, "unsupported_parameter", "response_format.type"),
+    Refusal({"response_format": {}}, "missing_required_parameter", "response_format.type"),
     *turn("invalid_value", ".role", {"role": "wizard", "content": "x"}, {"role": ["user"], "content": "x"}),
     *turn("unsupported_parameter", ".role", {"role": "function", "content": "x"}),
     *turn("invalid_type", ".tool_call_id", {"role": "tool", "content": "x", "tool_call_id": 1}),
@@ -206,7 +211,7 @@ CHAT: list[Refusal] = [
         *content({"type": "input_audio"}),
     ),
     *turn("invalid_type", ".tool_calls", {"role": "assistant", "content": "", "tool_calls": {}}),
-    *turn("invalid_type", ".tool_calls[0]", {"role": "assistant", "tool_calls": [{}]}),
+    *turn("missing_required_parameter", ".tool_calls[0].function", {"role": "assistant", "tool_calls": [{}]}),
     *turn("invalid_value", ".tool_calls", {"role": "user", "content": "x", "tool_calls": [{}]}),
     *turn("invalid_value", ".tool_calls[0].function.arguments", *call(name="f", arguments="[]")),
     *turn("missing_required_parameter", ".tool_calls[0].function.name", *call(arguments="{}")),
@@ -243,7 +248,7 @@ RESPONSES: list[Refusal] = [
     Refusal({"input": [{"type": "image_generation_call"}]}, "unsupported_parameter", "input[0].type"),
     Refusal({"input": [{"role": "user"}]}, "missing_required_parameter", "input[0].content"),
     Refusal({"input": [{"role": "king", "content": "a"}]}, "invalid_value", "input[0].role"),
-    Refusal({"input": content(IMAGE)}, "unsupported_parameter", "input[0].content[0]"),
+    Refusal({"input": content(IMAGE)}, "unsupported_parameter", "input[0].content[0].type"),
     Refusal({"model": "other"}, "model_not_found", "model", 404),
     *values("max_output_tokens", "invalid_value", 0),
     Refusal({"background": True, "store": False, "stream": False}, "invalid_value", "background"),
@@ -327,7 +332,7 @@ TOKENIZE: list[Refusal] = [
     *values("prompt", "missing_required_parameter", None),
     *values("prompt", "invalid_type", 7),
     Refusal({"messages": MESSAGES}, "missing_required_parameter", "prompt"),
-    Refusal({"prompt": None, "messages": [{"role": "user"}]}, "invalid_type", "messages[0].content"),
+    Refusal({"prompt": None, "messages": [{"role": "user"}]}, "missing_required_parameter", "messages[0].content"),
     Refusal({"model": "other"}, "model_not_found", "model", 404),
 ]
 
@@ -383,7 +388,7 @@ BROKEN: list[bytes] = [
     b'{"messages":' + b"[" * 100_000,
 ]
 """Bodies that are no JSON object that every reader takes for the same."""
-WITH_BODY = [it.path for it in OPERATIONS if it.request is not None and it.path not in ADMIN_PATHS]
+WITH_BODY = [it.path for it in routes.ROUTES if it.request is not None and it.roles != ADMINS]
 
 ANTHROPIC_TYPES = {"invalid_request_error": 400, "not_found_error": 404}
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from jinja2.exceptions import SecurityError, TemplateError
 
-from cluster.openai.chat import parse_turns
 from cluster.text.chat_template import ChatTemplate, TemplateLimitError
 from cluster.text.conversation import Conversation
 from cluster.text.formats import ModelFormats
 from cluster.text.rendering import render
 from cluster.text.tokenizer import Tokenizer
 from configs.errors import CheckpointError, ConfigError, RequestError
+from tests.chats import parse_turns
 from tests.scripted_engine import Run, Stack, error_of, runner
 
 USER = [{"role": "user", "content": "hi"}]

@@ -28,6 +28,7 @@ from typer.testing import CliRunner
 
 from cluster.commands.cli import app
 from cluster.commands.serve import root_cause
+from cluster.serve import session
 from cluster.serve.session import cluster_address
 from configs.errors import ConfigError
 
@@ -610,3 +611,7 @@ def test_serve_deploy_takes_the_same_file(smollm2_path: Path, head: Head, free_p
     subprocess.run([BIN / "serve", "deploy", file], env=env, check=True, capture_output=True, timeout=120)
     wait_for(lambda: is_ready(url), 60, "the endpoint's readiness")
     assert head.replicas() == before, "a limit of the deployment restarts nothing"
+
+
+def test_the_working_dir_that_nodes_fetch_is_the_whole_checkout() -> None:
+    assert session.ROOT == ROOT

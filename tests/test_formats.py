@@ -8,13 +8,13 @@ from typing import Any, get_args
 
 import pytest
 
-from cluster.openai.tool_fields import parse_tools
 from cluster.text.chat_template import ChatTemplate
 from cluster.text.formats import ModelFormats
 from cluster.text.reasoning import REASONING_STYLES
 from cluster.text.tools.styles import STYLES
 from configs.errors import RequestError
 from configs.schema import ServerConfig
+from tests.chats import parse_tools
 
 NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
 STRICT: dict[str, Any] = {"type": "function", "function": {"name": "strict", "strict": True}}

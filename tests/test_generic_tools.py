@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from cluster.openai.chat import parse_turns
-from cluster.openai.tool_fields import parse_tools
 from cluster.text.chat_template import ChatTemplate
 from cluster.text.conversation import Conversation
 from cluster.text.formats import ModelFormats
 from cluster.text.rendering import render
 from cluster.text.tokenizer import Tokenizer
 from configs.schema import ServerConfig
+from tests.chats import parse_tools, parse_turns
 from tests.scripted_engine import EOS, Run, Stack, error_of, prompt_ids, runner
 
 WEATHER: dict[str, Any] = {

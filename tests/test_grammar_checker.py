@@ -14,9 +14,10 @@ import pytest
 from cluster.structured.checker import GrammarChecker
 from cluster.structured.limits import MAX_GRAMMAR_BYTES
 from cluster.structured.protocol import Setup
-from cluster.structured.spec import compiled_grammar, lark_grammar, read_grammar
+from cluster.structured.spec import compiled_grammar, lark_grammar
 from cluster.text.tokenizer import Tokenizer
 from configs.errors import RequestError
+from tests.chats import read_grammar
 from tests.descriptors import no_free_descriptors
 
 # A refusal comes within 100 ms where the machine is ours (benchmarks/structured.py measures). Here others may have it:

@@ -22,9 +22,10 @@ from cluster.structured.compiler import GrammarCompiler
 from cluster.structured.guides import GrammarGuide, GrammarGuides
 from cluster.structured.protocol import Setup
 from cluster.structured.request_guides import RequestGuides
-from cluster.structured.spec import GrammarKind, GrammarSpec, read_grammar
+from cluster.structured.spec import GrammarKind, GrammarSpec
 from cluster.text.tokenizer import Tokenizer
 from configs.errors import GuideError, OverloadedError
+from tests.chats import read_grammar
 from tests.descriptors import no_free_descriptors
 from tests.schemas import SchemaMaker
 from worker.protocol import RowFlag, StepFrame, StepResult, UInt32Array, mask_words

@@ -9,8 +9,9 @@ import pytest
 
 from cluster.structured.limits import MAX_ENUM_VALUES, MAX_GRAMMAR_BYTES
 from cluster.structured.schema import prepare_schema
-from cluster.structured.spec import GrammarKind, GrammarSpec, read_grammar
+from cluster.structured.spec import GrammarKind, GrammarSpec
 from configs.errors import RequestError
+from tests.chats import read_grammar
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
@@ -82,7 +83,7 @@ def test_neutral_values_do_not_count() -> None:
         ({"structured_outputs": {"json_object": 1}}, "structured_outputs.json_object"),
         (
             {"structured_outputs": {"structural_tag": {"structures": [{}], "triggers": []}}},
-            "structured_outputs.structural_tag.structures[0]",
+            "structured_outputs.structural_tag.structures[0].begin",
         ),
         ({"structured_outputs": {"structural_tag": "{"}}, "structured_outputs.structural_tag"),
         ({"regex": ""}, "regex"),

@@ -15,6 +15,7 @@ from pydantic import TypeAdapter
 from cluster.anthropic.builder import MessageBuilder
 from cluster.anthropic.conversation import conversation
 from cluster.anthropic.request import MessagesRequest
+from cluster.requests.body import validated
 from cluster.requests.job import PromptTokensDetails, Usage
 from cluster.text.conversation import Call, Conversation, Turn
 from cluster.text.tools.request import ToolMode
@@ -47,7 +48,7 @@ def sse_events(text: str) -> list[dict[str, Any]]:
 
 def chat_of(**fields: Any) -> Conversation:
     body = {"model": MODEL, "max_tokens": 64, "messages": MESSAGES, **fields}
-    return conversation(MessagesRequest.model_validate(body))
+    return conversation(validated(MessagesRequest, body))
 
 
 def test_a_message_has_its_text_and_counts_what_was_cached_apart(run: Run) -> None:

@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from cluster.http.errors import error_body
-from cluster.openai.chat import parse_turns
 from cluster.openai.protocol import ChatRequest, CompletionRequest, check_request, unknown_fields
 from cluster.requests import checks
 from configs.errors import ContextLengthError, OverloadedError, RequestError
 from configs.schema import ServerConfig
+from tests.chats import parse_turns
 
 SERVER = ServerConfig()
 
@@ -107,15 +107,13 @@ def test_logprobs_are_counted_by_each_route_in_its_way() -> None:
 
 
 @pytest.mark.parametrize(("stop", "expected"), [(None, []), ("a", ["a"]), (["a", "b"], ["a", "b"]), ([], [])])
-def test_stop_is_a_string_or_a_list(stop: object, expected: list[str]) -> None:
-    assert checks.stop_strings(stop, SERVER) == expected
+def test_stop_is_a_string_or_a_list(stop: str | list[str] | None, expected: list[str]) -> None:
+    assert list(checks.stops(chat(stop=stop).stop, "stop", SERVER).values()) == expected
 
 
-def test_a_prompt_is_text_or_ids_or_a_list_of_either() -> None:
-    assert checks.prompts("x", "prompt", 10) == ["x"]
-    assert checks.prompts(["x", "y"], "prompt", 10) == ["x", "y"]
-    assert checks.prompts([1, 9], "prompt", 10) == [[1, 9]]
-    assert checks.prompts([[1], [2, 3]], "prompt", 10) == [[1], [2, 3]]
+@pytest.mark.parametrize("prompt", ["x", ["x", "y"], [1, 9], [[1], [2, 3]]])
+def test_a_prompt_is_text_or_ids_or_a_list_of_either(prompt: object) -> None:
+    assert completion(prompt=prompt).prompt == prompt
 
 
 def test_text_parts_are_joined_and_developer_is_system() -> None:

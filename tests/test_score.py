@@ -11,11 +11,10 @@ from tests.scripted_engine import MODEL, Run, Stack
 from tests.tiny_engine import tiny_engine
 
 
-@pytest.mark.parametrize("path", ["/v1/score", "/score"])
-def test_every_item_has_a_score_for_every_label(run: Run, path: str) -> None:
+def test_every_item_has_a_score_for_every_label(run: Run) -> None:
     async def scenario(stack: Stack) -> None:
         body = {"model": MODEL, "query": "Is it so? ", "items": ["yes", "no", "so"], "label_token_ids": [7, 9]}
-        reply = (await stack.http.post(path, json=body)).json()
+        reply = (await stack.http.post("/v1/score", json=body)).json()
         assert reply["object"] == "scoring"
         assert reply["scores"] == [pytest.approx([math.exp(-1), math.exp(-2)])] * 3
         prompts = [memoryview(request.prompt).cast("i").tolist() for request in stack.coordinator.requests]

@@ -198,7 +198,7 @@ def test_media_are_refused_and_no_socket_is_opened(run: Run, monkeypatch: pytest
 def test_no_route_takes_a_template_from_a_request(run: Run, fields: dict[str, Any]) -> None:
     async def scenario(stack: Stack) -> None:
         messages = [{"role": "user", "content": "hi"}]
-        for path in ("/v1/chat/completions", "/tokenize", "/v1/tokenize", "/v1/messages", "/v1/responses"):
+        for path in ("/v1/chat/completions", "/tokenize", "/v1/messages", "/v1/responses"):
             body = {"model": MODEL, "messages": messages, "input": messages, "max_tokens": 2, **fields}
             if path == "/v1/responses":
                 del body["messages"], body["max_tokens"]

@@ -9,7 +9,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 
-from cluster.openai.tool_fields import parse_tools
+from cluster.openai.tool_fields import parse_tools as flat_tools
 from cluster.structured.compiler import GrammarCompiler
 from cluster.structured.spec import schema_grammar
 from cluster.text.answer_parser import AnswerFormat, AnswerParser
@@ -20,6 +20,7 @@ from cluster.text.tools.grammar import CallGrammar, SpecialId, after_reasoning
 from cluster.text.tools.request import ToolMode, ToolUse
 from cluster.text.tools.styles import STYLES, StyleName
 from configs.errors import RequestError
+from tests.chats import parse_tools
 
 WEATHER = {
     "type": "function",
@@ -68,7 +69,7 @@ def test_the_forms_of_tool_choice() -> None:
 
 def test_responses_have_functions_in_the_place_of_tools() -> None:
     tools = [{"type": "function", "name": "now", "description": None}, {"name": "f", "strict": True}]
-    parsed = parse_tools(tools, {"type": "allowed_tools", "mode": "required", "tools": [{"name": "f"}]}, nested=False)
+    parsed = flat_tools(tools, {"type": "allowed_tools", "mode": "required", "tools": [{"name": "f"}]}, nested=False)
     assert parsed is not None
     assert [tool.shown["function"].keys() for tool in parsed.tools] == [
         {"name", "parameters"},
@@ -80,7 +81,7 @@ def test_responses_have_functions_in_the_place_of_tools() -> None:
         ({"type": "allowed_tools", "mode": "auto", "tools": [{"name": "g"}]}, "tool_choice.tools[0].name"),
     ):
         with pytest.raises(RequestError) as raised:
-            parse_tools(tools, choice, nested=False)
+            flat_tools(tools, choice, nested=False)
         assert raised.value.param == param
 
 
@@ -116,7 +117,7 @@ def _function(**fields: Any) -> list[dict[str, Any]]:
         (_function(parameters={"properties": []}), None, "tools[0].function.parameters.properties"),
         ([NOW], "any", "tool_choice"),
         ([NOW], 1, "tool_choice"),
-        ([NOW], {"type": "function"}, "tool_choice.function.name"),
+        ([NOW], {"type": "function"}, "tool_choice.function"),
         ([NOW], {"type": "function", "function": {"name": "f"}}, "tool_choice.function.name"),
         ([NOW], {"type": "custom"}, "tool_choice.type"),
         ([NOW], {"type": "allowed_tools"}, "tool_choice.allowed_tools"),

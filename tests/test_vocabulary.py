@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from cluster.engine.client import EngineClient
-from cluster.openapi.document import build_document
-from cluster.openapi.operations import OPERATIONS
+from cluster.openapi import build_document
 from cluster.requests.served_model import ServedModel
+from cluster.routes import ROUTES
 from cluster.version import VERSION
 from configs.errors import RequestError
 from configs.schema import ServerConfig
@@ -28,7 +28,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "now", "parameters": {"type": "object", "properties": {}}}}
 GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/generate", "/v1/score")
 BODIES = Bodies(build_document(VERSION), words=[*SPECIALS, *WORDS, *UNKNOWN, "a", " "])
-REQUESTS = {operation.path: operation.request for operation in OPERATIONS if operation.request is not None}
+REQUESTS = {route.path: route.request for route in ROUTES if route.request is not None}
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,12 @@
-"""A request of /v1/messages as a conversation: each block checked, and what is wrong named by its path."""
+"""A request of /v1/messages as a conversation."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from cluster.anthropic.request import (
-    BLOCKS,
     Block,
     CountTokensRequest,
-    MessageParam,
     MessagesRequest,
     TextParam,
     ThinkingParam,
@@ -17,7 +15,6 @@ from cluster.anthropic.request import (
     ToolResultParam,
     ToolUseParam,
 )
-from cluster.requests.body import validated
 from cluster.structured.spec import GrammarSpec, schema_grammar
 from cluster.text.conversation import Call, Conversation, TemplateOption, Turn
 from cluster.text.tools.request import Tool, ToolChoice, ToolMode, function_tool, tool_use
@@ -27,7 +24,7 @@ _MODES = {"auto": ToolMode.AUTO, "any": ToolMode.REQUIRED, "tool": ToolMode.NAME
 
 
 def conversation(request: CountTokensRequest) -> Conversation:
-    """What `request` has the model go on with. Raises RequestError, with the path of the field at fault."""
+    """The conversation that the model goes on with. Raises RequestError, with the path of the field at fault."""
     turns = _turns(request)
     if len(turns) > 1 and turns[-1] == Turn(role="assistant", path=turns[-1].path):
         turns.pop()  # an answer that was cut off before it said anything
@@ -55,7 +52,7 @@ def conversation(request: CountTokensRequest) -> Conversation:
 
 
 def output_grammar(request: MessagesRequest) -> GrammarSpec | None:
-    """What `output_config.format` asks of the answer; None: nothing. Raises RequestError for too long a schema."""
+    """The grammar that `output_config.format` asks for, if any. Raises RequestError for too long a schema."""
     output = request.output_config
     if output is None or output.format is None:
         return None
@@ -81,53 +78,31 @@ def _tool_choice(choice: ToolChoiceParam) -> ToolChoice:
 def _turns(request: CountTokensRequest) -> list[Turn]:
     turns = []
     if request.system is not None:
-        turns.append(Turn(role="system", text="\n".join(_texts(_blocks(request.system, "system", "system")))))
-    for i, given in enumerate(request.messages):
-        message = validated(MessageParam, given, f"messages[{i}]")
-        path = f"messages[{i}].content"
-        blocks = _blocks(message.content, message.role, path)
+        turns.append(Turn(role="system", text=_text(request.system)))
+    for i, message in enumerate(request.messages):
+        path, content = f"messages[{i}].content", message.content
+        blocks = [TextParam(type="text", text=content)] if isinstance(content, str) else content
         if message.role == "assistant":
             turns.append(_assistant_turn(blocks, path))
             continue
         results = [(j, block) for j, block in enumerate(blocks) if isinstance(block, ToolResultParam)]
         turns += [_result_turn(result, f"{path}[{j}]") for j, result in results]
         if len(results) < len(blocks):
-            turns.append(Turn(role=message.role, text="\n".join(_texts(blocks)), path=path))
+            turns.append(Turn(role=message.role, text=_text(blocks), path=path))
     return turns
 
 
-def _blocks(content: object, role: str, path: str) -> list[Block]:
-    """The blocks of `content`, each checked."""
+def _text(content: str | Sequence[Block]) -> str:
     if isinstance(content, str):
-        return [TextParam(type="text", text=content)]
-    # An assistant may have said nothing: what we answer where `max_tokens` cuts a call off before its arguments.
-    if not isinstance(content, list) or not (content or role == "assistant"):
-        raise RequestError(f"{path} must be a string or a list of blocks.", code="invalid_type", param=path)
-    blocks = []
-    for i, block in enumerate(content):
-        if not isinstance(block, dict):
-            raise RequestError(f"{path}[{i}] must be an object.", code="invalid_type", param=f"{path}[{i}]")
-        kind = block.get("type")
-        model = BLOCKS[role].get(kind) if isinstance(kind, str) else None
-        if model is None:
-            raise RequestError(
-                f"{path}[{i}].type must be one of {', '.join(BLOCKS[role])}.",
-                code="unsupported_parameter",
-                param=f"{path}[{i}].type",
-            )
-        blocks.append(validated(model, block, f"{path}[{i}]"))
-    return blocks
-
-
-def _texts(blocks: Sequence[Block]) -> list[str]:
-    return [block.text for block in blocks if isinstance(block, TextParam)]
+        return content
+    return "\n".join(block.text for block in content if isinstance(block, TextParam))
 
 
 def _assistant_turn(blocks: Sequence[Block], path: str) -> Turn:
     uses = [(i, block) for i, block in enumerate(blocks) if isinstance(block, ToolUseParam)]
     return Turn(
         role="assistant",
-        text="\n".join(_texts(blocks)),
+        text=_text(blocks),
         thinking="\n".join(block.thinking for block in blocks if isinstance(block, ThinkingParam)),
         calls=tuple(Call(use.name, use.input, use.id) for _, use in uses),
         path=f"{path}[{uses[0][0]}]" if uses else path,
@@ -135,7 +110,7 @@ def _assistant_turn(blocks: Sequence[Block], path: str) -> Turn:
 
 
 def _result_turn(result: ToolResultParam, path: str) -> Turn:
-    texts = [] if result.content is None else _texts(_blocks(result.content, "system", f"{path}.content"))
+    text = _text(result.content or "")
     if result.is_error:
-        texts.insert(0, "Error:")  # a template has no other place for it
-    return Turn(role="tool", text="\n".join(texts), call_id=result.tool_use_id, path=path)
+        text = f"Error:\n{text}" if text else "Error:"  # a template has no other place for it
+    return Turn(role="tool", text=text, call_id=result.tool_use_id, path=path)

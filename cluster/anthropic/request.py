@@ -1,49 +1,51 @@
-"""What comes in at /v1/messages: the request and its blocks as pydantic models."""
+"""The request of /v1/messages and its blocks, as shapes that check what they describe."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
 from cluster.requests.fields import STYLING, UNSUPPORTED, FieldPolicy, neutral
-from cluster.requests.sampling_fields import ReasoningEffort, SamplingFields
-from cluster.requests.schema import Documented
-
-_MAX_TOKENS = 2**31 - 1
-
-
-class _Part(BaseModel):
-    model_config = ConfigDict(
-        strict=True, frozen=True, extra="ignore", protected_namespaces=(), use_attribute_docstrings=True
-    )
-
+from cluster.requests.sampling_fields import SamplingFields, StopText
+from cluster.requests.shapes import (
+    MAX_TOKENS,
+    MAX_TOOLS,
+    ArgumentsSchema,
+    Description,
+    FunctionName,
+    ReasoningEffort,
+    Shape,
+    filled,
+)
 
 # --- Blocks and messages ----------------------------------------------------------------------------------------------
 
 
-class TextParam(_Part):
+class TextParam(Shape):
     """Text."""
 
     type: Literal["text"]
     text: str
 
 
-class ThinkingParam(_Part):
-    """What the model thought in an earlier turn; templates that want it get it."""
+Texts = Annotated[list[TextParam], Field(min_length=1, fail_fast=True), BeforeValidator(filled)]
+
+
+class ThinkingParam(Shape):
+    """The thinking of an earlier turn; templates that want it get it."""
 
     type: Literal["thinking"]
     thinking: str
 
 
-class RedactedThinkingParam(_Part):
+class RedactedThinkingParam(Shape):
     """Thinking of another server's model: nothing that this one can read."""
 
     type: Literal["redacted_thinking"]
 
 
-class ToolUseParam(_Part):
+class ToolUseParam(Shape):
     """A call the model made earlier."""
 
     type: Literal["tool_use"]
@@ -52,50 +54,57 @@ class ToolUseParam(_Part):
     input: dict[str, Any]
 
 
-class ToolResultParam(_Part):
-    """What a tool that the model used gave back."""
+class ToolResultParam(Shape):
+    """The output of a tool that the model used."""
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Annotated[Any, Documented(str | list[TextParam] | None)] = None
+    content: str | Texts | None = None
     is_error: bool | None = None
 
 
 Block = TextParam | ThinkingParam | RedactedThinkingParam | ToolUseParam | ToolResultParam
-BLOCKS: Mapping[str, Mapping[str, type[Block]]] = {
-    "system": {"text": TextParam},
-    "user": {"text": TextParam, "tool_result": ToolResultParam},
-    "assistant": {
-        "text": TextParam,
-        "thinking": ThinkingParam,
-        "redacted_thinking": RedactedThinkingParam,
-        "tool_use": ToolUseParam,
-    },
-}
-"""What the messages of each role may hold."""
+_Told = Annotated[TextParam | ToolResultParam, Field(discriminator="type")]
+_Said = Annotated[TextParam | ThinkingParam | RedactedThinkingParam | ToolUseParam, Field(discriminator="type")]
 
 
-class MessageParam(_Part):
-    """One turn."""
+class SystemParam(Shape):
+    """Instructions, before all else or in between."""
 
-    role: Literal["user", "assistant", "system"]
-    content: Annotated[Any, Documented(str | list[Block])]
+    role: Literal["system"]
+    content: str | Texts
 
+
+class UserParam(Shape):
+    """A turn of the user, or the outputs of tools that the model used."""
+
+    role: Literal["user"]
+    content: str | Annotated[list[_Told], Field(min_length=1, fail_fast=True), BeforeValidator(filled)]
+
+
+class AssistantParam(Shape):
+    """An earlier turn of the model. It may be empty: `max_tokens` cuts a call off before its arguments."""
+
+    role: Literal["assistant"]
+    content: str | Annotated[list[_Said], Field(fail_fast=True)]
+
+
+Message = SystemParam | UserParam | AssistantParam
 
 # --- The request ------------------------------------------------------------------------------------------------------
 
 
-class ToolParam(_Part):
+class ToolParam(Shape):
     """A tool the model may use."""
 
     type: Literal["custom"] | None = None
-    name: str
-    description: str | None = None
-    input_schema: dict[str, Any]
+    name: FunctionName
+    description: Description | None = None
+    input_schema: ArgumentsSchema
     strict: bool | None = None
 
 
-class ToolChoiceParam(_Part):
+class ToolChoiceParam(Shape):
     """Whether, and which, tools are used."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -103,40 +112,40 @@ class ToolChoiceParam(_Part):
     disable_parallel_tool_use: bool | None = None
 
 
-class ThinkingConfig(_Part):
+class ThinkingConfig(Shape):
     """Whether the model thinks first."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = Field(None, ge=1)
 
 
-class OutputFormat(_Part):
+class OutputFormat(Shape):
     """JSON of a schema."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(_Part):
-    """What the text must look like, and how much the model thinks."""
+class OutputConfig(Shape):
+    """The form of the text, and how much the model thinks."""
 
     effort: ReasoningEffort | None = None
     format: OutputFormat | None = None
 
 
-class RequestMetadata(_Part):
+class RequestMetadata(Shape):
     """Accepted and not used."""
 
     user_id: str | None = None
 
 
-class CountTokensRequest(_Part):
+class CountTokensRequest(Shape):
     """POST /v1/messages/count_tokens: what of a request makes its prompt."""
 
     model: str
-    messages: Annotated[list[Any], Documented(list[MessageParam]), Field(min_length=1)]
-    system: Annotated[Any, Documented(str | list[TextParam] | None)] = None
-    tools: list[ToolParam] | None = Field(None, max_length=128)
+    messages: list[Annotated[Message, Field(discriminator="role")]] = Field(min_length=1, fail_fast=True)
+    system: str | Texts | None = None
+    tools: list[ToolParam] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: ToolChoiceParam | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
@@ -145,8 +154,8 @@ class CountTokensRequest(_Part):
 class MessagesRequest(SamplingFields, CountTokensRequest):
     """POST /v1/messages."""
 
-    max_tokens: int = Field(ge=1, le=_MAX_TOKENS)
-    stop_sequences: list[str] | None = Field(None, fail_fast=True)
+    max_tokens: int = Field(ge=1, le=MAX_TOKENS)
+    stop_sequences: list[StopText] | None = Field(None, max_length=32, fail_fast=True)
     stream: bool | None = None
     metadata: RequestMetadata | None = None
 

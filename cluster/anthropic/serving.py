@@ -41,8 +41,8 @@ class AnthropicServing:
         ignored, request, chat = await prepared(body, partial(self._checked, MessagesRequest))
         fields = request
         if request.stop_sequences is not None:
-            stops = checks.stop_strings(request.stop_sequences, model.server, "stop_sequences")
-            fields = request.model_copy(update={"stop": stops})
+            stops = checks.stops(request.stop_sequences, "stop_sequences", model.server)
+            fields = request.model_copy(update={"stop": list(stops.values())})
         job = await chat_job(
             model,
             "msg_",

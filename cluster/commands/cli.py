@@ -203,7 +203,7 @@ def schema() -> None:
 @app.command()
 def openapi() -> None:
     """Print the OpenAPI document of the endpoint, as in docs/openapi.json."""
-    from cluster.openapi.document import build_document
+    from cluster.openapi import build_document
     from cluster.version import VERSION
 
     typer.echo(json.dumps(build_document(VERSION), indent=1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Set
 from urllib.parse import urlsplit
 
 from starlette.types import Scope
@@ -11,13 +12,12 @@ from cluster.http.keys import ApiKey, KeyRing
 from configs.errors import RequestError
 from configs.load import is_loopback
 
-OPEN_PATHS = frozenset({"/", "/health", "/ready"})
-"""Answered without a key: what probes ask, and the page, which asks for one itself. None of them tells anything."""
-ADMIN_PATHS = frozenset({"/abort_request", "/flush_cache"})
+ANYONE: Set[Role] = frozenset()
+"""No key is asked for: what probes ask, and the page, which asks for one itself. None of them tells anything."""
+ADMINS: Set[Role] = frozenset({Role.ADMIN})
 """For admin keys only, and absent where there is none."""
-METRICS_PATHS = frozenset({"/metrics", "/live", "/load", "/v1/loads", "/server_info", "/version"})
-"""All that keys of the role `metrics` may see."""
-_NOT_FOR_USERS = frozenset({"/metrics"})
+USERS: Set[Role] = frozenset({Role.USER, Role.ADMIN})
+"""Every path of which nothing else is said, also those that do not exist."""
 
 
 class Access:
@@ -25,11 +25,15 @@ class Access:
 
     Args:
         keys: None: nobody is asked for one.
+        roles: by path, the roles of the keys that may call it.
         anyone: without keys, whether requests from other machines are answered.
     """
 
-    def __init__(self, keys: KeyRing | None, *, anyone: bool = False) -> None:
+    def __init__(
+        self, keys: KeyRing | None, roles: Mapping[str, Set[Role]] | None = None, *, anyone: bool = False
+    ) -> None:
         self._keys = keys
+        self._roles = roles or {}
         self._anyone = anyone
 
     def admit(self, scope: Scope, request_id: str) -> tuple[RequestContext, ApiKey | None]:
@@ -39,19 +43,20 @@ class Access:
             RequestError: 401 without a good key, 403 where the key's role or the caller's place does not allow it, 404
                 for what is absent.
         """
-        path = route_path(scope)
-        if path in OPEN_PATHS:
+        roles = self._roles.get(route_path(scope), USERS)
+        if roles == ANYONE:
             return RequestContext(request_id=request_id), None
         if self._keys is None:
             if not self._anyone:
                 _check_local(scope)
-            if path in ADMIN_PATHS:
+            if roles == ADMINS:
                 raise _absent()
             return RequestContext(request_id=request_id), None
         key = self._key(scope, self._keys)
-        if path in ADMIN_PATHS and not self._keys.has_admin:
+        if roles == ADMINS and not self._keys.has_admin:
             raise _absent()
-        _check_role(key.role, path)
+        if key.role not in roles:
+            raise RequestError(f"Keys of the role {key.role} may not call this.", code="permission_denied", status=403)
         salt = self._keys.salt(key.id)
         return RequestContext(request_id=request_id, client=key.id, role=key.role, salt=salt), key
 
@@ -85,14 +90,6 @@ def _presented(scope: Scope) -> bytes | None:
             found.add(credentials.strip() if scheme.lower() == b"bearer" else b"")
     found.discard(b"")
     return found.pop() if len(found) == 1 else None
-
-
-def _check_role(role: Role, path: str) -> None:
-    if role == Role.ADMIN:
-        return
-    if path in METRICS_PATHS if role == Role.METRICS else path not in ADMIN_PATHS | _NOT_FOR_USERS:
-        return
-    raise RequestError(f"Keys of the role {role} may not call this.", code="permission_denied", status=403)
 
 
 def _check_local(scope: Scope) -> None:

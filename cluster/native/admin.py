@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 
 import msgspec
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
 
 from cluster.http.active import ActiveRequests
 from cluster.http.context import RequestContext
@@ -16,17 +16,14 @@ from cluster.http.response import HttpResponse
 from cluster.requests.body import prepared, validated
 from cluster.requests.http_responses import json_response
 from cluster.requests.served_model import ServedModel
+from cluster.requests.shapes import Shape
 from configs.errors import RequestError
 
 
-class AbortRequest(BaseModel):
+class AbortRequest(Shape):
     """POST /abort_request: one of the two."""
 
     model_config = ConfigDict(
-        strict=True,
-        frozen=True,
-        extra="ignore",
-        use_attribute_docstrings=True,
         json_schema_extra={
             "anyOf": [
                 {"required": ["rid"], "properties": {"rid": {"type": "string"}}},

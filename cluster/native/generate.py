@@ -11,31 +11,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from cluster.http.context import RequestContext
 from cluster.http.response import HttpResponse
 from cluster.native.generate_answer import Asked, native_response
 from cluster.requests import checks
-from cluster.requests.body import prepared, validated
+from cluster.requests.body import below, prepared, validated
 from cluster.requests.fields import STYLING, UNSUPPORTED, FieldPolicy, ignored_header, neutral
 from cluster.requests.job import Job, JobOptions
 from cluster.requests.sampling_fields import SamplingFields
-from cluster.requests.schema import Documented, exactly_one
 from cluster.requests.served_model import ServedModel
+from cluster.requests.shapes import MAX_SEQUENCES, MAX_TOKENS, IdLists, Shape, Texts, exactly_one
 from configs.errors import RequestError
 from worker.protocol import MAX_ROW_ASKED
 
 _DEFAULT_NEW_TOKENS = 128
-_MAX_TOKENS = 2**31 - 1
 _T = TypeVar("_T")
-_ForEach = Annotated[list[_T], Field(max_length=checks.MAX_SEQUENCES)]
+_ForEach = Annotated[list[_T], Field(max_length=MAX_SEQUENCES)]
 """A value for each prompt."""
 
-_Count = Annotated[int, Field(ge=0, le=_MAX_TOKENS)]
-_Start = Annotated[int, Field(ge=-1, le=_MAX_TOKENS)]
-_Text = Annotated[str, Field(min_length=1)]
-_Ids = Annotated[list[_Count], Field(min_length=1)]
+_Count = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+_Start = Annotated[int, Field(ge=-1, le=MAX_TOKENS)]
 _Asked = Annotated[list[int], Field(fail_fast=True)]
 _Rid = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
 
@@ -50,21 +47,14 @@ class NativeSampling(SamplingFields):
     n: int | None = Field(None, ge=1)
 
 
-class NativeRequest(BaseModel):
+class NativeRequest(Shape):
     """POST /generate: `text` or `input_ids`."""
 
-    model_config = ConfigDict(
-        strict=True,
-        frozen=True,
-        extra="ignore",
-        protected_namespaces=(),
-        use_attribute_docstrings=True,
-        json_schema_extra=exactly_one(text=["string", "array"], input_ids="array"),
-    )
+    model_config = ConfigDict(json_schema_extra=exactly_one(text=["string", "array"], input_ids="array"))
 
-    text: Annotated[Any, Documented(_Text | Annotated[list[_Text], Field(min_length=1)] | None)] = None
-    input_ids: Annotated[Any, Documented(_Ids | Annotated[list[_Ids], Field(min_length=1)] | None)] = None
-    sampling_params: Annotated[Any, Documented(NativeSampling | list[NativeSampling] | None)] = None
+    text: Texts | None = None
+    input_ids: IdLists | None = None
+    sampling_params: NativeSampling | Annotated[list[NativeSampling], Field(fail_fast=True)] | None = None
     rid: _Rid | _ForEach[_Rid] | None = None
     """`meta_info.id` of the answer."""
     return_logprob: bool | _ForEach[bool] | None = None
@@ -141,7 +131,7 @@ class NativeServing:
         request = validated(NativeRequest, raw)
         prompts = self._prompts(request)
         count = len(prompts)
-        sampling = self._sampling(request, count)
+        sampling = self._sampling(request, raw, count)
         with_logprobs = _spread(request.return_logprob, count, False, "return_logprob")
         starts = _spread(request.logprob_start_len, count, -1, "logprob_start_len")
         tops = _spread(request.top_logprobs_num, count, 0, "top_logprobs_num")
@@ -151,34 +141,31 @@ class NativeServing:
             for logprobs, start, top, ids in zip(with_logprobs, starts, tops, tokens, strict=True)
         ]
         self._check(asked, sampling, prompts)
-        is_batch = not checks.is_one_prompt(request.input_ids if request.text is None else request.text)
+        is_batch = not (isinstance(request.text, str) or (request.input_ids and isinstance(request.input_ids[0], int)))
         return _Checked(request, prompts, is_batch, sampling, asked, ignored)
 
     def _prompts(self, request: NativeRequest) -> list[list[int]]:
         text, ids = request.text, request.input_ids
-        if (text is None) == (ids is None):
-            raise RequestError("Give either text or input_ids.", code="missing_required_parameter", param="text")
-        if ids is not None:
+        if ids is not None and text is None:
             return checks.id_lists(ids, "input_ids", self._model.vocab_size)
-        return [self._model.prompts.encode(entry) for entry in checks.texts(text, "text")]
+        if text is None or ids is not None:
+            raise RequestError("Give either text or input_ids.", code="missing_required_parameter", param="text")
+        return [self._model.prompts.encode(entry) for entry in ([text] if isinstance(text, str) else text)]
 
-    def _sampling(self, request: NativeRequest, count: int) -> list[NativeSampling]:
-        given = request.sampling_params
+    def _sampling(self, request: NativeRequest, raw: Mapping[str, Any], count: int) -> list[NativeSampling]:
+        given = request.sampling_params or NativeSampling()
         path = "sampling_params"
-        entries = given if isinstance(given, list) else [{} if given is None else given] * count
-        if len(entries) != count:
+        sampling = given if isinstance(given, list) else [given] * count
+        if len(sampling) != count:
             raise RequestError(f"{path} must be one object, or one for each of {count} prompts.", param=path)
-        checked = []
-        for i, entry in enumerate(entries if isinstance(given, list) else entries[:1]):
-            own_path = f"{path}[{i}]" if isinstance(given, list) else path
-            if not isinstance(entry, dict):
-                raise RequestError(f"{own_path} must be an object.", code="invalid_type", param=own_path)
+        fields = raw.get(path) or {}
+        own_paths = [f"{path}[{i}]" for i in range(count)] if isinstance(fields, list) else [path]
+        for own_path, entry in zip(own_paths, fields if isinstance(fields, list) else [fields], strict=True):
             try:
                 _SAMPLING.check(NativeSampling, entry, strict=self._model.server.strict_fields)
             except RequestError as error:
                 raise below(own_path, error) from error
-            checked.append(validated(NativeSampling, entry, own_path))
-        return checked if isinstance(given, list) else checked * count
+        return sampling
 
     def _check(self, asked: Sequence[Asked], sampling: Sequence[NativeSampling], prompts: Sequence[list[int]]) -> None:
         server = self._model.server
@@ -187,9 +174,9 @@ class NativeServing:
             raise RequestError("n must be the same for all prompts.", param="sampling_params")
         if num_choices > server.max_n:
             raise RequestError(f"n={num_choices} exceeds server.max_n={server.max_n}.", param="sampling_params.n")
-        if num_choices * len(prompts) > checks.MAX_SEQUENCES:
+        if num_choices * len(prompts) > MAX_SEQUENCES:
             raise RequestError(
-                f"{len(prompts)} prompts times n={num_choices} exceed {checks.MAX_SEQUENCES}.",
+                f"{len(prompts)} prompts times n={num_choices} exceed {MAX_SEQUENCES}.",
                 param="sampling_params.n",
             )
         for wanted in asked:
@@ -252,12 +239,6 @@ class NativeServing:
                 param="sampling_params",
             )
         return replace(jobs[0], prompts=prompts, sampling=[job.sampling[0] for job in jobs])
-
-
-def below(path: str, error: RequestError) -> RequestError:
-    """`error` of a field of the object at `path`."""
-    param = path if error.param is None else f"{path}.{error.param}"
-    return RequestError(str(error), code=error.code, param=param, status=error.status)
 
 
 def _spread(value: _T | list[_T] | None, count: int, default: _T, param: str) -> list[_T]:

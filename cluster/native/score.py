@@ -15,34 +15,30 @@ from contextlib import aclosing
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from cluster.engine.messages import SamplingParams
 from cluster.http.context import RequestContext
 from cluster.http.response import HttpResponse
 from cluster.requests.body import prepared, validated
-from cluster.requests.checks import MAX_SEQUENCES, check_token_ids, token_ids
+from cluster.requests.checks import check_token_ids
 from cluster.requests.fields import OWN_FIELDS, ignored_header
 from cluster.requests.http_responses import timed
 from cluster.requests.job import Job, Run, Usage
 from cluster.requests.json_parts import gathered, json_parts, long_list
-from cluster.requests.schema import Documented
 from cluster.requests.served_model import ServedModel
+from cluster.requests.shapes import MAX_SEQUENCES, Shape
 from configs.errors import RequestError
 from worker.protocol import MAX_ITEMS, MAX_ROW_ASKED
 
+_Ids = Annotated[list[int], Field(fail_fast=True)]
 _CROSS_ENCODER_FIELDS = ("text_1", "text_2", "queries", "documents", "data_1", "data_2")
 
 
-class ScoreRequest(BaseModel):
+class ScoreRequest(Shape):
     """POST /v1/score: each of `items`, put after `query`, is a prompt."""
 
     model_config = ConfigDict(
-        strict=True,
-        frozen=True,
-        extra="ignore",
-        protected_namespaces=(),
-        use_attribute_docstrings=True,
         json_schema_extra={
             "oneOf": [
                 {"properties": {"query": {"type": "string"}, "items": {"items": {"type": "string"}}}},
@@ -52,8 +48,8 @@ class ScoreRequest(BaseModel):
     )
 
     model: str | None = None
-    query: Annotated[Any, Documented(str | list[int])]
-    items: Annotated[Any, Documented(str | list[str] | list[list[int]])]
+    query: str | _Ids
+    items: str | Annotated[list[str], Field(fail_fast=True)] | Annotated[list[_Ids], Field(fail_fast=True)]
     """Texts where `query` is one, token ids where it is token ids."""
     label_token_ids: list[int] = Field(min_length=1, max_length=MAX_ROW_ASKED)
     """The tokens to score."""
@@ -70,7 +66,7 @@ class Scores(msgspec.Struct):
     model: str
     scores: list[list[float]]
     usage: Usage
-    """What texts have in common counts once for all that were put into one prompt."""
+    """Tokens that texts have in common count once for all that were put into one prompt."""
     object: str = "scoring"
 
 
@@ -121,23 +117,26 @@ class ScoreServing:
         return labels, bool(request.apply_softmax), groups, ignored
 
     def _prompts(self, request: ScoreRequest) -> list[list[int]]:
-        query, items = request.query, request.items
+        query = request.query
+        items: Sequence[str | list[int]] = [request.items] if isinstance(request.items, str) else request.items
+        if not 0 < len(items) <= MAX_SEQUENCES:
+            raise RequestError(f"items must hold 1 to {MAX_SEQUENCES} items.", param="items")
         if isinstance(query, str):
-            texts = [items] if isinstance(items, str) else items
-            if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-                raise RequestError(
-                    "items must be a string or strings, as query is.", code="invalid_type", param="items"
-                )
-            _check_number(texts)
+            texts = [item for item in items if isinstance(item, str)]
+            if len(texts) < len(items):
+                message = "items must be a string or strings, as query is."
+                raise RequestError(message, code="invalid_type", param="items")
             joined = [text + query if request.item_first else query + text for text in texts]
             return [self._model.prompts.encode(text) for text in joined]
-        token_ids(query, "query", self._model.vocab_size)
-        if not isinstance(items, list):
-            raise RequestError("items must be lists of token ids, as query is one.", code="invalid_type", param="items")
-        _check_number(items)
-        for i, ids in enumerate(items):
-            token_ids(ids, f"items[{i}]", self._model.vocab_size)
-        return [[*ids, *query] if request.item_first else [*query, *ids] for ids in items]
+        check_token_ids(query, "query", self._model.vocab_size)
+        prompts = []
+        for i, item in enumerate(items):
+            if isinstance(item, str):
+                message = f"items[{i}] must be a list of token ids, as query is one."
+                raise RequestError(message, code="invalid_type", param=f"items[{i}]")
+            check_token_ids(item, f"items[{i}]", self._model.vocab_size)
+            prompts.append([*item, *query] if request.item_first else [*query, *item])
+        return prompts
 
 
 class Group(NamedTuple):
@@ -145,7 +144,7 @@ class Group(NamedTuple):
 
     prompt: list[int]
     item_lens: tuple[int, ...] = ()
-    """Those of the items that it ends with; none: it is one text."""
+    """Lengths of the items that it ends with; none: it is one text."""
 
 
 def grouped(prompts: Sequence[list[int]], max_item_tokens: int, max_model_len: int) -> list[Group]:
@@ -171,13 +170,8 @@ def grouped(prompts: Sequence[list[int]], max_item_tokens: int, max_model_len: i
 
 
 def _item_lens(items: Sequence[list[int]]) -> tuple[int, ...]:
-    """Of one alone none: it is the end of a prompt like any other."""
+    """Lengths of several items; one alone has none, as it is the end of a prompt like any other."""
     return tuple(map(len, items)) if len(items) > 1 else ()
-
-
-def _check_number(items: Sequence[object]) -> None:
-    if not 0 < len(items) <= MAX_SEQUENCES:
-        raise RequestError(f"items must hold 1 to {MAX_SEQUENCES} items.", param="items")
 
 
 async def _scored(run: Run, model_name: str, *, softmax: bool) -> AsyncGenerator[bytes, None]:

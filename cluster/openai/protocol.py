@@ -1,4 +1,4 @@
-"""What comes in: OpenAI requests as pydantic models, validated once per request.
+"""Requests of chats and completions, as shapes that check what they describe.
 
 Owns which fields exist, their types and ranges, which known ones are refused because they are not supported, and what
 happens to those nobody knows. It knows neither tokens nor the engine; what goes out is in `wire`.
@@ -7,28 +7,180 @@ happens to those nobody knows. It knows neither tokens nor the engine; what goes
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+import msgspec
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 
-from cluster.openai.described import Messages, Prompt, ToolChoice, Tools
 from cluster.requests import checks
 from cluster.requests.body import validated
 from cluster.requests.fields import STYLING, UNSUPPORTED, FieldPolicy, field_names, unknown_field
-from cluster.requests.sampling_fields import ReasoningEffort, SamplingFields
-from cluster.requests.schema import Documented
+from cluster.requests.sampling_fields import SamplingFields
+from cluster.requests.shapes import (
+    MAX_TOKENS,
+    MAX_TOOLS,
+    ArgumentsSchema,
+    Checked,
+    Description,
+    FunctionName,
+    Prompts,
+    ReasoningEffort,
+    Shape,
+    filled,
+)
 from configs.errors import RequestError
 from configs.schema import ServerConfig
 
 _MAX_SAFE_INT = 2**53 - 1  # what every JSON reader keeps exact
-_MAX_TOKENS = 2**31 - 1
 COMPLETION_DEFAULT_MAX_TOKENS = 16
 
 
-class StreamOptions(BaseModel):
-    """What a stream carries besides its text."""
+# --- Tools ------------------------------------------------------------------------------------------------------------
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+
+class FunctionParam(Shape):
+    """A function the model may call."""
+
+    name: FunctionName
+    description: Description | None = None
+    parameters: ArgumentsSchema | None = None
+    """The JSON schema of its arguments, an object's."""
+    strict: bool | None = None
+
+
+class ToolOffer(Shape):
+    """A tool the model may use."""
+
+    type: Literal["function"] = "function"
+    function: FunctionParam
+
+
+class CalledName(Shape):
+    """The name of a function."""
+
+    name: FunctionName
+
+
+class ChosenFunction(Shape):
+    """One of the tools."""
+
+    type: Literal["function"]
+    function: CalledName
+
+
+class AllowedFunctions(Shape):
+    """Some of the tools."""
+
+    mode: Literal["auto", "required"]
+    tools: list[ChosenFunction] = Field(min_length=1, fail_fast=True)
+
+
+class AllowedChoice(Shape):
+    """`tool_choice` of some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedFunctions
+
+
+_Tools = Annotated[list[ToolOffer], Field(max_length=MAX_TOOLS, fail_fast=True)] | None
+_ToolChoice = (
+    Literal["none", "auto", "required"] | Annotated[ChosenFunction | AllowedChoice, Field(discriminator="type")] | None
+)
+
+# --- Messages ---------------------------------------------------------------------------------------------------------
+
+
+class ContentPart(Shape):
+    """A piece of a message's text. Parts of other types are refused."""
+
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+
+
+Content = str | Annotated[list[ContentPart], Field(fail_fast=True)]
+
+
+def decoded_arguments(given: dict[str, Any] | str | None) -> dict[str, Any] | str:
+    """The arguments of a call, as `Call` has them. Raises RequestError for JSON that is no object."""
+    decoded: Any = given
+    if isinstance(given, str):
+        try:
+            decoded = msgspec.json.decode(given) if given.strip() else {}
+        except (ValueError, RecursionError):
+            return given
+    if not isinstance(decoded, dict | None):
+        raise RequestError("must be a JSON object, or one written as a string")
+    return decoded or {}
+
+
+class CalledFunction(Shape):
+    """The function of a call."""
+
+    name: str = Field(min_length=1)
+    arguments: Annotated[str | dict[str, Any] | None, AfterValidator(decoded_arguments)] = None
+    """A JSON object, or one written as a string."""
+
+
+class ToolCallParam(Shape):
+    """A call the model made earlier."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class PromptMessage(Shape):
+    """A turn of the user, or instructions."""
+
+    role: Literal["system", "developer", "user"]
+    content: Content
+    name: str | None = None
+
+
+class AssistantTurn(Shape):
+    """An earlier answer of the model."""
+
+    role: Literal["assistant"]
+    content: Content | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCallParam], Field(fail_fast=True)] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """The same by its other name; `reasoning_content` wins."""
+
+
+class ToolMessage(Shape):
+    """The output of a tool that the model called."""
+
+    role: Literal["tool"]
+    content: Content | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+
+
+def _supported(message: Any) -> Any:
+    """`message`, if it has nothing that no message here may have. Raises RequestError."""
+    if not isinstance(message, dict):
+        return message
+    if message.get("role") == "function":
+        raise RequestError("must not be function: tools take its place", code="unsupported_parameter", param="role")
+    for key in ("function_call", "audio"):
+        if message.get(key):
+            raise RequestError("is not supported", code="unsupported_parameter", param=key)
+    if message.get("tool_calls") and message.get("role") != "assistant":
+        raise RequestError("is for an assistant, who alone calls tools", param="tool_calls")
+    return message
+
+
+Message = PromptMessage | AssistantTurn | ToolMessage
+_Message = Annotated[Annotated[Message, Field(discriminator="role")], BeforeValidator(_supported)]
+Messages = Annotated[list[_Message], Field(min_length=1, fail_fast=True), BeforeValidator(filled)]
+
+# --- Requests ---------------------------------------------------------------------------------------------------------
+
+
+class StreamOptions(Shape):
+    """Parts of a stream besides its text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -39,8 +191,8 @@ class GenerationRequest(SamplingFields):
     """The fields that chat completions and completions share."""
 
     model: str
-    """As /v1/models lists it."""
-    max_tokens: int | None = Field(None, ge=1, le=_MAX_TOKENS)
+    """The name that /v1/models lists."""
+    max_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     """Most tokens of the answer. None: a completion 16, a chat as many as fit."""
     n: int | None = Field(None, ge=1)
     """Answers to each prompt."""
@@ -50,12 +202,12 @@ class GenerationRequest(SamplingFields):
     """With `stream`: whether it ends with the usage (`include_usage`), and has it in every chunk."""
     prompt_logprobs: int | None = Field(None, ge=0)
     """Log probabilities of the prompt's tokens, and of as many of the likeliest in their place."""
-    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=_MAX_TOKENS)
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKENS)
     """Keep this many of the prompt's last tokens; -1: as many as fit."""
     add_special_tokens: bool | None = None
     """Whether the tokenizer adds its own, such as BOS. None: to a completion's prompt yes, to a chat's text no."""
     return_token_ids: bool | None = None
-    """Those of the prompt and of the answer."""
+    """Whether the answer has the ids of the prompt and of its own tokens."""
     return_tokens_as_token_ids: bool | None = None
     """Log probabilities name tokens `token_id:<id>`."""
     priority: int | None = Field(None, ge=-_MAX_SAFE_INT, le=_MAX_SAFE_INT)
@@ -88,9 +240,9 @@ class GenerationRequest(SamplingFields):
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[Any, Documented(Messages)]
-    """The conversation, oldest message first. `chat.parse_turns` checks it."""
-    max_completion_tokens: int | None = Field(None, ge=1, le=_MAX_TOKENS)
+    messages: Messages
+    """The conversation, oldest message first."""
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     """Newer name of max_tokens; wins over it."""
     logprobs: bool | None = None
     """Log probabilities of the answer's tokens."""
@@ -108,9 +260,9 @@ class ChatRequest(GenerationRequest):
     """For templates that read it."""
     include_reasoning: bool | None = None
     """Whether the answer shows the model's thinking; it is counted either way. None: true."""
-    tools: Annotated[Any, Documented(Tools)] = None
-    """Functions the model may call. `tool_fields.parse_tools` checks this and the next one."""
-    tool_choice: Annotated[Any, Documented(ToolChoice)] = None
+    tools: Annotated[list[dict[str, Any]] | None, Checked(_Tools)] = None
+    """Functions the model may call."""
+    tool_choice: Annotated[str | dict[str, Any] | None, Checked(_ToolChoice)] = None
     """none, auto, required, or the function to call. None: auto."""
     parallel_tool_calls: bool | None = None
     """Whether an answer may have several calls. None: true."""
@@ -128,9 +280,9 @@ class ChatRequest(GenerationRequest):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
-    prompt: Annotated[Any, Documented(Prompt)]
-    """Text, token ids, or a list of either kind, each with its answers. `checks.prompts` checks it."""
-    max_tokens: int | None = Field(None, ge=0, le=_MAX_TOKENS)
+    prompt: Prompts
+    """Text, token ids, or a list of either kind, each with its answers."""
+    max_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)
     """0 only with `echo` or `prompt_logprobs`: the prompt alone is of interest."""
     logprobs: int | None = Field(None, ge=0)
     """Log probabilities of the tokens, and of as many of the likeliest in their place."""

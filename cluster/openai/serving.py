@@ -22,6 +22,7 @@ from cluster.requests.chat import chat_job, refuse_unread, tool_header
 from cluster.requests.fields import ignored_header
 from cluster.requests.job import Job, JobOptions, Run
 from cluster.requests.served_model import ServedModel
+from cluster.requests.shapes import MAX_SEQUENCES
 from cluster.text.conversation import Conversation
 from configs.errors import RequestError
 
@@ -89,14 +90,22 @@ class OpenAIServing:
         self._model.check_name(request.model)
         return request, chat.conversation(request), protocol.unknown_fields(ChatRequest, raw)
 
+    def _given(self, prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[str | list[int]]:
+        """The prompts of a request. Raises RequestError for an id outside the vocabulary."""
+        if isinstance(prompt, str):
+            return [prompt]
+        if isinstance(prompt[0], str):
+            return prompt
+        return checks.id_lists(prompt, "prompt", self._model.vocab_size)
+
     def _checked_completion(self, raw: Mapping[str, Any]) -> tuple[CompletionRequest, list[_Prompt], list[str]]:
         """A request, its prompts, and the fields that are ignored."""
         model = self._model
         request = protocol.check_request(CompletionRequest, raw, model.server)
         model.check_name(request.model)
-        given = checks.prompts(request.prompt, "prompt", model.vocab_size)
-        if len(given) * request.num_choices > checks.MAX_SEQUENCES:
-            raise RequestError(f"{len(given)} prompts times n={request.n} exceed {checks.MAX_SEQUENCES}.", param="n")
+        given = self._given(request.prompt)
+        if len(given) * request.num_choices > MAX_SEQUENCES:
+            raise RequestError(f"{len(given)} prompts times n={request.n} exceed {MAX_SEQUENCES}.", param="n")
         add = request.add_special_tokens is not False
         limit = protocol.COMPLETION_DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
         prompts = []
@@ -133,7 +142,7 @@ def _job_options(request: ChatRequest | CompletionRequest) -> JobOptions:
 
 
 def _head(model: ServedModel, job: Job) -> Head:
-    """What the answer to `job` begins with."""
+    """The fields that the answer to `job` begins with."""
     return Head(job.id, int(time.time()), model.model_name, model.system_fingerprint)
 
 

@@ -6,52 +6,44 @@ Clients and load generators count with them; the ids are those that a request wi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from cluster.http.context import RequestContext
 from cluster.http.response import HttpResponse
 from cluster.openai import protocol
 from cluster.openai.chat import conversation
-from cluster.openai.described import Messages
-from cluster.openai.protocol import ChatRequest
+from cluster.openai.protocol import ChatRequest, Messages
 from cluster.requests.body import prepared, validated
-from cluster.requests.checks import token_ids
+from cluster.requests.checks import check_token_ids
 from cluster.requests.fields import OWN_FIELDS, ignored_header
 from cluster.requests.http_responses import json_response
 from cluster.requests.json_parts import long_list
-from cluster.requests.schema import Documented, exactly_one
 from cluster.requests.served_model import ServedModel
+from cluster.requests.shapes import Shape, TokenId, exactly_one
 from cluster.text.conversation import Conversation
 from configs.errors import RequestError
 
 _OWN_FIELDS = frozenset({"prompt", "messages", "model", "add_special_tokens", "return_token_strs"})
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(Shape):
     """POST /tokenize: a `prompt`, or `messages` with any field of a chat that the chat template reads."""
 
-    model_config = ConfigDict(
-        strict=True,
-        frozen=True,
-        extra="allow",
-        protected_namespaces=(),
-        use_attribute_docstrings=True,
-        json_schema_extra=exactly_one(prompt="string", messages="array"),
-    )
+    model_config = ConfigDict(extra="allow", json_schema_extra=exactly_one(prompt="string", messages="array"))
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[Any, Documented(Messages | None)] = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     """Null: true for a prompt. A chat's template writes the special tokens itself."""
     return_token_strs: bool | None = None
 
 
 class Tokens(msgspec.Struct):
-    """What a text is to the model."""
+    """The tokens of a text or a chat."""
 
     count: int
     max_model_len: int
@@ -59,15 +51,11 @@ class Tokens(msgspec.Struct):
     token_strs: list[str] | None
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(Shape):
     """POST /detokenize."""
 
-    model_config = ConfigDict(
-        strict=True, frozen=True, extra="ignore", protected_namespaces=(), use_attribute_docstrings=True
-    )
-
     model: str | None = None
-    tokens: Annotated[Any, Documented(list[Annotated[int, Field(ge=0)]])]
+    tokens: list[TokenId] = Field(fail_fast=True)
 
 
 class Text(msgspec.Struct):
@@ -109,7 +97,7 @@ class TokenizerServing:
                 param="add_special_tokens",
             )
         fields = {name: value for name, value in raw.items() if name not in _OWN_FIELDS}
-        chat = {**fields, "model": model.model_name, "messages": request.messages}
+        chat = {**fields, "model": model.model_name, "messages": raw["messages"]}
         turns = conversation(protocol.check_request(ChatRequest, chat, model.server))
         return request, turns, protocol.unknown_fields(ChatRequest, chat)
 
@@ -121,8 +109,8 @@ class TokenizerServing:
             ignored = OWN_FIELDS.check(DetokenizeRequest, raw, strict=model.server.strict_fields)
             request = validated(DetokenizeRequest, raw)
             model.check_name(model.model_name if request.model is None else request.model)
-            tokens = token_ids(request.tokens, "tokens", model.vocab_size)
-            return model.tokenizer.decode(tokens, skip_special_tokens=False), ignored
+            check_token_ids(request.tokens, "tokens", model.vocab_size)
+            return model.tokenizer.decode(request.tokens, skip_special_tokens=False), ignored
 
         decoded, ignored = await prepared(body, text)
         return json_response(Text(decoded), ignored_header(ignored))

@@ -20,6 +20,20 @@ _INLINE_BYTES = 8 << 10  # are checked and encoded in 2 to 3 ms; a thread costs 
 _MAX_PARTS = 1 << 17
 """Most lists, objects and fields of a body. The GIL is held while they are decoded, 20 ms for so many; ten times as
 many, which fit a body of 8 MB, would hold the event loop up for half a second, from any thread."""
+_MAX_NAME_CHARS = 40  # of a field, where a path shows it
+_KINDS = {
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "float_type": "a number",
+    "int_from_float": "an integer",
+    "int_type": "an integer",
+    "list_type": "a list",
+    "model_attributes_type": "an object",
+    "model_type": "an object",
+    "none_required": "null",
+    "string_type": "a string",
+}
+"""Names of the type that a value should have had, by the type of pydantic's error."""
 _PART = re.compile(rb'\\.|["\[{:]', re.DOTALL)
 # Each escape is one match, or a pair of them that is one character; a group has a half without its other half, or the
 # bytes that UTF-8 would need for one.
@@ -100,24 +114,37 @@ def validated(kind: type[_Model], raw: object, path: str = "") -> _Model:
         raise _as_request_error(error, raw, path) from error
 
 
+def below(path: str, error: RequestError) -> RequestError:
+    """`error` of a field of the object at `path`."""
+    param = path if error.param is None else f"{path}.{error.param}"
+    return RequestError(str(error), code=error.code, param=param, status=error.status)
+
+
 def _as_request_error(error: pydantic.ValidationError, raw: object, path: str) -> RequestError:
-    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    errors = error.errors(include_url=False, include_input=False)
     # A union has errors of each of its types: the one that got furthest into the value is the one meant.
-    first, below = max(
-        ((found, _path(found, raw)) for found in errors if found["loc"][:1] == errors[0]["loc"][:1]),
-        key=lambda candidate: (len(candidate[1]), not _is_wrong_type(candidate[0])),
-    )
-    for part in below:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
-    if first["type"] == "missing":
+    found = [(each, _path(each, raw)) for each in errors if each["loc"][:1] == errors[0]["loc"][:1]]
+    first, place = max(found, key=lambda candidate: (len(candidate[1]), candidate[0]["type"] not in _KINDS))
+    for part in place:
+        path += f"[{part}]" if isinstance(part, int) else f".{part[:_MAX_NAME_CHARS]}" if path else part
+    kind, message, context = first["type"], first["msg"], first.get("ctx", {})
+    if isinstance(cause := context.get("error"), RequestError):
+        told = below(path, cause)
+        return RequestError(f"{told.param} {told}.", code=told.code, param=told.param)
+    if kind in ("missing", "union_tag_not_found"):
         return RequestError(f"{path} is required.", code="missing_required_parameter", param=path)
-    code = "invalid_type" if _is_wrong_type(first) else "invalid_value"
-    return RequestError(f"{path}: {first['msg']}.", code=code, param=path)
-
-
-def _is_wrong_type(error: ErrorDetails) -> bool:
-    """Whether the value is of the wrong type, and not only out of range."""
-    return error["type"].endswith(("_type", "_parsing", "_parsing_size", "_from_float"))
+    if kind in _KINDS:
+        kinds = dict.fromkeys(
+            _KINDS[each["type"]] for each, other in found if other == place and each["type"] in _KINDS
+        )
+        return RequestError(f"{path} must be {' or '.join(kinds)}.", code="invalid_type", param=path)
+    if kind == "union_tag_invalid":
+        tags = context["expected_tags"].replace("'", "")
+        message = f"must be one of {tags}"
+    code = "invalid_type" if kind.endswith("_type") else "invalid_value"
+    if place[-1:] == ["type"]:
+        code = "unsupported_parameter"  # a type that is none of those described
+    return RequestError(f"{path}{' ' if message.startswith('must ') else ': '}{message}.", code=code, param=path)
 
 
 def _path(error: ErrorDetails, raw: object) -> list[int | str]:
@@ -131,4 +158,8 @@ def _path(error: ErrorDetails, raw: object) -> list[int | str]:
         elif isinstance(raw, dict) and part in raw:
             path.append(part)
             raw = raw[part]
-    return [*path, error["loc"][-1]] if error["type"] == "missing" else path
+    if error["type"] == "missing":
+        return [*path, error["loc"][-1]]
+    if error["type"].startswith("union_tag_"):
+        return [*path, error["ctx"]["discriminator"].strip("'")]
+    return path

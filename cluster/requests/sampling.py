@@ -15,6 +15,7 @@ from cluster.engine.messages import SamplingParams
 from cluster.requests import checks
 from cluster.requests.job import JobOptions
 from cluster.requests.sampling_fields import SamplingFields
+from cluster.text.stop_regex import StopRegex
 from cluster.text.stops import TextOptions
 from cluster.text.tokenizer import Tokenizer
 from configs.errors import RequestError
@@ -25,7 +26,7 @@ _T = TypeVar("_T")
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request gets that names no value; a model's generation_config may say otherwise."""
+    """Values for fields that a request does not name; a model's generation_config may say otherwise."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -48,7 +49,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request's token ids and words are checked against."""
+    """The vocabulary that a request's token ids and words are checked against."""
 
     tokenizer: Tokenizer
     size: int
@@ -91,7 +92,7 @@ def sampling_params(
     if min_tokens > min(max_tokens):
         raise RequestError(f"min_tokens={min_tokens} exceeds max_tokens={min(max_tokens)}.", param="min_tokens")
     bias = checks.logit_bias(fields.logit_bias, size)
-    words = bad_words(fields.bad_words, vocabulary)
+    words = bad_words(fields.bad_words or (), vocabulary)
     bias |= {word[0]: -math.inf for word in words if len(word) == 1}
     _check_choice_left(allowed, bias, {*stop_token_ids, *vocabulary.eos_token_ids} if min_tokens else set())
     top_k = _given(fields.top_k, defaults.top_k)
@@ -133,24 +134,26 @@ def text_options(
 ) -> TextOptions:
     """How the answer's text is made. Raises RequestError for a bad stop string or pattern."""
     return TextOptions(
-        stops=checks.stop_strings(fields.stop, server),
-        patterns=checks.stop_patterns(fields.stop_regex, server),
+        stops=list(checks.stops(fields.stop, "stop", server).values()),
+        patterns=[
+            StopRegex(text, path) for path, text in checks.stops(fields.stop_regex, "stop_regex", server).items()
+        ],
         include_stop=bool(fields.include_stop_str_in_output or fields.no_stop_trim),
         skip_special_tokens=_given(fields.skip_special_tokens, defaults.skip_special_tokens),
         prompt_only=prompt_only,
     )
 
 
-def bad_words(words: object, vocabulary: Vocabulary) -> list[tuple[int, ...]]:
+def bad_words(words: Sequence[str], vocabulary: Vocabulary) -> list[tuple[int, ...]]:
     """Token ids of each word as it begins a text and as it follows a space: each sequence once, and none with a token
     that the model cannot write.
 
     Raises:
-        RequestError: not a list of words, or too many words or tokens.
+        RequestError: they are too many tokens.
     """
     tokenizer = vocabulary.tokenizer
     sequences: dict[tuple[int, ...], None] = {}
-    for word in checks.words(words, "bad_words"):
+    for word in words:
         alone = tuple(tokenizer.encode(word.lstrip(" ") or word, add_special_tokens=False))
         spaced = tuple(tokenizer.encode(" " + word.lstrip(" "), add_special_tokens=False))
         sequences[alone] = None

@@ -4,50 +4,133 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from cluster.requests.described import (
-    BadWords,
-    LogitBias,
-    Pattern,
-    ResponseFormat,
-    Schema,
-    Stops,
-    StructuredOutputs,
-)
-from cluster.requests.schema import Documented
+from cluster.requests.shapes import MAX_TOKENS, Checked, Shape, Text
+from cluster.structured.limits import MAX_ENUM_VALUES
 from cluster.structured.spec import GRAMMAR_FIELDS, GrammarSpec, read_grammar
 
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-"""For chat templates that read it."""
 _INT64_MAX = 2**63 - 1
-_MAX_TOKENS = 2**31 - 1
 _MAX_STOP_TOKEN_IDS = 128
 _MAX_LOGPROB_TOKEN_IDS = 128
 
+StopText = Annotated[str, Field(min_length=1, max_length=1024)]
+Stops = StopText | Annotated[list[StopText], Field(max_length=32, fail_fast=True)]
+"""One or several; `server.max_stop` says how many."""
+JsonSchema = dict[str, Any] | bool
+Choices = Annotated[list[Text], Field(min_length=1, max_length=MAX_ENUM_VALUES, fail_fast=True)]
 
-class SamplingFields(BaseModel):
+
+class TextFormatParam(Shape):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonObjectParam(Shape):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class NamedSchema(Shape):
+    """A schema and how strictly it is taken."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: JsonSchema | str = Field(alias="schema")
+    strict: bool | None = None
+    """A keyword that cannot be enforced is refused; otherwise it is ignored."""
+
+
+class JsonSchemaParam(Shape):
+    """JSON of a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+class RegexParam(Shape):
+    """Text that a regular expression matches."""
+
+    type: Literal["regex"]
+    regex: Text
+
+
+class ChoiceParam(Shape):
+    """One of some texts."""
+
+    type: Literal["choice"]
+    choice: Choices
+
+
+class GrammarParam(Shape):
+    """Text that a grammar of Lark or GBNF derives."""
+
+    type: Literal["grammar"]
+    grammar: Text
+
+
+class TagParam(Shape):
+    """Text whose middle is JSON of a schema."""
+
+    begin: str
+    schema_: JsonSchema = Field(alias="schema")
+    end: str = ""
+
+
+class StructuralTagParam(Shape):
+    """Free text in which each trigger must go on as a tag."""
+
+    structures: list[TagParam]
+    triggers: list[str]
+
+
+class StructuralTagFormat(StructuralTagParam):
+    """`response_format` of tags."""
+
+    type: Literal["structural_tag"]
+
+
+ResponseFormat = (
+    Annotated[
+        TextFormatParam
+        | JsonObjectParam
+        | JsonSchemaParam
+        | RegexParam
+        | ChoiceParam
+        | GrammarParam
+        | StructuralTagFormat,
+        Field(discriminator="type"),
+    ]
+    | None
+)
+
+
+class StructuredOutputs(Shape):
+    """One of these forms."""
+
+    json_: JsonSchema | str | None = Field(None, alias="json")
+    regex: Text | None = None
+    choice: Choices | None = None
+    grammar: Text | None = None
+    json_object: bool | None = None
+    structural_tag: StructuralTagParam | str | None = None
+    disable_any_whitespace: bool | None = None
+
+
+class SamplingFields(Shape):
     """How tokens are chosen and where a text ends: the fields every route that generates shares.
 
     Null means the default, as in OpenAI's own schema. `sampling.sampling_params` makes engine parameters of them, and
-    `sampling.text_options` what is done with the text; fields of type Any are read there.
+    `sampling.text_options` what is done with the text.
     """
-
-    # Strict: true is no integer, "1" is no number, 1.5 is no count.
-    model_config = ConfigDict(
-        strict=True,
-        frozen=True,
-        extra="ignore",
-        allow_inf_nan=False,
-        protected_namespaces=(),
-        use_attribute_docstrings=True,
-    )
 
     temperature: float | None = Field(None, ge=0.0, le=2.0)
     """0: the likeliest token. None, here and below: what the model's makers or the operator set, else neutral."""
     top_p: float | None = Field(None, gt=0.0, le=1.0)
     """Only of the likeliest tokens that have this probability together."""
-    top_k: int | None = Field(None, ge=-1, le=_MAX_TOKENS)
+    top_k: int | None = Field(None, ge=-1, le=MAX_TOKENS)
     """0 and -1 both turn it off."""
     min_p: float | None = Field(None, ge=0.0, le=1.0)
     """Only of tokens with at least this share of the likeliest one's probability."""
@@ -59,19 +142,19 @@ class SamplingFields(BaseModel):
     """Taken from the logit of each token the answer has."""
     repetition_penalty: float | None = Field(None, ge=0.01, le=100.0)
     """Above 1 against repetition. The bounds keep every logit finite in float32."""
-    logit_bias: Annotated[Any, Documented(LogitBias)] = None
+    logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], float] | None = Field(None, max_length=1024)
     """Token id, as a string, to what is added to its logit."""
     allowed_token_ids: list[int] | None = Field(None, fail_fast=True)
     """Only these are sampled."""
-    bad_words: Annotated[Any, Documented(BadWords)] = None
+    bad_words: Annotated[list[StopText], Field(max_length=128, fail_fast=True)] | None = None
     """Words and phrases that the answer must not have, at its start or after a space."""
     logprob_token_ids: list[int] | None = Field(None, max_length=_MAX_LOGPROB_TOKEN_IDS)
     """With logprobs: these ids' log probabilities beside the likeliest."""
-    min_tokens: int | None = Field(None, ge=0, le=_MAX_TOKENS)
+    min_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)
     """Before the answer has as many, neither end of sequence, stop ids nor stop strings end it."""
-    stop: Annotated[Any, Documented(Stops)] = None
+    stop: Stops | None = None
     """A string or a list of strings."""
-    stop_regex: Annotated[Any, Documented(Stops)] = None
+    stop_regex: Stops | None = None
     """A regular expression or a list of them: the text ends with the first match, which stays in it."""
     stop_token_ids: list[int] | None = Field(None, max_length=_MAX_STOP_TOKEN_IDS)
     """Tokens that end the text beside the model's own."""
@@ -83,19 +166,19 @@ class SamplingFields(BaseModel):
     """SGLang's name of the one above."""
     skip_special_tokens: bool | None = None
     """None: true."""
-    response_format: Annotated[Any, Documented(ResponseFormat)] = None
-    """What the answer must be: at most one of this and the following four. `structured.spec` reads them."""
-    structured_outputs: Annotated[Any, Documented(StructuredOutputs | None)] = None
+    response_format: Annotated[dict[str, Any] | None, Checked(ResponseFormat)] = None
+    """The form of the answer: at most one of this and the following four is given."""
+    structured_outputs: Annotated[dict[str, Any] | None, Checked(StructuredOutputs | None)] = None
     """vLLM's form of it."""
-    regex: Annotated[Any, Documented(Pattern)] = None
+    regex: Text | None = None
     """SGLang's form of a regular expression."""
-    ebnf: Annotated[Any, Documented(Pattern)] = None
+    ebnf: Text | None = None
     """SGLang's form of a grammar."""
-    json_schema: Annotated[Any, Documented(Schema | None)] = None
+    json_schema: JsonSchema | str | None = None
     """SGLang's form of a schema."""
 
     def grammar(self, own: GrammarSpec | None = None) -> GrammarSpec | None:
-        """What the answer must match; None: any text.
+        """The grammar that the answer must match; None: any text.
 
         Args:
             own: of a field that one API alone has, in place of `response_format`.

@@ -18,7 +18,7 @@ import ray
 from configs.addresses import family_of
 from configs.errors import ConfigError
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 _OBJECT_STORE_BYTES = 100 * 1024 * 1024  # nothing of ours goes through the object store
 _PROBE_TIMEOUT_S = 3.0
 # Ray speaks gRPC, so its server answers an HTTP/2 client's first bytes with a SETTINGS frame. ray.init would wait a

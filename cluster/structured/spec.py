@@ -1,7 +1,7 @@
-"""What an answer must match, as requests say it: OpenAI's `response_format`, vLLM's and SGLang's fields.
+"""The grammar that an answer must match: OpenAI's `response_format`, vLLM's and SGLang's fields.
 
-Reads the fields' shape only and costs next to nothing; whether the schema, regex or grammar itself is any good is
-found out by `checker.GrammarChecker`, in another process.
+Reads fields whose shape is checked, which costs next to nothing; whether the schema, regex or grammar itself is any
+good is found out by `checker.GrammarChecker`, in another process.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from cluster.structured.limits import MAX_ENUM_VALUES, MAX_GRAMMAR_BYTES
+from cluster.structured.limits import MAX_GRAMMAR_BYTES
 from configs.errors import RequestError
 
 GRAMMAR_FIELDS = ("response_format", "structured_outputs", "regex", "ebnf", "json_schema")
@@ -20,7 +20,7 @@ GRAMMAR_FIELDS = ("response_format", "structured_outputs", "regex", "ebnf", "jso
 
 
 class GrammarKind(StrEnum):
-    """What the body of a `GrammarSpec` is."""
+    """The language of a `GrammarSpec`'s body."""
 
     JSON_SCHEMA = "json_schema"
     """A schema as JSON."""
@@ -64,9 +64,10 @@ class StructuralTag(msgspec.Struct, frozen=True):
     triggers: list[str]
 
 
-def schema_grammar(schema: object, param: str, *, strict: bool) -> GrammarSpec:
-    """JSON of a schema. Raises RequestError when it is none, or too long."""
-    return _json_schema(schema, param, strict=strict)
+def schema_grammar(schema: object, param: str, *, strict: bool = True) -> GrammarSpec:
+    """JSON of a schema, which may be given as text. Raises RequestError when it is too long."""
+    body = schema.encode() if isinstance(schema, str) else msgspec.json.encode(schema)
+    return _spec(GrammarKind.JSON_SCHEMA, body, param, strict=strict)
 
 
 def object_grammar(param: str) -> GrammarSpec:
@@ -75,7 +76,7 @@ def object_grammar(param: str) -> GrammarSpec:
 
 
 def lark_grammar(text: str, param: str) -> GrammarSpec:
-    """A grammar that this server wrote itself, in Lark's syntax. Raises RequestError when it is too long."""
+    """A grammar in Lark's syntax or in GBNF. Raises RequestError when it is too long."""
     return _spec(GrammarKind.GRAMMAR, text.encode(), param)
 
 
@@ -84,15 +85,15 @@ def compiled_grammar(grammar: str, param: str) -> GrammarSpec:
     return _spec(GrammarKind.COMPILED, grammar.encode(), param)
 
 
-def read_grammar(own: GrammarSpec | None = None, **fields: object) -> GrammarSpec | None:
-    """What the fields of a request ask for; None: any text.
+def read_grammar(own: GrammarSpec | None = None, **fields: Any) -> GrammarSpec | None:
+    """The grammar that the fields of a request ask for; None: any text.
 
     Args:
         own: of another field, read already; it takes the place of `response_format`.
-        fields: by name, each one of `GRAMMAR_FIELDS`.
+        fields: by name, each one of `GRAMMAR_FIELDS`, of the shape that `SamplingFields` describes.
 
     Raises:
-        RequestError: a field has the wrong shape, or two of them ask for something.
+        RequestError: two of them ask for something, one is too long, or `structured_outputs` has not one form.
     """
     if own is not None:
         fields.pop("response_format", None)
@@ -106,36 +107,24 @@ def read_grammar(own: GrammarSpec | None = None, **fields: object) -> GrammarSpe
     return specs[0] if specs else None
 
 
-def _response_format(value: object, param: str) -> GrammarSpec | None:
-    fields = _object(value, param)
-    kind = fields.get("type")
-    match kind:
+def _response_format(fields: Mapping[str, Any], param: str) -> GrammarSpec | None:
+    match fields["type"]:
         case "text":
             return None
         case "json_object":
             return object_grammar(f"{param}.type")
         case "json_schema":
-            path = f"{param}.json_schema"
-            given = _object(fields.get("json_schema"), path)
-            strict = given.get("strict")
-            if strict is not None and not isinstance(strict, bool):
-                raise _wrong_type(f"{path}.strict", "a boolean")
-            return _json_schema(given.get("schema"), f"{path}.schema", strict=bool(strict))
+            given = fields["json_schema"]
+            return schema_grammar(given["schema"], f"{param}.json_schema.schema", strict=bool(given.get("strict")))
         case "structural_tag":
             return _structural_tag(fields, param)
-        case "regex" | "choice" | "grammar":
-            return _READERS[kind](fields.get(kind), f"{param}.{kind}")
-    raise RequestError(
-        f"{param}.type must be text, json_object, json_schema, structural_tag, regex, choice or grammar.",
-        param=f"{param}.type",
-    )
+        case kind:
+            return _READERS[kind](fields[kind], f"{param}.{kind}")
 
 
-def _structured_outputs(value: object, param: str) -> GrammarSpec | None:
-    fields = {name: entry for name, entry in _object(value, param).items() if entry is not None}
+def _structured_outputs(given: Mapping[str, Any], param: str) -> GrammarSpec | None:
+    fields = {name: entry for name, entry in given.items() if entry is not None}
     compact = fields.pop("disable_any_whitespace", False)
-    if not isinstance(compact, bool):
-        raise _wrong_type(f"{param}.disable_any_whitespace", "a boolean")
     if fields.get("json_object") is False:
         del fields["json_object"]
     for name in fields:
@@ -152,47 +141,19 @@ def _structured_outputs(value: object, param: str) -> GrammarSpec | None:
     return msgspec.structs.replace(spec, compact=compact) if spec is not None and compact else spec
 
 
-def _json_schema(value: object, param: str, *, strict: bool = True) -> GrammarSpec:
-    if value is None:
-        raise RequestError(f"{param} is required.", code="missing_required_parameter", param=param)
-    if isinstance(value, str):
-        return _spec(GrammarKind.JSON_SCHEMA, value.encode(), param, strict=strict)
-    if not isinstance(value, dict | bool):
-        raise _wrong_type(param, "a JSON schema")
-    return _spec(GrammarKind.JSON_SCHEMA, msgspec.json.encode(value), param, strict=strict)
-
-
-def _json_object(value: object, param: str) -> GrammarSpec:
-    if value is not True:
-        raise _wrong_type(param, "a boolean")
+def _json_object(value: Any, param: str) -> GrammarSpec:
     return object_grammar(param)
 
 
-def _choice(value: object, param: str) -> GrammarSpec:
-    if not isinstance(value, list) or not value:
-        raise _wrong_type(param, "a list of strings, and not empty")
-    if len(value) > MAX_ENUM_VALUES:
-        raise RequestError(f"{param} has {len(value)} entries; at most {MAX_ENUM_VALUES} are allowed.", param=param)
-    for i, choice in enumerate(value):
-        if not isinstance(choice, str):
-            raise _wrong_type(f"{param}[{i}]", "a string")
-        if not choice:
-            raise RequestError(f"{param}[{i}] must not be empty.", code="empty_string", param=f"{param}[{i}]")
+def _choice(value: Any, param: str) -> GrammarSpec:
     return _spec(GrammarKind.CHOICE, msgspec.json.encode(value), param)
 
 
-def _text(kind: GrammarKind) -> Callable[[object, str], GrammarSpec]:
-    def read(value: object, param: str) -> GrammarSpec:
-        if not isinstance(value, str):
-            raise _wrong_type(param, "a string")
-        if not value:
-            raise RequestError(f"{param} must not be empty.", code="empty_string", param=param)
-        return _spec(kind, value.encode(), param)
-
-    return read
+def _regex(value: Any, param: str) -> GrammarSpec:
+    return _spec(GrammarKind.REGEX, value.encode(), param)
 
 
-def _structural_tag(value: object, param: str) -> GrammarSpec:
+def _structural_tag(value: Any, param: str) -> GrammarSpec:
     try:
         if isinstance(value, str):
             tag = msgspec.json.decode(value, type=StructuralTag)
@@ -205,12 +166,6 @@ def _structural_tag(value: object, param: str) -> GrammarSpec:
     return _spec(GrammarKind.STRUCTURAL_TAG, msgspec.json.encode(tag), param)
 
 
-def _object(value: object, param: str) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise _wrong_type(param, "an object")
-    return value
-
-
 def _spec(kind: GrammarKind, body: bytes, param: str, *, strict: bool = True, compact: bool = False) -> GrammarSpec:
     if len(body) > MAX_GRAMMAR_BYTES:
         raise RequestError(
@@ -221,24 +176,20 @@ def _spec(kind: GrammarKind, body: bytes, param: str, *, strict: bool = True, co
     return GrammarSpec(kind=kind, body=body, param=param, strict=strict, compact=compact)
 
 
-def _wrong_type(param: str, expected: str) -> RequestError:
-    return RequestError(f"{param} must be {expected}.", code="invalid_type", param=param)
-
-
-_STRUCTURED_OUTPUTS: Mapping[str, Callable[[object, str], GrammarSpec | None]] = {
-    "json": _json_schema,
-    "regex": _text(GrammarKind.REGEX),
+_STRUCTURED_OUTPUTS: Mapping[str, Callable[[Any, str], GrammarSpec | None]] = {
+    "json": schema_grammar,
+    "regex": _regex,
     "choice": _choice,
-    "grammar": _text(GrammarKind.GRAMMAR),
+    "grammar": lark_grammar,
     "json_object": _json_object,
     "structural_tag": _structural_tag,
 }
-_READERS: Mapping[str, Callable[[object, str], GrammarSpec | None]] = {
+_READERS: Mapping[str, Callable[[Any, str], GrammarSpec | None]] = {
     "response_format": _response_format,
     "structured_outputs": _structured_outputs,
-    "json_schema": _json_schema,
-    "regex": _text(GrammarKind.REGEX),
+    "json_schema": schema_grammar,
+    "regex": _regex,
     "choice": _choice,
-    "grammar": _text(GrammarKind.GRAMMAR),
-    "ebnf": _text(GrammarKind.GRAMMAR),
+    "grammar": lark_grammar,
+    "ebnf": lark_grammar,
 }

@@ -7,19 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from cluster.openai.chat import parse_arguments
-from cluster.openai.responses.request import (
-    ITEMS,
-    FunctionCallOutputItem,
-    InputTokensRequest,
-    JsonSchemaFormat,
-    MessageItem,
-    RefusalPart,
-    ResponsesRequest,
-    TextPart,
-)
+from cluster.openai.protocol import decoded_arguments
+from cluster.openai.responses.request import InputTokensRequest, JsonSchemaFormat, ResponsesRequest
 from cluster.openai.tool_fields import parse_tools
-from cluster.requests.body import validated
 from cluster.structured.spec import GrammarSpec, object_grammar, schema_grammar
 from cluster.text.conversation import Call, Conversation, Role, TemplateOption, Turn
 from configs.errors import RequestError
@@ -34,7 +24,7 @@ _BEGINS_TURN: Mapping[str, frozenset[str]] = {
 
 
 def conversation(request: InputTokensRequest, items: Sequence[Mapping[str, Any]], num_earlier: int) -> Conversation:
-    """What `request` has the model go on with.
+    """The conversation that the model goes on with.
 
     Args:
         items: checked by `input_items`, or made by an earlier response.
@@ -53,7 +43,7 @@ def conversation(request: InputTokensRequest, items: Sequence[Mapping[str, Any]]
 
 
 def text_grammar(request: ResponsesRequest) -> GrammarSpec | None:
-    """What `text.format` asks of the answer; None: nothing. Raises RequestError for a schema that is too long."""
+    """The grammar that `text.format` asks for, if any. Raises RequestError for a schema that is too long."""
     form = None if request.text is None else request.text.format
     if form is None or form.type == "text":
         return None
@@ -62,58 +52,17 @@ def text_grammar(request: ResponsesRequest) -> GrammarSpec | None:
     return object_grammar("text.format.type")
 
 
-def input_items(given: object) -> list[dict[str, Any]]:
-    """The input as items, each checked, with its type and an id.
-
-    Raises:
-        RequestError: with the path of the field at fault.
-    """
+def input_items(given: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The input as items, each with its type and an id."""
     if isinstance(given, str):
         given = [{"role": "user", "content": [{"type": "input_text", "text": given}]}]
-    if not isinstance(given, list):
-        raise RequestError("input must be a string or a list of items.", code="invalid_type", param="input")
-    if not given:
-        raise RequestError("input must hold at least one item.", code="empty_array", param="input")
-    return [_checked_item(item, f"input[{i}]") for i, item in enumerate(given)]
+    return [_named({"type": "message", **item}) for item in given]
 
 
-def _checked_item(item: object, path: str) -> dict[str, Any]:
-    if not isinstance(item, dict):
-        raise RequestError(f"{path} must be an object.", code="invalid_type", param=path)
-    kind = item.get("type", "message")
-    model = ITEMS.get(kind) if isinstance(kind, str) else None
-    if model is None:
-        raise RequestError(
-            f"{path}.type must be one of {', '.join(ITEMS)}.", code="unsupported_parameter", param=f"{path}.type"
-        )
-    checked = validated(model, item, path)
-    if isinstance(checked, MessageItem):
-        _check_texts(checked.content, f"{path}.content")
-    elif isinstance(checked, FunctionCallOutputItem):
-        _check_texts(checked.output, f"{path}.output")
+def _named(item: dict[str, Any]) -> dict[str, Any]:
     given_id = item.get("id")
-    named = given_id if isinstance(given_id, str) and given_id else f"{_ID_PREFIXES[kind]}_{uuid.uuid4().hex}"
-    return {**item, "type": kind, "id": named}
-
-
-def _check_texts(content: object, path: str) -> None:
-    """Raises RequestError for what is neither a text nor a list of text parts."""
-    if isinstance(content, str):
-        return
-    if not isinstance(content, list):
-        raise RequestError(f"{path} must be a string or a list of text parts.", code="invalid_type", param=path)
-    for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind in ("input_text", "output_text", "text"):
-            validated(TextPart, part, f"{path}[{i}]")
-        elif kind == "refusal":
-            validated(RefusalPart, part, f"{path}[{i}]")
-        else:
-            raise RequestError(
-                f"{path}[{i}]: this model takes text parts only.",
-                code="unsupported_parameter" if isinstance(kind, str) else "invalid_type",
-                param=f"{path}[{i}]",
-            )
+    named = given_id if isinstance(given_id, str) and given_id else f"{_ID_PREFIXES[item['type']]}_{uuid.uuid4().hex}"
+    return {**item, "id": named}
 
 
 def turns(items: Sequence[Mapping[str, Any]], instructions: str | None, num_earlier: int = 0) -> list[Turn]:
@@ -150,13 +99,20 @@ def turns(items: Sequence[Mapping[str, Any]], instructions: str | None, num_earl
                 turn = replace(turn, thinking="\n".join(part["text"] for part in item.get("content") or ()))
             else:
                 called.add(item["call_id"])
-                arguments = parse_arguments(item["arguments"], path if i < 0 else f"{path}.arguments")
+                arguments = _arguments(item, path if i < 0 else f"{path}.arguments")
                 call = Call(item["name"], arguments, item["call_id"])
                 turn = replace(turn, calls=(*turn.calls, call), path=turn.path if turn.calls else path)
             made[-1] = turn
             if turn.thinking if kind == "reasoning" else item.get("content") != []:
                 said.add(kind)  # what says nothing ends no turn
     return made
+
+
+def _arguments(call: Mapping[str, Any], path: str) -> dict[str, Any] | str:
+    try:
+        return decoded_arguments(call["arguments"])
+    except RequestError as error:
+        raise RequestError(f"{path} {error}.", param=path) from error
 
 
 def _text(content: str | Sequence[Mapping[str, Any]]) -> str:

@@ -1,57 +1,60 @@
-"""What comes in at /v1/responses: the request and its input items as pydantic models."""
+"""The request of /v1/responses and its input items, as shapes that check what they describe."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic.json_schema import SkipJsonSchema
 
 from cluster.requests.fields import STYLING, UNSUPPORTED, FieldPolicy, neutral
-from cluster.requests.sampling_fields import ReasoningEffort, SamplingFields
-from cluster.requests.schema import Documented
+from cluster.requests.sampling_fields import SamplingFields
+from cluster.requests.shapes import (
+    MAX_TOKENS,
+    MAX_TOOLS,
+    ArgumentsSchema,
+    Checked,
+    Description,
+    FunctionName,
+    ReasoningEffort,
+    Shape,
+    filled,
+)
 from configs.errors import RequestError
 
 _MAX_METADATA = 16
-_MAX_TOKENS = 2**31 - 1
 _INCLUDABLE = frozenset({"message.output_text.logprobs", "reasoning.encrypted_content"})
-
-
-class _Part(BaseModel):
-    model_config = ConfigDict(
-        strict=True, frozen=True, extra="ignore", protected_namespaces=(), use_attribute_docstrings=True
-    )
 
 
 # --- Input items ------------------------------------------------------------------------------------------------------
 
 
-class TextPart(_Part):
+class TextPart(Shape):
     """Text of a message or of a function's output."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
 
 
-class RefusalPart(_Part):
+class RefusalPart(Shape):
     """An earlier answer's refusal."""
 
     type: Literal["refusal"]
     refusal: str
 
 
-Parts = list[TextPart | RefusalPart]
+_Part = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 
 
-class MessageItem(_Part):
+class MessageItem(Shape):
     """A turn of the conversation, of this request or of an earlier answer."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: Annotated[Any, Documented(str | Parts)]
+    content: str | Annotated[list[_Part], Field(fail_fast=True)]
 
 
-class FunctionCallItem(_Part):
+class FunctionCallItem(Shape):
     """A call the model made earlier."""
 
     type: Literal["function_call"]
@@ -60,77 +63,86 @@ class FunctionCallItem(_Part):
     arguments: str
 
 
-class FunctionCallOutputItem(_Part):
-    """What a function that the model called gave back."""
+class FunctionCallOutputItem(Shape):
+    """The output of a function that the model called."""
 
     type: Literal["function_call_output"]
     call_id: str
-    output: Annotated[Any, Documented(str | list[TextPart])]
+    output: str | Annotated[list[_Part], Field(fail_fast=True)]
 
 
-class ReasoningPart(_Part):
+class ReasoningPart(Shape):
     """A piece of reasoning."""
 
     type: Literal["reasoning_text"]
     text: str
 
 
-class ReasoningInputItem(_Part):
-    """What the model thought earlier; templates that want it get it."""
+class ReasoningInputItem(Shape):
+    """Earlier thinking of the model; templates that want it get it."""
 
     type: Literal["reasoning"]
     content: list[ReasoningPart] | None = Field(None, fail_fast=True)
 
 
-InputItem = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningInputItem
-ITEMS: Mapping[str, type[InputItem]] = {
-    "message": MessageItem,
-    "function_call": FunctionCallItem,
-    "function_call_output": FunctionCallOutputItem,
-    "reasoning": ReasoningInputItem,
-}
+def _with_type(item: Any) -> Any:
+    return {"type": "message", **item} if isinstance(item, dict) else item
+
+
+_InputItem = Annotated[
+    Annotated[
+        MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningInputItem, Field(discriminator="type")
+    ],
+    BeforeValidator(_with_type),
+]
+_Input = str | Annotated[list[_InputItem], Field(min_length=1, fail_fast=True), BeforeValidator(filled)]
 
 # --- The request ------------------------------------------------------------------------------------------------------
 
 
-class FunctionTool(_Part):
+class FunctionTool(Shape):
     """A function the model may call."""
 
-    type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
+    type: Literal["function"] | None = None
+    name: FunctionName
+    description: Description | None = None
+    parameters: ArgumentsSchema | None = None
     strict: bool | None = None
 
 
-class NamedFunction(_Part):
+class AllowedFunction(Shape):
+    """One of the tools."""
+
+    name: FunctionName
+
+
+class NamedFunction(AllowedFunction):
     """`tool_choice` of one function."""
 
     type: Literal["function"]
-    name: str
 
 
-class AllowedTools(_Part):
+class AllowedTools(Shape):
     """`tool_choice` of some of the tools."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[NamedFunction] = Field(min_length=1, fail_fast=True)
+    tools: list[AllowedFunction] = Field(min_length=1, fail_fast=True)
 
 
-class TextFormat(_Part):
-    """What the text must look like."""
+class TextFormat(Shape):
+    """Text of any form."""
 
     type: Literal["text"]
 
 
-class JsonObjectFormat(_Part):
+class JsonObjectFormat(Shape):
     """Any JSON object."""
 
     type: Literal["json_object"]
 
 
-class JsonSchemaFormat(_Part):
+class JsonSchemaFormat(Shape):
     """JSON of a schema."""
 
     type: Literal["json_schema"]
@@ -140,31 +152,33 @@ class JsonSchemaFormat(_Part):
     strict: bool | None = None
 
 
-class ResponseTextConfig(_Part):
+class ResponseTextConfig(Shape):
     """How the text is written."""
 
     format: Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class ReasoningOptions(_Part):
+class ReasoningOptions(Shape):
     """How much the model thinks."""
 
     effort: ReasoningEffort | None = None
     summary: str | None = None
 
 
-class ResponsesStreamOptions(_Part):
-    """What a stream carries besides its events."""
+class ResponsesStreamOptions(Shape):
+    """Parts of a stream besides its events."""
 
     include_obfuscation: bool | None = None
     """Without effect: events are never padded."""
 
 
-_ToolChoice = Literal["none", "auto", "required"] | NamedFunction | AllowedTools | None
+_ToolChoice = (
+    Literal["none", "auto", "required"] | Annotated[NamedFunction | AllowedTools, Field(discriminator="type")] | None
+)
 
 
-class InputTokensRequest(_Part):
+class InputTokensRequest(Shape):
     """POST /v1/responses/input_tokens: what of a request makes its prompt."""
 
     # A schema cannot say that it may be left out where a previous response is known.
@@ -172,16 +186,19 @@ class InputTokensRequest(_Part):
 
     model: str | None = None
     """None: the one that is served."""
-    input: Annotated[Any, Documented(str | list[InputItem])] = None
-    """A text, or items; read by `input_items`. None only with `previous_response_id`."""
+    input: Annotated[str | list[dict[str, Any]] | None, Checked(_Input | SkipJsonSchema[None])] = None
+    """A text, or items. None only with `previous_response_id`."""
     instructions: str | None = None
     """A system message before everything else; not carried over by `previous_response_id`."""
     previous_response_id: str | None = Field(None, max_length=200)
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
     text: ResponseTextConfig | None = None
-    tools: list[Annotated[Any, Documented(FunctionTool)]] | None = Field(None, max_length=128)
-    tool_choice: Annotated[Any, Documented(_ToolChoice)] = None
+    tools: Annotated[
+        list[dict[str, Any]] | None,
+        Checked(Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None),
+    ] = None
+    tool_choice: Annotated[str | dict[str, Any] | None, Checked(_ToolChoice)] = None
 
 
 class ResponsesRequest(SamplingFields, InputTokensRequest):
@@ -190,9 +207,9 @@ class ResponsesRequest(SamplingFields, InputTokensRequest):
     model_config = ConfigDict(json_schema_extra={})
 
     model: str
-    input: Annotated[Any, Documented(str | list[InputItem])]
-    """A text, or items; read by `input_items`."""
-    max_output_tokens: int | None = Field(None, ge=1, le=_MAX_TOKENS)
+    input: Annotated[str | list[dict[str, Any]], Checked(_Input)]
+    """A text, or items."""
+    max_output_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     max_tool_calls: int | None = Field(None, ge=1)
     """Without effect: it counts calls of tools that the server runs, and there are none."""
     metadata: dict[str, str] | None = Field(None, max_length=_MAX_METADATA)

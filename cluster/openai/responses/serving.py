@@ -148,7 +148,9 @@ class ResponsesServing:
         earlier, num_bytes = self._earlier(request.previous_response_id, context)
 
         def check() -> Conversation:
-            new_items = [] if request.input is None and earlier else input_items(request.input)
+            if request.input is None and not earlier:
+                raise RequestError("input is required.", code="missing_required_parameter", param="input")
+            new_items = [] if request.input is None else input_items(request.input)
             model.check_name(model.model_name if request.model is None else request.model)
             return conversation(request, earlier + new_items, len(earlier))
 

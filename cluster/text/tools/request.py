@@ -1,8 +1,7 @@
-"""What a request says of its tools, checked: which may be called, whether one must be, and how many at once."""
+"""The tools of a request: which may be called, whether one must be, and how many at once."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -10,8 +9,6 @@ from typing import Any
 
 from configs.errors import RequestError
 
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_MAX_DESCRIPTION = 1 << 16
 _NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -38,7 +35,7 @@ class Tool:
     strict: bool
     """Arguments follow the schema whether or not a call is required."""
     shown: Mapping[str, Any]
-    """What the chat template is given: the tool as the request has it."""
+    """The tool as the request has it, for the chat template."""
     path: str
     """Where the request has it."""
     param: str
@@ -52,7 +49,7 @@ class ToolUse:
     tools: tuple[Tool, ...]
     """All of them, as the model sees them."""
     callable: tuple[Tool, ...]
-    """Those that may be called."""
+    """The tools that may be called."""
     mode: ToolMode
     parallel: bool
     """Whether an answer may have several calls."""
@@ -78,45 +75,17 @@ class ToolChoice:
 
 
 def function_tool(function: Mapping[str, Any], path: str, *, parameters_name: str = "parameters") -> Tool:
-    """One tool, checked.
+    """One tool.
 
     Args:
         function: its `name`, `parameters`, `description`, `strict` and whatever else the template may show.
         path: of the function in the request.
         parameters_name: what the request calls `parameters`.
-
-    Raises:
-        RequestError: with the path of the field at fault.
     """
-    name = function.get("name")
-    if not isinstance(name, str):
-        raise invalid(f"{path}.name", "must be a string")
-    if not _NAME.fullmatch(name):
-        raise RequestError(
-            f"{path}.name must have 1 to 64 characters, each a letter, a digit, `_`, `-` or `.`.", param=f"{path}.name"
-        )
-    description = function.get("description")
-    if not isinstance(description, str | None):
-        raise invalid(f"{path}.description", "must be a string")
-    if description is not None and len(description) > _MAX_DESCRIPTION:
-        raise RequestError(
-            f"{path}.description must have at most {_MAX_DESCRIPTION} characters.", param=f"{path}.description"
-        )
-    strict = function.get("strict")
-    if not isinstance(strict, bool | None):
-        raise invalid(f"{path}.strict", "must be true or false")
-    parameters = function.get("parameters")
-    if parameters is None or parameters == {}:
-        parameters = _NO_ARGUMENTS
-    param = f"{path}.{parameters_name}"
-    if not isinstance(parameters, dict):
-        raise invalid(param, "must be an object")
-    if parameters.get("type", "object") != "object":
-        raise RequestError(f"{param} must be the schema of an object: `type` must be object.", param=f"{param}.type")
-    if not isinstance(parameters.get("properties", {}), dict):
-        raise invalid(f"{param}.properties", "must be an object")
+    parameters = function.get("parameters") or _NO_ARGUMENTS
     shown = {"type": "function", "function": {**function, "parameters": dict(parameters)}}
-    return Tool(name, {"type": "object", **parameters}, bool(strict), shown, path, param)
+    schema = {"type": "object", **parameters}
+    return Tool(function["name"], schema, bool(function.get("strict")), shown, path, f"{path}.{parameters_name}")
 
 
 def tool_use(tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool) -> ToolUse | None:
@@ -142,8 +111,3 @@ def tool_use(tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool) -> To
             raise RequestError(f"tools has no function {name[:64]}.", param=path)
     allowed = tools if choice.names is None else [tool for tool in tools if tool.name in choice.names.values()]
     return ToolUse(tuple(tools), tuple(allowed), choice.mode, parallel and choice.mode is not ToolMode.NAMED)
-
-
-def invalid(path: str, rule: str) -> RequestError:
-    """The error for a value of the wrong type."""
-    return RequestError(f"{path} {rule}.", code="invalid_type", param=path)

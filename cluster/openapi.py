@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 import msgspec
 from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
-from cluster.http.access import ADMIN_PATHS, METRICS_PATHS, OPEN_PATHS
-from cluster.openapi.operations import OPERATIONS, Operation
+from cluster.http.access import ANYONE
+from cluster.http.context import Role
+from cluster.routes import PATH_PARAMETERS, ROUTES, Route
 
 _REF = "#/components/schemas/"
 _REASONS = {
@@ -50,22 +51,22 @@ class _WithoutTitles(GenerateJsonSchema):
         return False
 
 
-def build_document(version: str, operations: Sequence[Operation] = OPERATIONS) -> dict[str, Any]:
+def build_document(version: str, routes: Sequence[Route] = ROUTES) -> dict[str, Any]:
     """The document as plain data, the same on every run.
 
     Raises:
         ValueError: two models that differ have one name.
     """
-    schemas = _request_schemas(operations)
-    for name, schema in _answer_schemas(operations).items():
+    schemas = _request_schemas(routes)
+    for name, schema in _answer_schemas(routes).items():
         if schemas.setdefault(name, schema) != schema:
             raise ValueError(f"two models of the API are named {name}")
     paths: dict[str, dict[str, Any]] = {}
     failures: dict[str, Any] = {}
-    for operation in operations:
-        for status in operation.errors:
-            failures[_failure_name(operation, status)] = _failure(operation, status)
-        paths.setdefault(operation.path, {})[operation.method.lower()] = _described(operation)
+    for route in routes:
+        for status in route.errors:
+            failures[_failure_name(route, status)] = _failure(route, status)
+        paths.setdefault(route.path.replace(":path}", "}"), {})[route.method.lower()] = _described(route)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -76,7 +77,7 @@ def build_document(version: str, operations: Sequence[Operation] = OPERATIONS) -
         },
         "servers": [{"url": "/"}],
         "security": [{"bearer": []}, {"x-api-key": []}],
-        "tags": [{"name": tag} for tag in dict.fromkeys(operation.tag for operation in operations)],
+        "tags": [{"name": tag} for tag in dict.fromkeys(route.tag for route in routes)],
         "paths": paths,
         "components": {
             "schemas": dict(sorted(schemas.items())),
@@ -94,8 +95,8 @@ def build_document(version: str, operations: Sequence[Operation] = OPERATIONS) -
     }
 
 
-def _request_schemas(operations: Iterable[Operation]) -> dict[str, Any]:
-    models: list[type[BaseModel]] = list(dict.fromkeys(op.request for op in operations if op.request is not None))
+def _request_schemas(routes: Iterable[Route]) -> dict[str, Any]:
+    models: list[type[BaseModel]] = list(dict.fromkeys(route.request for route in routes if route.request is not None))
     _, definitions = models_json_schema(
         [(model, "validation") for model in models], ref_template=_REF + "{model}", schema_generator=_WithoutTitles
     )
@@ -103,8 +104,8 @@ def _request_schemas(operations: Iterable[Operation]) -> dict[str, Any]:
     return {name: _untitled(schema) for name, schema in schemas.items()}
 
 
-def _answer_schemas(operations: Iterable[Operation]) -> dict[str, Any]:
-    types = [kind for op in operations for kind in (op.answer, op.event, op.error) if kind is not None]
+def _answer_schemas(routes: Iterable[Route]) -> dict[str, Any]:
+    types = [kind for route in routes for kind in (route.answer, route.event, route.error) if kind is not None]
     _, components = msgspec.json.schema_components(types, ref_template=_REF + "{name}")
     return {name: _untitled(schema) for name, schema in components.items()}
 
@@ -113,63 +114,56 @@ def _untitled(schema: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in schema.items() if key != "title"}
 
 
-def _described(operation: Operation) -> dict[str, Any]:
+def _described(route: Route) -> dict[str, Any]:
     described: dict[str, Any] = {
-        "operationId": _operation_id(operation),
-        "summary": operation.about,
-        "tags": [operation.tag],
+        "operationId": _operation_id(route),
+        "summary": route.about,
+        "tags": [route.tag],
+        **({"security": []} if route.roles == ANYONE else {"x-roles": [role for role in Role if role in route.roles]}),
     }
-    if operation.path in OPEN_PATHS:
-        described["security"] = []
-    elif operation.path in ADMIN_PATHS:
-        described["x-roles"] = ["admin"]
-    else:
-        described["x-roles"] = ["user", "admin"] + ["metrics"] * (operation.path in METRICS_PATHS)
-    if operation.parameters:
-        described["parameters"] = [
-            {
-                "name": parameter.name,
-                "in": parameter.place,
-                "required": parameter.place == "path",
-                "description": parameter.about,
-                "schema": dict(parameter.schema),
-            }
-            for parameter in operation.parameters
-        ]
-    if operation.request is not None:
-        schema = {"$ref": _REF + operation.request.__name__}
+    parameters = [_parameter(name, "path", PATH_PARAMETERS[name]) for name in re.findall(r"{(\w+)", route.path)]
+    parameters += [_parameter(given.name, "query", given.about, given.schema) for given in route.parameters]
+    if parameters:
+        described["parameters"] = parameters
+    if route.request is not None:
+        schema = {"$ref": _REF + route.request.__name__}
         described["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
-    described["responses"] = {"200": _success(operation)}
-    for status in sorted(set(operation.errors)):
-        described["responses"][str(status)] = {"$ref": f"#/components/responses/{_failure_name(operation, status)}"}
+    described["responses"] = {"200": _success(route)}
+    for status in sorted(set(route.errors)):
+        described["responses"][str(status)] = {"$ref": f"#/components/responses/{_failure_name(route, status)}"}
     return described
 
 
-def _success(operation: Operation) -> dict[str, Any]:
+def _parameter(name: str, place: str, about: str, schema: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    schema = {"type": "string"} if schema is None else dict(schema)
+    return {"name": name, "in": place, "required": place == "path", "description": about, "schema": schema}
+
+
+def _success(route: Route) -> dict[str, Any]:
     content: dict[str, Any] = {}
-    if operation.answer is not None:
-        content["application/json"] = {"schema": _schema_of(operation.answer)}
-    if operation.event is not None:
+    if route.answer is not None:
+        content["application/json"] = {"schema": _schema_of(route.answer)}
+    if route.event is not None:
         # This version of OpenAPI has no word for a stream of events, and to some tools a `schema` is that of each: what
         # their data holds has a name of our own.
-        content["text/event-stream"] = {"x-event-schema": _schema_of(operation.event)}
+        content["text/event-stream"] = {"x-event-schema": _schema_of(route.event)}
     if not content:
-        content[operation.media_type] = {"schema": {"type": "string"}}
-    headers = ["X-Request-Id"] + ["X-Ignored-Fields"] * (operation.request is not None)
-    return {"description": operation.about, "headers": _header_refs(headers), "content": content}
+        content[route.media_type] = {"schema": {"type": "string"}}
+    headers = ["X-Request-Id"] + ["X-Ignored-Fields"] * (route.request is not None)
+    return {"description": route.about, "headers": _header_refs(headers), "content": content}
 
 
-def _failure_name(operation: Operation, status: int) -> str:
-    return f"{operation.error.__name__}{status}"
+def _failure_name(route: Route, status: int) -> str:
+    return f"{route.error.__name__}{status}"
 
 
-def _failure(operation: Operation, status: int) -> dict[str, Any]:
+def _failure(route: Route, status: int) -> dict[str, Any]:
     headers = ["X-Request-Id"]
     if status == 401:
         headers.append("WWW-Authenticate")
     if status in (429, 503):
         headers.append("Retry-After")
-    content = {"application/json": {"schema": _schema_of(operation.error)}}
+    content = {"application/json": {"schema": _schema_of(route.error)}}
     return {"description": _REASONS[status], "headers": _header_refs(headers), "content": content}
 
 
@@ -185,6 +179,6 @@ def _schema_of(kind: Any) -> dict[str, Any]:
     return schema
 
 
-def _operation_id(operation: Operation) -> str:
-    words = re.findall(r"[a-z0-9]+", operation.path.lower()) or ["page"]
-    return "_".join([operation.method.lower(), *words])
+def _operation_id(route: Route) -> str:
+    words = re.findall(r"[a-z0-9]+", route.path.replace(":path", "").lower()) or ["page"]
+    return "_".join([route.method.lower(), *words])

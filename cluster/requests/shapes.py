@@ -1,0 +1,145 @@
+"""The parts of requests' bodies: shapes that check what they describe.
+
+A shape is written once: the OpenAPI document is made of it, and a value that it does not allow is refused by the path
+of the part at fault (`body.validated`). A rule that a type cannot say is a validator that raises RequestError, whose
+`param` is a path below the value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    Tag,
+)
+from pydantic_core import CoreSchema, core_schema
+
+from configs.errors import RequestError
+
+MAX_SEQUENCES = 1024
+"""Most prompts times `n` of one request."""
+MAX_TOKENS = 2**31 - 1
+MAX_TOOLS = 128
+
+
+class Shape(BaseModel):
+    """An object of a request. Strict: true is no integer, "1" is no number, 1.5 is no count."""
+
+    model_config = ConfigDict(
+        strict=True,
+        frozen=True,
+        extra="ignore",
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """Annotation of a field that is checked as a `kind` and stays the JSON that came: what the model or the client is
+    shown as it was given."""
+
+    kind: Any
+    """A type or a union of types."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_wrap_validator_function(_as_it_came, handler.generate_schema(self.kind))
+
+
+def _as_it_came(value: Any, check: Callable[[Any], Any]) -> Any:
+    check(value)
+    return value
+
+
+def exactly_one(**types: str | list[str]) -> dict[str, Any]:
+    """For a model's `json_schema_extra`: one of these fields is there and of its JSON types, the others are null."""
+    return {
+        "oneOf": [
+            {
+                "required": [name],
+                "properties": {other: {"type": types[other] if other == name else "null"} for other in types},
+            }
+            for name in types
+        ]
+    }
+
+
+# --- Texts and token ids ----------------------------------------------------------------------------------------------
+
+
+def filled(value: Any) -> Any:
+    """`value`, if it is not an empty text or list. Raises RequestError."""
+    if value in ("", []):
+        raise RequestError("must not be empty", code="empty_string" if value == "" else "empty_array")
+    return value
+
+
+Text = Annotated[str, Field(min_length=1), BeforeValidator(filled)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True), BeforeValidator(filled)]
+_Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_SEQUENCES, fail_fast=True)]
+_TokenIdLists = Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_SEQUENCES, fail_fast=True)]
+
+
+def _form_of_texts(value: object) -> str | None:
+    return "text" if isinstance(value, str) else "texts" if isinstance(value, list) and value else None
+
+
+def _form_of_ids(value: object) -> str | None:
+    return ("lists" if isinstance(value[0], list) else "ids") if isinstance(value, list) and value else None
+
+
+def _form_of_prompts(value: object) -> str | None:
+    first = value[0] if isinstance(value, list) and value else value
+    return _form_of_texts(value) if isinstance(first, str) else _form_of_ids(value)
+
+
+def _either(form: Callable[[object], str | None], forms: str) -> Discriminator:
+    return Discriminator(form, custom_error_type="invalid_type", custom_error_message=f"must be {forms}, and not empty")
+
+
+Prompts = Annotated[
+    Annotated[Text, Tag("text")]
+    | Annotated[_Texts, Tag("texts")]
+    | Annotated[TokenIds, Tag("ids")]
+    | Annotated[_TokenIdLists, Tag("lists")],
+    _either(_form_of_prompts, "a string, a list of strings, a list of token ids or a list of such lists"),
+]
+"""One prompt or several."""
+Texts = Annotated[
+    Annotated[Text, Tag("text")] | Annotated[_Texts, Tag("texts")],
+    _either(_form_of_texts, "a string or a list of strings"),
+]
+IdLists = Annotated[
+    Annotated[TokenIds, Tag("ids")] | Annotated[_TokenIdLists, Tag("lists")],
+    _either(_form_of_ids, "a list of token ids or a list of such lists"),
+]
+
+
+# --- Functions that the model may call --------------------------------------------------------------------------------
+
+
+def _schema_of_object(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    if schema.get("type", "object") != "object":
+        raise RequestError("must be object: a function takes the fields of one", param="type")
+    if not isinstance(schema.get("properties", {}), dict):
+        raise RequestError("must be an object", code="invalid_type", param="properties")
+    return schema
+
+
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+Description = Annotated[str, Field(max_length=1 << 16)]
+ArgumentsSchema = Annotated[dict[str, Any], AfterValidator(_schema_of_object)]
+"""The JSON schema of a function's arguments, an object's."""
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+"""For chat templates that read it."""

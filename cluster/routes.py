@@ -1,0 +1,392 @@
+"""Every route of the endpoint: what it takes and gives, who may call it, and what answers it.
+
+The one table of them: the app (`serve.ingress`), the roles of API keys and the OpenAPI document are folds over it.
+Fields come from the models themselves: a new one is in the document without a change here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import msgspec
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response as PlainResponse
+
+from cluster.anthropic.objects import AnthropicError, AnthropicMessage, MessageEvent, TokenCount
+from cluster.anthropic.request import CountTokensRequest, MessagesRequest
+from cluster.anthropic.serving import AnthropicServing
+from cluster.engine.state import EngineState
+from cluster.http.access import ADMINS, ANYONE, USERS
+from cluster.http.active import ActiveRequests
+from cluster.http.context import Role
+from cluster.http.endpoint import Handler
+from cluster.http.errors import ErrorBody
+from cluster.native.admin import Aborted, AbortRequest, AdminServing, Flushed
+from cluster.native.generate import NativeRequest, NativeServing
+from cluster.native.generate_answer import NativeAnswer
+from cluster.native.score import ScoreRequest, Scores, ScoreServing
+from cluster.native.status import Healthy, Loads, Probe, ServerInfo, ServerLoad, StatusServing
+from cluster.observability.prometheus import CONTENT_TYPE
+from cluster.observability.timeline import Timeline
+from cluster.openai.models import model_card, model_list
+from cluster.openai.protocol import ChatRequest, CompletionRequest
+from cluster.openai.responses.objects import DeletedResponse, InputTokens, ItemList, Response, StreamEvent
+from cluster.openai.responses.request import InputTokensRequest, ResponsesRequest
+from cluster.openai.responses.serving import ResponsesServing
+from cluster.openai.serving import OpenAIServing
+from cluster.openai.tokenize import DetokenizeRequest, Text, TokenizeRequest, TokenizerServing, Tokens
+from cluster.openai.wire import ChatChunk, ChatCompletion, Completion, ModelCard, ModelList
+from cluster.page.live import LiveServing, LiveView
+from cluster.page.page import page
+from cluster.requests.served_model import ServedModel
+from configs.errors import OverloadedError
+
+_READY_AFTER_S = 1.0
+_encode = msgspec.json.Encoder().encode
+
+
+class Version(msgspec.Struct):
+    """The version of the server."""
+
+    version: str
+
+
+class Servings:
+    """The objects that answer the routes of one replica; its own methods wait for nothing."""
+
+    def __init__(self, model: ServedModel, requests: ActiveRequests, document: bytes) -> None:
+        """`document`: the OpenAPI document, as JSON."""
+        self._model = model
+        self._requests = requests
+        self._document = document
+        self.openai = OpenAIServing(model)
+        self.responses = ResponsesServing(model, requests)
+        self.tokenizer = TokenizerServing(model)
+        self.anthropic = AnthropicServing(model)
+        self.native = NativeServing(model)
+        self.score = ScoreServing(model)
+        self.status = StatusServing(model)
+        self.admin = AdminServing(model, requests)
+        self.live = LiveServing(model, requests)
+        self.page = page()
+
+    async def health(self, request: Request) -> PlainResponse:
+        """GET /health. Raises OverloadedError when the engine is dead."""
+        state = self._model.state
+        if state is EngineState.DEAD:
+            raise OverloadedError("The engine is dead.", retry_after_s=_READY_AFTER_S)
+        return _json(Probe("ok", state))
+
+    async def ready(self, request: Request) -> PlainResponse:
+        """GET /ready. Raises OverloadedError while the engine does not run."""
+        self._requests.check_admits()
+        state = self._model.state
+        if state is not EngineState.RUNNING:
+            raise OverloadedError(f"The engine is {state}.", retry_after_s=_READY_AFTER_S)
+        return _json(Probe("ready", state))
+
+    async def version(self, request: Request) -> PlainResponse:
+        """GET /version."""
+        return _json(Version(self._model.version))
+
+    async def metrics(self, request: Request) -> PlainResponse:
+        """GET /metrics."""
+        return PlainResponse(self._model.engine.telemetry.prometheus(), media_type=CONTENT_TYPE)
+
+    async def document(self, request: Request) -> PlainResponse:
+        """GET /openapi.json."""
+        return PlainResponse(self._document, media_type="application/json")
+
+    async def models(self, request: Request) -> PlainResponse:
+        """GET /v1/models."""
+        return _json(model_list(self._model))
+
+    async def model(self, request: Request) -> PlainResponse:
+        """GET /v1/models/{name}. Raises RequestError (404) for another model's name."""
+        return _json(model_card(self._model, request.path_params["name"]))
+
+
+def _json(message: msgspec.Struct) -> PlainResponse:
+    return PlainResponse(_encode(message), media_type="application/json")
+
+
+PlainHandler = Callable[[Request], Awaitable[PlainResponse]]
+Tag = Literal["OpenAI", "Anthropic", "SGLang and vLLM", "Operations"]
+
+_ANY = (401, 403, 429, 431, 500)
+"""Errors of every route: no key, a key of the wrong role, a quota, too many headers, a fault of ours."""
+_ENDPOINT = (*_ANY, 400, 408, 413, 415, 503)
+"""Routes that may have a body: it can be wrong, slow, large or of another type, and the server can be stopping."""
+_MODEL = (*_ENDPOINT, 404)
+"""Routes where something may be named that does not exist: a model, or a response."""
+_GENERATES = (*_MODEL, 409, 504)
+"""Routes that wait for the engine: too long, or until an operator ends them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One in the query."""
+
+    name: str
+    about: str
+    schema: Mapping[str, Any] = field(default_factory=lambda: {"type": "string"})
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One method of one path."""
+
+    tag: Tag
+    method: Literal["GET", "POST", "DELETE"]
+    path: str
+    """In the form of Starlette, where `:path` after a name says that slashes belong to it."""
+    about: str
+    handler: Callable[[Servings], Handler] | None = None
+    """The method that answers it."""
+    plain: Callable[[Servings], PlainHandler] | None = None
+    """The method that answers it in place of a `handler`: at once, without a body, and also while the server stops."""
+    request: type[BaseModel] | None = None
+    answer: Any = None
+    """A struct type, or a union of them. None: not JSON."""
+    media_type: str = "application/json"
+    """Type of an answer that is not JSON."""
+    event: Any = None
+    """The type of each server-sent event's data, on routes that stream."""
+    errors: Sequence[int] = _ENDPOINT
+    error: Any = ErrorBody
+    parameters: Sequence[Parameter] = ()
+    roles: Set[Role] = USERS
+    """The roles of the keys that may call it; `ANYONE`: no key is asked for."""
+
+
+_openai = partial(Route, "OpenAI", errors=_MODEL)
+_anthropic = partial(Route, "Anthropic", errors=_MODEL, error=AnthropicError)
+_native = partial(Route, "SGLang and vLLM", errors=_MODEL)
+_operations = partial(Route, "Operations")
+_open = partial(Route, "Operations", errors=(431, 500, 503), roles=ANYONE)
+_watched = partial(Route, "Operations", roles=USERS | {Role.METRICS})
+_admin = partial(Route, "Operations", errors=_MODEL, roles=ADMINS)
+PATH_PARAMETERS = {
+    "name": "May hold slashes.",
+    "request_id": "The answer's id, or the request's `x-request-id`.",
+    "response_id": "The id of a response.",
+}
+"""Descriptions of the parameters in paths, by their names."""
+
+ROUTES: tuple[Route, ...] = (
+    _openai(
+        "POST",
+        "/v1/chat/completions",
+        "Answer a conversation.",
+        lambda s: s.openai.chat,
+        request=ChatRequest,
+        answer=ChatCompletion,
+        event=ChatChunk,
+        errors=_GENERATES,
+    ),
+    _openai(
+        "POST",
+        "/v1/completions",
+        "Continue texts, or prompts of token ids.",
+        lambda s: s.openai.completions,
+        request=CompletionRequest,
+        answer=Completion,
+        event=Completion,
+        errors=_GENERATES,
+    ),
+    _openai(
+        "POST",
+        "/v1/responses",
+        "Answer a conversation of items; keep the answer.",
+        lambda s: s.responses.create,
+        request=ResponsesRequest,
+        answer=Response,
+        event=StreamEvent,
+        errors=_GENERATES,
+    ),
+    _openai(
+        "POST",
+        "/v1/responses/input_tokens",
+        "How many tokens the prompt of a response would have.",
+        lambda s: s.responses.input_tokens,
+        request=InputTokensRequest,
+        answer=InputTokens,
+        errors=(*_MODEL, 409),
+    ),
+    _openai(
+        "GET",
+        "/v1/responses/{response_id}",
+        "A kept response as it is now, or the events of a background stream.",
+        lambda s: s.responses.retrieve,
+        answer=Response,
+        event=StreamEvent,
+        parameters=(
+            Parameter("stream", "Follow the events.", {"type": "boolean"}),
+            Parameter(
+                "starting_after",
+                "With `stream`: the number of the last event already known.",
+                {"type": "integer", "minimum": -1, "maximum": 99999999},
+            ),
+        ),
+    ),
+    _openai(
+        "DELETE",
+        "/v1/responses/{response_id}",
+        "Forget a response; one on its way is cancelled.",
+        lambda s: s.responses.delete,
+        answer=DeletedResponse,
+    ),
+    _openai(
+        "GET",
+        "/v1/responses/{response_id}/input_items",
+        "What a response was made from.",
+        lambda s: s.responses.items,
+        answer=ItemList,
+        parameters=(
+            Parameter(
+                "limit",
+                "Most items of a page; without it 20.",
+                {"type": "integer", "minimum": 1, "maximum": 100},
+            ),
+            Parameter("order", "Without it the newest come first.", {"enum": ["asc", "desc"]}),
+            Parameter("after", "The id of the last item of the page before."),
+        ),
+    ),
+    _openai(
+        "POST",
+        "/v1/responses/{response_id}/cancel",
+        "End a response that is on its way.",
+        lambda s: s.responses.cancel,
+        answer=Response,
+    ),
+    _openai("GET", "/v1/models", "The model that is served.", plain=lambda s: s.models, answer=ModelList, errors=_ANY),
+    _openai(
+        "GET",
+        "/v1/models/{name:path}",
+        "The model of this name.",
+        plain=lambda s: s.model,
+        answer=ModelCard,
+        errors=(*_ANY, 404),
+    ),
+    _anthropic(
+        "POST",
+        "/v1/messages",
+        "Answer a conversation of content blocks.",
+        lambda s: s.anthropic.messages,
+        request=MessagesRequest,
+        answer=AnthropicMessage,
+        event=MessageEvent,
+        errors=_GENERATES,
+    ),
+    _anthropic(
+        "POST",
+        "/v1/messages/count_tokens",
+        "How many tokens the prompt of a message would have.",
+        lambda s: s.anthropic.count_tokens,
+        request=CountTokensRequest,
+        answer=TokenCount,
+    ),
+    _native(
+        "POST",
+        "/generate",
+        "Continue texts or token ids, with log probabilities.",
+        lambda s: s.native.generate,
+        request=NativeRequest,
+        answer=NativeAnswer | list[NativeAnswer],
+        event=NativeAnswer,
+        errors=_GENERATES,
+    ),
+    _native(
+        "POST",
+        "/v1/score",
+        "How likely each of some tokens is to come next, for many texts.",
+        lambda s: s.score.score,
+        request=ScoreRequest,
+        answer=Scores,
+        errors=_GENERATES,
+    ),
+    _native(
+        "POST",
+        "/tokenize",
+        "The token ids of a text or a chat.",
+        lambda s: s.tokenizer.tokenize,
+        request=TokenizeRequest,
+        answer=Tokens,
+    ),
+    _native(
+        "POST",
+        "/detokenize",
+        "The text of token ids.",
+        lambda s: s.tokenizer.detokenize,
+        request=DetokenizeRequest,
+        answer=Text,
+    ),
+    _open("GET", "/health", "The server is up, and its engine not dead.", plain=lambda s: s.health, answer=Probe),
+    _open(
+        "GET",
+        "/ready",
+        "The engine runs: it has generated a token, and neither rebuilds nor drains.",
+        plain=lambda s: s.ready,
+        answer=Probe,
+    ),
+    _operations(
+        "GET",
+        "/health_generate",
+        "Generate one token now.",
+        lambda s: s.status.health_generate,
+        answer=Healthy,
+        errors=(*_ENDPOINT, 409),
+    ),
+    _watched("GET", "/version", "The version.", plain=lambda s: s.version, answer=Version, errors=_ANY),
+    _watched("GET", "/server_info", "What this replica is.", lambda s: s.status.server_info, answer=ServerInfo),
+    _watched("GET", "/v1/loads", "What this replica does.", lambda s: s.status.loads, answer=Loads),
+    _operations(
+        "GET",
+        "/v1/timelines/{request_id}",
+        "What happened to a request that has ended, in the Trace Event Format.",
+        lambda s: s.status.timeline,
+        answer=Timeline,
+        errors=_MODEL,
+    ),
+    _watched("GET", "/load", "How many requests run or wait.", lambda s: s.status.load, answer=ServerLoad),
+    _watched("GET", "/live", "What the engine does, twice a second.", lambda s: s.live.live, event=LiveView),
+    _operations(
+        "GET",
+        "/metrics",
+        "Metrics in Prometheus' text format.",
+        plain=lambda s: s.metrics,
+        media_type="text/plain",
+        errors=_ANY,
+        roles=ADMINS | {Role.METRICS},
+    ),
+    _open(
+        "GET",
+        "/",
+        "A page to chat and to watch the engine.",
+        plain=lambda s: s.page,
+        media_type="text/html",
+        errors=(431, 500),
+    ),
+    _operations(
+        "GET", "/openapi.json", "This document.", plain=lambda s: s.document, answer=dict[str, Any], errors=_ANY
+    ),
+    _admin(
+        "POST",
+        "/abort_request",
+        "End running requests. Needs an admin key.",
+        lambda s: s.admin.abort_request,
+        request=AbortRequest,
+        answer=Aborted,
+    ),
+    _admin(
+        "POST",
+        "/flush_cache",
+        "Forget cached prompts that nobody uses. Needs an admin key.",
+        lambda s: s.admin.flush_cache,
+        answer=Flushed,
+    ),
+)
