@@ -21,9 +21,10 @@ import triton
 from benchmarks.graph_timing import graph_us
 from configs.layers import Axis, HeadGroups
 from parallel.numerics.kernels.chain_gemm import chain_gemm, cublas_is_faster, use_chain_cublas
-from parallel.numerics.kernels.node_gemm import Leaves, Tile, cut_nodes, node_gemm, pack_parts, subtrees, tree_adds
-from parallel.numerics.kernels.tree_sum import sum_add_norm, sum_nodes
-from parallel.plan import leaf_columns
+from parallel.numerics.kernels.node_gemm import Tile, cut_nodes, node_gemm, pack_parts, subtrees
+from parallel.numerics.kernels.tree_sum import sum_add_norm, sum_subtrees
+from parallel.numerics.tree import additions_of
+from parallel.plan import Span, leaf_columns
 from worker.kernels.norm import add_rms_norm
 
 HIDDEN, HEAD_DIM, NUM_GROUPS, GROUP_HEADS = 4096, 128, 8, 6  # of both; a group has 4 query heads, a key and a value
@@ -132,7 +133,7 @@ class Product:
     """One weight's shape and so many rows."""
 
     def __init__(self, num_rows: int, num_leaves: int, leaf: int) -> None:
-        self.leaf, self.root = leaf, (0, num_leaves)
+        self.leaf, self.root = leaf, Span(0, num_leaves)
         k = num_leaves * leaf
         self.x = random_of(num_rows, k)
         self.weights = torch.randn(max(TARGET_BYTES // (2 * HIDDEN * k), 2), HIDDEN, k, device="cuda").bfloat16()
@@ -157,10 +158,10 @@ class Product:
 
         return graph_us(run, len(self.weights))
 
-    def tree_norm_us(self, tile: Tile | None = None, parts: tuple[Leaves, ...] | None = None) -> float:
+    def tree_norm_us(self, tile: Tile | None = None, parts: tuple[Span, ...] | None = None) -> float:
         """The norm adds the subtrees."""
         parts = parts or subtrees((self.root,), self.leaf, len(self.x), HIDDEN)
-        adds, _ = tree_adds(parts, (self.root,))
+        adds, _ = additions_of(parts, (self.root,))
         sums = torch.empty(len(parts), *self.residual.shape, device="cuda")
 
         def run() -> None:
@@ -170,17 +171,17 @@ class Product:
 
         us = graph_us(run, len(self.weights))
         node_gemm(self.x, self.weights[-1], leaf=self.leaf, nodes=parts, out=sums, tile=tile, parts=parts)
-        self.out = sum_nodes(sums, adds, out=self.out[0])[None]
+        sum_subtrees(sums, adds, (2 * len(adds),), out=self.out)
         return us
 
-    def schedules(self) -> Iterator[tuple[Tile, tuple[Leaves, ...]]]:
+    def schedules(self) -> Iterator[tuple[Tile, tuple[Span, ...]]]:
         tiles = next(tiles for most, tiles in TREE_TILES.items() if len(self.x) <= most)
         for parts in {cut_nodes((self.root,), cuts) for cuts in CUTS}:
             if len(parts) * self.out.nbytes <= 1 << 28:
                 yield from ((tile, parts) for tile in tiles if fits(tile, parts))
 
 
-def fits(tile: Tile, parts: tuple[Leaves, ...]) -> bool:
+def fits(tile: Tile, parts: tuple[Span, ...]) -> bool:
     """Whether what waits in registers is not spilled."""
     depth = pack_parts(parts)[2]
     return depth <= 2 if tile.block_n == 128 else depth == 0 or tile.block_m * tile.block_n < 1 << 14
@@ -208,7 +209,7 @@ def time_trees(all_rows: list[int]) -> None:
             )
 
 
-def _named(tile: Tile, parts: tuple[Leaves, ...]) -> str:
+def _named(tile: Tile, parts: tuple[Span, ...]) -> str:
     return f"{tile.block_m}x{tile.block_n}x{tile.block_k}/{tile.num_warps}/{tile.num_stages} in {len(parts)}"
 
 

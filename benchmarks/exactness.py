@@ -285,7 +285,9 @@ def plant() -> None:
 
     What is below the root is added as it should be, so kernels that sum subtrees find them whole.
     """
-    right, of = tree.halves, SumTree.of.__wrapped__  # type: ignore[attr-defined]  # beneath its cache
+    # Beneath their caches, which would keep the right trees.
+    right, of = tree.halves, SumTree.of.__wrapped__  # type: ignore[attr-defined]
+    additions_of = tree.additions_of
 
     def planted(cls: type[SumTree], spans: tuple[Span, ...]) -> SumTree:
         def halves(leaves: Span) -> tuple[Span, Span]:
@@ -294,11 +296,11 @@ def plant() -> None:
             middle = left.stop - 1 if is_root else left.stop
             return Span(leaves.start, middle), Span(middle, leaves.stop)
 
-        tree.halves = halves
+        tree.halves, tree.additions_of = halves, additions_of.__wrapped__
         try:
             return of(cls, spans)  # type: ignore[no-any-return]
         finally:
-            tree.halves = right
+            tree.halves, tree.additions_of = right, additions_of
 
     SumTree.of = classmethod(functools.cache(planted))  # type: ignore[method-assign, assignment]
 

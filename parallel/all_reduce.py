@@ -14,10 +14,11 @@ import os
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,39 +39,50 @@ _MAX_CACHED_VIEWS = 256
 _Shape = tuple[int, ...]  # torch.Size is one
 
 
-class Collectives(Protocol):
+class Collectives(ABC):
     """What a strategy offers. Every rank makes the same calls in the same order, from one thread at a time."""
 
     def reduce_buffer(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
         """Memory that `all_reduce` sums fastest, valid until the next call of either; None when any memory will do."""
+        return None
 
     def partial_sum(self, shape: tuple[int, int], dtype: torch.dtype) -> FusedSum | None:
         """The next sum of that shape, if it is best left to the norm that follows it."""
+        return None
 
     def node_sum(self, shape: tuple[int, int], tree: SumTree) -> FusedSum | None:
         """The same of a tree whose root has that shape."""
+        return None
 
+    @abstractmethod
     def all_reduce(self, x: Tensor) -> Tensor:
         """Contiguous `x` summed over the ranks: `x` itself, or for a `reduce_buffer` perhaps another tensor."""
 
     def node_buffer(self, shape: tuple[int, int, int]) -> Tensor | None:
         """fp32 memory from which `sum_nodes` sums fastest, valid until the next call of any other; None for any."""
+        return None
 
+    @abstractmethod
     def sum_nodes(self, nodes: Tensor, tree: SumTree) -> Tensor:
         """The root of `tree` [num_rows, row_size], of which contiguous `nodes` are this rank's."""
 
+    @abstractmethod
     def all_gather(self, out: Tensor, x: Tensor) -> None:
         """Fills contiguous `out` [size, *x.shape] with every rank's contiguous `x`."""
 
+    @abstractmethod
     def barrier(self) -> None:
         """Returns once every rank has called it."""
 
+    @abstractmethod
     def check_alive(self) -> None:
         """Raises what the calls would raise because of an abort, or of a deadline that has passed on the device."""
 
+    @abstractmethod
     def abort(self, reason: str) -> None:
         """Ends blocked and later calls with EngineError(reason). Safe from any thread."""
 
+    @abstractmethod
     def close(self) -> None:
         """Releases the strategy's resources."""
 
@@ -91,7 +103,7 @@ def sum_in_rank_order(contributions: Sequence[Tensor], out: Tensor) -> None:
         out += part
 
 
-class LibraryCollectives:
+class LibraryCollectives(Collectives):
     """Collectives of a torch process group object, gloo or NCCL.
 
     gloo gathers the contributions and adds them in rank order: the same bits as the shared-memory strategy. NCCL adds
@@ -134,15 +146,6 @@ class LibraryCollectives:
             ) from error
         return cls(backend, rank=rank, size=size, device=device, timeout_s=timeout_s)
 
-    def reduce_buffer(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
-        return None
-
-    def partial_sum(self, shape: tuple[int, int], dtype: torch.dtype) -> FusedSum | None:
-        return None
-
-    def node_sum(self, shape: tuple[int, int], tree: SumTree) -> FusedSum | None:
-        return None
-
     def all_reduce(self, x: Tensor) -> Tensor:
         if self._device.type == "cuda":
             self.check_alive()
@@ -152,9 +155,6 @@ class LibraryCollectives:
         self.all_gather(contributions, x)
         sum_in_rank_order(contributions.unbind(), x)
         return x
-
-    def node_buffer(self, shape: tuple[int, int, int]) -> Tensor | None:
-        return None
 
     def sum_nodes(self, nodes: Tensor, tree: SumTree) -> Tensor:
         shape = nodes.shape[1:]
@@ -234,7 +234,7 @@ class LibraryCollectives:
         self.check_alive()  # an aborted collective also lets its stream go on
 
 
-class SharedMemoryCollectives:
+class SharedMemoryCollectives(Collectives):
     """Collectives of CPU ranks on one node, through one shared segment; the same bits on every rank and every run.
 
     Each rank has an epoch word, which counts its exchanges, and two buffers. One exchange: copy the own contribution
@@ -290,15 +290,6 @@ class SharedMemoryCollectives:
             raise
         segment.forget_address()
         return self
-
-    def reduce_buffer(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
-        return None
-
-    def partial_sum(self, shape: tuple[int, int], dtype: torch.dtype) -> FusedSum | None:
-        return None
-
-    def node_sum(self, shape: tuple[int, int], tree: SumTree) -> FusedSum | None:
-        return None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         nbytes = x.numel() * x.element_size()

@@ -84,12 +84,11 @@ class FusedSum(PartialSum):
     """One over the ranks: its producer writes `summand`, then the norm after it sums.
 
     Attributes:
-        summand: [num_rows, size] bf16, contiguous, contents undefined; this rank's part. Of a `node_sum` [nodes of the
+        summand: [num_rows, size] bf16, contiguous, contents undefined; this rank's part. Of a tree [nodes of the
             rank, num_rows, size] fp32. Valid until `add_norm`.
-        bias: [size], added in fp32 to the sum of a `node_sum`, or None.
     """
 
-    __slots__ = ("_offset", "_sums", "_tree", "bias", "num_rows", "summand")
+    __slots__ = ("_offset", "_sums", "_tree", "num_rows", "summand")
 
     def __init__(self, sums: FusedSums, offset: int, summand: Tensor, tree: SumTree | None = None) -> None:
         self._sums = sums
@@ -97,7 +96,6 @@ class FusedSum(PartialSum):
         self._tree = tree
         self.summand = summand
         self.num_rows = summand.shape[-2]
-        self.bias: Tensor | None = None
 
     def add_norm(self, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """As PartialSum.
@@ -109,7 +107,7 @@ class FusedSum(PartialSum):
             DeadlineError: an earlier sum gave up because a rank did not come in time.
             EngineError: the group was aborted.
         """
-        return self._sums.add_norm(self._offset, residual, weight, eps, self._tree, self.bias)
+        return self._sums.add_norm(self._offset, residual, weight, eps, self._tree)
 
 
 class FusedSums:
@@ -145,14 +143,8 @@ class FusedSums:
         self._turn = 0
         self._sums: dict[tuple[tuple[int, int], SumTree | None, int], FusedSum] = {}
 
-    def node_sum(self, shape: tuple[int, int], tree: SumTree, bias: Tensor | None = None) -> FusedSum:
-        """The next sum, of a tree that `fits_nodes`, to which `bias` [size] is added."""
-        partial_sum = self.partial_sum(shape, tree)
-        partial_sum.bias = bias
-        return partial_sum
-
     def partial_sum(self, shape: tuple[int, int], tree: SumTree | None = None) -> FusedSum:
-        """The next sum, of a shape and dtype that `fits`."""
+        """The next sum, of a shape and dtype that `fits`, or of a tree that `fits_nodes`."""
         key = (shape, tree, self._turn)
         partial_sum = self._sums.get(key)
         if partial_sum is None:
@@ -168,13 +160,7 @@ class FusedSums:
         return partial_sum
 
     def add_norm(
-        self,
-        offset: int,
-        residual: Tensor,
-        weight: Tensor,
-        eps: float,
-        tree: SumTree | None = None,
-        bias: Tensor | None = None,
+        self, offset: int, residual: Tensor, weight: Tensor, eps: float, tree: SumTree | None = None
     ) -> Tensor:
         """As FusedSum, of the summands `offset` bytes into the memory."""
         self.check_alive()
@@ -191,7 +177,6 @@ class FusedSums:
             timeout_ns=self._timeout_ns,
             counts=() if tree is None else tree.counts,
             adds=() if tree is None else tree.additions,
-            bias=bias,
         )
 
     def abort(self, reason: str) -> None:

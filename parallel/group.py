@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -213,7 +213,7 @@ class TensorParallelGroup:
 
     def close(self) -> None:
         """Leaves the group. No collective may be running, unless it was aborted and has returned."""
-        collectives, self._collectives = self._collectives, _Closed()
+        collectives, self._collectives = self._collectives, cast(Collectives, _Closed())
         if collectives is not None:
             collectives.close()
 
@@ -221,31 +221,7 @@ class TensorParallelGroup:
 class _Closed:
     """Collectives of a group that was left."""
 
-    def reduce_buffer(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
-        raise EngineError("the tensor-parallel group is closed")
-
-    def partial_sum(self, shape: tuple[int, int], dtype: torch.dtype) -> FusedSum | None:
-        raise EngineError("the tensor-parallel group is closed")
-
-    def node_sum(self, shape: tuple[int, int], tree: SumTree) -> FusedSum | None:
-        raise EngineError("the tensor-parallel group is closed")
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        raise EngineError("the tensor-parallel group is closed")
-
-    def node_buffer(self, shape: tuple[int, int, int]) -> Tensor | None:
-        raise EngineError("the tensor-parallel group is closed")
-
-    def sum_nodes(self, nodes: Tensor, tree: SumTree) -> Tensor:
-        raise EngineError("the tensor-parallel group is closed")
-
-    def all_gather(self, out: Tensor, x: Tensor) -> None:
-        raise EngineError("the tensor-parallel group is closed")
-
-    def barrier(self) -> None:
-        raise EngineError("the tensor-parallel group is closed")
-
-    def check_alive(self) -> None:
+    def __getattr__(self, name: str) -> Any:
         raise EngineError("the tensor-parallel group is closed")
 
     def abort(self, reason: str) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from configs.errors import EngineError
-from parallel.all_reduce import LibraryCollectives
+from parallel.all_reduce import Collectives, LibraryCollectives
 from parallel.fused_sum import MEMORY_BYTES, FusedSum, FusedSums, fits_nodes, fuses
 from parallel.numerics.tree import SumTree
 
@@ -40,7 +40,7 @@ def choose_method(nbytes: int, dtype: torch.dtype, buffer_bytes: int) -> Method:
     return "two_shot"
 
 
-class SymmetricMemoryCollectives:
+class SymmetricMemoryCollectives(Collectives):
     """Sums inside `reduce_buffer` by kernels that read and write the other ranks' memory; everything else is NCCL's.
 
     A sum adds in rank order, in bf16 with a rounding for each addition, and has the same bits on every rank. All calls
@@ -146,7 +146,7 @@ class SymmetricMemoryCollectives:
         return self._fused.partial_sum(shape) if fuses(self._size, shape, dtype) else None
 
     def node_sum(self, shape: tuple[int, int], tree: SumTree) -> FusedSum | None:
-        return self._fused.node_sum(shape, tree) if fits_nodes(tree, shape) else None
+        return self._fused.partial_sum(shape, tree) if fits_nodes(tree, shape) else None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if x.data_ptr() != self._address:
@@ -160,9 +160,6 @@ class SymmetricMemoryCollectives:
         self.check_alive()
         self._two_shot(x, "sum", self._registration.name)
         return x
-
-    def node_buffer(self, shape: tuple[int, int, int]) -> Tensor | None:
-        return None
 
     def sum_nodes(self, nodes: Tensor, tree: SumTree) -> Tensor:
         self.check_alive()

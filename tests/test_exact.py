@@ -203,7 +203,7 @@ def test_what_is_planted_changes_sums_of_any_number_of_leaves(
     num_leaves: int, num_ranks: int, monkeypatch: pytest.MonkeyPatch, interpreter: None
 ) -> None:
     from parallel.numerics.kernels.node_gemm import node_gemm
-    from parallel.numerics.kernels.tree_sum import sum_nodes
+    from parallel.numerics.kernels.tree_sum import sum_subtrees
 
     random = torch.Generator().manual_seed(num_leaves)
     x, weight = (torch.randn(rows, 16 * num_leaves, generator=random).half() for rows in (2, 32))
@@ -219,7 +219,7 @@ def test_what_is_planted_changes_sums_of_any_number_of_leaves(
             nodes.append(
                 node_gemm(x[:, columns].contiguous(), weight[:, columns].contiguous(), leaf=16, nodes=relative, out=out)
             )
-        return sum_nodes(torch.cat(nodes), tree.additions, out=torch.empty(2, 32))
+        return sum_subtrees(torch.cat(nodes), tree.additions, (2 * len(tree.additions),), out=torch.empty(1, 2, 32))
 
     monkeypatch.setattr(SumTree, "of", SumTree.of)
     right = summed()

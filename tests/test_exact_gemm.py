@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ from torch import Tensor
 pytest.importorskip("triton", reason="a CPU install has no Triton")
 
 from parallel.numerics.kernels.chain_gemm import chain_gemm, cublas_is_faster, use_chain_cublas
-from parallel.numerics.kernels.node_gemm import Leaves, Tile, is_by_cublas, node_gemm, subtrees
-from parallel.numerics.kernels.tree_sum import Adds, sum_nodes
+from parallel.numerics.kernels.node_gemm import Tile, is_by_cublas, node_gemm, subtrees
+from parallel.numerics.kernels.tree_sum import sum_subtrees
+from parallel.numerics.tree import Additions
+from parallel.plan import Span
 from tests.chain_dot import use_chain_dot
 
 FP16, FP32, BF16 = torch.float16, torch.float32, torch.bfloat16
@@ -65,6 +68,13 @@ def halving(values: list[Tensor]) -> Tensor:
     return halving(values[:middle]) + halving(values[middle:])
 
 
+Leaves = tuple[int, int]
+
+
+def spans(nodes: Iterable[Leaves]) -> tuple[Span, ...]:
+    return tuple(Span(*node) for node in nodes)
+
+
 def cover(start: int, stop: int, node: Leaves) -> list[Leaves]:
     """The largest subtrees of `node` that lie in the leaves [start, stop)."""
     a, b = node
@@ -76,7 +86,7 @@ def cover(start: int, stop: int, node: Leaves) -> list[Leaves]:
     return cover(start, stop, (a, middle)) + cover(start, stop, (middle, b))
 
 
-def adds_of(nodes: list[Leaves], root: Leaves) -> Adds:
+def adds_of(nodes: list[Leaves], root: Leaves) -> Additions:
     """Additions in any order that finishes the tree."""
     adds: list[tuple[int, int]] = []
 
@@ -95,7 +105,7 @@ def adds_of(nodes: list[Leaves], root: Leaves) -> Adds:
 
 def nodes_of(x: Tensor, weight: Tensor, leaf: int, nodes: list[Leaves], **schedule: object) -> Tensor:
     out = torch.full((len(nodes), len(x), len(weight)), torch.nan, device=x.device)
-    assert node_gemm(x, weight, leaf=leaf, nodes=tuple(nodes), out=out, **schedule) is out  # type: ignore[arg-type]
+    assert node_gemm(x, weight, leaf=leaf, nodes=spans(nodes), out=out, **schedule) is out  # type: ignore[arg-type]
     return out
 
 
@@ -128,7 +138,7 @@ def test_a_node_is_the_halving_tree_of_its_leaves(device: torch.device, num_leav
     like = (device, FP16)
     x, weight = rows_of(2, 16 * num_leaves, like), random_of(8, 16 * num_leaves, like=like)
     node = [(5, 5 + num_leaves)]
-    total = nodes_of(x, weight, 16, node, tile=SMALL, parts=tuple(node))[0]
+    total = nodes_of(x, weight, 16, node, tile=SMALL, parts=spans(node))[0]
     assert torch.equal(total, halving(leaf_sums(x, weight, 16, SMALL)))
 
 
@@ -156,7 +166,7 @@ def test_every_schedule_has_the_same_bits(device: torch.device, tile: Tile, num_
     expected = halving(leaf_sums(x, weight, leaf, SMALL))
     for most in (num_leaves, 3):
         parts = cut((0, num_leaves), most)
-        total = nodes_of(x, weight, leaf, [(0, num_leaves)], tile=tile, parts=parts)[0]
+        total = nodes_of(x, weight, leaf, [(0, num_leaves)], tile=tile, parts=spans(parts))[0]
         assert torch.equal(total, expected), parts
 
 
@@ -170,7 +180,7 @@ def test_a_row_has_the_bits_that_it_has_among_any_others(
     among_all = nodes_of(x, weight, 64, nodes)
     for num_rows in (1, 17, 128, 129):
         assert torch.equal(nodes_of(x[:num_rows], weight, 64, nodes), among_all[:, :num_rows])
-    assert len(subtrees(tuple(nodes), 64, 1, 72)) > len(nodes)
+    assert len(subtrees(spans(nodes), 64, 1, 72)) > len(nodes)
 
 
 class OnGpu(Tensor):
@@ -202,7 +212,7 @@ def test_a_wide_leaf_of_cublas_has_the_bits_of_the_tree(leaf: int, nodes: list[L
 
 def test_many_leaves_are_cut_into_few_enough_parts() -> None:
     for num_leaves, num_rows in itertools.product((28, 64, 100), (1, 64, 65, 129, 4096)):
-        parts = subtrees(((0, num_leaves),), 128, num_rows, 4096)
+        parts = subtrees((Span(0, num_leaves),), 128, num_rows, 4096)
         assert len(parts) <= 15
         assert (parts[0][0], parts[-1][1]) == (0, num_leaves)
 
@@ -229,7 +239,8 @@ def test_any_number_of_ranks_finishes_the_tree_with_the_same_bits(
         places = [rank * most + i for rank, nodes in enumerate(covers) for i in range(len(nodes))]
         adds = adds_of([node for nodes in covers for node in nodes], root)
         out = torch.full_like(whole, torch.nan)
-        assert torch.equal(sum_nodes(gathered.flatten(0, 1), adds, out=out, places=places), whole)
+        sum_subtrees(gathered.flatten(0, 1), adds, (2 * len(adds),), out=out[None], places=tuple(places))
+        assert torch.equal(out, whole)
 
 
 def chain(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="a CPU install has no Triton")
 
-from parallel.numerics.kernels.node_gemm import Leaves
 from parallel.numerics.tree import SumTree
 from parallel.plan import Span
 from tests.chain_dot import use_chain_dot
@@ -104,8 +103,8 @@ class Case:
         shape = replace(self.shape, num_leaves=stop - start)
         return replace(self, shape=shape, w13=w13, w2=self.w2[:, :, columns].contiguous())
 
-    def run(self, nodes: tuple[Leaves, ...] | None = None, **schedule: Any) -> Tensor:
-        nodes = ((0, self.shape.num_leaves),) if nodes is None else nodes
+    def run(self, nodes: tuple[tuple[int, int], ...] | None = None, **schedule: Any) -> Tensor:
+        nodes = tuple(Span(*node) for node in (((0, self.shape.num_leaves),) if nodes is None else nodes))
         out = torch.full((len(nodes), *self.x.shape), torch.nan, device=self.x.device)
         options = {"top_k": self.shape.top_k, "normalise": self.shape.normalise, "round_to": self.x.dtype}
         slots = {"slots": self.slots, "first_slot": FIRST_SLOT}
@@ -152,7 +151,7 @@ def halving(values: list[Tensor]) -> Tensor:
     return halving(values[:middle]) + halving(values[middle:])
 
 
-def cut(node: Leaves, most: int) -> tuple[Leaves, ...]:
+def cut(node: tuple[int, int], most: int) -> tuple[tuple[int, int], ...]:
     a, b = node
     if b - a <= most:
         return (node,)
@@ -227,7 +226,7 @@ def test_every_tile_has_the_same_bits(device: torch.device, schedule: Tiles) -> 
 def test_however_programs_share_a_node_it_has_the_same_bits(device: torch.device, most: int) -> None:
     case = Case.create(SMALL, 2, device)
     parts = cut((0, SMALL.num_leaves), most)
-    assert torch.equal(case.run(parts=parts), case.run(tiles=GROUPED))
+    assert torch.equal(case.run(parts=tuple(Span(*part) for part in parts)), case.run(tiles=GROUPED))
 
 
 @pytest.mark.parametrize("most_bytes", [pytest.param(0, marks=SLOW), 20_000])

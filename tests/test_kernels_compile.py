@@ -46,7 +46,8 @@ from parallel.kernels.all_reduce_norm import all_reduce_add_norm
 from parallel.numerics.kernels.chain_gemm import chain_gemm
 from parallel.numerics.kernels.node_gemm import node_gemm
 from parallel.numerics.kernels.skinny_gemm import skinny_gemm
-from parallel.numerics.kernels.tree_sum import sum_add_norm, sum_nodes
+from parallel.numerics.kernels.tree_sum import sum_add_norm, sum_subtrees
+from parallel.plan import Span
 from worker.adjustments import RowAdjustments
 from worker.kernels import exact_moe, grouped_experts, moe, routing, sampling
 from worker.kernels.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
@@ -128,6 +129,10 @@ def _bf16(*shape: int) -> torch.Tensor:
 
 def _int32(*shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.int32)
+
+
+def _spans(*ends: tuple[int, int]) -> tuple[Span, ...]:
+    return tuple(Span(*each) for each in ends)
 
 
 def _int64(*shape: int) -> torch.Tensor:
@@ -332,22 +337,22 @@ def _call_exact_products() -> None:
     for num_rows in (1, 64, 8192):
         for k, leaf, nodes in ((4096, 128, ((0, 32),)), (12288, 512, ((0, 24),)), (3072, 512, ((6, 12),))):
             out = torch.empty(len(nodes), num_rows, 4096)
-            node_gemm(_bf16(num_rows, k), _bf16(4096, k), leaf=leaf, nodes=nodes, out=out)
+            node_gemm(_bf16(num_rows, k), _bf16(4096, k), leaf=leaf, nodes=_spans(*nodes), out=out)
         out = torch.empty(2, num_rows, 4096)
-        node_gemm(_bf16(num_rows, 4096), _bf16(4096, 4096), leaf=512, nodes=((8, 9), (9, 16)), out=out)
+        node_gemm(_bf16(num_rows, 4096), _bf16(4096, 4096), leaf=512, nodes=_spans((8, 9), (9, 16)), out=out)
         for k, leaf in ((600, 96), (1100, 512)):
             nodes = ((0, -(-k // leaf)),)
-            node_gemm(_bf16(num_rows, k), _bf16(576, k), leaf=leaf, nodes=nodes, out=torch.empty(1, num_rows, 576))
+            node_gemm(
+                _bf16(num_rows, k), _bf16(576, k), leaf=leaf, nodes=_spans(*nodes), out=torch.empty(1, num_rows, 576)
+            )
         for bias, dtype in ((None, torch.bfloat16), (_bf16(1536), torch.bfloat16), (None, torch.float32)):
             chain_gemm(_bf16(num_rows, 4096), _bf16(1536, 4096), bias, out=torch.empty(num_rows, 1536, dtype=dtype))
     adds = ((1, 2), (0, 4), (5, 3))
     for size, weight_of in ((576, _bf16), (4096, _bf16), (2304, torch.empty)):
-        for bias in (None, _bf16(size)):
-            for of_nodes in (adds, ()):
-                nodes = torch.empty(4 if of_nodes else 1, 4, size)
-                sum_add_norm(nodes, of_nodes, _bf16(4, size), weight_of(size), EPS, bias=bias)
-            _call_all_reduce_add_norm(3, weight_of(size), counts=(1, 2, 1), adds=adds, bias=bias)
-    sum_nodes(torch.empty(6, 4, 4096), adds, out=_bf16(4, 4096), places=(0, 1, 3, 5))
+        for of_nodes in (adds, ()):
+            sum_add_norm(torch.empty(4 if of_nodes else 1, 4, size), of_nodes, _bf16(4, size), weight_of(size), EPS)
+        _call_all_reduce_add_norm(3, weight_of(size), counts=(1, 2, 1), adds=adds)
+    sum_subtrees(torch.empty(6, 4, 4096), adds, (6,), out=_bf16(1, 4, 4096), places=(0, 1, 3, 5))
 
 
 def _call_mixture(
@@ -380,7 +385,7 @@ def _call_exact_mixture(
         _bf16(num_experts, 2 * columns, hidden),
         _bf16(num_experts, hidden, columns),
         leaf=leaf,
-        nodes=nodes,
+        nodes=_spans(*nodes),
         top_k=top_k,
         normalise=True,
         round_to=torch.bfloat16,

@@ -10,13 +10,14 @@ from torch import Tensor
 pytest.importorskip("triton", reason="a CPU install has no Triton")
 
 from parallel.numerics.kernels import tree_sum
-from parallel.numerics.kernels.tree_sum import Adds, sum_add_norm, sum_nodes, sum_subtrees
+from parallel.numerics.kernels.tree_sum import sum_add_norm, sum_subtrees
+from parallel.numerics.tree import Additions
 from worker.kernels.norm import add_rms_norm
 
 FP32, BF16 = torch.float32, torch.bfloat16
 EPS = 1e-5
-LEFT_TO_RIGHT: Adds = ((0, 1), (4, 2), (5, 3))
-RIGHT_TO_LEFT: Adds = ((2, 3), (1, 4), (0, 5))
+LEFT_TO_RIGHT: Additions = ((0, 1), (4, 2), (5, 3))
+RIGHT_TO_LEFT: Additions = ((2, 3), (1, 4), (0, 5))
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -37,55 +38,46 @@ class Case:
         self.nodes *= torch.tensor([3.0, 0.1, 30.0, 1.0], device=device)[:num_nodes, None, None]
         wide = torch.randn(num_rows, size + 16, generator=generator).to(device, self.dtype)
         self.residual = wide[:, :size]
-        self.weight, self.bias = torch.randn(2, size, generator=generator).to(device, self.dtype)
+        self.weight = torch.randn(size, generator=generator).to(device, self.dtype)
 
-    def run(self, adds: Adds, rows: slice = slice(None), **options: object) -> tuple[Tensor, Tensor]:
+    def run(self, adds: Additions, rows: slice = slice(None), **options: object) -> tuple[Tensor, Tensor]:
         """The residual stream after it, and its norm."""
         residual = self.residual[rows].clone()
         normed = sum_add_norm(self.nodes[:, rows], adds, residual, self.weight, EPS, **options)  # type: ignore[arg-type]
         return residual, normed
 
 
-@pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 64), (3, 576), (5, 1000)])
 @pytest.mark.parametrize("few_elements", [0, 1 << 18])
 def test_a_tree_is_added_in_its_order(
     device: torch.device,
     num_rows: int,
     size: int,
-    has_bias: bool,
     few_elements: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tree_sum, "_FEW_ELEMENTS", few_elements)
     case = Case(device, num_rows, size)
     a, b, c, d = case.nodes
-    bias = case.bias if has_bias else None
     for adds, total in ((LEFT_TO_RIGHT, ((a + b) + c) + d), (RIGHT_TO_LEFT, a + (b + (c + d)))):
-        if bias is not None:
-            total = total + bias.float()
         for dtype in (FP32, case.dtype):
             out = torch.full((num_rows, size), torch.nan, device=device, dtype=dtype)
-            assert sum_nodes(case.nodes, adds, out=out, bias=bias) is out
+            sum_subtrees(case.nodes, adds, (6,), out=out[None])
             assert torch.equal(out, total.to(dtype))
     out = torch.empty_like(a)
-    assert torch.equal(sum_nodes(case.nodes, ((0, 1),), out=out, places=(3, 1)), d + b)
+    sum_subtrees(case.nodes, ((0, 1),), (2,), out=out[None], places=(3, 1))
+    assert torch.equal(out, d + b)
     trees = torch.empty(3, num_rows, size, device=device)
     sum_subtrees(case.nodes, ((0, 1), (2, 3)), (4, 5, 2), out=trees)
     assert torch.equal(trees, torch.stack((a + b, c + d, c)))
 
 
-@pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 64), (3, 576), (5, 1000), (2, 8192)])
-def test_the_root_is_not_rounded_before_the_residual_is_added(
-    device: torch.device, num_rows: int, size: int, has_bias: bool
-) -> None:
+def test_the_root_is_not_rounded_before_the_residual_is_added(device: torch.device, num_rows: int, size: int) -> None:
     case = Case(device, num_rows, size)
     a, b, c, d = case.nodes
     total = a + (b + (c + d))
-    if has_bias:
-        total = total + case.bias.float()
-    residual, normed = case.run(RIGHT_TO_LEFT, bias=case.bias if has_bias else None)
+    residual, normed = case.run(RIGHT_TO_LEFT)
     assert torch.equal(residual, (case.residual.float() + total).to(case.dtype))
     expected = F.rms_norm(residual.float(), (size,), case.weight.float(), EPS)
     torch.testing.assert_close(normed, expected.to(case.dtype))

@@ -16,7 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel.numerics.kernels.tree_sum import Adds, add_norm_row, append, block_of_row, finish
+from parallel.numerics.kernels.tree_sum import add_norm_row, append, block_of_row, finish
+from parallel.numerics.tree import Additions
 
 LATE = 2
 """What a program leaves that gave up waiting at its deadline; 1 if the host ended the wait."""
@@ -119,7 +120,6 @@ def _all_reduce_add_norm_kernel(
     out_ptr,
     residual_ptr,
     weight_ptr,
-    bias_ptr,
     state_ptr,
     bases,
     own,
@@ -156,8 +156,6 @@ def _all_reduce_add_norm_kernel(
     offset, node_bytes = data_offset + row * row_bytes, tl.num_programs(0) * row_bytes
     nodes = _nodes_of_ranks(bases, offset, node_bytes, columns, inside, NODES, dtype)
     x = finish(nodes, ADDS)[2 * len(ADDS)]
-    if bias_ptr is not None:
-        x += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     add_norm_row(out_ptr + row * SIZE, residual_ptr, x, residual, weight, columns, inside, eps, SIZE)
 
 
@@ -173,12 +171,11 @@ def all_reduce_add_norm(
     host_words: int,
     timeout_ns: int,
     counts: tuple[int, ...] = (),
-    adds: Adds = (),
-    bias: torch.Tensor | None = None,
+    adds: Additions = (),
 ) -> torch.Tensor:
     """Adds the sum of all ranks' summands to `residual` in place and returns the RMS norm of that (rounded) sum.
 
-    The summands are added in fp32 in rank order, or nodes by `adds`, then the bias and the residual; that is rounded
+    The summands are added in fp32 in rank order, or nodes by `adds`, then the residual; that is rounded
     once, and its norm once more. Every rank launches it with the same shapes, in the same order.
 
     Args:
@@ -196,7 +193,6 @@ def all_reduce_add_norm(
         timeout_ns: how long a program waits for another rank's.
         counts: of each rank, its nodes of a tree: then the bits are those of tree_sum.sum_add_norm.
         adds: over all nodes, the first rank's first.
-        bias: [size] or None.
 
     Returns:
         [num_rows, size], contiguous, of the residual's dtype.
@@ -208,7 +204,6 @@ def all_reduce_add_norm(
         out,
         residual,
         weight,
-        bias,
         state,
         bases,
         bases[rank],
@@ -237,6 +232,6 @@ def nodes_of(counts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
 
 
 @functools.cache
-def in_rank_order(num_ranks: int) -> Adds:
+def in_rank_order(num_ranks: int) -> Additions:
     """((0 + 1) + 2) + ..."""
     return tuple((num_ranks + i - 1 if i else 0, i + 1) for i in range(num_ranks - 1))

@@ -17,11 +17,42 @@ from torch import Tensor
 
 from parallel.plan import Span
 
+Additions = tuple[tuple[int, int], ...]
+"""Each makes values[a] + values[b] the next value; the first ones are nodes."""
+
 
 def halves(leaves: Span) -> tuple[Span, Span]:
     """The two subtrees of a tree of at least two leaves."""
     middle = leaves.start + (leaves.size + 1) // 2
     return Span(leaves.start, middle), Span(middle, leaves.stop)
+
+
+@functools.lru_cache(maxsize=256)
+def additions_of(parts: tuple[Span, ...], roots: tuple[Span, ...]) -> tuple[Additions, tuple[int, ...]]:
+    """The additions that make the sums of `roots` from their subtrees `parts`, and which values those are."""
+    values = {part: i for i, part in enumerate(parts)}
+    additions: list[tuple[int, int]] = []
+
+    def value_of(node: Span) -> int:
+        if node not in values:
+            assert node.size > 1, f"the parts do not make up {node}"
+            left, right = map(value_of, halves(node))
+            additions.append((left, right))
+            values[node] = len(parts) + len(additions) - 1
+        return values[node]
+
+    numbers = tuple(map(value_of, roots))
+    return tuple(additions), numbers
+
+
+@functools.lru_cache(maxsize=256)
+def cut(nodes: tuple[Span, ...], most: int) -> tuple[Span, ...]:
+    """The largest subtrees of `nodes` of at most so many leaves, in order."""
+
+    def parts(node: Span) -> list[Span]:
+        return [node] if node.size <= most else [part for half in halves(node) for part in parts(half)]
+
+    return tuple(part for node in nodes for part in parts(node))
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +61,7 @@ class SumTree:
 
     covers: tuple[tuple[Span, ...], ...]
     """[rank]: its nodes, in order, by the leaves below each."""
-    additions: tuple[tuple[int, int], ...]
+    additions: Additions
     """From all ranks' nodes, the first values, to the root, the last one: each makes values[a] + values[b] the next."""
 
     @functools.cached_property
@@ -44,18 +75,7 @@ class SumTree:
         """The tree of leaves 0 to the last span's stop, of which rank r has spans[r]; one after the other."""
         root = Span(0, spans[-1].stop)
         covers = tuple(tuple(_cover(root, span)) for span in spans)
-        numbers = {node: number for number, node in enumerate(node for cover in covers for node in cover)}
-        additions: list[tuple[int, int]] = []
-
-        def value_of(node: Span) -> int:
-            if (number := numbers.get(node)) is not None:
-                return number
-            left, right = map(value_of, halves(node))
-            additions.append((left, right))
-            return len(numbers) + len(additions) - 1
-
-        value_of(root)
-        return cls(covers, tuple(additions))
+        return cls(covers, additions_of(tuple(node for cover in covers for node in cover), (root,))[0])
 
     @classmethod
     @functools.cache

@@ -18,8 +18,10 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel.numerics.kernels.node_gemm import Leaves, add_leaf, border, cut_nodes, pack_parts, tree_adds
+from parallel.numerics.kernels.node_gemm import add_leaf, border, cut_nodes, pack_parts
 from parallel.numerics.kernels.tree_sum import sum_subtrees
+from parallel.numerics.tree import additions_of
+from parallel.plan import Span
 from worker.kernels.grouped_experts import (
     MMA_ROWS,
     Tile,
@@ -183,7 +185,7 @@ def node_mixture(
     w2: torch.Tensor,
     *,
     leaf: int,
-    nodes: tuple[Leaves, ...],
+    nodes: tuple[Span, ...],
     top_k: int,
     normalise: bool,
     round_to: torch.dtype,
@@ -192,7 +194,7 @@ def node_mixture(
     first_slot: int = 0,
     weight_scale: float = 1.0,
     tiles: Tiles | None = None,
-    parts: tuple[Leaves, ...] | None = None,
+    parts: tuple[Span, ...] | None = None,
     most_bytes: int = MOST_BYTES,
 ) -> torch.Tensor:
     """Nodes of the sum over each token's top k experts of weight * w2 @ (silu(gate) * up), summed as the module says.
@@ -208,7 +210,8 @@ def node_mixture(
         The router's logits, as `router_logits` does: for `gated_silu_and_mul`.
     """
     (num_experts, _, width), num_tokens = w2.shape, len(x)
-    assert width == leaf * (nodes[-1][1] - nodes[0][0] if nodes else 0), f"{nodes} of {leaf} are not {width} columns"
+    num_leaves = nodes[-1].stop - nodes[0].start if nodes else 0
+    assert width == leaf * num_leaves, f"{nodes} of {leaf} are not {width} columns"
     assert out.dtype is torch.float32, f"nodes are fp32, not {out.dtype}"
     if num_tokens == 0:
         return torch.empty((1, 0, len(router)), device=x.device)
@@ -236,9 +239,9 @@ def _pair_nodes(
     w13: torch.Tensor,
     w2: torch.Tensor,
     leaf: int,
-    nodes: tuple[Leaves, ...],
+    nodes: tuple[Span, ...],
     tiles: Tiles,
-    parts: tuple[Leaves, ...] | None,
+    parts: tuple[Span, ...] | None,
     out: torch.Tensor,
 ) -> None:
     hidden, experts, weights = pair_gate_up(tokens, w13, tiles.gate_up, exact=True)
@@ -274,7 +277,7 @@ def _pair_nodes(
         launch_pdl=dependent,
     )
     if sums is not out:
-        sum_subtrees(sums, *tree_adds(parts, nodes), out=out)
+        sum_subtrees(sums, *additions_of(parts, nodes), out=out)
 
 
 def _group_nodes(
@@ -283,7 +286,7 @@ def _group_nodes(
     w13: torch.Tensor,
     w2: torch.Tensor,
     leaf: int,
-    nodes: tuple[Leaves, ...],
+    nodes: tuple[Span, ...],
     tiles: Tiles,
     most_bytes: int,
     out: torch.Tensor,

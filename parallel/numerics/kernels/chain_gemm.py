@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from parallel.numerics.kernels.node_gemm import FEW_ROWS, Tile, tree_gemm
+from parallel.plan import Span
 
 # Of 12 tiles on an H200 for 1 and 16 rows: the first is the fastest of 3072 and 6144 outputs with 4096 inputs (11 and
 # 15 us), the second within 1 % of it for 12288, 24576 and 151936 (27, 51 and 280 us; the first took 39, 61 and 320).
@@ -70,5 +71,5 @@ def chain_gemm(
     if tile is None:
         few = _FEW if len(weight) <= _WIDE else _FEW_WIDE
         tile = few if num_rows <= FEW_ROWS else _SOME if num_rows <= _SOME_ROWS else _MANY
-    tree_gemm(x, weight, bias, leaf=in_features, parts=((0, 1),), out=out, tile=tile)
+    tree_gemm(x, weight, bias, leaf=in_features, parts=(Span(0, 1),), out=out, tile=tile)
     return out

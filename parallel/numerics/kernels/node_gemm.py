@@ -18,12 +18,9 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from parallel.numerics.kernels.tree_sum import Adds, append, sum_subtrees
-from parallel.numerics.tree import halves
+from parallel.numerics.kernels.tree_sum import append, sum_subtrees
+from parallel.numerics.tree import additions_of, cut
 from parallel.plan import Span
-
-Leaves = tuple[int, int]
-"""The half-open range of a subtree's leaves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +183,7 @@ def tree_gemm(
     bias: torch.Tensor | None,
     *,
     leaf: int,
-    parts: tuple[Leaves, ...],
+    parts: tuple[Span, ...],
     out: torch.Tensor,
     tile: Tile,
 ) -> None:
@@ -242,10 +239,10 @@ def node_gemm(
     weight: torch.Tensor,
     *,
     leaf: int,
-    nodes: tuple[Leaves, ...],
+    nodes: tuple[Span, ...],
     out: torch.Tensor,
     tile: Tile | None = None,
-    parts: tuple[Leaves, ...] | None = None,
+    parts: tuple[Span, ...] | None = None,
 ) -> torch.Tensor:
     """out[i] = x @ weight.T over the leaves of nodes[i], summed as the module says. One or two kernels, no host sync.
 
@@ -254,7 +251,7 @@ def node_gemm(
             cores.
         weight: [out_features, in_features] of x's dtype, contiguous.
         leaf: columns of a leaf; only the rank's last one may have fewer.
-        nodes: one after the other, from the rank's first leaf (whatever its number) to its last.
+        nodes: the leaves below each; one after the other, from the rank's first leaf (whatever its number) to its last.
         out: [len(nodes), num_rows, out_features] fp32, contiguous; written.
         tile: for measurements, as `parts`; chosen by shape by default, when cuBLASLt may be too.
 
@@ -264,7 +261,7 @@ def node_gemm(
     if not nodes:
         return out  # a rank without leaves
     num_rows, out_features = x.shape[0], len(weight)
-    num_leaves = nodes[-1][1] - nodes[0][0]
+    num_leaves = nodes[-1].stop - nodes[0].start
     assert num_leaves == -(-x.shape[1] // leaf), f"{num_leaves} leaves of {leaf} are not {x.shape[1]} columns"
     assert out.dtype is torch.float32, f"nodes are fp32, not {out.dtype}"
     parts = parts or subtrees(nodes, leaf, num_rows, out_features)
@@ -276,17 +273,17 @@ def node_gemm(
         torch.bmm(x.unflatten(1, (-1, leaf)).transpose(0, 1), of_leaves, out_dtype=torch.float32, out=sums)
     else:
         tree_gemm(x, weight, None, leaf=leaf, parts=parts, out=sums, tile=tile or _choose_tile(num_rows, leaf, parts))
-    return out if sums is out else sum_subtrees(sums, *tree_adds(parts, nodes), out=out)
+    return out if sums is out else sum_subtrees(sums, *additions_of(parts, nodes), out=out)
 
 
-def subtrees(nodes: tuple[Leaves, ...], leaf: int, num_rows: int, out_features: int) -> tuple[Span, ...]:
+def subtrees(nodes: tuple[Span, ...], leaf: int, num_rows: int, out_features: int) -> tuple[Span, ...]:
     """What programs of `node_gemm` sum when it has so many rows: each node, or subtrees of it.
 
     Whoever adds nodes by itself may ask for these: they are one kernel.
     """
     if not nodes:
         return ()
-    num_leaves = nodes[-1][1] - nodes[0][0]
+    num_leaves = nodes[-1].stop - nodes[0].start
     if _is_batched(num_rows, leaf, num_leaves):
         return cut_nodes(nodes, num_leaves)
     tile = _tile_for(num_rows, leaf * num_leaves)
@@ -299,37 +296,13 @@ def subtrees(nodes: tuple[Leaves, ...], leaf: int, num_rows: int, out_features: 
     return parts
 
 
-@functools.lru_cache(maxsize=256)
-def cut_nodes(nodes: tuple[Leaves, ...], num_parts: int, max_depth: int = _MAX_DEPTH) -> tuple[Span, ...]:
+def cut_nodes(nodes: tuple[Span, ...], num_parts: int, max_depth: int = _MAX_DEPTH) -> tuple[Span, ...]:
     """The largest subtrees of `nodes` of no more leaves than an even share of `num_parts`."""
-    most = min(triton.cdiv(nodes[-1][1] - nodes[0][0], num_parts), 1 << max_depth)
-
-    def cut(node: Span) -> list[Span]:
-        return [node] if node.size <= most else [part for half in halves(node) for part in cut(half)]
-
-    return tuple(part for node in nodes for part in cut(Span(*node)))
+    return cut(nodes, min(triton.cdiv(nodes[-1].stop - nodes[0].start, num_parts), 1 << max_depth))
 
 
 @functools.lru_cache(maxsize=256)
-def tree_adds(parts: tuple[Leaves, ...], roots: tuple[Leaves, ...]) -> tuple[Adds, tuple[int, ...]]:
-    """The additions that make the sums of `roots` of those of their subtrees `parts`, and which values those are."""
-    values = {part: i for i, part in enumerate(parts)}
-    adds: list[tuple[int, int]] = []
-
-    def value(node: Leaves) -> int:
-        if node not in values:
-            assert node[1] - node[0] > 1, f"the parts do not make up {node}"
-            left, right = halves(Span(*node))
-            adds.append((value(left), value(right)))
-            values[node] = len(parts) + len(adds) - 1
-        return values[node]
-
-    roots_at = tuple(value(root) for root in roots)
-    return tuple(adds), roots_at
-
-
-@functools.lru_cache(maxsize=256)
-def pack_parts(parts: tuple[Leaves, ...]) -> tuple[int, int, int]:
+def pack_parts(parts: tuple[Span, ...]) -> tuple[int, int, int]:
     """The parts' borders, counted from the first leaf, in two words; and the depth of the deepest part's tree."""
     borders = [start - parts[0][0] for start, _ in parts] + [parts[-1][1] - parts[0][0]]
     assert all(a[1] == b[0] for a, b in itertools.pairwise(parts)), f"{parts} do not follow one another"
@@ -356,7 +329,7 @@ def _tile_for(num_rows: int, in_features: int) -> Tile:
     return _SOME if num_rows <= _SOME_ROWS else _MORE if num_rows <= _MORE_ROWS else _MANY
 
 
-def _choose_tile(num_rows: int, leaf: int, parts: tuple[Leaves, ...]) -> Tile:
+def _choose_tile(num_rows: int, leaf: int, parts: tuple[Span, ...]) -> Tile:
     """The tile for so many rows, whose steps do not straddle leaves."""
     tile = _tile_for(num_rows, leaf * (parts[-1][1] - parts[0][0]))
     if leaf % tile.block_k:

@@ -14,8 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-Adds = tuple[tuple[int, int], ...]
-"""Additions over indexes of values: the n nodes are 0, 1, ..., addition i is value n + i, and the last one the root."""
+from parallel.numerics.tree import Additions
 
 _FEW_ELEMENTS = 1 << 18
 
@@ -48,10 +47,8 @@ def add_norm_row(out_ptr, residual_ptr, x, residual, weight, columns, inside, ep
 def _sum_kernel(
     out_ptr,
     nodes_ptr,
-    bias_ptr,
     num_elements,
     node_stride,
-    SIZE,
     PLACES: tl.constexpr,
     ADDS: tl.constexpr,
     ROOTS: tl.constexpr,
@@ -65,10 +62,7 @@ def _sum_kernel(
         values = append(values, node)
     values = finish(values, ADDS)
     for i in tl.static_range(len(ROOTS)):
-        total = values[ROOTS[i]]
-        if bias_ptr is not None:
-            total += tl.load(bias_ptr + elements % SIZE, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out_ptr + i * num_elements + elements, total.to(out_ptr.dtype.element_ty), mask=inside)
+        tl.store(out_ptr + i * num_elements + elements, values[ROOTS[i]].to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -77,7 +71,6 @@ def _sum_add_norm_kernel(
     residual_ptr,
     weight_ptr,
     nodes_ptr,
-    bias_ptr,
     node_stride,
     row_stride,
     residual_stride,
@@ -98,55 +91,36 @@ def _sum_add_norm_kernel(
         node_ptr = nodes_ptr + PLACES[i] * node_stride + row * row_stride
         values = append(values, tl.load(node_ptr + columns, mask=inside, other=0.0))
     x = finish(values, ADDS)[2 * len(ADDS)]
-    if bias_ptr is not None:
-        x += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     add_norm_row(out_ptr + row * SIZE, residual_ptr, x, residual, weight, columns, inside, eps, SIZE)
-
-
-def sum_nodes(
-    nodes: torch.Tensor,
-    adds: Adds,
-    *,
-    out: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    places: Sequence[int] | None = None,
-) -> torch.Tensor:
-    """The root of a tree, to which `bias` is added in fp32, rounded once.
-
-    Args:
-        nodes: [num_places, num_rows, size] fp32, each [num_rows, size] contiguous.
-        adds: over the nodes that lie at `places`, in this order.
-        out: [num_rows, size], contiguous, any float dtype; written.
-        bias: [size] or None.
-        places: by default all of `nodes`. Of a gathered tensor, the ones that ranks have filled.
-
-    Returns:
-        `out`.
-    """
-    places = tuple(range(len(nodes)) if places is None else places)
-    return sum_subtrees(nodes, adds, (2 * len(places) - 2,), out=out, bias=bias, places=places)
 
 
 def sum_subtrees(
     nodes: torch.Tensor,
-    adds: Adds,
+    adds: Additions,
     roots: tuple[int, ...],
     *,
     out: torch.Tensor,
-    bias: torch.Tensor | None = None,
     places: tuple[int, ...] | None = None,
 ) -> torch.Tensor:
-    """As sum_nodes, of several trees: `out` [len(roots), num_rows, size] gets the values `roots`."""
-    size = nodes.shape[2]
-    num_elements = nodes.shape[1] * size
+    """The roots of trees, each rounded once.
+
+    Args:
+        nodes: [num_places, num_rows, size] fp32, each [num_rows, size] contiguous.
+        adds: over the nodes that lie at `places`, in this order; addition i is value len(places) + i.
+        roots: which values.
+        out: [len(roots), num_rows, size], contiguous, any float dtype; written.
+        places: by default all of `nodes`. In a gathered tensor, the ones that ranks have filled.
+
+    Returns:
+        `out`.
+    """
+    num_elements = nodes.shape[1] * nodes.shape[2]
     block = 256 if num_elements <= _FEW_ELEMENTS else 1024
     _sum_kernel[(triton.cdiv(num_elements, block),)](
         out,
         nodes,
-        bias,
         num_elements,
         nodes.stride(0),
-        size,
         PLACES=tuple(range(len(nodes))) if places is None else places,
         ADDS=adds,
         ROOTS=roots,
@@ -158,26 +132,24 @@ def sum_subtrees(
 
 def sum_add_norm(
     nodes: torch.Tensor,
-    adds: Adds,
+    adds: Additions,
     residual: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
     *,
-    bias: torch.Tensor | None = None,
     places: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Adds the root of a tree, and `bias`, to `residual` in place and returns the RMS norm of that (rounded) sum.
+    """Adds the root of a tree to `residual` in place and returns the RMS norm of that (rounded) sum.
 
-    The root and the bias stay fp32; root + bias, then residual + that is rounded once to the residual's dtype, and its
-    norm once more. Rows are independent of each other: any slice of them gives the same bits.
+    The root stays fp32; residual + root is rounded once to the residual's dtype, and its norm once more. Rows are
+    independent of each other: any slice of them gives the same bits.
 
     Args:
         nodes: [num_places, num_rows, size] fp32, elements of a row side by side.
         adds: over the nodes that lie at `places`, in this order.
         residual: [num_rows, size], rows any distance apart.
         weight: [size], of the residual's dtype or fp32.
-        bias: [size] or None.
-        places: by default all of `nodes`. Of a gathered tensor, the ones that ranks have filled.
+        places: by default all of `nodes`. In a gathered tensor, the ones that ranks have filled.
 
     Returns:
         [num_rows, size], contiguous, of the residual's dtype.
@@ -194,7 +166,6 @@ def sum_add_norm(
         residual,
         weight,
         nodes,
-        bias,
         nodes.stride(0),
         nodes.stride(1),
         residual.stride(0),
