@@ -83,21 +83,10 @@ def choose(head_dim: int, dtype: torch.dtype, group: int, num_rows: int | None =
 
 @triton.jit(do_not_specialize=["num_parts"], do_not_specialize_on_alignment=["cache_seqlens", "sinks"])
 def _merge_kernel(
-    parts_ptr,
-    sums_ptr,
-    cache_seqlens,
-    sinks,
-    out_ptr,
-    num_parts,
-    v_scale,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SPAN: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    parts_ptr, sums_ptr, cache_seqlens, sinks, out_ptr, num_parts, v_scale, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, SPAN: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, AT_ONCE: tl.constexpr,
     EARLY_MERGE: tl.constexpr,
-):
+):  # fmt: skip
     head = tl.program_id(0) + tl.arange(0, 1)
     row = tl.program_id(1).to(tl.int64)
     # Written before the kernel that leaves parts, which is not started early itself, and so before any program here.

@@ -26,16 +26,9 @@ def _pages_of(cache_seqlens, cu_seqlens_q, rows, is_row, PAGE_SIZE: tl.constexpr
 
 @triton.jit(do_not_specialize=["stride"])
 def _flatten_pages(
-    cache_seqlens,
-    cu_seqlens_q,
-    page_table,
-    flat,
-    stride,
-    PAGE_SIZE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    cache_seqlens, cu_seqlens_q, page_table, flat, stride, PAGE_SIZE: tl.constexpr, CHUNK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
     before = tl.zeros((ROWS,), tl.int32)
     for start in range(0, row, ROWS):

@@ -11,17 +11,9 @@ _ROWS = 16  # of one program, of 4 warps (not measured)
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _merge_kernel(
-    out_a,
-    lse_a,
-    out_b,
-    lse_b,
-    out_ptr,
-    lse_ptr,
-    num_rows,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    out_a, lse_a, out_b, lse_b, out_ptr, lse_ptr, num_rows, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
-):
+):  # fmt: skip
     LOG2_E: tl.constexpr = 1.4426950408889634
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     dims = tl.arange(0, BLOCK_D)

@@ -25,18 +25,9 @@ def _num_bytes(cache_seqlens, cu_seqlens_q, rows, is_row):
 
 @triton.jit(do_not_specialize_on_alignment=["visible", "starts", "positions"])
 def _pack_mask(
-    cache_seqlens,
-    cu_seqlens_q,
-    visible,
-    starts,
-    positions,
-    packed,
-    begins,
-    WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    cache_seqlens, cu_seqlens_q, visible, starts, positions, packed, begins, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(1)
     before = tl.zeros((ROWS,), tl.int64)
     for first in range(0, row, ROWS):

@@ -20,26 +20,10 @@ _DELTA_BLOCK = 128
 # compiled when it is first met, in the middle of serving.
 @triton.jit(do_not_specialize_on_alignment=["rows", "starts", "cu_seqlens_q", "token_ids"])
 def _fill_step_metadata(
-    rows,
-    starts,
-    cu_seqlens_q,
-    token_ids,
-    page_table,
-    last_tokens,
-    input_ids,
-    positions,
-    out_cache_loc,
-    cache_seqlens,
-    row_pages,
-    places,
-    window_out_cache_loc,
-    window_row_pages,
-    page_table_stride,
-    row_pages_stride,
-    PAGE_SIZE: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    rows, starts, cu_seqlens_q, token_ids, page_table, last_tokens, input_ids, positions, out_cache_loc, cache_seqlens,
+    row_pages, places, window_out_cache_loc, window_row_pages, page_table_stride, row_pages_stride,
+    PAGE_SIZE: tl.constexpr, HAS_WINDOW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     index = tl.program_id(0)
     row = tl.load(rows + index).to(tl.int64)
     start = tl.load(starts + index)

@@ -117,25 +117,10 @@ def _nodes_of_ranks(bases, offset, node_bytes, columns, inside, NODES: tl.conste
 
 @triton.jit(do_not_specialize=["rank"])
 def _all_reduce_add_norm_kernel(
-    out_ptr,
-    residual_ptr,
-    weight_ptr,
-    state_ptr,
-    bases,
-    own,
-    rank,
-    data_offset,
-    host_words,
-    timeout_ns,
-    residual_stride,
-    eps,
-    NODES: tl.constexpr,
-    ADDS: tl.constexpr,
-    IN_FP32: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    MAX_ROWS: tl.constexpr,
-):
+    out_ptr, residual_ptr, weight_ptr, state_ptr, bases, own, rank, data_offset, host_words, timeout_ns,
+    residual_stride, eps, NODES: tl.constexpr, ADDS: tl.constexpr, IN_FP32: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK: tl.constexpr, MAX_ROWS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
     num_ranks: tl.constexpr = len(bases)
     given_up_ptr = state_ptr + MAX_ROWS

@@ -53,26 +53,10 @@ _ACT_BLOCK = 1024
 
 @triton.jit(do_not_specialize=["first_slot", "low", "high"])
 def _pair_nodes_kernel(
-    out_ptr,
-    hidden_ptr,
-    w2_ptr,
-    experts_ptr,
-    weights_ptr,
-    slots_ptr,
-    first_slot,
-    low,
-    high,
-    width,
-    size,
-    LEAF: tl.constexpr,
-    DEPTH: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    out_ptr, hidden_ptr, w2_ptr, experts_ptr, weights_ptr, slots_ptr, first_slot, low, high, width, size,
+    LEAF: tl.constexpr, DEPTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """out[part, token] = the subtree of this part, BLOCK_N columns of it; 0 for padding."""
     token, part = tl.program_id(0), tl.program_id(2)
     first, stop = border(low, high, part), border(low, high, part + 1)
@@ -113,22 +97,9 @@ def _pair_nodes_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens", "first_slot", "low", "high", "first_column"])
 def _combine_nodes_kernel(
-    out_ptr,
-    y_ptr,
-    weights_ptr,
-    slots_ptr,
-    num_tokens,
-    first_slot,
-    low,
-    high,
-    size,
-    first_column,
-    num_columns,
-    DEPTH: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    out_ptr, y_ptr, weights_ptr, slots_ptr, num_tokens, first_slot, low, high, size, first_column, num_columns,
+    DEPTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """out[node, token] = the node over y [num_leaves, num_pairs, num_columns], whose first column is `first_column`."""
     token, node = tl.program_id(0).to(tl.int64), tl.program_id(2)
     first, stop = border(low, high, node), border(low, high, node + 1)
@@ -151,20 +122,9 @@ def _combine_nodes_kernel(
 
 @triton.jit(do_not_specialize=["first_slot", "part_stride"])
 def _gated_silu_and_mul_kernel(
-    out_ptr,
-    x_ptr,
-    logits_ptr,
-    slots_ptr,
-    first_slot,
-    gate_column,
-    logits_stride,
-    part_stride,
-    size,
-    x_stride,
-    PARTS: tl.constexpr,
-    GATED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    out_ptr, x_ptr, logits_ptr, slots_ptr, first_slot, gate_column, logits_stride, part_stride, size, x_stride,
+    PARTS: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = is_live(slots_ptr, token, True, first_slot)

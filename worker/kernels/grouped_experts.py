@@ -25,25 +25,10 @@ def silu_and_mul(gate, up):
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _grouped_gate_up_kernel(
-    hidden_ptr,
-    x_ptr,
-    w13_ptr,
-    pairs_ptr,
-    counts_ptr,
-    num_tokens,
-    num_experts,
-    x_stride,
-    width,
-    size,
-    TOP_K: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    hidden_ptr, x_ptr, w13_ptr, pairs_ptr, counts_ptr, num_tokens, num_experts, x_stride, width, size,
+    TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """hidden[pair] of a block of pairs of one expert, BLOCK_N columns of it."""
     follow(DEPENDENT)
     # Programs that follow each other share the rows of x, and those after them the expert.
@@ -81,29 +66,10 @@ def _grouped_gate_up_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_pairs", "first_column"])
 def _grouped_down_kernel(
-    y_ptr,
-    hidden_ptr,
-    w2_ptr,
-    weights_ptr,
-    pairs_ptr,
-    counts_ptr,
-    num_tokens,
-    num_pairs,
-    num_experts,
-    width,
-    size,
-    first_column,
-    num_columns,
-    LEAF: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    EVICTION: tl.constexpr,
-    STAGES: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    y_ptr, hidden_ptr, w2_ptr, weights_ptr, pairs_ptr, counts_ptr, num_tokens, num_pairs, num_experts, width, size,
+    first_column, num_columns, LEAF: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, EVICTION: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """y[pair] = weight * (w2[expert] @ hidden[pair]) of a block of pairs of one expert, BLOCK_N columns of it.
 
     With a LEAF, y[leaf, pair] = w2[expert] @ hidden[pair] over each LEAF of the width, unweighted. Of the output's

@@ -46,33 +46,12 @@ def sigmoid(x):
 
 @triton.jit(do_not_specialize=["first_slot", "part_stride"])
 def _pair_gate_up_kernel(
-    hidden_ptr,
-    experts_ptr,
-    weights_ptr,
-    x_ptr,
-    w13_ptr,
-    logits_ptr,
-    slots_ptr,
-    first_slot,
-    num_experts,
-    logits_stride,
-    part_stride,
-    x_stride,
-    width,
-    size,
-    PARTS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    NORMALISE: tl.constexpr,
-    WEIGHT_SCALE: tl.constexpr,
-    ROUND_TO: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    EXACT: tl.constexpr,
+    hidden_ptr, experts_ptr, weights_ptr, x_ptr, w13_ptr, logits_ptr, slots_ptr, first_slot, num_experts,
+    logits_stride, part_stride, x_stride, width, size, PARTS: tl.constexpr, TOP_K: tl.constexpr,
+    NORMALISE: tl.constexpr, WEIGHT_SCALE: tl.constexpr, ROUND_TO: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
     DEPENDENT: tl.constexpr,
-):
+):  # fmt: skip
     """hidden[pair] = silu(w13[expert, :width] @ x[token]) * (w13[expert, width:] @ x[token]), and who the expert is.
 
     EXACT: by MMAs, of which the pair's row is the first and the others are zeros, so that the bits are those of a
@@ -132,29 +111,10 @@ def _pair_gate_up_kernel(
 
 @triton.jit(do_not_specialize=["first_slot", "part_stride"])
 def _pair_down_kernel(
-    out_ptr,
-    hidden_ptr,
-    w2_ptr,
-    experts_ptr,
-    weights_ptr,
-    shared_ptr,
-    logits_ptr,
-    slots_ptr,
-    first_slot,
-    num_experts,
-    logits_stride,
-    part_stride,
-    width,
-    size,
-    PARTS: tl.constexpr,
-    GATED: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    out_ptr, hidden_ptr, w2_ptr, experts_ptr, weights_ptr, shared_ptr, logits_ptr, slots_ptr, first_slot, num_experts,
+    logits_stride, part_stride, width, size, PARTS: tl.constexpr, GATED: tl.constexpr, TOP_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """out[token] = sum over its pairs of weight * (w2[expert] @ hidden[pair]), and the shared expert, perhaps gated."""
     token = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -187,22 +147,9 @@ def _pair_down_kernel(
 
 @triton.jit(do_not_specialize=["first_slot", "part_stride"])
 def _combine_kernel(
-    out_ptr,
-    y_ptr,
-    shared_ptr,
-    logits_ptr,
-    slots_ptr,
-    first_slot,
-    num_experts,
-    logits_stride,
-    part_stride,
-    size,
-    PARTS: tl.constexpr,
-    GATED: tl.constexpr,
-    NUM_SUMMANDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
+    out_ptr, y_ptr, shared_ptr, logits_ptr, slots_ptr, first_slot, num_experts, logits_stride, part_stride, size,
+    PARTS: tl.constexpr, GATED: tl.constexpr, NUM_SUMMANDS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
     """out[token] = its pairs' y, the likeliest expert's first, and the shared expert, perhaps gated; 0 for padding."""
     follow(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)

@@ -57,26 +57,10 @@ def _cached(x, scale, dtype: tl.constexpr):
 # Not specialised by head counts and slots: one compilation serves every rank and layer, so their bits agree.
 @triton.jit(do_not_specialize=["num_slots", "num_q_heads", "num_kv_heads"])
 def _qk_norm_rope_store_kernel(
-    qkv_ptr,
-    q_weight_ptr,
-    k_weight_ptr,
-    cos_sin_ptr,
-    positions_ptr,
-    k_slots_ptr,
-    v_slots_ptr,
-    out_cache_loc_ptr,
-    num_slots,
-    num_q_heads,
-    num_kv_heads,
-    eps,
-    k_scale,
-    v_scale,
-    HEAD_DIM: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NORM: tl.constexpr,
-):
+    qkv_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, positions_ptr, k_slots_ptr, v_slots_ptr, out_cache_loc_ptr,
+    num_slots, num_q_heads, num_kv_heads, eps, k_scale, v_scale, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
     HALF: tl.constexpr = HEAD_DIM // 2
     TURNING: tl.constexpr = ROTARY_DIM // 2
     token = tl.program_id(0).to(tl.int64)
@@ -196,25 +180,10 @@ def qk_norm_rope_store(
 
 @triton.jit(do_not_specialize=["num_slots", "num_q_heads"])
 def _latent_norm_rope_store_kernel(
-    q_ptr,
-    kept_ptr,
-    weight_ptr,
-    cos_sin_ptr,
-    positions_ptr,
-    slots_ptr,
-    out_cache_loc_ptr,
-    num_slots,
-    num_q_heads,
-    q_stride,
-    kept_stride,
-    eps,
-    HEAD_DIM: tl.constexpr,
-    LATENT_DIM: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_LATENT: tl.constexpr,
-):
+    q_ptr, kept_ptr, weight_ptr, cos_sin_ptr, positions_ptr, slots_ptr, out_cache_loc_ptr, num_slots, num_q_heads,
+    q_stride, kept_stride, eps, HEAD_DIM: tl.constexpr, LATENT_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_LATENT: tl.constexpr,
+):  # fmt: skip
     HALF: tl.constexpr = ROTARY_DIM // 2
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)

@@ -138,23 +138,10 @@ def find_block(counts_ptr, block, num_experts, BLOCK_E: tl.constexpr, BLOCK_M: t
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _logits_kernel(
-    logits_ptr,
-    counts_ptr,
-    x_ptr,
-    weight_ptr,
-    num_tokens,
-    num_experts,
-    N,
-    K,
-    x_stride,
-    PARTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    STAGES: tl.constexpr,
+    logits_ptr, counts_ptr, x_ptr, weight_ptr, num_tokens, num_experts, N, K, x_stride, PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
-):
+):  # fmt: skip
     let_next_start(DEPENDENT)
     if counts_ptr is not None:
         # The next kernel counts every expert's pairs.
@@ -181,26 +168,11 @@ def _logits_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens", "first_slot", "part_stride"])
 def _route_kernel(
-    weights_ptr,
-    pairs_ptr,
-    counts_ptr,
-    logits_ptr,
-    slots_ptr,
-    num_tokens,
-    first_slot,
-    num_experts,
-    logits_stride,
-    part_stride,
-    PARTS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    NORMALISE: tl.constexpr,
-    WEIGHT_SCALE: tl.constexpr,
-    ROUND_TO: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_TOP: tl.constexpr,
+    weights_ptr, pairs_ptr, counts_ptr, logits_ptr, slots_ptr, num_tokens, first_slot, num_experts, logits_stride,
+    part_stride, PARTS: tl.constexpr, TOP_K: tl.constexpr, NORMALISE: tl.constexpr, WEIGHT_SCALE: tl.constexpr,
+    ROUND_TO: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_TOP: tl.constexpr,
     DEPENDENT: tl.constexpr,
-):
+):  # fmt: skip
     let_next_start(DEPENDENT)
     follow(DEPENDENT)
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)

@@ -105,20 +105,9 @@ def _gumbel(ids, row_key):
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["rows", "positions"])
 def _candidates_kernel(
-    logits,
-    row_stride,
-    rows,
-    positions,
-    records,
-    thresholds,
-    out,
-    num_rows,
-    first_id,
-    num_ids,
-    RESTRICTED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SLICE: tl.constexpr,
-):
+    logits, row_stride, rows, positions, records, thresholds, out, num_rows, first_id, num_ids,
+    RESTRICTED: tl.constexpr, BLOCK: tl.constexpr, SLICE: tl.constexpr,
+):  # fmt: skip
     part = tl.program_id(0)
     i = tl.program_id(1)
     first = part * BLOCK

@@ -118,27 +118,10 @@ def border(low, high, i):
 
 @triton.jit(do_not_specialize=["M", "low", "high"])
 def _tree_gemm_kernel(
-    out_ptr,
-    x_ptr,
-    w_ptr,
-    bias_ptr,
-    low,
-    high,
-    M,
-    N,
-    K,
-    x_stride,
-    LEAF: tl.constexpr,
-    DEPTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    DESCRIBED: tl.constexpr,
-    ONE_BLOCK: tl.constexpr,
-    EVICTION: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    out_ptr, x_ptr, w_ptr, bias_ptr, low, high, M, N, K, x_stride, LEAF: tl.constexpr, DEPTH: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, DESCRIBED: tl.constexpr,
+    ONE_BLOCK: tl.constexpr, EVICTION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     part = tl.program_id(1)
     first, stop = border(low, high, part), border(low, high, part + 1)
     block_m, block_n = _block_of(tl.program_id(0), M, N, BLOCK_M, BLOCK_N)

@@ -25,20 +25,9 @@ _TILE = (16, 256, 2, 4)
 
 @triton.jit(do_not_specialize=["M"])
 def _skinny_gemm_kernel(
-    y_ptr,
-    x_ptr,
-    w_ptr,
-    bias_ptr,
-    M,
-    N,
-    K,
-    x_stride,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    y_ptr, x_ptr, w_ptr, bias_ptr, M, N, K, x_stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     # Rows past the last are the last again: no mask on the weight's loads, and nobody stores what comes of them.
     w_rows = w_ptr + tl.minimum(columns, N - 1).to(tl.int64) * K

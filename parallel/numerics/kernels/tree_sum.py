@@ -45,15 +45,9 @@ def add_norm_row(out_ptr, residual_ptr, x, residual, weight, columns, inside, ep
 
 @triton.jit(do_not_specialize=["num_elements"])
 def _sum_kernel(
-    out_ptr,
-    nodes_ptr,
-    num_elements,
-    node_stride,
-    PLACES: tl.constexpr,
-    ADDS: tl.constexpr,
-    ROOTS: tl.constexpr,
+    out_ptr, nodes_ptr, num_elements, node_stride, PLACES: tl.constexpr, ADDS: tl.constexpr, ROOTS: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     elements = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = elements < num_elements
     values = ()
@@ -67,19 +61,9 @@ def _sum_kernel(
 
 @triton.jit
 def _sum_add_norm_kernel(
-    out_ptr,
-    residual_ptr,
-    weight_ptr,
-    nodes_ptr,
-    node_stride,
-    row_stride,
-    residual_stride,
-    eps,
-    PLACES: tl.constexpr,
-    ADDS: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    out_ptr, residual_ptr, weight_ptr, nodes_ptr, node_stride, row_stride, residual_stride, eps, PLACES: tl.constexpr,
+    ADDS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
