@@ -31,7 +31,8 @@ from cluster.engine.coordinator_actor import CoordinatorActor, EngineFacts
 from cluster.engine.messages import Finished, FinishReason, SamplingParams
 from cluster.engine.running_engine import RunningEngine, describe
 from cluster.ranks.rank_actor import RankActor
-from cluster.ranks.rank_group import RankGroup, failure_of, rank_death
+from cluster.ranks.rank_failure import failure_of, rank_death
+from cluster.ranks.rank_group import RankGroup
 from cluster.serve.placement import group_bundles
 from configs.errors import CheckpointError, DeadlineError, EngineError, LockstepError, RankDiedError
 from configs.load import parse_engine_config
@@ -371,9 +372,9 @@ def test_a_watch_over_the_ranks_that_breaks_counts_as_a_failure(ray_cluster: Non
     group = RankGroup(
         config=config, model=read_model_config(tiny_path), model_path=tiny_path, placement_group=nothing, name="none"
     )
-    group._runs = [nothing]
+    group._runs = {0: nothing}
     failures: queue.Queue[LockstepError] = queue.Queue()
-    group.watch(failures.put)
+    group._watch(group._runs, failures.put)
     assert "the watch over the ranks failed" in str(failures.get(timeout=5))
 
 

@@ -17,10 +17,10 @@ from cluster.engine.fingerprint import system_fingerprint
 from cluster.engine.preflight import find_tokenizer
 from cluster.observability.telemetry import Telemetry
 from cluster.ranks.gpus import least_compute_capability
+from cluster.ranks.liveness import StoppedClock
 from cluster.ranks.rank_actor import actor_class
 from cluster.ranks.rank_group import NAMESPACE, node_cores
 from cluster.ranks.resizing import Resized
-from cluster.ranks.stopped import StoppedClock
 from cluster.requests.engine_info import EngineInfo
 from cluster.requests.sampling import SamplingDefaults
 from cluster.requests.served_model import ServedModel
@@ -72,7 +72,7 @@ class RunningEngine:
         self.coordinator = coordinator
         """Handle of the `CoordinatorActor`."""
         self._run = run
-        self._stopped = StoppedClock(facts.pid)
+        self._stopped = StoppedClock()
 
     @classmethod
     async def start(
@@ -118,7 +118,7 @@ class RunningEngine:
         if self.client.failure is not None:
             return EngineError(self.client.failure)
         timeout_s = self.spec.config.recovery.stall_timeout_s
-        if self._stopped.look() >= timeout_s:
+        if self._stopped.look((self.facts.pid,)).get(self.facts.pid, 0.0) >= timeout_s:
             return EngineError(f"the coordinator is stopped for longer than recovery.stall_timeout_s={timeout_s:g}")
         if (silence_s := self.client.board.age_s) > _SILENCE_S:
             return EngineError(f"the coordinator has not reported for {silence_s:.0f} s, so it is stuck")
@@ -166,7 +166,7 @@ class RunningEngine:
         return served
 
     async def resize(self, size: int) -> Resized:
-        """Makes `size` ranks of the group's, with its requests in flight. Raises as `Resizer.resize`."""
+        """Makes `size` ranks of the group's, with its requests in flight. Raises as `cluster.ranks.resizing` has it."""
         try:
             resized: Resized = await self.coordinator.resize.remote(size)
         except ray.exceptions.RayError as error:
