@@ -236,7 +236,7 @@ class UnableCoordinator(CoordinatorActor):
     """A coordinator that starts such ranks."""
 
     def start(self, placement_group: Any) -> EngineFacts:
-        pytest.MonkeyPatch().setattr("cluster.ranks.rank_group.RankActor", UnableRank)
+        pytest.MonkeyPatch().setattr("cluster.ranks.rank.RankActor", UnableRank)
         return super().start(placement_group)
 
 
@@ -279,7 +279,7 @@ class PoisonedCoordinator(CoordinatorActor):
     """A coordinator that starts poisoned ranks."""
 
     def start(self, placement_group: Any) -> EngineFacts:
-        pytest.MonkeyPatch().setattr("cluster.ranks.rank_group.RankActor", PoisonedRank)
+        pytest.MonkeyPatch().setattr("cluster.ranks.rank.RankActor", PoisonedRank)
         return super().start(placement_group)
 
 
@@ -334,7 +334,7 @@ class HangingCoordinator(CoordinatorActor):
     ranks: type[RankActor] = HangingRank
 
     def start(self, placement_group: Any) -> EngineFacts:
-        pytest.MonkeyPatch().setattr("cluster.ranks.rank_group.RankActor", self.ranks)
+        pytest.MonkeyPatch().setattr("cluster.ranks.rank.RankActor", self.ranks)
         return super().start(placement_group)
 
 

@@ -80,7 +80,7 @@ class FragileCoordinator(CoordinatorActor):
     """A coordinator that starts such ranks."""
 
     def start(self, placement_group: Any) -> EngineFacts:
-        pytest.MonkeyPatch().setattr("cluster.ranks.rank_group.RankActor", FragileRank)
+        pytest.MonkeyPatch().setattr("cluster.ranks.rank.RankActor", FragileRank)
         return super().start(placement_group)
 
 

@@ -108,6 +108,7 @@ class CoordinatorActor:
         """Starts the ranks and loads the model; the socket takes connections, `run` serves them."""
         from cluster.engine.coordinator import Coordinator
         from cluster.ranks.liveness import Liveness
+        from cluster.ranks.rank import RankStarter
         from cluster.ranks.rank_group import GENERATION, RankGroup
         from cluster.ranks.recovery import Recovery
         from cluster.scheduling.scheduler import Scheduler
@@ -116,13 +117,14 @@ class CoordinatorActor:
 
         spec, config = self._spec, self._spec.config
         self._enter("starting ranks")
-        group = self._starting = RankGroup(
+        starter = RankStarter(
             config=config,
             model=spec.model,
             model_path=spec.model_path,
             placement_group=placement_group,
             name=self._name,
         )
+        group = self._starting = RankGroup(starter)
         group.start()
         if group.fetches:
             self._enter(_FETCHING)

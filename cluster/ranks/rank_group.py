@@ -6,59 +6,46 @@ may die and the store stays.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import math
-import os
-import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.ranks import recovery
-from cluster.ranks.rank_actor import Location, PoolShape, RankActor, RankLoad, RankSpec, actor_class
-from cluster.ranks.rank_failure import call_failure, failure_of
+from cluster.ranks.calls import call, call_failure, log_stacks, watch
+from cluster.ranks.rank import Rank, RankStarter
+from cluster.ranks.rank_actor import Location, PoolShape, RankLoad
 from cluster.ranks.spares import WarmSpares
 from configs.addresses import family_of
-from configs.errors import DeadlineError, EngineError, LockstepError, RankDiedError, StepHungError
+from configs.errors import EngineError, LockstepError, RankDiedError, StepHungError
 from configs.kv_pages import PageBytes, dtype_bytes
 from configs.model_config import ModelConfig
 from configs.schema import EngineConfig
 from parallel.channel import FrameReader, FrameWriter, Ring
-from parallel.environment import RANK_ENVIRONMENT
 from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost
 from parallel.tcp_channel import TcpListener, TcpReader, TcpWriter
-from worker.cgroup import available_cores
 
 logger = logging.getLogger(__name__)
 
-NAMESPACE = "lockstep"
 GENERATION = 1
-_WATCH_INTERVAL_S = 1.0
 _LEAVE_TIMEOUT_S = 10.0
 # After a hang: the others wait for the one that hangs, and leave as soon as they are told. On GPUs that takes NCCL
 # half a second, and a rank says after three that its device never gets done.
 _LEAVE_HUNG_TIMEOUT_S = {"cpu": 2.0, "cuda": 5.0}
 _ABORT_TIMEOUT_S = 1.0
 _PROGRESS_TIMEOUT_S = 5.0
-_STACKS_TIMEOUT_S = 2.0
 # What is waited for here takes a step, and spinning that long takes a core from the ranks.
 _MOST_CHANNEL_SPIN_US = 50
 _CHANNEL_SLOTS = 8  # more than the steps in flight, so that the writer never waits
-
-# Ray's own masking of devices would hide the peers that CUDA IPC and symmetric memory must open.
-_CUDA_ENVIRONMENT = {**RANK_ENVIRONMENT, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 
 
 @dataclass(frozen=True)
@@ -80,74 +67,20 @@ class GroupMemory:
         return tuple(load.free_bytes // shared_by for load in self.loads)
 
 
-@dataclass(eq=False)
-class Rank:
-    """One rank, as its group knows it."""
-
-    index: int
-    actor: Any
-    location: Location | None = None
-    """Where it runs; None until it has said so."""
-    pidfd: int = -1
-    """A file descriptor of its process, while that runs on this node; -1: none."""
-    room_bytes: int = 0
-    """Bytes that were free on its GPU before that was first used."""
-
-    def settle(self, location: Location) -> None:
-        """It runs at `location`."""
-        self.location = location
-        if location.node_id == ray.get_runtime_context().get_node_id():
-            with contextlib.suppress(
-                OSError
-            ):  # a sandbox may not know the call; see `RankGroup.close` who else ends it
-                self.pidfd = os.pidfd_open(location.pid)
-
-    def end(self) -> None:
-        """Ends its process. Ray only asks it to end, which one that is stopped or stuck does not hear."""
-        ray.kill(self.actor)
-        pidfd, self.pidfd = self.pidfd, -1
-        if pidfd >= 0:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-            os.close(pidfd)
-
-
 class RankGroup:
-    """The ranks of one group.
-
-    Args:
-        config: resolved.
-        model: what `model_path` holds.
-        model_path: directory or .gguf file, on every node that holds a rank.
-        placement_group: bundle 1 + r is rank r's; ranks on CPU beyond the last bundle share with the first ones.
-        name: prefix of the actors' names.
-        suffix: of the actors' names, where two groups of one name live for a while.
-    """
+    """The ranks of one group, whose actors `starter` starts."""
 
     frames: FrameWriter
     """To every rank; from `run` on."""
     results: FrameReader
     """From rank 0; from `run` on."""
 
-    def __init__(
-        self,
-        *,
-        config: EngineConfig,
-        model: ModelConfig,
-        model_path: Path,
-        placement_group: PlacementGroup,
-        name: str,
-        suffix: str = "",
-    ) -> None:
-        self.config = config
-        self.model = model
-        self._model_path = model_path
-        self._placement_group = placement_group
-        self._name = name
-        self._suffix = suffix
+    def __init__(self, starter: RankStarter) -> None:
+        self._starter = starter
+        self.config = starter.config
         self._ranks: list[Rank] = []
         self._measured = self._ranks  # those whose progress is the group's
-        self._spares = WarmSpares(config.recovery.warm_spares, self._start_spare)
+        self._spares = WarmSpares(self.config.recovery.warm_spares, starter.start_spare)
         self._runs: dict[int, ray.ObjectRef[None]] = {}  # by rank, the calls that are watched
         self._pool: PoolShape | None = None
         self._on_failure: Callable[[LockstepError], None] | None = None
@@ -160,14 +93,8 @@ class RankGroup:
 
     def resized(self, config: EngineConfig) -> RankGroup:
         """A group of as many ranks as `config` has, not started, that can take the place of this one."""
-        return RankGroup(
-            config=config,
-            model=self.model,
-            model_path=self._model_path,
-            placement_group=self._placement_group,
-            name=self._name,
-            suffix=f"of{config.tensor_parallel_size}",
-        )
+        suffix = f"of{config.tensor_parallel_size}"
+        return RankGroup(dataclasses.replace(self._starter, config=config, suffix=suffix))
 
     @property
     def size(self) -> int:
@@ -175,9 +102,14 @@ class RankGroup:
         return self.config.tensor_parallel_size
 
     @property
+    def model(self) -> ModelConfig:
+        """The model whose shards the ranks hold."""
+        return self._starter.model
+
+    @property
     def num_bundles(self) -> int:
         """Bundles for ranks that the placement group has."""
-        return self._placement_group.bundle_count - 1
+        return self._starter.num_bundles
 
     @property
     def plan(self) -> ShardPlan:
@@ -239,34 +171,8 @@ class RankGroup:
 
     def start(self) -> None:
         """Starts the processes, and waits until they say where they are."""
-        self._ranks += [Rank(index, self._start(self._spec(index))) for index in range(self.size)]
+        self._ranks += [Rank(index, self._starter.start(self._starter.spec(index))) for index in range(self.size)]
         self._settle(self._ranks)
-
-    def _spec(self, rank: int) -> RankSpec:
-        return RankSpec(self.config, self.model, str(self._model_path), rank, self._name)
-
-    def _start(self, spec: RankSpec) -> Any:
-        gpus = 1 if self.config.device == "cuda" else 0
-        return self._start_actor(spec, f"tp{spec.rank}", bundle=1 + spec.rank % self.num_bundles, gpus=gpus)
-
-    def _start_spare(self, number: int) -> Any:
-        return self._start_actor(self._spec(-1), f"tp-spare{number}", bundle=0, gpus=0)
-
-    def _start_actor(self, spec: RankSpec, name: str, *, bundle: int, gpus: int) -> Any:
-        return (
-            actor_class(RankActor)
-            .options(
-                name=f"{self._name}:{name}{self._suffix}",
-                namespace=NAMESPACE,
-                num_cpus=0,
-                num_gpus=gpus,
-                runtime_env={"env_vars": _CUDA_ENVIRONMENT} if self.config.device == "cuda" else None,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    self._placement_group, placement_group_bundle_index=bundle
-                ),
-            )
-            .remote(spec)
-        )
 
     def _settle(self, ranks: Iterable[Rank]) -> None:
         ranks = list(ranks)
@@ -277,7 +183,7 @@ class RankGroup:
         """Has every node fetch the weights that it lacks, however long that takes."""
         of_nodes = {location.node_id: rank for rank, location in zip(self._ranks, self.locations, strict=True)}
         self._measured = list(of_nodes.values())
-        self._on(self._measured, "fetch", timeout_s=math.inf)
+        call(self._measured, "fetch", size=self.size, timeout_s=math.inf)
         # The others of a node find what its one has left.
         others = [rank for rank in self._ranks if rank not in self._measured]
         self._measured = self._ranks
@@ -311,7 +217,8 @@ class RankGroup:
         self._on(self._ranks, "allocate", pool)
         (self._connect_ring if self.one_node else self._connect_tcp)(pool.max_message_bytes)
         self._runs = {rank.index: rank.actor.run.remote() for rank in self._ranks}
-        threading.Thread(target=self._watch, args=(self._runs, on_failure), name="rank-watch", daemon=True).start()
+        runs = self._runs
+        watch(runs, self.size, lambda: self._closing.is_set() or self._runs is not runs, on_failure)
 
     def start_spares(self) -> None:
         """Starts the processes that take the places of ranks that die; returns at once."""
@@ -348,8 +255,10 @@ class RankGroup:
         stopped = time.monotonic()
         for rank in replaced:
             assert rank.location is not None, "it has run"
-            spec = dataclasses.replace(self._spec(rank.index), device=rank.location.device, room_bytes=rank.room_bytes)
-            rank.actor = self._spares.take(spec) or self._start(spec)
+            spec = dataclasses.replace(
+                self._starter.spec(rank.index), device=rank.location.device, room_bytes=rank.room_bytes
+            )
+            rank.actor = self._spares.take(spec) or self._starter.start(spec)
         self._settle(replaced)
         self._on(self._ranks, "where")  # one that died since would keep the others waiting for it
         started = time.monotonic()
@@ -429,15 +338,7 @@ class RankGroup:
 
     def log_stacks(self, step_age_s: float) -> None:
         """Logs where each rank's threads are, since a step takes suspiciously long; returns at once."""
-        threading.Thread(target=self._log_stacks, args=(step_age_s,), name="rank-stacks", daemon=True).start()
-
-    def _log_stacks(self, step_age_s: float) -> None:
-        logger.warning("a step runs for %.1f s; what the ranks do:", step_age_s)
-        for rank, call in enumerate([rank.actor.stacks.remote() for rank in self._ranks]):
-            try:
-                logger.warning("rank %d:\n%s", rank, ray.get(call, timeout=_STACKS_TIMEOUT_S))
-            except ray.exceptions.RayError as error:  # a stopped process does not answer, a dead one neither
-                logger.warning("rank %d says nothing: %s", rank, type(error).__name__)
+        log_stacks(self._ranks, step_age_s)
 
     def close(self, failure: str | None = None) -> None:
         """Ends the ranks' processes; waits shortly for them to leave their loops on their own.
@@ -452,7 +353,6 @@ class RankGroup:
         if self._runs:
             timeout_s = _LEAVE_TIMEOUT_S if failure is None else _ABORT_TIMEOUT_S
             ray.wait(list(self._runs.values()), num_returns=len(self._runs), timeout=timeout_s)
-        # Processes on other nodes are ended by the raylet when the placement group goes.
         for rank in self._ranks:
             rank.end()
         self._spares.close()
@@ -460,37 +360,9 @@ class RankGroup:
         self._runs = {}
         self._close_rings()
 
-    def _watch(self, runs: dict[int, Any], on_failure: Callable[[LockstepError], None]) -> None:
-        try:
-            done: list[Any] = []
-            while not done and not self._closing.is_set():
-                # A pending call fails within 25 ms of its process's death; the timeout only bounds the thread's end.
-                done, _ = ray.wait(list(runs.values()), num_returns=1, timeout=_WATCH_INTERVAL_S)
-            if self._closing.is_set() or runs is not self._runs:
-                return
-            on_failure(failure_of(runs, self.size))
-        except Exception as error:  # whatever stops the watch, the requests must not go on unwatched
-            logger.exception("the watch over the ranks failed")
-            if runs is self._runs:
-                on_failure(EngineError(f"the watch over the ranks failed: {error!r}"))
-
-    def _on(self, ranks: Iterable[Rank], method: str, *args: object, timeout_s: float | None = None) -> list[Any]:
-        """What `method` returns on `ranks`, or the first failure at once: the others may wait in a collective for the
-        failed one. Timeout: `parallel.init_timeout_s`, where none is given."""
-        calls = {rank.index: getattr(rank.actor, method).remote(*args) for rank in ranks}
-        timeout_s = self.config.parallel.init_timeout_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + timeout_s
-        pending = list(calls.values())
-        while pending:
-            left_s = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
-            done, pending = ray.wait(pending, num_returns=1, timeout=left_s)
-            if not done:
-                raise DeadlineError(
-                    f"{len(pending)} of {self.size} ranks did not answer within parallel.init_timeout_s={timeout_s:g} s"
-                )
-            if call_failure(0, self.size, done[0]) is not None:
-                raise failure_of(calls, self.size)
-        return ray.get(list(calls.values()))
+    def _on(self, ranks: Iterable[Rank], method: str, *args: object) -> list[Any]:
+        """What `method` returns on `ranks`, within `parallel.init_timeout_s`."""
+        return call(ranks, method, *args, size=self.size, timeout_s=self.config.parallel.init_timeout_s)
 
 
 def _open_store(host: str) -> Any:
@@ -500,9 +372,3 @@ def _open_store(host: str) -> Any:
     listener = socket.create_server((host, 0), family=family_of(host))
     port = listener.getsockname()[1]
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-
-
-def node_cores() -> int:
-    """CPU cores this process may use: those it may run on, or fewer whole ones where its container has a quota."""
-    cores, quota = len(os.sched_getaffinity(0)), available_cores()
-    return cores if quota is None else max(1, min(cores, int(quota)))

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 import psutil  # type: ignore[import-untyped]  # ships no types
 
 from cluster.engine.coordinator import Coordinator
-from cluster.ranks.rank_group import GroupMemory, RankGroup, node_cores
+from cluster.ranks.host import host_facts
+from cluster.ranks.rank_group import GroupMemory, RankGroup
 from configs.errors import ConfigError, EngineError, LockstepError
 from configs.kv_pages import WindowPool, dtype_bytes, pool_bytes
-from configs.resolve import HostFacts, resolve
+from configs.resolve import resolve
 from configs.schema import EngineConfig
 from worker.cgroup import available_bytes
 
@@ -84,7 +85,7 @@ def _resolved(size: int, given: EngineConfig, old: RankGroup) -> EngineConfig:
         )
     # What `auto` has become stays: streams go on in the numerics that they began in.
     changed = given.model_copy(update={"tensor_parallel_size": size, "numerics": old.config.numerics})
-    return resolve(changed, old.model, HostFacts(num_cores=node_cores(), num_gpus=0)).config
+    return resolve(changed, old.model, host_facts(gpus=False)).config
 
 
 def _load(new: RankGroup, old: RankGroup) -> None:
