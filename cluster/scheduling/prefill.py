@@ -190,7 +190,7 @@ class PrefillQueue:
             self._give_back(row)
             return _Outcome.WAITS
         chunks.adopt_prefix(row, prefix, plan)
-        # Alone it always fits: `reason_never_fits`.
+        # Alone it always fits: `Request.reason_never_fits`.
         if num_running > 0 and not self._pages.has_room([chunks.num_pages_missing(row), *missing], num_next):
             chunks.total_prefix_hit_tokens -= request.num_cached_tokens
             del plan.deltas[num_deltas:]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cluster.engine.messages import Finished, FinishReason, GenerateRequest, SamplingParams
+from cluster.engine.messages import GenerateRequest, SamplingParams
 from cluster.scheduling.guide import Guide
 from cluster.scheduling.limits import SchedulerLimits
 from cluster.scheduling.request_adjustments import Adjustments
@@ -91,40 +91,32 @@ class Request:
             num_bytes += StepFrame.section_bytes(bias=len(own.biases), asked=len(own.asked), count=num_counts)
         return num_bytes
 
-
-def reason_never_fits(request: Request, limits: SchedulerLimits) -> str | None:
-    """Why this request could not even run alone, or None."""
-    num_prompt_tokens = len(request.tokens)
-    if num_prompt_tokens == 0:
-        return "the prompt is empty; send at least one token"
-    if request.tokens.min() < 0 or request.tokens.max() >= limits.vocab_size:
-        return f"the prompt has a token outside the vocabulary of {limits.vocab_size}; send ids below it"
-    if request.sampling.max_tokens < 1:
-        return f"max_tokens={request.sampling.max_tokens} is below 1; ask for at least one token"
-    if num_prompt_tokens >= limits.max_model_len:
-        return (
-            f"the prompt has {num_prompt_tokens} tokens, max_model_len={limits.max_model_len}; "
-            f"send at most {limits.max_model_len - 1}"
-        )
-    if (items := request.item_lens) and not (
-        min(items) > 0
-        and len(items) <= MAX_ITEMS
-        and request.num_item_tokens < num_prompt_tokens
-        and request.num_item_tokens <= limits.max_item_tokens
-        and not request.wants_prompt_logprobs
-    ):
-        return f"{len(items)} items of {request.num_item_tokens} tokens do not fit {limits.max_item_tokens=}"
-    num_pages = limits.num_pages_for(request.max_total_tokens - 1)
-    if num_pages > limits.num_pages:
-        return (
-            f"prompt and completion of {request.max_total_tokens} tokens exceed the KV pool of "
-            f"{limits.num_pages * limits.page_size} tokens; send a shorter prompt or ask for fewer tokens"
-        )
-    return None
-
-
-def refused(request_id: int, error: str, error_code: str, retry_after_s: float | None = None) -> Finished:
-    """The finish of a request that was not accepted."""
-    return Finished(
-        id=request_id, reason=FinishReason.ERROR, error=error, error_code=error_code, retry_after_s=retry_after_s
-    )
+    def reason_never_fits(self, limits: SchedulerLimits) -> str | None:
+        """Why this request could not even run alone, or None."""
+        num_prompt_tokens = len(self.tokens)
+        if num_prompt_tokens == 0:
+            return "the prompt is empty; send at least one token"
+        if self.tokens.min() < 0 or self.tokens.max() >= limits.vocab_size:
+            return f"the prompt has a token outside the vocabulary of {limits.vocab_size}; send ids below it"
+        if self.sampling.max_tokens < 1:
+            return f"max_tokens={self.sampling.max_tokens} is below 1; ask for at least one token"
+        if num_prompt_tokens >= limits.max_model_len:
+            return (
+                f"the prompt has {num_prompt_tokens} tokens, max_model_len={limits.max_model_len}; "
+                f"send at most {limits.max_model_len - 1}"
+            )
+        if (items := self.item_lens) and not (
+            min(items) > 0
+            and len(items) <= MAX_ITEMS
+            and self.num_item_tokens < num_prompt_tokens
+            and self.num_item_tokens <= limits.max_item_tokens
+            and not self.wants_prompt_logprobs
+        ):
+            return f"{len(items)} items of {self.num_item_tokens} tokens do not fit {limits.max_item_tokens=}"
+        num_pages = limits.num_pages_for(self.max_total_tokens - 1)
+        if num_pages > limits.num_pages:
+            return (
+                f"prompt and completion of {self.max_total_tokens} tokens exceed the KV pool of "
+                f"{limits.num_pages * limits.page_size} tokens; send a shorter prompt or ask for fewer tokens"
+            )
+        return None

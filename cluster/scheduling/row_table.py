@@ -1,6 +1,6 @@
 """The numbers of every running request, as one array per number indexed by row, so that a step costs no Python
 per request. `Scheduler` writes them at each launch and retirement; `PrefillChunks` writes `num_computed` of rows in
-prefill, `GuidedRows` makes rows ready, and `Endings` ends them. `RowPages` keeps the pages.
+prefill, `GuidedRows` makes rows ready, and `LifeCycle` ends them. `RowPages` keeps the pages.
 """
 
 from __future__ import annotations
