@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.engine.messages import FinishReason
-from cluster.scheduling.recent_rate import RecentRate
+from cluster.scheduling.prefill import RecentRate
 from tests.fake_engine import LIMITS, Engine, prompt_of
 
 
@@ -105,7 +105,7 @@ def test_a_refusal_says_when_the_queue_will_be_empty() -> None:
 
 
 def test_a_rate_is_of_the_last_windows_only() -> None:
-    rate = RecentRate(10.0)
+    rate = RecentRate()
     assert rate.per_second(0.0) is None
     for second in range(100):
         rate.add(5 if second < 50 else 20, float(second))

@@ -59,11 +59,11 @@ class LifeCycle:
 
     @property
     def num_waiting(self) -> int:
-        return self._queue.num_waiting + self._guided.num_held
+        return len(self._queue.waiting) + self._guided.num_held
 
     @property
     def num_waiting_tokens(self) -> int:
-        return self._queue.num_waiting_tokens + self._guided.num_held_tokens
+        return self._queue.waiting.num_tokens + self._guided.num_held_tokens
 
     @property
     def is_pending(self) -> bool:
@@ -81,7 +81,7 @@ class LifeCycle:
         if (full := self._reason_full(requests)) is None:
             return [refusal for request in requests if (refusal := self._add(request, now)) is not None]
         self.total_refused += len(requests)
-        rate = self._queue.tokens_per_s(now)  # the queue is empty when it has gone on as it went lately
+        rate = self._queue.rate.per_second(now)  # the queue is empty when it has gone on as it went lately
         drained_s = self.num_waiting_tokens / rate if rate else _MIN_RETRY_S
         retry_after_s = min(max(drained_s, _MIN_RETRY_S), _MAX_RETRY_S)
         return [_refused(request.id, full, "engine_overloaded", retry_after_s) for request in requests]
@@ -166,7 +166,7 @@ class LifeCycle:
         table = self._rows
         table.live[row] = False
         table.ready[row] = False
-        self._queue.charge(request, int(table.num_known[row]) - request.num_prompt_tokens)
+        self._queue.waiting.charge(request, int(table.num_known[row]) - request.num_prompt_tokens)
         self._queue.forget_row(row)
         if table.in_flight[row]:
             self.num_draining += 1

@@ -1,5 +1,5 @@
 """The numbers of every running request, as one array per number indexed by row, so that a step costs no Python
-per request. `Scheduler` writes them at each launch and retirement; `PrefillChunks` writes `num_computed` of rows in
+per request. `Scheduler` writes them at each launch and retirement; `PrefillQueue` writes `num_computed` of rows in
 prefill, `GuidedRows` makes rows ready, and `LifeCycle` ends them. `RowPages` keeps the pages.
 """
 

@@ -17,13 +17,12 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from cluster.engine.messages import Finished, FinishReason, GenerateRequest, SchedulerStats, StepOutput
-from cluster.scheduling.chunks import PrefillPlan
 from cluster.scheduling.frame_builder import FrameBuilder
 from cluster.scheduling.guide import Guide
 from cluster.scheduling.guided_rows import GuidedRows
 from cluster.scheduling.life_cycle import LifeCycle
 from cluster.scheduling.limits import SchedulerLimits
-from cluster.scheduling.prefill import PrefillQueue
+from cluster.scheduling.prefill import PrefillPlan, PrefillQueue
 from cluster.scheduling.row_pages import RowPages
 from cluster.scheduling.row_table import RowTable
 from cluster.scheduling.step_results import Launched, StepTokens, prompt_logprobs, take_prefilled, token_logprobs
@@ -160,7 +159,7 @@ class Scheduler:
                 if len(deltas):
                     plan.deltas.insert(0, deltas)
                 return self._launch(rows, draws, plan)
-            if self._in_flight or not self._queue.is_prefilling or self._guided.num_awaiting:
+            if self._in_flight or not self._queue.prefilling or self._guided.num_awaiting:
                 return None
             # Every running request is a prefill that lacks pages.
             self._preempt_one()
@@ -252,6 +251,7 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """Gauges and counters; costs no walk over requests or pages."""
         allocator, cache, queue, now = self._pages.allocator, self._pages.cache, self._queue, self._clock()
+        oldest = queue.waiting.oldest
         return SchedulerStats(
             num_running=self._rows.num_taken - self._life.num_draining,
             num_waiting=self._life.num_waiting,
@@ -266,8 +266,8 @@ class Scheduler:
             total_answer_tokens=self._total_answer_tokens,
             total_refused=self._life.total_refused,
             total_expired=self._life.total_expired,
-            longest_wait_s=0.0 if queue.oldest_arrival_s is None else now - queue.oldest_arrival_s,
-            admitted_tokens_per_s=queue.tokens_per_s(now) or 0.0,
+            longest_wait_s=0.0 if oldest is None else now - oldest.arrival_s,
+            admitted_tokens_per_s=queue.rate.per_second(now) or 0.0,
         )
 
     def check_integrity(self) -> None:
