@@ -12,9 +12,9 @@ import pytest
 
 from cluster.engine.messages import Finished, FinishReason, GenerateRequest, SamplingParams
 from cluster.scheduling.frame_builder import FrameBuilder
+from cluster.scheduling.pages import RowPages
 from cluster.scheduling.prefill import PrefillQueue
 from cluster.scheduling.request import Request
-from cluster.scheduling.row_pages import RowPages
 from cluster.scheduling.row_table import RowTable
 from configs.errors import ConfigError, EngineError
 from tests.fake_engine import EOS, LIMITS, VOCAB, Engine, prompt_of, prompt_stopping_at

@@ -11,12 +11,11 @@ import heapq
 from collections.abc import Callable, Sequence
 
 from cluster.engine.messages import Finished, FinishReason, GenerateRequest
-from cluster.scheduling.guide import Guide
 from cluster.scheduling.guided_rows import GuidedRows
 from cluster.scheduling.limits import SchedulerLimits
+from cluster.scheduling.pages import RowPages
 from cluster.scheduling.prefill import PrefillQueue
-from cluster.scheduling.request import Request
-from cluster.scheduling.row_pages import RowPages
+from cluster.scheduling.request import Guide, Request
 from cluster.scheduling.row_table import RowTable
 from configs.errors import EngineError, RequestError
 from worker.protocol import Int32Array

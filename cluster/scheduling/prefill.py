@@ -22,9 +22,9 @@ import numpy as np
 from cluster.scheduling.fair_queue import FairQueue
 from cluster.scheduling.frame_builder import FrameBuilder
 from cluster.scheduling.limits import MAX_PREFIX_DELTAS, SchedulerLimits
+from cluster.scheduling.pages import Prefix, RowPages
 from cluster.scheduling.prefix_cache import Node
 from cluster.scheduling.request import Request
-from cluster.scheduling.row_pages import Prefix, RowPages
 from cluster.scheduling.row_table import RowTable
 from worker.protocol import ITEM_DTYPE, MAX_ITEMS, PROMPT_LOGPROBS_DTYPE, Int32Array, RowFlag
 

@@ -18,12 +18,12 @@ import numpy as np
 
 from cluster.engine.messages import Finished, FinishReason, GenerateRequest, SchedulerStats, StepOutput
 from cluster.scheduling.frame_builder import FrameBuilder
-from cluster.scheduling.guide import Guide
 from cluster.scheduling.guided_rows import GuidedRows
 from cluster.scheduling.life_cycle import LifeCycle
 from cluster.scheduling.limits import SchedulerLimits
+from cluster.scheduling.pages import RowPages
 from cluster.scheduling.prefill import PrefillPlan, PrefillQueue
-from cluster.scheduling.row_pages import RowPages
+from cluster.scheduling.request import Guide
 from cluster.scheduling.row_table import RowTable
 from cluster.scheduling.step_results import Launched, StepTokens, prompt_logprobs, take_prefilled, token_logprobs
 from configs.errors import EngineError
