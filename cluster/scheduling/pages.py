@@ -70,13 +70,9 @@ class PageAllocator:
         self._stack[self.num_free : self.num_free + len(pages)] = pages[::-1]
         self.num_free += len(pages)
 
-    def free_pages(self) -> npt.NDArray[np.int32]:
-        """The free page ids, ascending. For checks."""
-        return np.sort(self._stack[: self.num_free])
-
     def check_integrity(self) -> None:
         """Raises AssertionError unless free stack and owners say the same."""
-        free = self.free_pages()
+        free = np.sort(self._stack[: self.num_free])
         expected = np.flatnonzero(self.owners[1:] == FREE) + 1
         assert np.array_equal(free, expected), "free stack and page owners disagree"
 
@@ -106,7 +102,8 @@ class WindowPages:
         assert limits.num_window_pages is not None, "no window pool"
         self._page_size = limits.page_size
         self._window = limits.window
-        self._most_row_pages = limits.max_window_pages_per_row
+        self.most_row_pages = limits.max_window_pages_per_row
+        """The most places that a row takes at any time."""
         self._table = table
         self._owners = owners
         self._first = np.zeros(len(table), np.int32)  # of each row: index of the first page in its window
@@ -121,10 +118,6 @@ class WindowPages:
     def num_available(self) -> int:
         """Places that are free or can be taken from pages in no window."""
         return self._allocator.num_free + len(self._idle)
-
-    def num_needed(self, num_missing: int) -> int:
-        """Most places that a row with a prompt takes at any time, if it lacks `num_missing` pages."""
-        return min(num_missing, self._most_row_pages)
 
     def place(self, pages: Int32Array) -> None:
         """Makes pages resident that rows have just got; `num_available` are at least as many."""
@@ -277,8 +270,9 @@ class RowPages:
         """Whether rows with prompts that lack `num_missing` pages each can have them, and others `num_more` pages."""
         if sum(num_missing) + num_more > self.num_available:
             return False
-        window = self._window
-        return window is None or sum(map(window.num_needed, num_missing)) + num_more <= window.num_available
+        if (window := self._window) is None:
+            return True
+        return sum(min(num, window.most_row_pages) for num in num_missing) + num_more <= window.num_available
 
     def num_row_pages(self, row: int) -> int:
         return int(self._num_pages[row])

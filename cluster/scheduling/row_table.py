@@ -55,10 +55,6 @@ class RowTable:
         self._num_admissions = 0
 
     @property
-    def num_free(self) -> int:
-        return len(self._free_rows)
-
-    @property
     def num_taken(self) -> int:
         return len(self.requests) - 1 - len(self._free_rows)
 

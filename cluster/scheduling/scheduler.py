@@ -57,9 +57,10 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._limits = limits
-        self._generation = generation
+        self.generation = generation
         self._make_guide = make_guide
-        self._step = 0
+        self.last_step = 0
+        """Id of the step launched last; ids count from 1."""
         self._clock = clock
         self._total_preemptions = 0
         self._total_answer_tokens = 0
@@ -128,7 +129,7 @@ class Scheduler:
         for row in rows[np.argsort(-table.admission[rows])].tolist():  # the last one put to the front is the first
             self._requeue(row, is_lost=True)
         self._pages.flush()
-        self._generation = generation
+        self.generation = generation
         return lost
 
     # Steps
@@ -180,7 +181,7 @@ class Scheduler:
         """Takes the oldest step's result and returns the tokens and finishes it brings."""
         if not self._in_flight:
             raise EngineError(f"result of step {result.step}, but no step is in flight")
-        self._in_flight[0].check(result, self._generation)
+        self._in_flight[0].check(result, self.generation)
         launched = self._in_flight.popleft()
         table = self._rows
         table.in_flight[launched.rows] -= 1
@@ -239,15 +240,6 @@ class Scheduler:
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
-    @property
-    def generation(self) -> int:
-        return self._generation
-
-    @property
-    def last_step(self) -> int:
-        """Id of the step launched last; ids count from 1."""
-        return self._step
-
     def stats(self) -> SchedulerStats:
         """Gauges and counters; costs no walk over requests or pages."""
         allocator, cache, queue, now = self._pages.allocator, self._pages.cache, self._queue, self._clock()
@@ -295,7 +287,7 @@ class Scheduler:
         """Builds the frame of `decodes`, with as many inputs as `draws` each, and of `plan`; takes the snapshot for its
         retirement."""
         table = self._rows
-        self._step += 1
+        self.last_step += 1
         builder = FrameBuilder()
         starts = table.num_computed[decodes]
         if len(decodes):
@@ -320,7 +312,7 @@ class Scheduler:
             builder.start_rows(plan.admitted)
         if len(window_pages := self._pages.take_window_changes()):
             builder.add(window_pages=window_pages)
-        frame = builder.build(self._generation, self._step)
+        frame = builder.build(self.generation, self.last_step)
         # The next step's rows may take what this one is the last to read.
         self._pages.advance_windows(frame.rows, table.num_computed[frame.rows])
         table.in_flight[frame.rows] += 1
@@ -328,7 +320,7 @@ class Scheduler:
         table.ready[sampled[is_last]] = False
         self._in_flight.append(
             Launched(
-                self._step,
+                self.last_step,
                 frame.rows,
                 sampled,
                 positions,
