@@ -6,7 +6,7 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -18,10 +18,12 @@ from cluster.engine.client import EngineClient, RequestStream
 from cluster.engine.coordinator import Coordinator
 from cluster.engine.messages import EngineStats, Finished, FinishReason, SamplingParams
 from cluster.engine.state import EngineState
+from cluster.ranks.liveness import Liveness, RankClock
 from cluster.ranks.recovery import Recovery
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
 from configs.errors import DeadlineError, EngineError, LockstepError, RankDiedError, RankLostError, StepHungError
 from parallel.step_cost import StepCost
+from tests.fake_ranks import FakeRanks
 from worker.protocol import FrameKind, RowFlag, StepFrame, StepResult, UInt32Array, mask_words
 
 EOS = 7
@@ -43,10 +45,11 @@ LIMITS = SchedulerLimits(
 COST = StepCost(1000, 100, 10, ())
 
 
-class CountingRank:
-    """Both ends of the step channel, and a rank whose every token is the row's last one plus 1."""
+class CountingRank(FakeRanks):
+    """A rank whose every token is the row's last one plus 1."""
 
-    def __init__(self, step_s: float = 0.0) -> None:
+    def __init__(self, step_s: float = 0.0, cost: StepCost = COST) -> None:
+        super().__init__(cost)
         self._frames: queue.Queue[bytes] = queue.Queue()
         self._results: queue.Queue[bytes] = queue.Queue()
         self._reason: str | None = None
@@ -75,9 +78,6 @@ class CountingRank:
     def fail(self, reason: str) -> None:
         self._reason = reason
 
-    def close(self) -> None:
-        pass
-
     def _run(self) -> None:
         last: dict[int, int] = {}
         while True:
@@ -98,13 +98,17 @@ class CountingRank:
             self._results.put(StepResult(frame.generation, frame.step, np.array(tokens, np.int32)).encode())
 
 
+def coordinate(rank: Any, scheduler: Scheduler, **options: Any) -> Coordinator:
+    options = {"step_timeout_s": 5.0, "recovery": Recovery(0), "liveness": Liveness(), **options}
+    return Coordinator(scheduler, rank, **options)
+
+
 @contextmanager
 def running(
     rank: CountingRank, raises: LockstepError | None = None, scheduler: Scheduler | None = None, **options: Any
 ) -> Iterator[Coordinator]:
     """A coordinator whose loop, told to close, must end by itself or have raised `raises`."""
-    options = {"step_timeout_s": 5.0, **options}
-    coordinator = Coordinator(scheduler=scheduler or Scheduler(LIMITS), frames=rank, results=rank, cost=COST, **options)
+    coordinator = coordinate(rank, scheduler or Scheduler(LIMITS), **options)
     with ThreadPoolExecutor(1) as loop:
         ended = loop.submit(coordinator.run)
         try:
@@ -297,13 +301,12 @@ def test_requests_wait_while_the_group_is_rebuilt_and_go_on_with_the_tokens_they
     begun: list[tuple[int, str]] = []
     ready = threading.Event()
 
-    def rebuild(generation: int, failure: LockstepError) -> tuple[CountingRank, CountingRank]:
+    def rebuild(generation: int, failure: LockstepError) -> CountingRank:
         begun.append((generation, str(failure)))
         if len(begun) == 1:
             raise RankDiedError("rank 0 died too")
         assert ready.wait(10)
-        rank = CountingRank(0.002)
-        return rank, rank
+        return CountingRank(0.002)
 
     async def main() -> None:
         client = await EngineClient.connect(coordinator.address)
@@ -327,7 +330,9 @@ def test_requests_wait_while_the_group_is_rebuilt_and_go_on_with_the_tokens_they
         assert (rest.num_rebuilds, rest.state) == (1, EngineState.RUNNING)
         await client.close()
 
-    with running(CountingRank(0.01), recovery=Recovery(2), rebuild=rebuild) as coordinator:
+    rank = CountingRank(0.01)
+    rank.replace = rebuild
+    with running(rank, recovery=Recovery(2)) as coordinator:
         asyncio.run(main())
         coordinator.inspect(lambda scheduler: scheduler.check_integrity())
     assert coordinator.life.state is EngineState.DEAD
@@ -337,28 +342,25 @@ def test_requests_wait_while_the_group_is_rebuilt_and_go_on_with_the_tokens_they
 def test_requests_wait_while_ranks_are_exchanged_and_lose_no_token() -> None:
     begun: list[int] = []
     ready = threading.Event()
-    first_rank = CountingRank(0.005)
-    cost = StepCost(7, 7, 7, ())
+    first = CountingRank(0.005)
+    second, third = CountingRank(0.002, StepCost(7, 7, 7, ())), CountingRank(0.002)
 
-    def others(generation: int, dismiss: Callable[[], None]) -> tuple[tuple[CountingRank, CountingRank], StepCost]:
+    def exchange(generation: int, others: CountingRank) -> CountingRank:
         begun.append(generation)
-        dismiss()
-        assert first_rank.closed.wait(5)
         assert ready.wait(10)
-        rank = CountingRank(0.002)
-        return (rank, rank), cost
+        return others
 
     async def main() -> None:
         client = await EngineClient.connect(coordinator.address)
         [stream] = client.submit([prompt(100)], [[SamplingParams(max_tokens=60)]])
-        first = await anext(stream)
-        done = coordinator.exchange(others)
+        chunk = await anext(stream)
+        done = coordinator.exchange(second)
         await reported(client, lambda stats: stats.state is EngineState.REBUILDING)
         [late] = client.submit([prompt(200)], [[SamplingParams(max_tokens=3)]])
         await reported(client, lambda stats: stats.scheduler.num_waiting == 2)
         ready.set()
         tokens, finished = await asyncio.wait_for(read(stream), 20)
-        assert first.token_ids + tokens == list(range(101, 161))
+        assert chunk.token_ids + tokens == list(range(101, 161))
         assert finished is not None
         assert (await asyncio.wait_for(read(late), 20))[0] == [201, 202, 203]
         assert 0 < done.result(5) < 10
@@ -367,47 +369,52 @@ def test_requests_wait_while_ranks_are_exchanged_and_lose_no_token() -> None:
         [(begin, end)] = client.telemetry.pauses
         assert 0 < end - begin < 10
         # An idle engine exchanges them at once.
-        assert coordinator.exchange(lambda generation, _: others(generation, lambda: None)).result(0.9) < 0.9
+        assert coordinator.exchange(third).result(0.9) < 0.9
         await client.close()
 
-    with running(first_rank) as coordinator:
+    first.replace = second.replace = exchange
+    with running(first) as coordinator:
         asyncio.run(main())
         coordinator.inspect(lambda scheduler: scheduler.check_integrity())
     assert begun == [2, 3]
+    assert third.closed.wait(5), "the ranks that run were not told to leave"
 
 
-def test_where_neither_ranks_run_after_an_exchange_the_group_is_rebuilt() -> None:
-    def none(generation: int, dismiss: Callable[[], None]) -> tuple[tuple[CountingRank, CountingRank], StepCost]:
-        raise RankDiedError("rank 2 died, and rank 0 too")
+@pytest.mark.parametrize("failures", [1, 2])
+def test_ranks_go_on_where_those_in_their_place_do_not_run_and_are_rebuilt_where_they_do_not_either(
+    failures: int,
+) -> None:
+    begun: list[tuple[int, str]] = []
+    first, second = CountingRank(0.005), CountingRank(0.002)
 
-    def rebuild(generation: int, failure: LockstepError) -> tuple[CountingRank, CountingRank]:
-        assert (generation, str(failure)) == (3, "rank 2 died, and rank 0 too")
-        rank = CountingRank(0.002)
-        return rank, rank
+    def exchange(generation: int, how: CountingRank | LockstepError) -> CountingRank:
+        begun.append((generation, "" if isinstance(how, CountingRank) else str(how)))
+        if len(begun) <= failures:
+            raise RankDiedError(f"rank {len(begun)} died")
+        return CountingRank(0.002)
 
     async def main() -> None:
         client = await EngineClient.connect(coordinator.address)
         [stream] = client.submit([prompt(100)], [[SamplingParams(max_tokens=60)]])
-        first = await anext(stream)
-        with pytest.raises(RankDiedError, match="rank 2 died"):
-            await asyncio.wrap_future(coordinator.exchange(none))
+        chunk = await anext(stream)
+        words = ["", "tensor_parallel_size stays 1, requests waited .* rank 1 died", "^rank 2 died"][failures]
+        with pytest.raises(EngineError, match=words):
+            await asyncio.wrap_future(coordinator.exchange(second))
         tokens, _ = await asyncio.wait_for(read(stream), 20)
-        assert first.token_ids + tokens == list(range(101, 161))
+        assert chunk.token_ids + tokens == list(range(101, 161))
         await client.close()
 
-    with running(CountingRank(0.005), recovery=Recovery(1), rebuild=rebuild) as coordinator:
+    first.replace = exchange
+    with running(first, recovery=Recovery(failures - 1)) as coordinator:
         asyncio.run(main())
-    assert coordinator.num_rebuilds == 1
+    assert begun == [(2, ""), (2, "rank 1 died"), (3, "rank 2 died")][: failures + 1]
+    assert coordinator.num_rebuilds == failures - 1
 
 
 def test_an_exchange_that_is_awaited_ends_with_the_engine() -> None:
-    def never(generation: int, dismiss: Callable[[], None]) -> tuple[tuple[CountingRank, CountingRank], StepCost]:
-        raise AssertionError("the engine has ended")
-
-    rank = CountingRank()
-    coordinator = Coordinator(scheduler=Scheduler(LIMITS), frames=rank, results=rank, cost=COST, step_timeout_s=5.0)
+    coordinator = coordinate(CountingRank(), Scheduler(LIMITS))
     coordinator.close()
-    done = coordinator.exchange(never)
+    done = coordinator.exchange(CountingRank())
     coordinator.run()
     with pytest.raises(EngineError, match="the engine ended"):
         done.result(1)
@@ -429,8 +436,8 @@ class StuckRank(CountingRank):
         return super().recv(timeout_s)
 
 
-class WallClock:
-    """A `RankClock` of ranks whom nobody keeps from running."""
+class WallClock(RankClock):
+    """A clock of ranks whom nobody keeps from running."""
 
     def __init__(self, speed: float = 1.0) -> None:
         self._speed = speed
@@ -439,7 +446,7 @@ class WallClock:
     def restart(self) -> None:
         self._began = time.monotonic()
 
-    def look(self) -> float:
+    def look(self, pids: Iterable[int]) -> float:
         return self._speed * (time.monotonic() - self._began)
 
 
@@ -455,10 +462,9 @@ class WallClock:
 def test_a_step_that_hangs_is_found_by_what_steps_took_before(hangs_at: int, speed: float, is_found: bool) -> None:
     failures: list[tuple[LockstepError, float]] = []
 
-    def rebuild(generation: int, failure: LockstepError) -> tuple[CountingRank, CountingRank]:
+    def rebuild(generation: int, failure: LockstepError) -> CountingRank:
         failures.append((failure, time.monotonic() - stuck.hung_at))
-        rank = CountingRank(0.002)
-        return rank, rank
+        return CountingRank(0.002)
 
     async def main() -> None:
         client = await EngineClient.connect(coordinator.address)
@@ -467,9 +473,10 @@ def test_a_step_that_hangs_is_found_by_what_steps_took_before(hangs_at: int, spe
         assert tokens == list(range(101, 161))
         await client.close()
 
-    options = {"rank_clock": WallClock(speed), "hang_timeout_s": 0.3, "step_timeout_s": 1.5, "recovery": Recovery(2)}
+    liveness = Liveness(hang_timeout_s=0.3, clock=WallClock(speed))
     stuck = StuckRank(0.01, hangs_at)
-    with running(stuck, rebuild=rebuild, **options) as coordinator:
+    stuck.replace = rebuild
+    with running(stuck, step_timeout_s=1.5, recovery=Recovery(2), liveness=liveness) as coordinator:
         asyncio.run(main())
     [(failure, after_s)] = failures
     assert isinstance(failure, StepHungError) == is_found
@@ -479,7 +486,7 @@ def test_a_step_that_hangs_is_found_by_what_steps_took_before(hangs_at: int, spe
 def test_a_group_that_cannot_be_rebuilt_ends_with_why_the_last_attempt_failed() -> None:
     error = RankDiedError("rank 0 died too")
 
-    def rebuild(generation: int, failure: LockstepError) -> tuple[CountingRank, CountingRank]:
+    def rebuild(generation: int, failure: LockstepError) -> CountingRank:
         raise error
 
     async def main() -> None:
@@ -492,7 +499,9 @@ def test_a_group_that_cannot_be_rebuilt_ends_with_why_the_last_attempt_failed() 
         assert finished.error == "rank 0 died too"
         await client.close()
 
-    with running(CountingRank(0.01), raises=error, recovery=Recovery(1), rebuild=rebuild) as coordinator:
+    rank = CountingRank(0.01)
+    rank.replace = rebuild
+    with running(rank, raises=error, recovery=Recovery(1)) as coordinator:
         asyncio.run(main())
 
 
@@ -522,9 +531,7 @@ def test_a_bug_in_the_loop_ends_every_request_and_the_loop(monkeypatch: pytest.M
         assert "ZeroDivisionError" in finished.error
         await client.close()
 
-    coordinator = Coordinator(
-        scheduler=Scheduler(LIMITS), frames=(rank := CountingRank(0.01)), results=rank, cost=COST, step_timeout_s=5.0
-    )
+    coordinator = coordinate(CountingRank(0.01), Scheduler(LIMITS))
     with ThreadPoolExecutor(1) as loop:
         ended = loop.submit(coordinator.run)
         asyncio.run(main())
@@ -561,13 +568,13 @@ def test_the_figures_of_the_engine_reach_its_client_with_the_tokens_and_when_it_
         assert 0 < client.board.steps()["duration_s"].mean() < 0.1
         await client.close()
 
-    with running(CountingRank(step_s=0.005), heartbeat_ages=lambda: [0.5]) as coordinator:
+    rank = CountingRank(step_s=0.005)
+    rank.ages = [0.5]
+    with running(rank) as coordinator:
         asyncio.run(main())
 
 
 def test_a_step_that_hangs_is_reported_while_it_lasts_and_asked_about_once() -> None:
-    asked: list[float] = []
-
     async def main() -> None:
         client = await EngineClient.connect(coordinator.address)
         began = time.monotonic()
@@ -582,10 +589,11 @@ def test_a_step_that_hangs_is_reported_while_it_lasts_and_asked_about_once() -> 
         assert finished.reason is FinishReason.LENGTH
         await client.close()
 
-    with running(CountingRank(step_s=2.5), on_stuck=asked.append, step_timeout_s=4.0) as coordinator:
+    rank = CountingRank(step_s=2.5)
+    with running(rank, step_timeout_s=4.0) as coordinator:
         asyncio.run(main())
-    assert len(asked) == 1
-    assert 1.0 <= asked[0] < 2.5
+    [asked_s] = rank.stuck_s
+    assert 1.0 <= asked_s < 2.5
 
 
 def test_a_step_past_its_deadline_fails_the_engine_and_names_the_setting() -> None:
@@ -597,9 +605,7 @@ def test_a_step_past_its_deadline_fails_the_engine_and_names_the_setting() -> No
         assert finished.error == "no result came within parallel.step_timeout_s=0.3"
         await client.close()
 
-    coordinator = Coordinator(
-        scheduler=Scheduler(LIMITS), frames=(rank := CountingRank(1.0)), results=rank, cost=COST, step_timeout_s=0.3
-    )
+    coordinator = coordinate(CountingRank(1.0), Scheduler(LIMITS), step_timeout_s=0.3)
     with ThreadPoolExecutor(1) as loop:
         ended = loop.submit(coordinator.run)
         asyncio.run(main())

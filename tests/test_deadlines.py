@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.engine.messages import FinishReason
-from cluster.scheduling.deadlines import Deadlines
-from cluster.scheduling.recent_rate import RecentRate
+from cluster.scheduling.prefill import RecentRate
 from tests.fake_engine import LIMITS, Engine, prompt_of
 
 
@@ -65,12 +64,14 @@ def test_a_request_that_ends_in_time_has_one_finish() -> None:
 
 
 def test_deadlines_of_ended_requests_are_forgotten() -> None:
-    deadlines, live = Deadlines(), set(range(10))
-    for request_id in range(10_000):
-        deadlines.add(request_id, 1000.0 - request_id % 10, live, len(live))
-        assert len(deadlines) <= 84
-    assert set(range(10)) <= set(deadlines.take_expired(1000.0))
-    assert deadlines.take_expired(1000.0) == []
+    engine = Engine(LIMITS)
+    late = [engine.add(prompt_of(4, seed), deadline_s=10.0 + seed % 3) for seed in range(3)]
+    for _ in range(1000):
+        engine.scheduler.abort([engine.add(prompt_of(4), deadline_s=1000.0)])
+        assert len(engine.scheduler._life._deadlines) <= 73
+    engine.now += 20
+    assert engine.launch() is None
+    assert {engine.answers[id_].finished.error_code for id_ in late} == {"deadline_exceeded"}
 
 
 # When to come back
@@ -104,7 +105,7 @@ def test_a_refusal_says_when_the_queue_will_be_empty() -> None:
 
 
 def test_a_rate_is_of_the_last_windows_only() -> None:
-    rate = RecentRate(10.0)
+    rate = RecentRate()
     assert rate.per_second(0.0) is None
     for second in range(100):
         rate.add(5 if second < 50 else 20, float(second))

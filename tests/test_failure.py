@@ -30,8 +30,8 @@ from cluster.engine.client import RequestStream
 from cluster.engine.coordinator_actor import CoordinatorActor, EngineFacts
 from cluster.engine.messages import Finished, FinishReason, SamplingParams
 from cluster.engine.running_engine import RunningEngine, describe
+from cluster.ranks.calls import failure_of, rank_death, watch
 from cluster.ranks.rank_actor import RankActor
-from cluster.ranks.rank_group import RankGroup, failure_of, rank_death
 from cluster.serve.placement import group_bundles
 from configs.errors import CheckpointError, DeadlineError, EngineError, LockstepError, RankDiedError
 from configs.load import parse_engine_config
@@ -248,7 +248,7 @@ class FaultyCoordinator(CoordinatorActor):
     """A coordinator that starts faulty ranks."""
 
     def start(self, placement_group: Any) -> EngineFacts:
-        pytest.MonkeyPatch().setattr("cluster.ranks.rank_group.RankActor", FaultyRank)
+        pytest.MonkeyPatch().setattr("cluster.ranks.rank.RankActor", FaultyRank)
         return super().start(placement_group)
 
 
@@ -344,7 +344,7 @@ class DyingCoordinator(CoordinatorActor):
     """A coordinator that starts dying ranks."""
 
     def start(self, placement_group: Any) -> EngineFacts:
-        pytest.MonkeyPatch().setattr("cluster.ranks.rank_group.RankActor", DyingRank)
+        pytest.MonkeyPatch().setattr("cluster.ranks.rank.RankActor", DyingRank)
         return super().start(placement_group)
 
 
@@ -365,15 +365,10 @@ def test_a_rank_that_dies_while_loading_ends_the_start_at_once(
     asyncio.run(main())
 
 
-def test_a_watch_over_the_ranks_that_breaks_counts_as_a_failure(ray_cluster: None, tiny_path: Path) -> None:
-    config = parse_engine_config({"model": str(tiny_path), "tensor_parallel_size": 2})
+def test_a_watch_over_the_ranks_that_breaks_counts_as_a_failure(ray_cluster: None) -> None:
     nothing: Any = None
-    group = RankGroup(
-        config=config, model=read_model_config(tiny_path), model_path=tiny_path, placement_group=nothing, name="none"
-    )
-    group._runs = [nothing]
     failures: queue.Queue[LockstepError] = queue.Queue()
-    group.watch(failures.put)
+    watch({0: nothing}, 1, lambda: False, failures.put)
     assert "the watch over the ranks failed" in str(failures.get(timeout=5))
 
 

@@ -58,7 +58,7 @@ class SharingCoordinator(CoordinatorActor):
     """A coordinator that starts such ranks."""
 
     def start(self, placement_group: Any) -> EngineFacts:
-        pytest.MonkeyPatch().setattr("cluster.ranks.rank_group.RankActor", SharingRank)
+        pytest.MonkeyPatch().setattr("cluster.ranks.rank.RankActor", SharingRank)
         # It refuses more ranks than one on GPUs until these tests have passed there.
         pytest.MonkeyPatch().setattr("cluster.ranks.recovery.reason_never", lambda *_, **__: None)
         return super().start(placement_group)

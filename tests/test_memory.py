@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import worker.memory
-from cluster.ranks.rank_group import node_cores
+from cluster.ranks.host import node_cores
 from configs.errors import EngineError
 from worker.cgroup import available_bytes, available_cores
 from worker.memory import DeviceMemory, _largest_frames, await_idle, await_room, free_bytes
@@ -152,7 +152,7 @@ def test_a_containers_quota_bounds_the_cores(tmp_path: Path, monkeypatch: pytest
     (groups / "pods/one/cpu.max").write_text("50000 100000\n")
     assert available_cores(tmp_path) == 0.5
     for quota, cores in ((None, 4), (0.5, 1), (2.9, 2), (64.0, 4)):
-        monkeypatch.setattr("cluster.ranks.rank_group.available_cores", lambda quota=quota: quota)
+        monkeypatch.setattr("cluster.ranks.host.available_cores", lambda quota=quota: quota)
         monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(4))
         assert node_cores() == cores
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cluster.ranks.gpus import least_compute_capability
+from cluster.ranks.host import least_compute_capability
 from cluster.ranks.rank_actor import device_index
 from cluster.serve.placement import NodeResources, check_fits, group_bundles, uses_gpus
 from configs.errors import PlacementError

@@ -189,16 +189,16 @@ def test_salts_share_nothing_and_leave_nothing_behind(cache: PrefixCache, holder
     holder.evict(2)
     assert (num_cached(cache, run((1, 8))), num_cached(cache, run((1, 8)), b"mine")) == (0, 8)
     cache.unlock(held)
-    assert cache.num_salts == 1, "its pages are still there"
+    assert len(cache._salted) == 1, "its pages are still there"
     holder.evict(3)
-    assert (cache.num_pages, cache.num_salts) == (0, 0)
+    assert (cache.num_pages, len(cache._salted)) == (0, 0)
     cache.check_integrity([])
 
 
 def test_a_salt_whose_prompts_fill_no_page_is_forgotten_at_once(cache: PrefixCache, holder: Holder) -> None:
     for index in range(100):
         holder.put(run((1, PAGE - 1)), b"%d" % index)
-    assert cache.num_salts == 0
+    assert len(cache._salted) == 0
 
 
 def test_a_wrong_lock_count_is_found(cache: PrefixCache, holder: Holder) -> None:
@@ -238,5 +238,5 @@ def test_any_sequence_of_operations_agrees_with_a_dictionary_of_prefixes(seed: i
     for node in held:
         cache.unlock(node)
     assert len(holder.evict(cache.num_pages)) == len(known)
-    assert cache.num_salts == 0
+    assert len(cache._salted) == 0
     assert cache.check_integrity([]).tolist() == []

@@ -27,8 +27,8 @@ import cluster.engine.running_engine
 from cluster.engine.coordinator_actor import CoordinatorActor, EngineFacts
 from cluster.engine.messages import Finished, FinishReason, SamplingParams
 from cluster.engine.running_engine import RunningEngine
+from cluster.ranks.liveness import RankClock
 from cluster.ranks.rank_actor import RankActor, RankLoad
-from cluster.ranks.rank_clock import RankClock
 from cluster.ranks.recovery import Recovery, reason_never
 from configs.errors import ConfigError, DeadlineError, EngineError, LockstepError, RankDiedError, RankLostError
 from configs.load import parse_engine_config
@@ -236,7 +236,7 @@ class UnableCoordinator(CoordinatorActor):
     """A coordinator that starts such ranks."""
 
     def start(self, placement_group: Any) -> EngineFacts:
-        pytest.MonkeyPatch().setattr("cluster.ranks.rank_group.RankActor", UnableRank)
+        pytest.MonkeyPatch().setattr("cluster.ranks.rank.RankActor", UnableRank)
         return super().start(placement_group)
 
 
@@ -279,7 +279,7 @@ class PoisonedCoordinator(CoordinatorActor):
     """A coordinator that starts poisoned ranks."""
 
     def start(self, placement_group: Any) -> EngineFacts:
-        pytest.MonkeyPatch().setattr("cluster.ranks.rank_group.RankActor", PoisonedRank)
+        pytest.MonkeyPatch().setattr("cluster.ranks.rank.RankActor", PoisonedRank)
         return super().start(placement_group)
 
 
@@ -334,7 +334,7 @@ class HangingCoordinator(CoordinatorActor):
     ranks: type[RankActor] = HangingRank
 
     def start(self, placement_group: Any) -> EngineFacts:
-        pytest.MonkeyPatch().setattr("cluster.ranks.rank_group.RankActor", self.ranks)
+        pytest.MonkeyPatch().setattr("cluster.ranks.rank.RankActor", self.ranks)
         return super().start(placement_group)
 
 
@@ -401,20 +401,20 @@ def burning(count: int) -> Iterator[None]:
 )
 def test_the_clock_of_a_rank_runs_while_it_can(code: str, others: int, least: float, most: float) -> None:
     with burning(others), subprocess.Popen([sys.executable, "-c", code]) as process:
-        clock = RankClock(lambda: [process.pid])
+        clock = RankClock()
         time.sleep(0.5)  # it starts
         began = time.monotonic()
-        shown = clock.look()
+        shown = clock.look([process.pid])
         while time.monotonic() < began + 2:
             time.sleep(0.2)
-            shown = clock.look()
+            shown = clock.look([process.pid])
         share = shown / (time.monotonic() - began)
         process.send_signal(signal.SIGSTOP)
         time.sleep(0.1)
         clock.restart()
-        clock.look()
+        clock.look([process.pid])
         time.sleep(0.3)
-        assert clock.look() == 0, "a stopped process"
+        assert clock.look([process.pid]) == 0, "a stopped process"
         process.kill()
     assert least <= share <= most
 

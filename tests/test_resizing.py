@@ -23,7 +23,7 @@ import cluster.engine.running_engine
 from cluster.commands.resize import resize_all
 from cluster.engine.coordinator_actor import CoordinatorActor, EngineFacts
 from cluster.observability.timeline import Timeline, timeline
-from cluster.ranks.rank_actor import RankActor
+from cluster.ranks.rank_actor import PoolShape, RankActor
 from cluster.serve.app import live_size
 from configs.errors import ConfigError, EngineError
 from tests.conftest import Endpoint
@@ -70,17 +70,17 @@ def test_an_answer_goes_on_with_more_and_with_fewer_ranks(ray_cluster: None, tin
 class FragileRank(RankActor):
     """A rank whose process is killed when it is to have a KV pool, as rank 1 of three."""
 
-    def allocate(self, num_pages: int, max_model_len: int, num_window_pages: int | None) -> None:
+    def allocate(self, pool: PoolShape) -> None:
         if self._spec.rank == 1 and self._spec.config.tensor_parallel_size == 3:
             os.kill(os.getpid(), signal.SIGKILL)
-        super().allocate(num_pages, max_model_len, num_window_pages)
+        super().allocate(pool)
 
 
 class FragileCoordinator(CoordinatorActor):
     """A coordinator that starts such ranks."""
 
     def start(self, placement_group: Any) -> EngineFacts:
-        pytest.MonkeyPatch().setattr("cluster.ranks.rank_group.RankActor", FragileRank)
+        pytest.MonkeyPatch().setattr("cluster.ranks.rank.RankActor", FragileRank)
         return super().start(placement_group)
 
 

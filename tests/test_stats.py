@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from cluster.engine.messages import EngineStats, SchedulerStats
 from cluster.observability.board import StatsBoard
 from cluster.observability.steps import STEP_DTYPE, StepMeter
+from cluster.ranks.liveness import LOOK_S, Liveness, RankClock
 from parallel.step_cost import AttentionCost, StepCost
 from worker.protocol import RowFlag, StepFrame
 
@@ -198,23 +200,41 @@ def test_the_board_forgets_what_is_older_than_five_minutes() -> None:
     assert board.history()[-1].time_s == 1399
 
 
-def test_a_step_is_expected_to_take_what_the_slowest_of_its_kind_took_lately_for_what_it_costs() -> None:
-    meter = StepMeter(COST, clock := Clock(), peaks=(math.inf, 1e5))
+class SetRankClock(RankClock):
+    """A clock that shows what tests set."""
 
-    def step(seconds: float, num_prefill_tokens: int = 0, possible_s: float = math.inf) -> float:
+    shown_s = 0.0
+
+    def look(self, pids: Iterable[int]) -> float:
+        return self.shown_s
+
+
+def test_a_step_is_expected_to_take_what_the_slowest_of_its_kind_took_lately_for_what_it_costs() -> None:
+    meter, rank_clock = StepMeter(COST, clock := Clock()), SetRankClock()
+    liveness = Liveness((math.inf, 1e5), 1.0, rank_clock)
+
+    def step(seconds: float, num_prefill_tokens: int = 0) -> float:
         meter.launched(frame(3, num_prefill_tokens))
-        expected_s = meter.expected_s()
+        liveness.began(*meter.oldest)
+        expected_s = liveness.expected_s
         clock.now += seconds
-        meter.retired(3, possible_s)
+        assert liveness.hang([]) is None
+        liveness.ended(meter.retired(3))
         return expected_s
 
     assert {step(0.02) for _ in range(16)} == {math.inf}
     assert step(0.02) == pytest.approx(0.02)
-    assert step(5.0, possible_s=0.04) == pytest.approx(0.02)
-    assert step(0.02) == pytest.approx(0.04), "the rest of the five seconds was other programs'"
-    for _ in range(200):
+    assert step(5.0) == pytest.approx(0.02)
+    assert step(0.02) == pytest.approx(2 * LOOK_S), "the rest of the five seconds was other programs'"
+    for _ in range(400):
         step(0.02)
     assert step(0.02) == pytest.approx(0.02)
     assert {step(0.3, 10) for _ in range(16)} == {math.inf}, "of steps with prompts nothing is known yet"
     assert step(0.02) == pytest.approx(0.02)
     assert step(0.3, 10) == pytest.approx(0.3)
+    meter.launched(frame(3))
+    liveness.began(*meter.oldest)
+    rank_clock.shown_s = 1.05
+    assert liveness.hang([]) is None
+    rank_clock.shown_s = 1.07
+    assert "recovery.hang_timeout_s=1" in str(liveness.hang([]))

@@ -24,6 +24,8 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.make_checkpoint import write_checkpoint
 from cluster.engine.client import EngineClient
 from cluster.engine.coordinator import Coordinator
+from cluster.ranks.liveness import Liveness
+from cluster.ranks.recovery import Recovery
 from cluster.requests.sampling import SamplingDefaults
 from cluster.requests.served_model import ServedModel
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
@@ -34,6 +36,7 @@ from configs.errors import DeadlineError
 from configs.schema import ServerConfig
 from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost
+from tests.fake_ranks import FakeRanks
 from tests.local_group import PAGE_SIZE, LocalGroup
 
 MODEL = "tiny"
@@ -93,10 +96,11 @@ def make_tokenizer(words: Sequence[str] = WORDS, added: Sequence[str] = (PAD,)) 
     return Tokenizer(fast, chat_template=TEMPLATE)
 
 
-class _Channel:
-    """The step channel between a coordinator and the threads of a LocalGroup."""
+class _Ranks(FakeRanks):
+    """The threads of a LocalGroup."""
 
     def __init__(self, group: LocalGroup) -> None:
+        super().__init__(StepCost.of(ShardPlan.create(group.model, 1), 4))
         self._group = group
 
     def send(self, frame: bytes, timeout_s: float) -> None:
@@ -111,12 +115,6 @@ class _Channel:
         if isinstance(result, BaseException):
             raise result
         return result
-
-    def fail(self, reason: str) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 @dataclass
@@ -176,14 +174,15 @@ def tiny_engine(folder: Path, server: ServerConfig | None = None) -> Iterator[Ti
     )
     tokenizer = make_tokenizer()
     coordinators: list[Coordinator] = []
+    ranks: Any = _Ranks(group)
     guides = RequestGuides(VOCAB_SIZE, group.model.eos_token_ids, lambda: coordinators[0].wake())
     guides.set_tokenizer(tokenizer.to_json())
     coordinator = Coordinator(
-        scheduler=Scheduler(limits, make_guide=guides.make),
-        frames=_Channel(group),
-        results=_Channel(group),
+        Scheduler(limits, make_guide=guides.make),
+        ranks,
         step_timeout_s=60.0,
-        cost=StepCost.of(ShardPlan.create(group.model, 1), 4),
+        recovery=Recovery(0),
+        liveness=Liveness(),
     )
     coordinators.append(coordinator)
     started: Future[TinyEngine] = Future()

@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from rich.console import Console
 
-from cluster.ranks.rank_group import NAMESPACE
+from cluster.ranks.rank import NAMESPACE
 from cluster.serve.session import cluster_address, ray_session
 from configs.errors import ConfigError, EngineError, LockstepError
 

@@ -12,9 +12,9 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -22,13 +22,15 @@ from cluster.engine.messages import Abort, EngineStats, Finished, FlushCache, St
 from cluster.engine.socket import EngineSocket
 from cluster.engine.state import EngineLife, EngineState
 from cluster.observability.steps import StepMeter
-from cluster.ranks.rank_clock import RankClock
+from cluster.ranks.liveness import LOOK_S, Liveness
 from cluster.ranks.recovery import Recovery
 from cluster.scheduling.scheduler import Scheduler
-from configs.errors import DeadlineError, EngineError, LockstepError, StepHungError
-from parallel.channel import STEP_TIMEOUT, FrameReader, FrameWriter
-from parallel.step_cost import StepCost
+from configs.errors import DeadlineError, EngineError, LockstepError
+from parallel.channel import STEP_TIMEOUT
 from worker.protocol import FrameKind, StepFrame, StepResult
+
+if TYPE_CHECKING:
+    from cluster.ranks.rank_group import RankGroup
 
 logger = logging.getLogger(__name__)
 
@@ -39,24 +41,12 @@ _BLAME_S = 2.0
 _FLUSH_S = 1.0
 # A mask takes a tenth of this, a step several times as long.
 _MASK_WAIT_S = 0.001
-# How often a step that is awaited is looked after.
-_LOOK_S = 0.2
-# A step may take so many times what the slowest one like it took.
-_HUNG_FACTOR = 3.0
-# The same words each time: what happens twice to one request is not tried again.
-_HUNG = "a step hangs: it has run for longer than such steps take by more than recovery.hang_timeout_s={:g}"
 # While a step runs longer than this, or the group is rebuilt, the figures go out all the same.
 _WATCH_S = 1.0
 # A step that has used up this share of its deadline counts as stuck: what its ranks do is worth a line in the log.
 _STUCK_SHARE = 0.25
 
 _T = TypeVar("_T")
-Channel = tuple[FrameWriter, FrameReader]
-
-
-Exchange = Callable[[int, Callable[[], None]], tuple[Channel, StepCost]]
-"""Makes other ranks run: given a generation, and what tells those that run to leave their loops, the channel to whoever
-runs then, and what steps cost them. Raises LockstepError when none do."""
 
 
 class Coordinator:
@@ -64,60 +54,31 @@ class Coordinator:
 
     Args:
         scheduler: owns requests, pages and order.
-        frames: to every rank.
-        results: from rank 0.
+        ranks: compute the steps.
         step_timeout_s: `parallel.step_timeout_s`.
-        cost: of the steps, all ranks together.
-        heartbeat_ages: seconds since each rank last took or awaited a frame; nothing where that is not known.
-        devices: of the ranks, as in Location.
-        on_stuck: called once for a step that takes suspiciously long, with its age in seconds; must not block.
-        recovery: whether a group that failed is rebuilt. None: never.
-        peaks: FLOP/s and bytes/s that all ranks together were measured to do.
-        rank_clock: of the ranks; None: a step that hangs is found by `step_timeout_s` alone.
-        hang_timeout_s: `recovery.hang_timeout_s`.
-        rebuild: makes ranks and channel anew, given a generation and what ended the one before; called on a thread of
-            its own.
+        recovery: whether ranks that failed are replaced.
+        liveness: finds steps that hang.
     """
 
     def __init__(
-        self,
-        *,
-        scheduler: Scheduler,
-        frames: FrameWriter,
-        results: FrameReader,
-        step_timeout_s: float,
-        cost: StepCost,
-        heartbeat_ages: Callable[[], Sequence[float]] = tuple,
-        devices: Callable[[], Sequence[str]] = tuple,
-        on_stuck: Callable[[float], None] | None = None,
-        recovery: Recovery | None = None,
-        rebuild: Callable[[int, LockstepError], Channel] | None = None,
-        peaks: tuple[float, float] = (math.inf, math.inf),
-        rank_clock: RankClock | None = None,
-        hang_timeout_s: float = math.inf,
+        self, scheduler: Scheduler, ranks: RankGroup, *, step_timeout_s: float, recovery: Recovery, liveness: Liveness
     ) -> None:
         self.scheduler = scheduler
-        self._frames = frames
-        self._results = results
+        self.ranks = ranks
+        """Those that compute the steps now."""
         self._step_timeout_s = step_timeout_s
+        self._recovery = recovery
+        self._liveness = liveness
         self._socket = EngineSocket()
         self._closing = threading.Event()
         self._blamed = threading.Event()  # `fail` was called
         self._failure: LockstepError | None = None
-        self._heartbeat_ages = heartbeat_ages
-        self._devices = devices
-        self._on_stuck = on_stuck
-        self._recovery = recovery
-        self._rebuild = rebuild
-        self._exchange: tuple[Exchange, Future[float]] | None = None  # asked for and not done
+        self._exchange: tuple[RankGroup, Future[float]] | None = None  # asked for and not done
         self.num_rebuilds = 0
-        """How often the group was rebuilt."""
+        """How often ranks that failed were replaced."""
         self.life = EngineLife()
-        """Of the engine: RUNNING from `run` on."""
-        self._meter = StepMeter(cost, peaks=peaks)
-        self._rank_clock = rank_clock
-        self._possible_s = math.inf  # of the last step's duration, what the ranks could use
-        self._hang_timeout_s = hang_timeout_s
+        """What the engine is at: RUNNING from `run` on."""
+        self._meter = StepMeter(ranks.cost)
         # Control threads ask the scheduler for its figures; a step holds the lock only while it computes.
         self._lock = threading.Lock()
 
@@ -160,19 +121,19 @@ class Coordinator:
         if self._failure is None:
             self._failure = error
         self._blamed.set()
-        self._frames.fail(str(error))
-        self._results.fail(str(error))
+        self.ranks.frames.fail(str(error))
+        self.ranks.results.fail(str(error))
         self._socket.wake()
 
-    def exchange(self, ranks: Exchange) -> Future[float]:
-        """Has `ranks` put others in the place of these ranks after the steps in flight; callable from another thread.
-        Requests wait meanwhile. One at a time.
+    def exchange(self, others: RankGroup) -> Future[float]:
+        """Has `others`, which are loaded, take the place of the ranks after the steps in flight; callable from another
+        thread. Requests wait meanwhile. One at a time.
 
         Returns:
-            Seconds that the requests were held; what `ranks` raised, or EngineError where the engine ends before.
+            Seconds that the requests were held. EngineError where the ranks of before went on, or the engine ends.
         """
         done: Future[float] = Future()
-        self._exchange = (ranks, done)
+        self._exchange = (others, done)
         self._socket.wake()
         return done
 
@@ -185,9 +146,9 @@ class Coordinator:
         try:
             self._socket.start()
             self.life.enter(EngineState.RUNNING)
-            while (failure := self._serve()) is not None:
-                while failure is not None:
-                    failure = self._recover(failure)
+            failure = self._serve()
+            while failure is not None:
+                failure = self._recover(failure) or self._serve()
         except Exception as error:  # noqa: BLE001 -- whatever ended the loop, the requests must not wait for it
             failure = self._blame(error)
             self._fail_all(failure)
@@ -195,7 +156,8 @@ class Coordinator:
         finally:
             self.life.enter(EngineState.DEAD)
             self._socket.close()
-            self._exchanged(EngineError("the engine ended"))
+            if self._exchange is not None:
+                self._exchange[1].set_exception(EngineError("the engine ended"))
 
     def _serve(self) -> LockstepError | None:
         """Steps until closed. Returns why the ranks failed, where that is what ended it; raises what else did."""
@@ -220,78 +182,70 @@ class Coordinator:
         return None
 
     def _recover(self, failure: LockstepError) -> LockstepError | None:
-        """Has the group rebuilt after `failure`, its requests held meanwhile; returns why that failed, if it did.
-
-        Raises `failure` where the group is not to be rebuilt.
-        """
+        """Has ranks replaced after `failure`; returns why that failed, if it did. Raises `failure` where it is not to
+        be done."""
         self._failure = failure
-        with self._lock:
-            lost = self.scheduler.requeue_all(self.scheduler.generation + 1)
-        self._meter.lost()
-        if self._recovery is None or self._rebuild is None:
-            raise failure
-        if (reason := self._recovery.reason_against(failure, lost)) is not None:
+        if (reason := self._recovery.reason_against(failure, self._requeue())) is not None:
             logger.error("the group is not rebuilt: %s", reason)
             raise failure
         logger.warning("the group is rebuilt, %d requests wait: %s", len(self.scheduler.live_ids()), failure)
         began = time.monotonic()
-        self._failure = None
-        self._blamed.clear()
-        rebuilt = self._hold(self._rebuild, self.scheduler.generation, failure)
-        if self._closing.is_set():
-            raise failure
-        try:
-            self._frames, self._results = rebuilt.result()
-        except LockstepError as error:
-            return error
-        self.num_rebuilds += 1
-        self._resume()
-        logger.warning("the group is rebuilt after %.2f s", time.monotonic() - began)
-        return None
+        if (error := self._replace_ranks(failure)) is None:
+            self.num_rebuilds += 1
+            logger.warning("the group is rebuilt after %.2f s", time.monotonic() - began)
+        return error
 
-    def _exchange_ranks(self, ranks: Exchange, done: Future[float]) -> None:
-        """As `exchange` has it. Raises what went wrong where no ranks are left that run, for `_recover`."""
+    def _exchange_ranks(self, others: RankGroup, done: Future[float]) -> None:
+        """Does what `exchange` promises; raises what went wrong where no ranks are left that run."""
         while self.scheduler.num_in_flight:
             self._retire()
         began = time.monotonic()
-        with self._lock:
-            self.scheduler.requeue_all(self.scheduler.generation + 1)
-        self._meter.lost()
+        self._requeue()
         logger.info("the ranks are exchanged, %d requests wait", len(self.scheduler.live_ids()))
-        exchanged = self._hold(ranks, self.scheduler.generation, self._dismiss)
-        try:
-            if self._closing.is_set():
-                raise EngineError("the engine was closed while its ranks were exchanged")
-            (self._frames, self._results), self._meter.cost = exchanged.result()
-        except LockstepError as error:
-            self._exchanged(error)
-            self._failure = error
-            self._blamed.set()
-            raise
-        self._resume()
+        failure = error = self._replace_ranks(others)
+        if failure is not None:
+            logger.error("the new ranks do not run; those of before go on", exc_info=failure)
+            error = self._replace_ranks(failure)
+        pause_s = time.monotonic() - began
         self._exchange = None
-        done.set_result(time.monotonic() - began)
-
-    def _exchanged(self, error: LockstepError) -> None:
-        """Tells whoever asked for other ranks that there will be none."""
-        if self._exchange is not None:
-            (_, done), self._exchange = self._exchange, None
+        if error is not None:
             done.set_exception(error)
+            raise error
+        if failure is not None:
+            stays = f"tensor_parallel_size stays {self.ranks.size}, requests waited {pause_s:.2f} s"
+            done.set_exception(EngineError(f"{stays}: {failure}"))
+            return
+        done.set_result(pause_s)
 
-    def _hold(self, make: Callable[..., _T], *args: object) -> Future[_T]:
-        """What came of `make`, on a thread of its own; requests are taken meanwhile and wait. Pending when closed."""
+    def _requeue(self) -> frozenset[tuple[int, int]]:
+        """Begins a generation in which all requests wait. Returns what the steps in flight were about."""
+        self._meter.lost()
+        with self._lock:
+            return self.scheduler.requeue_all(self.scheduler.generation + 1)
+
+    def _replace_ranks(self, how: LockstepError | RankGroup) -> LockstepError | None:
+        """Has the ranks replaced as `RankGroup.replace_ranks` has it, on a thread of its own, while requests are taken
+        and wait. Returns why no ranks run; None: they do."""
+        self._failure = None
+        self._blamed.clear()
         self.life.enter(EngineState.REBUILDING)
-        made: Future[_T] = Future()
-        made.add_done_callback(lambda _: self._socket.wake())
-        threading.Thread(target=_run_into, args=(made, make, *args), name="rebuild", daemon=True).start()
-        while not made.done() and not self._closing.is_set():
+        replaced: Future[RankGroup] = Future()
+        replaced.add_done_callback(lambda _: self._socket.wake())
+        args = (replaced, self.ranks.replace_ranks, self.scheduler.generation, how)
+        threading.Thread(target=_run_into, args=args, name="rebuild", daemon=True).start()
+        while not replaced.done():
+            if self._closing.is_set():
+                raise how if isinstance(how, LockstepError) else EngineError("closed while its ranks were exchanged")
             self._socket.send(StepOutput(stats=self._report()))
             self._take_messages(_WATCH_S)
-        return made
-
-    def _resume(self) -> None:
+        if isinstance(error := replaced.exception(), LockstepError):
+            self._failure = error
+            self._blamed.set()
+            return error
+        self.ranks = replaced.result()
+        self._meter.cost = self.ranks.cost
         self.life.enter(EngineState.RUNNING)
-        self._socket.send(StepOutput(stats=self._report()))  # the replica is ready again now, and not in a second
+        return None
 
     def _blame(self, error: Exception) -> LockstepError:
         """What ended the loop: a rank that failed, where one did, rather than what that did to the channel."""
@@ -328,7 +282,7 @@ class Coordinator:
             self._await_masks()
         with self._lock:
             while (frame := self.scheduler.next_step()) is not None:
-                self._frames.send(frame.encode(), self._step_timeout_s)
+                self.ranks.frames.send(frame.encode(), self._step_timeout_s)
                 self._meter.launched(frame)
             self._send(self.scheduler.drain_finished())
         if self.scheduler.num_in_flight:
@@ -342,7 +296,7 @@ class Coordinator:
         result = StepResult.decode(self._receive())
         with self._lock:
             output = self.scheduler.retire(result)
-            self._meter.retired(len(result.tokens), self._possible_s)
+            self._liveness.ended(self._meter.retired(len(result.tokens)))
             self._send(output)
 
     def _await_masks(self) -> None:
@@ -373,33 +327,23 @@ class Coordinator:
         """
         began = reported = time.monotonic()
         stuck_at = began + self._step_timeout_s * _STUCK_SHARE
-        self._possible_s = math.inf
-        if self._rank_clock is not None:
-            self._rank_clock.restart()
+        self._liveness.began(*self._meter.oldest)
         while True:
             waited = time.monotonic() - began
             try:
-                return self._results.recv(min(_LOOK_S, self._step_timeout_s - waited))
+                return self.ranks.results.recv(min(LOOK_S, self._step_timeout_s - waited))
             except DeadlineError:
                 if (now := time.monotonic()) - began >= self._step_timeout_s:
                     raise DeadlineError(f"no result came within {STEP_TIMEOUT}={self._step_timeout_s:g}") from None
             if now - reported >= _WATCH_S:
                 reported = now
                 self._socket.send(StepOutput(stats=self._report()))
-            is_hung = self._is_hung()
-            if (is_hung or now >= stuck_at) and self._on_stuck is not None:
+            hang = self._liveness.hang(self.ranks.pids.values())
+            if hang is not None or now >= stuck_at:
                 stuck_at = math.inf
-                self._on_stuck(now - began)
-            if is_hung:
-                self.fail(StepHungError(_HUNG.format(self._hang_timeout_s)))
-
-    def _is_hung(self) -> bool:
-        """Whether the oldest step has had far more time than it can need."""
-        if self._rank_clock is None:
-            return False
-        possible_s = self._rank_clock.look()
-        self._possible_s = possible_s + 2 * _LOOK_S  # before the first look and after the last
-        return possible_s >= self._hang_timeout_s + _HUNG_FACTOR * self._meter.expected_s()
+                self.ranks.log_stacks(now - began)
+            if hang is not None:
+                self.fail(hang)
 
     def _send(self, output: StepOutput | None) -> None:
         """Sends `output`, with a report where one is due."""
@@ -411,10 +355,9 @@ class Coordinator:
 
     def _report(self) -> EngineStats:
         state = self.life.state
-        ages = [] if state is EngineState.REBUILDING else list(self._heartbeat_ages())
+        ages = [] if state is EngineState.REBUILDING else self.ranks.heartbeat_ages()
         stats = self._meter.report(self.scheduler.stats(), ages)
-        devices = list(self._devices())
-        return msgspec.structs.replace(stats, num_rebuilds=self.num_rebuilds, state=state, devices=devices)
+        return msgspec.structs.replace(stats, num_rebuilds=self.num_rebuilds, state=state, devices=self.ranks.devices)
 
     def _fail_all(self, error: LockstepError) -> None:
         with self._lock:
@@ -428,13 +371,9 @@ class Coordinator:
         """Retires what is in flight, then has the ranks leave."""
         self.life.enter(EngineState.DRAINING)
         while self.scheduler.num_in_flight:
-            self.scheduler.retire(StepResult.decode(self._results.recv(self._step_timeout_s)))
-        self._dismiss()
-
-    def _dismiss(self) -> None:
-        """Tells the ranks to leave their loops."""
+            self.scheduler.retire(StepResult.decode(self.ranks.results.recv(self._step_timeout_s)))
         leave = StepFrame(self.scheduler.generation, self.scheduler.last_step + 1, kind=FrameKind.CLOSE)
-        self._frames.send(leave.encode(), self._step_timeout_s)
+        self.ranks.frames.send(leave.encode(), self._step_timeout_s)
 
 
 def _run_into(future: Future[_T], function: Callable[..., _T], *args: object) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 import threading
 import time
@@ -15,8 +16,8 @@ import ray
 
 from cluster.engine.state import EngineState
 from cluster.observability.logs import log_to_stderr
-from cluster.ranks.rank_actor import Location, RankLoad
-from cluster.ranks.stopped import end_stopped, is_replica
+from cluster.ranks.liveness import end_stopped, is_replica
+from cluster.ranks.rank_actor import Location, PoolShape, RankLoad
 from configs.errors import ConfigError
 from configs.model_config import ModelConfig
 from configs.schema import EngineConfig, resolved
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from cluster.engine.coordinator import Coordinator
     from cluster.ranks.rank_group import GroupMemory, RankGroup
-    from cluster.ranks.resizing import Resized, Resizer
+    from cluster.ranks.resizing import Resized
     from cluster.scheduling.scheduler import SchedulerLimits
     from configs.kv_pages import WindowPool
 
@@ -95,10 +96,9 @@ class CoordinatorActor:
         self._phase = "starting"
         self._phase_began = time.monotonic()
         self._phase_s: list[tuple[str, float]] = []
-        self._group: RankGroup | None = None
-        self._resizer: Resizer | None = None
+        self._starting: RankGroup | None = None  # ranks whose start is reported
         self._coordinator: Coordinator | None = None
-        self._recovers = False
+        self._resizing = threading.Lock()
         self._guides = RequestGuides(spec.model.vocab_size, spec.model.eos_token_ids, self._wake)
 
     def __repr__(self) -> str:
@@ -107,25 +107,32 @@ class CoordinatorActor:
     def start(self, placement_group: PlacementGroup) -> EngineFacts:
         """Starts the ranks and loads the model; the socket takes connections, `run` serves them."""
         from cluster.engine.coordinator import Coordinator
-        from cluster.ranks.rank_clock import RankClock
-        from cluster.ranks.rank_group import GENERATION
-        from cluster.ranks.recovery import Recovery, reason_never
-        from cluster.ranks.resizing import Resizer, step_cost
+        from cluster.ranks.liveness import Liveness
+        from cluster.ranks.rank import RankStarter
+        from cluster.ranks.rank_group import GENERATION, RankGroup
+        from cluster.ranks.recovery import Recovery
         from cluster.scheduling.scheduler import Scheduler
         from configs.kv_pages import WindowPool, cut_max_model_len, num_kv_pages
         from worker.protocol import StepResult
 
         spec, config = self._spec, self._spec.config
         self._enter("starting ranks")
-        group = self._group = self._ranks(placement_group, config)
-        locations = group.start()
-        if not config.is_local_model and config.load_format != "dummy":
+        starter = RankStarter(
+            config=config,
+            model=spec.model,
+            model_path=spec.model_path,
+            placement_group=placement_group,
+            name=self._name,
+        )
+        group = self._starting = RankGroup(starter)
+        group.start()
+        if group.fetches:
             self._enter(_FETCHING)
-            group.fetch(locations)
+            group.fetch()
         self._enter(_LOADING)
-        memory = group.load(locations)
+        memory = group.load()
         self._enter("measuring the devices")
-        peak_flops, peak_bandwidth = group.measure()
+        peaks = group.measure()
         window_pool = WindowPool.of(config, spec.model)
         num_pages = num_kv_pages(config.kv_cache, memory.bytes_per_page, memory.free_bytes, window_pool)
         max_model_len = cut_max_model_len(config, spec.model, num_pages)
@@ -134,33 +141,17 @@ class CoordinatorActor:
         limits = _scheduler_limits(spec, num_pages, max_model_len, window_pool)
         result_bytes = StepResult.max_bytes(limits.max_num_seqs * limits.max_row_tokens, config.server.max_logprobs)
         message_bytes = max(limits.max_frame_bytes, result_bytes)
-        frames, results = group.run(num_pages, max_model_len, limits.num_window_pages, message_bytes)
-        never = reason_never(config, one_node=group.one_node)
-        self._recovers = never is None
+        recovery = config.recovery
+        finds_hangs = group.reason_never is None
         coordinator = Coordinator(
-            scheduler=Scheduler(limits, GENERATION, self._guides.make),
-            frames=frames,
-            results=results,
+            Scheduler(limits, GENERATION, self._guides.make),
+            group,
             step_timeout_s=config.parallel.step_timeout_s,
-            cost=step_cost(spec.model, config),
-            heartbeat_ages=lambda: self._in_use().heartbeat_ages(),
-            devices=lambda: self._in_use().devices,
-            on_stuck=lambda age_s: self._in_use().log_stacks(age_s),
-            recovery=Recovery(config.recovery.max_rebuilds, never),
-            rebuild=lambda generation, failure: self._in_use().rebuild(generation, failure),
-            peaks=(peak_flops, peak_bandwidth),
-            rank_clock=RankClock(lambda: self._in_use().pids.values()) if self._recovers else None,
-            hang_timeout_s=resolved(config.recovery.hang_timeout_s),
+            recovery=Recovery(recovery.max_rebuilds, group.reason_never),
+            liveness=Liveness(peaks, resolved(recovery.hang_timeout_s) if finds_hangs else math.inf),
         )
+        group.run(PoolShape(num_pages, max_model_len, limits.num_window_pages, message_bytes), coordinator.fail)
         self._coordinator = coordinator
-        self._use(group)
-        self._resizer = Resizer(
-            spec.given,
-            config,
-            spec.model,
-            placement_group,
-            lambda config: self._ranks(placement_group, config, f"of{config.tensor_parallel_size}"),
-        )
         self._enter("ready")
         return EngineFacts(
             address=coordinator.address,
@@ -168,36 +159,12 @@ class CoordinatorActor:
             num_pages=num_pages,
             max_model_len=max_model_len,
             max_item_tokens=limits.max_item_tokens,
-            locations=tuple(locations),
+            locations=tuple(group.locations),
             loads=memory.loads,
-            peak_flops=peak_flops,
-            peak_bandwidth=peak_bandwidth,
+            peak_flops=peaks[0],
+            peak_bandwidth=peaks[1],
             phase_s=tuple(self._phase_s),
         )
-
-    def _ranks(self, placement_group: PlacementGroup, config: EngineConfig, suffix: str = "") -> RankGroup:
-        from cluster.ranks.rank_group import RankGroup
-
-        return RankGroup(
-            config=config,
-            model=self._spec.model,
-            model_path=self._spec.model_path,
-            placement_group=placement_group,
-            name=self._name,
-            suffix=suffix,
-        )
-
-    def _use(self, group: RankGroup) -> None:
-        """`group` runs: from now on it is the engine's."""
-        assert self._coordinator is not None, "it serves the group's requests"
-        self._group = group
-        group.watch(self._coordinator.fail)
-        if self._recovers:
-            group.end_stopped(self._spec.config.recovery.stall_timeout_s)
-
-    def _in_use(self) -> RankGroup:
-        assert self._group is not None, "start comes first"
-        return self._group
 
     def _enter(self, phase: str) -> None:
         now = time.monotonic()
@@ -208,22 +175,24 @@ class CoordinatorActor:
         """Serves until `close`, then ends the ranks. Raises EngineError with the cause when the engine failed."""
         coordinator = self._coordinator
         assert coordinator is not None, "start comes first"
-        if self._recovers:
-            self._in_use().start_spares()
+        coordinator.ranks.start_spares()
         ended = threading.Event()
-        end_stopped(self._replica, self._spec.config.recovery.stall_timeout_s, ended)
+        end_stopped(self._processes, self._spec.config.recovery.stall_timeout_s, ended)
         try:
             coordinator.run()
         finally:
             ended.set()
             self._phase = "ended"
-            self._in_use().close(coordinator.failure)
+            coordinator.ranks.close(coordinator.failure)
             self._guides.close()
 
-    def _replica(self) -> dict[str, int]:
-        """The process of the Engine replica, where it is one that Ray Serve replaces."""
-        pid = None if self._coordinator is None else self._coordinator.engine_pid
-        return {"the Engine replica": pid} if pid is not None and is_replica(pid) else {}
+    def _processes(self) -> dict[str, int]:
+        """The processes to be ended where they are stopped, by name: ranks that are replaced then, and the Engine
+        replica, where it is one that Ray Serve replaces."""
+        assert self._coordinator is not None, "it runs"
+        ranks, pid = self._coordinator.ranks, self._coordinator.engine_pid
+        found = {f"rank {rank}": of_rank for rank, of_rank in ranks.pids.items() if ranks.reason_never is None}
+        return found | ({"the Engine replica": pid} if pid is not None and is_replica(pid) else {})
 
     @ray.method(concurrency_group="ctl")
     def set_tokenizer(self, tokenizer: str) -> None:
@@ -232,20 +201,23 @@ class CoordinatorActor:
 
     @ray.method(concurrency_group="ctl")
     def resize(self, size: int) -> Resized:
-        """Makes `size` ranks of the engine's, while it runs; returns when they do. Raises as `Resizer.resize`."""
-        if self._resizer is None or self._coordinator is None:
-            raise ConfigError("the engine has not started yet; try again when it has")
-        return self._resizer.resize(size, self._in_use(), self._coordinator, self._go_on_with)
+        """Makes `size` ranks of the engine's, while it runs; returns when they do. Raises as `cluster.ranks.resizing`
+        has it."""
+        from cluster.ranks.resizing import resize
 
-    def _go_on_with(self, group: RankGroup) -> None:
-        self._use(group)
-        if self._recovers:
-            group.start_spares()
+        if self._coordinator is None:
+            raise ConfigError("the engine has not started yet; try again when it has")
+        if not self._resizing.acquire(blocking=False):
+            raise ConfigError("another resize is under way; try again after it")
+        try:
+            return resize(size, self._spec.given, self._coordinator)
+        finally:
+            self._resizing.release()
 
     @ray.method(concurrency_group="ctl")
     def progress(self) -> Progress:
         """Where the start stands; answers while `start` runs."""
-        done = self._group.progress() if self._group is not None and self._phase in _MEASURED_PHASES else []
+        done = self._starting.progress() if self._starting is not None and self._phase in _MEASURED_PHASES else []
         return Progress(self._phase, tuple(done))
 
     @ray.method(concurrency_group="ctl")
@@ -261,8 +233,8 @@ class CoordinatorActor:
             "failure": coordinator.failure,
             "state": coordinator.life.state,
             "num_rebuilds": coordinator.num_rebuilds,
-            "pids": self._group.pids if self._group is not None else {},
-            "spare_pids": self._group.spare_pids if self._group is not None else [],
+            "pids": coordinator.ranks.pids,
+            "spare_pids": coordinator.ranks.spare_pids,
             "num_steps": coordinator.num_steps,
             **dataclasses.asdict(stats),
         }

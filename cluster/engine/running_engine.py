@@ -16,11 +16,11 @@ from cluster.engine.coordinator_actor import CoordinatorActor, EngineFacts, Engi
 from cluster.engine.fingerprint import system_fingerprint
 from cluster.engine.preflight import find_tokenizer
 from cluster.observability.telemetry import Telemetry
-from cluster.ranks.gpus import least_compute_capability
+from cluster.ranks.host import host_facts
+from cluster.ranks.liveness import StoppedClock
+from cluster.ranks.rank import NAMESPACE
 from cluster.ranks.rank_actor import actor_class
-from cluster.ranks.rank_group import NAMESPACE, node_cores
 from cluster.ranks.resizing import Resized
-from cluster.ranks.stopped import StoppedClock
 from cluster.requests.engine_info import EngineInfo
 from cluster.requests.sampling import SamplingDefaults
 from cluster.requests.served_model import ServedModel
@@ -30,7 +30,7 @@ from configs.checkpoint import resolve_model_path
 from configs.errors import EngineError, LockstepError
 from configs.generation_config import read_generation_defaults
 from configs.read_config import read_model_config
-from configs.resolve import HostFacts, resolve
+from configs.resolve import resolve
 from configs.schema import EngineConfig
 
 logger = logging.getLogger(__name__)
@@ -51,9 +51,7 @@ def describe(config: EngineConfig, *, gpus: bool, announce: bool = True) -> Engi
     """
     model_path = resolve_model_path(config.model, config.revision, weights=config.has_local_weights)
     model = read_model_config(model_path)
-    capability = least_compute_capability(ray.nodes()) if gpus and ray.is_initialized() else None
-    host = HostFacts(num_cores=node_cores(), num_gpus=int(gpus), compute_capability=capability)
-    resolved = resolve(config, model, host)
+    resolved = resolve(config, model, host_facts(gpus=gpus))
     if announce:
         for decision in resolved.decisions:
             logger.info("%s", decision)
@@ -72,7 +70,7 @@ class RunningEngine:
         self.coordinator = coordinator
         """Handle of the `CoordinatorActor`."""
         self._run = run
-        self._stopped = StoppedClock(facts.pid)
+        self._stopped = StoppedClock()
 
     @classmethod
     async def start(
@@ -118,7 +116,7 @@ class RunningEngine:
         if self.client.failure is not None:
             return EngineError(self.client.failure)
         timeout_s = self.spec.config.recovery.stall_timeout_s
-        if self._stopped.look() >= timeout_s:
+        if self._stopped.look((self.facts.pid,)).get(self.facts.pid, 0.0) >= timeout_s:
             return EngineError(f"the coordinator is stopped for longer than recovery.stall_timeout_s={timeout_s:g}")
         if (silence_s := self.client.board.age_s) > _SILENCE_S:
             return EngineError(f"the coordinator has not reported for {silence_s:.0f} s, so it is stuck")
@@ -166,7 +164,7 @@ class RunningEngine:
         return served
 
     async def resize(self, size: int) -> Resized:
-        """Makes `size` ranks of the group's, with its requests in flight. Raises as `Resizer.resize`."""
+        """Makes `size` ranks of the group's, with its requests in flight. Raises as `cluster.ranks.resizing` has it."""
         try:
             resized: Resized = await self.coordinator.resize.remote(size)
         except ray.exceptions.RayError as error:

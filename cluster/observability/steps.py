@@ -6,7 +6,6 @@ the rows and one `pack`.
 
 from __future__ import annotations
 
-import math
 import struct
 import time
 from collections import deque
@@ -40,34 +39,13 @@ _RECORD = struct.Struct("<dffiiiiff")
 _MAX_UNREAD_BYTES = _RECORD.size * 4096
 
 
-# Steps of a kind after which it is known what one takes: the first ones touch everything for the first time.
-_LEARNED = 16
-# What was slow once, on a busy machine say, is forgotten in some hundred steps.
-_FORGET = 0.99
-# Of a step, whatever is in it.
-_LEAST_S = 1e-3
-
-
 class StepMeter:
     """Times the steps of one coordinator and counts what they cost. One thread."""
 
-    def __init__(
-        self,
-        cost: StepCost,
-        clock: Callable[[], float] = time.monotonic,
-        peaks: tuple[float, float] = (math.inf, math.inf),
-    ) -> None:
-        """Args:
-        cost: of all ranks together.
-        peaks: FLOP/s and bytes/s that all ranks together were measured to do.
-        """
+    def __init__(self, cost: StepCost, clock: Callable[[], float] = time.monotonic) -> None:
         self.cost = cost
-        """Of the steps that are launched from now on."""
-        self._peaks = peaks
+        """What the steps cost that are launched from now on, all ranks together."""
         self._clock = clock
-        # By whether prompts are in the step: of the slowest lately, its duration over what the peaks allow.
-        self._slowness = [0.0, 0.0]
-        self._num_retired = [0, 0]
         # Launched at; rows, decodes and prompt tokens; FLOPs and bytes.
         self._in_flight: deque[tuple[float, tuple[int, int, int], tuple[float, float]]] = deque()
         self._last_end: float | None = None  # of a step; None where the engine had nothing to do since
@@ -86,35 +64,23 @@ class StepMeter:
         cost = self.cost.step(frame.starts, frame.lens, num_logits)
         self._in_flight.append((self._clock(), (num_rows, num_decodes, len(frame.token_ids)), cost))
 
-    def retired(self, num_sampled: int, possible_s: float = math.inf) -> None:
-        """The oldest step's result is there, with that many tokens.
+    @property
+    def oldest(self) -> tuple[bool, tuple[float, float]]:
+        """Whether prompts are in the oldest step in flight, and its FLOPs and bytes."""
+        _, (*_, num_prefill_tokens), cost = self._in_flight[0]
+        return num_prefill_tokens > 0, cost
 
-        Args:
-            possible_s: at most so much of its duration was its own, and not other programs'.
-        """
+    def retired(self, num_sampled: int) -> float:
+        """The oldest step's result is there, with that many tokens. Returns the seconds that it took."""
         now = self._clock()
-        kind, least_s = self._least()
         launched, counts, cost = self._in_flight.popleft()
         before = launched if self._last_end is None else self._last_end
         duration, gap = now - max(launched, before), max(0.0, launched - before)
         self._last_end = now
-        self._num_retired[kind] += 1
-        self._slowness[kind] = max(self._slowness[kind] * _FORGET, min(duration, possible_s) / least_s)
         if len(self._records) >= _MAX_UNREAD_BYTES:
             self._records.clear()
         self._records += _RECORD.pack(launched, duration, gap, *counts, num_sampled, *cost)
-
-    def expected_s(self) -> float:
-        """What the oldest step in flight takes if it is like the slowest of those before, by what it has to compute
-        and read; infinite before that is known."""
-        kind, least_s = self._least()
-        return self._slowness[kind] * least_s if self._num_retired[kind] >= _LEARNED else math.inf
-
-    def _least(self) -> tuple[int, float]:
-        """Whether prompts are in the oldest step in flight, and the seconds that the peaks allow for it."""
-        _, (*_, num_prompt_tokens), cost = self._in_flight[0]
-        least_s = _LEAST_S + sum(amount / peak for amount, peak in zip(cost, self._peaks, strict=True))
-        return int(num_prompt_tokens > 0), least_s
+        return duration
 
     def lost(self) -> None:
         """The steps in flight will not retire."""

@@ -81,6 +81,18 @@ class RankLoad:
     """As `worker.platform.platform_of` has it."""
 
 
+@dataclass(frozen=True)
+class PoolShape:
+    """What every rank of a group allocates before it runs, whatever their number."""
+
+    num_pages: int
+    max_model_len: int
+    num_window_pages: int | None
+    """As in `TPWorker.allocate`."""
+    max_message_bytes: int
+    """The most that a frame or a result takes."""
+
+
 class RankActor:
     """One rank's process. Methods run in the order they are declared; `ctl` ones answer while `run` blocks."""
 
@@ -216,10 +228,10 @@ class RankActor:
         """Measures what this rank's device can do; all ranks at the same time, since they may share it."""
         return self._ready().measure()
 
-    def allocate(self, num_pages: int, max_model_len: int, num_window_pages: int | None) -> None:
+    def allocate(self, pool: PoolShape) -> None:
         """Allocates the KV pool and the request tables; on CUDA captures the decode steps."""
         self._progress = 0.0
-        self._ready().allocate(num_pages, max_model_len, num_window_pages, self._on_progress)
+        self._ready().allocate(pool.num_pages, pool.max_model_len, pool.num_window_pages, self._on_progress)
 
     def attach_ring(self, frames_address: str, results_address: str) -> None:
         """Connects to the shared-memory step channel of this node; rank 0 also to the results."""

@@ -14,10 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cluster.engine.messages import FinishReason
-from cluster.scheduling.guide import Guide
 from cluster.scheduling.limits import SchedulerLimits
-from cluster.scheduling.request import Request
-from cluster.scheduling.request_adjustments import check_allows_a_token
+from cluster.scheduling.request import Guide, Request, check_allows_a_token
 from cluster.scheduling.row_table import RowTable
 from configs.errors import GuideError, OverloadedError, RequestError
 from worker.protocol import Int32Array, UInt32Array, mask_words

@@ -46,7 +46,7 @@ def max_item_tokens(config: EngineConfig, model: ModelConfig) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerLimits:
-    """Sizes the scheduler works within. Raises ConfigError when one of them allows no step at all."""
+    """Sizes the scheduler works within, each at least 1. Raises ConfigError where they allow no step at all."""
 
     num_pages: int
     """Usable pages, ids 1 to `num_pages`. Page 0 is padding and never handed out."""
@@ -75,22 +75,6 @@ class SchedulerLimits:
     """Tokens that a query of the layers in the window pool sees, itself among them."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "num_pages",
-            "page_size",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "prefill_chunk_size",
-            "vocab_size",
-            "max_num_queued_requests",
-            "max_num_queued_tokens",
-            "steps_in_flight",
-            "max_prompt_logprobs",
-            "max_row_tokens",
-            "window",
-        ):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} is below 1; choose 1 or more")
         if self.max_row_tokens > self.max_num_batched_tokens:
             raise ConfigError(f"max_row_tokens={self.max_row_tokens} exceeds {self.max_num_batched_tokens=}")
         if self.num_window_pages is not None and self.num_window_pages < self.max_window_pages_per_row:

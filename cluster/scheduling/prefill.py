@@ -1,29 +1,83 @@
-"""What is prefilled next: admission of waiting requests, beside the chunks of those that are in prefill.
+"""What is prefilled next: chunks of the prompts of admitted requests, and which waiting requests are admitted.
 
 Decodes come first and are not known here. Then prefills in progress, then the queue in its order (`FairQueue`), with
 two exceptions, so that one huge prompt does not hold up all others:
 - While a prefill is in progress, requests whose whole prompts fit into half of what decodes leave need not wait for it.
 - A head of the queue that lacks pages is overtaken by those of the next few that have enough, `_MAX_OVERTAKEN` times:
   then it is waited for. What was preempted is never overtaken.
+
+A prompt of which another row computes the same part in the same step waits for that row: a step later the prefix cache
+has it. A prompt whose log probabilities are wanted reads no cache, and takes no more tokens of a step than may
+have them.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import NamedTuple
 
-from cluster.scheduling.chunks import PrefillChunks, PrefillPlan
+import numpy as np
+
 from cluster.scheduling.fair_queue import FairQueue
 from cluster.scheduling.frame_builder import FrameBuilder
 from cluster.scheduling.limits import MAX_PREFIX_DELTAS, SchedulerLimits
-from cluster.scheduling.recent_rate import RecentRate
+from cluster.scheduling.pages import Prefix, RowPages
+from cluster.scheduling.prefix_cache import Node
 from cluster.scheduling.request import Request
-from cluster.scheduling.row_pages import RowPages
 from cluster.scheduling.row_table import RowTable
+from worker.protocol import ITEM_DTYPE, MAX_ITEMS, PROMPT_LOGPROBS_DTYPE, Int32Array, RowFlag
+
+# Plain integers: operations of enumerations take a microsecond each.
+_CHUNK = int(RowFlag.HAS_TOKENS)
+_LAST_CHUNK = int(RowFlag.HAS_TOKENS | RowFlag.SAMPLE)
 
 _MAX_OVERTAKEN = 16
-_RATE_WINDOW_S = 10.0
+# Requests behind a head that cannot be admitted of which it is tried in one step.
 _LOOKAHEAD = 4
-"""Requests behind a head that cannot be admitted of which it is tried in one step."""
+_RATE_WINDOW_S = 10.0
+# Less is too short to tell a rate.
+_MIN_SPAN_S = 0.5
+
+PageKey = tuple[Node, bytes]
+"""An end of the cached prefixes, and the tokens of the page after it."""
+
+
+class PromptRun(NamedTuple):
+    """Prompt tokens whose log probability a step finds."""
+
+    row: int
+    first: int
+    """Position of the first of them; the step has the one before as an input."""
+    num: int
+    k: int
+    """How many of the likeliest tokens are wanted too."""
+
+
+@dataclass(slots=True, eq=False)
+class PrefillPlan:
+    """The prefill chunks of one step. Pages are taken already: a plan with rows must be launched."""
+
+    budget: int
+    """Tokens left."""
+    now: float
+    rows: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    lens: list[int] = field(default_factory=list)
+    deltas: list[Int32Array] = field(default_factory=list)
+    """Page deltas, each [n, 3]."""
+    admitted: list[Request] = field(default_factory=list)
+    num_adjustment_bytes: int = 0
+    """Bytes that the rows of `admitted` start with, besides parameters."""
+    num_prefix_deltas: int = 0
+    """Page deltas of pages that came from the prefix cache."""
+    prompt_runs: list[PromptRun] = field(default_factory=list)
+    num_prompt_logprobs: int = 0
+    """Prompt tokens of `prompt_runs`."""
+    num_items: int = 0
+    """Of the rows whose prefill ends."""
+    computing: dict[PageKey, int] = field(default_factory=dict)
+    """Index into `rows` of the chunk that begins at this end of the cached prefixes with this page."""
 
 
 class _Outcome(Enum):
@@ -35,111 +89,149 @@ class _Outcome(Enum):
     """Till the next step: for what another row computes in this one, or for room in the frame."""
 
 
+class RecentRate:
+    """Units a second over the last one to two windows."""
+
+    def __init__(self) -> None:
+        self._began: float | None = None  # when the current window did
+        self._num = 0
+        self._before_began = 0.0  # of the one before it
+        self._num_before = 0
+
+    def add(self, num: int, now: float) -> None:
+        """Counts `num` units at the time `now`, which never goes back."""
+        if self._began is None or now - self._began >= 2 * _RATE_WINDOW_S:
+            # Nothing for a whole window: what was before says nothing about what comes.
+            self._began = self._before_began = now
+            self._num = self._num_before = 0
+        elif now - self._began >= _RATE_WINDOW_S:
+            self._before_began, self._num_before = self._began, self._num
+            self._began, self._num = now, 0
+        self._num += num
+
+    def per_second(self, now: float) -> float | None:
+        """None: too little is known."""
+        span = now - self._before_began
+        if self._began is None or span < _MIN_SPAN_S:
+            return None
+        return (self._num_before + self._num) / span
+
+
 class PrefillQueue:
-    """Waiting requests, and rows in prefill."""
+    """Waiting requests, and rows in prefill, from their admission to the end of their prompts. Writes
+    `RowTable.num_computed` of these."""
 
     def __init__(self, limits: SchedulerLimits, rows: RowTable, pages: RowPages) -> None:
         self._limits = limits
-        self._max_num_running = limits.max_num_running
         self._rows = rows
         self._pages = pages
-        self._waiting = FairQueue()
-        self._chunks = PrefillChunks(limits, rows, pages)
+        self.waiting = FairQueue()
+        self.rate = RecentRate()
+        """How many waiting tokens were admitted lately."""
+        self.prefilling: list[int] = []
+        """Rows in prefill, in order of admission."""
+        self.total_prefix_hit_tokens = 0
+        """Tokens that rows took from the prefix cache."""
+        self.total_prompt_tokens = 0
+        """Tokens of admitted requests."""
         # All that were tried lacked pages, and nothing has happened since that could change it: spares their matches.
         self._is_blocked = False
-        self._rate = RecentRate(_RATE_WINDOW_S)
-        self._total_prompt_tokens = 0
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def num_waiting_tokens(self) -> int:
-        return self._waiting.num_tokens
-
-    def tokens_per_s(self, now: float) -> float | None:
-        """Waiting tokens that were admitted each second lately; None while too little is known."""
-        return self._rate.per_second(now)
-
-    @property
-    def oldest_arrival_s(self) -> float | None:
-        """When the request that waits longest came; None if none waits."""
-        oldest = self._waiting.oldest
-        return None if oldest is None else oldest.arrival_s
-
-    @property
-    def is_prefilling(self) -> bool:
-        """Some row is in prefill."""
-        return bool(self._chunks.rows)
-
-    @property
-    def total_prefix_hit_tokens(self) -> int:
-        return self._chunks.total_prefix_hit_tokens
-
-    @property
-    def total_prompt_tokens(self) -> int:
-        return self._total_prompt_tokens
 
     def push(self, request: Request) -> None:
         """Lets a new or a preempted request wait."""
         if request.num_preemptions:
             request.num_overtaken = _MAX_OVERTAKEN
-        self._waiting.push(request)
+        self.waiting.push(request)
         self._is_blocked = False
 
     def remove(self, request: Request) -> None:
         """Forgets a waiting request."""
-        self._waiting.remove(request)
+        self.waiting.remove(request)
         self._is_blocked = False
-
-    def charge(self, request: Request, num_tokens: int) -> None:
-        """Counts the tokens of an answer that ended as service to its client."""
-        self._waiting.charge(request, num_tokens)
 
     def forget_row(self, row: int) -> None:
         """Row and pages of a request that ended or was preempted are free again, in prefill or not."""
         self._is_blocked = False
-        self._chunks.forget(row)
+        if row in self.prefilling:
+            self.prefilling.remove(row)
 
     def plan(self, budget: int, now: float) -> PrefillPlan:
         """Chunks of at most `budget` tokens in all, with their pages; admits requests."""
         plan = PrefillPlan(budget, now)
-        if in_progress := self._chunks.rows:
+        if in_progress := tuple(self.prefilling):
             self._admit(plan, longest=budget // 2)
         for row in in_progress:
             if plan.budget <= 0:
                 break
-            self._chunks.go_on(row, plan)
+            self._go_on(row, plan)
         self._admit(plan)
         return plan
 
     def commit(self, plan: PrefillPlan, frame: FrameBuilder) -> list[int]:
         """Adds the plan to the frame, makes its whole pages known, and returns the rows whose prefill ends."""
-        ending = self._chunks.commit(plan, frame)
+        table = self._rows
+        ending: list[int] = []
+        tokens: list[Int32Array] = []
+        flags: list[int] = []
+        for row, start, length in zip(plan.rows, plan.starts, plan.lens, strict=True):
+            end = start + length
+            tokens.append(table.tokens[row, start:end])
+            table.num_computed[row] = end
+            if end == table.num_prefill[row]:
+                ending.append(row)
+                flags.append(_LAST_CHUNK)
+            else:
+                flags.append(_CHUNK)
+            # Pages that are cached already would be kept twice while such a prompt is computed, which reads no cache.
+            if not table.request(row).wants_prompt_logprobs:
+                self._pages.publish(row, table.tokens[row], min(end, int(table.num_cacheable[row])))
+        self.prefilling = [row for row in self.prefilling if row not in ending]
         if ending or self._limits.num_window_pages is not None:
             # Their pages, or what any chunk is about to leave in the window pool, may be what the head needs.
             self._is_blocked = False
+        frame.add(
+            rows=np.array(plan.rows, np.int32),
+            starts=np.array(plan.starts, np.int32),
+            lens=np.array(plan.lens, np.int32),
+            flags=np.array(flags, np.int32),
+            token_ids=np.concatenate(tokens),
+        )
+        self._add_wanted(plan, ending, frame)
         return ending
+
+    def _add_wanted(self, plan: PrefillPlan, ending: list[int], frame: FrameBuilder) -> None:
+        """Adds the items and the prompt log probabilities that the chunks are computed for."""
+        table = self._rows
+        if plan.num_items:
+            items = [(row, length) for row in ending for length in table.request(row).item_lens]
+            frame.add(items=np.array(items, ITEM_DTYPE))
+        if plan.prompt_runs:
+            runs = [(row, first - 1, num, k) for row, first, num, k in plan.prompt_runs]
+            targets = [table.tokens[row, first : first + num] for row, first, num, _ in plan.prompt_runs]
+            frame.add(prompt_runs=np.array(runs, PROMPT_LOGPROBS_DTYPE), prompt_targets=np.concatenate(targets))
 
     def check_integrity(self, running_ids: set[int]) -> set[int]:
         """Ids of the waiting requests. Raises AssertionError unless queue, prefills and the row table agree."""
-        self._chunks.check_integrity()
-        waiting = self._waiting.check_integrity()
+        table = self._rows
+        prefilling = np.flatnonzero(table.live & (table.num_computed < table.num_prefill))
+        assert sorted(self.prefilling) == prefilling.tolist(), "the list of prefills is wrong"
+        waiting = self.waiting.check_integrity()
         assert running_ids.isdisjoint(waiting), "a request runs and waits"
         return waiting
+
+    # Admission
 
     def _admit(self, plan: PrefillPlan, longest: int | None = None) -> None:
         """Admits waiting requests in turn; with `longest` only whole prompts, as long as they have so many tokens in
         all. Those that cannot be admitted now keep their place.
         """
-        waiting = self._waiting
+        waiting = self.waiting
         if self._is_blocked or not waiting:
             return
         budget = plan.budget if longest is None else longest
         lacking: list[Request] = []
         num_waits = 0
-        while min(budget, plan.budget) > 0 and self._has_room(plan):
+        while min(budget, plan.budget) > 0 and self._may_admit(plan):
             request = waiting.first() if len(lacking) + num_waits <= _LOOKAHEAD else None
             if request is None:
                 self._is_blocked = bool(lacking) and not num_waits
@@ -164,48 +256,171 @@ class PrefillQueue:
                 break
         waiting.put_back()
 
-    def _has_room(self, plan: PrefillPlan) -> bool:
+    def _may_admit(self, plan: PrefillPlan) -> bool:
         """Whether one more request may be admitted, pages aside."""
-        return self._rows.num_taken < self._max_num_running and plan.num_prefix_deltas < MAX_PREFIX_DELTAS
+        return self._rows.num_taken < self._limits.max_num_running and plan.num_prefix_deltas < MAX_PREFIX_DELTAS
 
     def _try_admit(self, request: Request, plan: PrefillPlan) -> _Outcome:
         """Gives a request a row and its first chunk, or leaves everything as it was."""
-        if plan.num_adjustment_bytes + request.num_adjustment_bytes > self._limits.max_adjustment_bytes:
+        limits, pages, num_running = self._limits, self._pages, self._rows.num_taken
+        if plan.num_adjustment_bytes + request.num_adjustment_bytes > limits.max_adjustment_bytes:
             return _Outcome.WAITS
-        if not self._chunks.has_room(request, plan):
+        if not self._has_room(request, plan):
             return _Outcome.WAITS
-        chunks, num_running = self._chunks, self._rows.num_taken
-        # Pages that rows in prefill still need, and a page for each running request's next tokens.
-        missing, num_next = (
-            chunks.num_missing_pages,
-            num_running * self._limits.num_pages_for(self._limits.max_row_tokens),
-        )
         row = self._rows.take(request)
-        self._pages.open(row, request.cache_salt)
+        pages.open(row, request.cache_salt)
         request.num_cached_tokens = 0
         num_deltas, num_prefix_deltas = len(plan.deltas), plan.num_prefix_deltas
-        prefix = chunks.find_prefix(row, plan)
-        key = chunks.next_page_key(row, prefix)
-        if chunks.is_computed_by_another(row, prefix, key, plan):
+        prefix = self._find_prefix(row, plan)
+        key = self._next_page_key(row, prefix)
+        if self._is_computed_by_another(row, prefix, key, plan):
             self._give_back(row)
             return _Outcome.WAITS
-        chunks.adopt_prefix(row, prefix, plan)
-        # Alone it always fits: `reason_never_fits`.
-        if num_running > 0 and not self._pages.has_room([chunks.num_pages_missing(row), *missing], num_next):
-            chunks.total_prefix_hit_tokens -= request.num_cached_tokens
+        self._adopt_prefix(row, prefix, plan)
+        # Pages that rows in prefill still need, and a page for each running request's next tokens. Alone a request
+        # always fits: `Request.reason_never_fits`.
+        missing = [self._num_pages_missing(each) for each in (row, *self.prefilling)]
+        num_next = num_running * limits.num_pages_for(limits.max_row_tokens)
+        if num_running > 0 and not pages.has_room(missing, num_next):
+            self.total_prefix_hit_tokens -= request.num_cached_tokens
             del plan.deltas[num_deltas:]
             plan.num_prefix_deltas = num_prefix_deltas
             self._give_back(row)
             return _Outcome.LACKS_PAGES
-        self._total_prompt_tokens += len(request.tokens)
-        self._rate.add(len(request.tokens), plan.now)
+        self.total_prompt_tokens += len(request.tokens)
+        self.rate.add(len(request.tokens), plan.now)
         if request.admission_s is None:
             request.admission_s = plan.now
         plan.admitted.append(request)
         plan.num_adjustment_bytes += request.num_adjustment_bytes
-        chunks.begin(row, key, plan)
+        self.prefilling.append(row)
+        has_chunk = self._add_chunk(row, key, plan)
+        assert has_chunk, "a request was admitted without pages for its first chunk"
         return _Outcome.ADMITTED
 
     def _give_back(self, row: int) -> None:
         self._pages.release(row)
         self._rows.give_back(row)
+
+    # Chunks
+
+    def _go_on(self, row: int, plan: PrefillPlan) -> None:
+        """Adds the next chunk of a row in prefill, if there are pages for it and no other row computes the same."""
+        if not self._has_room(self._rows.request(row), plan):
+            return
+        # Others may have computed what comes next since the last chunk.
+        prefix = self._find_prefix(row, plan)
+        key = self._next_page_key(row, prefix)
+        if self._is_computed_by_another(row, prefix, key, plan):
+            return
+        if self._pages.has_room([self._num_pages_missing(row)]):
+            # Only then it is sure that the chunk gets its pages, and that the deltas of the prefix are sent.
+            self._adopt_prefix(row, prefix, plan)
+        elif len(prefix.pages):
+            key = self._next_page_key(row, self._pages.no_prefix(row))
+        self._add_chunk(row, key, plan)
+
+    def _has_room(self, request: Request, plan: PrefillPlan) -> bool:
+        """Whether the step finds another log probability, if the request needs one to go on, and takes its items."""
+        if request.item_lens:
+            return request.num_item_tokens <= plan.budget and plan.num_items + len(request.item_lens) <= MAX_ITEMS
+        return not request.wants_prompt_logprobs or plan.num_prompt_logprobs < self._limits.max_prompt_logprobs
+
+    def _find_prefix(self, row: int, plan: PrefillPlan) -> Prefix:
+        """Cached pages that go on where the row's own end. The last token is left: its logits are wanted."""
+        if plan.num_prefix_deltas >= MAX_PREFIX_DELTAS:
+            return self._pages.no_prefix(row)
+        table = self._rows
+        start, end = int(table.num_computed[row]), int(table.num_prefill[row])
+        request = table.request(row)
+        if request.wants_prompt_logprobs:
+            end = max(start + 1, request.next_prompt_logprob)  # The rest has to be computed.
+        return self._pages.find_prefix(row, table.tokens[row, start : min(end - 1, int(table.num_cacheable[row]))])
+
+    def _adopt_prefix(self, row: int, prefix: Prefix, plan: PrefillPlan) -> None:
+        """Gives the row the pages that `find_prefix` has just found."""
+        table = self._rows
+        deltas = self._pages.adopt_prefix(row, prefix)
+        if len(deltas):
+            num_tokens = len(deltas) * self._limits.page_size
+            table.num_computed[row] += num_tokens
+            table.request(row).num_cached_tokens += num_tokens
+            self.total_prefix_hit_tokens += num_tokens
+            plan.deltas.append(deltas)
+            plan.num_prefix_deltas += len(deltas)
+
+    def _next_page_key(self, row: int, prefix: Prefix) -> PageKey | None:
+        """What a chunk after `prefix` begins with, by which others can tell that they begin alike; None if none can."""
+        table, page_size = self._rows, self._limits.page_size
+        start = int(table.num_computed[row]) + len(prefix.pages) * page_size
+        end = min(int(table.num_prefill[row]), int(table.num_cacheable[row]))
+        tokens = table.tokens[row, start : min(start + page_size, end)]
+        return self._pages.next_page_key(row, prefix, tokens)
+
+    def _is_computed_by_another(self, row: int, prefix: Prefix, key: PageKey | None, plan: PrefillPlan) -> bool:
+        """A chunk of the plan computes whole pages that hold at least half of what the row would compute now."""
+        if key is None or (index := plan.computing.get(key)) is None or self._rows.request(row).wants_prompt_logprobs:
+            return False
+        table, page_size = self._rows, self._limits.page_size
+        start = int(table.num_computed[row]) + len(prefix.pages) * page_size
+        length = self._chunk_length(row, start, plan)
+        cacheable = int(table.num_cacheable[[row, plan.rows[index]]].min())
+        shared = min(length, plan.lens[index], int(table.num_prefill[row]) - 1 - start, cacheable - start)
+        differ = table.tokens[row, start : start + shared] != table.tokens[plan.rows[index], start : start + shared]
+        num_same = int(differ.argmax()) if differ.any() else shared
+        num_shareable = num_same // page_size * page_size
+        return num_shareable > 0 and 2 * num_shareable >= length
+
+    def _num_pages_missing(self, row: int) -> int:
+        """Pages a row in prefill lacks for its tokens and the first one after them."""
+        request = self._rows.request(row)
+        num_positions = min(len(request.tokens) + 1, request.max_total_tokens - 1)
+        return self._limits.num_pages_for(num_positions) - self._pages.num_row_pages(row)
+
+    def _add_chunk(self, row: int, key: PageKey | None, plan: PrefillPlan) -> bool:
+        """Takes pages for the row's next chunk and adds it to the plan; False if there are too few."""
+        start = int(self._rows.num_computed[row])
+        length = self._chunk_length(row, start, plan)
+        deltas = self._pages.grow(row, start + length)
+        if deltas is None:
+            return False
+        if key is not None:
+            plan.computing.setdefault(key, len(plan.rows))
+        if len(deltas):
+            plan.deltas.append(deltas)
+        plan.rows.append(row)
+        plan.starts.append(start)
+        plan.lens.append(length)
+        plan.budget -= length
+        request = self._rows.request(row)
+        if request.wants_prompt_logprobs:
+            self._add_prompt_run(request, start, length, plan)
+        if start + length == self._rows.num_prefill[row]:
+            plan.num_items += len(request.item_lens)
+        return True
+
+    def _add_prompt_run(self, request: Request, start: int, length: int, plan: PrefillPlan) -> None:
+        first = max(start + 1, request.next_prompt_logprob)
+        num = min(start + length + 1, request.num_prompt_tokens) - first
+        if num > 0:
+            plan.prompt_runs.append(PromptRun(request.row, first, num, request.sampling.prompt_logprobs))
+            plan.num_prompt_logprobs += num
+
+    def _chunk_length(self, row: int, start: int, plan: PrefillPlan) -> int:
+        page_size, end = self._limits.page_size, int(self._rows.num_prefill[row])
+        length = min(end - start, self._limits.prefill_chunk_size, plan.budget)
+        request = self._rows.request(row)
+        if request.item_lens and end - start > min(length, self._limits.max_item_tokens):
+            length = min(length, int(self._rows.num_cacheable[row]) - start)  # items come all in one step
+        if request.wants_prompt_logprobs:
+            stop = (
+                max(start, request.next_prompt_logprob - 1)
+                + self._limits.max_prompt_logprobs
+                - plan.num_prompt_logprobs
+            )
+            if stop < request.num_prompt_tokens - 1:
+                length = min(length, stop - start)
+        last_boundary = (start + length) // page_size * page_size
+        if start + length < end and last_boundary > start:
+            return last_boundary - start  # Whole pages can be shared, partial ones cannot.
+        return length

@@ -46,43 +46,31 @@ class PrefixCache:
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
-        self._root = Node(None, _NOTHING, _NOTHING)
+        self.root = Node(None, _NOTHING, _NOTHING)
+        """The empty prefix without a salt; locking it has no effect."""
         self._salted: dict[bytes, Node] = {}
-        self._num_pages = 0
+        self.num_pages = 0
+        """Pages in the tree."""
         self._num_locked_pages = 0
         self._clock = 0
         # Evictable leaves by last use. Lazy: an entry may be out of date; each node is in it at most once.
         self._heap: list[tuple[int, int, Node]] = []
         self._heap_serial = 0
 
-    @property
-    def root(self) -> Node:
-        """The empty prefix without a salt; locking it has no effect."""
-        return self._root
-
-    @property
-    def num_salts(self) -> int:
-        """Salts with a page in the cache, or with a lock."""
-        return len(self._salted)
-
     def lock_root(self, salt: bytes) -> Node:
         """The empty prefix of a salt, locked."""
         if not salt:
-            return self._root
+            return self.root
         node = self._salted.get(salt)
         if node is None:
-            node = self._salted[salt] = Node(self._root, _NOTHING, _NOTHING, salt)
+            node = self._salted[salt] = Node(self.root, _NOTHING, _NOTHING, salt)
         node.num_locks += 1
         return node
 
     @property
-    def num_pages(self) -> int:
-        return self._num_pages
-
-    @property
     def num_evictable_pages(self) -> int:
         """Pages that `evict` can return now."""
-        return self._num_pages - self._num_locked_pages
+        return self.num_pages - self._num_locked_pages
 
     def match(self, node: Node, tokens: Int32Array) -> tuple[Node, Int32Array]:
         """The longest cached continuation of `node`'s prefix by whole pages of `tokens`, and its pages.
@@ -105,7 +93,7 @@ class PrefixCache:
                 break
             offset += num_same * size
             num_left -= num_same
-        return node, np.concatenate(found) if found else np.empty(0, np.int32)
+        return node, np.concatenate(found) if found else _NOTHING
 
     def extend(self, node: Node, tokens: Int32Array, pages: Int32Array) -> tuple[Node, int]:
         """Inserts `pages`, which hold `tokens` after `node`'s prefix, and moves the caller's lock to their end.
@@ -119,7 +107,7 @@ class PrefixCache:
             # The row table's buffers are reused: keep copies.
             new_tokens = tokens[num_known * self._page_size :].copy()
             new_pages = pages[num_known:].copy()
-            self._num_pages += len(new_pages)
+            self.num_pages += len(new_pages)
             if end is node and len(node.pages) and not node.children and node.num_locks == 1:
                 # Only the caller stands here: a prompt prefilled in many chunks stays one node.
                 node.tokens = np.concatenate((node.tokens, new_tokens))
@@ -134,13 +122,13 @@ class PrefixCache:
 
     def lock(self, node: Node) -> None:
         """Keeps the pages of `node`'s whole prefix until `unlock`."""
-        self._lock_between(node, self._root)
+        self._lock_between(node, self.root)
 
     def unlock(self, node: Node) -> None:
         """Ends one lock of `node`, which counts as a use of its prefix."""
         self._clock += 1
         leaf = node
-        while node is not self._root:
+        while node is not self.root:
             assert node.num_locks > 0, "unlock of a prefix that is not locked"
             node.num_locks -= 1
             node.last_use = self._clock
@@ -174,7 +162,7 @@ class PrefixCache:
                 self._offer(node)
                 continue
             self._cut(node)
-        self._num_pages -= count
+        self.num_pages -= count
         return np.concatenate(evicted) if evicted else _NOTHING
 
     def forget(self, node: Node) -> Int32Array:
@@ -182,18 +170,18 @@ class PrefixCache:
         forgotten: list[Int32Array] = []
         while len(node.pages) and not node.num_locks and not node.children:
             forgotten.append(node.pages)
-            self._num_pages -= len(node.pages)
+            self.num_pages -= len(node.pages)
             node = self._cut(node)
         return np.concatenate(forgotten) if forgotten else _NOTHING
 
     def path_pages(self, node: Node) -> Int32Array:
         """Pages of `node`'s whole prefix, in order. For checks."""
         runs: list[Int32Array] = []
-        while node is not self._root:
+        while node is not self.root:
             runs.append(node.pages)
             assert node.parent is not None, "path of a node that was evicted"
             node = node.parent
-        return np.concatenate(runs[::-1]) if runs else np.empty(0, np.int32)
+        return np.concatenate(runs[::-1]) if runs else _NOTHING
 
     def check_integrity(self, locked: list[Node]) -> Int32Array:
         """All pages of the tree, ascending. Raises AssertionError unless counts, locks and keys agree.
@@ -204,17 +192,17 @@ class PrefixCache:
         expected_locks: dict[int, int] = {}
         for held in locked:
             walk: Node | None = held
-            while walk is not None and walk is not self._root:
+            while walk is not None and walk is not self.root:
                 expected_locks[id(walk)] = expected_locks.get(id(walk), 0) + 1
                 walk = walk.parent
-            assert walk is self._root, "a lock is held on an evicted node"
-        pages: list[Int32Array] = [self._root.pages]
+            assert walk is self.root, "a lock is held on an evicted node"
+        pages: list[Int32Array] = [self.root.pages]
         num_locked = 0
         for salt, top in self._salted.items():
             assert top.salt == salt, "the top of a salt's tree is under another salt"
             assert top.num_locks == expected_locks.get(id(top), 0), "lock count of a salt is wrong"
             assert top.num_locks or top.children, "a salt without locks and pages was kept"
-        stack = [self._root, *self._salted.values()]
+        stack = [self.root, *self._salted.values()]
         while stack:
             node = stack.pop()
             for key, child in node.children.items():
@@ -230,7 +218,7 @@ class PrefixCache:
                 stack.append(child)
         every = np.sort(np.concatenate(pages))
         assert len(np.unique(every)) == len(every), "a page is in the tree twice"
-        assert len(every) == self._num_pages, "page count is wrong"
+        assert len(every) == self.num_pages, "page count is wrong"
         assert num_locked == self._num_locked_pages, "locked page count is wrong"
         return every
 
@@ -279,7 +267,7 @@ class PrefixCache:
 
     def _offer(self, node: Node) -> None:
         """Puts `node` into the heap if it can be evicted now; the top of a salt's tree without pages goes at once."""
-        if node is self._root or node.num_locks or node.children or node.in_heap:
+        if node is self.root or node.num_locks or node.children or node.in_heap:
             return
         if node.salt:
             del self._salted[node.salt]

@@ -1,16 +1,133 @@
-"""One request as the scheduler keeps it, from `add` to its finish. Per-step numbers live in the row table instead."""
+"""One request as the scheduler keeps it, from arrival to finish. Per-step numbers live in the row table instead."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from cluster.engine.messages import Finished, FinishReason, GenerateRequest, SamplingParams
-from cluster.scheduling.guide import Guide
+from cluster.engine.messages import GenerateRequest, SamplingParams
 from cluster.scheduling.limits import SchedulerLimits
-from cluster.scheduling.request_adjustments import Adjustments
-from worker.protocol import MAX_ITEMS, Int32Array, StepFrame, UInt32Array
+from configs.errors import GuideError, RequestError
+from worker.protocol import (
+    ALWAYS,
+    ASKED_DTYPE,
+    BIAS_DTYPE,
+    MAX_ITEMS,
+    MAX_ROW_ASKED,
+    MAX_ROW_BIASES,
+    Int32Array,
+    StepFrame,
+    UInt32Array,
+    mask_words,
+)
+
+
+class Guide(Protocol):
+    """Makes one request's answer follow a grammar: tokens in, masks out. Called by one thread; no method blocks.
+
+    Implementations compute masks on threads of their own and wake the coordinator when one is there
+    (`Coordinator.wake`); the scheduler asks before each step and goes on with the other requests meanwhile.
+    """
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Takes the tokens sampled since the last call; of a request that is resumed, its whole answer so far."""
+
+    def poll(self) -> UInt32Array | None:
+        """[mask_words(vocab_size)] of the tokens that may come next, as often as it is asked; None: not there yet.
+
+        Raises:
+            GuideError: the request must end with this error.
+            OverloadedError: likewise, and its client may try again.
+        """
+
+    @property
+    def is_finished(self) -> bool:
+        """The answer, with all tokens accepted, is complete: nothing but end of sequence may follow."""
+
+    def close(self) -> None:
+        """The request has ended. Called once, also while a mask is computed."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adjustments:
+    """What a request changes of its row's logits, besides PARAMS_DTYPE: worked out once, when it arrives. Records have
+    no row yet: they become parts of a frame whenever the request is given one."""
+
+    biases: npt.NDArray[np.void]
+    """BIAS_DTYPE."""
+    asked: npt.NDArray[np.void]
+    """ASKED_DTYPE."""
+    allowed: UInt32Array | None
+    """Mask of `allowed_token_ids`."""
+    counts_prompt: bool
+    """A repetition penalty, which counts the prompt's tokens too."""
+    counts_answer: bool
+    """Any penalty."""
+
+    @classmethod
+    def create(cls, sampling: SamplingParams, num_prompt_tokens: int, limits: SchedulerLimits) -> Adjustments | None:
+        """None for a request that has none.
+
+        Raises:
+            RequestError: a token id is outside the vocabulary, or there are more than a row holds.
+            GuideError: nothing is left to sample.
+        """
+        bans = _bans(sampling, num_prompt_tokens, limits)
+        counts_prompt = sampling.repetition_penalty != 1.0
+        counts_answer = counts_prompt or bool(sampling.frequency_penalty or sampling.presence_penalty)
+        if not (
+            bans or counts_answer or sampling.logit_bias or sampling.logprob_token_ids or sampling.allowed_token_ids
+        ):
+            return None
+        biases = [(0, token_id, value, ALWAYS) for token_id, value in sampling.logit_bias]
+        biases += [(0, token_id, -np.inf, until) for token_id, until in bans.items()]
+        asked = [(0, token_id) for token_id in sampling.logprob_token_ids]
+        for name, ids, most in (
+            ("logit_bias", [bias[1] for bias in biases], MAX_ROW_BIASES),
+            ("logprob_token_ids", sampling.logprob_token_ids, MAX_ROW_ASKED),
+            ("allowed_token_ids", sampling.allowed_token_ids, limits.vocab_size),
+        ):
+            if len(ids) > most:
+                raise RequestError(f"{name} has {len(ids)} entries; at most {most}", code="engine_error")
+            if ids and not (min(ids) >= 0 and max(ids) < limits.vocab_size):
+                raise RequestError(f"{name} has an id outside 0 to {limits.vocab_size - 1}", code="engine_error")
+        adjustments = cls(
+            biases=np.array(biases, BIAS_DTYPE),
+            asked=np.array(asked, ASKED_DTYPE),
+            allowed=_mask_of(sampling.allowed_token_ids, limits.vocab_size) if sampling.allowed_token_ids else None,
+            counts_prompt=counts_prompt,
+            counts_answer=counts_answer,
+        )
+        if adjustments.allowed is not None:
+            adjustments.check(adjustments.allowed, num_prompt_tokens)
+        return adjustments
+
+    def restricted(self, mask: UInt32Array, position: int) -> UInt32Array:
+        """`mask` without what `allowed_token_ids` leaves out.
+
+        Args:
+            position: of the token to be sampled.
+
+        Raises:
+            GuideError: nothing is left to sample.
+        """
+        if self.allowed is not None:
+            mask = mask & self.allowed
+        self.check(mask, position)
+        return mask
+
+    def check(self, mask: UInt32Array, position: int) -> None:
+        """Raises GuideError unless `mask` and the biases allow a token at `position`."""
+        banned = np.isneginf(self.biases["value"]) & (position < self.biases["until"])
+        ids = self.biases["token_id"][banned]
+        if len(ids):
+            mask = mask.copy()
+            np.bitwise_and.at(mask, ids >> 5, ~(np.uint32(1) << (ids & 31).astype(np.uint32)))
+        check_allows_a_token(mask)
 
 
 @dataclass(slots=True, eq=False)
@@ -91,40 +208,55 @@ class Request:
             num_bytes += StepFrame.section_bytes(bias=len(own.biases), asked=len(own.asked), count=num_counts)
         return num_bytes
 
+    def reason_never_fits(self, limits: SchedulerLimits) -> str | None:
+        """Why this request could not even run alone, or None."""
+        num_prompt_tokens = len(self.tokens)
+        if num_prompt_tokens == 0:
+            return "the prompt is empty; send at least one token"
+        if self.tokens.min() < 0 or self.tokens.max() >= limits.vocab_size:
+            return f"the prompt has a token outside the vocabulary of {limits.vocab_size}; send ids below it"
+        if self.sampling.max_tokens < 1:
+            return f"max_tokens={self.sampling.max_tokens} is below 1; ask for at least one token"
+        if num_prompt_tokens >= limits.max_model_len:
+            return (
+                f"the prompt has {num_prompt_tokens} tokens, max_model_len={limits.max_model_len}; "
+                f"send at most {limits.max_model_len - 1}"
+            )
+        if (items := self.item_lens) and not (
+            min(items) > 0
+            and len(items) <= MAX_ITEMS
+            and self.num_item_tokens < num_prompt_tokens
+            and self.num_item_tokens <= limits.max_item_tokens
+            and not self.wants_prompt_logprobs
+        ):
+            return f"{len(items)} items of {self.num_item_tokens} tokens do not fit {limits.max_item_tokens=}"
+        num_pages = limits.num_pages_for(self.max_total_tokens - 1)
+        if num_pages > limits.num_pages:
+            return (
+                f"prompt and completion of {self.max_total_tokens} tokens exceed the KV pool of "
+                f"{limits.num_pages * limits.page_size} tokens; send a shorter prompt or ask for fewer tokens"
+            )
+        return None
 
-def reason_never_fits(request: Request, limits: SchedulerLimits) -> str | None:
-    """Why this request could not even run alone, or None."""
-    num_prompt_tokens = len(request.tokens)
-    if num_prompt_tokens == 0:
-        return "the prompt is empty; send at least one token"
-    if request.tokens.min() < 0 or request.tokens.max() >= limits.vocab_size:
-        return f"the prompt has a token outside the vocabulary of {limits.vocab_size}; send ids below it"
-    if request.sampling.max_tokens < 1:
-        return f"max_tokens={request.sampling.max_tokens} is below 1; ask for at least one token"
-    if num_prompt_tokens >= limits.max_model_len:
-        return (
-            f"the prompt has {num_prompt_tokens} tokens, max_model_len={limits.max_model_len}; "
-            f"send at most {limits.max_model_len - 1}"
-        )
-    if (items := request.item_lens) and not (
-        min(items) > 0
-        and len(items) <= MAX_ITEMS
-        and request.num_item_tokens < num_prompt_tokens
-        and request.num_item_tokens <= limits.max_item_tokens
-        and not request.wants_prompt_logprobs
-    ):
-        return f"{len(items)} items of {request.num_item_tokens} tokens do not fit {limits.max_item_tokens=}"
-    num_pages = limits.num_pages_for(request.max_total_tokens - 1)
-    if num_pages > limits.num_pages:
-        return (
-            f"prompt and completion of {request.max_total_tokens} tokens exceed the KV pool of "
-            f"{limits.num_pages * limits.page_size} tokens; send a shorter prompt or ask for fewer tokens"
-        )
-    return None
+
+def check_allows_a_token(mask: UInt32Array) -> None:
+    """Raises GuideError for a mask without a bit."""
+    if not mask.any():
+        raise GuideError("the grammar, with the other parameters of the request, allows no further token")
 
 
-def refused(request_id: int, error: str, error_code: str, retry_after_s: float | None = None) -> Finished:
-    """The finish of a request that was not accepted."""
-    return Finished(
-        id=request_id, reason=FinishReason.ERROR, error=error, error_code=error_code, retry_after_s=retry_after_s
-    )
+def _bans(sampling: SamplingParams, num_prompt_tokens: int, limits: SchedulerLimits) -> dict[int, int]:
+    """Token ids that must not be sampled -> the first position at which they may be."""
+    bans: dict[int, int] = {}
+    if sampling.min_tokens > 0:
+        ends = {*limits.eos_token_ids, *sampling.stop_token_ids}
+        # A stop id outside the vocabulary stops nothing.
+        bans = dict.fromkeys((i for i in ends if 0 <= i < limits.vocab_size), num_prompt_tokens + sampling.min_tokens)
+    bans |= {word[0]: ALWAYS for word in sampling.bad_words if len(word) == 1}
+    return bans
+
+
+def _mask_of(ids: Sequence[int], vocab_size: int) -> UInt32Array:
+    bits = np.zeros(32 * mask_words(vocab_size), np.uint8)
+    bits[np.array(ids, np.int64)] = 1
+    return np.packbits(bits, bitorder="little").view(np.uint32)

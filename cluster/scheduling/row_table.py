@@ -1,6 +1,6 @@
 """The numbers of every running request, as one array per number indexed by row, so that a step costs no Python
-per request. `Scheduler` writes them at each launch and retirement; `PrefillChunks` writes `num_computed` of rows in
-prefill, `GuidedRows` makes rows ready, and `Endings` ends them. `RowPages` keeps the pages.
+per request. `Scheduler` writes them at each launch and retirement; `PrefillQueue` writes `num_computed` of rows in
+prefill, `GuidedRows` makes rows ready, and `LifeCycle` ends them. `RowPages` keeps the pages.
 """
 
 from __future__ import annotations
@@ -53,10 +53,6 @@ class RowTable:
         """Token ids by position. Prefill reads it, and the prefix cache at the end."""
         self._free_rows = list(range(limits.max_num_seqs, 0, -1))
         self._num_admissions = 0
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free_rows)
 
     @property
     def num_taken(self) -> int:

@@ -17,15 +17,13 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from cluster.engine.messages import Finished, FinishReason, GenerateRequest, SchedulerStats, StepOutput
-from cluster.scheduling.admission import Admission
-from cluster.scheduling.chunks import PrefillPlan
-from cluster.scheduling.endings import Endings
 from cluster.scheduling.frame_builder import FrameBuilder
-from cluster.scheduling.guide import Guide
 from cluster.scheduling.guided_rows import GuidedRows
+from cluster.scheduling.life_cycle import LifeCycle
 from cluster.scheduling.limits import SchedulerLimits
-from cluster.scheduling.prefill import PrefillQueue
-from cluster.scheduling.row_pages import RowPages
+from cluster.scheduling.pages import RowPages
+from cluster.scheduling.prefill import PrefillPlan, PrefillQueue
+from cluster.scheduling.request import Guide
 from cluster.scheduling.row_table import RowTable
 from cluster.scheduling.step_results import Launched, StepTokens, prompt_logprobs, take_prefilled, token_logprobs
 from configs.errors import EngineError
@@ -59,14 +57,13 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._limits = limits
-        self._generation = generation
+        self.generation = generation
         self._make_guide = make_guide
-        self._step = 0
+        self.last_step = 0
+        """Id of the step launched last; ids count from 1."""
         self._clock = clock
         self._total_preemptions = 0
         self._total_answer_tokens = 0
-        self._total_refused = 0
-        self._total_expired = 0
         self._reset()
 
     def _reset(self) -> None:
@@ -74,8 +71,7 @@ class Scheduler:
         self._pages = RowPages(self._limits)
         self._queue = PrefillQueue(self._limits, self._rows, self._pages)
         self._guided = GuidedRows(self._limits, self._rows)
-        self._admission = Admission(self._limits, self._queue, self._guided, self._make_guide)
-        self._endings = Endings(self._admission, self._queue, self._guided, self._rows, self._pages)
+        self._life = LifeCycle(self._limits, self._rows, self._pages, self._queue, self._guided, self._make_guide)
         self._in_flight: deque[Launched] = deque()
 
     # Requests in and out
@@ -85,16 +81,13 @@ class Scheduler:
 
         When the queue has no room for all of them it refuses all; else one by one, what can never run.
         """
-        now = self._clock()
-        refusals = self._admission.refuse_all(requests, now)
-        self._total_refused += len(refusals)
-        return refusals or self._admission.take(requests, now)
+        return self._life.add(requests, self._clock())
 
     def abort(self, ids: Iterable[int]) -> None:
         """Ends requests: no token after this call, one Finished each in a later output. Unknown ids are ignored."""
         for request_id in ids:
-            if (request := self._admission.live.get(request_id)) is not None:
-                self._endings.finish(request, FinishReason.ABORT)
+            if (request := self._life.live.get(request_id)) is not None:
+                self._life.finish(request, FinishReason.ABORT)
 
     def flush_cache(self) -> None:
         """Forgets every cached prefix that no running request uses."""
@@ -102,15 +95,15 @@ class Scheduler:
 
     def drain_finished(self) -> StepOutput | None:
         """Finishes that wait for no step; None if there are none."""
-        return StepOutput(finished=self._endings.take_pending()) if self._endings.is_pending else None
+        return StepOutput(finished=self._life.take_pending()) if self._life.is_pending else None
 
     def fail_all(self, error: str, told: str | None = None) -> StepOutput:
         """Ends every request with ERROR and forgets steps in flight, rows, pages and the prefix cache.
 
         `told`: as in Finished.
         """
-        finished = self._endings.take_pending()
-        for request in self._admission.live.values():
+        finished = self._life.take_pending()
+        for request in self._life.live.values():
             finished.append(
                 Finished(id=request.id, reason=FinishReason.ERROR, error=error, error_code="engine_error", told=told)
             )
@@ -126,17 +119,17 @@ class Scheduler:
         Returns:
             What the steps in flight were about: (request id, tokens it had).
         """
-        table, endings = self._rows, self._endings
+        table = self._rows
         named = np.flatnonzero(table.live & (table.in_flight > 0))
         lost = frozenset(zip(table.ids[named].tolist(), table.num_known[named].tolist(), strict=True))
         self._in_flight.clear()
         table.in_flight[:] = 0
-        endings.release_drained(np.flatnonzero(table.admission > 0).astype(np.int32))
+        self._life.release_drained(np.flatnonzero(table.admission > 0).astype(np.int32))
         rows = np.flatnonzero(table.live)
         for row in rows[np.argsort(-table.admission[rows])].tolist():  # the last one put to the front is the first
             self._requeue(row, is_lost=True)
         self._pages.flush()
-        self._generation = generation
+        self.generation = generation
         return lost
 
     # Steps
@@ -147,7 +140,7 @@ class Scheduler:
         Requests whose deadline has passed end here.
         """
         now = self._clock()
-        self._end_expired(now)
+        self._life.end_expired(now)
         if len(self._in_flight) >= self._limits.steps_in_flight:
             return None
         if self.is_awaiting_masks:
@@ -167,7 +160,7 @@ class Scheduler:
                 if len(deltas):
                     plan.deltas.insert(0, deltas)
                 return self._launch(rows, draws, plan)
-            if self._in_flight or not self._queue.is_prefilling or self._guided.num_awaiting:
+            if self._in_flight or not self._queue.prefilling or self._guided.num_awaiting:
                 return None
             # Every running request is a prefill that lacks pages.
             self._preempt_one()
@@ -179,16 +172,16 @@ class Scheduler:
             self._queue.push(request)
         for request, reason, error in news.ended:
             if error is None:
-                self._endings.finish(request, reason)
+                self._life.finish(request, reason)
             else:
-                self._endings.finish(request, reason, error=str(error), error_code=error.code)
+                self._life.finish(request, reason, error=str(error), error_code=error.code)
         return bool(self._guided.num_awaiting)
 
     def retire(self, result: StepResult) -> StepOutput:
         """Takes the oldest step's result and returns the tokens and finishes it brings."""
         if not self._in_flight:
             raise EngineError(f"result of step {result.step}, but no step is in flight")
-        self._in_flight[0].check(result, self._generation)
+        self._in_flight[0].check(result, self.generation)
         launched = self._in_flight.popleft()
         table = self._rows
         table.in_flight[launched.rows] -= 1
@@ -214,17 +207,17 @@ class Scheduler:
         for index in np.flatnonzero(stopped | is_last):
             request = table.request(int(rows[index]))
             if stopped[index]:
-                self._endings.finish(request, FinishReason.STOP, stop_token_id=int(tokens[index]))
+                self._life.finish(request, FinishReason.STOP, stop_token_id=int(tokens[index]))
             else:
-                self._endings.finish(request, FinishReason.LENGTH)
-        self._endings.release_drained(launched.rows)
+                self._life.finish(request, FinishReason.LENGTH)
+        self._life.release_drained(launched.rows)
         return StepOutput(
             ids=ids,
             tokens=tokens.tobytes(),
             logprobs=logprobs,
             prompt_logprobs=scored,
             prefilled=prefilled,
-            finished=self._endings.take_pending(),
+            finished=self._life.take_pending(),
         )
 
     # State
@@ -232,7 +225,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Something waits, runs, is in flight, or has finished and not been told."""
-        return bool(self._admission.live or self._in_flight or self._endings.is_pending)
+        return bool(self._life.live or self._in_flight or self._life.is_pending)
 
     @property
     def is_awaiting_masks(self) -> bool:
@@ -241,28 +234,20 @@ class Scheduler:
 
     def live_ids(self) -> list[int]:
         """Ids of the requests that wait or run, in order of arrival."""
-        return list(self._admission.live)
+        return list(self._life.live)
 
     @property
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
-    @property
-    def generation(self) -> int:
-        return self._generation
-
-    @property
-    def last_step(self) -> int:
-        """Id of the step launched last; ids count from 1."""
-        return self._step
-
     def stats(self) -> SchedulerStats:
         """Gauges and counters; costs no walk over requests or pages."""
         allocator, cache, queue, now = self._pages.allocator, self._pages.cache, self._queue, self._clock()
+        oldest = queue.waiting.oldest
         return SchedulerStats(
-            num_running=self._rows.num_taken - self._endings.num_draining,
-            num_waiting=self._admission.num_waiting,
-            num_waiting_tokens=self._admission.num_waiting_tokens,
+            num_running=self._rows.num_taken - self._life.num_draining,
+            num_waiting=self._life.num_waiting,
+            num_waiting_tokens=self._life.num_waiting_tokens,
             num_free_pages=allocator.num_free,
             num_cached_pages=cache.num_pages,
             num_evictable_pages=cache.num_evictable_pages,
@@ -271,10 +256,10 @@ class Scheduler:
             total_prompt_tokens=queue.total_prompt_tokens,
             total_preemptions=self._total_preemptions,
             total_answer_tokens=self._total_answer_tokens,
-            total_refused=self._total_refused,
-            total_expired=self._total_expired,
-            longest_wait_s=0.0 if queue.oldest_arrival_s is None else now - queue.oldest_arrival_s,
-            admitted_tokens_per_s=queue.tokens_per_s(now) or 0.0,
+            total_refused=self._life.total_refused,
+            total_expired=self._life.total_expired,
+            longest_wait_s=0.0 if oldest is None else now - oldest.arrival_s,
+            admitted_tokens_per_s=queue.rate.per_second(now) or 0.0,
         )
 
     def check_integrity(self) -> None:
@@ -286,11 +271,11 @@ class Scheduler:
         for launched in self._in_flight:
             in_flight[launched.rows] += 1
         assert np.array_equal(in_flight, table.in_flight), "steps in flight per row are miscounted"
-        self._endings.check_integrity()
+        self._life.check_integrity()
         running = {request.id for request in table.requests if request is not None and table.live[request.row]}
         waiting = self._queue.check_integrity(running)
         held = self._guided.check_integrity()
-        assert running | waiting | held == set(self._admission.live), "a request neither runs nor waits"
+        assert running | waiting | held == set(self._life.live), "a request neither runs nor waits"
         assert held.isdisjoint(running | waiting), "a request waits for a mask twice"
         for row in np.flatnonzero(table.live):
             capacity = self._pages.num_row_pages(int(row)) * self._limits.page_size
@@ -302,7 +287,7 @@ class Scheduler:
         """Builds the frame of `decodes`, with as many inputs as `draws` each, and of `plan`; takes the snapshot for its
         retirement."""
         table = self._rows
-        self._step += 1
+        self.last_step += 1
         builder = FrameBuilder()
         starts = table.num_computed[decodes]
         if len(decodes):
@@ -327,7 +312,7 @@ class Scheduler:
             builder.start_rows(plan.admitted)
         if len(window_pages := self._pages.take_window_changes()):
             builder.add(window_pages=window_pages)
-        frame = builder.build(self._generation, self._step)
+        frame = builder.build(self.generation, self.last_step)
         # The next step's rows may take what this one is the last to read.
         self._pages.advance_windows(frame.rows, table.num_computed[frame.rows])
         table.in_flight[frame.rows] += 1
@@ -335,7 +320,7 @@ class Scheduler:
         table.ready[sampled[is_last]] = False
         self._in_flight.append(
             Launched(
-                self._step,
+                self.last_step,
                 frame.rows,
                 sampled,
                 positions,
@@ -372,7 +357,7 @@ class Scheduler:
         request.tokens = table.tokens[row, : table.num_known[row]].copy()
         request.num_preemptions += 1
         is_held = request.guide is not None and self._guided.requeue(request, is_lost=is_lost)
-        self._endings.release(row)
+        self._life.release(row)
         if not is_held:
             self._queue.push(request)
 
@@ -382,11 +367,4 @@ class Scheduler:
             num_tokens = int(self._rows.num_known[row])
             error = f"The model's logits after {num_tokens} tokens of this request hold a NaN, which is not a number."
             self._rows.num_cacheable[row] = 0
-            self._endings.finish(self._rows.request(row), FinishReason.ERROR, error=error, error_code="not_a_number")
-
-    def _end_expired(self, now: float) -> None:
-        for request in self._admission.expired(now):
-            self._total_expired += 1
-            done = "running" if request.row else "waiting"
-            error = f"The request's deadline of {request.deadline_s:g} seconds passed while it was {done}."
-            self._endings.finish(request, FinishReason.ERROR, error=error, error_code="deadline_exceeded")
+            self._life.finish(self._rows.request(row), FinishReason.ERROR, error=error, error_code="not_a_number")

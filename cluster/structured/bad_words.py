@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cluster.scheduling.guide import Guide
+from cluster.scheduling.request import Guide
 from worker.protocol import UInt32Array, mask_words
 
 
 class BadWordsGuide:
-    """A `cluster.scheduling.guide.Guide` that keeps an answer free of `words`."""
+    """A `cluster.scheduling.request.Guide` that keeps an answer free of `words`."""
 
     def __init__(self, words: Sequence[Sequence[int]], vocab_size: int) -> None:
         """`words`: token ids below `vocab_size`, at least two each."""

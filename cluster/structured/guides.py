@@ -51,7 +51,7 @@ _NOT_STARTED = "the processes that follow grammars cannot be started"
 
 
 class GrammarGuide:
-    """A `cluster.scheduling.guide.Guide` for one answer; made by `GrammarGuides.open`."""
+    """A `cluster.scheduling.request.Guide` for one answer; made by `GrammarGuides.open`."""
 
     def __init__(self, id_: int, grammar: str, work: _Work) -> None:
         self.id = id_

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from cluster.engine.messages import GenerateRequest
-from cluster.scheduling.guide import Guide
+from cluster.scheduling.request import Guide
 from cluster.structured.bad_words import BadWordsGuide, BothGuides
 from cluster.structured.guides import GrammarGuides
 from cluster.structured.protocol import Setup

@@ -1,9 +1,15 @@
-"""What Ray says of a cluster's GPUs."""
+"""What the machines are that ranks run on: their processors, and what Ray says of their GPUs."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+import ray
+
+from configs.resolve import HostFacts
+from worker.cgroup import available_cores
 
 _TYPE = "accelerator_type:"
 # By the names of `ray.util.accelerators`; what comes behind a dash is the memory.
@@ -33,3 +39,15 @@ def least_compute_capability(nodes: Iterable[Mapping[str, Any]]) -> tuple[int, i
     found = [_COMPUTE_CAPABILITIES.get(name) for name in names]
     known = [capability for capability in found if capability is not None]
     return min(known) if known and len(known) == len(found) else None
+
+
+def host_facts(*, gpus: bool) -> HostFacts:
+    """What automatic values are decided by, for ranks on this node or, with `gpus`, on the GPUs of the cluster."""
+    capability = least_compute_capability(ray.nodes()) if gpus and ray.is_initialized() else None
+    return HostFacts(num_cores=node_cores(), num_gpus=int(gpus), compute_capability=capability)
+
+
+def node_cores() -> int:
+    """CPU cores this process may use: those it may run on, or fewer whole ones where its container has a quota."""
+    cores, quota = len(os.sched_getaffinity(0)), available_cores()
+    return cores if quota is None else max(1, min(cores, int(quota)))

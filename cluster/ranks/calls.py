@@ -1,0 +1,148 @@
+"""Calls of ranks: their answers, or why they failed in the engine's own words."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import ray
+
+from cluster.ranks.rank import Rank
+from configs.errors import ConfigError, DeadlineError, EngineError, LockstepError, RankDiedError, RankLostError
+
+logger = logging.getLogger(__name__)
+
+_WATCH_INTERVAL_S = 1.0
+_STACKS_TIMEOUT_S = 2.0
+# A process that dies breaks its peers' connections, and their errors may come first.
+_CAUSE_S = 0.5
+_NEXT = "The replica is being replaced; send the request again."
+
+
+def call(ranks: Iterable[Rank], method: str, *args: object, size: int, timeout_s: float) -> list[Any]:
+    """What `method` returns on `ranks`; raises the first failure at once: the others may wait in a collective for the
+    failed one.
+
+    Args:
+        size: ranks of the group.
+        timeout_s: `parallel.init_timeout_s`; infinite: none.
+    """
+    calls = {rank.index: getattr(rank.actor, method).remote(*args) for rank in ranks}
+    deadline = time.monotonic() + timeout_s
+    pending = list(calls.values())
+    while pending:
+        left_s = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+        done, pending = ray.wait(pending, num_returns=1, timeout=left_s)
+        if not done:
+            raise DeadlineError(
+                f"{len(pending)} of {size} ranks did not answer within parallel.init_timeout_s={timeout_s:g} s"
+            )
+        if call_failure(0, size, done[0]) is not None:
+            raise failure_of(calls, size)
+    return ray.get(list(calls.values()))
+
+
+def watch(
+    runs: Mapping[int, Any], size: int, is_over: Callable[[], bool], on_failure: Callable[[LockstepError], None]
+) -> None:
+    """Calls `on_failure` when one of `runs`, by rank, ends, unless `is_over` by then; returns at once."""
+    args = (runs, size, is_over, on_failure)
+    threading.Thread(target=_watch, args=args, name="rank-watch", daemon=True).start()
+
+
+def _watch(
+    runs: Mapping[int, Any], size: int, is_over: Callable[[], bool], on_failure: Callable[[LockstepError], None]
+) -> None:
+    try:
+        done: list[Any] = []
+        while not done and not is_over():
+            # A pending call fails within 25 ms of its process's death; the timeout only bounds the thread's end.
+            done, _ = ray.wait(list(runs.values()), num_returns=1, timeout=_WATCH_INTERVAL_S)
+        if not is_over():
+            on_failure(failure_of(runs, size))
+    except Exception as error:  # whatever stops the watch, the requests must not go on unwatched
+        logger.exception("the watch over the ranks failed")
+        if not is_over():
+            on_failure(EngineError(f"the watch over the ranks failed: {error!r}"))
+
+
+def log_stacks(ranks: Iterable[Rank], step_age_s: float) -> None:
+    """Logs where each rank's threads are, since a step takes suspiciously long; returns at once."""
+    threading.Thread(target=_log_stacks, args=(list(ranks), step_age_s), name="rank-stacks", daemon=True).start()
+
+
+def _log_stacks(ranks: list[Rank], step_age_s: float) -> None:
+    logger.warning("a step runs for %.1f s; what the ranks do:", step_age_s)
+    for rank, stacks in [(rank.index, rank.actor.stacks.remote()) for rank in ranks]:
+        try:
+            logger.warning("rank %d:\n%s", rank, ray.get(stacks, timeout=_STACKS_TIMEOUT_S))
+        except ray.exceptions.RayError as error:  # a stopped process does not answer, a dead one neither
+            logger.warning("rank %d says nothing: %s", rank, type(error).__name__)
+
+
+def failure_of(calls: Mapping[int, Any], size: int) -> LockstepError:
+    """Why `calls` by rank, one of which has ended, failed: a rank that died or raised of itself, where one did.
+
+    Args:
+        size: ranks of the group.
+    """
+    done: list[Any] = []
+    failures: list[LockstepError] = []
+    for wait_s in (0.0, _CAUSE_S):
+        done, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=wait_s)
+        found = [call_failure(rank, size, call) for rank, call in calls.items() if call in done]
+        failures = [error for error in found if error is not None]
+        # Other errors of the engine may be what the loss of a peer did to this rank.
+        for error in failures:
+            if isinstance(error, RankDiedError | ConfigError):
+                return error
+    if not failures:
+        return RankDiedError("a rank left its step loop without an error")
+    silent = [str(rank) for rank, call in calls.items() if call not in done]
+    if isinstance(failures[0], DeadlineError) and silent:
+        return DeadlineError(f"{failures[0]} (no word from rank {', '.join(silent)})")
+    return failures[0]
+
+
+def call_failure(rank: int, size: int, call: Any) -> LockstepError | None:
+    """How the ended `call` of rank `rank` failed; None if it returned."""
+    try:
+        ray.get(call)
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, ConfigError):
+            return cause
+        if isinstance(cause, EngineError):
+            kind = type(cause)
+            return kind(f"rank {rank} failed: {cause}")
+        return RankDiedError(
+            f"rank {rank} failed: {type(cause).__name__}: {cause}",
+            told=f"Rank {rank} of {size} failed with an error of its own, which is in the log. {_NEXT}",
+        )
+    except ray.exceptions.RayError as error:
+        death = rank_death(str(error))
+        return RankLostError(
+            f"rank {rank} died: {death}; see its log and the kernel's",
+            told=f"Rank {rank} of {size} died: {death}. {_NEXT}",
+        )
+    return None
+
+
+def rank_death(ray_says: str) -> str:
+    """What ended an actor, in one line without Ray's addresses; Ray does not know the signal."""
+    if "node has died" in ray_says:
+        return "its node was lost"
+    exit_type = re.search(r"Worker exit type: (\w+)", ray_says)
+    if exit_type is None:
+        return "Ray lost its process"
+    if exit_type[1] == "NODE_OUT_OF_MEMORY":
+        return "Ray ended its process because the node was out of memory"
+    return (
+        "its process was killed (signal 9, which the kernel sends when the node or the container is out of memory) or "
+        f"crashed ({exit_type[1]})"
+    )

@@ -1,0 +1,106 @@
+"""One rank of a group as the coordinator's process knows it: its actor, where that runs, and how it is started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cluster.ranks.rank_actor import Location, RankActor, RankSpec, actor_class
+from configs.model_config import ModelConfig
+from configs.schema import EngineConfig
+from parallel.environment import RANK_ENVIRONMENT
+
+NAMESPACE = "lockstep"
+# Ray's own masking of devices would hide the peers that CUDA IPC and symmetric memory must open.
+_CUDA_ENVIRONMENT = {**RANK_ENVIRONMENT, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+
+
+@dataclass(eq=False)
+class Rank:
+    """One rank; whoever replaces its process gives it another actor."""
+
+    index: int
+    actor: Any
+    location: Location | None = None
+    """Where it runs; None until it has said so."""
+    pidfd: int = -1
+    """A file descriptor of its process, while that runs on this node; -1: none."""
+    room_bytes: int = 0
+    """Bytes that were free on its GPU before that was first used."""
+
+    def settle(self, location: Location) -> None:
+        """Its process, just started, runs at `location`."""
+        self.location = location
+        if location.node_id == ray.get_runtime_context().get_node_id():
+            with contextlib.suppress(OSError):  # a sandbox may not know the call; the raylet ends the process as well
+                self.pidfd = os.pidfd_open(location.pid)
+
+    def end(self) -> None:
+        """Ends its process. Ray only asks it to end, which one that is stopped or stuck does not hear; on another node
+        the raylet ends such a one when the placement group goes."""
+        ray.kill(self.actor)
+        pidfd, self.pidfd = self.pidfd, -1
+        if pidfd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            os.close(pidfd)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStarter:
+    """Starts the actors of one group."""
+
+    config: EngineConfig
+    """Resolved."""
+    model: ModelConfig
+    """What `model_path` holds."""
+    model_path: Path
+    """Directory or .gguf file, on every node that holds a rank."""
+    placement_group: PlacementGroup
+    """Bundle 1 + r is rank r's; ranks on CPU beyond the last bundle share with the first ones."""
+    name: str
+    """Prefix of the actors' names."""
+    suffix: str = ""
+    """End of the actors' names, where two groups of one name live for a while."""
+
+    @property
+    def num_bundles(self) -> int:
+        """Bundles for ranks that the placement group has."""
+        return self.placement_group.bundle_count - 1
+
+    def spec(self, index: int) -> RankSpec:
+        """What the rank of this index is told at birth."""
+        return RankSpec(self.config, self.model, str(self.model_path), index, self.name)
+
+    def start(self, spec: RankSpec) -> Any:
+        """The actor of a rank."""
+        gpus = 1 if self.config.device == "cuda" else 0
+        return self._start(spec, f"tp{spec.rank}", bundle=1 + spec.rank % self.num_bundles, gpus=gpus)
+
+    def start_spare(self, number: int) -> Any:
+        """The actor of a spare, which has no device."""
+        return self._start(self.spec(-1), f"tp-spare{number}", bundle=0, gpus=0)
+
+    def _start(self, spec: RankSpec, name: str, *, bundle: int, gpus: int) -> Any:
+        return (
+            actor_class(RankActor)
+            .options(
+                name=f"{self.name}:{name}{self.suffix}",
+                namespace=NAMESPACE,
+                num_cpus=0,
+                num_gpus=gpus,
+                runtime_env={"env_vars": _CUDA_ENVIRONMENT} if self.config.device == "cuda" else None,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    self.placement_group, placement_group_bundle_index=bundle
+                ),
+            )
+            .remote(spec)
+        )

@@ -1,0 +1,207 @@
+"""Requests from their arrival to their end: admission or refusal, deadlines, finishes, and rows taken back.
+
+What finds the queue full, or can never run, is refused at once; the others wait in the queue, or for a first mask
+before they may queue. A request that ends leaves whatever it waits in; its one `Finished` waits here for the next
+output. A row and its pages are free again once no step in flight names the row.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+
+from cluster.engine.messages import Finished, FinishReason, GenerateRequest
+from cluster.scheduling.guided_rows import GuidedRows
+from cluster.scheduling.limits import SchedulerLimits
+from cluster.scheduling.pages import RowPages
+from cluster.scheduling.prefill import PrefillQueue
+from cluster.scheduling.request import Guide, Request
+from cluster.scheduling.row_table import RowTable
+from configs.errors import EngineError, RequestError
+from worker.protocol import Int32Array
+
+_TOKEN_BYTES = 4
+_MIN_RETRY_S = 1.0
+_MAX_RETRY_S = 60.0
+
+
+class LifeCycle:
+    """Requests that wait or run.
+
+    Args:
+        make_guide: a guide for a request that needs one; a RequestError refuses the request.
+    """
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        rows: RowTable,
+        pages: RowPages,
+        queue: PrefillQueue,
+        guided: GuidedRows,
+        make_guide: Callable[[GenerateRequest], Guide | None],
+    ) -> None:
+        self._limits = limits
+        self._rows = rows
+        self._pages = pages
+        self._queue = queue
+        self._guided = guided
+        self._make_guide = make_guide
+        self._deadlines: list[tuple[float, int]] = []  # a heap of times and request ids, of ended requests too
+        self._pending: list[Finished] = []
+        self.live: dict[int, Request] = {}
+        """Requests that wait or run, by id, in order of arrival."""
+        self.num_draining = 0
+        """Rows that are taken but no longer live: a step in flight names them."""
+        self.total_refused = 0
+        self.total_expired = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._queue.waiting) + self._guided.num_held
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        return self._queue.waiting.num_tokens + self._guided.num_held_tokens
+
+    @property
+    def is_pending(self) -> bool:
+        """Some request has finished and nobody was told."""
+        return bool(self._pending)
+
+    def take_pending(self) -> list[Finished]:
+        """The finishes of which nobody was told."""
+        pending, self._pending = self._pending, []
+        return pending
+
+    def add(self, requests: Sequence[GenerateRequest], now: float) -> list[Finished]:
+        """Lets the requests of one submission wait, or refuses all where the queue has no room for them; else one by
+        one what can never run. Returns the refusals. Raises EngineError for an id in use."""
+        if (full := self._reason_full(requests)) is None:
+            return [refusal for request in requests if (refusal := self._add(request, now)) is not None]
+        self.total_refused += len(requests)
+        rate = self._queue.rate.per_second(now)  # the queue is empty when it has gone on as it went lately
+        drained_s = self.num_waiting_tokens / rate if rate else _MIN_RETRY_S
+        retry_after_s = min(max(drained_s, _MIN_RETRY_S), _MAX_RETRY_S)
+        return [_refused(request.id, full, "engine_overloaded", retry_after_s) for request in requests]
+
+    def _reason_full(self, requests: Sequence[GenerateRequest]) -> str | None:
+        """Why the requests of one submission may not wait, or None.
+
+        When nothing waits they may, however many and long they are: otherwise they never could, and trying again would
+        be in vain. The server bounds the size of one HTTP request.
+        """
+        num_waiting, num_waiting_tokens, limits = self.num_waiting, self.num_waiting_tokens, self._limits
+        if not num_waiting:
+            return None
+        num_tokens = sum(len(request.prompt) for request in requests) // _TOKEN_BYTES
+        if num_waiting + len(requests) > limits.max_num_queued_requests:
+            full = f"{num_waiting} requests wait, max_num_queued_requests={limits.max_num_queued_requests}"
+        elif num_waiting_tokens + num_tokens > limits.max_num_queued_tokens:
+            full = f"{num_waiting_tokens} tokens wait, max_num_queued_tokens={limits.max_num_queued_tokens}"
+        else:
+            return None
+        return f"the queue is full: {full}; try again later"
+
+    def _add(self, request: GenerateRequest, now: float) -> Finished | None:
+        if request.id in self.live:
+            raise EngineError(f"request id {request.id} is in use")
+        try:
+            entry = Request.create(request, self._limits, now)
+            if (reason := entry.reason_never_fits(self._limits)) is not None:
+                # The ingress checks the same: it is the engine's fault that the request came this far.
+                return _refused(request.id, reason, "engine_error")
+            entry.guide = self._make_guide(request)
+        except RequestError as error:
+            return _refused(request.id, str(error), error.code)
+        self.live[entry.id] = entry
+        if entry.deadline_s > 0:
+            heapq.heappush(self._deadlines, (now + entry.deadline_s, entry.id))
+            if len(self._deadlines) > 2 * len(self.live) + 64:
+                self._deadlines = [deadline for deadline in self._deadlines if deadline[1] in self.live]
+                heapq.heapify(self._deadlines)
+        if entry.guide is None:
+            self._queue.push(entry)
+        else:
+            self._guided.hold(entry)
+        return None
+
+    def end_expired(self, now: float) -> None:
+        """Ends the requests whose deadline is `now` or has passed."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            request = self.live.get(heapq.heappop(self._deadlines)[1])
+            if request is not None:
+                self.total_expired += 1
+                done = "running" if request.row else "waiting"
+                error = f"The request's deadline of {request.deadline_s:g} seconds passed while it was {done}."
+                self.finish(request, FinishReason.ERROR, error=error, error_code="deadline_exceeded")
+
+    def finish(
+        self,
+        request: Request,
+        reason: FinishReason,
+        *,
+        stop_token_id: int | None = None,
+        error: str | None = None,
+        error_code: str | None = None,
+    ) -> None:
+        """Ends a request that waits or runs. Its row is free now, or drains."""
+        self._pending.append(
+            Finished(
+                id=request.id,
+                reason=reason,
+                stop_token_id=stop_token_id,
+                error=error,
+                error_code=error_code,
+                num_preemptions=request.num_preemptions,
+            )
+        )
+        del self.live[request.id]
+        is_held = request.guide is not None and self._guided.forget(request)
+        if not (row := request.row):
+            if not is_held:
+                self._queue.remove(request)
+            return
+        table = self._rows
+        table.live[row] = False
+        table.ready[row] = False
+        self._queue.waiting.charge(request, int(table.num_known[row]) - request.num_prompt_tokens)
+        self._queue.forget_row(row)
+        if table.in_flight[row]:
+            self.num_draining += 1
+        else:
+            self.release(row)
+
+    def release(self, row: int) -> None:
+        """Takes row and pages back; what the row has computed stays in the prefix cache as far as it may."""
+        table = self._rows
+        # A dropped token's KV may be there, but nobody knows the token.
+        num_tokens = min(int(table.num_computed[row]), int(table.num_known[row]), int(table.num_cacheable[row]))
+        self._pages.publish(row, table.tokens[row], num_tokens)
+        self._pages.release(row, forget=not table.num_cacheable[row])
+        table.give_back(row)
+        self._queue.forget_row(row)
+
+    def release_drained(self, named: Int32Array) -> None:
+        """Takes back those of the rows that a retired step `named` whose request has ended, and that no other names."""
+        if not self.num_draining:
+            return
+        table = self._rows
+        drained = ~table.live[named] & (table.in_flight[named] == 0) & (table.admission[named] > 0)
+        for row in named[drained].tolist():
+            self.num_draining -= 1
+            self.release(row)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless the rows that drain are counted, and each is named by a step in flight."""
+        table = self._rows
+        draining = [row for row, request in enumerate(table.requests) if request is not None and not table.live[row]]
+        assert len(draining) == self.num_draining, "draining rows are miscounted"
+        assert table.in_flight[draining].all(), "an ended row that no step names was not released"
+
+
+def _refused(request_id: int, error: str, error_code: str, retry_after_s: float | None = None) -> Finished:
+    """The finish of a request that was not accepted."""
+    return Finished(
+        id=request_id, reason=FinishReason.ERROR, error=error, error_code=error_code, retry_after_s=retry_after_s
+    )

@@ -1,0 +1,436 @@
+"""The pages of the KV pool: who owns each, the page table of every row, and places in the window pool.
+
+A page is free, private to a row, in the prefix cache, and free again. It may enter the cache as soon as the step that
+computes it is launched: ranks run frames in order on one stream, so a later frame reads what an earlier one wrote; if a
+step fails, the generation ends and the cache with it. The caller publishes after the frame is built, so no row reads a
+page that the same frame writes. For the same reason a place in the window pool is free as soon as the step that last
+reads it is launched.
+
+When two rows compute the same prefix at once, the first puts its pages into the cache; the second keeps its private
+copies until it ends (its table stays valid) and frees them then. Ownership is kept per page, so such a copy is never
+mistaken for the cached page.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from cluster.scheduling.limits import SchedulerLimits
+from cluster.scheduling.prefix_cache import Node, PrefixCache
+from configs.errors import EngineError
+from worker.protocol import Int32Array
+
+FREE = 0
+CACHED = -1
+"""Owner of the pages in the prefix cache. Other owners are rows, from 1."""
+_NO_PAGES = np.empty(0, np.int32)
+_NO_DELTAS = np.empty((0, 3), np.int32)
+_NO_CHANGES = np.empty((0, 2), np.int32)
+
+
+class PageAllocator:
+    """Which pages are free, and who owns the others: a stack of free page ids and one owner per page. Every operation
+    costs the pages it names, not the pool.
+
+    The order is last in, first out: the same calls give the same pages, and a page freed too early is soon reused,
+    so a test sees it.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        # Page 1 on top: a fresh pool is handed out in ascending order.
+        self._stack = np.arange(num_pages, 0, -1, dtype=np.int32)
+        self.num_free = num_pages
+        self.owners = np.full(num_pages + 1, FREE, np.int32)
+        """[num_pages + 1] FREE, CACHED or a row, by page id. Written here alone; page 0 belongs to nobody."""
+
+    def allocate(self, owners: Int32Array | int, count: int) -> Int32Array:
+        """Takes `count` pages for one owner, or for `owners[i]` each. Raises EngineError when fewer are free."""
+        if count > self.num_free:
+            raise EngineError(f"asked for {count} pages, {self.num_free} are free")
+        self.num_free -= count
+        pages = self._stack[self.num_free : self.num_free + count][::-1].copy()
+        self.owners[pages] = owners
+        return pages
+
+    def transfer(self, pages: Int32Array, owners: Int32Array | int) -> None:
+        """Gives owned pages to another owner, or to `owners[i]` each."""
+        self._check_owned(pages)
+        self.owners[pages] = owners
+
+    def free(self, pages: Int32Array) -> None:
+        """Takes pages back. Raises EngineError when one of them is free already."""
+        self._check_owned(pages)
+        self.owners[pages] = FREE
+        self._stack[self.num_free : self.num_free + len(pages)] = pages[::-1]
+        self.num_free += len(pages)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless free stack and owners say the same."""
+        free = np.sort(self._stack[: self.num_free])
+        expected = np.flatnonzero(self.owners[1:] == FREE) + 1
+        assert np.array_equal(free, expected), "free stack and page owners disagree"
+
+    def _check_owned(self, pages: Int32Array) -> None:
+        if np.count_nonzero(self.owners[pages]) != len(pages):  # FREE is 0
+            raise EngineError(f"pages {pages[self.owners[pages] == FREE].tolist()} are free already")
+
+
+class WindowPages:
+    """Which pages have a place in the window pool: the pool of the layers whose queries see the last few tokens only.
+
+    Page ids, page tables and the prefix cache know nothing of it. A page is *resident* while it has a page of the
+    window pool beside the one that all other layers keep. It must be while it is in the window of a row, that is, while
+    a token that the row has yet to compute sees it. What has left the windows of all rows goes on without its place: at
+    once if no other row can ever find it, else when places run short, the ones that left first before the others.
+
+    A cached prefix whose last window is not resident is computed again, into pages of the row's own. Where such a copy
+    has left the row's window its place goes to the cached page, so that others find the prefix again.
+
+    Args:
+        limits: with a window.
+        table: [num_rows, max_pages] the pages of every row.
+        owners: [num_pages + 1] of each page: FREE, CACHED or a row.
+    """
+
+    def __init__(self, limits: SchedulerLimits, table: Int32Array, owners: Int32Array) -> None:
+        assert limits.num_window_pages is not None, "no window pool"
+        self._page_size = limits.page_size
+        self._window = limits.window
+        self.most_row_pages = limits.max_window_pages_per_row
+        """The most places that a row takes at any time."""
+        self._table = table
+        self._owners = owners
+        self._first = np.zeros(len(table), np.int32)  # of each row: index of the first page in its window
+        self._allocator = PageAllocator(limits.num_window_pages)  # its owners are pages
+        self._places = np.zeros(len(owners), np.int32)  # by page; 0: not resident
+        self._num_users = np.zeros(len(owners), np.int32)
+        self._originals = np.zeros(len(owners), np.int32)  # of a row's copy: the cached page with the same tokens
+        self._idle: OrderedDict[int, None] = OrderedDict()  # resident, in no window; those that left first come first
+        self._placed: list[Int32Array] = []
+
+    @property
+    def num_available(self) -> int:
+        """Places that are free or can be taken from pages in no window."""
+        return self._allocator.num_free + len(self._idle)
+
+    def place(self, pages: Int32Array) -> None:
+        """Makes pages resident that rows have just got; `num_available` are at least as many."""
+        short = len(pages) - self._allocator.num_free
+        if short > 0:
+            self._vacate(np.array([self._idle.popitem(last=False)[0] for _ in range(short)], np.int32))
+        self._places[pages] = self._allocator.allocate(pages, len(pages))
+        self._num_users[pages] = 1
+        self._originals[pages] = 0
+        self._placed.append(pages)
+
+    def num_usable(self, num_computed_pages: int, found: Int32Array) -> int:
+        """How many of the cached pages `found` behind a row's own a row can go on after: its window must be resident.
+
+        The row has computed its own pages and no more, and those in its window are resident.
+        """
+        index = num_computed_pages + np.arange(len(found), dtype=np.int32)
+        last_missing = np.maximum.accumulate(np.where(self._places[found] == 0, index, -1))
+        usable = np.flatnonzero(last_missing < self._first_seen((index + 1) * self._page_size))
+        return int(usable[-1]) + 1 if len(usable) else 0
+
+    def adopt(self, row: int, num_own: int, num_pages: int) -> None:
+        """The row got usable cached pages behind `num_own` of its own, `num_pages` in all, and goes on after them."""
+        first, pages = int(self._first_seen(num_pages * self._page_size)), self._table[row]
+        self._leave(pages[self._first[row] : min(first, num_own)])
+        entered = pages[max(first, num_own) : num_pages]
+        self._num_users[entered] += 1
+        for page in entered.tolist():
+            self._idle.pop(page, None)
+        self._first[row] = first
+
+    def advance(self, rows: Int32Array, num_computed: Int32Array) -> None:
+        """Moves the windows of distinct `rows` on: the next token of each has at least position `num_computed`."""
+        first = self._first_seen(num_computed)
+        counts = first - self._first[rows]
+        moved = counts > 0
+        if not moved.any():
+            return
+        rows, first, counts = rows[moved], first[moved], counts[moved]
+        self._first[rows] = first
+        index = np.repeat(first - np.cumsum(counts), counts) + np.arange(int(counts.sum()))
+        self._leave(self._table[np.repeat(rows, counts), index])
+
+    def pair(self, copies: Int32Array, originals: Int32Array) -> None:
+        """The first of a row's private pages `copies` hold what the cached pages `originals` hold, which the row locks
+        as long as it has the copies."""
+        self._originals[copies[: len(originals)]] = originals
+
+    def release(self, row: int, num_pages: int) -> None:
+        """The row gives its `num_pages` pages up."""
+        self._leave(self._table[row, self._first[row] : num_pages])
+        self._first[row] = 0
+
+    def forget(self, pages: Int32Array) -> None:
+        """Pages in no window are free."""
+        pages = pages[self._places[pages] > 0]
+        for page in pages.tolist():
+            self._idle.pop(page, None)
+        self._vacate(pages)
+
+    def take_changes(self) -> Int32Array:
+        """[n, 2] of (page, place), for what has become resident since the last call, each page once."""
+        if not self._placed:
+            return _NO_CHANGES
+        pages = np.unique(np.concatenate(self._placed))
+        pages = pages[self._places[pages] > 0]
+        self._placed.clear()
+        return np.stack((pages, self._places[pages]), axis=1)
+
+    def check_integrity(self, num_pages: Int32Array) -> None:
+        """Raises AssertionError unless every place has one page, and windows, users and idle pages agree.
+
+        Args:
+            num_pages: [num_rows] of each row.
+        """
+        self._allocator.check_integrity()
+        resident = np.flatnonzero(self._places)
+        assert np.array_equal(self._allocator.owners[self._places[resident]], resident), "a place has another page"
+        assert len(resident) + self._allocator.num_free == self._allocator.num_pages, "a place is lost"
+        users = np.zeros_like(self._num_users)
+        for row, end in enumerate(num_pages):
+            assert self._first[row] <= end, f"the window of row {row} begins past its pages"
+            users[self._table[row, self._first[row] : end]] += 1
+        assert np.array_equal(users, self._num_users), "users of pages are miscounted"
+        assert (self._places[users > 0] > 0).all(), "a page in a window is not resident"
+        assert sorted(self._idle) == resident[users[resident] == 0].tolist(), "idle pages are wrong"
+        assert (self._owners[list(self._idle)] == CACHED).all(), "a page that no row can find is resident"
+
+    def _first_seen(self, position: int | Int32Array) -> npt.NDArray[np.int32]:
+        """Index of the first page that a token at `position` sees."""
+        return np.maximum(position - (self._window - 1), 0) // self._page_size
+
+    def _leave(self, pages: Int32Array) -> None:
+        """Pages leave a window each."""
+        np.subtract.at(self._num_users, pages, 1)
+        pages = np.unique(pages[self._num_users[pages] == 0])
+        is_cached = self._owners[pages] == CACHED
+        self._idle.update(dict.fromkeys(pages[is_cached].tolist()))
+        pages = pages[~is_cached]
+        if self._originals[pages].any():
+            self._bequeath(pages)
+        self._vacate(pages[self._places[pages] > 0])
+
+    def _bequeath(self, copies: Int32Array) -> None:
+        """Gives the places of copies in no window to their originals that have none."""
+        originals, first = np.unique(self._originals[copies], return_index=True)
+        lacks_place = (originals > 0) & (self._places[originals] == 0)
+        originals, copies = originals[lacks_place], copies[first[lacks_place]]
+        places = self._places[copies]
+        self._allocator.transfer(places, originals)
+        self._places[originals], self._places[copies] = places, 0
+        self._idle.update(dict.fromkeys(originals.tolist()))
+        self._placed.append(originals)
+
+    def _vacate(self, pages: Int32Array) -> None:
+        self._allocator.free(self._places[pages])
+        self._places[pages] = 0
+
+
+class Prefix(NamedTuple):
+    """A path of the prefix cache: the node it ends at, and the pages that are new to the row."""
+
+    end: Node
+    pages: Int32Array
+
+
+class RowPages:
+    """Gives pages to rows and takes them back. Page deltas are [n, 3] int32 of (row, index in the table, page id)."""
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        num_rows = limits.max_num_seqs + 1
+        self._page_size = limits.page_size
+        self._caching = limits.enable_prefix_caching
+        self.allocator = PageAllocator(limits.num_pages)
+        self.cache = PrefixCache(limits.page_size)
+        self._table = np.zeros((num_rows, limits.max_pages_per_row), np.int32)
+        self._num_pages = np.zeros(num_rows, np.int32)
+        self._num_published = np.zeros(num_rows, np.int32)  # leading pages of the row that are known to the cache
+        self._nodes = [self.cache.root] * num_rows  # the end of those pages, locked
+        self._window: WindowPages | None = None
+        if limits.num_window_pages is not None:
+            self._window = WindowPages(limits, self._table, self.allocator.owners)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that are free or can be evicted."""
+        return self.allocator.num_free + self.cache.num_evictable_pages
+
+    def has_room(self, num_missing: Sequence[int], num_more: int = 0) -> bool:
+        """Whether rows with prompts that lack `num_missing` pages each can have them, and others `num_more` pages."""
+        if sum(num_missing) + num_more > self.num_available:
+            return False
+        if (window := self._window) is None:
+            return True
+        return sum(min(num, window.most_row_pages) for num in num_missing) + num_more <= window.num_available
+
+    def num_row_pages(self, row: int) -> int:
+        return int(self._num_pages[row])
+
+    def grow_rows(self, rows: Int32Array, num_tokens: Int32Array) -> Int32Array | None:
+        """Gives each of `rows` pages for `num_tokens` tokens in all; returns the deltas, or None, with nothing done."""
+        have = self._num_pages[rows]
+        needy = num_tokens > have * self._page_size
+        rows, have = rows[needy], have[needy]
+        if not len(rows):
+            return _NO_DELTAS
+        counts = -(-num_tokens[needy] // self._page_size) - have
+        count = int(counts.sum())
+        if not self._make_room(count):
+            return None
+        self._num_pages[rows] = have + counts
+        if count > len(rows):
+            have = np.repeat(have - np.cumsum(counts) + counts, counts) + np.arange(count, dtype=np.int32)
+            rows = np.repeat(rows, counts)
+        pages = self.allocator.allocate(rows, count)
+        self._table[rows, have] = pages
+        if self._window is not None:
+            self._window.place(pages)
+        return np.stack((rows, have, pages), axis=1, dtype=np.int32)
+
+    def grow(self, row: int, num_tokens: int) -> Int32Array | None:
+        """Does what `grow_rows` does, of one row."""
+        return self.grow_rows(np.array((row,), np.int32), np.array((num_tokens,), np.int32))
+
+    def open(self, row: int, salt: bytes) -> None:
+        """Begins a row without pages, which shares pages only with rows of the same salt. Ended by `release`."""
+        self._nodes[row] = self.cache.lock_root(salt)
+
+    def find_prefix(self, row: int, tokens: Int32Array) -> Prefix:
+        """Cached pages that go on where the row's own end, with whole pages of `tokens`. Changes nothing.
+
+        `tokens` follow what the row has computed. Nothing is found unless all its pages are known to the cache.
+        """
+        if not self._caching or self._num_published[row] != self._num_pages[row]:
+            return self.no_prefix(row)
+        end, pages = self.cache.match(self._nodes[row], tokens)
+        if self._window is not None:
+            num_usable = self._window.num_usable(int(self._num_pages[row]), pages)
+            if num_usable < len(pages):
+                end, pages = self.cache.match(self._nodes[row], tokens[: num_usable * self._page_size])
+        return Prefix(end, pages)
+
+    def no_prefix(self, row: int) -> Prefix:
+        """The end of the row's own pages that are known to the cache, and nothing more."""
+        return Prefix(self._nodes[row], _NO_PAGES)
+
+    def adopt_prefix(self, row: int, prefix: Prefix) -> Int32Array:
+        """Appends what `find_prefix` has just found for the row, locked; returns the deltas."""
+        if not len(prefix.pages):
+            return _NO_DELTAS
+        self.cache.lock(prefix.end)
+        self.cache.unlock(self._nodes[row])
+        self._nodes[row] = prefix.end
+        self._num_published[row] += len(prefix.pages)
+        num_own = int(self._num_pages[row])
+        num_pages = num_own + len(prefix.pages)
+        self._table[row, num_own:num_pages] = prefix.pages
+        self._num_pages[row] = num_pages
+        if self._window is not None:
+            self._window.adopt(row, num_own, num_pages)
+        deltas = np.full((len(prefix.pages), 3), row, np.int32)
+        deltas[:, 1] = np.arange(num_own, num_pages)
+        deltas[:, 2] = prefix.pages
+        return deltas
+
+    def next_page_key(self, row: int, prefix: Prefix, tokens: Int32Array) -> tuple[Node, bytes] | None:
+        """What two rows have in common when all up to the end of `prefix` and the page of `tokens` after it are alike.
+
+        `tokens` are those not computed once `prefix` is adopted. None where no page after them could be shared.
+        """
+        num_pages = int(self._num_pages[row])
+        if not self._caching or len(tokens) < self._page_size or self._num_published[row] != num_pages:
+            return None
+        return prefix.end, tokens[: self._page_size].tobytes()
+
+    def publish(self, row: int, tokens: Int32Array, num_tokens: int) -> None:
+        """Makes the whole pages of the row's first `num_tokens` tokens, all computed, known to the cache."""
+        first, last = int(self._num_published[row]), num_tokens // self._page_size
+        if not self._caching or last <= first:
+            return
+        pages = self._table[row, first:last]
+        new_tokens = tokens[first * self._page_size : last * self._page_size]
+        if self._window is not None:
+            self._window.pair(pages, self.cache.match(self._nodes[row], new_tokens)[1])
+        self._nodes[row], num_known = self.cache.extend(self._nodes[row], new_tokens, pages)
+        self.allocator.transfer(pages[num_known:], CACHED)
+        self._num_published[row] = last
+
+    def advance_windows(self, rows: Int32Array, num_computed: Int32Array) -> None:
+        """The next token of each of distinct `rows` has at least position `num_computed`: pages before its window are
+        in it no more. To be called when the step before is built."""
+        if self._window is not None:
+            self._window.advance(rows, num_computed)
+
+    def take_window_changes(self) -> Int32Array:
+        """[n, 2] of (page, page of the window pool) that ranks do not know yet."""
+        return _NO_CHANGES if self._window is None else self._window.take_changes()
+
+    def release(self, row: int, *, forget: bool = False) -> None:
+        """Takes all pages from the row: its private ones are free, those of the cache can be evicted.
+
+        Args:
+            forget: evict them now, but for those that others use or have gone on from.
+        """
+        if self._window is not None:
+            self._window.release(row, int(self._num_pages[row]))
+        pages = self._table[row, : self._num_pages[row]]
+        self.allocator.free(pages[self.allocator.owners[pages] == row])
+        self.cache.unlock(self._nodes[row])
+        if forget:
+            self._free(self.cache.forget(self._nodes[row]))
+        self._nodes[row] = self.cache.root
+        self._num_pages[row] = 0
+        self._num_published[row] = 0
+
+    def flush(self) -> None:
+        """Frees every page that no row uses."""
+        self._free(self.cache.evict(self.cache.num_evictable_pages))
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless every page has exactly one owner and every row holds what its table says."""
+        self.allocator.check_integrity()
+        locked: list[Node] = [node for node in self._nodes if node is not self.cache.root]
+        cached = self.cache.check_integrity(locked)
+        owners = self.allocator.owners
+        if self._window is not None:
+            self._window.check_integrity(self._num_pages)
+        assert np.array_equal(np.flatnonzero(owners == CACHED), cached), "cached pages and their owners disagree"
+        for row, node in enumerate(self._nodes):
+            pages = self._table[row, : self._num_pages[row]]
+            private = owners[pages] == row
+            assert np.array_equal(np.sort(pages[private]), np.flatnonzero(owners == row)) or row == 0, (
+                f"row {row} owns pages outside its table, or one twice"
+            )
+            published = self.cache.path_pages(node)
+            assert len(published) == self._num_published[row], f"row {row} locks another prefix than it published"
+            shared = ~private
+            assert not shared[len(published) :].any(), f"row {row} uses a page it does not own"
+            assert np.array_equal(pages[shared], published[shared[: len(published)]]), (
+                f"row {row} uses a cached page that it has not locked"
+            )
+
+    def _make_room(self, count: int) -> bool:
+        """Evicts until `count` pages are free. False, with nothing evicted, if that cannot be."""
+        if count > self.num_available or (self._window is not None and count > self._window.num_available):
+            return False
+        short = count - self.allocator.num_free
+        if short > 0:
+            self._free(self.cache.evict(short))
+        return True
+
+    def _free(self, pages: Int32Array) -> None:
+        """Frees pages that the cache has given up."""
+        if self._window is not None:
+            self._window.forget(pages)
+        self.allocator.free(pages)

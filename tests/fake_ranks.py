@@ -1,0 +1,42 @@
+"""Ranks that a coordinator drives without any process, in the place of a `RankGroup`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from configs.errors import LockstepError
+from parallel.step_cost import StepCost
+
+
+class FakeRanks:
+    """Both ends of their channel; whoever inherits sends and receives."""
+
+    def __init__(self, cost: StepCost) -> None:
+        self.frames: Any = self
+        self.results: Any = self
+        self.cost = cost
+        self.size = 1
+        self.devices: list[str] = []
+        self.pids: dict[int, int] = {}
+        self.ages: list[float] = []
+        self.stuck_s: list[float] = []
+        """How long steps ran whose ranks were asked what they do."""
+        self.replace: Callable[[int, Any], FakeRanks] | None = None
+        """Does what `replace_ranks` is asked for."""
+
+    def heartbeat_ages(self) -> list[float]:
+        return self.ages
+
+    def log_stacks(self, step_age_s: float) -> None:
+        self.stuck_s.append(step_age_s)
+
+    def replace_ranks(self, generation: int, how: LockstepError | FakeRanks) -> FakeRanks:
+        assert self.replace is not None, "nobody replaces these"
+        return self.replace(generation, how)
+
+    def fail(self, reason: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
