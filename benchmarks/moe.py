@@ -25,11 +25,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.bandwidth import measure
 from benchmarks.graph_timing import graph_us
-from parallel.plan import leaf_columns
-from worker.kernels import exact_moe, grouped_experts, moe, routing
-from worker.kernels.exact_moe import MOST_BYTES, choose_exact_tiles, node_mixture
+from parallel.plan import Span, leaf_columns
+from worker.kernels import grouped_experts, moe, pair_experts, routing
 from worker.kernels.grouped_experts import Tile, Tiles
-from worker.kernels.moe import choose_tiles, mixture
+from worker.kernels.moe import MOST_BYTES, choose_tiles, mixture
 from worker.kernels.routing import router_logits
 
 HIDDEN, NUM_EXPERTS, TOP_K, COLUMNS = 2048, 128, 8, 768
@@ -105,15 +104,16 @@ class Layer:
         weights = self.router, self.w13, self.w2
         if not self.exact:
             out = torch.empty_like(x)
-            return mixture(x, *weights, top_k=TOP_K, normalise=True, round_to=torch.bfloat16, out=out, tiles=tiles)
-        nodes = ((0, self.w2.shape[2] // _LEAF),)
+            mixture(x, *weights, top_k=TOP_K, normalise=True, round_to=torch.bfloat16, out=out, tiles=tiles)
+            return out
+        nodes = (Span(0, self.w2.shape[2] // _LEAF),)
         out = torch.empty(1, *x.shape, device=x.device)
         options: dict[str, Any] = {"top_k": TOP_K, "normalise": True, "round_to": torch.bfloat16, "tiles": tiles}
-        node_mixture(x, *weights, leaf=_LEAF, nodes=nodes, out=out, most_bytes=self.most_bytes, **options)
+        mixture(x, *weights, leaf=_LEAF, nodes=nodes, out=out, most_bytes=self.most_bytes, **options)
         return out[0]
 
     def choose(self, num_tokens: int) -> Tiles:
-        return (choose_exact_tiles if self.exact else choose_tiles)(num_tokens, TOP_K, NUM_EXPERTS)
+        return choose_tiles(num_tokens, TOP_K, NUM_EXPERTS, exact=self.exact)
 
     @property
     def candidates(self) -> tuple[dict[int, Any], dict[int, Any]]:
@@ -234,7 +234,7 @@ def main() -> None:
     parser.add_argument("--kernels", action="store_true", help="each kernel's own time, by torch's profiler")
     args = parser.parse_args()
     if args.serial:
-        for module in (exact_moe, grouped_experts, moe, routing):
+        for module in (grouped_experts, moe, pair_experts, routing):
             mock.patch.object(module, "starts_early", return_value=False).start()
     torch.manual_seed(0)
     peak = measure("cuda") * 1e9

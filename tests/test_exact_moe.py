@@ -19,10 +19,10 @@ pytest.importorskip("triton", reason="a CPU install has no Triton")
 from parallel.numerics.tree import SumTree
 from parallel.plan import Span
 from tests.chain_dot import use_chain_dot
-from worker.kernels import exact_moe
-from worker.kernels.exact_moe import gated_silu_and_mul, node_mixture
+from worker.kernels import moe
 from worker.kernels.grouped_experts import Tile, Tiles, Tokens
-from worker.kernels.moe import pair_gate_up
+from worker.kernels.moe import gated_silu_and_mul, mixture
+from worker.kernels.pair_experts import pair_gate_up
 from worker.kernels.routing import route, router_logits
 
 FIRST_SLOT = 16
@@ -109,7 +109,7 @@ class Case:
         options = {"top_k": self.shape.top_k, "normalise": self.shape.normalise, "round_to": self.x.dtype}
         slots = {"slots": self.slots, "first_slot": FIRST_SLOT}
         weights = self.router, self.w13, self.w2
-        node_mixture(self.x, *weights, leaf=self.shape.leaf, nodes=nodes, out=out, **options, **slots, **schedule)
+        mixture(self.x, *weights, leaf=self.shape.leaf, nodes=nodes, out=out, **options, **slots, **schedule)
         return out
 
     def routed(self) -> tuple[Tensor, Tensor]:
@@ -235,13 +235,13 @@ def test_leaves_of_pairs_take_bounded_memory_and_the_bound_changes_no_bit(
 ) -> None:
     case = Case.create(SMALL, TOKENS, device)
     expected, sizes = case.run(), []
-    grouped_down = exact_moe.grouped_down
+    grouped_down = moe.grouped_down
 
     def measured(*args: Any, **options: Any) -> None:
         sizes.append(args[4].numel() * 4)
         grouped_down(*args, **options)
 
-    monkeypatch.setattr(exact_moe, "grouped_down", measured)
+    monkeypatch.setattr(moe, "grouped_down", measured)
     assert torch.equal(case.run(tiles=GROUPED, most_bytes=most_bytes), expected)
     assert len(sizes) > 1
     assert max(sizes) <= max(most_bytes, 16 * 4 * SMALL.num_leaves * TOKENS * SMALL.top_k)

@@ -21,10 +21,11 @@ from configs.errors import ConfigError
 from configs.layers import Axis, MixtureOfExperts
 from parallel.group import TensorParallelGroup
 from parallel.numerics.arithmetic import FAST, ExactArithmetic, LayerPlace
+from parallel.numerics.rank_sum import ExactSum
 from parallel.plan import LayerShard, Span
 from tests.chain_dot import use_chain_dot
 from tests.test_models import on_ranks
-from worker.layers.experts import CudaExperts, ExactCudaExperts, Experts
+from worker.layers.experts import CudaExperts, Experts
 from worker.layers.step import Padding
 
 CPU = torch.device("cpu")
@@ -303,7 +304,7 @@ def exact_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     return torch.device(request.param)
 
 
-def _exact_layers(family: Family, size: int, device: torch.device) -> list[ExactCudaExperts]:
+def _exact_layers(family: Family, size: int, device: torch.device) -> list[CudaExperts]:
     """Those of all ranks; leaves, of 8 columns, are dealt as evenly as they go."""
     spec, dtype = family.spec, torch.float32 if device.type == "cpu" else torch.bfloat16
     source, layers = Source(_block(family), spec), []
@@ -315,13 +316,13 @@ def _exact_layers(family: Family, size: int, device: torch.device) -> list[Exact
     shards = tuple(LayerShard(dict(zip(axes, spans, strict=True))) for spans in zip(*dealt, strict=True))
     for rank in range(size):
         group = TensorParallelGroup(rank=rank, size=size, device=device, collectives=None)
-        layer = ExactCudaExperts(spec, LayerPlace(shards, group, ExactArithmetic(device), dtype, device))
+        layer = CudaExperts(spec, LayerPlace(shards, group, ExactArithmetic(device), dtype, device))
         layer.load(source, PREFIX)
         layers.append(layer)
     return layers
 
 
-def _total(layer: ExactCudaExperts, x: torch.Tensor, padding: Padding) -> torch.Tensor:
+def _total(layer: CudaExperts, x: torch.Tensor, padding: Padding) -> torch.Tensor:
     """What the layer of a group of one adds to the residual stream, here fp32."""
     y, total = layer(x, padding), torch.zeros(x.shape, device=x.device)
     if isinstance(y, torch.Tensor):  # in the interpreter, on a CPU
@@ -348,7 +349,9 @@ def test_exact_kernels_sum_ranks_and_batches_to_the_bits_of_one_token_on_one_ran
     padding.slots[1] = 0
     for size in sizes:
         layers = _exact_layers(family, size, exact_device)
-        nodes = [node for layer in layers for node in layer.partial(x, padding)]
-        y = layers[0].tree.finish(nodes, torch.empty_like(nodes[0]))
+        trees = [layer.rank_sum.tree for layer in layers if isinstance(layer.rank_sum, ExactSum)]
+        rooms = [torch.empty(count, *x.shape, device=x.device) for count in trees[0].counts]
+        nodes = [node for layer, out in zip(layers, rooms, strict=True) for node in layer.partial(x, padding, out)]
+        y = trees[0].finish(nodes, torch.empty_like(nodes[0]))
         assert torch.equal(y[::4], expected), f"{size} ranks"
         assert not y[1].any()

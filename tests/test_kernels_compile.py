@@ -49,7 +49,7 @@ from parallel.numerics.kernels.skinny_gemm import skinny_gemm
 from parallel.numerics.kernels.tree_sum import sum_add_norm, sum_subtrees
 from parallel.plan import Span
 from worker.adjustments import RowAdjustments
-from worker.kernels import exact_moe, grouped_experts, moe, routing, sampling
+from worker.kernels import grouped_experts, moe, pair_experts, routing, sampling
 from worker.kernels.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from worker.kernels.adjustments import adjust_logits
 from worker.kernels.norm import add_rms_norm, rms_norm
@@ -379,7 +379,7 @@ def _call_exact_mixture(
     num_tokens: int, leaf: int, nodes: tuple[tuple[int, int], ...], *, num_experts: int, top_k: int
 ) -> None:
     hidden, columns = 2048, leaf * nodes[-1][1]
-    logits = exact_moe.node_mixture(
+    logits = moe.mixture(
         _bf16(num_tokens, hidden),
         _bf16(num_experts + 1, hidden),
         _bf16(num_experts, 2 * columns, hidden),
@@ -393,7 +393,7 @@ def _call_exact_mixture(
         slots=_int64(num_tokens),
         first_slot=64,
     )
-    exact_moe.gated_silu_and_mul(_bf16(num_tokens, 2 * columns), logits, num_experts, _int64(num_tokens), 64)
+    moe.gated_silu_and_mul(_bf16(num_tokens, 2 * columns), logits, num_experts, _int64(num_tokens), 64)
 
 
 def _call_everything() -> None:
@@ -523,7 +523,7 @@ def _compile_everything() -> Report:
     KernelInterface.__getitem__ = compile_only
     # They ask about CUDA tensors only.
     exact.has_dependent_launch = decode.has_dependent_launch = lambda device: True
-    for module in (exact_moe, grouped_experts, moe, routing):
+    for module in (grouped_experts, moe, pair_experts, routing):
         module.starts_early = lambda device: True
     errors: dict[str, list[str]] = {}
     reductions: dict[str, dict[str, set[str]]] = {}

@@ -1,6 +1,6 @@
 """Products over the experts that tokens go to, expert after expert: two kernels that walk blocks of an expert's pairs.
 
-Of the second one's sums, leaves of an expert's columns may be kept apart (exact_moe.py).
+The second one may keep the sums over leaves of an expert's columns apart, for exact numerics (moe.py).
 """
 
 from __future__ import annotations

@@ -5,168 +5,102 @@ experts is part of the first product over them, the sum over experts part of the
 gathered by expert (worker/kernels/routing.py), and two grouped products walk blocks of an expert's pairs, so that its
 weights are read once for all its tokens. The weights of experts that nobody chose are not read. Nothing waits for the
 device, and grids follow from shapes alone: everything can be captured in a CUDA graph.
+
+In exact numerics the result is nodes of the sum over an expert's columns, which ranks cut. The columns are leaves of
+one width. A token's leaf is a chain of fused multiply-adds over its experts, the likeliest first, of each one's weight
+and its down product over the leaf, itself one ascending chain of MMAs; nodes are halving trees of leaves, as in
+node_gemm.py. What comes before is cut nowhere: logits, weights, and the first products, which are ascending chains of
+MMAs. So the bits of a token's node follow from the token and the weights alone. For few tokens leaves are added in
+registers, by a third kernel where programs would be too few; for more, the grouped products keep every pair's leaves
+apart and the last kernel adds them, both for as many of the output's columns at a time as fit a bound.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 
+from parallel.numerics.kernels.node_gemm import add_leaf, border, pack_parts
+from parallel.plan import Span
 from worker.kernels.grouped_experts import (
-    MMA_ROWS,
     Tile,
     Tiles,
     Tokens,
-    fitting,
     grouped_down,
     grouped_gate_up,
     silu_and_mul,
 )
+from worker.kernels.pair_experts import sum_pairs
 from worker.kernels.routing import (
-    TRITON_DTYPES,
-    compare_logits,
     follow,
     is_live,
-    let_next_start,
     load_logits,
-    nth_expert,
     router_logits,
+    shared_of,
+    sigmoid,
     starts_early,
-    weight_of,
 )
 
-_ROWS = tl.constexpr(MMA_ROWS)
 
-
-@triton.jit
-def sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
-
-
-@triton.jit(do_not_specialize=["first_slot", "part_stride"])
-def _pair_gate_up_kernel(
-    hidden_ptr, experts_ptr, weights_ptr, x_ptr, w13_ptr, logits_ptr, slots_ptr, first_slot, num_experts,
-    logits_stride, part_stride, x_stride, width, size, PARTS: tl.constexpr, TOP_K: tl.constexpr,
-    NORMALISE: tl.constexpr, WEIGHT_SCALE: tl.constexpr, ROUND_TO: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """hidden[pair] = silu(w13[expert, :width] @ x[token]) * (w13[expert, width:] @ x[token]), and who the expert is.
-
-    EXACT: by MMAs, of which the pair's row is the first and the others are zeros, so that the bits are those of a
-    grouped product.
-    """
-    # Programs that follow each other read the same columns of the pairs' experts: two of one expert find them in L2.
-    pair = tl.program_id(0)
-    token, choice = pair // TOP_K, pair % TOP_K
-    follow(DEPENDENT)
-    live = is_live(slots_ptr, token, True, first_slot)
-    if live:
-        logits, num_above = compare_logits(logits_ptr + token * logits_stride, num_experts, part_stride, PARTS, BLOCK_E)
-        expert = nth_expert(num_above, choice, BLOCK_E)
-        if tl.program_id(1) == 0:
-            weight = weight_of(expert, logits, num_above, num_experts, TOP_K, NORMALISE, BLOCK_E)
-            tl.store(experts_ptr + pair, expert)
-            tl.store(weights_ptr + pair, (weight * WEIGHT_SCALE).to(ROUND_TO).to(tl.float32))
-        columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-        rows = tl.minimum(columns, width - 1).to(tl.int64)[:, None] * size
-        w_gate = w13_ptr + expert.to(tl.int64) * (2 * width * size) + rows
-        w_up = w_gate + width.to(tl.int64) * size
-        x_row = x_ptr + token * x_stride
-        if EXACT:
-            # Copies of the row would all be read from one place in the L2 cache, by every program.
-            is_row = (tl.arange(0, _ROWS) == 0)[:, None]
-            x_row += tl.zeros([_ROWS, 1], tl.int32)
-            gate = tl.zeros([_ROWS, BLOCK_N], tl.float32)
-        else:
-            gate = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-        up = tl.zeros_like(gate)
-        for step in tl.range(0, tl.cdiv(size, BLOCK_K), num_stages=STAGES):
-            k = step * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-            if EVEN_K:
-                x = tl.load(x_row + k, mask=is_row, other=0.0) if EXACT else tl.load(x_row + k)
-                g = tl.load(w_gate + k, eviction_policy="evict_first")
-                u = tl.load(w_up + k, eviction_policy="evict_first")
-            else:
-                x = tl.load(x_row + k, mask=(k < size) & is_row if EXACT else k < size, other=0.0)
-                g = tl.load(w_gate + k, mask=k < size, other=0.0, eviction_policy="evict_first")
-                u = tl.load(w_up + k, mask=k < size, other=0.0, eviction_policy="evict_first")
-            if EXACT:
-                gate = tl.dot(x, g.T, gate, input_precision="ieee")
-                up = tl.dot(x, u.T, up, input_precision="ieee")
-            else:
-                gate += g.to(tl.float32) * x.to(tl.float32)
-                up += u.to(tl.float32) * x.to(tl.float32)
-        let_next_start(DEPENDENT)
-        stored = columns < width
-        if EXACT:
-            hidden = silu_and_mul(gate, up)
-            columns = tl.broadcast_to(columns[None, :], [_ROWS, BLOCK_N])
-            stored = stored[None, :] & is_row
-        else:
-            hidden = silu_and_mul(tl.sum(gate, 1), tl.sum(up, 1))
-        tl.store(hidden_ptr + pair * width + columns, hidden.to(hidden_ptr.dtype.element_ty), mask=stored)
-
-
-@triton.jit(do_not_specialize=["first_slot", "part_stride"])
-def _pair_down_kernel(
-    out_ptr, hidden_ptr, w2_ptr, experts_ptr, weights_ptr, shared_ptr, logits_ptr, slots_ptr, first_slot, num_experts,
-    logits_stride, part_stride, width, size, PARTS: tl.constexpr, GATED: tl.constexpr, TOP_K: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    """out[token] = sum over its pairs of weight * (w2[expert] @ hidden[pair]), and the shared expert, perhaps gated."""
-    token = tl.program_id(0)
-    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    follow(DEPENDENT)
-    live = is_live(slots_ptr, token, True, first_slot)
-    rows = tl.minimum(columns, size - 1).to(tl.int64)[:, None] * width
-    steps = tl.cdiv(width, BLOCK_K)
-    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-    for step in tl.range(0, tl.where(live, TOP_K * steps, 0), num_stages=STAGES):
-        pair = token * TOP_K + step // steps
-        k = (step % steps) * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-        w_rows = w2_ptr + tl.load(experts_ptr + pair).to(tl.int64) * width * size + rows
-        if EVEN_K:
-            w = tl.load(w_rows + k, eviction_policy="evict_first")
-            h = tl.load(hidden_ptr + pair * width + k)
-        else:
-            w = tl.load(w_rows + k, mask=k < width, other=0.0, eviction_policy="evict_first")
-            h = tl.load(hidden_ptr + pair * width + k, mask=k < width, other=0.0)
-        acc += w.to(tl.float32) * (h.to(tl.float32) * tl.load(weights_ptr + pair))
-    total = tl.sum(acc, 1)
-    out = token * size + columns
-    if shared_ptr is not None:
-        shared = tl.load(shared_ptr + out, mask=live & (columns < size), other=0.0).to(tl.float32)
-        if GATED:
-            gate = load_logits(logits_ptr + token * logits_stride + num_experts, live, part_stride, PARTS)
-            shared *= sigmoid(gate)
-        total += shared
-    tl.store(out_ptr + out, total.to(out_ptr.dtype.element_ty), mask=columns < size)
-
-
-@triton.jit(do_not_specialize=["first_slot", "part_stride"])
+@triton.jit(do_not_specialize=["first_slot", "part_stride", "num_tokens", "low", "high", "first_column"])
 def _combine_kernel(
-    out_ptr, y_ptr, shared_ptr, logits_ptr, slots_ptr, first_slot, num_experts, logits_stride, part_stride, size,
-    PARTS: tl.constexpr, GATED: tl.constexpr, NUM_SUMMANDS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    out_ptr, y_ptr, weights_ptr, shared_ptr, logits_ptr, slots_ptr, first_slot, num_experts, logits_stride, part_stride,
+    num_tokens, low, high, size, first_column, num_columns, PARTS: tl.constexpr, GATED: tl.constexpr,
+    DEPTH: tl.constexpr, NUM_SUMMANDS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """out[token] = its pairs' y, the likeliest expert's first, and the shared expert, perhaps gated; 0 for padding."""
-    follow(DEPENDENT)
-    token = tl.program_id(0).to(tl.int64)
+    """out[token] = its pairs' y, the likeliest expert's first, and the shared expert, perhaps gated; 0 for padding.
+
+    With a DEPTH, out[node, token] = the node over y [num_leaves, num_pairs, num_columns] by the pairs' weights.
+    """
+    token, node = tl.program_id(0).to(tl.int64), tl.program_id(2)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < size
+    inside = columns < num_columns
+    if DEPTH is not None:
+        first, stop = border(low, high, node), border(low, high, node + 1)
+    follow(DEPENDENT)
     live = is_live(slots_ptr, token, True, first_slot)
     acc = tl.zeros([BLOCK], tl.float32)
-    for choice in tl.static_range(NUM_SUMMANDS):
-        pair = token * NUM_SUMMANDS + choice
-        acc += tl.load(y_ptr + pair * size + columns, mask=live & inside, other=0.0).to(tl.float32)
-    if shared_ptr is not None:
-        shared = tl.load(shared_ptr + token * size + columns, mask=live & inside, other=0.0).to(tl.float32)
-        if GATED:
-            gate = load_logits(logits_ptr + token * logits_stride + num_experts, live, part_stride, PARTS)
-            shared *= sigmoid(gate)
-        acc += shared
-    tl.store(out_ptr + token * size + columns, acc.to(out_ptr.dtype.element_ty), mask=inside)
+    if DEPTH is None:
+        for choice in tl.static_range(NUM_SUMMANDS):
+            row = (token * NUM_SUMMANDS + choice) * num_columns
+            acc += tl.load(y_ptr + row + columns, mask=live & inside, other=0.0).to(tl.float32)
+        if shared_ptr is not None:
+            gate_ptr = logits_ptr + token * logits_stride + num_experts
+            acc += shared_of(shared_ptr + token * size, gate_ptr, columns, live, inside, part_stride, PARTS, GATED)
+    else:
+        waiting = (acc,) * DEPTH
+        for leaf in tl.range(0, tl.where(live, stop - first, 0)):
+            for choice in tl.static_range(NUM_SUMMANDS):
+                pair = token * NUM_SUMMANDS + choice
+                row = ((first + leaf) * num_tokens * NUM_SUMMANDS + pair) * num_columns
+                product = tl.load(y_ptr + row + columns, mask=inside, other=0.0)
+                acc = tl.fma(tl.load(weights_ptr + pair), product, acc)
+            waiting, acc = add_leaf(waiting, acc, leaf, stop - first, DEPTH)
+    out_row = out_ptr + token * size
+    if DEPTH is not None:
+        out_row += node.to(tl.int64) * num_tokens * size + first_column
+    tl.store(out_row + columns, acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["first_slot", "part_stride"])
+def _gated_silu_and_mul_kernel(
+    out_ptr, x_ptr, logits_ptr, slots_ptr, first_slot, gate_column, logits_stride, part_stride, size, x_stride,
+    PARTS: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = is_live(slots_ptr, token, True, first_slot)
+    inside = live & (columns < size)
+    gate_ptrs = x_ptr + token * x_stride + columns
+    gate = tl.load(gate_ptrs, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_ptrs + size, mask=inside, other=0.0).to(tl.float32)
+    hidden = silu_and_mul(gate, up)
+    if GATED:
+        hidden *= sigmoid(load_logits(logits_ptr + token * logits_stride + gate_column, live, part_stride, PARTS))
+    tl.store(out_ptr + token * size + columns, hidden.to(out_ptr.dtype.element_ty), mask=columns < size)
 
 
 _PAIR_TOKENS = 8
@@ -184,14 +118,24 @@ _GROUPED = (
     (float("inf"), Tiles(128, gate_up=Tile(128, 64, 8, 4), down=Tile(256, 64, 8, 3))),
 )
 _COMBINE_BLOCK = 1024
+_ACT_BLOCK = 1024
+
+# Chosen by reckoning: of an indirect load half the stages are under way. `python -m benchmarks.moe --exact --sweep`
+# times others; no such run is among the results.
+_EXACT_PAIR = Tiles(1, gate_up=Tile(16, 128, 2, 6), down=Tile(32, 64, 2, 10))
+# In place of the table's where pairs' leaves are stored on the way, which takes shared memory.
+_EXACT_DOWN = {16: Tile(128, 64, 4, 4), 32: Tile(128, 64, 4, 4), 64: Tile(128, 64, 8, 4), 128: Tile(128, 64, 8, 4)}
+MOST_BYTES = 24 << 20
+"""Of pairs' leaves at a time, which are then still in the L2 cache; those of a block of columns may be more."""
 
 
-def choose_tiles(num_tokens: int, top_k: int, num_experts: int) -> Tiles:
+def choose_tiles(num_tokens: int, top_k: int, num_experts: int, *, exact: bool = False) -> Tiles:
     """The table's tiles for so many tokens; `block_m` 1 is a program for every pair."""
     if num_tokens <= _PAIR_TOKENS and num_experts <= _PAIR_EXPERTS:
-        return _PAIR
+        return _EXACT_PAIR if exact else _PAIR
     pairs_each = num_tokens * top_k / num_experts
-    return next(tiles for most, tiles in _GROUPED if pairs_each <= most)
+    tiles = next(tiles for most, tiles in _GROUPED if pairs_each <= most)
+    return replace(tiles, down=_EXACT_DOWN[tiles.block_m]) if exact else tiles
 
 
 def mixture(
@@ -208,7 +152,11 @@ def mixture(
     first_slot: int = 0,
     weight_scale: float = 1.0,
     shared: torch.Tensor | None = None,
+    leaf: int | None = None,
+    nodes: tuple[Span, ...] = (),
     tiles: Tiles | None = None,
+    parts: tuple[Span, ...] | None = None,
+    most_bytes: int = MOST_BYTES,
 ) -> torch.Tensor:
     """Sum over each token's top k experts of weight * w2 @ (silu(gate) * up), and the shared expert, perhaps gated.
 
@@ -216,135 +164,139 @@ def mixture(
 
     Args:
         x: [num_tokens, size], elements of a row side by side, rows any distance apart.
-        router: [num_experts, size] of x's dtype, contiguous; with a gate of `shared` one row more.
+        router: [num_experts, size] of x's dtype, contiguous; with a gate of the shared expert one row more.
         w13: [num_experts, 2 * width, size] of x's dtype, contiguous: this rank's gate rows of each expert, then its up
             rows. The width may be 0.
         w2: [num_experts, size, width] of x's dtype, contiguous.
         normalise: divide a token's weights by their sum.
         round_to: dtype to which the weights are rounded last.
-        out: [num_tokens, size] of x's dtype, contiguous; written.
+        out: [num_tokens, size] of x's dtype, contiguous; with leaves [len(nodes), num_tokens, size] fp32; written.
         slots: [num_tokens] int64, or None: tokens whose slot is below `first_slot` are padding. They read no expert and
             their rows become 0.
         weight_scale: factor of the weights, before they are rounded.
-        shared: [num_tokens, size] of x's dtype, contiguous: the shared expert's part.
-        tiles: for measurements; the table's by default.
+        shared: [num_tokens, size] of x's dtype, contiguous: the shared expert's part. Not with leaves.
+        leaf: columns of a leaf, which divide the width. None: the sum is not one of exact numerics.
+        nodes: the leaves below each; one after the other, from the rank's first leaf to its last.
+        tiles: for measurements, as `parts` and `most_bytes`; chosen by shape by default.
 
     Returns:
-        `out`.
+        The router's logits, as `router_logits` does: for `gated_silu_and_mul`.
     """
-    num_tokens = len(x)
+    (num_experts, _, width), num_tokens = w2.shape, len(x)
+    num_leaves = nodes[-1].stop - nodes[0].start if nodes else 0
+    assert leaf is None or width == leaf * num_leaves, f"{nodes} of {leaf} are not {width} columns"
+    assert leaf is None or out.dtype is torch.float32, f"nodes are fp32, not {out.dtype}"
     if num_tokens == 0:
-        return out
-    num_experts, _, width = w2.shape
-    if tiles is None:
-        tiles = choose_tiles(num_tokens, top_k, num_experts)
+        return torch.empty((1, 0, len(router)), device=x.device)
+    tiles = tiles or choose_tiles(num_tokens, top_k, num_experts, exact=leaf is not None)
     counts = None
     if width > 0 and tiles.block_m > 1:
         counts = torch.empty(num_experts, dtype=torch.int32, device=x.device)
     logits = router_logits(x, router, counts)
     tokens = Tokens(x, logits, slots, first_slot, num_experts, top_k, normalise, weight_scale, round_to, shared)
-    if width == 0:
-        _combine(None, 0, tokens, out)
-    elif counts is None:
-        _sum_pairs(tokens, w13, w2, tiles, out)
-    else:
-        _sum_groups(tokens, counts, w13, w2, tiles, out)
-    return out
-
-
-def _sum_pairs(tokens: Tokens, w13: torch.Tensor, w2: torch.Tensor, tiles: Tiles, out: torch.Tensor) -> None:
-    hidden, experts, weights = pair_gate_up(tokens, w13, tiles.gate_up, exact=False)
-    num_tokens, size = out.shape
-    width, dependent = w2.shape[2], starts_early(out.device)
-    tile = tiles.down
-    block_k = fitting(tile.block_k, width)
-    _pair_down_kernel[(num_tokens, triton.cdiv(size, tile.block_n))](
-        out,
-        hidden,
-        w2,
-        experts,
-        weights,
-        tokens.shared,
-        *tokens.places,
-        width,
-        size,
-        PARTS=len(tokens.logits),
-        GATED=tokens.has_shared_gate,
-        TOP_K=tokens.top_k,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=block_k,
-        EVEN_K=width % block_k == 0,
-        STAGES=tile.num_stages,
-        DEPENDENT=dependent,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        launch_pdl=dependent,
-    )
-
-
-def pair_gate_up(
-    tokens: Tokens, w13: torch.Tensor, tile: Tile, *, exact: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of every pair what its expert's down product takes [num_pairs, width], the expert [num_pairs] int32, and its
-    weight [num_pairs] fp32; undefined for padding tokens."""
-    num_pairs, width = len(tokens.x) * tokens.top_k, w13.shape[1] // 2
-    size, device, dependent = w13.shape[2], w13.device, starts_early(w13.device)
-    hidden = torch.empty((num_pairs, width), dtype=w13.dtype, device=device)
-    experts = torch.empty(num_pairs, dtype=torch.int32, device=device)
-    weights = torch.empty(num_pairs, dtype=torch.float32, device=device)
-    _pair_gate_up_kernel[(num_pairs, triton.cdiv(width, tile.block_n))](
-        hidden,
-        experts,
-        weights,
-        tokens.x,
-        w13,
-        *tokens.places,
-        tokens.x.stride(0),
-        width,
-        size,
-        PARTS=len(tokens.logits),
-        TOP_K=tokens.top_k,
-        NORMALISE=tokens.normalise,
-        WEIGHT_SCALE=tokens.weight_scale,
-        ROUND_TO=TRITON_DTYPES[tokens.round_to],
-        BLOCK_E=triton.next_power_of_2(tokens.num_experts),
-        BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
-        EVEN_K=size % tile.block_k == 0,
-        STAGES=tile.num_stages,
-        EXACT=exact,
-        DEPENDENT=dependent,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        launch_pdl=dependent,
-    )
-    return hidden, experts, weights
+    if counts is not None:
+        _sum_groups(tokens, counts, w13, w2, leaf, nodes, tiles, most_bytes, out)
+    elif width > 0:
+        sum_pairs(tokens, w13, w2, leaf, nodes, tiles, parts, out)
+    elif leaf is None:
+        _combine(None, None, 0, tokens, nodes, 0, out)
+    return logits
 
 
 def _sum_groups(
-    tokens: Tokens, counts: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, tiles: Tiles, out: torch.Tensor
+    tokens: Tokens,
+    counts: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    leaf: int | None,
+    nodes: tuple[Span, ...],
+    tiles: Tiles,
+    most_bytes: int,
+    out: torch.Tensor,
 ) -> None:
     routes, hidden = grouped_gate_up(tokens, counts, w13, tiles)
-    y = torch.empty((len(hidden), out.shape[1]), dtype=out.dtype, device=out.device)
-    grouped_down(hidden, w2, routes, tiles, y)
-    _combine(y, tokens.top_k, tokens, out)
+    size, block_n, num_leaves, step = out.shape[-1], tiles.down.block_n, 1, out.shape[-1]
+    if leaf is not None:
+        num_leaves = w2.shape[2] // leaf
+        fitting_columns = most_bytes // (4 * num_leaves * len(hidden)) // block_n * block_n
+        step = min(max(fitting_columns, block_n), size)
+    room = torch.empty(num_leaves * len(hidden) * step, dtype=out.dtype, device=out.device)
+    for first_column in range(0, size, step):
+        num_columns = min(step, size - first_column)
+        y = room[: num_leaves * len(hidden) * num_columns].view(num_leaves, len(hidden), num_columns)
+        grouped_down(hidden, w2, routes, tiles, y, first_column=first_column, leaf=leaf)
+        _combine(y, None if leaf is None else routes.weights, tokens.top_k, tokens, nodes, first_column, out)
 
 
-def _combine(y: torch.Tensor | None, num_summands: int, tokens: Tokens, out: torch.Tensor) -> None:
-    num_tokens, size = out.shape
+def _combine(
+    y: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    num_summands: int,
+    tokens: Tokens,
+    nodes: tuple[Span, ...],
+    first_column: int,
+    out: torch.Tensor,
+) -> None:
+    num_tokens, size = out.shape[-2:]
+    num_columns = size if y is None else y.shape[-1]
     dependent = starts_early(out.device)
-    block = min(triton.next_power_of_2(size), _COMBINE_BLOCK)
-    _combine_kernel[(num_tokens, triton.cdiv(size, block))](
+    block = min(triton.next_power_of_2(num_columns), _COMBINE_BLOCK)
+    low, high, depth = pack_parts(nodes) if nodes else (0, 0, None)
+    _combine_kernel[(num_tokens, triton.cdiv(num_columns, block), len(nodes) or 1)](
         out,
         y,
+        weights,
         tokens.shared,
         *tokens.places,
+        num_tokens,
+        low,
+        high,
         size,
+        first_column,
+        num_columns,
         PARTS=len(tokens.logits),
         GATED=tokens.has_shared_gate,
+        DEPTH=depth,
         NUM_SUMMANDS=num_summands,
         BLOCK=block,
         DEPENDENT=dependent,
-        num_warps=4,
+        num_warps=4 if weights is None else max(block // 256, 1),
         launch_pdl=dependent,
     )
+
+
+def gated_silu_and_mul(
+    x: torch.Tensor, logits: torch.Tensor, num_experts: int, slots: torch.Tensor | None, first_slot: int
+) -> torch.Tensor:
+    """silu(gate) * up times the shared expert's gate, rounded once, 0 for padding: what follows is a sum like others.
+
+    Args:
+        x: [num_tokens, 2 * size], gate then up; elements of a row side by side, rows any distance apart.
+        logits: as `router_logits` returns; with more than `num_experts`, the next one is the gate's.
+        slots, first_slot: as in `moe.mixture`.
+
+    Returns:
+        [num_tokens, size], contiguous, of x's dtype.
+    """
+    num_tokens, size = x.shape[0], x.shape[1] // 2
+    out = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    parts, _, num_logits = logits.shape
+    _gated_silu_and_mul_kernel[(num_tokens, triton.cdiv(size, _ACT_BLOCK))](
+        out,
+        x,
+        logits,
+        slots,
+        first_slot,
+        num_experts,
+        num_logits,
+        num_tokens * num_logits,
+        size,
+        x.stride(0),
+        PARTS=parts,
+        GATED=num_logits > num_experts,
+        BLOCK=_ACT_BLOCK,
+        num_warps=4,
+    )
+    return out

@@ -70,6 +70,20 @@ def load_logits(pointers, mask, part_stride, PARTS: tl.constexpr):
 
 
 @triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def shared_of(row_ptr, gate_ptr, columns, live, inside, part_stride, PARTS: tl.constexpr, GATED: tl.constexpr):
+    """The shared expert's part of a token, perhaps gated; 0 for padding."""
+    shared = tl.load(row_ptr + columns, mask=live & inside, other=0.0).to(tl.float32)
+    if GATED:
+        shared *= sigmoid(load_logits(gate_ptr, live, part_stride, PARTS))
+    return shared
+
+
+@triton.jit
 def compare_logits(logits_ptr, num_experts, part_stride, PARTS: tl.constexpr, BLOCK_E: tl.constexpr):
     """A token's logits, and how many others are above each; NaN, and what is no expert, stands with the lowest."""
     ids = tl.arange(0, BLOCK_E)

@@ -15,7 +15,6 @@ from configs.errors import ConfigError
 from configs.layers import Axis, Cut, DenseMLP, MixtureOfExperts
 from parallel.fused_sum import PartialSum
 from parallel.numerics.arithmetic import LayerPlace
-from parallel.numerics.rank_sum import ExactSum
 from parallel.numerics.weight import CpuWeight, TensorSource
 from worker.kernels.cpu_pointwise import act_and_mul, softmax
 from worker.layers.mlp import MLP
@@ -40,9 +39,7 @@ class Experts(ABC):
     @staticmethod
     def of(spec: MixtureOfExperts, place: LayerPlace) -> Experts:
         """As the place's device computes them."""
-        if place.device.type != "cuda":
-            return CpuExperts(spec, place)
-        return place.arithmetic.choose(fast=CudaExperts, exact=ExactCudaExperts)(spec, place)
+        return (CudaExperts if place.device.type == "cuda" else CpuExperts)(spec, place)
 
     @abstractmethod
     def load(self, source: TensorSource, prefix: str) -> None:
@@ -76,32 +73,32 @@ class Experts(ABC):
 
 
 class CudaExperts(Experts):
-    """By grouped products in Triton; those of a shared expert are added before the one all-reduce.
+    """Experts by kernels in Triton. A shared expert's part is added to this rank's, or in exact numerics its nodes
+    stand beside those of the experts: there is one sum over the ranks.
 
     Raises:
-        ConfigError: also where this rank's columns are no multiple of 32, or the experts are chosen from the best
-            groups.
+        ConfigError: also where this rank's columns are no multiple of 32, unless numerics are exact, or the experts are
+            chosen from the best groups.
     """
-
-    _column_unit = 32
-    """A rank's columns are a multiple of this."""
 
     def __init__(self, spec: MixtureOfExperts, place: LayerPlace) -> None:
         super().__init__(spec, place)
-        width = self._columns.size
-        if width % self._column_unit:
+        width, unit = self._columns.size, place.arithmetic.choose(fast=32, exact=1)
+        if width % unit:
             raise ConfigError(
                 f"{spec.intermediate_size} columns of an expert leave rank {place.group.rank} {width}, and GPUs take "
-                f"multiples of {self._column_unit}; choose a smaller tensor_parallel_size"
+                f"multiples of {unit}; choose a smaller tensor_parallel_size"
             )
         if spec.top_groups < spec.num_groups:
             raise ConfigError(
                 f"experts of the best {spec.top_groups} of {spec.num_groups} groups are not chosen on GPUs yet; set "
                 "device=cpu"
             )
-        beside = None if spec.shared is None else spec.shared.down.cut
         cut = Cut(Axis.EXPERT_COLUMNS, 1)
-        self._sum = place.arithmetic.rank_sum(spec.hidden_size, cut, place, of_weight=False, beside=beside)
+        beside = None if spec.shared is None else spec.shared.down.cut
+        leaves = place.arithmetic.leaves(cut, place)
+        self._leaf, self._nodes = place.arithmetic.choose(fast=(None, ()), exact=(leaves.width, leaves.nodes))
+        self.rank_sum = place.arithmetic.rank_sum(spec.hidden_size, cut, place, of_weight=False, beside=beside)
         # fp32 from the product on, since bf16 logits often tie, and then choose other experts.
         self._router = self._empty_router(place.dtype, place.device)
         self._w13 = place.empty(spec.num_experts, 2 * width, spec.hidden_size)
@@ -113,71 +110,38 @@ class CudaExperts(Experts):
             self._read_expert(source, prefix, expert, gate_up, down)
 
     def __call__(self, x: torch.Tensor, padding: Padding) -> torch.Tensor | PartialSum:
-        return self._sum.for_norm(len(x), lambda out: self.partial(x, padding, out))
+        return self.rank_sum.for_norm(len(x), lambda out: self.partial(x, padding, out))
 
     def partial(self, x: torch.Tensor, padding: Padding, out: torch.Tensor | None = None) -> torch.Tensor:
-        """This rank's part of the sum [num_tokens, hidden_size], 0 for padding; contiguous `out` if one is given."""
-        from worker.kernels.moe import mixture  # a CPU install has no Triton
+        """This rank's part of `rank_sum` [num_tokens, hidden_size], or its nodes in fp32 [num_nodes, num_tokens,
+        hidden_size]; 0 for padding; written to contiguous `out` if one is given."""
+        from worker.kernels.moe import gated_silu_and_mul, mixture  # a CPU install has no Triton
 
-        return mixture(
-            x,
-            self._router,
-            self._w13,
-            self._w2,
-            top_k=self._spec.top_k,
-            normalise=self._spec.norm_topk_prob,
-            round_to=self._round_to,
-            weight_scale=self._spec.weight_scale,
-            out=torch.empty_like(x) if out is None else out,
-            slots=padding.token_slots(),
-            first_slot=padding.first_slot,
-            shared=None if self._shared is None else self._shared.partial(x),
-        )
-
-
-class ExactCudaExperts(CudaExperts):
-    """By ascending chains, leaf by leaf; a shared expert's nodes go to the other ranks beside the experts'.
-
-    Raises:
-        ConfigError: where CudaExperts does, but any columns will do.
-    """
-
-    _column_unit = 1
-
-    def __init__(self, spec: MixtureOfExperts, place: LayerPlace) -> None:
-        super().__init__(spec, place)
-        assert isinstance(self._sum, ExactSum), "the sum of exact arithmetic"
-        self._leaves = place.arithmetic.leaves(Cut(Axis.EXPERT_COLUMNS, 1), place)
-        self.tree = self._sum.tree
-        """That of the ranks' nodes."""
-        self._num_nodes = self.tree.counts[place.group.rank]
-
-    def partial(self, x: torch.Tensor, padding: Padding, out: torch.Tensor | None = None) -> torch.Tensor:
-        """This rank's nodes [num_nodes, num_tokens, hidden_size] fp32, 0 for padding; `out` if one is given."""
-        from worker.kernels.exact_moe import gated_silu_and_mul, node_mixture  # a CPU install has no Triton
-
-        spec, nodes, slots = self._spec, self._leaves.nodes, padding.token_slots()
+        spec, nodes, slots, first_slot = self._spec, self._nodes, padding.token_slots(), padding.first_slot
+        is_exact = self._leaf is not None
         if out is None:
-            out = torch.empty(self._num_nodes, *x.shape, device=x.device)
-        logits = node_mixture(
+            assert not is_exact, "a sum of nodes gives their memory"
+            out = torch.empty_like(x)
+        logits = mixture(
             x,
             self._router,
             self._w13,
             self._w2,
-            leaf=self._leaves.width,
-            nodes=nodes,
             top_k=spec.top_k,
             normalise=spec.norm_topk_prob,
             round_to=self._round_to,
             weight_scale=spec.weight_scale,
-            out=out[: len(nodes)],
+            out=out[: len(nodes)] if is_exact else out,
             slots=slots,
-            first_slot=padding.first_slot,
+            first_slot=first_slot,
+            shared=None if is_exact or self._shared is None else self._shared.partial(x),
+            leaf=self._leaf,
+            nodes=nodes,
         )
-        if self._shared is not None and len(out) > len(nodes):
+        if is_exact and self._shared is not None and len(out) > len(nodes):
 
             def act(hidden: torch.Tensor) -> torch.Tensor:
-                return gated_silu_and_mul(hidden, logits, spec.num_experts, slots, padding.first_slot)
+                return gated_silu_and_mul(hidden, logits, spec.num_experts, slots, first_slot)
 
             self._shared.partial(x, act, out[len(nodes) :])
         return out

@@ -1,0 +1,264 @@
+"""Products over the experts of few tokens: each (token, expert) pair reads its expert's weights by itself.
+
+The choice of a pair's expert is part of the first kernel, the sum over a token's experts part of the second. In exact
+numerics its sums are subtrees of leaves of the experts' columns (moe.py has the contract).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from parallel.numerics.kernels.node_gemm import add_leaf, border, cut_nodes, pack_parts
+from parallel.numerics.kernels.tree_sum import sum_subtrees
+from parallel.numerics.tree import additions_of
+from parallel.plan import Span
+from worker.kernels.grouped_experts import MMA_ROWS, Tile, Tiles, Tokens, fitting, fitting_leaf, silu_and_mul
+from worker.kernels.routing import (
+    TRITON_DTYPES,
+    compare_logits,
+    follow,
+    is_live,
+    let_next_start,
+    nth_expert,
+    shared_of,
+    starts_early,
+    weight_of,
+)
+
+_ROWS = tl.constexpr(MMA_ROWS)
+# A node is cut until so many programs share a token's experts, but into no more than some parts.
+_ENOUGH_PROGRAMS = 512
+_MAX_CUTS = 4
+
+
+@triton.jit(do_not_specialize=["first_slot", "part_stride"])
+def _pair_gate_up_kernel(
+    hidden_ptr, experts_ptr, weights_ptr, x_ptr, w13_ptr, logits_ptr, slots_ptr, first_slot, num_experts,
+    logits_stride, part_stride, x_stride, width, size, PARTS: tl.constexpr, TOP_K: tl.constexpr,
+    NORMALISE: tl.constexpr, WEIGHT_SCALE: tl.constexpr, ROUND_TO: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """hidden[pair] = silu(w13[expert, :width] @ x[token]) * (w13[expert, width:] @ x[token]), and who the expert is.
+
+    EXACT: by MMAs, of which the pair's row is the first and the others are zeros, so that the bits are those of a
+    grouped product.
+    """
+    # Programs that follow each other read the same columns of the pairs' experts: two of one expert find them in L2.
+    pair = tl.program_id(0)
+    token, choice = pair // TOP_K, pair % TOP_K
+    follow(DEPENDENT)
+    live = is_live(slots_ptr, token, True, first_slot)
+    if live:
+        logits, num_above = compare_logits(logits_ptr + token * logits_stride, num_experts, part_stride, PARTS, BLOCK_E)
+        expert = nth_expert(num_above, choice, BLOCK_E)
+        if tl.program_id(1) == 0:
+            weight = weight_of(expert, logits, num_above, num_experts, TOP_K, NORMALISE, BLOCK_E)
+            tl.store(experts_ptr + pair, expert)
+            tl.store(weights_ptr + pair, (weight * WEIGHT_SCALE).to(ROUND_TO).to(tl.float32))
+        columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        rows = tl.minimum(columns, width - 1).to(tl.int64)[:, None] * size
+        w_gate = w13_ptr + expert.to(tl.int64) * (2 * width * size) + rows
+        w_up = w_gate + width.to(tl.int64) * size
+        x_row = x_ptr + token * x_stride
+        if EXACT:
+            # Copies of the row would all be read from one place in the L2 cache, by every program.
+            is_row = (tl.arange(0, _ROWS) == 0)[:, None]
+            x_row += tl.zeros([_ROWS, 1], tl.int32)
+            gate = tl.zeros([_ROWS, BLOCK_N], tl.float32)
+        else:
+            gate = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        up = tl.zeros_like(gate)
+        for step in tl.range(0, tl.cdiv(size, BLOCK_K), num_stages=STAGES):
+            k = step * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+            if EVEN_K:
+                x = tl.load(x_row + k, mask=is_row, other=0.0) if EXACT else tl.load(x_row + k)
+                g = tl.load(w_gate + k, eviction_policy="evict_first")
+                u = tl.load(w_up + k, eviction_policy="evict_first")
+            else:
+                x = tl.load(x_row + k, mask=(k < size) & is_row if EXACT else k < size, other=0.0)
+                g = tl.load(w_gate + k, mask=k < size, other=0.0, eviction_policy="evict_first")
+                u = tl.load(w_up + k, mask=k < size, other=0.0, eviction_policy="evict_first")
+            if EXACT:
+                gate = tl.dot(x, g.T, gate, input_precision="ieee")
+                up = tl.dot(x, u.T, up, input_precision="ieee")
+            else:
+                gate += g.to(tl.float32) * x.to(tl.float32)
+                up += u.to(tl.float32) * x.to(tl.float32)
+        let_next_start(DEPENDENT)
+        stored = columns < width
+        if EXACT:
+            hidden = silu_and_mul(gate, up)
+            columns = tl.broadcast_to(columns[None, :], [_ROWS, BLOCK_N])
+            stored = stored[None, :] & is_row
+        else:
+            hidden = silu_and_mul(tl.sum(gate, 1), tl.sum(up, 1))
+        tl.store(hidden_ptr + pair * width + columns, hidden.to(hidden_ptr.dtype.element_ty), mask=stored)
+
+
+@triton.jit(do_not_specialize=["first_slot", "part_stride", "low", "high"])
+def _pair_down_kernel(
+    out_ptr, hidden_ptr, w2_ptr, experts_ptr, weights_ptr, shared_ptr, logits_ptr, slots_ptr, first_slot, num_experts,
+    logits_stride, part_stride, low, high, width, size, PARTS: tl.constexpr, GATED: tl.constexpr, LEAF: tl.constexpr,
+    DEPTH: tl.constexpr, TOP_K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
+    STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """out[token] = sum over its pairs of weight * (w2[expert] @ hidden[pair]), and the shared expert, perhaps gated.
+
+    With a LEAF, out[part, token] = the subtree of this part, BLOCK_N columns of it; 0 for padding.
+    """
+    token, part = tl.program_id(0), tl.program_id(2)
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    follow(DEPENDENT)
+    live = is_live(slots_ptr, token, True, first_slot)
+    rows = tl.minimum(columns, size - 1).to(tl.int64)[:, None] * width
+    if LEAF is None:
+        steps = tl.cdiv(width, BLOCK_K)  # of a pair
+        num_steps = TOP_K * steps
+        acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    else:
+        first, stop = border(low, high, part), border(low, high, part + 1)
+        steps: tl.constexpr = (LEAF + BLOCK_K - 1) // BLOCK_K  # type: ignore[no-redef]  # of a leaf
+        num_steps = (stop - first) * TOP_K * steps
+        # The first row of an MMA is the pair's, and the others are zeros.
+        mma_rows = tl.arange(0, _ROWS)[:, None]
+        is_row = mma_rows == 0
+        hidden_ptr += mma_rows * 0
+        product = tl.zeros([_ROWS, BLOCK_N], tl.float32)
+        acc = product
+        waiting = (acc,) * DEPTH
+    for step in tl.range(0, tl.where(live, num_steps, 0), num_stages=STAGES):
+        if LEAF is None:
+            pair = token * TOP_K + step // steps
+            k = (step % steps) * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+            present = k < width
+        else:
+            leaf = first + step // (TOP_K * steps)
+            pair = token * TOP_K + step // steps % TOP_K
+            k = leaf * LEAF + step % steps * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+            present = k < (leaf + 1) * LEAF
+        w_rows = w2_ptr + tl.load(experts_ptr + pair).to(tl.int64) * width * size + rows
+        h_row = hidden_ptr + pair * width
+        if LEAF is not None:
+            h = tl.load(h_row + k, mask=is_row if EVEN_K else present & is_row, other=0.0)
+        elif EVEN_K:
+            h = tl.load(h_row + k)
+        else:
+            h = tl.load(h_row + k, mask=present, other=0.0)
+        if EVEN_K:
+            w = tl.load(w_rows + k, eviction_policy="evict_first")
+        else:
+            w = tl.load(w_rows + k, mask=present, other=0.0, eviction_policy="evict_first")
+        if LEAF is None:
+            acc += w.to(tl.float32) * (h.to(tl.float32) * tl.load(weights_ptr + pair))
+        else:
+            product = tl.dot(h, w.T, product, input_precision="ieee")
+            if step % steps == steps - 1:
+                acc = tl.fma(tl.load(weights_ptr + pair), product, acc)
+                product = tl.zeros_like(product)
+                if step % (TOP_K * steps) == TOP_K * steps - 1:
+                    waiting, acc = add_leaf(waiting, acc, leaf - first, stop - first, DEPTH)
+    inside = columns < size
+    if LEAF is None:
+        total = tl.sum(acc, 1)
+        if shared_ptr is not None:
+            gate_ptr = logits_ptr + token * logits_stride + num_experts
+            total += shared_of(shared_ptr + token * size, gate_ptr, columns, live, inside, part_stride, PARTS, GATED)
+        tl.store(out_ptr + token * size + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
+    else:
+        let_next_start(DEPENDENT)
+        out_row = out_ptr + (part * tl.num_programs(0) + token).to(tl.int64) * size
+        tl.store(out_row + mma_rows * size + columns[None, :], acc, mask=is_row & inside[None, :])
+
+
+def sum_pairs(
+    tokens: Tokens,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    leaf: int | None,
+    nodes: tuple[Span, ...],
+    tiles: Tiles,
+    parts: tuple[Span, ...] | None,
+    out: torch.Tensor,
+) -> None:
+    """Writes what `moe.mixture` says of `leaf`, `nodes` and `out`; `parts` are subtrees of the nodes."""
+    hidden, experts, weights = pair_gate_up(tokens, w13, tiles.gate_up, exact=leaf is not None)
+    num_tokens, size = out.shape[-2:]
+    width, dependent, tile = w2.shape[2], starts_early(out.device), tiles.down
+    blocks_n = triton.cdiv(size, tile.block_n)
+    if leaf is None:
+        parts, block_k = nodes, fitting(tile.block_k, width)
+    else:
+        parts = parts or cut_nodes(nodes, min(triton.cdiv(_ENOUGH_PROGRAMS, num_tokens * blocks_n), _MAX_CUTS))
+        block_k = fitting_leaf(tile.block_k, leaf)
+    sums = out if parts == nodes else torch.empty((len(parts), num_tokens, size), device=out.device)
+    low, high, depth = pack_parts(parts) if parts else (0, 0, 0)
+    _pair_down_kernel[(num_tokens, blocks_n, len(parts) or 1)](
+        sums,
+        hidden,
+        w2,
+        experts,
+        weights,
+        tokens.shared,
+        *tokens.places,
+        low,
+        high,
+        width,
+        size,
+        PARTS=len(tokens.logits),
+        GATED=tokens.has_shared_gate,
+        LEAF=leaf,
+        DEPTH=depth,
+        TOP_K=tokens.top_k,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=block_k,
+        EVEN_K=(leaf or width) % block_k == 0,
+        STAGES=tile.num_stages,
+        DEPENDENT=dependent,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        launch_pdl=dependent,
+    )
+    if sums is not out:
+        sum_subtrees(sums, *additions_of(parts, nodes), out=out)
+
+
+def pair_gate_up(
+    tokens: Tokens, w13: torch.Tensor, tile: Tile, *, exact: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of every pair what its expert's down product takes [num_pairs, width], the expert [num_pairs] int32, and its
+    weight [num_pairs] fp32; undefined for padding tokens."""
+    num_pairs, width = len(tokens.x) * tokens.top_k, w13.shape[1] // 2
+    size, device, dependent = w13.shape[2], w13.device, starts_early(w13.device)
+    hidden = torch.empty((num_pairs, width), dtype=w13.dtype, device=device)
+    experts = torch.empty(num_pairs, dtype=torch.int32, device=device)
+    weights = torch.empty(num_pairs, dtype=torch.float32, device=device)
+    _pair_gate_up_kernel[(num_pairs, triton.cdiv(width, tile.block_n))](
+        hidden,
+        experts,
+        weights,
+        tokens.x,
+        w13,
+        *tokens.places,
+        tokens.x.stride(0),
+        width,
+        size,
+        PARTS=len(tokens.logits),
+        TOP_K=tokens.top_k,
+        NORMALISE=tokens.normalise,
+        WEIGHT_SCALE=tokens.weight_scale,
+        ROUND_TO=TRITON_DTYPES[tokens.round_to],
+        BLOCK_E=triton.next_power_of_2(tokens.num_experts),
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        EVEN_K=size % tile.block_k == 0,
+        STAGES=tile.num_stages,
+        EXACT=exact,
+        DEPENDENT=dependent,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        launch_pdl=dependent,
+    )
+    return hidden, experts, weights
