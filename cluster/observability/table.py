@@ -1,7 +1,7 @@
 """Every metric: its name, what it means, its buckets, and what other servers call it. Data only.
 
-The replica fills them (`metrics.py`, `telemetry.py`), Prometheus and Ray get them (`prometheus.py`, `ray_export.py`),
-and the dashboard and the alerts are made of them (`grafana.py`). Names are given without the prefix.
+The replica fills them (`metrics.py`, `telemetry.py`), and Prometheus and Ray get them (`prometheus.py`,
+`ray_export.py`); the dashboard and the alerts in `docs/monitoring` ask for them. Names are given without the prefix.
 """
 
 from __future__ import annotations
