@@ -104,6 +104,7 @@ SHARED: list[Refusal] = [
     Refusal({"logit_bias": {"9" * 5000: 1}}, "invalid_value", f"logit_bias.{'9' * 40}"),
     Refusal({"logit_bias": {"5": "1"}}, "invalid_type", "logit_bias.5"),
     Refusal({"logit_bias": {"5": True}}, "invalid_type", "logit_bias.5"),
+    Refusal({"logit_bias": {"5": 10**400}}, "invalid_type", "logit_bias.5"),
     # Texts.
     *values("bad_words", "invalid_type", "cat"),
     *values(

@@ -72,7 +72,7 @@ def test_penalties_ids_and_min_tokens_reach_the_engine(smollm2: Tokenizer) -> No
 
 
 def test_biases_are_numbers_by_id_within_a_hundred(smollm2: Tokenizer) -> None:
-    bias = {"5": 1, "7": -1e9, "8": 10**400, "9": 0}
+    bias = {"5": 1, "7": -1e9, "8": 10**9, "9": 0}
     assert sampling(smollm2, logit_bias=bias).logit_bias == ((5, 1.0), (7, -100.0), (8, 100.0))
 
 

@@ -24,6 +24,7 @@ from cluster.openai.responses.store import ResponseStore, StoredResponse, StoreL
 from cluster.requests.job import PromptTokensDetails, Usage
 from cluster.serve.ingress import create_app
 from cluster.text.conversation import Call, Turn
+from cluster.text.tools.events import Arguments, CallStarted, Content, Reasoning
 from configs.errors import OverloadedError, RequestError
 from tests.scripted_engine import MODEL, REPLY, Run, Stack, error_of, served
 
@@ -231,10 +232,8 @@ def test_what_is_wrong_with_an_item_is_named_by_its_path() -> None:
 def test_what_a_response_gave_out_can_be_given_back_as_input() -> None:
     builder = ResponseBuilder(own_response())
     builder.begin()
-    builder.think("Hm.")
-    builder.say("I look.")
-    builder.call("call_1", "weather")
-    builder.argue("{}")
+    for event in (Reasoning("Hm."), Content("I look."), CallStarted(0, "call_1", "weather"), Arguments(0, "{}")):
+        builder.tell(event)
     b"".join(builder.finish(USAGE, cut=False))
     output = Response.model_validate_json(b"".join(builder.encoded())).to_dict()["output"]
     assert isinstance(output, list)
@@ -385,10 +384,9 @@ def own_response(id_: str = "resp_1") -> OwnResponse:
 
 def test_reasoning_text_and_calls_are_items_of_their_own() -> None:
     builder = ResponseBuilder(own_response())
-    stream = builder.begin() + builder.think("Let me ") + builder.think("see.") + builder.say("I look.")
-    stream += builder.call("call_1", "weather") + builder.argue('{"city":') + builder.argue('"Rome"}')
-    stream += builder.call("call_2", "time") + builder.argue("{}")
-    stream += b"".join(builder.finish(USAGE, cut=False))
+    said = [Reasoning("Let me "), Reasoning("see."), Content("I look."), CallStarted(0, "call_1", "weather")]
+    said += [Arguments(0, '{"city":'), Arguments(0, '"Rome"}'), CallStarted(1, "call_2", "time"), Arguments(1, "{}")]
+    stream = builder.begin() + b"".join(map(builder.tell, said)) + b"".join(builder.finish(USAGE, cut=False))
     events = sse_events(stream.decode())
     for event in events:
         EVENT.validate_python(event)

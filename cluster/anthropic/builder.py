@@ -1,14 +1,13 @@
-"""Builds one message from what the model says, and the events that tell of it.
-
-A message is the same whether it is streamed or not: the events of a whole answer are made and dropped. Order of the
-calls: `begin`, any number of `think`, `say`, `call` and `argue` as the model goes from one to the other, `finish`.
-"""
+"""The answers of /v1/messages: one message made of what the model says, and the events that tell of it."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
 from cluster.anthropic.objects import (
+    AnthropicError,
     AnthropicMessage,
     ContentBlock,
     ContentBlockDelta,
@@ -29,9 +28,20 @@ from cluster.anthropic.objects import (
     ThinkingDelta,
     ToolUseBlock,
 )
-from cluster.requests.job import Usage
+from cluster.engine.messages import FinishReason
+from cluster.requests.answer import AnswerWriter
+from cluster.requests.blocks import BlockBuilder
+from cluster.requests.generation import Delta
+from cluster.requests.job import Run, Usage
+from cluster.text.tools.events import CallStarted, Content, Reasoning
+from configs.errors import RequestError
 
 _encode = msgspec.json.Encoder().encode
+_DELTAS: Mapping[type[ContentBlock], Callable[[str], TextDelta | ThinkingDelta | InputJsonDelta]] = {
+    TextBlock: TextDelta,
+    ThinkingBlock: ThinkingDelta,
+    ToolUseBlock: InputJsonDelta,
+}
 
 
 def sse(event: MessageEvent) -> bytes:
@@ -45,44 +55,21 @@ def message_usage(usage: Usage) -> MessageUsage:
     return MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached)
 
 
-class MessageBuilder:
-    """One message as it grows. Every method returns the events to send, encoded."""
+class MessageBuilder(BlockBuilder):
+    """One message as it grows: `begin`, any number of `tell`, `finish`."""
 
     def __init__(self, message_id: str, model_name: str) -> None:
+        super().__init__()
         self.message = AnthropicMessage(id=message_id, model=model_name, usage=MessageUsage(0, 0, 0))
-        self._open: ContentBlock | None = None
-        self._texts: list[str] = []  # of the open block
 
     def begin(self, usage: Usage) -> bytes:
         """The message begins; `usage` counts the prompt."""
         self.message.usage = message_usage(usage)
         return sse(MessageStart(self.message)) + sse(Ping())
 
-    def think(self, text: str) -> bytes:
-        """More of the thinking."""
-        events = b"" if isinstance(self._open, ThinkingBlock) else self._switch(ThinkingBlock())
-        self._texts.append(text)
-        return events + sse(ContentBlockDelta(self._index, ThinkingDelta(text)))
-
-    def say(self, text: str) -> bytes:
-        """More of the text."""
-        events = b"" if isinstance(self._open, TextBlock) else self._switch(TextBlock())
-        self._texts.append(text)
-        return events + sse(ContentBlockDelta(self._index, TextDelta(text)))
-
-    def call(self, call_id: str, name: str) -> bytes:
-        """The model uses the tool `name`; its input follows."""
-        return self._switch(ToolUseBlock(call_id, name))
-
-    def argue(self, arguments: str) -> bytes:
-        """More of the JSON of the last `call`'s input."""
-        assert isinstance(self._open, ToolUseBlock), "arguments belong to a call"
-        self._texts.append(arguments)
-        return sse(ContentBlockDelta(self._index, InputJsonDelta(arguments)))
-
     def finish(self, reason: StopReason, stop_sequence: str | None, usage: Usage) -> bytes:
         """The model has ended."""
-        events = self._close()
+        events = b"".join(self._close())
         message = self.message
         message.usage = message_usage(usage)
         message.stop_reason, message.stop_sequence = reason, stop_sequence
@@ -96,25 +83,74 @@ class MessageBuilder:
     def _index(self) -> int:
         return len(self.message.content) - 1
 
-    def _switch(self, block: ContentBlock) -> bytes:
-        events = self._close()
+    def _begun(self, event: Content | Reasoning | CallStarted) -> bytes:
+        block: ContentBlock
+        match event:
+            case Reasoning():
+                block = ThinkingBlock()
+            case Content():
+                block = TextBlock()
+            case CallStarted(_, call_id, name):
+                block = ToolUseBlock(call_id, name)
         self.message.content.append(block)
-        self._open = block
-        return events + sse(ContentBlockStart(self._index, block))
+        return sse(ContentBlockStart(self._index, block))
 
-    def _close(self) -> bytes:
-        block = self._open
-        if block is None:
-            return b""
-        text = "".join(self._texts)
+    def _grown(self, text: str) -> bytes:
+        return sse(ContentBlockDelta(self._index, _DELTAS[type(self.message.content[-1])](text)))
+
+    def _close(self) -> Iterator[bytes]:
+        if self._open is None:
+            return
+        block, text = self.message.content[-1], "".join(self._texts)
         if isinstance(block, TextBlock):
             block.text = text
         elif isinstance(block, ThinkingBlock):
             block.thinking = text
         else:
             block.input = _object(text)
-        self._open, self._texts = None, []
-        return sse(ContentBlockStop(self._index))
+        self._open = None
+        yield sse(ContentBlockStop(self._index))
+
+
+class MessageWriter(AnswerWriter):
+    """Answers of /v1/messages."""
+
+    def __init__(self, run: Run, model_name: str, request_id: str) -> None:
+        """`request_id`: what an error in the stream names."""
+        super().__init__(run)
+        self._builder = MessageBuilder(run.job.id, model_name)
+        self._request_id = request_id
+        self._last: Delta | None = None
+        self._called = False
+
+    def events(self, deltas: Sequence[Delta]) -> Iterator[bytes]:
+        if self._last is None:
+            yield self._builder.begin(self.run.usage())
+        for delta in deltas:
+            for event in delta.events:
+                self._called = self._called or isinstance(event, CallStarted)
+                yield self._builder.tell(event)
+            self._last = delta
+
+    def end(self) -> Iterable[bytes]:
+        return (self._builder.finish(*self._stop(), self.run.usage()),)
+
+    def whole(self) -> Iterable[bytes]:
+        self.end()
+        return (self._builder.encoded(),)
+
+    def failed(self, error: RequestError) -> bytes:
+        return sse(AnthropicError.of(error, self._request_id))
+
+    def _stop(self) -> tuple[StopReason, str | None]:
+        """Why the model stopped, and the stop sequence that made it."""
+        last = self._last
+        assert last is not None, "a sequence ends with a delta"
+        if last.finish_reason is FinishReason.LENGTH:
+            return "max_tokens", None
+        if isinstance(last.stop_reason, str):
+            return "stop_sequence", last.stop_reason
+        return "tool_use" if self._called else "end_turn", None
 
 
 def _object(text: str) -> dict[str, object]:

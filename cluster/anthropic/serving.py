@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, TypeVar
 
-from cluster.anthropic.builder import MessageBuilder, sse
+from cluster.anthropic.builder import MessageWriter
 from cluster.anthropic.conversation import conversation, output_grammar
-from cluster.anthropic.errors import anthropic_error
-from cluster.anthropic.objects import StopReason, TokenCount
+from cluster.anthropic.objects import TokenCount
 from cluster.anthropic.request import FIELDS, CountTokensRequest, MessagesRequest
-from cluster.engine.messages import FinishReason
 from cluster.http.context import RequestContext
 from cluster.http.response import HttpResponse
 from cluster.requests import checks
+from cluster.requests.answer import answer, json_response
 from cluster.requests.body import prepared, validated
 from cluster.requests.chat import chat_job, refuse_unread, tool_header
 from cluster.requests.fields import ignored_header
-from cluster.requests.generation import Delta
-from cluster.requests.http_responses import json_response, timed
-from cluster.requests.job import JobOptions, Run
+from cluster.requests.job import JobOptions
 from cluster.requests.served_model import ServedModel
 from cluster.text.conversation import Conversation
-from cluster.text.tools.events import CallStarted, tell
 
 _Request = TypeVar("_Request", bound=CountTokensRequest)
 
@@ -58,18 +53,9 @@ class AnthropicServing:
         if thinking is not None and (thinking.type == "enabled") == (model.formats.reasoning is not None):
             unread = [path for path in unread if path != "thinking"]  # it is as asked for, without being told
         refuse_unread(unread, model.server)
-        builder = MessageBuilder(job.id, model.model_name)
-        run = model.run(job)
         headers = {**ignored_header([*ignored, *unread]), **tool_header(model, chat)}
-        if not request.stream:
-            return timed(HttpResponse(_whole(run, builder), streamed=False, headers=headers), run)
-        response = HttpResponse(
-            _events(run, builder),
-            streamed=True,
-            headers=headers,
-            failure=lambda error: sse(anthropic_error(error, context.request_id)),
-        )
-        return timed(response, run)
+        writer = MessageWriter(model.run(job), model.model_name, context.request_id)
+        return answer(writer, streamed=bool(request.stream), headers=headers)
 
     async def count_tokens(self, body: bytes, context: RequestContext) -> HttpResponse:
         """POST /v1/messages/count_tokens. Raises RequestError for a bad request."""
@@ -85,39 +71,3 @@ class AnthropicServing:
         request = validated(kind, raw)
         self._model.check_name(request.model)
         return ignored, request, conversation(request)
-
-
-async def _whole(run: Run, builder: MessageBuilder) -> AsyncGenerator[bytes, None]:
-    async with aclosing(_events(run, builder)) as chunks:
-        async for _ in chunks:
-            pass
-    yield builder.encoded()
-
-
-async def _events(run: Run, builder: MessageBuilder) -> AsyncGenerator[bytes, None]:
-    """Runs the request and builds its message; yields its events."""
-    begun = False
-    called = False
-    last: Delta | None = None
-    async with aclosing(run.deltas()) as steps:
-        async for deltas in steps:
-            chunk = b"" if begun else builder.begin(run.usage())
-            begun = True
-            for delta in deltas:
-                for event in delta.events:
-                    chunk += tell(builder, event)
-                    called = called or isinstance(event, CallStarted)
-                last = delta
-            if chunk:
-                yield chunk
-    assert last is not None, "a sequence ends with a delta"
-    yield builder.finish(*_stop(last, called=called), run.usage())
-
-
-def _stop(last: Delta, *, called: bool) -> tuple[StopReason, str | None]:
-    """Why the model stopped, and the stop sequence that made it."""
-    if last.finish_reason is FinishReason.LENGTH:
-        return "max_tokens", None
-    if isinstance(last.stop_reason, str):
-        return "stop_sequence", last.stop_reason
-    return "tool_use" if called else "end_turn", None

@@ -15,8 +15,9 @@ from pydantic import ConfigDict, Field
 
 from cluster.http.context import RequestContext
 from cluster.http.response import HttpResponse
-from cluster.native.generate_answer import Asked, native_response
+from cluster.native.generate_answer import Asked, NativeWriter
 from cluster.requests import checks
+from cluster.requests.answer import answer
 from cluster.requests.body import below, prepared, validated
 from cluster.requests.fields import STYLING, UNSUPPORTED, FieldPolicy, ignored_header, neutral
 from cluster.requests.job import Job, JobOptions
@@ -115,16 +116,15 @@ class NativeServing:
         job = await self._job(checked, context)
         own_names = [f"{job.id}-{i}" for i in range(count)] if count > 1 else [job.id]
         names = own_names if request.rid is None else _spread(request.rid, count, "", "rid")
-        return native_response(
+        writer = NativeWriter(
             model.run(job),
             model.tokenizer,
             checked.asked,
-            ids=names,
+            names,
             as_list=checked.is_batch or job.num_choices > 1,
             with_text=bool(request.return_text_in_logprobs),
-            streamed=bool(request.stream),
-            headers=ignored_header(checked.ignored),
         )
+        return answer(writer, streamed=bool(request.stream), headers=ignored_header(checked.ignored))
 
     def _checked(self, raw: Mapping[str, Any]) -> _Checked:
         ignored = _FIELDS.check(NativeRequest, raw, strict=self._model.server.strict_fields)

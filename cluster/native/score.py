@@ -10,8 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -20,12 +19,13 @@ from pydantic import ConfigDict, Field
 from cluster.engine.messages import SamplingParams
 from cluster.http.context import RequestContext
 from cluster.http.response import HttpResponse
+from cluster.requests.answer import AnswerWriter, answer
 from cluster.requests.body import prepared, validated
 from cluster.requests.checks import check_token_ids
 from cluster.requests.fields import OWN_FIELDS, ignored_header
-from cluster.requests.http_responses import timed
+from cluster.requests.generation import Delta
 from cluster.requests.job import Job, Run, Usage
-from cluster.requests.json_parts import gathered, json_parts, long_list
+from cluster.requests.json_parts import json_parts, long_list
 from cluster.requests.served_model import ServedModel
 from cluster.requests.shapes import MAX_SEQUENCES, Shape
 from configs.errors import RequestError
@@ -91,9 +91,8 @@ class ScoreServing:
             client=context.client,
             cache_salt=context.cache_salt(),
         )
-        run = model.run(job)
-        chunks = _scored(run, model.model_name, softmax=softmax)
-        return timed(HttpResponse(chunks, streamed=False, headers=ignored_header(ignored)), run)
+        writer = _ScoreWriter(model.run(job), model.model_name, softmax=softmax)
+        return answer(writer, streamed=False, headers=ignored_header(ignored))
 
     def _checked(self, raw: Mapping[str, Any]) -> tuple[list[int], bool, list[Group], list[str]]:
         """The labels, whether their scores add up to 1, the prompts, and the fields that are ignored."""
@@ -174,19 +173,26 @@ def _item_lens(items: Sequence[list[int]]) -> tuple[int, ...]:
     return tuple(map(len, items)) if len(items) > 1 else ()
 
 
-async def _scored(run: Run, model_name: str, *, softmax: bool) -> AsyncGenerator[bytes, None]:
-    num_labels = len(run.job.sampling[0][0].logprob_token_ids)
-    of_prompts: list[list[list[float]]] = [[] for _ in run.job.prompts]
-    async with aclosing(run.deltas()) as steps:
-        async for deltas in steps:
-            for delta in deltas:
-                for row in delta.logprobs:
-                    values = (logprob for _, logprob in row.top)
-                    items = zip(*[values] * num_labels, strict=True)
-                    of_prompts[delta.index] = [_scores(logprobs, softmax=softmax) for logprobs in items]
-    scores = [item for items in of_prompts for item in items]
-    for part in gathered(json_parts(Scores(run.job.id, model_name, long_list(scores), run.usage()))):
-        yield part
+class _ScoreWriter(AnswerWriter):
+    """Answers of /v1/score, which are never streamed."""
+
+    def __init__(self, run: Run, model_name: str, *, softmax: bool) -> None:
+        super().__init__(run)
+        self._model_name = model_name
+        self._softmax = softmax
+        self._of_prompts: list[list[list[float]]] = [[] for _ in run.job.prompts]
+
+    def add(self, deltas: Sequence[Delta]) -> None:
+        num_labels = len(self.run.job.sampling[0][0].logprob_token_ids)
+        for delta in deltas:
+            for row in delta.logprobs:
+                values = (logprob for _, logprob in row.top)
+                items = zip(*[values] * num_labels, strict=True)
+                self._of_prompts[delta.index] = [_scores(logprobs, softmax=self._softmax) for logprobs in items]
+
+    def whole(self) -> Iterator[bytes]:
+        scores = itertools.chain.from_iterable(self._of_prompts)
+        return json_parts(Scores(self.run.job.id, self._model_name, long_list(scores), self.run.usage()))
 
 
 def _scores(logprobs: Sequence[float], *, softmax: bool) -> list[float]:

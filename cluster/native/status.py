@@ -12,8 +12,8 @@ from cluster.engine.state import EngineState
 from cluster.http.context import RequestContext, Role
 from cluster.http.response import HttpResponse
 from cluster.observability.timeline import NUM_REQUESTS, timeline
+from cluster.requests.answer import json_response
 from cluster.requests.engine_info import EngineInfo
-from cluster.requests.http_responses import json_response
 from cluster.requests.served_model import ServedModel
 from configs.errors import DeadlineError, OverloadedError, RequestError
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -13,14 +12,13 @@ from cluster.openai import chat, protocol
 from cluster.openai.chat_writer import ChatWriter
 from cluster.openai.completion_writer import CompletionWriter
 from cluster.openai.echo import Echo
-from cluster.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
-from cluster.openai.wire import Head
-from cluster.openai.writer import AnswerOptions, written
+from cluster.openai.protocol import ChatRequest, CompletionRequest
 from cluster.requests import checks
+from cluster.requests.answer import answer
 from cluster.requests.body import prepared
 from cluster.requests.chat import chat_job, refuse_unread, tool_header
 from cluster.requests.fields import ignored_header
-from cluster.requests.job import Job, JobOptions, Run
+from cluster.requests.job import Job, JobOptions
 from cluster.requests.served_model import ServedModel
 from cluster.requests.shapes import MAX_SEQUENCES
 from cluster.text.conversation import Conversation
@@ -55,13 +53,11 @@ class OpenAIServing:
             max_tokens=request.asked_max_tokens,
             truncate_prompt_tokens=request.truncate_prompt_tokens,
         )
-        run = model.run(job)
-        options = replace(_options(request, run), reasoning=request.include_reasoning is not False)
-        writer = ChatWriter(_head(model, job), job, model.tokenizer, options)
         unread = conversation.unread(model.tokenizer.template)
         refuse_unread(unread, model.server)
         headers = {**ignored_header([*ignored, *unread]), **tool_header(model, conversation)}
-        return written(run, writer, streamed=bool(request.stream), headers=headers)
+        writer = ChatWriter(model.run(job), request, model)
+        return answer(writer, streamed=bool(request.stream), headers=headers)
 
     async def completions(self, body: bytes, context: RequestContext) -> HttpResponse:
         """POST /v1/completions. Raises RequestError for a bad request."""
@@ -80,9 +76,8 @@ class OpenAIServing:
                 )
                 for prompt in prompts
             ]
-        run = model.run(job)
-        writer = CompletionWriter(_head(model, job), job, model.tokenizer, _options(request, run), echoes)
-        return written(run, writer, streamed=bool(request.stream), headers=ignored_header(ignored))
+        writer = CompletionWriter(model.run(job), request, model, echoes)
+        return answer(writer, streamed=bool(request.stream), headers=ignored_header(ignored))
 
     def _checked_chat(self, raw: Mapping[str, Any]) -> tuple[ChatRequest, Conversation, list[str]]:
         """A request, what it has the model go on with, and the fields that are ignored."""
@@ -138,19 +133,4 @@ def _job_options(request: ChatRequest | CompletionRequest) -> JobOptions:
         priority=request.priority or 0,
         cache_salt=request.cache_salt,
         name=request.request_id,
-    )
-
-
-def _head(model: ServedModel, job: Job) -> Head:
-    """The fields that the answer to `job` begins with."""
-    return Head(job.id, int(time.time()), model.model_name, model.system_fingerprint)
-
-
-def _options(request: GenerationRequest, run: Run) -> AnswerOptions:
-    return AnswerOptions(
-        include_usage=request.include_usage,
-        usage=run.usage if request.continuous_usage else None,
-        token_ids=bool(request.return_token_ids),
-        tokens_as_ids=bool(request.return_tokens_as_token_ids),
-        num_prompt_logprobs=request.num_prompt_logprobs,
     )

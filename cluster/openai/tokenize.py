@@ -16,10 +16,10 @@ from cluster.http.response import HttpResponse
 from cluster.openai import protocol
 from cluster.openai.chat import conversation
 from cluster.openai.protocol import ChatRequest, Messages
+from cluster.requests.answer import json_response
 from cluster.requests.body import prepared, validated
 from cluster.requests.checks import check_token_ids
 from cluster.requests.fields import OWN_FIELDS, ignored_header
-from cluster.requests.http_responses import json_response
 from cluster.requests.json_parts import long_list
 from cluster.requests.served_model import ServedModel
 from cluster.requests.shapes import Shape, TokenId, exactly_one

@@ -1,26 +1,25 @@
-"""Deltas to the bytes a client reads: SSE chunks in their fixed order, or one whole answer.
-
-A writer belongs to one request. Order of a stream: `begin`, any number of `chunks`, `end`. What is long is made as it
-is read (`json_parts`).
-"""
+"""What answers of chats and completions have in common: choices, log probabilities, and the chunks of a stream."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass
-from itertools import chain
+import time
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import msgspec
 
 from cluster.engine.client import WholePromptLogprobs
 from cluster.engine.messages import FinishReason, SamplingParams, TokenLogprobs
-from cluster.http.response import HttpResponse
-from cluster.openai.wire import Head, Reason, TokenLogprob, TopLogprob
+from cluster.openai.echo import prompt_logprobs_json
+from cluster.openai.protocol import ChatRequest, CompletionRequest
+from cluster.openai.wire import ChatChunk, Completion, PromptLogprobsJson, Reason, TokenLogprob, TopLogprob
+from cluster.requests.answer import AnswerWriter
 from cluster.requests.generation import Delta
-from cluster.requests.job import Job, Run, Usage
-from cluster.requests.json_parts import finite, gathered
+from cluster.requests.job import Run, Usage
+from cluster.requests.json_parts import DONE, event_parts, finite, long_list
+from cluster.requests.served_model import ServedModel
 from cluster.text.tokenizer import Tokenizer
 from cluster.text.tools.events import Event
 
@@ -29,26 +28,8 @@ REASONS: dict[FinishReason, Reason] = {
     FinishReason.LENGTH: "length",
     FinishReason.ABORT: "abort",
 }
-encode = msgspec.json.Encoder().encode
+_encode = msgspec.json.Encoder().encode
 _MARK = "\ue000text\ue000"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerOptions:
-    """What an answer shows besides its text."""
-
-    include_usage: bool = False
-    """In a last chunk of a stream; whole answers always have it."""
-    usage: Callable[[], Usage] | None = None
-    """The usage so far, to be in every chunk."""
-    token_ids: bool = False
-    """Those of the prompt and of the answer."""
-    tokens_as_ids: bool = False
-    """Log probabilities name tokens `token_id:<id>` and not by their text."""
-    num_prompt_logprobs: int = -1
-    """-1: no field `prompt_logprobs`."""
-    reasoning: bool = True
-    """The model's thinking, where the answer is one in a chat."""
 
 
 class Collected:
@@ -75,97 +56,84 @@ class Collected:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
 
-class AnswerWriter(ABC):
-    """Writes one request's answer, streamed (`begin`, `chunks`, `end`) or whole (`collect`, `whole`)."""
+class OpenAIWriter(AnswerWriter):
+    """Writes the answer to a request of chats or completions."""
 
-    def __init__(self, head: Head, job: Job, tokenizer: Tokenizer, options: AnswerOptions) -> None:
-        self._head = head
-        self._job = job
-        self._tokenizer = tokenizer
-        self._options = options
-        sampling = job.sampling[0][0]
-        self._num_logprobs = sampling.num_logprobs
-        # Null in every chunk but the last one, absent when not asked for.
-        self._no_usage: msgspec.UnsetType | None = None if options.include_usage else msgspec.UNSET
-        self._collected: dict[int, Collected] = {}
-        self._text_only = self._num_logprobs < 0 and not options.token_ids and options.usage is None
+    _chunk: type[ChatChunk | Completion]
+
+    def __init__(self, run: Run, request: ChatRequest | CompletionRequest, model: ServedModel) -> None:
+        super().__init__(run)
+        self._job = run.job
+        self._model = model
+        self._tokenizer = model.tokenizer
+        self._created = int(time.time())
+        self._num_logprobs = request.num_logprobs
+        self._num_prompt_logprobs = request.num_prompt_logprobs
+        self._shows_ids = bool(request.return_token_ids)
+        self._names_ids = bool(request.return_tokens_as_token_ids)
+        self._include_usage = request.include_usage
+        self._usage_in_all = request.continuous_usage
+        self._collected: defaultdict[int, Collected] = defaultdict(Collected)
+        self._text_only = self._num_logprobs < 0 and not self._shows_ids and not self._usage_in_all
         self._frames: dict[int, tuple[bytes, bytes]] = {}  # what stands around the text of a choice's chunks
 
-    @abstractmethod
-    def begin(self, num_choices: int) -> Iterator[bytes]: ...
-
-    @abstractmethod
-    def chunks(self, deltas: Sequence[Delta]) -> Iterator[bytes]: ...
-
-    @abstractmethod
-    def end(self, usage: Usage) -> bytes: ...
-
-    @abstractmethod
-    def whole(self, num_choices: int, usage: Usage) -> Iterator[bytes]: ...
-
-    def collect(self, deltas: Sequence[Delta]) -> None:
+    def add(self, deltas: Sequence[Delta]) -> None:
         for delta in deltas:
-            self._collected.setdefault(delta.index, Collected()).add(delta)
+            self._collected[delta.index].add(delta)
+
+    def end(self) -> Iterable[bytes]:
+        return (self._event([], self.run.usage()), DONE) if self._include_usage else (DONE,)
 
     def _text_chunk(self, index: int, text: str) -> bytes:
         """A chunk that shows nothing but text, as most do: what stands around it is encoded once."""
         frame = self._frames.get(index)
         if frame is None:
-            before, _, after = self._encoded_chunk(index, _MARK).rpartition(encode(_MARK))
+            before, _, after = self._event([self._text_choice(index, _MARK)]).rpartition(_encode(_MARK))
             frame = self._frames[index] = before, after
-        return frame[0] + encode(text) + frame[1]
+        return frame[0] + _encode(text) + frame[1]
 
     @abstractmethod
-    def _encoded_chunk(self, index: int, text: str) -> bytes:
-        """The same, all of it encoded."""
+    def _text_choice(self, index: int, text: str) -> msgspec.Struct:
+        """The choice of such a chunk."""
 
-    def _chunk_usage(self) -> Usage | msgspec.UnsetType | None:
-        return self._no_usage if self._options.usage is None else self._options.usage()
+    def _event(self, choices: Sequence[msgspec.Struct], usage: Usage | None = None, **more: Any) -> bytes:
+        return b"".join(self._event_parts(choices, usage, **more))
+
+    def _event_parts(
+        self, choices: Sequence[msgspec.Struct], usage: Usage | None = None, **more: Any
+    ) -> Iterator[bytes]:
+        """A chunk of a stream. Any: `more` are fields that not every chunk has."""
+        # Null in every chunk but the last one, absent when not asked for.
+        shown: Any = usage or (None if self._include_usage else msgspec.UNSET)
+        if self._usage_in_all:
+            shown = self.run.usage()
+        return event_parts(self._headed(self._chunk, choices, shown, **more))
+
+    def _headed(self, kind: Callable[..., msgspec.Struct], choices: object, usage: object, **more: Any) -> Any:
+        """A `kind` with what every message of this answer has."""
+        model = self._model
+        return kind(self._job.id, self._created, model.model_name, choices, usage, model.system_fingerprint, **more)
 
     def _token_ids(self, ids: list[int]) -> list[int] | msgspec.UnsetType:
-        return ids if self._options.token_ids else msgspec.UNSET
+        return ids if self._shows_ids else msgspec.UNSET
 
     def _has_tokens(self, delta: Delta) -> bool:
         """Whether `delta` has something to show of its tokens besides their text."""
-        return bool(delta.logprobs or (self._options.token_ids and delta.token_ids))
+        return bool(delta.logprobs or (self._shows_ids and delta.token_ids))
 
     def _name(self, token_id: int) -> str:
         """A token in log probabilities."""
-        return f"token_id:{token_id}" if self._options.tokens_as_ids else self._tokenizer.token_text(token_id)
+        return f"token_id:{token_id}" if self._names_ids else self._tokenizer.token_text(token_id)
 
-    def _top(self, row: TokenLogprobs, sampled: int) -> list[tuple[int, float]]:
-        return top_logprobs(self._job.sampling[0][0], row, sampled)
+    def _whole_prompt_logprobs(self, index: int) -> WholePromptLogprobs | None:
+        # Every choice of a prompt has the same; the first one asked for them.
+        return self._collected[index - index % self._job.num_choices].prompt_logprobs
 
-
-def written(
-    run: Run, writer: AnswerWriter, *, streamed: bool, headers: Mapping[str, str] | None = None
-) -> HttpResponse:
-    """`run` as `writer` writes it, with its Server-Timing beside `headers`."""
-    shown = dict(headers or {})
-    return HttpResponse(_stream(run, writer, shown) if streamed else _whole(run, writer, shown), streamed, shown)
-
-
-async def _stream(run: Run, writer: AnswerWriter, headers: dict[str, str]) -> AsyncGenerator[bytes, None]:
-    begun = False
-    async with aclosing(run.deltas()) as steps:
-        async for deltas in steps:
-            parts = writer.chunks(deltas)
-            if not begun:
-                begun = True
-                headers["server-timing"] = run.server_timing()
-                parts = chain(writer.begin(run.job.num_outputs), parts)
-            for part in gathered(parts):
-                yield part
-    yield writer.end(run.usage())
-
-
-async def _whole(run: Run, writer: AnswerWriter, headers: dict[str, str]) -> AsyncGenerator[bytes, None]:
-    async with aclosing(run.deltas()) as steps:
-        async for deltas in steps:
-            writer.collect(deltas)
-    headers["server-timing"] = run.server_timing()
-    for part in gathered(writer.whole(run.job.num_outputs, run.usage())):
-        yield part
+    def _prompt_logprobs(self, index: int) -> PromptLogprobsJson | msgspec.UnsetType:
+        k, whole = self._num_prompt_logprobs, self._whole_prompt_logprobs(index)
+        if k < 0 or whole is None:
+            return msgspec.UNSET
+        return long_list(prompt_logprobs_json(whole, self._job.prompt_of(index), k, self._tokenizer))
 
 
 def top_logprobs(sampling: SamplingParams, row: TokenLogprobs, sampled: int) -> list[tuple[int, float]]:

@@ -9,18 +9,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any, TypeVar
 
-from cluster.engine.messages import FinishReason, SamplingParams
+from cluster.engine.messages import SamplingParams
 from cluster.http.active import ActiveRequests
 from cluster.http.affinity import response_prefix
 from cluster.http.context import RequestContext
 from cluster.http.errors import as_request_error
 from cluster.http.response import HttpResponse
-from cluster.openai.responses.builder import ResponseBuilder
+from cluster.openai.responses.builder import ResponseBuilder, ResponseWriter
 from cluster.openai.responses.conversation import conversation, input_items, text_grammar
 from cluster.openai.responses.event_log import EventLog
 from cluster.openai.responses.objects import DeletedResponse, InputTokens, ItemList, ReasoningSettings, Response
@@ -32,19 +32,15 @@ from cluster.openai.responses.request import (
     ignored_options,
 )
 from cluster.openai.responses.store import ResponseStore, StoredResponse
-from cluster.openai.wire import TokenLogprob
-from cluster.openai.writer import token_logprobs
 from cluster.requests import checks
+from cluster.requests.answer import answer_parts, in_parts, json_response
 from cluster.requests.body import off_loop, prepared, validated
 from cluster.requests.chat import chat_job, refuse_unread, tool_header
 from cluster.requests.fields import ignored_header
-from cluster.requests.generation import Delta
-from cluster.requests.http_responses import in_parts, json_response, timed
-from cluster.requests.job import JobOptions, Run
+from cluster.requests.job import JobOptions
 from cluster.requests.json_parts import gathered, long_list
 from cluster.requests.served_model import ServedModel
 from cluster.text.conversation import Conversation
-from cluster.text.tools.events import Content, tell
 from configs.errors import RequestError
 
 _Request = TypeVar("_Request", bound=InputTokensRequest)
@@ -95,20 +91,19 @@ class ResponsesServing:
         )
         unread = chat.unread(model.tokenizer.template)
         refuse_unread(unread, model.server)
-        headers = ignored_header([*ignored, *unread, *ignored_options(request)])
+        headers = ignored_header([*ignored, *unread, *ignored_options(request)]) | tool_header(model, chat)
         builder = ResponseBuilder(_response(request, job.id, job.sampling[0][0], model.model_name))
         run = model.run(job)
+        writer = ResponseWriter(run, builder, model.tokenizer)
         stored = StoredResponse(builder=builder, items=items, run=run, num_bytes=num_bytes)
         if request.background:
             self._store.put(context.client, stored)
-            response = self._in_background(stored, context, streamed=bool(request.stream))
+            chunks = self._in_background(stored, writer, context, streamed=bool(request.stream))
         elif request.stream:
-            events = self._events(stored, context)
-            response = timed(HttpResponse(events, streamed=True, failure=lambda error: _failed(builder, error)), run)
+            chunks = self._events(stored, writer, context, headers)
         else:
-            response = timed(HttpResponse(self._whole(stored, context), streamed=False), run)
-        response.headers.update(headers | tool_header(model, chat))
-        return response
+            chunks = self._whole(stored, writer, context, headers)
+        return HttpResponse(chunks, bool(request.stream), headers, writer.failed)
 
     async def retrieve(self, body: bytes, context: RequestContext) -> HttpResponse:
         """GET /v1/responses/{response_id}; with `stream=true`, the events of a background stream.
@@ -208,36 +203,36 @@ class ResponsesServing:
             raise RequestError("The previous response has not ended yet.", param="previous_response_id", status=409)
         return stored.conversation(), stored.num_bytes
 
-    def _in_background(self, stored: StoredResponse, context: RequestContext, *, streamed: bool) -> HttpResponse:
+    def _in_background(
+        self, stored: StoredResponse, writer: ResponseWriter, context: RequestContext, *, streamed: bool
+    ) -> AsyncGenerator[bytes, None]:
         queued = stored.builder.queue()
         if streamed:
             stored.log = EventLog()
             stored.log.append(queued)
         body = stored.builder.encoded()  # as it is before it begins
-        task = asyncio.create_task(self._make(stored, context))
+        task = asyncio.create_task(self._make(stored, writer, context))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         release = context.keep_slot()
         task.add_done_callback(lambda _: release())
-        if stored.log is not None:
-            return HttpResponse(stored.log.follow(), streamed=True)
-        return HttpResponse(in_parts(body), streamed=False)
+        return in_parts(body) if stored.log is None else stored.log.follow()
 
-    async def _make(self, stored: StoredResponse, context: RequestContext) -> None:
+    async def _make(self, stored: StoredResponse, writer: ResponseWriter, context: RequestContext) -> None:
         """Makes a background response to its end, whatever that is."""
         log = stored.log
         task = asyncio.current_task()
         assert task is not None, "a coroutine runs in a task"
         with self._requests.track(context, task) as request:
             try:
-                async with aclosing(self._events(stored, context)) as chunks:
+                async with aclosing(self._events(stored, writer, context, {})) as chunks:
                     async for chunk in chunks:
                         if log is not None:
                             log.append(chunk)
             except asyncio.CancelledError:
                 if request.error is None:
                     raise
-                last = _failed(stored.builder, request.error)
+                last = writer.failed(request.error)
                 if log is not None:
                     log.append(last)
             finally:
@@ -245,16 +240,21 @@ class ResponsesServing:
                     log.close()
                     self._store.grow(context.client, stored, log.num_bytes)
 
-    async def _whole(self, stored: StoredResponse, context: RequestContext) -> AsyncGenerator[bytes, None]:
-        async with aclosing(self._events(stored, context)) as chunks:
+    async def _whole(
+        self, stored: StoredResponse, writer: ResponseWriter, context: RequestContext, headers: dict[str, str]
+    ) -> AsyncGenerator[bytes, None]:
+        async with aclosing(self._events(stored, writer, context, {})) as chunks:
             async for _ in chunks:
                 pass
         if stored.error is not None:
             raise stored.error
-        for part in gathered(stored.builder.encoded()):
+        headers["server-timing"] = writer.run.server_timing()
+        for part in gathered(writer.whole()):
             yield part
 
-    async def _events(self, stored: StoredResponse, context: RequestContext) -> AsyncGenerator[bytes, None]:
+    async def _events(
+        self, stored: StoredResponse, writer: ResponseWriter, context: RequestContext, headers: dict[str, str]
+    ) -> AsyncGenerator[bytes, None]:
         """Runs the request and builds its response; yields its events.
 
         Raises:
@@ -265,8 +265,8 @@ class ResponsesServing:
             if builder.response.store and not builder.response.background:
                 # Not before it starts: what never starts never ends, and would be kept for good.
                 self._store.put(context.client, stored)
-            async with aclosing(self._steps(stored)) as steps:
-                async for chunk in steps:
+            async with aclosing(answer_parts(writer, headers, streamed=True)) as chunks:
+                async for chunk in chunks:
                     yield chunk
         except Exception as error:
             connected = self._model.engine.connected
@@ -274,47 +274,12 @@ class ResponsesServing:
             if not builder.begun:
                 self._store.discard(context.client, stored)
                 raise stored.error from error
-            yield _failed(builder, stored.error)
+            yield writer.failed(stored.error)
         finally:
-            run = stored.run
-            assert run is not None, "a response is made once"
-            builder.abandon(run.usage())  # unless it has ended, its reader went away
+            builder.abandon(writer.run.usage())  # unless it has ended, its reader went away
             stored.run = None
             stored.ended.set()
             self._store.grow(context.client, stored, builder.num_bytes)
-
-    async def _steps(self, stored: StoredResponse) -> AsyncGenerator[bytes, None]:
-        builder, run = stored.builder, stored.run
-        assert run is not None, "a response is made once"
-        begun = False
-        reason = FinishReason.ABORT
-        logprobs: list[TokenLogprob] = []  # of tokens whose text is yet to come
-        async with aclosing(run.deltas()) as steps:
-            async for deltas in steps:
-                chunk = b"" if begun else builder.begin()
-                begun = True
-                for delta in deltas:
-                    logprobs += self._logprobs(run, delta)
-                    for event in delta.events:
-                        # Only text has log probabilities; those of thinking and of calls have no place to be shown.
-                        chunk += (
-                            builder.say(event.text, logprobs) if isinstance(event, Content) else tell(builder, event)
-                        )
-                        logprobs = []
-                    reason = delta.finish_reason or reason
-                yield chunk
-        usage = run.usage()
-        cancelled, cut = reason is FinishReason.ABORT, reason is FinishReason.LENGTH
-        for part in gathered(builder.cancel(usage) if cancelled else builder.finish(usage, cut=cut)):
-            yield part
-            await asyncio.sleep(0)  # not everyone who reads the events sends them
-
-    def _logprobs(self, run: Run, delta: Delta) -> Iterable[TokenLogprob]:
-        if not delta.logprobs:
-            return ()
-        tokenizer = self._model.tokenizer
-        sampling = run.job.sampling[0][0]
-        return token_logprobs(sampling, delta.token_ids, delta.logprobs, tokenizer, tokenizer.token_text)
 
 
 def _page(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> tuple[Sequence[dict[str, Any]], bool]:
@@ -335,11 +300,6 @@ def _page(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> tuple[Se
             raise RequestError(f"after: this response has no item {after[:100]!r}.", param="after")
         ordered = ordered[place + 1 :]
     return ordered[: int(limit)], len(ordered) > int(limit)
-
-
-def _failed(builder: ResponseBuilder, error: RequestError) -> bytes:
-    """The last event of a stream that `error` has ended."""
-    return builder.fail("server_error" if error.status >= 500 else error.code, str(error))
 
 
 def _response(request: ResponsesRequest, response_id: str, sampling: SamplingParams, model_name: str) -> Response:
