@@ -14,8 +14,8 @@ from cluster.http.context import RequestContext
 from cluster.http.response import HttpResponse
 from cluster.requests import checks
 from cluster.requests.answer import answer, json_response
-from cluster.requests.body import prepared, validated
-from cluster.requests.chat import chat_job, refuse_unread, tool_header
+from cluster.requests.body import prepared
+from cluster.requests.chat import chat_run
 from cluster.requests.fields import ignored_header
 from cluster.requests.job import JobOptions
 from cluster.requests.served_model import ServedModel
@@ -33,41 +33,36 @@ class AnthropicServing:
     async def messages(self, body: bytes, context: RequestContext) -> HttpResponse:
         """POST /v1/messages. Raises RequestError for a bad request."""
         model = self._model
-        ignored, request, chat = await prepared(body, partial(self._checked, MessagesRequest))
+        request, ignored, chat = await prepared(body, partial(self._checked, MessagesRequest))
         fields = request
         if request.stop_sequences is not None:
             stops = checks.stops(request.stop_sequences, "stop_sequences", model.server)
             fields = request.model_copy(update={"stop": list(stops.values())})
-        job = await chat_job(
+        thinking = request.thinking
+        as_asked = thinking is not None and (thinking.type == "enabled") == (model.formats.reasoning is not None)
+        run, headers = await chat_run(
             model,
             "msg_",
             chat,
             fields,
             context,
             JobOptions(),
+            ignored=ignored,
             max_tokens=request.max_tokens,
             own_grammar=output_grammar(request),
+            needs_no_telling="thinking" if as_asked else None,
         )
-        unread = chat.unread(model.tokenizer.template)
-        thinking = request.thinking
-        if thinking is not None and (thinking.type == "enabled") == (model.formats.reasoning is not None):
-            unread = [path for path in unread if path != "thinking"]  # it is as asked for, without being told
-        refuse_unread(unread, model.server)
-        headers = {**ignored_header([*ignored, *unread]), **tool_header(model, chat)}
-        writer = MessageWriter(model.run(job), model.model_name, context.request_id)
+        writer = MessageWriter(run, model.model_name, context.request_id)
         return answer(writer, streamed=bool(request.stream), headers=headers)
 
     async def count_tokens(self, body: bytes, context: RequestContext) -> HttpResponse:
         """POST /v1/messages/count_tokens. Raises RequestError for a bad request."""
-        model = self._model
-        ignored, _, chat = await prepared(body, partial(self._checked, CountTokensRequest))
-        count = TokenCount(len(await model.prompts.encode_chat(chat)))
+        _, ignored, chat = await prepared(body, partial(self._checked, CountTokensRequest))
+        count = TokenCount(len(await self._model.prompts.encode_chat(chat)))
         return json_response(count, ignored_header(ignored))
 
-    def _checked(self, kind: type[_Request], raw: Mapping[str, Any]) -> tuple[list[str], _Request, Conversation]:
-        """The fields that are ignored, the request, and what it has the model go on with. Raises RequestError."""
+    def _checked(self, kind: type[_Request], raw: Mapping[str, Any]) -> tuple[_Request, list[str], Conversation]:
+        """A request, the fields that are ignored, and what it has the model go on with. Raises RequestError."""
         # Whoever counts may send the whole request.
-        ignored = FIELDS.check(MessagesRequest, raw, strict=self._model.server.strict_fields)
-        request = validated(kind, raw)
-        self._model.check_name(request.model)
-        return ignored, request, conversation(request)
+        request, ignored = self._model.checked(kind, raw, FIELDS, MessagesRequest)
+        return request, ignored, conversation(request)

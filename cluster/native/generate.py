@@ -18,7 +18,7 @@ from cluster.http.response import HttpResponse
 from cluster.native.generate_answer import Asked, NativeWriter
 from cluster.requests import checks
 from cluster.requests.answer import answer
-from cluster.requests.body import below, prepared, validated
+from cluster.requests.body import below, prepared
 from cluster.requests.fields import STYLING, UNSUPPORTED, FieldPolicy, ignored_header, neutral
 from cluster.requests.job import Job, JobOptions
 from cluster.requests.sampling_fields import SamplingFields
@@ -127,8 +127,7 @@ class NativeServing:
         return answer(writer, streamed=bool(request.stream), headers=ignored_header(checked.ignored))
 
     def _checked(self, raw: Mapping[str, Any]) -> _Checked:
-        ignored = _FIELDS.check(NativeRequest, raw, strict=self._model.server.strict_fields)
-        request = validated(NativeRequest, raw)
+        request, ignored = self._model.checked(NativeRequest, raw, _FIELDS)
         prompts = self._prompts(request)
         count = len(prompts)
         sampling = self._sampling(request, raw, count)

@@ -20,7 +20,7 @@ from cluster.engine.messages import SamplingParams
 from cluster.http.context import RequestContext
 from cluster.http.response import HttpResponse
 from cluster.requests.answer import AnswerWriter, answer
-from cluster.requests.body import prepared, validated
+from cluster.requests.body import prepared
 from cluster.requests.checks import check_token_ids
 from cluster.requests.fields import OWN_FIELDS, ignored_header
 from cluster.requests.generation import Delta
@@ -104,9 +104,7 @@ class ScoreServing:
                     code="unsupported_parameter",
                     param=name,
                 )
-        ignored = OWN_FIELDS.check(ScoreRequest, raw, strict=model.server.strict_fields)
-        request = validated(ScoreRequest, raw)
-        model.check_name(model.model_name if request.model is None else request.model)
+        request, ignored = model.checked(ScoreRequest, raw, OWN_FIELDS)
         labels = request.label_token_ids
         check_token_ids(labels, "label_token_ids", model.vocab_size)
         prompts = self._prompts(request)

@@ -16,7 +16,7 @@ from cluster.openai.protocol import ChatRequest, CompletionRequest
 from cluster.requests import checks
 from cluster.requests.answer import answer
 from cluster.requests.body import prepared
-from cluster.requests.chat import chat_job, refuse_unread, tool_header
+from cluster.requests.chat import chat_run
 from cluster.requests.fields import ignored_header
 from cluster.requests.job import Job, JobOptions
 from cluster.requests.served_model import ServedModel
@@ -43,21 +43,18 @@ class OpenAIServing:
         """POST /v1/chat/completions. Raises RequestError for a bad request."""
         model = self._model
         request, conversation, ignored = await prepared(body, self._checked_chat)
-        job = await chat_job(
+        run, headers = await chat_run(
             model,
             "chatcmpl-",
             conversation,
             request,
             context,
             _job_options(request),
+            ignored=ignored,
             max_tokens=request.asked_max_tokens,
             truncate_prompt_tokens=request.truncate_prompt_tokens,
         )
-        unread = conversation.unread(model.tokenizer.template)
-        refuse_unread(unread, model.server)
-        headers = {**ignored_header([*ignored, *unread]), **tool_header(model, conversation)}
-        writer = ChatWriter(model.run(job), request, model)
-        return answer(writer, streamed=bool(request.stream), headers=headers)
+        return answer(ChatWriter(run, request, model), streamed=bool(request.stream), headers=headers)
 
     async def completions(self, body: bytes, context: RequestContext) -> HttpResponse:
         """POST /v1/completions. Raises RequestError for a bad request."""

@@ -83,7 +83,7 @@ class TokenizerServing:
         """A request, its prompt's tokens or its chat, and the fields that are ignored."""
         model = self._model
         request = validated(TokenizeRequest, raw)
-        model.check_name(model.model_name if request.model is None else request.model)
+        model.check_name(request.model)
         if (request.prompt is None) == (request.messages is None):
             raise RequestError("Give either prompt or messages.", code="missing_required_parameter", param="prompt")
         if request.prompt is not None:
@@ -106,9 +106,7 @@ class TokenizerServing:
         model = self._model
 
         def text(raw: Mapping[str, Any]) -> tuple[str, list[str]]:
-            ignored = OWN_FIELDS.check(DetokenizeRequest, raw, strict=model.server.strict_fields)
-            request = validated(DetokenizeRequest, raw)
-            model.check_name(model.model_name if request.model is None else request.model)
+            request, ignored = model.checked(DetokenizeRequest, raw, OWN_FIELDS)
             check_token_ids(request.tokens, "tokens", model.vocab_size)
             return model.tokenizer.decode(request.tokens, skip_special_tokens=False), ignored
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from cluster.engine.messages import SamplingParams
 from cluster.http.active import ActiveRequests
@@ -34,8 +34,8 @@ from cluster.openai.responses.request import (
 from cluster.openai.responses.store import ResponseStore, StoredResponse
 from cluster.requests import checks
 from cluster.requests.answer import answer_parts, in_parts, json_response
-from cluster.requests.body import off_loop, prepared, validated
-from cluster.requests.chat import chat_job, refuse_unread, tool_header
+from cluster.requests.body import off_loop, prepared
+from cluster.requests.chat import chat_run
 from cluster.requests.fields import ignored_header
 from cluster.requests.job import JobOptions
 from cluster.requests.json_parts import gathered, long_list
@@ -43,7 +43,6 @@ from cluster.requests.served_model import ServedModel
 from cluster.text.conversation import Conversation
 from configs.errors import RequestError
 
-_Request = TypeVar("_Request", bound=InputTokensRequest)
 _LISTED_ITEMS = 20
 _MAX_LISTED_ITEMS = 100
 _CANCEL_TIMEOUT_S = 2.0
@@ -66,34 +65,30 @@ class ResponsesServing:
         """POST /v1/responses. Raises RequestError for a bad request."""
         model = self._model
 
-        def check(raw: Mapping[str, Any]) -> tuple[list[str], ResponsesRequest, list[dict[str, Any]]]:
-            ignored, request = self._checked(ResponsesRequest, raw)
+        def check(raw: Mapping[str, Any]) -> tuple[ResponsesRequest, list[str], list[dict[str, Any]]]:
+            request, ignored = model.checked(ResponsesRequest, raw, FIELDS)
             check_options(request)
-            return ignored, request, input_items(request.input)
+            return request, [*ignored, *ignored_options(request)], input_items(request.input)
 
-        ignored, request, new_items = await prepared(body, check)
+        request, ignored, new_items = await prepared(body, check)
         earlier, num_bytes = self._earlier(request.previous_response_id, context)
         items = earlier + new_items
-        model.check_name(request.model)
         num_bytes += len(body)
         chat = await off_loop(num_bytes, lambda: conversation(request, items, len(earlier)))
         num_logprobs = (request.top_logprobs or 0) if request.with_logprobs else -1
         checks.num_logprobs(num_logprobs, "top_logprobs", model.server)
-        job = await chat_job(
+        run, headers = await chat_run(
             model,
             self._prefix,
             chat,
             request,
             context,
             JobOptions(num_logprobs=num_logprobs),
+            ignored=ignored,
             max_tokens=request.max_output_tokens,
             own_grammar=text_grammar(request),
         )
-        unread = chat.unread(model.tokenizer.template)
-        refuse_unread(unread, model.server)
-        headers = ignored_header([*ignored, *unread, *ignored_options(request)]) | tool_header(model, chat)
-        builder = ResponseBuilder(_response(request, job.id, job.sampling[0][0], model.model_name))
-        run = model.run(job)
+        builder = ResponseBuilder(_response(request, run.job.id, run.job.sampling[0][0], model.model_name))
         writer = ResponseWriter(run, builder, model.tokenizer)
         stored = StoredResponse(builder=builder, items=items, run=run, num_bytes=num_bytes)
         if request.background:
@@ -139,14 +134,15 @@ class ResponsesServing:
             RequestError: for a bad request.
         """
         model = self._model
-        ignored, request = await prepared(body, partial(self._checked, InputTokensRequest))
+        # Whoever counts may send the whole request.
+        check_fields = partial(model.checked, InputTokensRequest, policy=FIELDS, known=ResponsesRequest)
+        request, ignored = await prepared(body, check_fields)
         earlier, num_bytes = self._earlier(request.previous_response_id, context)
 
         def check() -> Conversation:
             if request.input is None and not earlier:
                 raise RequestError("input is required.", code="missing_required_parameter", param="input")
             new_items = [] if request.input is None else input_items(request.input)
-            model.check_name(model.model_name if request.model is None else request.model)
             return conversation(request, earlier + new_items, len(earlier))
 
         chat = await off_loop(num_bytes + len(body), check)
@@ -179,12 +175,6 @@ class ResponsesServing:
         if stored.run is not None:
             stored.run.abort()
         return json_response(DeletedResponse(stored.id))
-
-    def _checked(self, kind: type[_Request], raw: Mapping[str, Any]) -> tuple[list[str], _Request]:
-        """The fields of `raw` that are ignored, and the request. Raises RequestError."""
-        # Whoever counts may send the whole request.
-        ignored = FIELDS.check(ResponsesRequest, raw, strict=self._model.server.strict_fields)
-        return ignored, validated(kind, raw)
 
     def _earlier(self, response_id: str | None, context: RequestContext) -> tuple[list[dict[str, Any]], int]:
         """The conversation that a request goes on from, and its bytes."""
