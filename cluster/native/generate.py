@@ -171,13 +171,7 @@ class NativeServing:
         num_choices = sampling[0].n or 1
         if any((fields.n or 1) != num_choices for fields in sampling):
             raise RequestError("n must be the same for all prompts.", param="sampling_params")
-        if num_choices > server.max_n:
-            raise RequestError(f"n={num_choices} exceeds server.max_n={server.max_n}.", param="sampling_params.n")
-        if num_choices * len(prompts) > MAX_SEQUENCES:
-            raise RequestError(
-                f"{len(prompts)} prompts times n={num_choices} exceed {MAX_SEQUENCES}.",
-                param="sampling_params.n",
-            )
+        checks.num_sequences(num_choices, len(prompts), "sampling_params.n", server)
         for wanted in asked:
             checks.num_logprobs(wanted.num_top, "top_logprobs_num", server)
             if len(wanted.token_ids) > MAX_ROW_ASKED:

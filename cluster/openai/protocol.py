@@ -341,8 +341,7 @@ def unknown_fields(kind: type[BaseModel], raw: Mapping[str, Any]) -> list[str]:
 
 def _check_counts(request: ChatRequest | CompletionRequest, server: ServerConfig) -> None:
     """Limits that are settings, and fields that need one another."""
-    if request.num_choices > server.max_n:
-        raise RequestError(f"n={request.n} exceeds server.max_n={server.max_n}.", param="n")
+    checks.num_sequences(request.num_choices, 1, "n", server)
     if isinstance(request, ChatRequest):
         name = "top_logprobs"
         if request.top_logprobs and not request.logprobs:

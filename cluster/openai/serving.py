@@ -20,9 +20,7 @@ from cluster.requests.chat import chat_run
 from cluster.requests.fields import ignored_header
 from cluster.requests.job import Job, JobOptions
 from cluster.requests.served_model import ServedModel
-from cluster.requests.shapes import MAX_SEQUENCES
 from cluster.text.conversation import Conversation
-from configs.errors import RequestError
 
 
 class _Prompt(NamedTuple):
@@ -96,8 +94,7 @@ class OpenAIServing:
         request = protocol.check_request(CompletionRequest, raw, model.server)
         model.check_name(request.model)
         given = self._given(request.prompt)
-        if len(given) * request.num_choices > MAX_SEQUENCES:
-            raise RequestError(f"{len(given)} prompts times n={request.n} exceed {MAX_SEQUENCES}.", param="n")
+        checks.num_sequences(request.num_choices, len(given), "n", model.server)
         add = request.add_special_tokens is not False
         limit = protocol.COMPLETION_DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
         prompts = []

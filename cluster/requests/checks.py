@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from cluster.requests.shapes import MAX_SEQUENCES
 from configs.errors import RequestError
 from configs.schema import ServerConfig
 
@@ -41,6 +42,14 @@ def id_lists(given: list[int] | list[list[int]], param: str, vocab_size: int) ->
     for path, ids in lists.items():
         check_token_ids(ids, path, vocab_size)
     return list(lists.values())
+
+
+def num_sequences(n: int, num_prompts: int, param: str, server: ServerConfig) -> None:
+    """Raises RequestError for more answers to a prompt, or to all of them, than a request may ask for."""
+    if n > server.max_n:
+        raise RequestError(f"n={n} exceeds server.max_n={server.max_n}.", param=param)
+    if n * num_prompts > MAX_SEQUENCES:
+        raise RequestError(f"{num_prompts} prompts times n={n} exceed {MAX_SEQUENCES}.", param=param)
 
 
 def num_logprobs(count: int, param: str, server: ServerConfig) -> None:
