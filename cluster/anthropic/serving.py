@@ -24,45 +24,42 @@ from cluster.text.conversation import Conversation
 _Request = TypeVar("_Request", bound=CountTokensRequest)
 
 
-class AnthropicServing:
-    """Answers Anthropic's messages API for one model."""
+async def messages(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
+    """POST /v1/messages. Raises RequestError for a bad request."""
+    request, ignored, chat = await prepared(body, partial(_checked, model, MessagesRequest))
+    fields = request
+    if request.stop_sequences is not None:
+        stops = checks.stops(request.stop_sequences, "stop_sequences", model.server)
+        fields = request.model_copy(update={"stop": list(stops.values())})
+    thinking = request.thinking
+    as_asked = thinking is not None and (thinking.type == "enabled") == (model.formats.reasoning is not None)
+    run, headers = await chat_run(
+        model,
+        "msg_",
+        chat,
+        fields,
+        context,
+        JobOptions(),
+        ignored=ignored,
+        max_tokens=request.max_tokens,
+        own_grammar=output_grammar(request),
+        needs_no_telling="thinking" if as_asked else None,
+    )
+    writer = MessageWriter(run, model.model_name, context.request_id)
+    return answer(writer, streamed=bool(request.stream), headers=headers)
 
-    def __init__(self, model: ServedModel) -> None:
-        self._model = model
 
-    async def messages(self, body: bytes, context: RequestContext) -> HttpResponse:
-        """POST /v1/messages. Raises RequestError for a bad request."""
-        model = self._model
-        request, ignored, chat = await prepared(body, partial(self._checked, MessagesRequest))
-        fields = request
-        if request.stop_sequences is not None:
-            stops = checks.stops(request.stop_sequences, "stop_sequences", model.server)
-            fields = request.model_copy(update={"stop": list(stops.values())})
-        thinking = request.thinking
-        as_asked = thinking is not None and (thinking.type == "enabled") == (model.formats.reasoning is not None)
-        run, headers = await chat_run(
-            model,
-            "msg_",
-            chat,
-            fields,
-            context,
-            JobOptions(),
-            ignored=ignored,
-            max_tokens=request.max_tokens,
-            own_grammar=output_grammar(request),
-            needs_no_telling="thinking" if as_asked else None,
-        )
-        writer = MessageWriter(run, model.model_name, context.request_id)
-        return answer(writer, streamed=bool(request.stream), headers=headers)
+async def count_tokens(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
+    """POST /v1/messages/count_tokens. Raises RequestError for a bad request."""
+    _, ignored, chat = await prepared(body, partial(_checked, model, CountTokensRequest))
+    count = TokenCount(len(await model.prompts.encode_chat(chat)))
+    return json_response(count, ignored_header(ignored))
 
-    async def count_tokens(self, body: bytes, context: RequestContext) -> HttpResponse:
-        """POST /v1/messages/count_tokens. Raises RequestError for a bad request."""
-        _, ignored, chat = await prepared(body, partial(self._checked, CountTokensRequest))
-        count = TokenCount(len(await self._model.prompts.encode_chat(chat)))
-        return json_response(count, ignored_header(ignored))
 
-    def _checked(self, kind: type[_Request], raw: Mapping[str, Any]) -> tuple[_Request, list[str], Conversation]:
-        """A request, the fields that are ignored, and what it has the model go on with. Raises RequestError."""
-        # Whoever counts may send the whole request.
-        request, ignored = self._model.checked(kind, raw, FIELDS, MessagesRequest)
-        return request, ignored, conversation(request)
+def _checked(
+    model: ServedModel, kind: type[_Request], raw: Mapping[str, Any]
+) -> tuple[_Request, list[str], Conversation]:
+    """A request, the fields that are ignored, and what it has the model go on with. Raises RequestError."""
+    # Whoever counts may send the whole request.
+    request, ignored = model.checked(kind, raw, FIELDS, MessagesRequest)
+    return request, ignored, conversation(request)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 from pydantic import ConfigDict, Field
@@ -102,136 +103,135 @@ class _Checked(NamedTuple):
     ignored: list[str]
 
 
-class NativeServing:
-    """Answers /generate for one model."""
+async def generate(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
+    """POST /generate. Raises RequestError for a bad request."""
+    checked = await prepared(body, partial(_checked, model))
+    request, count = checked.request, len(checked.prompts)
+    job = await _job(model, checked, context)
+    own_names = [f"{job.id}-{i}" for i in range(count)] if count > 1 else [job.id]
+    names = own_names if request.rid is None else _spread(request.rid, count, "", "rid")
+    writer = NativeWriter(
+        model.run(job),
+        model.tokenizer,
+        checked.asked,
+        names,
+        as_list=checked.is_batch or job.num_choices > 1,
+        with_text=bool(request.return_text_in_logprobs),
+    )
+    return answer(writer, streamed=bool(request.stream), headers=ignored_header(checked.ignored))
 
-    def __init__(self, model: ServedModel) -> None:
-        self._model = model
 
-    async def generate(self, body: bytes, context: RequestContext) -> HttpResponse:
-        """POST /generate. Raises RequestError for a bad request."""
-        model = self._model
-        checked = await prepared(body, self._checked)
-        request, count = checked.request, len(checked.prompts)
-        job = await self._job(checked, context)
-        own_names = [f"{job.id}-{i}" for i in range(count)] if count > 1 else [job.id]
-        names = own_names if request.rid is None else _spread(request.rid, count, "", "rid")
-        writer = NativeWriter(
-            model.run(job),
-            model.tokenizer,
-            checked.asked,
-            names,
-            as_list=checked.is_batch or job.num_choices > 1,
-            with_text=bool(request.return_text_in_logprobs),
-        )
-        return answer(writer, streamed=bool(request.stream), headers=ignored_header(checked.ignored))
+def _checked(model: ServedModel, raw: Mapping[str, Any]) -> _Checked:
+    request, ignored = model.checked(NativeRequest, raw, _FIELDS)
+    prompts = _prompts(model, request)
+    count = len(prompts)
+    sampling = _sampling(model, request, raw, count)
+    with_logprobs = _spread(request.return_logprob, count, False, "return_logprob")
+    starts = _spread(request.logprob_start_len, count, -1, "logprob_start_len")
+    tops = _spread(request.top_logprobs_num, count, 0, "top_logprobs_num")
+    tokens = _spread_ids(request.token_ids_logprob, count)
+    asked = [
+        Asked(logprobs, start if logprobs else -1, top if logprobs else 0, ids if logprobs else [])
+        for logprobs, start, top, ids in zip(with_logprobs, starts, tops, tokens, strict=True)
+    ]
+    _check(model, asked, sampling, prompts)
+    is_batch = not (isinstance(request.text, str) or (request.input_ids and isinstance(request.input_ids[0], int)))
+    return _Checked(request, prompts, is_batch, sampling, asked, ignored)
 
-    def _checked(self, raw: Mapping[str, Any]) -> _Checked:
-        request, ignored = self._model.checked(NativeRequest, raw, _FIELDS)
-        prompts = self._prompts(request)
-        count = len(prompts)
-        sampling = self._sampling(request, raw, count)
-        with_logprobs = _spread(request.return_logprob, count, False, "return_logprob")
-        starts = _spread(request.logprob_start_len, count, -1, "logprob_start_len")
-        tops = _spread(request.top_logprobs_num, count, 0, "top_logprobs_num")
-        tokens = _spread_ids(request.token_ids_logprob, count)
-        asked = [
-            Asked(logprobs, start if logprobs else -1, top if logprobs else 0, ids if logprobs else [])
-            for logprobs, start, top, ids in zip(with_logprobs, starts, tops, tokens, strict=True)
-        ]
-        self._check(asked, sampling, prompts)
-        is_batch = not (isinstance(request.text, str) or (request.input_ids and isinstance(request.input_ids[0], int)))
-        return _Checked(request, prompts, is_batch, sampling, asked, ignored)
 
-    def _prompts(self, request: NativeRequest) -> list[list[int]]:
-        text, ids = request.text, request.input_ids
-        if ids is not None and text is None:
-            return checks.id_lists(ids, "input_ids", self._model.vocab_size)
-        if text is None or ids is not None:
-            raise RequestError("Give either text or input_ids.", code="missing_required_parameter", param="text")
-        return [self._model.prompts.encode(entry) for entry in ([text] if isinstance(text, str) else text)]
+def _prompts(model: ServedModel, request: NativeRequest) -> list[list[int]]:
+    text, ids = request.text, request.input_ids
+    if ids is not None and text is None:
+        return checks.id_lists(ids, "input_ids", model.vocab_size)
+    if text is None or ids is not None:
+        raise RequestError("Give either text or input_ids.", code="missing_required_parameter", param="text")
+    return [model.prompts.encode(entry) for entry in ([text] if isinstance(text, str) else text)]
 
-    def _sampling(self, request: NativeRequest, raw: Mapping[str, Any], count: int) -> list[NativeSampling]:
-        given = request.sampling_params or NativeSampling()
-        path = "sampling_params"
-        sampling = given if isinstance(given, list) else [given] * count
-        if len(sampling) != count:
-            raise RequestError(f"{path} must be one object, or one for each of {count} prompts.", param=path)
-        fields = raw.get(path) or {}
-        own_paths = [f"{path}[{i}]" for i in range(count)] if isinstance(fields, list) else [path]
-        for own_path, entry in zip(own_paths, fields if isinstance(fields, list) else [fields], strict=True):
-            try:
-                _SAMPLING.check(NativeSampling, entry, strict=self._model.server.strict_fields)
-            except RequestError as error:
-                raise below(own_path, error) from error
-        return sampling
 
-    def _check(self, asked: Sequence[Asked], sampling: Sequence[NativeSampling], prompts: Sequence[list[int]]) -> None:
-        server = self._model.server
-        num_choices = sampling[0].n or 1
-        if any((fields.n or 1) != num_choices for fields in sampling):
-            raise RequestError("n must be the same for all prompts.", param="sampling_params")
-        checks.num_sequences(num_choices, len(prompts), "sampling_params.n", server)
-        for wanted in asked:
-            checks.num_logprobs(wanted.num_top, "top_logprobs_num", server)
-            if len(wanted.token_ids) > MAX_ROW_ASKED:
-                message = f"token_ids_logprob has more than {MAX_ROW_ASKED} tokens for a prompt."
-                raise RequestError(message, param="token_ids_logprob")
-            checks.check_token_ids(wanted.token_ids, "token_ids_logprob", self._model.vocab_size)
-            if wanted.token_ids and wanted.start >= 0:
-                raise RequestError(
-                    "token_ids_logprob is for the answer's tokens; it needs logprob_start_len=-1.",
-                    code="unsupported_parameter",
-                    param="token_ids_logprob",
-                )
+def _sampling(model: ServedModel, request: NativeRequest, raw: Mapping[str, Any], count: int) -> list[NativeSampling]:
+    given = request.sampling_params or NativeSampling()
+    path = "sampling_params"
+    sampling = given if isinstance(given, list) else [given] * count
+    if len(sampling) != count:
+        raise RequestError(f"{path} must be one object, or one for each of {count} prompts.", param=path)
+    fields = raw.get(path) or {}
+    own_paths = [f"{path}[{i}]" for i in range(count)] if isinstance(fields, list) else [path]
+    for own_path, entry in zip(own_paths, fields if isinstance(fields, list) else [fields], strict=True):
+        try:
+            _SAMPLING.check(NativeSampling, entry, strict=model.server.strict_fields)
+        except RequestError as error:
+            raise below(own_path, error) from error
+    return sampling
 
-    async def _job(self, checked: _Checked, context: RequestContext) -> Job:
-        """One job of one for each prompt, which may differ in all but how their texts end."""
-        model = self._model
-        request, prompts = checked.request, checked.prompts
-        single = len(prompts) == 1
-        jobs = []
-        for i, (prompt, given, wanted) in enumerate(zip(prompts, checked.sampling, checked.asked, strict=True)):
-            await asyncio.sleep(0)  # each may allow as many tokens as there are
-            param = "text" if request.input_ids is None else "input_ids"
-            limit = model.checked_max_tokens(
-                prompt,
-                given.max_new_tokens,
-                default=min(_DEFAULT_NEW_TOKENS, model.room(prompt)),
-                param=param if single else f"{param}[{i}]",
-            )
-            fields = given.model_copy(
-                update={
-                    "seed": given.seed if given.sampling_seed is None else given.sampling_seed,
-                    "min_tokens": given.min_tokens if given.min_new_tokens is None else given.min_new_tokens,
-                    "logprob_token_ids": wanted.token_ids or None,
-                }
-            )
-            try:
-                job = model.job(
-                    "",
-                    fields,
-                    [prompt],
-                    [limit],
-                    context,
-                    JobOptions(
-                        num_choices=given.n or 1,
-                        num_logprobs=wanted.num_top if wanted.logprobs else -1,
-                        num_prompt_logprobs=wanted.num_top if wanted.start >= 0 else -1,
-                        priority=request.priority or 0,
-                    ),
-                    grammar=await model.grammar(fields),
-                )
-            except RequestError as error:
-                raise below("sampling_params" if single else f"sampling_params[{i}]", error) from error
-            jobs.append(job)
-        if any(job.text != jobs[0].text for job in jobs):
+
+def _check(
+    model: ServedModel, asked: Sequence[Asked], sampling: Sequence[NativeSampling], prompts: Sequence[list[int]]
+) -> None:
+    server = model.server
+    num_choices = sampling[0].n or 1
+    if any((fields.n or 1) != num_choices for fields in sampling):
+        raise RequestError("n must be the same for all prompts.", param="sampling_params")
+    checks.num_sequences(num_choices, len(prompts), "sampling_params.n", server)
+    for wanted in asked:
+        checks.num_logprobs(wanted.num_top, "top_logprobs_num", server)
+        if len(wanted.token_ids) > MAX_ROW_ASKED:
+            message = f"token_ids_logprob has more than {MAX_ROW_ASKED} tokens for a prompt."
+            raise RequestError(message, param="token_ids_logprob")
+        checks.check_token_ids(wanted.token_ids, "token_ids_logprob", model.vocab_size)
+        if wanted.token_ids and wanted.start >= 0:
             raise RequestError(
-                "stop, stop_regex, no_stop_trim, skip_special_tokens and max_new_tokens=0 must be the same for all "
-                "prompts.",
-                param="sampling_params",
+                "token_ids_logprob is for the answer's tokens; it needs logprob_start_len=-1.",
+                code="unsupported_parameter",
+                param="token_ids_logprob",
             )
-        return replace(jobs[0], prompts=prompts, sampling=[job.sampling[0] for job in jobs])
+
+
+async def _job(model: ServedModel, checked: _Checked, context: RequestContext) -> Job:
+    """One job of one for each prompt, which may differ in all but how their texts end."""
+    request, prompts = checked.request, checked.prompts
+    single = len(prompts) == 1
+    jobs = []
+    for i, (prompt, given, wanted) in enumerate(zip(prompts, checked.sampling, checked.asked, strict=True)):
+        await asyncio.sleep(0)  # each may allow as many tokens as there are
+        param = "text" if request.input_ids is None else "input_ids"
+        limit = model.checked_max_tokens(
+            prompt,
+            given.max_new_tokens,
+            default=min(_DEFAULT_NEW_TOKENS, model.room(prompt)),
+            param=param if single else f"{param}[{i}]",
+        )
+        fields = given.model_copy(
+            update={
+                "seed": given.seed if given.sampling_seed is None else given.sampling_seed,
+                "min_tokens": given.min_tokens if given.min_new_tokens is None else given.min_new_tokens,
+                "logprob_token_ids": wanted.token_ids or None,
+            }
+        )
+        try:
+            job = model.job(
+                "",
+                fields,
+                [prompt],
+                [limit],
+                context,
+                JobOptions(
+                    num_choices=given.n or 1,
+                    num_logprobs=wanted.num_top if wanted.logprobs else -1,
+                    num_prompt_logprobs=wanted.num_top if wanted.start >= 0 else -1,
+                    priority=request.priority or 0,
+                ),
+                grammar=await model.grammar(fields),
+            )
+        except RequestError as error:
+            raise below("sampling_params" if single else f"sampling_params[{i}]", error) from error
+        jobs.append(job)
+    if any(job.text != jobs[0].text for job in jobs):
+        raise RequestError(
+            "stop, stop_regex, no_stop_trim, skip_special_tokens and max_new_tokens=0 must be the same for all "
+            "prompts.",
+            param="sampling_params",
+        )
+    return replace(jobs[0], prompts=prompts, sampling=[job.sampling[0] for job in jobs])
 
 
 def _spread(value: _T | list[_T] | None, count: int, default: _T, param: str) -> list[_T]:

@@ -94,92 +94,89 @@ class Healthy(msgspec.Struct):
     status: str = "ok"
 
 
-class StatusServing:
-    """Tells of one model's replica."""
+async def server_info(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
+    """GET /server_info."""
+    server, info, stats = model.server, model.info, model.engine.board.latest
+    if info is not None and stats is not None and stats.devices:
+        info = msgspec.structs.replace(info, tensor_parallel_size=len(stats.devices))
+    limits = ServerLimits(
+        server.max_body_bytes, server.max_n, server.max_logprobs, server.max_stop, server.request_timeout_s
+    )
+    return json_response(
+        ServerInfo(model.version, model.model_name, model.max_model_len, model.vocab_size, info, limits)
+    )
 
-    def __init__(self, model: ServedModel) -> None:
-        self._model = model
 
-    async def server_info(self, body: bytes, context: RequestContext) -> HttpResponse:
-        """GET /server_info."""
-        model = self._model
-        server, info, stats = model.server, model.info, model.engine.board.latest
-        if info is not None and stats is not None and stats.devices:
-            info = msgspec.structs.replace(info, tensor_parallel_size=len(stats.devices))
-        limits = ServerLimits(
-            server.max_body_bytes, server.max_n, server.max_logprobs, server.max_stop, server.request_timeout_s
+async def loads(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
+    """GET /v1/loads."""
+    load = _load(model)
+    return json_response(Loads(datetime.now(UTC).isoformat(), model.version, [] if load is None else [load]))
+
+
+async def server_load(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
+    """GET /load."""
+    load = _load(model)
+    return json_response(ServerLoad(0 if load is None else load.num_running_reqs + load.num_waiting_reqs))
+
+
+async def health_generate(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
+    """GET /health_generate: generates one token, ahead of what waits.
+
+    Raises:
+        OverloadedError: none came in time.
+        EngineError: the engine failed.
+    """
+    begin = time.monotonic()
+    try:
+        await model.generate_one(_PROBE_TIMEOUT_S)
+    except DeadlineError:
+        raise OverloadedError(
+            f"No token was generated within {_PROBE_TIMEOUT_S:g} seconds.", retry_after_s=_RETRY_AFTER_S
+        ) from None
+    return json_response(Healthy(round(time.monotonic() - begin, 4)))
+
+
+async def request_timeline(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
+    """GET /v1/timelines/{request_id}: of a request that has ended; of others' to an admin alone.
+
+    Raises:
+        RequestError: 404, there is none of that id among the last.
+    """
+    request_id = context.path_params["request_id"]
+    telemetry = model.engine.telemetry
+    record = telemetry.recent.find(request_id, None if context.role is Role.ADMIN else context.client)
+    if record is None:
+        raise RequestError(
+            f"No request {request_id[:200]!r} is among the last {NUM_REQUESTS} that ended on this replica.",
+            code="request_not_found",
+            status=404,
         )
-        return json_response(
-            ServerInfo(model.version, model.model_name, model.max_model_len, model.vocab_size, info, limits)
-        )
+    # A long life takes tens of milliseconds to write down.
+    pauses = telemetry.pauses_between(record.context.arrived_s, record.ended_s)
+    return json_response(await asyncio.to_thread(timeline, record, telemetry.board.steps(), pauses))
 
-    async def loads(self, body: bytes, context: RequestContext) -> HttpResponse:
-        """GET /v1/loads."""
-        model = self._model
-        loads = [load] if (load := self._load()) is not None else []
-        return json_response(Loads(datetime.now(UTC).isoformat(), model.version, loads))
 
-    async def load(self, body: bytes, context: RequestContext) -> HttpResponse:
-        """GET /load."""
-        load = self._load()
-        return json_response(ServerLoad(0 if load is None else load.num_running_reqs + load.num_waiting_reqs))
-
-    async def health_generate(self, body: bytes, context: RequestContext) -> HttpResponse:
-        """GET /health_generate: generates one token, ahead of what waits.
-
-        Raises:
-            OverloadedError: none came in time.
-            EngineError: the engine failed.
-        """
-        begin = time.monotonic()
-        try:
-            await self._model.generate_one(_PROBE_TIMEOUT_S)
-        except DeadlineError:
-            raise OverloadedError(
-                f"No token was generated within {_PROBE_TIMEOUT_S:g} seconds.", retry_after_s=_RETRY_AFTER_S
-            ) from None
-        return json_response(Healthy(round(time.monotonic() - begin, 4)))
-
-    async def timeline(self, body: bytes, context: RequestContext) -> HttpResponse:
-        """GET /v1/timelines/{request_id}: of a request that has ended; of others' to an admin alone.
-
-        Raises:
-            RequestError: 404, there is none of that id among the last.
-        """
-        request_id = context.path_params["request_id"]
-        telemetry = self._model.engine.telemetry
-        record = telemetry.recent.find(request_id, None if context.role is Role.ADMIN else context.client)
-        if record is None:
-            raise RequestError(
-                f"No request {request_id[:200]!r} is among the last {NUM_REQUESTS} that ended on this replica.",
-                code="request_not_found",
-                status=404,
-            )
-        # A long life takes tens of milliseconds to write down.
-        pauses = telemetry.pauses_between(record.context.arrived_s, record.ended_s)
-        return json_response(await asyncio.to_thread(timeline, record, telemetry.board.steps(), pauses))
-
-    def _load(self) -> Load | None:
-        """None before the engine's first report."""
-        board, info = self._model.engine.board, self._model.info
-        if board.latest is None:
-            return None
-        stats = board.latest.scheduler
-        page_size = 1 if info is None else info.page_size
-        num_pages = stats.num_free_pages + stats.num_cached_pages + stats.num_owned_pages
-        num_used = (num_pages - stats.num_free_pages - stats.num_evictable_pages) * page_size
-        recent = [second for second in board.history() if second.time_s >= time.monotonic() - _RATE_OVER_S]
-        return Load(
-            dp_rank=0,
-            timestamp=time.time() - board.age_s,
-            num_running_reqs=stats.num_running,
-            num_waiting_reqs=stats.num_waiting,
-            num_waiting_tokens=stats.num_waiting_tokens,
-            num_used_tokens=num_used,
-            num_total_tokens=num_used + stats.num_waiting_tokens,
-            max_total_num_tokens=num_pages * page_size,
-            token_usage=round(board.kv_usage, 4),
-            gen_throughput=round(sum(second.num_generated_tokens for second in recent) / _RATE_OVER_S, 2),
-            cache_hit_rate=round(stats.total_prefix_hit_tokens / max(stats.total_prompt_tokens, 1), 4),
-            max_running_requests=None if info is None else info.max_num_seqs,
-        )
+def _load(model: ServedModel) -> Load | None:
+    """None before the engine's first report."""
+    board, info = model.engine.board, model.info
+    if board.latest is None:
+        return None
+    stats = board.latest.scheduler
+    page_size = 1 if info is None else info.page_size
+    num_pages = stats.num_free_pages + stats.num_cached_pages + stats.num_owned_pages
+    num_used = (num_pages - stats.num_free_pages - stats.num_evictable_pages) * page_size
+    recent = [second for second in board.history() if second.time_s >= time.monotonic() - _RATE_OVER_S]
+    return Load(
+        dp_rank=0,
+        timestamp=time.time() - board.age_s,
+        num_running_reqs=stats.num_running,
+        num_waiting_reqs=stats.num_waiting,
+        num_waiting_tokens=stats.num_waiting_tokens,
+        num_used_tokens=num_used,
+        num_total_tokens=num_used + stats.num_waiting_tokens,
+        max_total_num_tokens=num_pages * page_size,
+        token_usage=round(board.kv_usage, 4),
+        gen_throughput=round(sum(second.num_generated_tokens for second in recent) / _RATE_OVER_S, 2),
+        cache_hit_rate=round(stats.total_prefix_hit_tokens / max(stats.total_prompt_tokens, 1), 4),
+        max_running_requests=None if info is None else info.max_num_seqs,
+    )

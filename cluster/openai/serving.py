@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from cluster.http.context import RequestContext
 from cluster.http.response import HttpResponse
-from cluster.openai import chat, protocol
+from cluster.openai import protocol
+from cluster.openai.chat import conversation
 from cluster.openai.chat_writer import ChatWriter
 from cluster.openai.completion_writer import CompletionWriter
 from cluster.openai.echo import Echo
@@ -31,81 +33,78 @@ class _Prompt(NamedTuple):
     max_tokens: int
 
 
-class OpenAIServing:
-    """Answers OpenAI requests for one model."""
+async def chat_completions(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
+    """POST /v1/chat/completions. Raises RequestError for a bad request."""
+    request, turns, ignored = await prepared(body, partial(_checked_chat, model))
+    run, headers = await chat_run(
+        model,
+        "chatcmpl-",
+        turns,
+        request,
+        context,
+        _job_options(request),
+        ignored=ignored,
+        max_tokens=request.asked_max_tokens,
+        truncate_prompt_tokens=request.truncate_prompt_tokens,
+    )
+    return answer(ChatWriter(run, request, model), streamed=bool(request.stream), headers=headers)
 
-    def __init__(self, model: ServedModel) -> None:
-        self._model = model
 
-    async def chat(self, body: bytes, context: RequestContext) -> HttpResponse:
-        """POST /v1/chat/completions. Raises RequestError for a bad request."""
-        model = self._model
-        request, conversation, ignored = await prepared(body, self._checked_chat)
-        run, headers = await chat_run(
-            model,
-            "chatcmpl-",
-            conversation,
-            request,
-            context,
-            _job_options(request),
-            ignored=ignored,
-            max_tokens=request.asked_max_tokens,
-            truncate_prompt_tokens=request.truncate_prompt_tokens,
-        )
-        return answer(ChatWriter(run, request, model), streamed=bool(request.stream), headers=headers)
+async def completions(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
+    """POST /v1/completions. Raises RequestError for a bad request."""
+    request, prompts, ignored = await prepared(body, partial(_checked_completion, model))
+    job = await _completion_job(model, request, prompts, context)
+    echoes = None
+    if request.echo:
+        skip = job.text.skip_special_tokens
+        echoes = [
+            await Echo.of(
+                prompt.given if request.truncate_prompt_tokens is None else prompt.ids,
+                prompt.ids,
+                model.tokenizer,
+                skip_special_tokens=skip,
+            )
+            for prompt in prompts
+        ]
+    writer = CompletionWriter(model.run(job), request, model, echoes)
+    return answer(writer, streamed=bool(request.stream), headers=ignored_header(ignored))
 
-    async def completions(self, body: bytes, context: RequestContext) -> HttpResponse:
-        """POST /v1/completions. Raises RequestError for a bad request."""
-        model = self._model
-        request, prompts, ignored = await prepared(body, self._checked_completion)
-        job = await _completion_job(model, request, prompts, context)
-        echoes = None
-        if request.echo:
-            skip = job.text.skip_special_tokens
-            echoes = [
-                await Echo.of(
-                    prompt.given if request.truncate_prompt_tokens is None else prompt.ids,
-                    prompt.ids,
-                    model.tokenizer,
-                    skip_special_tokens=skip,
-                )
-                for prompt in prompts
-            ]
-        writer = CompletionWriter(model.run(job), request, model, echoes)
-        return answer(writer, streamed=bool(request.stream), headers=ignored_header(ignored))
 
-    def _checked_chat(self, raw: Mapping[str, Any]) -> tuple[ChatRequest, Conversation, list[str]]:
-        """A request, what it has the model go on with, and the fields that are ignored."""
-        request = protocol.check_request(ChatRequest, raw, self._model.server)
-        self._model.check_name(request.model)
-        return request, chat.conversation(request), protocol.unknown_fields(ChatRequest, raw)
+def _checked_chat(model: ServedModel, raw: Mapping[str, Any]) -> tuple[ChatRequest, Conversation, list[str]]:
+    """A request, what it has the model go on with, and the fields that are ignored."""
+    request = protocol.check_request(ChatRequest, raw, model.server)
+    model.check_name(request.model)
+    return request, conversation(request), protocol.unknown_fields(ChatRequest, raw)
 
-    def _given(self, prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[str | list[int]]:
-        """The prompts of a request. Raises RequestError for an id outside the vocabulary."""
-        if isinstance(prompt, str):
-            return [prompt]
-        if isinstance(prompt[0], str):
-            return prompt
-        return checks.id_lists(prompt, "prompt", self._model.vocab_size)
 
-    def _checked_completion(self, raw: Mapping[str, Any]) -> tuple[CompletionRequest, list[_Prompt], list[str]]:
-        """A request, its prompts, and the fields that are ignored."""
-        model = self._model
-        request = protocol.check_request(CompletionRequest, raw, model.server)
-        model.check_name(request.model)
-        given = self._given(request.prompt)
-        checks.num_sequences(request.num_choices, len(given), "n", model.server)
-        add = request.add_special_tokens is not False
-        limit = protocol.COMPLETION_DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-        prompts = []
-        for i, entry in enumerate(given):
-            ids = model.prompts.encode(entry, add_special_tokens=add) if isinstance(entry, str) else entry
-            ids = model.truncated(ids, request.truncate_prompt_tokens, limit)
-            default = min(protocol.COMPLETION_DEFAULT_MAX_TOKENS, model.room(ids))
-            param = f"prompt[{i}]" if len(given) > 1 else "prompt"
-            max_tokens = model.checked_max_tokens(ids, request.asked_max_tokens, default=default, param=param)
-            prompts.append(_Prompt(entry, ids, max_tokens))
-        return request, prompts, protocol.unknown_fields(CompletionRequest, raw)
+def _given(model: ServedModel, prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[str | list[int]]:
+    """The prompts of a request. Raises RequestError for an id outside the vocabulary."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt[0], str):
+        return prompt
+    return checks.id_lists(prompt, "prompt", model.vocab_size)
+
+
+def _checked_completion(
+    model: ServedModel, raw: Mapping[str, Any]
+) -> tuple[CompletionRequest, list[_Prompt], list[str]]:
+    """A request, its prompts, and the fields that are ignored."""
+    request = protocol.check_request(CompletionRequest, raw, model.server)
+    model.check_name(request.model)
+    given = _given(model, request.prompt)
+    checks.num_sequences(request.num_choices, len(given), "n", model.server)
+    add = request.add_special_tokens is not False
+    limit = protocol.COMPLETION_DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    prompts = []
+    for i, entry in enumerate(given):
+        ids = model.prompts.encode(entry, add_special_tokens=add) if isinstance(entry, str) else entry
+        ids = model.truncated(ids, request.truncate_prompt_tokens, limit)
+        default = min(protocol.COMPLETION_DEFAULT_MAX_TOKENS, model.room(ids))
+        param = f"prompt[{i}]" if len(given) > 1 else "prompt"
+        max_tokens = model.checked_max_tokens(ids, request.asked_max_tokens, default=default, param=param)
+        prompts.append(_Prompt(entry, ids, max_tokens))
+    return request, prompts, protocol.unknown_fields(CompletionRequest, raw)
 
 
 async def _completion_job(
