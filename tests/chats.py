@@ -32,4 +32,5 @@ def read_grammar(**fields: Any) -> GrammarSpec | None:
 
 
 def _conversation(**fields: Any) -> Any:
-    return conversation(check_request(ChatRequest, {"model": "m", "messages": MESSAGES, **fields}, ServerConfig()))
+    request, _ = check_request(ChatRequest, {"model": "m", "messages": MESSAGES, **fields}, ServerConfig())
+    return conversation(request)

@@ -72,9 +72,9 @@ async def completions(model: ServedModel, body: bytes, context: RequestContext) 
 
 def _checked_chat(model: ServedModel, raw: Mapping[str, Any]) -> tuple[ChatRequest, Conversation, list[str]]:
     """A request, what it has the model go on with, and the fields that are ignored."""
-    request = protocol.check_request(ChatRequest, raw, model.server)
+    request, ignored = protocol.check_request(ChatRequest, raw, model.server)
     model.check_name(request.model)
-    return request, conversation(request), protocol.unknown_fields(ChatRequest, raw)
+    return request, conversation(request), ignored
 
 
 def _given(model: ServedModel, prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[str | list[int]]:
@@ -90,7 +90,7 @@ def _checked_completion(
     model: ServedModel, raw: Mapping[str, Any]
 ) -> tuple[CompletionRequest, list[_Prompt], list[str]]:
     """A request, its prompts, and the fields that are ignored."""
-    request = protocol.check_request(CompletionRequest, raw, model.server)
+    request, ignored = protocol.check_request(CompletionRequest, raw, model.server)
     model.check_name(request.model)
     given = _given(model, request.prompt)
     checks.num_sequences(request.num_choices, len(given), "n", model.server)
@@ -104,7 +104,7 @@ def _checked_completion(
         param = f"prompt[{i}]" if len(given) > 1 else "prompt"
         max_tokens = model.checked_max_tokens(ids, request.asked_max_tokens, default=default, param=param)
         prompts.append(_Prompt(entry, ids, max_tokens))
-    return request, prompts, protocol.unknown_fields(CompletionRequest, raw)
+    return request, prompts, ignored
 
 
 async def _completion_job(

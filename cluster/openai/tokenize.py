@@ -92,8 +92,8 @@ def _checked(model: ServedModel, raw: Mapping[str, Any]) -> tuple[TokenizeReques
         )
     fields = {name: value for name, value in raw.items() if name not in _OWN_FIELDS}
     chat = {**fields, "model": model.model_name, "messages": raw["messages"]}
-    turns = conversation(protocol.check_request(ChatRequest, chat, model.server))
-    return request, turns, protocol.unknown_fields(ChatRequest, chat)
+    whole, ignored = protocol.check_request(ChatRequest, chat, model.server)
+    return request, conversation(whole), ignored
 
 
 async def detokenize(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:

@@ -124,9 +124,10 @@ def below(path: str, error: RequestError) -> RequestError:
 
 def _as_request_error(error: pydantic.ValidationError, raw: object, path: str) -> RequestError:
     errors = error.errors(include_url=False)
-    # A union has errors of each of its types: the one that got furthest into the value is the one meant.
+    # A union has errors of each of its types: the one that got furthest into the value is the one meant. Its type is
+    # told before what it lacks.
     found = [(each, _path(each, raw)) for each in errors if each["loc"][:1] == errors[0]["loc"][:1]]
-    first, place = max(found, key=lambda candidate: (len(candidate[1]), candidate[0]["type"] not in _KINDS))
+    first, place = max(found, key=lambda it: (len(it[1]), it[1][-1:] == ["type"], it[0]["type"] not in _KINDS))
     for part in place:
         path += f"[{part}]" if isinstance(part, int) else f".{part[:_MAX_NAME_CHARS]}" if path else part
     kind, message, context = first["type"], first["msg"], first.get("ctx", {})
