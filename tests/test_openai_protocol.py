@@ -45,7 +45,7 @@ def test_every_supported_field_is_read() -> None:
         top_logprobs=3,
     )
     assert (request.temperature, request.top_p, request.top_k, request.min_p) == (0.0, 0.5, -1, 0.1)
-    assert (request.seed, request.asked_max_tokens, request.num_choices, request.num_logprobs) == (-5, 3, 2, 3)
+    assert (request.seed, request.max_tokens, request.n, request.num_logprobs) == (-5, 3, 2, 3)
     assert request.include_usage
 
 
@@ -92,7 +92,7 @@ def test_strict_fields_refuse_what_nobody_knows_with_the_nearest_name(field: str
 
 
 def test_no_token_is_asked_for_with_an_echo_alone() -> None:
-    assert completion(max_tokens=0, echo=True).asked_max_tokens == 0
+    assert completion(max_tokens=0, echo=True).max_tokens == 0
 
 
 def test_usage_in_every_chunk_needs_usage_at_all() -> None:

@@ -140,12 +140,10 @@ def _checked(model: ServedModel, raw: Mapping[str, Any]) -> _Checked:
 
 
 def _prompts(model: ServedModel, request: NativeRequest) -> list[list[int]]:
-    text, ids = request.text, request.input_ids
-    if ids is not None and text is None:
-        return checks.id_lists(ids, "input_ids", model.vocab_size)
-    if text is None or ids is not None:
+    if (request.text is None) == (request.input_ids is None):
         raise RequestError("Give either text or input_ids.", code="missing_required_parameter", param="text")
-    return [model.prompts.encode(entry) for entry in ([text] if isinstance(text, str) else text)]
+    given = checks.prompts(request.text or request.input_ids, "input_ids", model.vocab_size)
+    return [model.prompts.encode(entry) if isinstance(entry, str) else entry for entry in given]
 
 
 def _sampling(model: ServedModel, request: NativeRequest, raw: Mapping[str, Any], count: int) -> list[NativeSampling]:

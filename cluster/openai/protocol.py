@@ -218,10 +218,6 @@ class GenerationRequest(SamplingFields):
     """Takes the place of the header X-Request-Id in the answer's id."""
 
     @property
-    def num_choices(self) -> int:
-        return 1 if self.n is None else self.n
-
-    @property
     def num_prompt_logprobs(self) -> int:
         """-1: none."""
         return -1 if self.prompt_logprobs is None else self.prompt_logprobs
@@ -290,10 +286,6 @@ class CompletionRequest(GenerationRequest):
     """The prompt is a part of the text, and with `logprobs` of them."""
 
     @property
-    def asked_max_tokens(self) -> int | None:
-        return self.max_tokens
-
-    @property
     def num_logprobs(self) -> int:
         """-1: none."""
         return -1 if self.logprobs is None else self.logprobs
@@ -334,7 +326,7 @@ def check_request(kind: type[_Request], raw: Mapping[str, Any], server: ServerCo
 
 def _check_counts(request: ChatRequest | CompletionRequest, server: ServerConfig) -> None:
     """Limits that are settings, and fields that need one another."""
-    checks.num_sequences(request.num_choices, 1, "n", server)
+    checks.num_sequences(request.n or 1, 1, "n", server)
     if isinstance(request, ChatRequest):
         name = "top_logprobs"
         if request.top_logprobs and not request.logprobs:
@@ -345,7 +337,7 @@ def _check_counts(request: ChatRequest | CompletionRequest, server: ServerConfig
             )
     else:
         name = "logprobs"
-        if request.echo and request.stream and request.logprobs is not None and request.num_choices > 1:
+        if request.echo and request.stream and request.logprobs is not None and request.n not in (None, 1):
             raise RequestError("echo with logprobs and stream: true needs n=1.", param="n")
         if request.max_tokens == 0 and not (request.echo or request.prompt_logprobs is not None):
             raise RequestError("max_tokens must be at least 1 without echo or prompt_logprobs.", param="max_tokens")

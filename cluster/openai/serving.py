@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from cluster.requests.answer import answer
 from cluster.requests.body import prepared
 from cluster.requests.chat import chat_run
 from cluster.requests.fields import ignored_header
-from cluster.requests.job import Job, JobOptions
+from cluster.requests.job import JobOptions
 from cluster.requests.served_model import ServedModel
 from cluster.text.conversation import Conversation
 
@@ -53,7 +53,12 @@ async def chat_completions(model: ServedModel, body: bytes, context: RequestCont
 async def completions(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
     """POST /v1/completions. Raises RequestError for a bad request."""
     request, prompts, ignored = await prepared(body, partial(_checked_completion, model))
-    job = await _completion_job(model, request, prompts, context)
+    # The log probabilities of an echo are those of `logprobs`; `prompt_logprobs` may ask for more.
+    echoed = request.num_logprobs if request.echo else -1
+    options = replace(_job_options(request), num_prompt_logprobs=max(echoed, request.num_prompt_logprobs))
+    grammar = await model.grammar(request)
+    ids, limits = [prompt.ids for prompt in prompts], [prompt.max_tokens for prompt in prompts]
+    job = model.job("cmpl-", request, ids, limits, context, options, grammar=grammar)
     echoes = None
     if request.echo:
         skip = job.text.skip_special_tokens
@@ -77,23 +82,14 @@ def _checked_chat(model: ServedModel, raw: Mapping[str, Any]) -> tuple[ChatReque
     return request, conversation(request), ignored
 
 
-def _given(model: ServedModel, prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[str | list[int]]:
-    """The prompts of a request. Raises RequestError for an id outside the vocabulary."""
-    if isinstance(prompt, str):
-        return [prompt]
-    if isinstance(prompt[0], str):
-        return prompt
-    return checks.id_lists(prompt, "prompt", model.vocab_size)
-
-
 def _checked_completion(
     model: ServedModel, raw: Mapping[str, Any]
 ) -> tuple[CompletionRequest, list[_Prompt], list[str]]:
     """A request, its prompts, and the fields that are ignored."""
     request, ignored = protocol.check_request(CompletionRequest, raw, model.server)
     model.check_name(request.model)
-    given = _given(model, request.prompt)
-    checks.num_sequences(request.num_choices, len(given), "n", model.server)
+    given = checks.prompts(request.prompt, "prompt", model.vocab_size)
+    checks.num_sequences(request.n or 1, len(given), "n", model.server)
     add = request.add_special_tokens is not False
     limit = protocol.COMPLETION_DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     prompts = []
@@ -102,25 +98,14 @@ def _checked_completion(
         ids = model.truncated(ids, request.truncate_prompt_tokens, limit)
         default = min(protocol.COMPLETION_DEFAULT_MAX_TOKENS, model.room(ids))
         param = f"prompt[{i}]" if len(given) > 1 else "prompt"
-        max_tokens = model.checked_max_tokens(ids, request.asked_max_tokens, default=default, param=param)
+        max_tokens = model.checked_max_tokens(ids, request.max_tokens, default=default, param=param)
         prompts.append(_Prompt(entry, ids, max_tokens))
     return request, prompts, ignored
 
 
-async def _completion_job(
-    model: ServedModel, request: CompletionRequest, prompts: Sequence[_Prompt], context: RequestContext
-) -> Job:
-    # The log probabilities of an echo are those of `logprobs`; `prompt_logprobs` may ask for more.
-    echoed = request.num_logprobs if request.echo else -1
-    options = replace(_job_options(request), num_prompt_logprobs=max(echoed, request.num_prompt_logprobs))
-    grammar = await model.grammar(request)
-    ids, max_tokens = [prompt.ids for prompt in prompts], [prompt.max_tokens for prompt in prompts]
-    return model.job("cmpl-", request, ids, max_tokens, context, options, grammar=grammar)
-
-
 def _job_options(request: ChatRequest | CompletionRequest) -> JobOptions:
     return JobOptions(
-        num_choices=request.num_choices,
+        num_choices=request.n or 1,
         num_logprobs=request.num_logprobs,
         num_prompt_logprobs=request.num_prompt_logprobs,
         priority=request.priority or 0,
