@@ -86,8 +86,8 @@ def test_a_histogram_counts_as_prometheus_own_client_does() -> None:
     metrics = Metrics()
     for value in values:
         reference.observe(value)
-    metrics.observe(table.TTFT, *values[:100])
-    metrics.observe_all(table.TTFT, np.array(values[100:]))
+    metrics.observe(table.TTFT, values[:100])
+    metrics.observe(table.TTFT, np.array(values[100:]))
     ours = samples(exposition(metrics, IDENTITY.labels()))
     for family in reference.collect():
         for sample in family.samples:

@@ -62,9 +62,9 @@ class Telemetry:
             self._set_config(tensor_parallel_size=str(len(stats.devices)))
         metrics = self.metrics
         if len(steps):
-            metrics.observe_all(table.STEP_TIME, steps["duration_s"])
-            metrics.observe_all(table.STEP_GAP, steps["gap_s"])
-            metrics.observe_all(table.STEP_TOKENS, steps["num_prefill_tokens"] + steps["num_decodes"])
+            metrics.observe(table.STEP_TIME, steps["duration_s"])
+            metrics.observe(table.STEP_GAP, steps["gap_s"])
+            metrics.observe(table.STEP_TOKENS, steps["num_prefill_tokens"] + steps["num_decodes"])
         if self.export is not None:
             self._refresh()
             self.export()
@@ -144,7 +144,7 @@ class Telemetry:
 
     def _count_intervals(self) -> None:
         if self._intervals:
-            self.metrics.observe_all(table.ITL, self._intervals)
+            self.metrics.observe(table.ITL, self._intervals)
             self._intervals.clear()
 
     def _refresh(self) -> None:
