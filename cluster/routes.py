@@ -16,21 +16,21 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response as PlainResponse
 
-from cluster.anthropic.objects import AnthropicError, AnthropicMessage, MessageEvent, TokenCount
-from cluster.anthropic.request import CountTokensRequest, MessagesRequest
-from cluster.anthropic.serving import count_tokens, messages
+from cluster.anthropic.message_objects import AnthropicError, AnthropicMessage, MessageEvent, TokenCount
+from cluster.anthropic.messages import count_tokens, messages
+from cluster.anthropic.messages_request import CountTokensRequest, MessagesRequest
 from cluster.engine.state import EngineState
 from cluster.http.access import ADMINS, ANYONE, USERS
 from cluster.http.active import ActiveRequests
 from cluster.http.context import RequestContext, Role
 from cluster.http.endpoint import Handler
-from cluster.http.errors import ErrorBody
+from cluster.http.http_errors import ErrorBody
 from cluster.http.response import HttpResponse
 from cluster.native.admin import Aborted, AbortRequest, Flushed, abort_request, flush_cache
-from cluster.native.generate import NativeRequest, generate
-from cluster.native.generate_answer import NativeAnswer
+from cluster.native.native_answer import NativeAnswer
+from cluster.native.native_generate import NativeRequest, generate
 from cluster.native.score import ScoreRequest, Scores, score
-from cluster.native.status import (
+from cluster.native.server_status import (
     Healthy,
     Loads,
     Probe,
@@ -44,12 +44,12 @@ from cluster.native.status import (
 )
 from cluster.observability.prometheus import CONTENT_TYPE
 from cluster.observability.timeline import Timeline
+from cluster.openai.completions import chat_completions, completions
 from cluster.openai.models import model_card, model_list
-from cluster.openai.protocol import ChatRequest, CompletionRequest
-from cluster.openai.responses.objects import DeletedResponse, InputTokens, ItemList, Response, StreamEvent
-from cluster.openai.responses.request import InputTokensRequest, ResponsesRequest
-from cluster.openai.responses.serving import ResponsesServing
-from cluster.openai.serving import chat_completions, completions
+from cluster.openai.openai_request import ChatRequest, CompletionRequest
+from cluster.openai.responses.response_objects import DeletedResponse, InputTokens, ItemList, Response, StreamEvent
+from cluster.openai.responses.responses import ResponsesServing
+from cluster.openai.responses.responses_request import InputTokensRequest, ResponsesRequest
 from cluster.openai.tokenize import DetokenizeRequest, Text, TokenizeRequest, Tokens, detokenize, tokenize
 from cluster.openai.wire import ChatChunk, ChatCompletion, Completion, ModelCard, ModelList
 from cluster.page.live import LiveServing, LiveView

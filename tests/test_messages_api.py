@@ -12,14 +12,14 @@ import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
-from cluster.anthropic.builder import MessageBuilder
-from cluster.anthropic.conversation import conversation
-from cluster.anthropic.request import MessagesRequest
-from cluster.requests.body import validated
+from cluster.anthropic.message_turns import conversation
+from cluster.anthropic.message_writer import MessageBuilder
+from cluster.anthropic.messages_request import MessagesRequest
 from cluster.requests.job import PromptTokensDetails, Usage
+from cluster.requests.json_body import validated
 from cluster.text.conversation import Call, Conversation, Turn
 from cluster.text.tools.events import Arguments, CallStarted, Content, Reasoning
-from cluster.text.tools.request import ToolMode
+from cluster.text.tools.tool_use import ToolMode
 from configs.errors import RequestError
 from tests.scripted_engine import MODEL, REPLY, Run, Stack, served
 

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from cluster.http.errors import error_body
-from cluster.openai.protocol import ChatRequest, CompletionRequest, check_request
+from cluster.http.http_errors import error_body
+from cluster.openai.openai_request import ChatRequest, CompletionRequest, check_request
 from cluster.requests import checks
 from configs.errors import ContextLengthError, OverloadedError, RequestError
 from configs.schema import ServerConfig

@@ -16,11 +16,11 @@ from pydantic import TypeAdapter
 
 from cluster.http.active import ActiveRequests
 from cluster.http.keys import KeyRing
-from cluster.openai.responses.builder import ResponseBuilder
-from cluster.openai.responses.conversation import input_items, turns
-from cluster.openai.responses.objects import ReasoningSettings
-from cluster.openai.responses.objects import Response as OwnResponse
-from cluster.openai.responses.store import ResponseStore, StoredResponse, StoreLimits
+from cluster.openai.responses.response_objects import ReasoningSettings
+from cluster.openai.responses.response_objects import Response as OwnResponse
+from cluster.openai.responses.response_store import ResponseStore, StoredResponse, StoreLimits
+from cluster.openai.responses.response_turns import input_items, turns
+from cluster.openai.responses.response_writer import ResponseBuilder
 from cluster.requests.job import PromptTokensDetails, Usage
 from cluster.serve.ingress import create_app
 from cluster.text.conversation import Call, Turn

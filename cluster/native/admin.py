@@ -14,7 +14,7 @@ from cluster.http.active import ActiveRequests
 from cluster.http.context import RequestContext
 from cluster.http.response import HttpResponse
 from cluster.requests.answer import json_response
-from cluster.requests.body import prepared, validated
+from cluster.requests.json_body import prepared, validated
 from cluster.requests.served_model import ServedModel
 from cluster.requests.shapes import Shape
 from configs.errors import RequestError

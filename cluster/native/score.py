@@ -21,11 +21,11 @@ from cluster.engine.messages import SamplingParams
 from cluster.http.context import RequestContext
 from cluster.http.response import HttpResponse
 from cluster.requests.answer import AnswerWriter, answer
-from cluster.requests.body import prepared
 from cluster.requests.checks import check_token_ids
 from cluster.requests.fields import OWN_FIELDS, ignored_header
 from cluster.requests.generation import Delta
 from cluster.requests.job import Job, Run, Usage
+from cluster.requests.json_body import prepared
 from cluster.requests.json_parts import json_parts, long_list
 from cluster.requests.served_model import ServedModel
 from cluster.requests.shapes import MAX_SEQUENCES, Shape

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from cluster.engine.messages import FinishReason, TokenLogprobs
-from cluster.openai.protocol import ChatRequest
+from cluster.openai.openai_request import ChatRequest
+from cluster.openai.openai_writer import REASONS, OpenAIWriter, token_logprobs
 from cluster.openai.wire import (
     AssistantMessage,
     ChatChoice,
@@ -20,7 +21,6 @@ from cluster.openai.wire import (
     ToolCall,
     ToolCallDelta,
 )
-from cluster.openai.writer import REASONS, OpenAIWriter, token_logprobs
 from cluster.requests.generation import Delta
 from cluster.requests.job import Run
 from cluster.requests.json_parts import json_parts, long_list

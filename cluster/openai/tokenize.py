@@ -14,13 +14,12 @@ from pydantic import ConfigDict, Field
 
 from cluster.http.context import RequestContext
 from cluster.http.response import HttpResponse
-from cluster.openai import protocol
-from cluster.openai.chat import conversation
-from cluster.openai.protocol import ChatRequest, Messages
+from cluster.openai.chat_turns import conversation
+from cluster.openai.openai_request import ChatRequest, Messages, check_request
 from cluster.requests.answer import json_response
-from cluster.requests.body import prepared, validated
 from cluster.requests.checks import check_token_ids
 from cluster.requests.fields import OWN_FIELDS, ignored_header
+from cluster.requests.json_body import prepared, validated
 from cluster.requests.json_parts import long_list
 from cluster.requests.served_model import ServedModel
 from cluster.requests.shapes import Shape, TokenId, exactly_one
@@ -92,7 +91,7 @@ def _checked(model: ServedModel, raw: Mapping[str, Any]) -> tuple[TokenizeReques
         )
     fields = {name: value for name, value in raw.items() if name not in _OWN_FIELDS}
     chat = {**fields, "model": model.model_name, "messages": raw["messages"]}
-    whole, ignored = protocol.check_request(ChatRequest, chat, model.server)
+    whole, ignored = check_request(ChatRequest, chat, model.server)
     return request, conversation(whole), ignored
 
 

@@ -9,7 +9,7 @@ from contextlib import aclosing
 
 import msgspec
 
-from cluster.http.errors import error_event
+from cluster.http.http_errors import error_event
 from cluster.http.response import HttpResponse
 from cluster.requests.generation import Delta
 from cluster.requests.job import Run

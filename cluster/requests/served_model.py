@@ -18,15 +18,15 @@ from cluster.engine.client import EngineClient
 from cluster.engine.messages import SamplingParams
 from cluster.engine.state import EngineState
 from cluster.http.context import RequestContext
-from cluster.requests.body import validated
 from cluster.requests.engine_info import EngineInfo
 from cluster.requests.fields import FieldPolicy
 from cluster.requests.job import Job, JobOptions, Run
+from cluster.requests.json_body import validated
 from cluster.requests.sampling import Vocabulary, sampling_params, text_options
 from cluster.requests.sampling_fields import SamplingFields
 from cluster.structured.checker import GrammarChecker
-from cluster.structured.limits import MAX_REQUEST_GRAMMAR_BYTES
-from cluster.structured.protocol import Setup
+from cluster.structured.checker_messages import Setup
+from cluster.structured.grammar_limits import MAX_REQUEST_GRAMMAR_BYTES
 from cluster.text.answer_parser import AnswerFormat
 from cluster.text.conversation import Conversation, Turn
 from cluster.text.formats import ModelFormats

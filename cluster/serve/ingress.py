@@ -11,7 +11,7 @@ import functools
 import msgspec
 from starlette import routing
 
-from cluster.anthropic.objects import AnthropicError
+from cluster.anthropic.message_objects import AnthropicError
 from cluster.http.access import Access
 from cluster.http.active import ActiveRequests
 from cluster.http.endpoint import Endpoint

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from cluster.engine.messages import FinishReason
-from cluster.openai.responses import objects
-from cluster.openai.responses.objects import (
+from cluster.openai.openai_writer import token_logprobs
+from cluster.openai.responses import response_objects as objects
+from cluster.openai.responses.response_objects import (
     CallItem,
     ItemStatus,
     OutputItem,
@@ -21,7 +22,6 @@ from cluster.openai.responses.objects import (
     StreamEvent,
 )
 from cluster.openai.wire import TokenLogprob
-from cluster.openai.writer import token_logprobs
 from cluster.requests.answer import AnswerWriter
 from cluster.requests.blocks import BlockBuilder
 from cluster.requests.generation import Delta

@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, TypeVar
 
-from cluster.anthropic.builder import MessageWriter
-from cluster.anthropic.conversation import conversation, output_grammar
-from cluster.anthropic.objects import TokenCount
-from cluster.anthropic.request import FIELDS, CountTokensRequest, MessagesRequest
+from cluster.anthropic.message_objects import TokenCount
+from cluster.anthropic.message_turns import conversation, output_grammar
+from cluster.anthropic.message_writer import MessageWriter
+from cluster.anthropic.messages_request import FIELDS, CountTokensRequest, MessagesRequest
 from cluster.http.context import RequestContext
 from cluster.http.response import HttpResponse
 from cluster.requests import checks
 from cluster.requests.answer import answer, json_response
-from cluster.requests.body import prepared
-from cluster.requests.chat import chat_run
+from cluster.requests.chat_run import chat_run
 from cluster.requests.fields import ignored_header
 from cluster.requests.job import JobOptions
+from cluster.requests.json_body import prepared
 from cluster.requests.served_model import ServedModel
 from cluster.text.conversation import Conversation
 

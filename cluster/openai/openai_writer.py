@@ -13,7 +13,7 @@ import msgspec
 from cluster.engine.client import WholePromptLogprobs
 from cluster.engine.messages import FinishReason, SamplingParams, TokenLogprobs
 from cluster.openai.echo import prompt_logprobs_json
-from cluster.openai.protocol import ChatRequest, CompletionRequest
+from cluster.openai.openai_request import ChatRequest, CompletionRequest
 from cluster.openai.wire import ChatChunk, Completion, PromptLogprobsJson, Reason, TokenLogprob, TopLogprob
 from cluster.requests.answer import AnswerWriter
 from cluster.requests.generation import Delta

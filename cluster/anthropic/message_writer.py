@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from cluster.anthropic.objects import (
+from cluster.anthropic.message_objects import (
     AnthropicError,
     AnthropicMessage,
     ContentBlock,

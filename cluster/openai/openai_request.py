@@ -13,8 +13,8 @@ import msgspec
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from cluster.requests import checks
-from cluster.requests.body import validated
 from cluster.requests.fields import STYLING, UNSUPPORTED, FieldPolicy
+from cluster.requests.json_body import validated
 from cluster.requests.sampling_fields import SamplingFields
 from cluster.requests.shapes import (
     MAX_TOKENS,

@@ -16,12 +16,12 @@ from pydantic import ConfigDict, Field
 
 from cluster.http.context import RequestContext
 from cluster.http.response import HttpResponse
-from cluster.native.generate_answer import Asked, NativeWriter
+from cluster.native.native_answer import Asked, NativeWriter
 from cluster.requests import checks
 from cluster.requests.answer import answer
-from cluster.requests.body import below, prepared
 from cluster.requests.fields import STYLING, UNSUPPORTED, FieldPolicy, ignored_header, neutral
 from cluster.requests.job import Job, JobOptions
+from cluster.requests.json_body import below, prepared
 from cluster.requests.sampling_fields import SamplingFields
 from cluster.requests.served_model import ServedModel
 from cluster.requests.shapes import MAX_SEQUENCES, MAX_TOKENS, IdLists, Shape, Texts, exactly_one

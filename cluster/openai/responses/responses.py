@@ -18,26 +18,32 @@ from cluster.engine.messages import SamplingParams
 from cluster.http.active import ActiveRequests
 from cluster.http.affinity import response_prefix
 from cluster.http.context import RequestContext
-from cluster.http.errors import as_request_error
+from cluster.http.http_errors import as_request_error
 from cluster.http.response import HttpResponse
-from cluster.openai.responses.builder import ResponseBuilder, ResponseWriter
-from cluster.openai.responses.conversation import conversation, input_items, text_grammar
 from cluster.openai.responses.event_log import EventLog
-from cluster.openai.responses.objects import DeletedResponse, InputTokens, ItemList, ReasoningSettings, Response
-from cluster.openai.responses.request import (
+from cluster.openai.responses.response_objects import (
+    DeletedResponse,
+    InputTokens,
+    ItemList,
+    ReasoningSettings,
+    Response,
+)
+from cluster.openai.responses.response_store import ResponseStore, StoredResponse
+from cluster.openai.responses.response_turns import conversation, input_items, text_grammar
+from cluster.openai.responses.response_writer import ResponseBuilder, ResponseWriter
+from cluster.openai.responses.responses_request import (
     FIELDS,
     InputTokensRequest,
     ResponsesRequest,
     check_options,
     ignored_options,
 )
-from cluster.openai.responses.store import ResponseStore, StoredResponse
 from cluster.requests import checks
 from cluster.requests.answer import answer_parts, in_parts, json_response
-from cluster.requests.body import off_loop, prepared
-from cluster.requests.chat import chat_run
+from cluster.requests.chat_run import chat_run
 from cluster.requests.fields import ignored_header
 from cluster.requests.job import JobOptions
+from cluster.requests.json_body import off_loop, prepared
 from cluster.requests.json_parts import gathered, long_list
 from cluster.requests.served_model import ServedModel
 from cluster.text.conversation import Conversation

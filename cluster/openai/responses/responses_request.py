@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.json_schema import SkipJsonSchema
 
-from cluster.openai.protocol import CalledName, FunctionParam
+from cluster.openai.openai_request import CalledName, FunctionParam
 from cluster.requests.fields import STYLING, UNSUPPORTED, FieldPolicy, neutral
 from cluster.requests.sampling_fields import JsonObjectParam, SamplingFields, TextFormatParam
 from cluster.requests.shapes import (

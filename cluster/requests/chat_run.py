@@ -14,7 +14,7 @@ from cluster.structured.spec import GrammarSpec, compiled_grammar, schema_gramma
 from cluster.text.answer_parser import AnswerFormat
 from cluster.text.conversation import Conversation
 from cluster.text.tools.grammar import after_reasoning
-from cluster.text.tools.request import ToolUse
+from cluster.text.tools.tool_use import ToolUse
 from configs.errors import RequestError
 
 _ENDING_TOKENS = 16  # of a prompt: a tag and the whitespace after it

@@ -9,18 +9,17 @@ from typing import Any, NamedTuple
 
 from cluster.http.context import RequestContext
 from cluster.http.response import HttpResponse
-from cluster.openai import protocol
-from cluster.openai.chat import conversation
+from cluster.openai.chat_turns import conversation
 from cluster.openai.chat_writer import ChatWriter
 from cluster.openai.completion_writer import CompletionWriter
 from cluster.openai.echo import Echo
-from cluster.openai.protocol import ChatRequest, CompletionRequest
+from cluster.openai.openai_request import COMPLETION_DEFAULT_MAX_TOKENS, ChatRequest, CompletionRequest, check_request
 from cluster.requests import checks
 from cluster.requests.answer import answer
-from cluster.requests.body import prepared
-from cluster.requests.chat import chat_run
+from cluster.requests.chat_run import chat_run
 from cluster.requests.fields import ignored_header
 from cluster.requests.job import JobOptions
+from cluster.requests.json_body import prepared
 from cluster.requests.served_model import ServedModel
 from cluster.text.conversation import Conversation
 
@@ -77,7 +76,7 @@ async def completions(model: ServedModel, body: bytes, context: RequestContext) 
 
 def _checked_chat(model: ServedModel, raw: Mapping[str, Any]) -> tuple[ChatRequest, Conversation, list[str]]:
     """A request, what it has the model go on with, and the fields that are ignored."""
-    request, ignored = protocol.check_request(ChatRequest, raw, model.server)
+    request, ignored = check_request(ChatRequest, raw, model.server)
     model.check_name(request.model)
     return request, conversation(request), ignored
 
@@ -86,17 +85,17 @@ def _checked_completion(
     model: ServedModel, raw: Mapping[str, Any]
 ) -> tuple[CompletionRequest, list[_Prompt], list[str]]:
     """A request, its prompts, and the fields that are ignored."""
-    request, ignored = protocol.check_request(CompletionRequest, raw, model.server)
+    request, ignored = check_request(CompletionRequest, raw, model.server)
     model.check_name(request.model)
     given = checks.prompts(request.prompt, "prompt", model.vocab_size)
     checks.num_sequences(request.n or 1, len(given), "n", model.server)
     add = request.add_special_tokens is not False
-    limit = protocol.COMPLETION_DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    limit = COMPLETION_DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     prompts = []
     for i, entry in enumerate(given):
         ids = model.prompts.encode(entry, add_special_tokens=add) if isinstance(entry, str) else entry
         ids = model.truncated(ids, request.truncate_prompt_tokens, limit)
-        default = min(protocol.COMPLETION_DEFAULT_MAX_TOKENS, model.room(ids))
+        default = min(COMPLETION_DEFAULT_MAX_TOKENS, model.room(ids))
         param = f"prompt[{i}]" if len(given) > 1 else "prompt"
         max_tokens = model.checked_max_tokens(ids, request.max_tokens, default=default, param=param)
         prompts.append(_Prompt(entry, ids, max_tokens))
