@@ -15,12 +15,14 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from cluster.http.active import ActiveRequests
+from cluster.http.context import RequestContext
 from cluster.http.keys import KeyRing
 from cluster.openai.responses.response_objects import ReasoningSettings
 from cluster.openai.responses.response_objects import Response as OwnResponse
 from cluster.openai.responses.response_store import ResponseStore, StoredResponse, StoreLimits
 from cluster.openai.responses.response_turns import input_items, turns
 from cluster.openai.responses.response_writer import ResponseBuilder
+from cluster.openai.responses.responses import ResponsesServing
 from cluster.requests.job import PromptTokensDetails, Usage
 from cluster.serve.ingress import create_app
 from cluster.text.conversation import Call, Turn
@@ -293,6 +295,17 @@ def test_a_background_stream_can_be_followed_from_any_event(run: Run) -> None:
         rest = (await stack.http.get(f"{path}&starting_after=4")).text
         assert json.loads(rest.split("\n")[1].removeprefix("data: "))["sequence_number"] == 5
         error_of(await stack.http.get(f"{path}&starting_after=x"), 400, "invalid_value")
+
+    run(scenario)
+
+
+def test_what_ends_a_follower_does_not_end_the_background_response(run: Run) -> None:
+    async def scenario(stack: Stack) -> None:
+        body = json.dumps({"model": MODEL, "input": "hi", "background": True, "stream": True}).encode()
+        response = await ResponsesServing(stack.model).create(body, RequestContext(request_id="r"))
+        assert b"response.failed" not in response.failure(RequestError("The client does not read its answer."))
+        events = sse_events(b"".join([chunk async for chunk in response.chunks]).decode())
+        assert events[-1]["type"] == "response.completed"
 
     run(scenario)
 

@@ -18,7 +18,7 @@ from cluster.engine.messages import SamplingParams
 from cluster.http.active import ActiveRequests
 from cluster.http.affinity import response_prefix
 from cluster.http.context import RequestContext
-from cluster.http.http_errors import as_request_error
+from cluster.http.http_errors import as_request_error, error_event
 from cluster.http.response import HttpResponse
 from cluster.openai.responses.event_log import EventLog
 from cluster.openai.responses.response_objects import (
@@ -104,7 +104,9 @@ class ResponsesServing:
             chunks = self._events(stored, writer, context, headers)
         else:
             chunks = self._whole(stored, writer, context, headers)
-        return HttpResponse(chunks, bool(request.stream), headers, writer.failed)
+        # A background response outlives whoever follows it, and what ends them.
+        failure = error_event if request.background else writer.failed
+        return HttpResponse(chunks, bool(request.stream), headers, failure)
 
     async def retrieve(self, body: bytes, context: RequestContext) -> HttpResponse:
         """GET /v1/responses/{response_id}; with `stream=true`, the events of a background stream.
