@@ -21,8 +21,8 @@ import numpy as np
 
 from benchmarks.report import circumstances
 from cluster.structured.checker import GrammarChecker
+from cluster.structured.checker_messages import Setup
 from cluster.structured.guides import GrammarGuide, GrammarGuides
-from cluster.structured.protocol import Setup
 from cluster.structured.spec import GrammarSpec, lark_grammar, schema_grammar
 from cluster.text.tokenizer import Tokenizer
 from configs.errors import OverloadedError, RequestError

@@ -16,29 +16,41 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response as PlainResponse
 
-from cluster.anthropic.objects import AnthropicError, AnthropicMessage, MessageEvent, TokenCount
-from cluster.anthropic.request import CountTokensRequest, MessagesRequest
-from cluster.anthropic.serving import AnthropicServing
+from cluster.anthropic.message_objects import AnthropicError, AnthropicMessage, MessageEvent, TokenCount
+from cluster.anthropic.messages import count_tokens, messages
+from cluster.anthropic.messages_request import CountTokensRequest, MessagesRequest
 from cluster.engine.state import EngineState
 from cluster.http.access import ADMINS, ANYONE, USERS
 from cluster.http.active import ActiveRequests
-from cluster.http.context import Role
+from cluster.http.context import RequestContext, Role
 from cluster.http.endpoint import Handler
-from cluster.http.errors import ErrorBody
-from cluster.native.admin import Aborted, AbortRequest, AdminServing, Flushed
-from cluster.native.generate import NativeRequest, NativeServing
-from cluster.native.generate_answer import NativeAnswer
-from cluster.native.score import ScoreRequest, Scores, ScoreServing
-from cluster.native.status import Healthy, Loads, Probe, ServerInfo, ServerLoad, StatusServing
+from cluster.http.http_errors import ErrorBody
+from cluster.http.response import HttpResponse
+from cluster.native.admin import Aborted, AbortRequest, Flushed, abort_request, flush_cache
+from cluster.native.native_answer import NativeAnswer
+from cluster.native.native_generate import NativeRequest, generate
+from cluster.native.score import ScoreRequest, Scores, score
+from cluster.native.server_status import (
+    Healthy,
+    Loads,
+    Probe,
+    ServerInfo,
+    ServerLoad,
+    health_generate,
+    loads,
+    request_timeline,
+    server_info,
+    server_load,
+)
 from cluster.observability.prometheus import CONTENT_TYPE
 from cluster.observability.timeline import Timeline
+from cluster.openai.completions import chat_completions, completions
 from cluster.openai.models import model_card, model_list
-from cluster.openai.protocol import ChatRequest, CompletionRequest
-from cluster.openai.responses.objects import DeletedResponse, InputTokens, ItemList, Response, StreamEvent
-from cluster.openai.responses.request import InputTokensRequest, ResponsesRequest
-from cluster.openai.responses.serving import ResponsesServing
-from cluster.openai.serving import OpenAIServing
-from cluster.openai.tokenize import DetokenizeRequest, Text, TokenizeRequest, TokenizerServing, Tokens
+from cluster.openai.openai_request import ChatRequest, CompletionRequest
+from cluster.openai.responses.response_objects import DeletedResponse, InputTokens, ItemList, Response, StreamEvent
+from cluster.openai.responses.responses import ResponsesServing
+from cluster.openai.responses.responses_request import InputTokensRequest, ResponsesRequest
+from cluster.openai.tokenize import DetokenizeRequest, Text, TokenizeRequest, Tokens, detokenize, tokenize
 from cluster.openai.wire import ChatChunk, ChatCompletion, Completion, ModelCard, ModelList
 from cluster.page.live import LiveServing, LiveView
 from cluster.page.page import page
@@ -60,42 +72,35 @@ class Servings:
 
     def __init__(self, model: ServedModel, requests: ActiveRequests, document: bytes) -> None:
         """`document`: the OpenAPI document, as JSON."""
-        self._model = model
-        self._requests = requests
+        self.model = model
+        self.requests = requests
         self._document = document
-        self.openai = OpenAIServing(model)
         self.responses = ResponsesServing(model, requests)
-        self.tokenizer = TokenizerServing(model)
-        self.anthropic = AnthropicServing(model)
-        self.native = NativeServing(model)
-        self.score = ScoreServing(model)
-        self.status = StatusServing(model)
-        self.admin = AdminServing(model, requests)
         self.live = LiveServing(model, requests)
         self.page = page()
 
     async def health(self, request: Request) -> PlainResponse:
         """GET /health. Raises OverloadedError when the engine is dead."""
-        state = self._model.state
+        state = self.model.state
         if state is EngineState.DEAD:
             raise OverloadedError("The engine is dead.", retry_after_s=_READY_AFTER_S)
         return _json(Probe("ok", state))
 
     async def ready(self, request: Request) -> PlainResponse:
         """GET /ready. Raises OverloadedError while the engine does not run."""
-        self._requests.check_admits()
-        state = self._model.state
+        self.requests.check_admits()
+        state = self.model.state
         if state is not EngineState.RUNNING:
             raise OverloadedError(f"The engine is {state}.", retry_after_s=_READY_AFTER_S)
         return _json(Probe("ready", state))
 
     async def version(self, request: Request) -> PlainResponse:
         """GET /version."""
-        return _json(Version(self._model.version))
+        return _json(Version(self.model.version))
 
     async def metrics(self, request: Request) -> PlainResponse:
         """GET /metrics."""
-        return PlainResponse(self._model.engine.telemetry.prometheus(), media_type=CONTENT_TYPE)
+        return PlainResponse(self.model.engine.telemetry.prometheus(), media_type=CONTENT_TYPE)
 
     async def document(self, request: Request) -> PlainResponse:
         """GET /openapi.json."""
@@ -103,11 +108,11 @@ class Servings:
 
     async def models(self, request: Request) -> PlainResponse:
         """GET /v1/models."""
-        return _json(model_list(self._model))
+        return _json(model_list(self.model))
 
-    async def model(self, request: Request) -> PlainResponse:
+    async def named_model(self, request: Request) -> PlainResponse:
         """GET /v1/models/{name}. Raises RequestError (404) for another model's name."""
-        return _json(model_card(self._model, request.path_params["name"]))
+        return _json(model_card(self.model, request.path_params["name"]))
 
 
 def _json(message: msgspec.Struct) -> PlainResponse:
@@ -146,9 +151,9 @@ class Route:
     """In the form of Starlette, where `:path` after a name says that slashes belong to it."""
     about: str
     handler: Callable[[Servings], Handler] | None = None
-    """The method that answers it."""
+    """What answers it."""
     plain: Callable[[Servings], PlainHandler] | None = None
-    """The method that answers it in place of a `handler`: at once, without a body, and also while the server stops."""
+    """What answers it in place of a `handler`: at once, without a body, and also while the server stops."""
     request: type[BaseModel] | None = None
     answer: Any = None
     """A struct type, or a union of them. None: not JSON."""
@@ -161,6 +166,13 @@ class Route:
     parameters: Sequence[Parameter] = ()
     roles: Set[Role] = USERS
     """The roles of the keys that may call it; `ANYONE`: no key is asked for."""
+
+
+def _of_model(
+    handle: Callable[[ServedModel, bytes, RequestContext], Awaitable[HttpResponse]],
+) -> Callable[[Servings], Handler]:
+    """`handle` for the model of a replica."""
+    return lambda servings: partial(handle, servings.model)
 
 
 _openai = partial(Route, "OpenAI", errors=_MODEL)
@@ -182,7 +194,7 @@ ROUTES: tuple[Route, ...] = (
         "POST",
         "/v1/chat/completions",
         "Answer a conversation.",
-        lambda s: s.openai.chat,
+        _of_model(chat_completions),
         request=ChatRequest,
         answer=ChatCompletion,
         event=ChatChunk,
@@ -192,7 +204,7 @@ ROUTES: tuple[Route, ...] = (
         "POST",
         "/v1/completions",
         "Continue texts, or prompts of token ids.",
-        lambda s: s.openai.completions,
+        _of_model(completions),
         request=CompletionRequest,
         answer=Completion,
         event=Completion,
@@ -268,7 +280,7 @@ ROUTES: tuple[Route, ...] = (
         "GET",
         "/v1/models/{name:path}",
         "The model of this name.",
-        plain=lambda s: s.model,
+        plain=lambda s: s.named_model,
         answer=ModelCard,
         errors=(*_ANY, 404),
     ),
@@ -276,7 +288,7 @@ ROUTES: tuple[Route, ...] = (
         "POST",
         "/v1/messages",
         "Answer a conversation of content blocks.",
-        lambda s: s.anthropic.messages,
+        _of_model(messages),
         request=MessagesRequest,
         answer=AnthropicMessage,
         event=MessageEvent,
@@ -286,7 +298,7 @@ ROUTES: tuple[Route, ...] = (
         "POST",
         "/v1/messages/count_tokens",
         "How many tokens the prompt of a message would have.",
-        lambda s: s.anthropic.count_tokens,
+        _of_model(count_tokens),
         request=CountTokensRequest,
         answer=TokenCount,
     ),
@@ -294,7 +306,7 @@ ROUTES: tuple[Route, ...] = (
         "POST",
         "/generate",
         "Continue texts or token ids, with log probabilities.",
-        lambda s: s.native.generate,
+        _of_model(generate),
         request=NativeRequest,
         answer=NativeAnswer | list[NativeAnswer],
         event=NativeAnswer,
@@ -304,7 +316,7 @@ ROUTES: tuple[Route, ...] = (
         "POST",
         "/v1/score",
         "How likely each of some tokens is to come next, for many texts.",
-        lambda s: s.score.score,
+        _of_model(score),
         request=ScoreRequest,
         answer=Scores,
         errors=_GENERATES,
@@ -313,7 +325,7 @@ ROUTES: tuple[Route, ...] = (
         "POST",
         "/tokenize",
         "The token ids of a text or a chat.",
-        lambda s: s.tokenizer.tokenize,
+        _of_model(tokenize),
         request=TokenizeRequest,
         answer=Tokens,
     ),
@@ -321,7 +333,7 @@ ROUTES: tuple[Route, ...] = (
         "POST",
         "/detokenize",
         "The text of token ids.",
-        lambda s: s.tokenizer.detokenize,
+        _of_model(detokenize),
         request=DetokenizeRequest,
         answer=Text,
     ),
@@ -337,22 +349,22 @@ ROUTES: tuple[Route, ...] = (
         "GET",
         "/health_generate",
         "Generate one token now.",
-        lambda s: s.status.health_generate,
+        _of_model(health_generate),
         answer=Healthy,
         errors=(*_ENDPOINT, 409),
     ),
     _watched("GET", "/version", "The version.", plain=lambda s: s.version, answer=Version, errors=_ANY),
-    _watched("GET", "/server_info", "What this replica is.", lambda s: s.status.server_info, answer=ServerInfo),
-    _watched("GET", "/v1/loads", "What this replica does.", lambda s: s.status.loads, answer=Loads),
+    _watched("GET", "/server_info", "What this replica is.", _of_model(server_info), answer=ServerInfo),
+    _watched("GET", "/v1/loads", "What this replica does.", _of_model(loads), answer=Loads),
     _operations(
         "GET",
         "/v1/timelines/{request_id}",
         "What happened to a request that has ended, in the Trace Event Format.",
-        lambda s: s.status.timeline,
+        _of_model(request_timeline),
         answer=Timeline,
         errors=_MODEL,
     ),
-    _watched("GET", "/load", "How many requests run or wait.", lambda s: s.status.load, answer=ServerLoad),
+    _watched("GET", "/load", "How many requests run or wait.", _of_model(server_load), answer=ServerLoad),
     _watched("GET", "/live", "What the engine does, twice a second.", lambda s: s.live.live, event=LiveView),
     _operations(
         "GET",
@@ -378,7 +390,7 @@ ROUTES: tuple[Route, ...] = (
         "POST",
         "/abort_request",
         "End running requests. Needs an admin key.",
-        lambda s: s.admin.abort_request,
+        lambda s: partial(abort_request, s.requests),
         request=AbortRequest,
         answer=Aborted,
     ),
@@ -386,7 +398,7 @@ ROUTES: tuple[Route, ...] = (
         "POST",
         "/flush_cache",
         "Forget cached prompts that nobody uses. Needs an admin key.",
-        lambda s: s.admin.flush_cache,
+        _of_model(flush_cache),
         answer=Flushed,
     ),
 )

@@ -199,8 +199,6 @@ class ObservabilityConfig(_Section):
 
     log_format: Literal["console", "json"] = "console"
     """Form of the log's lines, on the standard error of each process."""
-    metric_aliases: Literal["none", "vllm", "sglang"] = "none"
-    """Give metrics the names they have in vLLM or SGLang besides ours, for dashboards made for these."""
     otlp_traces_endpoint: str | None = None
     """URL of an OpenTelemetry collector that takes spans over HTTP, e.g. http://collector:4318/v1/traces; needs
     opentelemetry-exporter-otlp-proto-http. None: spans are made only if the process has a tracer provider."""

@@ -21,7 +21,7 @@ sys.path.insert(0, str(REFERENCE.parent.parent))
 
 from cluster.commands.cli import app  # noqa: E402 -- the checkout is not installed
 from cluster.observability import table  # noqa: E402
-from cluster.openai.protocol import (  # noqa: E402
+from cluster.openai.openai_request import (  # noqa: E402
     WITHOUT_EFFECT,
     ChatRequest,
     CompletionRequest,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from cluster.openai.chat import conversation
-from cluster.openai.protocol import ChatRequest, check_request
-from cluster.requests.body import validated
+from cluster.openai.chat_turns import conversation
+from cluster.openai.openai_request import ChatRequest, check_request
+from cluster.requests.json_body import validated
 from cluster.requests.sampling_fields import SamplingFields
 from cluster.structured.spec import GrammarSpec
 from cluster.text.conversation import Turn
-from cluster.text.tools.request import ToolUse
+from cluster.text.tools.tool_use import ToolUse
 from configs.schema import ServerConfig
 
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -32,4 +32,5 @@ def read_grammar(**fields: Any) -> GrammarSpec | None:
 
 
 def _conversation(**fields: Any) -> Any:
-    return conversation(check_request(ChatRequest, {"model": "m", "messages": MESSAGES, **fields}, ServerConfig()))
+    request, _ = check_request(ChatRequest, {"model": "m", "messages": MESSAGES, **fields}, ServerConfig())
+    return conversation(request)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cluster.requests.body import decode_body
+from cluster.requests.json_body import decode_body
 from configs.errors import RequestError
 from configs.schema import ServerConfig
 from tests.scripted_engine import MODEL, Run, Stack

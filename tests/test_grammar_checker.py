@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from cluster.structured.checker import GrammarChecker
-from cluster.structured.limits import MAX_GRAMMAR_BYTES
-from cluster.structured.protocol import Setup
+from cluster.structured.checker_messages import Setup
+from cluster.structured.grammar_limits import MAX_GRAMMAR_BYTES
 from cluster.structured.spec import compiled_grammar, lark_grammar
 from cluster.text.tokenizer import Tokenizer
 from configs.errors import RequestError

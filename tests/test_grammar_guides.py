@@ -18,9 +18,9 @@ from tokenizers import decoders, models, normalizers
 from cluster.engine.messages import Finished, FinishReason, GenerateRequest, SamplingParams, StepOutput
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
 from cluster.structured.bad_words import BadWordsGuide, BothGuides
+from cluster.structured.checker_messages import Setup
 from cluster.structured.compiler import GrammarCompiler
 from cluster.structured.guides import GrammarGuide, GrammarGuides
-from cluster.structured.protocol import Setup
 from cluster.structured.request_guides import RequestGuides
 from cluster.structured.spec import GrammarKind, GrammarSpec
 from cluster.text.tokenizer import Tokenizer

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from cluster.structured.limits import MAX_ENUM_VALUES, MAX_GRAMMAR_BYTES
+from cluster.structured.grammar_limits import MAX_ENUM_VALUES, MAX_GRAMMAR_BYTES
 from cluster.structured.schema import prepare_schema
 from cluster.structured.spec import GrammarKind, GrammarSpec
 from configs.errors import RequestError

@@ -12,13 +12,14 @@ import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
-from cluster.anthropic.builder import MessageBuilder
-from cluster.anthropic.conversation import conversation
-from cluster.anthropic.request import MessagesRequest
-from cluster.requests.body import validated
+from cluster.anthropic.message_turns import conversation
+from cluster.anthropic.message_writer import MessageBuilder
+from cluster.anthropic.messages_request import MessagesRequest
 from cluster.requests.job import PromptTokensDetails, Usage
+from cluster.requests.json_body import validated
 from cluster.text.conversation import Call, Conversation, Turn
-from cluster.text.tools.request import ToolMode
+from cluster.text.tools.events import Arguments, CallStarted, Content, Reasoning
+from cluster.text.tools.tool_use import ToolMode
 from configs.errors import RequestError
 from tests.scripted_engine import MODEL, REPLY, Run, Stack, served
 
@@ -108,9 +109,9 @@ def test_stop_reasons_are_anthropics(run: Run) -> None:
 
 def test_thinking_text_and_tools_are_blocks_of_their_own() -> None:
     builder = MessageBuilder("msg_1", MODEL)
-    stream = builder.begin(USAGE) + builder.think("Hm") + builder.think("m.") + builder.say("I look.")
-    stream += builder.call("toolu_1", "weather") + builder.argue('{"city":') + builder.argue('"Rome"}')
-    stream += builder.call("toolu_2", "time") + builder.finish("tool_use", None, USAGE)
+    said = [Reasoning("Hm"), Reasoning("m."), Content("I look."), CallStarted(0, "toolu_1", "weather")]
+    said += [Arguments(0, '{"city":'), Arguments(0, '"Rome"}'), CallStarted(1, "toolu_2", "time")]
+    stream = builder.begin(USAGE) + b"".join(map(builder.tell, said)) + builder.finish("tool_use", None, USAGE)
     events = sse_events(stream.decode())
     starts = [event for event in events if event["type"] == "content_block_start"]
     assert [event["index"] for event in starts] == [0, 1, 2, 3]

@@ -86,8 +86,8 @@ def test_a_histogram_counts_as_prometheus_own_client_does() -> None:
     metrics = Metrics()
     for value in values:
         reference.observe(value)
-    metrics.observe(table.TTFT, *values[:100])
-    metrics.observe_all(table.TTFT, np.array(values[100:]))
+    metrics.observe(table.TTFT, values[:100])
+    metrics.observe(table.TTFT, np.array(values[100:]))
     ours = samples(exposition(metrics, IDENTITY.labels()))
     for family in reference.collect():
         for sample in family.samples:
@@ -173,43 +173,6 @@ def test_a_request_is_counted_once_and_one_without_a_token_in_no_latency() -> No
     assert found["lockstep_request_time_per_output_token_seconds_sum", labels()] == pytest.approx(0.15)
     assert found["lockstep_prompt_tokens_total", labels()] == 120
     assert found["lockstep_requests_refused_total", labels(code="engine_overloaded", status="503")] == 1
-
-
-def boards(name: str) -> set[str]:
-    """Names of metrics that a Grafana board shipped with Ray asks for."""
-    dashboards = pytest.importorskip("ray.dashboard.modules.metrics.dashboards")
-    text = (Path(dashboards.__path__[0]) / f"{name}.py").read_text()
-    return {
-        re.sub(r"_(bucket|sum|count)$", "", found) for found in re.findall(r"ray_((?:vllm|sglang)_[a-z0-9_]+)", text)
-    }
-
-
-@pytest.mark.parametrize(
-    ("board", "aliases", "not_ours"),
-    [
-        # We pause no request: one that is preempted waits like any other.
-        ("serve_llm_sglang_dashboard_panels", "sglang", r"sglang_num_paused_reqs"),
-        # Offloading of KV to other memories, and the swapping of versions long gone.
-        ("serve_llm_dashboard_panels", "vllm", r"vllm_(kv_offload|nixl|external|num_requests_swapped).*|vllm_"),
-    ],
-)
-def test_the_aliases_are_what_rays_own_boards_ask_for(board: str, aliases: str, not_ours: str) -> None:
-    wanted = {name for name in boards(board) if not re.fullmatch(not_ours, name)}
-    ours = {name for metric in METRICS for name in metric.names(aliases, separator="_")}
-    assert len(wanted) > 10
-    assert wanted <= ours
-
-
-def test_aliases_come_beside_our_names_with_the_same_values() -> None:
-    telemetry = Telemetry(IDENTITY, aliases="vllm")
-    telemetry.first_token(0.25)
-    telemetry.finished(record())
-    text = telemetry.prometheus()
-    found = samples(text)
-    for name in ("time_to_first_token_seconds_sum", "prompt_tokens_total"):
-        assert found[f"vllm:{name}", labels()] == found[f"lockstep_{name}", labels()]
-    assert found["vllm:request_success_total", labels(finished_reason="stop")] == 1
-    assert b"vllm:" not in Telemetry(IDENTITY).prometheus()
 
 
 def log_record(message: str, *args: object, **extra: object) -> logging.LogRecord:
@@ -426,11 +389,11 @@ def ray_metrics(monkeypatch: pytest.MonkeyPatch) -> dict[str, RayMetric]:
     return RayMetric.made
 
 
-def test_ray_gets_what_is_new_under_all_names(ray_metrics: dict[str, RayMetric]) -> None:
+def test_ray_gets_what_is_new(ray_metrics: dict[str, RayMetric]) -> None:
     from cluster.observability.ray_export import RayExport
 
-    telemetry = Telemetry(IDENTITY, aliases="sglang")
-    telemetry.export = RayExport(telemetry.metrics, "m", "sglang").flush
+    telemetry = Telemetry(IDENTITY)
+    telemetry.export = RayExport(telemetry.metrics, "m").flush
     telemetry.finished(record())
     telemetry.report(stats([(1.0, 0.01, 0.0, 3, 2, 100, 3, 6e9, 7e9)], num_running=3))
     telemetry.finished(record())
@@ -438,14 +401,10 @@ def test_ray_gets_what_is_new_under_all_names(ray_metrics: dict[str, RayMetric])
     assert not [name for name in ray_metrics if ":" in name]
     assert ray_metrics["lockstep_requests_finished_total"].told == [(1, {"finished_reason": "stop"})] * 2
     assert ray_metrics["lockstep_generation_tokens_total"].told == [(3, {})]
-    for name in ("lockstep_num_requests_running", "sglang_num_running_reqs"):
-        assert ray_metrics[name].told == [(3, {}), (1, {})]
-        assert ray_metrics[name].default_tags == {"model_name": "m"}
+    assert ray_metrics["lockstep_num_requests_running"].told == [(3, {}), (1, {})]
+    assert ray_metrics["lockstep_num_requests_running"].default_tags == {"model_name": "m"}
     assert ray_metrics["lockstep_rank_heartbeat_age_seconds"].told[:2] == [(0.1, {"rank": "0"}), (0.2, {"rank": "1"})]
     assert [value for value, _ in ray_metrics["lockstep_e2e_request_latency_seconds"].told] == [1.25, 1.25]
-    assert ray_metrics["sglang_e2e_request_latency_seconds"].told == (
-        ray_metrics["lockstep_e2e_request_latency_seconds"].told
-    )
 
 
 def test_of_very_frequent_values_ray_gets_a_part_and_prometheus_all(ray_metrics: dict[str, RayMetric]) -> None:

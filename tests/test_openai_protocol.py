@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from cluster.http.errors import error_body
-from cluster.openai.protocol import ChatRequest, CompletionRequest, check_request, unknown_fields
+from cluster.http.http_errors import error_body
+from cluster.openai.openai_request import ChatRequest, CompletionRequest, check_request
 from cluster.requests import checks
 from configs.errors import ContextLengthError, OverloadedError, RequestError
 from configs.schema import ServerConfig
@@ -20,11 +20,11 @@ SERVER = ServerConfig()
 
 def chat(**fields: Any) -> ChatRequest:
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], **fields}
-    return check_request(ChatRequest, body, SERVER)
+    return check_request(ChatRequest, body, SERVER)[0]
 
 
 def completion(**fields: Any) -> CompletionRequest:
-    return check_request(CompletionRequest, {"model": "m", "prompt": "x", **fields}, SERVER)
+    return check_request(CompletionRequest, {"model": "m", "prompt": "x", **fields}, SERVER)[0]
 
 
 def test_every_supported_field_is_read() -> None:
@@ -45,7 +45,7 @@ def test_every_supported_field_is_read() -> None:
         top_logprobs=3,
     )
     assert (request.temperature, request.top_p, request.top_k, request.min_p) == (0.0, 0.5, -1, 0.1)
-    assert (request.seed, request.asked_max_tokens, request.num_choices, request.num_logprobs) == (-5, 3, 2, 3)
+    assert (request.seed, request.max_tokens, request.n, request.num_logprobs) == (-5, 3, 2, 3)
     assert request.include_usage
 
 
@@ -75,8 +75,9 @@ def test_openai_housekeeping_and_unknown_fields_are_ignored() -> None:
 
 
 def test_only_unknown_fields_are_listed_as_ignored() -> None:
-    raw = {"model": "m", "user": "u", "tools": [], "wat": 1, "stream_options": {"include_usage": True, "hm": 1}}
-    assert unknown_fields(ChatRequest, raw) == ["wat", "stream_options.hm"]
+    raw = {"model": "m", "prompt": "x", "user": "u", "tools": [], "wat": 1, "stream": True}
+    raw["stream_options"] = {"include_usage": True, "hm": 1}
+    assert check_request(CompletionRequest, raw, SERVER)[1] == ["tools", "wat", "stream_options.hm"]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,7 @@ def test_strict_fields_refuse_what_nobody_knows_with_the_nearest_name(field: str
 
 
 def test_no_token_is_asked_for_with_an_echo_alone() -> None:
-    assert completion(max_tokens=0, echo=True).asked_max_tokens == 0
+    assert completion(max_tokens=0, echo=True).max_tokens == 0
 
 
 def test_usage_in_every_chunk_needs_usage_at_all() -> None:

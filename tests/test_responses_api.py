@@ -15,15 +15,18 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from cluster.http.active import ActiveRequests
+from cluster.http.context import RequestContext
 from cluster.http.keys import KeyRing
-from cluster.openai.responses.builder import ResponseBuilder
-from cluster.openai.responses.conversation import input_items, turns
-from cluster.openai.responses.objects import ReasoningSettings
-from cluster.openai.responses.objects import Response as OwnResponse
-from cluster.openai.responses.store import ResponseStore, StoredResponse, StoreLimits
+from cluster.openai.responses.response_objects import ReasoningSettings
+from cluster.openai.responses.response_objects import Response as OwnResponse
+from cluster.openai.responses.response_store import ResponseStore, StoredResponse, StoreLimits
+from cluster.openai.responses.response_turns import input_items, turns
+from cluster.openai.responses.response_writer import ResponseBuilder
+from cluster.openai.responses.responses import ResponsesServing
 from cluster.requests.job import PromptTokensDetails, Usage
 from cluster.serve.ingress import create_app
 from cluster.text.conversation import Call, Turn
+from cluster.text.tools.events import Arguments, CallStarted, Content, Reasoning
 from configs.errors import OverloadedError, RequestError
 from tests.scripted_engine import MODEL, REPLY, Run, Stack, error_of, served
 
@@ -231,10 +234,8 @@ def test_what_is_wrong_with_an_item_is_named_by_its_path() -> None:
 def test_what_a_response_gave_out_can_be_given_back_as_input() -> None:
     builder = ResponseBuilder(own_response())
     builder.begin()
-    builder.think("Hm.")
-    builder.say("I look.")
-    builder.call("call_1", "weather")
-    builder.argue("{}")
+    for event in (Reasoning("Hm."), Content("I look."), CallStarted(0, "call_1", "weather"), Arguments(0, "{}")):
+        builder.tell(event)
     b"".join(builder.finish(USAGE, cut=False))
     output = Response.model_validate_json(b"".join(builder.encoded())).to_dict()["output"]
     assert isinstance(output, list)
@@ -294,6 +295,17 @@ def test_a_background_stream_can_be_followed_from_any_event(run: Run) -> None:
         rest = (await stack.http.get(f"{path}&starting_after=4")).text
         assert json.loads(rest.split("\n")[1].removeprefix("data: "))["sequence_number"] == 5
         error_of(await stack.http.get(f"{path}&starting_after=x"), 400, "invalid_value")
+
+    run(scenario)
+
+
+def test_what_ends_a_follower_does_not_end_the_background_response(run: Run) -> None:
+    async def scenario(stack: Stack) -> None:
+        body = json.dumps({"model": MODEL, "input": "hi", "background": True, "stream": True}).encode()
+        response = await ResponsesServing(stack.model).create(body, RequestContext(request_id="r"))
+        assert b"response.failed" not in response.failure(RequestError("The client does not read its answer."))
+        events = sse_events(b"".join([chunk async for chunk in response.chunks]).decode())
+        assert events[-1]["type"] == "response.completed"
 
     run(scenario)
 
@@ -385,10 +397,9 @@ def own_response(id_: str = "resp_1") -> OwnResponse:
 
 def test_reasoning_text_and_calls_are_items_of_their_own() -> None:
     builder = ResponseBuilder(own_response())
-    stream = builder.begin() + builder.think("Let me ") + builder.think("see.") + builder.say("I look.")
-    stream += builder.call("call_1", "weather") + builder.argue('{"city":') + builder.argue('"Rome"}')
-    stream += builder.call("call_2", "time") + builder.argue("{}")
-    stream += b"".join(builder.finish(USAGE, cut=False))
+    said = [Reasoning("Let me "), Reasoning("see."), Content("I look."), CallStarted(0, "call_1", "weather")]
+    said += [Arguments(0, '{"city":'), Arguments(0, '"Rome"}'), CallStarted(1, "call_2", "time"), Arguments(1, "{}")]
+    stream = builder.begin() + b"".join(map(builder.tell, said)) + b"".join(builder.finish(USAGE, cut=False))
     events = sse_events(stream.decode())
     for event in events:
         EVENT.validate_python(event)

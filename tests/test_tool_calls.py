@@ -219,7 +219,9 @@ def test_the_older_form_of_tools_is_refused(ask: Run) -> None:
     async def scenario(stack: Stack) -> None:
         for name, value in (("functions", [{"name": "f"}]), ("function_call", {"name": "f"})):
             assert error_of(await stack.chat(**{name: value}), 400, "unsupported_parameter")["param"] == name
-        refused = error_of(await stack.chat(tools=[{"type": "function", "function": {}}]), 400, "invalid_type")
+        refused = error_of(
+            await stack.chat(tools=[{"type": "function", "function": {}}]), 400, "missing_required_parameter"
+        )
         assert refused["param"] == "tools[0].function.name"
 
     ask(scenario)

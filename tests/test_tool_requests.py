@@ -17,8 +17,8 @@ from cluster.text.reasoning import REASONING_STYLES
 from cluster.text.tokenizer import Tokenizer
 from cluster.text.tools.events import collect
 from cluster.text.tools.grammar import CallGrammar, SpecialId, after_reasoning
-from cluster.text.tools.request import ToolMode, ToolUse
 from cluster.text.tools.styles import STYLES, StyleName
+from cluster.text.tools.tool_use import ToolMode, ToolUse
 from configs.errors import RequestError
 from tests.chats import parse_tools
 

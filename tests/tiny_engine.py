@@ -26,14 +26,13 @@ from cluster.engine.client import EngineClient
 from cluster.engine.coordinator import Coordinator
 from cluster.ranks.liveness import Liveness
 from cluster.ranks.recovery import Recovery
-from cluster.requests.sampling import SamplingDefaults
 from cluster.requests.served_model import ServedModel
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
 from cluster.serve.ingress import create_app
 from cluster.structured.request_guides import RequestGuides
 from cluster.text.tokenizer import Tokenizer
 from configs.errors import DeadlineError
-from configs.schema import ServerConfig
+from configs.schema import GenerationDefaults, ServerConfig
 from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost
 from tests.fake_ranks import FakeRanks
@@ -198,7 +197,7 @@ def tiny_engine(folder: Path, server: ServerConfig | None = None) -> Iterator[Ti
             server=server or ServerConfig(),
             vocab_size=VOCAB_SIZE,
             eos_token_ids=group.model.eos_token_ids,
-            defaults=SamplingDefaults(max_tokens=8),
+            defaults=GenerationDefaults(max_new_tokens=8),
             max_item_tokens=limits.max_item_tokens,
         )
         await model.warm_up()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 
 from rich.console import Console
 
 from cluster.commands.endpoint_client import EndpointClient
-from configs.errors import EngineError
 
 
 def run_chat(url: str, model: str | None, *, temperature: float | None, max_tokens: int | None) -> None:
@@ -52,11 +50,6 @@ def _read_line(console: Console) -> str:
 
 
 def _stream(endpoint: EndpointClient, body: dict[str, object]) -> Iterator[str]:
-    for data in endpoint.events("POST", "chat/completions", {**body, "stream": True}):
-        if data == "[DONE]":
-            continue
-        event = json.loads(data)
-        if "error" in event:
-            raise EngineError(event["error"]["message"])
+    for event in endpoint.events("POST", "chat/completions", {**body, "stream": True}):
         for choice in event["choices"]:
             yield choice["delta"].get("content") or ""

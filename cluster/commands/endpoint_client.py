@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -72,8 +73,8 @@ class EndpointClient:
             _check(response)
             return True
 
-    def events(self, method: str, path: str, body: dict[str, Any] | None = None) -> Iterator[str]:
-        """The data of each server-sent event, as it comes; `path` as for `json`."""
+    def events(self, method: str, path: str, body: dict[str, Any] | None = None) -> Iterator[Any]:
+        """The JSON of each server-sent event, as it comes; `path` as for `json`."""
         with (
             self._answering(),
             self._client.stream(method, path if not path.startswith("/") else self._root(path), json=body) as response,
@@ -82,8 +83,11 @@ class EndpointClient:
                 response.read()
             _check(response)
             for line in response.iter_lines():
-                if line.startswith("data: "):
-                    yield line.removeprefix("data: ")
+                if line.startswith("data: {"):
+                    event = json.loads(line.removeprefix("data: "))
+                    if "error" in event:
+                        raise EngineError(event["error"]["message"])
+                    yield event
 
     def _root(self, path: str) -> str:
         return self.url.removesuffix("/v1") + path

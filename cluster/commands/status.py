@@ -26,7 +26,7 @@ def print_status(url: str, *, as_json: bool, console: Console | None = None) -> 
     console = console or Console(highlight=False, soft_wrap=True)
     with EndpointClient(url) as endpoint:
         version = endpoint.json("/version")["version"]
-        live: dict[str, Any] | None = next((json.loads(data) for data in endpoint.events("GET", "/live")), None)
+        live: dict[str, Any] | None = next(endpoint.events("GET", "/live"), None)
         if live is None:
             raise EngineError(f"{endpoint.url} is stopping")
         if as_json:

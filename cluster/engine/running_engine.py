@@ -22,7 +22,6 @@ from cluster.ranks.rank import NAMESPACE
 from cluster.ranks.rank_actor import actor_class
 from cluster.ranks.resizing import Resized
 from cluster.requests.engine_info import EngineInfo
-from cluster.requests.sampling import SamplingDefaults
 from cluster.requests.served_model import ServedModel
 from cluster.text.tokenizer import Tokenizer
 from cluster.version import VERSION
@@ -136,9 +135,7 @@ class RunningEngine:
             server=config.server,
             vocab_size=self.spec.model.vocab_size,
             eos_token_ids=self.spec.model.eos_token_ids,
-            defaults=SamplingDefaults.of(
-                read_generation_defaults(self.spec.model_path, config.server.generation_config)
-            ),
+            defaults=read_generation_defaults(self.spec.model_path, config.server.generation_config),
             version=VERSION,
             info=EngineInfo.of(config, self.facts.num_pages),
             max_item_tokens=self.facts.max_item_tokens,

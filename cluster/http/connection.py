@@ -16,7 +16,7 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from cluster.http.active import UNREAD_TIMEOUT_S
-from cluster.http.errors import error_body
+from cluster.http.http_errors import error_body
 from configs.errors import RequestError
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from starlette.types import Send
 
 from cluster.http.active import ActiveRequest
-from cluster.http.errors import error_event, response_start, send_json
 from cluster.http.handover import HEADER, Claim, ClientSocket, Handovers
+from cluster.http.http_errors import error_event, response_start, send_json
 from cluster.http.response import HttpResponse, LoopTurns
 from configs.errors import RequestError
 

@@ -27,9 +27,9 @@ from cluster.http.affinity import PEEKED_BYTES, REPLICA_SESSION, beginning_key, 
 from cluster.http.body import BODY
 from cluster.http.connection import SCOPE_KEY, LimitedConnection
 from cluster.http.endpoint import PAUSE, RESUME
-from cluster.http.errors import error_event, send_error
 from cluster.http.guard import is_request_id
 from cluster.http.handover import HEADER, HandoverHub, Offer
+from cluster.http.http_errors import error_event, send_error
 from configs.errors import OverloadedError, RequestError
 
 PROXY_CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"

@@ -12,8 +12,8 @@ from cluster.http.active import ActiveRequests
 from cluster.http.body import ClientDisconnect, read_body
 from cluster.http.context import RequestContext, request_context, with_url
 from cluster.http.delivery import Delivery
-from cluster.http.errors import as_request_error
 from cluster.http.handover import Handovers
+from cluster.http.http_errors import as_request_error
 from cluster.http.response import HttpResponse, LoopTurns
 from configs.errors import RequestError
 from configs.schema import ServerConfig

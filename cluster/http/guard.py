@@ -14,7 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from cluster.http.access import Access
 from cluster.http.context import serving
-from cluster.http.errors import ErrorShape, as_request_error, error_body, send_error
+from cluster.http.http_errors import ErrorShape, as_request_error, error_body, send_error
 from cluster.http.quota import Quotas
 from configs.errors import RequestError
 

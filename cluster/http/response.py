@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
-from cluster.http.errors import error_event
+from cluster.http.http_errors import error_event
 from configs.errors import RequestError
 
 PART_BYTES = 32 << 10

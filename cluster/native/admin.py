@@ -13,8 +13,8 @@ from pydantic import ConfigDict
 from cluster.http.active import ActiveRequests
 from cluster.http.context import RequestContext
 from cluster.http.response import HttpResponse
-from cluster.requests.body import prepared, validated
-from cluster.requests.http_responses import json_response
+from cluster.requests.answer import json_response
+from cluster.requests.json_body import prepared, validated
 from cluster.requests.served_model import ServedModel
 from cluster.requests.shapes import Shape
 from configs.errors import RequestError
@@ -49,21 +49,15 @@ class Flushed(msgspec.Struct):
     success: bool = True
 
 
-class AdminServing:
-    """Acts on one model's replica."""
+async def abort_request(requests: ActiveRequests, body: bytes, context: RequestContext) -> HttpResponse:
+    """POST /abort_request: ends the requests whose `x-request-id` is `rid`, or with `abort_all` every one."""
+    request = await prepared(body, partial(validated, AbortRequest))
+    if not request.abort_all and request.rid is None:
+        raise RequestError("rid must be the id of a request.", code="invalid_type", param="rid")
+    return json_response(Aborted(requests.abort(None if request.abort_all else request.rid, spare=context)))
 
-    def __init__(self, model: ServedModel, requests: ActiveRequests) -> None:
-        self._model = model
-        self._requests = requests
 
-    async def abort_request(self, body: bytes, context: RequestContext) -> HttpResponse:
-        """POST /abort_request: ends the requests whose `x-request-id` is `rid`, or with `abort_all` every one."""
-        request = await prepared(body, partial(validated, AbortRequest))
-        if not request.abort_all and request.rid is None:
-            raise RequestError("rid must be the id of a request.", code="invalid_type", param="rid")
-        return json_response(Aborted(self._requests.abort(None if request.abort_all else request.rid, spare=context)))
-
-    async def flush_cache(self, body: bytes, context: RequestContext) -> HttpResponse:
-        """POST /flush_cache: forgets every cached prompt that no running request uses."""
-        self._model.engine.flush_cache()
-        return json_response(Flushed())
+async def flush_cache(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
+    """POST /flush_cache: forgets every cached prompt that no running request uses."""
+    model.engine.flush_cache()
+    return json_response(Flushed())

@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 import math
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -20,12 +20,13 @@ from pydantic import ConfigDict, Field
 from cluster.engine.messages import SamplingParams
 from cluster.http.context import RequestContext
 from cluster.http.response import HttpResponse
-from cluster.requests.body import prepared, validated
+from cluster.requests.answer import AnswerWriter, answer
 from cluster.requests.checks import check_token_ids
 from cluster.requests.fields import OWN_FIELDS, ignored_header
-from cluster.requests.http_responses import timed
+from cluster.requests.generation import Delta
 from cluster.requests.job import Job, Run, Usage
-from cluster.requests.json_parts import gathered, json_parts, long_list
+from cluster.requests.json_body import prepared
+from cluster.requests.json_parts import json_parts, long_list
 from cluster.requests.served_model import ServedModel
 from cluster.requests.shapes import MAX_SEQUENCES, Shape
 from configs.errors import RequestError
@@ -70,73 +71,64 @@ class Scores(msgspec.Struct):
     object: str = "scoring"
 
 
-class ScoreServing:
-    """Scores for one model."""
+async def score(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
+    """POST /v1/score. Raises RequestError for a bad request."""
+    labels, softmax, groups, ignored = await prepared(body, partial(_checked, model))
+    # Greedy: what is sampled is dropped.
+    sampling = SamplingParams(
+        max_tokens=1, temperature=0.0, ignore_eos=True, num_logprobs=0, logprob_token_ids=tuple(labels)
+    )
+    job = Job(
+        id=f"score-{uuid.uuid4().hex}",
+        prompts=[group.prompt for group in groups],
+        sampling=[[msgspec.structs.replace(sampling, item_lens=group.item_lens)] for group in groups],
+        client=context.client,
+        cache_salt=context.cache_salt(),
+    )
+    writer = _ScoreWriter(model.run(job), model.model_name, softmax=softmax)
+    return answer(writer, streamed=False, headers=ignored_header(ignored))
 
-    def __init__(self, model: ServedModel) -> None:
-        self._model = model
 
-    async def score(self, body: bytes, context: RequestContext) -> HttpResponse:
-        """POST /v1/score. Raises RequestError for a bad request."""
-        model = self._model
-        labels, softmax, groups, ignored = await prepared(body, self._checked)
-        # Greedy: what is sampled is dropped.
-        sampling = SamplingParams(
-            max_tokens=1, temperature=0.0, ignore_eos=True, num_logprobs=0, logprob_token_ids=tuple(labels)
-        )
-        job = Job(
-            id=f"score-{uuid.uuid4().hex}",
-            prompts=[group.prompt for group in groups],
-            sampling=[[msgspec.structs.replace(sampling, item_lens=group.item_lens)] for group in groups],
-            client=context.client,
-            cache_salt=context.cache_salt(),
-        )
-        run = model.run(job)
-        chunks = _scored(run, model.model_name, softmax=softmax)
-        return timed(HttpResponse(chunks, streamed=False, headers=ignored_header(ignored)), run)
+def _checked(model: ServedModel, raw: Mapping[str, Any]) -> tuple[list[int], bool, list[Group], list[str]]:
+    """The labels, whether their scores add up to 1, the prompts, and the fields that are ignored."""
+    for name in _CROSS_ENCODER_FIELDS:
+        if raw.get(name) is not None:
+            raise RequestError(
+                f"{name} is for cross-encoders; this model scores with query, items and label_token_ids.",
+                code="unsupported_parameter",
+                param=name,
+            )
+    request, ignored = model.checked(ScoreRequest, raw, OWN_FIELDS)
+    labels = request.label_token_ids
+    check_token_ids(labels, "label_token_ids", model.vocab_size)
+    prompts = _prompts(model, request)
+    for i, prompt in enumerate(prompts):
+        model.checked_max_tokens(prompt, 1, default=1, param=f"items[{i}]")
+    groups = grouped(prompts, model.max_item_tokens, model.max_model_len)
+    return labels, bool(request.apply_softmax), groups, ignored
 
-    def _checked(self, raw: Mapping[str, Any]) -> tuple[list[int], bool, list[Group], list[str]]:
-        """The labels, whether their scores add up to 1, the prompts, and the fields that are ignored."""
-        model = self._model
-        for name in _CROSS_ENCODER_FIELDS:
-            if raw.get(name) is not None:
-                raise RequestError(
-                    f"{name} is for cross-encoders; this model scores with query, items and label_token_ids.",
-                    code="unsupported_parameter",
-                    param=name,
-                )
-        ignored = OWN_FIELDS.check(ScoreRequest, raw, strict=model.server.strict_fields)
-        request = validated(ScoreRequest, raw)
-        model.check_name(model.model_name if request.model is None else request.model)
-        labels = request.label_token_ids
-        check_token_ids(labels, "label_token_ids", model.vocab_size)
-        prompts = self._prompts(request)
-        for i, prompt in enumerate(prompts):
-            model.checked_max_tokens(prompt, 1, default=1, param=f"items[{i}]")
-        groups = grouped(prompts, model.max_item_tokens, model.max_model_len)
-        return labels, bool(request.apply_softmax), groups, ignored
 
-    def _prompts(self, request: ScoreRequest) -> list[list[int]]:
-        query = request.query
-        items: Sequence[str | list[int]] = [request.items] if isinstance(request.items, str) else request.items
-        if not 0 < len(items) <= MAX_SEQUENCES:
-            raise RequestError(f"items must hold 1 to {MAX_SEQUENCES} items.", param="items")
-        if isinstance(query, str):
-            texts = [item for item in items if isinstance(item, str)]
-            if len(texts) < len(items):
-                message = "items must be a string or strings, as query is."
-                raise RequestError(message, code="invalid_type", param="items")
-            joined = [text + query if request.item_first else query + text for text in texts]
-            return [self._model.prompts.encode(text) for text in joined]
-        check_token_ids(query, "query", self._model.vocab_size)
-        prompts = []
-        for i, item in enumerate(items):
-            if isinstance(item, str):
-                message = f"items[{i}] must be a list of token ids, as query is one."
-                raise RequestError(message, code="invalid_type", param=f"items[{i}]")
-            check_token_ids(item, f"items[{i}]", self._model.vocab_size)
-            prompts.append([*item, *query] if request.item_first else [*query, *item])
-        return prompts
+def _prompts(model: ServedModel, request: ScoreRequest) -> list[list[int]]:
+    query = request.query
+    items: Sequence[str | list[int]] = [request.items] if isinstance(request.items, str) else request.items
+    if not 0 < len(items) <= MAX_SEQUENCES:
+        raise RequestError(f"items must hold 1 to {MAX_SEQUENCES} items.", param="items")
+    if isinstance(query, str):
+        texts = [item for item in items if isinstance(item, str)]
+        if len(texts) < len(items):
+            message = "items must be a string or strings, as query is."
+            raise RequestError(message, code="invalid_type", param="items")
+        joined = [text + query if request.item_first else query + text for text in texts]
+        return [model.prompts.encode(text) for text in joined]
+    check_token_ids(query, "query", model.vocab_size)
+    prompts = []
+    for i, item in enumerate(items):
+        if isinstance(item, str):
+            message = f"items[{i}] must be a list of token ids, as query is one."
+            raise RequestError(message, code="invalid_type", param=f"items[{i}]")
+        check_token_ids(item, f"items[{i}]", model.vocab_size)
+        prompts.append([*item, *query] if request.item_first else [*query, *item])
+    return prompts
 
 
 class Group(NamedTuple):
@@ -174,19 +166,26 @@ def _item_lens(items: Sequence[list[int]]) -> tuple[int, ...]:
     return tuple(map(len, items)) if len(items) > 1 else ()
 
 
-async def _scored(run: Run, model_name: str, *, softmax: bool) -> AsyncGenerator[bytes, None]:
-    num_labels = len(run.job.sampling[0][0].logprob_token_ids)
-    of_prompts: list[list[list[float]]] = [[] for _ in run.job.prompts]
-    async with aclosing(run.deltas()) as steps:
-        async for deltas in steps:
-            for delta in deltas:
-                for row in delta.logprobs:
-                    values = (logprob for _, logprob in row.top)
-                    items = zip(*[values] * num_labels, strict=True)
-                    of_prompts[delta.index] = [_scores(logprobs, softmax=softmax) for logprobs in items]
-    scores = [item for items in of_prompts for item in items]
-    for part in gathered(json_parts(Scores(run.job.id, model_name, long_list(scores), run.usage()))):
-        yield part
+class _ScoreWriter(AnswerWriter):
+    """Answers of /v1/score, which are never streamed."""
+
+    def __init__(self, run: Run, model_name: str, *, softmax: bool) -> None:
+        super().__init__(run)
+        self._model_name = model_name
+        self._softmax = softmax
+        self._of_prompts: list[list[list[float]]] = [[] for _ in run.job.prompts]
+
+    def add(self, deltas: Sequence[Delta]) -> None:
+        num_labels = len(self.run.job.sampling[0][0].logprob_token_ids)
+        for delta in deltas:
+            for row in delta.logprobs:
+                values = (logprob for _, logprob in row.top)
+                items = zip(*[values] * num_labels, strict=True)
+                self._of_prompts[delta.index] = [_scores(logprobs, softmax=self._softmax) for logprobs in items]
+
+    def whole(self) -> Iterator[bytes]:
+        scores = itertools.chain.from_iterable(self._of_prompts)
+        return json_parts(Scores(self.run.job.id, self._model_name, long_list(scores), self.run.usage()))
 
 
 def _scores(logprobs: Sequence[float], *, softmax: bool) -> list[float]:

@@ -28,9 +28,9 @@ class Distribution:
         """The last values, until a listener takes them."""
         self._bounds = np.array(metric.buckets)
 
-    def add(self, values: Sequence[float] | npt.NDArray[np.floating]) -> None:
-        """Counts `values`."""
-        array = np.asarray(values, np.float64)
+    def add(self, values: float | Sequence[float] | npt.NDArray[np.floating]) -> None:
+        """Counts one value or several."""
+        array = np.atleast_1d(np.asarray(values, np.float64))
         # A bound belongs to the bucket below it: Prometheus counts "at most".
         self.counts += np.bincount(np.searchsorted(self._bounds, array), minlength=len(self.counts))
         self.sum += float(array.sum())
@@ -61,12 +61,8 @@ class Metrics:
         """Sets a gauge, or a counter to what it has grown to elsewhere."""
         self._values[metric][labels] = value
 
-    def observe(self, metric: Metric, *values: float) -> None:
-        """Counts values in a histogram."""
-        self._distributions[metric].add(values)
-
-    def observe_all(self, metric: Metric, values: Sequence[float] | npt.NDArray[np.floating]) -> None:
-        """Counts many values in a histogram."""
+    def observe(self, metric: Metric, values: float | Sequence[float] | npt.NDArray[np.floating]) -> None:
+        """Counts one value or several in a histogram."""
         self._distributions[metric].add(values)
 
     def value(self, metric: Metric, *labels: str) -> float:

@@ -13,49 +13,40 @@ from prometheus_client.metrics_core import (
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from cluster.observability.metrics import Distribution, Metrics
-from cluster.observability.table import Kind, Metric
+from cluster.observability.metrics import Metrics
+from cluster.observability.table import Kind
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 
-def exposition(metrics: Metrics, labels: dict[str, str], aliases: str = "none") -> bytes:
+def exposition(metrics: Metrics, labels: dict[str, str]) -> bytes:
     """The text that Prometheus scrapes.
 
     Args:
-        labels: that every sample carries.
-        aliases: `vllm` or `sglang`: the figures these have come under their names too, `vllm:...`.
+        labels: of every sample.
     """
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collector(metrics, labels, aliases))
+    registry.register(_Collector(metrics, labels))
     return generate_latest(registry)
 
 
 class _Collector(Collector):
-    def __init__(self, metrics: Metrics, labels: dict[str, str], aliases: str) -> None:
+    def __init__(self, metrics: Metrics, labels: dict[str, str]) -> None:
         self._metrics = metrics
         self._names = tuple(labels)
         self._common = tuple(labels.values())
-        self._aliases = aliases
 
     def collect(self) -> Iterable[Family]:
         for metric, values in self._metrics.values():
-            for name in metric.names(self._aliases, separator=":"):
-                yield self._family(name, metric, values)
+            make = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+            family = make(metric.full_name, metric.help, labels=(*self._names, *metric.labels))
+            for labels, value in values.items():
+                family.add_metric((*self._common, *labels), value)
+            yield family
         for distribution in self._metrics.distributions():
-            for name in distribution.metric.names(self._aliases, separator=":"):
-                yield self._histogram(name, distribution)
-
-    def _family(self, name: str, metric: Metric, values: dict[tuple[str, ...], float]) -> Family:
-        make = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
-        family = make(name, metric.help, labels=(*self._names, *metric.labels))
-        for labels, value in values.items():
-            family.add_metric((*self._common, *labels), value)
-        return family
-
-    def _histogram(self, name: str, distribution: Distribution) -> Family:
-        family = HistogramMetricFamily(name, distribution.metric.help, labels=self._names)
-        bounds = [*map(str, distribution.metric.buckets), "+Inf"]
-        cumulated = distribution.counts.cumsum().tolist()
-        family.add_metric(self._common, list(zip(bounds, cumulated, strict=True)), distribution.sum)
-        return family
+            metric = distribution.metric
+            histogram = HistogramMetricFamily(metric.full_name, metric.help, labels=self._names)
+            bounds = [*map(str, metric.buckets), "+Inf"]
+            cumulated = distribution.counts.cumsum().tolist()
+            histogram.add_metric(self._common, list(zip(bounds, cumulated, strict=True)), distribution.sum)
+            yield histogram

@@ -22,15 +22,11 @@ _MAX_VALUES_AT_ONCE = 20
 class RayExport:
     """Hands what has changed to Ray. To be made in a Serve replica, which gives the other labels."""
 
-    def __init__(self, metrics: Metrics, model_name: str, aliases: str = "none") -> None:
+    def __init__(self, metrics: Metrics, model_name: str) -> None:
         self._metrics = metrics
         self._model_name = model_name
         # Any: instruments of three classes without a common one.
-        self._instruments: dict[Metric, list[Any]] = {
-            # Ray takes no colon in a name: its own boards look for `vllm_...`.
-            metric: [self._make(metric, name) for name in metric.names(aliases, separator="_")]
-            for metric in METRICS
-        }
+        self._instruments: dict[Metric, Any] = {metric: self._make(metric) for metric in METRICS}
         self._exported: dict[tuple[Metric, tuple[str, ...]], float] = {}
         self._values_at = 0.0
 
@@ -40,9 +36,8 @@ class RayExport:
             values, distribution.pending = distribution.pending, []
             if len(values) > _MAX_VALUES_AT_ONCE:
                 values = random.sample(values, _MAX_VALUES_AT_ONCE)
-            for histogram in self._instruments[distribution.metric]:
-                for value in values:
-                    histogram.observe(value)
+            for value in values:
+                self._instruments[distribution.metric].observe(value)
         now = time.monotonic()
         if now - self._values_at >= _VALUES_INTERVAL_S:
             self._values_at = now
@@ -53,22 +48,22 @@ class RayExport:
     def _export(self, metric: Metric, labels: tuple[str, ...], value: float) -> None:
         tags = dict(zip(metric.labels, labels, strict=True))
         if metric.kind is Kind.GAUGE:
-            for gauge in self._instruments[metric]:
-                gauge.set(value, tags=tags)
+            self._instruments[metric].set(value, tags=tags)
             return
         grown = value - self._exported.get((metric, labels), 0.0)
         if grown > 0:
             self._exported[metric, labels] = value
-            for counter in self._instruments[metric]:
-                counter.inc(grown, tags=tags)
+            self._instruments[metric].inc(grown, tags=tags)
 
-    def _make(self, metric: Metric, name: str) -> Any:
+    def _make(self, metric: Metric) -> Any:
         made: Any
         tag_keys: Any = ("model_name", *metric.labels)  # Ray's annotation says a tuple of one
         if metric.kind is Kind.HISTOGRAM:
-            made = ray_metrics.Histogram(name, metric.help, boundaries=list(metric.buckets), tag_keys=tag_keys)
+            made = ray_metrics.Histogram(
+                metric.full_name, metric.help, boundaries=list(metric.buckets), tag_keys=tag_keys
+            )
         else:
             make = ray_metrics.Counter if metric.kind is Kind.COUNTER else ray_metrics.Gauge
-            made = make(name, metric.help, tag_keys=tag_keys)
+            made = make(metric.full_name, metric.help, tag_keys=tag_keys)
         made.set_default_tags({"model_name": self._model_name})
         return made

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from cluster.engine.messages import FinishReason, Prefilled, SamplingParams
 from cluster.http.context import RequestContext
@@ -18,13 +18,8 @@ class Identity:
     replica: str = ""
 
     def labels(self) -> dict[str, str]:
-        """By name, in a fixed order."""
-        return {
-            "model_name": self.model_name,
-            "application": self.application,
-            "deployment": self.deployment,
-            "replica": self.replica,
-        }
+        """The labels by name, in the order above."""
+        return asdict(self)
 
 
 @dataclass(slots=True, kw_only=True)

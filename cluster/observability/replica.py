@@ -25,7 +25,7 @@ def replica_telemetry(config: EngineConfig, context: ReplicaContext, life: Engin
         deployment=context.deployment,
         replica=context.replica_id.unique_id,
     )
-    telemetry = Telemetry(identity, settings.metric_aliases, life)
-    telemetry.export = RayExport(telemetry.metrics, identity.model_name, settings.metric_aliases).flush
+    telemetry = Telemetry(identity, life)
+    telemetry.export = RayExport(telemetry.metrics, identity.model_name).flush
     telemetry.tracer = open_tracer(settings.otlp_traces_endpoint, identity)
     return telemetry

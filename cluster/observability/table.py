@@ -1,12 +1,12 @@
-"""Every metric: its name, what it means, its buckets, and what other servers call it. Data only.
+"""Every metric: its name, what it means, and its buckets. Data only.
 
-The replica fills them (`metrics.py`, `telemetry.py`), Prometheus and Ray get them (`prometheus.py`, `ray_export.py`),
-and the dashboard and the alerts are made of them (`grafana.py`). Names are given without the prefix.
+The replica fills them (`metrics.py`, `telemetry.py`), and Prometheus and Ray get them (`prometheus.py`,
+`ray_export.py`); the dashboard and the alerts in `docs/monitoring` ask for them. Names are given without the prefix.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 PREFIX = "lockstep_"
@@ -35,18 +35,11 @@ class Metric:
     """Its own, of few values each: never an id, a user, or text of a request."""
     buckets: tuple[float, ...] = ()
     """Upper bounds, ascending, all above 0; one without a bound follows."""
-    aliases: dict[str, str] = field(default_factory=dict)
-    """`vllm`, `sglang`: the name the same figure has there, without their prefix."""
 
     @property
     def full_name(self) -> str:
         """With the prefix."""
         return PREFIX + self.name
-
-    def names(self, aliases: str, *, separator: str) -> list[str]:
-        """Names it is exported under: its own, and with `aliases` (`vllm`, `sglang`) the one it has there."""
-        alias = self.aliases.get(aliases)
-        return [self.full_name] if alias is None else [self.full_name, f"{aliases}{separator}{alias}"]
 
 
 def _bounds(low: float, high: float) -> tuple[float, ...]:
@@ -60,233 +53,128 @@ def _bounds(low: float, high: float) -> tuple[float, ...]:
     return tuple(bounds)
 
 
+def _histogram(name: str, about: str, buckets: tuple[float, ...]) -> Metric:
+    return Metric(name=name, kind=Kind.HISTOGRAM, help=about, buckets=buckets)
+
+
+def _counter(name: str, about: str, *labels: str) -> Metric:
+    return Metric(name=name, kind=Kind.COUNTER, help=about, labels=labels)
+
+
+def _gauge(name: str, about: str, *labels: str) -> Metric:
+    return Metric(name=name, kind=Kind.GAUGE, help=about, labels=labels)
+
+
 _SECONDS = _bounds(0.001, 300.0)
 _SHORT_SECONDS = _bounds(0.0001, 10.0)
 _TOKENS = tuple(float(1 << power) for power in range(18))
 
-TTFT = Metric(
-    name="time_to_first_token_seconds",
-    kind=Kind.HISTOGRAM,
-    help="From a request's arrival to the first token of its answer.",
-    buckets=_SECONDS,
-    aliases={"vllm": "time_to_first_token_seconds", "sglang": "time_to_first_token_seconds"},
+TTFT = _histogram("time_to_first_token_seconds", "From a request's arrival to the first token of its answer.", _SECONDS)
+ITL = _histogram(
+    "inter_token_latency_seconds", "Between two tokens of one sequence, as they reach the replica.", _SHORT_SECONDS
 )
-ITL = Metric(
-    name="inter_token_latency_seconds",
-    kind=Kind.HISTOGRAM,
-    help="Between two tokens of one sequence, as they reach the replica.",
-    buckets=_SHORT_SECONDS,
-    aliases={"vllm": "inter_token_latency_seconds", "sglang": "inter_token_latency_seconds"},
+TPOT = _histogram(
+    "request_time_per_output_token_seconds",
+    "Of one request: time after its first token, per token after the first.",
+    _SHORT_SECONDS,
 )
-TPOT = Metric(
-    name="request_time_per_output_token_seconds",
-    kind=Kind.HISTOGRAM,
-    help="Of one request: time after its first token, per token after the first.",
-    buckets=_SHORT_SECONDS,
-    aliases={"vllm": "request_time_per_output_token_seconds"},
+E2E = _histogram(
+    "e2e_request_latency_seconds", "From a request's arrival to the end of its answer.", _bounds(0.001, 3000.0)
 )
-E2E = Metric(
-    name="e2e_request_latency_seconds",
-    kind=Kind.HISTOGRAM,
-    help="From a request's arrival to the end of its answer.",
-    buckets=_bounds(0.001, 3000.0),
-    aliases={"vllm": "e2e_request_latency_seconds", "sglang": "e2e_request_latency_seconds"},
+QUEUE_TIME = _histogram(
+    "request_queue_time_seconds", "From a request's arrival at the scheduler to its admission.", _SECONDS
 )
-QUEUE_TIME = Metric(
-    name="request_queue_time_seconds",
-    kind=Kind.HISTOGRAM,
-    help="From a request's arrival at the scheduler to its admission.",
-    buckets=_SECONDS,
-    aliases={"vllm": "request_queue_time_seconds", "sglang": "queue_time_seconds"},
+PREFILL_TIME = _histogram("request_prefill_time_seconds", "From a request's admission to its first token.", _SECONDS)
+DECODE_TIME = _histogram(
+    "request_decode_time_seconds", "From a request's first token to the end of its answer.", _bounds(0.001, 3000.0)
 )
-PREFILL_TIME = Metric(
-    name="request_prefill_time_seconds",
-    kind=Kind.HISTOGRAM,
-    help="From a request's admission to its first token.",
-    buckets=_SECONDS,
-    aliases={"vllm": "request_prefill_time_seconds"},
+REQUEST_PROMPT_TOKENS = _histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
+REQUEST_GENERATION_TOKENS = _histogram("request_generation_tokens", "Tokens of a request's answer.", _TOKENS)
+STEP_TIME = _histogram(
+    "step_time_seconds", "One step of the engine, from the end of the one before it or from its launch.", _SHORT_SECONDS
 )
-DECODE_TIME = Metric(
-    name="request_decode_time_seconds",
-    kind=Kind.HISTOGRAM,
-    help="From a request's first token to the end of its answer.",
-    buckets=_bounds(0.001, 3000.0),
-    aliases={"vllm": "request_decode_time_seconds"},
+STEP_GAP = _histogram(
+    "step_gap_seconds",
+    "Between two steps, though there was work: time in which the ranks waited for the host.",
+    _bounds(0.00001, 1.0),
 )
-REQUEST_PROMPT_TOKENS = Metric(
-    name="request_prompt_tokens",
-    kind=Kind.HISTOGRAM,
-    help="Prompt tokens of a request.",
-    buckets=_TOKENS,
-    aliases={"vllm": "request_prompt_tokens", "sglang": "prompt_tokens_histogram"},
+STEP_TOKENS = _histogram("step_tokens", "Tokens that one step computed, prompt tokens included.", _TOKENS)
+
+STEPS = _counter("steps_total", "Steps of the engine.")
+PROMPT_TOKENS = _counter("prompt_tokens_total", "Prompt tokens of answered requests, cached ones included.")
+PREFILL_TOKENS = _counter("prefill_tokens_total", "Prompt tokens that were computed.")
+GENERATION_TOKENS = _counter("generation_tokens_total", "Tokens generated.")
+PREFIX_QUERIES = _counter("prefix_cache_queries_total", "Prompt tokens that were looked up in the prefix cache.")
+PREFIX_HITS = _counter("prefix_cache_hits_total", "Prompt tokens that the prefix cache held.")
+PREEMPTIONS = _counter("preemptions_total", "Times that a running request gave up its pages and began again.")
+REBUILDS = _counter(
+    "rebuilds_total", "Times that ranks which died or stopped were replaced while their requests waited."
 )
-REQUEST_GENERATION_TOKENS = Metric(
-    name="request_generation_tokens",
-    kind=Kind.HISTOGRAM,
-    help="Tokens of a request's answer.",
-    buckets=_TOKENS,
-    aliases={"vllm": "request_generation_tokens", "sglang": "generation_tokens_histogram"},
+MODEL_FLOPS = _counter(
+    "model_flops_total",
+    "FLOPs that the model needed for what was computed, all ranks together: matrix products and attention.",
 )
-STEP_TIME = Metric(
-    name="step_time_seconds",
-    kind=Kind.HISTOGRAM,
-    help="One step of the engine, from the end of the one before it or from its launch.",
-    buckets=_SHORT_SECONDS,
+READ_BYTES = _counter(
+    "model_read_bytes_total", "Bytes of weights, keys and values that the steps had to read, all ranks together."
 )
-STEP_GAP = Metric(
-    name="step_gap_seconds",
-    kind=Kind.HISTOGRAM,
-    help="Between two steps, though there was work: time in which the ranks waited for the host.",
-    buckets=_bounds(0.00001, 1.0),
+FINISHED = _counter(
+    "requests_finished_total",
+    "Sequences that ended, by reason: stop, length, abort (the client left), error.",
+    "finished_reason",
 )
-STEP_TOKENS = Metric(
-    name="step_tokens",
-    kind=Kind.HISTOGRAM,
-    help="Tokens that one step computed, prompt tokens included.",
-    buckets=_TOKENS,
-    aliases={"vllm": "iteration_tokens_total"},
+ABORTED = _counter("requests_aborted_total", "Sequences whose client left before the end.")
+REFUSED = _counter(
+    "requests_refused_total", "Requests that got an error, by its code and HTTP status.", "code", "status"
 )
 
-STEPS = Metric(name="steps_total", kind=Kind.COUNTER, help="Steps of the engine.")
-PROMPT_TOKENS = Metric(
-    name="prompt_tokens_total",
-    kind=Kind.COUNTER,
-    help="Prompt tokens of answered requests, cached ones included.",
-    aliases={"vllm": "prompt_tokens_total", "sglang": "prompt_tokens_total"},
+RUNNING = _gauge("num_requests_running", "Sequences that hold a row of the batch.")
+WAITING = _gauge("num_requests_waiting", "Sequences that wait for a row or for pages.")
+WAITING_TOKENS = _gauge("num_tokens_waiting", "Prompt tokens of waiting sequences.")
+KV_USAGE = _gauge(
+    "kv_cache_usage_ratio",
+    "Share of the KV pages that running sequences hold, 0 to 1; unused cached pages count as free.",
 )
-PREFILL_TOKENS = Metric(name="prefill_tokens_total", kind=Kind.COUNTER, help="Prompt tokens that were computed.")
-GENERATION_TOKENS = Metric(
-    name="generation_tokens_total",
-    kind=Kind.COUNTER,
-    help="Tokens generated.",
-    aliases={"vllm": "generation_tokens_total", "sglang": "generation_tokens_total"},
+KV_PAGES = _gauge(
+    "kv_cache_pages",
+    "KV pages, the same on every rank: free, cached (in the prefix cache), owned (by one sequence).",
+    "state",
 )
-PREFIX_QUERIES = Metric(
-    name="prefix_cache_queries_total",
-    kind=Kind.COUNTER,
-    help="Prompt tokens that were looked up in the prefix cache.",
-    aliases={"vllm": "prefix_cache_queries_total"},
+PREFIX_HIT_RATIO = _gauge(
+    "prefix_cache_hit_ratio", "Share of all prompt tokens since the start that the prefix cache held."
 )
-PREFIX_HITS = Metric(
-    name="prefix_cache_hits_total",
-    kind=Kind.COUNTER,
-    help="Prompt tokens that the prefix cache held.",
-    aliases={"vllm": "prefix_cache_hits_total"},
+HEARTBEAT_AGE = _gauge(
+    "rank_heartbeat_age_seconds", "Since a rank last took or awaited a step. It grows while a step runs.", "rank"
 )
-PREEMPTIONS = Metric(
-    name="preemptions_total",
-    kind=Kind.COUNTER,
-    help="Times that a running request gave up its pages and began again.",
-    aliases={"vllm": "num_preemptions_total"},
-)
-REBUILDS = Metric(
-    name="rebuilds_total",
-    kind=Kind.COUNTER,
-    help="Times that ranks which died or stopped were replaced while their requests waited.",
-)
-MODEL_FLOPS = Metric(
-    name="model_flops_total",
-    kind=Kind.COUNTER,
-    help="FLOPs that the model needed for what was computed, all ranks together: matrix products and attention.",
-)
-READ_BYTES = Metric(
-    name="model_read_bytes_total",
-    kind=Kind.COUNTER,
-    help="Bytes of weights, keys and values that the steps had to read, all ranks together.",
-)
-FINISHED = Metric(
-    name="requests_finished_total",
-    kind=Kind.COUNTER,
-    help="Sequences that ended, by reason: stop, length, abort (the client left), error.",
-    labels=("finished_reason",),
-    aliases={"vllm": "request_success_total"},
-)
-ABORTED = Metric(
-    name="requests_aborted_total",
-    kind=Kind.COUNTER,
-    help="Sequences whose client left before the end.",
-    aliases={"sglang": "num_aborted_requests_total"},
-)
-REFUSED = Metric(
-    name="requests_refused_total",
-    kind=Kind.COUNTER,
-    help="Requests that got an error, by its code and HTTP status.",
-    labels=("code", "status"),
-)
-
-RUNNING = Metric(
-    name="num_requests_running",
-    kind=Kind.GAUGE,
-    help="Sequences that hold a row of the batch.",
-    aliases={"vllm": "num_requests_running", "sglang": "num_running_reqs"},
-)
-WAITING = Metric(
-    name="num_requests_waiting",
-    kind=Kind.GAUGE,
-    help="Sequences that wait for a row or for pages.",
-    aliases={"vllm": "num_requests_waiting", "sglang": "num_queue_reqs"},
-)
-WAITING_TOKENS = Metric(name="num_tokens_waiting", kind=Kind.GAUGE, help="Prompt tokens of waiting sequences.")
-KV_USAGE = Metric(
-    name="kv_cache_usage_ratio",
-    kind=Kind.GAUGE,
-    help="Share of the KV pages that running sequences hold, 0 to 1; unused cached pages count as free.",
-    aliases={"vllm": "kv_cache_usage_perc", "sglang": "token_usage"},
-)
-KV_PAGES = Metric(
-    name="kv_cache_pages",
-    kind=Kind.GAUGE,
-    help="KV pages, the same on every rank: free, cached (in the prefix cache), owned (by one sequence).",
-    labels=("state",),
-)
-PREFIX_HIT_RATIO = Metric(
-    name="prefix_cache_hit_ratio",
-    kind=Kind.GAUGE,
-    help="Share of all prompt tokens since the start that the prefix cache held.",
-    aliases={"sglang": "cache_hit_rate"},
-)
-HEARTBEAT_AGE = Metric(
-    name="rank_heartbeat_age_seconds",
-    kind=Kind.GAUGE,
-    help="Since a rank last took or awaited a step. It grows while a step runs.",
-    labels=("rank",),
-)
-STATE = Metric(
-    name="engine_state",
-    kind=Kind.GAUGE,
-    help="1 for what the engine is: starting, running, rebuilding (ranks are replaced: no step runs, requests wait), "
+STATE = _gauge(
+    "engine_state",
+    "1 for what the engine is: starting, running, rebuilding (ranks are replaced: no step runs, requests wait), "
     "draining or dead. 0 for the others.",
-    labels=("state",),
+    "state",
 )
-STEP_AGE = Metric(name="step_age_seconds", kind=Kind.GAUGE, help="Age of the oldest step in flight; 0 if none is.")
-REPORT_AGE = Metric(
-    name="coordinator_report_age_seconds",
-    kind=Kind.GAUGE,
-    help="Since the coordinator last reported; above two seconds it is stuck.",
+STEP_AGE = _gauge("step_age_seconds", "Age of the oldest step in flight; 0 if none is.")
+REPORT_AGE = _gauge(
+    "coordinator_report_age_seconds", "Since the coordinator last reported; above two seconds it is stuck."
 )
-STARTUP = Metric(
-    name="startup_phase_seconds",
-    kind=Kind.GAUGE,
-    help="What each phase of the start took.",
-    labels=("phase",),
-)
-PEAK_FLOPS = Metric(
-    name="peak_flops_per_second",
-    kind=Kind.GAUGE,
-    help="FLOP/s of large matrix products that all ranks together were measured to do at the start: MFU is the rate of "
+STARTUP = _gauge("startup_phase_seconds", "What each phase of the start took.", "phase")
+PEAK_FLOPS = _gauge(
+    "peak_flops_per_second",
+    "FLOP/s of large matrix products that all ranks together were measured to do at the start: MFU is the rate of "
     "model_flops_total over it.",
 )
-PEAK_BANDWIDTH = Metric(
-    name="peak_memory_bytes_per_second",
-    kind=Kind.GAUGE,
-    help="Bytes per second that all ranks together were measured to copy at the start, read and written: MBU is the "
+PEAK_BANDWIDTH = _gauge(
+    "peak_memory_bytes_per_second",
+    "Bytes per second that all ranks together were measured to copy at the start, read and written: MBU is the "
     "rate of model_read_bytes_total over it.",
 )
-CONFIG = Metric(
-    name="engine_config_info",
-    kind=Kind.GAUGE,
-    help="1; its labels say what runs. 0 for what ran before another size.",
-    labels=("version", "tensor_parallel_size", "dtype", "max_model_len", "page_size", "num_pages"),
+CONFIG = _gauge(
+    "engine_config_info",
+    "1; its labels say what runs. 0 for what ran before another size.",
+    "version",
+    "tensor_parallel_size",
+    "dtype",
+    "max_model_len",
+    "page_size",
+    "num_pages",
 )
 
 METRICS: tuple[Metric, ...] = tuple(value for value in dict(globals()).values() if isinstance(value, Metric))

@@ -31,11 +31,8 @@ _MAX_PAUSES = 256
 class Telemetry:
     """Where the parts of one replica tell what happens. One thread."""
 
-    def __init__(self, identity: Identity | None = None, aliases: str = "none", life: EngineLife | None = None) -> None:
-        """Args:
-        aliases: `vllm` or `sglang`, whose names metrics have besides ours.
-        life: that whoever drains the replica holds too. None: one of its own.
-        """
+    def __init__(self, identity: Identity | None = None, life: EngineLife | None = None) -> None:
+        """`life`: the one that whoever drains the replica holds too. None: one of its own."""
         self.identity = identity or Identity()
         self.life = life or EngineLife()
         """What the engine is at, as its users see it."""
@@ -46,7 +43,6 @@ class Telemetry:
         """Called after each report of the engine: hands the metrics to someone else."""
         self.tracer: RequestTracer | None = None
         """Makes spans of requests, where somebody takes them."""
-        self._aliases = aliases
         self._intervals: list[float] = []
         self.pauses: deque[tuple[float, float]] = deque(maxlen=_MAX_PAUSES)
         """(begin, end) of the last times in which ranks were exchanged and requests waited; CLOCK_MONOTONIC."""
@@ -66,9 +62,9 @@ class Telemetry:
             self._set_config(tensor_parallel_size=str(len(stats.devices)))
         metrics = self.metrics
         if len(steps):
-            metrics.observe_all(table.STEP_TIME, steps["duration_s"])
-            metrics.observe_all(table.STEP_GAP, steps["gap_s"])
-            metrics.observe_all(table.STEP_TOKENS, steps["num_prefill_tokens"] + steps["num_decodes"])
+            metrics.observe(table.STEP_TIME, steps["duration_s"])
+            metrics.observe(table.STEP_GAP, steps["gap_s"])
+            metrics.observe(table.STEP_TOKENS, steps["num_prefill_tokens"] + steps["num_decodes"])
         if self.export is not None:
             self._refresh()
             self.export()
@@ -129,7 +125,7 @@ class Telemetry:
     def prometheus(self) -> bytes:
         """The metrics as Prometheus scrapes them."""
         self._refresh()
-        return prometheus.exposition(self.metrics, self.identity.labels(), self._aliases)
+        return prometheus.exposition(self.metrics, self.identity.labels())
 
     def _follow_pauses(self, stats: EngineStats) -> None:
         if stats.state is EngineState.REBUILDING:
@@ -148,7 +144,7 @@ class Telemetry:
 
     def _count_intervals(self) -> None:
         if self._intervals:
-            self.metrics.observe_all(table.ITL, self._intervals)
+            self.metrics.observe(table.ITL, self._intervals)
             self._intervals.clear()
 
     def _refresh(self) -> None:

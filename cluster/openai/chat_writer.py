@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import msgspec
-
 from cluster.engine.messages import FinishReason, TokenLogprobs
-from cluster.openai.echo import prompt_logprobs_json
+from cluster.openai.openai_request import ChatRequest
+from cluster.openai.openai_writer import REASONS, OpenAIWriter, token_logprobs
 from cluster.openai.wire import (
     AssistantMessage,
     ChatChoice,
@@ -18,33 +17,35 @@ from cluster.openai.wire import (
     ChatLogprobs,
     FunctionCall,
     FunctionDelta,
-    Head,
-    PromptLogprobsJson,
     Reason,
     ToolCall,
     ToolCallDelta,
 )
-from cluster.openai.writer import REASONS, AnswerOptions, AnswerWriter, token_logprobs
 from cluster.requests.generation import Delta
-from cluster.requests.job import Job, Usage
-from cluster.requests.json_parts import DONE, event, json_parts, long_list
-from cluster.text.tokenizer import Tokenizer
+from cluster.requests.job import Run
+from cluster.requests.json_parts import json_parts, long_list
+from cluster.requests.served_model import ServedModel
 from cluster.text.tools.events import Arguments, CallStarted, Content, Event, Reasoning, collect
 
 
-class ChatWriter(AnswerWriter):
+class ChatWriter(OpenAIWriter):
     """Answers of /v1/chat/completions."""
 
-    def __init__(self, head: Head, job: Job, tokenizer: Tokenizer, options: AnswerOptions) -> None:
-        super().__init__(head, job, tokenizer, options)
+    _chunk = ChatChunk
+
+    def __init__(self, run: Run, request: ChatRequest, model: ServedModel) -> None:
+        super().__init__(run, request, model)
+        self._shows_reasoning = request.include_reasoning is not False
+        self._begun = False
         self._calling: set[int] = set()  # choices whose stream has a call
 
-    def begin(self, num_choices: int) -> Iterator[bytes]:
-        ids = self._token_ids(self._job.prompts[0])
-        for index in range(num_choices):
-            yield self._event([ChatChunkChoice(index, ChatDelta(role="assistant", content=""))], prompt_token_ids=ids)
-
-    def chunks(self, deltas: Sequence[Delta]) -> Iterator[bytes]:
+    def events(self, deltas: Sequence[Delta]) -> Iterator[bytes]:
+        if not self._begun:
+            self._begun = True
+            ids = self._token_ids(self._job.prompts[0])
+            for index in range(self._job.num_outputs):
+                role = ChatChunkChoice(index, ChatDelta(role="assistant", content=""))
+                yield self._event([role], prompt_token_ids=ids)
         for delta in deltas:
             if self._text_only and delta.finish_reason is None and len(delta.events) == 1:
                 [only] = delta.events
@@ -71,23 +72,13 @@ class ChatWriter(AnswerWriter):
                 )
                 yield self._event([choice])
 
-    def end(self, usage: Usage) -> bytes:
-        return self._event([], usage) + DONE if self._options.include_usage else DONE
-
-    def whole(self, num_choices: int, usage: Usage) -> Iterator[bytes]:
-        head = self._head
-        return json_parts(
-            ChatCompletion(
-                head.id,
-                head.created,
-                head.model,
-                long_list(self._choice(index) for index in range(num_choices)),
-                usage,
-                head.system_fingerprint,
-                self._token_ids(self._job.prompts[0]),
-                self._prompt_logprobs(),
-            )
-        )
+    def whole(self) -> Iterator[bytes]:
+        choices = long_list(self._choice(index) for index in range(self._job.num_outputs))
+        more = {
+            "prompt_token_ids": self._token_ids(self._job.prompts[0]),
+            "prompt_logprobs": self._prompt_logprobs(0),
+        }
+        return json_parts(self._headed(ChatCompletion, choices, self.run.usage(), **more))
 
     def _choice(self, index: int) -> ChatChoice:
         got = self._collected[index]
@@ -101,8 +92,8 @@ class ChatWriter(AnswerWriter):
             self._token_ids(got.token_ids),
         )
 
-    def _encoded_chunk(self, index: int, text: str) -> bytes:
-        return self._event([ChatChunkChoice(index, ChatDelta(content=text))])
+    def _text_choice(self, index: int, text: str) -> ChatChunkChoice:
+        return ChatChunkChoice(index, ChatDelta(content=text))
 
     def _shape(self, event: Event) -> ChatDelta | None:
         """`event` as clients read it; None when it is not shown."""
@@ -110,7 +101,7 @@ class ChatWriter(AnswerWriter):
             case Content(text):
                 return ChatDelta(content=text)
             case Reasoning(text):
-                return ChatDelta(reasoning_content=text, reasoning=text) if self._options.reasoning else None
+                return ChatDelta(reasoning_content=text, reasoning=text) if self._shows_reasoning else None
             case CallStarted(index, id_, name):
                 return ChatDelta(tool_calls=[ToolCallDelta(index, FunctionDelta("", name), id_, "function")])
             case Arguments(index, fragment):
@@ -119,7 +110,7 @@ class ChatWriter(AnswerWriter):
     def _message(self, events: Sequence[Event]) -> AssistantMessage:
         parsed = collect(events)
         message = AssistantMessage(parsed.content)
-        if parsed.reasoning and self._options.reasoning:
+        if parsed.reasoning and self._shows_reasoning:
             message.reasoning_content = message.reasoning = parsed.reasoning
         if parsed.calls:
             message.tool_calls = [ToolCall(call.id, FunctionCall(call.name, call.arguments)) for call in parsed.calls]
@@ -133,27 +124,8 @@ class ChatWriter(AnswerWriter):
             return "tool_calls"
         return REASONS[reason]
 
-    def _event(
-        self,
-        choices: list[ChatChunkChoice],
-        usage: Usage | None = None,
-        prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET,
-    ) -> bytes:
-        head = self._head
-        shown = self._chunk_usage() if usage is None else usage
-        return event(
-            ChatChunk(head.id, head.created, head.model, choices, shown, head.system_fingerprint, prompt_token_ids)
-        )
-
     def _logprobs(self, token_ids: list[int], logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs | None:
         if self._num_logprobs < 0:
             return None
         sampling = self._job.sampling[0][0]
         return ChatLogprobs(long_list(token_logprobs(sampling, token_ids, logprobs, self._tokenizer, self._name)))
-
-    def _prompt_logprobs(self) -> PromptLogprobsJson | msgspec.UnsetType:
-        whole = self._collected[0].prompt_logprobs
-        k = self._options.num_prompt_logprobs
-        if k < 0 or whole is None:
-            return msgspec.UNSET
-        return long_list(prompt_logprobs_json(whole, self._job.prompts[0], k, self._tokenizer))

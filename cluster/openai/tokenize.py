@@ -6,6 +6,7 @@ Clients and load generators count with them; the ids are those that a request wi
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -13,13 +14,12 @@ from pydantic import ConfigDict, Field
 
 from cluster.http.context import RequestContext
 from cluster.http.response import HttpResponse
-from cluster.openai import protocol
-from cluster.openai.chat import conversation
-from cluster.openai.protocol import ChatRequest, Messages
-from cluster.requests.body import prepared, validated
+from cluster.openai.chat_turns import conversation
+from cluster.openai.openai_request import ChatRequest, Messages, check_request
+from cluster.requests.answer import json_response
 from cluster.requests.checks import check_token_ids
 from cluster.requests.fields import OWN_FIELDS, ignored_header
-from cluster.requests.http_responses import json_response
+from cluster.requests.json_body import prepared, validated
 from cluster.requests.json_parts import long_list
 from cluster.requests.served_model import ServedModel
 from cluster.requests.shapes import Shape, TokenId, exactly_one
@@ -64,53 +64,44 @@ class Text(msgspec.Struct):
     prompt: str
 
 
-class TokenizerServing:
-    """Answers for the tokenizer of one model."""
+async def tokenize(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
+    """POST /tokenize. Raises RequestError for a bad request."""
+    request, of_prompt, ignored = await prepared(body, partial(_checked, model))
+    tokens = of_prompt if isinstance(of_prompt, list) else await model.prompts.encode_chat(of_prompt)
+    strings = long_list(map(model.tokenizer.token_text, tokens)) if request.return_token_strs else None
+    shown = Tokens(len(tokens), model.max_model_len, long_list(tokens), strings)
+    return json_response(shown, ignored_header(ignored))
 
-    def __init__(self, model: ServedModel) -> None:
-        self._model = model
 
-    async def tokenize(self, body: bytes, context: RequestContext) -> HttpResponse:
-        """POST /tokenize. Raises RequestError for a bad request."""
-        model = self._model
-        request, of_prompt, ignored = await prepared(body, self._checked)
-        tokens = of_prompt if isinstance(of_prompt, list) else await model.prompts.encode_chat(of_prompt)
-        strings = long_list(map(model.tokenizer.token_text, tokens)) if request.return_token_strs else None
-        shown = Tokens(len(tokens), model.max_model_len, long_list(tokens), strings)
-        return json_response(shown, ignored_header(ignored))
+def _checked(model: ServedModel, raw: Mapping[str, Any]) -> tuple[TokenizeRequest, list[int] | Conversation, list[str]]:
+    """A request, its prompt's tokens or its chat, and the fields that are ignored."""
+    request = validated(TokenizeRequest, raw)
+    model.check_name(request.model)
+    if (request.prompt is None) == (request.messages is None):
+        raise RequestError("Give either prompt or messages.", code="missing_required_parameter", param="prompt")
+    if request.prompt is not None:
+        ignored = OWN_FIELDS.check(TokenizeRequest, raw, strict=model.server.strict_fields)
+        special = request.add_special_tokens is not False
+        return request, model.prompts.encode(request.prompt, add_special_tokens=special), ignored
+    if request.add_special_tokens:
+        raise RequestError(
+            "add_special_tokens: the chat template writes them.",
+            code="unsupported_parameter",
+            param="add_special_tokens",
+        )
+    fields = {name: value for name, value in raw.items() if name not in _OWN_FIELDS}
+    chat = {**fields, "model": model.model_name, "messages": raw["messages"]}
+    whole, ignored = check_request(ChatRequest, chat, model.server)
+    return request, conversation(whole), ignored
 
-    def _checked(self, raw: Mapping[str, Any]) -> tuple[TokenizeRequest, list[int] | Conversation, list[str]]:
-        """A request, its prompt's tokens or its chat, and the fields that are ignored."""
-        model = self._model
-        request = validated(TokenizeRequest, raw)
-        model.check_name(model.model_name if request.model is None else request.model)
-        if (request.prompt is None) == (request.messages is None):
-            raise RequestError("Give either prompt or messages.", code="missing_required_parameter", param="prompt")
-        if request.prompt is not None:
-            ignored = OWN_FIELDS.check(TokenizeRequest, raw, strict=model.server.strict_fields)
-            special = request.add_special_tokens is not False
-            return request, model.prompts.encode(request.prompt, add_special_tokens=special), ignored
-        if request.add_special_tokens:
-            raise RequestError(
-                "add_special_tokens: the chat template writes them.",
-                code="unsupported_parameter",
-                param="add_special_tokens",
-            )
-        fields = {name: value for name, value in raw.items() if name not in _OWN_FIELDS}
-        chat = {**fields, "model": model.model_name, "messages": raw["messages"]}
-        turns = conversation(protocol.check_request(ChatRequest, chat, model.server))
-        return request, turns, protocol.unknown_fields(ChatRequest, chat)
 
-    async def detokenize(self, body: bytes, context: RequestContext) -> HttpResponse:
-        """POST /detokenize. Raises RequestError for a bad request."""
-        model = self._model
+async def detokenize(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
+    """POST /detokenize. Raises RequestError for a bad request."""
 
-        def text(raw: Mapping[str, Any]) -> tuple[str, list[str]]:
-            ignored = OWN_FIELDS.check(DetokenizeRequest, raw, strict=model.server.strict_fields)
-            request = validated(DetokenizeRequest, raw)
-            model.check_name(model.model_name if request.model is None else request.model)
-            check_token_ids(request.tokens, "tokens", model.vocab_size)
-            return model.tokenizer.decode(request.tokens, skip_special_tokens=False), ignored
+    def text(raw: Mapping[str, Any]) -> tuple[str, list[str]]:
+        request, ignored = model.checked(DetokenizeRequest, raw, OWN_FIELDS)
+        check_token_ids(request.tokens, "tokens", model.vocab_size)
+        return model.tokenizer.decode(request.tokens, skip_special_tokens=False), ignored
 
-        decoded, ignored = await prepared(body, text)
-        return json_response(Text(decoded), ignored_header(ignored))
+    decoded, ignored = await prepared(body, text)
+    return json_response(Text(decoded), ignored_header(ignored))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cluster.text.tools.request import ToolChoice, ToolMode, ToolUse, function_tool, tool_use
+from cluster.text.tools.tool_use import ToolChoice, ToolMode, ToolUse, function_tool, tool_use
 
 
 def parse_tools(

@@ -9,16 +9,6 @@ import msgspec
 from cluster.requests.job import Usage
 
 
-class Head(msgspec.Struct, frozen=True):
-    """What every chunk of one answer begins with."""
-
-    id: str
-    created: int
-    """Unix time, seconds."""
-    model: str
-    system_fingerprint: str | None
-
-
 # The garbage collector has nothing to look for in the next two, of which an answer holds many.
 class TopLogprob(msgspec.Struct, gc=False):
     token: str

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
+from cluster.requests.shapes import MAX_SEQUENCES
 from configs.errors import RequestError
 from configs.schema import ServerConfig
 
@@ -35,12 +37,24 @@ def logit_bias(given: Mapping[str, float] | None, vocab_size: int) -> dict[int, 
     return {token: bias for token, bias in biases.items() if bias}
 
 
-def id_lists(given: list[int] | list[list[int]], param: str, vocab_size: int) -> list[list[int]]:
-    """The prompts of a field of token ids. Raises RequestError for an id outside the vocabulary."""
-    lists = {param: given} if isinstance(given[0], int) else {f"{param}[{i}]": ids for i, ids in enumerate(given)}
-    for path, ids in lists.items():
-        check_token_ids(ids, path, vocab_size)
+def prompts(given: Any, param: str, vocab_size: int) -> list[str | list[int]]:
+    """The texts or lists of token ids of a field whose shape is checked; Any: its first entry tells which of the four
+    forms of `shapes.Prompts` it has. Raises RequestError for an id outside the vocabulary."""
+    if isinstance(given, str):
+        return [given]
+    lists = {param: given} if isinstance(given[0], int) else {f"{param}[{i}]": entry for i, entry in enumerate(given)}
+    for path, entry in lists.items():
+        if not isinstance(entry, str):
+            check_token_ids(entry, path, vocab_size)
     return list(lists.values())
+
+
+def num_sequences(n: int, num_prompts: int, param: str, server: ServerConfig) -> None:
+    """Raises RequestError for more answers to a prompt, or to all of them, than a request may ask for."""
+    if n > server.max_n:
+        raise RequestError(f"n={n} exceeds server.max_n={server.max_n}.", param=param)
+    if n * num_prompts > MAX_SEQUENCES:
+        raise RequestError(f"{num_prompts} prompts times n={n} exceed {MAX_SEQUENCES}.", param=param)
 
 
 def num_logprobs(count: int, param: str, server: ServerConfig) -> None:

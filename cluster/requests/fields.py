@@ -44,6 +44,8 @@ class FieldPolicy:
     """Fields that are accepted and change no answer."""
     styling: Mapping[str, Callable[[object], bool]] = field(default_factory=dict)
     """Fields that only ask for a style, or for speed, as in `unsupported`; they count as fields that nobody knows."""
+    options: Mapping[str, type[BaseModel]] = field(default_factory=dict)
+    """Fields that are objects, whose own fields are looked at too."""
 
     def refuse(self, kind: type[BaseModel], raw: Mapping[str, Any]) -> None:
         """Raises RequestError for a field that would ask this server for what it does not do."""
@@ -55,7 +57,11 @@ class FieldPolicy:
         """Names in `raw` that nobody here knows."""
         known = field_names(kind) | self.unsupported.keys() | self.without_effect
         asks_nothing = {name for name, is_neutral in self.styling.items() if name in raw and is_neutral(raw[name])}
-        return [name for name in raw if name not in known and name not in asks_nothing]
+        unknown = [name for name in raw if name not in known and name not in asks_nothing]
+        for name, options in self.options.items():
+            if isinstance(given := raw.get(name), dict):
+                unknown += [f"{name}.{option}" for option in given if option not in field_names(options)]
+        return unknown
 
     def check(self, kind: type[BaseModel], raw: Mapping[str, Any], *, strict: bool) -> list[str]:
         """The fields of `raw` that are ignored.
@@ -69,7 +75,8 @@ class FieldPolicy:
         self.refuse(kind, raw)
         ignored = self.unknown(kind, raw)
         if strict and ignored:
-            raise unknown_field(ignored[0], field_names(kind))
+            options = {f"{name}.{it}" for name, kind in self.options.items() for it in field_names(kind)}
+            raise unknown_field(ignored[0], field_names(kind) | options)
         return ignored
 
 

@@ -23,29 +23,16 @@ from configs.schema import GenerationDefaults, ServerConfig
 
 _MAX_BAD_WORD_TOKENS = 1024
 _T = TypeVar("_T")
-
-
-class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """Values for fields that a request does not name; a model's generation_config may say otherwise."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    max_tokens: int | None = None
-    """None: what fits."""
-    skip_special_tokens: bool = True
-
-    @classmethod
-    def of(cls, given: GenerationDefaults) -> SamplingDefaults:
-        """`given`, and neutral values where it has none."""
-        values = given.model_dump(exclude_none=True)
-        if "max_new_tokens" in values:
-            values["max_tokens"] = values.pop("max_new_tokens")
-        return cls(**values)
+_DEFAULTED = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+)
+"""Fields that the model's makers or the operator may give a value; without any the engine's own is neutral."""
 
 
 class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +46,7 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
 
 def sampling_params(
     fields: SamplingFields,
-    defaults: SamplingDefaults,
+    defaults: GenerationDefaults,
     vocabulary: Vocabulary,
     options: JobOptions,
     *,
@@ -95,27 +82,24 @@ def sampling_params(
     words = bad_words(fields.bad_words or (), vocabulary)
     bias |= {word[0]: -math.inf for word in words if len(word) == 1}
     _check_choice_left(allowed, bias, {*stop_token_ids, *vocabulary.eos_token_ids} if min_tokens else set())
-    top_k = _given(fields.top_k, defaults.top_k)
+    given = [(name, _given(getattr(fields, name), getattr(defaults, name))) for name in _DEFAULTED]
+    chosen = {name: value for name, value in given if value is not None}
+    if not 0 <= chosen.get("top_k", 0) < size:
+        del chosen["top_k"]
     base = SamplingParams(
         max_tokens=max_tokens[0],
-        temperature=_given(fields.temperature, defaults.temperature),
-        top_p=_given(fields.top_p, defaults.top_p),
-        top_k=0 if top_k >= size else max(top_k, 0),
-        min_p=_given(fields.min_p, defaults.min_p),
         seed=0 if fields.seed is None else fields.seed,
         stop_token_ids=tuple(stop_token_ids),
         ignore_eos=bool(fields.ignore_eos),
         num_logprobs=options.num_logprobs,
         logprob_token_ids=tuple(extra_ids),
-        frequency_penalty=_given(fields.frequency_penalty, defaults.frequency_penalty),
-        presence_penalty=_given(fields.presence_penalty, defaults.presence_penalty),
-        repetition_penalty=_given(fields.repetition_penalty, defaults.repetition_penalty),
         logit_bias=tuple(sorted(bias.items())),
         allowed_token_ids=tuple(allowed),
         bad_words=tuple(word for word in words if len(word) > 1),
         min_tokens=min_tokens,
         prompt_logprobs=options.num_prompt_logprobs,
         grammar=grammar,
+        **chosen,
     )
 
     def choice_of(limit: int, choice: int) -> SamplingParams:
@@ -130,7 +114,7 @@ def sampling_params(
 
 
 def text_options(
-    fields: SamplingFields, defaults: SamplingDefaults, server: ServerConfig, *, prompt_only: bool = False
+    fields: SamplingFields, defaults: GenerationDefaults, server: ServerConfig, *, prompt_only: bool = False
 ) -> TextOptions:
     """How the answer's text is made. Raises RequestError for a bad stop string or pattern."""
     return TextOptions(
@@ -139,7 +123,7 @@ def text_options(
             StopRegex(text, path) for path, text in checks.stops(fields.stop_regex, "stop_regex", server).items()
         ],
         include_stop=bool(fields.include_stop_str_in_output or fields.no_stop_trim),
-        skip_special_tokens=_given(fields.skip_special_tokens, defaults.skip_special_tokens),
+        skip_special_tokens=_given(fields.skip_special_tokens, defaults.skip_special_tokens) is not False,
         prompt_only=prompt_only,
     )
 
@@ -176,7 +160,7 @@ def _check_choice_left(allowed: Sequence[int], bias: dict[int, float], ends: set
         )
 
 
-def _given(value: _T | None, default: _T) -> _T:
+def _given(value: _T | None, default: _T | None) -> _T | None:
     return default if value is None else value
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from cluster.requests.shapes import MAX_TOKENS, Checked, Shape, Text
-from cluster.structured.limits import MAX_ENUM_VALUES
+from cluster.structured.grammar_limits import MAX_ENUM_VALUES
 from cluster.structured.spec import GRAMMAR_FIELDS, GrammarSpec, read_grammar
 
 _INT64_MAX = 2**63 - 1

@@ -8,28 +8,34 @@ from __future__ import annotations
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
 
 from cluster.engine.client import EngineClient
 from cluster.engine.messages import SamplingParams
 from cluster.engine.state import EngineState
 from cluster.http.context import RequestContext
 from cluster.requests.engine_info import EngineInfo
+from cluster.requests.fields import FieldPolicy
 from cluster.requests.job import Job, JobOptions, Run
-from cluster.requests.sampling import SamplingDefaults, Vocabulary, sampling_params, text_options
+from cluster.requests.json_body import validated
+from cluster.requests.sampling import Vocabulary, sampling_params, text_options
 from cluster.requests.sampling_fields import SamplingFields
 from cluster.structured.checker import GrammarChecker
-from cluster.structured.limits import MAX_REQUEST_GRAMMAR_BYTES
-from cluster.structured.protocol import Setup
+from cluster.structured.checker_messages import Setup
+from cluster.structured.grammar_limits import MAX_REQUEST_GRAMMAR_BYTES
 from cluster.text.answer_parser import AnswerFormat
 from cluster.text.conversation import Conversation, Turn
 from cluster.text.formats import ModelFormats
 from cluster.text.prompt_encoder import PromptEncoder
 from cluster.text.tokenizer import Tokenizer
 from configs.errors import ContextLengthError, EngineError, RequestError
-from configs.schema import ServerConfig
+from configs.schema import GenerationDefaults, ServerConfig
 
+_Request = TypeVar("_Request", bound=BaseModel)
 _FIRST = -(1 << 62)  # a priority that no request has
 _SHOWN_CHARS = 40  # of a token, in a message
 
@@ -51,7 +57,7 @@ class ServedModel:
         server: ServerConfig,
         vocab_size: int | None = None,
         eos_token_ids: Sequence[int] = (),
-        defaults: SamplingDefaults | None = None,
+        defaults: GenerationDefaults | None = None,
         version: str = "unknown",
         system_fingerprint: str | None = None,
         info: EngineInfo | None = None,
@@ -80,7 +86,7 @@ class ServedModel:
         self._vocabulary = Vocabulary(tokenizer=tokenizer, size=self.vocab_size, eos_token_ids=frozenset(eos_token_ids))
         self.formats = ModelFormats.of(tokenizer.template, server)
         self.prompts = PromptEncoder(tokenizer, self.formats)
-        self._defaults = defaults or SamplingDefaults()
+        self._defaults = defaults or GenerationDefaults()
         self._next_seed = next_seed
         self.started = int(time.time())
         """Unix time, seconds."""
@@ -124,11 +130,28 @@ class ServedModel:
         await self.grammars.close()
         self.prompts.close()
 
-    def check_name(self, name: str) -> None:
-        """Raises RequestError (404) for a model that is not this one."""
-        if name != self.model_name:
+    def checked(
+        self, kind: type[_Request], raw: Mapping[str, Any], policy: FieldPolicy, known: type[BaseModel] | None = None
+    ) -> tuple[_Request, list[str]]:
+        """A request to this model, and the names of its fields that are ignored.
+
+        Args:
+            raw: its JSON.
+            known: has the fields that it may hold. None: `kind`.
+
+        Raises:
+            RequestError: with the path of the field at fault; 404 for another model.
+        """
+        ignored = policy.check(known or kind, raw, strict=self.server.strict_fields)
+        request = validated(kind, raw)
+        self.check_name(getattr(request, "model", None))
+        return request, ignored
+
+    def check_name(self, name: str | None) -> None:
+        """Raises RequestError (404) for a model that is not this one; None names the one there is."""
+        if name not in (None, self.model_name):
             raise RequestError(
-                f"The model {name[:200]!r} does not exist; this server has {self.model_name!r}.",
+                f"The model {str(name)[:200]!r} does not exist; this server has {self.model_name!r}.",
                 code="model_not_found",
                 param="model",
                 status=404,
@@ -144,7 +167,7 @@ class ServedModel:
 
     def default_max_tokens(self, prompt: Sequence[int]) -> int:
         """How many tokens follow a chat's `prompt` when nobody says."""
-        limit = self._defaults.max_tokens
+        limit = self._defaults.max_new_tokens
         return self.room(prompt) if limit is None else min(limit, self.room(prompt))
 
     def truncated(self, prompt: list[int], keep: int | None, max_tokens: int | None) -> list[int]:

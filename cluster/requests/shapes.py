@@ -1,8 +1,8 @@
 """The parts of requests' bodies: shapes that check what they describe.
 
 A shape is written once: the OpenAPI document is made of it, and a value that it does not allow is refused by the path
-of the part at fault (`body.validated`). A rule that a type cannot say is a validator that raises RequestError, whose
-`param` is a path below the value.
+of the part at fault (`json_body.validated`). A rule that a type cannot say is a validator that raises RequestError,
+whose `param` is a path below the value.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import functools
 import msgspec
 from starlette import routing
 
-from cluster.anthropic.errors import anthropic_error
+from cluster.anthropic.message_objects import AnthropicError
 from cluster.http.access import Access
 from cluster.http.active import ActiveRequests
 from cluster.http.endpoint import Endpoint
@@ -61,7 +61,7 @@ def create_app(
         engine_is_there=engine_is_there,
         on_error=telemetry.refused,
         names_responses=names_responses,
-        error_shapes={"/v1/messages": anthropic_error},
+        error_shapes={route.path: AnthropicError.of for route in ROUTES if route.error is AnthropicError},
     )
 
 

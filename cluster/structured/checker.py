@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from cluster.structured.limits import CHECK_CPU_S, QUICK_CHECK_CPU_S
+from cluster.structured.checker_messages import Check, Checked, Died, Refused, Reply, Setup, pack
+from cluster.structured.grammar_limits import CHECK_CPU_S, QUICK_CHECK_CPU_S
 from cluster.structured.matcher_pool import MatcherPool
-from cluster.structured.protocol import Check, Checked, Died, Refused, Reply, Setup, pack
 from cluster.structured.spec import GrammarSpec
 from configs.errors import OverloadedError, RequestError
 from parallel.sockets import read_frame

@@ -20,8 +20,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
-from cluster.structured.matcher_pool import MatcherPool
-from cluster.structured.protocol import (
+from cluster.structured.checker_messages import (
     Advance,
     Close,
     Died,
@@ -34,6 +33,7 @@ from cluster.structured.protocol import (
     Setup,
     pack,
 )
+from cluster.structured.matcher_pool import MatcherPool
 from configs.errors import GuideError, OverloadedError, RequestError
 from parallel.sockets import receive_frame
 from worker.protocol import UInt32Array

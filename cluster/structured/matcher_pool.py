@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from cluster.structured.protocol import Setup
+from cluster.structured.checker_messages import Setup
 
 _ROOT = Path(__file__).parents[2]
 

@@ -22,15 +22,7 @@ from collections.abc import Sequence
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from cluster.structured.compiler import GrammarCompiler, clean_message
-from cluster.structured.limits import (
-    MASK_CPU_S,
-    MATCHER_MEMORY_BYTES,
-    OPEN_CPU_S,
-    PARSER_LIMITS,
-    TOKEN_CPU_S,
-)
-from cluster.structured.protocol import (
+from cluster.structured.checker_messages import (
     Advance,
     Check,
     Checked,
@@ -44,6 +36,14 @@ from cluster.structured.protocol import (
     Request,
     Setup,
     pack,
+)
+from cluster.structured.compiler import GrammarCompiler, clean_message
+from cluster.structured.grammar_limits import (
+    MASK_CPU_S,
+    MATCHER_MEMORY_BYTES,
+    OPEN_CPU_S,
+    PARSER_LIMITS,
+    TOKEN_CPU_S,
 )
 from configs.errors import RequestError
 from parallel.sockets import receive_frame

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from cluster.engine.messages import GenerateRequest
 from cluster.scheduling.request import Guide
 from cluster.structured.bad_words import BadWordsGuide, BothGuides
+from cluster.structured.checker_messages import Setup
 from cluster.structured.guides import GrammarGuides
-from cluster.structured.protocol import Setup
 from configs.errors import GuideError
 
 

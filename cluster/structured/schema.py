@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from cluster.structured.limits import MAX_ENUM_VALUES, MAX_SCHEMA_DEPTH
+from cluster.structured.grammar_limits import MAX_ENUM_VALUES, MAX_SCHEMA_DEPTH
 from configs.errors import RequestError
 
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from cluster.structured.limits import MAX_GRAMMAR_BYTES
+from cluster.structured.grammar_limits import MAX_GRAMMAR_BYTES
 from configs.errors import RequestError
 
 GRAMMAR_FIELDS = ("response_format", "structured_outputs", "regex", "ebnf", "json_schema")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from cluster.text.chat_template import ChatTemplate
-from cluster.text.tools.request import ToolUse, is_told_of
+from cluster.text.tools.tool_use import ToolUse, is_told_of
 
 Role = Literal["system", "user", "assistant", "tool"]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,31 +61,6 @@ class Parsed:
     content: str
     reasoning: str
     calls: list[Call]
-
-
-class Builder(Protocol):
-    """Makes what a route sends of an answer: bytes for each event."""
-
-    def think(self, text: str) -> bytes: ...
-
-    def say(self, text: str) -> bytes: ...
-
-    def call(self, call_id: str, name: str) -> bytes: ...
-
-    def argue(self, arguments: str) -> bytes: ...
-
-
-def tell(builder: Builder, event: Event) -> bytes:
-    """What `builder` makes of `event`."""
-    match event:
-        case Content(text):
-            return builder.say(text)
-        case Reasoning(text):
-            return builder.think(text)
-        case CallStarted(_, id_, name):
-            return builder.call(id_, name)
-        case Arguments(_, fragment):
-            return builder.argue(fragment)
 
 
 def collect(events: Iterable[Event]) -> Parsed:

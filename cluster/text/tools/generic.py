@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from cluster.text.conversation import Call, Turn
-from cluster.text.tools.request import ToolUse, is_told_of
 from cluster.text.tools.styles import CallLayout
+from cluster.text.tools.tool_use import ToolUse, is_told_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -34,6 +34,8 @@ _KINDS = {
     "string_type": "a string",
 }
 """Names of the type that a value should have had, by the type of pydantic's error."""
+_OF_MANY_TYPES = frozenset({"content", "output", "system", "tools"})
+"""Lists whose entries have types that other servers know and this one does not support."""
 _PART = re.compile(rb'\\.|["\[{:]', re.DOTALL)
 # Each escape is one match, or a pair of them that is one character; a group has a half without its other half, or the
 # bytes that UTF-8 would need for one.
@@ -121,10 +123,11 @@ def below(path: str, error: RequestError) -> RequestError:
 
 
 def _as_request_error(error: pydantic.ValidationError, raw: object, path: str) -> RequestError:
-    errors = error.errors(include_url=False, include_input=False)
-    # A union has errors of each of its types: the one that got furthest into the value is the one meant.
+    errors = error.errors(include_url=False)
+    # A union has errors of each of its types: the one that got furthest into the value is the one meant. Its type is
+    # told before what it lacks.
     found = [(each, _path(each, raw)) for each in errors if each["loc"][:1] == errors[0]["loc"][:1]]
-    first, place = max(found, key=lambda candidate: (len(candidate[1]), candidate[0]["type"] not in _KINDS))
+    first, place = max(found, key=lambda it: (len(it[1]), it[1][-1:] == ["type"], it[0]["type"] not in _KINDS))
     for part in place:
         path += f"[{part}]" if isinstance(part, int) else f".{part[:_MAX_NAME_CHARS]}" if path else part
     kind, message, context = first["type"], first["msg"], first.get("ctx", {})
@@ -142,24 +145,29 @@ def _as_request_error(error: pydantic.ValidationError, raw: object, path: str) -
         tags = context["expected_tags"].replace("'", "")
         message = f"must be one of {tags}"
     code = "invalid_type" if kind.endswith("_type") else "invalid_value"
-    if place[-1:] == ["type"]:
-        code = "unsupported_parameter"  # a type that is none of those described
+    if place[-1:] == ["type"] and place[0] != "tool_choice" and _OF_MANY_TYPES.intersection(place[-3:-2]):
+        code = "unsupported_parameter"
     return RequestError(f"{path}{' ' if message.startswith('must ') else ': '}{message}.", code=code, param=path)
 
 
 def _path(error: ErrorDetails, raw: object) -> list[int | str]:
-    """Where in `raw` an error is; pydantic also names the types of a union that it tried."""
-    path: list[int | str] = []
-    for part in error["loc"]:
-        if isinstance(part, int):
-            if isinstance(raw, list) and part < len(raw):
-                path.append(part)
-                raw = raw[part]
-        elif isinstance(raw, dict) and part in raw:
-            path.append(part)
-            raw = raw[part]
+    """Where in `raw` an error is."""
+    loc, last = error["loc"], []
     if error["type"] == "missing":
-        return [*path, error["loc"][-1]]
-    if error["type"].startswith("union_tag_"):
-        return [*path, error["ctx"]["discriminator"].strip("'")]
-    return path
+        loc, last = loc[:-1], [loc[-1]]
+    elif error["type"].startswith("union_tag_"):
+        last = [error["ctx"]["discriminator"].strip("'")]
+    path, _ = max(_places(loc, raw), key=lambda found: (found[1] == error["input"], len(found[0])))
+    return path + last
+
+
+def _places(loc: Sequence[int | str], raw: Any) -> Iterator[tuple[list[int | str], object]]:
+    """Every place in `raw` that pydantic's `loc` may mean, with the value there. Any part of `loc` may be the name of a
+    type of a union that was tried, which the value may have a field of too."""
+    if not loc:
+        yield [], raw
+        return
+    part, rest = loc[0], loc[1:]
+    yield from _places(rest, raw)
+    if (part in raw) if isinstance(raw, dict) else isinstance(raw, list) and isinstance(part, int) and part < len(raw):
+        yield from (([part, *path], value) for path, value in _places(rest, raw[part]))

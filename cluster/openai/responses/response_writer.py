@@ -1,18 +1,16 @@
-"""Builds one response from what the model says, and the events that tell of it.
-
-A response is the same whether it is streamed or not: the events of a whole answer are made and dropped. Order of the
-calls: `begin`, any number of `think`, `say`, `call` and `argue` as the model goes from one to the other, then one of
-`finish`, `cancel` and `fail`.
-"""
+"""The answers of /v1/responses: one response made of what the model says, and the events that tell of it."""
 
 from __future__ import annotations
 
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-from cluster.openai.responses import objects
-from cluster.openai.responses.objects import (
+from cluster.engine.messages import FinishReason
+from cluster.openai.openai_writer import token_logprobs
+from cluster.openai.responses import response_objects as objects
+from cluster.openai.responses.response_objects import (
     CallItem,
     ItemStatus,
     OutputItem,
@@ -24,8 +22,14 @@ from cluster.openai.responses.objects import (
     StreamEvent,
 )
 from cluster.openai.wire import TokenLogprob
-from cluster.requests.job import Usage
+from cluster.requests.answer import AnswerWriter
+from cluster.requests.blocks import BlockBuilder
+from cluster.requests.generation import Delta
+from cluster.requests.job import Run, Usage
 from cluster.requests.json_parts import json_parts, long_list
+from cluster.text.tokenizer import Tokenizer
+from cluster.text.tools.events import CallStarted, Content, Event, Reasoning
+from configs.errors import RequestError
 
 _LOGPROB_BYTES = 128  # of memory, about
 
@@ -37,19 +41,21 @@ def sse_parts(event: StreamEvent) -> Iterator[bytes]:
     yield b"\n\n"
 
 
-class ResponseBuilder:
-    """One response as it grows. Every method returns the events to send, encoded; the last ones, which may be long, as
-    they are read."""
+class ResponseBuilder(BlockBuilder):
+    """One response as it grows: `begin`, any number of `tell`, then one of `finish`, `cancel` and `fail`. The last
+    events, which may be long, are made as they are read."""
 
     def __init__(self, response: Response) -> None:
         """`response` has no output yet; it is this object's from here on."""
+        super().__init__()
         self.response = response
         self.num_bytes = 0
         """Memory that its output takes, about."""
         self._next_number = 0
-        self._open: OutputItem | None = None
-        self._texts: list[str] = []  # of the open item
         self._logprobs: list[TokenLogprob] = []
+        """Those of the open message."""
+        self._fresh: Sequence[TokenLogprob] = ()
+        """Those of its last piece."""
 
     @property
     def ended(self) -> bool:
@@ -74,42 +80,11 @@ class ResponseBuilder:
         self.response.status = "in_progress"
         return created + self._event(objects.ResponseInProgress, response=self.response)
 
-    def think(self, text: str) -> bytes:
-        """More of the reasoning."""
-        events = b""
-        if not isinstance(self._open, ReasoningItem):
-            events = self._switch(ReasoningItem(f"rs_{uuid.uuid4().hex}"))
-            events += self._part(objects.ContentPartAdded, part=ReasoningText())
-        self._texts.append(text)
-        self.num_bytes += len(text)
-        return events + self._part(objects.ReasoningTextDelta, delta=text)
-
-    def say(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> bytes:
-        """More of the message."""
-        events = b""
-        if not isinstance(self._open, OutputMessage):
-            events = self._switch(OutputMessage(f"msg_{uuid.uuid4().hex}"))
-            events += self._part(objects.ContentPartAdded, part=OutputText())
-        self._texts.append(text)
-        self._logprobs += logprobs
-        self.num_bytes += len(text) + sum(_LOGPROB_BYTES * (1 + len(row.top_logprobs)) for row in logprobs)
-        return events + self._part(objects.OutputTextDelta, delta=text, logprobs=list(logprobs))
-
-    def call(self, call_id: str, name: str) -> bytes:
-        """The model calls the function `name`; its arguments follow."""
-        return self._switch(CallItem(f"fc_{uuid.uuid4().hex}", call_id, name))
-
-    def argue(self, arguments: str) -> bytes:
-        """More of the arguments of the last `call`."""
-        assert isinstance(self._open, CallItem), "arguments belong to a call"
-        self._texts.append(arguments)
-        self.num_bytes += len(arguments)
-        return self._event(
-            objects.FunctionCallArgumentsDelta,
-            output_index=self._index,
-            item_id=self._open.id,
-            delta=arguments,
-        )
+    def tell(self, event: Event, logprobs: Sequence[TokenLogprob] = ()) -> bytes:
+        """The model wrote on. Only text has log probabilities: those of thinking and of calls have no place to be
+        shown."""
+        self._fresh = logprobs if isinstance(event, Content) else ()
+        return super().tell(event)
 
     def finish(self, usage: Usage, *, cut: bool) -> Iterator[bytes]:
         """The model has ended.
@@ -153,38 +128,60 @@ class ResponseBuilder:
     def _index(self) -> int:
         return len(self.response.output) - 1
 
-    def _switch(self, item: OutputItem) -> bytes:
-        events = b"".join(self._close("completed"))
+    @property
+    def _place(self) -> dict[str, Any]:
+        """What events name the open item by."""
+        return {"output_index": self._index, "item_id": self.response.output[-1].id}
+
+    def _begun(self, event: Content | Reasoning | CallStarted) -> bytes:
+        self._logprobs = []
+        name = uuid.uuid4().hex
+        item: OutputItem
+        match event:
+            case Reasoning():
+                item = ReasoningItem(f"rs_{name}")
+            case Content():
+                item = OutputMessage(f"msg_{name}")
+            case CallStarted(_, call_id, function):
+                item = CallItem(f"fc_{name}", call_id, function)
         self.response.output.append(item)
-        self._open = item
-        events += self._event(objects.OutputItemAdded, output_index=self._index, item=item)
+        told = self._event(objects.OutputItemAdded, output_index=self._index, item=item)
+        if isinstance(item, CallItem):
+            return told
         # Only now: the part comes with an event of its own.
-        if isinstance(item, OutputMessage):
-            item.content = [OutputText()]
-        elif isinstance(item, ReasoningItem):
-            item.content = [ReasoningText()]
-        return events
+        self._settle()
+        return told + self._event(objects.ContentPartAdded, **self._place, part=item.content[0])
+
+    def _grown(self, text: str) -> bytes:
+        self.num_bytes += len(text)
+        if self._open is CallStarted:
+            return self._event(objects.FunctionCallArgumentsDelta, **self._place, delta=text)
+        if self._open is Reasoning:
+            return self._event(objects.ReasoningTextDelta, **self._place, delta=text)
+        self._logprobs += self._fresh
+        self.num_bytes += sum(_LOGPROB_BYTES * (1 + len(row.top_logprobs)) for row in self._fresh)
+        return self._event(objects.OutputTextDelta, **self._place, delta=text, logprobs=list(self._fresh))
 
     def _settle(self) -> str:
         """The open item's text, which is also written into it."""
-        text = "".join(self._texts)
+        if self._open is None:
+            return ""
+        item, text = self.response.output[-1], "".join(self._texts)
         self._texts = [text]
-        if isinstance(self._open, CallItem):
-            self._open.arguments = text
-        elif isinstance(self._open, OutputMessage):
-            self._open.content = [OutputText(text, logprobs=long_list(self._logprobs))]
-        elif isinstance(self._open, ReasoningItem):
-            self._open.content = [ReasoningText(text)]
+        if isinstance(item, CallItem):
+            item.arguments = text
+        elif isinstance(item, OutputMessage):
+            item.content = [OutputText(text, logprobs=long_list(self._logprobs))]
+        else:
+            item.content = [ReasoningText(text)]
         return text
 
-    def _close(self, status: ItemStatus) -> Iterator[bytes]:
-        item = self._open
-        if item is None:
+    def _close(self, status: ItemStatus = "completed") -> Iterator[bytes]:
+        if self._open is None:
             return
-        text = self._settle()
-        self._open, self._texts, self._logprobs = None, [], []
+        item, text, place = self.response.output[-1], self._settle(), self._place
+        self._open = None
         item.status = status
-        place = {"output_index": self._index, "item_id": item.id}
         if isinstance(item, CallItem):
             yield self._event(objects.FunctionCallArgumentsDone, **place, arguments=text, name=item.name)
         else:
@@ -209,13 +206,48 @@ class ResponseBuilder:
             usage.total_tokens,
         )
 
-    def _part(self, kind: Callable[..., StreamEvent], **fields: object) -> bytes:
-        assert self._open is not None, "a part belongs to an item"
-        return self._event(kind, output_index=self._index, item_id=self._open.id, **fields)
-
     def _event(self, kind: Callable[..., StreamEvent], **fields: object) -> bytes:
         return b"".join(self._parts(kind, **fields))
 
     def _parts(self, kind: Callable[..., StreamEvent], **fields: object) -> Iterator[bytes]:
         number, self._next_number = self._next_number, self._next_number + 1
         return sse_parts(kind(sequence_number=number, **fields))
+
+
+class ResponseWriter(AnswerWriter):
+    """Answers of /v1/responses."""
+
+    def __init__(self, run: Run, builder: ResponseBuilder, tokenizer: Tokenizer) -> None:
+        super().__init__(run)
+        self._builder = builder
+        self._tokenizer = tokenizer
+        self._begun = False
+        self._reason = FinishReason.ABORT
+        self._logprobs: list[TokenLogprob] = []  # of tokens whose text is yet to come
+
+    def events(self, deltas: Sequence[Delta]) -> Iterator[bytes]:
+        if not self._begun:
+            self._begun = True
+            yield self._builder.begin()
+        sampling, tokenizer = self.run.job.sampling[0][0], self._tokenizer
+        for delta in deltas:
+            if delta.logprobs:
+                self._logprobs += token_logprobs(
+                    sampling, delta.token_ids, delta.logprobs, tokenizer, tokenizer.token_text
+                )
+            for event in delta.events:
+                yield self._builder.tell(event, self._logprobs)
+                self._logprobs = []
+            self._reason = delta.finish_reason or self._reason
+
+    def end(self) -> Iterator[bytes]:
+        usage = self.run.usage()
+        if self._reason is FinishReason.ABORT:
+            return self._builder.cancel(usage)
+        return self._builder.finish(usage, cut=self._reason is FinishReason.LENGTH)
+
+    def whole(self) -> Iterator[bytes]:
+        return self._builder.encoded()
+
+    def failed(self, error: RequestError) -> bytes:
+        return self._builder.fail("server_error" if error.status >= 500 else error.code, str(error))

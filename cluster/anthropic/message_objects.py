@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from configs.errors import RequestError
+
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
@@ -110,6 +112,17 @@ class MessageStop(msgspec.Struct, tag_field="type", tag="message_stop"):
 # --- Errors -----------------------------------------------------------------------------------------------------------
 
 
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
 class AnthropicErrorDetail(msgspec.Struct):
     type: str
     message: str
@@ -120,6 +133,12 @@ class AnthropicError(msgspec.Struct, tag_field="type", tag="error"):
 
     error: AnthropicErrorDetail
     request_id: str | None = None
+
+    @classmethod
+    def of(cls, error: RequestError, request_id: str | None = None) -> AnthropicError:
+        """`error` as clients read it."""
+        kind = _ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+        return cls(AnthropicErrorDetail(kind, str(error)), request_id)
 
 
 MessageEvent = (

@@ -7,19 +7,17 @@ likeliest tokens: in all of them, they would be most of the stream.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from cluster.engine.client import WholePromptLogprobs
 from cluster.engine.messages import FinishReason, TokenLogprobs
-from cluster.http.response import HttpResponse
+from cluster.requests.answer import AnswerWriter
 from cluster.requests.generation import Delta
-from cluster.requests.http_responses import timed
 from cluster.requests.job import Run
-from cluster.requests.json_parts import DONE, event_parts, finite, gathered, json_parts, long_list
+from cluster.requests.json_parts import DONE, event_parts, finite, json_parts, long_list
 from cluster.text.tokenizer import Tokenizer
 
 Entry = tuple[float | None, int, str | None]
@@ -82,69 +80,59 @@ class Asked:
     token_ids: list[int]
 
 
-def native_response(
-    run: Run,
-    tokenizer: Tokenizer,
-    asked: Sequence[Asked],
-    *,
-    ids: Sequence[str],
-    as_list: bool,
-    with_text: bool,
-    streamed: bool,
-    headers: Mapping[str, str],
-) -> HttpResponse:
-    """The answer to `run`.
+class NativeWriter(AnswerWriter):
+    """Answers of /generate."""
 
-    Args:
+    def __init__(
+        self,
+        run: Run,
+        tokenizer: Tokenizer,
+        asked: Sequence[Asked],
+        ids: Sequence[str],
+        *,
+        as_list: bool,
+        with_text: bool,
+    ) -> None:
+        """Args:
         asked, ids: for each prompt.
         as_list: whole answers are a list, and streamed ones say which sequence they are of.
         with_text: log probabilities come with their tokens' text.
-    """
-    outputs = [
-        _Output(run, index, tokenizer, asked[index // run.job.num_choices], with_text=with_text)
-        for index in range(run.job.num_outputs)
-    ]
-    names = [ids[index // run.job.num_choices] for index in range(run.job.num_outputs)]
-    chunks = _stream(run, outputs, names, as_list) if streamed else _whole(run, outputs, names, as_list)
-    return timed(HttpResponse(chunks, streamed, dict(headers)), run)
+        """
+        super().__init__(run)
+        self._as_list = as_list
+        prompts = [index // run.job.num_choices for index in range(run.job.num_outputs)]
+        self._outputs = [
+            _Output(run, index, tokenizer, ids[prompt], asked[prompt], with_text=with_text)
+            for index, prompt in enumerate(prompts)
+        ]
 
-
-async def _whole(
-    run: Run, outputs: Sequence[_Output], names: Sequence[str], as_list: bool
-) -> AsyncGenerator[bytes, None]:
-    async with aclosing(run.deltas()) as steps:
-        async for deltas in steps:
-            for delta in deltas:
-                outputs[delta.index].add(delta)
-    shown = long_list(output.shown(name) for output, name in zip(outputs, names, strict=True))
-    for part in gathered(json_parts(shown if as_list else outputs[0].shown(names[0]))):
-        yield part
-
-
-async def _stream(
-    run: Run, outputs: Sequence[_Output], names: Sequence[str], as_list: bool
-) -> AsyncGenerator[bytes, None]:
-    def events(deltas: Sequence[Delta]) -> Iterator[bytes]:
+    def add(self, deltas: Sequence[Delta]) -> None:
         for delta in deltas:
-            outputs[delta.index].add(delta)
-            shown = outputs[delta.index].shown(names[delta.index])
-            shown.index = delta.index if as_list else msgspec.UNSET
+            self._outputs[delta.index].add(delta)
+
+    def whole(self) -> Iterator[bytes]:
+        shown = long_list(output.shown() for output in self._outputs)
+        return json_parts(shown if self._as_list else self._outputs[0].shown())
+
+    def events(self, deltas: Sequence[Delta]) -> Iterator[bytes]:
+        for delta in deltas:
+            self._outputs[delta.index].add(delta)
+            shown = self._outputs[delta.index].shown()
+            shown.index = delta.index if self._as_list else msgspec.UNSET
             yield from event_parts(shown)
 
-    async with aclosing(run.deltas()) as steps:
-        async for deltas in steps:
-            for part in gathered(events(deltas)):
-                yield part
-    yield DONE
+    def end(self) -> Iterable[bytes]:
+        return (DONE,)
 
 
 class _Output:
     """One sequence so far."""
 
-    def __init__(self, run: Run, index: int, tokenizer: Tokenizer, asked: Asked, *, with_text: bool) -> None:
+    def __init__(self, run: Run, index: int, tokenizer: Tokenizer, name: str, asked: Asked, *, with_text: bool) -> None:
         self._run = run
         self._index = index
         self._tokenizer = tokenizer
+        self._name = name
         self._asked = asked
         self._with_text = with_text
         self._begin = time.monotonic()
@@ -168,12 +156,12 @@ class _Output:
         if delta.finish_reason is not None:
             self._finish_reason = self._reason(delta)
 
-    def shown(self, name: str) -> NativeAnswer:
+    def shown(self) -> NativeAnswer:
         """The sequence as clients read it."""
         output, asked = self._run.output(self._index), self._asked
         has_ended = self._finish_reason is not None
         meta = MetaInfo(
-            id=name,
+            id=self._name,
             finish_reason=self._finish_reason,
             prompt_tokens=len(self._run.job.prompt_of(self._index)),
             completion_tokens=output.num_tokens,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cluster.anthropic.request import (
+from cluster.anthropic.messages_request import (
     Block,
     CountTokensRequest,
     MessagesRequest,
@@ -17,7 +17,7 @@ from cluster.anthropic.request import (
 )
 from cluster.structured.spec import GrammarSpec, schema_grammar
 from cluster.text.conversation import Call, Conversation, TemplateOption, Turn
-from cluster.text.tools.request import Tool, ToolChoice, ToolMode, function_tool, tool_use
+from cluster.text.tools.tool_use import Tool, ToolChoice, ToolMode, function_tool, tool_use
 from configs.errors import RequestError
 
 _MODES = {"auto": ToolMode.AUTO, "any": ToolMode.REQUIRED, "tool": ToolMode.NAMED, "none": ToolMode.NONE}

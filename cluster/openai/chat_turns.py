@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cluster.openai.protocol import AssistantTurn, ChatRequest, Content, Message, ToolCallParam, ToolMessage
+from cluster.openai.openai_request import AssistantTurn, ChatRequest, Content, Message, ToolCallParam, ToolMessage
 from cluster.openai.tool_fields import parse_tools
 from cluster.text.conversation import Call, Conversation, TemplateOption, Turn
 from configs.errors import RequestError

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from cluster.requests import checks
-from cluster.requests.body import validated
-from cluster.requests.fields import STYLING, UNSUPPORTED, FieldPolicy, field_names, unknown_field
+from cluster.requests.fields import STYLING, UNSUPPORTED, FieldPolicy
+from cluster.requests.json_body import validated
 from cluster.requests.sampling_fields import SamplingFields
 from cluster.requests.shapes import (
     MAX_TOKENS,
@@ -218,10 +218,6 @@ class GenerationRequest(SamplingFields):
     """Takes the place of the header X-Request-Id in the answer's id."""
 
     @property
-    def num_choices(self) -> int:
-        return 1 if self.n is None else self.n
-
-    @property
     def num_prompt_logprobs(self) -> int:
         """-1: none."""
         return -1 if self.prompt_logprobs is None else self.prompt_logprobs
@@ -290,10 +286,6 @@ class CompletionRequest(GenerationRequest):
     """The prompt is a part of the text, and with `logprobs` of them."""
 
     @property
-    def asked_max_tokens(self) -> int | None:
-        return self.max_tokens
-
-    @property
     def num_logprobs(self) -> int:
         """-1: none."""
         return -1 if self.logprobs is None else self.logprobs
@@ -316,33 +308,25 @@ WITHOUT_EFFECT = frozenset(
 )
 """Fields that are accepted and change no answer."""
 
-_FIELDS = FieldPolicy(UNSUPPORTED, WITHOUT_EFFECT, STYLING)
+_FIELDS = FieldPolicy(UNSUPPORTED, WITHOUT_EFFECT, STYLING, {"stream_options": StreamOptions})
 
 
-def check_request(kind: type[_Request], raw: Mapping[str, Any], server: ServerConfig) -> _Request:
-    """A checked request of decoded JSON. Raises RequestError, with the path of the field at fault."""
-    _refuse_unsupported(kind, raw)
+def check_request(kind: type[_Request], raw: Mapping[str, Any], server: ServerConfig) -> tuple[_Request, list[str]]:
+    """A checked request of decoded JSON, and the names of its fields that are ignored.
+
+    Raises:
+        RequestError: with the path of the field at fault.
+    """
+    asked = {name: value for name, value in raw.items() if name != "best_of" or value != raw.get("n")}
+    ignored = _FIELDS.check(kind, asked, strict=server.strict_fields)
     request = validated(kind, raw)
-    if server.strict_fields and (unknown := unknown_fields(kind, raw)):
-        known = [*field_names(kind), *(f"stream_options.{option}" for option in StreamOptions.model_fields)]
-        raise unknown_field(unknown[0], known)
     _check_counts(request, server)
-    return request
-
-
-def unknown_fields(kind: type[BaseModel], raw: Mapping[str, Any]) -> list[str]:
-    """Names in `raw` that nobody here knows: ignored, or refused under `server.strict_fields`."""
-    unknown = _FIELDS.unknown(kind, raw)
-    options = raw.get("stream_options")
-    if isinstance(options, dict):
-        unknown += [f"stream_options.{name}" for name in options if name not in StreamOptions.model_fields]
-    return unknown
+    return request, ignored
 
 
 def _check_counts(request: ChatRequest | CompletionRequest, server: ServerConfig) -> None:
     """Limits that are settings, and fields that need one another."""
-    if request.num_choices > server.max_n:
-        raise RequestError(f"n={request.n} exceeds server.max_n={server.max_n}.", param="n")
+    checks.num_sequences(request.n or 1, 1, "n", server)
     if isinstance(request, ChatRequest):
         name = "top_logprobs"
         if request.top_logprobs and not request.logprobs:
@@ -353,7 +337,7 @@ def _check_counts(request: ChatRequest | CompletionRequest, server: ServerConfig
             )
     else:
         name = "logprobs"
-        if request.echo and request.stream and request.logprobs is not None and request.num_choices > 1:
+        if request.echo and request.stream and request.logprobs is not None and request.n not in (None, 1):
             raise RequestError("echo with logprobs and stream: true needs n=1.", param="n")
         if request.max_tokens == 0 and not (request.echo or request.prompt_logprobs is not None):
             raise RequestError("max_tokens must be at least 1 without echo or prompt_logprobs.", param="max_tokens")
@@ -363,9 +347,3 @@ def _check_counts(request: ChatRequest | CompletionRequest, server: ServerConfig
         raise RequestError("prompt_logprobs is not allowed with stream: true.", param="prompt_logprobs")
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options is only allowed with stream: true.", param="stream_options")
-
-
-def _refuse_unsupported(kind: type[BaseModel], raw: Mapping[str, Any]) -> None:
-    if "best_of" in raw and raw["best_of"] == raw.get("n"):
-        raw = {name: value for name, value in raw.items() if name != "best_of"}
-    _FIELDS.refuse(kind, raw)

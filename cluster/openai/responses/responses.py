@@ -9,45 +9,46 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-from cluster.engine.messages import FinishReason, SamplingParams
+from cluster.engine.messages import SamplingParams
 from cluster.http.active import ActiveRequests
 from cluster.http.affinity import response_prefix
 from cluster.http.context import RequestContext
-from cluster.http.errors import as_request_error
+from cluster.http.http_errors import as_request_error, error_event
 from cluster.http.response import HttpResponse
-from cluster.openai.responses.builder import ResponseBuilder
-from cluster.openai.responses.conversation import conversation, input_items, text_grammar
 from cluster.openai.responses.event_log import EventLog
-from cluster.openai.responses.objects import DeletedResponse, InputTokens, ItemList, ReasoningSettings, Response
-from cluster.openai.responses.request import (
+from cluster.openai.responses.response_objects import (
+    DeletedResponse,
+    InputTokens,
+    ItemList,
+    ReasoningSettings,
+    Response,
+)
+from cluster.openai.responses.response_store import ResponseStore, StoredResponse
+from cluster.openai.responses.response_turns import conversation, input_items, text_grammar
+from cluster.openai.responses.response_writer import ResponseBuilder, ResponseWriter
+from cluster.openai.responses.responses_request import (
     FIELDS,
     InputTokensRequest,
     ResponsesRequest,
     check_options,
     ignored_options,
 )
-from cluster.openai.responses.store import ResponseStore, StoredResponse
-from cluster.openai.wire import TokenLogprob
-from cluster.openai.writer import token_logprobs
 from cluster.requests import checks
-from cluster.requests.body import off_loop, prepared, validated
-from cluster.requests.chat import chat_job, refuse_unread, tool_header
+from cluster.requests.answer import answer_parts, in_parts, json_response
+from cluster.requests.chat_run import chat_run
 from cluster.requests.fields import ignored_header
-from cluster.requests.generation import Delta
-from cluster.requests.http_responses import in_parts, json_response, timed
-from cluster.requests.job import JobOptions, Run
+from cluster.requests.job import JobOptions
+from cluster.requests.json_body import off_loop, prepared
 from cluster.requests.json_parts import gathered, long_list
 from cluster.requests.served_model import ServedModel
 from cluster.text.conversation import Conversation
-from cluster.text.tools.events import Content, tell
 from configs.errors import RequestError
 
-_Request = TypeVar("_Request", bound=InputTokensRequest)
 _LISTED_ITEMS = 20
 _MAX_LISTED_ITEMS = 100
 _CANCEL_TIMEOUT_S = 2.0
@@ -70,45 +71,42 @@ class ResponsesServing:
         """POST /v1/responses. Raises RequestError for a bad request."""
         model = self._model
 
-        def check(raw: Mapping[str, Any]) -> tuple[list[str], ResponsesRequest, list[dict[str, Any]]]:
-            ignored, request = self._checked(ResponsesRequest, raw)
+        def check(raw: Mapping[str, Any]) -> tuple[ResponsesRequest, list[str], list[dict[str, Any]]]:
+            request, ignored = model.checked(ResponsesRequest, raw, FIELDS)
             check_options(request)
-            return ignored, request, input_items(request.input)
+            return request, [*ignored, *ignored_options(request)], input_items(request.input)
 
-        ignored, request, new_items = await prepared(body, check)
+        request, ignored, new_items = await prepared(body, check)
         earlier, num_bytes = self._earlier(request.previous_response_id, context)
         items = earlier + new_items
-        model.check_name(request.model)
         num_bytes += len(body)
         chat = await off_loop(num_bytes, lambda: conversation(request, items, len(earlier)))
         num_logprobs = (request.top_logprobs or 0) if request.with_logprobs else -1
         checks.num_logprobs(num_logprobs, "top_logprobs", model.server)
-        job = await chat_job(
+        run, headers = await chat_run(
             model,
             self._prefix,
             chat,
             request,
             context,
             JobOptions(num_logprobs=num_logprobs),
+            ignored=ignored,
             max_tokens=request.max_output_tokens,
             own_grammar=text_grammar(request),
         )
-        unread = chat.unread(model.tokenizer.template)
-        refuse_unread(unread, model.server)
-        headers = ignored_header([*ignored, *unread, *ignored_options(request)])
-        builder = ResponseBuilder(_response(request, job.id, job.sampling[0][0], model.model_name))
-        run = model.run(job)
+        builder = ResponseBuilder(_response(request, run.job.id, run.job.sampling[0][0], model.model_name))
+        writer = ResponseWriter(run, builder, model.tokenizer)
         stored = StoredResponse(builder=builder, items=items, run=run, num_bytes=num_bytes)
         if request.background:
             self._store.put(context.client, stored)
-            response = self._in_background(stored, context, streamed=bool(request.stream))
+            chunks = self._in_background(stored, writer, context, streamed=bool(request.stream))
         elif request.stream:
-            events = self._events(stored, context)
-            response = timed(HttpResponse(events, streamed=True, failure=lambda error: _failed(builder, error)), run)
+            chunks = self._events(stored, writer, context, headers)
         else:
-            response = timed(HttpResponse(self._whole(stored, context), streamed=False), run)
-        response.headers.update(headers | tool_header(model, chat))
-        return response
+            chunks = self._whole(stored, writer, context, headers)
+        # A background response outlives whoever follows it, and what ends them.
+        failure = error_event if request.background else writer.failed
+        return HttpResponse(chunks, bool(request.stream), headers, failure)
 
     async def retrieve(self, body: bytes, context: RequestContext) -> HttpResponse:
         """GET /v1/responses/{response_id}; with `stream=true`, the events of a background stream.
@@ -144,14 +142,15 @@ class ResponsesServing:
             RequestError: for a bad request.
         """
         model = self._model
-        ignored, request = await prepared(body, partial(self._checked, InputTokensRequest))
+        # Whoever counts may send the whole request.
+        check_fields = partial(model.checked, InputTokensRequest, policy=FIELDS, known=ResponsesRequest)
+        request, ignored = await prepared(body, check_fields)
         earlier, num_bytes = self._earlier(request.previous_response_id, context)
 
         def check() -> Conversation:
             if request.input is None and not earlier:
                 raise RequestError("input is required.", code="missing_required_parameter", param="input")
             new_items = [] if request.input is None else input_items(request.input)
-            model.check_name(model.model_name if request.model is None else request.model)
             return conversation(request, earlier + new_items, len(earlier))
 
         chat = await off_loop(num_bytes + len(body), check)
@@ -185,12 +184,6 @@ class ResponsesServing:
             stored.run.abort()
         return json_response(DeletedResponse(stored.id))
 
-    def _checked(self, kind: type[_Request], raw: Mapping[str, Any]) -> tuple[list[str], _Request]:
-        """The fields of `raw` that are ignored, and the request. Raises RequestError."""
-        # Whoever counts may send the whole request.
-        ignored = FIELDS.check(ResponsesRequest, raw, strict=self._model.server.strict_fields)
-        return ignored, validated(kind, raw)
-
     def _earlier(self, response_id: str | None, context: RequestContext) -> tuple[list[dict[str, Any]], int]:
         """The conversation that a request goes on from, and its bytes."""
         if response_id is None:
@@ -208,36 +201,36 @@ class ResponsesServing:
             raise RequestError("The previous response has not ended yet.", param="previous_response_id", status=409)
         return stored.conversation(), stored.num_bytes
 
-    def _in_background(self, stored: StoredResponse, context: RequestContext, *, streamed: bool) -> HttpResponse:
+    def _in_background(
+        self, stored: StoredResponse, writer: ResponseWriter, context: RequestContext, *, streamed: bool
+    ) -> AsyncGenerator[bytes, None]:
         queued = stored.builder.queue()
         if streamed:
             stored.log = EventLog()
             stored.log.append(queued)
         body = stored.builder.encoded()  # as it is before it begins
-        task = asyncio.create_task(self._make(stored, context))
+        task = asyncio.create_task(self._make(stored, writer, context))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         release = context.keep_slot()
         task.add_done_callback(lambda _: release())
-        if stored.log is not None:
-            return HttpResponse(stored.log.follow(), streamed=True)
-        return HttpResponse(in_parts(body), streamed=False)
+        return in_parts(body) if stored.log is None else stored.log.follow()
 
-    async def _make(self, stored: StoredResponse, context: RequestContext) -> None:
+    async def _make(self, stored: StoredResponse, writer: ResponseWriter, context: RequestContext) -> None:
         """Makes a background response to its end, whatever that is."""
         log = stored.log
         task = asyncio.current_task()
         assert task is not None, "a coroutine runs in a task"
         with self._requests.track(context, task) as request:
             try:
-                async with aclosing(self._events(stored, context)) as chunks:
+                async with aclosing(self._events(stored, writer, context, {})) as chunks:
                     async for chunk in chunks:
                         if log is not None:
                             log.append(chunk)
             except asyncio.CancelledError:
                 if request.error is None:
                     raise
-                last = _failed(stored.builder, request.error)
+                last = writer.failed(request.error)
                 if log is not None:
                     log.append(last)
             finally:
@@ -245,16 +238,21 @@ class ResponsesServing:
                     log.close()
                     self._store.grow(context.client, stored, log.num_bytes)
 
-    async def _whole(self, stored: StoredResponse, context: RequestContext) -> AsyncGenerator[bytes, None]:
-        async with aclosing(self._events(stored, context)) as chunks:
+    async def _whole(
+        self, stored: StoredResponse, writer: ResponseWriter, context: RequestContext, headers: dict[str, str]
+    ) -> AsyncGenerator[bytes, None]:
+        async with aclosing(self._events(stored, writer, context, {})) as chunks:
             async for _ in chunks:
                 pass
         if stored.error is not None:
             raise stored.error
-        for part in gathered(stored.builder.encoded()):
+        headers["server-timing"] = writer.run.server_timing()
+        for part in gathered(writer.whole()):
             yield part
 
-    async def _events(self, stored: StoredResponse, context: RequestContext) -> AsyncGenerator[bytes, None]:
+    async def _events(
+        self, stored: StoredResponse, writer: ResponseWriter, context: RequestContext, headers: dict[str, str]
+    ) -> AsyncGenerator[bytes, None]:
         """Runs the request and builds its response; yields its events.
 
         Raises:
@@ -265,8 +263,8 @@ class ResponsesServing:
             if builder.response.store and not builder.response.background:
                 # Not before it starts: what never starts never ends, and would be kept for good.
                 self._store.put(context.client, stored)
-            async with aclosing(self._steps(stored)) as steps:
-                async for chunk in steps:
+            async with aclosing(answer_parts(writer, headers, streamed=True)) as chunks:
+                async for chunk in chunks:
                     yield chunk
         except Exception as error:
             connected = self._model.engine.connected
@@ -274,47 +272,12 @@ class ResponsesServing:
             if not builder.begun:
                 self._store.discard(context.client, stored)
                 raise stored.error from error
-            yield _failed(builder, stored.error)
+            yield writer.failed(stored.error)
         finally:
-            run = stored.run
-            assert run is not None, "a response is made once"
-            builder.abandon(run.usage())  # unless it has ended, its reader went away
+            builder.abandon(writer.run.usage())  # unless it has ended, its reader went away
             stored.run = None
             stored.ended.set()
             self._store.grow(context.client, stored, builder.num_bytes)
-
-    async def _steps(self, stored: StoredResponse) -> AsyncGenerator[bytes, None]:
-        builder, run = stored.builder, stored.run
-        assert run is not None, "a response is made once"
-        begun = False
-        reason = FinishReason.ABORT
-        logprobs: list[TokenLogprob] = []  # of tokens whose text is yet to come
-        async with aclosing(run.deltas()) as steps:
-            async for deltas in steps:
-                chunk = b"" if begun else builder.begin()
-                begun = True
-                for delta in deltas:
-                    logprobs += self._logprobs(run, delta)
-                    for event in delta.events:
-                        # Only text has log probabilities; those of thinking and of calls have no place to be shown.
-                        chunk += (
-                            builder.say(event.text, logprobs) if isinstance(event, Content) else tell(builder, event)
-                        )
-                        logprobs = []
-                    reason = delta.finish_reason or reason
-                yield chunk
-        usage = run.usage()
-        cancelled, cut = reason is FinishReason.ABORT, reason is FinishReason.LENGTH
-        for part in gathered(builder.cancel(usage) if cancelled else builder.finish(usage, cut=cut)):
-            yield part
-            await asyncio.sleep(0)  # not everyone who reads the events sends them
-
-    def _logprobs(self, run: Run, delta: Delta) -> Iterable[TokenLogprob]:
-        if not delta.logprobs:
-            return ()
-        tokenizer = self._model.tokenizer
-        sampling = run.job.sampling[0][0]
-        return token_logprobs(sampling, delta.token_ids, delta.logprobs, tokenizer, tokenizer.token_text)
 
 
 def _page(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> tuple[Sequence[dict[str, Any]], bool]:
@@ -335,11 +298,6 @@ def _page(items: Sequence[dict[str, Any]], query: Mapping[str, str]) -> tuple[Se
             raise RequestError(f"after: this response has no item {after[:100]!r}.", param="after")
         ordered = ordered[place + 1 :]
     return ordered[: int(limit)], len(ordered) > int(limit)
-
-
-def _failed(builder: ResponseBuilder, error: RequestError) -> bytes:
-    """The last event of a stream that `error` has ended."""
-    return builder.fail("server_error" if error.status >= 500 else error.code, str(error))
 
 
 def _response(request: ResponsesRequest, response_id: str, sampling: SamplingParams, model_name: str) -> Response:

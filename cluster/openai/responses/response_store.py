@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from cluster.openai.responses.builder import ResponseBuilder
 from cluster.openai.responses.event_log import EventLog
+from cluster.openai.responses.response_writer import ResponseBuilder
 from cluster.requests.job import Run
 from configs.errors import OverloadedError, RequestError
 

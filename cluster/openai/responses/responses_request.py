@@ -7,15 +7,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.json_schema import SkipJsonSchema
 
+from cluster.openai.openai_request import CalledName, FunctionParam
 from cluster.requests.fields import STYLING, UNSUPPORTED, FieldPolicy, neutral
-from cluster.requests.sampling_fields import SamplingFields
+from cluster.requests.sampling_fields import JsonObjectParam, SamplingFields, TextFormatParam
 from cluster.requests.shapes import (
     MAX_TOKENS,
     MAX_TOOLS,
-    ArgumentsSchema,
     Checked,
-    Description,
-    FunctionName,
     ReasoningEffort,
     Shape,
     filled,
@@ -100,23 +98,13 @@ _Input = str | Annotated[list[_InputItem], Field(min_length=1, fail_fast=True), 
 # --- The request ------------------------------------------------------------------------------------------------------
 
 
-class FunctionTool(Shape):
+class FunctionTool(FunctionParam):
     """A function the model may call."""
 
     type: Literal["function"] | None = None
-    name: FunctionName
-    description: Description | None = None
-    parameters: ArgumentsSchema | None = None
-    strict: bool | None = None
 
 
-class AllowedFunction(Shape):
-    """One of the tools."""
-
-    name: FunctionName
-
-
-class NamedFunction(AllowedFunction):
+class NamedFunction(CalledName):
     """`tool_choice` of one function."""
 
     type: Literal["function"]
@@ -127,19 +115,7 @@ class AllowedTools(Shape):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[AllowedFunction] = Field(min_length=1, fail_fast=True)
-
-
-class TextFormat(Shape):
-    """Text of any form."""
-
-    type: Literal["text"]
-
-
-class JsonObjectFormat(Shape):
-    """Any JSON object."""
-
-    type: Literal["json_object"]
+    tools: list[CalledName] = Field(min_length=1, fail_fast=True)
 
 
 class JsonSchemaFormat(Shape):
@@ -155,7 +131,7 @@ class JsonSchemaFormat(Shape):
 class ResponseTextConfig(Shape):
     """How the text is written."""
 
-    format: Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")] | None = None
+    format: Annotated[TextFormatParam | JsonObjectParam | JsonSchemaFormat, Field(discriminator="type")] | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 

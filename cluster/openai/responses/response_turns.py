@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from cluster.openai.protocol import decoded_arguments
-from cluster.openai.responses.request import InputTokensRequest, JsonSchemaFormat, ResponsesRequest
+from cluster.openai.openai_request import decoded_arguments
+from cluster.openai.responses.responses_request import InputTokensRequest, JsonSchemaFormat, ResponsesRequest
 from cluster.openai.tool_fields import parse_tools
 from cluster.structured.spec import GrammarSpec, object_grammar, schema_grammar
 from cluster.text.conversation import Call, Conversation, Role, TemplateOption, Turn

@@ -1,6 +1,6 @@
 """What /v1/responses sends: the response object, its output items, and the events of a stream.
 
-Names and order of the fields are OpenAI's. Every struct is plain data; `builder` fills them.
+Names and order of the fields are OpenAI's. Every struct is plain data; `response_writer` fills them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A conversation to a job, for every route that speaks in turns: its prompt, and how its answer is read and bound."""
+"""A conversation to a run, for every route that speaks in turns: its prompt, and how its answer is read and bound."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import asyncio
 from collections.abc import Sequence
 
 from cluster.http.context import RequestContext
-from cluster.requests.job import Job, JobOptions
+from cluster.requests.fields import ignored_header
+from cluster.requests.job import JobOptions, Run
 from cluster.requests.sampling_fields import SamplingFields
 from cluster.requests.served_model import ServedModel
 from cluster.structured.spec import GrammarSpec, compiled_grammar, schema_grammar
 from cluster.text.answer_parser import AnswerFormat
 from cluster.text.conversation import Conversation
 from cluster.text.tools.grammar import after_reasoning
-from cluster.text.tools.request import ToolUse
+from cluster.text.tools.tool_use import ToolUse
 from configs.errors import RequestError
-from configs.schema import ServerConfig
 
 _ENDING_TOKENS = 16  # of a prompt: a tag and the whitespace after it
 
 
-async def chat_job(
+async def chat_run(
     model: ServedModel,
     prefix: str,
     conversation: Conversation,
@@ -28,17 +28,21 @@ async def chat_job(
     context: RequestContext,
     options: JobOptions,
     *,
+    ignored: Sequence[str],
     max_tokens: int | None,
     own_grammar: GrammarSpec | None = None,
     truncate_prompt_tokens: int | None = None,
-) -> Job:
-    """What a conversation asks of the engine.
+    needs_no_telling: str | None = None,
+) -> tuple[Run, dict[str, str]]:
+    """A conversation put to the engine, and the headers of its answer: the fields that are ignored, among them those
+    that the chat template does not read, and what showed the model its tools, calls or results, where there are any.
 
     Args:
         prefix: of the answer's id, e.g. `chatcmpl-`.
         max_tokens: None: as many as fit.
         own_grammar: as in `SamplingFields.grammar`.
         truncate_prompt_tokens: as in `ServedModel.truncated`.
+        needs_no_telling: a field that the model follows though its template does not read it.
 
     Raises:
         RequestError: with the path of the field at fault.
@@ -53,20 +57,14 @@ async def chat_job(
         prompt, max_tokens, default=model.default_max_tokens(prompt), param=conversation.param
     )
     grammar = await _grammar(model, fields.grammar(own_grammar), conversation.tools, form)
-    return model.job(prefix, fields, [prompt], [limit], context, options, form=form, grammar=grammar)
-
-
-def refuse_unread(unread: Sequence[str], server: ServerConfig) -> None:
-    """Raises RequestError where options that the template does not read may not be ignored."""
-    if unread and server.strict_fields:
+    job = model.job(prefix, fields, [prompt], [limit], context, options, form=form, grammar=grammar)
+    unread = [path for path in conversation.unread(model.tokenizer.template) if path != needs_no_telling]
+    if unread and model.server.strict_fields:
         raise RequestError(f"This model's chat template reads no {unread[0]}.", param=unread[0])
-
-
-def tool_header(model: ServedModel, conversation: Conversation) -> dict[str, str]:
-    """The header that names what showed the model its tools, calls or results; none where there are none."""
-    if conversation.tools is None and not conversation.speaks_of_tools:
-        return {}
-    return {"x-tool-template": model.formats.tool_template}
+    headers = ignored_header([*ignored, *unread])
+    if conversation.tools is not None or conversation.speaks_of_tools:
+        headers["x-tool-template"] = model.formats.tool_template
+    return model.run(job), headers
 
 
 async def _grammar(

@@ -1,0 +1,162 @@
+"""The answers of /v1/messages: one message made of what the model says, and the events that tell of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import msgspec
+
+from cluster.anthropic.message_objects import (
+    AnthropicError,
+    AnthropicMessage,
+    ContentBlock,
+    ContentBlockDelta,
+    ContentBlockStart,
+    ContentBlockStop,
+    InputJsonDelta,
+    MessageDelta,
+    MessageEvent,
+    MessageStart,
+    MessageStop,
+    MessageUsage,
+    Ping,
+    Stop,
+    StopReason,
+    TextBlock,
+    TextDelta,
+    ThinkingBlock,
+    ThinkingDelta,
+    ToolUseBlock,
+)
+from cluster.engine.messages import FinishReason
+from cluster.requests.answer import AnswerWriter
+from cluster.requests.blocks import BlockBuilder
+from cluster.requests.generation import Delta
+from cluster.requests.job import Run, Usage
+from cluster.text.tools.events import CallStarted, Content, Reasoning
+from configs.errors import RequestError
+
+_encode = msgspec.json.Encoder().encode
+_DELTAS: Mapping[type[ContentBlock], Callable[[str], TextDelta | ThinkingDelta | InputJsonDelta]] = {
+    TextBlock: TextDelta,
+    ThinkingBlock: ThinkingDelta,
+    ToolUseBlock: InputJsonDelta,
+}
+
+
+def sse(event: MessageEvent) -> bytes:
+    """`event` as a server-sent event with its name."""
+    return b"event: %s\ndata: %s\n\n" % (str(type(event).__struct_config__.tag).encode(), _encode(event))
+
+
+def message_usage(usage: Usage) -> MessageUsage:
+    """Tokens as Anthropic counts them: those found in the prefix cache apart."""
+    cached = usage.prompt_tokens_details.cached_tokens
+    return MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached)
+
+
+class MessageBuilder(BlockBuilder):
+    """One message as it grows: `begin`, any number of `tell`, `finish`."""
+
+    def __init__(self, message_id: str, model_name: str) -> None:
+        super().__init__()
+        self.message = AnthropicMessage(id=message_id, model=model_name, usage=MessageUsage(0, 0, 0))
+
+    def begin(self, usage: Usage) -> bytes:
+        """The message begins; `usage` counts the prompt."""
+        self.message.usage = message_usage(usage)
+        return sse(MessageStart(self.message)) + sse(Ping())
+
+    def finish(self, reason: StopReason, stop_sequence: str | None, usage: Usage) -> bytes:
+        """The model has ended."""
+        events = b"".join(self._close())
+        message = self.message
+        message.usage = message_usage(usage)
+        message.stop_reason, message.stop_sequence = reason, stop_sequence
+        return events + sse(MessageDelta(Stop(reason, stop_sequence), message.usage)) + sse(MessageStop())
+
+    def encoded(self) -> bytes:
+        """The finished message."""
+        return _encode(self.message)
+
+    @property
+    def _index(self) -> int:
+        return len(self.message.content) - 1
+
+    def _begun(self, event: Content | Reasoning | CallStarted) -> bytes:
+        block: ContentBlock
+        match event:
+            case Reasoning():
+                block = ThinkingBlock()
+            case Content():
+                block = TextBlock()
+            case CallStarted(_, call_id, name):
+                block = ToolUseBlock(call_id, name)
+        self.message.content.append(block)
+        return sse(ContentBlockStart(self._index, block))
+
+    def _grown(self, text: str) -> bytes:
+        return sse(ContentBlockDelta(self._index, _DELTAS[type(self.message.content[-1])](text)))
+
+    def _close(self) -> Iterator[bytes]:
+        if self._open is None:
+            return
+        block, text = self.message.content[-1], "".join(self._texts)
+        if isinstance(block, TextBlock):
+            block.text = text
+        elif isinstance(block, ThinkingBlock):
+            block.thinking = text
+        else:
+            block.input = _object(text)
+        self._open = None
+        yield sse(ContentBlockStop(self._index))
+
+
+class MessageWriter(AnswerWriter):
+    """Answers of /v1/messages."""
+
+    def __init__(self, run: Run, model_name: str, request_id: str) -> None:
+        """`request_id`: what an error in the stream names."""
+        super().__init__(run)
+        self._builder = MessageBuilder(run.job.id, model_name)
+        self._request_id = request_id
+        self._last: Delta | None = None
+        self._called = False
+
+    def events(self, deltas: Sequence[Delta]) -> Iterator[bytes]:
+        if self._last is None:
+            yield self._builder.begin(self.run.usage())
+        for delta in deltas:
+            for event in delta.events:
+                self._called = self._called or isinstance(event, CallStarted)
+                yield self._builder.tell(event)
+            self._last = delta
+
+    def end(self) -> Iterable[bytes]:
+        return (self._builder.finish(*self._stop(), self.run.usage()),)
+
+    def whole(self) -> Iterable[bytes]:
+        self.end()
+        return (self._builder.encoded(),)
+
+    def failed(self, error: RequestError) -> bytes:
+        return sse(AnthropicError.of(error, self._request_id))
+
+    def _stop(self) -> tuple[StopReason, str | None]:
+        """Why the model stopped, and the stop sequence that made it."""
+        last = self._last
+        assert last is not None, "a sequence ends with a delta"
+        if last.finish_reason is FinishReason.LENGTH:
+            return "max_tokens", None
+        if isinstance(last.stop_reason, str):
+            return "stop_sequence", last.stop_reason
+        return "tool_use" if self._called else "end_turn", None
+
+
+def _object(text: str) -> dict[str, object]:
+    """The JSON object `text` spells; empty where the model was cut off inside it, or wrote something else."""
+    try:
+        decoded = msgspec.json.decode(text or "{}")
+    except msgspec.DecodeError:
+        return {}
+    return decoded if isinstance(decoded, dict) else {}

@@ -1,0 +1,65 @@
+"""The routes /v1/messages and /v1/messages/count_tokens, from body to answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+from cluster.anthropic.message_objects import TokenCount
+from cluster.anthropic.message_turns import conversation, output_grammar
+from cluster.anthropic.message_writer import MessageWriter
+from cluster.anthropic.messages_request import FIELDS, CountTokensRequest, MessagesRequest
+from cluster.http.context import RequestContext
+from cluster.http.response import HttpResponse
+from cluster.requests import checks
+from cluster.requests.answer import answer, json_response
+from cluster.requests.chat_run import chat_run
+from cluster.requests.fields import ignored_header
+from cluster.requests.job import JobOptions
+from cluster.requests.json_body import prepared
+from cluster.requests.served_model import ServedModel
+from cluster.text.conversation import Conversation
+
+_Request = TypeVar("_Request", bound=CountTokensRequest)
+
+
+async def messages(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
+    """POST /v1/messages. Raises RequestError for a bad request."""
+    request, ignored, chat = await prepared(body, partial(_checked, model, MessagesRequest))
+    fields = request
+    if request.stop_sequences is not None:
+        stops = checks.stops(request.stop_sequences, "stop_sequences", model.server)
+        fields = request.model_copy(update={"stop": list(stops.values())})
+    thinking = request.thinking
+    as_asked = thinking is not None and (thinking.type == "enabled") == (model.formats.reasoning is not None)
+    run, headers = await chat_run(
+        model,
+        "msg_",
+        chat,
+        fields,
+        context,
+        JobOptions(),
+        ignored=ignored,
+        max_tokens=request.max_tokens,
+        own_grammar=output_grammar(request),
+        needs_no_telling="thinking" if as_asked else None,
+    )
+    writer = MessageWriter(run, model.model_name, context.request_id)
+    return answer(writer, streamed=bool(request.stream), headers=headers)
+
+
+async def count_tokens(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
+    """POST /v1/messages/count_tokens. Raises RequestError for a bad request."""
+    _, ignored, chat = await prepared(body, partial(_checked, model, CountTokensRequest))
+    count = TokenCount(len(await model.prompts.encode_chat(chat)))
+    return json_response(count, ignored_header(ignored))
+
+
+def _checked(
+    model: ServedModel, kind: type[_Request], raw: Mapping[str, Any]
+) -> tuple[_Request, list[str], Conversation]:
+    """A request, the fields that are ignored, and what it has the model go on with. Raises RequestError."""
+    # Whoever counts may send the whole request.
+    request, ignored = model.checked(kind, raw, FIELDS, MessagesRequest)
+    return request, ignored, conversation(request)

@@ -1,0 +1,249 @@
+"""The route /generate, SGLang's own: texts or token ids in, text, ids and log probabilities out.
+
+What RL trainers and evaluation harnesses speak: no messages, no model name, one prompt or a batch of them, and for each
+parameter one value or one for each prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Annotated, Any, NamedTuple, TypeVar
+
+from pydantic import ConfigDict, Field
+
+from cluster.http.context import RequestContext
+from cluster.http.response import HttpResponse
+from cluster.native.native_answer import Asked, NativeWriter
+from cluster.requests import checks
+from cluster.requests.answer import answer
+from cluster.requests.fields import STYLING, UNSUPPORTED, FieldPolicy, ignored_header, neutral
+from cluster.requests.job import Job, JobOptions
+from cluster.requests.json_body import below, prepared
+from cluster.requests.sampling_fields import SamplingFields
+from cluster.requests.served_model import ServedModel
+from cluster.requests.shapes import MAX_SEQUENCES, MAX_TOKENS, IdLists, Shape, Texts, exactly_one
+from configs.errors import RequestError
+from worker.protocol import MAX_ROW_ASKED
+
+_DEFAULT_NEW_TOKENS = 128
+_T = TypeVar("_T")
+_ForEach = Annotated[list[_T], Field(max_length=MAX_SEQUENCES)]
+"""A value for each prompt."""
+
+_Count = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+_Start = Annotated[int, Field(ge=-1, le=MAX_TOKENS)]
+_Asked = Annotated[list[int], Field(fail_fast=True)]
+_Rid = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")]
+
+
+class NativeSampling(SamplingFields):
+    """`sampling_params`: every sampling field of the other routes, and SGLang's names."""
+
+    max_new_tokens: _Count | None = None
+    """None: 128. 0: only the prompt is of interest."""
+    min_new_tokens: _Count | None = None
+    sampling_seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
+    n: int | None = Field(None, ge=1)
+
+
+class NativeRequest(Shape):
+    """POST /generate: `text` or `input_ids`."""
+
+    model_config = ConfigDict(json_schema_extra=exactly_one(text=["string", "array"], input_ids="array"))
+
+    text: Texts | None = None
+    input_ids: IdLists | None = None
+    sampling_params: NativeSampling | Annotated[list[NativeSampling], Field(fail_fast=True)] | None = None
+    rid: _Rid | _ForEach[_Rid] | None = None
+    """`meta_info.id` of the answer."""
+    return_logprob: bool | _ForEach[bool] | None = None
+    logprob_start_len: _Start | _ForEach[_Start] | None = None
+    """Position in the prompt from which its tokens' log probabilities are wanted too; -1: none."""
+    top_logprobs_num: _Count | _ForEach[_Count] | None = None
+    token_ids_logprob: _Asked | _ForEach[_Asked] | None = None
+    """Tokens whose log probabilities are wanted at every place of the answer."""
+    return_text_in_logprobs: bool | None = None
+    stream: bool | None = None
+    priority: int | None = Field(None, ge=-(2**53) + 1, le=2**53 - 1)
+    """Lower goes first."""
+
+
+_SAMPLING = FieldPolicy(
+    {**UNSUPPORTED, "structural_tag": neutral()},
+    frozenset({"spaces_between_special_tokens", "stream_interval"}),
+    STYLING,
+)
+_FIELDS = FieldPolicy(
+    {
+        "audio_data": neutral(),
+        "bootstrap_host": neutral(),
+        "custom_logit_processor": neutral(),
+        "image_data": neutral(),
+        "input_embeds": neutral(),
+        "lora_path": neutral(),
+        "return_hidden_states": neutral(False),
+        "session_params": neutral(),
+        "video_data": neutral(),
+    },
+    frozenset({"background", "log_metrics", "modalities", "model", "return_bytes", "user"}),
+)
+
+
+class _Checked(NamedTuple):
+    """A request whose fields are as they should be: for each prompt what is asked of it."""
+
+    request: NativeRequest
+    prompts: list[list[int]]
+    is_batch: bool
+    sampling: list[NativeSampling]
+    asked: list[Asked]
+    ignored: list[str]
+
+
+async def generate(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
+    """POST /generate. Raises RequestError for a bad request."""
+    checked = await prepared(body, partial(_checked, model))
+    request, count = checked.request, len(checked.prompts)
+    job = await _job(model, checked, context)
+    own_names = [f"{job.id}-{i}" for i in range(count)] if count > 1 else [job.id]
+    names = own_names if request.rid is None else _spread(request.rid, count, "", "rid")
+    writer = NativeWriter(
+        model.run(job),
+        model.tokenizer,
+        checked.asked,
+        names,
+        as_list=checked.is_batch or job.num_choices > 1,
+        with_text=bool(request.return_text_in_logprobs),
+    )
+    return answer(writer, streamed=bool(request.stream), headers=ignored_header(checked.ignored))
+
+
+def _checked(model: ServedModel, raw: Mapping[str, Any]) -> _Checked:
+    request, ignored = model.checked(NativeRequest, raw, _FIELDS)
+    prompts = _prompts(model, request)
+    count = len(prompts)
+    sampling = _sampling(model, request, raw, count)
+    with_logprobs = _spread(request.return_logprob, count, False, "return_logprob")
+    starts = _spread(request.logprob_start_len, count, -1, "logprob_start_len")
+    tops = _spread(request.top_logprobs_num, count, 0, "top_logprobs_num")
+    tokens = _spread_ids(request.token_ids_logprob, count)
+    asked = [
+        Asked(logprobs, start if logprobs else -1, top if logprobs else 0, ids if logprobs else [])
+        for logprobs, start, top, ids in zip(with_logprobs, starts, tops, tokens, strict=True)
+    ]
+    _check(model, asked, sampling, prompts)
+    is_batch = not (isinstance(request.text, str) or (request.input_ids and isinstance(request.input_ids[0], int)))
+    return _Checked(request, prompts, is_batch, sampling, asked, ignored)
+
+
+def _prompts(model: ServedModel, request: NativeRequest) -> list[list[int]]:
+    if (request.text is None) == (request.input_ids is None):
+        raise RequestError("Give either text or input_ids.", code="missing_required_parameter", param="text")
+    given = checks.prompts(request.text or request.input_ids, "input_ids", model.vocab_size)
+    return [model.prompts.encode(entry) if isinstance(entry, str) else entry for entry in given]
+
+
+def _sampling(model: ServedModel, request: NativeRequest, raw: Mapping[str, Any], count: int) -> list[NativeSampling]:
+    given = request.sampling_params or NativeSampling()
+    path = "sampling_params"
+    sampling = given if isinstance(given, list) else [given] * count
+    if len(sampling) != count:
+        raise RequestError(f"{path} must be one object, or one for each of {count} prompts.", param=path)
+    fields = raw.get(path) or {}
+    own_paths = [f"{path}[{i}]" for i in range(count)] if isinstance(fields, list) else [path]
+    for own_path, entry in zip(own_paths, fields if isinstance(fields, list) else [fields], strict=True):
+        try:
+            _SAMPLING.check(NativeSampling, entry, strict=model.server.strict_fields)
+        except RequestError as error:
+            raise below(own_path, error) from error
+    return sampling
+
+
+def _check(
+    model: ServedModel, asked: Sequence[Asked], sampling: Sequence[NativeSampling], prompts: Sequence[list[int]]
+) -> None:
+    server = model.server
+    num_choices = sampling[0].n or 1
+    if any((fields.n or 1) != num_choices for fields in sampling):
+        raise RequestError("n must be the same for all prompts.", param="sampling_params")
+    checks.num_sequences(num_choices, len(prompts), "sampling_params.n", server)
+    for wanted in asked:
+        checks.num_logprobs(wanted.num_top, "top_logprobs_num", server)
+        if len(wanted.token_ids) > MAX_ROW_ASKED:
+            message = f"token_ids_logprob has more than {MAX_ROW_ASKED} tokens for a prompt."
+            raise RequestError(message, param="token_ids_logprob")
+        checks.check_token_ids(wanted.token_ids, "token_ids_logprob", model.vocab_size)
+        if wanted.token_ids and wanted.start >= 0:
+            raise RequestError(
+                "token_ids_logprob is for the answer's tokens; it needs logprob_start_len=-1.",
+                code="unsupported_parameter",
+                param="token_ids_logprob",
+            )
+
+
+async def _job(model: ServedModel, checked: _Checked, context: RequestContext) -> Job:
+    """One job of one for each prompt, which may differ in all but how their texts end."""
+    request, prompts = checked.request, checked.prompts
+    single = len(prompts) == 1
+    jobs = []
+    for i, (prompt, given, wanted) in enumerate(zip(prompts, checked.sampling, checked.asked, strict=True)):
+        await asyncio.sleep(0)  # each may allow as many tokens as there are
+        param = "text" if request.input_ids is None else "input_ids"
+        limit = model.checked_max_tokens(
+            prompt,
+            given.max_new_tokens,
+            default=min(_DEFAULT_NEW_TOKENS, model.room(prompt)),
+            param=param if single else f"{param}[{i}]",
+        )
+        fields = given.model_copy(
+            update={
+                "seed": given.seed if given.sampling_seed is None else given.sampling_seed,
+                "min_tokens": given.min_tokens if given.min_new_tokens is None else given.min_new_tokens,
+                "logprob_token_ids": wanted.token_ids or None,
+            }
+        )
+        try:
+            job = model.job(
+                "",
+                fields,
+                [prompt],
+                [limit],
+                context,
+                JobOptions(
+                    num_choices=given.n or 1,
+                    num_logprobs=wanted.num_top if wanted.logprobs else -1,
+                    num_prompt_logprobs=wanted.num_top if wanted.start >= 0 else -1,
+                    priority=request.priority or 0,
+                ),
+                grammar=await model.grammar(fields),
+            )
+        except RequestError as error:
+            raise below("sampling_params" if single else f"sampling_params[{i}]", error) from error
+        jobs.append(job)
+    if any(job.text != jobs[0].text for job in jobs):
+        raise RequestError(
+            "stop, stop_regex, no_stop_trim, skip_special_tokens and max_new_tokens=0 must be the same for all "
+            "prompts.",
+            param="sampling_params",
+        )
+    return replace(jobs[0], prompts=prompts, sampling=[job.sampling[0] for job in jobs])
+
+
+def _spread(value: _T | list[_T] | None, count: int, default: _T, param: str) -> list[_T]:
+    """One value for each prompt."""
+    if isinstance(value, list):
+        if len(value) != count:
+            raise RequestError(f"{param} must be one value, or one for each of {count} prompts.", param=param)
+        return value
+    return [default if value is None else value] * count
+
+
+def _spread_ids(value: list[int] | list[list[int]] | None, count: int) -> list[list[int]]:
+    """Token ids for each prompt."""
+    ids: list[Any] = list(value or ())
+    if ids and isinstance(ids[0], list):
+        return _spread(ids, count, [], "token_ids_logprob")
+    return [ids] * count

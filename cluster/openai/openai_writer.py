@@ -1,0 +1,168 @@
+"""What answers of chats and completions have in common: choices, log probabilities, and the chunks of a stream."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from cluster.engine.client import WholePromptLogprobs
+from cluster.engine.messages import FinishReason, SamplingParams, TokenLogprobs
+from cluster.openai.echo import prompt_logprobs_json
+from cluster.openai.openai_request import ChatRequest, CompletionRequest
+from cluster.openai.wire import ChatChunk, Completion, PromptLogprobsJson, Reason, TokenLogprob, TopLogprob
+from cluster.requests.answer import AnswerWriter
+from cluster.requests.generation import Delta
+from cluster.requests.job import Run, Usage
+from cluster.requests.json_parts import DONE, event_parts, finite, long_list
+from cluster.requests.served_model import ServedModel
+from cluster.text.tokenizer import Tokenizer
+from cluster.text.tools.events import Event
+
+REASONS: dict[FinishReason, Reason] = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.ABORT: "abort",
+}
+_encode = msgspec.json.Encoder().encode
+_MARK = "\ue000text\ue000"
+
+
+class Collected:
+    """The deltas of one choice of a whole answer."""
+
+    def __init__(self) -> None:
+        self.text: list[str] = []
+        self.events: list[Event] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.text_offsets: list[int] = []
+        self.prompt_logprobs: WholePromptLogprobs | None = None
+        self.finish_reason: FinishReason = FinishReason.ABORT
+        self.stop_reason: int | str | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.text.append(delta.text)
+        self.events += delta.events
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        self.text_offsets += delta.text_offsets
+        self.prompt_logprobs = self.prompt_logprobs or delta.prompt_logprobs
+        if delta.finish_reason is not None:
+            self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+
+class OpenAIWriter(AnswerWriter):
+    """Writes the answer to a request of chats or completions."""
+
+    _chunk: type[ChatChunk | Completion]
+
+    def __init__(self, run: Run, request: ChatRequest | CompletionRequest, model: ServedModel) -> None:
+        super().__init__(run)
+        self._job = run.job
+        self._model = model
+        self._tokenizer = model.tokenizer
+        self._created = int(time.time())
+        self._num_logprobs = request.num_logprobs
+        self._num_prompt_logprobs = request.num_prompt_logprobs
+        self._shows_ids = bool(request.return_token_ids)
+        self._names_ids = bool(request.return_tokens_as_token_ids)
+        self._include_usage = request.include_usage
+        self._usage_in_all = request.continuous_usage
+        self._collected: defaultdict[int, Collected] = defaultdict(Collected)
+        self._text_only = self._num_logprobs < 0 and not self._shows_ids and not self._usage_in_all
+        self._frames: dict[int, tuple[bytes, bytes]] = {}  # what stands around the text of a choice's chunks
+
+    def add(self, deltas: Sequence[Delta]) -> None:
+        for delta in deltas:
+            self._collected[delta.index].add(delta)
+
+    def end(self) -> Iterable[bytes]:
+        return (self._event([], self.run.usage()), DONE) if self._include_usage else (DONE,)
+
+    def _text_chunk(self, index: int, text: str) -> bytes:
+        """A chunk that shows nothing but text, as most do: what stands around it is encoded once."""
+        frame = self._frames.get(index)
+        if frame is None:
+            before, _, after = self._event([self._text_choice(index, _MARK)]).rpartition(_encode(_MARK))
+            frame = self._frames[index] = before, after
+        return frame[0] + _encode(text) + frame[1]
+
+    @abstractmethod
+    def _text_choice(self, index: int, text: str) -> msgspec.Struct:
+        """The choice of such a chunk."""
+
+    def _event(self, choices: Sequence[msgspec.Struct], usage: Usage | None = None, **more: Any) -> bytes:
+        return b"".join(self._event_parts(choices, usage, **more))
+
+    def _event_parts(
+        self, choices: Sequence[msgspec.Struct], usage: Usage | None = None, **more: Any
+    ) -> Iterator[bytes]:
+        """A chunk of a stream. Any: `more` are fields that not every chunk has."""
+        # Null in every chunk but the last one, absent when not asked for.
+        shown: Any = usage or (None if self._include_usage else msgspec.UNSET)
+        if self._usage_in_all:
+            shown = self.run.usage()
+        return event_parts(self._headed(self._chunk, choices, shown, **more))
+
+    def _headed(self, kind: Callable[..., msgspec.Struct], choices: object, usage: object, **more: Any) -> Any:
+        """A `kind` with what every message of this answer has."""
+        model = self._model
+        return kind(self._job.id, self._created, model.model_name, choices, usage, model.system_fingerprint, **more)
+
+    def _token_ids(self, ids: list[int]) -> list[int] | msgspec.UnsetType:
+        return ids if self._shows_ids else msgspec.UNSET
+
+    def _has_tokens(self, delta: Delta) -> bool:
+        """Whether `delta` has something to show of its tokens besides their text."""
+        return bool(delta.logprobs or (self._shows_ids and delta.token_ids))
+
+    def _name(self, token_id: int) -> str:
+        """A token in log probabilities."""
+        return f"token_id:{token_id}" if self._names_ids else self._tokenizer.token_text(token_id)
+
+    def _whole_prompt_logprobs(self, index: int) -> WholePromptLogprobs | None:
+        # Every choice of a prompt has the same; the first one asked for them.
+        return self._collected[index - index % self._job.num_choices].prompt_logprobs
+
+    def _prompt_logprobs(self, index: int) -> PromptLogprobsJson | msgspec.UnsetType:
+        k, whole = self._num_prompt_logprobs, self._whole_prompt_logprobs(index)
+        if k < 0 or whole is None:
+            return msgspec.UNSET
+        return long_list(prompt_logprobs_json(whole, self._job.prompt_of(index), k, self._tokenizer))
+
+
+def top_logprobs(sampling: SamplingParams, row: TokenLogprobs, sampled: int) -> list[tuple[int, float]]:
+    """(id, logprob) of the k likeliest, of those asked for by id, and of the sampled token when it is not there."""
+    k, extra = sampling.num_logprobs, len(sampling.logprob_token_ids)
+    pairs = row.top
+    top = dict(pairs[:k])
+    if extra:
+        for id_, logprob in pairs[-extra:]:
+            top.setdefault(id_, logprob)
+    if k:
+        top.setdefault(sampled, row.logprob)
+    return [(id_, finite(logprob)) for id_, logprob in top.items()]
+
+
+def token_logprobs(
+    sampling: SamplingParams,
+    token_ids: Sequence[int],
+    rows: Sequence[TokenLogprobs],
+    tokenizer: Tokenizer,
+    name: Callable[[int], str],
+) -> Iterator[TokenLogprob]:
+    """Each of `token_ids` as the answers of chats show it.
+
+    Args:
+        rows: one for each token.
+        name: what a token is called.
+    """
+    raw = tokenizer.token_bytes
+    for token, row in zip(token_ids, rows, strict=True):
+        top = [TopLogprob(name(id_), logprob, tuple(raw(id_))) for id_, logprob in top_logprobs(sampling, row, token)]
+        yield TokenLogprob(name(token), finite(row.logprob), tuple(raw(token)), tuple(top))
