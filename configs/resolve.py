@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel
 
-from configs.attention import AttentionNeeds, Feature, LatentShape, Phase, check_backend, choose_backend
+from configs.attention import BACKENDS, AttentionNeeds, Feature, LatentShape, Phase, check_backend, choose_backend
 from configs.checkpoint import model_name
 from configs.errors import ConfigError
 from configs.kv_pages import cut_max_model_len, num_kv_pages
@@ -159,6 +159,15 @@ def check_settings(config: EngineConfig) -> None:
             f"parallel.all_reduce={all_reduce} needs all ranks on one node, but placement.strategy="
             f"{config.placement.strategy} may spread them; choose STRICT_PACK, or auto"
         )
+
+
+def asks_for_gpus(config: EngineConfig) -> bool:
+    """Whether the ranks can run on GPUs alone: `device` says so, or with `device: auto` another setting does."""
+    attention = config.attention
+    names = attention.backend, attention.prefill_backend, attention.decode_backend
+    only = any(name in BACKENDS and BACKENDS[name].device == "cuda" for name in names)
+    only |= config.parallel.all_reduce in (ONE_NODE_STRATEGY["cuda"], ANY_NODES_STRATEGY["cuda"])
+    return config.device == "cuda" or (config.device == "auto" and only)
 
 
 def default_max_num_seqs(*, on_gpu: bool) -> int:

@@ -125,6 +125,14 @@ def test_check_says_what_shows_the_model_tools(template: Any, words: str, tmp_pa
     assert f"tools      {words}" in result.stdout.splitlines()
 
 
+@pytest.mark.parametrize("override", ["attention.backend=triton", "parallel.all_reduce=nccl"])
+def test_what_only_gpus_have_is_no_mistake_before_the_cluster_is_known(smollm2_path: Path, override: str) -> None:
+    result = run("check", CONFIG, "--set", override)
+    assert result.returncode == 0, result.stderr
+    assert "GPU" in result.stdout
+    assert_refused(run("check", CONFIG, "--set", override, "--set", "device=cpu"), override, "needs GPUs")
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [

@@ -24,7 +24,7 @@ from configs.layers import Axis, HeadGroups
 from configs.load import AppConfig, all_settings
 from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
-from configs.resolve import Decision, HostFacts, ResolvedConfig, resolve
+from configs.resolve import Decision, HostFacts, ResolvedConfig, asks_for_gpus, resolve
 from configs.schema import EngineConfig, resolved
 from parallel.plan import ShardPlan
 
@@ -45,7 +45,7 @@ def print_plan(
     """Prints model, ranks, memory and placement of one config file.
 
     Args:
-        gpus: whether the ranks run on GPUs; None takes the config's word, and cpu for `device: auto`.
+        gpus: whether the ranks run on GPUs; None takes the config's word, and cpu where `device: auto` leaves both.
         gpu_memory_bytes: of each GPU; also shows which numbers of them hold the model, and how many tokens beside it.
         settings: also shows every setting, its value and where that comes from.
 
@@ -54,7 +54,7 @@ def print_plan(
     """
     console = console or Console(highlight=False)
     config = app.engine
-    on_gpus = config.device == "cuda" or gpu_memory_bytes is not None if gpus is None else gpus
+    on_gpus = asks_for_gpus(config) or gpu_memory_bytes is not None if gpus is None else gpus
     model_path = resolve_model_path(config.model, config.revision, weights=config.has_local_weights)
     model = read_model_config(model_path)
     # One GPU a rank is what the placement will ask for; whether the cluster has them is checked when it is joined.

@@ -37,6 +37,7 @@ from cluster.serve.session import Session, check_port_free, cluster_address, ray
 from configs.addresses import host_and_port
 from configs.errors import ConfigError, EngineError
 from configs.load import AppConfig, load_app_config
+from configs.resolve import asks_for_gpus
 
 _POLL_S = 0.25
 _WATCH_S = 1.0
@@ -93,7 +94,7 @@ class ServingJob:
         self._trap_signals()
         config = self._config.engine
         if config.is_local_model:
-            describe(config, gpus=config.device == "cuda", announce=False)
+            describe(config, gpus=asks_for_gpus(config), announce=False)
             check_checkpoint(config)
         if self._address is None:
             if detach:
