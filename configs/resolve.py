@@ -165,7 +165,7 @@ def asks_for_gpus(config: EngineConfig) -> bool:
     """Whether the ranks can run on GPUs alone: `device` says so, or with `device: auto` another setting does."""
     attention = config.attention
     names = attention.backend, attention.prefill_backend, attention.decode_backend
-    only = any(name in BACKENDS and BACKENDS[name].device == "cuda" for name in names)
+    only = any(spec.device == "cuda" for name, spec in BACKENDS.items() if name in names)
     only |= config.parallel.all_reduce in (ONE_NODE_STRATEGY["cuda"], ANY_NODES_STRATEGY["cuda"])
     return config.device == "cuda" or (config.device == "auto" and only)
 
