@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import ClassVar
 
 from configs.layers import FINEST_EXPERT_GRANULE, Axis, Columns, Cut, Role, TensorSpec
 
@@ -24,6 +25,15 @@ class BiasedMixture:
     """Columns of one expert."""
     limit: float
     alpha: float
+
+    norm_topk_prob: ClassVar = True
+    round_weights: ClassVar = False
+    weight_scale: ClassVar = 1.0
+    num_groups: ClassVar = 1
+    top_groups: ClassVar = 1
+    shared: ClassVar = None
+    shared_gate: ClassVar = None
+    # Their meaning is that of MixtureOfExperts.
 
     @property
     def router(self) -> TensorSpec:

@@ -32,7 +32,7 @@ from tests.family_checks import (
     check_greedy_tokens,
 )
 from tests.test_models import Case, check_logits, save
-from worker.layers.biased_experts import BiasedExperts
+from worker.layers.experts import Experts
 from worker.weights import expected_shapes
 
 CPU = torch.device("cpu")
@@ -297,7 +297,7 @@ def test_experts_with_biases_are_refused_on_gpus(tmp_path: Path) -> None:
     group = TensorParallelGroup(rank=0, size=1, device=cuda, collectives=None)
     place = LayerPlace(ShardPlan.create(model, 1).layers[0], group, FAST, torch.bfloat16, cuda)
     with pytest.raises(ConfigError, match=r"experts with biases \(gpt_oss\) are not computed on GPUs yet"):
-        BiasedExperts(_biased(model), place)
+        Experts.of(_biased(model), place)
 
 
 def _biased(model: ModelConfig) -> BiasedMixture:

@@ -11,15 +11,21 @@ from abc import ABC, abstractmethod
 import torch
 import torch.nn.functional as F
 
+from configs.biased_mixture import BiasedMixture
 from configs.errors import ConfigError
 from configs.layers import Axis, Cut, DenseMLP, MixtureOfExperts
 from parallel.fused_sum import PartialSum
 from parallel.numerics.arithmetic import LayerPlace
+from parallel.numerics.kernels.cpu_products import TILE, mixed_products, pack
+from parallel.numerics.kernels.cpu_products import Mixture as Mixed
 from parallel.numerics.weight import CpuWeight, TensorSource
-from worker.kernels.cpu_pointwise import act_and_mul, softmax
+from parallel.plan import Span
+from worker.kernels.cpu_pointwise import act_and_mul, clamped_act_and_mul, softmax
 from worker.layers.mlp import MLP
-from worker.layers.routed_experts import RoutedExperts, choose, top
 from worker.layers.step import Padding
+
+Mixture = MixtureOfExperts | BiasedMixture
+_CUT = Cut(Axis.EXPERT_COLUMNS, 1)
 
 
 class Experts(ABC):
@@ -28,8 +34,8 @@ class Experts(ABC):
     Raises ConfigError where the experts' activation is not silu.
     """
 
-    def __init__(self, spec: MixtureOfExperts, place: LayerPlace) -> None:
-        if spec.hidden_act != "silu":
+    def __init__(self, spec: Mixture, place: LayerPlace) -> None:
+        if isinstance(spec, MixtureOfExperts) and spec.hidden_act != "silu":
             raise ConfigError(f"hidden_act={spec.hidden_act} of a mixture of experts is not silu")
         self._spec = spec
         self._columns = place.shard[Axis.EXPERT_COLUMNS]
@@ -37,7 +43,7 @@ class Experts(ABC):
         self._shared = None if spec.shared is None else MLP(spec.shared, place)
 
     @staticmethod
-    def of(spec: MixtureOfExperts, place: LayerPlace) -> Experts:
+    def of(spec: Mixture, place: LayerPlace) -> Experts:
         """As the place's device computes them."""
         return (CudaExperts if place.device.type == "cuda" else CpuExperts)(spec, place)
 
@@ -81,8 +87,11 @@ class CudaExperts(Experts):
             chosen from the best groups.
     """
 
-    def __init__(self, spec: MixtureOfExperts, place: LayerPlace) -> None:
+    def __init__(self, spec: Mixture, place: LayerPlace) -> None:
+        if isinstance(spec, BiasedMixture):
+            raise ConfigError("experts with biases (gpt_oss) are not computed on GPUs yet; set device=cpu")
         super().__init__(spec, place)
+        self._experts = spec.experts
         width, unit = self._columns.size, place.arithmetic.choose(fast=32, exact=1)
         if width % unit:
             raise ConfigError(
@@ -94,11 +103,10 @@ class CudaExperts(Experts):
                 f"experts of the best {spec.top_groups} of {spec.num_groups} groups are not chosen on GPUs yet; set "
                 "device=cpu"
             )
-        cut = Cut(Axis.EXPERT_COLUMNS, 1)
         beside = None if spec.shared is None else spec.shared.down.cut
-        leaves = place.arithmetic.leaves(cut, place)
+        leaves = place.arithmetic.leaves(_CUT, place)
         self._leaf, self._nodes = place.arithmetic.choose(fast=(None, ()), exact=(leaves.width, leaves.nodes))
-        self.rank_sum = place.arithmetic.rank_sum(spec.hidden_size, cut, place, of_weight=False, beside=beside)
+        self.rank_sum = place.arithmetic.rank_sum(spec.hidden_size, _CUT, place, of_weight=False, beside=beside)
         # fp32 from the product on, since bf16 logits often tie, and then choose other experts.
         self._router = self._empty_router(place.dtype, place.device)
         self._w13 = place.empty(spec.num_experts, 2 * width, spec.hidden_size)
@@ -106,7 +114,7 @@ class CudaExperts(Experts):
 
     def load(self, source: TensorSource, prefix: str) -> None:
         self._load_router(source, prefix, self._router)
-        for expert, gate_up, down in zip(self._spec.experts, self._w13, self._w2, strict=True):
+        for expert, gate_up, down in zip(self._experts, self._w13, self._w2, strict=True):
             self._read_expert(source, prefix, expert, gate_up, down)
 
     def __call__(self, x: torch.Tensor, padding: Padding) -> torch.Tensor | PartialSum:
@@ -148,34 +156,76 @@ class CudaExperts(Experts):
 
 
 class CpuExperts(Experts):
-    """By chains that follow from a token alone; a shared expert has a sum over the ranks of its own."""
+    """Experts by kernels in C, by chains that follow from a token alone. A shared expert has a sum of its own.
 
-    def __init__(self, spec: MixtureOfExperts, place: LayerPlace) -> None:
+    Each leaf of the sum over columns is one over ascending experts first, so that only whole sums go to other ranks.
+    """
+
+    def __init__(self, spec: Mixture, place: LayerPlace) -> None:
         super().__init__(spec, place)
         self._place = place
         self._router: CpuWeight | None = None
-        self._routed = RoutedExperts(spec.num_experts, spec.hidden_size, _silu_and_mul, place)
+        self._leaves = place.arithmetic.leaves(_CUT, place)
+        self._sum = place.arithmetic.rank_sum(spec.hidden_size, _CUT, place, of_weight=False)
+        self._gate_up: list[CpuWeight] = []
+        self._down = place.empty(spec.num_experts, -(-spec.hidden_size // TILE), self._columns.size, TILE)
+        self._down_bias: torch.Tensor | None = None
 
     def load(self, source: TensorSource, prefix: str) -> None:
         # fp32, since bf16 logits often tie, and then choose other experts.
-        router = self._empty_router(torch.float32, self._place.device)
+        router, bias = self._empty_router(torch.float32, self._place.device), None
         self._load_router(source, prefix, router)
-        self._router = CpuWeight(router, None)
-        gate_up = self._place.empty(2 * self._columns.size, self._spec.hidden_size)
-        down = self._place.empty(self._spec.hidden_size, self._columns.size)
-        for i, expert in enumerate(self._spec.experts):
-            self._read_expert(source, prefix, expert, gate_up, down)
-            self._routed.keep(i, gate_up, down)
+        self._gate_up.clear()
+        if isinstance(self._spec, BiasedMixture):
+            bias = torch.empty(self._spec.router_bias.shape)
+            source.read(prefix + self._spec.router_bias.name, bias)
+            self._load_stacked(self._spec, source, prefix)
+        else:
+            gate_up = self._place.empty(2 * self._columns.size, self._spec.hidden_size)
+            down = self._place.empty(self._spec.hidden_size, self._columns.size)
+            for expert in self._spec.experts:
+                self._read_expert(source, prefix, expert, gate_up, down)
+                self._keep(gate_up, down)
+        self._router = CpuWeight(router, bias)
+
+    def _load_stacked(self, spec: BiasedMixture, source: TensorSource, prefix: str) -> None:
+        """Reads tensors of all experts, whose inputs come first and in which columns of gate and up take turns."""
+        place, columns = self._place, self._columns
+        gate_up = place.empty(spec.num_experts, spec.hidden_size, 2 * columns.size)
+        gate_up_bias = place.empty(spec.num_experts, 2 * columns.size)
+        for tensor, out in ((spec.gate_up, gate_up), (spec.gate_up_bias, gate_up_bias)):
+            assert tensor.cut is not None
+            source.read(prefix + tensor.name, out, columns=place.shard.span_of(tensor.cut))
+        down = place.empty(columns.size, spec.hidden_size)
+        for expert in range(spec.num_experts):
+            start, stop = (expert * spec.intermediate_size + column for column in columns)
+            source.read(prefix + spec.down.name, down, rows=Span(start, stop))
+            self._keep(_parted(gate_up[expert].t()), down.t(), _parted(gate_up_bias[expert]))
+        self._down_bias = place.empty(spec.num_experts, spec.hidden_size)
+        source.read(prefix + spec.down_bias.name, self._down_bias)
+
+    def _keep(self, gate_up: torch.Tensor, down: torch.Tensor, gate_up_bias: torch.Tensor | None = None) -> None:
+        """Packs a copy of the next expert: [2 * columns, hidden_size], [hidden_size, columns], [2 * columns]."""
+        pack(down, self._down[len(self._gate_up)])
+        self._gate_up.append(CpuWeight.of_packed(pack(gate_up), len(gate_up), gate_up_bias))
 
     def __call__(self, x: torch.Tensor, padding: Padding) -> torch.Tensor:
-        """As Experts; fp32, but in the activations' type where there is neither a shared expert nor an exact sum."""
+        """[num_tokens, hidden_size], in fp32 where the sum is exact or something is added to it."""
         assert self._router is not None, "forward before load"
         spec = self._spec
         logits = self._router(x.float())
         logits, shared_gate = logits[:, : spec.num_experts], logits[:, spec.num_experts :]
-        kept, experts, live = choose(self._of_best_groups(logits), spec.top_k, padding)
+        kept, experts = top(self._of_best_groups(logits), spec.top_k)
+        live = (padding.token_slots() >= padding.first_slot).unsqueeze(1)
         weights = softmax(kept, kept if spec.norm_topk_prob else logits).mul_(spec.weight_scale)
-        y = self._routed(x, experts, weights.to(self._round_to).float())
+        weights = weights.to(self._round_to).float()
+        y = self._routed(x, experts.where(live, spec.num_experts), weights)
+        if self._down_bias is not None:
+            y = y.float()
+            # Whole on every rank, so added after the sum.
+            for expert, weight in zip(experts.where(live, 0).unbind(1), weights.unsqueeze(2).unbind(1), strict=True):
+                y += weight * self._down_bias[expert]
+            return y.masked_fill_(~live, 0.0)
         if self._shared is None:
             return y
         shared = self._shared(x, padding)
@@ -183,6 +233,46 @@ class CpuExperts(Experts):
         if shared_gate.shape[1]:
             shared = shared * softmax(shared_gate, F.pad(shared_gate, (0, 1)))  # the sigmoid
         return y.float().add_(shared).masked_fill_(~live, 0.0)
+
+    def _routed(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The sum of the routed experts over the ranks [num_tokens, hidden_size], in memory of the caller's own.
+
+        Args:
+            experts: [num_tokens, top_k] int64; the number of experts is none.
+            weights: [num_tokens, top_k] fp32.
+        """
+        chosen = experts.flatten()
+        order = chosen.argsort(stable=True)
+        ends = chosen.bincount(minlength=len(self._down) + 1)[:-1].cumsum(0)
+        tokens = order // experts.shape[1]
+        hidden = self._hidden(x, tokens, ends.tolist())
+        mixture = Mixed(ends, tokens, weights.flatten()[order])
+
+        def part(out: torch.Tensor | None) -> torch.Tensor:
+            if out is None:
+                out = self._place.empty(len(x), self._spec.hidden_size)
+            leaves = self._leaves
+            nodes = out.view(len(leaves.nodes), len(x), self._spec.hidden_size)
+            mixed_products(hidden, self._down, leaves.width, leaves.nodes, mixture, nodes)
+            return out
+
+        return self._sum(len(x), part)
+
+    def _hidden(self, x: torch.Tensor, tokens: torch.Tensor, ends: list[int]) -> torch.Tensor:
+        """The activations of all pairs [num_pairs, columns], expert after expert."""
+        hidden, begin = x.new_empty(ends[-1], self._columns.size), 0
+        for expert, end in enumerate(ends):
+            if begin < end:
+                gate_up = self._gate_up[expert](x.index_select(0, tokens[begin:end]))
+                self._act(gate_up, hidden[begin:end])
+                begin = end
+        return hidden
+
+    def _act(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
+        if isinstance(self._spec, BiasedMixture):
+            clamped_act_and_mul(gate_up, self._spec.limit, self._spec.alpha, out)
+        else:
+            act_and_mul(gate_up, "silu", out)
 
     def _of_best_groups(self, logits: torch.Tensor) -> torch.Tensor:
         """[num_tokens, num_experts]: of the groups whose best experts have the highest logits; -inf for others."""
@@ -195,5 +285,12 @@ class CpuExperts(Experts):
         return by_group.masked_fill(closed.unsqueeze(2), float("-inf")).flatten(1)
 
 
-def _silu_and_mul(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    return act_and_mul(x, "silu", out)
+def top(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k highest of each row and their columns; of equal ones the first, as the kernels choose."""
+    values, columns = scores.sort(dim=1, descending=True, stable=True)
+    return values[:, :k], columns[:, :k]
+
+
+def _parted(rows: torch.Tensor) -> torch.Tensor:
+    """The rows of gate, then those of up, which take turns."""
+    return torch.cat((rows[::2], rows[1::2]))

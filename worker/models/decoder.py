@@ -27,7 +27,6 @@ from parallel.numerics.weight import TensorSource
 from parallel.plan import ShardPlan
 from worker.kernels.cpu_pointwise import softcap_
 from worker.layers.attention import Attention
-from worker.layers.biased_experts import BiasedExperts
 from worker.layers.experts import Experts
 from worker.layers.latent_attention import MLA
 from worker.layers.mlp import MLP
@@ -75,7 +74,7 @@ _MIXERS: dict[type[Any], Callable[[Any, LayerPlace, int, float], MixerModule]] =
 _FEED_FORWARDS: dict[type[Any], Callable[[Any, LayerPlace], FeedForwardModule]] = {
     DenseMLP: MLP,
     MixtureOfExperts: Experts.of,
-    BiasedMixture: BiasedExperts,
+    BiasedMixture: Experts.of,
 }
 
 
