@@ -140,7 +140,7 @@ def test_the_turns_of_a_conversation_find_their_prefix(endpoint: Any) -> None:
         without = [talk(url, f"Guest {i}", named=False) for i in range(6)]
         misses = sum(cached == 0 for turns in without for cached in turns)
         assert misses <= 1, without  # the proxy sees how their prompts begin
-        stored = [respond(url, f"Say {i}.") for i in range(6)]
+        stored = [respond(url, f"Say {i}.") for i in range(10)]
         assert len({it["id"].split("_")[1] for it in stored}) == 2, "both replicas keep some"
         for it in stored:
             assert httpx.get(f"{url}/v1/responses/{it['id']}", timeout=60).json()["output"] == it["output"]
