@@ -1,4 +1,4 @@
-"""Where a model's files are: what `model` and `tokenizer` name, found on disk or fetched from the Hugging Face Hub.
+"""Finds a model's files: what `model` and `tokenizer` name, found on disk or fetched from the Hugging Face Hub.
 
 Owns which kinds of files are taken. Reads none of them: pickles are refused by name, for opening one runs its code.
 """
