@@ -19,8 +19,6 @@ _NOT_YET = (
     "parallel",
     "attention",
     "worker",
-    "cluster/engine",
-    "cluster/ranks",
     "cluster/scheduling",
     "cluster/serve",
     "cluster/http",

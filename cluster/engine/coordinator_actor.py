@@ -50,12 +50,12 @@ class EngineSpec:
     tokenizer_path: Path
     """Directory or .gguf file."""
     given: EngineConfig
-    """What `config` was before it was resolved: another size decides anew."""
+    """The configuration before it was resolved: another size decides anew."""
 
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What a started group is."""
+    """Facts about a started group."""
 
     address: str
     """The coordinator's socket, for `EngineClient.connect`."""
@@ -64,7 +64,7 @@ class EngineFacts:
     num_pages: int
     max_model_len: int
     max_item_tokens: int
-    """As in SchedulerLimits."""
+    """See SchedulerLimits."""
     locations: tuple[Location, ...]
     loads: tuple[RankLoad, ...]
     peak_flops: float
@@ -77,11 +77,11 @@ class EngineFacts:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a start stands."""
+    """Progress of a start."""
 
     phase: str
     done: tuple[float, ...] = ()
-    """By rank, the share of the phase that is done, 0 to 1. Empty where it is not known."""
+    """The share of the phase that is done, 0 to 1, by rank. Empty where it is not known."""
 
 
 class CoordinatorActor:
@@ -216,7 +216,7 @@ class CoordinatorActor:
 
     @ray.method(concurrency_group="ctl")
     def progress(self) -> Progress:
-        """Where the start stands; answers while `start` runs."""
+        """Progress of the start; answers while `start` runs."""
         done = self._starting.progress() if self._starting is not None and self._phase in _MEASURED_PHASES else []
         return Progress(self._phase, tuple(done))
 

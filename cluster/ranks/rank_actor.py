@@ -34,7 +34,7 @@ def actor_class(cls: type) -> Any:
 
 
 def device_index(gpu: str, visible: str | None) -> int:
-    """Which of the GPUs a process sees is Ray's GPU `gpu`, where CUDA_VISIBLE_DEVICES is `visible`.
+    """The index of Ray's GPU `gpu` among those that a process sees, where CUDA_VISIBLE_DEVICES is `visible`.
 
     Ray names the GPUs of a node that was started with that variable by the entries in it, UUIDs among them.
     """
@@ -44,7 +44,7 @@ def device_index(gpu: str, visible: str | None) -> int:
 
 @dataclass(frozen=True)
 class RankSpec:
-    """What a rank is told at birth."""
+    """The arguments that a rank's process starts with."""
 
     config: EngineConfig
     model: ModelConfig
@@ -54,14 +54,14 @@ class RankSpec:
     replica: str
     """Name of the replica whose rank it is."""
     device: str | None = None
-    """As in `Location`, of one that takes a place: to a spare the GPU there was not given. None: what Ray gave it."""
+    """See `Location`; for one that takes a place: to a spare the GPU there was not given. None: what Ray gave it."""
     room_bytes: int = 0
-    """What is to be free on the GPU before a rank that takes a place joins: the last one's memory is freed late."""
+    """Memory to be free on the GPU before a rank that takes a place joins: the last one's is freed late."""
 
 
 @dataclass(frozen=True)
 class Location:
-    """Where a rank runs."""
+    """The place where a rank runs."""
 
     node_id: str
     pid: int
@@ -71,24 +71,24 @@ class Location:
 
 @dataclass(frozen=True)
 class RankLoad:
-    """What loading told about one rank."""
+    """Facts about one rank, known once it has loaded."""
 
     kv_page_bytes: PageBytes
     free_bytes: int
     """Memory of the rank's device that the KV pool may take; on CPU the node's, shared by its ranks."""
     seconds: float
     platform: str
-    """As `worker.platform.platform_of` has it."""
+    """The value of `worker.platform.platform_of`."""
 
 
 @dataclass(frozen=True)
 class PoolShape:
-    """What every rank of a group allocates before it runs, whatever their number."""
+    """Sizes of the pool that every rank of a group allocates before it runs, whatever their number."""
 
     num_pages: int
     max_model_len: int
     num_window_pages: int | None
-    """As in `TPWorker.allocate`."""
+    """See `TPWorker.allocate`."""
     max_message_bytes: int
     """The most that a frame or a result takes."""
 
@@ -241,7 +241,7 @@ class RankActor:
         self._results = Ring.attach(results_address).writer() if self._spec.rank == 0 else None
 
     def attach_tcp(self, frames_address: str, results_address: str, max_frame_bytes: int) -> None:
-        """The same over TCP, for a group on several nodes."""
+        """Attaches over TCP, for a group on several nodes."""
         from parallel.tcp_channel import TcpReader, TcpWriter, connect
 
         rank, timeout_s = self._spec.rank, self._spec.config.parallel.init_timeout_s
@@ -283,7 +283,7 @@ class RankActor:
 
     @ray.method(concurrency_group="ctl")
     def stacks(self) -> str:
-        """Where each thread of this process is, innermost frame last; answers while `run` blocks."""
+        """The stack of each thread of this process, innermost frame last; answers while `run` blocks."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         return "\n".join(
             f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
