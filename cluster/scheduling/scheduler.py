@@ -1,4 +1,4 @@
-"""Which requests run in the next step: admission, chunked prefill, paging, preemption, and the end of each request.
+"""Decides what the next step runs: admission, chunked prefill, paging, preemption, and the end of each request.
 
 Owns the order of requests and, through `RowTable` and `RowPages`, rows and pages. Touches no device and no network:
 frames go out by `next_step`, results come back by `retire`. The same calls give the same frames.
@@ -303,7 +303,7 @@ class Scheduler:
             table.ready[ending] = True
         if self._limits.max_row_tokens > 1:
             builder.add(num_draws=np.concatenate((draws, np.ones(len(ending), np.int32))))
-            # Where such a row goes on is known when the step retires.
+            # The place where such a row goes on is known when the step retires.
             table.ready[decodes[draws > 1]] = False
         if table.num_guided:
             table.ready[sampled[table.guided[sampled]]] = False
