@@ -44,7 +44,7 @@ def error_event(error: RequestError) -> bytes:
 
 
 def error_headers(error: RequestError) -> dict[str, str]:
-    """What clients act on: when to come back, whether to, and how to say who they are."""
+    """Headers that clients act on: when to come back, whether to, and how to say who they are."""
     headers = {}
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
@@ -59,7 +59,7 @@ def error_headers(error: RequestError) -> dict[str, str]:
 
 
 def as_request_error(error: BaseException, request_id: str, *, engine_is_there: bool = True) -> RequestError:
-    """What the client is told of `error`; what it must not see goes to the log, under the same request id."""
+    """The error that the client is told of `error`; what it must not see goes to the log, under the same request id."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, DeadlineError):
@@ -92,7 +92,7 @@ async def send_json(send: Send, status: int, body: bytes, headers: Mapping[str, 
 
 
 ErrorShape = Callable[[RequestError, str], msgspec.Struct]
-"""What the body of an error is made of: the error and the request's id."""
+"""Makes the body of an error from the error and the request's id."""
 
 
 async def send_error(
