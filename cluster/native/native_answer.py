@@ -43,7 +43,7 @@ class WasAborted(msgspec.Struct, tag_field="type", tag="abort"):
 
 
 class MetaInfo(msgspec.Struct, kw_only=True):
-    """What is known of a sequence besides its text."""
+    """Facts about a sequence besides its text."""
 
     id: str
     finish_reason: MatchedStop | ReachedLength | WasAborted | None
@@ -66,7 +66,7 @@ class NativeAnswer(msgspec.Struct):
     output_ids: list[int]
     meta_info: MetaInfo
     index: int | msgspec.UnsetType = msgspec.UNSET
-    """Which sequence it is, in a stream of several."""
+    """The sequence's index, in a stream of several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ class _Output:
         return None if logprob is None else finite(logprob), token, text
 
     def _likeliest(self, places: slice) -> Iterator[list[Entry]]:
-        """Those of the engine's log probabilities that stand at `places`, of each token."""
+        """The engine's log probabilities that stand at `places`, for each token."""
         for row in self._rows:
             yield [self._entry(logprob, id_) for id_, logprob in row.top[places]]
 
