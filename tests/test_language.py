@@ -19,16 +19,8 @@ _NOT_YET = (
     "parallel",
     "attention",
     "worker",
-    "cluster/openai",
-    "cluster/anthropic",
-    "cluster/native",
-    "cluster/requests",
-    "cluster/observability",
-    "cluster/commands",
-    "cluster/page",
     "cluster/structured",
     "cluster/text",
-    "cluster/routes.py",
     "benchmarks",
 )
 

@@ -13,7 +13,7 @@ PREFIX = "lockstep_"
 
 
 class Kind(StrEnum):
-    """What a metric's value is."""
+    """The kind of a metric's value."""
 
     COUNTER = "counter"
     """Only grows; its name ends in `_total`."""
@@ -32,13 +32,13 @@ class Metric:
     kind: Kind
     help: str
     labels: tuple[str, ...] = ()
-    """Its own, of few values each: never an id, a user, or text of a request."""
+    """The metric's own labels, of few values each: never an id, a user, or text of a request."""
     buckets: tuple[float, ...] = ()
     """Upper bounds, ascending, all above 0; one without a bound follows."""
 
     @property
     def full_name(self) -> str:
-        """With the prefix."""
+        """The name with its prefix."""
         return PREFIX + self.name
 
 
