@@ -53,7 +53,7 @@ _NUM_TTFT_RUNS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What is measured. Defaults are those of the published figures that `benchmarks/peers.json` holds."""
+    """Options of a measurement. Defaults are those of the published figures that `benchmarks/peers.json` holds."""
 
     batches: tuple[int, ...] = (1, 16, 64, 256)
     """Requests decoding at once."""

@@ -25,7 +25,7 @@ def find_peer(model: str, tensor_parallel_size: int) -> dict[str, Any] | None:
 
 
 def start_line(figures: Mapping[str, Any]) -> str:
-    """What the start took and left."""
+    """The time that the start took and the memory that it left."""
     return (
         f"started in {figures['start_s']:.1f} s (weights {figures['load_s']:.1f} s), first token in "
         f"{figures['first_token_s']:.2f} s; KV pool of {figures['kv_tokens']:,} tokens, "

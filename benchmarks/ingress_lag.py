@@ -1,4 +1,4 @@
-"""What the ingress adds to a token's way: from the coordinator's send of a step to the client's receipt of its bytes.
+"""The ingress's part of a token's way: from the coordinator's send of a step to the client's receipt of its bytes.
 
     python -m benchmarks.ingress_lag TOKENIZER [--via replica|serve] [--streams 128] [--steps 200] [--step-ms 50]
 
@@ -119,7 +119,7 @@ async def connected_model(path: str, tokenizer: str, num_steps: int) -> ServedMo
     engine = await EngineClient.connect(path)
     loaded = Tokenizer.load(Path(tokenizer))
     gc.collect()
-    gc.freeze()  # as the Engine replica does
+    gc.freeze()  # the Engine replica does so
     return ServedModel(engine, loaded, model_name=MODEL, max_model_len=num_steps + 256, server=ServerConfig())
 
 
@@ -132,7 +132,7 @@ def run_replica(path: str, tokenizer: str, num_steps: int, port: int) -> None:
         await uvicorn.Server(config).serve()
 
     with contextlib.suppress(KeyboardInterrupt):
-        uvloop.run(serve())  # as in Ray's processes
+        uvloop.run(serve())  # Ray's processes do so
 
 
 class _Stream(asyncio.Protocol):

@@ -21,7 +21,6 @@ _NOT_YET = (
     "worker",
     "cluster/structured",
     "cluster/text",
-    "benchmarks",
 )
 
 
