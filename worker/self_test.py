@@ -25,7 +25,7 @@ from configs.errors import EngineError
 from configs.layers import Axis, Cut
 from parallel.fused_sum import PartialSum
 from parallel.group import TensorParallelGroup
-from parallel.numerics.arithmetic import Arithmetic, LayerPlace
+from parallel.numerics.arithmetic import Arithmetic, LayerContext
 from parallel.numerics.rank_sum import ExactSum
 from parallel.numerics.tree import SumTree
 from parallel.numerics.weight import ChainWeight
@@ -205,10 +205,10 @@ def _check_sums(arithmetic: Arithmetic, x: Tensor, weight: Tensor) -> None:
         nodes: list[Tensor] = []
         for rank, span in enumerate(spans):
             group = TensorParallelGroup(rank=rank, size=size, device=x.device, collectives=None)
-            place = LayerPlace(shards, group, arithmetic, x.dtype, x.device)
+            context = LayerContext(shards, group, arithmetic, x.dtype, x.device)
             columns = slice(*span)
             own = weight[:, columns].clone(memory_format=torch.contiguous_format)
-            nodes += arithmetic.part(own, cut, place)(x[:, columns].contiguous())
+            nodes += arithmetic.part(own, cut, context)(x[:, columns].contiguous())
         tree = SumTree.of(tuple(Span(start, stop) for start, stop in itertools.pairwise(borders)))
         answers.append(tree.finish(nodes, torch.empty_like(nodes[0])))
     for answer in answers[1:]:

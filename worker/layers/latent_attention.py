@@ -11,7 +11,7 @@ from configs.latent_attention import LatentAttention
 from configs.layers import Axis, TensorSpec
 from parallel.fused_sum import PartialSum
 from parallel.linear import ColumnParallelLinear, RowParallelLinear
-from parallel.numerics.arithmetic import LayerPlace
+from parallel.numerics.arithmetic import LayerContext
 from parallel.numerics.weight import TensorSource
 from parallel.plan import Span
 from worker.layers.norm import RMSNorm
@@ -28,8 +28,8 @@ class MLA:
     to the norm that takes what `project` returns.
     """
 
-    def __init__(self, spec: LatentAttention, place: LayerPlace, layer_id: int, _eps: float) -> None:
-        num_heads = place.shard[Axis.QUERY_HEADS].size
+    def __init__(self, spec: LatentAttention, context: LayerContext, layer_id: int, _eps: float) -> None:
+        num_heads = context.shard[Axis.QUERY_HEADS].size
         self.layer = LatentLayer(
             layer_id=layer_id,
             tp_q_head_num=num_heads,
@@ -41,13 +41,13 @@ class MLA:
             v_dim=spec.v_head_dim,
         )
         self._spec = spec
-        self._place = place
-        self._into = ColumnParallelLinear(spec.q if spec.q_a is None else spec.q_a, spec.kv_a, place=place)
-        self._q_b = None if spec.q_a is None else ColumnParallelLinear(spec.q, place=place)
+        self._context = context
+        self._into = ColumnParallelLinear(spec.q if spec.q_a is None else spec.q_a, spec.kv_a, context=context)
+        self._q_b = None if spec.q_a is None else ColumnParallelLinear(spec.q, context=context)
         self._q_norm = None if spec.q_norm is None else self._norm(spec.q_norm)
         self._kv_norm = self._norm(spec.kv_norm)
-        self._o = RowParallelLinear(spec.o, place)
-        self._kv_b = place.empty(num_heads, spec.qk_nope_head_dim + spec.v_head_dim, spec.kv_lora_rank)
+        self._o = RowParallelLinear(spec.o, context)
+        self._kv_b = context.empty(num_heads, spec.qk_nope_head_dim + spec.v_head_dim, spec.kv_lora_rank)
         self._heads = LatentHeads(self.layer, self._kv_b)
 
     def load(self, source: TensorSource, prefix: str) -> None:
@@ -61,7 +61,7 @@ class MLA:
         for norm, tensor in ((self._q_norm, spec.q_norm), (self._kv_norm, spec.kv_norm)):
             if norm is not None and tensor is not None:
                 norm.load(source, prefix + tensor.name)
-        rows = self._place.shard.span_of(spec.kv_b.cut)
+        rows = self._context.shard.span_of(spec.kv_b.cut)
         source.read(f"{prefix}{spec.kv_b.name}.weight", self._kv_b.flatten(0, 1), rows=rows)
         self._o.load(source, prefix)
 
@@ -81,7 +81,7 @@ class MLA:
         return self._o.for_norm(attended)
 
     def _norm(self, weight: TensorSpec) -> RMSNorm:
-        return RMSNorm(weight.elements, _NORM_EPS, dtype=self._place.dtype, device=self._place.device)
+        return RMSNorm(weight.elements, _NORM_EPS, dtype=self._context.dtype, device=self._context.device)
 
 
 class _RotaryHalves:

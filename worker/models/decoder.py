@@ -22,7 +22,7 @@ from configs.model_config import ModelConfig, layer_prefix
 from parallel.embedding import ParallelLMHead, VocabParallelEmbedding
 from parallel.fused_sum import PartialSum
 from parallel.group import TensorParallelGroup
-from parallel.numerics.arithmetic import FAST, Arithmetic, LayerPlace
+from parallel.numerics.arithmetic import FAST, Arithmetic, LayerContext
 from parallel.numerics.weight import TensorSource
 from parallel.plan import ShardPlan
 from worker.kernels.cpu_pointwise import softcap_
@@ -67,11 +67,11 @@ class FeedForwardModule(Protocol):
 
 
 # One module for each kind of spec. A new kind is a spec, a module and an entry.
-_MIXERS: dict[type[Any], Callable[[Any, LayerPlace, int, float], MixerModule]] = {
+_MIXERS: dict[type[Any], Callable[[Any, LayerContext, int, float], MixerModule]] = {
     GroupedQueryAttention: Attention,
     LatentAttention: MLA,
 }
-_FEED_FORWARDS: dict[type[Any], Callable[[Any, LayerPlace], FeedForwardModule]] = {
+_FEED_FORWARDS: dict[type[Any], Callable[[Any, LayerContext], FeedForwardModule]] = {
     DenseMLP: MLP,
     MixtureOfExperts: Experts.of,
     BiasedMixture: Experts.of,
@@ -81,10 +81,10 @@ _FEED_FORWARDS: dict[type[Any], Callable[[Any, LayerPlace], FeedForwardModule]] 
 class NormPair:
     """The norms around a mixer or a feed-forward: the one before it, and perhaps one of what it returns."""
 
-    def __init__(self, norms: Norms, place: LayerPlace, eps: float) -> None:
+    def __init__(self, norms: Norms, context: LayerContext, eps: float) -> None:
         self._tensors = [tensor for tensor in norms if tensor is not None]
         self._norms = [
-            RMSNorm(tensor.shape[0], eps, dtype=place.dtype, device=place.device, offset=tensor.offset)
+            RMSNorm(tensor.shape[0], eps, dtype=context.dtype, device=context.device, offset=tensor.offset)
             for tensor in self._tensors
         ]
         self.before, *after = self._norms
@@ -103,11 +103,11 @@ class NormPair:
 class DecoderLayer:
     """Residual + attention(norm(residual)), then + feed_forward(norm(...)); what is added may be normed, too."""
 
-    def __init__(self, spec: LayerSpec, place: LayerPlace, layer_id: int, eps: float) -> None:
-        self.attention = _MIXERS[type(spec.mixer)](spec.mixer, place, layer_id, eps)
-        self._feed_forward = _FEED_FORWARDS[type(spec.feed_forward)](spec.feed_forward, place)
-        self._mixer_norms = NormPair(spec.mixer_norms, place, eps)
-        self._feed_forward_norms = NormPair(spec.feed_forward_norms, place, eps)
+    def __init__(self, spec: LayerSpec, context: LayerContext, layer_id: int, eps: float) -> None:
+        self.attention = _MIXERS[type(spec.mixer)](spec.mixer, context, layer_id, eps)
+        self._feed_forward = _FEED_FORWARDS[type(spec.feed_forward)](spec.feed_forward, context)
+        self._mixer_norms = NormPair(spec.mixer_norms, context, eps)
+        self._feed_forward_norms = NormPair(spec.feed_forward_norms, context, eps)
 
     def load(self, source: TensorSource, prefix: str) -> None:
         """Reads this rank's part of the spec's tensors, whose names begin with `prefix`."""
@@ -175,7 +175,7 @@ class Decoder:
         self._rotary: list[RotaryEmbedding] = []
         self._embedding = VocabParallelEmbedding(model.hidden_size, plan, group, dtype=dtype, device=device)
         self._layers = [
-            DecoderLayer(layer, LayerPlace(plan.layers[i], group, arithmetic, dtype, device), i, model.rms_norm_eps)
+            DecoderLayer(layer, LayerContext(plan.layers[i], group, arithmetic, dtype, device), i, model.rms_norm_eps)
             for i, layer in enumerate(model.layers)
         ]
         self._norm = RMSNorm(
