@@ -13,7 +13,7 @@ _Counts = TypeVar("_Counts", int, npt.NDArray[np.int64], torch.Tensor)
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class VisibleRange:
     """Which of the keys up to its own a query sees: as AttentionLayer says of `window` and `chunk`."""
 
     window: int | None
@@ -55,9 +55,9 @@ class AttentionLayer:
     of the softmax and has no value."""
 
     @property
-    def sight(self) -> Sight:
+    def visible_range(self) -> VisibleRange:
         """Which keys its queries see."""
-        return Sight(self.window, self.chunk)
+        return VisibleRange(self.window, self.chunk)
 
     @property
     def qk_dim(self) -> int:

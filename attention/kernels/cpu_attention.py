@@ -38,7 +38,7 @@ class StepArgs(ctypes.Structure):
 
     _fields_ = (
         ("page_table", ctypes.c_void_p),
-        ("sights", ctypes.c_void_p),
+        ("ranges", ctypes.c_void_p),
         ("marks", ctypes.c_void_p),
         ("blocks", ctypes.c_void_p),
         ("scratch", ctypes.c_void_p),
