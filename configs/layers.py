@@ -148,8 +148,8 @@ class Columns:
     finest_granule: int = 128
     """How fine granules may become for the sake of an even deal. A dense MLP has so many columns that 128, the width of
     an FP8 scale block and of a tensor-core tile, is even enough; narrow experts go down to 32."""
-    is_firm: bool = False
-    """Whether a rank rather gets none than fewer than the finest granule, where that divides them."""
+    may_be_empty: bool = False
+    """Whether a rank may have none, where otherwise some would have fewer than the finest granule."""
 
 
 class FeedForward(Protocol):
@@ -419,7 +419,7 @@ class MixtureOfExperts:
     @property
     def axes(self) -> tuple[Columns, ...]:
         shared = () if self.shared is None else self.shared.axes
-        return (Columns(Axis.EXPERT_COLUMNS, self.intermediate_size, FINEST_EXPERT_GRANULE, is_firm=True), *shared)
+        return (Columns(Axis.EXPERT_COLUMNS, self.intermediate_size, FINEST_EXPERT_GRANULE, may_be_empty=True), *shared)
 
 
 class Norms(NamedTuple):

@@ -41,7 +41,7 @@ class Span(NamedTuple):
 class LayerShard:
     """One rank's part of one layer, or of the vocabulary, in indices of the whole model.
 
-    No span of heads is empty; one of columns is only where the layer has fewer columns, or firm granules, than ranks.
+    No span of heads is empty; one of columns is only where ranks outnumber columns, or granules that are not cut finer.
     A rank's query heads spread evenly over its KV heads.
     """
 
@@ -160,10 +160,10 @@ def column_granule(columns: Columns, tp_size: int) -> int:
 
     The largest power of two up to 128 that divides them and leaves every rank at least one unit; or a smaller one, not
     below `columns.finest_granule`, if with that the widest rank has fewer. For published dense models that is 128, or
-    64; below 32 only toy models go. Firm granules (experts on GPUs take no others) leave ranks without columns instead.
+    64; below 32 only toy models go. Columns that may be empty (of experts) leave some ranks without any instead.
     """
     num_finest, rest = divmod(columns.size, columns.finest_granule)
-    if columns.is_firm and not rest and num_finest < tp_size:
+    if columns.may_be_empty and not rest and num_finest < tp_size:
         return columns.finest_granule
     granules = [_LARGEST_GRANULE >> i for i in range(_LARGEST_GRANULE.bit_length())]
     allowed = [granule for granule in granules if columns.size % granule == 0 and columns.size // granule >= tp_size]

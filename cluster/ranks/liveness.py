@@ -91,13 +91,13 @@ class RankClock:
         now = time.monotonic()
         threads = {tid: times for pid in pids for tid, times in _thread_times(pid).items()}
         if self._before is not None:
-            self._seconds += _possible_s(self._before, threads, min(now - self._at, _MOST_S))
+            self._seconds += _runnable_s(self._before, threads, min(now - self._at, _MOST_S))
         self._before, self._at = threads, now
         return self._seconds
 
 
-def _possible_s(before: dict[int, ThreadTimes], now: dict[int, ThreadTimes], passed_s: float) -> float:
-    """How much of `passed_s` the threads could get on."""
+def _runnable_s(before: dict[int, ThreadTimes], now: dict[int, ThreadTimes], passed_s: float) -> float:
+    """How much of `passed_s` the threads could run."""
     states = {times.state for times in now.values()}
     if not now or states & _PAUSED:
         return 0.0
@@ -129,7 +129,7 @@ class Liveness:
         self._slowness = [0.0, 0.0]
         self._num_ended = [0, 0]
         self._kind, self._least_s = 0, _LEAST_S
-        self._possible_s = math.inf
+        self._runnable_s = math.inf
 
     @property
     def expected_s(self) -> float:
@@ -142,7 +142,7 @@ class Liveness:
         """A step with these FLOPs and bytes is awaited from now on."""
         self._kind = int(has_prompts)
         self._least_s = _LEAST_S + sum(amount / peak for amount, peak in zip(cost, self._peaks, strict=True))
-        self._possible_s = math.inf
+        self._runnable_s = math.inf
         self._clock.restart()
 
     def hang(self, pids: Iterable[int]) -> StepHungError | None:
@@ -153,9 +153,9 @@ class Liveness:
         """
         if self._hang_timeout_s == math.inf:
             return None
-        possible_s = self._clock.look(pids)
-        self._possible_s = possible_s + 2 * LOOK_S  # before the first look and after the last
-        if possible_s < self._hang_timeout_s + _HUNG_FACTOR * self.expected_s:
+        runnable_s = self._clock.look(pids)
+        self._runnable_s = runnable_s + 2 * LOOK_S  # before the first look and after the last
+        if runnable_s < self._hang_timeout_s + _HUNG_FACTOR * self.expected_s:
             return None
         # These words do not vary: what happens twice to one request is not tried again.
         words = f"by more than recovery.hang_timeout_s={self._hang_timeout_s:g}"
@@ -163,7 +163,7 @@ class Liveness:
 
     def ended(self, duration_s: float) -> None:
         """The awaited step took so long by the wall clock."""
-        kind, own_s = self._kind, min(duration_s, self._possible_s)
+        kind, own_s = self._kind, min(duration_s, self._runnable_s)
         self._num_ended[kind] += 1
         self._slowness[kind] = max(self._slowness[kind] * _FORGET, own_s / self._least_s)
 

@@ -218,10 +218,10 @@ class WindowPages:
         self._idle.update(dict.fromkeys(pages[is_cached].tolist()))
         pages = pages[~is_cached]
         if self._originals[pages].any():
-            self._bequeath(pages)
+            self._pass_places_on(pages)
         self._vacate(pages[self._places[pages] > 0])
 
-    def _bequeath(self, copies: Int32Array) -> None:
+    def _pass_places_on(self, copies: Int32Array) -> None:
         """Gives the places of copies in no window to their originals that have none."""
         originals, first = np.unique(self._originals[copies], return_index=True)
         lacks_place = (originals > 0) & (self._places[originals] == 0)
