@@ -361,8 +361,8 @@ class Coordinator:
 
     def _fail_all(self, error: LockstepError) -> None:
         with self._lock:
-            told = error.told if isinstance(error, EngineError) else None
-            output = self.scheduler.fail_all(str(error), told)
+            message = error.public_message if isinstance(error, EngineError) else None
+            output = self.scheduler.fail_all(str(error), message)
         logger.error("%d requests ended: %s", len(output.finished), error)
         self._socket.send(output)
         self._socket.flush(_FLUSH_S)

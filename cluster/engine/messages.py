@@ -173,8 +173,8 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     error_code: str | None = None
     """`engine_overloaded` (503), `deadline_exceeded` (504), `engine_error` (500), `not_a_number` (500) or
     `grammar_error` (400)."""
-    told: str | None = None
-    """With `engine_error`: what the caller may be told, as in EngineError; `error` is for the log."""
+    public_message: str | None = None
+    """Words for the caller, with `engine_error`, as in EngineError; `error` is for the log."""
     retry_after_s: float | None = None
     """With `engine_overloaded`: seconds in which the queue may be expected to drain."""
     num_preemptions: int = 0

@@ -148,11 +148,11 @@ class _Inbox:
         self._peeked: deque[Message] = deque()
         self._news: deque[Message] = deque()
         self._pending: asyncio.Task[MutableMapping[str, Any]] | None = None
-        self._told = asyncio.Event()
+        self._has_news = asyncio.Event()
 
     def tell_full(self, full: bool) -> None:
         self._news.append({"type": PAUSE if full else RESUME})
-        self._told.set()
+        self._has_news.set()
 
     async def peek(self, size: int, timeout_s: float) -> bytes:
         """The first `size` bytes of the body, or what comes of it in time; `receive` gives them again."""
@@ -178,16 +178,16 @@ class _Inbox:
         if self._pending is None:
             self._pending = asyncio.ensure_future(_awaited(self._receive))
         if not self._news and not self._pending.done():
-            told = asyncio.ensure_future(self._told.wait())
+            news = asyncio.ensure_future(self._has_news.wait())
             try:
-                await asyncio.wait((self._pending, told), return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((self._pending, news), return_when=asyncio.FIRST_COMPLETED)
             except asyncio.CancelledError:
                 self._pending.cancel()
                 raise
             finally:
-                told.cancel()
+                news.cancel()
         if self._news:
-            self._told.clear()
+            self._has_news.clear()
             return self._news.popleft()
         message, self._pending = self._pending.result(), None
         return message

@@ -68,11 +68,11 @@ def as_request_error(error: BaseException, request_id: str, *, engine_is_there: 
         logger.error("request %s: %s", request_id, error)
         return RequestError(str(error), code="not_a_number", status=500)
     if isinstance(error, EngineError):
-        if not engine_is_there and error.told is None:
+        if not engine_is_there and error.public_message is None:
             return OverloadedError("The engine is not available; try again later.", retry_after_s=_RETRY_AFTER_S)
         logger.error("request %s: engine error: %s", request_id, error)
-        told = error.told or "The engine failed while running this request."
-        return RequestError(told, code="engine_error", status=500)
+        message = error.public_message or "The engine failed while running this request."
+        return RequestError(message, code="engine_error", status=500)
     logger.error("request %s: internal error", request_id, exc_info=error)
     return RequestError(f"Internal error; the request id is {request_id}.", code="internal_error", status=500)
 

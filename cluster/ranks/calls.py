@@ -122,13 +122,13 @@ def call_failure(rank: int, size: int, call: Any) -> LockstepError | None:
             return kind(f"rank {rank} failed: {cause}")
         return RankDiedError(
             f"rank {rank} failed: {type(cause).__name__}: {cause}",
-            told=f"Rank {rank} of {size} failed with an error of its own, which is in the log. {_NEXT}",
+            public_message=f"Rank {rank} of {size} failed with an error of its own, which is in the log. {_NEXT}",
         )
     except ray.exceptions.RayError as error:
         death = rank_death(str(error))
         return RankLostError(
             f"rank {rank} died: {death}; see its log and the kernel's",
-            told=f"Rank {rank} of {size} died: {death}. {_NEXT}",
+            public_message=f"Rank {rank} of {size} died: {death}. {_NEXT}",
         )
     return None
 

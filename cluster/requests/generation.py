@@ -151,4 +151,4 @@ def engine_failure(end: Finished) -> LockstepError:
         return GuideError(message)
     if end.error_code == "not_a_number":
         return NotANumberError(message)
-    return EngineError(message, told=end.told)
+    return EngineError(message, public_message=end.public_message)

@@ -132,8 +132,8 @@ def _as_request_error(error: pydantic.ValidationError, raw: object, path: str) -
         path += f"[{part}]" if isinstance(part, int) else f".{part[:_MAX_NAME_CHARS]}" if path else part
     kind, message, context = first["type"], first["msg"], first.get("ctx", {})
     if isinstance(cause := context.get("error"), RequestError):
-        told = below(path, cause)
-        return RequestError(f"{told.param} {told}.", code=told.code, param=told.param)
+        nested = below(path, cause)
+        return RequestError(f"{nested.param} {nested}.", code=nested.code, param=nested.param)
     if kind in ("missing", "union_tag_not_found"):
         return RequestError(f"{path} is required.", code="missing_required_parameter", param=path)
     if kind in _KINDS:

@@ -97,15 +97,21 @@ class Scheduler:
         """Finishes that wait for no step; None if there are none."""
         return StepOutput(finished=self._life.take_pending()) if self._life.is_pending else None
 
-    def fail_all(self, error: str, told: str | None = None) -> StepOutput:
+    def fail_all(self, error: str, public_message: str | None = None) -> StepOutput:
         """Ends every request with ERROR and forgets steps in flight, rows, pages and the prefix cache.
 
-        `told`: as in Finished.
+        `public_message`: as in Finished.
         """
         finished = self._life.take_pending()
         for request in self._life.live.values():
             finished.append(
-                Finished(id=request.id, reason=FinishReason.ERROR, error=error, error_code="engine_error", told=told)
+                Finished(
+                    id=request.id,
+                    reason=FinishReason.ERROR,
+                    error=error,
+                    error_code="engine_error",
+                    public_message=public_message,
+                )
             )
             if request.guide is not None:
                 request.guide.close()

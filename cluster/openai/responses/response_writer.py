@@ -145,12 +145,12 @@ class ResponseBuilder(BlockBuilder):
             case CallStarted(_, call_id, function):
                 item = CallItem(f"fc_{name}", call_id, function)
         self.response.output.append(item)
-        told = self._event(objects.OutputItemAdded, output_index=self._index, item=item)
+        events = self._event(objects.OutputItemAdded, output_index=self._index, item=item)
         if isinstance(item, CallItem):
-            return told
+            return events
         # Only now: the part comes with an event of its own.
         self._settle()
-        return told + self._event(objects.ContentPartAdded, **self._place, part=item.content[0])
+        return events + self._event(objects.ContentPartAdded, **self._place, part=item.content[0])
 
     def _grown(self, text: str) -> bytes:
         self.num_bytes += len(text)
