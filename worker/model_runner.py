@@ -141,15 +141,15 @@ class ModelRunner:
             hidden, prompt_logprobs = self._forward_with_logprobs(frame, self._inputs.batch(frame, step))
         if len(sampled) == 0:
             return PendingStep(self._group, frame, None, sampled, None, prompt_logprobs)
-        chosen = self._sampler.choose(sampled, (frame.starts + frame.lens)[is_sampled])
+        resampled = self._sampler.find_resampled(sampled, (frame.starts + frame.lens)[is_sampled])
         if hidden is not None:
-            output = self._sample(hidden, step, left_out=chosen.which[chosen.is_redrawn])
+            output = self._sample(hidden, step, left_out=resampled.which[resampled.is_redrawn])
         logprobs = None
-        if len(chosen.which):
+        if len(resampled.which):
             rows, positions = self._inputs.sampled_rows(step)
-            logprobs = self._sampler.resample(output.logits, rows, positions, output.tokens, chosen)
+            logprobs = self._sampler.resample(output.logits, rows, positions, output.tokens, resampled)
             self._inputs.last_tokens.index_copy_(0, rows.long(), output.tokens)
-        asked = chosen.which[chosen.num_logprobs >= 0].astype(np.int32)
+        asked = resampled.which[resampled.num_logprobs >= 0].astype(np.int32)
         return PendingStep(self._group, frame, output.tokens, asked, logprobs, prompt_logprobs)
 
     def _step(self, shape: StepShape, logits: torch.Tensor) -> DeviceOutput:
