@@ -14,22 +14,26 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from cluster.engine.coordinator import Coordinator
 from cluster.engine.state import EngineState
 from cluster.observability.logs import log_to_stderr
-from cluster.ranks.liveness import end_stopped, is_replica
+from cluster.ranks.liveness import Liveness, end_stopped, is_replica
+from cluster.ranks.rank import RankStarter
 from cluster.ranks.rank_actor import Location, PoolShape, RankLoad
+from cluster.ranks.rank_group import GENERATION, GroupMemory, RankGroup
+from cluster.ranks.recovery import Recovery
+from cluster.ranks.resizing import Resized, resize
+from cluster.scheduling.limits import SchedulerLimits, max_item_tokens
+from cluster.scheduling.scheduler import Scheduler
+from cluster.structured.request_guides import RequestGuides
 from configs.errors import ConfigError
+from configs.kv_pages import WindowPool, cut_max_model_len, num_kv_pages, pool_bytes
 from configs.model_config import ModelConfig
 from configs.schema import EngineConfig, resolved
+from worker.protocol import StepResult
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
-
-    from cluster.engine.coordinator import Coordinator
-    from cluster.ranks.rank_group import GroupMemory, RankGroup
-    from cluster.ranks.resizing import Resized
-    from cluster.scheduling.scheduler import SchedulerLimits
-    from configs.kv_pages import WindowPool
 
 logger = logging.getLogger(__name__)
 
@@ -88,8 +92,6 @@ class CoordinatorActor:
     """Ray's shell around a `Coordinator` and its `RankGroup`."""
 
     def __init__(self, spec: EngineSpec, name: str) -> None:
-        from cluster.structured.request_guides import RequestGuides
-
         log_to_stderr(spec.config.observability.log_format, replica=name, rank="coordinator")
         self._spec = spec
         self._name = name
@@ -106,15 +108,6 @@ class CoordinatorActor:
 
     def start(self, placement_group: PlacementGroup) -> EngineFacts:
         """Starts the ranks and loads the model; the socket takes connections, `run` serves them."""
-        from cluster.engine.coordinator import Coordinator
-        from cluster.ranks.liveness import Liveness
-        from cluster.ranks.rank import RankStarter
-        from cluster.ranks.rank_group import GENERATION, RankGroup
-        from cluster.ranks.recovery import Recovery
-        from cluster.scheduling.scheduler import Scheduler
-        from configs.kv_pages import WindowPool, cut_max_model_len, num_kv_pages
-        from worker.protocol import StepResult
-
         spec, config = self._spec, self._spec.config
         self._enter("starting ranks")
         starter = RankStarter(
@@ -203,8 +196,6 @@ class CoordinatorActor:
     def resize(self, size: int) -> Resized:
         """Makes `size` ranks of the engine's, while it runs; returns when they do. Raises as `cluster.ranks.resizing`
         has it."""
-        from cluster.ranks.resizing import resize
-
         if self._coordinator is None:
             raise ConfigError("the engine has not started yet; try again when it has")
         if not self._resizing.acquire(blocking=False):
@@ -254,9 +245,6 @@ def _scheduler_limits(
     spec: EngineSpec, num_pages: int, max_model_len: int, window_pool: WindowPool | None
 ) -> SchedulerLimits:
     """Limits of a group whose ranks hold `num_pages` pages each."""
-    from cluster.scheduling.limits import max_item_tokens
-    from cluster.scheduling.scheduler import SchedulerLimits
-
     return SchedulerLimits(
         num_pages=num_pages,
         page_size=spec.config.kv_cache.page_size,
@@ -273,8 +261,6 @@ def _scheduler_limits(
 
 def _log_pool(num_pages: int, page_size: int, memory: GroupMemory, window_pool: WindowPool | None) -> None:
     """Every rank holds as many pages as the one with the least room."""
-    from configs.kv_pages import pool_bytes
-
     for rank, (page, free) in enumerate(zip(memory.bytes_per_page, memory.free_bytes, strict=True)):
         pool = f"{num_pages + 1} pages x {sum(page)} bytes"
         if window_pool is not None:
