@@ -217,7 +217,7 @@ def sinks_of(layer: AttentionLayer) -> torch.Tensor | None:
 
 
 def _load_sgl_kernel() -> FA3Provider:
-    from sgl_kernel.flash_attn import flash_attn_with_kvcache
+    from sgl_kernel.flash_attn import flash_attn_with_kvcache  # optional, as the next one is
 
     return SglKernel(flash_attn_with_kvcache)
 

@@ -209,7 +209,7 @@ class Inputs:
 
     def flashinfer_us(self) -> dict[str, float]:
         """Microseconds of one layer by FlashInfer's own wrappers."""
-        import flashinfer
+        import flashinfer  # optional
 
         step, batch = self.step, self.batch
         inputs = PlanInputs.of(batch.prefix_lens, batch.extend_lens, PAGE_SIZE)

@@ -39,6 +39,7 @@ from benchmarks.report import circumstances
 from cluster.engine.client import EngineClient
 from cluster.engine.messages import EngineToCoordinator, Finished, FinishReason, StepOutput, Submit
 from cluster.http.connection import LimitedConnection
+from cluster.http.edge import CALLBACK, PROXY_CALLBACK
 from cluster.openai.wire import Completion, CompletionChoice
 from cluster.requests.json_parts import event
 from cluster.requests.served_model import ServedModel
@@ -209,12 +210,10 @@ def replica(path: str, tokenizer: str, num_steps: int) -> Iterator[tuple[str, in
 @contextlib.contextmanager
 def behind_serve(path: str, tokenizer: str, num_steps: int) -> Iterator[tuple[str, int]]:
     """Host and port of Ray Serve with the app in a replica."""
-    from cluster.http.edge import CALLBACK, PROXY_CALLBACK
-
     os.environ["RAY_AUTH_MODE"] = "disabled"
     os.environ[PROXY_CALLBACK] = CALLBACK
     os.environ["PYTHONPATH"] = str(Path(__file__).resolve().parent.parent)
-    import ray
+    import ray  # it reads these when it is imported
     from ray import serve
 
     class Replica:

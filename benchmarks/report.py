@@ -80,7 +80,7 @@ def hardware() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Python and the packages the figures depend on; those that are not installed are left out."""
-    import torch
+    import torch  # figures of the ingress need none
 
     found = {"python": platform.python_version()}
     for name in _PACKAGES:

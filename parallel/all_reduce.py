@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
+from torch.distributed import ProcessGroupGloo
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from configs.errors import ConfigError, DeadlineError, EngineError
@@ -448,8 +449,6 @@ def _late(rank: int, who: str, what: str, timeout_s: float) -> DeadlineError:
 
 
 def _gloo_backend(*, rank: int, size: int, store: Store, device: torch.device, timeout_s: float) -> Any:
-    from torch.distributed import ProcessGroupGloo
-
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stubs lack it
     options._timeout = timedelta(seconds=timeout_s + 1.0)  # later than ours, which names its setting
     options._threads = 2
@@ -463,7 +462,7 @@ def _gloo_backend(*, rank: int, size: int, store: Store, device: torch.device, t
 def _nccl_backend(*, rank: int, size: int, store: Store, device: torch.device, timeout_s: float) -> Any:
     if not torch.distributed.is_nccl_available():
         raise ConfigError("parallel.all_reduce=nccl needs a CUDA build of torch; choose gloo or shared_memory")
-    from torch.distributed import ProcessGroupNCCL
+    from torch.distributed import ProcessGroupNCCL  # a CPU build of torch has none
 
     # NCCL's own meeting has no deadline of ours.
     keys = [f"here/{peer}" for peer in range(size)]

@@ -126,7 +126,7 @@ class FusedSums:
     """
 
     def __init__(self, memory: Tensor, addresses: Sequence[int], *, rank: int, timeout_s: float) -> None:
-        from parallel.kernels.all_reduce_norm import LATE, all_reduce_add_norm
+        from parallel.kernels.all_reduce_norm import LATE, all_reduce_add_norm  # a CPU install has no Triton
 
         assert addresses[rank] == memory.data_ptr(), "the ranks' addresses are of another tensor"
         self._kernel, self._late = all_reduce_add_norm, LATE

@@ -22,6 +22,7 @@ import torch
 from parallel.embedding import whole_logits
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
+from worker import torch_sampling
 from worker.adjustments import RowAdjustments
 from worker.logprobs import LogprobTensors
 from worker.protocol import PARAMS_DTYPE, RECORD_WORDS, Int32Array, StepFrame
@@ -135,8 +136,6 @@ class Sampler:
 
             self._kernels, self._adjust_logits = sampling, adjust_logits
         else:
-            from worker import torch_sampling
-
             self._kernels, self._adjust_logits = torch_sampling, torch_sampling.adjust_logits
 
     def update(self, frame: StepFrame) -> None:

@@ -39,7 +39,10 @@ class StepInputs:
         num_rows, max_pages = self._page_table.shape
         device = self._page_table.device
         if device.type == "cuda":
-            from attention.kernels.step_metadata import apply_page_deltas, fill_step_metadata
+            from attention.kernels.step_metadata import (  # a CPU install has no Triton
+                apply_page_deltas,
+                fill_step_metadata,
+            )
         else:
             from attention.step_metadata import apply_page_deltas, fill_step_metadata
         self._apply_page_deltas, self._fill_step_metadata = apply_page_deltas, fill_step_metadata

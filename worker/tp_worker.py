@@ -344,7 +344,7 @@ class TPWorker:
 def warm_up(config: EngineConfig) -> None:
     """Does what a process does once whichever rank it is: compiles and loads the kernels of a CPU, and first uses of
     the libraries. On GPUs it imports the kernels and no more: it does not know its own."""
-    if config.device != "cpu":
+    if config.device != "cpu":  # a CPU install has no Triton
         from attention.kernels import decode, extend, step_metadata  # noqa: F401
         from parallel.kernels import all_reduce_norm  # noqa: F401
         from parallel.numerics.kernels import chain_gemm, node_gemm, skinny_gemm  # noqa: F401

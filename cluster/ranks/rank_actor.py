@@ -24,7 +24,7 @@ from parallel.channel import FrameReader, FrameWriter, Ring
 from parallel.plan import ShardPlan
 from parallel.tcp_channel import TcpReader, TcpWriter, connect
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # these load torch, which the processes that start ranks do without
     from parallel.group import TensorParallelGroup
     from worker.peaks import Peaks
     from worker.tp_worker import TPWorker

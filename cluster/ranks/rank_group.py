@@ -367,7 +367,7 @@ class RankGroup:
 
 def _open_store(host: str) -> Any:
     """A rendezvous store that listens on `host` only; by itself it would on every interface, and it knows no keys."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not declared
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not declared; torch takes seconds
 
     listener = socket.create_server((host, 0), family=family_of(host))
     port = listener.getsockname()[1]

@@ -117,6 +117,6 @@ class NodeSum(PartialSum):
         self.num_rows = nodes.shape[1]
 
     def add_norm(self, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        from parallel.numerics.kernels.tree_sum import sum_add_norm
+        from parallel.numerics.kernels.tree_sum import sum_add_norm  # a CPU install has no Triton
 
         return sum_add_norm(self._nodes, self._tree.additions, residual, weight, eps, places=self._places)

@@ -1,4 +1,4 @@
-"""Weights of one rank: how they lie on the device and which kernel multiplies with them."""
+"""Weights of one rank: how they lie on the device, which kernel multiplies with them. Triton's are imported late."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class NodeWeight:
         self._width = width
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        from parallel.numerics.kernels.node_gemm import node_gemm, subtrees
+        from parallel.numerics.kernels.node_gemm import node_gemm, subtrees  # a CPU install has no Triton
 
         num_columns = len(self._weight)
         if out is None:
@@ -190,8 +190,7 @@ def _packed(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _is_skinny(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    # A CPU install has no Triton.
-    from parallel.numerics.kernels.skinny_gemm import is_faster
+    from parallel.numerics.kernels.skinny_gemm import is_faster  # a CPU install has no Triton
 
     return is_faster(len(x), *weight.shape)
 
