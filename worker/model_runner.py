@@ -176,7 +176,7 @@ class ModelRunner:
         wanted = WantedTokens.of(frame, items.lasts)
         hidden = self._forward(replace(batch, sample_indices=upload(wanted.tokens, device)))
         scored = hidden.index_select(0, upload(wanted.scored, device))
-        # Of an item no one token is a target.
+        # An item has no one token as its target.
         targets = upload(np.concatenate((frame.prompt_targets, np.zeros(num_items, np.int64))), device)
         asked = self._sampler.asked_by(np.concatenate((np.zeros(num_targets, np.int32), frame.items["row"])))
         k = int(frame.prompt_runs["k"].max(initial=0))

@@ -145,7 +145,7 @@ class Sampler:
         self.adjustments.update(frame)
 
     def find_resampled(self, rows: Int32Array, positions: npt.NDArray[np.integer]) -> ResampledRows:
-        """Which rows of a batch need more than the plain rule.
+        """Finds the rows of a batch that need more than the plain rule.
 
         Args:
             rows: [batch_size]: rows of the request table.
@@ -213,7 +213,7 @@ class Sampler:
             chunk = which[part]
             whole = whole_logits(logits.index_select(0, chunk), self._plan, self._group)
             wants = np.flatnonzero(resampled.num_logprobs[part] >= 0)
-            # What the logprobs are of: the logits as they are before adjustments.
+            # Logprobs are of the logits as they are before adjustments.
             raw, of = None, chunk
             if len(wants):
                 wanted = upload(wants, self._group.device)

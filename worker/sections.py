@@ -154,7 +154,7 @@ class Message:
         return kind, generation, step, arrays
 
     def _wrong(self, limits: Any) -> str | None:
-        """What is wrong with the first section that is wrong, or None."""
+        """The fault of the first section that is wrong, or None."""
         for name, part in self._sections.items():
             array = self.arrays.get(name)
             if part.check is None or array is None or not array.size:

@@ -1,4 +1,4 @@
-"""What a rank that computes exactly checks before it serves: whether this machine keeps the contract.
+"""Checks of a rank that computes exactly, before it serves: whether this machine keeps the contract.
 
 A compiler that fuses otherwise, or a kernel whose order follows its size, would go unnoticed: the answers look right.
 A CPU has a few kernels for all shapes, and `check_exactness` runs them. On a GPU each shape has its own, and its own
@@ -47,7 +47,7 @@ _STEP_SIZES = (1, 16, 17, 64, 128, 256, 513)
 _MOST_TOKENS = 1100
 _MOST_ROWS = 256
 _MOST_ELEMENTS = 1 << 24
-"""Of products and nodes that are compared at once: 64 MiB, which the largest step has room for."""
+"""Elements of products and nodes that are compared at once: 64 MiB, which the largest step has room for."""
 _WRONG = "numerics=exact does not hold on this machine: {}; choose numerics=fast, and report it"
 
 
@@ -155,7 +155,7 @@ def _check_rank_sum(rank_sum: ExactSum, group: TensorParallelGroup, num_rows: in
     own = nodes[first : first + count]
     found = rank_sum.for_norm(num_rows, lambda out: own if out is None else out.copy_(own))
     if isinstance(found, PartialSum):
-        # What is left of it beside its rounded negative shows more of its bits than it would alone.
+        # The rest beside its rounded negative shows more of its bits than the sum would alone.
         residual = -expected.to(dtype)
         expected = (residual.float() + expected).to(dtype)
         found.add_norm(residual, torch.ones(shape[1], dtype=dtype, device=group.device), 1e-6)
@@ -164,7 +164,7 @@ def _check_rank_sum(rank_sum: ExactSum, group: TensorParallelGroup, num_rows: in
 
 
 def _check_products(arithmetic: Arithmetic, x: Tensor, weight: Tensor) -> None:
-    product = arithmetic.weight(weight.clone(), None)  # whose memory it takes
+    product = arithmetic.weight(weight.clone(), None)  # the product takes this memory
     whole = product.in_fp32(x)
     for part in (slice(0, 1), slice(5, 21)):
         _require_equal(product.in_fp32(x[part]), whole[part], "a product's row depends on the rows beside it")

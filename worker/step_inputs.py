@@ -83,7 +83,7 @@ class StepInputs:
         begin = self._layout.pack(stage.array, frame, shape)
         deltas, num_page_deltas = frame.page_deltas, len(frame.page_deltas)
         if len(frame.window_pages):
-            # Of a table of one row, in which pages have their places.
+            # The table has one row, in which pages have their places.
             deltas = np.concatenate((deltas, np.insert(frame.window_pages, 0, 0, axis=1)))
         end = begin + deltas.size
         if end <= self._layout.capacity:

@@ -62,7 +62,7 @@ class Experts(ABC):
         return torch.empty(num_rows, spec.hidden_size, dtype=dtype, device=device)
 
     def _load_router(self, source: TensorSource, prefix: str, router: torch.Tensor) -> None:
-        """And what a shared expert has."""
+        """Reads the router, and the shared expert if there is one."""
         spec = self._spec
         source.read(prefix + spec.router.name, router[: spec.num_experts])
         if spec.shared_gate is not None:

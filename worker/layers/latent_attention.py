@@ -18,7 +18,7 @@ from worker.layers.norm import RMSNorm
 from worker.layers.step import Step
 
 _NORM_EPS = 1e-6
-"""Of the latents' norms, whatever config.json says of the others: DeepSeek's code does so, and transformers'."""
+"""Used by the latents' norms, whatever config.json says of the others: DeepSeek's code does so, and transformers'."""
 
 
 class MLA:
@@ -99,7 +99,7 @@ class _RotaryHalves:
         self._rotary_dim = spec.qk_rope_head_dim
 
     def read(self, name: str, out: torch.Tensor, *, rows: Span | None = None, columns: Span | None = None) -> None:
-        """As the source reads it, with the rows of each head in order."""
+        """Reads what the source has, with the rows of each head in order."""
         self._source.read(name, out, rows=rows, columns=columns)
         if name in self._widths:
             rotary = out.view(-1, self._widths[name], out.shape[1])[:, -self._rotary_dim :]

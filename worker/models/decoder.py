@@ -46,7 +46,7 @@ class MixerModule(Protocol):
         """Reads this rank's part of the spec's tensors, whose names begin with `prefix`."""
 
     def attend(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """What `project` takes of [num_tokens, hidden_size]; the tokens' state is in the pool then."""
+        """Makes what `project` takes of [num_tokens, hidden_size]; the tokens' state is in the pool then."""
 
     def project(self, attended: torch.Tensor) -> torch.Tensor | PartialSum:
         """[num_tokens, hidden_size] of what `attend` returned; the sum over the ranks may be left to the norm."""
@@ -96,7 +96,7 @@ class NormPair:
             norm.load(source, prefix + tensor.name)
 
     def output(self, x: torch.Tensor | PartialSum) -> torch.Tensor | PartialSum:
-        """What is added to the residual of what the module between them returned."""
+        """Makes what is added to the residual of what the module between them returned."""
         return x if self._after is None else self._after(x)
 
 
@@ -167,7 +167,7 @@ class Decoder:
     ) -> None:
         self._model = model
         self.dtype = dtype
-        """Of the activations."""
+        """The activations' type."""
         self._device = device
         ropes = [(layer.mixer.rope, layer.mixer.rotary_dim) for layer in model.layers]
         self._ropes = list(dict.fromkeys(ropes))
@@ -206,8 +206,8 @@ class Decoder:
             on_progress(1.0)
 
     def set_kv_scales(self, scales: Sequence[tuple[float, ...]]) -> None:
-        """What each layer's keys, and its values, are divided by in a pool in FP8; before `attention_layers` are asked
-        for to make one."""
+        """Sets what each layer's keys, and its values, are divided by in a pool in FP8; before `attention_layers` are
+        asked for to make one."""
         for layer, (k_scale, v_scale) in zip(self._layers, scales, strict=True):
             assert isinstance(layer.attention, Attention), "no other kind has keys and values in FP8"
             layer.attention.layer = replace(layer.attention.layer, k_scale=k_scale, v_scale=v_scale)
