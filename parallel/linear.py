@@ -63,7 +63,7 @@ class RowParallelLinear:
         return y if self._bias is None else y.add_(self._bias)
 
     def for_norm(self, x: torch.Tensor) -> torch.Tensor | PartialSum:
-        """What `RMSNorm.add` takes; a bias has to be added to the sum itself."""
+        """Makes what `RMSNorm.add` takes; a bias has to be added to the sum itself."""
         return self(x) if self._linear.bias else self._sum.for_norm(len(x), lambda out: self.partial(x, out))
 
     def partial(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

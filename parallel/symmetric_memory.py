@@ -25,7 +25,7 @@ from parallel.numerics.tree import SumTree
 
 Method = Literal["two_shot", "nccl"]
 
-_DTYPES = (torch.bfloat16, torch.float32)  # what torch's kernels add
+_DTYPES = (torch.bfloat16, torch.float32)  # the types that torch's kernels add
 _ALIGNMENT = 16  # bytes of one load
 _MAX_CACHED_VIEWS = 256
 
@@ -123,7 +123,7 @@ class SymmetricMemoryCollectives(Collectives):
 
     @property
     def fused(self) -> FusedSums:
-        """Where every partial_sum comes from."""
+        """The source of every partial_sum."""
         return self._fused
 
     @property
@@ -156,7 +156,7 @@ class SymmetricMemoryCollectives(Collectives):
         return self.all_reduce_by(choose_method(x.nbytes, x.dtype, self._buffer_bytes), x)
 
     def all_reduce_by(self, method: Method, x: Tensor) -> Tensor:
-        """As all_reduce, by `method`. For all but nccl `x` starts where the buffer starts."""
+        """Does all_reduce by `method`. For all but nccl `x` starts where the buffer starts."""
         if method == "nccl":
             return self._nccl.all_reduce(x)
         self.check_alive()
@@ -184,7 +184,7 @@ class SymmetricMemoryCollectives(Collectives):
         self._nccl.abort(reason)
 
     def close(self) -> None:
-        """As Collectives. Unmapping waits for the device."""
+        """See Collectives. Unmapping waits for the device."""
         self._nccl.close()
         self._registration.close()
         self._fused.close()

@@ -39,12 +39,12 @@ class Arithmetic(ABC):
 
     def __init__(self) -> None:
         self.chains: dict[tuple[int, ...], Tensor] = {}
-        """Of exact weights on a GPU with all of their inputs, the first of each shape."""
+        """The first of each shape of exact weights on a GPU with all of their inputs."""
         self.sums: dict[tuple[TensorParallelGroup, int, SumTree, int | None], ExactSum] = {}
         """The exact sums over ranks that are unlike one another: by outputs, tree, and width of a leaf."""
 
     def weight(self, weight: Tensor, bias: Tensor | None) -> Weight:
-        """Of [out_features, in_features] with all of its inputs, whose memory it takes, and a bias or None."""
+        """A weight [out_features, in_features] with all of its inputs, whose memory it takes, and a bias or None."""
         return CudaWeight(weight, bias) if weight.is_cuda else CpuWeight(weight, bias)
 
     @abstractmethod
@@ -53,11 +53,11 @@ class Arithmetic(ABC):
 
     @abstractmethod
     def part(self, weight: Tensor, cut: Cut, context: LayerContext) -> Weight:
-        """Of [out_features, this rank's inputs], cut so: what it returns is a part of `rank_sum`'s."""
+        """A weight [out_features, this rank's inputs], cut so, whose products are parts of `rank_sum`'s."""
 
     @abstractmethod
     def leaves(self, cut: Cut, context: LayerContext) -> Leaves:
-        """Of `part`'s, for who multiplies without a Weight, on CPU."""
+        """The leaves of `part`, for who multiplies without a Weight, on CPU."""
 
     @abstractmethod
     def rank_sum(
