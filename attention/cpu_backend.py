@@ -26,7 +26,7 @@ class _Plan:
     args: StepArgs
     address: int
     kept: tuple[object, ...]
-    """What `args` points into."""
+    """The arrays that `args` points into."""
 
 
 @register("cpu")

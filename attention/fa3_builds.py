@@ -235,7 +235,7 @@ _LOADERS: dict[str, Callable[[], FA3Provider]] = {
 
 
 def _other_version(provider: str) -> str | None:
-    """What to say of an sglang-kernel that nobody has run; None where there is nothing to say."""
+    """A warning about an sglang-kernel that nobody has run; None where there is nothing to say."""
     if provider != SglKernel.name:
         return None
     try:

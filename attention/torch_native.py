@@ -24,13 +24,13 @@ from attention.layer import AttentionLayer, LatentLayer, VisibleRange
 Int64Array = npt.NDArray[np.int64]
 
 _OWN_KEY_ELEMENTS = 1 << 24
-"""Of keys that are made of latents at once, but for at least one head: 64 MiB in fp32, where a long prompt's would not
-fit beside the pool."""
+"""Elements of keys that are made of latents at once, but for at least one head: 64 MiB in fp32, where a long prompt's
+would not fit beside the pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Masked:
-    """What a step's mask says of one row."""
+    """One row's part of a step's mask."""
 
     visible: npt.NDArray[np.bool_]
     """[num_tokens, num_tokens]"""
@@ -169,8 +169,8 @@ class TorchNativeBackend(AttentionBackend):
         for first in range(0, layer.tp_q_head_num, num_heads):
             which = slice(first, first + num_heads)
             k, v = heads.keys_values(kept, which)
-            # Of one width, torch attends without a matrix of scores: 384 ms instead of 800 for 512 tokens that see
-            # 2048, 16 heads of 192 and 128 columns, fp32, one core of an AMD EPYC.
+            # With keys and values of one width torch attends without a matrix of scores: 384 ms instead of 800 for 512
+            # tokens that see 2048, 16 heads of 192 and 128 columns, fp32, one core of an AMD EPYC.
             v = F.pad(v, (0, max(k.shape[-1] - v.shape[-1], 0)))
             own_q, k, v = (it.transpose(0, 1).unsqueeze(0) for it in (q[:, which], k, v))
             attended = _attend(own_q, k, v, extend.mask, layer, is_causal=extend.mask is None)

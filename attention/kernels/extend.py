@@ -196,7 +196,7 @@ def _extend_kernel(
     LOG2_E: tl.constexpr = 1.4426950408889634
     KEY_DIM: tl.constexpr = HEAD_DIM if HEAD_DIM < V_DIM else V_DIM
     if EARLY:
-        # What merges starts once every program here has said so or ended: none of these waits for its place.
+        # The merging kernel starts once every program here has said so or ended: none of these waits for its place.
         tl.extra.cuda.gdc_launch_dependents()
     kv_head = tl.program_id(0)
     num_kv_heads = tl.num_programs(0)
@@ -355,7 +355,7 @@ def paged_extend(
     num_rows, group = len(paged.cache_seqlens), num_q_heads // num_kv_heads
     one_token = spans is not None and spans.one_token
     num_runs = 1 if spans is None else spans.num_runs
-    # As many as `first_tile` tells apart: the tiles of all tokens were they one row's, and one for each row.
+    # These are as many as `first_tile` tells apart: the tiles of all tokens were they one row's, and one for each row.
     num_tiles = num_rows if one_token else num_tokens * group // tuning.block_m + num_rows
     _extend_kernel[(num_kv_heads, num_runs, num_tiles)](
         q,
