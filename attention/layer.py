@@ -91,7 +91,7 @@ class LatentLayer(AttentionLayer):
 
     @property
     def qk_dim(self) -> int:
-        """In heads of their own, as the model has them."""
+        """The values in heads of their own, as the model has them."""
         return self.nope_dim + self.rope_dim
 
     @property

@@ -1,4 +1,4 @@
-"""From the names that `attention.*` takes to backends."""
+"""Finds backends by the names that `attention.*` takes."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class _Extend:
 
     start: int
     stop: int
-    """Its tokens in the batch."""
+    """The row's tokens in the batch."""
     slots: torch.Tensor | slice
     """[num_keys] int64, or a slice as above."""
     mask: torch.Tensor | None
@@ -262,7 +262,7 @@ def _read(slots: torch.Tensor, which: torch.Tensor | slice) -> torch.Tensor:
 
 
 def _masked_rows(batch: ForwardBatch) -> dict[int, _Masked]:
-    """By row, those that have a part of the mask. Waits for the device where that is a GPU."""
+    """The rows that have a part of the mask, by number. Waits for the device where that is a GPU."""
     if (mask := batch.mask) is None:
         return {}
     visible, positions, starts = (it.cpu().numpy() for it in (mask.visible, mask.positions, mask.starts))

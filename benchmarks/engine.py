@@ -134,7 +134,7 @@ class Driver:
         return streams
 
     async def seconds(self, prompts: Sequence[bytes], new_tokens: Sequence[int]) -> float:
-        """From the first request's submission to the last one's end. Raises EngineError when a request fails."""
+        """Seconds from the first request's start to the last one's end. Raises EngineError when a request fails."""
         began = time.perf_counter()
         streams = self.submit(prompts, new_tokens)
         received = 0

@@ -334,7 +334,7 @@ def _rank_main(rank: int, config: EngineConfig, path: Path, port: int, args: arg
 
 
 def rows_of(config: EngineConfig, path: Path, args: argparse.Namespace) -> dict[str, tuple[_Rows, int, float]]:
-    """By way of serving: the hash of every row, how many of them came twice with different bits, and seconds."""
+    """Each way's results: the hash of every row, how many of them came twice with different bits, and seconds."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     out, size = context.Queue(), config.tensor_parallel_size

@@ -40,7 +40,7 @@ class DeviceMemory:
     activation_bytes: int = 0
     """Peak of the largest eager step."""
     graph_bytes: int = 0
-    """For all CUDA graphs."""
+    """Bytes for all CUDA graphs."""
     table_bytes: int = 0
     """The tables of the sampler's rows."""
 

@@ -52,7 +52,7 @@ PARAMS_DTYPE = np.dtype(
 )
 """Sampling parameters of one row, sent once when the row is given to a request."""
 RECORD_WORDS = PARAMS_DTYPE.itemsize // 4
-"""Its int32 words: devices keep it as these."""
+"""Words (int32) of a record: devices keep it as these."""
 
 BIAS_DTYPE = np.dtype([("row", "<i4"), ("token_id", "<i4"), ("value", "<f4"), ("until", "<i4")])
 """`value`, finite or -inf, is added to a token's logit while the token to be sampled has a position below `until`.

@@ -1,4 +1,4 @@
-"""From logits to tokens: one rule for every row, whatever else is in the batch.
+"""Turns logits into tokens: one rule for every row, whatever else is in the batch.
 
     token = argmax over allowed v of  logit_v / temperature + gumbel(seed, position, v)
 
@@ -66,7 +66,7 @@ class SamplingKernels(Protocol):
         """The best token of all blocks."""
 
     def reduce_tokens(self, candidates: torch.Tensor) -> torch.Tensor:
-        """Its id alone."""
+        """The id of the best token alone."""
 
     def filter_thresholds(self, logits: torch.Tensor, rows: torch.Tensor, records: torch.Tensor) -> torch.Tensor:
         """The smallest score that filters allow."""

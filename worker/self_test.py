@@ -134,7 +134,7 @@ def _step(tokens: npt.NDArray[np.int64], starts: Sequence[int], page_size: int) 
 
 
 def _check_columns(weight: Tensor, num_rows: int) -> None:
-    """That a product's column is the same whichever columns a rank has."""
+    """Checks that a product's column is the same whichever columns a rank has."""
     random = torch.Generator(weight.device).manual_seed(0)
     x = torch.randn(num_rows, weight.shape[1], generator=random, device=weight.device).to(weight.dtype)
     whole = ChainWeight(weight, None).in_fp32(x)
@@ -146,7 +146,7 @@ def _check_columns(weight: Tensor, num_rows: int) -> None:
 
 
 def _check_rank_sum(rank_sum: ExactSum, group: TensorParallelGroup, num_rows: int, dtype: torch.dtype) -> None:
-    """That the ranks add their nodes as the tree says, and so like any other number of ranks."""
+    """Checks that the ranks add their nodes as the tree says, and so like any other number of ranks."""
     random = torch.Generator(group.device).manual_seed(0)  # on every rank the same nodes of all
     tree, shape = rank_sum.tree_for(num_rows), (num_rows, rank_sum.out_features)
     nodes = torch.randn(sum(tree.counts), *shape, generator=random, device=group.device)
@@ -194,7 +194,7 @@ def _to_fp32(value: Fraction) -> float:
 
 
 def _check_sums(arithmetic: Arithmetic, x: Tensor, weight: Tensor) -> None:
-    """That a sum over ranks is the same for each number of them: here one rank computes for all in turn."""
+    """Checks that a sum over ranks is the same for each number of them: here one rank computes for all in turn."""
     cut, leaf = Cut(Axis.MLP_COLUMNS, 1), leaf_columns(_INPUTS)
     num_leaves = _INPUTS // leaf
     answers = []
@@ -216,7 +216,7 @@ def _check_sums(arithmetic: Arithmetic, x: Tensor, weight: Tensor) -> None:
 
 
 def _check_attention(name: str, dtype: torch.dtype, device: torch.device, random: torch.Generator) -> None:
-    """That a token's answer is the same as a decode, and as the last of a prompt."""
+    """Checks that a token's answer is the same as a decode, and as the last of a prompt."""
     layer = AttentionLayer(layer_id=0, tp_q_head_num=3, tp_k_head_num=1, head_dim=64, scale=0.125)
     num_pages = -(-_TOKENS // _PAGE_SIZE)
     pool = TokenToKVPool(

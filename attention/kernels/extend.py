@@ -82,7 +82,7 @@ def choose(v_dim: int, dtype: torch.dtype) -> ExtendTuning:
     keys' way from memory takes longer than products with a tile that is not full.
     """
     if dtype.itemsize > 2:
-        # Without tensor cores, whose fp32 is TF32: threads hold whole rows of a product's operands.
+        # Tensor cores are not used, whose fp32 is TF32: threads hold whole rows of a product's operands.
         return ExtendTuning(block_m=16, block_n=16, num_warps=4, num_stages=2)
     if v_dim > 256:
         return ExtendTuning(block_m=64, block_n=32, num_warps=8, num_stages=3)
@@ -204,8 +204,8 @@ def _extend_kernel(
         row = tl.program_id(2)
         start, num_tokens, first_pair = row, 1, 0
     else:
-        # From the end: the last tiles of a prompt have the most keys, and are not to be left when all else is done (not
-        # measured).
+        # Tiles are taken from the end: the last tiles of a prompt have the most keys, and are not to be left when all
+        # else is done (not measured).
         tile = tl.num_programs(2) - 1 - tl.program_id(2)
         row = row_of_tile(cu_seqlens_q, num_rows, group, tile, BLOCK_M, AT_ONCE)
         start = tl.load(cu_seqlens_q + row)

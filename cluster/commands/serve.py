@@ -142,7 +142,7 @@ class ServingJob:
             try:
                 serving.result()
             except ray.exceptions.RayError:
-                # That signal may have ended the cluster under a call.
+                # The signal itself may have ended the cluster under a call.
                 if not (session.own and self._stop.is_set()):
                     raise
 

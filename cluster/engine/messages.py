@@ -46,7 +46,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     num_logprobs: int = -1
     """-1: none; k: the sampled token's and the k likeliest."""
     logprob_token_ids: tuple[int, ...] = ()
-    """With logprobs: these ids' log probabilities too, after the likeliest, in this order."""
+    """Ids whose log probabilities come too, after the likeliest, in this order; with logprobs."""
     frequency_penalty: float = 0.0
     """Taken from a token's logit for each time the answer has it."""
     presence_penalty: float = 0.0
@@ -108,7 +108,7 @@ class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True):
     prompts: list[bytes]
     """int32 token ids, at least one each."""
     sampling: list[SamplingParams]
-    """For what is not in `Choice`."""
+    """Parameters that are not in `Choice`."""
     choices: list[Choice]
     priority: int = 0
     """This and what follows: as in GenerateRequest."""
@@ -176,7 +176,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     public_message: str | None = None
     """Words for the caller, with `engine_error`, as in EngineError; `error` is for the log."""
     retry_after_s: float | None = None
-    """With `engine_overloaded`: seconds in which the queue may be expected to drain."""
+    """Seconds in which the queue may be expected to drain, with `engine_overloaded`."""
     num_preemptions: int = 0
     """How often it gave its pages up to others, or lost them with a rank, and was computed again."""
 
@@ -188,7 +188,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
     id: int
     """Request id."""
     logprob: float
-    """That of the token, by the model's own distribution: before penalties, biases, masks, temperature and filters."""
+    """The token's, by the model's own distribution: before penalties, biases, masks, temperature and filters."""
     top_ids: bytes
     """int32: the `num_logprobs` likeliest, descending; then `logprob_token_ids`, in the request's order. With
     `item_lens` these alone, once for each item."""

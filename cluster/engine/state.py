@@ -23,7 +23,7 @@ class EngineState(StrEnum):
     DRAINING = "draining"
     """It is being stopped: what runs is finished, nothing is taken."""
     DEAD = "dead"
-    """For good: only another engine can serve."""
+    """The engine has ended for good: only another one can serve."""
 
 
 _AFTER = {

@@ -57,7 +57,8 @@ class _Handler(logging.StreamHandler[TextIO]):
 
 
 def formatter(log_format: str, **process: str) -> logging.Formatter:
-    """That of `observability.log_format` (console or json) in a process of these names, e.g. replica and rank."""
+    """A formatter of `observability.log_format` (console or json) for a process of these names, e.g. replica and
+    rank."""
     return (JsonFormatter if log_format == "json" else ConsoleFormatter)(process)
 
 

@@ -28,7 +28,7 @@ class Metric:
     """One metric. All carry the labels `model_name`, `application`, `deployment` and `replica`."""
 
     name: str
-    """Without the prefix; in base units, which it names."""
+    """The name without the prefix; values are in base units, which it names."""
     kind: Kind
     help: str
     labels: tuple[str, ...] = ()

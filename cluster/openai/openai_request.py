@@ -243,7 +243,7 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     """Log probabilities of the answer's tokens."""
     top_logprobs: int | None = Field(None, ge=0)
-    """So many of the likeliest tokens in each place, beside the one sampled."""
+    """The number of likeliest tokens in each place, beside the one sampled."""
     add_generation_prompt: bool | None = None
     """Whether the prompt ends with the opening of an answer. None: true, unless a message is continued."""
     continue_final_message: bool | None = None

@@ -37,7 +37,7 @@ class Rank:
     """Bytes that were free on its GPU before that was first used."""
 
     def settle(self, location: Location) -> None:
-        """Its process, just started, runs at `location`."""
+        """The rank's process, just started, runs at `location`."""
         self.location = location
         if location.node_id == ray.get_runtime_context().get_node_id():
             with contextlib.suppress(OSError):  # a sandbox may not know the call; the raylet ends the process as well

@@ -71,9 +71,9 @@ class RankGroup:
     """The ranks of one group, whose actors `starter` starts."""
 
     frames: FrameWriter
-    """To every rank; from `run` on."""
+    """The channel to every rank; from `run` on."""
     results: FrameReader
-    """From rank 0; from `run` on."""
+    """The channel from rank 0; from `run` on."""
 
     def __init__(self, starter: RankStarter) -> None:
         self._starter = starter

@@ -139,7 +139,7 @@ class Request:
     """Prompt and tokens emitted before the last preemption. While it runs, the row table is ahead of this."""
     num_prompt_tokens: int
     max_total_tokens: int
-    """It ends with LENGTH when prompt and answer are this long."""
+    """The request ends with LENGTH when prompt and answer are this long."""
     sampling: SamplingParams
     stop_token_ids: frozenset[int]
     priority: int = 0

@@ -1,4 +1,4 @@
-"""From the QKV product to attention in one kernel: norm of query and key heads, rotary embedding, KV store.
+"""The way from the QKV product to attention in one kernel: norm of query and key heads, rotary embedding, KV store.
 
 A program does eight heads of one token: query heads in place, or key heads with the value heads beside them into the
 KV cache. Everything is fp32 between load and store, and rounded once; the cache holds the rounded values, in FP8 after

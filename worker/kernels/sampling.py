@@ -60,7 +60,7 @@ def _load_logits(pointers, inside):
 
 @triton.jit
 def _load_or_top(pointers, inside):
-    # With +inf for NaN, and which are.
+    # NaN is loaded as +inf, and marked.
     x = tl.load(pointers, mask=inside, other=-float("inf")).to(tl.float32)
     is_nan = x != x
     return tl.where(is_nan, float("inf"), x), is_nan

@@ -40,7 +40,7 @@ class MixerModule(Protocol):
 
     @property
     def layer(self) -> AttentionLayer:
-        """Its geometry on this rank."""
+        """The layer's geometry on this rank."""
 
     def load(self, source: TensorSource, prefix: str) -> None:
         """Reads this rank's part of the spec's tensors, whose names begin with `prefix`."""
