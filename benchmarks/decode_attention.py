@@ -263,7 +263,7 @@ def best_shapes(times: dict[tuple[Case, int], dict[DecodeTuning, float]]) -> dic
     """The three shapes of each group whose times are the smallest multiples of the best, over the group's batches."""
     slowdowns: dict[str, dict[tuple[int, int, int], float]] = {}
     for case in dict.fromkeys(case for case, _ in times):
-        merged = [(tuning, us) for (of, _), all_us in times.items() if of == case for tuning, us in all_us.items()]
+        merged = [(tuning, us) for (it, _), all_us in times.items() if it == case for tuning, us in all_us.items()]
         best = min(us for _, us in merged)
         for shape in SHAPES:
             own = [us for tuning, us in merged if tuning_of(shape, tuning.num_splits) == tuning]

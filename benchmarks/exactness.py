@@ -386,7 +386,7 @@ def digests(rows: _Rows) -> dict[str, str]:
     for (request, position), row_hash in rows.items():
         by_request.setdefault(request, []).append((position, row_hash))
     return {
-        str(request): hashlib.sha256(str(sorted(of)).encode()).hexdigest()[:16] for request, of in by_request.items()
+        str(request): hashlib.sha256(str(sorted(own)).encode()).hexdigest()[:16] for request, own in by_request.items()
     }
 
 

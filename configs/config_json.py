@@ -198,7 +198,7 @@ def _ropes(fields: Fields, family: Family) -> dict[str, RopeConfig]:
     by_type = dict.fromkeys(_TYPES, parameters)
     thetas = dict.fromkeys(_TYPES, fields.number("rope_theta", family.rope_theta))
     if any(isinstance(value, dict) for value in parameters.values()):
-        if not set(parameters) <= set(_TYPES) or not all(isinstance(of, dict) for of in parameters.values()):
+        if not set(parameters) <= set(_TYPES) or not all(isinstance(it, dict) for it in parameters.values()):
             raise CheckpointError(f"{fields.where}: rope parameters are of other layers than {' and '.join(_TYPES)}")
         by_type = {type_: parameters.get(type_, {}) for type_ in _TYPES}
     elif family.local_rope_theta is not None:

@@ -55,7 +55,7 @@ def draw(
     local, rows = logits.to(device), torch.from_numpy(params["row"].copy()).to(device)
     at = torch.from_numpy(positions.astype(np.int32)).to(device)
     resampled = sampler.find_resampled(params["row"], positions)
-    tokens = sampler.sample(local, rows, at, resampled.which[resampled.is_redrawn])
+    tokens = sampler.sample(local, rows, at, resampled.indices[resampled.is_redrawn])
     logprobs = sampler.resample(local, rows, at, tokens, resampled)
     return tokens.tolist(), logprobs
 

@@ -462,7 +462,7 @@ def test_a_nan_that_a_mask_or_a_ban_hides_is_still_one(device: torch.device) -> 
         local, of, at = logits.to(device), rows.to(device), positions.to(device)
         resampled = sampler.find_resampled(rows.numpy(), positions.numpy())
         assert resampled.is_redrawn.tolist() == [True] * 3
-        tokens = sampler.sample(local, of, at, resampled.which)
+        tokens = sampler.sample(local, of, at, resampled.indices)
         sampler.resample(local, of, at, tokens, resampled)
         assert tokens.tolist() == [-1] * 3
 

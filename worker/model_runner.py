@@ -143,13 +143,13 @@ class ModelRunner:
             return PendingStep(self._group, frame, None, sampled, None, prompt_logprobs)
         resampled = self._sampler.find_resampled(sampled, (frame.starts + frame.lens)[is_sampled])
         if hidden is not None:
-            output = self._sample(hidden, step, left_out=resampled.which[resampled.is_redrawn])
+            output = self._sample(hidden, step, left_out=resampled.indices[resampled.is_redrawn])
         logprobs = None
-        if len(resampled.which):
+        if len(resampled.indices):
             rows, positions = self._inputs.sampled_rows(step)
             logprobs = self._sampler.resample(output.logits, rows, positions, output.tokens, resampled)
             self._inputs.last_tokens.index_copy_(0, rows.long(), output.tokens)
-        asked = resampled.which[resampled.num_logprobs >= 0].astype(np.int32)
+        asked = resampled.indices[resampled.num_logprobs >= 0].astype(np.int32)
         return PendingStep(self._group, frame, output.tokens, asked, logprobs, prompt_logprobs)
 
     def _step(self, shape: StepShape, logits: torch.Tensor) -> DeviceOutput:

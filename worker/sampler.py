@@ -36,7 +36,7 @@ row."""
 class ResampledRows(NamedTuple):
     """Rows of a batch that need more than the plain rule; on the host."""
 
-    which: npt.NDArray[np.int64]
+    indices: npt.NDArray[np.int64]
     """[num_resampled]: indices into the batch."""
     is_redrawn: npt.NDArray[np.bool_]
     """[num_resampled]: has filters or adjustments; the others keep their token and only want logprobs."""
@@ -206,7 +206,7 @@ class Sampler:
         Returns:
             The logprobs of `resampled` rows that want them, in order; None when none does.
         """
-        which, parts = upload(resampled.which, self._group.device), []
+        which, parts = upload(resampled.indices, self._group.device), []
         most = int(resampled.num_logprobs.max(initial=0))
         for start in range(0, len(which), _CHUNK_ROWS):
             part = slice(start, start + _CHUNK_ROWS)
@@ -214,10 +214,10 @@ class Sampler:
             whole = whole_logits(logits.index_select(0, chunk), self._plan, self._group)
             wants = np.flatnonzero(resampled.num_logprobs[part] >= 0)
             # Logprobs are of the logits as they are before adjustments.
-            raw, of = None, chunk
+            raw, wanting = None, chunk
             if len(wants):
                 wanted = upload(wants, self._group.device)
-                raw, of = whole.index_select(0, wanted), chunk.index_select(0, wanted)
+                raw, wanting = whole.index_select(0, wanted), chunk.index_select(0, wanted)
             redrawn = np.flatnonzero(resampled.is_redrawn[part])
             if len(redrawn):
                 again = chunk
@@ -226,8 +226,8 @@ class Sampler:
                     again, whole = chunk.index_select(0, at), whole.index_select(0, at)
                 self._redraw(whole, rows, positions, again, tokens, resampled.are_adjusted)
             if raw is not None:
-                asked = self.adjustments.asked[rows.index_select(0, of).long(), : resampled.num_asked]
-                drawn = tokens.index_select(0, of).clamp_(min=0)
+                asked = self.adjustments.asked[rows.index_select(0, wanting).long(), : resampled.num_asked]
+                drawn = tokens.index_select(0, wanting).clamp_(min=0)
                 parts.append(self._kernels.token_logprobs(raw, drawn, most, asked))
         return LogprobTensors.joined(parts) if parts else None
 

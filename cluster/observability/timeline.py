@@ -57,9 +57,9 @@ class RecentRequests:
     def keep(self, record: RequestRecord) -> None:
         """`record` has ended."""
         self._records.pop(record.id, None)
-        of = record.context
-        # Without what may be large: parameters that name a whole vocabulary, a URL, headers.
-        context = RequestContext(request_id=of.request_id, client=of.client, arrived_s=of.arrived_s)
+        whole = record.context
+        # Large parts are left out: parameters that name a whole vocabulary, a URL, headers.
+        context = RequestContext(request_id=whole.request_id, client=whole.client, arrived_s=whole.arrived_s)
         self._records[record.id] = replace(record, context=context, sampling=_NO_SAMPLING)
         if len(self._records) > NUM_REQUESTS:
             del self._records[next(iter(self._records))]

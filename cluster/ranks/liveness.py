@@ -52,10 +52,10 @@ class ThreadTimes:
     """Processor time it has used."""
 
 
-def _stat_fields(of: str) -> list[str]:
+def _stat_fields(folder: str) -> list[str]:
     """Fields of the stat file in a directory of /proc, of a process or a thread, from the state on. Raises OSError."""
     # The name before the state may have spaces and brackets.
-    return Path(of, "stat").read_text().rpartition(")")[2].split()
+    return Path(folder, "stat").read_text().rpartition(")")[2].split()
 
 
 def _thread_times(pid: int) -> dict[int, ThreadTimes]:
