@@ -25,7 +25,6 @@ from cluster.ranks.recovery import Recovery
 from cluster.ranks.resizing import Resized, resize
 from cluster.scheduling.limits import SchedulerLimits, max_item_tokens
 from cluster.scheduling.scheduler import Scheduler
-from cluster.structured.request_guides import RequestGuides
 from configs.errors import ConfigError
 from configs.kv_pages import WindowPool, cut_max_model_len, num_kv_pages, pool_bytes
 from configs.model_config import ModelConfig
@@ -92,6 +91,8 @@ class CoordinatorActor:
     """Ray's shell around a `Coordinator` and its `RankGroup`."""
 
     def __init__(self, spec: EngineSpec, name: str) -> None:
+        from cluster.structured.request_guides import RequestGuides
+
         log_to_stderr(spec.config.observability.log_format, replica=name, rank="coordinator")
         self._spec = spec
         self._name = name
