@@ -1,4 +1,4 @@
-"""What an attention backend does. Which ones there are: attention/registry.py."""
+"""The interface of an attention backend. attention/registry.py has those there are."""
 
 from __future__ import annotations
 

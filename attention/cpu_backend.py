@@ -13,7 +13,7 @@ from attention.backend import AttentionBackend, register
 from attention.forward_batch import ForwardBatch, Int64Array
 from attention.kernels.cpu_attention import TYPES, LayerArgs, StepArgs, library
 from attention.kv_pool import TokenToKVPool
-from attention.layer import AttentionLayer, Sight
+from attention.layer import AttentionLayer, VisibleRange
 
 _LINES = 64
 """Pairs of a token and a query head that share the loads of a KV head's keys, where one token has no more."""
@@ -21,12 +21,12 @@ _LINES = 64
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """One step for the layers of one sight and one number of query heads a KV head."""
+    """One step for the layers of one visible range and one number of query heads a KV head."""
 
     args: StepArgs
     address: int
     kept: tuple[object, ...]
-    """What `args` points into."""
+    """The arrays that `args` points into."""
 
 
 @register("cpu")
@@ -47,7 +47,9 @@ class CpuBackend(AttentionBackend):
         self._attend = self._library.attend
         self._args = {layer.layer_id: _args_of(layer, token_to_kv_pool) for layer in layers}
         self._addresses = {layer_id: ctypes.addressof(args) for layer_id, args in self._args.items()}
-        self._kinds = {layer.layer_id: (layer.sight, layer.tp_q_head_num // layer.tp_k_head_num) for layer in layers}
+        self._kinds = {
+            layer.layer_id: (layer.visible_range, layer.tp_q_head_num // layer.tp_k_head_num) for layer in layers
+        }
         self._most_lines = max((max(_LINES, group) for _, group in self._kinds.values()), default=0)
         widest = max((layer.head_dim for layer in layers), default=0)
         self._scratch_floats = self._library.scratch_floats(self._most_lines, widest)
@@ -71,18 +73,18 @@ class CpuBackend(AttentionBackend):
         )
         return out
 
-    def _plan(self, batch: ForwardBatch, whole: ForwardBatch, sight: Sight, group: int) -> _Plan:
-        """`batch` has the pages of the sight's layers, `whole` the mask."""
-        sights, mask = _sights(batch, sight), whole.mask
+    def _plan(self, batch: ForwardBatch, whole: ForwardBatch, visible: VisibleRange, group: int) -> _Plan:
+        """`batch` has the pages of the layers of `visible`, `whole` the mask."""
+        ranges, mask = _visible_ranges(batch, visible), whole.mask
         marks = None if mask is None else mask.visible
         if mask is not None:
-            _mask(sights, whole, sight)
+            _mask(ranges, whole, visible)
         blocks = _blocks(batch, max(1, _LINES // group))
         batch.paged.check()
         table = batch.paged.page_table
         args = StepArgs(
             page_table=table.data_ptr(),
-            sights=sights.ctypes.data,
+            ranges=ranges.ctypes.data,
             marks=None if marks is None else marks.data_ptr(),
             blocks=blocks.ctypes.data,
             scratch=self._scratch.data_ptr(),
@@ -92,7 +94,7 @@ class CpuBackend(AttentionBackend):
             most_lines=self._most_lines,
             threads=torch.get_num_threads(),
         )
-        return _Plan(args, ctypes.addressof(args), (sights, marks, blocks, table, self._scratch))
+        return _Plan(args, ctypes.addressof(args), (ranges, marks, blocks, table, self._scratch))
 
 
 def _args_of(layer: AttentionLayer, pool: TokenToKVPool) -> LayerArgs:
@@ -115,28 +117,28 @@ def _args_of(layer: AttentionLayer, pool: TokenToKVPool) -> LayerArgs:
     )
 
 
-def _sights(batch: ForwardBatch, sight: Sight) -> Int64Array:
-    """[num_tokens, 4]: the Sight of cpu_attention.c of each token of causal rows."""
+def _visible_ranges(batch: ForwardBatch, visible: VisibleRange) -> Int64Array:
+    """[num_tokens, 4]: the VisibleRange of cpu_attention.c of each token of causal rows."""
     starts = batch.prefix_lens - batch.cu_seqlens_q[:-1]
     positions = np.arange(batch.num_tokens) + np.repeat(starts, batch.extend_lens)
-    sights = np.zeros((batch.num_tokens, 4), np.int64)
-    sights[:, 0] = sight.first_keys(positions)
-    sights[:, 1] = sights[:, 2] = positions + 1
-    return sights
+    ranges = np.zeros((batch.num_tokens, 4), np.int64)
+    ranges[:, 0] = visible.first_keys(positions)
+    ranges[:, 1] = ranges[:, 2] = positions + 1
+    return ranges
 
 
-def _mask(sights: Int64Array, batch: ForwardBatch, sight: Sight) -> None:
-    """Writes what the step's mask says over `sights`."""
+def _mask(ranges: Int64Array, batch: ForwardBatch, visible: VisibleRange) -> None:
+    """Writes what the step's mask says over `ranges`."""
     assert batch.mask is not None, "a step without a mask"
     starts, positions = batch.mask.starts.numpy(), batch.mask.positions.numpy()
     for row in np.flatnonzero(starts >= 0):
         prefix_len, num_tokens = batch.prefix_lens[row], batch.extend_lens[row]
         tokens = slice(batch.cu_seqlens_q[row], batch.cu_seqlens_q[row + 1])
         # Window and chunk hide none of the new tokens.
-        sights[tokens, 0] = np.minimum(sight.first_keys(positions[tokens]), prefix_len)
-        sights[tokens, 1] = batch.seq_lens[row]
-        sights[tokens, 2] = prefix_len
-        sights[tokens, 3] = starts[row] + np.arange(num_tokens) * num_tokens
+        ranges[tokens, 0] = np.minimum(visible.first_keys(positions[tokens]), prefix_len)
+        ranges[tokens, 1] = batch.seq_lens[row]
+        ranges[tokens, 2] = prefix_len
+        ranges[tokens, 3] = starts[row] + np.arange(num_tokens) * num_tokens
 
 
 def _blocks(batch: ForwardBatch, most_tokens: int) -> Int64Array:

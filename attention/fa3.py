@@ -15,7 +15,7 @@ from attention.latent import LatentHeads
 from attention.layer import AttentionLayer, LatentLayer
 from attention.step_shape import ANY_LEN, FEW_ROWS, StepShape
 
-_UNSPLIT_KEYS = 8  # of the longest row, for each token of a shape whose keys stay whole
+_UNSPLIT_KEYS = 8  # the longest row's, for each token of a shape whose keys stay whole
 
 
 @register("fa3")
@@ -84,7 +84,7 @@ class FlashAttentionBackend(AttentionBackend):
         return out.view(q.shape)
 
     def attend_latent(self, q: torch.Tensor, layer: LatentLayer, heads: LatentHeads) -> torch.Tensor:
-        """In the absorbed form, whatever the step."""
+        """Attends in the absorbed form, whatever the step."""
         [pages] = self.token_to_kv_pool.pages(layer.layer_id)
         widths, paged = [layer.latent_dim, layer.rope_dim], self.batch_of(layer).paged
         latents, keys = torch.split(pages.unsqueeze(2), widths, dim=-1)

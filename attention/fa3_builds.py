@@ -217,7 +217,7 @@ def sinks_of(layer: AttentionLayer) -> torch.Tensor | None:
 
 
 def _load_sgl_kernel() -> FA3Provider:
-    from sgl_kernel.flash_attn import flash_attn_with_kvcache
+    from sgl_kernel.flash_attn import flash_attn_with_kvcache  # optional, as the next one is
 
     return SglKernel(flash_attn_with_kvcache)
 
@@ -235,7 +235,7 @@ _LOADERS: dict[str, Callable[[], FA3Provider]] = {
 
 
 def _other_version(provider: str) -> str | None:
-    """What to say of an sglang-kernel that nobody has run; None where there is nothing to say."""
+    """A warning about an sglang-kernel that nobody has run; None where there is nothing to say."""
     if provider != SglKernel.name:
         return None
     try:

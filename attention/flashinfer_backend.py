@@ -23,8 +23,8 @@ from attention.layer import AttentionLayer, LatentLayer
 from attention.step_shape import FEW_ROWS, StepShape
 from configs.errors import ConfigError, EngineError
 
-_FLOAT_WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends
-_INT_WORKSPACE_BYTES = 8 << 20  # what its wrappers take
+_FLOAT_WORKSPACE_BYTES = 128 << 20  # the size that FlashInfer recommends
+_INT_WORKSPACE_BYTES = 8 << 20  # the size that its wrappers take
 # FlashInfer gives a program at most so many query rows (times heads of a group), and a multiprocessor two programs.
 _TILE, _PROGRAMS_OF_SM = 128, 2
 
@@ -34,17 +34,17 @@ reads a row's keys for each query head and 128 tokens anew and splits none."""
 
 
 class _Listed(NamedTuple):
-    """Which pages of the rows some layers read."""
+    """The pages of the rows that some layers read."""
 
     windowed: bool
-    """Those of the window pool."""
+    """Whether these are pages of the window pool."""
     chunk: int | None
-    """From the chunk of each row's first new token on; None: all."""
+    """Tokens of a chunk: pages from that of each row's first new token on are listed. None: all."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """What the graph of a shape reads."""
+    """Tensors that the graph of a shape reads."""
 
     kernels: Kernels
     wrappers: dict[Geometry, Any]
@@ -57,7 +57,7 @@ class _Mask(NamedTuple):
 
     packed: torch.Tensor
     begins: torch.Tensor
-    """As `pack_mask` writes them."""
+    """See `pack_mask`, which writes them."""
     max_len: int
     """Most new tokens of a row."""
 
@@ -106,7 +106,7 @@ class FlashInferBackend(AttentionBackend):
             for geometry in self._geometries
         }
         self._uploads = Uploads(_INT_WORKSPACE_BYTES, device)
-        self._latent_uploads = Uploads(0, device)  # of memory that FlashInfer makes
+        self._latent_uploads = Uploads(0, device)  # into memory that FlashInfer makes
         kinds: set[Kernels] = {"decode", "fa2", self._prompt_kernels}
         self._eager = {
             (kernels, geometry): self._wrapper(kernels, geometry)
@@ -163,7 +163,7 @@ class FlashInferBackend(AttentionBackend):
         return out.view(q.shape)
 
     def attend_latent(self, q: torch.Tensor, layer: LatentLayer, heads: LatentHeads) -> torch.Tensor:
-        """In the absorbed form, whatever the step."""
+        """Attends in the absorbed form, whatever the step."""
         [pages] = self.token_to_kv_pool.pages(layer.layer_id)
         absorbed = heads.absorb(q).view(-1, layer.tp_q_head_num, layer.head_dim)
         return heads.values(self._now[self._geometry_of[layer.layer_id]].run(absorbed, pages).flatten(1))
@@ -220,8 +220,8 @@ class FlashInferBackend(AttentionBackend):
             kernels = self._prompt_kernels if shape.num_sampled <= FEW_ROWS else "fa2"
         indices = {}
         for which in map(self._list_of, self._geometries):
-            # As large as the table: rows may share pages, so the pool's size is no bound. The largest shape comes
-            # first and leaves its own to the others.
+            # The indices are as large as the table: rows may share pages, so the pool's size is no bound. The largest
+            # shape comes first and leaves its own to the others.
             table = batch.paged.page_table
             fit = (it.indices[which] for it in self._captured.values() if len(it.indices[which]) >= table.numel())
             found = next(fit, None)

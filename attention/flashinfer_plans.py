@@ -1,4 +1,4 @@
-"""What FlashInfer plans a step from, and what its plans need: on the host."""
+"""The input of FlashInfer's plans of a step, and what its plans need: on the host."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def load_flashinfer(device: torch.device) -> Library:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """What of a layer its plan depends on: layers that agree share one."""
+    """The facts about a layer that its plan depends on: layers that agree share one."""
 
     num_q_heads: int
     num_k_heads: int
@@ -82,7 +82,7 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class PlanInputs:
-    """What a step is planned from. On the host, int32: FlashInfer would wait for tensors of the device.
+    """The input from which a step is planned. On the host, int32: FlashInfer would wait for tensors of the device.
 
     Where layers have a chunk, the tokens of a row in one chunk are a row of its own here, whose pages begin with it.
     """
@@ -105,7 +105,7 @@ class PlanInputs:
         chunk: int | None = None,
         num_rows: int | None = None,
     ) -> PlanInputs:
-        """Of rows with so many tokens in the cache and new ones.
+        """The input for rows with so many tokens in the cache and new ones.
 
         Args:
             chunk: a multiple of `page_size`.
@@ -154,7 +154,7 @@ class Uploads:
         self._next = 0
 
     def next_buffer(self) -> torch.Tensor:
-        """For the next plan, as soon as the plan that was in it last is on the device."""
+        """The buffer for the next plan, as soon as the plan that was in it last is on the device."""
         if self._uploaded[self._next] is not None:
             self._uploaded[self._next].synchronize()
         return self._buffers[self._next]
@@ -166,7 +166,7 @@ class Uploads:
         self.record()
 
     def record(self) -> None:
-        """To be called once the plan's upload is queued."""
+        """Must be called once the plan's upload is queued."""
         if self._uploaded[self._next] is not None:
             self._uploaded[self._next].record()
         self._next = (self._next + 1) % _NUM_UPLOADS

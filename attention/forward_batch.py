@@ -1,4 +1,4 @@
-"""What one forward pass works on: the rows of a step, as the attention backend and the decoder need them."""
+"""The input of one forward pass: the rows of a step, as the attention backend and the decoder need them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Int64Array = npt.NDArray[np.int64]
 
 
 class ForwardMode(Enum):
-    """What the rows of a batch do."""
+    """The work that the rows of a batch do."""
 
     DECODE = auto()
     """Every row has one input token."""
@@ -34,7 +34,7 @@ class ForwardMode(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PagedMetadata:
-    """What paged attention kernels read; all tensors on the device, and static while a CUDA graph is captured."""
+    """Tensors that paged attention kernels read; all on the device, and static while a CUDA graph is captured."""
 
     cache_seqlens: torch.Tensor
     """[batch_size] int32: tokens in the KV cache once this step's are written; 1 for padding rows."""
@@ -56,7 +56,7 @@ class PagedMetadata:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewTokenMask:
-    """Which new tokens of its own row each new token sees, in place of those before it and itself.
+    """The new tokens of its own row that each new token sees, in place of those before it and itself.
 
     One row's part is [extend_len, extend_len], a query's keys one after the other: a tree of drafts to be verified, or
     all ones where the new tokens see one another in both directions. Of a step's tokens each sees itself.
@@ -102,7 +102,7 @@ class ForwardBatch:
     mask: NewTokenMask | None = None
     """None: every row is causal."""
     in_window_pool: ForwardBatch | None = None
-    """The same step with slots and pages of the window pool; None: there is no such pool."""
+    """This step with slots and pages of the window pool; None: there is no such pool."""
 
     def seen_by(self, window: int | None) -> ForwardBatch:
         """The step with slots and pages of the pool of layers with that window."""

@@ -60,7 +60,7 @@ class ReqToTokenPool:
 
 
 class TokenToKVPool:
-    """What tokens leave in every layer: tensors [num_pages + 1, page_size, *shape], one for each of `token_shapes`.
+    """Tokens of every layer: tensors [num_pages + 1, page_size, *shape], one for each of `token_shapes`.
 
     Those are keys and values, [tp_k_head_num, head_dim] each, or what another kind of layer keeps in their place. Page
     0 is the padding page. Slot s is page s // page_size, offset s % page_size.
@@ -107,7 +107,7 @@ class TokenToKVPool:
         return self._pages[layer_id]
 
     def slots(self, layer_id: int) -> tuple[torch.Tensor, ...]:
-        """The same memory as [(its pages + 1) * page_size, elements of a token] each."""
+        """The pool's memory as [(its pages + 1) * page_size, elements of a token] each."""
         return self._slots[layer_id]
 
     def set_kv(self, layer_id: int, out_cache_loc: torch.Tensor, *kept: torch.Tensor) -> None:
@@ -125,5 +125,5 @@ class TokenToKVPool:
 
 
 def _bytes(values: torch.Tensor, scale: float) -> torch.Tensor:
-    """Those of values / scale in FP8. torch's own cast does not everywhere stop at the largest number."""
+    """Bytes of values / scale in FP8. torch's own cast does not everywhere stop at the largest number."""
     return (values.float() / scale).clamp_(-_FP8_MAX, _FP8_MAX).to(FP8).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""What the heads of latent attention (MLA) do between a token's latent and their own keys and values."""
+"""The step of latent attention's heads (MLA) between a token's latent and their own keys and values."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ _Counts = TypeVar("_Counts", int, npt.NDArray[np.int64], torch.Tensor)
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
-    """Which of the keys up to its own a query sees: as AttentionLayer says of `window` and `chunk`."""
+class VisibleRange:
+    """The keys up to its own that a query sees, by `window` and `chunk` of AttentionLayer."""
 
     window: int | None
     chunk: int | None
@@ -31,7 +31,7 @@ class Sight:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionLayer:
-    """What a backend must know of a layer. Head counts are this rank's own, from the shard plan."""
+    """Facts that a backend must know about a layer. Head counts are this rank's own, from the shard plan."""
 
     layer_id: int
     tp_q_head_num: int
@@ -41,9 +41,9 @@ class AttentionLayer:
     scale: float
     """Factor of the scores before softcap and softmax."""
     k_scale: float = 1.0
-    """Of a pool in FP8, which holds keys divided by it: a further factor of the scores."""
+    """A further factor of the scores: a pool in FP8 holds keys divided by it."""
     v_scale: float = 1.0
-    """Likewise of values, and so of the answers."""
+    """A factor of the answers: a pool in FP8 holds values divided by it."""
     window: int | None = None
     """A query sees itself and `window - 1` tokens before it; None sees all."""
     softcap: float | None = None
@@ -55,9 +55,9 @@ class AttentionLayer:
     of the softmax and has no value."""
 
     @property
-    def sight(self) -> Sight:
-        """Which keys its queries see."""
-        return Sight(self.window, self.chunk)
+    def visible_range(self) -> VisibleRange:
+        """The keys that its queries see."""
+        return VisibleRange(self.window, self.chunk)
 
     @property
     def qk_dim(self) -> int:
@@ -91,7 +91,7 @@ class LatentLayer(AttentionLayer):
 
     @property
     def qk_dim(self) -> int:
-        """In heads of their own, as the model has them."""
+        """The values in heads of their own, as the model has them."""
         return self.nope_dim + self.rope_dim
 
     @property

@@ -1,4 +1,4 @@
-"""From the names that `attention.*` takes to backends."""
+"""Finds backends by the names that `attention.*` takes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def create_backend(
 
 
 def needs_of(pool: TokenToKVPool) -> AttentionNeeds:
-    """What the layers of `pool` ask of a backend, on a device that is known by now."""
+    """Needs that the layers of `pool` have of a backend, on a device that is known by now."""
     on_gpu = pool.device.type == "cuda"
     of_cache = {Feature.FP8_KV} if pool.dtype is FP8 else set[Feature]()
     return AttentionNeeds(

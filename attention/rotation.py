@@ -1,4 +1,4 @@
-"""What query and key heads go through between the QKV product and attention, as a backend sees it."""
+"""The work on query and key heads between the QKV product and attention, as a backend sees it."""
 
 from __future__ import annotations
 

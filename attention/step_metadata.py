@@ -1,4 +1,4 @@
-"""What a step's frame says turned into what its layers read: the tensors, and torch's twins of the Triton kernels.
+"""Turns what a step's frame says into what its layers read: the tensors, and torch's twins of the Triton kernels.
 
 attention/kernels/step_metadata.py has the kernels, by the same names and signatures. These write through numpy, for
 whose small arrays a call takes less time.
@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTensors:
-    """What `fill_step_metadata` writes, for B rows of T tokens; contiguous, on the device."""
+    """Tensors that `fill_step_metadata` writes, for B rows of T tokens; contiguous, on the device."""
 
     input_ids: torch.Tensor
     """[T] int64."""
@@ -61,7 +61,7 @@ def fill_step_metadata(
     out: StepTensors,
     places: torch.Tensor | None = None,
 ) -> None:
-    """As the kernel, for tensors on the CPU."""
+    """The kernel's twin, for tensors on the CPU."""
     table, row_of, bounds, positions = page_table.numpy(), rows.numpy(), cu_seqlens_q.numpy(), starts.numpy()
     lens = bounds[1:] - bounds[:-1]
     num_rows, num_tokens = len(lens), int(bounds[-1])
@@ -93,6 +93,6 @@ def fill_step_metadata(
 
 
 def apply_page_deltas(page_table: torch.Tensor, deltas: torch.Tensor) -> None:
-    """As the kernel, for tensors on the CPU."""
+    """The kernel's twin, for tensors on the CPU."""
     row, index, page = deltas.numpy().T
     page_table.numpy()[row, index] = page

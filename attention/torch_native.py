@@ -19,18 +19,18 @@ from attention.backend import AttentionBackend, register
 from attention.forward_batch import ForwardBatch, ForwardMode
 from attention.kv_pool import TokenToKVPool
 from attention.latent import LatentHeads
-from attention.layer import AttentionLayer, LatentLayer, Sight
+from attention.layer import AttentionLayer, LatentLayer, VisibleRange
 
 Int64Array = npt.NDArray[np.int64]
 
 _OWN_KEY_ELEMENTS = 1 << 24
-"""Of keys that are made of latents at once, but for at least one head: 64 MiB in fp32, where a long prompt's would not
-fit beside the pool."""
+"""Elements of keys that are made of latents at once, but for at least one head: 64 MiB in fp32, where a long prompt's
+would not fit beside the pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Masked:
-    """What a step's mask says of one row."""
+    """One row's part of a step's mask."""
 
     visible: npt.NDArray[np.bool_]
     """[num_tokens, num_tokens]"""
@@ -57,7 +57,7 @@ class _Extend:
 
     start: int
     stop: int
-    """Its tokens in the batch."""
+    """The row's tokens in the batch."""
     slots: torch.Tensor | slice
     """[num_keys] int64, or a slice as above."""
     mask: torch.Tensor | None
@@ -66,7 +66,7 @@ class _Extend:
 
 @dataclass(frozen=True, slots=True)
 class _Metadata:
-    """One step's indices for all layers of one sight."""
+    """One step's indices for all layers of one visible range."""
 
     decodes: tuple[_DecodeGroup, ...]
     extends: tuple[_Extend, ...]
@@ -78,9 +78,9 @@ class TorchNativeBackend(AttentionBackend):
 
     def __init__(self, layers: Sequence[AttentionLayer], token_to_kv_pool: TokenToKVPool) -> None:
         super().__init__(layers, token_to_kv_pool)
-        sights = [layer.sight for layer in layers]
-        self._sights = set(sights)
-        self._sight_of = {layer.layer_id: sight for layer, sight in zip(layers, sights, strict=True)}
+        ranges = [layer.visible_range for layer in layers]
+        self._ranges = set(ranges)
+        self._range_of = {layer.layer_id: visible for layer, visible in zip(layers, ranges, strict=True)}
         self._metadata: dict[int, _Metadata] = {}
         self._mode = ForwardMode.DECODE
         self._dtype = token_to_kv_pool.compute_dtype
@@ -90,8 +90,8 @@ class TorchNativeBackend(AttentionBackend):
         super().init_forward_metadata(batch)
         self._mode = batch.mode
         masked = _masked_rows(batch)
-        planned = {sight: self._plan(batch.seen_by(sight.window), sight, masked) for sight in self._sights}
-        self._metadata = {layer_id: planned[sight] for layer_id, sight in self._sight_of.items()}
+        planned = {visible: self._plan(batch.seen_by(visible.window), visible, masked) for visible in self._ranges}
+        self._metadata = {layer_id: planned[visible] for layer_id, visible in self._range_of.items()}
 
     def attend(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         metadata = self._metadata[layer.layer_id]
@@ -169,8 +169,8 @@ class TorchNativeBackend(AttentionBackend):
         for first in range(0, layer.tp_q_head_num, num_heads):
             which = slice(first, first + num_heads)
             k, v = heads.keys_values(kept, which)
-            # Of one width, torch attends without a matrix of scores: 384 ms instead of 800 for 512 tokens that see
-            # 2048, 16 heads of 192 and 128 columns, fp32, one core of an AMD EPYC.
+            # With keys and values of one width torch attends without a matrix of scores: 384 ms instead of 800 for 512
+            # tokens that see 2048, 16 heads of 192 and 128 columns, fp32, one core of an AMD EPYC.
             v = F.pad(v, (0, max(k.shape[-1] - v.shape[-1], 0)))
             own_q, k, v = (it.transpose(0, 1).unsqueeze(0) for it in (q[:, which], k, v))
             attended = _attend(own_q, k, v, extend.mask, layer, is_causal=extend.mask is None)
@@ -182,8 +182,8 @@ class TorchNativeBackend(AttentionBackend):
         kept = [_read(slots, which).to(self._dtype) for slots in self.token_to_kv_pool.slots(layer.layer_id)]
         return kept[0], kept[-1]
 
-    def _plan(self, batch: ForwardBatch, sight: Sight, masked: dict[int, _Masked]) -> _Metadata:
-        first_keys = sight.first_keys(batch.prefix_lens)
+    def _plan(self, batch: ForwardBatch, visible: VisibleRange, masked: dict[int, _Masked]) -> _Metadata:
+        first_keys = visible.first_keys(batch.prefix_lens)
         decode_rows = np.flatnonzero(batch.extend_lens == 1)
         extend_rows = np.flatnonzero(batch.extend_lens > 1)
         num_keys = batch.seq_lens - first_keys
@@ -192,7 +192,7 @@ class TorchNativeBackend(AttentionBackend):
                 self._plan_decode(batch, rows, first_keys[rows]) for rows in _similar_lengths(decode_rows, num_keys)
             ),
             extends=tuple(
-                self._plan_extend(batch, int(row), int(first_keys[row]), sight, masked.get(int(row)))
+                self._plan_extend(batch, int(row), int(first_keys[row]), visible, masked.get(int(row)))
                 for row in extend_rows
             ),
         )
@@ -230,12 +230,12 @@ class TorchNativeBackend(AttentionBackend):
         )
 
     def _plan_extend(
-        self, batch: ForwardBatch, row: int, first_key: int, sight: Sight, masked: _Masked | None
+        self, batch: ForwardBatch, row: int, first_key: int, visible: VisibleRange, masked: _Masked | None
     ) -> _Extend:
         prefix_len, seq_len = int(batch.prefix_lens[row]), int(batch.seq_lens[row])
         start, stop = int(batch.cu_seqlens_q[row]), int(batch.cu_seqlens_q[row + 1])
         keys, queries = np.arange(first_key, seq_len), np.arange(prefix_len, seq_len)
-        seen_from = sight.first_keys(queries if masked is None else masked.positions)
+        seen_from = visible.first_keys(queries if masked is None else masked.positions)
         mask = None
         if masked is not None:
             hidden = keys < seen_from[:, None]
@@ -262,7 +262,7 @@ def _read(slots: torch.Tensor, which: torch.Tensor | slice) -> torch.Tensor:
 
 
 def _masked_rows(batch: ForwardBatch) -> dict[int, _Masked]:
-    """By row, those that have a part of the mask. Waits for the device where that is a GPU."""
+    """The rows that have a part of the mask, by number. Waits for the device where that is a GPU."""
     if (mask := batch.mask) is None:
         return {}
     visible, positions, starts = (it.cpu().numpy() for it in (mask.visible, mask.positions, mask.starts))

@@ -20,7 +20,7 @@ from attention.latent import LatentHeads
 from attention.layer import LatentLayer
 
 _CHUNK_ELEMENTS = 1 << 25
-"""Of keys and values that are made of cached latents at once: 64 MiB of 16 bits. Not measured."""
+"""Elements of keys and values that are made of cached latents at once: 64 MiB of 16 bits. Not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class _Cached:
 
 @dataclass(frozen=True, slots=True)
 class LatentPlan:
-    """What a step that is not of decodes alone does, in every layer."""
+    """The plan of a step that is not of decodes alone, for every layer."""
 
     out_cache_loc: torch.Tensor
     """[num_tokens] int64: slots of the new tokens."""
@@ -68,7 +68,7 @@ def plan_of(batch: ForwardBatch, layer: LatentLayer, page_size: int) -> LatentPl
 
 
 def _chunks(batch: ForwardBatch, layer: LatentLayer, which: npt.NDArray[np.bool_], page_size: int) -> list[_Cached]:
-    """What is cached of the rows `which`, in chunks of which keys and values are made together."""
+    """The cached tokens of the rows `which`, in chunks of which keys and values are made together."""
     tokens, paged, num_keys = _part_of(batch, layer, which, absorbed=False)
     num_new, bounds = paged.cu_seqlens_q.diff(), F.pad(num_keys.cumsum(0, dtype=torch.int32), (1, 0))
     slots = _slots(paged.page_table, bounds, int(batch.prefix_lens[which].sum()), page_size)
@@ -117,13 +117,13 @@ class TritonLatent:
         self._pool = token_to_kv_pool
 
     def decode(self, q: torch.Tensor, layer: LatentLayer, heads: LatentHeads, paged: PagedMetadata) -> torch.Tensor:
-        """As AttentionBackend.attend_latent, of a step in which every row has one token."""
+        """Does attend_latent of AttentionBackend in a step in which every row has one token."""
         latents = q.new_empty(len(q), layer.tp_q_head_num, layer.latent_dim)
         self._paged_decode(self._absorbed(q, layer, heads), self._pages(layer), None, paged, layer, out=latents)
         return heads.values(latents.flatten(1))
 
     def extend(self, q: torch.Tensor, layer: LatentLayer, heads: LatentHeads, plan: LatentPlan) -> torch.Tensor:
-        """As AttentionBackend.attend_latent, of any other step."""
+        """Does attend_latent of AttentionBackend in any other step."""
         k, v = self._keys_values(layer, heads, plan.out_cache_loc)
         if not plan.cached:
             out = q.new_empty(len(q), layer.tp_q_head_num, layer.v_dim)

@@ -57,8 +57,8 @@ LATENT_HEADS = (16, 128)
 LATENT_DIM, NOPE_DIM, ROPE_DIM, V_DIM = 512, 128, 64, 128
 BATCHES, CONTEXTS = (1, 16, 64, 256), (1024, 4096, 8192, 32_768)
 NEW, PREFIXES = (512, 2048, 8192), (0, 4096, 16_384)
-MOST_BYTES = 24 << 30  # of all layers' keys and values; larger steps are left out
-TARGET_BYTES = 1 << 30  # which a graph reads
+MOST_BYTES = 24 << 30  # for all layers' keys and values; larger steps are left out
+TARGET_BYTES = 1 << 30  # bytes that a graph reads
 MAX_LAYERS = 32
 PEAK_GB_S = 4270.0  # copies of large tensors on an H200
 _SMALLER_ON_CPU = 32
@@ -77,7 +77,7 @@ class Step:
     """Tokens of each row that are in the cache."""
     is_latent: bool = False
     kv_dtype: str = "auto"
-    """As `kv_cache.dtype`."""
+    """See `kv_cache.dtype`."""
 
     @property
     def name(self) -> str:
@@ -92,19 +92,19 @@ class Step:
 
     @property
     def kv_bytes(self) -> int:
-        """Of keys and values, of one byte in FP8 and else two, that a layer reads."""
+        """Bytes of the keys and values that a layer reads, an element of one byte in FP8 and else two."""
         elements = LATENT_DIM + ROPE_DIM if self.is_latent else 2 * self.num_kv_heads * HEAD_DIM
         return (2 if self.kv_dtype == "auto" else 1) * self.batch_size * (self.prefix + self.new) * elements
 
     @property
     def flops(self) -> int:
-        """Of two products for each pair of a query and a key that it sees."""
+        """Operations of two products for each pair of a query and a key that it sees."""
         pairs = self.new * self.prefix + self.new * (self.new + 1) // 2
         return 2 * self.batch_size * pairs * self.num_q_heads * sum(self.widths)
 
     @property
     def widths(self) -> tuple[int, int]:
-        """Of the keys and of the values of a query head."""
+        """Elements of a key and of a value of a query head."""
         return (NOPE_DIM + ROPE_DIM, V_DIM) if self.is_latent else (HEAD_DIM, HEAD_DIM)
 
     def layer(self, layer_id: int) -> AttentionLayer:
@@ -119,7 +119,7 @@ class Step:
 def steps(
     only: set[str], divisor: int, kv_dtypes: Sequence[str] = ("auto",), of_heads: Sequence[tuple[int, int]] = HEADS
 ) -> Iterator[Step]:
-    """Those that fit, decodes first; latent layers, which are of one type, last."""
+    """Steps that fit, decodes first; latent layers, which are of one type, last."""
     for *heads, is_latent in [(*heads, False) for heads in of_heads] + [(heads, 1, True) for heads in LATENT_HEADS]:
         found = [Step(*heads, batch, 1, context // divisor - 1, is_latent) for batch in BATCHES for context in CONTEXTS]
         found += [Step(*heads, 1, new // divisor, prefix // divisor, is_latent) for new in NEW for prefix in PREFIXES]
@@ -209,7 +209,7 @@ class Inputs:
 
     def flashinfer_us(self) -> dict[str, float]:
         """Microseconds of one layer by FlashInfer's own wrappers."""
-        import flashinfer
+        import flashinfer  # optional
 
         step, batch = self.step, self.batch
         inputs = PlanInputs.of(batch.prefix_lens, batch.extend_lens, PAGE_SIZE)

@@ -1,4 +1,4 @@
-"""What streams notice of ranks that die and stop: nothing but a pause, and how long that is.
+"""The notice that streams take of ranks that die and stop: nothing but a pause, and how long that is.
 
     python -m benchmarks.chaos MODEL [--ranks 3] [--streams 32] [--tokens 64] [--kills 50] [--stops 20]
         [--spares 0] [--calm 0] [--seed 0] [--out FILE]
@@ -47,7 +47,7 @@ _KINDS: list[dict[str, Any]] = [
 
 
 def bodies(count: int, tokens: int) -> list[dict[str, Any]]:
-    """Of `count` different streams of up to `tokens` tokens, of all kinds."""
+    """Bodies of `count` different streams of up to `tokens` tokens, of all kinds."""
     return [
         {"prompt": f"Rivers of {index} countries are", "seed": index, "max_tokens": tokens}
         | _KINDS[index % len(_KINDS)]
@@ -56,7 +56,7 @@ def bodies(count: int, tokens: int) -> list[dict[str, Any]]:
 
 
 def configuration(arguments: argparse.Namespace) -> EngineConfig:
-    """What is served, but for `recovery`."""
+    """The configuration that is served, but for `recovery`."""
     size = arguments.ranks
     if arguments.config is None:
         given = {"model": str(arguments.model), "device": "cpu", "kv_cache": {"num_tokens": 16384}}
@@ -109,7 +109,7 @@ class Chaos:
 
 
 def first_difference(expected: Streamed, got: Streamed) -> dict[str, Any] | None:
-    """Where two answers part: what of them, from which element on, and a few elements of both."""
+    """The place where two answers part: what of them, from which element on, and a few elements of both."""
     for what in ("error", "texts", "reasons", "tokens", "logprobs"):
         one, other = getattr(expected, what), getattr(got, what)
         if one == other:
@@ -132,7 +132,7 @@ def first_difference(expected: Streamed, got: Streamed) -> dict[str, Any] | None
 
 
 def summary(values: list[float]) -> dict[str, float]:
-    """Of seconds."""
+    """Median, 99th percentile and maximum of seconds."""
     if not values:
         return {}
     median, p99 = np.percentile(values, (50, 99))

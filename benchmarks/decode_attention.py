@@ -29,9 +29,9 @@ from attention.layer import AttentionLayer
 from benchmarks.graph_timing import graph_us
 
 HEAD_DIM = 128
-MAX_TOKENS = 40_960  # of a row: the width of the page table
-POOL_BYTES = 4 << 30  # of keys; as much for values
-TARGET_BYTES = 1 << 30  # of keys and values that a graph reads
+MAX_TOKENS = 40_960  # in a row: the width of the page table
+POOL_BYTES = 4 << 30  # for keys; as much for values
+TARGET_BYTES = 1 << 30  # keys and values that a graph reads
 MIN_LAYERS, MAX_LAYERS = 4, 128
 MIXED = "mixed"
 DEVICE = torch.device("cuda")
@@ -149,7 +149,7 @@ class Inputs:
 
 
 class Benchmark:
-    """What has been measured, and how."""
+    """Measurements, and how they were made."""
 
     def __init__(self, peak_gb_s: float, seconds: float, kv_dtype: torch.dtype) -> None:
         self._began = time.perf_counter()
@@ -263,7 +263,7 @@ def best_shapes(times: dict[tuple[Case, int], dict[DecodeTuning, float]]) -> dic
     """The three shapes of each group whose times are the smallest multiples of the best, over the group's batches."""
     slowdowns: dict[str, dict[tuple[int, int, int], float]] = {}
     for case in dict.fromkeys(case for case, _ in times):
-        merged = [(tuning, us) for (of, _), all_us in times.items() if of == case for tuning, us in all_us.items()]
+        merged = [(tuning, us) for (it, _), all_us in times.items() if it == case for tuning, us in all_us.items()]
         best = min(us for _, us in merged)
         for shape in SHAPES:
             own = [us for tuning, us in merged if tuning_of(shape, tuning.num_splits) == tuning]

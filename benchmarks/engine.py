@@ -53,7 +53,7 @@ _NUM_TTFT_RUNS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What is measured. Defaults are those of the published figures that `benchmarks/peers.json` holds."""
+    """Options of a measurement. Defaults are those of the published figures that `benchmarks/peers.json` holds."""
 
     batches: tuple[int, ...] = (1, 16, 64, 256)
     """Requests decoding at once."""
@@ -134,7 +134,7 @@ class Driver:
         return streams
 
     async def seconds(self, prompts: Sequence[bytes], new_tokens: Sequence[int]) -> float:
-        """From the first request's submission to the last one's end. Raises EngineError when a request fails."""
+        """Seconds from the first request's start to the last one's end. Raises EngineError when a request fails."""
         began = time.perf_counter()
         streams = self.submit(prompts, new_tokens)
         received = 0

@@ -25,7 +25,7 @@ def find_peer(model: str, tensor_parallel_size: int) -> dict[str, Any] | None:
 
 
 def start_line(figures: Mapping[str, Any]) -> str:
-    """What the start took and left."""
+    """The time that the start took and the memory that it left."""
     return (
         f"started in {figures['start_s']:.1f} s (weights {figures['load_s']:.1f} s), first token in "
         f"{figures['first_token_s']:.2f} s; KV pool of {figures['kv_tokens']:,} tokens, "
@@ -68,13 +68,13 @@ def ttft_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """The ttft part: a line for each number of other requests."""
     by_beside: dict[int, list[str]] = {}
     for row in rows:
-        told = f"{row['ms']:.1f} ms" if "ms" in row else f"skipped, {row['skipped']}"
-        by_beside.setdefault(row["beside"], []).append(f"{row['tokens']:,} tokens {told}")
+        outcome = f"{row['ms']:.1f} ms" if "ms" in row else f"skipped, {row['skipped']}"
+        by_beside.setdefault(row["beside"], []).append(f"{row['tokens']:,} tokens {outcome}")
     return [
         "first token of one prompt, "
         + (f"beside {beside} that decode: " if beside else "idle engine: ")
-        + "; ".join(told)
-        for beside, told in by_beside.items()
+        + "; ".join(outcomes)
+        for beside, outcomes in by_beside.items()
     ]
 
 

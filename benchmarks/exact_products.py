@@ -27,7 +27,12 @@ from parallel.numerics.tree import additions_of
 from parallel.plan import Span, leaf_columns
 from worker.kernels.norm import add_rms_norm
 
-HIDDEN, HEAD_DIM, NUM_GROUPS, GROUP_HEADS = 4096, 128, 8, 6  # of both; a group has 4 query heads, a key and a value
+HIDDEN, HEAD_DIM, NUM_GROUPS, GROUP_HEADS = (
+    4096,
+    128,
+    8,
+    6,
+)  # both models'; a group has 4 query heads, a key and a value
 MODELS = {"Qwen3-8B": (12288, 151936), "Llama-3.1-8B": (14336, 128256)}
 SHOWN = 4
 ROWS = (1, 16, 64, 256, 2048, 8192)
@@ -52,7 +57,7 @@ CUTS = (1, 2, 4, 8)
 
 
 def random_of(*shape: int) -> torch.Tensor:
-    """With some elements 50 times the others, as activations have."""
+    """Elements, some of them 50 times the others, as activations have."""
     x = torch.randn(shape, device="cuda")
     return torch.where(torch.rand(shape, device="cuda") < 0.01, 50 * x, x).bfloat16()
 

@@ -60,14 +60,14 @@ from worker.tp_worker import TPWorker
 
 _LENGTHS = (1, 2, 3, 15, 16, 17, 31, 40, 63, 64, 65, 100, 128, 150, 255, 256, 257, 300, 400, 513, 600)
 _NUM_SHORT = 8
-"""Of _LENGTHS, those of the prompts after the first of each length: all are to decode before the first one ends."""
+"""Prompts after the first of each length have one of so many of _LENGTHS: all decode before the first one ends."""
 _SCORED = (2, 8, 14)
-"""Which requests want the log probabilities of their prompts."""
+"""Requests that want the log probabilities of their prompts."""
 _MAX_LONG = 4000
 _NUM_ALONE = 32
 """Requests that are answered one by one."""
 _Rows = dict[tuple[int, int], int]
-"""By request and number of tokens before it, the hash of a row of logits."""
+"""The hash of a row of logits, by request and number of tokens before it."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Way:
     caches: bool = False
     """Answer the requests twice with a prefix cache; the second time counts."""
     num_tokens: int = 32768
-    """Of the KV pool."""
+    """Tokens of the KV pool."""
     preempts: bool = False
     """The pool holds the prompts and too little of the answers, so that requests are computed again."""
     fills: bool = False
@@ -92,11 +92,11 @@ class Way:
     """Replay CUDA graphs where they fit, on a GPU."""
 
     def num_pages(self, asked: Sequence[GenerateRequest], max_model_len: int) -> int:
-        """Of the KV pool, which holds the longest request."""
+        """Pages of the KV pool, which holds the longest request."""
         num_pages, longest = -(-self.num_tokens // self.page_size), -(-max_model_len // self.page_size)
         if self.preempts:
             of_prompts = (-(-len(request.prompt) // 4 // self.page_size) for request in asked)
-            num_pages = sum(of_prompts) + len(asked)  # as many as all are admitted with
+            num_pages = sum(of_prompts) + len(asked)  # enough to admit all
         return max(num_pages, longest)
 
 
@@ -128,7 +128,7 @@ def hash_rows(logits: torch.Tensor, span: Span) -> torch.Tensor:
 
 
 def rows_of_logits(frame: StepFrame, scheduler: Scheduler) -> list[tuple[int, int]]:
-    """Whose logits a step makes, in the order it makes them: request, and tokens before the one they are of."""
+    """The rows of logits that a step makes, in its order: request, and tokens before the one they are of."""
     ids, rows = scheduler._rows.ids, list[tuple[int, int]]()
     for run in frame.prompt_runs:
         rows += [(int(ids[run["row"]]), int(run["start"]) + 1 + i) for i in range(run["num"])]
@@ -195,11 +195,11 @@ class Frames(ScheduledFrames):
         self.rows: list[tuple[int, int]] = []
         """Request and tokens before it, of each row of logits, in order."""
         self.first_counted = 0
-        """Of these, those before were only to fill the cache."""
+        """Rows before this one were only to fill the cache."""
         self.most_rows = 0
-        """Of logits of one step, those of prompts not counted."""
+        """Most rows of logits of one step; those of prompts do not count."""
         self._results: deque[bytes] = deque()
-        """Those that the scheduler has not heard of."""
+        """Results that the scheduler has not heard of."""
         self._way = way
         self._waves = [asked] if way.at_once else [[request] for request in asked[:_NUM_ALONE]]
         if way.caches:
@@ -239,7 +239,7 @@ def ways_on(device: str) -> tuple[Way, ...]:
 
 
 def _most_rows(device: str) -> int:
-    """Of a batch, and so requests."""
+    """Most rows of a batch, and so requests."""
     return max(way.rows for way in ways_on(device))
 
 
@@ -249,7 +249,7 @@ class _Watch:
     def __init__(self, worker: TPWorker, span: Span) -> None:
         self._worker, self._span = worker, span
         self.hashes: list[torch.Tensor] = []
-        """Of every row since `begin`, in order."""
+        """The hash of every row since `begin`, in order."""
         self._local_logits = worker._decoder.local_logits
         worker._decoder.local_logits = self._watched  # type: ignore[method-assign]
 
@@ -334,7 +334,7 @@ def _rank_main(rank: int, config: EngineConfig, path: Path, port: int, args: arg
 
 
 def rows_of(config: EngineConfig, path: Path, args: argparse.Namespace) -> dict[str, tuple[_Rows, int, float]]:
-    """By way, the hash of every row, how many of them came twice with different bits, and seconds."""
+    """Each way's results: the hash of every row, how many of them came twice with different bits, and seconds."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     out, size = context.Queue(), config.tensor_parallel_size
@@ -361,7 +361,7 @@ def rows_of(config: EngineConfig, path: Path, args: argparse.Namespace) -> dict[
 
 
 def _next_of(out: Any, ranks: list[Any], timeout_s: float) -> Any:
-    """What the next rank has found; ends the run where one has died."""
+    """The findings of the next rank; ends the run where one has died."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -373,7 +373,7 @@ def _next_of(out: Any, ranks: list[Any], timeout_s: float) -> Any:
 
 
 def first_differing(one: _Rows, other: _Rows) -> dict[int, int]:
-    """By request, the tokens before the first row that differs."""
+    """The tokens before the first row that differs, by request."""
     first: dict[int, int] = {}
     for request, position in sorted(key for key, found in other.items() if one[key] != found):
         first.setdefault(request, position)
@@ -381,12 +381,12 @@ def first_differing(one: _Rows, other: _Rows) -> dict[int, int]:
 
 
 def digests(rows: _Rows) -> dict[str, str]:
-    """By request, what all of its rows come to."""
+    """The hash of all rows of a request, by request."""
     by_request: dict[int, list[tuple[int, int]]] = {}
     for (request, position), row_hash in rows.items():
         by_request.setdefault(request, []).append((position, row_hash))
     return {
-        str(request): hashlib.sha256(str(sorted(of)).encode()).hexdigest()[:16] for request, of in by_request.items()
+        str(request): hashlib.sha256(str(sorted(own)).encode()).hexdigest()[:16] for request, own in by_request.items()
     }
 
 

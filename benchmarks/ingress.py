@@ -1,4 +1,5 @@
-"""What the Engine replica's process spends per streamed token: read a step, decode, write the SSE chunk, send it.
+"""The time that the Engine replica's process spends per streamed token: read a step, decode, write the SSE chunk, send
+it.
 
     python benchmarks/ingress.py TOKENIZER [NUM_STREAMS] [NUM_STEPS]
 

@@ -1,4 +1,4 @@
-"""What the ingress adds to a token's way: from the coordinator's send of a step to the client's receipt of its bytes.
+"""The ingress's part of a token's way: from the coordinator's send of a step to the client's receipt of its bytes.
 
     python -m benchmarks.ingress_lag TOKENIZER [--via replica|serve] [--streams 128] [--steps 200] [--step-ms 50]
 
@@ -39,6 +39,7 @@ from benchmarks.report import circumstances
 from cluster.engine.client import EngineClient
 from cluster.engine.messages import EngineToCoordinator, Finished, FinishReason, StepOutput, Submit
 from cluster.http.connection import LimitedConnection
+from cluster.http.edge import CALLBACK, PROXY_CALLBACK
 from cluster.openai.wire import Completion, CompletionChoice
 from cluster.requests.json_parts import event
 from cluster.requests.served_model import ServedModel
@@ -119,7 +120,7 @@ async def connected_model(path: str, tokenizer: str, num_steps: int) -> ServedMo
     engine = await EngineClient.connect(path)
     loaded = Tokenizer.load(Path(tokenizer))
     gc.collect()
-    gc.freeze()  # as the Engine replica does
+    gc.freeze()  # the Engine replica does so
     return ServedModel(engine, loaded, model_name=MODEL, max_model_len=num_steps + 256, server=ServerConfig())
 
 
@@ -132,7 +133,7 @@ def run_replica(path: str, tokenizer: str, num_steps: int, port: int) -> None:
         await uvicorn.Server(config).serve()
 
     with contextlib.suppress(KeyboardInterrupt):
-        uvloop.run(serve())  # as in Ray's processes
+        uvloop.run(serve())  # Ray's processes do so
 
 
 class _Stream(asyncio.Protocol):
@@ -209,12 +210,10 @@ def replica(path: str, tokenizer: str, num_steps: int) -> Iterator[tuple[str, in
 @contextlib.contextmanager
 def behind_serve(path: str, tokenizer: str, num_steps: int) -> Iterator[tuple[str, int]]:
     """Host and port of Ray Serve with the app in a replica."""
-    from cluster.http.edge import CALLBACK, PROXY_CALLBACK
-
     os.environ["RAY_AUTH_MODE"] = "disabled"
     os.environ[PROXY_CALLBACK] = CALLBACK
     os.environ["PYTHONPATH"] = str(Path(__file__).resolve().parent.parent)
-    import ray
+    import ray  # it reads these when it is imported
     from ray import serve
 
     class Replica:

@@ -36,7 +36,7 @@ NUM_LAYERS = 8
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096, 8192)
 _COMPILING_THREADS = 16
 
-# By block_m, the pairs of a block: (block_n, block_k, num_warps, num_stages) of the two products.
+# Values are (block_n, block_k, num_warps, num_stages) of the two products, by block_m, the pairs of a block.
 _GATE_UP = {
     1: (
         *((8, 512, 4, 3), (8, 512, 4, 2), (4, 512, 4, 3), (4, 512, 4, 4), (4, 1024, 4, 3), (8, 256, 4, 4)),
@@ -117,7 +117,7 @@ class Layer:
 
     @property
     def candidates(self) -> tuple[dict[int, Any], dict[int, Any]]:
-        """By block_m, of the two products."""
+        """Tiles of the two products, by block_m."""
         return (_EXACT_GATE_UP, _EXACT_DOWN) if self.exact else (_GATE_UP, _DOWN)
 
 

@@ -19,7 +19,7 @@ from attention.layer import AttentionLayer
 from benchmarks.graph_timing import graph_us
 from benchmarks.report import circumstances, describe_circumstances, table
 
-HEADS = ((32, 8), (16, 4), (8, 2))  # of a rank of Qwen3-8B at TP 1, 2, 4
+HEADS = ((32, 8), (16, 4), (8, 2))  # on a rank of Qwen3-8B at TP 1, 2, 4
 NUM_TOKENS = (32, 128, 256, 512, 1024, 2048)
 LENGTHS = (300, 600, 1200, 2400, 4800, 9600, 38_400)
 NUM_DECODES, MAX_ROWS = 12, 256
@@ -54,7 +54,7 @@ class Step:
             cache_seqlens=seq_lens.to(DEVICE, torch.int32),
             cu_seqlens_q=torch.nn.functional.pad(lens.cumsum(0), (1, 0)).to(DEVICE, torch.int32),
             page_table=torch.randint(NUM_PAGES, (num_rows, MAX_TOKENS // PAGE_SIZE), dtype=torch.int32, device=DEVICE),
-            max_seqlen_q=num_tokens,  # which a graph for any prompt has to allow for
+            max_seqlen_q=num_tokens,  # a graph for any prompt has to allow for it
         )
         q = torch.randn(num_tokens, self._layer.tp_q_head_num, HEAD_DIM, dtype=torch.bfloat16, device=DEVICE)
         out = torch.empty_like(q)

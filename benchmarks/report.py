@@ -1,4 +1,4 @@
-"""What every benchmark says about itself: hardware, versions, commit; its figures as JSON and as a table."""
+"""Facts that every benchmark says about itself: hardware, versions, commit; its figures as JSON and as a table."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Report:
 
 
 def circumstances(commit: str | None = None) -> dict[str, Any]:
-    """What the figures depend on besides the config: `date`, `commit`, `hardware`, `versions`.
+    """Circumstances that the figures depend on besides the config: `date`, `commit`, `hardware`, `versions`.
 
     Args:
         commit: of the code that is measured, where the checkout came without its git directory. None asks git.
@@ -80,7 +80,7 @@ def hardware() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Python and the packages the figures depend on; those that are not installed are left out."""
-    import torch
+    import torch  # figures of the ingress need none
 
     found = {"python": platform.python_version()}
     for name in _PACKAGES:

@@ -41,7 +41,7 @@ _MAX_MODEL_LEN = 2048
 
 
 class _Run(ScheduledFrames):
-    """Where the rank's frames come from, and where its results go."""
+    """The source of the rank's frames, and the sink of its results."""
 
     def __init__(self, limits: SchedulerLimits, prompts: list[list[int]]) -> None:
         super().__init__(limits)
@@ -74,7 +74,7 @@ class _Run(ScheduledFrames):
             self.logprobs[logprobs.id] = [logprob for _, logprob in logprobs.top]
 
     def scores(self) -> torch.Tensor:
-        """Of every item, one after the other."""
+        """Scores of every item, one after the other."""
         return torch.tensor([value for i in sorted(self.logprobs) for value in self.logprobs[i]])
 
 

@@ -15,8 +15,8 @@ from benchmarks.bandwidth import measure
 from benchmarks.graph_timing import graph_us
 from parallel.numerics.kernels.skinny_gemm import is_faster, skinny_gemm
 
-TARGET_BYTES = 450 << 20  # of weights that a graph reads
-# Of one rank: name, hidden, width of qkv, of o's input, of one half of gate_up.
+TARGET_BYTES = 450 << 20  # weights that a graph reads
+# One rank's part of a layer: name, hidden, width of qkv, of o's input, of one half of gate_up.
 LAYERS = (
     ("Qwen3-0.6B", 1024, 4096, 2048, 3072),
     ("Qwen3-8B", 4096, 6144, 4096, 12288),

@@ -42,7 +42,7 @@ _PROFILED_STEPS = 32
 
 
 class _Steps(ScheduledFrames):
-    """Where a rank's frames come from, and where its results go: a scheduler of its own."""
+    """The source of a rank's frames, and the sink of its results: a scheduler of its own."""
 
     def __init__(self, config: EngineConfig, vocab_size: int, num_pages: int, rows: int, tokens: int) -> None:
         max_model_len = _PROMPT_TOKENS + tokens

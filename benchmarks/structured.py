@@ -1,4 +1,4 @@
-"""What structured output costs: a grammar's check at the ingress, a refusal, and a token's mask in the coordinator.
+"""The cost of structured output: a grammar's check at the ingress, a refusal, and a token's mask in the coordinator.
 
     python -m benchmarks.structured TOKENIZER
 
@@ -112,7 +112,7 @@ class _Answers:
         self._random = np.random.default_rng(0)
 
     def waits(self, grammars: Callable[[int], str], num_guides: int) -> list[float]:
-        """For each step, seconds that were waited for the masks of all answers, where ended ones begin anew.
+        """Seconds of each step that were waited for the masks of all answers, where ended ones begin anew.
 
         The masks of those that got their tokens first are computed while the others get theirs.
         """

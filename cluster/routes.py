@@ -148,12 +148,12 @@ class Route:
     tag: Tag
     method: Literal["GET", "POST", "DELETE"]
     path: str
-    """In the form of Starlette, where `:path` after a name says that slashes belong to it."""
+    """The path in the form of Starlette, where `:path` after a name says that slashes belong to it."""
     about: str
     handler: Callable[[Servings], Handler] | None = None
-    """What answers it."""
+    """The handler that answers it."""
     plain: Callable[[Servings], PlainHandler] | None = None
-    """What answers it in place of a `handler`: at once, without a body, and also while the server stops."""
+    """The handler that answers it in place of `handler`: at once, without a body, and also while the server stops."""
     request: type[BaseModel] | None = None
     answer: Any = None
     """A struct type, or a union of them. None: not JSON."""

@@ -1,4 +1,4 @@
-"""Which attention backend can do what: one table, asked before anything starts, drawn in the docs and held by tests.
+"""The table of what each attention backend can do, asked before anything starts, drawn in the docs and held by tests.
 
 Plain data. What implements a backend registers under its name in attention/registry.py.
 """
@@ -17,7 +17,7 @@ Phase = Literal["prefill", "decode"]
 
 
 class Feature(StrEnum):
-    """What attention may be asked for beyond causal attention of grouped query heads over pages."""
+    """Features that attention may be asked for beyond causal attention of grouped query heads over pages."""
 
     WINDOW = "sliding window"
     SOFTCAP = "soft cap"
@@ -25,14 +25,14 @@ class Feature(StrEnum):
     CHUNK = "chunked local attention"
     LATENT = "latent attention (MLA)"
     MASK = "masks over new tokens"
-    """Of a step, not of a layer (`ForwardBatch.mask`): trees of drafts, images seen both ways, many items."""
+    """Asked by a step, not by a layer (`ForwardBatch.mask`): trees of drafts, images seen both ways, many items."""
     FP8_KV = "FP8 KV cache"
     EXACT = "exact numerics"
-    """Of a setting, not of a layer: bits that do not depend on batch, chunking or number of ranks."""
+    """Asked by a setting, not by a layer: bits that do not depend on batch, chunking or number of ranks."""
 
 
 class LatentShape(NamedTuple):
-    """What kernels see of a latent layer on one rank."""
+    """Sizes of a latent layer on one rank, as kernels see them."""
 
     num_heads: int
     latent_dim: int
@@ -45,7 +45,7 @@ class LatentSizes:
     """The latent layers that a backend's kernels are made for."""
 
     num_heads: frozenset[int]
-    """On one rank."""
+    """Query heads of one rank."""
     latent_dims: frozenset[int]
     rope_unit: int
     """Divides the elements of a rotated key."""
@@ -64,13 +64,13 @@ class LatentSizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionNeeds:
-    """What a model on a device asks of a backend."""
+    """Needs that a model on a device has of a backend."""
 
     device: Literal["cpu", "cuda"]
     compute_capability: tuple[int, int] | None = None
-    """Of the GPUs; None where that is not known, which the ranks then find out."""
+    """The GPUs' own; None where it is not known, and the ranks find out."""
     dtype: str
-    """Of activations, and of KV but for `Feature.FP8_KV`: float32, bfloat16 or float16."""
+    """The type of activations, and of KV but for `Feature.FP8_KV`: float32, bfloat16 or float16."""
     page_size: int
     head_dims: frozenset[int]
     features: frozenset[Feature]
@@ -80,13 +80,13 @@ class AttentionNeeds:
     """The layers of `Feature.LATENT`, on every rank that asks."""
 
     def with_feature(self, feature: Feature) -> AttentionNeeds:
-        """These needs and one more."""
+        """A copy with one more need."""
         return replace(self, features=self.features | {feature})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackendSpec:
-    """What one backend can do."""
+    """Abilities of one backend."""
 
     name: str
     what: str
@@ -94,9 +94,9 @@ class BackendSpec:
     device: Literal["cpu", "cuda"] | None = None
     """None: any."""
     compute_capabilities: tuple[tuple[int, int], ...] | None = None
-    """Of the GPUs that it runs on; None: all."""
+    """Compute capabilities of the GPUs that it runs on; None: all."""
     min_compute_capability: tuple[int, int] = (0, 0)
-    """Of those GPUs, the least."""
+    """The least of those."""
     dtypes: frozenset[str]
     max_page_size: int | None = None
     max_head_dim: int | None = None
@@ -104,7 +104,7 @@ class BackendSpec:
     """None: any number up to `max_head_dim`. Not of latent layers."""
     features: frozenset[Feature]
     by_build: frozenset[Feature] = frozenset()
-    """Those of `features` that not every build of its package has; a rank finds out when it loads."""
+    """Features among `features` that not every build of its package has; a rank finds out when it loads."""
     lacks: Mapping[Feature, str] = field(default_factory=dict)
     """Why it has not some of the others."""
     apart: tuple[tuple[Feature, Feature], ...] = ()
@@ -114,7 +114,7 @@ class BackendSpec:
     latent_sizes: LatentSizes | None = None
     """None: any."""
     first_capability: Mapping[Feature, tuple[int, int]] = field(default_factory=dict)
-    """Of the features that not all GPUs have that it runs on: the first compute capability that has it."""
+    """The first compute capability that has a feature, for features that some GPUs it runs on lack."""
 
     def refusal(self, needs: AttentionNeeds) -> str | None:
         """Why it cannot serve `needs`; None where it can."""
@@ -155,7 +155,7 @@ class BackendSpec:
 
 
 _LATENT_FP8 = (Feature.FP8_KV, Feature.LATENT)
-"""What no backend has together: a latent is all that its heads have, and serves as keys and as values."""
+"""Features that no backend has together: a latent is all that its heads have, and serves as keys and as values."""
 _HALVES = frozenset({"bfloat16", "float16"})
 _BY_BATCH = "its splits follow the batch"
 _SPECS = (
@@ -216,7 +216,7 @@ _SPECS = (
     ),
 )
 BACKENDS: Mapping[str, BackendSpec] = {spec.name: spec for spec in _SPECS}
-"""By the name that `attention.backend` takes."""
+"""Backends by the name that `attention.backend` takes."""
 # Without flashinfer, which nodes may not have: decodes take it 0.96 to 1.37 times as long, prompts 0.98 to 3.3 times,
 # but for 512 tokens with nothing before them, 0.86 (H200, benchmarks/results/attention_flashinfer_*).
 PREFERRED: Mapping[Phase, tuple[str, ...]] = {
@@ -224,7 +224,7 @@ PREFERRED: Mapping[Phase, tuple[str, ...]] = {
     # In 53 to 102 % of FA3's time: most for 256 pairs of a row and a KV head (H200, 1 to 256 rows, 200 to 2000 tokens).
     "decode": ("triton", "fa3", "cpu", "torch_native"),
 }
-"""What `auto` takes the first of that can serve a model."""
+"""Backends in the order in which `auto` tries them: it takes the first that can serve a model."""
 
 
 def choose_backend(phase: Phase, needs: AttentionNeeds) -> tuple[str, str]:
@@ -257,7 +257,7 @@ def check_backend(name: str, needs: AttentionNeeds, setting: str) -> None:
 
 
 def listed(values: Iterable[int]) -> str:
-    """In words, ascending: 1, 2 or 4."""
+    """The values in words, ascending: 1, 2 or 4."""
     return ", ".join(map(str, sorted(values)))[::-1].replace(" ,", " ro ", 1)[::-1]
 
 

@@ -74,7 +74,7 @@ class BiasedMixture:
 
     @property
     def axes(self) -> tuple[Columns, ...]:
-        return (Columns(Axis.EXPERT_COLUMNS, self.intermediate_size, FINEST_EXPERT_GRANULE, is_firm=True),)
+        return (Columns(Axis.EXPERT_COLUMNS, self.intermediate_size, FINEST_EXPERT_GRANULE, may_be_empty=True),)
 
     def _routed(self, name: str, shape: tuple[int, ...], role: Role, cut: Cut | None) -> TensorSpec:
         share = Fraction(self.top_k, self.num_experts)

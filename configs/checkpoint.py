@@ -1,4 +1,4 @@
-"""Where a model's files are: what `model` and `tokenizer` name, found on disk or fetched from the Hugging Face Hub.
+"""Finds a model's files: what `model` and `tokenizer` name, found on disk or fetched from the Hugging Face Hub.
 
 Owns which kinds of files are taken. Reads none of them: pickles are refused by name, for opening one runs its code.
 """
@@ -171,7 +171,7 @@ def _fetch(
 
 def _reporting_bars(on_progress: Callable[[float], None]) -> type:
     """The bars that huggingface_hub shows, made to tell `on_progress` instead: its only news of a download."""
-    from tqdm import tqdm  # type: ignore[import-untyped]
+    from tqdm import tqdm  # type: ignore[import-untyped]  # of huggingface_hub's, as above
 
     class ReportingBar(tqdm):  # type: ignore[misc]  # tqdm has no types
         def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""What the config.json of a Hugging Face checkpoint means, by what configs/families.py knows of its family."""
+"""Reads the config.json of a Hugging Face checkpoint, by what configs/families.py knows of its family."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def _mlp(fields: Fields, family: Family) -> DenseMLP:
 
 
 def _experts(fields: Fields, family: ExpertsFamily) -> FeedForward | None:
-    """None where the file says that there are none."""
+    """A mixture of experts; None where the file says that there are none."""
     key = next((key for key in family.num_experts_keys if key in fields.values), family.num_experts_keys[0])
     if family.mixes_dense_layers and fields.integer(key) == 0:
         return None
@@ -198,7 +198,7 @@ def _ropes(fields: Fields, family: Family) -> dict[str, RopeConfig]:
     by_type = dict.fromkeys(_TYPES, parameters)
     thetas = dict.fromkeys(_TYPES, fields.number("rope_theta", family.rope_theta))
     if any(isinstance(value, dict) for value in parameters.values()):
-        if not set(parameters) <= set(_TYPES) or not all(isinstance(of, dict) for of in parameters.values()):
+        if not set(parameters) <= set(_TYPES) or not all(isinstance(it, dict) for it in parameters.values()):
             raise CheckpointError(f"{fields.where}: rope parameters are of other layers than {' and '.join(_TYPES)}")
         by_type = {type_: parameters.get(type_, {}) for type_ in _TYPES}
     elif family.local_rope_theta is not None:
@@ -229,7 +229,7 @@ def _rope(fields: Fields, parameters: dict[str, Any], max_positions: int, defaul
 
 
 def _attention_types(fields: Fields, family: Family, num_layers: int) -> list[str]:
-    """Which layers `sliding_window` is of, if there is one."""
+    """Each layer's type of attention, which says whether `sliding_window` applies to it."""
     if family.windows == "none":
         return [_FULL] * num_layers
     if family.windows not in ("every layer", "by turns") and not fields.flag("use_sliding_window", False):

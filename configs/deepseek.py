@@ -1,4 +1,4 @@
-"""What config.json of DeepSeek-V2 says of its layers: latent attention, and experts after a few dense layers."""
+"""The layers of a config.json of DeepSeek-V2: latent attention, and experts after a few dense layers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _attention(fields: Fields, rope: RopeConfig) -> LatentAttention:
 
 
 def _experts(fields: Fields) -> MixtureOfExperts:
-    # What DeepSeek's code and transformers do with norm_topk_prob differs, and no model of theirs sets it.
+    # DeepSeek's code and transformers differ in what they do with norm_topk_prob, and no model of theirs sets it.
     for key, value, supported in (
         ("scoring_func", fields.text("scoring_func", "softmax"), "softmax"),
         ("norm_topk_prob", fields.flag("norm_topk_prob", False), False),

@@ -1,4 +1,4 @@
-"""What a changed config file does to the app that runs with the old one, before anybody deploys it.
+"""The effect of a changed config file on the app that runs with the old one, before anybody deploys it.
 
 The effects are Ray Serve's, for a file that is declared: `serve deploy`, or `cluster serve` where a dashboard is.
 """
@@ -15,7 +15,7 @@ from configs.load import AppConfig, all_settings
 _ARGS = "applications[0].args"
 _DEPLOYMENT = "applications[0].deployments[0]"
 _SCALING = f"{_DEPLOYMENT}.autoscaling_config."
-# Of `deployments[0]`; a part of the app's code to Ray Serve, which replaces what runs other code.
+# Options of `deployments[0]` that are a part of the app's code to Ray Serve, which replaces what runs other code.
 _REPLACING_OPTIONS = (
     "ray_actor_options",
     "placement_group_bundles",
@@ -33,7 +33,7 @@ _FIXED_SECTIONS = ("http_options", "grpc_options", "proxy_location", "controller
 
 
 class Effect(StrEnum):
-    """What Ray Serve does about a change."""
+    """Ray Serve's reaction to a change."""
 
     IN_PLACE = "in place"
     REPLACES = "replaces every replica"
@@ -54,7 +54,7 @@ class Change:
 
 
 def changes(before: AppConfig, after: AppConfig) -> list[Change]:
-    """What is different, in the file's order: settings by what they mean, all else as it is written."""
+    """The differences, in the file's order: settings by what they mean, all else as it is written."""
     found = [
         Change(name, old, new, Effect.REPLACES)
         for name in all_settings()
@@ -83,7 +83,7 @@ def _args(app: AppConfig) -> str:
 
 
 def _outside_args(app: AppConfig) -> dict[str, object]:
-    """What the file says beside `args`, by path, with what it would be if it were not said."""
+    """The file's values outside `args`, by path, each with its default."""
     leaves = {key: value for key, value in _leaves(app.document) if not key.startswith(_ARGS)}
     leaves.pop(f"{_DEPLOYMENT}.name", None)
     return leaves | {

@@ -112,12 +112,12 @@ class EngineError(LockstepError, RuntimeError):
 
     Args:
         message: for the log; it may have paths and addresses.
-        told: for the caller, without them. None: the caller learns no more than that the engine failed.
+        public_message: for the caller, without them. None: the caller learns no more than that the engine failed.
     """
 
-    def __init__(self, message: str, *, told: str | None = None) -> None:
+    def __init__(self, message: str, *, public_message: str | None = None) -> None:
         super().__init__(message)
-        self.told = told
+        self.public_message = public_message
 
 
 class NotANumberError(EngineError):

@@ -37,7 +37,7 @@ class ExpertsFamily:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What a family's config.json leaves unsaid, and what its code decides whatever the file says."""
+    """Facts that a family's config.json leaves unsaid, or that its code decides whatever the file says."""
 
     num_key_value_heads: int | None = None
     """None: as many as query heads."""
@@ -47,10 +47,10 @@ class Family:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_parameters: Mapping[str, Any] = field(default_factory=dict)
-    """Where the file has none."""
+    """The default for a file that has none."""
     local_rope_theta: float | None = None
-    """Of layers with windows, unless `rope_local_base_freq` names another; their frequencies are not scaled. None: all
-    layers turn alike."""
+    """The base of layers with windows, unless `rope_local_base_freq` names another; their frequencies are not scaled.
+    None: all layers turn alike."""
     qkv_bias: bool | None = False
     """None: `qkv_bias` says, and else there is one."""
     attention_bias: bool | None = None
@@ -58,18 +58,18 @@ class Family:
     heeds_mlp_bias: bool = False
     qk_norm: bool = False
     has_sinks: bool = False
-    """As in GroupedQueryAttention."""
+    """See GroupedQueryAttention."""
     windows: Literal["none", "every layer", "every layer if used", "as said", "by type", "by turns"] = "none"
     """Layers that `sliding_window` holds for, of "every layer if used", "as said" and "by type" under
     `use_sliding_window` only. "as said": those of `layer_types` or else from `max_window_layers` on; "by type": those
     of `layer_types`; "by turns": those of `layer_types` or else all but each `sliding_window_pattern`th."""
     window_pattern: int = 1
-    """Where the file names none."""
+    """The default for a file that names none."""
     default_window: int | None = 4096
-    """Where the file names none."""
+    """The default for a file that names none."""
     experts: ExpertsFamily | None = None
     layers: Callable[[Fields, RopeConfig], tuple[LayerSpec, ...]] | None = None
-    """What the layers are, where they are not those of grouped-query attention that the rest of this tells of."""
+    """Makes the layers of a family without grouped-query attention, which the other fields describe."""
     hidden_act_key: str = "hidden_act"
     hidden_act: str = "silu"
     tie_word_embeddings: bool = False
@@ -78,9 +78,9 @@ class Family:
     softcaps: Mapping[str, float | None] = field(default_factory=dict)
     """Keys that count, and softcaps where the file does not name them; a null there turns one off."""
     norms_outputs: bool = False
-    """As in LayerSpec."""
+    """See LayerSpec."""
     norm_offset: float = 0.0
-    """Of all norms, as in TensorSpec."""
+    """The `TensorSpec.offset` of all norms."""
     scales_embedding: bool = False
     """Embeddings are multiplied with the root of hidden_size."""
 

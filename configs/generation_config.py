@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def read_generation_defaults(model_path: Path, setting: str | GenerationDefaults) -> GenerationDefaults:
-    """What requests get that name no value: each of the operator's, else the file's, else None.
+    """Values for requests that name none: each of the operator's, else the file's, else None.
 
     Args:
         model_path: a directory, or a .gguf file, which has no such values.

@@ -1,4 +1,4 @@
-"""What the metadata of a GGUF file says of its model."""
+"""Reads a model's config from the metadata of a GGUF file."""
 
 from __future__ import annotations
 

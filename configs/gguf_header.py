@@ -50,12 +50,12 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class GGUFHeader:
-    """What a GGUF file says about itself."""
+    """Metadata and tensors of a GGUF file, as its header lists them."""
 
     metadata: Mapping[str, Value]
-    """By key; arrays of more than 1024 elements are there only where `read` was asked for them."""
+    """Values by key; arrays of more than 1024 elements are there only where `read` was asked for them."""
     tensors: Mapping[str, TensorInfo]
-    """By GGUF name."""
+    """Tensors by GGUF name."""
 
     @classmethod
     def read(cls, path: Path, *, arrays: Collection[str] = ()) -> GGUFHeader:

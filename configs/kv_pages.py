@@ -31,9 +31,9 @@ class PageBytes(NamedTuple):
     """Bytes of one page on a rank; `ShardPlan.kv_page_bytes` gives them."""
 
     full: int
-    """Of the layers that see all tokens."""
+    """Bytes of the layers that see all tokens."""
     windowed: int = 0
-    """Of the layers with a window."""
+    """Bytes of the layers with a window."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class WindowPool:
     window: int
     """The longest of them."""
     share: Fraction
-    """Of all pages, those that are in some row's window."""
+    """The part of all pages that is in some row's window."""
     extra: int
     """Pages of what one step adds before anything leaves a window, and of one window."""
 
@@ -54,7 +54,7 @@ class WindowPool:
         if not windows:
             return None
         page_size, window = config.kv_cache.page_size, max(windows)
-        # What a short sequence keeps in its window is a large part of it.
+        # The tokens that a short sequence keeps in its window are a large part of it.
         num_tokens = min(config.max_model_len or model.max_context, config.kv_cache.typical_tokens)
         share = Fraction(window + 2 * page_size, num_tokens)
         if share >= _WORTHWHILE_SHARE:
@@ -74,7 +74,7 @@ def pool_bytes(num_pages: int, page: PageBytes, window_pool: WindowPool | None) 
 
 
 def bytes_per_token(page: PageBytes, page_size: int, window_pool: WindowPool | None) -> float:
-    """What one token more takes in a large pool."""
+    """Bytes that one token more takes in a large pool."""
     share = 1 if window_pool is None else window_pool.share
     return float(page.full + page.windowed * share) / page_size
 

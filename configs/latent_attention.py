@@ -26,7 +26,7 @@ class LatentAttention:
     qk_nope_head_dim: int
     """Columns of a query or key head that do not turn."""
     qk_rope_head_dim: int
-    """Those that do, in pairs of neighbours (2i, 2i + 1)."""
+    """Elements of a head that do, in pairs of neighbours (2i, 2i + 1)."""
     v_head_dim: int
     rope: RopeConfig
     scale: float
@@ -89,7 +89,7 @@ class LatentAttention:
         return (HeadGroups(Axis.QUERY_HEADS, self.num_attention_heads, Axis.LATENT, 1),)
 
     def shapes(self, num_ranks: int) -> frozenset[LatentShape]:
-        """What ranks have of it: `ShardPlan` deals each the floor or the ceiling of an even share of heads."""
+        """Shapes that ranks have of it: `ShardPlan` deals each the floor or the ceiling of an even share of heads."""
         counts = {self.num_attention_heads // num_ranks, -(-self.num_attention_heads // num_ranks)}
         return frozenset(LatentShape(count, self.kv_lora_rank, self.qk_rope_head_dim) for count in counts)
 

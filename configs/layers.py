@@ -1,4 +1,4 @@
-"""What a layer is: a mixer and a feed-forward, each of which says its tensors, and what a token leaves in the cache.
+"""A layer: a mixer and a feed-forward, each of which says its tensors, and what a token leaves in the cache.
 
 Plain data. Whatever has to know a model's tensors or state folds over these answers and repeats none of them: the check
 of a checkpoint, its readers, dummy weights, the shard plan, the KV pool's size, the cost of a step. A new kind is one
@@ -18,25 +18,25 @@ from typing import NamedTuple, Protocol
 from configs.attention import Feature
 from configs.rope import RopeConfig
 
-_FEWEST_LEAVES = 8  # of exact sums over heads, where the heads allow it: so many ranks may share them
+_FEWEST_LEAVES = 8  # for exact sums over heads, where the heads allow it: so many ranks may share them
 
 
 class Axis(StrEnum):
-    """What is dealt to ranks: each of them gets a span of an axis. The value is its name for people."""
+    """An axis that is dealt to ranks: each of them gets a span of it. The value is its name for people."""
 
     QUERY_HEADS = "query heads"
     KV_HEADS = "KV heads"
     LATENT = "latent"
-    """What all heads of latent attention share: one, which every rank has."""
+    """The latent that all heads of latent attention share: one, which every rank has."""
     MLP_COLUMNS = "MLP columns"
     EXPERT_COLUMNS = "expert columns"
-    """Of each routed expert: a rank has the same of all of them."""
+    """Columns of each routed expert: a rank has the same of all of them."""
     SHARED_EXPERT_COLUMNS = "shared expert columns"
     VOCABULARY = "vocabulary rows"
 
 
 class Role(StrEnum):
-    """What a tensor does, as far as its layout in a file or the size of its values depends on it."""
+    """The work of a tensor, as far as its layout in a file or the size of its values depends on it."""
 
     MATRIX = auto()
     EMBEDDING = auto()
@@ -51,7 +51,7 @@ class Role(StrEnum):
 
 
 FINEST_EXPERT_GRANULE = 32
-"""What the grouped products take: 768 columns over 5 ranks are 160 or 128, not 256 or 128."""
+"""The granule of the grouped products: 768 columns over 5 ranks are 160 or 128, not 256 or 128."""
 
 Amounts = Mapping[Axis | None, int]
 """How much each index of an axis accounts for; under None, what every rank has whole."""
@@ -63,7 +63,7 @@ class Cut:
 
     axis: Axis
     dim: int
-    """Of a matrix 0: rows (outputs), 1: columns (inputs)."""
+    """The dimension that is cut; in a matrix 0: rows (outputs), 1: columns (inputs)."""
     width: int = 1
 
 
@@ -72,18 +72,18 @@ class TensorSpec:
     """One tensor of a checkpoint. Names are relative to the layer, unless the tensor is in none."""
 
     name: str
-    """In a Hugging Face checkpoint."""
+    """The name in a Hugging Face checkpoint."""
     gguf_name: str
-    """Of experts without meaning: a GGUF file has all of a layer in one tensor, and such files are refused."""
+    """Meaningless for experts: a GGUF file has all of a layer in one tensor, and such files are refused."""
     shape: tuple[int, ...]
     """Whole, outermost dimension first."""
     role: Role
     cut: Cut | None = None
     """None: every rank has all of it."""
     share: Fraction = Fraction(1)
-    """Of all tokens, those that are multiplied with it: k of E for a tensor of one expert."""
+    """The part of all tokens that is multiplied with it: k of E for a tensor of one expert."""
     offset: float = 0.0
-    """What the model adds to the values of the checkpoint, in fp32: 1 for the weights of Gemma's norms."""
+    """The number that the model adds to the checkpoint's values, in fp32: 1 for the weights of Gemma's norms."""
 
     @property
     def elements(self) -> int:
@@ -115,7 +115,7 @@ class Linear:
         weight = TensorSpec(f"{self.name}.weight", f"{self.gguf_name}.weight", shape, self.role, self.cut)
         if not self.bias:
             return (weight,)
-        # Where columns are cut, the bias is added once, after the ranks' sum.
+        # The bias is added once, after the ranks' sum, where columns are cut.
         cut = None if self.cut.dim == 1 else self.cut
         role = Role.QUERY_KEY_BIAS if self.role is Role.QUERY_KEY else Role.BIAS
         return weight, TensorSpec(f"{self.name}.bias", f"{self.gguf_name}.bias", shape[:1], role, cut)
@@ -148,12 +148,12 @@ class Columns:
     finest_granule: int = 128
     """How fine granules may become for the sake of an even deal. A dense MLP has so many columns that 128, the width of
     an FP8 scale block and of a tensor-core tile, is even enough; narrow experts go down to 32."""
-    is_firm: bool = False
-    """Whether a rank rather gets none than fewer than the finest granule, where that divides them."""
+    may_be_empty: bool = False
+    """Whether a rank may have none, where otherwise some would have fewer than the finest granule."""
 
 
 class FeedForward(Protocol):
-    """What computes on each token alone."""
+    """A part of a layer that computes on each token alone."""
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
@@ -161,11 +161,11 @@ class FeedForward(Protocol):
 
     @property
     def axes(self) -> tuple[HeadGroups | Columns, ...]:
-        """What is dealt to ranks, in this order."""
+        """Axes that are dealt to ranks, in this order."""
 
 
 class Mixer(FeedForward, Protocol):
-    """What lets the tokens of a sequence see one another: it has state beside its tensors."""
+    """A part of a layer that lets the tokens of a sequence see one another: it has state beside its tensors."""
 
     @property
     def token_elements(self) -> Amounts:
@@ -193,11 +193,11 @@ class Mixer(FeedForward, Protocol):
 
     @property
     def features(self) -> frozenset[Feature]:
-        """What it asks of an attention backend."""
+        """Features that it asks of an attention backend."""
 
     @property
     def kv_scales(self) -> tuple[tuple[str, ...], ...]:
-        """Of each tensor that a token leaves in the pool, names under which a checkpoint may have the factor of its
+        """Names, for each tensor that a token leaves in the pool, under which a checkpoint may have the factor of its
         elements in FP8, the usual one first: a scalar, which is none of `tensors`."""
 
 
@@ -215,7 +215,7 @@ class GroupedQueryAttention:
     qk_norm: bool = False
     """RMSNorm on each query and key head before the rotary embedding (Qwen3)."""
     norm_offset: float = 0.0
-    """Of the weights of these norms, as in TensorSpec."""
+    """The `TensorSpec.offset` of these norms' weights."""
     scale: float | None = None
     """Factor of the scores; None: 1 / sqrt(head_dim)."""
     softcap: float | None = None
@@ -308,7 +308,7 @@ class DenseMLP:
     """Names of gate, up and down, behind `name`."""
     axis: Axis = Axis.MLP_COLUMNS
     finest_granule: int = 128
-    """As in Columns."""
+    """See Columns."""
 
     @property
     def gate_up(self) -> tuple[Linear, Linear]:
@@ -419,7 +419,7 @@ class MixtureOfExperts:
     @property
     def axes(self) -> tuple[Columns, ...]:
         shared = () if self.shared is None else self.shared.axes
-        return (Columns(Axis.EXPERT_COLUMNS, self.intermediate_size, FINEST_EXPERT_GRANULE, is_firm=True), *shared)
+        return (Columns(Axis.EXPERT_COLUMNS, self.intermediate_size, FINEST_EXPERT_GRANULE, may_be_empty=True), *shared)
 
 
 class Norms(NamedTuple):
@@ -440,17 +440,17 @@ class LayerSpec:
     norms_outputs: bool = False
     """Whether what mixer and feed-forward return is normed before it is added (Gemma)."""
     norm_offset: float = 0.0
-    """Of the norms' weights, as in TensorSpec."""
+    """The `TensorSpec.offset` of the norms' weights."""
 
     @property
     def mixer_norms(self) -> Norms:
-        """Those around the mixer."""
+        """The norms around the mixer."""
         after = self._norm("post_attention_layernorm", "post_attention_norm") if self.norms_outputs else None
         return Norms(self._norm("input_layernorm", "attn_norm"), after)
 
     @property
     def feed_forward_norms(self) -> Norms:
-        """Those around the feed-forward."""
+        """The norms around the feed-forward."""
         if not self.norms_outputs:
             return Norms(self._norm("post_attention_layernorm", "ffn_norm"), None)
         before = self._norm("pre_feedforward_layernorm", "ffn_norm")
@@ -464,7 +464,7 @@ class LayerSpec:
 
     @cached_property
     def axes(self) -> tuple[HeadGroups | Columns, ...]:
-        """What is dealt to ranks, in this order."""
+        """Axes that are dealt to ranks, in this order."""
         return self.mixer.axes + self.feed_forward.axes
 
     @cached_property

@@ -1,4 +1,4 @@
-"""From a Ray Serve config file and `a.b=c` overrides to an `EngineConfig`; each mistake is a line that names its fix.
+"""Reads a Ray Serve config file and `a.b=c` overrides as an `EngineConfig`; a mistake is a line that names its fix.
 
 Owns the file's form. What the settings mean is `schema.py`, what `auto` comes to is `resolve.py`.
 """
@@ -36,7 +36,7 @@ class AppConfig:
     host: str
     port: int
     places: Mapping[str, str]
-    """Where each setting that is not left open was given, by dotted name: `FILE:LINE`, or `--set`."""
+    """The place where each setting that is not left open was given, by dotted name: `FILE:LINE`, or `--set`."""
     document: Mapping[str, Any]
     """The whole file, for Ray Serve: what is not ours (logging, replicas' environment) is passed on as it is."""
 
@@ -246,7 +246,7 @@ def _parse(args: Mapping[str, Any], places: Mapping[str, str]) -> EngineConfig:
     except ValidationError as error:
         problems = []
         for detail in error.errors(include_url=False):
-            # What a setting with several types is taken for stands in brackets and is no key.
+            # The type that a setting with several types is taken for stands in brackets and is no key.
             key = ".".join(str(part) for part in detail["loc"] if not str(part).startswith("<"))
             place = f"{places[key]}: " if key in places else ""
             problems.append(place + _problem(key, detail["type"], detail["msg"], detail["input"]))

@@ -1,4 +1,4 @@
-"""What a model is: its layers, vocabulary and positions. Plain data, which configs/read_config.py makes."""
+"""A model: its layers, vocabulary and positions. Plain data, which configs/read_config.py makes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ModelConfig:
     """One decoder-only transformer. All counts are those of the whole model, never of a rank."""
 
     model_type: str
-    """As config.json names the family, e.g. llama or qwen3_moe."""
+    """The family's name in config.json, e.g. llama or qwen3_moe."""
     hidden_size: int
     vocab_size: int
     max_position_embeddings: int
@@ -35,7 +35,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     """Factor of the embeddings that enter the first layer, in the activations' type."""
     norm_offset: float = 0.0
-    """Of the weight of the last norm, as in TensorSpec."""
+    """The `TensorSpec.offset` of the last norm's weight."""
     final_logit_softcap: float | None = None
     """Logits become softcap * tanh(logits / softcap)."""
     dtype: str = "float32"
@@ -99,7 +99,7 @@ class ModelConfig:
 
 
 def layer_prefix(layer: int) -> str:
-    """What the names of a layer's tensors begin with."""
+    """The prefix of the names of a layer's tensors."""
     return f"model.layers.{layer}."
 
 

@@ -11,8 +11,8 @@ from configs.layers import HeadGroups
 from configs.model_config import ModelConfig
 
 CONTRACT = 1
-"""Of docs/concepts.md, "One answer". Raised by hand with each change that gives any exact answer other bits, and then
-equal `system_fingerprint`s still promise equal bits: versions do not tell of it."""
+"""The version of "One answer" in docs/concepts.md. Raised by hand with each change that gives any exact answer other
+bits, and then equal `system_fingerprint`s still promise equal bits: versions do not tell of it."""
 _INEXACT_ON_GPUS: dict[type[Any], str] = {BiasedMixture: "experts with biases are summed exactly on CPUs only, so far"}
 _INEXACT: dict[type[Any], str] = {
     LatentAttention: "latent attention computes in two forms, by which is cheaper for a step, and they round otherwise",

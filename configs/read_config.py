@@ -1,4 +1,4 @@
-"""What the model at a path is, by the checkpoint's own `config.json` or GGUF metadata."""
+"""Reads the config of the model at a path, by the checkpoint's own `config.json` or GGUF metadata."""
 
 from __future__ import annotations
 

@@ -27,9 +27,9 @@ ONE_NODE_STRATEGY: dict[str, Literal["shared_memory", "symmetric_memory"]] = {
     "cpu": "shared_memory",
     "cuda": "symmetric_memory",
 }
-"""By device, the strategy of `parallel.all_reduce` for the ranks of one node."""
+"""The strategy of `parallel.all_reduce` for the ranks of one node, by device."""
 ANY_NODES_STRATEGY: dict[str, Literal["gloo", "nccl"]] = {"cpu": "gloo", "cuda": "nccl"}
-"""By device, the one for ranks wherever they are."""
+"""The strategy for ranks wherever they are, by device."""
 _SPIN_US = 1000
 # (requests that run at once, tokens of a step)
 _STEP_SIZE_ON_GPU = (256, 8192)
@@ -51,7 +51,7 @@ class HostFacts:
     num_nodes: int = 1
     """Nodes that the replicas spread over."""
     compute_capability: tuple[int, int] | None = None
-    """Of the GPUs, the least of them; None where it is not known."""
+    """The least of the GPUs' compute capabilities; None where it is not known."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Decision:
     value: Any
     why: str
     given: Any = "auto"
-    """What the configuration said."""
+    """The configuration's own value."""
 
     def __str__(self) -> str:
         return f"{self.key}: {self.given} -> {self.value} ({self.why})"
@@ -71,8 +71,8 @@ class Decision:
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """What runs. In `config`, open are only those that the KV pool decides (`kv_cache.num_tokens`, `max_model_len`)
-    and those whose None is a value of its own."""
+    """The settings that run. In `config`, open are only those that the KV pool decides (`kv_cache.num_tokens`,
+    `max_model_len`) and those whose None is a value of its own."""
 
     config: EngineConfig
     decisions: tuple[Decision, ...]
@@ -190,7 +190,7 @@ def _decide_step_size(resolver: _Resolver, scheduler: SchedulerConfig, device: s
 def attention_needs(
     config: EngineConfig, model: ModelConfig, compute_capability: tuple[int, int] | None = None
 ) -> AttentionNeeds:
-    """What `model` asks of the attention backends of `config`, whose device and dtype are decided, in its numerics.
+    """Needs that `model` has of the backends of `config`, whose device and dtype are decided, in its numerics.
 
     Args:
         compute_capability: as in HostFacts.

@@ -1,4 +1,4 @@
-"""What a rotary position embedding is. Plain data; worker/layers/rotary.py computes it."""
+"""A rotary position embedding. Plain data; worker/layers/rotary.py computes it."""
 
 from __future__ import annotations
 

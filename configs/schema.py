@@ -1,4 +1,4 @@
-"""What a user may set: plain, frozen data. `args` of the Ray Serve config file is an `EngineConfig`.
+"""The settings that a user may give: plain, frozen data. `args` of the Ray Serve config file is an `EngineConfig`.
 
 Values of `auto` (None where a number is meant) are decided once by `configs.resolve`, into a new object.
 Growth is visible: tests pin the list of settings in `tests/settings.txt`, at most 60.
@@ -32,7 +32,7 @@ class _Section(BaseModel):
 
 
 class AttentionConfig(_Section):
-    """What computes attention. docs/reference/attention.md has what each backend can do."""
+    """The backends that compute attention. docs/reference/attention.md has what each backend can do."""
 
     backend: AttentionBackendName = "auto"
     """auto: on Hopper GPUs fa3, and triton for steps that decode alone; on other GPUs, and in float32, triton; on CPU
@@ -105,8 +105,8 @@ class ParallelConfig(_Section):
 
 
 class RecoveryConfig(_Section):
-    """What happens when a rank dies or stops. The group is rebuilt around the ranks that are left, and its requests go
-    on; where it is not, they end with an error and Ray Serve replaces the replica. On several GPUs it is not yet."""
+    """Recovery when a rank dies or stops. The group is rebuilt around the ranks that are left, and its requests go on;
+    where it is not, they end with an error and Ray Serve replaces the replica. On several GPUs it is not yet."""
 
     max_rebuilds: int = Field(3, ge=0)
     """Most rebuilds of one group in ten minutes; past them it is replaced. 0: the first failure ends it."""
@@ -124,7 +124,7 @@ class RecoveryConfig(_Section):
 
 
 class PlacementConfig(_Section):
-    """What one replica asks of the Ray cluster."""
+    """Resources that one replica asks of the Ray cluster."""
 
     cpus_per_rank: float | None = Field(None, ge=0)
     """Ray CPUs of a rank's bundle. None: 1 on GPUs, 0.1 on CPU, where ranks share cores at the price of speed only."""
@@ -135,7 +135,7 @@ class PlacementConfig(_Section):
 
 
 class GenerationDefaults(_Section):
-    """What requests get that name no value. None: what is neutral."""
+    """Values for requests that name none. None: the neutral value."""
 
     temperature: float | None = Field(None, ge=0.0, le=2.0)
     top_p: float | None = Field(None, gt=0.0, le=1.0)
@@ -181,7 +181,7 @@ class ServerConfig(_Section):
     chat_template: str | None = None
     """A Jinja file used in place of the model's own chat template."""
     tool_template: Literal["auto", "generic", "off"] = "auto"
-    """What shows the model tools, calls and their results. auto: its chat template where that shows all three in a
+    """How the model is shown tools, calls and their results. auto: its chat template where that shows all three in a
     format that is known, else generic. generic: text in the system message, calls in `<tool_call>` and results as user
     messages, as docs/guides/api.md has them. off: the chat template alone; what it does not show is refused."""
     tool_call_parser: Literal[
@@ -233,7 +233,7 @@ class EngineConfig(_Section):
     num_replicas: int = Field(1, ge=1)
     """Groups. Each serves on its own; Ray Serve balances between them."""
     autoscaling_config: dict[str, Any] | None = None
-    """As many groups as the load asks for, in place of `num_replicas`: Ray Serve's section of this name
+    """Scales the number of groups with the load, in place of `num_replicas`: Ray Serve's section of this name
     (`min_replicas`, `max_replicas`, `upscale_delay_s`, `downscale_delay_s` and more). Its policy is ours unless it
     names another; `policy: {policy_kwargs: {...}}` sets its targets (`cluster.serve.autoscaling:LoadPolicy`)."""
     max_model_len: int | None = Field(None, ge=2)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
+from torch.distributed import ProcessGroupGloo
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from configs.errors import ConfigError, DeadlineError, EngineError
@@ -40,7 +41,7 @@ _Shape = tuple[int, ...]  # torch.Size is one
 
 
 class Collectives(ABC):
-    """What a strategy offers. Every rank makes the same calls in the same order, from one thread at a time."""
+    """Operations of a strategy. Every rank makes the same calls in the same order, from one thread at a time."""
 
     def reduce_buffer(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
         """Memory that `all_reduce` sums fastest, valid until the next call of either; None when any memory will do."""
@@ -51,7 +52,7 @@ class Collectives(ABC):
         return None
 
     def node_sum(self, shape: tuple[int, int], tree: SumTree) -> FusedSum | None:
-        """The same of a tree whose root has that shape."""
+        """The partial sum of a tree whose root has that shape."""
         return None
 
     @abstractmethod
@@ -179,7 +180,7 @@ class LibraryCollectives(Collectives):
             self._await_stream("barrier")
 
     def abort(self, reason: str) -> None:
-        """As Collectives. NCCL's abort returns once no CUDA graph that holds its communicator is left."""
+        """See Collectives. NCCL's abort returns once no CUDA graph that holds its communicator is left."""
         if self._abort_reason is not None:
             return  # NCCL is aborted once
         self._abort_reason = reason
@@ -364,12 +365,12 @@ class SharedMemoryCollectives(Collectives):
             x[part] = sums[rank][part]
 
     def _sum_nodes(self, nodes: Tensor, tree: SumTree, total: Tensor) -> None:
-        """As sum_nodes, of rows that fit the buffer; `total` is written."""
+        """Does sum_nodes for rows that fit the buffer; `total` is written."""
         parts = [part for view in self._exchange("sum_nodes", nodes, tree.shapes(total.shape)) for part in view]
         if self._size <= 2 or len(parts) * total.nbytes < _SLICED_BYTES:
             tree.finish(parts, total)
             return
-        # As _all_reduce_sliced.
+        # Each rank sums a slice, see _all_reduce_sliced.
         num_rows, size = len(total), self._size
         slices = [slice(num_rows * rank // size, num_rows * (rank + 1) // size) for rank in range(size)]
         sums, own = self._buffers(self._epoch + 1, total.dtype, (total.shape,) * size), slices[self._rank]
@@ -448,8 +449,6 @@ def _late(rank: int, who: str, what: str, timeout_s: float) -> DeadlineError:
 
 
 def _gloo_backend(*, rank: int, size: int, store: Store, device: torch.device, timeout_s: float) -> Any:
-    from torch.distributed import ProcessGroupGloo
-
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stubs lack it
     options._timeout = timedelta(seconds=timeout_s + 1.0)  # later than ours, which names its setting
     options._threads = 2
@@ -463,7 +462,7 @@ def _gloo_backend(*, rank: int, size: int, store: Store, device: torch.device, t
 def _nccl_backend(*, rank: int, size: int, store: Store, device: torch.device, timeout_s: float) -> Any:
     if not torch.distributed.is_nccl_available():
         raise ConfigError("parallel.all_reduce=nccl needs a CUDA build of torch; choose gloo or shared_memory")
-    from torch.distributed import ProcessGroupNCCL
+    from torch.distributed import ProcessGroupNCCL  # a CPU build of torch has none
 
     # NCCL's own meeting has no deadline of ours.
     keys = [f"here/{peer}" for peer in range(size)]

@@ -62,7 +62,7 @@ class FrameReader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReaderStatus:
-    """What a reader of a ring last showed."""
+    """The last state that a reader of a ring showed."""
 
     num_received: int
     """Frames it took out."""
@@ -113,7 +113,7 @@ class Ring:
 
     @property
     def address(self) -> str:
-        """What `attach` needs. Whoever has it and runs as the same user can read and write the frames."""
+        """The address that `attach` needs. Whoever has it and runs as the same user can read and write the frames."""
         return self._segment.address
 
     def writer(self, *, setting: str = STEP_TIMEOUT) -> RingWriter:
@@ -126,7 +126,7 @@ class Ring:
         return RingReader(self, self._segment, index, setting)
 
     def reader_status(self, index: int) -> ReaderStatus:
-        """What reader `index` last showed; any process may ask. Raises EngineError after `close`."""
+        """The last state of reader `index`; any process may ask. Raises EngineError after `close`."""
         if self._segment.closed:
             raise EngineError("the ring is closed")
         cursor, heartbeat = self._segment.words[self.cursor(index) : self.cursor(index) + 2]

@@ -39,13 +39,13 @@ class _PlainRows:
         return torch.index_select(self._rows, 0, rows, out=out)
 
     def weight(self, num_rows: int, arithmetic: Arithmetic) -> Weight:
-        """Of the first rows, which are shared."""
+        """A weight of the first rows, which are shared."""
         return arithmetic.weight(self._rows[:num_rows], None)
 
 
 class _PackedRows:
-    """The same packed for products on a CPU, which a tied LM head reads from beginning to end: a lookup picks its row
-    out of a tile's lanes, which costs a few microseconds a token."""
+    """Rows packed for products on a CPU, which a tied LM head reads from beginning to end: a lookup picks its row out
+    of a tile's lanes, which costs a few microseconds a token."""
 
     def __init__(self, num_rows: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self._packed = torch.empty(-(-num_rows // TILE), hidden_size, TILE, dtype=dtype, device=device)

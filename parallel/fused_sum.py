@@ -28,12 +28,12 @@ _MAX_ROW_ELEMENTS = 16384
 _ROW_ALIGNMENT = 16  # bytes of one load
 _MAX_CACHED_SUMS = 256
 _MAX_RANKS = 8
-_MAX_ROWS = 128  # of 132 SMs: all programs of a launch must run at once
+_MAX_ROWS = 128  # fewer than the 132 SMs: all programs of a launch must run at once
 _FLAG_BYTES = 4 * _MAX_RANKS * _MAX_ROWS
-_BUFFER_BYTES = 1 << 20  # of the summands of each of the two, in bf16
-_TREE_BUFFER_BYTES = 4 << 20  # of each of the two: 128 rows of 4096 with two nodes
+_BUFFER_BYTES = 1 << 20  # for the summands of each of the two, in bf16
+_TREE_BUFFER_BYTES = 4 << 20  # for each of the two: 128 rows of 4096 with two nodes
 MEMORY_BYTES = _FLAG_BYTES + 2 * _TREE_BUFFER_BYTES
-"""What every rank maps."""
+"""Memory that every rank maps."""
 
 
 def fuses(size: int, shape: tuple[int, int], dtype: torch.dtype) -> bool:
@@ -98,7 +98,7 @@ class FusedSum(PartialSum):
         self.num_rows = summand.shape[-2]
 
     def add_norm(self, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """As PartialSum.
+        """See PartialSum.
 
         Summands are added in fp32 in rank order, or nodes as their tree says, then the residual, and rounded to bf16
         once: the same bits on every rank. The next partial_sum may be asked for then, not before.
@@ -126,7 +126,7 @@ class FusedSums:
     """
 
     def __init__(self, memory: Tensor, addresses: Sequence[int], *, rank: int, timeout_s: float) -> None:
-        from parallel.kernels.all_reduce_norm import LATE, all_reduce_add_norm
+        from parallel.kernels.all_reduce_norm import LATE, all_reduce_add_norm  # a CPU install has no Triton
 
         assert addresses[rank] == memory.data_ptr(), "the ranks' addresses are of another tensor"
         self._kernel, self._late = all_reduce_add_norm, LATE
@@ -162,7 +162,7 @@ class FusedSums:
     def add_norm(
         self, offset: int, residual: Tensor, weight: Tensor, eps: float, tree: SumTree | None = None
     ) -> Tensor:
-        """As FusedSum, of the summands `offset` bytes into the memory."""
+        """Does what FusedSum does, with the summands `offset` bytes into the memory."""
         self.check_alive()
         self._turn ^= 1
         return self._kernel(

@@ -37,7 +37,7 @@ class TensorParallelGroup:
         self.size = size
         self.device = device
         self._collectives = collectives
-        self._meet: Callable[[Store, int], Collectives] | None = None  # of several ranks
+        self._meet: Callable[[Store, int], Collectives] | None = None  # for several ranks
 
     @classmethod
     def create(
@@ -136,7 +136,7 @@ class TensorParallelGroup:
         return None if self._collectives is None else self._collectives.partial_sum(shape, dtype)
 
     def node_sum(self, shape: tuple[int, int], tree: SumTree) -> FusedSum | None:
-        """As `partial_sum`, of the ranks' nodes of `tree`; the same bits as any other way to add them."""
+        """A `partial_sum` of the ranks' nodes of `tree`; the same bits as any other way to add them."""
         return None if self._collectives is None else self._collectives.node_sum(shape, tree)
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ class TensorParallelGroup:
         return torch.empty(shape, device=self.device) if buffer is None else buffer
 
     def sum_nodes(self, nodes: Tensor, tree: SumTree) -> Tensor:
-        """What all ranks' nodes of `tree` come to, [num_rows, row_size] fp32: the same bits for any number of ranks.
+        """The root of all ranks' nodes of `tree`, [num_rows, row_size] fp32: the same bits for any number of ranks.
 
         Args:
             nodes: [len(tree.covers[rank]), num_rows, row_size] fp32, contiguous: in a node_buffer, or any memory.

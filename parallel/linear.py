@@ -11,7 +11,7 @@ import torch
 
 from configs.layers import Linear
 from parallel.fused_sum import PartialSum
-from parallel.numerics.arithmetic import LayerPlace
+from parallel.numerics.arithmetic import LayerContext
 from parallel.numerics.weight import TensorSource, Weight
 
 
@@ -22,14 +22,14 @@ class ColumnParallelLinear:
     side by side in the order of `linears`. Rows that several ranks share, as of a KV head, are read by each of them.
     """
 
-    def __init__(self, *linears: Linear, place: LayerPlace) -> None:
+    def __init__(self, *linears: Linear, context: LayerContext) -> None:
         self._linears = linears
-        self._place = place
+        self._context = context
         self._weight: Weight | None = None
 
     def load(self, source: TensorSource, prefix: str) -> None:
         """Reads the tensors of the linears, whose names begin with `prefix`."""
-        self._weight = self._place.load(source, prefix, *self._linears)
+        self._weight = self._context.load(source, prefix, *self._linears)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         assert self._weight is not None, "forward before load"
@@ -42,19 +42,19 @@ class RowParallelLinear:
     y [num_tokens, out_features] = all_reduce(x [num_tokens, span.size] @ W[:, span].T) + b
     """
 
-    def __init__(self, linear: Linear, place: LayerPlace) -> None:
+    def __init__(self, linear: Linear, context: LayerContext) -> None:
         self._linear = linear
-        self._place = place
-        self._sum = place.arithmetic.rank_sum(linear.out_features, linear.cut, place, of_weight=True)
+        self._context = context
+        self._sum = context.arithmetic.rank_sum(linear.out_features, linear.cut, context, of_weight=True)
         self._bias: torch.Tensor | None = None
         self._weight: Weight | None = None
 
     def load(self, source: TensorSource, prefix: str) -> None:
         """Reads this rank's columns (and the whole bias, which is added once, after the sum)."""
         linear = self._linear
-        self._weight = self._place.load(source, prefix, linear)
+        self._weight = self._context.load(source, prefix, linear)
         if linear.bias:
-            self._bias = self._place.empty(linear.out_features)
+            self._bias = self._context.empty(linear.out_features)
             source.read(f"{prefix}{linear.name}.bias", self._bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -63,7 +63,7 @@ class RowParallelLinear:
         return y if self._bias is None else y.add_(self._bias)
 
     def for_norm(self, x: torch.Tensor) -> torch.Tensor | PartialSum:
-        """What `RMSNorm.add` takes; a bias has to be added to the sum itself."""
+        """Makes what `RMSNorm.add` takes; a bias has to be added to the sum itself."""
         return self(x) if self._linear.bias else self._sum.for_norm(len(x), lambda out: self.partial(x, out))
 
     def partial(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Which part of the model each rank holds: half-open ranges for every layer and rank, as plain ints.
+"""The part of the model that each rank holds: half-open ranges for every layer and rank, as plain ints.
 
 Owns every sharding decision. Loader, pools, kernels, recovery and re-sharding read these ranges and never divide by
 `tp_size` themselves. Knows no tensors, devices or processes.
@@ -19,9 +19,9 @@ from configs.model_config import ModelConfig, check_tensor_parallel_size
 _LARGEST_GRANULE = 128
 _VOCAB_GRANULE = 64
 _LARGEST_LEAF = 512
-_FEWEST_LEAVES = 12  # of few columns, where these allow it: so many ranks get an even share, within a third
-# Of many columns, what GPUs pay for the sums of leaves counts for more. On an H200, of 12288 columns, 256 rows and the
-# norm behind them: 8 leaves 56 us, 12 leaves 65, 24 leaves 80, and 45 where cuBLAS adds as it likes.
+_FEWEST_LEAVES = 12  # for few columns, where these allow it: so many ranks get an even share, within a third
+# The price of summing leaves on GPUs counts for more where columns are many. On an H200, of 12288 columns, 256 rows and
+# the norm behind them: 8 leaves 56 us, 12 leaves 65, 24 leaves 80, and 45 where cuBLAS adds as it likes.
 _LEAVES_OF_COLUMNS = ((16384, 16), (4096, 8))
 _WIDE_LEAF_UNIT = 64
 
@@ -41,7 +41,7 @@ class Span(NamedTuple):
 class LayerShard:
     """One rank's part of one layer, or of the vocabulary, in indices of the whole model.
 
-    No span of heads is empty; one of columns is only where the layer has fewer columns, or firm granules, than ranks.
+    No span of heads is empty; one of columns is only where ranks outnumber columns, or granules that are not cut finer.
     A rank's query heads spread evenly over its KV heads.
     """
 
@@ -56,7 +56,7 @@ class LayerShard:
         return Span(span.start * cut.width, span.stop * cut.width)
 
     def amount(self, amounts: Amounts) -> int:
-        """What all of the rank's indices, and what it has whole, account for."""
+        """The amount that all of the rank's indices, and what it has whole, account for."""
         return sum(amount * (1 if axis is None else self.spans[axis].size) for axis, amount in amounts.items())
 
 
@@ -86,8 +86,8 @@ class ShardPlan:
         """
         check_tensor_parallel_size(model, tp_size)
         vocab = _spans(min(rows, model.vocab_size) for rows in _running_total(_deal_vocab(model.vocab_size, tp_size)))
-        # What each rank holds so far. Columns go where least is held, so they even out what heads and vocabulary rows
-        # leave uneven, and what one layer's granules leave over is made good in the next.
+        # Elements that each rank holds so far. Columns go where least is held, so they even out what heads and
+        # vocabulary rows leave uneven, and what one layer's granules leave over is made good in the next.
         row_elements = elements_of(model.outer_tensors)[Axis.VOCABULARY]
         held = [span.size * row_elements for span in vocab]
         layers = []
@@ -106,7 +106,7 @@ class ShardPlan:
         return cls(model=model, tp_size=tp_size, layers=tuple(layers), vocab=vocab)
 
     def shard(self, layer: int, rank: int) -> LayerShard:
-        """What `rank` holds of `layer`."""
+        """The part of `layer` that `rank` holds."""
         return self.layers[layer][rank]
 
     @property
@@ -123,7 +123,7 @@ class ShardPlan:
         return PageBytes(*(elements * page_size * dtype_bytes(kv_dtype) for elements in self._kv_elements(rank)))
 
     def _kv_elements(self, rank: int) -> tuple[int, int]:
-        """What `kv_elements_per_token` sums: of the layers that see all tokens, and of those with a window."""
+        """The terms of `kv_elements_per_token`: of the layers that see all tokens, and of those with a window."""
         full = windowed = 0
         for layer, shards in zip(self.model.layers, self.layers, strict=True):
             elements = shards[rank].amount(layer.mixer.token_elements)
@@ -160,10 +160,10 @@ def column_granule(columns: Columns, tp_size: int) -> int:
 
     The largest power of two up to 128 that divides them and leaves every rank at least one unit; or a smaller one, not
     below `columns.finest_granule`, if with that the widest rank has fewer. For published dense models that is 128, or
-    64; below 32 only toy models go. Firm granules (experts on GPUs take no others) leave ranks without columns instead.
+    64; below 32 only toy models go. Columns that may be empty (of experts) leave some ranks without any instead.
     """
     num_finest, rest = divmod(columns.size, columns.finest_granule)
-    if columns.is_firm and not rest and num_finest < tp_size:
+    if columns.may_be_empty and not rest and num_finest < tp_size:
         return columns.finest_granule
     granules = [_LARGEST_GRANULE >> i for i in range(_LARGEST_GRANULE.bit_length())]
     allowed = [granule for granule in granules if columns.size % granule == 0 and columns.size // granule >= tp_size]

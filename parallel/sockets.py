@@ -1,4 +1,4 @@
-"""What the sockets between our processes have in common: frames with their length in front, and peers of one user."""
+"""The common part of sockets between our processes: frames with their length in front, and peers of one user."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import asyncio
 
 LENGTH = struct.Struct("<I")
-"""In front of each frame: how many bytes it has."""
+"""The header of each frame: how many bytes it has."""
 MAX_FRAME_BYTES = 256 << 20
 """A longer frame is taken for a broken peer."""
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
@@ -25,7 +25,7 @@ def pack_frame(body: bytes) -> bytes:
 
 
 def whole_frames(received: bytearray) -> list[slice]:
-    """Where the bodies of those frames are that `received`, which begins with one, has whole."""
+    """Spans of the bodies of the frames that `received`, which begins with one, has whole."""
     spans: list[slice] = []
     start = LENGTH.size
     while start <= len(received):

@@ -1,4 +1,4 @@
-"""What a step must compute and read at the least: over what the hardware can, how much of it the step uses.
+"""The least that a step must compute and read: over what the hardware can, how much of it the step uses.
 
 Model FLOPs and bytes in the sense of MFU and MBU: matrix products and attention alone, two FLOPs to a multiply-add,
 every weight read once a step, every key and value once a layer; of experts, as many as tokens hit that choose without
@@ -22,7 +22,7 @@ _Float64Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class AttentionCost:
-    """What attention costs in all layers that have the same window."""
+    """The cost of attention in all layers that have the same window."""
 
     window: int | None
     """Tokens that a query sees; None: all before it."""
@@ -51,7 +51,7 @@ class AttentionCost:
 
 @dataclass(frozen=True)
 class StepCost:
-    """What steps cost some ranks of a group, together."""
+    """The cost of steps for some ranks of a group, together."""
 
     weight_bytes: int
     """Weights that every step reads. It reads only a few rows of an embedding that is not also the LM head: those are

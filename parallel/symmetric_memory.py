@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory, _unregister_process_group
+from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from configs.errors import EngineError
@@ -23,7 +25,7 @@ from parallel.numerics.tree import SumTree
 
 Method = Literal["two_shot", "nccl"]
 
-_DTYPES = (torch.bfloat16, torch.float32)  # what torch's kernels add
+_DTYPES = (torch.bfloat16, torch.float32)  # the types that torch's kernels add
 _ALIGNMENT = 16  # bytes of one load
 _MAX_CACHED_VIEWS = 256
 
@@ -121,7 +123,7 @@ class SymmetricMemoryCollectives(Collectives):
 
     @property
     def fused(self) -> FusedSums:
-        """Where every partial_sum comes from."""
+        """The source of every partial_sum."""
         return self._fused
 
     @property
@@ -154,7 +156,7 @@ class SymmetricMemoryCollectives(Collectives):
         return self.all_reduce_by(choose_method(x.nbytes, x.dtype, self._buffer_bytes), x)
 
     def all_reduce_by(self, method: Method, x: Tensor) -> Tensor:
-        """As all_reduce, by `method`. For all but nccl `x` starts where the buffer starts."""
+        """Does all_reduce by `method`. For all but nccl `x` starts where the buffer starts."""
         if method == "nccl":
             return self._nccl.all_reduce(x)
         self.check_alive()
@@ -182,7 +184,7 @@ class SymmetricMemoryCollectives(Collectives):
         self._nccl.abort(reason)
 
     def close(self) -> None:
-        """As Collectives. Unmapping waits for the device."""
+        """See Collectives. Unmapping waits for the device."""
         self._nccl.close()
         self._registration.close()
         self._fused.close()
@@ -206,9 +208,6 @@ class _Registration:
     """A name by which torch's kernels find the ranks, which need no default process group for it."""
 
     def __init__(self, *, rank: int, size: int, store: Store, timeout_s: float) -> None:
-        from torch._C._distributed_c10d import _register_process_group  # no public name
-        from torch.distributed import ProcessGroup
-
         timeout = timedelta(seconds=timeout_s)
         if rank == 0:
             store.set("name", f"lockstep-{uuid.uuid4().hex}")
@@ -226,8 +225,6 @@ class _Registration:
             EngineError: the mapping uses multicast.
             RuntimeError: torch's, of whatever else fails.
         """
-        from torch._C._distributed_c10d import _SymmetricMemory
-
         with torch.cuda.device(device):
             buffer = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
             mapping = _SymmetricMemory.rendezvous(buffer, self.name)
@@ -239,8 +236,6 @@ class _Registration:
         return buffer, mapping
 
     def close(self) -> None:
-        from torch._C._distributed_c10d import _unregister_process_group
-
         _unregister_process_group(self.name)  # type: ignore[arg-type]  # as above
 
 

@@ -130,7 +130,7 @@ class Connection:
 
 
 class TcpListener:
-    """Where the other ends of one channel connect."""
+    """The place where the other ends of one channel connect."""
 
     def __init__(self, sock: socket.socket, token: str) -> None:
         self._sock = sock
@@ -153,7 +153,7 @@ class TcpListener:
 
     @property
     def address(self) -> str:
-        """What `connect` needs. It holds the channel's secret: pass it only to the ranks."""
+        """The address that `connect` needs. It holds the channel's secret: pass it only to the ranks."""
         host, port = self._sock.getsockname()[:2]
         return f"{host}:{port}:{self._token}"
 

@@ -54,9 +54,9 @@ def draw(
     sampler.tables.update(params)
     local, rows = logits.to(device), torch.from_numpy(params["row"].copy()).to(device)
     at = torch.from_numpy(positions.astype(np.int32)).to(device)
-    chosen = sampler.choose(params["row"], positions)
-    tokens = sampler.sample(local, rows, at, chosen.which[chosen.is_redrawn])
-    logprobs = sampler.resample(local, rows, at, tokens, chosen)
+    resampled = sampler.find_resampled(params["row"], positions)
+    tokens = sampler.sample(local, rows, at, resampled.indices[resampled.is_redrawn])
+    logprobs = sampler.resample(local, rows, at, tokens, resampled)
     return tokens.tolist(), logprobs
 
 

@@ -55,7 +55,7 @@ class ScriptedCoordinator:
     step_s: float = 0.0
     fail_after: int | None = None
     """Tokens after which requests end with an engine error."""
-    told: str | None = None
+    public_message: str | None = None
     """What callers may be told of that error."""
     error_code: str = "engine_error"
     overloaded: bool = False
@@ -108,7 +108,11 @@ class ScriptedCoordinator:
             if not live or position == self.hang_after:
                 return
             if position == self.fail_after:
-                error = {"error": "rank 1 of /tmp died", "error_code": self.error_code, "told": self.told}
+                error = {
+                    "error": "rank 1 of /tmp died",
+                    "error_code": self.error_code,
+                    "public_message": self.public_message,
+                }
                 ends = [Finished(id=request.id, reason=FinishReason.ERROR, **error) for request in live]  # type: ignore[arg-type]
                 send(StepOutput(finished=ends))
                 return

@@ -273,7 +273,7 @@ def test_a_guided_request_beside_others_is_sampled_in_every_second_step() -> Non
 
 
 def test_a_failed_engine_ends_every_request_with_its_reason_and_the_connection_after() -> None:
-    error = RankDiedError("rank 1 died: out of luck", told="Rank 1 of 2 died.")
+    error = RankDiedError("rank 1 died: out of luck", public_message="Rank 1 of 2 died.")
 
     async def main() -> None:
         client = await EngineClient.connect(coordinator.address)
@@ -287,7 +287,7 @@ def test_a_failed_engine_ends_every_request_with_its_reason_and_the_connection_a
             assert finished is not None
             assert finished.reason is FinishReason.ERROR
             assert finished.error == "rank 1 died: out of luck"
-            assert finished.told == "Rank 1 of 2 died."
+            assert finished.public_message == "Rank 1 of 2 died."
         await asyncio.wait_for(client.wait_closed(), 5)
         with pytest.raises(EngineError, match="ended the connection"):
             client.submit([prompt(100)], [[SamplingParams(max_tokens=100)]])

@@ -27,7 +27,7 @@ from worker.kernels import adjustments as adjustments_kernels
 from worker.kernels import sampling
 from worker.logprobs import LogprobTensors
 from worker.protocol import ASKED_DTYPE, BIAS_DTYPE, COUNT_DTYPE, PARAMS_DTYPE, StepFrame, mask_words
-from worker.sampler import Chosen, Sampler, SamplingTables, default_params
+from worker.sampler import ResampledRows, Sampler, SamplingTables, default_params
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 VOCAB = 1500
@@ -460,10 +460,10 @@ def test_a_nan_that_a_mask_or_a_ban_hides_is_still_one(device: torch.device) -> 
         sampler = sampler_alone(VOCAB, 3, device, use_triton=use_triton)
         sampler.update(frame)
         local, of, at = logits.to(device), rows.to(device), positions.to(device)
-        chosen = sampler.choose(rows.numpy(), positions.numpy())
-        assert chosen.is_redrawn.tolist() == [True] * 3
-        tokens = sampler.sample(local, of, at, chosen.which)
-        sampler.resample(local, of, at, tokens, chosen)
+        resampled = sampler.find_resampled(rows.numpy(), positions.numpy())
+        assert resampled.is_redrawn.tolist() == [True] * 3
+        tokens = sampler.sample(local, of, at, resampled.indices)
+        sampler.resample(local, of, at, tokens, resampled)
         assert tokens.tolist() == [-1] * 3
 
 
@@ -480,13 +480,13 @@ def test_only_chosen_rows_are_sampled_again_however_they_are_cut(
     tokens[8] = expected[8]
     which, is_redrawn = np.array([2, 4, 5, 7, 8]), np.array([True] * 4 + [False])  # the last has no filters
     at = torch.from_numpy(positions.astype(np.int32)).to(device)
-    chosen = Chosen(which, is_redrawn, MANY["num_logprobs"][which], 0, False)
-    logprobs = cuda.resample(logits, rows, at, tokens, chosen)
+    resampled = ResampledRows(which, is_redrawn, MANY["num_logprobs"][which], 0, False)
+    logprobs = cuda.resample(logits, rows, at, tokens, resampled)
     drawn = tokens.cpu().numpy()
     assert drawn[which].tolist() == np.array(expected)[which].tolist()
     assert (np.delete(drawn, which) == -1).all()
     _assert_logprobs_close(logprobs, their_logprobs)  # these rows are all that ask
-    silent = Chosen(which[2:4], is_redrawn[2:4], MANY["num_logprobs"][which[2:4]], 0, False)
+    silent = ResampledRows(which[2:4], is_redrawn[2:4], MANY["num_logprobs"][which[2:4]], 0, False)
     assert cuda.resample(logits, rows, at, tokens, silent) is None
     # Nor does who is left out of the plain rule change the others.
     plain = cuda.sample(logits, rows, at)
@@ -548,14 +548,14 @@ def test_the_host_never_waits_for_the_device() -> None:
     logits, rows = _logits(len(MANY)).to(device), torch.from_numpy(MANY["row"].copy()).to(device)
     positions = torch.zeros_like(rows)
     every = np.arange(len(MANY))
-    chosen = Chosen(every, np.ones(len(MANY), np.bool_), MANY["num_logprobs"], 0, True)
-    cuda.resample(logits, rows, positions, cuda.sample(logits, rows, positions), chosen)
+    resampled = ResampledRows(every, np.ones(len(MANY), np.bool_), MANY["num_logprobs"], 0, True)
+    cuda.resample(logits, rows, positions, cuda.sample(logits, rows, positions), resampled)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         cuda.update(StepFrame(1, 1, params=MANY))
         tokens = cuda.sample(logits, rows, positions)
-        logprobs = cuda.resample(logits, rows, positions, tokens, chosen)
+        logprobs = cuda.resample(logits, rows, positions, tokens, resampled)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert logprobs is not None

@@ -20,7 +20,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from configs.errors import ConfigError
 from configs.layers import Axis, MixtureOfExperts
 from parallel.group import TensorParallelGroup
-from parallel.numerics.arithmetic import FAST, ExactArithmetic, LayerPlace
+from parallel.numerics.arithmetic import FAST, ExactArithmetic, LayerContext
 from parallel.numerics.rank_sum import ExactSum
 from parallel.plan import LayerShard, Span
 from tests.chain_dot import use_chain_dot
@@ -158,7 +158,7 @@ def _experts(
 ) -> Experts:
     spans = {Axis.EXPERT_COLUMNS: columns, Axis.SHARED_EXPERT_COLUMNS: shared_columns}
     group = group or TensorParallelGroup.single(device)
-    return Experts.of(spec, LayerPlace((LayerShard(spans),) * group.size, group, FAST, dtype, device))
+    return Experts.of(spec, LayerContext((LayerShard(spans),) * group.size, group, FAST, dtype, device))
 
 
 def _spans(total: int, size: int) -> list[Span]:
@@ -264,9 +264,9 @@ def test_refuses_an_activation_that_the_kernels_do_not_have() -> None:
 
 def test_refuses_groups_of_experts_on_gpus_before_anything_is_made() -> None:
     shard = LayerShard({Axis.EXPERT_COLUMNS: Span(0, 32), Axis.SHARED_EXPERT_COLUMNS: Span(0, 32)})
-    place = LayerPlace((shard,), TensorParallelGroup.single(), FAST, torch.float32, torch.device("cuda"))
+    context = LayerContext((shard,), TensorParallelGroup.single(), FAST, torch.float32, torch.device("cuda"))
     with pytest.raises(ConfigError, match="experts of the best 2 of 4 groups are not chosen on GPUs"):
-        Experts.of(FAMILIES["deepseek_v2_groups"].spec, place)
+        Experts.of(FAMILIES["deepseek_v2_groups"].spec, context)
 
 
 @pytest.mark.gpu
@@ -316,7 +316,7 @@ def _exact_layers(family: Family, size: int, device: torch.device) -> list[CudaE
     shards = tuple(LayerShard(dict(zip(axes, spans, strict=True))) for spans in zip(*dealt, strict=True))
     for rank in range(size):
         group = TensorParallelGroup(rank=rank, size=size, device=device, collectives=None)
-        layer = CudaExperts(spec, LayerPlace(shards, group, ExactArithmetic(device), dtype, device))
+        layer = CudaExperts(spec, LayerContext(shards, group, ExactArithmetic(device), dtype, device))
         layer.load(source, PREFIX)
         layers.append(layer)
     return layers

@@ -197,9 +197,9 @@ def test_a_killed_rank_ends_every_request_with_its_name_and_the_group_with_it(
                 assert end.error_code == "engine_error"
                 assert end.error is not None
                 assert end.error.startswith(f"rank {victim} died: ")
-                assert end.told is not None
-                assert end.told.startswith(f"Rank {victim} of 2 died: its process was killed (signal 9")
-                assert end.told.endswith("send the request again.")
+                assert end.public_message is not None
+                assert end.public_message.startswith(f"Rank {victim} of 2 died: its process was killed (signal 9")
+                assert end.public_message.endswith("send the request again.")
             assert isinstance(error := await cause(engine), RankDiedError)
             assert str(error) == ends[0].error
             # Ended by the coordinator itself, before anybody closes the engine.
@@ -506,9 +506,9 @@ def test_a_failed_call_names_its_own_rank_where_not_all_ranks_were_called(ray_cl
     error = failure_of(calls, 4)
     assert isinstance(error, RankDiedError)
     assert str(error) == "rank 3 failed: ZeroDivisionError: no weights in /tmp"
-    assert error.told is not None
-    assert error.told.startswith("Rank 3 of 4 failed")
-    assert "/tmp" not in error.told
+    assert error.public_message is not None
+    assert error.public_message.startswith("Rank 3 of 4 failed")
+    assert "/tmp" not in error.public_message
 
 
 @pytest.mark.parametrize(

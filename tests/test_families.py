@@ -22,7 +22,7 @@ from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
 from configs.rope import RopeConfig
 from parallel.group import TensorParallelGroup
-from parallel.numerics.arithmetic import FAST, LayerPlace
+from parallel.numerics.arithmetic import FAST, LayerContext
 from parallel.plan import ShardPlan, leaf_columns
 from tests.family_checks import (
     check_backend_needs,
@@ -295,9 +295,9 @@ def test_experts_with_biases_are_refused_on_gpus(tmp_path: Path) -> None:
     model = _read(tmp_path, "gpt_oss", num_local_experts=6, num_experts_per_tok=3)
     cuda = torch.device("cuda")
     group = TensorParallelGroup(rank=0, size=1, device=cuda, collectives=None)
-    place = LayerPlace(ShardPlan.create(model, 1).layers[0], group, FAST, torch.bfloat16, cuda)
+    context = LayerContext(ShardPlan.create(model, 1).layers[0], group, FAST, torch.bfloat16, cuda)
     with pytest.raises(ConfigError, match=r"experts with biases \(gpt_oss\) are not computed on GPUs yet"):
-        Experts.of(_biased(model), place)
+        Experts.of(_biased(model), context)
 
 
 def _biased(model: ModelConfig) -> BiasedMixture:

@@ -25,7 +25,7 @@ from parallel.fused_sum import MEMORY_BYTES, FusedSums, PartialSum, fits, fits_n
 from parallel.group import TensorParallelGroup
 from parallel.kernels.all_reduce_norm import _nodes_of_ranks, in_rank_order, nodes_of
 from parallel.linear import RowParallelLinear
-from parallel.numerics.arithmetic import FAST, LayerPlace
+from parallel.numerics.arithmetic import FAST, LayerContext
 from parallel.numerics.kernels.tree_sum import add_norm_row, finish, sum_add_norm
 from parallel.numerics.tree import SumTree
 from parallel.plan import LayerShard, Span
@@ -418,7 +418,7 @@ def layers(group: TensorParallelGroup) -> list[str]:
     for num_tokens, bias, fused in [(1, False, True), (5, False, True), (600, False, False), (5, True, False)]:
         linear = Linear("o", "", hidden, width, Cut(Axis.MLP_COLUMNS, 1), bias)
         row = RowParallelLinear(
-            linear, LayerPlace((LayerShard({Axis.MLP_COLUMNS: span}),) * group.size, group, FAST, **placed)
+            linear, LayerContext((LayerShard({Axis.MLP_COLUMNS: span}),) * group.size, group, FAST, **placed)
         )
         row.load(source, "")
         x, before = part_of(0, (num_tokens, width), BF16), part_of(1, (num_tokens, hidden), BF16)

@@ -342,7 +342,7 @@ def test_a_client_is_told_what_the_engine_lets_it_know_of_its_failure(run: Run) 
         for error in (error_of(await stack.chat(), 500, "engine_error"), last["error"]):
             assert error["message"] == told
 
-    run(scenario, fail_after=2, step_s=0.001, told=told)
+    run(scenario, fail_after=2, step_s=0.001, public_message=told)
 
 
 def test_an_answer_that_is_not_a_number_is_500_and_not_to_be_tried_again(run: Run) -> None:

@@ -18,7 +18,7 @@ from parallel.all_reduce import SharedMemoryCollectives
 from parallel.embedding import ParallelLMHead, VocabParallelEmbedding, whole_logits
 from parallel.group import TensorParallelGroup
 from parallel.linear import ColumnParallelLinear, RowParallelLinear
-from parallel.numerics.arithmetic import FAST, LayerPlace
+from parallel.numerics.arithmetic import FAST, LayerContext
 from parallel.numerics.weight import CpuWeight, CudaWeight
 from parallel.plan import LayerShard, ShardPlan, Span
 from tests.dense_model import dense_model
@@ -28,8 +28,8 @@ FP32: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
 ROWS, COLUMNS = Cut(Axis.MLP_COLUMNS, 0), Cut(Axis.MLP_COLUMNS, 1)
 
 
-def _place(span: Span, group: TensorParallelGroup) -> LayerPlace:
-    return LayerPlace((LayerShard({Axis.MLP_COLUMNS: span}),) * group.size, group, FAST, **FP32)
+def _context(span: Span, group: TensorParallelGroup) -> LayerContext:
+    return LayerContext((LayerShard({Axis.MLP_COLUMNS: span}),) * group.size, group, FAST, **FP32)
 
 
 class Tensors:
@@ -177,11 +177,11 @@ def test_logits_on_cuda_are_not_rounded_to_the_type_of_the_weight(num_rows: int)
 
 def test_an_empty_span_contributes_nothing() -> None:
     source = Tensors(down__weight=(16, 32), gate__weight=(32, 16))
-    place = _place(Span(32, 32), TensorParallelGroup.single())
+    context = _context(Span(32, 32), TensorParallelGroup.single())
     gate, down = Linear("gate", "", 32, 16, ROWS), Linear("down", "", 16, 32, COLUMNS)
-    column = ColumnParallelLinear(gate, place=place)
+    column = ColumnParallelLinear(gate, context=context)
     column.load(source, "")
-    row = RowParallelLinear(down, place)
+    row = RowParallelLinear(down, context)
     row.load(source, "")
     assert torch.equal(row(column(torch.randn(3, 16))), torch.zeros(3, 16))
 
@@ -201,7 +201,9 @@ def test_merged_columns_and_qkv_stand_side_by_side() -> None:
     def check(linears: list[Linear], shard: LayerShard) -> None:
         shapes = {tensor.name.replace(".", "__"): tensor.shape for linear in linears for tensor in linear.tensors}
         source = Tensors(**{f"layer__{name}": shape for name, shape in shapes.items()})
-        layer = ColumnParallelLinear(*linears, place=LayerPlace((shard,), TensorParallelGroup.single(), FAST, **FP32))
+        layer = ColumnParallelLinear(
+            *linears, context=LayerContext((shard,), TensorParallelGroup.single(), FAST, **FP32)
+        )
         layer.load(source, "layer.")
         parts = []
         for linear in linears:
@@ -223,7 +225,7 @@ def test_row_parallel_sums_over_ranks_and_adds_its_bias_once() -> None:
     spans = (Span(0, 7), Span(7, 20), Span(20, 30))
 
     def body(group: TensorParallelGroup) -> torch.Tensor:
-        layer = RowParallelLinear(linear, _place(spans[group.rank], group))
+        layer = RowParallelLinear(linear, _context(spans[group.rank], group))
         layer.load(source, "")
         return layer(x[:, slice(*spans[group.rank])].contiguous())
 
@@ -241,7 +243,7 @@ def test_row_parallel_sums_in_the_buffer_of_its_group(in_place: bool) -> None:
 
     def body(group: TensorParallelGroup) -> torch.Tensor:
         inner = buffered(group, store, in_place=in_place)
-        layer = RowParallelLinear(linear, _place(spans[group.rank], inner))
+        layer = RowParallelLinear(linear, _context(spans[group.rank], inner))
         layer.load(source, "")
         y = layer(x[:, slice(*spans[group.rank])].contiguous()).clone()
         inner.close()

@@ -22,7 +22,7 @@ from configs.rope import RopeConfig
 from parallel.embedding import ParallelLMHead, VocabParallelEmbedding, whole_logits
 from parallel.group import Strategy, TensorParallelGroup
 from parallel.linear import RowParallelLinear
-from parallel.numerics.arithmetic import FAST, LayerPlace
+from parallel.numerics.arithmetic import FAST, LayerContext
 from parallel.plan import LayerShard, ShardPlan, Span
 from parallel.symmetric_memory import RecountedStore, _Registration, choose_method
 from tests.dense_model import dense_model
@@ -239,7 +239,7 @@ def layers(group: TensorParallelGroup, dtype: torch.dtype) -> list[str]:
     span = Span(width * group.rank // group.size, width * (group.rank + 1) // group.size)
     linear = Linear("down", "", hidden_size, width, Cut(Axis.MLP_COLUMNS, 1))
     row = RowParallelLinear(
-        linear, LayerPlace((LayerShard({Axis.MLP_COLUMNS: span}),) * group.size, group, FAST, **placed)
+        linear, LayerContext((LayerShard({Axis.MLP_COLUMNS: span}),) * group.size, group, FAST, **placed)
     )
     row.load(source, "")
     digests = []

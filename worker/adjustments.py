@@ -1,4 +1,4 @@
-"""What rows do to their logits before a token is drawn: penalties, biases and masks, kept where the logits are.
+"""Adjustments of rows' logits before a token is drawn: penalties, biases and masks, kept where the logits are.
 
     1. repetition penalty: logits of tokens that prompt or answer has are divided by it, negative ones multiplied
     2. frequency and presence penalty: subtracted for each time, and once, that the answer has a token
@@ -80,7 +80,7 @@ class RowAdjustments:
             self.heads.copy_(upload(np.stack((self._flags, self._num_biases), axis=1), self._device))
 
     def touched(self, rows: Int32Array, positions: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
-        """Which of `rows` have adjustments of the token at `positions`."""
+        """Marks `rows` that have adjustments of the token at `positions`."""
         return (self._flags[rows] != 0) | (positions < self._bias_ends[rows])
 
     def num_asked(self, rows: Int32Array) -> Int32Array:

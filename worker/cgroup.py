@@ -1,4 +1,4 @@
-"""What the control groups of this process leave it of the machine: a container's limits are those of one of them."""
+"""The share of the machine that control groups leave this process: a container's limits are those of one of them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _folders(root: Path, controller: str) -> Iterator[tuple[bool, Path]]:
 
 
 def _bytes_left(folder: Path, *, is_v2: bool) -> int | None:
-    """What the limit of one group leaves; None where it has none: v2 says so in words, v1 by a huge number."""
+    """Bytes that the limit of one group leaves; None where it has none: v2 says so in words, v1 by a huge number."""
     limit_name, usage, reclaimable = (
         ("memory.max", "memory.current", "inactive_file")
         if is_v2

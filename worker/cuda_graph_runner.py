@@ -21,7 +21,7 @@ _NUM_WARM_UPS = 2
 
 @dataclass(frozen=True, slots=True)
 class DeviceOutput:
-    """What a step leaves on the device."""
+    """The results of a step on the device."""
 
     tokens: torch.Tensor
     """[num_sampled] int64; -1 for a row whose logits hold a NaN."""

@@ -28,7 +28,7 @@ _COLUMN_STEP = 0x85EBCA77
 _MIX = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))
 """Shifts and factors of MurmurHash3's 32-bit finaliser. Its last shift changes low bits, which are not used."""
 _USED_BITS = 24
-"""What fp32 holds exactly."""
+"""Bits that fp32 holds exactly."""
 
 # Weights of std 1/sqrt(inputs) keep the unit size that norms give their inputs; residuals then grow as the root of the
 # number of layers, to about 4 after 28. The gains below were tried at Qwen3-0.6B's shape, on 256 random tokens and 48
@@ -72,7 +72,7 @@ class DummyCheckpoint:
         rows = Span(0, shape[0]) if rows is None else rows
         expected = (rows.size,) + ((columns.size,) if columns is not None else shape[1:])
         assert as_matrix(out.shape) == expected, f"{name}: asked for {expected} into {tuple(out.shape)}"
-        # Of matrices below one another, as of a matrix, dimension 1 is the inputs.
+        # Dimension 1 is the inputs, of a matrix as of matrices below one another.
         mean, std = _mean_and_std(tensor.role, tensor.shape[1] if len(shape) > 1 else 1)
         mean -= tensor.offset
         if out.numel() > 0:
@@ -80,7 +80,7 @@ class DummyCheckpoint:
         self._bytes_loaded += out.nbytes
 
     def kv_scales(self) -> list[tuple[float, ...]]:
-        """As of a checkpoint that has none."""
+        """The scales of a checkpoint that has none: all 1."""
         return [(1.0,) * len(layer.mixer.kv_scales) for layer in self._model.layers]
 
     def __enter__(self) -> DummyCheckpoint:

@@ -34,7 +34,7 @@ class Items(NamedTuple):
 
     @classmethod
     def of(cls, frame: StepFrame) -> Items:
-        """Those of a checked frame."""
+        """The items of a checked frame."""
         ends = np.cumsum(frame.lens, dtype=np.int64)
         firsts = ends - frame.lens
         positions = np.arange(ends[-1]) - np.repeat(firsts - frame.starts, frame.lens)

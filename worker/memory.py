@@ -34,13 +34,13 @@ _NUM_LOGPROBS = 20
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What is free on a rank's device after loading, and what of it a step needs. Bytes."""
+    """Bytes that are free on a rank's device after loading, and those of them that a step needs."""
 
     free_bytes: int
     activation_bytes: int = 0
     """Peak of the largest eager step."""
     graph_bytes: int = 0
-    """For all CUDA graphs."""
+    """Bytes for all CUDA graphs."""
     table_bytes: int = 0
     """The tables of the sampler's rows."""
 

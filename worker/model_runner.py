@@ -141,15 +141,15 @@ class ModelRunner:
             hidden, prompt_logprobs = self._forward_with_logprobs(frame, self._inputs.batch(frame, step))
         if len(sampled) == 0:
             return PendingStep(self._group, frame, None, sampled, None, prompt_logprobs)
-        chosen = self._sampler.choose(sampled, (frame.starts + frame.lens)[is_sampled])
+        resampled = self._sampler.find_resampled(sampled, (frame.starts + frame.lens)[is_sampled])
         if hidden is not None:
-            output = self._sample(hidden, step, left_out=chosen.which[chosen.is_redrawn])
+            output = self._sample(hidden, step, left_out=resampled.indices[resampled.is_redrawn])
         logprobs = None
-        if len(chosen.which):
+        if len(resampled.indices):
             rows, positions = self._inputs.sampled_rows(step)
-            logprobs = self._sampler.resample(output.logits, rows, positions, output.tokens, chosen)
+            logprobs = self._sampler.resample(output.logits, rows, positions, output.tokens, resampled)
             self._inputs.last_tokens.index_copy_(0, rows.long(), output.tokens)
-        asked = chosen.which[chosen.num_logprobs >= 0].astype(np.int32)
+        asked = resampled.indices[resampled.num_logprobs >= 0].astype(np.int32)
         return PendingStep(self._group, frame, output.tokens, asked, logprobs, prompt_logprobs)
 
     def _step(self, shape: StepShape, logits: torch.Tensor) -> DeviceOutput:
@@ -176,7 +176,7 @@ class ModelRunner:
         wanted = WantedTokens.of(frame, items.lasts)
         hidden = self._forward(replace(batch, sample_indices=upload(wanted.tokens, device)))
         scored = hidden.index_select(0, upload(wanted.scored, device))
-        # Of an item no one token is a target.
+        # An item has no one token as its target.
         targets = upload(np.concatenate((frame.prompt_targets, np.zeros(num_items, np.int64))), device)
         asked = self._sampler.asked_by(np.concatenate((np.zeros(num_targets, np.int32), frame.items["row"])))
         k = int(frame.prompt_runs["k"].max(initial=0))

@@ -1,4 +1,4 @@
-"""What a rank's device can do at the most, as measured on it: the denominators of MFU and MBU.
+"""Peak rates of a rank's device, as measured on it: the denominators of MFU and MBU.
 
 A data sheet's figures are those of another clock and cooling, and a CPU has none.
 """

@@ -13,7 +13,7 @@ from worker.protocol import Int32Array, StepFrame, StepResult
 
 
 class PendingStep:
-    """What a step leaves, on its way to the host. Made behind the step's launches, on their stream.
+    """The results of a step, on their way to the host. Made behind the step's launches, on their stream.
 
     Args:
         tokens: [num_sampled] int64, device; None when no row was sampled.

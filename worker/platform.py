@@ -1,4 +1,4 @@
-"""What the bits of a rank's exact answers depend on besides this code and the model: its device, and whose kernels."""
+"""The platform, which a rank's exact bits depend on besides this code and the model: its device, and whose kernels."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def platform_of(device: torch.device) -> str:
 
 
 def _cublaslt_version() -> int:
-    """Of the library that torch has loaded, which need not be the one that it was built with."""
+    """The version of the library that torch has loaded, which need not be the one that it was built with."""
     assert torch.version.cuda is not None, "a torch without CUDA has no GPU"
     version = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}").cublasLtGetVersion
     version.restype = ctypes.c_size_t

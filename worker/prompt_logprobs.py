@@ -30,7 +30,7 @@ class WantedTokens(NamedTuple):
 
     @classmethod
     def of(cls, frame: StepFrame, item_lasts: npt.NDArray[np.int64]) -> WantedTokens:
-        """What a checked frame wants, whose items end with `item_lasts`."""
+        """The tokens that a checked frame wants, whose items end with `item_lasts`."""
         ends = np.cumsum(frame.lens, dtype=np.int64)
         sampled = ends[(frame.flags & RowFlag.SAMPLE) != 0] - 1
         at = np.flatnonzero(np.isin(frame.rows, frame.prompt_runs["row"]))  # records are in the order of rows

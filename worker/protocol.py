@@ -52,7 +52,7 @@ PARAMS_DTYPE = np.dtype(
 )
 """Sampling parameters of one row, sent once when the row is given to a request."""
 RECORD_WORDS = PARAMS_DTYPE.itemsize // 4
-"""Its int32 words: devices keep it as these."""
+"""Words (int32) of a record: devices keep it as these."""
 
 BIAS_DTYPE = np.dtype([("row", "<i4"), ("token_id", "<i4"), ("value", "<f4"), ("until", "<i4")])
 """`value`, finite or -inf, is added to a token's logit while the token to be sampled has a position below `until`.
@@ -76,7 +76,7 @@ and the `k` likeliest tokens in its place are wanted. No such position is sample
 
 
 class FrameKind(IntEnum):
-    """What a rank does with a frame."""
+    """Kinds of frames, by what a rank does with them."""
 
     STEP = 1
     """Run one forward pass."""
@@ -85,7 +85,7 @@ class FrameKind(IntEnum):
 
 
 class RowFlag(IntFlag):
-    """What a row of a step does."""
+    """Flags of what a row of a step does."""
 
     HAS_TOKENS = 1
     """Its `lens` input tokens are in `token_ids`; without it the ranks know them: the row's own last sampled token and,
@@ -107,7 +107,7 @@ def mask_words(vocab_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class FrameLimits:
-    """What a rank's tables hold."""
+    """Sizes of a rank's tables."""
 
     num_rows: int
     """Rows of the request table, padding included: valid rows are 1 to num_rows - 1."""
@@ -117,7 +117,7 @@ class FrameLimits:
     """Most inputs of a row that the rank samples in one step."""
 
 
-# What is wrong with a section that is not empty. It completes "step 3 of generation 1 ...".
+# Faults of a section that is not empty. Each completes "step 3 of generation 1 ...".
 
 
 def _check_rows(rows: Int32Array, frame: StepFrame, limits: FrameLimits) -> str | None:
@@ -206,7 +206,7 @@ def _check_prompt_runs(runs: Records, frame: StepFrame, limits: FrameLimits) -> 
         return f"has {len(targets)} prompt targets for {positions} positions; at most {MAX_PROMPT_LOGPROBS} fit"
     if not (_is_inside(targets, 0, limits.vocab_size) and _is_inside(runs["k"], 0, limits.vocab_size + 1)):
         return f"has a target or a number of likeliest tokens outside a vocabulary of {limits.vocab_size}"
-    # Where each record's row stands in the frame; records of rows that it does not name, or out of order, are missed.
+    # The place of each record's row in the frame; records of rows that it does not name, or out of order, are missed.
     at = np.flatnonzero(np.isin(frame.rows, runs["row"]) & frame.has_tokens)
     if not np.array_equal(frame.rows[at], runs["row"]):
         return "has prompt log probabilities of a row without tokens, or out of order"
@@ -319,7 +319,7 @@ _NO_TOKENS = np.empty(0, np.int32)
 
 
 class StepResult(Message):
-    """What rank 0 sends back: the tokens of the rows of the frame that had SAMPLE, in the frame's row order.
+    """Results from rank 0: the tokens of the rows of the frame that had SAMPLE, in the frame's row order.
 
     A row brings at least one token and at most as many as inputs of it were sampled: those that the drafts among its
     inputs agree with, and one more.

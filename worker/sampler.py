@@ -1,4 +1,4 @@
-"""From logits to tokens: one rule for every row, whatever else is in the batch.
+"""Turns logits into tokens: one rule for every row, whatever else is in the batch.
 
     token = argmax over allowed v of  logit_v / temperature + gumbel(seed, position, v)
 
@@ -22,6 +22,7 @@ import torch
 from parallel.embedding import whole_logits
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
+from worker import torch_sampling
 from worker.adjustments import RowAdjustments
 from worker.logprobs import LogprobTensors
 from worker.protocol import PARAMS_DTYPE, RECORD_WORDS, Int32Array, StepFrame
@@ -32,15 +33,15 @@ _CHUNK_ROWS = 128
 row."""
 
 
-class Chosen(NamedTuple):
+class ResampledRows(NamedTuple):
     """Rows of a batch that need more than the plain rule; on the host."""
 
-    which: npt.NDArray[np.int64]
-    """[num_chosen]: indices into the batch."""
+    indices: npt.NDArray[np.int64]
+    """[num_resampled]: indices into the batch."""
     is_redrawn: npt.NDArray[np.bool_]
-    """[num_chosen]: has filters or adjustments; the others keep their token and only want logprobs."""
+    """[num_resampled]: has filters or adjustments; the others keep their token and only want logprobs."""
     num_logprobs: Int32Array
-    """[num_chosen]: how many of the likeliest tokens each wants besides its own; -1 for none."""
+    """[num_resampled]: how many of the likeliest tokens each wants besides its own; -1 for none."""
     num_asked: int
     """The most tokens that one of them wants the log probability of."""
     are_adjusted: bool
@@ -65,7 +66,7 @@ class SamplingKernels(Protocol):
         """The best token of all blocks."""
 
     def reduce_tokens(self, candidates: torch.Tensor) -> torch.Tensor:
-        """Its id alone."""
+        """The id of the best token alone."""
 
     def filter_thresholds(self, logits: torch.Tensor, rows: torch.Tensor, records: torch.Tensor) -> torch.Tensor:
         """The smallest score that filters allow."""
@@ -135,8 +136,6 @@ class Sampler:
 
             self._kernels, self._adjust_logits = sampling, adjust_logits
         else:
-            from worker import torch_sampling
-
             self._kernels, self._adjust_logits = torch_sampling, torch_sampling.adjust_logits
 
     def update(self, frame: StepFrame) -> None:
@@ -145,8 +144,8 @@ class Sampler:
             self.tables.update(frame.params)
         self.adjustments.update(frame)
 
-    def choose(self, rows: Int32Array, positions: npt.NDArray[np.integer]) -> Chosen:
-        """Which rows of a batch need more than the plain rule.
+    def find_resampled(self, rows: Int32Array, positions: npt.NDArray[np.integer]) -> ResampledRows:
+        """Finds the rows of a batch that need more than the plain rule.
 
         Args:
             rows: [batch_size]: rows of the request table.
@@ -160,7 +159,7 @@ class Sampler:
         redrawn = filtered | touched
         which = np.flatnonzero(redrawn | (params["num_logprobs"] >= 0))
         num_asked = int(self.adjustments.num_asked(rows[which]).max(initial=0))
-        return Chosen(which, redrawn[which], params["num_logprobs"][which], num_asked, bool(touched.any()))
+        return ResampledRows(which, redrawn[which], params["num_logprobs"][which], num_asked, bool(touched.any()))
 
     def sample(
         self,
@@ -172,7 +171,7 @@ class Sampler:
         """One token for each row by temperature and noise alone; a CUDA graph may capture it.
 
         Args:
-            logits: [batch_size, span.size] fp32, unchanged; -inf for what must not be chosen.
+            logits: [batch_size, span.size] fp32, unchanged; -inf for what must not be sampled.
             rows: [batch_size] int32, device: rows of the request table.
             positions: [batch_size] int32, device: index of the token to be sampled in its whole sequence.
             left_out: indices of rows whose token `resample` finds: theirs here is 0. Not for a graph.
@@ -195,7 +194,7 @@ class Sampler:
         rows: torch.Tensor,
         positions: torch.Tensor,
         tokens: torch.Tensor,
-        chosen: Chosen,
+        resampled: ResampledRows,
     ) -> LogprobTensors | None:
         """Samples rows with filters or adjustments, and counts their tokens; finds log probabilities. Launches kernels
         only; not for a graph.
@@ -205,30 +204,30 @@ class Sampler:
             tokens: [batch_size] int64: what `sample` returned; changed in place where it is redrawn.
 
         Returns:
-            The logprobs of the chosen rows that want them, in order; None when none does.
+            The logprobs of `resampled` rows that want them, in order; None when none does.
         """
-        which, parts = upload(chosen.which, self._group.device), []
-        most = int(chosen.num_logprobs.max(initial=0))
+        which, parts = upload(resampled.indices, self._group.device), []
+        most = int(resampled.num_logprobs.max(initial=0))
         for start in range(0, len(which), _CHUNK_ROWS):
             part = slice(start, start + _CHUNK_ROWS)
             chunk = which[part]
             whole = whole_logits(logits.index_select(0, chunk), self._plan, self._group)
-            wants = np.flatnonzero(chosen.num_logprobs[part] >= 0)
-            # What the logprobs are of: the logits as they are before adjustments.
-            raw, of = None, chunk
+            wants = np.flatnonzero(resampled.num_logprobs[part] >= 0)
+            # Logprobs are of the logits as they are before adjustments.
+            raw, wanting = None, chunk
             if len(wants):
                 wanted = upload(wants, self._group.device)
-                raw, of = whole.index_select(0, wanted), chunk.index_select(0, wanted)
-            redrawn = np.flatnonzero(chosen.is_redrawn[part])
+                raw, wanting = whole.index_select(0, wanted), chunk.index_select(0, wanted)
+            redrawn = np.flatnonzero(resampled.is_redrawn[part])
             if len(redrawn):
                 again = chunk
                 if len(redrawn) < len(chunk):
                     at = upload(redrawn, self._group.device)
                     again, whole = chunk.index_select(0, at), whole.index_select(0, at)
-                self._redraw(whole, rows, positions, again, tokens, chosen.are_adjusted)
+                self._redraw(whole, rows, positions, again, tokens, resampled.are_adjusted)
             if raw is not None:
-                asked = self.adjustments.asked[rows.index_select(0, of).long(), : chosen.num_asked]
-                drawn = tokens.index_select(0, of).clamp_(min=0)
+                asked = self.adjustments.asked[rows.index_select(0, wanting).long(), : resampled.num_asked]
+                drawn = tokens.index_select(0, wanting).clamp_(min=0)
                 parts.append(self._kernels.token_logprobs(raw, drawn, most, asked))
         return LogprobTensors.joined(parts) if parts else None
 

@@ -71,7 +71,7 @@ class Message:
 
     _sections: ClassVar[dict[str, Section[Any]]]
     _table: ClassVar[list[tuple[str, np.dtype[Any], int, int | None, int | None]]]
-    """For each section: name, dtype, place of its length in the header, place of its width, width where it is fixed."""
+    """Sections: name, dtype, place of its length in the header, place of its width, width where it is fixed."""
     _num_lengths: ClassVar[int]
     _header: ClassVar[struct.Struct]
     """Magic, checksum of all that follows these two, kind, generation, step, lengths."""
@@ -96,7 +96,7 @@ class Message:
         self.generation = generation
         self.step = step
         self.arrays = arrays
-        """By section; one that is not there is empty."""
+        """Arrays by section; one that is not there is empty."""
 
     @classmethod
     def num_bytes(cls, **lengths: int) -> int:
@@ -154,7 +154,7 @@ class Message:
         return kind, generation, step, arrays
 
     def _wrong(self, limits: Any) -> str | None:
-        """What is wrong with the first section that is wrong, or None."""
+        """The fault of the first section that is wrong, or None."""
         for name, part in self._sections.items():
             array = self.arrays.get(name)
             if part.check is None or array is None or not array.size:

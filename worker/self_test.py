@@ -1,4 +1,4 @@
-"""What a rank that computes exactly checks before it serves: whether this machine keeps the contract.
+"""Checks of a rank that computes exactly, before it serves: whether this machine keeps the contract.
 
 A compiler that fuses otherwise, or a kernel whose order follows its size, would go unnoticed: the answers look right.
 A CPU has a few kernels for all shapes, and `check_exactness` runs them. On a GPU each shape has its own, and its own
@@ -25,7 +25,7 @@ from configs.errors import EngineError
 from configs.layers import Axis, Cut
 from parallel.fused_sum import PartialSum
 from parallel.group import TensorParallelGroup
-from parallel.numerics.arithmetic import Arithmetic, LayerPlace
+from parallel.numerics.arithmetic import Arithmetic, LayerContext
 from parallel.numerics.rank_sum import ExactSum
 from parallel.numerics.tree import SumTree
 from parallel.numerics.weight import ChainWeight
@@ -47,7 +47,7 @@ _STEP_SIZES = (1, 16, 17, 64, 128, 256, 513)
 _MOST_TOKENS = 1100
 _MOST_ROWS = 256
 _MOST_ELEMENTS = 1 << 24
-"""Of products and nodes that are compared at once: 64 MiB, which the largest step has room for."""
+"""Elements of products and nodes that are compared at once: 64 MiB, which the largest step has room for."""
 _WRONG = "numerics=exact does not hold on this machine: {}; choose numerics=fast, and report it"
 
 
@@ -134,7 +134,7 @@ def _step(tokens: npt.NDArray[np.int64], starts: Sequence[int], page_size: int) 
 
 
 def _check_columns(weight: Tensor, num_rows: int) -> None:
-    """That a product's column is the same whichever columns a rank has."""
+    """Checks that a product's column is the same whichever columns a rank has."""
     random = torch.Generator(weight.device).manual_seed(0)
     x = torch.randn(num_rows, weight.shape[1], generator=random, device=weight.device).to(weight.dtype)
     whole = ChainWeight(weight, None).in_fp32(x)
@@ -146,7 +146,7 @@ def _check_columns(weight: Tensor, num_rows: int) -> None:
 
 
 def _check_rank_sum(rank_sum: ExactSum, group: TensorParallelGroup, num_rows: int, dtype: torch.dtype) -> None:
-    """That the ranks add their nodes as the tree says, and so like any other number of ranks."""
+    """Checks that the ranks add their nodes as the tree says, and so like any other number of ranks."""
     random = torch.Generator(group.device).manual_seed(0)  # on every rank the same nodes of all
     tree, shape = rank_sum.tree_for(num_rows), (num_rows, rank_sum.out_features)
     nodes = torch.randn(sum(tree.counts), *shape, generator=random, device=group.device)
@@ -155,7 +155,7 @@ def _check_rank_sum(rank_sum: ExactSum, group: TensorParallelGroup, num_rows: in
     own = nodes[first : first + count]
     found = rank_sum.for_norm(num_rows, lambda out: own if out is None else out.copy_(own))
     if isinstance(found, PartialSum):
-        # What is left of it beside its rounded negative shows more of its bits than it would alone.
+        # The rest beside its rounded negative shows more of its bits than the sum would alone.
         residual = -expected.to(dtype)
         expected = (residual.float() + expected).to(dtype)
         found.add_norm(residual, torch.ones(shape[1], dtype=dtype, device=group.device), 1e-6)
@@ -164,7 +164,7 @@ def _check_rank_sum(rank_sum: ExactSum, group: TensorParallelGroup, num_rows: in
 
 
 def _check_products(arithmetic: Arithmetic, x: Tensor, weight: Tensor) -> None:
-    product = arithmetic.weight(weight.clone(), None)  # whose memory it takes
+    product = arithmetic.weight(weight.clone(), None)  # the product takes this memory
     whole = product.in_fp32(x)
     for part in (slice(0, 1), slice(5, 21)):
         _require_equal(product.in_fp32(x[part]), whole[part], "a product's row depends on the rows beside it")
@@ -194,7 +194,7 @@ def _to_fp32(value: Fraction) -> float:
 
 
 def _check_sums(arithmetic: Arithmetic, x: Tensor, weight: Tensor) -> None:
-    """That a sum over ranks is the same for each number of them: here one rank computes for all in turn."""
+    """Checks that a sum over ranks is the same for each number of them: here one rank computes for all in turn."""
     cut, leaf = Cut(Axis.MLP_COLUMNS, 1), leaf_columns(_INPUTS)
     num_leaves = _INPUTS // leaf
     answers = []
@@ -205,10 +205,10 @@ def _check_sums(arithmetic: Arithmetic, x: Tensor, weight: Tensor) -> None:
         nodes: list[Tensor] = []
         for rank, span in enumerate(spans):
             group = TensorParallelGroup(rank=rank, size=size, device=x.device, collectives=None)
-            place = LayerPlace(shards, group, arithmetic, x.dtype, x.device)
+            context = LayerContext(shards, group, arithmetic, x.dtype, x.device)
             columns = slice(*span)
             own = weight[:, columns].clone(memory_format=torch.contiguous_format)
-            nodes += arithmetic.part(own, cut, place)(x[:, columns].contiguous())
+            nodes += arithmetic.part(own, cut, context)(x[:, columns].contiguous())
         tree = SumTree.of(tuple(Span(start, stop) for start, stop in itertools.pairwise(borders)))
         answers.append(tree.finish(nodes, torch.empty_like(nodes[0])))
     for answer in answers[1:]:
@@ -216,7 +216,7 @@ def _check_sums(arithmetic: Arithmetic, x: Tensor, weight: Tensor) -> None:
 
 
 def _check_attention(name: str, dtype: torch.dtype, device: torch.device, random: torch.Generator) -> None:
-    """That a token's answer is the same as a decode, and as the last of a prompt."""
+    """Checks that a token's answer is the same as a decode, and as the last of a prompt."""
     layer = AttentionLayer(layer_id=0, tp_q_head_num=3, tp_k_head_num=1, head_dim=64, scale=0.125)
     num_pages = -(-_TOKENS // _PAGE_SIZE)
     pool = TokenToKVPool(

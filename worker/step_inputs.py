@@ -39,7 +39,10 @@ class StepInputs:
         num_rows, max_pages = self._page_table.shape
         device = self._page_table.device
         if device.type == "cuda":
-            from attention.kernels.step_metadata import apply_page_deltas, fill_step_metadata
+            from attention.kernels.step_metadata import (  # a CPU install has no Triton
+                apply_page_deltas,
+                fill_step_metadata,
+            )
         else:
             from attention.step_metadata import apply_page_deltas, fill_step_metadata
         self._apply_page_deltas, self._fill_step_metadata = apply_page_deltas, fill_step_metadata
@@ -80,7 +83,7 @@ class StepInputs:
         begin = self._layout.pack(stage.array, frame, shape)
         deltas, num_page_deltas = frame.page_deltas, len(frame.page_deltas)
         if len(frame.window_pages):
-            # Of a table of one row, in which pages have their places.
+            # The table has one row, in which pages have their places.
             deltas = np.concatenate((deltas, np.insert(frame.window_pages, 0, 0, axis=1)))
         end = begin + deltas.size
         if end <= self._layout.capacity:

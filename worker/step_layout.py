@@ -24,7 +24,7 @@ _DECODE_SIZES = (1, 2, 4, *range(8, 257, 8))
 _PROMPT_SIZES = (16, *range(32, 129, 32), *range(192, 513, 64), *range(640, 4097, 128), *range(4608, 8193, 512))
 _FEW_ROWS_TOKENS = 2048  # above, rows that are not there, and their logits, are little of a step
 _LEAST_GRAPH_TOKENS = 2048
-# Of a layer on one rank: 1.2 ms of an H200, which eager steps launch in 0.4 to 0.9 ms, or in over 2 on a busy host.
+# Per layer and rank: 1.2 ms of an H200, which eager steps launch in 0.4 to 0.9 ms, or in over 2 on a busy host.
 _LAUNCH_BOUND_FLOPS = 0.8e12
 
 
@@ -81,7 +81,7 @@ def prompt_shapes(max_rows: int, max_tokens: int, max_model_len: int) -> list[St
 
 
 class StepLayout:
-    """Where the parts of the buffer are.
+    """Offsets of the parts of the buffer.
 
     Args:
         max_rows: most rows of a step, padding included.

@@ -35,14 +35,14 @@ def best_candidates(
     first_id: int,
     thresholds: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As the kernel, of all ids as one block: [1, num_rows, 2] fp64 (value, id)."""
+    """The kernel's twin, with all ids as one block: [1, num_rows, 2] fp64 (value, id)."""
     num_rows, num_ids = logits.shape
     out = torch.empty((1, num_rows, 2), dtype=torch.float64)
     if num_ids == 0:
         out[..., 0], out[..., 1] = -torch.inf, _NO_ID
         return out
     values, ids = out[0].unbind(1)
-    best, best_ids = logits.max(dim=-1)  # of equal ones the first
+    best, best_ids = logits.max(dim=-1)  # the first of equal ones
     values.copy_(best)
     ids.copy_(best_ids)
     has_nan = best.isnan()  # the maximum with one
@@ -70,7 +70,7 @@ def best_candidates(
 
 
 def reduce_candidates(candidates: torch.Tensor) -> torch.Tensor:
-    """As the kernel: [num_parts, num_rows, 2] fp64 (value, id) -> [1, num_rows, 2]."""
+    """The kernel's twin: [num_parts, num_rows, 2] fp64 (value, id) -> [1, num_rows, 2]."""
     if len(candidates) == 1:
         return candidates
     values, ids = candidates.unbind(2)
@@ -80,12 +80,12 @@ def reduce_candidates(candidates: torch.Tensor) -> torch.Tensor:
 
 
 def reduce_tokens(candidates: torch.Tensor) -> torch.Tensor:
-    """As the kernel: [num_parts, num_rows, 2] fp64 (value, id) -> [num_rows] int64."""
+    """The kernel's twin: [num_parts, num_rows, 2] fp64 (value, id) -> [num_rows] int64."""
     return reduce_candidates(candidates)[0, :, 1].long()
 
 
 def filter_thresholds(logits: torch.Tensor, rows: torch.Tensor, records: torch.Tensor) -> torch.Tensor:
-    """As the kernel: [num_rows] fp64, the smallest allowed score of each row; -inf without a filter."""
+    """The kernel's twin: [num_rows] fp64, the smallest allowed score of each row; -inf without a filter."""
     out = torch.full((len(logits),), -torch.inf, dtype=torch.float64)
     for i, params in _sampled(records, rows):
         scores = logits[i].double() / float(params["temperature"])
@@ -102,7 +102,7 @@ def adjust_logits(
     records: torch.Tensor,
     adjustments: RowAdjustments,
 ) -> None:
-    """As the kernel: in place, rows without adjustments keep every bit."""
+    """The kernel's twin: in place, rows without adjustments keep every bit."""
     params = _params(records)
     for i, row in enumerate(rows.tolist()):
         if bool(adjustments.heads[row].any()):
@@ -110,7 +110,7 @@ def adjust_logits(
 
 
 def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor, k: int, asked: torch.Tensor) -> LogprobTensors:
-    """As the kernel; sums are fp32."""
+    """The kernel's twin; sums are fp32."""
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     # A stable sort, not topk: equal log probabilities stand in the order of their ids.
     top = _likeliest(logprobs, k)
@@ -138,7 +138,7 @@ def _threshold(scores: torch.Tensor, top_k: int, top_p: float, min_p: float) -> 
     vocab_size = scores.shape[0]
     threshold: torch.Tensor | None = None
     if bool(scores.max().isnan()):
-        return None  # of a row with a NaN, which gets no token
+        return None  # a row with a NaN gets no token
     if 0 < top_k < vocab_size:
         threshold = scores.topk(top_k, sorted=False).values.min()
     if top_p < 1.0:
@@ -176,7 +176,7 @@ def _likeliest(values: torch.Tensor, k: int) -> torch.Tensor:
         # Everything that ties with the k-th is a candidate; few tokens, so the stable sort is cheap.
         candidates[row[candidates].sort(descending=True, stable=True).indices[:k]]
         for row in values
-        # Of a row of NaN, which are less than nothing, that is all of it.
+        # A row of NaN, which are less than nothing, is taken whole.
         for candidates in [(~(row < row.topk(k).values[-1])).nonzero().squeeze(1)]
     ]
     return torch.stack(indices)

@@ -43,7 +43,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 class FrameSource(Protocol):
-    """Where the step loop gets its frames from: a `FrameReader` of parallel/channel.py."""
+    """The source of the step loop's frames: a `FrameReader` of parallel/channel.py."""
 
     def recv(self, timeout_s: float) -> bytes:
         """The next frame; waits for it."""
@@ -90,12 +90,12 @@ class TPWorker:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank's tensors are."""
+        """The device of this rank's tensors."""
         return self._device
 
     @property
     def vocab_size(self) -> int:
-        """Of the model."""
+        """The size of the model's vocabulary."""
         return self._model.vocab_size
 
     @property
@@ -136,7 +136,7 @@ class TPWorker:
 
     @torch.inference_mode()
     def profile(self) -> DeviceMemory:
-        """What this rank may spend on its KV pool, found by running the largest step; after `load`."""
+        """Memory that this rank may spend on its KV pool, found by running the largest step; after `load`."""
         scheduler = self._config.scheduler
         if self._device.type == "cpu":
             return DeviceMemory(free_bytes(self._device))
@@ -157,7 +157,7 @@ class TPWorker:
         return memory
 
     def measure(self) -> Peaks:
-        """What this rank's device can do, in the model's dtype; before `allocate`, while there is room."""
+        """Rates that this rank's device reaches, in the model's dtype; before `allocate`, while there is room."""
         with naming_the_rank(self._group.rank, self._device, "measuring the device"):
             peaks = measure_peaks(self._device, self._dtype)
         _log.info("rank %d: %s", self._group.rank, peaks)
@@ -189,7 +189,7 @@ class TPWorker:
                 self.check_steps(min(num_pages, num_window_pages or num_pages), max_model_len)
             self._runner.capture(on_progress=on_progress)
         if self._device.type == "cuda":
-            # What was made by now stays: the collector, which would stop a step for milliseconds, need not look at it.
+            # Objects made by now stay: the collector, which would stop a step for milliseconds, need not look at it.
             gc.collect()
             gc.freeze()
 
@@ -275,7 +275,7 @@ class TPWorker:
             return
         with naming_the_rank(self._group.rank, self._device, "leaving its group"):
             await_idle(self._device)
-            # What was frozen in `allocate` may be garbage now, as may what the failure's traceback held.
+            # Objects frozen in `allocate` may be garbage now, as may what the failure's traceback held.
             gc.unfreeze()
             gc.collect()
             torch.cuda.empty_cache()
@@ -344,7 +344,7 @@ class TPWorker:
 def warm_up(config: EngineConfig) -> None:
     """Does what a process does once whichever rank it is: compiles and loads the kernels of a CPU, and first uses of
     the libraries. On GPUs it imports the kernels and no more: it does not know its own."""
-    if config.device != "cpu":
+    if config.device != "cpu":  # a CPU install has no Triton
         from attention.kernels import decode, extend, step_metadata  # noqa: F401
         from parallel.kernels import all_reduce_norm  # noqa: F401
         from parallel.numerics.kernels import chain_gemm, node_gemm, skinny_gemm  # noqa: F401

@@ -99,7 +99,7 @@ class Checkpoint:
         self._bytes_loaded += out.nbytes
 
     def kv_scales(self) -> list[tuple[float, ...]]:
-        """Of each layer, what the tensors of its pool are divided by in FP8: keys and values. 1 where nothing says.
+        """Factors that the tensors of each layer's pool are divided by in FP8: keys and values. 1 where nothing says.
 
         Raises CheckpointError for one that is no positive number.
         """

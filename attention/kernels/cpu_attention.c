@@ -25,7 +25,7 @@ typedef struct {
 /* What a token sees: keys from first to before stop, but of those from masked on only the ones marked. */
 typedef struct {
     int64_t first, stop, masked, marks;
-} Sight;
+} VisibleRange;
 
 typedef struct {
     int64_t row, first, stop; /* tokens of one row */
@@ -33,7 +33,7 @@ typedef struct {
 
 typedef struct {
     const int32_t *page_table;
-    const Sight *sights; /* of each token */
+    const VisibleRange *ranges; /* of each token */
     const uint8_t *marks;
     const Block *blocks;
     float *scratch; /* of scratch_floats for each thread */
@@ -43,7 +43,7 @@ typedef struct {
 /* One thread's block at work. */
 typedef struct {
     const Layer *layer;
-    const Sight *sights; /* of the block's tokens */
+    const VisibleRange *ranges; /* of the block's tokens */
     const uint8_t *marks;
     const int32_t *pages;
     size_t *places; /* of the chunk's keys: where the elements of `head` begin */
@@ -184,7 +184,7 @@ static void weigh_rows(int rows, const float *weights, const float *const *value
     else weigh_columns(1, weights, values, keys, out, dim);
 }
 
-static const Sight *sight_of(const Work *w, int64_t line) { return w->sights + line % w->of_head / w->layer->group; }
+static const VisibleRange *range_of(const Work *w, int64_t line) { return w->ranges + line % w->of_head / w->layer->group; }
 
 /* Scores of the panel of keys [t, t + LANES) by the lines [line, end) of one KV head, before any factor. */
 static void score_panel(const Work *w, int64_t base, int64_t t, int64_t line, int64_t end) {
@@ -192,8 +192,8 @@ static void score_panel(const Work *w, int64_t base, int64_t t, int64_t line, in
         int rows = (int)least(TILE, end - line);
         int64_t first = INT64_MAX, stop = 0;
         for (int r = 0; r < rows; r++) {
-            first = least(first, sight_of(w, line + r)->first);
-            stop = most(stop, sight_of(w, line + r)->stop);
+            first = least(first, range_of(w, line + r)->first);
+            stop = most(stop, range_of(w, line + r)->stop);
         }
         if (stop > t && first < t + LANES)
             multiply_rows(rows, w->queries + line * w->dim, w->dim, w->panel, w->scores + line * CHUNK + t - base);
@@ -234,7 +234,7 @@ static v16 tanh16(v16 x) {
     return (v16)((small & (i16)series) | (~small & (i16)other));
 }
 
-INLINE i16 seen16(const Work *w, const Sight *s, int64_t t) {
+INLINE i16 seen16(const Work *w, const VisibleRange *s, int64_t t) {
     i16 key = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     key += (int32_t)t;
     i16 seen = (key >= (int32_t)s->first) & (key < (int32_t)s->stop);
@@ -246,7 +246,7 @@ INLINE i16 seen16(const Work *w, const Sight *s, int64_t t) {
 /* Turns a line's scores of the chunk at `base` into weights, their sum 0 only where the line sees no key of it. */
 static void weights_of(const Work *w, int64_t line, int64_t base) {
     const Layer *l = w->layer;
-    const Sight *s = sight_of(w, line);
+    const VisibleRange *s = range_of(w, line);
     float *scores = w->scores + line * CHUNK;
     int64_t from = most(base, s->first) / LANES * LANES, to = least(base + CHUNK, s->stop);
     v16 top = all(-INFINITY), sums = {0};
@@ -279,7 +279,7 @@ static void weights_of(const Work *w, int64_t line, int64_t base) {
 /* Adds one line's weighted values of keys [from, to), of which it may not see all; values[0] is that of key `start`. */
 static void weigh_alone(const Work *w, int64_t line, int64_t base, int64_t start, int64_t from, int64_t to,
                         const float *const *values) {
-    const Sight *s = sight_of(w, line);
+    const VisibleRange *s = range_of(w, line);
     from = most(from, s->first);
     to = least(to, s->stop);
     while (from < to) {
@@ -299,7 +299,7 @@ static void weigh_strip(const Work *w, int64_t base, int64_t from, int64_t to, c
         int rows = (int)least(TILE, end - line);
         int64_t first = from, stop = to; /* what all of them see */
         for (int r = 0; r < rows; r++) {
-            const Sight *s = sight_of(w, line + r);
+            const VisibleRange *s = range_of(w, line + r);
             first = most(first, s->first);
             stop = least(stop, least(s->stop, s->masked));
         }
@@ -391,8 +391,8 @@ static void finish(const Work *w, void *out) {
 static void attend_item(const Work *w, const void *q, int64_t stride, void *out) {
     int64_t from = INT64_MAX, to = 0;
     for (int64_t i = 0; i < w->tokens; i++) {
-        from = least(from, w->sights[i].first);
-        to = most(to, w->sights[i].stop);
+        from = least(from, w->ranges[i].first);
+        to = most(to, w->ranges[i].stop);
     }
     load_queries(w, q, stride);
     for (int64_t base = from / CHUNK * CHUNK; base < to; base += CHUNK) {
@@ -450,7 +450,7 @@ void attend(const Layer *l, const Step *step, const void *q, int64_t stride, voi
             w.tokens = b->stop - b->first;
             w.of_head = w.tokens * l->group;
             w.lines = w.heads * w.of_head;
-            w.sights = step->sights + b->first;
+            w.ranges = step->ranges + b->first;
             w.pages = step->page_table + b->row * step->table_stride;
             attend_item(&w, (const char *)q + (size_t)(b->first * stride) * size, stride,
                         (char *)out + (size_t)(b->first * width) * size);

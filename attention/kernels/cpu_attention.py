@@ -15,7 +15,7 @@ TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, FP8: 3}
 
 
 class LayerArgs(ctypes.Structure):
-    """What stays of a layer from step to step."""
+    """The arguments of a layer that stay from step to step."""
 
     _fields_ = (
         ("keys", ctypes.c_void_p),
@@ -34,11 +34,11 @@ class LayerArgs(ctypes.Structure):
 
 
 class StepArgs(ctypes.Structure):
-    """What the layers of a step share that see the same keys."""
+    """The arguments that layers of a step share which see the same keys."""
 
     _fields_ = (
         ("page_table", ctypes.c_void_p),
-        ("sights", ctypes.c_void_p),
+        ("ranges", ctypes.c_void_p),
         ("marks", ctypes.c_void_p),
         ("blocks", ctypes.c_void_p),
         ("scratch", ctypes.c_void_p),

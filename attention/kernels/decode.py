@@ -33,7 +33,7 @@ from attention.layer import AttentionLayer
 _SPLITS_AT_ONCE = 16
 _MAX_SPLITS = 128
 _SHARED_BYTES = 220 * 1024
-"""Of the 227 KiB of shared memory that a program on Hopper may have."""
+"""Shared memory to use of the 227 KiB that a program on Hopper may have."""
 _WIDE = 256  # columns of a value, above which a program has only so many query heads: their sums fill its registers
 _WIDE_BLOCK_M = 64
 
@@ -55,7 +55,7 @@ class DecodeTuning:
 
 
 def choose(batch_size: int, num_kv_heads: int, itemsize: int = 2) -> DecodeTuning:
-    """What is fastest for so many rows, padding included, on an H200, where it is so for equal and for mixed lengths.
+    """The fastest tuning for so many rows, padding included, on an H200, for equal and for mixed lengths.
 
     Measured with head_dim 128 (benchmarks/results/decode_attention_h200_2026-11-21.txt). Blocks of 64 keys have more
     bytes on their way to a program, of 32 let six programs and not three share a multiprocessor, of which there are
@@ -175,7 +175,7 @@ def _decode_kernel(
     # Summed over the keys of a block only at the end: within the loop that would be a trip through shared memory.
     weights = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D // PER_WORD], tl.float32)
-    seconds = acc  # of each word, where it has two
+    seconds = acc  # each word's second half, where it has two
     for block in tl.range(begin, end):
         position = block * BLOCK_N + keys
         visible = position < seq_len

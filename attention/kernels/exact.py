@@ -154,7 +154,7 @@ def paged_exact(
         schedule = choose(head_dim, q.dtype, group, num_rows * num_kv_heads if is_decode else None)
     one_token = is_decode and group <= schedule.block_m
     most_seen = min(it for it in (paged.page_table.shape[1] * page_size, window, chunk) if it)
-    # Where the keys that a query sees begin within a span is not known.
+    # The place within a span where the keys that a query sees begin is not known.
     num_parts = -(-(most_seen - 1) // SPAN) + 1
     num_runs = min(schedule.num_runs, num_parts) if one_token else 1
     parts, sums = out, None

@@ -82,7 +82,7 @@ def choose(v_dim: int, dtype: torch.dtype) -> ExtendTuning:
     keys' way from memory takes longer than products with a tile that is not full.
     """
     if dtype.itemsize > 2:
-        # Without tensor cores, whose fp32 is TF32: threads hold whole rows of a product's operands.
+        # Tensor cores are not used, whose fp32 is TF32: threads hold whole rows of a product's operands.
         return ExtendTuning(block_m=16, block_n=16, num_warps=4, num_stages=2)
     if v_dim > 256:
         return ExtendTuning(block_m=64, block_n=32, num_warps=8, num_stages=3)
@@ -196,7 +196,7 @@ def _extend_kernel(
     LOG2_E: tl.constexpr = 1.4426950408889634
     KEY_DIM: tl.constexpr = HEAD_DIM if HEAD_DIM < V_DIM else V_DIM
     if EARLY:
-        # What merges starts once every program here has said so or ended: none of these waits for its place.
+        # The merging kernel starts once every program here has said so or ended: none of these waits for its place.
         tl.extra.cuda.gdc_launch_dependents()
     kv_head = tl.program_id(0)
     num_kv_heads = tl.num_programs(0)
@@ -204,8 +204,8 @@ def _extend_kernel(
         row = tl.program_id(2)
         start, num_tokens, first_pair = row, 1, 0
     else:
-        # From the end: the last tiles of a prompt have the most keys, and are not to be left when all else is done (not
-        # measured).
+        # Tiles are taken from the end: the last tiles of a prompt have the most keys, and are not to be left when all
+        # else is done (not measured).
         tile = tl.num_programs(2) - 1 - tl.program_id(2)
         row = row_of_tile(cu_seqlens_q, num_rows, group, tile, BLOCK_M, AT_ONCE)
         start = tl.load(cu_seqlens_q + row)
@@ -355,7 +355,7 @@ def paged_extend(
     num_rows, group = len(paged.cache_seqlens), num_q_heads // num_kv_heads
     one_token = spans is not None and spans.one_token
     num_runs = 1 if spans is None else spans.num_runs
-    # As many as `first_tile` tells apart: the tiles of all tokens were they one row's, and one for each row.
+    # These are as many as `first_tile` tells apart: the tiles of all tokens were they one row's, and one for each row.
     num_tiles = num_rows if one_token else num_tokens * group // tuning.block_m + num_rows
     _extend_kernel[(num_kv_heads, num_runs, num_tiles)](
         q,

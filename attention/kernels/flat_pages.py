@@ -9,14 +9,14 @@ import triton.language as tl
 from attention.forward_batch import PagedMetadata
 
 _BLOCK = 512  # pages of a row that one program copies: 16 bytes for each of its 128 threads
-_ROWS = 256  # whose lengths a program reads at a time
+_ROWS = 256  # a program reads so many rows' lengths at a time
 
 
 @triton.jit
 def _pages_of(cache_seqlens, cu_seqlens_q, rows, is_row, PAGE_SIZE: tl.constexpr, CHUNK: tl.constexpr):
     """The first page of each row that is listed, and how many are."""
     lens = tl.load(cache_seqlens + rows, mask=is_row, other=0)
-    first = lens * 0  # of its shape
+    first = lens * 0  # zeros of its shape
     if CHUNK > 0:
         starts = tl.load(cu_seqlens_q + rows, mask=is_row, other=0)
         num_tokens = tl.load(cu_seqlens_q + rows + 1, mask=is_row, other=0) - starts

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-_ROWS = 16  # of one program, of 4 warps (not measured)
+_ROWS = 16  # one program's, of 4 warps (not measured)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -47,7 +47,7 @@ def merge_states(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> torch.Tensor:
-    """What attention over the keys of both parts gives.
+    """Merges two parts into what attention over the keys of both gives.
 
     One kernel; no host sync. Sinks belong to one part: who computes both leaves them out of one.
 

@@ -11,12 +11,12 @@ from attention.forward_batch import NewTokenMask, PagedMetadata
 from attention.kernels.pages import first_key
 
 _BLOCK = 256  # bytes that a program writes: not measured
-_ROWS = 256  # whose lengths a program reads at a time
+_ROWS = 256  # a program reads so many rows' lengths at a time
 
 
 @triton.jit
 def _num_bytes(cache_seqlens, cu_seqlens_q, rows, is_row):
-    """Of rows: a row's bits begin with a byte of their own."""
+    """Bytes of rows: a row's bits begin with a byte of their own."""
     seq_lens = tl.load(cache_seqlens + rows, mask=is_row, other=0).to(tl.int64)
     starts = tl.load(cu_seqlens_q + rows, mask=is_row, other=0)
     num_tokens = tl.load(cu_seqlens_q + rows + 1, mask=is_row, other=0) - starts

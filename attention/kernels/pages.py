@@ -1,4 +1,4 @@
-"""What every attention kernel does with paged keys: finds the rows of a tile, the pages of a block, what may be seen.
+"""Paged keys in attention kernels: the rows of a tile, the pages of a block, what may be seen.
 
 Blocks of keys start at multiples of their size in the sequence. A kernel walks them upwards, and while it works on one,
 the page ids of the next are on their way.
@@ -54,7 +54,7 @@ def row_of_tile(cu_seqlens_q, num_rows, group, tile, BLOCK_M: tl.constexpr, AT_O
 @triton.jit
 def first_key(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
     """The first key that each query at `position` sees; WINDOW and CHUNK are 0 where there is none."""
-    first = position * 0  # of its shape
+    first = position * 0  # zeros of its shape
     if WINDOW > 0:
         first = tl.maximum(position - (WINDOW - 1), 0)
     if CHUNK > 0:

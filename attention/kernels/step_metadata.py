@@ -99,7 +99,7 @@ def fill_step_metadata(
         out.page_table,
         places,
         out.window_out_cache_loc,
-        out.window_page_table,  # of the strides of `page_table`
+        out.window_page_table,  # strides are those of `page_table`
         page_table.stride(0),
         out.page_table.stride(0),
         PAGE_SIZE=page_size,

@@ -36,7 +36,7 @@ def add_block(scores, v, m, total, acc, factor):
 
 @triton.jit
 def exact_cap(scores, CAP: tl.constexpr):
-    """As `cap`, with a division whose steps the compiler does not fuse with what follows."""
+    """Does what `cap` does, with a division whose steps the compiler does not fuse with what follows."""
     LOG2_E: tl.constexpr = 1.4426950408889634
     powers = tl.exp2(scores * (2.0 * LOG2_E / CAP)) + 1.0
     return CAP - tl.div_rn(tl.full(powers.shape, 2.0 * CAP, tl.float32), powers)

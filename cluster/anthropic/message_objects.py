@@ -1,4 +1,4 @@
-"""What /v1/messages sends: the message, its content blocks, the events of a stream, and errors. Anthropic's names."""
+"""Objects of /v1/messages: the message, its content blocks, the events of a stream, and errors. Anthropic's names."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class MessageUsage(msgspec.Struct):
 
 
 class AnthropicMessage(msgspec.Struct, kw_only=True):
-    """What the model answers."""
+    """The model's answer."""
 
     id: str
     type: Literal["message"] = "message"

@@ -79,7 +79,7 @@ def check(
         app_config = load_app_config(file, overrides or [])
         gpu_memory_bytes = None if gpu is None else parse_memory(gpu)
         print_plan(app_config, gpu_memory_bytes=gpu_memory_bytes, settings=settings)
-        check_checkpoint(app_config.engine, serves_text=False)  # of random weights, what follows lets pass
+        check_checkpoint(app_config.engine, serves_text=False)  # checks that follow let random weights pass
         check_tokenizer(app_config.engine)
         if against is not None:
             print_changes(load_app_config(against), app_config)
@@ -210,7 +210,7 @@ def openapi() -> None:
 
 
 class Shell(StrEnum):
-    """What `completion` knows."""
+    """Shells that `completion` knows."""
 
     BASH = "bash"
     ZSH = "zsh"

@@ -26,8 +26,8 @@ GPU_MEMORY: dict[str, int] = {
 """Bytes of one GPU, as its driver reports them."""
 _UNITS = {"gb": 10**9, "gib": _GIB, "mib": 1 << 20, "g": _GIB, "m": 1 << 20}
 
-# What a rank uses besides weights and KV: CUDA's context, kernels, libraries' workspaces, the captured graphs, and
-# the tensors of the largest step. Fitted to Qwen3-0.6B, 8B and 32B on H200s at 1, 2 and 4 ranks (2.8 to 3.9 GB).
+# Memory that a rank uses besides weights and KV: CUDA's context, kernels, libraries' workspaces, the captured graphs,
+# and the tensors of the largest step. Fitted to Qwen3-0.6B, 8B and 32B on H200s at 1, 2 and 4 ranks (2.8 to 3.9 GB).
 _FIXED_BYTES = 2_600_000_000
 _ACTIVATIONS_PER_TOKEN = 12  # hidden states' worth
 
@@ -60,7 +60,7 @@ def sizes_to_show(model: ModelConfig, configured: int) -> list[int]:
 
 
 def fits(model: ModelConfig, config: EngineConfig, sizes: Iterable[int], memory_bytes: int) -> list[Fit]:
-    """What each number of GPUs of `memory_bytes` each would hold.
+    """The fit of each number of GPUs with `memory_bytes` each.
 
     Args:
         config: resolved for CUDA.

@@ -157,7 +157,7 @@ def _rank_table(plan: ShardPlan, config: EngineConfig) -> Table:
 
 
 def _kv_bytes_per_token(plan: ShardPlan, config: EngineConfig) -> list[float]:
-    """Of each rank; layers with a window count with the share of all pages that they have."""
+    """Bytes for each rank; layers with a window count with the share of all pages that they have."""
     page_size, window_pool = config.kv_cache.page_size, WindowPool.of(config, plan.model)
     pages = [plan.kv_page_bytes(rank, page_size, config.kv_dtype) for rank in range(plan.tp_size)]
     return [bytes_per_token(page, page_size, window_pool) for page in pages]
@@ -205,7 +205,7 @@ def _placement_line(config: EngineConfig, *, gpus: bool) -> str:
 
 
 def _tools(config: EngineConfig, model_path: Path) -> str:
-    """What shows the model tools."""
+    """The format in which the model is shown tools."""
     given = config.server.chat_template
     tokenizer = Path(config.tokenizer or model_path).expanduser()
     if given is None and not tokenizer.exists():

@@ -39,7 +39,7 @@ def resize_app(size: int, app: str, address: str | None) -> None:
 
 
 def resize_all(size: int, app: str, console: Console) -> None:
-    """As `resize_app`, in the cluster that this process has joined."""
+    """Does what `resize_app` does, in the cluster that this process has joined."""
     found = coordinators(app)
     if not found:
         raise ConfigError(f"no replica of an app {app!r} runs in this cluster; `serve status` lists the apps")

@@ -43,7 +43,7 @@ _POLL_S = 0.25
 _WATCH_S = 1.0
 _PROGRESS_TIMEOUT_S = 1.0
 _URL_TIMEOUT_S = 10.0
-# What a coordinator calls its phases, where a person at the prompt needs other words.
+# Words for a coordinator's phases, where a person at the prompt needs others than it has.
 _PHASES = {"starting": "starting the coordinator", "ready": "generating the first token"}
 # Beyond server.shutdown_timeout_s, for which running requests may go on: for Serve to end the replicas, and for this
 # process to end Ray.
@@ -142,7 +142,7 @@ class ServingJob:
             try:
                 serving.result()
             except ray.exceptions.RayError:
-                # The same signal may have ended the cluster under a call.
+                # The signal itself may have ended the cluster under a call.
                 if not (session.own and self._stop.is_set()):
                     raise
 
@@ -213,10 +213,10 @@ class ServingJob:
         return False
 
     def _progress(self) -> Progress | None:
-        """What the least advanced replica's coordinator says of its start; None while there is none."""
+        """Progress of the least advanced replica's start, from its coordinator; None while there is none."""
         found: list[Progress] = []
         for coordinator in coordinators(self._config.name).values():
-            # It may end before the call, and is slow to answer while it imports.
+            # A coordinator may end before the call, and is slow to answer while it imports.
             with contextlib.suppress(ray.exceptions.RayError):
                 answer: Any = ray.get(coordinator.progress.remote(), timeout=_PROGRESS_TIMEOUT_S)
                 found.append(answer)
@@ -284,7 +284,7 @@ def _end_at_once() -> NoReturn:
 
 
 def root_cause(message: str) -> str:
-    """What a person can act on in a Serve status message: the text of the error itself, without its traceback.
+    """The part of a Serve status message that a person can act on: the text of the error itself, without its traceback.
 
     Serve hands on the traceback of the constructor it gave up on; the error is its last line that names one.
     """

@@ -37,7 +37,7 @@ def print_status(url: str, *, as_json: bool, console: Console | None = None) -> 
 
 
 def status_lines(live: dict[str, Any], url: str, version: str) -> list[str]:
-    """What `/live` said, as a person reads it."""
+    """The words of `/live`, as a person reads them."""
     seconds = [
         second for second in live["seconds"] if live["time"] - _WINDOW_S - 1 <= second["time"] < live["time"] - 1
     ]

@@ -72,7 +72,7 @@ class WholePromptLogprobs:
 
 @dataclass(slots=True)
 class TokenChunk:
-    """What arrived for one request since it was last read."""
+    """Tokens that arrived for one request since it was last read."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None
@@ -80,7 +80,7 @@ class TokenChunk:
     prefilled: Prefilled | None
     """How the prompt was worked on; None until the first token."""
     prompt_logprobs: WholePromptLogprobs | None
-    """On the first chunk with a token, when the request asked for them."""
+    """Only on the first chunk with a token, when the request asked for them."""
     finished: Finished | None
     """Set on the last chunk."""
 
@@ -135,7 +135,7 @@ class RequestStream:
         return self._done
 
     def take(self) -> TokenChunk:
-        """What has arrived, without waiting; possibly no tokens. Of many tokens, the first MAX_CHUNK_TOKENS."""
+        """The tokens that have arrived, MAX_CHUNK_TOKENS at most, without waiting; possibly none."""
         tokens, self._tokens = self._tokens[:MAX_CHUNK_TOKENS], self._tokens[MAX_CHUNK_TOKENS:]
         logprobs = None
         if self._logprobs is not None:

@@ -65,7 +65,7 @@ class Coordinator:
     ) -> None:
         self.scheduler = scheduler
         self.ranks = ranks
-        """Those that compute the steps now."""
+        """The ranks that compute the steps now."""
         self._step_timeout_s = step_timeout_s
         self._recovery = recovery
         self._liveness = liveness
@@ -77,14 +77,14 @@ class Coordinator:
         self.num_rebuilds = 0
         """How often ranks that failed were replaced."""
         self.life = EngineLife()
-        """What the engine is at: RUNNING from `run` on."""
+        """The engine's state: RUNNING from `run` on."""
         self._meter = StepMeter(ranks.cost)
         # Control threads ask the scheduler for its figures; a step holds the lock only while it computes.
         self._lock = threading.Lock()
 
     @property
     def address(self) -> str:
-        """Where the Engine replica connects."""
+        """The address that the Engine replica connects to."""
         return self._socket.address
 
     @property
@@ -103,7 +103,7 @@ class Coordinator:
         return self._meter.num_steps
 
     def inspect(self, read: Callable[[Scheduler], _T]) -> _T:
-        """What `read` makes of the scheduler, between two of the loop's own uses; callable from another thread."""
+        """Returns `read(scheduler)`, called between two of the loop's own uses; callable from another thread."""
         with self._lock:
             return read(self.scheduler)
 
@@ -248,7 +248,7 @@ class Coordinator:
         return None
 
     def _blame(self, error: Exception) -> LockstepError:
-        """What ended the loop: a rank that failed, where one did, rather than what that did to the channel."""
+        """The cause of the loop's end: a rank that failed, where one did, rather than what that did to the channel."""
         if isinstance(error, LockstepError):
             if self._failure is None:
                 self._blamed.wait(_BLAME_S)
@@ -361,8 +361,8 @@ class Coordinator:
 
     def _fail_all(self, error: LockstepError) -> None:
         with self._lock:
-            told = error.told if isinstance(error, EngineError) else None
-            output = self.scheduler.fail_all(str(error), told)
+            message = error.public_message if isinstance(error, EngineError) else None
+            output = self.scheduler.fail_all(str(error), message)
         logger.error("%d requests ended: %s", len(output.finished), error)
         self._socket.send(output)
         self._socket.flush(_FLUSH_S)

@@ -14,22 +14,25 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from cluster.engine.coordinator import Coordinator
 from cluster.engine.state import EngineState
 from cluster.observability.logs import log_to_stderr
-from cluster.ranks.liveness import end_stopped, is_replica
+from cluster.ranks.liveness import Liveness, end_stopped, is_replica
+from cluster.ranks.rank import RankStarter
 from cluster.ranks.rank_actor import Location, PoolShape, RankLoad
+from cluster.ranks.rank_group import GENERATION, GroupMemory, RankGroup
+from cluster.ranks.recovery import Recovery
+from cluster.ranks.resizing import Resized, resize
+from cluster.scheduling.limits import SchedulerLimits, max_item_tokens
+from cluster.scheduling.scheduler import Scheduler
 from configs.errors import ConfigError
+from configs.kv_pages import WindowPool, cut_max_model_len, num_kv_pages, pool_bytes
 from configs.model_config import ModelConfig
 from configs.schema import EngineConfig, resolved
+from worker.protocol import StepResult
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
-
-    from cluster.engine.coordinator import Coordinator
-    from cluster.ranks.rank_group import GroupMemory, RankGroup
-    from cluster.ranks.resizing import Resized
-    from cluster.scheduling.scheduler import SchedulerLimits
-    from configs.kv_pages import WindowPool
 
 logger = logging.getLogger(__name__)
 
@@ -50,12 +53,12 @@ class EngineSpec:
     tokenizer_path: Path
     """Directory or .gguf file."""
     given: EngineConfig
-    """What `config` was before it was resolved: another size decides anew."""
+    """The configuration before it was resolved: another size decides anew."""
 
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What a started group is."""
+    """Facts about a started group."""
 
     address: str
     """The coordinator's socket, for `EngineClient.connect`."""
@@ -64,7 +67,7 @@ class EngineFacts:
     num_pages: int
     max_model_len: int
     max_item_tokens: int
-    """As in SchedulerLimits."""
+    """See SchedulerLimits."""
     locations: tuple[Location, ...]
     loads: tuple[RankLoad, ...]
     peak_flops: float
@@ -77,11 +80,11 @@ class EngineFacts:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a start stands."""
+    """Progress of a start."""
 
     phase: str
     done: tuple[float, ...] = ()
-    """By rank, the share of the phase that is done, 0 to 1. Empty where it is not known."""
+    """The share of the phase that is done, 0 to 1, by rank. Empty where it is not known."""
 
 
 class CoordinatorActor:
@@ -106,15 +109,6 @@ class CoordinatorActor:
 
     def start(self, placement_group: PlacementGroup) -> EngineFacts:
         """Starts the ranks and loads the model; the socket takes connections, `run` serves them."""
-        from cluster.engine.coordinator import Coordinator
-        from cluster.ranks.liveness import Liveness
-        from cluster.ranks.rank import RankStarter
-        from cluster.ranks.rank_group import GENERATION, RankGroup
-        from cluster.ranks.recovery import Recovery
-        from cluster.scheduling.scheduler import Scheduler
-        from configs.kv_pages import WindowPool, cut_max_model_len, num_kv_pages
-        from worker.protocol import StepResult
-
         spec, config = self._spec, self._spec.config
         self._enter("starting ranks")
         starter = RankStarter(
@@ -203,8 +197,6 @@ class CoordinatorActor:
     def resize(self, size: int) -> Resized:
         """Makes `size` ranks of the engine's, while it runs; returns when they do. Raises as `cluster.ranks.resizing`
         has it."""
-        from cluster.ranks.resizing import resize
-
         if self._coordinator is None:
             raise ConfigError("the engine has not started yet; try again when it has")
         if not self._resizing.acquire(blocking=False):
@@ -216,7 +208,7 @@ class CoordinatorActor:
 
     @ray.method(concurrency_group="ctl")
     def progress(self) -> Progress:
-        """Where the start stands; answers while `start` runs."""
+        """Progress of the start; answers while `start` runs."""
         done = self._starting.progress() if self._starting is not None and self._phase in _MEASURED_PHASES else []
         return Progress(self._phase, tuple(done))
 
@@ -254,9 +246,6 @@ def _scheduler_limits(
     spec: EngineSpec, num_pages: int, max_model_len: int, window_pool: WindowPool | None
 ) -> SchedulerLimits:
     """Limits of a group whose ranks hold `num_pages` pages each."""
-    from cluster.scheduling.limits import max_item_tokens
-    from cluster.scheduling.scheduler import SchedulerLimits
-
     return SchedulerLimits(
         num_pages=num_pages,
         page_size=spec.config.kv_cache.page_size,
@@ -273,8 +262,6 @@ def _scheduler_limits(
 
 def _log_pool(num_pages: int, page_size: int, memory: GroupMemory, window_pool: WindowPool | None) -> None:
     """Every rank holds as many pages as the one with the least room."""
-    from configs.kv_pages import pool_bytes
-
     for rank, (page, free) in enumerate(zip(memory.bytes_per_page, memory.free_bytes, strict=True)):
         pool = f"{num_pages + 1} pages x {sum(page)} bytes"
         if window_pool is not None:

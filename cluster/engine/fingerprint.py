@@ -34,9 +34,9 @@ def system_fingerprint(spec: EngineSpec, platforms: Iterable[str]) -> str:
 
 
 def _weights(path: Path) -> str:
-    """Of a checkpoint's files: sizes, and bytes from beginning, middle and end, which no two trainings share.
+    """Sizes of a checkpoint's files, and bytes from beginning, middle and end, which no two trainings share.
 
-    Of one that is not on this node, the last part of its path: for the Hub's a commit.
+    A checkpoint that is not on this node is known by the last part of its path: for the Hub's a commit.
     """
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     if not files:

@@ -1,4 +1,4 @@
-"""What the Engine replica and its coordinator say to each other: msgspec structs over one unix socket.
+"""Messages between the Engine replica and its coordinator: msgspec structs over one unix socket.
 
 Engine to coordinator: `Submit`, `Abort`, `FlushCache`. Coordinator to Engine: one `StepOutput` a step for all requests.
 Array fields are raw little-endian bytes: one message a step must not cost a Python object per token.
@@ -46,7 +46,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     num_logprobs: int = -1
     """-1: none; k: the sampled token's and the k likeliest."""
     logprob_token_ids: tuple[int, ...] = ()
-    """With logprobs: these ids' log probabilities too, after the likeliest, in this order."""
+    """Ids whose log probabilities come too, after the likeliest, in this order; with logprobs."""
     frequency_penalty: float = 0.0
     """Taken from a token's logit for each time the answer has it."""
     presence_penalty: float = 0.0
@@ -67,7 +67,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """The last tokens of the prompt are as many items, which see what is before them all and themselves. The log
     probabilities of `logprob_token_ids` after each of them come with the one token that is sampled after the last."""
     grammar: str | None = None
-    """What the answer must match, as llguidance's JSON of a checked grammar (`cluster.structured`)."""
+    """The grammar that the answer must match, as llguidance's JSON of a checked grammar (`cluster.structured`)."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +81,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     """Lower goes first."""
     client: str = ""
-    """Whose it is: waiting requests of different clients take turns."""
+    """The client that sent it: waiting requests of different clients take turns."""
     cache_salt: bytes = b""
     """Prompts of different salts share no page."""
     deadline_s: float = 0.0
@@ -108,7 +108,7 @@ class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True):
     prompts: list[bytes]
     """int32 token ids, at least one each."""
     sampling: list[SamplingParams]
-    """For what is not in `Choice`."""
+    """Parameters that are not in `Choice`."""
     choices: list[Choice]
     priority: int = 0
     """This and what follows: as in GenerateRequest."""
@@ -117,7 +117,7 @@ class Submit(msgspec.Struct, tag="submit", frozen=True, kw_only=True):
     deadline_s: float = 0.0
 
     def requests(self) -> list[GenerateRequest]:
-        """What was submitted, one request for each sequence; those of one prompt have the same bytes."""
+        """The submitted requests, one for each sequence; those of one prompt have the same bytes."""
         return [
             GenerateRequest(
                 id=request_id,
@@ -144,7 +144,7 @@ def shared_sampling(params: Sequence[Sequence[SamplingParams]]) -> tuple[list[Sa
     for prompt, of_prompt in enumerate(params):
         for own in of_prompt:
             common = msgspec.structs.replace(own, max_tokens=1, seed=0, prompt_logprobs=-1)
-            # Those of one request seldom differ in more, and then from one prompt to the next.
+            # Requests of one submission seldom differ in more, and then from one prompt to the next.
             if not shared or common != shared[-1]:
                 shared.append(common)
             choices.append(Choice(prompt, len(shared) - 1, own.max_tokens, own.seed, own.prompt_logprobs))
@@ -173,10 +173,10 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     error_code: str | None = None
     """`engine_overloaded` (503), `deadline_exceeded` (504), `engine_error` (500), `not_a_number` (500) or
     `grammar_error` (400)."""
-    told: str | None = None
-    """With `engine_error`: what the caller may be told, as in EngineError; `error` is for the log."""
+    public_message: str | None = None
+    """Words for the caller, with `engine_error`, as in EngineError; `error` is for the log."""
     retry_after_s: float | None = None
-    """With `engine_overloaded`: seconds in which the queue may be expected to drain."""
+    """Seconds in which the queue may be expected to drain, with `engine_overloaded`."""
     num_preemptions: int = 0
     """How often it gave its pages up to others, or lost them with a rank, and was computed again."""
 
@@ -188,7 +188,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
     id: int
     """Request id."""
     logprob: float
-    """That of the token, by the model's own distribution: before penalties, biases, masks, temperature and filters."""
+    """The token's, by the model's own distribution: before penalties, biases, masks, temperature and filters."""
     top_ids: bytes
     """int32: the `num_logprobs` likeliest, descending; then `logprob_token_ids`, in the request's order. With
     `item_lens` these alone, once for each item."""
@@ -224,9 +224,9 @@ class Prefilled(msgspec.Struct, frozen=True, array_like=True):
     num_cached_tokens: int
     """Prompt tokens taken from the prefix cache."""
     queue_s: float = 0.0
-    """From its arrival to its first admission."""
+    """Seconds from its arrival to its first admission."""
     prefill_s: float = 0.0
-    """From there to its first token, preemptions included."""
+    """Seconds from there to its first token, preemptions included."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -238,7 +238,7 @@ class SchedulerStats:
     num_waiting_tokens: int
     num_free_pages: int
     num_cached_pages: int
-    """In the prefix cache, in use or not."""
+    """Pages in the prefix cache, in use or not."""
     num_evictable_pages: int
     """The part of `num_cached_pages` that no running request uses."""
     num_owned_pages: int
@@ -260,7 +260,7 @@ class SchedulerStats:
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine is doing, ten times a second while it works and once a second while it does not."""
+    """The engine's figures, ten times a second while it works and once a second while it does not."""
 
     time_s: float
     """When this was taken: CLOCK_MONOTONIC of the host, which its processes share."""
@@ -270,9 +270,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     step_age_s: float
     """How long the oldest step in flight has run; 0: none is."""
     heartbeat_age_s: list[float]
-    """By rank, how long ago it last took or awaited a frame. Empty: the ranks are on several nodes."""
+    """How long ago each rank last took or awaited a frame. Empty: the ranks are on several nodes."""
     devices: list[str] = []
-    """By rank, e.g. `cuda:0`; as many as `tensor_parallel_size` is now."""
+    """Each rank's device, e.g. `cuda:0`; as many as `tensor_parallel_size` is now."""
     num_rebuilds: int = 0
     """How often ranks that failed were replaced so far."""
     state: EngineState = EngineState.RUNNING
@@ -282,14 +282,14 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepOutput(msgspec.Struct, tag="output", frozen=True, kw_only=True):
-    """What one step brought, for all requests."""
+    """The results of one step, for all requests."""
 
     ids: bytes = b""
     """int64 request ids, one for each token of `tokens`."""
     tokens: bytes = b""
     """int32 sampled tokens."""
     logprobs: list[TokenLogprobs] = []
-    """In the order of `tokens`, only for requests that asked."""
+    """Log probabilities in the order of `tokens`, only for requests that asked."""
     prompt_logprobs: list[PromptLogprobs] = []
     """For requests that asked: each position once, in order, the last with or before the first token."""
     prefilled: list[Prefilled] = []

@@ -1,4 +1,4 @@
-"""What can be found wrong with a model and its tokenizer before any process of the group exists."""
+"""Checks of a model and its tokenizer that need no process of the group."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class RunningEngine:
         return None
 
     async def open_model(self, tokenizer: Tokenizer) -> ServedModel:
-        """What requests are put to, once the engine has generated a token. `tokenizer`: that of `spec`."""
+        """The model that requests are put to, once the engine has generated a token. `tokenizer`: that of `spec`."""
         config = self.spec.config
         phases = dict(self.facts.phase_s)
         began = time.monotonic()
@@ -182,7 +182,7 @@ class RunningEngine:
 
 
 def _cause(error: BaseException) -> LockstepError:
-    """What the coordinator's call raised, or that its process died."""
+    """The error that the coordinator's call raised, or that its process died."""
     if isinstance(error, ray.exceptions.RayTaskError):
         cause = error.cause
         return cause if isinstance(cause, LockstepError) else EngineError(f"the coordinator failed: {cause!r}")

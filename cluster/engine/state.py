@@ -1,4 +1,4 @@
-"""What an engine is at: one word, the same in health, metrics, `status` and on the page.
+"""The state of an engine: one word, the same in health, metrics, `status` and on the page.
 
 The coordinator keeps one of its own and reports it; the Engine replica's is what users see: it follows the reports
 while the replica serves, and knows besides when it began to and when it is being stopped.
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineState(StrEnum):
-    """In the order in which an engine may have them; from each but the last it may die."""
+    """States in the order in which an engine may have them; from each but the last it may die."""
 
     STARTING = "starting"
     """No token has been generated yet."""
@@ -23,7 +23,7 @@ class EngineState(StrEnum):
     DRAINING = "draining"
     """It is being stopped: what runs is finished, nothing is taken."""
     DEAD = "dead"
-    """For good: only another engine can serve."""
+    """The engine has ended for good: only another one can serve."""
 
 
 _AFTER = {
@@ -44,7 +44,7 @@ class EngineLife:
 
     @property
     def state(self) -> EngineState:
-        """Where it is now."""
+        """The present state."""
         return self._state
 
     def enter(self, state: EngineState) -> None:

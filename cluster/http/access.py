@@ -13,7 +13,7 @@ from configs.errors import RequestError
 from configs.load import is_loopback
 
 ANYONE: Set[Role] = frozenset()
-"""No key is asked for: what probes ask, and the page, which asks for one itself. None of them tells anything."""
+"""Paths that need no key: those of probes, and the page, which asks for one itself. None tells anything."""
 ADMINS: Set[Role] = frozenset({Role.ADMIN})
 """For admin keys only, and absent where there is none."""
 USERS: Set[Role] = frozenset({Role.USER, Role.ADMIN})
@@ -37,7 +37,7 @@ class Access:
         self._anyone = anyone
 
     def admit(self, scope: Scope, request_id: str) -> tuple[RequestContext, ApiKey | None]:
-        """Whose request it is, and the key it came with.
+        """The context of a request, and the key it came with.
 
         Raises:
             RequestError: 401 without a good key, 403 where the key's role or the caller's place does not allow it, 404
@@ -93,9 +93,10 @@ def _presented(scope: Scope) -> bytes | None:
 
 
 def _check_local(scope: Scope) -> None:
-    """Without keys: nobody from elsewhere, and no page from elsewhere in a browser that runs here."""
+    """Refuses callers from elsewhere, and pages from elsewhere in a browser that runs here; for servers without
+    keys."""
     server = scope.get("server")
-    # Without a port it is no TCP connection.
+    # A server without a port is no TCP connection.
     if server is not None and server[1] is not None and not is_loopback(server[0]):
         raise RequestError(
             "This server has no API keys, so it answers only on the loopback address: set server.api_keys.",

@@ -1,5 +1,5 @@
-"""Which replica a request had better go to, told from its path and the first bytes of its body: what a proxy can know
-before it routes.
+"""Finds the replica that a request had better go to, from its path and the first bytes of its body: what a proxy can
+know before it routes.
 
 A stored response lies in the replica that made it, which its id names. The turns of a conversation begin with the same
 messages, up to the first one of the user's; other prompts are alike when their first few kilobytes are. Looked for in
@@ -26,7 +26,7 @@ _decode = json.JSONDecoder().raw_decode
 
 
 def response_prefix(replica: str) -> str:
-    """What the ids of responses begin with that `replica` keeps; empty: it is the only one."""
+    """The prefix of the ids of responses that `replica` keeps; empty: it is the only one."""
     return f"resp_{replica}_" if replica else "resp_"
 
 
@@ -59,7 +59,7 @@ def beginning_key(body: bytes, client: bytes = b"") -> str | None:
 
 
 def _first_turn_end(text: str, start: int) -> int:
-    """Where the prompt's first turn ends: the first message of the user, or the prompt that is no list of messages."""
+    """The end of the prompt's first turn: the first message of the user, or the prompt that is no list of messages."""
     try:
         opened = _MESSAGES.match(text, start)
         if opened is None:

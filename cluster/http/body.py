@@ -10,8 +10,8 @@ from configs.errors import RequestError
 from configs.schema import ServerConfig
 
 BODY = "lockstep.body"
-"""In a scope: the whole body, from who had it before the request went on. Its messages come as well, but later: Ray
-Serve's replicas ask the proxy for them."""
+"""The scope's key for the whole body, from who had it before the request went on. Its messages come as well, but later:
+Ray Serve's replicas ask the proxy for them."""
 _MAX_LENGTH_DIGITS = 18
 _SLOWEST_S = 60.0
 """No client needs longer to send a body of the allowed size; one that does holds a connection for nothing."""

@@ -27,7 +27,7 @@ HEAD_TIMEOUT_S = 15.0
 LINGER_S = 10.0
 """How long the rest of a body is read, and thrown away, after its request was answered."""
 SEND_BUFFER_BYTES = 128 << 10
-"""What the kernel holds for a client that reads slowly; by itself it would take megabytes."""
+"""Bytes that the kernel holds for a client that reads slowly; by itself it would take megabytes."""
 _WRITE_BUFFER_BYTES = 16 << 10
 SCOPE_KEY = "lockstep.connection"
 

@@ -1,4 +1,4 @@
-"""What is known of a request besides its body: its name, whose it is, and what that client may do."""
+"""Facts about a request besides its body: its name, whose it is, and what that client may do."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_QUERY = 64
 
 
 class Role(StrEnum):
-    """What an API key is for."""
+    """The purpose of an API key."""
 
     USER = "user"
     """Every route but those of operations."""
@@ -45,12 +45,12 @@ class RequestContext:
     request_id: str
     """The client's `x-request-id` where that is a fit name, else one of ours."""
     client: str = ""
-    """Whose it is: the id of its API key, never the key. Empty where no keys are asked for."""
+    """The client's name: the id of its API key, never the key. Empty where no keys are asked for."""
     role: Role = Role.USER
     salt: bytes = field(default=b"", repr=False)
     """Secret of the client in this process; empty where no keys are asked for."""
     path_params: Mapping[str, str] = field(default_factory=dict)
-    """What the route's path leaves open; known to its handler."""
+    """Values of what the route's path leaves open; known to its handler."""
     query: Mapping[str, str] = field(default_factory=dict)
     """Parameters by name; of one that comes more than once, the last."""
     arrived_s: float = field(default_factory=time.monotonic, compare=False)
@@ -61,7 +61,7 @@ class RequestContext:
     """Counts what outlives the request among those that its client may have at once; ends with what it returns."""
 
     def cache_salt(self, asked: str | None = None) -> bytes:
-        """What keeps cached prompts apart: clients never share one, and one client shares it where it asks alike.
+        """The salt that keeps cached prompts apart: clients never share one, and one client does where it asks alike.
 
         Args:
             asked: the request's own `cache_salt`.

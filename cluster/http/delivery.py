@@ -1,4 +1,4 @@
-"""What is sent to one client: its answer, no faster than it reads, straight to its socket where that is handed over."""
+"""Sends to one client: its answer, no faster than it reads, straight to its socket where that is handed over."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Delivery:
             self._writable.set()
 
     def keep_alive(self, response: HttpResponse) -> None:
-        """From now on, lets a silent stream say that it is alive; it may begin so."""
+        """Lets a silent stream say that it is alive from now on; it may begin so."""
         self._timer = self._loop.call_later(KEEP_ALIVE_S, self._break_silence, response)
 
     async def stream(self, chunk: bytes, response: HttpResponse) -> None:

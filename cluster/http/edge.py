@@ -35,8 +35,8 @@ from configs.errors import OverloadedError, RequestError
 PROXY_CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 """The variable that Ray Serve's proxies read when they start."""
 CALLBACK = "cluster.http.edge:middlewares"
-"""Its value that puts this layer around them."""
-# By these a client could have its request go on after it left, or fill the proxy's table of models.
+"""The variable's value that puts this layer around them."""
+# Headers by which a client could have its request go on after it left, or fill the proxy's table of models.
 _INNER_HEADERS = re.compile(rb"x-request-disconnect-disabled|serve[_-]multiplexed[_-]model[_-]id|" + HEADER)
 _SESSION = os.environ.get("RAY_SERVE_SESSION_ID_HEADER_KEY", "x-session-id").lower().encode()
 _PEEK_S = 1.0  # a client that takes longer is served without
@@ -82,7 +82,7 @@ class Edge:
             return
         connection.on_full = inbox.tell_full
         offer = None
-        if connection.is_plain and scope["http_version"] != "1.0":  # what is handed over is sent in chunks
+        if connection.is_plain and scope["http_version"] != "1.0":  # a socket handed over is sent chunks
             self._hub.open()
             offer = self._hub.offer(connection.transport)
             scope["headers"].append((HEADER, offer.header))
@@ -111,7 +111,8 @@ class Edge:
 
 
 def _clean(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Without what steers Ray Serve, and without a request id that is no fit name: Serve then makes one."""
+    """The headers but those that steer Ray Serve, and but for a request id that is no fit name: Serve then makes
+    one."""
     ids = [value for name, value in headers if name == b"x-request-id"]
     keep_id = len(ids) == 1 and is_request_id(ids[0])
     return [
@@ -147,11 +148,11 @@ class _Inbox:
         self._peeked: deque[Message] = deque()
         self._news: deque[Message] = deque()
         self._pending: asyncio.Task[MutableMapping[str, Any]] | None = None
-        self._told = asyncio.Event()
+        self._has_news = asyncio.Event()
 
     def tell_full(self, full: bool) -> None:
         self._news.append({"type": PAUSE if full else RESUME})
-        self._told.set()
+        self._has_news.set()
 
     async def peek(self, size: int, timeout_s: float) -> bytes:
         """The first `size` bytes of the body, or what comes of it in time; `receive` gives them again."""
@@ -177,16 +178,16 @@ class _Inbox:
         if self._pending is None:
             self._pending = asyncio.ensure_future(_awaited(self._receive))
         if not self._news and not self._pending.done():
-            told = asyncio.ensure_future(self._told.wait())
+            news = asyncio.ensure_future(self._has_news.wait())
             try:
-                await asyncio.wait((self._pending, told), return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((self._pending, news), return_when=asyncio.FIRST_COMPLETED)
             except asyncio.CancelledError:
                 self._pending.cancel()
                 raise
             finally:
-                told.cancel()
+                news.cancel()
         if self._news:
-            self._told.clear()
+            self._has_news.clear()
             return self._news.popleft()
         message, self._pending = self._pending.result(), None
         return message
@@ -202,7 +203,7 @@ class _Outbox:
     def __init__(self, send: Send, offer: Offer | None) -> None:
         self.status: int | None = None
         self.error: RequestError | None = None
-        """What is told in place of Serve's own words, once they are all there."""
+        """The error that is told in place of Serve's own words, once they are all there."""
         self._send = send
         self._offer = offer
         self._headers: dict[str, str] = {}
@@ -235,7 +236,7 @@ class _Outbox:
             await self._offer.hand_over()
 
     async def complete(self) -> None:
-        """To be called when the app has returned."""
+        """Must be called when the app has returned."""
         if self.error is not None or self.status is None:
             # Serve says nothing at all when the replica it chose ends before it answers.
             await send_error(self._send, self.error or _CUT, self._headers)

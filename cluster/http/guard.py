@@ -1,4 +1,4 @@
-"""What every request passes first, and every response last: its name, its limits, who sends it, and its errors."""
+"""The layer that a request passes first and its response last: its name, its limits, who sends it, and its errors."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Guard:
 
     @property
     def routes(self) -> list[BaseRoute]:
-        """What is served."""
+        """The routes that are served."""
         return self.router.routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

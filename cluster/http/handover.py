@@ -74,7 +74,7 @@ class Offer:
             self._hub.send(self._replica, self.id, await self._flushed_socket())
 
     async def _flushed_socket(self) -> int | None:
-        """Its descriptor, when nothing waits to be written to it: the replica's bytes would overtake that."""
+        """The socket's descriptor, when nothing waits to be written to it: the replica's bytes would overtake that."""
         for _ in range(3):  # uvloop writes at the end of a turn
             if self._transport.is_closing():
                 break
@@ -85,7 +85,7 @@ class Offer:
 
 
 class HandoverHub:
-    """Where all replicas claim the sockets that one proxy offers."""
+    """The place where all replicas claim the sockets that one proxy offers."""
 
     def __init__(self) -> None:
         self.name = f"lockstep-proxy-{os.getpid()}-{secrets.token_hex(16)}"
@@ -127,7 +127,7 @@ class HandoverHub:
             replica.sendmsg([_OFFER.pack(offer_id)], sent)
         except OSError as error:
             logger.warning("a client's socket could not be handed over: %s", error.strerror)
-            self._drop(replica)  # which it notices, and writes by Serve what it waits for
+            self._drop(replica)  # the replica notices, and writes by Serve
 
     def _accept(self, listener: socket.socket) -> None:
         try:

@@ -44,7 +44,7 @@ def error_event(error: RequestError) -> bytes:
 
 
 def error_headers(error: RequestError) -> dict[str, str]:
-    """What clients act on: when to come back, whether to, and how to say who they are."""
+    """Headers that clients act on: when to come back, whether to, and how to say who they are."""
     headers = {}
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
@@ -59,7 +59,7 @@ def error_headers(error: RequestError) -> dict[str, str]:
 
 
 def as_request_error(error: BaseException, request_id: str, *, engine_is_there: bool = True) -> RequestError:
-    """What the client is told of `error`; what it must not see goes to the log, under the same request id."""
+    """The error that the client is told of `error`; what it must not see goes to the log, under the same request id."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, DeadlineError):
@@ -68,11 +68,11 @@ def as_request_error(error: BaseException, request_id: str, *, engine_is_there: 
         logger.error("request %s: %s", request_id, error)
         return RequestError(str(error), code="not_a_number", status=500)
     if isinstance(error, EngineError):
-        if not engine_is_there and error.told is None:
+        if not engine_is_there and error.public_message is None:
             return OverloadedError("The engine is not available; try again later.", retry_after_s=_RETRY_AFTER_S)
         logger.error("request %s: engine error: %s", request_id, error)
-        told = error.told or "The engine failed while running this request."
-        return RequestError(told, code="engine_error", status=500)
+        message = error.public_message or "The engine failed while running this request."
+        return RequestError(message, code="engine_error", status=500)
     logger.error("request %s: internal error", request_id, exc_info=error)
     return RequestError(f"Internal error; the request id is {request_id}.", code="internal_error", status=500)
 
@@ -92,7 +92,7 @@ async def send_json(send: Send, status: int, body: bytes, headers: Mapping[str, 
 
 
 ErrorShape = Callable[[RequestError, str], msgspec.Struct]
-"""What the body of an error is made of: the error and the request's id."""
+"""Makes the body of an error from the error and the request's id."""
 
 
 async def send_error(

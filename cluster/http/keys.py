@@ -35,7 +35,7 @@ class ApiKey:
     """One line of the file."""
 
     id: str
-    """Whose key it is. One client may have several."""
+    """The client that has the key. One client may have several."""
     digest: bytes
     """SHA-256 of the key."""
     role: Role = Role.USER
@@ -112,7 +112,7 @@ class KeyRing:
         """
         self._path = path
         self._clock = clock
-        # Of this process: salts are for its own caches, and must not be found out from the file.
+        # This process alone has it: salts are for its own caches, and must not be found out from the file.
         self._secret = secrets.token_bytes(32)
         self._keys, self._version = self._read()
         self._looked = clock()

@@ -24,7 +24,7 @@ class _Used:
 
 
 class Quotas:
-    """What each client has used. All keys of one id draw on the same."""
+    """Requests that each client has used. All keys of one id draw on the same."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -1,4 +1,4 @@
-"""What a handler returns for its endpoint to send."""
+"""Responses that a handler returns for its endpoint to send."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class HttpResponse:
     headers: dict[str, str] = field(default_factory=dict)
     """More response headers; complete once the first chunk is there."""
     failure: Callable[[RequestError], bytes] = error_event
-    """What ends a stream that has begun and cannot go on."""
+    """Makes the event that ends a stream that has begun and cannot go on."""
 
 
 class LoopTurns:
@@ -36,7 +36,7 @@ class LoopTurns:
         self._taken = asyncio.Lock()
 
     async def after(self, part: bytes) -> None:
-        """To be awaited before the next part is asked for."""
+        """Must be awaited before the next part is asked for."""
         if len(part) >= PART_BYTES:
             async with self._taken:
                 await asyncio.sleep(0)

@@ -43,7 +43,7 @@ class WasAborted(msgspec.Struct, tag_field="type", tag="abort"):
 
 
 class MetaInfo(msgspec.Struct, kw_only=True):
-    """What is known of a sequence besides its text."""
+    """Facts about a sequence besides its text."""
 
     id: str
     finish_reason: MatchedStop | ReachedLength | WasAborted | None
@@ -66,11 +66,11 @@ class NativeAnswer(msgspec.Struct):
     output_ids: list[int]
     meta_info: MetaInfo
     index: int | msgspec.UnsetType = msgspec.UNSET
-    """Which sequence it is, in a stream of several."""
+    """The sequence's index, in a stream of several."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class LogprobOptions:
     """The log probabilities wanted of one prompt's answers."""
 
     logprobs: bool
@@ -87,14 +87,14 @@ class NativeWriter(AnswerWriter):
         self,
         run: Run,
         tokenizer: Tokenizer,
-        asked: Sequence[Asked],
+        options: Sequence[LogprobOptions],
         ids: Sequence[str],
         *,
         as_list: bool,
         with_text: bool,
     ) -> None:
         """Args:
-        asked, ids: for each prompt.
+        options, ids: for each prompt.
         as_list: whole answers are a list, and streamed ones say which sequence they are of.
         with_text: log probabilities come with their tokens' text.
         """
@@ -102,7 +102,7 @@ class NativeWriter(AnswerWriter):
         self._as_list = as_list
         prompts = [index // run.job.num_choices for index in range(run.job.num_outputs)]
         self._outputs = [
-            _Output(run, index, tokenizer, ids[prompt], asked[prompt], with_text=with_text)
+            _Output(run, index, tokenizer, ids[prompt], options[prompt], with_text=with_text)
             for index, prompt in enumerate(prompts)
         ]
 
@@ -128,12 +128,14 @@ class NativeWriter(AnswerWriter):
 class _Output:
     """One sequence so far."""
 
-    def __init__(self, run: Run, index: int, tokenizer: Tokenizer, name: str, asked: Asked, *, with_text: bool) -> None:
+    def __init__(
+        self, run: Run, index: int, tokenizer: Tokenizer, name: str, options: LogprobOptions, *, with_text: bool
+    ) -> None:
         self._run = run
         self._index = index
         self._tokenizer = tokenizer
         self._name = name
-        self._asked = asked
+        self._options = options
         self._with_text = with_text
         self._begin = time.monotonic()
         self._text = ""
@@ -158,7 +160,7 @@ class _Output:
 
     def shown(self) -> NativeAnswer:
         """The sequence as clients read it."""
-        output, asked = self._run.output(self._index), self._asked
+        output, options = self._run.output(self._index), self._options
         has_ended = self._finish_reason is not None
         meta = MetaInfo(
             id=self._name,
@@ -169,15 +171,15 @@ class _Output:
         )
         if has_ended:
             meta.e2e_latency = round(time.monotonic() - self._begin, 6)
-        if asked.logprobs:
+        if options.logprobs:
             meta.input_token_logprobs = long_list(self._prompt_entries())
             meta.output_token_logprobs = long_list(self._logprobs)
-            if asked.num_top and has_ended:
-                meta.output_top_logprobs = long_list(self._likeliest(slice(asked.num_top)))
-                if asked.start >= 0:
+            if options.num_top and has_ended:
+                meta.output_top_logprobs = long_list(self._likeliest(slice(options.num_top)))
+                if options.start >= 0:
                     meta.input_top_logprobs = long_list(self._prompt_top_logprobs())
-            if asked.token_ids and has_ended:
-                meta.output_token_ids_logprobs = long_list(self._likeliest(slice(asked.num_top, None)))
+            if options.token_ids and has_ended:
+                meta.output_token_ids_logprobs = long_list(self._likeliest(slice(options.num_top, None)))
         return NativeAnswer(self._text, self._ids, meta)
 
     def _entry(self, logprob: float | None, token: int) -> Entry:
@@ -185,7 +187,7 @@ class _Output:
         return None if logprob is None else finite(logprob), token, text
 
     def _likeliest(self, places: slice) -> Iterator[list[Entry]]:
-        """Those of the engine's log probabilities that stand at `places`, of each token."""
+        """The engine's log probabilities that stand at `places`, for each token."""
         for row in self._rows:
             yield [self._entry(logprob, id_) for id_, logprob in row.top[places]]
 
@@ -196,7 +198,7 @@ class _Output:
         if self._prompt_logprobs is None:
             return
         prompt, logprobs = self._run.job.prompt_of(self._index), self._prompt_logprobs.logprobs
-        for position in range(self._asked.start + len(self._prompt), len(prompt)):
+        for position in range(self._options.start + len(self._prompt), len(prompt)):
             entry = self._entry(float(logprobs[position - 1]) if position else None, prompt[position])
             self._prompt.append(entry)
             yield entry
@@ -205,7 +207,7 @@ class _Output:
         """The likeliest tokens in the places of those."""
         if self._prompt_logprobs is None:
             return
-        start = self._asked.start
+        start = self._options.start
         if start == 0:
             yield None
         first = max(start - 1, 0)

@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field
 
 from cluster.http.context import RequestContext
 from cluster.http.response import HttpResponse
-from cluster.native.native_answer import Asked, NativeWriter
+from cluster.native.native_answer import LogprobOptions, NativeWriter
 from cluster.requests import checks
 from cluster.requests.answer import answer
 from cluster.requests.fields import STYLING, UNSUPPORTED, FieldPolicy, ignored_header, neutral
@@ -99,7 +99,7 @@ class _Checked(NamedTuple):
     prompts: list[list[int]]
     is_batch: bool
     sampling: list[NativeSampling]
-    asked: list[Asked]
+    options: list[LogprobOptions]
     ignored: list[str]
 
 
@@ -113,7 +113,7 @@ async def generate(model: ServedModel, body: bytes, context: RequestContext) -> 
     writer = NativeWriter(
         model.run(job),
         model.tokenizer,
-        checked.asked,
+        checked.options,
         names,
         as_list=checked.is_batch or job.num_choices > 1,
         with_text=bool(request.return_text_in_logprobs),
@@ -130,13 +130,13 @@ def _checked(model: ServedModel, raw: Mapping[str, Any]) -> _Checked:
     starts = _spread(request.logprob_start_len, count, -1, "logprob_start_len")
     tops = _spread(request.top_logprobs_num, count, 0, "top_logprobs_num")
     tokens = _spread_ids(request.token_ids_logprob, count)
-    asked = [
-        Asked(logprobs, start if logprobs else -1, top if logprobs else 0, ids if logprobs else [])
+    options = [
+        LogprobOptions(logprobs, start if logprobs else -1, top if logprobs else 0, ids if logprobs else [])
         for logprobs, start, top, ids in zip(with_logprobs, starts, tops, tokens, strict=True)
     ]
-    _check(model, asked, sampling, prompts)
+    _check(model, options, sampling, prompts)
     is_batch = not (isinstance(request.text, str) or (request.input_ids and isinstance(request.input_ids[0], int)))
-    return _Checked(request, prompts, is_batch, sampling, asked, ignored)
+    return _Checked(request, prompts, is_batch, sampling, options, ignored)
 
 
 def _prompts(model: ServedModel, request: NativeRequest) -> list[list[int]]:
@@ -163,14 +163,17 @@ def _sampling(model: ServedModel, request: NativeRequest, raw: Mapping[str, Any]
 
 
 def _check(
-    model: ServedModel, asked: Sequence[Asked], sampling: Sequence[NativeSampling], prompts: Sequence[list[int]]
+    model: ServedModel,
+    options: Sequence[LogprobOptions],
+    sampling: Sequence[NativeSampling],
+    prompts: Sequence[list[int]],
 ) -> None:
     server = model.server
     num_choices = sampling[0].n or 1
     if any((fields.n or 1) != num_choices for fields in sampling):
         raise RequestError("n must be the same for all prompts.", param="sampling_params")
     checks.num_sequences(num_choices, len(prompts), "sampling_params.n", server)
-    for wanted in asked:
+    for wanted in options:
         checks.num_logprobs(wanted.num_top, "top_logprobs_num", server)
         if len(wanted.token_ids) > MAX_ROW_ASKED:
             message = f"token_ids_logprob has more than {MAX_ROW_ASKED} tokens for a prompt."
@@ -189,7 +192,7 @@ async def _job(model: ServedModel, checked: _Checked, context: RequestContext) -
     request, prompts = checked.request, checked.prompts
     single = len(prompts) == 1
     jobs = []
-    for i, (prompt, given, wanted) in enumerate(zip(prompts, checked.sampling, checked.asked, strict=True)):
+    for i, (prompt, given, wanted) in enumerate(zip(prompts, checked.sampling, checked.options, strict=True)):
         await asyncio.sleep(0)  # each may allow as many tokens as there are
         param = "text" if request.input_ids is None else "input_ids"
         limit = model.checked_max_tokens(

@@ -142,7 +142,7 @@ class Group(NamedTuple):
 def grouped(prompts: Sequence[list[int]], max_item_tokens: int, max_model_len: int) -> list[Group]:
     """`prompts` in their order, those that begin alike as items behind what all of them have in common."""
     longest, shortest = max(map(len, prompts)), min(map(len, prompts))
-    pairs = zip(min(prompts), max(prompts), strict=False)  # of all in order, the first and the last differ first
+    pairs = zip(min(prompts), max(prompts), strict=False)  # the first and the last in order differ first
     shared = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), shortest)
     shared = min(shared, shortest - 1)  # no item is empty
     room = min(max_item_tokens, max_model_len - 1 - shared)

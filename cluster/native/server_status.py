@@ -33,7 +33,7 @@ class ServerLimits(msgspec.Struct):
 
 
 class ServerInfo(msgspec.Struct):
-    """What this replica is."""
+    """Facts about this replica."""
 
     version: str
     model: str
@@ -44,7 +44,7 @@ class ServerInfo(msgspec.Struct):
 
 
 class Load(msgspec.Struct):
-    """What a replica's engine does; the names are SGLang's. A replica is one data-parallel rank."""
+    """The load of a replica's engine; the names are SGLang's. A replica is one data-parallel rank."""
 
     dp_rank: int
     timestamp: float

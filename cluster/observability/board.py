@@ -1,4 +1,4 @@
-"""What the Engine replica knows of its engine: the latest figures, the last minutes by second, the last steps.
+"""The Engine replica's knowledge of its engine: the latest figures, the last minutes by second, the last steps.
 
 Filled by the engine client; read by `/v1/loads`, the metrics, the log and the page. It asks nobody anything.
 """
@@ -47,7 +47,7 @@ class StepCounts:
         self.read_bytes += float(steps["read_bytes"].sum(dtype=np.float64))
 
     def since(self, before: StepCounts) -> StepCounts:
-        """What was added to `before`, an earlier state of these."""
+        """The counts added to `before`, an earlier state of these."""
         return StepCounts(*(getattr(self, it.name) - getattr(before, it.name) for it in fields(StepCounts)))
 
 

@@ -35,7 +35,7 @@ class JsonFormatter(logging.Formatter):
     def __init__(self, process: Mapping[str, str]) -> None:
         super().__init__()
         self._process = dict(process)
-        # What JSON does not know is written as text: a line must not be lost for a value in it.
+        # Values that JSON does not know are written as text: a line must not be lost for a value in it.
         self._encoder = msgspec.json.Encoder(enc_hook=str)
 
     def format(self, record: logging.LogRecord) -> str:
@@ -57,7 +57,8 @@ class _Handler(logging.StreamHandler[TextIO]):
 
 
 def formatter(log_format: str, **process: str) -> logging.Formatter:
-    """That of `observability.log_format` (console or json) in a process of these names, e.g. replica and rank."""
+    """A formatter of `observability.log_format` (console or json) for a process of these names, e.g. replica and
+    rank."""
     return (JsonFormatter if log_format == "json" else ConsoleFormatter)(process)
 
 

@@ -1,4 +1,4 @@
-"""What is told of a replica and of each request it has ended: the subjects of metrics, spans and log lines."""
+"""Facts about a replica and about each request it has ended: the subjects of metrics, spans and log lines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cluster.http.context import RequestContext
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """What every metric of a replica is labelled with."""
+    """The labels of every metric of a replica."""
 
     model_name: str = ""
     application: str = ""
@@ -43,7 +43,7 @@ class RequestRecord:
     chat: bool = False
     """Through the chat template."""
     prefilled: Prefilled | None = None
-    """What the scheduler said of the first sequence."""
+    """The scheduler's word on the first sequence's prefill."""
     error: str | None = None
     """The kind of error that ended it."""
 
@@ -54,12 +54,12 @@ class RequestRecord:
 
     @property
     def ttft_s(self) -> float | None:
-        """From arrival to the first token."""
+        """Seconds from arrival to the first token."""
         return None if self.first_token_s is None else self.first_token_s - self.context.arrived_s
 
     @property
     def e2e_s(self) -> float:
-        """From arrival to end."""
+        """Seconds from arrival to end."""
         return self.ended_s - self.context.arrived_s
 
     @property

@@ -13,7 +13,7 @@ from configs.schema import EngineConfig, resolved
 
 
 def replica_telemetry(config: EngineConfig, context: ReplicaContext, life: EngineLife) -> Telemetry:
-    """That of the replica of `context`, which runs with the resolved `config`.
+    """The telemetry of the replica of `context`, which runs with the resolved `config`.
 
     Raises:
         ConfigError: `observability.otlp_traces_endpoint` is set and cannot be used.

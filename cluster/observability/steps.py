@@ -1,4 +1,4 @@
-"""What each step cost, as the coordinator saw it: measured there, sent in records, read in the Engine replica.
+"""The cost of each step, as the coordinator saw it: measured there, sent in records, read in the Engine replica.
 
 No torch, no Ray: the coordinator's loop runs this for every step, so it keeps to two clock readings, a few sums over
 the rows and one `pack`.
@@ -23,11 +23,11 @@ STEP_DTYPE = np.dtype(
         ("duration_s", "<f4"),  # from the launch, or from the end of the step before where that was later, to its end
         ("gap_s", "<f4"),  # how long no step was in flight before it, though there was work: time the ranks waited
         ("num_rows", "<i4"),  # sequences in the step
-        ("num_decodes", "<i4"),  # those of them that computed their last token, and no prompt
+        ("num_decodes", "<i4"),  # sequences that computed their last token, and no prompt
         ("num_prefill_tokens", "<i4"),  # prompt tokens it computed
         ("num_sampled", "<i4"),  # tokens it brought
         ("flops", "<f4"),  # that the model needs for it, all ranks together
-        ("read_bytes", "<f4"),  # of weights, keys and values that it must read, all ranks together
+        ("read_bytes", "<f4"),  # weights, keys and values that it must read, all ranks together
     ],
     align=False,
 )
@@ -44,11 +44,11 @@ class StepMeter:
 
     def __init__(self, cost: StepCost, clock: Callable[[], float] = time.monotonic) -> None:
         self.cost = cost
-        """What the steps cost that are launched from now on, all ranks together."""
+        """The cost of steps launched from now on, all ranks together."""
         self._clock = clock
         # Launched at; rows, decodes and prompt tokens; FLOPs and bytes.
         self._in_flight: deque[tuple[float, tuple[int, int, int], tuple[float, float]]] = deque()
-        self._last_end: float | None = None  # of a step; None where the engine had nothing to do since
+        self._last_end: float | None = None  # when a step last ended; None where the engine was idle since
         self._records = bytearray()
         self._reported_at = -_REPORT_INTERVAL_S
         self.num_steps = 0

@@ -13,7 +13,7 @@ PREFIX = "lockstep_"
 
 
 class Kind(StrEnum):
-    """What a metric's value is."""
+    """The kind of a metric's value."""
 
     COUNTER = "counter"
     """Only grows; its name ends in `_total`."""
@@ -28,17 +28,17 @@ class Metric:
     """One metric. All carry the labels `model_name`, `application`, `deployment` and `replica`."""
 
     name: str
-    """Without the prefix; in base units, which it names."""
+    """The name without the prefix; values are in base units, which it names."""
     kind: Kind
     help: str
     labels: tuple[str, ...] = ()
-    """Its own, of few values each: never an id, a user, or text of a request."""
+    """The metric's own labels, of few values each: never an id, a user, or text of a request."""
     buckets: tuple[float, ...] = ()
     """Upper bounds, ascending, all above 0; one without a bound follows."""
 
     @property
     def full_name(self) -> str:
-        """With the prefix."""
+        """The name with its prefix."""
         return PREFIX + self.name
 
 

@@ -29,13 +29,13 @@ _MAX_PAUSES = 256
 
 
 class Telemetry:
-    """Where the parts of one replica tell what happens. One thread."""
+    """The place where the parts of one replica tell what happens. One thread."""
 
     def __init__(self, identity: Identity | None = None, life: EngineLife | None = None) -> None:
         """`life`: the one that whoever drains the replica holds too. None: one of its own."""
         self.identity = identity or Identity()
         self.life = life or EngineLife()
-        """What the engine is at, as its users see it."""
+        """The engine's state, as its users see it."""
         self.board = StatsBoard()
         self.metrics = Metrics()
         self.recent = RecentRequests()
@@ -51,7 +51,7 @@ class Telemetry:
         self._line_at = time.monotonic()
         self._line_totals = StepCounts()
 
-    # What happens
+    # Events that come in
 
     def report(self, stats: EngineStats) -> None:
         """The engine said how it does."""
@@ -120,7 +120,7 @@ class Telemetry:
         if self.tracer is not None:
             self.tracer.close()
 
-    # What comes out
+    # Figures that go out
 
     def prometheus(self) -> bytes:
         """The metrics as Prometheus scrapes them."""

@@ -1,4 +1,4 @@
-"""What happened to one request, as a trace to look at: its phases, and the engine's steps while it lived.
+"""The course of one request, as a trace to look at: its phases, and the engine's steps while it lived.
 
 In the Trace Event Format, which ui.perfetto.dev and chrome://tracing open:
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
@@ -57,9 +57,9 @@ class RecentRequests:
     def keep(self, record: RequestRecord) -> None:
         """`record` has ended."""
         self._records.pop(record.id, None)
-        of = record.context
-        # Without what may be large: parameters that name a whole vocabulary, a URL, headers.
-        context = RequestContext(request_id=of.request_id, client=of.client, arrived_s=of.arrived_s)
+        whole = record.context
+        # Large parts are left out: parameters that name a whole vocabulary, a URL, headers.
+        context = RequestContext(request_id=whole.request_id, client=whole.client, arrived_s=whole.arrived_s)
         self._records[record.id] = replace(record, context=context, sampling=_NO_SAMPLING)
         if len(self._records) > NUM_REQUESTS:
             del self._records[next(iter(self._records))]
@@ -123,7 +123,7 @@ def _ends(steps: npt.NDArray[np.void]) -> npt.NDArray[np.float64]:
 
 
 def _steps(steps: npt.NDArray[np.void], arrived_s: float) -> Iterator[TraceEvent]:
-    for step, end_s in zip(steps, _ends(steps).tolist(), strict=True):  # of numpy, they would not encode
+    for step, end_s in zip(steps, _ends(steps).tolist(), strict=True):  # NumPy's floats would not encode
         about: dict[str, str | int | None] = {
             "rows": int(step["num_rows"]),
             "decodes": int(step["num_decodes"]),

@@ -57,7 +57,7 @@ class ChatWriter(OpenAIWriter):
                 shown = [ChatDelta(content="")]
             for i, shape in enumerate(shown):
                 choice = ChatChunkChoice(delta.index, shape)
-                if i == 0:  # what is said of the tokens is said once
+                if i == 0:  # facts about the tokens are told once
                     choice.logprobs = self._logprobs(delta.token_ids, delta.logprobs)
                     choice.token_ids = self._token_ids(delta.token_ids)
                 yield self._event([choice])

@@ -31,7 +31,7 @@ from cluster.requests.shapes import (
 from configs.errors import RequestError
 from configs.schema import ServerConfig
 
-_MAX_SAFE_INT = 2**53 - 1  # what every JSON reader keeps exact
+_MAX_SAFE_INT = 2**53 - 1  # the largest that every JSON reader keeps exact
 COMPLETION_DEFAULT_MAX_TOKENS = 16
 
 
@@ -146,7 +146,7 @@ class AssistantTurn(Shape):
     tool_calls: Annotated[list[ToolCallParam], Field(fail_fast=True)] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    """The same by its other name; `reasoning_content` wins."""
+    """Another name of `reasoning_content`; `reasoning_content` wins."""
 
 
 class ToolMessage(Shape):
@@ -199,7 +199,7 @@ class GenerationRequest(SamplingFields):
     stream: bool | None = None
     """Whether the answer comes as server-sent events."""
     stream_options: StreamOptions | None = None
-    """With `stream`: whether it ends with the usage (`include_usage`), and has it in every chunk."""
+    """Whether a stream ends with the usage (`include_usage`), and has it in every chunk."""
     prompt_logprobs: int | None = Field(None, ge=0)
     """Log probabilities of the prompt's tokens, and of as many of the likeliest in their place."""
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKENS)
@@ -243,7 +243,7 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     """Log probabilities of the answer's tokens."""
     top_logprobs: int | None = Field(None, ge=0)
-    """So many of the likeliest tokens in each place, beside the one sampled."""
+    """The number of likeliest tokens in each place, beside the one sampled."""
     add_generation_prompt: bool | None = None
     """Whether the prompt ends with the opening of an answer. None: true, unless a message is continued."""
     continue_final_message: bool | None = None

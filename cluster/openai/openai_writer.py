@@ -1,4 +1,4 @@
-"""What answers of chats and completions have in common: choices, log probabilities, and the chunks of a stream."""
+"""The common part of answers of chats and completions: choices, log probabilities, and the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class OpenAIWriter(AnswerWriter):
         self._usage_in_all = request.continuous_usage
         self._collected: defaultdict[int, Collected] = defaultdict(Collected)
         self._text_only = self._num_logprobs < 0 and not self._shows_ids and not self._usage_in_all
-        self._frames: dict[int, tuple[bytes, bytes]] = {}  # what stands around the text of a choice's chunks
+        self._frames: dict[int, tuple[bytes, bytes]] = {}  # the bytes around the text of a choice's chunks
 
     def add(self, deltas: Sequence[Delta]) -> None:
         for delta in deltas:

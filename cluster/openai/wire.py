@@ -1,4 +1,5 @@
-"""What goes out: whole answers, SSE chunks and error bodies as msgspec structs, each the shape of one OpenAI object."""
+"""Bodies to send: whole answers, SSE chunks and error bodies as msgspec structs, each the shape of one OpenAI
+object."""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ class AssistantMessage(msgspec.Struct):
     refusal: None = None
     reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
     reasoning: str | msgspec.UnsetType = msgspec.UNSET
-    """The same by its other name: clients read one or the other."""
+    """The reasoning by its other name: clients read one or the other."""
     tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -136,10 +137,10 @@ class ChatChunk(msgspec.Struct):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
-    """With include_usage: null in every chunk but the last, unless it was asked for in all."""
+    """Present with include_usage: null in every chunk but the last, unless it was asked for in all."""
     system_fingerprint: str | None = None
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    """In the first chunk."""
+    """Present in the first chunk."""
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
 
 
@@ -173,7 +174,7 @@ class ModelCard(msgspec.Struct):
     created: int
     """Unix time, seconds."""
     created_at: str
-    """The same, as RFC 3339 has it."""
+    """The time in the form of RFC 3339."""
     display_name: str
     max_model_len: int
     tool_template: Literal["own", "generic", "none"]

@@ -1,4 +1,4 @@
-"""What the page shows of a running engine: an event with the last minutes, then twice a second one with what is new."""
+"""The page's view of a running engine: an event with the last minutes, then twice a second one with what is new."""
 
 from __future__ import annotations
 
@@ -87,9 +87,9 @@ class LiveView(msgspec.Struct, frozen=True, kw_only=True):
     pages: PagesView
     ranks: list[RankView]
     seconds: list[SecondView]
-    """Those that may have changed since the last event, oldest first; at first the last two minutes."""
+    """Seconds that may have changed since the last event, oldest first; at first the last two minutes."""
     steps: list[StepView]
-    """Those that retired since the last event, at most 200, oldest first."""
+    """Steps that retired since the last event, at most 200, oldest first."""
 
 
 class LiveServing:
@@ -131,7 +131,7 @@ class LiveStream:
         self._last_second = 0
 
     def view(self) -> LiveView | None:
-        """What is new since the last call; None before the engine's first report."""
+        """The news since the last call; None before the engine's first report."""
         stats = self._board.latest
         if stats is None:
             return None

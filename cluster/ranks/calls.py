@@ -25,8 +25,8 @@ _NEXT = "The replica is being replaced; send the request again."
 
 
 def call(ranks: Iterable[Rank], method: str, *args: object, size: int, timeout_s: float) -> list[Any]:
-    """What `method` returns on `ranks`; raises the first failure at once: the others may wait in a collective for the
-    failed one.
+    """Returns the answers of `method` on `ranks`; raises the first failure at once: the others may wait in a collective
+    for the failed one.
 
     Args:
         size: ranks of the group.
@@ -122,19 +122,19 @@ def call_failure(rank: int, size: int, call: Any) -> LockstepError | None:
             return kind(f"rank {rank} failed: {cause}")
         return RankDiedError(
             f"rank {rank} failed: {type(cause).__name__}: {cause}",
-            told=f"Rank {rank} of {size} failed with an error of its own, which is in the log. {_NEXT}",
+            public_message=f"Rank {rank} of {size} failed with an error of its own, which is in the log. {_NEXT}",
         )
     except ray.exceptions.RayError as error:
         death = rank_death(str(error))
         return RankLostError(
             f"rank {rank} died: {death}; see its log and the kernel's",
-            told=f"Rank {rank} of {size} died: {death}. {_NEXT}",
+            public_message=f"Rank {rank} of {size} died: {death}. {_NEXT}",
         )
     return None
 
 
 def rank_death(ray_says: str) -> str:
-    """What ended an actor, in one line without Ray's addresses; Ray does not know the signal."""
+    """The cause of an actor's end, in one line without Ray's addresses; Ray does not know the signal."""
     if "node has died" in ray_says:
         return "its node was lost"
     exit_type = re.search(r"Worker exit type: (\w+)", ray_says)

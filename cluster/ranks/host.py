@@ -1,4 +1,4 @@
-"""What the machines are that ranks run on: their processors, and what Ray says of their GPUs."""
+"""The machines that ranks run on: their processors, and what Ray says of their GPUs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from configs.resolve import HostFacts
 from worker.cgroup import available_cores
 
 _TYPE = "accelerator_type:"
-# By the names of `ray.util.accelerators`; what comes behind a dash is the memory.
+# Keys are names of `ray.util.accelerators`; what comes behind a dash is the memory.
 _COMPUTE_CAPABILITIES = {
     "V100": (7, 0),
     "T4": (7, 5),
@@ -28,7 +28,7 @@ _COMPUTE_CAPABILITIES = {
 
 
 def least_compute_capability(nodes: Iterable[Mapping[str, Any]]) -> tuple[int, int] | None:
-    """Of all GPUs of the live nodes of `ray.nodes()`; None where a type of them is not known, or Ray names none."""
+    """The least of all GPUs of the live nodes of `ray.nodes()`; None where a type is not known, or Ray names none."""
     names = [
         name.removeprefix(_TYPE).partition("-")[0]
         for node in nodes
@@ -42,7 +42,7 @@ def least_compute_capability(nodes: Iterable[Mapping[str, Any]]) -> tuple[int, i
 
 
 def host_facts(*, gpus: bool) -> HostFacts:
-    """What automatic values are decided by, for ranks on this node or, with `gpus`, on the GPUs of the cluster."""
+    """Facts that decide automatic values, for ranks on this node or, with `gpus`, on the GPUs of the cluster."""
     capability = least_compute_capability(ray.nodes()) if gpus and ray.is_initialized() else None
     return HostFacts(num_cores=node_cores(), num_gpus=int(gpus), compute_capability=capability)
 

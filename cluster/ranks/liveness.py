@@ -36,7 +36,7 @@ _IDLE_SHARE = 0.2
 _HUNG_FACTOR = 3.0
 # Steps of a kind after which it is known what one takes: the first ones touch everything for the first time.
 _LEARNED = 16
-# What was slow once, on a busy machine say, is forgotten in some hundred steps.
+# A step that was slow once, on a busy machine say, is forgotten in some hundred steps.
 _FORGET = 0.99
 # Every step takes this, whatever is in it.
 _LEAST_S = 1e-3
@@ -52,10 +52,10 @@ class ThreadTimes:
     """Processor time it has used."""
 
 
-def _stat_fields(of: str) -> list[str]:
-    """What the stat file in a directory of /proc, of a process or a thread, says from the state on. Raises OSError."""
+def _stat_fields(folder: str) -> list[str]:
+    """Fields of the stat file in a directory of /proc, of a process or a thread, from the state on. Raises OSError."""
     # The name before the state may have spaces and brackets.
-    return Path(of, "stat").read_text().rpartition(")")[2].split()
+    return Path(folder, "stat").read_text().rpartition(")")[2].split()
 
 
 def _thread_times(pid: int) -> dict[int, ThreadTimes]:
@@ -87,17 +87,17 @@ class RankClock:
         self._before: dict[int, ThreadTimes] | None = None
 
     def look(self, pids: Iterable[int]) -> float:
-        """What it shows now; to be called a few times a second. `pids`: of the ranks, on this node."""
+        """Returns what it shows now; to be called a few times a second. `pids`: of the ranks, on this node."""
         now = time.monotonic()
         threads = {tid: times for pid in pids for tid, times in _thread_times(pid).items()}
         if self._before is not None:
-            self._seconds += _possible_s(self._before, threads, min(now - self._at, _MOST_S))
+            self._seconds += _runnable_s(self._before, threads, min(now - self._at, _MOST_S))
         self._before, self._at = threads, now
         return self._seconds
 
 
-def _possible_s(before: dict[int, ThreadTimes], now: dict[int, ThreadTimes], passed_s: float) -> float:
-    """How much of `passed_s` the threads could get on."""
+def _runnable_s(before: dict[int, ThreadTimes], now: dict[int, ThreadTimes], passed_s: float) -> float:
+    """How much of `passed_s` the threads could run."""
     states = {times.state for times in now.values()}
     if not now or states & _PAUSED:
         return 0.0
@@ -125,15 +125,15 @@ class Liveness:
         self._peaks = peaks
         self._hang_timeout_s = hang_timeout_s
         self._clock = clock or RankClock()
-        # By whether prompts are in the step: the duration of the slowest lately over what the peaks allow.
+        # The duration of the slowest step lately over what the peaks allow, by whether prompts are in the step.
         self._slowness = [0.0, 0.0]
         self._num_ended = [0, 0]
         self._kind, self._least_s = 0, _LEAST_S
-        self._possible_s = math.inf
+        self._runnable_s = math.inf
 
     @property
     def expected_s(self) -> float:
-        """What the awaited step takes if it is like the slowest of those before, by what it has to compute and read;
+        """Seconds that the awaited step takes if it is like the slowest before, by what it has to compute and read;
         infinite before that is known."""
         known = self._num_ended[self._kind] >= _LEARNED
         return self._slowness[self._kind] * self._least_s if known else math.inf
@@ -142,7 +142,7 @@ class Liveness:
         """A step with these FLOPs and bytes is awaited from now on."""
         self._kind = int(has_prompts)
         self._least_s = _LEAST_S + sum(amount / peak for amount, peak in zip(cost, self._peaks, strict=True))
-        self._possible_s = math.inf
+        self._runnable_s = math.inf
         self._clock.restart()
 
     def hang(self, pids: Iterable[int]) -> StepHungError | None:
@@ -153,17 +153,17 @@ class Liveness:
         """
         if self._hang_timeout_s == math.inf:
             return None
-        possible_s = self._clock.look(pids)
-        self._possible_s = possible_s + 2 * LOOK_S  # before the first look and after the last
-        if possible_s < self._hang_timeout_s + _HUNG_FACTOR * self.expected_s:
+        runnable_s = self._clock.look(pids)
+        self._runnable_s = runnable_s + 2 * LOOK_S  # before the first look and after the last
+        if runnable_s < self._hang_timeout_s + _HUNG_FACTOR * self.expected_s:
             return None
-        # The same words each time: what happens twice to one request is not tried again.
+        # These words do not vary: what happens twice to one request is not tried again.
         words = f"by more than recovery.hang_timeout_s={self._hang_timeout_s:g}"
         return StepHungError(f"a step hangs: it has run for longer than such steps take {words}")
 
     def ended(self, duration_s: float) -> None:
         """The awaited step took so long by the wall clock."""
-        kind, own_s = self._kind, min(duration_s, self._possible_s)
+        kind, own_s = self._kind, min(duration_s, self._runnable_s)
         self._num_ended[kind] += 1
         self._slowness[kind] = max(self._slowness[kind] * _FORGET, own_s / self._least_s)
 
@@ -182,8 +182,8 @@ class StoppedClock:
         self._since: dict[int, float] = {}
 
     def look(self, pids: Iterable[int]) -> dict[int, float]:
-        """Those of `pids` that are stopped, with the seconds since the first look that found them so, all looks after
-        it in a row. A debugger stops processes in another way."""
+        """The stopped processes of `pids`, with the seconds since the first look that found them so, all looks after it
+        in a row. A debugger stops processes in another way."""
         now = time.monotonic()
         self._since = {pid: self._since.get(pid, now) for pid in pids if _is_stopped(pid)}
         return {pid: now - since for pid, since in self._since.items()}

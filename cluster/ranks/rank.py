@@ -30,14 +30,14 @@ class Rank:
     index: int
     actor: Any
     location: Location | None = None
-    """Where it runs; None until it has said so."""
+    """The place where it runs; None until it has said so."""
     pidfd: int = -1
     """A file descriptor of its process, while that runs on this node; -1: none."""
     room_bytes: int = 0
     """Bytes that were free on its GPU before that was first used."""
 
     def settle(self, location: Location) -> None:
-        """Its process, just started, runs at `location`."""
+        """The rank's process, just started, runs at `location`."""
         self.location = location
         if location.node_id == ray.get_runtime_context().get_node_id():
             with contextlib.suppress(OSError):  # a sandbox may not know the call; the raylet ends the process as well
@@ -61,7 +61,7 @@ class RankStarter:
     config: EngineConfig
     """Resolved."""
     model: ModelConfig
-    """What `model_path` holds."""
+    """The model that `model_path` holds."""
     model_path: Path
     """Directory or .gguf file, on every node that holds a rank."""
     placement_group: PlacementGroup
@@ -77,7 +77,7 @@ class RankStarter:
         return self.placement_group.bundle_count - 1
 
     def spec(self, index: int) -> RankSpec:
-        """What the rank of this index is told at birth."""
+        """The arguments of the rank of this index."""
         return RankSpec(self.config, self.model, str(self.model_path), index, self.name)
 
     def start(self, spec: RankSpec) -> Any:

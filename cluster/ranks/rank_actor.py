@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
+import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 
 from cluster.observability.logs import log_to_stderr
+from configs.checkpoint import resolve_model_path
 from configs.kv_pages import PageBytes
 from configs.model_config import ModelConfig
 from configs.resolve import ANY_NODES_STRATEGY, ONE_NODE_STRATEGY
 from configs.schema import EngineConfig
+from parallel.channel import FrameReader, FrameWriter, Ring
+from parallel.plan import ShardPlan
+from parallel.tcp_channel import TcpReader, TcpWriter, connect
 
-if TYPE_CHECKING:
-    from parallel.channel import FrameReader, FrameWriter
+if TYPE_CHECKING:  # these load torch, which the processes that start ranks do without
     from parallel.group import TensorParallelGroup
     from worker.peaks import Peaks
     from worker.tp_worker import TPWorker
@@ -34,7 +39,7 @@ def actor_class(cls: type) -> Any:
 
 
 def device_index(gpu: str, visible: str | None) -> int:
-    """Which of the GPUs a process sees is Ray's GPU `gpu`, where CUDA_VISIBLE_DEVICES is `visible`.
+    """The index of Ray's GPU `gpu` among those that a process sees, where CUDA_VISIBLE_DEVICES is `visible`.
 
     Ray names the GPUs of a node that was started with that variable by the entries in it, UUIDs among them.
     """
@@ -44,7 +49,7 @@ def device_index(gpu: str, visible: str | None) -> int:
 
 @dataclass(frozen=True)
 class RankSpec:
-    """What a rank is told at birth."""
+    """The arguments that a rank's process starts with."""
 
     config: EngineConfig
     model: ModelConfig
@@ -54,14 +59,14 @@ class RankSpec:
     replica: str
     """Name of the replica whose rank it is."""
     device: str | None = None
-    """As in `Location`, of one that takes a place: to a spare the GPU there was not given. None: what Ray gave it."""
+    """See `Location`; for one that takes a place: to a spare the GPU there was not given. None: what Ray gave it."""
     room_bytes: int = 0
-    """What is to be free on the GPU before a rank that takes a place joins: the last one's memory is freed late."""
+    """Memory to be free on the GPU before a rank that takes a place joins: the last one's is freed late."""
 
 
 @dataclass(frozen=True)
 class Location:
-    """Where a rank runs."""
+    """The place where a rank runs."""
 
     node_id: str
     pid: int
@@ -71,24 +76,24 @@ class Location:
 
 @dataclass(frozen=True)
 class RankLoad:
-    """What loading told about one rank."""
+    """Facts about one rank, known once it has loaded."""
 
     kv_page_bytes: PageBytes
     free_bytes: int
     """Memory of the rank's device that the KV pool may take; on CPU the node's, shared by its ranks."""
     seconds: float
     platform: str
-    """As `worker.platform.platform_of` has it."""
+    """The value of `worker.platform.platform_of`."""
 
 
 @dataclass(frozen=True)
 class PoolShape:
-    """What every rank of a group allocates before it runs, whatever their number."""
+    """Sizes of the pool that every rank of a group allocates before it runs, whatever their number."""
 
     num_pages: int
     max_model_len: int
     num_window_pages: int | None
-    """As in `TPWorker.allocate`."""
+    """See `TPWorker.allocate`."""
     max_message_bytes: int
     """The most that a frame or a result takes."""
 
@@ -115,8 +120,6 @@ class RankActor:
 
     def warm_up(self) -> int:
         """Does what a process does once, whichever rank it becomes; returns its id."""
-        import os
-
         from worker.tp_worker import warm_up
 
         warm_up(self._spec.config)
@@ -124,8 +127,6 @@ class RankActor:
 
     def where(self) -> Location:
         """Node, process and device of this rank."""
-        import os
-
         # The seconds that importing torch takes belong here: the ranks meet in `join`, within the deadline of a step.
         import worker.tp_worker  # noqa: F401
 
@@ -146,7 +147,6 @@ class RankActor:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not declared
 
         from parallel.group import TensorParallelGroup
-        from parallel.plan import ShardPlan
         from worker.memory import await_room
         from worker.tp_worker import TPWorker, reduce_buffer_bytes
 
@@ -193,10 +193,6 @@ class RankActor:
 
     def fetch(self) -> None:
         """Makes sure that the weights are on this node, before the ranks join. Raises CheckpointError."""
-        from dataclasses import replace
-
-        from configs.checkpoint import resolve_model_path
-
         config = self._spec.config
         self._progress = 0.0
         path = resolve_model_path(config.model, config.revision, on_progress=self._on_progress)
@@ -204,8 +200,6 @@ class RankActor:
 
     def load(self) -> RankLoad:
         """Loads this rank's shard and finds out what is left for the KV pool; on CUDA all ranks do that together."""
-        import time
-
         from worker.platform import platform_of
 
         worker = self._ready()
@@ -235,15 +229,11 @@ class RankActor:
 
     def attach_ring(self, frames_address: str, results_address: str) -> None:
         """Connects to the shared-memory step channel of this node; rank 0 also to the results."""
-        from parallel.channel import Ring
-
         self._frames = Ring.attach(frames_address).reader(self._spec.rank)
         self._results = Ring.attach(results_address).writer() if self._spec.rank == 0 else None
 
     def attach_tcp(self, frames_address: str, results_address: str, max_frame_bytes: int) -> None:
-        """The same over TCP, for a group on several nodes."""
-        from parallel.tcp_channel import TcpReader, TcpWriter, connect
-
+        """Attaches over TCP, for a group on several nodes."""
         rank, timeout_s = self._spec.rank, self._spec.config.parallel.init_timeout_s
         frames = connect(frames_address, rank, timeout_s=timeout_s)
         self._frames = TcpReader(frames, max_frame_bytes=max_frame_bytes)
@@ -283,7 +273,7 @@ class RankActor:
 
     @ray.method(concurrency_group="ctl")
     def stacks(self) -> str:
-        """Where each thread of this process is, innermost frame last; answers while `run` blocks."""
+        """The stack of each thread of this process, innermost frame last; answers while `run` blocks."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         return "\n".join(
             f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"

@@ -43,14 +43,14 @@ _LEAVE_TIMEOUT_S = 10.0
 _LEAVE_HUNG_TIMEOUT_S = {"cpu": 2.0, "cuda": 5.0}
 _ABORT_TIMEOUT_S = 1.0
 _PROGRESS_TIMEOUT_S = 5.0
-# What is waited for here takes a step, and spinning that long takes a core from the ranks.
+# A wait here lasts a step, and spinning that long takes a core from the ranks.
 _MOST_CHANNEL_SPIN_US = 50
 _CHANNEL_SLOTS = 8  # more than the steps in flight, so that the writer never waits
 
 
 @dataclass(frozen=True)
 class GroupMemory:
-    """What loading found out: the ranks' answers, in rank order."""
+    """The ranks' answers after loading, in rank order."""
 
     loads: tuple[RankLoad, ...]
     on_cpu: bool
@@ -71,15 +71,15 @@ class RankGroup:
     """The ranks of one group, whose actors `starter` starts."""
 
     frames: FrameWriter
-    """To every rank; from `run` on."""
+    """The channel to every rank; from `run` on."""
     results: FrameReader
-    """From rank 0; from `run` on."""
+    """The channel from rank 0; from `run` on."""
 
     def __init__(self, starter: RankStarter) -> None:
         self._starter = starter
         self.config = starter.config
         self._ranks: list[Rank] = []
-        self._measured = self._ranks  # those whose progress is the group's
+        self._measured = self._ranks  # the ranks whose progress is the group's
         self._spares = WarmSpares(self.config.recovery.warm_spares, starter.start_spare)
         self._runs: dict[int, ray.ObjectRef[None]] = {}  # by rank, the calls that are watched
         self._pool: PoolShape | None = None
@@ -89,7 +89,7 @@ class RankGroup:
         self.one_node = True
         """All ranks run where this is; known after `load`."""
         self._closing = threading.Event()
-        self._rings: tuple[Ring, ...] = ()  # of frames and of results, where the ranks are on one node
+        self._rings: tuple[Ring, ...] = ()  # for frames and for results, where the ranks are on one node
 
     def resized(self, config: EngineConfig) -> RankGroup:
         """A group of as many ranks as `config` has, not started, that can take the place of this one."""
@@ -113,18 +113,18 @@ class RankGroup:
 
     @property
     def plan(self) -> ShardPlan:
-        """What each rank holds."""
+        """The shards that each rank holds."""
         return ShardPlan.create(self.model, self.size, exact=self.config.is_exact)
 
     @property
     def cost(self) -> StepCost:
-        """What steps cost all ranks together."""
+        """The cost of steps for all ranks together."""
         config = self.config
         return StepCost.of(self.plan, dtype_bytes(config.dtype), kv_element_bytes=dtype_bytes(config.kv_dtype))
 
     @property
     def pool(self) -> PoolShape:
-        """What `run` was called with."""
+        """The argument of `run`."""
         assert self._pool is not None, "run comes first"
         return self._pool
 
@@ -135,12 +135,12 @@ class RankGroup:
 
     @property
     def locations(self) -> list[Location]:
-        """By rank, of those that have started; callable from another thread."""
+        """Locations of ranks that have started, by rank; callable from another thread."""
         return [rank.location for rank in self._ranks if rank.location is not None]
 
     @property
     def devices(self) -> list[str]:
-        """By rank, as in Location; callable from another thread."""
+        """Devices by rank, as in Location; callable from another thread."""
         return [location.device for location in self.locations]
 
     @property
@@ -203,7 +203,7 @@ class RankGroup:
         return self._on(self._ranks, "join", self._host, self._store.port, generation, self.one_node)
 
     def measure(self) -> tuple[float, float]:
-        """What the loaded ranks can do together, measured at the same time: (FLOP/s, bytes/s of memory)."""
+        """Measures what the loaded ranks can do together, at the same time: (FLOP/s, bytes/s of memory)."""
         peaks = self._on(self._ranks, "measure")
         return sum(peak.flops for peak in peaks), sum(peak.bandwidth for peak in peaks)
 
@@ -289,8 +289,8 @@ class RankGroup:
         self._close_rings()
         calls: dict[Any, int] = {}
         for rank in self._ranks:
-            # On threads of their own: on GPUs NCCL's abort waits for the graphs, which go in `leave`, and `leave` for
-            # the collectives, which the abort ends.
+            # Ranks leave on threads of their own: on GPUs NCCL's abort waits for the graphs, which go in `leave`, and
+            # `leave` for the collectives, which the abort ends.
             calls |= {rank.actor.abort.remote(str(reason)): rank.index, rank.actor.leave.remote(): rank.index}
         is_hung = isinstance(reason, StepHungError)
         timeout_s = _LEAVE_HUNG_TIMEOUT_S[self.config.device] if is_hung else _LEAVE_TIMEOUT_S
@@ -361,13 +361,13 @@ class RankGroup:
         self._close_rings()
 
     def _on(self, ranks: Iterable[Rank], method: str, *args: object) -> list[Any]:
-        """What `method` returns on `ranks`, within `parallel.init_timeout_s`."""
+        """Returns the answers of `method` on `ranks`, within `parallel.init_timeout_s`."""
         return call(ranks, method, *args, size=self.size, timeout_s=self.config.parallel.init_timeout_s)
 
 
 def _open_store(host: str) -> Any:
     """A rendezvous store that listens on `host` only; by itself it would on every interface, and it knows no keys."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not declared
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not declared; torch takes seconds
 
     listener = socket.create_server((host, 0), family=family_of(host))
     port = listener.getsockname()[1]

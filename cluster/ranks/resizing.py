@@ -32,7 +32,7 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Resized:
-    """What came of a resize."""
+    """The outcome of a resize."""
 
     size: int
     """Ranks now."""
@@ -83,7 +83,7 @@ def _resolved(size: int, given: EngineConfig, old: RankGroup) -> EngineConfig:
             f"placement.cpus_per_rank={given.placement.cpus_per_rank:g} is reserved for {old.num_bundles} ranks; leave "
             f"it out, or start with tensor_parallel_size={size}"
         )
-    # What `auto` has become stays: streams go on in the numerics that they began in.
+    # The value that `auto` has become stays: streams go on in the numerics that they began in.
     changed = given.model_copy(update={"tensor_parallel_size": size, "numerics": old.config.numerics})
     return resolve(changed, old.model, host_facts(gpus=False)).config
 

@@ -22,16 +22,16 @@ class BlockBuilder(ABC):
 
     def tell(self, event: Event) -> bytes:
         """The model wrote on."""
-        told = b""
+        written = b""
         if not isinstance(event, Arguments) and (type(event) is not self._open or isinstance(event, CallStarted)):
-            told = b"".join(self._close())
+            written = b"".join(self._close())
             self._open, self._texts = type(event), []
-            told += self._begun(event)
+            written += self._begun(event)
         match event:
             case Content(text) | Reasoning(text) | Arguments(_, text):
                 self._texts.append(text)
-                told += self._grown(text)
-        return told
+                written += self._grown(text)
+        return written
 
     @abstractmethod
     def _begun(self, event: Content | Reasoning | CallStarted) -> bytes:

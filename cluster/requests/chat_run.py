@@ -17,7 +17,7 @@ from cluster.text.tools.grammar import after_reasoning
 from cluster.text.tools.tool_use import ToolUse
 from configs.errors import RequestError
 
-_ENDING_TOKENS = 16  # of a prompt: a tag and the whitespace after it
+_ENDING_TOKENS = 16  # a prompt's last: a tag and the whitespace after it
 
 
 async def chat_run(

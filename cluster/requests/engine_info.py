@@ -1,4 +1,4 @@
-"""What a replica tells of its engine: settings as resolved and sizes as measured, and nothing of where it runs."""
+"""A replica's facts about its engine: settings as resolved and sizes as measured, and nothing of where it runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_replicas: int
     page_size: int
     num_kv_tokens: int
-    """What the KV pool holds."""
+    """Tokens that the KV pool holds."""
     enable_prefix_caching: bool
     max_num_seqs: int
     max_num_batched_tokens: int

@@ -1,4 +1,4 @@
-"""Which fields of a request are known, and what happens to the others: the same on every route, whoever's API it is.
+"""The known fields of a request, and what happens to the others: the same on every route, whoever's API it is.
 
 A field of another server that would change the answer is refused, not dropped in silence: the answer would be one to
 another question. A field that nobody knows is ignored with a header that says so, or refused in strict mode.
@@ -36,7 +36,7 @@ def neutral(*values: object) -> Callable[[object], bool]:
 
 @dataclass(frozen=True, slots=True)
 class FieldPolicy:
-    """What one API's requests may hold besides the fields of their model."""
+    """Fields that one API's requests may hold besides the fields of their model."""
 
     unsupported: Mapping[str, Callable[[object], bool]]
     """Fields that this server does not have, each with the values that ask for nothing."""

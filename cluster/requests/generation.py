@@ -1,4 +1,4 @@
-"""From engine streams to text: what `/v1/...` and `python -m cluster generate` share.
+"""Turns engine streams into text: what `/v1/...` and `python -m cluster generate` share.
 
 Owns, for each sequence, decoding, stop strings, the count of tokens and the reason it ended. No HTTP, no JSON.
 """
@@ -19,7 +19,7 @@ from configs.errors import DeadlineError, EngineError, GuideError, LockstepError
 
 @dataclass(slots=True)
 class Delta:
-    """What one read brought for one sequence."""
+    """The news that one read brought of one sequence."""
 
     index: int
     text: str
@@ -29,15 +29,15 @@ class Delta:
     logprobs: Sequence[TokenLogprobs] = ()
     """One for each of `token_ids` when asked for."""
     text_offsets: Sequence[int] = ()
-    """With logprobs: characters of the output decoded before each of `token_ids`."""
+    """Characters of the output decoded before each of `token_ids`, with logprobs."""
     finish_reason: FinishReason | None = None
     """Set on the last delta."""
     stop_reason: int | str | None = None
     """The stop string, stop pattern or id of `stop_token_ids` that ended it; None for end of sequence."""
     prompt_logprobs: WholePromptLogprobs | None = None
-    """On the first delta with a token, when asked for."""
+    """Present on the first delta with a token, when asked for."""
     events: Sequence[Event] = ()
-    """What `text` is made of, for a sequence that is the answer in a chat."""
+    """Events that `text` is made of, for a sequence that is the answer in a chat."""
 
 
 class Output:
@@ -77,7 +77,7 @@ class Output:
         return 0 if self._reader is None else self._reader.num_reasoning_tokens
 
     def advance(self) -> Delta:
-        """What has arrived since the last call, as text.
+        """Reads as text what has arrived since the last call.
 
         Raises:
             OverloadedError: a queue limit refused the request.
@@ -125,7 +125,7 @@ class Output:
         return delta
 
     def _finish(self, delta: Delta, end: Finished) -> str:
-        """What is held; flushed text can itself complete a stop string that ends in U+FFFD."""
+        """Releases the text that is held; flushed text can itself complete a stop string that ends in U+FFFD."""
         certain, matched = self._end.push(self._detokenizer.flush())
         if matched is not None:
             delta.finish_reason, delta.stop_reason = FinishReason.STOP, matched
@@ -151,4 +151,4 @@ def engine_failure(end: Finished) -> LockstepError:
         return GuideError(message)
     if end.error_code == "not_a_number":
         return NotANumberError(message)
-    return EngineError(message, told=end.told)
+    return EngineError(message, public_message=end.public_message)

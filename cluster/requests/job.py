@@ -23,7 +23,7 @@ from cluster.text.stops import TextOptions
 from cluster.text.tokenizer import Tokenizer
 from configs.errors import DeadlineError, EngineError, LockstepError, RequestError
 
-# What of a large request, and of many answers, is done before the event loop goes on with others: 1 to 4 ms of work.
+# Parts of a large request, and of many answers, done before the event loop goes on with others: 1 to 4 ms of work.
 _IDS_AT_ONCE = 1 << 17
 _OUTPUTS_AT_ONCE = 32
 
@@ -48,7 +48,7 @@ class Usage(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobOptions:
-    """What a request asks besides its prompts and how their tokens are chosen."""
+    """Options of a request besides its prompts and how their tokens are chosen."""
 
     num_choices: int = 1
     """Answers to each prompt."""
@@ -111,8 +111,8 @@ class Run:
         self._error: LockstepError | None = None
 
     async def deltas(self) -> AsyncGenerator[list[Delta], None]:
-        """What each engine step brought, until every sequence has ended; `Delta.index` counts over all of them. Of many
-        sequences a step comes in pieces, between which the event loop has its turn.
+        """Yields what each engine step brought, until every sequence has ended; `Delta.index` counts over all of them.
+        Of many sequences a step comes in pieces, between which the event loop has its turn.
 
         Submits at the first read, once. Leaving it early, by any way, aborts what still runs: close it
         (`contextlib.aclosing`) where it is used.

@@ -1,4 +1,4 @@
-"""From the bytes of a request body to a checked model; what is wrong with it is named by its path."""
+"""Turns the bytes of a request body into a checked model; what is wrong with it is named by its path."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _INLINE_BYTES = 8 << 10  # are checked and encoded in 2 to 3 ms; a thread costs 
 _MAX_PARTS = 1 << 17
 """Most lists, objects and fields of a body. The GIL is held while they are decoded, 20 ms for so many; ten times as
 many, which fit a body of 8 MB, would hold the event loop up for half a second, from any thread."""
-_MAX_NAME_CHARS = 40  # of a field, where a path shows it
+_MAX_NAME_CHARS = 40  # most of a field's name that a path shows
 _KINDS = {
     "bool_type": "true or false",
     "dict_type": "an object",
@@ -132,8 +132,8 @@ def _as_request_error(error: pydantic.ValidationError, raw: object, path: str) -
         path += f"[{part}]" if isinstance(part, int) else f".{part[:_MAX_NAME_CHARS]}" if path else part
     kind, message, context = first["type"], first["msg"], first.get("ctx", {})
     if isinstance(cause := context.get("error"), RequestError):
-        told = below(path, cause)
-        return RequestError(f"{told.param} {told}.", code=told.code, param=told.param)
+        nested = below(path, cause)
+        return RequestError(f"{nested.param} {nested}.", code=nested.code, param=nested.param)
     if kind in ("missing", "union_tag_not_found"):
         return RequestError(f"{path} is required.", code="missing_required_parameter", param=path)
     if kind in _KINDS:
@@ -151,7 +151,7 @@ def _as_request_error(error: pydantic.ValidationError, raw: object, path: str) -
 
 
 def _path(error: ErrorDetails, raw: object) -> list[int | str]:
-    """Where in `raw` an error is."""
+    """The path to an error in `raw`."""
     loc, last = error["loc"], []
     if error["type"] == "missing":
         loc, last = loc[:-1], [loc[-1]]

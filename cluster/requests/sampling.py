@@ -1,4 +1,4 @@
-"""From the fields of a request to the engine's `SamplingParams` and to the `TextOptions` of its answer.
+"""Turns the fields of a request into the engine's `SamplingParams` and the `TextOptions` of its answer.
 
 Owns defaults, the checks that need the vocabulary, and how words and biases become token ids.
 """

@@ -135,7 +135,7 @@ class SamplingFields(Shape):
     min_p: float | None = Field(None, ge=0.0, le=1.0)
     """Only of tokens with at least this share of the likeliest one's probability."""
     seed: int | None = Field(None, ge=-_INT64_MAX - 1, le=_INT64_MAX)
-    """The same one gives the same tokens, whatever else is served."""
+    """Equal seeds give equal tokens, whatever else is served."""
     frequency_penalty: float | None = Field(None, ge=-2.0, le=2.0)
     """Taken from a token's logit for each time the answer has it."""
     presence_penalty: float | None = Field(None, ge=-2.0, le=2.0)
@@ -149,7 +149,7 @@ class SamplingFields(Shape):
     bad_words: Annotated[list[StopText], Field(max_length=128, fail_fast=True)] | None = None
     """Words and phrases that the answer must not have, at its start or after a space."""
     logprob_token_ids: list[int] | None = Field(None, max_length=_MAX_LOGPROB_TOKEN_IDS)
-    """With logprobs: these ids' log probabilities beside the likeliest."""
+    """Ids whose log probabilities come beside the likeliest, with logprobs."""
     min_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)
     """Before the answer has as many, neither end of sequence, stop ids nor stop strings end it."""
     stop: Stops | None = None

@@ -1,4 +1,4 @@
-"""What one replica serves, as every route sees it: one model, its tokenizer and the connection to its engine.
+"""The model that one replica serves, as every route sees it: one model, its tokenizer and the connection to its engine.
 
 Owns what a request must pass before it is a `Job`: the model's name, room in the context, and parameters.
 """
@@ -37,7 +37,7 @@ from configs.schema import GenerationDefaults, ServerConfig
 
 _Request = TypeVar("_Request", bound=BaseModel)
 _FIRST = -(1 << 62)  # a priority that no request has
-_SHOWN_CHARS = 40  # of a token, in a message
+_SHOWN_CHARS = 40  # most of a token that a message shows
 
 
 def _random_seed() -> int:
@@ -93,7 +93,7 @@ class ServedModel:
 
     @property
     def state(self) -> EngineState:
-        """What its engine is at."""
+        """The engine's state."""
         return self.engine.telemetry.life.state
 
     async def warm_up(self, timeout_s: float | None = None) -> None:
@@ -206,7 +206,7 @@ class ServedModel:
         return max_tokens
 
     async def grammar(self, fields: SamplingFields) -> str | None:
-        """What the answer must match, checked; None: anything.
+        """The checked grammar that the answer must match; None: anything.
 
         Raises:
             RequestError: the grammar is wrong or too complex, or two are asked for.

@@ -1,4 +1,4 @@
-"""Which waiting request is next. Knows neither pages nor rows, and no time.
+"""The queue of waiting requests, and which is next. Knows neither pages nor rows, and no time.
 
 1. A lower priority goes first. Within a priority, what was preempted goes first, the last one before the others.
 2. Clients of one priority take turns by tokens (start-time fair queueing): next is the client that has been served
@@ -31,7 +31,7 @@ class FairQueue:
         self._by_arrival: OrderedDict[int, Request] = OrderedDict()
         self._aside: list[Request] = []
         self._levels: dict[int, _Level] = {}
-        self._priorities: list[int] = []  # of the levels, ascending
+        self._priorities: list[int] = []  # one for each level, ascending
         self._num_turns = 0
         self._num_tokens = 0
 
@@ -77,14 +77,14 @@ class FairQueue:
         return None
 
     def pop(self, request: Request) -> None:
-        """What `first` has just named is admitted."""
+        """Removes the request that `first` has just named: it is admitted."""
         level = self._levels[request.priority]
         level.take(request)
         self._num_turns += 1
         self._forget(request, level)
 
     def set_aside(self, request: Request) -> None:
-        """What `first` has just named is passed over, as if it had its turn, until `put_back`."""
+        """Passes over the request that `first` has just named, as if it had its turn, until `put_back`."""
         self._levels[request.priority].take(request)
         self._num_turns += 1
         self._aside.append(request)
@@ -134,11 +134,11 @@ class FairQueue:
 
 
 _Entry = tuple[int, int, str]
-"""What a client was served, the id of its first request, its name."""
+"""Tokens that a client was served, the id of its first request, its name."""
 
 
 class _Client:
-    """What one client has waiting at one priority."""
+    """The waiting requests of one client at one priority."""
 
     __slots__ = ("busy_period", "entry", "served", "waiting")
 
@@ -149,7 +149,7 @@ class _Client:
         """Tokens, counted as if it had been there from the beginning and had as much as the others."""
         self.waiting: OrderedDict[int, Request] = OrderedDict()
         self.entry: _Entry | None = None
-        """Its latest one in the level's heap."""
+        """The client's latest entry in the level's heap."""
 
 
 class _Level:
@@ -157,10 +157,10 @@ class _Level:
 
     def __init__(self) -> None:
         self.num_requests = 0
-        """Those set aside included; kept by the owner."""
+        """Requests set aside count too; kept by the owner."""
         self._preempted: OrderedDict[int, Request] = OrderedDict()
         self._clients: dict[str, _Client] = {}
-        # Of clients with something waiting. Lazy: what is not its client's latest, or with nothing waiting, is skipped.
+        # Clients with something waiting. Lazy: what is not its client's latest, or with nothing waiting, is skipped.
         self._heap: list[_Entry] = []
         self._least = 0  # served to the one that had least when a client came last
         self._busy_period = 0
@@ -244,7 +244,7 @@ class _Level:
         return [*self._preempted.values(), *waiting]
 
     def _first_client(self) -> _Client | None:
-        """Whose turn it is."""
+        """The client whose turn it is."""
         while self._heap:
             entry = self._heap[0]
             client = self._clients.get(entry[2])
@@ -271,7 +271,7 @@ class _Level:
 
     def _new_client(self, name: str) -> _Client:
         if len(self._clients) > self.num_requests + _MAX_IDLE_CLIENTS:
-            # Those with nothing waiting are forgotten: what is remembered must not grow with the names ever seen.
+            # Clients with nothing waiting are forgotten: memory must not grow with the names ever seen.
             self._clients = {name: client for name, client in self._clients.items() if client.waiting}
         client = self._clients[name] = _Client(self._busy_period)
         return client

@@ -24,12 +24,12 @@ class FrameBuilder:
             self._parts.setdefault(name, []).append(part)
 
     def add_masks(self, masks: Mapping[int, UInt32Array]) -> None:
-        """What the next tokens of rows may be, by row."""
+        """Adds masks of the next tokens that rows may have, by row."""
         if masks:
             self.add(mask_rows=np.array(list(masks), np.int32), masks=np.stack(list(masks.values())))
 
     def start_rows(self, requests: Sequence[Request]) -> None:
-        """What the ranks must know of requests that were just given their rows, besides tokens and pages."""
+        """Adds what the ranks must know of requests that were just given their rows, besides tokens and pages."""
         self.add(params=_params(requests))
         self.add_masks({request.row: request.mask for request in requests if request.mask is not None})
         for request in requests:

@@ -23,7 +23,7 @@ from worker.protocol import Int32Array, UInt32Array, mask_words
 
 @dataclass(slots=True, eq=False)
 class GuideNews:
-    """What the guides have brought since the last poll, besides rows that became ready."""
+    """News of the guides since the last poll, besides rows that became ready."""
 
     admissible: list[Request] = field(default_factory=list)
     """Requests whose first mask is there."""

@@ -1,4 +1,4 @@
-"""What the scheduler may use. Plain numbers, decided before the first step."""
+"""Limits of what the scheduler may use. Plain numbers, decided before the first step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_PREFIX_DELTAS = 4096
 _MASKS_BYTES = 4 << 20
 """Masks that one frame brings to rows that decode."""
 _ADJUSTMENT_BYTES = 1 << 20
-"""What one frame brings besides parameters to rows that are given to requests, unless one request needs more."""
+"""Adjustments that one frame brings to rows that are given to requests, unless one request needs more."""
 
 
 _MAX_MASKED_TOKENS = 2048
@@ -97,7 +97,7 @@ class SchedulerLimits:
     @property
     def max_window_pages_per_row(self) -> int:
         """Most pages that one row may hold in the window pool: its window, and what a step adds to it."""
-        # Which drafts were right is known after the next step is planned, and the window moves on as if none were.
+        # The right drafts are known after the next step is planned, and the window moves on as if none were.
         longest = max(self.prefill_chunk_size, 2 * self.max_row_tokens)
         return min(self.num_pages_for(self.window - 1 + longest) + 1, self.num_pages, self.max_pages_per_row)
 

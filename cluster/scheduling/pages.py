@@ -34,7 +34,7 @@ _NO_CHANGES = np.empty((0, 2), np.int32)
 
 
 class PageAllocator:
-    """Which pages are free, and who owns the others: a stack of free page ids and one owner per page. Every operation
+    """The free pages, and the owners of the others: a stack of free page ids and one owner per page. Every operation
     costs the pages it names, not the pool.
 
     The order is last in, first out: the same calls give the same pages, and a page freed too early is soon reused,
@@ -82,7 +82,7 @@ class PageAllocator:
 
 
 class WindowPages:
-    """Which pages have a place in the window pool: the pool of the layers whose queries see the last few tokens only.
+    """The pages with a place in the window pool: the pool of the layers whose queries see the last few tokens only.
 
     Page ids, page tables and the prefix cache know nothing of it. A page is *resident* while it has a page of the
     window pool beside the one that all other layers keep. It must be while it is in the window of a row, that is, while
@@ -106,11 +106,11 @@ class WindowPages:
         """The most places that a row takes at any time."""
         self._table = table
         self._owners = owners
-        self._first = np.zeros(len(table), np.int32)  # of each row: index of the first page in its window
+        self._first = np.zeros(len(table), np.int32)  # index of the first page in each row's window
         self._allocator = PageAllocator(limits.num_window_pages)  # its owners are pages
         self._places = np.zeros(len(owners), np.int32)  # by page; 0: not resident
         self._num_users = np.zeros(len(owners), np.int32)
-        self._originals = np.zeros(len(owners), np.int32)  # of a row's copy: the cached page with the same tokens
+        self._originals = np.zeros(len(owners), np.int32)  # the cached page with the same tokens as a row's copy
         self._idle: OrderedDict[int, None] = OrderedDict()  # resident, in no window; those that left first come first
         self._placed: list[Int32Array] = []
 
@@ -218,10 +218,10 @@ class WindowPages:
         self._idle.update(dict.fromkeys(pages[is_cached].tolist()))
         pages = pages[~is_cached]
         if self._originals[pages].any():
-            self._bequeath(pages)
+            self._pass_places_on(pages)
         self._vacate(pages[self._places[pages] > 0])
 
-    def _bequeath(self, copies: Int32Array) -> None:
+    def _pass_places_on(self, copies: Int32Array) -> None:
         """Gives the places of copies in no window to their originals that have none."""
         originals, first = np.unique(self._originals[copies], return_index=True)
         lacks_place = (originals > 0) & (self._places[originals] == 0)
@@ -344,7 +344,7 @@ class RowPages:
         return deltas
 
     def next_page_key(self, row: int, prefix: Prefix, tokens: Int32Array) -> tuple[Node, bytes] | None:
-        """What two rows have in common when all up to the end of `prefix` and the page of `tokens` after it are alike.
+        """A key that two rows share when all up to the end of `prefix` and the page of `tokens` after it are alike.
 
         `tokens` are those not computed once `prefix` is adopted. None where no page after them could be shared.
         """

@@ -1,4 +1,4 @@
-"""What is prefilled next: chunks of the prompts of admitted requests, and which waiting requests are admitted.
+"""Plans what is prefilled next: chunks of the prompts of admitted requests, and which waiting requests are admitted.
 
 Decodes come first and are not known here. Then prefills in progress, then the queue in its order (`FairQueue`), with
 two exceptions, so that one huge prompt does not hold up all others:
@@ -75,13 +75,13 @@ class PrefillPlan:
     num_prompt_logprobs: int = 0
     """Prompt tokens of `prompt_runs`."""
     num_items: int = 0
-    """Of the rows whose prefill ends."""
+    """Items of the rows whose prefill ends."""
     computing: dict[PageKey, int] = field(default_factory=dict)
     """Index into `rows` of the chunk that begins at this end of the cached prefixes with this page."""
 
 
 class _Outcome(Enum):
-    """What came of trying to admit a request."""
+    """The outcome of trying to admit a request."""
 
     ADMITTED = auto()
     LACKS_PAGES = auto()
@@ -95,7 +95,7 @@ class RecentRate:
     def __init__(self) -> None:
         self._began: float | None = None  # when the current window did
         self._num = 0
-        self._before_began = 0.0  # of the one before it
+        self._before_began = 0.0  # when the window before it did
         self._num_before = 0
 
     def add(self, num: int, now: float) -> None:
@@ -110,7 +110,7 @@ class RecentRate:
         self._num += num
 
     def per_second(self, now: float) -> float | None:
-        """None: too little is known."""
+        """The rate at `now`; None: too little is known."""
         span = now - self._before_began
         if self._began is None or span < _MIN_SPAN_S:
             return None
@@ -350,7 +350,7 @@ class PrefillQueue:
             plan.num_prefix_deltas += len(deltas)
 
     def _next_page_key(self, row: int, prefix: Prefix) -> PageKey | None:
-        """What a chunk after `prefix` begins with, by which others can tell that they begin alike; None if none can."""
+        """The key of what a chunk after `prefix` begins with, which chunks that begin alike share; None if none can."""
         table, page_size = self._rows, self._limits.page_size
         start = int(table.num_computed[row]) + len(prefix.pages) * page_size
         end = min(int(table.num_prefill[row]), int(table.num_cacheable[row]))

@@ -1,4 +1,4 @@
-"""Which whole pages hold the KV of which token prefixes: a radix tree with locks and LRU eviction.
+"""Finds the whole pages that hold the KV of a token prefix: a radix tree with locks and LRU eviction.
 
 Knows page ids and tokens, not rows: who pays for a page is `RowPages`' business. An edge of the tree is a run of whole
 pages, so a node's key is a multiple of the page size and siblings differ in their first page.
@@ -33,9 +33,9 @@ class Node:
         self.pages = pages
         """[num_pages]"""
         self.children: dict[bytes, Node] = {}
-        """By the bytes of their first page's tokens."""
+        """Children by the bytes of their first page's tokens."""
         self.salt = salt
-        """Not empty: the node without pages at the top of this salt's tree."""
+        """The salt of whose tree this is the top, a node without pages; empty for all others."""
         self.num_locks = 0
         self.last_use = 0
         self.in_heap = False
@@ -153,7 +153,7 @@ class PrefixCache:
                 continue
             num_taken = min(num_left, len(node.pages))
             num_kept = len(node.pages) - num_taken
-            # From the tail: the front of a prefix is the part others share.
+            # Eviction begins at the tail: the front of a prefix is the part others share.
             evicted.append(node.pages[num_kept:])
             num_left -= num_taken
             if num_kept:

@@ -54,8 +54,8 @@ class Guide(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adjustments:
-    """What a request changes of its row's logits, besides PARAMS_DTYPE: worked out once, when it arrives. Records have
-    no row yet: they become parts of a frame whenever the request is given one."""
+    """Changes that a request makes to its row's logits, besides PARAMS_DTYPE: worked out once, when it arrives. Records
+    have no row yet: they become parts of a frame whenever the request is given one."""
 
     biases: npt.NDArray[np.void]
     """BIAS_DTYPE."""
@@ -70,7 +70,7 @@ class Adjustments:
 
     @classmethod
     def create(cls, sampling: SamplingParams, num_prompt_tokens: int, limits: SchedulerLimits) -> Adjustments | None:
-        """None for a request that has none.
+        """The adjustments that `sampling` asks for, or None.
 
         Raises:
             RequestError: a token id is outside the vocabulary, or there are more than a row holds.
@@ -139,7 +139,7 @@ class Request:
     """Prompt and tokens emitted before the last preemption. While it runs, the row table is ahead of this."""
     num_prompt_tokens: int
     max_total_tokens: int
-    """It ends with LENGTH when prompt and answer are this long."""
+    """The request ends with LENGTH when prompt and answer are this long."""
     sampling: SamplingParams
     stop_token_ids: frozenset[int]
     priority: int = 0
@@ -148,10 +148,10 @@ class Request:
     adjustments: Adjustments | None = None
     guide: Guide | None = None
     mask: UInt32Array | None = None
-    """What the first token after its admission may be; of a request with a guide, there before it is queued."""
+    """The first tokens that may follow its admission; a request with a guide has it before it is queued."""
     deadline_s: float = 0.0
     arrival_s: float = 0.0
-    """On the scheduler's clock."""
+    """Time on the scheduler's clock."""
     admission_s: float | None = None
     """The first one; None: it has only waited so far."""
     row: int = 0
@@ -162,7 +162,7 @@ class Request:
     next_prompt_logprob: int = 0
     """Position of the first prompt token whose log probability is wanted and was not sent; past the prompt: none."""
     item_lens: tuple[int, ...] = ()
-    """As in SamplingParams."""
+    """See SamplingParams."""
     num_item_tokens: int = 0
     num_preemptions: int = 0
     num_overtaken: int = 0

@@ -1,4 +1,4 @@
-"""Which requests run in the next step: admission, chunked prefill, paging, preemption, and the end of each request.
+"""Decides what the next step runs: admission, chunked prefill, paging, preemption, and the end of each request.
 
 Owns the order of requests and, through `RowTable` and `RowPages`, rows and pages. Touches no device and no network:
 frames go out by `next_step`, results come back by `retire`. The same calls give the same frames.
@@ -97,15 +97,21 @@ class Scheduler:
         """Finishes that wait for no step; None if there are none."""
         return StepOutput(finished=self._life.take_pending()) if self._life.is_pending else None
 
-    def fail_all(self, error: str, told: str | None = None) -> StepOutput:
+    def fail_all(self, error: str, public_message: str | None = None) -> StepOutput:
         """Ends every request with ERROR and forgets steps in flight, rows, pages and the prefix cache.
 
-        `told`: as in Finished.
+        `public_message`: as in Finished.
         """
         finished = self._life.take_pending()
         for request in self._life.live.values():
             finished.append(
-                Finished(id=request.id, reason=FinishReason.ERROR, error=error, error_code="engine_error", told=told)
+                Finished(
+                    id=request.id,
+                    reason=FinishReason.ERROR,
+                    error=error,
+                    error_code="engine_error",
+                    public_message=public_message,
+                )
             )
             if request.guide is not None:
                 request.guide.close()
@@ -303,7 +309,7 @@ class Scheduler:
             table.ready[ending] = True
         if self._limits.max_row_tokens > 1:
             builder.add(num_draws=np.concatenate((draws, np.ones(len(ending), np.int32))))
-            # Where such a row goes on is known when the step retires.
+            # The place where such a row goes on is known when the step retires.
             table.ready[decodes[draws > 1]] = False
         if table.num_guided:
             table.ready[sampled[table.guided[sampled]]] = False

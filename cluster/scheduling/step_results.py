@@ -1,4 +1,4 @@
-"""What a step's result brings: which rows stop, and the log probabilities in it, each for the request that asked."""
+"""Reads a step's result: which rows stop, and the log probabilities in it, each for the request that asked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from worker.protocol import Int32Array, StepResult
 
 @dataclass(slots=True, eq=False)
 class Launched:
-    """What `retire` may know of a step: as it was at launch."""
+    """Facts that `retire` may know of a step, as they were at launch."""
 
     step: int
     rows: Int32Array
@@ -72,7 +72,7 @@ class StepTokens(NamedTuple):
     """The token uses up the request's length."""
 
     def where(self, kept: npt.NDArray[np.bool_]) -> StepTokens:
-        """Those that are kept."""
+        """The tokens that are kept."""
         rows, positions, tokens, stopped, is_last = self
         return StepTokens(rows[kept], positions[kept], tokens[kept], stopped[kept], is_last[kept])
 
@@ -115,7 +115,7 @@ class StepTokens(NamedTuple):
         rows, positions = self.rows, self.positions
         table.tokens[rows, positions] = self.tokens
         if len(launched.num_draws):
-            # Of a row that is named twice, the later place need not be the one that stays.
+            # The later place of a row that is named twice need not be the one that stays.
             is_end = np.ones(len(rows), np.bool_)
             np.not_equal(rows[1:], rows[:-1], out=is_end[:-1])
             rows, positions = rows[is_end], positions[is_end]
@@ -129,7 +129,7 @@ class StepTokens(NamedTuple):
 def find_stopped(
     table: RowTable, rows: Int32Array, tokens: Int32Array, eos_token_ids: tuple[int, ...]
 ) -> npt.NDArray[np.bool_]:
-    """Which of `tokens` end their row."""
+    """Marks those of `tokens` that end their row."""
     stopped = np.zeros(len(rows), np.bool_)
     for eos in eos_token_ids:
         stopped |= tokens == eos
@@ -143,7 +143,7 @@ def find_stopped(
 
 
 def take_prefilled(table: RowTable, rows: list[int], now: float) -> list[Prefilled]:
-    """Those of `rows` that got the first token of their answer, `now`."""
+    """The prefills of `rows` that got the first token of their answer, `now`."""
     prefilled: list[Prefilled] = []
     for row in rows:
         if table.live[row] and not (request := table.request(row)).has_emitted:
@@ -194,7 +194,7 @@ def prompt_logprobs(table: RowTable, runs: list[PromptRun], result: StepResult) 
                     request.id,
                     first,
                     result.prompt_logprobs[run].tobytes(),
-                    # As wide as the widest request of the step.
+                    # The result is as wide as the widest request of the step.
                     result.prompt_top_ids[run, :k].tobytes(),
                     result.prompt_top_logprobs[run, :k].tobytes(),
                 )

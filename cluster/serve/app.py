@@ -78,7 +78,7 @@ class Engine:
         self._model: ServedModel = await self._engine.open_model(tokenizer)
         await self._model.grammars.start()
         self._watching = asyncio.create_task(self._stop_watch.run())
-        # What the start made stays; collections that walk over it would hold up every stream.
+        # The start's objects stay; collections that walk over it would hold up every stream.
         gc.collect()
         gc.freeze()
 
@@ -166,7 +166,7 @@ def engine_app(config: EngineConfig, options: Mapping[str, Any]) -> serve.Applic
         ConfigError: as build_app, or Ray Serve does not take the options.
     """
     if config.server.api_keys and Path(config.server.api_keys).expanduser().exists():
-        open_keys(config.server)  # where it is not, this may be no node that serves
+        open_keys(config.server)  # without the file, this may be no node that serves
     nodes = NodeResources.from_ray(ray.nodes())
     gpus = uses_gpus(config, nodes)
     if config.is_local_model:

@@ -22,7 +22,7 @@ RUNNING_SHARE = "running_share"
 
 
 class LoadPolicy:
-    """As many replicas as bring each of three figures, averaged over them, down to its target."""
+    """Asks for as many replicas as bring each of three figures, averaged over them, down to its target."""
 
     def __init__(
         self, target_queued_tokens: float = 8192, target_kv_usage: float = 0.8, target_running: float = 0.9

@@ -141,7 +141,7 @@ def _engine_options(application: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_dashboard(url: str | None) -> tuple[ServeSubmissionClient | None, dict[str, Any]]:
-    """What declares applications, and what it says of Ray Serve; None and nothing where no dashboard answers at `url`.
+    """A client that declares applications, and what it says of Ray Serve; None and nothing if no dashboard is at `url`.
 
     A head node without `ray[default]` has one that is not up; another may listen where this node cannot reach it.
     """

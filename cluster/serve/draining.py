@@ -43,7 +43,7 @@ class StopWatch:
         self._began = False
 
     def asked(self) -> None:
-        """To be called when Serve asks after this replica's health: it does not stop it."""
+        """Must be called when Serve asks after this replica's health: it does not stop it."""
         self._asked = time.monotonic()
         if self._began and self._requests.stopping:
             logger.warning("Ray Serve goes on with this replica; it takes requests again")

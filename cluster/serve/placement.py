@@ -1,4 +1,4 @@
-"""What one replica asks of a Ray cluster, as plain numbers; only the callers touch Ray.
+"""Resources that one replica asks of a Ray cluster, as plain numbers; only the callers touch Ray.
 
 Bundle 0 holds the CPU processes (HTTP ingress and coordinator), bundle 1 + r holds rank r.
 """
@@ -17,7 +17,7 @@ Bundle = dict[str, float]
 
 @dataclass(frozen=True)
 class NodeResources:
-    """What one live node of the cluster has in all, busy or not."""
+    """Resources that one live node of the cluster has in all, busy or not."""
 
     name: str
     cpus: float

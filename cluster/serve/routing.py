@@ -1,4 +1,4 @@
-"""Which replica a request goes to, where there are several.
+"""Chooses the replica that a request goes to, where there are several.
 
 The turns of a conversation share a prefix, whose KV pages lie in the replica that answered the last one. Ray Serve
 routes a request by its head, by the session named in the header `x-session-id` (RAY_SERVE_SESSION_ID_HEADER_KEY names
@@ -22,7 +22,7 @@ from cluster.http.affinity import REPLICA_SESSION
 
 
 class SessionRouter(RequestRouter):
-    """The same replica for every request of a session, unless it is much busier than the least busy one.
+    """Chooses one replica for every request of a session, unless it is much busier than the least busy one.
 
     Then, and for requests without a session, the less busy of two that are drawn.
     """
@@ -72,7 +72,7 @@ class SessionRouter(RequestRouter):
         lengths = self.replica_queue_len_cache
         ongoing = lengths.get(favourite)
         known = [length for each in candidates if (length := lengths.get(each.replica_id)) is not None]
-        # Of a replica that was not heard of lately Serve asks before it sends.
+        # Serve asks a replica that was not heard of lately before it sends.
         return ongoing is not None and ongoing - min(known) > self._max_lead
 
 

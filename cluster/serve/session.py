@@ -35,7 +35,7 @@ class Session:
     own: bool
     """Whether the cluster was started by this command and ends with it."""
     dashboard_url: str | None = None
-    """None when the cluster has no dashboard."""
+    """The dashboard's address; None when the cluster has none."""
     working_dir: str | None = None
     """URI of this checkout as the cluster's nodes fetch it; None in a cluster of our own, which reads it in place."""
 
@@ -54,7 +54,7 @@ def check_port_free(host: str, port: int) -> None:
 
 
 def cluster_address(address: str | None) -> str | None:
-    """Where the cluster is that a command joins, as `host:port`; None when it starts one of its own.
+    """The address of the cluster that a command joins, as `host:port`; None when it starts one of its own.
 
     Args:
         address: `local`, `auto` or `host:port`; None stands for RAY_ADDRESS, then for the cluster that `ray start` last
@@ -142,13 +142,13 @@ def _connect(address: str | None, min_cpus: float) -> Session:
 
 
 def _job_runtime_env() -> dict[str, Any]:
-    """What `ray job submit` gave this driver; empty outside a job."""
+    """The environment that `ray job submit` gave this driver; empty outside a job."""
     config: dict[str, Any] = json.loads(os.environ.get(_JOB_CONFIG) or "{}")
     return config.get("runtime_env") or {}
 
 
 def _recorded_address() -> str | None:
-    """What `ray start` noted. Ray's `auto` would take any cluster of this machine, another command's own included."""
+    """The address that `ray start` noted. Ray's `auto` would take any cluster of this machine, even a command's own."""
     record = Path(os.environ.get("RAY_TMPDIR") or "/tmp") / "ray" / "ray_current_cluster"
     with contextlib.suppress(FileNotFoundError):
         return record.read_text(encoding="utf-8").strip() or None

@@ -31,7 +31,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What one side says at a time."""
+    """One side's words at a time."""
 
     role: Role
     text: str = ""
@@ -43,7 +43,7 @@ class Turn:
     name: str | None = None
     """Who speaks, or which tool."""
     path: str = ""
-    """Where its calls lie, or what makes it the result of one: not every model can be shown these."""
+    """The place of its calls, or of what makes it the result of one: not every model can be shown these."""
 
     @property
     def speaks_of_tools(self) -> bool:
@@ -80,7 +80,7 @@ class TemplateOption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """What a prompt is made of."""
+    """The parts of a prompt."""
 
     turns: Sequence[Turn]
     """At least one."""

@@ -99,4 +99,4 @@ def _table() -> dict[str, TextSplit]:
 
 
 SPLITS: Mapping[str, TextSplit] = _table()
-"""By the value of `tokenizer.ggml.pre`."""
+"""Splits by the value of `tokenizer.ggml.pre`."""

@@ -25,7 +25,7 @@ _BYTE_LEVEL, _SENTENCEPIECE = "gpt2", "llama"
 _ADVICE = "set `tokenizer` to the model's own, as a directory"
 _ARRAYS = tuple(_PREFIX + key for key in ("tokens", "token_type", "merges", "scores"))
 _ENDS = ("bos", "eos", "eot", "eom")
-_MARK = "▁"  # what SentencePiece writes for a space
+_MARK = "▁"  # SentencePiece writes it for a space
 # Types of tokens; unused ones and single bytes have others.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 
@@ -85,11 +85,11 @@ class _Fields:
         self._path = path
         self._metadata = metadata
         self.tokens = [token or f"[EMPTY_{id_}]" for id_, token in enumerate(self.strings("tokens"))]
-        """By id, each once."""
+        """Tokens by id, each once."""
         if not self.tokens or len(set(self.tokens)) < len(self.tokens):
             raise self.error("tokens is missing or names a token twice")
         self.types = [int(type_) for type_ in self._for_tokens("token_type")]
-        """By id; empty where the file has none."""
+        """Types by id; empty where the file has none."""
         self.is_sentencepiece = metadata[_PREFIX + "model"] == _SENTENCEPIECE
 
     def error(self, what: str) -> CheckpointError:
@@ -166,7 +166,7 @@ def _sentencepiece(fields: _Fields) -> RustTokenizer:
     mark = normalizers.Replace(" ", _MARK)
     steps = [decoders.Replace(_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
     if fields.flag("add_space_prefix", True):
-        # As in Llama 2's own: what follows a token that is found before splitting gets a space as well.
+        # Llama 2's own does so: what follows a token that is found before splitting gets a space as well.
         rust.normalizer = normalizers.Sequence([normalizers.Prepend(_MARK), mark])
         rust.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
     else:

@@ -59,7 +59,7 @@ class StopRegex:
 
     @staticmethod
     def window(before: str, text: str) -> str:
-        """What to keep of `before` and `text` for the next call."""
+        """The part of `before` and `text` to keep for the next call."""
         return (before + text)[-_WINDOW_CHARS:]
 
 

@@ -20,7 +20,7 @@ from parallel.numerics.kernels.tree_sum import add_norm_row, append, block_of_ro
 from parallel.numerics.tree import Additions
 
 LATE = 2
-"""What a program leaves that gave up waiting at its deadline; 1 if the host ended the wait."""
+"""The mark of a program that gave up waiting at its deadline; 1 if the host ended the wait."""
 
 # Threads 0 to num_ranks - 1 each write one rank's flag, and wait for the one that this rank wrote here.
 # The GEMM that wrote the summands ran before on this stream, so they happen before the release, which is cumulative:
@@ -72,7 +72,7 @@ DONE:
 
 @triton.jit
 def _signalling_thread(given_up, num_ranks: tl.constexpr):
-    """Which rank this thread signals and waits for; `num_ranks` and above: none. Triton takes it for a scalar."""
+    """The rank that this thread signals and waits for; `num_ranks` and above: none. Triton takes it for a scalar."""
     thread = tl.inline_asm_elementwise("mov.u32 $0, %tid.x;", "=r", [], dtype=tl.int32, is_pure=True, pack=1)
     return tl.where(given_up != 0, num_ranks, thread)
 

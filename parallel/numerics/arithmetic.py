@@ -39,12 +39,12 @@ class Arithmetic(ABC):
 
     def __init__(self) -> None:
         self.chains: dict[tuple[int, ...], Tensor] = {}
-        """Of exact weights on a GPU with all of their inputs, the first of each shape."""
+        """The first of each shape of exact weights on a GPU with all of their inputs."""
         self.sums: dict[tuple[TensorParallelGroup, int, SumTree, int | None], ExactSum] = {}
         """The exact sums over ranks that are unlike one another: by outputs, tree, and width of a leaf."""
 
     def weight(self, weight: Tensor, bias: Tensor | None) -> Weight:
-        """Of [out_features, in_features] with all of its inputs, whose memory it takes, and a bias or None."""
+        """A weight [out_features, in_features] with all of its inputs, whose memory it takes, and a bias or None."""
         return CudaWeight(weight, bias) if weight.is_cuda else CpuWeight(weight, bias)
 
     @abstractmethod
@@ -52,16 +52,16 @@ class Arithmetic(ABC):
         """The one of the two that computes so."""
 
     @abstractmethod
-    def part(self, weight: Tensor, cut: Cut, place: LayerPlace) -> Weight:
-        """Of [out_features, this rank's inputs], cut so: what it returns is a part of `rank_sum`'s."""
+    def part(self, weight: Tensor, cut: Cut, context: LayerContext) -> Weight:
+        """A weight [out_features, this rank's inputs], cut so, whose products are parts of `rank_sum`'s."""
 
     @abstractmethod
-    def leaves(self, cut: Cut, place: LayerPlace) -> Leaves:
-        """Of `part`'s, for who multiplies without a Weight, on CPU."""
+    def leaves(self, cut: Cut, context: LayerContext) -> Leaves:
+        """The leaves of `part`, for who multiplies without a Weight, on CPU."""
 
     @abstractmethod
     def rank_sum(
-        self, out_features: int, cut: Cut, place: LayerPlace, *, of_weight: bool, beside: Cut | None = None
+        self, out_features: int, cut: Cut, context: LayerContext, *, of_weight: bool, beside: Cut | None = None
     ) -> RankSum:
         """The sum over the ranks of products whose inputs are cut so.
 
@@ -78,16 +78,16 @@ class FastArithmetic(Arithmetic):
     def choose(self, *, fast: _T, exact: _T) -> _T:
         return fast
 
-    def part(self, weight: Tensor, cut: Cut, place: LayerPlace) -> Weight:
+    def part(self, weight: Tensor, cut: Cut, context: LayerContext) -> Weight:
         return self.weight(weight, None)
 
-    def leaves(self, cut: Cut, place: LayerPlace) -> Leaves:
-        return Leaves(place.shard.span_of(cut).size, (Span(0, 1),))
+    def leaves(self, cut: Cut, context: LayerContext) -> Leaves:
+        return Leaves(context.shard.span_of(cut).size, (Span(0, 1),))
 
     def rank_sum(
-        self, out_features: int, cut: Cut, place: LayerPlace, *, of_weight: bool, beside: Cut | None = None
+        self, out_features: int, cut: Cut, context: LayerContext, *, of_weight: bool, beside: Cut | None = None
     ) -> RankSum:
-        return FastSum(out_features, place.group, place.dtype)
+        return FastSum(out_features, context.group, context.dtype)
 
 
 class ExactArithmetic(Arithmetic):
@@ -112,26 +112,26 @@ class ExactArithmetic(Arithmetic):
         self.chains.setdefault(tuple(weight.shape), weight)
         return ChainWeight(weight, bias)
 
-    def part(self, weight: Tensor, cut: Cut, place: LayerPlace) -> Weight:
-        leaves = self.leaves(cut, place)
+    def part(self, weight: Tensor, cut: Cut, context: LayerContext) -> Weight:
+        leaves = self.leaves(cut, context)
         return (NodeWeight if weight.is_cuda else CpuLeaves)(weight, leaves.width, leaves.nodes)
 
-    def leaves(self, cut: Cut, place: LayerPlace) -> Leaves:
-        width, tree = place.tree(cut)
-        cover = tree.covers[place.group.rank]
+    def leaves(self, cut: Cut, context: LayerContext) -> Leaves:
+        width, tree = context.tree(cut)
+        cover = tree.covers[context.group.rank]
         first = cover[0].start if cover else 0
         return Leaves(width, tuple(Span(node.start - first, node.stop - first) for node in cover))
 
     def rank_sum(
-        self, out_features: int, cut: Cut, place: LayerPlace, *, of_weight: bool, beside: Cut | None = None
+        self, out_features: int, cut: Cut, context: LayerContext, *, of_weight: bool, beside: Cut | None = None
     ) -> ExactSum:
-        width, tree = place.tree(cut)
+        width, tree = context.tree(cut)
         if beside is not None:
-            tree = SumTree.joined(tree, place.tree(beside)[1])
-        key = (place.group, out_features, tree, width if of_weight else None)
+            tree = SumTree.joined(tree, context.tree(beside)[1])
+        key = (context.group, out_features, tree, width if of_weight else None)
         if key not in self.sums:
-            made = CudaExactSum if place.device.type == "cuda" else ExactSum
-            self.sums[key] = made(place.group, out_features, tree, leaf=key[-1])
+            made = CudaExactSum if context.device.type == "cuda" else ExactSum
+            self.sums[key] = made(context.group, out_features, tree, leaf=key[-1])
         return self.sums[key]
 
 
@@ -139,8 +139,8 @@ FAST = FastArithmetic()
 
 
 @dataclass(frozen=True, slots=True)
-class LayerPlace:
-    """Where the modules of a layer are made."""
+class LayerContext:
+    """The ranks, arithmetic, type and device that the modules of a layer are made for."""
 
     shards: tuple[LayerShard, ...]
     """Every rank's part of the layer."""

@@ -1,4 +1,4 @@
-"""Where the ranks' parts of an output [num_tokens, out_features] are summed.
+"""Sums the ranks' parts of an output [num_tokens, out_features].
 
 A part is made by a function that gets the tensor to fill, or None for one of its own, and returns it.
 """
@@ -23,7 +23,8 @@ class RankSum(Protocol):
         """The sum; perhaps in memory of the group's, so valid until its next sum."""
 
     def for_norm(self, num_tokens: int, part: Callable[[Tensor | None], Tensor]) -> Tensor | PartialSum:
-        """What `RMSNorm.add` takes: the sum, as a call returns it, or its summand where norm and sum are one kernel."""
+        """Makes `RMSNorm.add`'s input: the sum, as a call returns it, or its summand where norm and sum are one
+        kernel."""
 
 
 class FastSum:
@@ -80,7 +81,7 @@ class ExactSum:
 
 
 class CudaExactSum(ExactSum):
-    """The same on GPUs, where each norm of a sum finishes its tree: one kernel's bits, wherever the nodes lie."""
+    """An exact sum on GPUs, where each norm of a sum finishes its tree: one kernel's bits, wherever the nodes lie."""
 
     def for_norm(self, num_tokens: int, part: Callable[[Tensor | None], Tensor]) -> Tensor | PartialSum:
         group, tree, shape = self._group, self.tree_for(num_tokens), (num_tokens, self.out_features)
@@ -95,7 +96,7 @@ class CudaExactSum(ExactSum):
         return NodeSum(group.all_gather(own).flatten(0, 1), tree, places)
 
     def tree_for(self, num_tokens: int) -> SumTree:
-        """With more nodes where rows are few: what they cost to send is less than a kernel that adds them."""
+        """A tree with more nodes where rows are few: what they cost to send is less than a kernel that adds them."""
         from parallel.numerics.kernels.node_gemm import FEW_ROWS, subtrees  # a CPU install has no Triton
 
         if self._leaf is None or (self._group.size > 1 and num_tokens > FEW_ROWS):
@@ -106,7 +107,7 @@ class CudaExactSum(ExactSum):
 
 
 class NodeSum(PartialSum):
-    """Of a tree whose nodes lie at `places` of `nodes` [num_places, num_rows, size] fp32."""
+    """The sum of a tree whose nodes lie at `places` of `nodes` [num_places, num_rows, size] fp32."""
 
     __slots__ = ("_nodes", "_places", "_tree", "num_rows")
 
@@ -117,6 +118,6 @@ class NodeSum(PartialSum):
         self.num_rows = nodes.shape[1]
 
     def add_norm(self, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        from parallel.numerics.kernels.tree_sum import sum_add_norm
+        from parallel.numerics.kernels.tree_sum import sum_add_norm  # a CPU install has no Triton
 
         return sum_add_norm(self._nodes, self._tree.additions, residual, weight, eps, places=self._places)

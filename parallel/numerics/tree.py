@@ -62,7 +62,8 @@ class SumTree:
     covers: tuple[tuple[Span, ...], ...]
     """[rank]: its nodes, in order, by the leaves below each."""
     additions: Additions
-    """From all ranks' nodes, the first values, to the root, the last one: each makes values[a] + values[b] the next."""
+    """Additions from all ranks' nodes, which come first, to the root: each makes values[a] + values[b] the next
+    value."""
 
     @functools.cached_property
     def counts(self) -> tuple[int, ...]:
@@ -88,7 +89,7 @@ class SumTree:
     def joined(cls, first: SumTree, second: SumTree) -> SumTree:
         """The sum of two trees' roots; a rank's nodes are those of the first tree, and then those of the second."""
         covers = tuple(a + b for a, b in zip(first.covers, second.covers, strict=True))
-        numbers: tuple[list[int], list[int]] = ([], [])  # of each tree's values among the joined one's
+        numbers: tuple[list[int], list[int]] = ([], [])  # each tree's values among the joined one's
         num_nodes = 0
         for of_rank in zip(first.covers, second.covers, strict=True):
             for values, cover in zip(numbers, of_rank, strict=True):

@@ -1,4 +1,4 @@
-"""Weights of one rank: how they lie on the device and which kernel multiplies with them."""
+"""Weights of one rank: how they lie on the device, which kernel multiplies with them. Triton's are imported late."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from parallel.plan import Span
 
 
 class TensorSource(Protocol):
-    """Where a layer reads its shard of a checkpoint tensor from."""
+    """The source of a layer's shards of checkpoint tensors."""
 
     def read(self, name: str, out: torch.Tensor, *, rows: Span | None = None, columns: Span | None = None) -> None:
         """Fills `out`, cast to its dtype, with tensor `name` or the given rows or columns of it; both never.
@@ -34,11 +34,11 @@ class Weight(Protocol):
         """x [num_tokens, in_features] -> [num_tokens, out_features], contiguous; `out` if one is given."""
 
     def in_fp32(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The same in fp32, as it was summed."""
+        """The product in fp32, in which it was summed."""
 
 
 class CudaWeight:
-    """By cuBLAS, or for a few rows by a kernel that reads the weight once at nearly the memory's speed.
+    """Multiplies by cuBLAS, or for a few rows by a kernel that reads the weight once at nearly the memory's speed.
 
     Args:
         weight: [out_features, in_features] on a GPU. Shared, not copied.
@@ -61,7 +61,7 @@ class CudaWeight:
         return torch.addmm(self._bias, x, self._transposed, out=out)
 
     def in_fp32(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """As Weight, but with a bias rounded to the weight's type before."""
+        """Does what Weight says, with a bias rounded to the weight's type before."""
         if self._few_rows and _is_skinny(x, self._weight):
             return _skinny(x, self._weight, self._bias, torch.float32, out)
         if self._bias is None and x.dtype is not torch.float32:
@@ -71,7 +71,7 @@ class CudaWeight:
 
 
 class ChainWeight:
-    """Of exact numerics on a GPU, where `use_chain_cublas` was called: each output is one ascending chain.
+    """A weight of exact numerics on a GPU, where `use_chain_cublas` was called: each output is one ascending chain.
 
     Args:
         weight: [out_features, in_features] on a GPU. Shared, not copied.
@@ -117,7 +117,7 @@ class NodeWeight:
         self._width = width
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        from parallel.numerics.kernels.node_gemm import node_gemm, subtrees
+        from parallel.numerics.kernels.node_gemm import node_gemm, subtrees  # a CPU install has no Triton
 
         num_columns = len(self._weight)
         if out is None:
@@ -131,7 +131,7 @@ class NodeWeight:
 
 
 class CpuWeight:
-    """By a kernel that adds each output as one ascending chain, whatever the number of rows, columns and threads.
+    """Multiplies by a kernel that adds outputs as one ascending chain for any number of rows, columns and threads.
 
     Args:
         weight: [out_features, in_features], contiguous; not the caller's any more, for it is packed where it lies.
@@ -147,7 +147,7 @@ class CpuWeight:
 
     @classmethod
     def of_packed(cls, packed: torch.Tensor, num_columns: int, bias: torch.Tensor | None = None) -> CpuWeight:
-        """Of the first rows of a packed weight, which is shared."""
+        """A weight of the first rows of a packed one, which is shared."""
         self = cls.__new__(cls)
         self._packed, self._num_columns, self._bias = packed[: -(-num_columns // TILE)], num_columns, bias
         return self
@@ -190,8 +190,7 @@ def _packed(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _is_skinny(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    # A CPU install has no Triton.
-    from parallel.numerics.kernels.skinny_gemm import is_faster
+    from parallel.numerics.kernels.skinny_gemm import is_faster  # a CPU install has no Triton
 
     return is_faster(len(x), *weight.shape)
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from worker.kernels.routing import Routes, find_block, follow, let_next_start, max_blocks, route, starts_early
 
 MMA_ROWS = 16
-"""Of the smallest tile."""
+"""Rows of the smallest tile."""
 _LEAST_BLOCK_K = 64
 
 
@@ -144,7 +144,7 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What every kernel knows of a layer's tokens and their routing."""
+    """A layer's tokens and their routing, as every kernel knows them."""
 
     x: torch.Tensor
     logits: torch.Tensor

@@ -106,7 +106,7 @@ def _gated_silu_and_mul_kernel(
 _PAIR_TOKENS = 8
 """Up to so many tokens, every pair reads its expert by itself: few experts are then chosen twice."""
 _PAIR_EXPERTS = 128
-"""Of so many at most: every program compares all with all then."""
+"""Most experts for that: every program compares all with all then."""
 
 # Measured on an H200 for Qwen3-30B-A3B, whole and halved.
 _PAIR = Tiles(1, gate_up=Tile(8, 256, 4, 4), down=Tile(4, 128, 1, 8))
@@ -126,7 +126,7 @@ _EXACT_PAIR = Tiles(1, gate_up=Tile(16, 128, 2, 6), down=Tile(32, 64, 2, 10))
 # In place of the table's where pairs' leaves are stored on the way, which takes shared memory.
 _EXACT_DOWN = {16: Tile(128, 64, 4, 4), 32: Tile(128, 64, 4, 4), 64: Tile(128, 64, 8, 4), 128: Tile(128, 64, 8, 4)}
 MOST_BYTES = 24 << 20
-"""Of pairs' leaves at a time, which are then still in the L2 cache; those of a block of columns may be more."""
+"""Pairs' leaves at a time, which are then still in the L2 cache; those of a block of columns may be more."""
 
 
 def choose_tiles(num_tokens: int, top_k: int, num_experts: int, *, exact: bool = False) -> Tiles:

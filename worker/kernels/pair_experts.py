@@ -115,7 +115,7 @@ def _pair_down_kernel(
     live = is_live(slots_ptr, token, True, first_slot)
     rows = tl.minimum(columns, size - 1).to(tl.int64)[:, None] * width
     if LEAF is None:
-        steps = tl.cdiv(width, BLOCK_K)  # of a pair
+        steps = tl.cdiv(width, BLOCK_K)  # for one pair
         num_steps = TOP_K * steps
         acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     else:
@@ -228,8 +228,8 @@ def sum_pairs(
 def pair_gate_up(
     tokens: Tokens, w13: torch.Tensor, tile: Tile, *, exact: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of every pair what its expert's down product takes [num_pairs, width], the expert [num_pairs] int32, and its
-    weight [num_pairs] fp32; undefined for padding tokens."""
+    """Computes for every pair the input of its expert's down product [num_pairs, width], the expert [num_pairs] int32,
+    and its weight [num_pairs] fp32; undefined for padding tokens."""
     num_pairs, width = len(tokens.x) * tokens.top_k, w13.shape[1] // 2
     size, device, dependent = w13.shape[2], w13.device, starts_early(w13.device)
     hidden = torch.empty((num_pairs, width), dtype=w13.dtype, device=device)

@@ -1,4 +1,4 @@
-"""From the QKV product to attention in one kernel: norm of query and key heads, rotary embedding, KV store.
+"""The way from the QKV product to attention in one kernel: norm of query and key heads, rotary embedding, KV store.
 
 A program does eight heads of one token: query heads in place, or key heads with the value heads beside them into the
 KV cache. Everything is fp32 between load and store, and rounded once; the cache holds the rounded values, in FP8 after
@@ -34,7 +34,7 @@ def _norm_and_rotate(
 
 @triton.jit
 def _cached(x, scale, dtype: tl.constexpr):
-    """What the cache holds of x: x in its dtype, or, where that is bytes, x / scale in FP8 e4m3.
+    """The form of x in the cache: x in its dtype, or, where that is bytes, x / scale in FP8 e4m3.
 
     Rounded to the nearest, of two the even one; beyond +-448 it is that, and NaN is NaN. By integers: Triton's
     interpreter would truncate, and GPUs before compute capability 8.9 have no FP8.
@@ -70,7 +70,7 @@ def _qk_norm_rope_store_kernel(
     # Loaded as rows, they would go to that layout through shared memory and barriers (Triton 3.6, seen in its PTX).
     columns = tl.broadcast_to(tl.arange(0, BLOCK)[None, :], (HEADS, BLOCK))
     inside = columns < HALF
-    # Where the elements of each pair are in a head. What does not turn is paired too, and turns by nothing.
+    # Offsets of the elements of each pair in a head. Elements that do not turn are paired too, and turn by nothing.
     first_at = columns
     second_at = columns + HALF
     if ROTARY_DIM < HEAD_DIM:

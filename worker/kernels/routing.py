@@ -1,4 +1,4 @@
-"""Which experts each token goes to: router logits, the top k of them, and the (token, expert) pairs of every expert.
+"""Routes each token to its experts: router logits, the top k of them, and the (token, expert) pairs of every expert.
 
 A *pair* is token * top_k + choice. Whatever a rank or a batch looks like, a token's logits are summed in one order, its
 weights in whole units, and ties fall to the first expert: all ranks route alike, bit for bit. The order of one expert's

@@ -26,7 +26,7 @@ from worker.protocol import PARAMS_DTYPE, RECORD_WORDS
 
 
 def word_of(field: str) -> tl.constexpr:
-    """Where a field lies in a record of int32 words."""
+    """The offset of a field in a record of int32 words."""
     assert PARAMS_DTYPE.fields is not None, "PARAMS_DTYPE is a record"
     return tl.constexpr(PARAMS_DTYPE.fields[field][1] // 4)
 
@@ -39,7 +39,7 @@ _FACTOR_2 = tl.constexpr(0x94D049BB133111EB)
 _UNIT = tl.constexpr(2.0**-53)
 _NO_ID = tl.constexpr(1 << 30)  # above every id; exact as a float
 _NAN_ID = tl.constexpr(-1)  # below every id
-_LOWEST_KEY = tl.constexpr(-0x7F800001)  # of -inf
+_LOWEST_KEY = tl.constexpr(-0x7F800001)  # the key of -inf
 
 _BLOCK = 4096
 """Ids of one program where many programs share a row."""
@@ -60,7 +60,7 @@ def _load_logits(pointers, inside):
 
 @triton.jit
 def _load_or_top(pointers, inside):
-    # With +inf for NaN, and which are.
+    # NaN is loaded as +inf, and marked.
     x = tl.load(pointers, mask=inside, other=-float("inf")).to(tl.float32)
     is_nan = x != x
     return tl.where(is_nan, float("inf"), x), is_nan
@@ -293,7 +293,7 @@ def _normaliser_kernel(logits, row_stride, normalisers, num_ids, BLOCK: tl.const
         largest = tl.maximum(largest, x)
         start += BLOCK
     top = tl.max(largest, 0).to(tl.float64)
-    # Of +inf, and of NaN that it stands for, every difference is NaN or -inf; of -inf alone all are to be -inf.
+    # Differences from +inf, and from NaN that it stands for, are NaN or -inf; from -inf alone all are to be -inf.
     top = tl.where(top == float("inf"), float("nan"), tl.where(top == -float("inf"), 0.0, top))
     mass = _weight(logits, num_ids, _LOWEST_KEY, top, 1.0, True, BLOCK)
     tl.store(normalisers + i * 2, top)

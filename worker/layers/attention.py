@@ -9,7 +9,7 @@ from attention.rotation import QKNorms
 from configs.layers import Axis, GroupedQueryAttention
 from parallel.fused_sum import PartialSum
 from parallel.linear import ColumnParallelLinear, RowParallelLinear
-from parallel.numerics.arithmetic import LayerPlace
+from parallel.numerics.arithmetic import LayerContext
 from parallel.numerics.weight import TensorSource
 from worker.layers.norm import RMSNorm
 from worker.layers.step import Step
@@ -21,8 +21,8 @@ class Attention:
     The all-reduce may be left to the norm that takes what this returns.
     """
 
-    def __init__(self, spec: GroupedQueryAttention, place: LayerPlace, layer_id: int, eps: float) -> None:
-        num_q, num_kv = place.shard[Axis.QUERY_HEADS].size, place.shard[Axis.KV_HEADS].size
+    def __init__(self, spec: GroupedQueryAttention, context: LayerContext, layer_id: int, eps: float) -> None:
+        num_q, num_kv = context.shard[Axis.QUERY_HEADS].size, context.shard[Axis.KV_HEADS].size
         self.layer = AttentionLayer(
             layer_id=layer_id,
             tp_q_head_num=num_q,
@@ -31,14 +31,14 @@ class Attention:
             scale=spec.head_dim**-0.5 if spec.scale is None else spec.scale,
             window=spec.window,
             softcap=spec.softcap,
-            sinks=torch.empty(num_q, dtype=torch.float32, device=place.device) if spec.has_sinks else None,
+            sinks=torch.empty(num_q, dtype=torch.float32, device=context.device) if spec.has_sinks else None,
         )
         self._spec = spec
-        self._shard = place.shard
-        self._qkv = ColumnParallelLinear(*spec.qkv, place=place)
-        self._o = RowParallelLinear(spec.o, place)
+        self._shard = context.shard
+        self._qkv = ColumnParallelLinear(*spec.qkv, context=context)
+        self._o = RowParallelLinear(spec.o, context)
         self._head_norms = [
-            RMSNorm(spec.head_dim, eps, dtype=place.dtype, device=place.device, offset=tensor.offset)
+            RMSNorm(spec.head_dim, eps, dtype=context.dtype, device=context.device, offset=tensor.offset)
             for tensor in spec.head_norms
         ]
         self._norms: QKNorms | None = None

@@ -15,7 +15,7 @@ from configs.biased_mixture import BiasedMixture
 from configs.errors import ConfigError
 from configs.layers import Axis, Cut, DenseMLP, MixtureOfExperts
 from parallel.fused_sum import PartialSum
-from parallel.numerics.arithmetic import LayerPlace
+from parallel.numerics.arithmetic import LayerContext
 from parallel.numerics.kernels.cpu_products import TILE, mixed_products, pack
 from parallel.numerics.kernels.cpu_products import Mixture as Mixed
 from parallel.numerics.weight import CpuWeight, TensorSource
@@ -34,18 +34,18 @@ class Experts(ABC):
     Raises ConfigError where the experts' activation is not silu.
     """
 
-    def __init__(self, spec: Mixture, place: LayerPlace) -> None:
+    def __init__(self, spec: Mixture, context: LayerContext) -> None:
         if isinstance(spec, MixtureOfExperts) and spec.hidden_act != "silu":
             raise ConfigError(f"hidden_act={spec.hidden_act} of a mixture of experts is not silu")
         self._spec = spec
-        self._columns = place.shard[Axis.EXPERT_COLUMNS]
-        self._round_to = place.dtype if spec.round_weights else torch.float32
-        self._shared = None if spec.shared is None else MLP(spec.shared, place)
+        self._columns = context.shard[Axis.EXPERT_COLUMNS]
+        self._round_to = context.dtype if spec.round_weights else torch.float32
+        self._shared = None if spec.shared is None else MLP(spec.shared, context)
 
     @staticmethod
-    def of(spec: Mixture, place: LayerPlace) -> Experts:
-        """As the place's device computes them."""
-        return (CudaExperts if place.device.type == "cuda" else CpuExperts)(spec, place)
+    def of(spec: Mixture, context: LayerContext) -> Experts:
+        """The experts of the context's device."""
+        return (CudaExperts if context.device.type == "cuda" else CpuExperts)(spec, context)
 
     @abstractmethod
     def load(self, source: TensorSource, prefix: str) -> None:
@@ -62,7 +62,7 @@ class Experts(ABC):
         return torch.empty(num_rows, spec.hidden_size, dtype=dtype, device=device)
 
     def _load_router(self, source: TensorSource, prefix: str, router: torch.Tensor) -> None:
-        """And what a shared expert has."""
+        """Reads the router, and the shared expert if there is one."""
         spec = self._spec
         source.read(prefix + spec.router.name, router[: spec.num_experts])
         if spec.shared_gate is not None:
@@ -87,15 +87,15 @@ class CudaExperts(Experts):
             chosen from the best groups.
     """
 
-    def __init__(self, spec: Mixture, place: LayerPlace) -> None:
+    def __init__(self, spec: Mixture, context: LayerContext) -> None:
         if isinstance(spec, BiasedMixture):
             raise ConfigError("experts with biases (gpt_oss) are not computed on GPUs yet; set device=cpu")
-        super().__init__(spec, place)
+        super().__init__(spec, context)
         self._experts = spec.experts
-        width, unit = self._columns.size, place.arithmetic.choose(fast=32, exact=1)
+        width, unit = self._columns.size, context.arithmetic.choose(fast=32, exact=1)
         if width % unit:
             raise ConfigError(
-                f"{spec.intermediate_size} columns of an expert leave rank {place.group.rank} {width}, and GPUs take "
+                f"{spec.intermediate_size} columns of an expert leave rank {context.group.rank} {width}, and GPUs take "
                 f"multiples of {unit}; choose a smaller tensor_parallel_size"
             )
         if spec.top_groups < spec.num_groups:
@@ -104,13 +104,13 @@ class CudaExperts(Experts):
                 "device=cpu"
             )
         beside = None if spec.shared is None else spec.shared.down.cut
-        leaves = place.arithmetic.leaves(_CUT, place)
-        self._leaf, self._nodes = place.arithmetic.choose(fast=(None, ()), exact=(leaves.width, leaves.nodes))
-        self.rank_sum = place.arithmetic.rank_sum(spec.hidden_size, _CUT, place, of_weight=False, beside=beside)
+        leaves = context.arithmetic.leaves(_CUT, context)
+        self._leaf, self._nodes = context.arithmetic.choose(fast=(None, ()), exact=(leaves.width, leaves.nodes))
+        self.rank_sum = context.arithmetic.rank_sum(spec.hidden_size, _CUT, context, of_weight=False, beside=beside)
         # fp32 from the product on, since bf16 logits often tie, and then choose other experts.
-        self._router = self._empty_router(place.dtype, place.device)
-        self._w13 = place.empty(spec.num_experts, 2 * width, spec.hidden_size)
-        self._w2 = place.empty(spec.num_experts, spec.hidden_size, width)
+        self._router = self._empty_router(context.dtype, context.device)
+        self._w13 = context.empty(spec.num_experts, 2 * width, spec.hidden_size)
+        self._w2 = context.empty(spec.num_experts, spec.hidden_size, width)
 
     def load(self, source: TensorSource, prefix: str) -> None:
         self._load_router(source, prefix, self._router)
@@ -161,19 +161,19 @@ class CpuExperts(Experts):
     Each leaf of the sum over columns is one over ascending experts first, so that only whole sums go to other ranks.
     """
 
-    def __init__(self, spec: Mixture, place: LayerPlace) -> None:
-        super().__init__(spec, place)
-        self._place = place
+    def __init__(self, spec: Mixture, context: LayerContext) -> None:
+        super().__init__(spec, context)
+        self._context = context
         self._router: CpuWeight | None = None
-        self._leaves = place.arithmetic.leaves(_CUT, place)
-        self._sum = place.arithmetic.rank_sum(spec.hidden_size, _CUT, place, of_weight=False)
+        self._leaves = context.arithmetic.leaves(_CUT, context)
+        self._sum = context.arithmetic.rank_sum(spec.hidden_size, _CUT, context, of_weight=False)
         self._gate_up: list[CpuWeight] = []
-        self._down = place.empty(spec.num_experts, -(-spec.hidden_size // TILE), self._columns.size, TILE)
+        self._down = context.empty(spec.num_experts, -(-spec.hidden_size // TILE), self._columns.size, TILE)
         self._down_bias: torch.Tensor | None = None
 
     def load(self, source: TensorSource, prefix: str) -> None:
         # fp32, since bf16 logits often tie, and then choose other experts.
-        router, bias = self._empty_router(torch.float32, self._place.device), None
+        router, bias = self._empty_router(torch.float32, self._context.device), None
         self._load_router(source, prefix, router)
         self._gate_up.clear()
         if isinstance(self._spec, BiasedMixture):
@@ -181,8 +181,8 @@ class CpuExperts(Experts):
             source.read(prefix + self._spec.router_bias.name, bias)
             self._load_stacked(self._spec, source, prefix)
         else:
-            gate_up = self._place.empty(2 * self._columns.size, self._spec.hidden_size)
-            down = self._place.empty(self._spec.hidden_size, self._columns.size)
+            gate_up = self._context.empty(2 * self._columns.size, self._spec.hidden_size)
+            down = self._context.empty(self._spec.hidden_size, self._columns.size)
             for expert in self._spec.experts:
                 self._read_expert(source, prefix, expert, gate_up, down)
                 self._keep(gate_up, down)
@@ -190,18 +190,18 @@ class CpuExperts(Experts):
 
     def _load_stacked(self, spec: BiasedMixture, source: TensorSource, prefix: str) -> None:
         """Reads tensors of all experts, whose inputs come first and in which columns of gate and up take turns."""
-        place, columns = self._place, self._columns
-        gate_up = place.empty(spec.num_experts, spec.hidden_size, 2 * columns.size)
-        gate_up_bias = place.empty(spec.num_experts, 2 * columns.size)
+        context, columns = self._context, self._columns
+        gate_up = context.empty(spec.num_experts, spec.hidden_size, 2 * columns.size)
+        gate_up_bias = context.empty(spec.num_experts, 2 * columns.size)
         for tensor, out in ((spec.gate_up, gate_up), (spec.gate_up_bias, gate_up_bias)):
             assert tensor.cut is not None
-            source.read(prefix + tensor.name, out, columns=place.shard.span_of(tensor.cut))
-        down = place.empty(columns.size, spec.hidden_size)
+            source.read(prefix + tensor.name, out, columns=context.shard.span_of(tensor.cut))
+        down = context.empty(columns.size, spec.hidden_size)
         for expert in range(spec.num_experts):
             start, stop = (expert * spec.intermediate_size + column for column in columns)
             source.read(prefix + spec.down.name, down, rows=Span(start, stop))
             self._keep(_parted(gate_up[expert].t()), down.t(), _parted(gate_up_bias[expert]))
-        self._down_bias = place.empty(spec.num_experts, spec.hidden_size)
+        self._down_bias = context.empty(spec.num_experts, spec.hidden_size)
         source.read(prefix + spec.down_bias.name, self._down_bias)
 
     def _keep(self, gate_up: torch.Tensor, down: torch.Tensor, gate_up_bias: torch.Tensor | None = None) -> None:
@@ -250,7 +250,7 @@ class CpuExperts(Experts):
 
         def part(out: torch.Tensor | None) -> torch.Tensor:
             if out is None:
-                out = self._place.empty(len(x), self._spec.hidden_size)
+                out = self._context.empty(len(x), self._spec.hidden_size)
             leaves = self._leaves
             nodes = out.view(len(leaves.nodes), len(x), self._spec.hidden_size)
             mixed_products(hidden, self._down, leaves.width, leaves.nodes, mixture, nodes)

@@ -11,14 +11,14 @@ from configs.latent_attention import LatentAttention
 from configs.layers import Axis, TensorSpec
 from parallel.fused_sum import PartialSum
 from parallel.linear import ColumnParallelLinear, RowParallelLinear
-from parallel.numerics.arithmetic import LayerPlace
+from parallel.numerics.arithmetic import LayerContext
 from parallel.numerics.weight import TensorSource
 from parallel.plan import Span
 from worker.layers.norm import RMSNorm
 from worker.layers.step import Step
 
 _NORM_EPS = 1e-6
-"""Of the latents' norms, whatever config.json says of the others: DeepSeek's code does so, and transformers'."""
+"""Used by the latents' norms, whatever config.json says of the others: DeepSeek's code does so, and transformers'."""
 
 
 class MLA:
@@ -28,8 +28,8 @@ class MLA:
     to the norm that takes what `project` returns.
     """
 
-    def __init__(self, spec: LatentAttention, place: LayerPlace, layer_id: int, _eps: float) -> None:
-        num_heads = place.shard[Axis.QUERY_HEADS].size
+    def __init__(self, spec: LatentAttention, context: LayerContext, layer_id: int, _eps: float) -> None:
+        num_heads = context.shard[Axis.QUERY_HEADS].size
         self.layer = LatentLayer(
             layer_id=layer_id,
             tp_q_head_num=num_heads,
@@ -41,13 +41,13 @@ class MLA:
             v_dim=spec.v_head_dim,
         )
         self._spec = spec
-        self._place = place
-        self._into = ColumnParallelLinear(spec.q if spec.q_a is None else spec.q_a, spec.kv_a, place=place)
-        self._q_b = None if spec.q_a is None else ColumnParallelLinear(spec.q, place=place)
+        self._context = context
+        self._into = ColumnParallelLinear(spec.q if spec.q_a is None else spec.q_a, spec.kv_a, context=context)
+        self._q_b = None if spec.q_a is None else ColumnParallelLinear(spec.q, context=context)
         self._q_norm = None if spec.q_norm is None else self._norm(spec.q_norm)
         self._kv_norm = self._norm(spec.kv_norm)
-        self._o = RowParallelLinear(spec.o, place)
-        self._kv_b = place.empty(num_heads, spec.qk_nope_head_dim + spec.v_head_dim, spec.kv_lora_rank)
+        self._o = RowParallelLinear(spec.o, context)
+        self._kv_b = context.empty(num_heads, spec.qk_nope_head_dim + spec.v_head_dim, spec.kv_lora_rank)
         self._heads = LatentHeads(self.layer, self._kv_b)
 
     def load(self, source: TensorSource, prefix: str) -> None:
@@ -61,7 +61,7 @@ class MLA:
         for norm, tensor in ((self._q_norm, spec.q_norm), (self._kv_norm, spec.kv_norm)):
             if norm is not None and tensor is not None:
                 norm.load(source, prefix + tensor.name)
-        rows = self._place.shard.span_of(spec.kv_b.cut)
+        rows = self._context.shard.span_of(spec.kv_b.cut)
         source.read(f"{prefix}{spec.kv_b.name}.weight", self._kv_b.flatten(0, 1), rows=rows)
         self._o.load(source, prefix)
 
@@ -81,7 +81,7 @@ class MLA:
         return self._o.for_norm(attended)
 
     def _norm(self, weight: TensorSpec) -> RMSNorm:
-        return RMSNorm(weight.elements, _NORM_EPS, dtype=self._place.dtype, device=self._place.device)
+        return RMSNorm(weight.elements, _NORM_EPS, dtype=self._context.dtype, device=self._context.device)
 
 
 class _RotaryHalves:
@@ -99,7 +99,7 @@ class _RotaryHalves:
         self._rotary_dim = spec.qk_rope_head_dim
 
     def read(self, name: str, out: torch.Tensor, *, rows: Span | None = None, columns: Span | None = None) -> None:
-        """As the source reads it, with the rows of each head in order."""
+        """Reads what the source has, with the rows of each head in order."""
         self._source.read(name, out, rows=rows, columns=columns)
         if name in self._widths:
             rotary = out.view(-1, self._widths[name], out.shape[1])[:, -self._rotary_dim :]

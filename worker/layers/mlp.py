@@ -7,7 +7,7 @@ import torch
 from configs.layers import DenseMLP
 from parallel.fused_sum import PartialSum
 from parallel.linear import ColumnParallelLinear, RowParallelLinear
-from parallel.numerics.arithmetic import LayerPlace
+from parallel.numerics.arithmetic import LayerContext
 from parallel.numerics.weight import TensorSource
 from worker.layers.activation import ActAndMul, Activation
 from worker.layers.step import Padding
@@ -16,10 +16,10 @@ from worker.layers.step import Padding
 class MLP:
     """down(act(gate(x)) * up(x)) over this rank's columns, then all-reduce, which may be left to the next norm."""
 
-    def __init__(self, spec: DenseMLP, place: LayerPlace) -> None:
+    def __init__(self, spec: DenseMLP, context: LayerContext) -> None:
         self._act_and_mul = ActAndMul(spec.hidden_act)
-        self._gate_up = ColumnParallelLinear(*spec.gate_up, place=place)
-        self._down = RowParallelLinear(spec.down, place)
+        self._gate_up = ColumnParallelLinear(*spec.gate_up, context=context)
+        self._down = RowParallelLinear(spec.down, context)
 
     def load(self, source: TensorSource, prefix: str) -> None:
         """Reads this rank's part of the spec's tensors, whose names begin with `prefix`."""

@@ -15,7 +15,7 @@ from configs.model_config import ModelConfig
 from configs.rope import RopeConfig, yarn_mscale
 from worker.kernels.cpu_pointwise import rms_norm
 
-_POSITIONS_AT_ONCE = 1024  # what is made of them on the way fits a cache
+_POSITIONS_AT_ONCE = 1024  # their intermediate values fit a cache
 # pi / 2 as a number of 33 bits, so that products with integers below 2**20 are exact, and what is left of it.
 _HALF_PI = (1.5707963267341256, 6.077100506506192e-11)
 

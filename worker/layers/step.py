@@ -1,4 +1,4 @@
-"""What a step gives every layer."""
+"""The inputs that a step gives every layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attention.rotation import Rotation
 
 @dataclass(frozen=True, slots=True)
 class Padding:
-    """Which tokens of a step are a graph's padding: those whose keys and values go to a slot before the first."""
+    """The tokens of a step that are a graph's padding: those whose keys and values go to a slot before the first."""
 
     slots: torch.Tensor
     """[num_tokens] int64: the slots in the KV pool of the step's tokens."""
@@ -22,7 +22,7 @@ class Padding:
     """[num_kept] int64 or int32: the step's tokens that are meant; None: all."""
 
     def of(self, tokens: torch.Tensor) -> Padding:
-        """The same for these of the step's tokens alone. Launches nothing: most layers never ask."""
+        """The padding among these of the step's tokens alone. Launches nothing: most layers never ask."""
         return replace(self, tokens=tokens)
 
     def token_slots(self) -> torch.Tensor:
@@ -32,7 +32,7 @@ class Padding:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What every layer of one forward pass reads."""
+    """The inputs that every layer of one forward pass reads."""
 
     backend: AttentionBackend
     rotations: Sequence[Rotation]

@@ -22,7 +22,7 @@ from configs.model_config import ModelConfig, layer_prefix
 from parallel.embedding import ParallelLMHead, VocabParallelEmbedding
 from parallel.fused_sum import PartialSum
 from parallel.group import TensorParallelGroup
-from parallel.numerics.arithmetic import FAST, Arithmetic, LayerPlace
+from parallel.numerics.arithmetic import FAST, Arithmetic, LayerContext
 from parallel.numerics.weight import TensorSource
 from parallel.plan import ShardPlan
 from worker.kernels.cpu_pointwise import softcap_
@@ -40,13 +40,13 @@ class MixerModule(Protocol):
 
     @property
     def layer(self) -> AttentionLayer:
-        """Its geometry on this rank."""
+        """The layer's geometry on this rank."""
 
     def load(self, source: TensorSource, prefix: str) -> None:
         """Reads this rank's part of the spec's tensors, whose names begin with `prefix`."""
 
     def attend(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """What `project` takes of [num_tokens, hidden_size]; the tokens' state is in the pool then."""
+        """Makes what `project` takes of [num_tokens, hidden_size]; the tokens' state is in the pool then."""
 
     def project(self, attended: torch.Tensor) -> torch.Tensor | PartialSum:
         """[num_tokens, hidden_size] of what `attend` returned; the sum over the ranks may be left to the norm."""
@@ -67,11 +67,11 @@ class FeedForwardModule(Protocol):
 
 
 # One module for each kind of spec. A new kind is a spec, a module and an entry.
-_MIXERS: dict[type[Any], Callable[[Any, LayerPlace, int, float], MixerModule]] = {
+_MIXERS: dict[type[Any], Callable[[Any, LayerContext, int, float], MixerModule]] = {
     GroupedQueryAttention: Attention,
     LatentAttention: MLA,
 }
-_FEED_FORWARDS: dict[type[Any], Callable[[Any, LayerPlace], FeedForwardModule]] = {
+_FEED_FORWARDS: dict[type[Any], Callable[[Any, LayerContext], FeedForwardModule]] = {
     DenseMLP: MLP,
     MixtureOfExperts: Experts.of,
     BiasedMixture: Experts.of,
@@ -81,10 +81,10 @@ _FEED_FORWARDS: dict[type[Any], Callable[[Any, LayerPlace], FeedForwardModule]] 
 class NormPair:
     """The norms around a mixer or a feed-forward: the one before it, and perhaps one of what it returns."""
 
-    def __init__(self, norms: Norms, place: LayerPlace, eps: float) -> None:
+    def __init__(self, norms: Norms, context: LayerContext, eps: float) -> None:
         self._tensors = [tensor for tensor in norms if tensor is not None]
         self._norms = [
-            RMSNorm(tensor.shape[0], eps, dtype=place.dtype, device=place.device, offset=tensor.offset)
+            RMSNorm(tensor.shape[0], eps, dtype=context.dtype, device=context.device, offset=tensor.offset)
             for tensor in self._tensors
         ]
         self.before, *after = self._norms
@@ -96,18 +96,18 @@ class NormPair:
             norm.load(source, prefix + tensor.name)
 
     def output(self, x: torch.Tensor | PartialSum) -> torch.Tensor | PartialSum:
-        """What is added to the residual of what the module between them returned."""
+        """Makes what is added to the residual of what the module between them returned."""
         return x if self._after is None else self._after(x)
 
 
 class DecoderLayer:
     """Residual + attention(norm(residual)), then + feed_forward(norm(...)); what is added may be normed, too."""
 
-    def __init__(self, spec: LayerSpec, place: LayerPlace, layer_id: int, eps: float) -> None:
-        self.attention = _MIXERS[type(spec.mixer)](spec.mixer, place, layer_id, eps)
-        self._feed_forward = _FEED_FORWARDS[type(spec.feed_forward)](spec.feed_forward, place)
-        self._mixer_norms = NormPair(spec.mixer_norms, place, eps)
-        self._feed_forward_norms = NormPair(spec.feed_forward_norms, place, eps)
+    def __init__(self, spec: LayerSpec, context: LayerContext, layer_id: int, eps: float) -> None:
+        self.attention = _MIXERS[type(spec.mixer)](spec.mixer, context, layer_id, eps)
+        self._feed_forward = _FEED_FORWARDS[type(spec.feed_forward)](spec.feed_forward, context)
+        self._mixer_norms = NormPair(spec.mixer_norms, context, eps)
+        self._feed_forward_norms = NormPair(spec.feed_forward_norms, context, eps)
 
     def load(self, source: TensorSource, prefix: str) -> None:
         """Reads this rank's part of the spec's tensors, whose names begin with `prefix`."""
@@ -167,7 +167,7 @@ class Decoder:
     ) -> None:
         self._model = model
         self.dtype = dtype
-        """Of the activations."""
+        """The activations' type."""
         self._device = device
         ropes = [(layer.mixer.rope, layer.mixer.rotary_dim) for layer in model.layers]
         self._ropes = list(dict.fromkeys(ropes))
@@ -175,7 +175,7 @@ class Decoder:
         self._rotary: list[RotaryEmbedding] = []
         self._embedding = VocabParallelEmbedding(model.hidden_size, plan, group, dtype=dtype, device=device)
         self._layers = [
-            DecoderLayer(layer, LayerPlace(plan.layers[i], group, arithmetic, dtype, device), i, model.rms_norm_eps)
+            DecoderLayer(layer, LayerContext(plan.layers[i], group, arithmetic, dtype, device), i, model.rms_norm_eps)
             for i, layer in enumerate(model.layers)
         ]
         self._norm = RMSNorm(
@@ -206,8 +206,8 @@ class Decoder:
             on_progress(1.0)
 
     def set_kv_scales(self, scales: Sequence[tuple[float, ...]]) -> None:
-        """What each layer's keys, and its values, are divided by in a pool in FP8; before `attention_layers` are asked
-        for to make one."""
+        """Sets what each layer's keys, and its values, are divided by in a pool in FP8; before `attention_layers` are
+        asked for to make one."""
         for layer, (k_scale, v_scale) in zip(self._layers, scales, strict=True):
             assert isinstance(layer.attention, Attention), "no other kind has keys and values in FP8"
             layer.attention.layer = replace(layer.attention.layer, k_scale=k_scale, v_scale=v_scale)

@@ -27,7 +27,7 @@ from cluster.commands.bench.stream_client import Sample, Share, run_share
 from cluster.commands.endpoint_client import EndpointClient
 from configs.errors import EngineError
 
-_IDS = (100, 10_000)  # of random prompts: text in every vocabulary, and no special tokens in most
+_IDS = (100, 10_000)  # for random prompts: text in every vocabulary, and no special tokens in most
 _WORDS = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state")
 _CLIENTS_PER_PROCESS = 32
 _START_DELAY_S = 0.2
@@ -36,7 +36,7 @@ _MIN_REQUESTS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """What every client asks for."""
+    """The requests of every client."""
 
     url: str
     """Base URL of the server, `/v1` included."""

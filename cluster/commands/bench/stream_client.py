@@ -42,7 +42,7 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 @dataclass(slots=True)
 class Sample:
-    """What one request's client saw. Times are of the machine's monotonic clock, in seconds."""
+    """One request as its client saw it. Times are of the machine's monotonic clock, in seconds."""
 
     sent: float
     first: float | None = None

@@ -11,7 +11,7 @@ class EventLog:
 
     def __init__(self) -> None:
         self._events: list[bytes] = []
-        self._parts: list[bytes] = []  # of events that are yet to be whole
+        self._parts: list[bytes] = []  # an event that is yet to be whole
         self.num_bytes = 0
         self._closed = False
         self._grown = asyncio.Event()

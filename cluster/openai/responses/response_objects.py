@@ -1,4 +1,4 @@
-"""What /v1/responses sends: the response object, its output items, and the events of a stream.
+"""Objects that /v1/responses sends: the response object, its output items, and the events of a stream.
 
 Names and order of the fields are OpenAI's. Every struct is plain data; `response_writer` fills them.
 """
@@ -28,7 +28,7 @@ class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
 
 
 class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
-    """What the model says."""
+    """The model's answer."""
 
     id: str
     content: list[OutputText] = []
@@ -43,7 +43,7 @@ class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
 
 
 class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning"):
-    """What the model thinks before it speaks."""
+    """The model's thoughts before it answers."""
 
     id: str
     content: list[ReasoningText] = []
@@ -57,7 +57,7 @@ class CallItem(msgspec.Struct, tag_field="type", tag="function_call"):
 
     id: str
     call_id: str
-    """What the caller's `function_call_output` names."""
+    """The id that the caller's `function_call_output` names."""
     name: str
     arguments: str = ""
     """JSON, as text."""

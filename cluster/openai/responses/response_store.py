@@ -36,7 +36,7 @@ class StoredResponse:
     """Memory its conversation takes, about."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     error: RequestError | None = None
-    """What ended it, if something did."""
+    """The error that ended it, if one did."""
 
     @property
     def id(self) -> str:
@@ -161,7 +161,7 @@ class ResponseStore:
         ) and self._forget_one(client):
             pass
         while self._num_bytes + num_bytes > limits.bytes_in_all:
-            # Those who keep most make room first.
+            # Clients that keep most make room first.
             by_size = sorted(self._shelves, key=lambda other: -self._shelves[other].num_bytes)
             if not any(self._forget_one(other) for other in by_size):
                 return

@@ -76,7 +76,7 @@ def turns(items: Sequence[Mapping[str, Any]], instructions: str | None, num_earl
     """
     made = [Turn(role="system", text=instructions)] if instructions else []
     called: set[str] = set()
-    said: set[str] = set()  # what the last turn holds, if it is the assistant's
+    said: set[str] = set()  # kinds of what the last turn holds, if it is the assistant's
     for i, item in enumerate(items, -num_earlier):
         kind = item.get("type", "message")
         path = "previous_response_id" if i < 0 else f"input[{i}]"
@@ -104,7 +104,7 @@ def turns(items: Sequence[Mapping[str, Any]], instructions: str | None, num_earl
                 turn = replace(turn, calls=(*turn.calls, call), path=turn.path if turn.calls else path)
             made[-1] = turn
             if turn.thinking if kind == "reasoning" else item.get("content") != []:
-                said.add(kind)  # what says nothing ends no turn
+                said.add(kind)  # an item that says nothing ends no turn
     return made
 
 

@@ -31,7 +31,7 @@ from cluster.text.tokenizer import Tokenizer
 from cluster.text.tools.events import CallStarted, Content, Event, Reasoning
 from configs.errors import RequestError
 
-_LOGPROB_BYTES = 128  # of memory, about
+_LOGPROB_BYTES = 128  # bytes of memory, about
 
 
 def sse_parts(event: StreamEvent) -> Iterator[bytes]:
@@ -53,9 +53,9 @@ class ResponseBuilder(BlockBuilder):
         """Memory that its output takes, about."""
         self._next_number = 0
         self._logprobs: list[TokenLogprob] = []
-        """Those of the open message."""
+        """Log probabilities of the open message."""
         self._fresh: Sequence[TokenLogprob] = ()
-        """Those of its last piece."""
+        """Log probabilities of its last piece."""
 
     @property
     def ended(self) -> bool:
@@ -130,7 +130,7 @@ class ResponseBuilder(BlockBuilder):
 
     @property
     def _place(self) -> dict[str, Any]:
-        """What events name the open item by."""
+        """The fields by which events name the open item."""
         return {"output_index": self._index, "item_id": self.response.output[-1].id}
 
     def _begun(self, event: Content | Reasoning | CallStarted) -> bytes:
@@ -145,12 +145,12 @@ class ResponseBuilder(BlockBuilder):
             case CallStarted(_, call_id, function):
                 item = CallItem(f"fc_{name}", call_id, function)
         self.response.output.append(item)
-        told = self._event(objects.OutputItemAdded, output_index=self._index, item=item)
+        events = self._event(objects.OutputItemAdded, output_index=self._index, item=item)
         if isinstance(item, CallItem):
-            return told
+            return events
         # Only now: the part comes with an event of its own.
         self._settle()
-        return told + self._event(objects.ContentPartAdded, **self._place, part=item.content[0])
+        return events + self._event(objects.ContentPartAdded, **self._place, part=item.content[0])
 
     def _grown(self, text: str) -> bytes:
         self.num_bytes += len(text)
@@ -223,7 +223,7 @@ class ResponseWriter(AnswerWriter):
         self._tokenizer = tokenizer
         self._begun = False
         self._reason = FinishReason.ABORT
-        self._logprobs: list[TokenLogprob] = []  # of tokens whose text is yet to come
+        self._logprobs: list[TokenLogprob] = []  # for tokens whose text is yet to come
 
     def events(self, deltas: Sequence[Delta]) -> Iterator[bytes]:
         if not self._begun:

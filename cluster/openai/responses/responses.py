@@ -208,7 +208,7 @@ class ResponsesServing:
         if streamed:
             stored.log = EventLog()
             stored.log.append(queued)
-        body = stored.builder.encoded()  # as it is before it begins
+        body = stored.builder.encoded()  # its state before it begins
         task = asyncio.create_task(self._make(stored, writer, context))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -38,14 +38,14 @@ class GenericTools:
         if use is not None and is_told_of(use):
             if turns[0].role != "system":
                 turns.insert(0, Turn(role="system"))
-            turns[0] = replace(turns[0], text=_joined(turns[0].text, self._told(use)))
+            turns[0] = replace(turns[0], text=_joined(turns[0].text, self._instructions(use)))
         return [
             replace(same[0], text=_joined(*(turn.text for turn in same)))
             for same in (list(group) for _, group in groupby(map(self._as_text, turns), key=lambda turn: turn.role))
         ]
 
-    def _told(self, use: ToolUse) -> str:
-        """What the model is told of its tools."""
+    def _instructions(self, use: ToolUse) -> str:
+        """The system text that tells the model of its tools."""
         layout = self.layout
         call = f'{{"name": "<name of the tool>", "{layout.arguments_key}": {{<its arguments>}}}}'
         lines = [

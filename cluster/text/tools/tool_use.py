@@ -37,7 +37,7 @@ class Tool:
     shown: Mapping[str, Any]
     """The tool as the request has it, for the chat template."""
     path: str
-    """Where the request has it."""
+    """The place where the request has it."""
     param: str
     """Path of `parameters` there."""
 
@@ -67,7 +67,7 @@ def is_told_of(use: ToolUse | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Which of its tools a request lets the model call."""
+    """The tools that a request lets the model call."""
 
     mode: ToolMode = ToolMode.AUTO
     names: Mapping[str, str] | None = None

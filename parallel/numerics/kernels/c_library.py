@@ -73,7 +73,7 @@ def _version_of(compiler: str) -> str:
 
 
 def _processor() -> str:
-    """What `-march=native` depends on: nodes that differ may share a home directory."""
+    """The processor, which `-march=native` depends on: nodes that differ may share a home directory."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

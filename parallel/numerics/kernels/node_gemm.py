@@ -47,11 +47,11 @@ _SOME = Tile(64, 64, 64, 4, 6)
 _MORE = Tile(64, 128, 64, 4, 4)
 _MANY = Tile(128, 128, 128, 8, 3)
 _MAX_DEPTH = 5
-_LARGE_DEPTH = 2  # of _MORE and _MANY
+_LARGE_DEPTH = 2  # the one of _MORE and _MANY
 _DESCRIBED_ROWS = 64
 # A node is cut until so many programs share the weight, but into no more than some parts, which are written and read.
 _ENOUGH_PROGRAMS = 256
-_ENOUGH_LARGE_PROGRAMS = 128  # of _MANY
+_ENOUGH_LARGE_PROGRAMS = 128  # the ones of _MANY
 _MAX_CUTS = 4
 # For so many rows cuBLASLt is faster where leaves are wide, each a product of its own in fp32; for more by 3 %, and
 # takes too much memory.
@@ -64,7 +64,7 @@ _MAX_LEAVES = 127
 
 @triton.jit
 def _place_in_tree(leaf, num_leaves, DEPTH: tl.constexpr):
-    """Where leaf `leaf` lies in T(0, num_leaves): level `l` of DEPTH holds left halves of the subtrees above it.
+    """The place of leaf `leaf` in T(0, num_leaves): level `l` of DEPTH holds left halves of the subtrees above it.
 
     Returns the levels, as bits, of the subtrees that end with this leaf, and the level where their sum then waits for
     its right half; DEPTH: nowhere, it is the root.
@@ -260,7 +260,7 @@ def node_gemm(
 
 
 def subtrees(nodes: tuple[Span, ...], leaf: int, num_rows: int, out_features: int) -> tuple[Span, ...]:
-    """What programs of `node_gemm` sum when it has so many rows: each node, or subtrees of it.
+    """Subtrees that programs of `node_gemm` sum when it has so many rows: each node, or subtrees of it.
 
     Whoever adds nodes by itself may ask for these: they are one kernel.
     """
