@@ -1,4 +1,4 @@
-"""From a `GrammarSpec` to llguidance's own JSON of a grammar. Runs where it can be killed: see `matcher_process`."""
+"""From a `GrammarSpec` to llguidance's own JSON of a grammar. Runs where it can be killed: see `check_process`."""
 
 from __future__ import annotations
 
