@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.decoders import DecodeStream
@@ -16,16 +15,6 @@ from tokenizers.decoders import DecodeStream
 _PRIMING_TOKENS = 6  # 11-71 us; priming with a 128k prompt takes 36 ms of the event loop
 _REPLACEMENT = "�"
 _MAX_PENDING_TOKENS = 16  # longest undecided run: a joined emoji is at most this many byte tokens
-
-
-class Detokenizer(Protocol):
-    """Decodes one sequence, one token at a time."""
-
-    def push(self, token_id: int) -> str:
-        """Text that `token_id` made certain; empty while a character is incomplete."""
-
-    def flush(self) -> str:
-        """What is still held at the end: U+FFFD for an unfinished character."""
 
 
 class ByteDetokenizer:
@@ -41,9 +30,11 @@ class ByteDetokenizer:
         self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
 
     def push(self, token_id: int) -> str:
+        """Text that `token_id` made certain; empty while a character is incomplete."""
         return self._decode(self._token_bytes(token_id))
 
     def flush(self) -> str:
+        """What is still held at the end: U+FFFD for an unfinished character."""
         return self._decode(b"", True)
 
 
@@ -53,22 +44,16 @@ class StreamDetokenizer:
     The prompt's last tokens are given as context, so that a first word keeps its leading space.
     """
 
-    __slots__ = ("_context", "_hidden", "_pending", "_skip", "_stream", "_tokenizer")
+    __slots__ = ("_context", "_hidden", "_pending", "_stream", "_tokenizer")
 
     def __init__(
-        self,
-        tokenizer: RustTokenizer,
-        prompt_ids: Sequence[int] = (),
-        *,
-        skip_special_tokens: bool = True,
-        hidden: frozenset[int] = frozenset(),
+        self, tokenizer: RustTokenizer, prompt_ids: Sequence[int] = (), hidden: frozenset[int] = frozenset()
     ) -> None:
-        """`hidden`: more ids that are not to be seen."""
+        """`hidden`: ids that are not to be seen."""
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
         self._hidden = hidden
         context = [id_ for id_ in prompt_ids[-_MAX_PENDING_TOKENS:] if id_ not in hidden]
-        self._context = _safe_tail(tokenizer, context, skip_special_tokens)
+        self._context = self._safe_tail(context)
         self._pending: list[int] = []  # tokens whose text is not out yet
         self._stream = self._new_stream()
 
@@ -96,26 +81,30 @@ class StreamDetokenizer:
 
     def _restart(self) -> str:
         text = self._decode_pending()
-        self._context = _safe_tail(self._tokenizer, [*self._context, *self._pending], self._skip)
+        self._context = self._safe_tail([*self._context, *self._pending])
         self._pending.clear()
         self._stream = self._new_stream()
         return text
 
     def _decode_pending(self) -> str:
-        known = self._tokenizer.decode(self._context, skip_special_tokens=self._skip)
-        text = self._tokenizer.decode([*self._context, *self._pending], skip_special_tokens=self._skip)
-        if text.startswith(known):
-            return text[len(known) :]
-        return self._tokenizer.decode(self._pending, skip_special_tokens=self._skip)
+        known = self._decode(self._context)
+        text = self._decode([*self._context, *self._pending])
+        return text[len(known) :] if text.startswith(known) else self._decode(self._pending)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
     def _new_stream(self) -> DecodeStream:
-        return DecodeStream(ids=self._context, skip_special_tokens=self._skip)
+        return DecodeStream(ids=self._context, skip_special_tokens=False)
+
+    def _safe_tail(self, ids: Sequence[int]) -> list[int]:
+        """The last few of `ids`, less those that end inside a character: a stream primed with half an emoji returns the
+        prompt's text with its first step (https://github.com/vllm-project/vllm/issues/48853)."""
+        tail = list(ids[-_PRIMING_TOKENS:])
+        while tail and self._decode(tail).endswith(_REPLACEMENT):
+            tail.pop()
+        return tail
 
 
-def _safe_tail(tokenizer: RustTokenizer, ids: Sequence[int], skip_special_tokens: bool) -> list[int]:
-    """The last few of `ids`, less those that end inside a character: a stream primed with half an emoji returns the
-    prompt's text with its first step (https://github.com/vllm-project/vllm/issues/48853)."""
-    tail = list(ids[-_PRIMING_TOKENS:])
-    while tail and tokenizer.decode(tail, skip_special_tokens=skip_special_tokens).endswith(_REPLACEMENT):
-        tail.pop()
-    return tail
+Detokenizer = ByteDetokenizer | StreamDetokenizer
+"""The decoder of one sequence, one token at a time."""
