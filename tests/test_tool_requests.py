@@ -12,7 +12,7 @@ from llguidance.hf import from_tokenizer
 from cluster.openai.tool_fields import parse_tools as flat_tools
 from cluster.structured.compiler import GrammarCompiler
 from cluster.structured.spec import schema_grammar
-from cluster.text.answer_parser import AnswerFormat, AnswerParser
+from cluster.text.answer_parser import AnswerFormat, AnswerReader
 from cluster.text.reasoning import REASONING_STYLES
 from cluster.text.tokenizer import Tokenizer
 from cluster.text.tools.events import collect
@@ -193,8 +193,8 @@ def test_forced_calls_are_calls_that_the_format_reads_back(name: StyleName, acce
     assert accepts(several, "Rome is") is False
     assert accepts(several, "") is None
 
-    parser = AnswerParser(AnswerFormat(calls=style, tools={"get_weather": {}, "now": {}}))
-    parsed = collect(parser.push(double) + parser.finish())
+    reader = AnswerReader(AnswerFormat(calls=style, tools={"get_weather": {}, "now": {}}))
+    parsed = collect(reader.read(double, ended=True))
     assert parsed.content == ""
     assert [(call.name, call.arguments) for call in parsed.calls] == [
         ("get_weather", '{"city": "Rome", "days": 3}'),

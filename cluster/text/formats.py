@@ -15,10 +15,9 @@ from typing import Any, Literal
 from cluster.text.answer_parser import AnswerFormat
 from cluster.text.chat_template import ChatTemplate
 from cluster.text.reasoning import REASONING_STYLES, ReasoningStyle, detect_reasoning
-from cluster.text.tools.detect import detect_calls
 from cluster.text.tools.generic import GenericTools
 from cluster.text.tools.grammar import CallGrammar, SpecialId
-from cluster.text.tools.styles import STYLES, CallStyle
+from cluster.text.tools.styles import STYLES, CallStyle, detect_calls
 from cluster.text.tools.tool_use import ToolMode, ToolUse, is_told_of
 from configs.errors import RequestError
 from configs.schema import ServerConfig
