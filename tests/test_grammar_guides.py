@@ -19,9 +19,8 @@ from cluster.engine.messages import Finished, FinishReason, GenerateRequest, Sam
 from cluster.scheduling.request import mask_of
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
 from cluster.structured.bad_words import BadWordsGuide, BothGuides
-from cluster.structured.checker_messages import Setup
 from cluster.structured.compiler import GrammarCompiler
-from cluster.structured.guides import GrammarGuide, GrammarGuides, RequestGuides
+from cluster.structured.guides import GrammarGuide, RequestGuides
 from cluster.structured.spec import GrammarKind, GrammarSpec
 from cluster.text.tokenizer import Tokenizer
 from configs.errors import GuideError
@@ -40,7 +39,8 @@ class Guides:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.woken = threading.Event()
-        self.made = GrammarGuides(Setup(tokenizer.to_json(), VOCAB, [EOS]), self.woken.set)
+        self.made = RequestGuides(VOCAB, [EOS], self.woken.set)
+        self.made.set_tokenizer(tokenizer.to_json())
         self._compiler = GrammarCompiler({"<|im_start|>": 1, "<|im_end|>": 2})
 
     def compile(self, **fields: Any) -> str:
@@ -182,7 +182,8 @@ def test_a_tokenizer_with_byte_fallback_works_too() -> None:
     rust.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     rust.add_special_tokens(["<unk>", "<s>", "</s>"])
     woken = threading.Event()
-    made = GrammarGuides(Setup(rust.to_str(), 300, [2]), woken.set)
+    made = RequestGuides(300, [2], woken.set)
+    made.set_tokenizer(rust.to_str())
     guide = made.open(
         GrammarCompiler({}).compile(GrammarSpec(kind=GrammarKind.REGEX, body="(ab )+€é?".encode(), param=""))
     )

@@ -30,26 +30,14 @@ from parallel.sockets import receive_frame
 _NICENESS = 5
 
 
-class _AddedToken(msgspec.Struct):
-    id: int
-    content: str
-    special: bool = False
-
-
-class _TokenizerFile(msgspec.Struct):
-    """What is read of a tokenizer.json."""
-
-    added_tokens: list[_AddedToken] = []
-
-
 class _Checks:
     """Compiles grammars for one model and computes their first masks."""
 
     def __init__(self, setup: Setup) -> None:
-        """Raises ValueError or msgspec.DecodeError for a tokenizer that cannot be used."""
+        """Raises ValueError for a tokenizer that cannot be used."""
         self._matchers = Matchers(setup)
-        added = msgspec.json.decode(setup.tokenizer, type=_TokenizerFile).added_tokens
-        self._compiler = GrammarCompiler({token.content: token.id for token in added if token.special})
+        added = msgspec.json.decode(setup.tokenizer).get("added_tokens", [])
+        self._compiler = GrammarCompiler({token["content"]: token["id"] for token in added if token.get("special")})
 
     def reply(self, spec: GrammarSpec) -> Reply:
         """What is said of `spec`, unless the process dies of it."""
@@ -75,7 +63,7 @@ def main() -> None:
         return
     try:
         checks: _Checks | str = _Checks(msgspec.msgpack.decode(setup, type=Setup))
-    except (ValueError, msgspec.DecodeError) as error:
+    except ValueError as error:
         checks = f"Structured output is not available with this model's tokenizer: {error}"
     gc.collect()
     gc.freeze()  # a collection would touch, and so copy, every page that holds an object

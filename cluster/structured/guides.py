@@ -30,14 +30,17 @@ logger = logging.getLogger(__name__)
 # While one of them compiles the grammar of a new answer, for up to 40 ms, the other goes on with masks.
 _NUM_THREADS = 2
 _MAX_TEMPLATES = 16
+_Work = queue.SimpleQueue["GrammarGuide | None"]
 
 
 class GrammarGuide:
-    """A `cluster.scheduling.request.Guide` for one answer; made by `GrammarGuides.open`."""
+    """A `cluster.scheduling.request.Guide` for one answer; made by `RequestGuides.open`."""
 
-    def __init__(self, grammar: str, guides: GrammarGuides, work: queue.SimpleQueue[GrammarGuide | None]) -> None:
+    def __init__(self, grammar: str, matchers: Matchers, copy: Callable[[str], LLMatcher], work: _Work) -> None:
+        """`copy` makes the matcher of a new answer to a grammar."""
         self._grammar = grammar
-        self._guides = guides
+        self._matchers = matchers
+        self._copy = copy
         self._work = work
         # Written by the step loop:
         self._tokens: list[int] = []
@@ -49,7 +52,7 @@ class GrammarGuide:
         self._num_taken = 0
         self._seconds_left = MASK_CPU_S
         self._mask: tuple[int, UInt32Array] | None = None  # with the number of tokens it follows
-        self._is_finished = False
+        self.is_finished = False
         self._error: GuideError | None = None
 
     def accept(self, tokens: Sequence[int]) -> None:
@@ -63,17 +66,13 @@ class GrammarGuide:
             return None
         return self._mask[1]
 
-    @property
-    def is_finished(self) -> bool:
-        return self._is_finished
-
     def close(self) -> None:
         self._is_closed = True
 
     def advance(self) -> None:
-        """Computes the mask after the tokens that there are; called by threads of `GrammarGuides`."""
+        """Computes the mask after the tokens that there are; called by threads of `RequestGuides`."""
         with self._lock:
-            if self._is_closed or self._is_finished or self._error is not None:
+            if self._is_closed or self.is_finished or self._error is not None:
                 return
             try:
                 self._take()
@@ -87,7 +86,7 @@ class GrammarGuide:
         if self._seconds_left <= 0:
             raise MatchError("the grammar takes too much time")
         if self._matcher is None:
-            self._matcher = self._guides.copy(self._grammar)
+            self._matcher = self._copy(self._grammar)
         began = time.thread_time()
         tokens = self._tokens[self._num_taken :]
         self._num_taken += len(tokens)
@@ -96,61 +95,94 @@ class GrammarGuide:
         earned = self._seconds_left + TOKEN_CPU_S * len(tokens)
         self._seconds_left = min(MASK_CPU_S, earned) - (time.thread_time() - began)
         if mask is None:
-            self._is_finished = True
+            self.is_finished = True
         else:
             self._mask = self._num_taken, mask
 
     def _next_mask(self) -> UInt32Array | None:
-        matchers = self._guides.matchers
         assert self._matcher is not None, "it was copied"
         try:
-            return matchers.mask(self._matcher)
+            return self._matchers.mask(self._matcher)
         except MatchError:
             if not self._shares_lexer:
                 raise
         # Perhaps other answers have filled its lexer with states: now it gets one of its own.
         self._shares_lexer = False
-        self._matcher = matchers.build(self._grammar)
+        self._matcher = self._matchers.build(self._grammar)
         self._matcher.consume_tokens(self._tokens[: self._num_taken])
-        return matchers.mask(self._matcher)
+        return self._matchers.mask(self._matcher)
 
     def _end(self, reason: str) -> None:
         self._matcher = None
         self._error = GuideError(f"The answer was ended: {reason}.")
 
 
-class GrammarGuides:
-    """Makes guides for one model, and owns the threads that compute their masks."""
+class RequestGuides:
+    """Makes the guides of a coordinator's requests, and owns the threads that compute the masks of grammars."""
 
-    def __init__(self, setup: Setup, wake: Callable[[], None]) -> None:
-        """Holds the GIL while llguidance reads the tokenizer.
-
-        Args:
-            wake: called, from a thread, when a guide has something to tell.
-
-        Raises:
-            ValueError: llguidance cannot use the tokenizer.
-        """
-        self.matchers = Matchers(setup)
+    def __init__(self, vocab_size: int, eos_token_ids: Sequence[int], wake: Callable[[], None]) -> None:
+        """`wake`: called, from a thread, when a guide has something to tell."""
+        self._vocab_size = vocab_size
+        self._eos_token_ids = list(eos_token_ids)
         self._wake = wake
-        self._work: queue.SimpleQueue[GrammarGuide | None] = queue.SimpleQueue()
+        self._every = mask_of(range(vocab_size), vocab_size)
+        self.matchers: Matchers | None = None
+        """None until there is a tokenizer that grammars can use."""
+        self._work: _Work = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
         self._templates: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()  # of the templates
+        self._enough_bytes = 0
+
+    def set_tokenizer(self, tokenizer: str) -> None:
+        """Makes grammars possible. `tokenizer`: text of a tokenizer.json.
+
+        Holds the GIL for as long as it takes to read it: before there are requests, or their first grammar would stop
+        all of them.
+        """
+        try:
+            self.matchers = Matchers(Setup(tokenizer, self._vocab_size, self._eos_token_ids))
+        except ValueError as error:
+            logger.warning("structured output is not available with this model's tokenizer: %s", error)
+            return
         self._enough_bytes = _memory_bytes() + GUIDE_MEMORY_BYTES
-        self._threads = [
-            threading.Thread(target=self._run, name="grammar-guides", daemon=True) for _ in range(_NUM_THREADS)
-        ]
-        for thread in self._threads:
-            thread.start()
+        for _ in range(_NUM_THREADS):
+            self._threads.append(threading.Thread(target=self._run, name="grammar-guides", daemon=True))
+            self._threads[-1].start()
+
+    def make(self, request: GenerateRequest) -> Guide | None:
+        """A guide for `request`, if it needs one: for its grammar, for its bad words, or for both.
+
+        Raises:
+            GuideError: there is no tokenizer, or a bad word has an id outside the vocabulary.
+        """
+        words = [word for word in request.sampling.bad_words if len(word) > 1]
+        if any(not 0 <= token < self._vocab_size for word in words for token in word):
+            raise GuideError(f"bad_words has an id outside 0 to {self._vocab_size - 1}")
+        bad_words = BadWordsGuide(words, self._every) if words else None
+        if request.sampling.grammar is None:
+            return bad_words
+        guide = self.open(request.sampling.grammar)
+        return guide if bad_words is None else BothGuides(guide, bad_words)
 
     def open(self, grammar: str) -> GrammarGuide:
-        """A guide for one answer to a checked grammar; its first mask is on its way."""
-        guide = GrammarGuide(grammar, self, self._work)
+        """A guide for one answer to a checked grammar; its first mask is on its way. Raises GuideError."""
+        if self.matchers is None:
+            raise GuideError("the engine has no tokenizer yet, which grammars need")
+        guide = GrammarGuide(grammar, self.matchers, self._copy, self._work)
         guide.accept(())
         return guide
 
-    def copy(self, grammar: str) -> LLMatcher:
+    def close(self) -> None:
+        """Ends the threads, if there are any. Guides that wait for a mask wait on."""
+        for _ in self._threads:
+            self._work.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _copy(self, grammar: str) -> LLMatcher:
         """A matcher for a new answer. Raises MatchError where too much memory is in use."""
+        assert self.matchers is not None, "a guide was opened"
         if _memory_bytes() > self._enough_bytes:
             raise MatchError("too many long grammars are in use; try again later")
         with self._lock:
@@ -164,64 +196,11 @@ class GrammarGuides:
                 self._templates.popitem(last=False)
         return template.deep_copy()
 
-    def close(self) -> None:
-        """Ends the threads. Guides that wait for a mask wait on."""
-        for _ in self._threads:
-            self._work.put(None)
-        for thread in self._threads:
-            thread.join()
-
     def _run(self) -> None:
         while (guide := self._work.get()) is not None:
             guide.advance()
             if self._work.empty():  # the next step can then take the rows of all these masks
                 self._wake()
-
-
-class RequestGuides:
-    """Makes the guides of a coordinator's requests: for a grammar, for bad words, for both, or none."""
-
-    def __init__(self, vocab_size: int, eos_token_ids: Sequence[int], wake: Callable[[], None]) -> None:
-        """`wake`: called, from a thread, when a guide has something to tell."""
-        self._vocab_size = vocab_size
-        self._eos_token_ids = list(eos_token_ids)
-        self._every = mask_of(range(vocab_size), vocab_size)
-        self._wake = wake
-        self._grammars: GrammarGuides | None = None
-
-    def set_tokenizer(self, tokenizer: str) -> None:
-        """Makes grammars possible. `tokenizer`: text of a tokenizer.json.
-
-        Holds the GIL for as long as it takes to read it: before there are requests, or their first grammar would stop
-        all of them.
-        """
-        try:
-            self._grammars = GrammarGuides(Setup(tokenizer, self._vocab_size, self._eos_token_ids), self._wake)
-        except ValueError as error:
-            logger.warning("structured output is not available with this model's tokenizer: %s", error)
-
-    def make(self, request: GenerateRequest) -> Guide | None:
-        """A guide for `request`, if it needs one.
-
-        Raises:
-            GuideError: there is no tokenizer, or a bad word has an id outside the vocabulary.
-        """
-        words = [word for word in request.sampling.bad_words if len(word) > 1]
-        if any(not 0 <= token < self._vocab_size for word in words for token in word):
-            raise GuideError(f"bad_words has an id outside 0 to {self._vocab_size - 1}")
-        bad_words = BadWordsGuide(words, self._every) if words else None
-        grammar = request.sampling.grammar
-        if grammar is None:
-            return bad_words
-        if self._grammars is None:
-            raise GuideError("the engine has no tokenizer yet, which grammars need")
-        guide = self._grammars.open(grammar)
-        return guide if bad_words is None else BothGuides(guide, bad_words)
-
-    def close(self) -> None:
-        """Ends the threads, if there are any."""
-        if self._grammars is not None:
-            self._grammars.close()
 
 
 def _memory_bytes() -> int:
