@@ -16,7 +16,7 @@ import pytest
 
 from cluster.text.conversation import Conversation, Turn
 from cluster.text.formats import ModelFormats
-from cluster.text.rendering import render
+from cluster.text.prompt_encoder import render
 from cluster.text.tokenizer import Tokenizer
 from configs.errors import CheckpointError, ConfigError, RequestError
 

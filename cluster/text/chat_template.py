@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,12 +115,10 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
         add_generation_prompt: bool = True,
-        timeout_s: float | None = None,
     ) -> str:
         """The prompt's text. Blocks for as long as the template takes.
 
         Args:
-            timeout_s: at most as long. None: `RENDER_TIMEOUT_S`.
             variables: more names for the template; only those it `takes`.
             continue_final_message: the text ends where the last message's content does, without what the template
                 writes after it.
@@ -133,7 +132,7 @@ class ChatTemplate:
             mark = f"<{secrets.token_hex(16)}>"
             messages = [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}{mark}"}]
         template = self._templates.get(self._name(tools, documents)) or next(iter(self._templates.values()))
-        self._environment.start_clock(RENDER_TIMEOUT_S if timeout_s is None else timeout_s)
+        self._environment.start_clock(RENDER_TIMEOUT_S)
         text = []
         size = 0
         for piece in template.generate(
@@ -176,8 +175,12 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-        self.filters["tojson"] = _to_json
-        self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        # Jinja's own escapes what HTML would misread; a model reads plain JSON.
+        self.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+        self.globals |= {
+            "raise_exception": _raise_exception,
+            "strftime_now": lambda form: datetime.now().strftime(form),
+        }
         self._clock = _Clock()
 
     def start_clock(self, timeout_s: float) -> None:
@@ -218,18 +221,3 @@ class _Generation(Extension):
 
 def _raise_exception(message: str) -> None:
     raise TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own escapes what HTML would misread; a model reads plain JSON.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
