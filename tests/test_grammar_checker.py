@@ -203,9 +203,9 @@ def test_checks_go_on_after_the_process_was_killed(run: Callable[[Scenario], Non
     async def scenario(checker: GrammarChecker) -> None:
         await check(checker, regex="before")
         assert checker._process is not None
-        assert checker._streams is not None
+        assert checker._socket is not None
         checker._process.kill()
-        checker._streams[1].transport.abort()
+        checker._socket.shutdown(2)
         with pytest.raises(RequestError) as caught:
             await check(checker, regex="meanwhile")
         assert caught.value.status == 503
