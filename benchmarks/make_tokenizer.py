@@ -40,7 +40,7 @@ def main() -> None:
     read_gguf_tokenizer(args.gguf).save_pretrained(args.out)
     fill(args.out / "tokenizer.json", args.vocab_size)
     tokenizer = Tokenizer.load(args.out)
-    template = "no chat template" if tokenizer.chat_template is None else "a chat template"
+    template = "no chat template" if tokenizer.template is None else "a chat template"
     print(f"{args.out}: {tokenizer.vocab_size} ids, {template}")
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from benchmarks.report import circumstances
 from cluster.structured.checker import GrammarChecker
 from cluster.structured.checker_messages import Setup
-from cluster.structured.guides import GrammarGuide, GrammarGuides
+from cluster.structured.guides import GrammarGuide, RequestGuides
 from cluster.structured.spec import GrammarSpec, lark_grammar, schema_grammar
 from cluster.text.tokenizer import Tokenizer
 from configs.errors import OverloadedError, RequestError
@@ -106,7 +106,7 @@ async def _check_figures(setup: Setup) -> tuple[dict[str, Any], list[str]]:
 class _Answers:
     """Guides driven as the step loop does it, by tokens drawn at random."""
 
-    def __init__(self, guides: GrammarGuides, woken: threading.Event) -> None:
+    def __init__(self, guides: RequestGuides, woken: threading.Event) -> None:
         self._guides = guides
         self._woken = woken
         self._random = np.random.default_rng(0)
@@ -150,7 +150,8 @@ def main(tokenizer_path: str) -> None:
     setup = Setup(tokenizer.to_json(), tokenizer.vocab_size, [tokenizer.eos_token_id])
     figures, grammars = asyncio.run(_check_figures(setup))
     woken = threading.Event()
-    guides = GrammarGuides(setup, woken.set)
+    guides = RequestGuides(setup.vocab_size, setup.eos_token_ids, woken.set)
+    guides.set_tokenizer(setup.tokenizer)
     answers = _Answers(guides, woken)
     answers.waits(lambda i: grammars[i % len(grammars)], 1)
     for num_guides in _GUIDES:

@@ -12,11 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.text.answer_parser import AnswerFormat, AnswerParser
+from cluster.text.answer_parser import AnswerFormat, AnswerReader
 from cluster.text.reasoning import REASONING_STYLES, detect_reasoning
-from cluster.text.tools.detect import detect_calls
-from cluster.text.tools.events import Arguments, CallStarted, Content, Event, Parsed, Reasoning, collect, merged
-from cluster.text.tools.styles import STYLES, StyleName
+from cluster.text.tools.events import Arguments, CallStarted, Content, Event, Parsed, Reasoning, collect
+from cluster.text.tools.styles import STYLES, StyleName, detect_calls
 
 TOOLS: dict[str, dict[str, Any]] = {
     "get_weather": {
@@ -31,16 +30,32 @@ DS_BEGIN, DS_END, DS_SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end
 def parse(style: StyleName | None, text: str | Sequence[str], **fields: Any) -> list[Event]:
     """The events of `text` (or of its pieces), merged; ids are counted."""
     form = AnswerFormat(calls=STYLES[style] if style else None, tools=TOOLS, **fields)
-    parser = AnswerParser(form)
+    parser = AnswerReader(form)
     events: list[Event] = []
     for piece in [text] if isinstance(text, str) else text:
-        events += parser.push(piece)
-    events += parser.finish()
+        events += parser.read(piece)
+    events += parser.read("", ended=True)
     ids = count()
     return [
         CallStarted(event.index, f"id{next(ids)}", event.name) if isinstance(event, CallStarted) else event
         for event in merged(events)
     ]
+
+
+def merged(events: Sequence[Event]) -> list[Event]:
+    """The same answer in as few events as possible."""
+    result: list[Event] = []
+    for event in events:
+        match result[-1:], event:
+            case [Content(before)], Content(text):
+                result[-1] = Content(before + text)
+            case [Reasoning(before)], Reasoning(text):
+                result[-1] = Reasoning(before + text)
+            case [Arguments(last, before)], Arguments(index, fragment) if last == index:
+                result[-1] = Arguments(index, before + fragment)
+            case _:
+                result.append(event)
+    return result
 
 
 def read(style: StyleName | None, text: str | Sequence[str], **fields: Any) -> tuple[str, list[tuple[str, str]]]:
@@ -138,24 +153,24 @@ def test_calls_are_read_whole_and_character_by_character(
 
 
 def test_arguments_come_out_as_they_are_written() -> None:
-    parser = AnswerParser(AnswerFormat(calls=STYLES["hermes"], tools=TOOLS))
-    assert parser.push('<tool_call>\n{"name": "get_weather", "arguments": ') == []
-    [started, first] = parser.push('{"city": "P')
+    parser = AnswerReader(AnswerFormat(calls=STYLES["hermes"], tools=TOOLS))
+    assert parser.read('<tool_call>\n{"name": "get_weather", "arguments": ') == []
+    [started, first] = parser.read('{"city": "P')
     assert isinstance(started, CallStarted)
     assert (started.index, started.name) == (0, "get_weather")
     assert started.id.startswith("call_")
     assert first == Arguments(0, '{"city": "P')
-    assert parser.push('aris"}') == [Arguments(0, 'aris"}')]
-    assert parser.push("}\n</tool_call>") == []
-    assert parser.finish() == []
+    assert parser.read('aris"}') == [Arguments(0, 'aris"}')]
+    assert parser.read("}\n</tool_call>") == []
+    assert parser.read("", ended=True) == []
 
 
 def test_a_string_of_the_xml_format_comes_out_as_it_is_written() -> None:
-    parser = AnswerParser(AnswerFormat(calls=STYLES["qwen3_coder"], tools=TOOLS))
-    parser.push("<tool_call>\n<function=get_weather>\n<parameter=city>\n")
-    assert parser.push('one "two"') == [Arguments(0, 'one \\"two\\"')]
-    assert parser.push("\n</param") == []
-    assert parser.push("three") == [Arguments(0, "\\n</paramthree")]
+    parser = AnswerReader(AnswerFormat(calls=STYLES["qwen3_coder"], tools=TOOLS))
+    parser.read("<tool_call>\n<function=get_weather>\n<parameter=city>\n")
+    assert parser.read('one "two"') == [Arguments(0, 'one \\"two\\"')]
+    assert parser.read("\n</param") == []
+    assert parser.read("three") == [Arguments(0, "\\n</paramthree")]
 
 
 @pytest.mark.parametrize(
@@ -227,8 +242,8 @@ def test_arguments_end_where_the_answer_or_the_call_is_cut_off() -> None:
 )
 def test_values_of_the_xml_format_have_the_type_the_schema_names(schema: Any, value: str, expected: str) -> None:
     tools = {"f": {"type": "object", "properties": {"x": schema}}}
-    parser = AnswerParser(AnswerFormat(calls=STYLES["qwen3_coder"], tools=tools))
-    events = parser.push(f"<function=f><parameter=x>\n{value}\n</parameter></function>") + parser.finish()
+    parser = AnswerReader(AnswerFormat(calls=STYLES["qwen3_coder"], tools=tools))
+    events = parser.read(f"<function=f><parameter=x>\n{value}\n</parameter></function>") + parser.read("", ended=True)
     assert collect(events).calls[0].arguments == f'{{"x": {expected}}}'
 
 
@@ -238,12 +253,12 @@ def test_calls_beyond_the_most_that_are_wanted_are_dropped() -> None:
 
 
 def test_ids_are_what_templates_take() -> None:
-    [started, *_] = AnswerParser(AnswerFormat(calls=STYLES["mistral"], tools=TOOLS)).push("[TOOL_CALLS]now[ARGS]{}")
+    [started, *_] = AnswerReader(AnswerFormat(calls=STYLES["mistral"], tools=TOOLS)).read("[TOOL_CALLS]now[ARGS]{}")
     assert isinstance(started, CallStarted)
     assert len(started.id) == 9
     assert started.id.isalnum()
     text = "[TOOL_CALLS]now[CALL_ID]abcdefghi[ARGS]{}"
-    [started, *_] = AnswerParser(AnswerFormat(calls=STYLES["mistral"], tools=TOOLS)).push(text)
+    [started, *_] = AnswerReader(AnswerFormat(calls=STYLES["mistral"], tools=TOOLS)).read(text)
     assert isinstance(started, CallStarted)
     assert started.id == "abcdefghi"
 
@@ -273,6 +288,11 @@ def test_thinking_is_told_apart(text: str, is_open: bool, expected: tuple[str, s
         assert (parsed.reasoning, parsed.content) == expected
 
 
+def test_thinking_that_is_cut_off_keeps_the_whitespace_at_its_end() -> None:
+    for style in (None, *STYLES):
+        assert parse(style, "I call ", reasoning=THINK, starts_in_reasoning=True) == [Reasoning("I call ")]
+
+
 def test_a_call_follows_thinking_and_one_inside_it_is_thought() -> None:
     call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     events = parse("hermes", f"<think>I could {call}.</think>\n\n{call}", reasoning=THINK)
@@ -290,11 +310,11 @@ def test_the_end_of_the_thinking_is_counted_in_characters() -> None:
         ("abc", True, 3),
         (" b", False, 0),
     ):
-        parser = AnswerParser(AnswerFormat(reasoning=THINK, starts_in_reasoning=is_open, tools={}))
+        parser = AnswerReader(AnswerFormat(reasoning=THINK, starts_in_reasoning=is_open, tools={}))
         for char in text:
-            parser.push(char)
-        parser.finish()
-        assert parser.reasoning_end == expected, text
+            parser.read(char)
+        parser.read("", ended=True)
+        assert parser._thinking_end == expected, text
 
 
 def test_a_prompt_says_whether_the_answer_begins_inside_the_thinking() -> None:
@@ -378,11 +398,11 @@ def test_any_arguments_come_back_as_they_were_written(arguments: dict[str, Any],
 def test_hostile_texts_take_linear_time(style: StyleName) -> None:
     def seconds(unit: str, num_chars: int, *, whole: bool) -> float:
         text = unit * (num_chars // len(unit))
-        parser = AnswerParser(AnswerFormat(calls=STYLES[style], tools=TOOLS))
+        parser = AnswerReader(AnswerFormat(calls=STYLES[style], tools=TOOLS))
         started = time.thread_time()
         for piece in [text] if whole else [text[i : i + 4] for i in range(0, len(text), 4)]:
-            parser.push(piece)
-        parser.finish()
+            parser.read(piece)
+        parser.read("", ended=True)
         return time.thread_time() - started
 
     for unit in (
@@ -448,9 +468,3 @@ TEMPLATES: list[tuple[str, StyleName | None, str | None]] = [
 def test_the_format_is_read_off_the_chat_template(template: str, calls: str | None, reasoning: str | None) -> None:
     assert detect_calls(template) == calls
     assert detect_reasoning(template) == reasoning
-
-
-def test_events_of_one_kind_and_index_become_one() -> None:
-    events: list[Event] = [Content("a"), Content("b")]
-    events += [CallStarted(0, "i", "f"), Arguments(0, "{"), Arguments(0, "}"), Content("c")]
-    assert merged(events) == [Content("ab"), CallStarted(0, "i", "f"), Arguments(0, "{}"), Content("c")]

@@ -13,7 +13,7 @@ from jinja2.exceptions import SecurityError, TemplateError
 from cluster.text.chat_template import ChatTemplate, TemplateLimitError
 from cluster.text.conversation import Conversation
 from cluster.text.formats import ModelFormats
-from cluster.text.rendering import render
+from cluster.text.prompt_encoder import render
 from cluster.text.tokenizer import Tokenizer
 from configs.errors import CheckpointError, ConfigError, RequestError
 from tests.chats import parse_turns
@@ -114,11 +114,6 @@ def test_a_template_that_drops_the_message_to_continue_refuses() -> None:
         "{{ messages.__class__.__mro__[1].__subclasses__() }}",
         "{{ cycler.__init__.__globals__ }}",
         "{{ messages.append(1) }}",
-        "{% set n = namespace(_x=1) %}",
-        "{% set n = namespace() %}{% set n._x = 1 %}",
-        "{{ 'x' * 10 ** 9 }}",
-        "{{ 2 ** 1000000 }}",
-        "{{ [0] * 2000000 }}",
     ],
 )
 def test_a_template_does_not_leave_its_sandbox(source: str) -> None:
@@ -128,7 +123,12 @@ def test_a_template_does_not_leave_its_sandbox(source: str) -> None:
 
 @pytest.mark.parametrize(
     "source",
-    ["{{ ''['format'].__globals__ }}", "{{ '{0.__class__.__init__}'.format(messages) }}", "{{ self.__dict__ }}"],
+    [
+        "{{ ''['format'].__globals__ }}",
+        "{% set n = namespace(__class__=1) %}{{ n.__class__ }}",
+        "{{ '{0.__class__.__init__}'.format(messages) }}",
+        "{{ self.__dict__ }}",
+    ],
 )
 def test_what_a_template_may_not_see_is_nothing(source: str) -> None:
     assert template(source).render(USER) == ""
@@ -145,10 +145,11 @@ def test_what_a_template_may_not_see_is_nothing(source: str) -> None:
         "{% endfor %}{% endfor %}",
     ],
 )
-def test_an_endless_template_ends_in_time(source: str) -> None:
+def test_an_endless_template_ends_in_time(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.text.chat_template.RENDER_TIMEOUT_S", 0.2)
     began = time.thread_time()
     with pytest.raises((TemplateLimitError, OverflowError)):
-        template(source).render(USER, timeout_s=0.2)
+        template(source).render(USER)
     assert time.thread_time() - began < 2
 
 

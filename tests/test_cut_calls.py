@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cluster.text.answer_parser import AnswerFormat, AnswerParser
+from cluster.text.answer_parser import AnswerFormat, AnswerReader
 from cluster.text.reasoning import REASONING_STYLES
 from cluster.text.tokenizer import Tokenizer
 from cluster.text.tools.events import Parsed, collect
@@ -37,8 +37,7 @@ def forced(style: CallStyle) -> str:
 
 
 def read(text: str, form: AnswerFormat, *, cut: bool) -> Parsed:
-    parser = AnswerParser(form)
-    return collect([*parser.push(text), *parser.finish(cut=cut)])
+    return collect(AnswerReader(form).read(text, ended=True, cut=cut))
 
 
 def check_beginning(arguments: list[str]) -> None:

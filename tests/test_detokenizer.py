@@ -15,7 +15,7 @@ from tokenizers import decoders, models, normalizers
 
 from cluster.text.detokenizer import Detokenizer, StreamDetokenizer
 from cluster.text.stop_regex import StopRegex
-from cluster.text.stops import StopMatcher, TextOptions, text_end
+from cluster.text.stops import TextEnd, TextOptions
 from cluster.text.tokenizer import Tokenizer
 
 
@@ -127,7 +127,7 @@ def test_special_tokens_are_shown_by_byte_fallback_tokenizers_too(byte_fallback:
     tokenizer.add_special_tokens(["[TOOL_CALLS]", "</s>"])
     call, end = tokenizer.token_to_id("[TOOL_CALLS]"), tokenizer.token_to_id("</s>")
     world = tokenizer.token_to_id("▁world")
-    detokenizer = StreamDetokenizer(tokenizer, [world, end], skip_special_tokens=False, hidden=frozenset({end}))
+    detokenizer = StreamDetokenizer(tokenizer, [world, end], hidden=frozenset({end}))
     assert run(detokenizer, [call, world, end]) == "[TOOL_CALLS] world"
 
 
@@ -142,7 +142,7 @@ def find_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
 
 
 def match_in_pieces(pieces: Sequence[str], stops: Sequence[str]) -> tuple[str, str | None]:
-    matcher = StopMatcher(stops)
+    matcher = TextEnd(TextOptions(stops=stops))
     out = ""
     for piece in pieces:
         text, matched = matcher.push(piece)
@@ -171,7 +171,7 @@ def test_stop_strings_that_overlap_themselves_match_the_plain_definition(pieces:
 
 
 def test_only_the_possible_beginning_of_a_stop_string_is_held_back() -> None:
-    matcher = StopMatcher(["</end>"])
+    matcher = TextEnd(TextOptions(stops=["</end>"]))
     assert matcher.push("text</e") == ("text", None)
     assert matcher.push("m>") == ("</em>", None)
     assert matcher.push("<") == ("", None)
@@ -200,7 +200,7 @@ def test_patterns_end_a_text_at_the_same_character_however_it_is_cut(
         expected = text[: found[0] - len(stops[0])]
     elif ends:
         expected = text[: ends[0]]
-    matcher = text_end(TextOptions(stops=stops, patterns=[StopRegex(source, "stop_regex") for source in sources]))
+    matcher = TextEnd(TextOptions(stops=stops, patterns=[StopRegex(source, "stop_regex") for source in sources]))
     out, matched = "", None
     for i, piece in enumerate(pieces):
         certain, matched = matcher.push(piece, may_end=i >= num_quiet)
@@ -211,7 +211,7 @@ def test_patterns_end_a_text_at_the_same_character_however_it_is_cut(
 
 
 def test_a_pattern_looks_back_over_a_window() -> None:
-    matcher = text_end(TextOptions(patterns=[StopRegex("<x+>", "stop_regex")]))
+    matcher = TextEnd(TextOptions(patterns=[StopRegex("<x+>", "stop_regex")]))
     assert matcher.push("<" + "x" * 300) == ("<" + "x" * 300, None)
     assert matcher.push(">")[1] is None  # longer than the window
     assert matcher.push("<" + "x" * 200)[1] is None

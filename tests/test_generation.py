@@ -106,7 +106,7 @@ def cut_at(text: str, stops: Sequence[str], *, keep: bool = False) -> str:
 def random_ids(tokenizer: Tokenizer, rng: random.Random, parts: Sequence[Sequence[int]]) -> list[int]:
     """Random tokens with parts of multi-byte characters, whole or broken, and special tokens between them."""
     ids = [rng.randrange(tokenizer.vocab_size) for _ in range(rng.randrange(1, 24))]
-    specials = sorted(tokenizer.special_ids)
+    specials = sorted(tokenizer._special_ids)
     for _ in range(rng.randrange(4)):
         at = rng.randrange(len(ids) + 1)
         part = rng.choice(parts)

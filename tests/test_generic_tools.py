@@ -11,7 +11,7 @@ import pytest
 from cluster.text.chat_template import ChatTemplate
 from cluster.text.conversation import Conversation
 from cluster.text.formats import ModelFormats
-from cluster.text.rendering import render
+from cluster.text.prompt_encoder import render
 from cluster.text.tokenizer import Tokenizer
 from configs.schema import ServerConfig
 from tests.chats import parse_tools, parse_turns

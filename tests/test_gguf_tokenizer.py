@@ -321,7 +321,7 @@ def test_each_type_of_token_is_treated_as_it_should(tmp_path: Path) -> None:
     text = "a<|end|><think><｜wide▁mark｜>[PAD7]<eos>!"
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert [id_ for id_ in ids if id_ >= 256] == [256, 257, 258, 260]
-    assert tokenizer.special_ids == {256, 258, 260}
+    assert tokenizer._special_ids == {256, 258, 260}
     assert tokenizer.decode(ids) == "a<think>[PAD7]!"
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
     assert tokenizer.vocab_size == len(tokens)

@@ -154,7 +154,7 @@ def test_what_was_checked_is_known(run: Callable[[Scenario], None]) -> None:
         await checker.close()
         for _ in range(100):
             await refusal(checker, **SLOW["multiple of a large prime"])
-        assert checker._pool is None, "what was known was checked again"
+        assert checker._process is None, "what was known was checked again"
         await checker.start()
 
     run(scenario)
@@ -199,13 +199,13 @@ def test_a_caller_that_leaves_takes_the_check_from_nobody(run: Callable[[Scenari
     run(scenario)
 
 
-def test_checks_go_on_after_the_processes_were_killed(run: Callable[[Scenario], None]) -> None:
+def test_checks_go_on_after_the_process_was_killed(run: Callable[[Scenario], None]) -> None:
     async def scenario(checker: GrammarChecker) -> None:
         await check(checker, regex="before")
-        assert checker._pool is not None
-        checker._pool.end()
-        for _, writer in list(checker._connections):
-            writer.transport.abort()
+        assert checker._process is not None
+        assert checker._socket is not None
+        checker._process.kill()
+        checker._socket.shutdown(2)
         with pytest.raises(RequestError) as caught:
             await check(checker, regex="meanwhile")
         assert caught.value.status == 503
@@ -214,7 +214,7 @@ def test_checks_go_on_after_the_processes_were_killed(run: Callable[[Scenario], 
     run(scenario)
 
 
-def test_a_check_whose_processes_cannot_start_is_503_and_a_later_one_tries_again(setup: Setup) -> None:
+def test_a_check_whose_process_cannot_start_is_503_and_a_later_one_tries_again(setup: Setup) -> None:
     async def scenario() -> None:
         checker = GrammarChecker(lambda: setup)
         await asyncio.to_thread(int)  # a thread to start them in is there

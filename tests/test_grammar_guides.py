@@ -16,17 +16,15 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, normalizers
 
 from cluster.engine.messages import Finished, FinishReason, GenerateRequest, SamplingParams, StepOutput
+from cluster.scheduling.request import mask_of
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
 from cluster.structured.bad_words import BadWordsGuide, BothGuides
-from cluster.structured.checker_messages import Setup
 from cluster.structured.compiler import GrammarCompiler
-from cluster.structured.guides import GrammarGuide, GrammarGuides
-from cluster.structured.request_guides import RequestGuides
+from cluster.structured.guides import GrammarGuide, RequestGuides
 from cluster.structured.spec import GrammarKind, GrammarSpec
 from cluster.text.tokenizer import Tokenizer
-from configs.errors import GuideError, OverloadedError
+from configs.errors import GuideError
 from tests.chats import read_grammar
-from tests.descriptors import no_free_descriptors
 from tests.schemas import SchemaMaker
 from worker.protocol import RowFlag, StepFrame, StepResult, UInt32Array, mask_words
 
@@ -41,7 +39,8 @@ class Guides:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.woken = threading.Event()
-        self.made = GrammarGuides(Setup(tokenizer.to_json(), VOCAB, [EOS]), self.woken.set)
+        self.made = RequestGuides(VOCAB, [EOS], self.woken.set)
+        self.made.set_tokenizer(tokenizer.to_json())
         self._compiler = GrammarCompiler({"<|im_start|>": 1, "<|im_end|>": 2})
 
     def compile(self, **fields: Any) -> str:
@@ -183,7 +182,8 @@ def test_a_tokenizer_with_byte_fallback_works_too() -> None:
     rust.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     rust.add_special_tokens(["<unk>", "<s>", "</s>"])
     woken = threading.Event()
-    made = GrammarGuides(Setup(rust.to_str(), 300, [2]), woken.set, num_processes=1)
+    made = RequestGuides(300, [2], woken.set)
+    made.set_tokenizer(rust.to_str())
     guide = made.open(
         GrammarCompiler({}).compile(GrammarSpec(kind=GrammarKind.REGEX, body="(ab )+€é?".encode(), param=""))
     )
@@ -256,10 +256,8 @@ def test_an_answer_that_leaves_its_grammar_ends_with_an_error(guides: Guides) ->
         guides.wait(guide)
 
 
+# They are compiled quickly and slow to follow: within its fuel the library itself gives up.
 HOSTILE = [
-    # Too slow to compile: the process is ended.
-    json.dumps({"grammars": [{"json_schema": {"type": "integer", "multipleOf": 999_983}}]}),
-    # Quickly compiled, too slow to follow: within its fuel the library itself gives up.
     json.dumps({"grammars": [{"lark_grammar": 'start: s\ns: "" | s s s s | "a" | " "'}]}),
     json.dumps({"grammars": [{"lark_grammar": r"start: /(.*a.{30}|.*b.{29}|.*c.{31}|.*d.{33})x/"}]}),
 ]
@@ -314,7 +312,7 @@ def test_one_answers_states_do_not_use_up_anothers(guides: Guides) -> None:
     assert max(ends[6:]) >= max(1, min(ends[:6]) // 2), ends
 
 
-def test_many_guides_share_a_process_and_are_all_told(guides: Guides) -> None:
+def test_many_guides_share_the_threads_and_are_all_told(guides: Guides) -> None:
     grammar = guides.compile(regex="[a-z]{8}")
     letters = [guides.tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "abcdefghij"]
     many = [guides.made.open(grammar) for _ in range(64)]
@@ -330,42 +328,39 @@ def test_many_guides_share_a_process_and_are_all_told(guides: Guides) -> None:
         guide.close()
 
 
-def test_guides_fail_with_their_processes_and_new_ones_work(smollm2_path: Path) -> None:
-    mine = Guides(Tokenizer.load(smollm2_path))
-    guide = mine.open(regex="a{1000}")
-    assert mine.wait(guide) is not None
-    processes = mine.made._running
-    assert processes is not None
-    assert processes.pool is not None
-    processes.pool.end()
-    for sock in processes.pool.sockets:
-        sock.shutdown(2)
-    mine.say(guide, "a")
-    with pytest.raises(OverloadedError, match="ended"):
-        mine.wait(guide)
-    assert mine.wait(mine.open(regex="a{1000}")) is not None
-    mine.made.close()
-
-
-def test_guides_end_when_their_processes_cannot_start_and_a_later_one_tries_again(smollm2_path: Path) -> None:
-    guides = Guides(Tokenizer.load(smollm2_path))
-    with no_free_descriptors():
-        first, second = guides.open(regex="[ab]{3}"), guides.open(regex="[ab]{3}")
-        for guide in (first, second):
-            with pytest.raises(OverloadedError, match="cannot be started"):
-                guides.wait(guide)
-        assert guides.made._running is not None
-        guides.made._running.join(TIMEOUT_S)
-    assert guides.wait(guides.open(regex="[ab]{3}")) is not None
-    guides.made.close()
-
-
-def test_closing_ends_threads_and_processes(smollm2_path: Path) -> None:
+def test_closing_ends_the_threads(smollm2_path: Path) -> None:
     mine = Guides(Tokenizer.load(smollm2_path))
     assert mine.wait(mine.open(regex="a")) is not None
-    assert mine.made._running is not None
     mine.made.close()
-    assert not mine.made._running.is_alive()
+    assert not any(thread.is_alive() for thread in mine.made._threads)
+
+
+def test_an_answer_whose_masks_take_too_long_is_ended(guides: Guides, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.structured.guides.MASK_CPU_S", 1e-9)
+    guide = guides.open(regex="[ab]{3}")
+    assert guides.wait(guide) is not None
+    guides.say(guide, "a")
+    with pytest.raises(GuideError, match="takes too much time"):
+        guides.wait(guide)
+
+
+def test_no_answer_is_begun_while_grammars_take_too_much_memory(
+    guides: Guides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = guides.open(regex="[ab]{3}")
+    assert guides.wait(begun) is not None
+    monkeypatch.setattr(guides.made, "_enough_bytes", 0)
+    with pytest.raises(GuideError, match="try again later"):
+        guides.wait(guides.open(regex="[ab]{3}"))
+    guides.say(begun, "a")
+    assert guides.wait(begun) is not None
+
+
+def test_an_engine_starts_with_a_tokenizer_that_grammars_cannot_use(guides: Guides) -> None:
+    maker = RequestGuides(VOCAB, [EOS], guides.woken.set)
+    maker.set_tokenizer('{"version": "1.0"}')
+    with pytest.raises(GuideError, match="no tokenizer"):
+        maker.make(request_of(grammar=guides.compile(regex="a")))
 
 
 class Steps:
@@ -449,6 +444,8 @@ def test_preempted_answers_still_follow_their_grammars(guides: Guides) -> None:
 
 # Bad words
 
+EVERY = mask_of(range(40), 40)
+
 
 def after(guide: BadWordsGuide, tokens: Sequence[int]) -> set[int]:
     """What is banned next."""
@@ -457,7 +454,7 @@ def after(guide: BadWordsGuide, tokens: Sequence[int]) -> set[int]:
 
 
 def test_the_last_token_of_a_bad_word_is_banned_after_the_others() -> None:
-    guide = BadWordsGuide([(1, 2), (1, 3, 4), (3, 4, 5, 6)], 40)
+    guide = BadWordsGuide([(1, 2), (1, 3, 4), (3, 4, 5, 6)], EVERY)
     assert after(guide, []) == set()
     assert after(guide, [1]) == {2}
     assert after(guide, [3]) == {4}
@@ -468,7 +465,7 @@ def test_the_last_token_of_a_bad_word_is_banned_after_the_others() -> None:
 
 
 def test_bad_words_hold_across_what_is_kept_of_the_answer() -> None:
-    guide = BadWordsGuide([(5, 5, 5)], 40)
+    guide = BadWordsGuide([(5, 5, 5)], EVERY)
     for _ in range(50):
         assert after(guide, [1, 5]) == set()
         assert after(guide, [5]) == {5}

@@ -16,7 +16,7 @@ import pytest
 
 from cluster.text.conversation import Conversation, Turn
 from cluster.text.formats import ModelFormats
-from cluster.text.rendering import render
+from cluster.text.prompt_encoder import render
 from cluster.text.tokenizer import Tokenizer
 from configs.errors import CheckpointError, ConfigError, RequestError
 
@@ -37,19 +37,20 @@ def directory(smollm2: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 def test_a_gguf_keeps_template_and_special_tokens(smollm2: Tokenizer) -> None:
-    assert smollm2.chat_template is not None
-    assert "<|im_start|>" in smollm2.chat_template
+    assert smollm2.template is not None
+    assert "<|im_start|>" in smollm2.template.source
     assert (smollm2.bos_token_id, smollm2.eos_token_id) == (1, 2)
     assert smollm2.token_text(2) == "<|im_end|>"
-    assert smollm2.special_ids == frozenset(range(17))
+    assert smollm2._special_ids == frozenset(range(17))
     assert smollm2.vocab_size == 49152
 
 
 @pytest.mark.slow
 def test_the_gguf_names_the_same_special_tokens_and_the_same_template(smollm2: Tokenizer, smollm2_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
+    assert smollm2.template is not None
     fields = gguf.GGUFReader(str(smollm2_path)).fields
-    assert fields["tokenizer.chat_template"].contents() == smollm2.chat_template
+    assert fields["tokenizer.chat_template"].contents() == smollm2.template.source
     assert fields["tokenizer.ggml.eos_token_id"].contents() == smollm2.eos_token_id
     assert fields["tokenizer.ggml.bos_token_id"].contents() == smollm2.bos_token_id
     assert len(fields["tokenizer.ggml.tokens"].contents()) == smollm2.vocab_size
@@ -77,8 +78,10 @@ def test_a_directory_encodes_as_the_gguf_it_was_saved_from(directory: Path, smol
     saved = Tokenizer.load(directory)
     text = "<|im_start|>user\n\n1. It's 2024,   né 漢字 😀<|im_end|>"
     assert saved.encode(text, add_special_tokens=True) == smollm2.encode(text, add_special_tokens=True)
-    assert saved.chat_template == smollm2.chat_template
-    assert (saved.special_ids, saved.eos_token_id) == (smollm2.special_ids, smollm2.eos_token_id)
+    assert saved.template is not None
+    assert smollm2.template is not None
+    assert saved.template.source == smollm2.template.source
+    assert (saved._special_ids, saved.eos_token_id) == (smollm2._special_ids, smollm2.eos_token_id)
 
 
 @pytest.mark.parametrize("kind", ["gguf", "directory"])

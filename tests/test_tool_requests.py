@@ -12,7 +12,7 @@ from llguidance.hf import from_tokenizer
 from cluster.openai.tool_fields import parse_tools as flat_tools
 from cluster.structured.compiler import GrammarCompiler
 from cluster.structured.spec import schema_grammar
-from cluster.text.answer_parser import AnswerFormat, AnswerParser
+from cluster.text.answer_parser import AnswerFormat, AnswerReader
 from cluster.text.reasoning import REASONING_STYLES
 from cluster.text.tokenizer import Tokenizer
 from cluster.text.tools.events import collect
@@ -193,8 +193,8 @@ def test_forced_calls_are_calls_that_the_format_reads_back(name: StyleName, acce
     assert accepts(several, "Rome is") is False
     assert accepts(several, "") is None
 
-    parser = AnswerParser(AnswerFormat(calls=style, tools={"get_weather": {}, "now": {}}))
-    parsed = collect(parser.push(double) + parser.finish())
+    reader = AnswerReader(AnswerFormat(calls=style, tools={"get_weather": {}, "now": {}}))
+    parsed = collect(reader.read(double, ended=True))
     assert parsed.content == ""
     assert [(call.name, call.arguments) for call in parsed.calls] == [
         ("get_weather", '{"city": "Rome", "days": 3}'),
@@ -226,14 +226,14 @@ def test_an_answer_with_a_grammar_may_be_a_call_instead(accepts: Accepts) -> Non
 
 def test_tags_that_are_special_tokens_are_written_as_tokens(smollm2: Tokenizer, matching: LLTokenizer) -> None:
     # The model has no such tags: two of its special tokens stand for them.
-    [begin, end] = sorted(smollm2.special_ids)[3:5]
+    [begin, end] = sorted(smollm2._special_ids)[3:5]
     calls = calls_of("hermes", {"<tool_call>": begin, "</tool_call>": end}.get)
     tokens = [begin, *smollm2.encode('\n{"name": "now", "arguments": {}}\n', add_special_tokens=False), end]
     for grammar in (calls.alone(parallel=True), calls.in_text()):
         matcher = LLMatcher(matching, grammar)
         assert matcher.try_consume_tokens(tokens) == len(tokens), matcher.get_error()
         assert matcher.is_accepting()
-    [begin_thinking, end_thinking] = sorted(smollm2.special_ids)[5:7]
+    [begin_thinking, end_thinking] = sorted(smollm2._special_ids)[5:7]
     ids = {"<think>": begin_thinking, "</think>": end_thinking}
     grammar = after_reasoning(calls.alone(parallel=True), REASONING_STYLES["think"], ids.get, is_open=False)
     thought = [begin_thinking, *smollm2.encode("Hm.", add_special_tokens=False), end_thinking]

@@ -29,7 +29,7 @@ from cluster.ranks.recovery import Recovery
 from cluster.requests.served_model import ServedModel
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
 from cluster.serve.ingress import create_app
-from cluster.structured.request_guides import RequestGuides
+from cluster.structured.guides import RequestGuides
 from cluster.text.tokenizer import Tokenizer
 from configs.errors import DeadlineError
 from configs.schema import GenerationDefaults, ServerConfig

@@ -91,7 +91,7 @@ class CoordinatorActor:
     """Ray's shell around a `Coordinator` and its `RankGroup`."""
 
     def __init__(self, spec: EngineSpec, name: str) -> None:
-        from cluster.structured.request_guides import RequestGuides
+        from cluster.structured.guides import RequestGuides
 
         log_to_stderr(spec.config.observability.log_format, replica=name, rank="coordinator")
         self._spec = spec

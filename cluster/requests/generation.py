@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from cluster.engine.client import RequestStream, WholePromptLogprobs
 from cluster.engine.messages import Finished, FinishReason, Prefilled, SamplingParams, TokenLogprobs
 from cluster.text.answer_parser import AnswerFormat, AnswerReader
-from cluster.text.stops import TextOptions, text_end
+from cluster.text.stops import TextEnd, TextOptions
 from cluster.text.tokenizer import Tokenizer
 from cluster.text.tools.events import Event
 from configs.errors import DeadlineError, EngineError, GuideError, LockstepError, NotANumberError, OverloadedError
@@ -68,7 +68,7 @@ class Output:
             shown=frozenset() if form is None else form.tags,
         )
         self._reader = None if form is None else AnswerReader(form)
-        self._end = text_end(options)
+        self._end = TextEnd(options)
         self._num_chars = 0
 
     @property

@@ -98,7 +98,7 @@ class Adjustments:
         adjustments = cls(
             biases=np.array(biases, BIAS_DTYPE),
             asked=np.array(asked, ASKED_DTYPE),
-            allowed=_mask_of(sampling.allowed_token_ids, limits.vocab_size) if sampling.allowed_token_ids else None,
+            allowed=mask_of(sampling.allowed_token_ids, limits.vocab_size) if sampling.allowed_token_ids else None,
             counts_prompt=counts_prompt,
             counts_answer=counts_answer,
         )
@@ -256,7 +256,8 @@ def _bans(sampling: SamplingParams, num_prompt_tokens: int, limits: SchedulerLim
     return bans
 
 
-def _mask_of(ids: Sequence[int], vocab_size: int) -> UInt32Array:
+def mask_of(ids: Sequence[int], vocab_size: int) -> UInt32Array:
+    """[mask_words(vocab_size)] in which the bits of `ids` are set."""
     bits = np.zeros(32 * mask_words(vocab_size), np.uint8)
     bits[np.array(ids, np.int64)] = 1
     return np.packbits(bits, bitorder="little").view(np.uint32)

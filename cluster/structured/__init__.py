@@ -1,1 +1,2 @@
-"""Answers that match a grammar: checked at the ingress, followed in the coordinator, in processes that may die."""
+"""Answers that match a grammar: checked at the ingress, in a process that may die of it, and followed by threads of the
+coordinator."""

@@ -10,18 +10,21 @@ from collections.abc import Sequence
 import numpy as np
 
 from cluster.scheduling.request import Guide
-from worker.protocol import UInt32Array, mask_words
+from worker.protocol import UInt32Array
 
 
 class BadWordsGuide:
     """A `cluster.scheduling.request.Guide` that keeps an answer free of `words`."""
 
-    def __init__(self, words: Sequence[Sequence[int]], vocab_size: int) -> None:
-        """`words`: token ids below `vocab_size`, at least two each."""
+    def __init__(self, words: Sequence[Sequence[int]], every: UInt32Array) -> None:
+        """Args:
+        words: at least two token ids each, all of the vocabulary.
+        every: the mask that allows the whole vocabulary.
+        """
         self._words = [(list(word[:-1]), word[-1]) for word in words]
         self._num_kept = max(len(before) for before, _ in self._words)
         self._last: list[int] = []  # as many tokens as the longest word has before its last
-        self._any = _full_mask(vocab_size)
+        self._every = every
 
     def accept(self, tokens: Sequence[int]) -> None:
         self._last = [*self._last, *tokens][-self._num_kept :]
@@ -29,8 +32,8 @@ class BadWordsGuide:
     def poll(self) -> UInt32Array:
         banned = [last for before, last in self._words if self._last[-len(before) :] == before]
         if not banned:
-            return self._any
-        mask = self._any.copy()
+            return self._every
+        mask = self._every.copy()
         for token in banned:
             mask[token >> 5] &= ~(np.uint32(1) << np.uint32(token & 31))
         return mask
@@ -64,9 +67,3 @@ class BothGuides:
     def close(self) -> None:
         for guide in self._both:
             guide.close()
-
-
-def _full_mask(vocab_size: int) -> UInt32Array:
-    bits = np.zeros(32 * mask_words(vocab_size), np.uint8)
-    bits[:vocab_size] = 1
-    return np.packbits(bits, bitorder="little").view(np.uint32)

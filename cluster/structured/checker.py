@@ -1,94 +1,74 @@
-"""Checks grammars before a request is queued: in processes that can be killed, each grammar once."""
+"""Checks grammars before a request is queued: in a process that hostile ones cannot take down, each grammar once."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections import OrderedDict, deque
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
 
 import msgspec
 
-from cluster.structured.checker_messages import Check, Checked, Died, Refused, Reply, Setup, pack
-from cluster.structured.grammar_limits import CHECK_CPU_S, QUICK_CHECK_CPU_S
-from cluster.structured.matcher_pool import MatcherPool
+from cluster.structured.checker_messages import Checked, Died, Refused, Reply, Setup, pack
 from cluster.structured.spec import GrammarSpec
 from configs.errors import OverloadedError, RequestError
-from parallel.sockets import read_frame
+from parallel.sockets import receive_frame
 
 logger = logging.getLogger(__name__)
 
-_NUM_PROCESSES = 4
-# Where there are no cores to spare, a new request's grammar waits rather than the answers that are under way.
-_NICENESS = 5
-# Of these processes, so that there is always one for grammars that may be quick.
-_NUM_SLOW = 2
+_ROOT = Path(__file__).parents[2]
 _MAX_CHECKING = 1024
 _MAX_WAIT_S = 2.0
-# With more waiting than this the newest goes first: a flood then waits for itself, and for its time to be up.
-_CROWD = 16
 _MAX_CACHE_BYTES = 32 << 20
-_REPLY_TIMEOUT_S = 10.0
 # The first answer has to wait for the tokenizer.
-_START_TIMEOUT_S = 60.0
+_REPLY_TIMEOUT_S = 60.0
 _ENTRY_BYTES = 512  # of a cached refusal and of the dictionary's own
-_NOT_NOW = "Grammars cannot be checked just now; try again later."
 _TOO_MANY = "Too many grammars wait to be checked; try again later."
-
-_Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class GrammarChecker:
     """Makes of a `GrammarSpec` what `SamplingParams.grammar` holds, or a RequestError.
 
-    Owns two processes, started by the first check or by `start`, and the grammars that were checked lately. One event
-    loop's; nothing in it blocks the loop.
+    Owns one process, a thread that talks to it, both started by the first check or by `start`, and the grammars that
+    were checked lately. One event loop's; nothing in it blocks the loop.
     """
 
     def __init__(self, make_setup: Callable[[], Setup]) -> None:
-        """`make_setup`: called in a thread when the processes start."""
+        """`make_setup`: called by the thread when the process starts."""
         self._make_setup = make_setup
-        self._decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
         self._cache: OrderedDict[bytes, Checked | Refused] = OrderedDict()
         self._cache_bytes = 0
         self._checking: dict[bytes, asyncio.Task[Checked | Refused]] = {}
-        self._pool: MatcherPool | None = None
-        self._connections: list[_Connection] = []
-        self._idle: list[_Connection] = []
-        self._waiting: deque[asyncio.Future[_Connection]] = deque()
-        self._starting = asyncio.Lock()
-        self._slow = asyncio.Semaphore(_NUM_SLOW)
+        # The newest goes first: a flood then waits for itself, and for its time to be up.
+        self._work: queue.LifoQueue[tuple[GrammarSpec | None, Future[Reply | None]] | None] = queue.LifoQueue()
+        self._thread: threading.Thread | None = None
+        # The thread's:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
 
     async def start(self) -> None:
-        """Starts the processes unless they run: then the first check need not wait half a second for them.
+        """Starts the process unless it runs: then the first check need not wait for it.
 
         Raises:
-            OverloadedError: they cannot be started now; the next call tries again.
+            OverloadedError: it cannot be started now; the next call tries again.
         """
-        async with self._starting:
-            if self._pool is not None:
-                return
-            try:
-                self._pool = await asyncio.to_thread(
-                    lambda: MatcherPool.start(self._make_setup(), _NUM_PROCESSES, niceness=_NICENESS)
-                )
-                for sock in self._pool.sockets:
-                    sock.setblocking(False)
-                    self._connections.append(await asyncio.open_unix_connection(sock=sock))
-            except (OSError, RuntimeError, MemoryError) as error:
-                logger.error("the processes that check grammars cannot be started: %r", error)
-                self._drop_pool()
-                raise OverloadedError(_NOT_NOW) from error
-            for connection in list(self._connections):
-                self._give_back(connection)
+        await self._ask(None)
 
     async def check(self, spec: GrammarSpec) -> str:
         """The checked grammar.
 
         Raises:
             RequestError: it is wrong, or too complex.
-            OverloadedError: too many grammars wait for their check, or the processes do not answer.
+            OverloadedError: too many grammars wait for their check, or the process does not answer.
         """
         key = msgspec.msgpack.encode(spec)
         known = self._cache.get(key)
@@ -108,94 +88,89 @@ class GrammarChecker:
         return known.grammar
 
     async def close(self) -> None:
-        """Ends the processes; checks under way end with OverloadedError."""
+        """Ends process and thread; checks under way end with OverloadedError."""
         for task in list(self._checking.values()):
             task.cancel()
         await asyncio.gather(*self._checking.values(), return_exceptions=True)
-        self._drop_pool()
+        if self._thread is not None:
+            self._work.put(None)
+            if self._socket is not None:
+                with contextlib.suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)  # nobody waits for a reply any more
+            await asyncio.to_thread(self._thread.join)
+            self._thread = None
 
     async def _check(self, key: bytes, spec: GrammarSpec) -> Checked | Refused:
-        reply = await self._ask(pack(Check(spec, QUICK_CHECK_CPU_S)))
+        reply = await self._ask(spec)
         if isinstance(reply, Died):
-            # In a queue of its own: a hundred slow grammars must not keep a quick one waiting for each of them.
-            try:
-                async with asyncio.timeout(_MAX_WAIT_S):
-                    await self._slow.acquire()
-            except TimeoutError:
-                raise OverloadedError(_TOO_MANY) from None
-            try:
-                reply = await self._ask(pack(Check(spec, CHECK_CPU_S)))
-            finally:
-                self._slow.release()
-        match reply:
-            case Died(reason):
-                reply = Refused(f"{spec.param}: the grammar {reason}.", "grammar_too_complex", spec.param)
-            case Refused(message, code, param):
-                reply = Refused(message, code, param or spec.param)
-        assert isinstance(reply, Checked | Refused), f"a check was answered by {type(reply).__name__}"
+            reply = Refused(f"{spec.param}: the grammar {reply.reason}.", "grammar_too_complex", spec.param)
+        assert reply is not None, "there was a grammar"
         self._remember(key, reply)
         return reply
 
-    async def _ask(self, frame: bytes) -> Reply:
-        timeout_s = _REPLY_TIMEOUT_S if self._pool is not None else _START_TIMEOUT_S
-        await self.start()
-        connection = await self._take()
-        reader, writer = connection
-        try:
-            async with asyncio.timeout(timeout_s):
-                writer.write(frame)
-                reply: Reply = self._decoder.decode(await read_frame(reader))
-        except (TimeoutError, OSError, asyncio.IncompleteReadError) as error:
-            # What was asked may still be answered: this connection is of no use any more, nor are its processes.
-            logger.error("the processes that check grammars do not answer: %r", error)
-            self._drop_pool()
-            raise OverloadedError(_NOT_NOW) from error
-        self._give_back(connection)
-        return reply
+    async def _ask(self, spec: GrammarSpec | None) -> Reply | None:
+        """The reply to `spec`, once the process runs. Raises OverloadedError when its turn does not come in time."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="grammar-checker", daemon=True)
+            self._thread.start()
+        future: Future[Reply | None] = Future()
+        self._work.put((spec, future))
+        reply = asyncio.wrap_future(future)
+        await asyncio.wait([reply], timeout=_MAX_WAIT_S)
+        if not reply.done() and future.cancel():  # which is not possible once it has begun
+            raise OverloadedError(_TOO_MANY)
+        return await reply
 
-    async def _take(self) -> _Connection:
-        """A connection to a process that does nothing. Raises OverloadedError when none is found in time."""
-        if self._idle:
-            return self._idle.pop()
-        loop = asyncio.get_running_loop()
-        waiter: asyncio.Future[_Connection] = loop.create_future()
-        self._waiting.append(waiter)
-        timer = loop.call_later(_MAX_WAIT_S, self._give_up, waiter)
-        try:
-            return await waiter
-        finally:
-            timer.cancel()
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            spec, future = work
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(self._exchange(spec))
+                except Exception as error:  # noqa: BLE001 -- whatever it was, a request waits for its reply
+                    # What was asked may still be answered: this process is of no use any more.
+                    fault = "cannot be started" if self._process is None else "does not answer"
+                    logger.error("the process that checks grammars %s: %r", fault, error)
+                    self._end_process()
+                    future.set_exception(OverloadedError("Grammars cannot be checked just now; try again later."))
+        self._end_process()
 
-    def _give_up(self, waiter: asyncio.Future[_Connection]) -> None:
-        if not waiter.done():
-            self._waiting.remove(waiter)
-            waiter.set_exception(OverloadedError(_TOO_MANY))
+    def _exchange(self, spec: GrammarSpec | None) -> Reply | None:
+        if self._socket is None:
+            self._start_process()
+        assert self._socket is not None, "it was started"
+        if spec is None:
+            return None
+        self._socket.sendall(pack(spec))
+        if (frame := receive_frame(self._socket)) is None:
+            raise EOFError("the socket was closed")
+        return msgspec.msgpack.decode(frame, type=Reply)
 
-    def _give_back(self, connection: _Connection) -> None:
-        if connection not in self._connections:
-            return  # its processes were given up meanwhile
-        while self._waiting:
-            waiter = self._waiting.pop() if len(self._waiting) > _CROWD else self._waiting.popleft()
-            if not waiter.done():
-                waiter.set_result(connection)
-                return
-        self._idle.append(connection)
+    def _start_process(self) -> None:
+        setup = pack(self._make_setup())
+        # Isolated from what the environment would import, and able to import this very code.
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(_ROOT), *filter(None, sys.path)))}
+        command = [sys.executable, "-m", "cluster.structured.check_process"]
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=environment)
+        self._socket.settimeout(_REPLY_TIMEOUT_S)
+        self._socket.sendall(setup)
+
+    def _end_process(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
 
     def _remember(self, key: bytes, reply: Checked | Refused) -> None:
         self._cache[key] = reply
         self._cache_bytes += _size(key, reply)
         while self._cache_bytes > _MAX_CACHE_BYTES:
             self._cache_bytes -= _size(*self._cache.popitem(last=False))
-
-    def _drop_pool(self) -> None:
-        for _, writer in self._connections:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                writer.transport.abort()
-        self._connections.clear()
-        self._idle.clear()
-        if self._pool is not None:
-            self._pool.end()
-            self._pool = None
 
 
 def _size(key: bytes, reply: Checked | Refused) -> int:

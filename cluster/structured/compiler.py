@@ -1,8 +1,7 @@
-"""From a `GrammarSpec` to llguidance's own JSON of a grammar. Runs where it can be killed: see `matcher_process`."""
+"""From a `GrammarSpec` to llguidance's own JSON of a grammar. Runs where it can be killed: see `check_process`."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from cluster.structured.schema import prepare_schema
 from cluster.structured.spec import GrammarKind, GrammarSpec, StructuralTag
+from cluster.text.tools.grammar import LarkText, literal
 from configs.errors import RequestError
 
 _CODE_FRAME = re.compile(r"^(\d+ \||\^+$)")
@@ -25,9 +25,7 @@ class GrammarCompiler:
 
     def __init__(self, special_tokens: dict[str, int]) -> None:
         """`special_tokens`: id by text."""
-        self._special_tokens = special_tokens
-        texts = sorted(map(re.escape, special_tokens), key=len, reverse=True)
-        self._special = re.compile(f"({'|'.join(texts)})") if texts else None
+        self._text = LarkText(special_tokens)
 
     def compile(self, spec: GrammarSpec) -> str:
         """The grammar, not yet known to be one that llguidance can run.
@@ -42,7 +40,7 @@ class GrammarCompiler:
                 return LLMatcher.grammar_from_regex(_unanchored(spec.body.decode()))
             case GrammarKind.CHOICE:
                 # A terminal: one automaton, where a rule would try each choice by itself.
-                return _lark("start: CHOICE\nCHOICE: " + "|".join(map(_quote, _json(spec))))
+                return _lark("start: CHOICE\nCHOICE: " + "|".join(map(literal, _json(spec))))
             case GrammarKind.GRAMMAR:
                 return _lark(_as_lark(spec))
             case GrammarKind.STRUCTURAL_TAG:
@@ -51,7 +49,7 @@ class GrammarCompiler:
                 return spec.body.decode()
 
     def _structural_tag(self, tag: StructuralTag, spec: GrammarSpec) -> str:
-        # Text up to a trigger is one lazy token of the grammar; what follows the last tag is free.
+        # What follows the last tag is free.
         by_trigger: list[list[int]] = [[] for _ in tag.triggers]
         grammars: list[dict[str, Any]] = []
         tags = []
@@ -68,23 +66,9 @@ class GrammarCompiler:
         if not used:
             raise RequestError(f"{spec.param} needs structures and triggers.", param=spec.param)
         parts = [f"part_{i}: head_{i} ({_alternatives('tag', by_trigger[i])})" for i in used]
-        heads = [self._head(i, tag.triggers[i]) for i in used]
+        heads = [self._text.up_to(tag.triggers[i], f"head_{i}") for i in used]
         start = ["start: part* TEXT", r"TEXT: /(.|\n)*/", f"part: {_alternatives('part', used)}"]
         return _grammars([{"name": "answer", "lark_grammar": "\n".join(start + parts + heads + tags)}, *grammars])
-
-    def _head(self, i: int, trigger: str) -> str:
-        if trigger in self._special_tokens:
-            return f"head_{i}: TEXT <[{self._special_tokens[trigger]}]>"
-        return f"head_{i}[lazy]: TEXT {_quote(trigger)}"
-
-    def _text(self, text: str) -> str:
-        """`text` as a sequence of Lark: special tokens by their id, since they have no bytes to match."""
-        if self._special is None:
-            return _quote(text) if text else ""
-        pieces = self._special.split(text)
-        return " ".join(
-            f"<[{self._special_tokens[piece]}]>" if i % 2 else _quote(piece) for i, piece in enumerate(pieces) if piece
-        )
 
 
 def clean_message(message: str) -> str:
@@ -133,10 +117,6 @@ def _unanchored(regex: str) -> str:
 
 def _alternatives(name: str, numbers: Iterable[int]) -> str:
     return " | ".join(f"{name}_{i}" for i in numbers)
-
-
-def _quote(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 def _lark(grammar: str) -> str:

@@ -1,8 +1,8 @@
 """What a grammar may cost. Every number is a bound on what one request can take from the others.
 
 llguidance counts its own work ("fuel") and gives up with an error; measured, that bounds a mask to some 30 ms but not
-a compile: `multipleOf: 999983` takes half a minute, an intersection of three regexes six minutes and 2 GB. So every
-piece of work also has a limit of CPU time and memory that ends the process it runs in.
+a compile: `multipleOf: 999983` takes half a minute, an intersection of three regexes six minutes and 2 GB. So the first
+compile also has a limit of CPU time and memory that ends the process it runs in.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ MAX_ENUM_VALUES = 5000
 MAX_REQUEST_GRAMMAR_BYTES = 8 << 20
 """Size of one request's grammar, times its sequences: each of them carries it to the coordinator."""
 
-QUICK_CHECK_CPU_S = 0.012
-"""CPU time to compile a grammar and compute its first mask: nearly all need less."""
 CHECK_CPU_S = 0.04
-"""The same for a grammar that needed more, tried once again. A refusal has to come within 100 ms in all."""
-OPEN_CPU_S = 0.25
-"""The same for a grammar that was checked: more, since CPU time varies with what else the machine does."""
+"""CPU time to compile a grammar and compute its first mask: nearly all need a quarter of it. A refusal has to come
+within 100 ms in all."""
+CHECK_MEMORY_BYTES = 2 << 30
+"""Address space that a check may take."""
 MASK_CPU_S = 0.1
-"""CPU time of one mask."""
+"""CPU time that an answer's masks may have taken in advance of its tokens."""
 TOKEN_CPU_S = 0.002
-"""CPU time of a mask on average; an answer gets this much for each of its tokens, and MASK_CPU_S once."""
-MATCHER_MEMORY_BYTES = 2 << 30
-"""Address space of a process that compiles and matches, beyond what it starts with; with half of it in use, no answer
-is begun. A grammar takes 0.1 MB, one of thousands of names 3 MB."""
+"""CPU time of a mask on average: what an answer gets for each of its tokens."""
+GUIDE_MEMORY_BYTES = 1 << 30
+"""Memory that the coordinator may have taken since it has a tokenizer; with more, no answer with a grammar is begun. A
+grammar takes 0.1 MB, one of thousands of names 3 MB, and the states of its lexer 5 MB at most."""
 
 PARSER_LIMITS: Mapping[str, Any] = {
     "initial_lexer_fuel": 200_000,

@@ -1,281 +1,209 @@
-"""Answers that follow a grammar, on the coordinator's side: one thread for each process that computes masks.
+"""Guides of a coordinator's requests: tokens in, masks out, computed by threads that hold the GIL for microseconds.
 
-The step loop never waits: it leaves tokens with a guide and is woken when the mask is there. What a guide knows is
-enough to begin again, so when a process is ended by another answer's grammar, its own answer just goes on.
+The step loop never waits: it leaves tokens with a guide and is woken when the mask is there. Grammars were checked
+before they come here (`checker`), so neither their compiles nor their masks take long.
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import logging
 import queue
-import select
-import socket
+import resource
 import threading
-from array import array
-from collections import deque
+import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-import msgspec
-import numpy as np
+from llguidance import LLMatcher
 
-from cluster.structured.checker_messages import (
-    Advance,
-    Close,
-    Died,
-    Gone,
-    Mask,
-    Open,
-    Refused,
-    Reply,
-    Request,
-    Setup,
-    pack,
-)
-from cluster.structured.matcher_pool import MatcherPool
-from configs.errors import GuideError, OverloadedError, RequestError
-from parallel.sockets import receive_frame
+from cluster.engine.messages import GenerateRequest
+from cluster.scheduling.request import Guide, mask_of
+from cluster.structured.bad_words import BadWordsGuide, BothGuides
+from cluster.structured.checker_messages import Setup
+from cluster.structured.grammar_limits import GUIDE_MEMORY_BYTES, MASK_CPU_S, TOKEN_CPU_S
+from cluster.structured.matchers import MatchError, Matchers
+from configs.errors import GuideError
 from worker.protocol import UInt32Array
 
 logger = logging.getLogger(__name__)
 
-# Replies of so many masks fit into a socket's buffer, so neither side waits for the other to read.
-_PIPELINE = 4
-# Masks that come within it of each other are told as one: the next step can then take all of their rows.
-_GATHER_S = 0.0003
-_REPLY_TIMEOUT_S = 30.0
+# While one of them compiles the grammar of a new answer, for up to 40 ms, the other goes on with masks.
+_NUM_THREADS = 2
+_MAX_TEMPLATES = 16
 _Work = queue.SimpleQueue["GrammarGuide | None"]
-_FAILED = "the processes that follow grammars ended"
-_NOT_STARTED = "the processes that follow grammars cannot be started"
 
 
 class GrammarGuide:
-    """A `cluster.scheduling.request.Guide` for one answer; made by `GrammarGuides.open`."""
+    """A `cluster.scheduling.request.Guide` for one answer; made by `RequestGuides.open`."""
 
-    def __init__(self, id_: int, grammar: str, work: _Work) -> None:
-        self.id = id_
-        self.grammar = grammar
+    def __init__(self, grammar: str, matchers: Matchers, copy: Callable[[str], LLMatcher], work: _Work) -> None:
+        """`copy` makes the matcher of a new answer to a grammar."""
+        self._grammar = grammar
+        self._matchers = matchers
+        self._copy = copy
         self._work = work
         # Written by the step loop:
-        self.tokens: list[int] = []
-        self.is_closed = False
-        # Written by the thread, each in one go:
+        self._tokens: list[int] = []
+        self._is_closed = False
+        # Written by the thread that holds the lock; what the step loop reads, each in one go:
+        self._lock = threading.Lock()
+        self._matcher: LLMatcher | None = None
+        self._shares_lexer = True  # which has states that other answers made, and may be full because of them
+        self._num_taken = 0
+        self._seconds_left = MASK_CPU_S
         self._mask: tuple[int, UInt32Array] | None = None  # with the number of tokens it follows
-        self._is_finished = False
-        self._error: RequestError | None = None
+        self.is_finished = False
+        self._error: GuideError | None = None
 
     def accept(self, tokens: Sequence[int]) -> None:
-        self.tokens.extend(tokens)
+        self._tokens.extend(tokens)
         self._work.put(self)
 
     def poll(self) -> UInt32Array | None:
         if self._error is not None:
             raise self._error
-        if self._mask is None or self._mask[0] != len(self.tokens):
+        if self._mask is None or self._mask[0] != len(self._tokens):
             return None
         return self._mask[1]
 
-    @property
-    def is_finished(self) -> bool:
-        return self._is_finished
-
     def close(self) -> None:
-        self.is_closed = True
-        self._work.put(self)
+        self._is_closed = True
 
-    def tell(self, mask: Mask, num_tokens: int) -> None:
-        """What may follow the first `num_tokens` tokens."""
-        if mask.error is not None:
-            self.fail(mask.error)
-        elif mask.is_finished:
-            self._is_finished = True
+    def advance(self) -> None:
+        """Computes the mask after the tokens that there are; called by threads of `RequestGuides`."""
+        with self._lock:
+            if self._is_closed or self.is_finished or self._error is not None:
+                return
+            try:
+                self._take()
+            except MatchError as error:
+                self._end(str(error))
+            except Exception as error:  # whatever it was, a request waits for this mask
+                logger.exception("a grammar cannot be followed")
+                self._end(f"the grammar breaks the matcher ({type(error).__name__})")
+
+    def _take(self) -> None:
+        if self._seconds_left <= 0:
+            raise MatchError("the grammar takes too much time")
+        if self._matcher is None:
+            self._matcher = self._copy(self._grammar)
+        began = time.thread_time()
+        tokens = self._tokens[self._num_taken :]
+        self._num_taken += len(tokens)
+        self._matcher.consume_tokens(tokens)
+        mask = self._next_mask()
+        earned = self._seconds_left + TOKEN_CPU_S * len(tokens)
+        self._seconds_left = min(MASK_CPU_S, earned) - (time.thread_time() - began)
+        if mask is None:
+            self.is_finished = True
         else:
-            self._mask = (num_tokens, np.frombuffer(mask.mask, np.uint32))
+            self._mask = self._num_taken, mask
 
-    def fail(self, reason: str) -> None:
-        """The answer cannot go on, for a reason of its grammar."""
+    def _next_mask(self) -> UInt32Array | None:
+        assert self._matcher is not None, "it was copied"
+        try:
+            return self._matchers.mask(self._matcher)
+        except MatchError:
+            if not self._shares_lexer:
+                raise
+        # Perhaps other answers have filled its lexer with states: now it gets one of its own.
+        self._shares_lexer = False
+        self._matcher = self._matchers.build(self._grammar)
+        self._matcher.consume_tokens(self._tokens[: self._num_taken])
+        return self._matchers.mask(self._matcher)
+
+    def _end(self, reason: str) -> None:
+        self._matcher = None
         self._error = GuideError(f"The answer was ended: {reason}.")
 
-    def drop(self, reason: str) -> None:
-        """The answer cannot go on, for a reason that another time is not there."""
-        self._error = OverloadedError(f"The answer was ended: {reason}; try again later.")
 
+class RequestGuides:
+    """Makes the guides of a coordinator's requests, and owns the threads that compute the masks of grammars."""
 
-class GrammarGuides:
-    """Makes guides, and owns the threads and processes behind them, which the first guide starts."""
-
-    def __init__(self, setup: Setup, wake: Callable[[], None], num_processes: int = 2) -> None:
+    def __init__(self, vocab_size: int, eos_token_ids: Sequence[int], wake: Callable[[], None]) -> None:
         """`wake`: called, from a thread, when a guide has something to tell."""
-        self._setup = setup
+        self._vocab_size = vocab_size
+        self._eos_token_ids = list(eos_token_ids)
         self._wake = wake
-        self._num_processes = num_processes
-        self._ids = itertools.count(1)
-        self._running: _Processes | None = None
+        self._every = mask_of(range(vocab_size), vocab_size)
+        self.matchers: Matchers | None = None
+        """None until there is a tokenizer that grammars can use."""
+        self._work: _Work = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._templates: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()  # of the templates
+        self._enough_bytes = 0
+
+    def set_tokenizer(self, tokenizer: str) -> None:
+        """Makes grammars possible. `tokenizer`: text of a tokenizer.json.
+
+        Holds the GIL for as long as it takes to read it: before there are requests, or their first grammar would stop
+        all of them.
+        """
+        try:
+            self.matchers = Matchers(Setup(tokenizer, self._vocab_size, self._eos_token_ids))
+        except ValueError as error:
+            logger.warning("structured output is not available with this model's tokenizer: %s", error)
+            return
+        self._enough_bytes = _memory_bytes() + GUIDE_MEMORY_BYTES
+        for _ in range(_NUM_THREADS):
+            self._threads.append(threading.Thread(target=self._run, name="grammar-guides", daemon=True))
+            self._threads[-1].start()
+
+    def make(self, request: GenerateRequest) -> Guide | None:
+        """A guide for `request`, if it needs one: for its grammar, for its bad words, or for both.
+
+        Raises:
+            GuideError: there is no tokenizer, or a bad word has an id outside the vocabulary.
+        """
+        words = [word for word in request.sampling.bad_words if len(word) > 1]
+        if any(not 0 <= token < self._vocab_size for word in words for token in word):
+            raise GuideError(f"bad_words has an id outside 0 to {self._vocab_size - 1}")
+        bad_words = BadWordsGuide(words, self._every) if words else None
+        if request.sampling.grammar is None:
+            return bad_words
+        guide = self.open(request.sampling.grammar)
+        return guide if bad_words is None else BothGuides(guide, bad_words)
 
     def open(self, grammar: str) -> GrammarGuide:
-        """A guide for one answer; its first mask is on its way. Raises OverloadedError where no thread can start."""
-        running = self._running
-        if running is None or running.failure is not None:
-            running = _Processes(self._setup, self._wake, self._num_processes)
-            try:
-                running.start()
-            except RuntimeError as error:
-                logger.error("%s: %r", _NOT_STARTED, error)
-                raise OverloadedError("Grammars cannot be followed just now; try again later.") from error
-            self._running = running
-        id_ = next(self._ids)
-        guide = GrammarGuide(id_, grammar, running.queues[id_ % len(running.queues)])
+        """A guide for one answer to a checked grammar; its first mask is on its way. Raises GuideError."""
+        if self.matchers is None:
+            raise GuideError("the engine has no tokenizer yet, which grammars need")
+        guide = GrammarGuide(grammar, self.matchers, self._copy, self._work)
         guide.accept(())
-        if running.failure is not None:  # perhaps before it saw this guide
-            guide.drop(running.failure)
         return guide
 
     def close(self) -> None:
-        """Ends threads and processes. Guides that wait for a mask wait on."""
-        if self._running is not None:
-            for work in self._running.queues:
-                work.put(None)
-            self._running.join()
+        """Ends the threads, if there are any. Guides that wait for a mask wait on."""
+        for _ in self._threads:
+            self._work.put(None)
+        for thread in self._threads:
+            thread.join()
 
+    def _copy(self, grammar: str) -> LLMatcher:
+        """A matcher for a new answer. Raises MatchError where too much memory is in use."""
+        assert self.matchers is not None, "a guide was opened"
+        if _memory_bytes() > self._enough_bytes:
+            raise MatchError("too many long grammars are in use; try again later")
+        with self._lock:
+            template = self._templates.pop(grammar, None)
+        if template is None:
+            template = self.matchers.build(grammar)
+        # Compiled and warm: another request with the same grammar takes a copy in microseconds.
+        with self._lock:
+            self._templates[grammar] = template
+            if len(self._templates) > _MAX_TEMPLATES:
+                self._templates.popitem(last=False)
+        return template.deep_copy()
 
-class _Processes(threading.Thread):
-    """A pool of processes with a thread for each; over when one of them fails, or cannot be started."""
-
-    def __init__(self, setup: Setup, wake: Callable[[], None], num_processes: int) -> None:
-        super().__init__(name="grammar-processes", daemon=True)
-        self.queues: list[_Work] = [queue.SimpleQueue() for _ in range(num_processes)]
-        self.failure: str | None = None
-        """Why its guides end; None while it works. Set before they are told, so that none is overlooked."""
-        self.pool: MatcherPool | None = None
-        self._setup = setup
-        self._wake = wake
-
-    def run(self) -> None:
-        started: list[_Follower] = []
-        try:
-            # Not in the step loop: a start takes tens of milliseconds, and writes a megabyte.
-            self.pool = MatcherPool.start(self._setup, len(self.queues))
-            for work, sock in zip(self.queues, self.pool.sockets, strict=True):
-                follower = _Follower(work, sock, self._wake, lambda: self._fail(_FAILED))
-                follower.start()
-                started.append(follower)
-        except Exception as error:  # noqa: BLE001 -- whatever it was, requests wait for these processes
-            logger.error("%s: %r", _NOT_STARTED, error)
-            self._fail(_NOT_STARTED)
-        for follower in started:
-            follower.join()
-        if self.pool is not None:
-            for sock in self.pool.sockets:
-                sock.close()
-            self.pool.end()
-        if self.failure is not None:
-            for work in self.queues:  # of those that have no follower
-                for guide in _take_all(work):
-                    guide.drop(self.failure)
-            self._wake()
-
-    def _fail(self, reason: str) -> None:
-        self.failure = self.failure or reason
-        for work in self.queues:
-            work.put(None)
-
-
-class _Follower(threading.Thread):
-    """Hands one process the work of its guides, and the guides its replies."""
-
-    def __init__(
-        self, work: _Work, sock: socket.socket, wake: Callable[[], None], on_failure: Callable[[], None]
-    ) -> None:
-        super().__init__(name="grammar-follower", daemon=True)
-        self._work = work
-        self._socket = sock
-        self._wake = wake
-        self._on_failure = on_failure
-        self._decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
-        self._guides: dict[int, GrammarGuide] = {}
-        self._num_sent: dict[int, int] = {}  # by id: tokens the process has; absent: it does not know the session
-        self._awaited: deque[tuple[GrammarGuide, int]] = deque()  # with how many tokens the reply is for
-        self._has_news = False
-
-    def run(self) -> None:
-        self._socket.settimeout(_REPLY_TIMEOUT_S)
-        try:
-            while (guide := self._next()) is not None:
-                self._send(guide)
-        except Exception as error:  # noqa: BLE001 -- whatever it was, requests wait for these replies
-            logger.error("a process that follows grammars does not answer: %r", error)
-            self._on_failure()
-        finally:
-            self._socket.close()
-            self._fail_guides()
-
-    def _fail_guides(self) -> None:
-        for guide in (*self._guides.values(), *_take_all(self._work)):
-            guide.drop(_FAILED)
-        self._wake()
-
-    def _next(self) -> GrammarGuide | None:
-        """The next guide with work. Replies are taken meanwhile; before it waits, the loop is woken for them."""
-        while True:
-            if len(self._awaited) < _PIPELINE:
-                with contextlib.suppress(queue.Empty):
-                    return self._work.get_nowait()
-            if self._has_news and not (self._awaited and self._is_readable()):
-                self._has_news = False
+    def _run(self) -> None:
+        while (guide := self._work.get()) is not None:
+            guide.advance()
+            if self._work.empty():  # the next step can then take the rows of all these masks
                 self._wake()
-            if not self._awaited:
-                return self._work.get()
-            self._take_reply()
-
-    def _is_readable(self) -> bool:
-        return bool(select.select([self._socket], [], [], _GATHER_S)[0])
-
-    def _send(self, guide: GrammarGuide) -> None:
-        """Tells the process what `guide` has learnt since."""
-        id_ = guide.id
-        num_sent = self._num_sent.get(id_)
-        if guide.is_closed:
-            if self._guides.pop(id_, None) is not None:
-                self._num_sent.pop(id_, None)
-                self._socket.sendall(pack(Close(id_)))
-            return
-        num_tokens = len(guide.tokens)
-        if num_sent == num_tokens:
-            return
-        tokens = array("i", guide.tokens[num_sent or 0 : num_tokens]).tobytes()
-        request: Request = Open(id_, guide.grammar, tokens) if num_sent is None else Advance(id_, tokens)
-        self._guides[id_] = guide
-        self._num_sent[id_] = num_tokens
-        self._awaited.append((guide, num_tokens))
-        self._socket.sendall(pack(request))
-
-    def _take_reply(self) -> None:
-        frame = receive_frame(self._socket)
-        if frame is None:
-            raise EOFError("the socket was closed")
-        reply = self._decoder.decode(frame)
-        guide, num_tokens = self._awaited.popleft()
-        match reply:
-            case Mask():
-                guide.tell(reply, num_tokens)
-            case Gone():
-                # Lost with a process that another grammar ended. The guide knows its tokens: it begins again.
-                self._num_sent.pop(guide.id, None)
-                self._send(guide)
-                return
-            case Died(reason):
-                guide.fail(f"its grammar {reason}")
-            case Refused(message):
-                guide.fail(message)
-        self._has_news = True
 
 
-def _take_all(work: _Work) -> list[GrammarGuide]:
-    """The guides in `work`, which is empty then."""
-    guides: list[GrammarGuide] = []
-    with contextlib.suppress(queue.Empty):
-        while True:
-            if (guide := work.get_nowait()) is not None:
-                guides.append(guide)
-    return guides
+def _memory_bytes() -> int:
+    """Memory of this process."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()

@@ -122,30 +122,24 @@ class _Finite:
                 return False
         kinds = node.get("type")
         kinds = [kinds] if isinstance(kinds, str) else _list(kinds)
-        return not kinds or any(
-            self._object(node) if kind == "object" else self._array(node) if kind == "array" else True for kind in kinds
-        )
+        return not kinds or any(all(map(self._node, _required(node, kind))) for kind in kinds)
 
-    def _object(self, node: dict[str, Any]) -> bool:
-        properties = node.get("properties")
-        if not isinstance(properties, dict):
-            return True
-        return all(self._node(properties[name]) for name in _list(node.get("required")) if _is_key(name, properties))
 
-    def _array(self, node: dict[str, Any]) -> bool:
-        least = node.get("minItems", 0)
-        if not isinstance(least, int) or least <= 0:
-            return True
+def _required(node: dict[str, Any], kind: object) -> list[object]:
+    """The schemas of what a value of type `kind` cannot do without."""
+    properties = node.get("properties")
+    if kind == "object" and isinstance(properties, dict):
+        names = [name for name in _list(node.get("required")) if isinstance(name, str)]
+        return [properties[name] for name in names if name in properties]
+    least = node.get("minItems")
+    if kind == "array" and isinstance(least, int) and least > 0:
         first = _list(node.get("prefixItems"))
-        return all(map(self._node, first[:least])) and (least <= len(first) or self._node(node.get("items", True)))
+        return first[:least] if least <= len(first) else [*first, node.get("items", True)]
+    return []
 
 
 def _list(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
-
-
-def _is_key(name: object, mapping: dict[str, Any]) -> bool:
-    return isinstance(name, str) and name in mapping
 
 
 def _resolve(root: object, reference: str) -> object:

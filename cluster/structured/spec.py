@@ -141,14 +141,6 @@ def _structured_outputs(given: Mapping[str, Any], param: str) -> GrammarSpec | N
     return msgspec.structs.replace(spec, compact=compact) if spec is not None and compact else spec
 
 
-def _json_object(value: Any, param: str) -> GrammarSpec:
-    return object_grammar(param)
-
-
-def _choice(value: Any, param: str) -> GrammarSpec:
-    return _spec(GrammarKind.CHOICE, msgspec.json.encode(value), param)
-
-
 def _regex(value: Any, param: str) -> GrammarSpec:
     return _spec(GrammarKind.REGEX, value.encode(), param)
 
@@ -179,17 +171,15 @@ def _spec(kind: GrammarKind, body: bytes, param: str, *, strict: bool = True, co
 _STRUCTURED_OUTPUTS: Mapping[str, Callable[[Any, str], GrammarSpec | None]] = {
     "json": schema_grammar,
     "regex": _regex,
-    "choice": _choice,
+    "choice": lambda value, param: _spec(GrammarKind.CHOICE, msgspec.json.encode(value), param),
     "grammar": lark_grammar,
-    "json_object": _json_object,
+    "json_object": lambda _, param: object_grammar(param),
     "structural_tag": _structural_tag,
 }
 _READERS: Mapping[str, Callable[[Any, str], GrammarSpec | None]] = {
+    **_STRUCTURED_OUTPUTS,
     "response_format": _response_format,
     "structured_outputs": _structured_outputs,
     "json_schema": schema_grammar,
-    "regex": _regex,
-    "choice": _choice,
-    "grammar": lark_grammar,
     "ebnf": lark_grammar,
 }

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.text.reasoning import ReasoningStyle, read_reasoning
-from cluster.text.tools.events import Content, Event, merged
+from cluster.text.tools.events import Content, Event
 from cluster.text.tools.sink import Sink
 from cluster.text.tools.styles import CallStyle, read_content
 from cluster.text.tools.text_stream import Reading, TextStream
@@ -55,14 +55,20 @@ class AnswerFormat:
 class AnswerReader:
     """Reads one answer as its tokens come, and counts those of its thinking."""
 
-    __slots__ = ("_parser", "_starts", "num_reasoning_tokens")
+    __slots__ = ("_reading", "_sink", "_starts", "_text", "_thinking_end", "num_reasoning_tokens")
 
     def __init__(self, form: AnswerFormat) -> None:
         self.num_reasoning_tokens = 0
-        self._parser = None if form.is_plain else AnswerParser(form)
         self._starts: list[int] | None = None if form.reasoning is None else []
+        self._thinking_end: int | None = None  # characters of the answer up to there, tags included, once it is known
+        self._text = TextStream()
+        new_id = form.calls.new_id if form.calls else str
+        self._sink = Sink(form.tools, new_id, max_calls=form.max_calls, calls_only=form.calls_only)
+        self._reading = None if form.is_plain else self._read(form)
+        if self._reading is not None:
+            next(self._reading)
 
-    def read(self, text: str, starts: Sequence[int], *, ended: bool, cut: bool = False) -> list[Event]:
+    def read(self, text: str, starts: Sequence[int] = (), *, ended: bool = False, cut: bool = False) -> list[Event]:
         """What `text` made certain.
 
         Args:
@@ -70,68 +76,28 @@ class AnswerReader:
             ended: nothing follows.
             cut: it ended at a limit, and the model would have gone on.
         """
-        if self._parser is None:
+        if self._reading is None:
             return [Content(text)] if text else []
-        events = self._parser.push(text)
-        if ended:
-            events = merged([*events, *self._parser.finish(cut=cut)])
-        if self._starts is not None:
-            self._starts += starts
-            end = self._parser.reasoning_end
-            self.num_reasoning_tokens = len(self._starts) if end is None else bisect_left(self._starts, end)
-            if end is not None and self._starts and self._starts[-1] >= end:
-                self._starts = None
-        return events
-
-
-class AnswerParser:
-    """Reads the text of one answer."""
-
-    __slots__ = ("_reading", "_sink", "_text", "reasoning_end")
-
-    def __init__(self, form: AnswerFormat) -> None:
-        self.reasoning_end: int | None = None
-        """Characters of the answer up to the end of its thinking, tags included; None until it is known."""
-        self._text = TextStream()
-        self._sink = Sink(
-            form.tools,
-            form.calls.new_id if form.calls else str,
-            max_calls=form.max_calls,
-            calls_only=form.calls_only,
-        )
-        self._reading = self._read(form)
-        next(self._reading)
-
-    @property
-    def num_calls(self) -> int:
-        """Calls begun so far."""
-        return self._sink.num_calls
-
-    def push(self, text: str) -> list[Event]:
-        """What `text` made certain."""
         for start in range(0, len(text), _PIECE):
             self._text.push(text[start : start + _PIECE])
             next(self._reading)
-        return self._sink.take()
-
-    def finish(self, *, cut: bool = False) -> list[Event]:
-        """What was held back, once the answer is over. Nothing may be pushed after it.
-
-        Args:
-            cut: it ended at a limit, and the model would have gone on.
-        """
-        self._text.ended, self._text.cut = True, cut
-        next(self._reading, None)
-        self._sink.end()
+        if ended:
+            self._text.ended, self._text.cut = True, cut
+            next(self._reading, None)
+            self._sink.end()
+        if self._starts is not None:
+            self._starts += starts
+            end = self._thinking_end
+            self.num_reasoning_tokens = len(self._starts) if end is None else bisect_left(self._starts, end)
+            if end is not None and self._starts and self._starts[-1] >= end:
+                self._starts = None
         return self._sink.take()
 
     def _read(self, form: AnswerFormat) -> Reading[None]:
         text, sink = self._text, self._sink
-        if form.reasoning is None:
-            self.reasoning_end = 0
-        else:
+        if form.reasoning is not None:
             was_thinking = yield from read_reasoning(text, sink, form.reasoning, is_open=form.starts_in_reasoning)
-            self.reasoning_end = text.position if was_thinking else 0
+            self._thinking_end = text.position if was_thinking else 0
             if was_thinking:
                 yield from text.skip_space()
         yield from form.calls.read(text, sink) if form.calls else read_content(text, sink)

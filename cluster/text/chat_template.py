@@ -12,24 +12,23 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jinja2 import nodes
-from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.exceptions import TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
 
 from configs.errors import CheckpointError
 from configs.gguf_header import GGUFHeader
 
 RENDER_TIMEOUT_S = 5.0
 MAX_RENDERED_CHARS = 32 << 20
-_MAX_REPEATED = 1 << 20
 _TICKS = 64  # between two looks at the clock
 _OURS = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
@@ -116,12 +115,10 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
         add_generation_prompt: bool = True,
-        timeout_s: float | None = None,
     ) -> str:
         """The prompt's text. Blocks for as long as the template takes.
 
         Args:
-            timeout_s: at most as long. None: `RENDER_TIMEOUT_S`.
             variables: more names for the template; only those it `takes`.
             continue_final_message: the text ends where the last message's content does, without what the template
                 writes after it.
@@ -135,7 +132,7 @@ class ChatTemplate:
             mark = f"<{secrets.token_hex(16)}>"
             messages = [*messages[:-1], {**messages[-1], "content": f"{messages[-1]['content']}{mark}"}]
         template = self._templates.get(self._name(tools, documents)) or next(iter(self._templates.values()))
-        self._environment.start_clock(RENDER_TIMEOUT_S if timeout_s is None else timeout_s)
+        self._environment.start_clock(RENDER_TIMEOUT_S)
         text = []
         size = 0
         for piece in template.generate(
@@ -174,17 +171,15 @@ class _Clock(threading.local):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with a clock: whatever a template repeats calls, reads an attribute, computes or writes."""
-
-    intercepted_binops = frozenset({"*", "**"})
+    """Jinja's sandbox with a clock: whatever a template repeats calls, reads an attribute or writes."""
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-        self.filters["tojson"] = _to_json
+        # Jinja's own escapes what HTML would misread; a model reads plain JSON.
+        self.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
         self.globals |= {
             "raise_exception": _raise_exception,
-            "strftime_now": _strftime_now,
-            "namespace": _Namespace,
+            "strftime_now": lambda form: datetime.now().strftime(form),
         }
         self._clock = _Clock()
 
@@ -213,15 +208,6 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         self.tick()
         return super().call(context, obj, *args, **kwargs)
 
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        self.tick()
-        if operator == "**" and not (isinstance(right, (int, float)) and abs(right) <= 64):
-            raise SecurityError("powers above 64 are not allowed")
-        for many, one in ((left, right), (right, left)):
-            if isinstance(many, (str, bytes, list, tuple)) and isinstance(one, int) and len(many) * one > _MAX_REPEATED:
-                raise SecurityError(f"repeating a value to more than {_MAX_REPEATED} items is not allowed")
-        return super().call_binop(context, operator, left, right)
-
 
 class _Generation(Extension):
     """`{% generation %}`: marks what a model is trained to write; nothing to whoever only reads the text."""
@@ -233,38 +219,5 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-class _Namespace(Namespace):
-    """Jinja's namespace without names that lead into Python's own."""
-
-    def __init__(self, /, *args: Any, **kwargs: Any) -> None:
-        for name in dict(*args, **kwargs):
-            _check_name(name)
-        super().__init__(*args, **kwargs)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_name(name)
-        super().__setitem__(name, value)
-
-
-def _check_name(name: object) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a namespace takes no name with an underscore in front: {name!r}")
-
-
 def _raise_exception(message: str) -> None:
     raise TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own escapes what HTML would misread; a model reads plain JSON.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -8,24 +8,12 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from tokenizers import Tokenizer as RustTokenizer
-from tokenizers.decoders import DecodeStream
 
 _PRIMING_TOKENS = 6  # 11-71 us; priming with a 128k prompt takes 36 ms of the event loop
 _REPLACEMENT = "�"
 _MAX_PENDING_TOKENS = 16  # longest undecided run: a joined emoji is at most this many byte tokens
-
-
-class Detokenizer(Protocol):
-    """Decodes one sequence, one token at a time."""
-
-    def push(self, token_id: int) -> str:
-        """Text that `token_id` made certain; empty while a character is incomplete."""
-
-    def flush(self) -> str:
-        """What is still held at the end: U+FFFD for an unfinished character."""
 
 
 class ByteDetokenizer:
@@ -41,9 +29,11 @@ class ByteDetokenizer:
         self._decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
 
     def push(self, token_id: int) -> str:
+        """Text that `token_id` made certain; empty while a character is incomplete."""
         return self._decode(self._token_bytes(token_id))
 
     def flush(self) -> str:
+        """What is still held at the end: U+FFFD for an unfinished character."""
         return self._decode(b"", True)
 
 
@@ -53,69 +43,51 @@ class StreamDetokenizer:
     The prompt's last tokens are given as context, so that a first word keeps its leading space.
     """
 
-    __slots__ = ("_context", "_hidden", "_pending", "_skip", "_stream", "_tokenizer")
+    __slots__ = ("_context", "_hidden", "_known", "_pending", "_tokenizer")
 
     def __init__(
-        self,
-        tokenizer: RustTokenizer,
-        prompt_ids: Sequence[int] = (),
-        *,
-        skip_special_tokens: bool = True,
-        hidden: frozenset[int] = frozenset(),
+        self, tokenizer: RustTokenizer, prompt_ids: Sequence[int] = (), hidden: frozenset[int] = frozenset()
     ) -> None:
-        """`hidden`: more ids that are not to be seen."""
+        """`hidden`: ids that are not to be seen."""
         self._tokenizer = tokenizer
-        self._skip = skip_special_tokens
         self._hidden = hidden
-        context = [id_ for id_ in prompt_ids[-_MAX_PENDING_TOKENS:] if id_ not in hidden]
-        self._context = _safe_tail(tokenizer, context, skip_special_tokens)
         self._pending: list[int] = []  # tokens whose text is not out yet
-        self._stream = self._new_stream()
+        self._go_on([id_ for id_ in prompt_ids[-_MAX_PENDING_TOKENS:] if id_ not in hidden][-_PRIMING_TOKENS:])
 
     def push(self, token_id: int) -> str:
+        """Text that `token_id` made certain; empty while a character is incomplete."""
         if token_id in self._hidden:
             return ""
         self._pending.append(token_id)
-        try:
-            text = self._stream.step(self._tokenizer, token_id)
-        except (
-            Exception
-        ) as error:  # tokenizers raises bare Exception: https://github.com/vllm-project/vllm/issues/17448
-            if "Invalid prefix" not in str(error):
-                raise
-            return self._restart()
-        if text is not None:
-            self._context = [*self._context, *self._pending][-_PRIMING_TOKENS:]
-            self._pending.clear()
-            return str(text)
+        text = self.flush()
+        if text and not text.endswith(_REPLACEMENT):
+            self._go_on(self._pending)
         # A real U+FFFD in the output never becomes certain: without a bound the window grows and costs O(n^2).
-        return self._restart() if len(self._pending) >= _MAX_PENDING_TOKENS else ""
-
-    def flush(self) -> str:
-        return self._decode_pending() if self._pending else ""
-
-    def _restart(self) -> str:
-        text = self._decode_pending()
-        self._context = _safe_tail(self._tokenizer, [*self._context, *self._pending], self._skip)
-        self._pending.clear()
-        self._stream = self._new_stream()
+        elif len(self._pending) >= _MAX_PENDING_TOKENS:
+            self._go_on([*self._context, *self._pending][-_PRIMING_TOKENS:])
+        else:
+            return ""
         return text
 
-    def _decode_pending(self) -> str:
-        known = self._tokenizer.decode(self._context, skip_special_tokens=self._skip)
-        text = self._tokenizer.decode([*self._context, *self._pending], skip_special_tokens=self._skip)
-        if text.startswith(known):
-            return text[len(known) :]
-        return self._tokenizer.decode(self._pending, skip_special_tokens=self._skip)
+    def flush(self) -> str:
+        """What is still held at the end: U+FFFD for an unfinished character."""
+        if not self._pending:
+            return ""
+        text = self._decode([*self._context, *self._pending])
+        return text[len(self._known) :] if text.startswith(self._known) else self._decode(self._pending)
 
-    def _new_stream(self) -> DecodeStream:
-        return DecodeStream(ids=self._context, skip_special_tokens=self._skip)
+    def _go_on(self, context: Sequence[int]) -> None:
+        """Makes `context` what comes before the next tokens, less those that end inside a character: the text of half
+        an emoji would not begin the text of the whole."""
+        self._context = list(context)
+        while (known := self._decode(self._context)).endswith(_REPLACEMENT):
+            self._context.pop()
+        self._known = known
+        self._pending = []
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False)) if ids else ""
 
 
-def _safe_tail(tokenizer: RustTokenizer, ids: Sequence[int], skip_special_tokens: bool) -> list[int]:
-    """The last few of `ids`, less those that end inside a character: a stream primed with half an emoji returns the
-    prompt's text with its first step (https://github.com/vllm-project/vllm/issues/48853)."""
-    tail = list(ids[-_PRIMING_TOKENS:])
-    while tail and tokenizer.decode(tail, skip_special_tokens=skip_special_tokens).endswith(_REPLACEMENT):
-        tail.pop()
-    return tail
+Detokenizer = ByteDetokenizer | StreamDetokenizer
+"""The decoder of one sequence, one token at a time."""

@@ -15,10 +15,9 @@ from typing import Any, Literal
 from cluster.text.answer_parser import AnswerFormat
 from cluster.text.chat_template import ChatTemplate
 from cluster.text.reasoning import REASONING_STYLES, ReasoningStyle, detect_reasoning
-from cluster.text.tools.detect import detect_calls
 from cluster.text.tools.generic import GenericTools
 from cluster.text.tools.grammar import CallGrammar, SpecialId
-from cluster.text.tools.styles import STYLES, CallStyle
+from cluster.text.tools.styles import STYLES, CallStyle, detect_calls
 from cluster.text.tools.tool_use import ToolMode, ToolUse, is_told_of
 from configs.errors import RequestError
 from configs.schema import ServerConfig
@@ -85,36 +84,33 @@ class ModelFormats:
         """
         if use is None or not is_told_of(use) or self.generic is not None:
             return None
-        if use.mode is ToolMode.AUTO:
-            if not self.takes_tools:
-                raise RequestError(
-                    "This model's chat template does not show tools to it. Require a call (tool_choice required, or a "
-                    "named function), or have the server set server.tool_template=auto.",
-                    code="unsupported_parameter",
-                    param="tools",
-                )
-            if self.calls is None and not self.calls_are_off:
-                raise RequestError(
-                    "The format this model calls tools in is not known. Require a call (tool_choice required, or a "
-                    "named function), or have the server set server.tool_call_parser.",
-                    code="unsupported_parameter",
-                    param="tools",
-                )
+        reason = advice = ""
+        if not self.takes_tools:
+            reason, advice = "This model's chat template does not show tools to it", "server.tool_template=auto"
+        elif self.calls is None and not self.calls_are_off:
+            reason, advice = "The format this model calls tools in is not known", "server.tool_call_parser"
+        if use.mode is ToolMode.AUTO and reason:
+            raise RequestError(
+                f"{reason}. Require a call (tool_choice required, or a named function), or have the server set "
+                f"{advice}.",
+                code="unsupported_parameter",
+                param="tools",
+            )
         return [tool.shown for tool in use.tools] if self.takes_tools else None
 
     def answer_format(self, use: ToolUse | None, prompt: str, continued: str = "") -> AnswerFormat:
         """How an answer is read; `prompt` and `continued` as in `ReasoningStyle.is_open`."""
         reasoning = self.reasoning
-        is_open = reasoning is not None and reasoning.is_open(prompt, continued)
-        is_over = reasoning is not None and reasoning.is_over(prompt, continued)
-        if use is None or use.mode is ToolMode.NONE:
-            return AnswerFormat(
-                reasoning=reasoning, starts_in_reasoning=is_open, starts_after_reasoning=is_over, tools={}
-            )
-        return AnswerFormat(
+        form = AnswerFormat(
             reasoning=reasoning,
-            starts_in_reasoning=is_open,
-            starts_after_reasoning=is_over,
+            starts_in_reasoning=reasoning is not None and reasoning.is_open(prompt, continued),
+            starts_after_reasoning=reasoning is not None and reasoning.is_over(prompt, continued),
+            tools={},
+        )
+        if use is None or not is_told_of(use):
+            return form
+        return replace(
+            form,
             calls=self._forced_style if use.is_forced else self.calls,
             tools={tool.name: tool.parameters for tool in use.callable},
             max_calls=None if use.parallel else 1,

@@ -72,7 +72,6 @@ def read_reasoning(text: TextStream, sink: Sink, style: ReasoningStyle, *, is_op
         sink.content(space)
         return False
     yield from text.skip_space()
-    sink.begin_reasoning()
     if (yield from text.take_until((style.end,), sink.reasoning)):
         sink.end_reasoning()
     return True

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from cluster.text.stop_regex import StopRegex
 
@@ -26,8 +25,24 @@ class TextOptions:
     """The one token that is generated is no part of the answer, which is about the prompt."""
 
 
-class TextEnd(Protocol):
-    """Finds the end of one text that comes in pieces."""
+class TextEnd:
+    """Finds the end of one text that comes in pieces, and holds back only what may still become a stop string.
+
+    Per stop string it keeps how long a prefix of it the text ends with (Knuth-Morris-Pratt), so the result does not
+    depend on how the text was cut, and a character costs the same however long the strings are. The match that ends
+    first wins; of two strings that end together the longer, and a string before a pattern. What a pattern matches stays
+    in the text: nothing is held for it.
+    """
+
+    __slots__ = ("_failures", "_held", "_options", "_states", "_stops", "_tail")
+
+    def __init__(self, options: TextOptions) -> None:
+        self._options = options
+        self._stops = sorted(options.stops, key=len, reverse=True)
+        self._failures = [_failure_links(stop) for stop in self._stops]
+        self._states = [0] * len(self._stops)
+        self._held = ""
+        self._tail = ""  # of the text so far, for patterns
 
     def push(self, text: str, *, may_end: bool = True) -> tuple[str, str | None]:
         """(text that is certain, the stop string or pattern met or None). After a match the rest is dropped.
@@ -35,67 +50,24 @@ class TextEnd(Protocol):
         Args:
             may_end: False: a match that ends in `text` does not count.
         """
-
-    def flush(self) -> str:
-        """The text held back, for a sequence that ended otherwise."""
-
-
-def text_end(options: TextOptions) -> TextEnd:
-    """What ends the text of one sequence."""
-    strings = StopMatcher(options.stops, keep=options.include_stop)
-    return PatternMatcher(options.patterns, strings) if options.patterns else strings
-
-
-class PatternMatcher:
-    """Finds stop patterns, and stop strings before them. What a pattern matches stays in the text: nothing is held."""
-
-    __slots__ = ("_patterns", "_strings", "_tail")
-
-    def __init__(self, patterns: Sequence[StopRegex], strings: StopMatcher) -> None:
-        self._patterns = patterns
-        self._strings = strings
-        self._tail = ""  # of the text so far
-
-    def push(self, text: str, *, may_end: bool = True) -> tuple[str, str | None]:
         end, source = len(text), None
-        if may_end and text:
-            for pattern in self._patterns:
+        if self._options.patterns:
+            for pattern in self._options.patterns if may_end else ():
                 found = pattern.first_end(self._tail, text)
                 if found is not None and (source is None or found < end):
                     end, source = found, pattern.source
-        self._tail = StopRegex.window(self._tail, text)
-        certain, stop = self._strings.push(text[:end], may_end=may_end)
+            self._tail = StopRegex.window(self._tail, text)
+        certain, stop = self._until_string(text[:end], may_end)
         if stop is None and source is not None:
-            return certain + self._strings.flush(), source
+            return certain + self.flush(), source
         return certain, stop
 
     def flush(self) -> str:
-        return self._strings.flush()
+        """The text held back, for a sequence that ended otherwise."""
+        held, self._held = self._held, ""
+        return held
 
-
-class StopMatcher:
-    """Finds the first stop string in text that comes in pieces, and holds back only what may still become one.
-
-    Per stop string it keeps how long a prefix of it the text ends with (Knuth-Morris-Pratt), so the result does not
-    depend on how the text was cut, and a character costs the same however long the strings are. The match that ends
-    first wins; of two that end together, the longer.
-    """
-
-    __slots__ = ("_failures", "_held", "_keep", "_states", "_stops")
-
-    def __init__(self, stops: Sequence[str], *, keep: bool = False) -> None:
-        """
-        Args:
-            stops: none of them empty.
-            keep: the stop string stays in the text; then nothing is held back.
-        """
-        self._keep = keep
-        self._stops = sorted(stops, key=len, reverse=True)
-        self._failures = [_failure_links(stop) for stop in self._stops]
-        self._states = [0] * len(self._stops)
-        self._held = ""
-
-    def push(self, text: str, *, may_end: bool = True) -> tuple[str, str | None]:
+    def _until_string(self, text: str, may_end: bool) -> tuple[str, str | None]:
         if not self._stops:
             return text, None
         states, stops, failures = self._states, self._stops, self._failures
@@ -110,17 +82,13 @@ class StopMatcher:
                     if may_end:
                         seen = self._held + text[: position + 1]
                         self._held = ""
-                        return seen[: len(seen) - (0 if self._keep else state)], stop
+                        return seen[: len(seen) - (0 if self._options.include_stop else state)], stop
                     state = failures[i][state - 1]
                 states[i] = state
         seen = self._held + text
-        num_certain = len(seen) - (0 if self._keep else max(states))
+        num_certain = len(seen) - (0 if self._options.include_stop else max(states))
         self._held = seen[num_certain:]
         return seen[:num_certain], None
-
-    def flush(self) -> str:
-        held, self._held = self._held, ""
-        return held
 
 
 def _failure_links(stop: str) -> list[int]:

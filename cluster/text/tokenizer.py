@@ -44,12 +44,10 @@ class Tokenizer:
         added = self._rust.get_added_tokens_decoder()
         self._special_ids = frozenset(id_ for id_, token in added.items() if token.special)
         self._byte_level = isinstance(self._rust.decoder, decoders.ByteLevel)
-        self._template_source = fast.chat_template if chat_template is None else chat_template
-        self._template = (
-            None if self._template_source is None else ChatTemplate(self._template_source, fast.special_tokens_map)
-        )
+        source = fast.chat_template if chat_template is None else chat_template
+        self.template = None if source is None else ChatTemplate(source, fast.special_tokens_map)
+        """The chat template; None when the model has none."""
         self._bytes: dict[int, bytes] = {}  # of the tokens seen so far; bounded by the vocabulary
-        self._visible: dict[int, bytes] = {}
         self._texts: dict[int, str] = {}
 
     @classmethod
@@ -87,22 +85,6 @@ class Tokenizer:
     def eos_token_id(self) -> int | None:
         return self._fast.eos_token_id
 
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """Ids that are never shown as text."""
-        return self._special_ids
-
-    @property
-    def chat_template(self) -> str | None:
-        """The Jinja source used for chats; None when the model has none."""
-        source = self._template_source
-        return source.get("default") if isinstance(source, dict) else source
-
-    @property
-    def template(self) -> ChatTemplate | None:
-        """The chat template; None when the model has none."""
-        return self._template
-
     def to_json(self) -> str:
         """It all as the text of a tokenizer.json, added tokens included."""
         return str(self._rust.to_str())
@@ -131,23 +113,12 @@ class Tokenizer:
         Args:
             shown: special tokens that are not skipped.
         """
-        shown_ids = {id_ for text in shown if (id_ := self.special_id(text)) is not None}
-        if skip_special_tokens and shown_ids:
-            hidden = self._special_ids - shown_ids
-            if self._byte_level:
-                return ByteDetokenizer(lambda id_: b"" if id_ in hidden else self.token_bytes(id_))
-            return StreamDetokenizer(self._rust, prompt_ids, skip_special_tokens=False, hidden=hidden)
+        hidden: frozenset[int] = frozenset()
+        if skip_special_tokens:
+            hidden = self._special_ids.difference(map(self.special_id, shown)) if shown else self._special_ids
         if self._byte_level:
-            return ByteDetokenizer(self.visible_bytes if skip_special_tokens else self.token_bytes)
-        return StreamDetokenizer(self._rust, prompt_ids, skip_special_tokens=skip_special_tokens)
-
-    def visible_bytes(self, token_id: int) -> bytes:
-        """`token_bytes`, but nothing for special tokens."""
-        known = self._visible.get(token_id)
-        if known is None:
-            known = b"" if token_id in self._special_ids else self.token_bytes(token_id)
-            self._visible[token_id] = known
-        return known
+            return ByteDetokenizer(lambda id_: b"" if id_ in hidden else self.token_bytes(id_))
+        return StreamDetokenizer(self._rust, prompt_ids, hidden)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The raw bytes one token stands for: half an emoji stays half an emoji. Empty for an unknown id."""

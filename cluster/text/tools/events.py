@@ -5,9 +5,8 @@ Every route that shows answers converts these: a stream one by one, a whole answ
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ class Arguments:
 Event = Content | Reasoning | CallStarted | Arguments
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Call:
     """A whole call."""
 
@@ -54,7 +53,7 @@ class Call:
     """JSON text; cut off where the answer was."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Parsed:
     """A whole answer."""
 
@@ -63,41 +62,14 @@ class Parsed:
     calls: list[Call]
 
 
-def collect(events: Iterable[Event]) -> Parsed:
+def collect(events: Sequence[Event]) -> Parsed:
     """The answer that `events` spell."""
-    content: list[str] = []
-    reasoning: list[str] = []
-    calls: list[Call] = []
-    fragments: list[list[str]] = []
+    content = "".join([event.text for event in events if isinstance(event, Content)])
+    reasoning = "".join([event.text for event in events if isinstance(event, Reasoning)])
+    started = [event for event in events if isinstance(event, CallStarted)]
+    fragments: list[list[str]] = [[] for _ in started]
     for event in events:
-        match event:
-            case Content(text):
-                content.append(text)
-            case Reasoning(text):
-                reasoning.append(text)
-            case CallStarted(_, id_, name):
-                calls.append(Call(id_, name, ""))
-                fragments.append([])
-            case Arguments(index, fragment):
-                fragments[index].append(fragment)
-    for call, pieces in zip(calls, fragments, strict=True):
-        call.arguments = "".join(pieces)
-    return Parsed("".join(content), "".join(reasoning), calls)
-
-
-def merged(events: Sequence[Event]) -> list[Event]:
-    """The same answer in as few events as possible: neighbours of one kind (and index) become one."""
-    if len(events) < 2:
-        return list(events)
-    result: list[Event] = []
-    for (kind, index), group in groupby(events, key=lambda event: (type(event), getattr(event, "index", None))):
-        same = list(group)
-        if len(same) == 1 or kind is CallStarted:
-            result += same
-        elif kind is Arguments:
-            assert index is not None
-            result.append(Arguments(index, "".join(event.fragment for event in same if isinstance(event, Arguments))))
-        else:
-            text = "".join(event.text for event in same if isinstance(event, Content | Reasoning))
-            result.append(Content(text) if kind is Content else Reasoning(text))
-    return result
+        if isinstance(event, Arguments):
+            fragments[event.index].append(event.fragment)
+    calls = [Call(call.id, call.name, "".join(pieces)) for call, pieces in zip(started, fragments, strict=True)]
+    return Parsed(content, reasoning, calls)

@@ -7,7 +7,8 @@ each tool are a grammar of their own, checked before.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cluster.text.reasoning import ReasoningStyle
@@ -29,13 +30,12 @@ class CallGrammar:
         """
         assert style.layout is not None, f"{style.name} has no layout"
         self._layout = style.layout
-        self._special_id = special_id
-        self._write = _Text(style.tags, special_id)
+        self._write = _writer(style.tags, special_id)
         self._rules = [f"call: {' | '.join(f'call_{i}' for i in range(len(names)))}"]
         self._schemas: list[dict[str, Any]] = []
         for i, (name, schema) in enumerate(zip(names, arguments, strict=True)):
             opening = f'{{"name": {json.dumps(name)}, {json.dumps(self._layout.arguments_key)}: '
-            self._rules.append(f"call_{i}: {_literal(opening)} @arguments_{i} {_literal('}')}")
+            self._rules.append(f"call_{i}: {literal(opening)} @arguments_{i} {literal('}')}")
             self._schemas += _named(f"arguments_{i}", schema)
 
     def alone(self, *, parallel: bool) -> str:
@@ -53,8 +53,7 @@ class CallGrammar:
         tag = layout.tag
         # A list of calls ends where its end is; calls in tags of their own follow one another like any text.
         more = "" if layout.separator.startswith(layout.end) else f"({self._write(layout.separator)} call)*"
-        id_ = self._special_id(tag)
-        head = f"head[lazy]: TEXT {_literal(tag)}" if id_ is None else f"head: TEXT <[{id_}]>"
+        head = self._write.up_to(tag, "head")
         body = f"body: {self._write(layout.begin.removeprefix(tag))} call {more} {self._write(layout.end)}"
         return self._grammar(f"start: (head body)* tail\n{head}\n{body}\ntail: TEXT\nTEXT: {_ANY_TEXT}")
 
@@ -72,10 +71,10 @@ def after_reasoning(answer: str, style: ReasoningStyle, special_id: SpecialId, *
     """The grammar `answer` for a model that may think before it answers, or with `is_open` does."""
     end = special_id(style.end)
     if end is None:
-        thinking = f"thinking[suffix={_literal(style.end)}]: {_ANY_TEXT}"
+        thinking = f"thinking[suffix={literal(style.end)}]: {_ANY_TEXT}"
     else:
         thinking = f"thinking: THOUGHT <[{end}]>\nTHOUGHT: {_ANY_TEXT}"
-    begin = _Text((style.begin,), special_id)(style.begin)
+    begin = _writer((style.begin,), special_id)(style.begin)
     before = "thinking" if is_open else f"({begin} thinking)?"
     lark = f"start: {before} SPACE? @answer\n{thinking}\nSPACE: /\\n{{1,2}}/"
     return json.dumps({"grammars": [{"lark_grammar": lark}, *_named("answer", answer)]})
@@ -87,23 +86,28 @@ def _named(name: str, grammar: str) -> list[dict[str, Any]]:
     return [{**first, "name": name}, *others]
 
 
-class _Text:
-    """Writes literal text with the tags in it that are special tokens."""
+class LarkText:
+    """Writes literal text as Lark has it, with the special tokens in it by their ids: they have no bytes to match."""
 
-    def __init__(self, tags: Sequence[str], special_id: SpecialId) -> None:
-        self._ids = {tag: id_ for tag in tags if (id_ := special_id(tag)) is not None}
+    def __init__(self, ids: Mapping[str, int]) -> None:
+        """`ids`: of special tokens, by text."""
+        self._ids = ids
+        texts = sorted(map(re.escape, ids), key=len, reverse=True)
+        self._special = re.compile(f"({'|'.join(texts) or '(?!)'})")
 
     def __call__(self, text: str) -> str:
-        parts = []
-        while text:
-            at, tag = min(((at, tag) for tag in self._ids if (at := text.find(tag)) >= 0), default=(len(text), ""))
-            if at:
-                parts.append(_literal(text[:at]))
-            if tag:
-                parts.append(f"<[{self._ids[tag]}]>")
-            text = text[at + len(tag) :]
-        return " ".join(parts)
+        pieces = enumerate(self._special.split(text))
+        return " ".join(f"<[{self._ids[piece]}]>" if i % 2 else literal(piece) for i, piece in pieces if piece)
+
+    def up_to(self, tag: str, rule: str) -> str:
+        """The rule of any text up to `tag` and with it. It is one lazy token of the grammar, which has a rule TEXT."""
+        return f"{rule}: TEXT <[{self._ids[tag]}]>" if tag in self._ids else f"{rule}[lazy]: TEXT {literal(tag)}"
 
 
-def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False) if text else ""
+def literal(text: str) -> str:
+    """`text` as a string of Lark."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _writer(tags: Sequence[str], special_id: SpecialId) -> LarkText:
+    return LarkText({tag: id_ for tag in tags if (id_ := special_id(tag)) is not None})

@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cluster.text.tools.events import Arguments, CallStarted, Content, Event, Reasoning, merged
+from cluster.text.tools.events import Arguments, CallStarted, Content, Event, Reasoning
 from cluster.text.tools.text_stream import SPACE
 
 
 class Sink:
-    """The events of one answer."""
+    """The events of one answer, as few as there can be: neighbours of one kind are one."""
 
     __slots__ = (
         "_calls_only",
         "_dropping",
         "_events",
-        "_is_reasoning",
+        "_kind",
         "_max_calls",
         "_new_id",
         "_space",
@@ -48,33 +48,25 @@ class Sink:
         self._max_calls = max_calls
         self._calls_only = calls_only
         self._dropping = False
-        self._is_reasoning = False
-        self._events: list[Event] = []
-        self._space: list[str] = []  # held whitespace of content or reasoning, whichever is being read
+        # Each with the pieces of its text; the index of a call stands for its arguments.
+        self._events: list[tuple[type[Content | Reasoning] | CallStarted | int, list[str]]] = []
+        self._space: list[str] = []  # held whitespace
+        self._kind: type[Content | Reasoning] = Content  # of the held whitespace
 
     def take(self) -> list[Event]:
         """The events since the last call."""
         events, self._events = self._events, []
-        return merged(events)
+        return [_event(kind, "".join(pieces)) for kind, pieces in events]
 
     def content(self, text: str) -> None:
-        if self._calls_only:
-            return
-        visible = self._hold_space(text)
-        if visible:
-            self._events.append(Content(visible))
-
-    def begin_reasoning(self) -> None:
-        self._is_reasoning = True
+        if not self._calls_only:
+            self._say(Content, text)
 
     def reasoning(self, text: str) -> None:
-        visible = self._hold_space(text)
-        if visible:
-            self._events.append(Reasoning(visible))
+        self._say(Reasoning, text)
 
     def end_reasoning(self) -> None:
         """The closing tag is there: the whitespace before it is gone."""
-        self._is_reasoning = False
         self._space.clear()
 
     def start_call(self, name: str, id_: str | None = None) -> None:
@@ -82,28 +74,37 @@ class Sink:
         self._space.clear()
         self._dropping = self._max_calls is not None and self.num_calls >= self._max_calls
         if not self._dropping:
-            self._events.append(CallStarted(self.num_calls, id_ or self._new_id(), name))
+            self._events.append((CallStarted(self.num_calls, id_ or self._new_id(), name), []))
             self.num_calls += 1
 
     def arguments(self, fragment: str) -> None:
         if not self._dropping:
-            self._events.append(Arguments(self.num_calls - 1, fragment))
+            self._add(self.num_calls - 1, fragment)
 
     def end(self) -> None:
         """The answer is over: held whitespace was text after all, unless a call is before it."""
         space = "".join(self._space)
-        self._space.clear()
-        if space and self._is_reasoning:
-            self._events.append(Reasoning(space))
-        elif space and not self.num_calls:
-            self._events.append(Content(space))
+        if space and (self._kind is Reasoning or not self.num_calls):
+            self._add(self._kind, space)
 
-    def _hold_space(self, text: str) -> str:
-        """What is certain of the held whitespace and `text`; the whitespace `text` ends with is held."""
+    def _say(self, kind: type[Content | Reasoning], text: str) -> None:
+        """Adds what is certain of the held whitespace and `text`; the whitespace that `text` ends with is held."""
+        if not text:
+            return
+        self._kind = kind
         visible = text.rstrip(SPACE)
-        if not visible:
-            self._space.append(text)
-            return ""
-        certain = "".join(self._space) + visible
-        self._space = [text[len(visible) :]]
-        return certain
+        if visible:
+            self._add(kind, "".join(self._space) + visible)
+            self._space.clear()
+        self._space.append(text[len(visible) :])
+
+    def _add(self, kind: type[Content | Reasoning] | int, text: str) -> None:
+        if not self._events or self._events[-1][0] != kind:
+            self._events.append((kind, []))
+        self._events[-1][1].append(text)
+
+
+def _event(kind: type[Content | Reasoning] | CallStarted | int, text: str) -> Event:
+    if isinstance(kind, CallStarted):
+        return kind
+    return Arguments(kind, text) if isinstance(kind, int) else kind(text)

@@ -77,7 +77,7 @@ def _llama3_json(text: TextStream, sink: Sink) -> Reading[None]:
     while True:
         text.mark(tag)
         yield from text.skip_space()
-        if not (yield from _call_objects(text, sink)):
+        if not (yield from _calls(text, sink)):
             _no_call(text, sink)
         tag = yield from text.take_until(("<|python_tag|>",), sink.content)
         if not tag:
@@ -88,8 +88,7 @@ def _plain_json(text: TextStream, sink: Sink) -> Reading[None]:
     """`{"name": …, "arguments": {…}}` or a list of them, as the whole answer."""
     text.mark()
     yield from text.skip_space()
-    is_list = (yield from text.peek()) == "["
-    if not (yield from (_call_list(text, sink) if is_list else _call_objects(text, sink))):
+    if not (yield from _calls(text, sink, in_list=(yield from text.peek()) == "[")):
         _no_call(text, sink)
     yield from read_content(text, sink)
 
@@ -99,14 +98,9 @@ def _mistral(text: TextStream, sink: Sink) -> Reading[None]:
     while tag := (yield from text.take_until(("[TOOL_CALLS]",), sink.content)):
         text.mark(tag)
         yield from text.skip_space()
-        match (yield from text.peek()):
-            case "[":
-                is_call = yield from _call_list(text, sink)
-            case "{":
-                is_call = yield from _call_objects(text, sink)
-            case _:
-                is_call = yield from _mistral_named(text, sink)
-        if not is_call:
+        first = yield from text.peek()
+        is_json = first in ("[", "{")
+        if not (yield from _calls(text, sink, in_list=first == "[") if is_json else _mistral_named(text, sink)):
             _no_call(text, sink)
 
 
@@ -272,38 +266,26 @@ def _call_object(text: TextStream, sink: Sink, *, stop_at: str = "", needs_argum
     return True
 
 
-def _call_objects(text: TextStream, sink: Sink) -> Reading[bool]:
-    """One call after the other, with or without `;` or `,` between them; whether there was one."""
+def _calls(text: TextStream, sink: Sink, *, in_list: bool = False) -> Reading[bool]:
+    """One call after the other, with or without `;` or `,` between them; whether there was one.
+
+    `in_list`: `[` calls with `,` between them `]`.
+    """
+    if in_list:
+        yield from text.skip("[")
+        yield from text.skip_space()
     if not (yield from _call_object(text, sink, needs_arguments=True)):
         return False
     is_call = True
     while is_call:
         text.mark(is_call=True)
         yield from text.skip_space()
-        if (yield from text.skip(";")) or (yield from text.skip(",")):
-            yield from text.skip_space()
-        is_call = yield from _call_object(text, sink, needs_arguments=True)
-    _no_call(text, sink)
-    return True
-
-
-def _call_list(text: TextStream, sink: Sink) -> Reading[bool]:
-    """`[` calls with `,` between them `]`; whether there was one."""
-    yield from text.skip("[")
-    yield from text.skip_space()
-    if not (yield from _call_object(text, sink, needs_arguments=True)):
-        return False
-    is_call = True
-    while is_call:
-        text.mark(is_call=True)
-        yield from text.skip_space()
-        if (yield from text.skip("]")):
+        if in_list and (yield from text.skip("]")):
             text.unmark()
             return True
-        is_call = yield from text.skip(",")
-        if is_call:
-            yield from text.skip_space()
-            is_call = yield from _call_object(text, sink, needs_arguments=True)
+        is_separate = (yield from text.skip(",")) or (not in_list and (yield from text.skip(";")))
+        yield from text.skip_space()
+        is_call = (is_separate or not in_list) and (yield from _call_object(text, sink, needs_arguments=True))
     _no_call(text, sink)
     return True
 
@@ -331,7 +313,7 @@ def _rest_of_object(text: TextStream) -> Reading[None]:
     while (yield from text.skip(",")):
         if (yield from _key(text)) is None:
             return
-        yield from text.take_json(_ignore)
+        yield from text.take_json(lambda _: None)
         yield from text.skip_space()
     yield from text.skip("}")
 
@@ -346,9 +328,9 @@ def _closing(text: TextStream, sink: Sink, tag: str) -> Reading[None]:
 def _key(text: TextStream) -> Reading[str | None]:
     """The key of an object's next value, its colon and the whitespace around them."""
     yield from text.skip_space()
-    key = yield from _string(text)
+    key, is_whole = yield from _string(text)
     yield from text.skip_space()
-    if key is None or not (yield from text.skip(":")):
+    if not is_whole or not (yield from text.skip(":")):
         return None
     yield from text.skip_space()
     return key
@@ -357,28 +339,23 @@ def _key(text: TextStream) -> Reading[str | None]:
 def _tool_name(text: TextStream, sink: Sink) -> Reading[str | None]:
     """The JSON string that is next, if it is the name of a tool. What an answer holds of one that was cut off inside it
     is no name, but a call's."""
-    if (yield from text.peek()) != '"':
+    name, is_whole = yield from _string(text)
+    if name is None:
         return None
-    parts: list[str] = []
-    whole = yield from text.take_json(parts.append)
-    try:
-        name = msgspec.json.decode("".join(parts) + ("" if whole else '"'), type=str)
-    except ValueError:
-        return None
-    text.is_call |= name in sink.tools if whole else any(tool.startswith(name) for tool in sink.tools)
-    return name if whole and name in sink.tools else None
+    text.is_call |= name in sink.tools if is_whole else any(tool.startswith(name) for tool in sink.tools)
+    return name if is_whole and name in sink.tools else None
 
 
-def _string(text: TextStream) -> Reading[str | None]:
-    """The JSON string that is next."""
+def _string(text: TextStream) -> Reading[tuple[str | None, bool]]:
+    """The JSON string that is next, and whether it comes to its end; None for anything else."""
     if (yield from text.peek()) != '"':
-        return None
+        return None, False
     parts: list[str] = []
-    yield from text.take_json(parts.append)
+    is_whole = yield from text.take_json(parts.append)
     try:
-        return msgspec.json.decode("".join(parts), type=str)
+        return msgspec.json.decode("".join(parts) + ("" if is_whole else '"'), type=str), is_whole
     except ValueError:
-        return None
+        return None, False
 
 
 def _argument_text(value: str) -> str | None:
@@ -396,10 +373,6 @@ def _argument_text(value: str) -> str | None:
 
 def _json(value: str) -> str:
     return json.dumps(value, ensure_ascii=False)
-
-
-def _ignore(piece: str) -> None:
-    pass
 
 
 _DEEPSEEK_TAGS = ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")
@@ -430,3 +403,18 @@ STYLES: Mapping[StyleName, CallStyle] = {
         CallStyle(name="qwen3_coder", read=_qwen3_coder, tags=("<tool_call>", "</tool_call>")),
     )
 }
+
+
+def detect_calls(template: str) -> StyleName | None:
+    """The format that a chat template shows to the model; None when it shows none, or one that has no reader here."""
+    if "[TOOL_CALLS]" in template:
+        return "mistral"
+    if "<｜tool▁call▁begin｜>" in template:
+        return "deepseek_v3"
+    if "<function=" in template:
+        # Llama 3.1's other format has the function tag with JSON in it.
+        return "qwen3_coder" if "<parameter=" in template else None
+    if "<tool_call>" in template:
+        # GLM uses the tag for a format of its own: keys and values in tags.
+        return None if "<arg_key>" in template else "hermes"
+    return "llama3_json" if '"parameters": dictionary of argument name and its value' in template else None

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import TypeVar
 
-from cluster.text.tools.json_text import JsonScanner
-
 _T = TypeVar("_T")
 Reading = Generator[None, None, _T]
 SPACE = " \t\r\n"
+_DELIMITERS = SPACE + ",]}"
 _MAX_NAME = 128
 
 
@@ -123,16 +122,51 @@ class TextStream:
             yield
 
     def take_json(self, sink: Callable[[str], None], *, stop_at: str = "") -> Reading[bool]:
-        """Hands the JSON value that is next to `sink`, piece by piece; whether it came to its end (`JsonScanner`)."""
-        scanner = JsonScanner(stop_at)
+        """Hands the JSON value that is next to `sink`, piece by piece; whether it came to its end.
+
+        It looks at brackets, strings and delimiters only: text that is wrong inside its brackets still has an end.
+
+        Args:
+            stop_at: characters that, outside strings, end the value before its brackets do (none of them JSON's): how
+                the closing tag around a broken value begins.
+        """
+        depth = 0
+        in_string = escaped = scalar = done = False
         while True:
-            text, start = self._text, self._position
-            end = scanner.scan(text, start)
+            start = self._position
+            end = len(self._text)
+            for position in range(start, end):
+                char = self._text[position]
+                if in_string:
+                    if escaped:
+                        escaped = False
+                    elif char == "\\":
+                        escaped = True
+                    elif char == '"':
+                        in_string = False
+                        done = not depth
+                elif char in stop_at or (scalar and char in _DELIMITERS):
+                    done, end = True, position
+                    break
+                elif scalar:
+                    continue
+                elif char == '"':
+                    in_string = True
+                elif char in "{[":
+                    depth += 1
+                elif char in "}]":
+                    depth -= 1
+                    done = depth <= 0
+                elif not depth:
+                    scalar = True
+                if done:
+                    end = position + 1
+                    break
             self._position = end
             if end > start:
-                sink(text[start:end])
-            if scanner.done or self.ended:
-                return scanner.done
+                sink(self._text[start:end])
+            if done or self.ended:
+                return done
             yield
 
     def take_name(self) -> Reading[str]:
