@@ -91,7 +91,7 @@ class CoordinatorActor:
     """Ray's shell around a `Coordinator` and its `RankGroup`."""
 
     def __init__(self, spec: EngineSpec, name: str) -> None:
-        from cluster.structured.guides import RequestGuides
+        from cluster.structured.guides import RequestGuides  # loads llguidance, which only this process needs
 
         log_to_stderr(spec.config.observability.log_format, replica=name, rank="coordinator")
         self._spec = spec

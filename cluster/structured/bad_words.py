@@ -23,7 +23,7 @@ class BadWordsGuide:
         """
         self._words = [(list(word[:-1]), word[-1]) for word in words]
         self._num_kept = max(len(before) for before, _ in self._words)
-        self._last: list[int] = []  # as many tokens as the longest word has before its last
+        self._last: list[int] = []  # tokens to remember: those before the longest word's last
         self._every = every
 
     def accept(self, tokens: Sequence[int]) -> None:

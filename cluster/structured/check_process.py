@@ -26,7 +26,7 @@ from cluster.structured.spec import GrammarSpec
 from configs.errors import RequestError
 from parallel.sockets import receive_frame
 
-# Where there are no cores to spare, a new request's grammar waits rather than the answers that are under way.
+# A new request's grammar waits, where there are no cores to spare, rather than the answers that are under way.
 _NICENESS = 5
 
 
@@ -40,7 +40,7 @@ class _Checks:
         self._compiler = GrammarCompiler({token["content"]: token["id"] for token in added if token.get("special")})
 
     def reply(self, spec: GrammarSpec) -> Reply:
-        """What is said of `spec`, unless the process dies of it."""
+        """The verdict on `spec`, unless the process dies of it."""
         try:
             grammar = self._compiler.compile(spec)
             try:

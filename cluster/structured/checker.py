@@ -31,7 +31,7 @@ _MAX_WAIT_S = 2.0
 _MAX_CACHE_BYTES = 32 << 20
 # The first answer has to wait for the tokenizer.
 _REPLY_TIMEOUT_S = 60.0
-_ENTRY_BYTES = 512  # of a cached refusal and of the dictionary's own
+_ENTRY_BYTES = 512  # a cached refusal's and the dictionary's own
 _TOO_MANY = "Too many grammars wait to be checked; try again later."
 
 
@@ -117,7 +117,7 @@ class GrammarChecker:
         self._work.put((spec, future))
         reply = asyncio.wrap_future(future)
         await asyncio.wait([reply], timeout=_MAX_WAIT_S)
-        if not reply.done() and future.cancel():  # which is not possible once it has begun
+        if not reply.done() and future.cancel():  # not possible once it has begun
             raise OverloadedError(_TOO_MANY)
         return await reply
 
@@ -128,7 +128,7 @@ class GrammarChecker:
                 try:
                     future.set_result(self._exchange(spec))
                 except Exception as error:  # noqa: BLE001 -- whatever it was, a request waits for its reply
-                    # What was asked may still be answered: this process is of no use any more.
+                    # The question may still be answered: this process is of no use any more.
                     fault = "cannot be started" if self._process is None else "does not answer"
                     logger.error("the process that checks grammars %s: %r", fault, error)
                     self._end_process()

@@ -1,4 +1,4 @@
-"""What is said to the process that checks grammars: msgpack frames over one socket. The first is a `Setup`; then each
+"""Messages to the process that checks grammars: msgpack frames over one socket. The first is a `Setup`; then each
 `GrammarSpec` is answered by a `Reply`."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From a `GrammarSpec` to llguidance's own JSON of a grammar. Runs where it can be killed: see `check_process`."""
+"""Turns a `GrammarSpec` into llguidance's own JSON of a grammar. Runs where it can be killed: see `check_process`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class GrammarCompiler:
                 return spec.body.decode()
 
     def _structural_tag(self, tag: StructuralTag, spec: GrammarSpec) -> str:
-        # What follows the last tag is free.
+        # Text after the last tag is free.
         by_trigger: list[list[int]] = [[] for _ in tag.triggers]
         grammars: list[dict[str, Any]] = []
         tags = []

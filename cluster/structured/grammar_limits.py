@@ -1,4 +1,4 @@
-"""What a grammar may cost. Every number is a bound on what one request can take from the others.
+"""Limits of what a grammar may cost. Every number is a bound on what one request can take from the others.
 
 llguidance counts its own work ("fuel") and gives up with an error; measured, that bounds a mask to some 30 ms but not
 a compile: `multipleOf: 999983` takes half a minute, an intersection of three regexes six minutes and 2 GB. So the first

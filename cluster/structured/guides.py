@@ -48,7 +48,7 @@ class GrammarGuide:
         # Written by the thread that holds the lock; what the step loop reads, each in one go:
         self._lock = threading.Lock()
         self._matcher: LLMatcher | None = None
-        self._shares_lexer = True  # which has states that other answers made, and may be full because of them
+        self._shares_lexer = True  # the lexer has states that other answers made, and may be full because of them
         self._num_taken = 0
         self._seconds_left = MASK_CPU_S
         self._mask: tuple[int, UInt32Array] | None = None  # with the number of tokens it follows
@@ -131,7 +131,7 @@ class RequestGuides:
         self._work: _Work = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._templates: OrderedDict[str, LLMatcher] = OrderedDict()
-        self._lock = threading.Lock()  # of the templates
+        self._lock = threading.Lock()  # guards the templates
         self._enough_bytes = 0
 
     def set_tokenizer(self, tokenizer: str) -> None:

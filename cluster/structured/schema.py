@@ -143,7 +143,7 @@ def _list(value: object) -> list[Any]:
 
 
 def _resolve(root: object, reference: str) -> object:
-    """What a local reference (`#`, `#/$defs/a`) points at; True for any other."""
+    """The schema that a local reference (`#`, `#/$defs/a`) points at; True for any other."""
     if not reference.startswith("#"):
         return True
     node = root

@@ -33,7 +33,7 @@ class AnswerFormat:
     calls: CallStyle | None = None
     """None: a call is text."""
     tools: Mapping[str, Mapping[str, Any]]
-    """What may be called: for each name the JSON schema of its arguments."""
+    """The tools that may be called: for each name the JSON schema of its arguments."""
     max_calls: int | None = None
     """Calls after as many are dropped."""
     calls_only: bool = False
@@ -69,7 +69,7 @@ class AnswerReader:
             next(self._reading)
 
     def read(self, text: str, starts: Sequence[int] = (), *, ended: bool = False, cut: bool = False) -> list[Event]:
-        """What `text` made certain.
+        """Returns what `text` made certain.
 
         Args:
             starts: characters of the answer before each new token. The tokens may be ahead of the text.

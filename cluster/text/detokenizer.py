@@ -33,7 +33,7 @@ class ByteDetokenizer:
         return self._decode(self._token_bytes(token_id))
 
     def flush(self) -> str:
-        """What is still held at the end: U+FFFD for an unfinished character."""
+        """The text still held at the end: U+FFFD for an unfinished character."""
         return self._decode(b"", True)
 
 
@@ -70,7 +70,7 @@ class StreamDetokenizer:
         return text
 
     def flush(self) -> str:
-        """What is still held at the end: U+FFFD for an unfinished character."""
+        """The text still held at the end: U+FFFD for an unfinished character."""
         if not self._pending:
             return ""
         text = self._decode([*self._context, *self._pending])

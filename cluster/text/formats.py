@@ -45,7 +45,7 @@ class ModelFormats:
 
     @classmethod
     def of(cls, template: ChatTemplate | None, server: ServerConfig) -> ModelFormats:
-        """What the model's template and the settings say."""
+        """The formats that the model's template and the settings name."""
         source = "" if template is None else template.source
         thinking_name = _decide("reasoning_parser", server.reasoning_parser, detect_reasoning(source))
         call_name = _decide("tool_call_parser", server.tool_call_parser, detect_calls(source))
@@ -77,7 +77,7 @@ class ModelFormats:
         return "own" if self.takes_tools else "none"
 
     def shown_tools(self, use: ToolUse | None) -> list[Mapping[str, Any]] | None:
-        """What the template is given as `tools`; nothing where the `generic` form tells of them.
+        """The `tools` that the template is given; nothing where the `generic` form tells of them.
 
         Raises:
             RequestError: the model would not see the tools, or its calls could not be told from text.
@@ -121,7 +121,7 @@ class ModelFormats:
     def call_grammar(
         self, use: ToolUse, arguments: Sequence[str], special_id: SpecialId, answer: str | None = None
     ) -> str:
-        """What an answer must match for its calls to be right, where they `needs_grammar`.
+        """The grammar that an answer must match for its calls to be right, where they `needs_grammar`.
 
         Args:
             arguments: for each tool that may be called, the checked grammar of its arguments.

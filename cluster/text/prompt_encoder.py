@@ -1,4 +1,4 @@
-"""From texts and chats to token ids."""
+"""Turns texts and chats into token ids."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NUM_RENDERERS = 4
 _MAX_RENDERING = 1024  # chats in the hands of the renderers and before them
 
 
-# What a template raises, or makes Python raise, for messages that it did not foresee.
+# Errors that a template raises, or makes Python raise, for messages that it did not foresee.
 _REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 

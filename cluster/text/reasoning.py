@@ -25,7 +25,7 @@ class ReasoningStyle:
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """What a tokenizer may have as special tokens, which an answer's text must then show."""
+        """Tags that a tokenizer may have as special tokens, which an answer's text must then show."""
         return self.begin, self.end
 
     def is_open(self, prompt: str, continued: str = "") -> bool:

@@ -1,4 +1,4 @@
-"""What in a text ends it: stop strings and stop patterns, wherever the text is cut.
+"""Ends of a text: stop strings and stop patterns, wherever the text is cut.
 
 Owns the state between two pieces of one text. Which text comes out and why it ends does not depend on the pieces.
 """
@@ -42,7 +42,7 @@ class TextEnd:
         self._failures = [_failure_links(stop) for stop in self._stops]
         self._states = [0] * len(self._stops)
         self._held = ""
-        self._tail = ""  # of the text so far, for patterns
+        self._tail = ""  # the end of the text so far, for patterns
 
     def push(self, text: str, *, may_end: bool = True) -> tuple[str, str | None]:
         """(text that is certain, the stop string or pattern met or None). After a match the rest is dropped.

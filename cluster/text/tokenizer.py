@@ -47,7 +47,7 @@ class Tokenizer:
         source = fast.chat_template if chat_template is None else chat_template
         self.template = None if source is None else ChatTemplate(source, fast.special_tokens_map)
         """The chat template; None when the model has none."""
-        self._bytes: dict[int, bytes] = {}  # of the tokens seen so far; bounded by the vocabulary
+        self._bytes: dict[int, bytes] = {}  # bytes of the tokens seen so far; bounded by the vocabulary
         self._texts: dict[int, str] = {}
 
     @classmethod
@@ -86,7 +86,7 @@ class Tokenizer:
         return self._fast.eos_token_id
 
     def to_json(self) -> str:
-        """It all as the text of a tokenizer.json, added tokens included."""
+        """The text of a tokenizer.json with all of it, added tokens included."""
         return str(self._rust.to_str())
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -177,7 +177,7 @@ def _load_directory(directory: Path) -> PreTrainedTokenizerFast:
     if not tokenizer.backend_tokenizer.encode("a", add_special_tokens=False).ids:
         # transformers makes a family's tokenizer of config.json alone, without a word in it.
         raise CheckpointError(f"{directory} holds no tokenizer; set `tokenizer` to a directory or .gguf file with one")
-    return cast("PreTrainedTokenizerFast", tokenizer)  # what is_fast means
+    return cast("PreTrainedTokenizerFast", tokenizer)  # is_fast means this type
 
 
 def _read_template(path: str | None) -> str | None:

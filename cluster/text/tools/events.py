@@ -1,4 +1,4 @@
-"""What an answer consists of once reasoning and tool calls are told apart, in the order the model wrote it.
+"""Events that an answer consists of once reasoning and tool calls are told apart, in the order the model wrote it.
 
 Every route that shows answers converts these: a stream one by one, a whole answer after `collect`.
 """

@@ -20,7 +20,7 @@ _ANY_TEXT = r"/(?s:.*)/"
 
 
 class CallGrammar:
-    """What calls look like: of some tools, in one format."""
+    """The form of calls of some tools, in one format."""
 
     def __init__(self, names: Sequence[str], arguments: Sequence[str], style: CallStyle, special_id: SpecialId) -> None:
         """Args:

@@ -1,4 +1,4 @@
-"""Where the readers of an answer put what they found: events in order, and the rule for whitespace.
+"""The sink into which the readers of an answer put what they found: events in order, and the rule for whitespace.
 
 Whitespace next to a call or to the end of the reasoning is layout of the format, not text: it is held until what
 follows is known. Anything else that a reader gives away comes out.
@@ -51,7 +51,7 @@ class Sink:
         # Each with the pieces of its text; the index of a call stands for its arguments.
         self._events: list[tuple[type[Content | Reasoning] | CallStarted | int, list[str]]] = []
         self._space: list[str] = []  # held whitespace
-        self._kind: type[Content | Reasoning] = Content  # of the held whitespace
+        self._kind: type[Content | Reasoning] = Content  # the kind of the held whitespace
 
     def take(self) -> list[Event]:
         """The events since the last call."""

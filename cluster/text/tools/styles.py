@@ -32,14 +32,14 @@ def _mistral_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class CallLayout:
-    """What stands around the JSON objects of an answer that is nothing but calls."""
+    """The text around the JSON objects of an answer that is nothing but calls."""
 
     begin: str
     separator: str
     end: str
     arguments_key: str = "arguments"
     tag: str = ""
-    """What `begin` begins with when calls may stand beside other text."""
+    """The tag that `begin` begins with when calls may stand beside other text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class CallStyle:
     name: StyleName
     read: Callable[[TextStream, Sink], Reading[None]]
     tags: tuple[str, ...] = ()
-    """What a tokenizer may have as special tokens, which an answer's text must then show."""
+    """Tags that a tokenizer may have as special tokens, which an answer's text must then show."""
     new_id: Callable[[], str] = _random_id
     layout: CallLayout | None = None
     """How a grammar writes calls in this format; None where calls are no JSON objects."""
@@ -300,8 +300,8 @@ def _stream_arguments(
 
 
 def _no_call(text: TextStream, sink: Sink) -> None:
-    """What is marked was no call after all. Where the answer was cut off before that was certain, it is nothing: half a
-    call is no text. Before a tag or the name of a tool it may have been any JSON, and is text."""
+    """The marked text was no call after all. Where the answer was cut off before that was certain, it is nothing: half
+    a call is no text. Before a tag or the name of a tool it may have been any JSON, and is text."""
     marked = text.unmark()
     if not (text.cut and text.is_call):
         sink.content(marked)

@@ -30,7 +30,7 @@ class TextStream:
         self.cut = False
         """It ended at a limit; set with `ended`."""
         self.is_call = False
-        """What is marked can only be a call, for what was read of it: a tag or the name of a tool."""
+        """Whether what is marked can only be a call, for what was read of it: a tag or the name of a tool."""
         self._text = ""
         self._position = 0
         self._num_dropped = 0
