@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,14 @@ PROSE = re.sub(r"^```.*?^```$", "", README, flags=re.MULTILINE | re.DOTALL)
 FIGURE = re.compile(r"\d[\d,]*(?:\.\d+)?")
 WITH_UNIT = re.compile(r"\d (?:ms|us|s|%|x|GB|MB|MiB|tok/s|times|tokens a second)(?![\w/])")
 COMMIT = re.compile(r"\b(?=[0-9a-f]*[0-9])(?=[0-9a-f]*[a-f])[0-9a-f]{7}\b")
+
+CODE = (".py", ".c", ".h")
+PACKAGES = ("configs", "parallel", "attention", "worker", "cluster")
+CORE = (*PACKAGES[:-1], "cluster/scheduling", "cluster/engine", "cluster/ranks")
+
+
+def _lines(path: Path) -> int:
+    return path.read_text().count("\n")
 
 
 def _rows() -> Iterator[list[str]]:
@@ -70,3 +79,19 @@ def test_results_name_commits_of_this_repository() -> None:
     for name, commit in sorted(named):
         found = subprocess.run(["git", "cat-file", "-e", f"{commit}^{{commit}}"], cwd=ROOT, capture_output=True)
         assert found.returncode == 0, f"{name} names commit {commit}, which is not in this repository"
+
+
+def test_the_readme_says_how_long_the_code_is() -> None:
+    """Within a fiftieth: what it asks a reader for."""
+
+    def lines_in(rooms: tuple[str, ...]) -> int:
+        return sum(_lines(path) for room in rooms for path in (ROOT / room).rglob("*.*") if path.suffix in CODE)
+
+    tour = README.partition("## The tour")[2].partition("## Develop")[0]
+    steps = re.findall(r"^\d\. (.*?):", tour, flags=re.MULTILINE)
+    files = [ROOT / name for step in steps for name in re.findall(r"`([^`]+)`", step)]
+    core, whole = lines_in(CORE), lines_in(PACKAGES)
+    said = [
+        int(number.replace(",", "")) for number in re.findall(r"(\d+,\d{3})(?= lines|\.$)", tour, flags=re.MULTILINE)
+    ]
+    assert said == pytest.approx([sum(map(_lines, files)), core, whole - core], rel=0.02)
