@@ -235,7 +235,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.serial:
         for module in (grouped_experts, moe, pair_experts, routing):
-            mock.patch.object(module, "starts_early", return_value=False).start()
+            mock.patch.object(module, "has_dependent_launch", return_value=False).start()
     torch.manual_seed(0)
     peak = measure("cuda") * 1e9
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, bf16, in graphs of")

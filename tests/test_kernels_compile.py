@@ -524,7 +524,7 @@ def _compile_everything() -> Report:
     # They ask about CUDA tensors only.
     exact.has_dependent_launch = decode.has_dependent_launch = lambda device: True
     for module in (grouped_experts, moe, pair_experts, routing):
-        module.starts_early = lambda device: True
+        module.has_dependent_launch = lambda device: True
     errors: dict[str, list[str]] = {}
     reductions: dict[str, dict[str, set[str]]] = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool, triton.AsyncCompileMode(pool, ignore_errors=True):

@@ -11,7 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from worker.kernels.routing import Routes, find_block, follow, let_next_start, max_blocks, route, starts_early
+from attention.kernels.pages import has_dependent_launch
+from worker.kernels.routing import Routes, find_block, follow, let_next_start, max_blocks, route
 
 MMA_ROWS = 16
 """Rows of the smallest tile."""
@@ -185,7 +186,7 @@ def grouped_gate_up(
         first_slot=tokens.first_slot,
     )
     num_tokens, (_, two_widths, size) = len(tokens.x), w13.shape
-    width, dependent = two_widths // 2, starts_early(w13.device)
+    width, dependent = two_widths // 2, has_dependent_launch(w13.device)
     num_blocks = max_blocks(num_tokens, tokens.top_k, tokens.num_experts, tiles.block_m)
     hidden = torch.empty((num_tokens * tokens.top_k, width), dtype=w13.dtype, device=w13.device)
     tile = tiles.gate_up
@@ -229,7 +230,7 @@ def grouped_down(
     `y` [num_leaves, num_pairs, num_columns] fp32, of less than 2 ** 31 elements: columns from `first_column` on."""
     (num_pairs, width), (num_experts, size, _) = hidden.shape, w2.shape
     (num_tokens, top_k), num_columns = routes.weights.shape, y.shape[-1]
-    tile, dependent = tiles.down, starts_early(y.device)
+    tile, dependent = tiles.down, has_dependent_launch(y.device)
     num_blocks = max_blocks(num_tokens, top_k, num_experts, tiles.block_m)
     block_k = fitting(tile.block_k, width) if leaf is None else fitting_leaf(tile.block_k, leaf)
     _grouped_down_kernel[(num_blocks * triton.cdiv(num_columns, tile.block_n),)](

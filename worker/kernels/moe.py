@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+from attention.kernels.pages import has_dependent_launch
 from parallel.numerics.kernels.node_gemm import add_leaf, border, pack_parts
 from parallel.plan import Span
 from worker.kernels.grouped_experts import (
@@ -41,7 +42,6 @@ from worker.kernels.routing import (
     router_logits,
     shared_of,
     sigmoid,
-    starts_early,
 )
 
 
@@ -239,7 +239,7 @@ def _combine(
 ) -> None:
     num_tokens, size = out.shape[-2:]
     num_columns = size if y is None else y.shape[-1]
-    dependent = starts_early(out.device)
+    dependent = has_dependent_launch(out.device)
     block = min(triton.next_power_of_2(num_columns), _COMBINE_BLOCK)
     low, high, depth = pack_parts(nodes) if nodes else (0, 0, None)
     _combine_kernel[(num_tokens, triton.cdiv(num_columns, block), len(nodes) or 1)](

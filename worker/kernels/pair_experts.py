@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from attention.kernels.pages import has_dependent_launch
 from parallel.numerics.kernels.node_gemm import add_leaf, border, cut_nodes, pack_parts
 from parallel.numerics.kernels.tree_sum import sum_subtrees
 from parallel.numerics.tree import additions_of
@@ -23,7 +24,6 @@ from worker.kernels.routing import (
     let_next_start,
     nth_expert,
     shared_of,
-    starts_early,
     weight_of,
 )
 
@@ -186,7 +186,7 @@ def sum_pairs(
     """Writes what `moe.mixture` says of `leaf`, `nodes` and `out`; `parts` are subtrees of the nodes."""
     hidden, experts, weights = pair_gate_up(tokens, w13, tiles.gate_up, exact=leaf is not None)
     num_tokens, size = out.shape[-2:]
-    width, dependent, tile = w2.shape[2], starts_early(out.device), tiles.down
+    width, dependent, tile = w2.shape[2], has_dependent_launch(out.device), tiles.down
     blocks_n = triton.cdiv(size, tile.block_n)
     if leaf is None:
         parts, block_k = nodes, fitting(tile.block_k, width)
@@ -231,7 +231,7 @@ def pair_gate_up(
     """Computes for every pair the input of its expert's down product [num_pairs, width], the expert [num_pairs] int32,
     and its weight [num_pairs] fp32; undefined for padding tokens."""
     num_pairs, width = len(tokens.x) * tokens.top_k, w13.shape[1] // 2
-    size, device, dependent = w13.shape[2], w13.device, starts_early(w13.device)
+    size, device, dependent = w13.shape[2], w13.device, has_dependent_launch(w13.device)
     hidden = torch.empty((num_pairs, width), dtype=w13.dtype, device=device)
     experts = torch.empty(num_pairs, dtype=torch.int32, device=device)
     weights = torch.empty(num_pairs, dtype=torch.float32, device=device)

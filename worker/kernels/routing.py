@@ -8,12 +8,13 @@ which write their keys and values below the pool's first slot, go nowhere.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
+
+from attention.kernels.pages import has_dependent_launch
 
 LOGIT_PARTS = 4
 """Parts that the inputs of a router's product are cut into; the logits are the parts' sums, added up in order."""
@@ -23,7 +24,6 @@ TRITON_DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfl
 _LOGITS_BLOCK_K = 128
 _ROUTE_BLOCK_T = 4
 """Tokens of one program, a warp for each."""
-_DEPENDENT_LAUNCH = (9, 0)  # the first compute capability that has it
 
 _NONE = tl.constexpr(-(1 << 63))
 
@@ -234,12 +234,6 @@ class Routes:
     """[num_experts] int32."""
 
 
-@functools.cache
-def starts_early(device: torch.device) -> bool:
-    """Whether a kernel on `device` can be started before the one in front of it is done, and wait for it there."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _DEPENDENT_LAUNCH
-
-
 def router_logits(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Tensor:
     """Parts of x @ weight.T in fp32. Their bits do not depend on the other rows of x.
 
@@ -272,7 +266,7 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor | 
         BLOCK_K=_LOGITS_BLOCK_K,
         EVEN_K=hidden % (_LOGITS_BLOCK_K * LOGIT_PARTS) == 0,
         STAGES=num_stages,
-        DEPENDENT=starts_early(x.device),
+        DEPENDENT=has_dependent_launch(x.device),
         num_warps=num_warps,
         num_stages=num_stages,
     )
@@ -305,7 +299,7 @@ def route(
     assert top_k <= num_experts <= num_logits, f"top {top_k} of {num_experts} experts with {num_logits} logits"
     weights = torch.empty((num_tokens, top_k), dtype=torch.float32, device=logits.device)
     pairs = torch.empty((num_experts, num_tokens), dtype=torch.int32, device=logits.device)
-    dependent = starts_early(logits.device)
+    dependent = has_dependent_launch(logits.device)
     _route_kernel[(triton.cdiv(num_tokens, _ROUTE_BLOCK_T),)](
         weights,
         pairs,
