@@ -26,6 +26,7 @@ class BiasedMixture:
     limit: float
     alpha: float
 
+    # The names and meanings of MixtureOfExperts, so that both are routed by the same code.
     norm_topk_prob: ClassVar = True
     round_weights: ClassVar = False
     weight_scale: ClassVar = 1.0
@@ -33,7 +34,6 @@ class BiasedMixture:
     top_groups: ClassVar = 1
     shared: ClassVar = None
     shared_gate: ClassVar = None
-    # Their meaning is that of MixtureOfExperts.
 
     @property
     def router(self) -> TensorSpec:

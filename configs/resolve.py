@@ -152,7 +152,7 @@ def check_settings(config: EngineConfig) -> None:
             f"running request takes one token a step; choose at least {max_num_seqs} for the former, or fewer requests"
         )
     all_reduce = config.parallel.all_reduce
-    if config.device == "cpu" and all_reduce in (ONE_NODE_STRATEGY["cuda"], ANY_NODES_STRATEGY["cuda"]):
+    if config.device == "cpu" and all_reduce in _strategies("cuda"):
         raise ConfigError(f"parallel.all_reduce={all_reduce} needs GPUs, but device=cpu; choose auto")
     if all_reduce in ONE_NODE_STRATEGY.values() and config.placement.strategy != "STRICT_PACK":
         raise ConfigError(
@@ -161,12 +161,17 @@ def check_settings(config: EngineConfig) -> None:
         )
 
 
+def _strategies(device: str) -> tuple[str, str]:
+    """The strategies of `parallel.all_reduce` that ranks on such a device have."""
+    return ONE_NODE_STRATEGY[device], ANY_NODES_STRATEGY[device]
+
+
 def asks_for_gpus(config: EngineConfig) -> bool:
     """Whether the ranks can run on GPUs alone: `device` says so, or with `device: auto` another setting does."""
     attention = config.attention
     names = attention.backend, attention.prefill_backend, attention.decode_backend
     only = any(spec.device == "cuda" for name, spec in BACKENDS.items() if name in names)
-    only |= config.parallel.all_reduce in (ONE_NODE_STRATEGY["cuda"], ANY_NODES_STRATEGY["cuda"])
+    only |= config.parallel.all_reduce in _strategies("cuda")
     return config.device == "cuda" or (config.device == "auto" and only)
 
 
@@ -248,7 +253,7 @@ def _decide_parallel(resolver: _Resolver, config: EngineConfig, device: str, hos
     strategy = (ONE_NODE_STRATEGY if one_node else ANY_NODES_STRATEGY)[device]
     why = f"{device}, {'ranks of one node' if one_node else f'placement.strategy={config.placement.strategy}'}"
     chosen = resolver.decide("parallel.all_reduce", parallel.all_reduce, strategy, why)
-    if chosen not in (ONE_NODE_STRATEGY[device], ANY_NODES_STRATEGY[device]):
+    if chosen not in _strategies(device):
         raise ConfigError(f"parallel.all_reduce={chosen} does not work on device={device}; choose auto or {strategy}")
     ranks = tp_size * -(-config.num_replicas // host.num_nodes)
     threads = max(1, host.num_cores // ranks)

@@ -16,15 +16,14 @@ from configs.errors import ConfigError
 from configs.layers import Axis, Cut, DenseMLP, MixtureOfExperts
 from parallel.fused_sum import PartialSum
 from parallel.numerics.arithmetic import LayerContext
-from parallel.numerics.kernels.cpu_products import TILE, mixed_products, pack
-from parallel.numerics.kernels.cpu_products import Mixture as Mixed
+from parallel.numerics.kernels.cpu_products import TILE, Mixture, mixed_products, pack
 from parallel.numerics.weight import CpuWeight, TensorSource
 from parallel.plan import Span
 from worker.kernels.cpu_pointwise import act_and_mul, clamped_act_and_mul, softmax
 from worker.layers.mlp import MLP
 from worker.layers.step import Padding
 
-Mixture = MixtureOfExperts | BiasedMixture
+ExpertsSpec = MixtureOfExperts | BiasedMixture
 _CUT = Cut(Axis.EXPERT_COLUMNS, 1)
 
 
@@ -34,7 +33,7 @@ class Experts(ABC):
     Raises ConfigError where the experts' activation is not silu.
     """
 
-    def __init__(self, spec: Mixture, context: LayerContext) -> None:
+    def __init__(self, spec: ExpertsSpec, context: LayerContext) -> None:
         if isinstance(spec, MixtureOfExperts) and spec.hidden_act != "silu":
             raise ConfigError(f"hidden_act={spec.hidden_act} of a mixture of experts is not silu")
         self._spec = spec
@@ -43,7 +42,7 @@ class Experts(ABC):
         self._shared = None if spec.shared is None else MLP(spec.shared, context)
 
     @staticmethod
-    def of(spec: Mixture, context: LayerContext) -> Experts:
+    def of(spec: ExpertsSpec, context: LayerContext) -> Experts:
         """The experts of the context's device."""
         return (CudaExperts if context.device.type == "cuda" else CpuExperts)(spec, context)
 
@@ -87,7 +86,7 @@ class CudaExperts(Experts):
             chosen from the best groups.
     """
 
-    def __init__(self, spec: Mixture, context: LayerContext) -> None:
+    def __init__(self, spec: ExpertsSpec, context: LayerContext) -> None:
         if isinstance(spec, BiasedMixture):
             raise ConfigError("experts with biases (gpt_oss) are not computed on GPUs yet; set device=cpu")
         super().__init__(spec, context)
@@ -161,7 +160,7 @@ class CpuExperts(Experts):
     Each leaf of the sum over columns is one over ascending experts first, so that only whole sums go to other ranks.
     """
 
-    def __init__(self, spec: Mixture, context: LayerContext) -> None:
+    def __init__(self, spec: ExpertsSpec, context: LayerContext) -> None:
         super().__init__(spec, context)
         self._context = context
         self._router: CpuWeight | None = None
@@ -246,7 +245,7 @@ class CpuExperts(Experts):
         ends = chosen.bincount(minlength=len(self._down) + 1)[:-1].cumsum(0)
         tokens = order // experts.shape[1]
         hidden = self._hidden(x, tokens, ends.tolist())
-        mixture = Mixed(ends, tokens, weights.flatten()[order])
+        mixture = Mixture(ends, tokens, weights.flatten()[order])
 
         def part(out: torch.Tensor | None) -> torch.Tensor:
             if out is None:
