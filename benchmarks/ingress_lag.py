@@ -7,8 +7,8 @@ their own, note when each arrives; all are processes of one host and read one mo
 an ingress: the coordinator writes the same bytes to the clients' sockets itself. The difference is what the ingress
 adds. TOKENIZER is a directory or a .gguf file.
   replica  clients connect to the Engine replica's app behind uvicorn: the ingress itself
-  serve    clients connect to Ray Serve, started here, and its proxy asks a replica with the same app. With
-           RAY_SERVE_ENABLE_HA_PROXY=1 in the environment the proxy is HAProxy, else Serve's own in Python
+  serve    clients connect to Ray Serve, started here: its HAProxy, or with RAY_SERVE_ENABLE_HA_PROXY=0 in the
+           environment its own proxy in Python, asks a replica with the same app
 """
 
 from __future__ import annotations
@@ -38,11 +38,10 @@ import uvloop
 from benchmarks.report import circumstances
 from cluster.engine.client import EngineClient
 from cluster.engine.messages import EngineToCoordinator, Finished, FinishReason, StepOutput, Submit
-from cluster.http.connection import LimitedConnection
-from cluster.http.edge import CALLBACK, PROXY_CALLBACK
 from cluster.openai.wire import Completion, CompletionChoice
 from cluster.requests.json_parts import event
 from cluster.requests.served_model import ServedModel
+from cluster.serve.haproxy import REPLICA_SETTINGS, use_haproxy
 from cluster.serve.ingress import create_app
 from cluster.text.tokenizer import Tokenizer
 from configs.schema import ServerConfig
@@ -129,7 +128,7 @@ def run_replica(path: str, tokenizer: str, num_steps: int, port: int) -> None:
 
     async def serve() -> None:
         app = create_app(await connected_model(path, tokenizer, num_steps))
-        config = uvicorn.Config(app, port=port, log_config=None, lifespan="off", http=LimitedConnection)
+        config = uvicorn.Config(app, port=port, log_config=None, lifespan="off")
         await uvicorn.Server(config).serve()
 
     with contextlib.suppress(KeyboardInterrupt):
@@ -211,7 +210,8 @@ def replica(path: str, tokenizer: str, num_steps: int) -> Iterator[tuple[str, in
 def behind_serve(path: str, tokenizer: str, num_steps: int) -> Iterator[tuple[str, int]]:
     """Host and port of Ray Serve with the app in a replica."""
     os.environ["RAY_AUTH_MODE"] = "disabled"
-    os.environ[PROXY_CALLBACK] = CALLBACK
+    use_haproxy()
+    os.environ.update(REPLICA_SETTINGS)
     os.environ["PYTHONPATH"] = str(Path(__file__).resolve().parent.parent)
     import ray  # it reads these when it is imported
     from ray import serve

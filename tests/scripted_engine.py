@@ -271,6 +271,7 @@ async def served(what: ServedModel | Guard, **options: Any) -> AsyncIterator[str
     """The URL of a model, or of its app, behind uvicorn on a free loopback port."""
     app = create_app(what) if isinstance(what, ServedModel) else what
     listening = socket.socket(proto=socket.IPPROTO_TCP)  # else asyncio leaves Nagle on: 40 ms an answer
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 64 << 10)  # else megabytes wait for a client
     listening.bind(("127.0.0.1", 0))
     config = uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1, **options)
     server = uvicorn.Server(config)

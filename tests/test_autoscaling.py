@@ -1,14 +1,11 @@
-"""How many replicas the load asks for, which of them a session goes to, and where the config file says so."""
+"""How many replicas the load asks for, and where the config file says so."""
 
 from __future__ import annotations
 
-import asyncio
 import pickle
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +14,6 @@ from ray.serve.config import AutoscalingContext
 from cluster.serve.autoscaling import KV_USAGE, QUEUED_TOKENS, RUNNING_SHARE, LoadPolicy
 from cluster.serve.deployment import _engine_options
 from cluster.serve.replicas import replica_options
-from cluster.serve.routing import SessionRouter, favourite_of
 from configs.errors import ConfigError
 from configs.load import load_app_config, parse_engine_config
 from configs.resolve import check_settings
@@ -71,78 +67,6 @@ def test_targets_out_of_range_are_refused(kwargs: dict[str, float], message: str
         LoadPolicy(**kwargs)
 
 
-# --- Sessions ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_session_keeps_its_replica_and_sessions_are_spread_evenly() -> None:
-    replicas = [f"replica{i}" for i in range(4)]
-    sessions = [f"session-{i}" for i in range(4000)]
-    before = {session: favourite_of(session, replicas) for session in sessions}
-    counts = Counter(before.values())
-    assert set(counts) == set(replicas)
-    assert max(counts.values()) < 1.15 * min(counts.values())
-    assert before == {session: favourite_of(session, reversed(replicas)) for session in sessions}
-    # One more replica takes a fifth, and only to itself; one less gives away only what it had.
-    more = {session: favourite_of(session, [*replicas, "replica4"]) for session in sessions}
-    moved = {session for session in sessions if more[session] != before[session]}
-    assert {more[session] for session in moved} == {"replica4"}
-    assert 0.15 < len(moved) / len(sessions) < 0.25
-    less = {session: favourite_of(session, replicas[1:]) for session in sessions}
-    assert all(less[session] == before[session] for session in sessions if before[session] != "replica0")
-
-
-def choose(lengths: dict[str, int], session: str, **kwargs: Any) -> list[list[str]]:
-    """Groups of replicas that the router names for a request, of four replicas.
-
-    Args:
-        lengths: Serve's cache of how many requests each has; what it lacks was not heard of lately.
-    """
-    names = ["a", "b", "c", "d"]
-    replicas: Any = [SimpleNamespace(replica_id=SimpleNamespace(unique_id=name)) for name in names]
-    router = SessionRouter.__new__(SessionRouter)
-    by_name = SimpleNamespace(get=lambda replica_id: lengths.get(replica_id.unique_id))
-    router._replica_queue_len_cache = by_name  # type: ignore[assignment]
-    router.initialize_state(**kwargs)
-    request: Any = SimpleNamespace(
-        metadata=SimpleNamespace(session_id=session), routing_context=SimpleNamespace(should_backoff=False)
-    )
-    groups = asyncio.run(router.choose_replicas(replicas, request))
-    assert request.routing_context.should_backoff
-    return [[replica.replica_id.unique_id for replica in group] for group in groups]
-
-
-def test_a_session_goes_to_its_replica_first_and_others_to_two_that_are_drawn() -> None:
-    favourite = favourite_of("s", "abcd")
-    for lengths in ({}, dict.fromkeys("abcd", 100)):
-        first, second = choose(lengths, "s")
-        assert first == [favourite]
-        assert len(set(second)) == 2
-    drawn = [choose({}, "") for _ in range(200)]
-    assert {len(groups) for groups in drawn} == {1}
-    assert len({frozenset(group) for [group] in drawn}) == 6
-
-
-def test_a_favourite_that_is_far_busier_than_another_is_left_to_the_draw() -> None:
-    favourite = favourite_of("s", "abcd")
-    other = next(name for name in "abcd" if name != favourite)
-    assert choose({favourite: 16, other: 0}, "s")[0] == [favourite]
-    assert len(choose({favourite: 17, other: 0}, "s")) == 1
-    assert len(choose({favourite: 17, other: 0}, "s", max_lead=20)) == 2
-    assert choose({other: 50}, "s")[0] == [favourite]  # not heard of lately: Serve asks it
-
-
-def test_what_a_replica_keeps_is_its_own_however_busy_it_is() -> None:
-    for name in "abcd":
-        assert choose({name: 1000, "a": 3}, f"replica-{name}") == [[name]]
-    assert len(choose({}, "replica-gone")) == 2  # any session's
-
-
-@pytest.mark.parametrize("kwargs", [{"max_lead": 0}, {"max_lead": "16"}, {"max_lead": True}, {"lead": 4}])
-def test_wrong_settings_of_the_router_are_refused(kwargs: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="max_lead"):
-        choose({}, "s", **kwargs)
-
-
 # --- The config file --------------------------------------------------------------------------------------------------
 
 
@@ -150,14 +74,14 @@ def options_of(**settings: Any) -> dict[str, Any]:
     return replica_options(parse_engine_config({"model": "m", **settings}))
 
 
-def test_the_example_gives_ray_serve_our_policy_and_router_where_our_packages_are_not() -> None:
+def test_the_example_gives_ray_serve_our_policy_where_our_packages_are_not() -> None:
     options = replica_options(load_app_config(EXAMPLE).engine)
-    scaling, router = options["autoscaling_config"], options["request_router_config"]
+    scaling = options["autoscaling_config"]
     assert (scaling.min_replicas, scaling.max_replicas, scaling.upscale_delay_s) == (1, 2, 5)
     assert scaling.policy.policy_function == "cluster.serve.autoscaling:LoadPolicy"
     assert scaling.policy.policy_kwargs["target_queued_tokens"] == 2048
-    blobs = (scaling.policy.get_serialized_policy_def(), router.get_serialized_request_router_cls())
-    # As the controller and the proxies read them: by value, in a process that finds nothing of ours.
+    blobs = (scaling.policy.get_serialized_policy_def(),)
+    # As the controller reads it: by value, in a process that finds nothing of ours.
     script = (
         "import pickle, sys; sys.path = [p for p in sys.path if p not in ('', '.')]\n"
         "import importlib.util; assert importlib.util.find_spec('configs') is None\n"
@@ -166,14 +90,7 @@ def test_the_example_gives_ray_serve_our_policy_and_router_where_our_packages_ar
     done = subprocess.run(
         [sys.executable, "-c", script], input=pickle.dumps(blobs), capture_output=True, cwd="/", check=True, timeout=60
     )
-    assert done.stdout.decode().split() == ["LoadPolicy", "SessionRouter"]
-
-
-def test_one_replica_needs_no_router_and_several_have_ours_but_behind_haproxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert options_of() == {"num_replicas": 1}
-    assert set(options_of(num_replicas=2)) == {"num_replicas", "request_router_config"}
-    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
-    assert set(options_of(num_replicas=2)) == {"num_replicas"}
+    assert done.stdout.decode().split() == ["LoadPolicy"]
 
 
 @pytest.mark.parametrize(

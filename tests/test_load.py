@@ -35,7 +35,7 @@ def _footprint(_: object) -> dict[str, int]:
 
 @dataclass
 class Footprint:
-    """Figures of the shared endpoint's replica and of Ray Serve's proxy, now."""
+    """Figures of the shared endpoint's replica and of the HAProxy before it, now."""
 
     replica: dict[str, int]
     proxy: dict[str, int]

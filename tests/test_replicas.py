@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -64,13 +63,6 @@ def chat(url: str, messages: list[dict[str, str]], session: str | None = None, m
     return response.json()
 
 
-def respond(url: str, text: str, **fields: Any) -> Any:
-    body = {"model": "smollm2-135m-instruct", "input": text, "max_output_tokens": 4, "temperature": 0, **fields}
-    response = httpx.post(f"{url}/v1/responses", json=body, timeout=300)
-    assert response.status_code == 200, response.text
-    return response.json()
-
-
 @pytest.mark.exhaustive
 def test_replicas_come_with_a_queue_and_go_with_it(endpoint: Any) -> None:
     """One replica, a queue, two replicas, nothing to do, one replica."""
@@ -110,13 +102,13 @@ def test_replicas_come_with_a_queue_and_go_with_it(endpoint: Any) -> None:
 def test_the_turns_of_a_conversation_find_their_prefix(endpoint: Any) -> None:
     system = "You are a patient teacher of arithmetic, geometry and logic who answers in one short sentence. " * 3
 
-    def talk(url: str, session: str, *, named: bool) -> list[int]:
+    def talk(url: str, session: str) -> list[int]:
         """Cached tokens of the second, third and fourth turn."""
         # The session comes first: conversations share no page.
         messages = [{"role": "system", "content": f"{session}. {system}"}, {"role": "user", "content": "Hello"}]
         cached = []
         for turn in range(4):
-            reply = chat(url, messages, session if named else None, max_tokens=8)
+            reply = chat(url, messages, session, max_tokens=8)
             if turn:
                 cached.append(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
             messages += [reply["choices"][0]["message"], {"role": "user", "content": f"And {turn} plus {turn}?"}]
@@ -126,9 +118,9 @@ def test_the_turns_of_a_conversation_find_their_prefix(endpoint: Any) -> None:
     with serving(endpoint, autoscaling_config=None, num_replicas=2) as url:
         wait_for(lambda: num_replicas() == 2, 120, "two replicas")
         time.sleep(2)  # the proxy hears of the second one
-        with_header = [talk(url, f"Session {i}", named=True) for i in range(6)]
+        with_header = [talk(url, f"Session {i}") for i in range(6)]
         found = [cached for turns in with_header for cached in turns]
-        # A replica that does not say within half a second how busy it is, as on a crowded machine, is passed over.
+        # HAProxy lets no replica have many more requests than another.
         lost = sum(cached == 0 for cached in found)
         assert lost <= 1, with_header
         assert all(cached == 0 or cached >= 48 for cached in found), with_header
@@ -137,22 +129,14 @@ def test_the_turns_of_a_conversation_find_their_prefix(endpoint: Any) -> None:
             text = httpx.get(f"{url}/metrics", timeout=30).text
             replicas.add(text.split('replica="')[1].split('"')[0])
         assert len(replicas) == 2, "requests without a session go to both"
-        without = [talk(url, f"Guest {i}", named=False) for i in range(6)]
-        misses = sum(cached == 0 for turns in without for cached in turns)
-        assert misses <= 1, without  # the proxy sees how their prompts begin
-        stored = [respond(url, f"Say {i}.") for i in range(10)]
-        assert len({it["id"].split("_")[1] for it in stored}) == 2, "both replicas keep some"
-        for it in stored:
-            assert httpx.get(f"{url}/v1/responses/{it['id']}", timeout=60).json()["output"] == it["output"]
-            assert respond(url, "Again.", previous_response_id=it["id"])["previous_response_id"] == it["id"]
-        print(f"turns without their prefix: {lost} of 18 with the header, {misses} of 18 without")  # noqa: T201
+        print(f"turns without their prefix: {lost} of 18")  # noqa: T201
 
 
 @pytest.mark.exhaustive
 def test_a_job_serves_the_example_on_a_cluster_that_has_not_our_code(
     smollm2_path: Path, bare_head: Head, free_port: int
 ) -> None:
-    """The dashboard finds none of our packages; the job brings them to the controller and the proxies it starts."""
+    """The dashboard finds none of our packages; the job brings them, and HAProxy, to the controller that it starts."""
     head = bare_head
     command = ["python", "-m", "cluster", "serve", str(EXAMPLE.relative_to(ROOT))]
     port = ["--set", f"http_options.port={free_port}"]
@@ -160,40 +144,11 @@ def test_a_job_serves_the_example_on_a_cluster_that_has_not_our_code(
     url = f"http://127.0.0.1:{free_port}"
     wait_for(lambda: is_ready(url), 300, "the endpoint's readiness")
     chat(url, [{"role": "user", "content": "Hello"}], session="one")
-    refused = httpx.get(f"{url}/health", headers={"x-long": "a" * (70 << 10)}, timeout=30)
-    assert refused.json()["error"]["code"] == "headers_too_large", "our layer is around the proxy"
+    listening = [it for it in psutil.net_connections("tcp") if it.status == psutil.CONN_LISTEN]
+    assert {psutil.Process(it.pid).name() for it in listening if it.laddr.port == free_port} == {"haproxy"}
     details = httpx.get(f"{head.dashboard_url}/api/serve/applications/", timeout=30).json()
     application = details["applications"]["smollm2-135m"]
     assert application["source"] == "declarative"
     config = application["deployments"]["Engine"]["deployment_config"]
     assert config["autoscaling_config"]["max_replicas"] == 2
     assert config["autoscaling_config"]["policy"]["policy_function"] == "cluster.serve.autoscaling:LoadPolicy"
-    assert config["request_router_config"]["request_router_class"] == "cluster.serve.routing.SessionRouter"
-
-
-@pytest.mark.exhaustive
-def test_a_job_can_have_haproxy_in_the_proxys_place(smollm2_path: Path, bare_head: Head, free_port: int) -> None:
-    command = [
-        "python",
-        "-m",
-        "cluster",
-        "serve",
-        "configs/smollm2-135m.yaml",
-        "--set",
-        f"http_options.port={free_port}",
-    ]
-    environment = json.dumps({"env_vars": {"RAY_SERVE_ENABLE_HA_PROXY": "1"}})
-    bare_head.job("submit", "--no-wait", "--working-dir", ".", "--runtime-env-json", environment, "--", *command)
-    url = f"http://127.0.0.1:{free_port}"
-    wait_for(lambda: is_ready(url), 300, "the endpoint's readiness")
-    owners = {
-        psutil.Process(it.pid).name()
-        for it in psutil.net_connections("tcp")
-        if it.laddr.port == free_port and it.status == psutil.CONN_LISTEN
-    }
-    assert owners == {"haproxy"}
-    body = {"model": "smollm2-135m-instruct", "prompt": "Once", "max_tokens": 8, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as reply:
-        events = [line for line in reply.iter_lines() if line]
-    assert len(events) == 10, events  # eight tokens, the reason, the end
-    assert events[-1] == "data: [DONE]"

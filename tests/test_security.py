@@ -12,6 +12,7 @@ import pickle
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -295,6 +296,34 @@ def test_no_process_listens_elsewhere_and_garbage_on_its_sockets_harms_nobody(en
     body = {"model": endpoint.model, "prompt": "One, two,", "max_tokens": 4, "temperature": 0}
     assert httpx.post(f"{endpoint.url}/v1/completions", json=body, timeout=60).status_code == 200
     assert processes.keys() <= our_processes().keys()
+
+
+def ask_raw(url: str, request: bytes) -> bytes:
+    """What comes until the server closes the connection."""
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as client:
+        client.sendall(request)
+        return b"".join(iter(lambda: client.recv(1 << 16), b""))
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(900)
+def test_hostile_heads_are_refused_and_old_clients_are_served(endpoint: Any) -> None:
+    """By HAProxy, whose settings are ours."""
+    head = b"POST /none HTTP/1.1\r\nHost: x\r\n"
+    for garbage in (b"\x80\x04\x95.", b"EHLO x\r\n\r\n", head + b"x-long: " + b"a" * 20_000 + b"\r\n\r\n"):
+        assert ask_raw(endpoint.url, garbage).startswith(b"HTTP/1.1 400 ")
+    began = time.monotonic()
+    assert ask_raw(endpoint.url, head).startswith(b"HTTP/1.1 408 ")
+    assert time.monotonic() - began < 30
+    body = json.dumps({"model": endpoint.model, "prompt": "Once", "max_tokens": 4, "stream": True}).encode()
+    request = b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+    answer = ask_raw(endpoint.url, request)
+    head, _, events = answer.partition(b"\r\n\r\n")
+    assert b" 200 " in head.splitlines()[0]
+    assert b"transfer-encoding" not in head.lower()
+    assert events.startswith(b"data: {")
+    assert events.endswith(b"data: [DONE]\n\n")
 
 
 @pytest.mark.exhaustive

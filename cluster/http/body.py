@@ -9,9 +9,6 @@ from starlette.types import Receive, Scope
 from configs.errors import RequestError
 from configs.schema import ServerConfig
 
-BODY = "lockstep.body"
-"""The scope's key for the whole body, from who had it before the request went on. Its messages come as well, but later:
-Ray Serve's replicas ask the proxy for them."""
 _MAX_LENGTH_DIGITS = 18
 _SLOWEST_S = 60.0
 """No client needs longer to send a body of the allowed size; one that does holds a connection for nothing."""
@@ -38,11 +35,6 @@ async def read_body(scope: Scope, receive: Receive, server: ServerConfig) -> byt
     length = headers.get(b"content-length", b"")
     if length.isdigit() and (len(length) > _MAX_LENGTH_DIGITS or int(length) > limit):
         raise _too_large(limit)
-    body: bytes | None = scope.get(BODY)
-    if body is not None:
-        if len(body) > limit:
-            raise _too_large(limit)
-        return body
     timeout_s = min(server.request_timeout_s, _SLOWEST_S)
     try:
         async with asyncio.timeout(timeout_s):

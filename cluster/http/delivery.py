@@ -1,15 +1,14 @@
-"""Sends to one client: its answer, no faster than it reads, straight to its socket where that is handed over."""
+"""Sends one client its answer, no faster than it reads."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 
-from starlette.types import Send
+from starlette.types import Message, Send
 
 from cluster.http.active import ActiveRequest
-from cluster.http.handover import HEADER, Claim, ClientSocket, Handovers
 from cluster.http.http_errors import error_event, response_start, send_json
 from cluster.http.response import HttpResponse, LoopTurns
 from configs.errors import RequestError
@@ -24,33 +23,19 @@ _LAST_WORDS_S = 1.0  # for a client that reads slowly to take them
 class Delivery:
     """One response. Call `close` when nothing more is sent."""
 
-    def __init__(
-        self, send: Send, request_headers: list[tuple[bytes, bytes]], handovers: Handovers, turns: LoopTurns
-    ) -> None:
+    def __init__(self, send: Send, turns: LoopTurns) -> None:
+        """`send`: it returns once the client's connection has room again, as ASGI servers' do."""
         self.streaming = False
         """Whether a streamed answer has begun."""
         self.request: ActiveRequest | None = None
         """The request it answers; set before it begins."""
-        self._request_headers = request_headers
-        self._handovers = handovers
         self._turns = turns
-        self._claim: Claim | None = None
-        self._socket: ClientSocket | None = None
         self._failure: Callable[[RequestError], bytes] = error_event
-        self._send = send
-        self._writable = asyncio.Event()
-        self._writable.set()
+        self._unbounded_send = send
         self._loop = asyncio.get_running_loop()
         self._spoke = False  # since the timer went off last
         self._timer: asyncio.TimerHandle | None = None
         self._keeping: asyncio.Task[None] | None = None
-
-    def tell_full(self, full: bool) -> None:
-        """The client's connection takes no more, or does again."""
-        if full:
-            self._writable.clear()
-        else:
-            self._writable.set()
 
     def keep_alive(self, response: HttpResponse) -> None:
         """Lets a silent stream say that it is alive from now on; it may begin so."""
@@ -59,15 +44,9 @@ class Delivery:
     async def stream(self, chunk: bytes, response: HttpResponse) -> None:
         """Sends a part of a streamed answer, once the client has room for it."""
         self._spoke = True
-        if self._keeping is not None or self._socket is None or not self._socket.send(chunk):
-            with self._waiting_for_client():
-                if self._keeping is not None:
-                    await self._keeping
-                    await self._write(chunk, response)
-                elif self._socket is not None:
-                    await self._socket.flush()
-                else:
-                    await self._write(chunk, response)
+        if self._keeping is not None:
+            await self._keeping
+        await self._write(chunk, response)
         await self._turns.after(chunk)
 
     async def whole(self, parts: AsyncIterator[bytes], response: HttpResponse) -> None:
@@ -75,11 +54,10 @@ class Delivery:
         part = await anext(parts)
         begun = False
         async for following in parts:
-            with self._waiting_for_client():
-                if not begun:
-                    begun = True
-                    await self._send(response_start(200, "application/json", response.headers))
-                await self._pass_on(part)
+            if not begun:
+                begun = True
+                await self._send(response_start(200, "application/json", response.headers))
+            await self._send({"type": "http.response.body", "body": part, "more_body": True})
             await self._turns.after(part)
             part = following
         if begun:
@@ -89,62 +67,39 @@ class Delivery:
 
     async def fail(self, error: RequestError) -> None:
         """Ends a streamed answer with `error`."""
-        await self.end(self._failure(error))
+        with contextlib.suppress(TimeoutError):  # a client that takes nothing has its connection closed instead
+            async with asyncio.timeout(_LAST_WORDS_S):
+                await self.end(self._failure(error))
 
     async def end(self, last: bytes = b"") -> None:
         """Ends a streamed answer."""
         if self._keeping is not None:
-            await asyncio.wait([self._keeping], timeout=_LAST_WORDS_S)
-        if self._socket is not None and last:
-            with contextlib.suppress(ConnectionError, TimeoutError):
-                async with asyncio.timeout(_LAST_WORDS_S):
-                    if not self._socket.send(last):
-                        await self._socket.flush()
-            last = b""
+            await self._keeping
         self.close()
         await self._send({"type": "http.response.body", "body": last, "more_body": False})
 
     def close(self) -> None:
-        """Says nothing more, and gives the client's socket back."""
+        """Says nothing more."""
         if self._timer is not None:
             self._timer.cancel()
         if self._keeping is not None:
             self._keeping.cancel()
-        self._drop_claim()
 
     async def _write(self, chunk: bytes, response: HttpResponse) -> None:
         if not self.streaming:
-            await self._begin(response)
-        elif self._claim is not None and self._socket is None:
-            # Only now: the first part did not wait for it.
-            self._socket = await self._claim.socket()
-            if self._socket is None:
-                self._drop_claim()
-        if self._socket is not None:
-            if not self._socket.send(chunk):
-                await self._socket.flush()
-        else:
-            await self._pass_on(chunk)
+            self.streaming = True
+            self._failure = response.failure
+            headers = {"cache-control": "no-cache", **response.headers}
+            await self._send(response_start(200, "text/event-stream; charset=utf-8", headers))
+        await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
 
-    async def _pass_on(self, part: bytes) -> None:
-        """Sends a part that others follow."""
-        if not self._writable.is_set():
-            await self._writable.wait()
-        await self._send({"type": "http.response.body", "body": part, "more_body": True})
-
-    @contextlib.contextmanager
-    def _waiting_for_client(self) -> Iterator[None]:
-        """A client that does not let the block end in time loses its request."""
+    async def _send(self, message: Message) -> None:
+        """A client that does not let it end in time loses its request."""
         request = self.request
         assert request is not None, "a request is tracked before its answer begins"
         request.stuck_since = self._loop.time()
-        yield
+        await self._unbounded_send(message)
         request.stuck_since = None
-
-    def _drop_claim(self) -> None:
-        if self._claim is not None:
-            self._claim.close()
-            self._claim = self._socket = None
 
     def _break_silence(self, response: HttpResponse) -> None:
         is_writing = self.request is None or self.request.stuck_since is not None
@@ -155,16 +110,6 @@ class Delivery:
 
     async def _say_alive(self, response: HttpResponse) -> None:
         try:
-            with contextlib.suppress(ConnectionError):  # whoever watches the client hears of it
-                await self._write(_KEEP_ALIVE, response)
+            await self._write(_KEEP_ALIVE, response)
         finally:
             self._keeping = None
-
-    async def _begin(self, response: HttpResponse) -> None:
-        self.streaming = True
-        self._failure = response.failure
-        headers = {"cache-control": "no-cache", **response.headers}
-        self._claim = self._handovers.claim(self._request_headers)
-        if self._claim is not None:
-            headers[HEADER.decode()] = "1"
-        await self._send(response_start(200, "text/event-stream; charset=utf-8", headers))

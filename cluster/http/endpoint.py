@@ -12,15 +12,10 @@ from cluster.http.active import ActiveRequests
 from cluster.http.body import ClientDisconnect, read_body
 from cluster.http.context import RequestContext, request_context, with_url
 from cluster.http.delivery import Delivery
-from cluster.http.handover import Handovers
 from cluster.http.http_errors import as_request_error
 from cluster.http.response import HttpResponse, LoopTurns
 from configs.errors import RequestError
 from configs.schema import ServerConfig
-
-PAUSE = "lockstep.pause"
-RESUME = "lockstep.resume"
-"""Types of messages, beside ASGI's, by which whoever holds the connection says that it is full, and no longer."""
 
 Handler = Callable[[bytes, RequestContext], Awaitable[HttpResponse]]
 
@@ -41,7 +36,6 @@ class Endpoint:
         handle: Handler,
         server: ServerConfig,
         active: ActiveRequests,
-        handovers: Handovers,
         turns: LoopTurns,
         engine_is_there: Callable[[], bool],
         on_stream_error: Callable[[RequestError], None] | None = None,
@@ -53,7 +47,6 @@ class Endpoint:
         self._handle = handle
         self._server = server
         self._active = active
-        self._handovers = handovers
         self._turns = turns
         self._engine_is_there = engine_is_there
         self._on_stream_error = on_stream_error
@@ -65,11 +58,11 @@ class Endpoint:
             body = await read_body(scope, receive, self._server)
         except ClientDisconnect:
             return
-        delivery = Delivery(send, scope["headers"], self._handovers, self._turns)
+        delivery = Delivery(send, self._turns)
         answering = asyncio.create_task(self._answer(body, context, delivery))
         with self._active.track(context, answering) as request:
             delivery.request = request
-            watching = asyncio.create_task(_watch(receive, delivery))
+            watching = asyncio.create_task(_client_gone(receive))
             try:
                 await asyncio.wait((answering, watching), return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -110,8 +103,7 @@ class Endpoint:
         await delivery.fail(failure)
 
 
-async def _watch(receive: Receive, delivery: Delivery) -> None:
+async def _client_gone(receive: Receive) -> None:
     """Returns once the client is gone."""
-    while (kind := (await receive())["type"]) != "http.disconnect":
-        if kind in (PAUSE, RESUME):
-            delivery.tell_full(kind == PAUSE)
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -27,6 +27,7 @@ from cluster.observability.logs import log_to_stderr
 from cluster.observability.replica import replica_telemetry
 from cluster.serve.autoscaling import KV_USAGE, QUEUED_TOKENS, RUNNING_SHARE
 from cluster.serve.draining import StopWatch, replicas_are_stopping
+from cluster.serve.haproxy import REPLICA_SETTINGS
 from cluster.serve.placement import NodeResources, check_fits, group_bundles, uses_gpus
 from cluster.serve.replicas import replica_options
 from configs.errors import ConfigError, LockstepError
@@ -181,7 +182,7 @@ def engine_app(config: EngineConfig, options: Mapping[str, Any]) -> serve.Applic
         **replica_options(config),
         placement_group_bundles=bundles,
         placement_group_strategy=config.placement.strategy,
-        ray_actor_options={"num_cpus": bundles[0]["CPU"]},
+        ray_actor_options={"num_cpus": bundles[0]["CPU"], "runtime_env": {"env_vars": REPLICA_SETTINGS}},
         max_ongoing_requests=ongoing,
         # Held by the proxies while no replica takes them, as while one is replaced; without a bound they pile up.
         max_queued_requests=ongoing,

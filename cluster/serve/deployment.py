@@ -15,8 +15,8 @@ from ray import serve
 from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 from ray.serve.schema import ServeDeploySchema
 
-from cluster.http.edge import CALLBACK, PROXY_CALLBACK
 from cluster.serve.app import DEPLOYMENT, engine_app
+from cluster.serve.haproxy import SETTINGS
 from cluster.serve.session import Session, check_port_free
 from configs.errors import ConfigError, EngineError
 from configs.load import AppConfig
@@ -84,8 +84,7 @@ def serve_is_running() -> bool:
 
 
 def _start_serve(declaration: dict[str, Any]) -> None:
-    """Starts Ray Serve as the dashboard would, but from here: its proxies inherit this job's code, and so can have our
-    layer around them.
+    """Starts Ray Serve as the dashboard would, but from here, where it can be told to have HAProxy.
 
     Raises:
         EngineError: Ray Serve refused what is said of it.
@@ -95,7 +94,8 @@ def _start_serve(declaration: dict[str, Any]) -> None:
     except ValidationError as error:
         raise EngineError(f"Ray Serve refused the application: {error}") from None
     given = schema.controller_options.runtime_env if schema.controller_options is not None else None
-    env_vars = {PROXY_CALLBACK: os.environ.get(PROXY_CALLBACK, CALLBACK), **(given or {}).get("env_vars", {})}
+    settings = {name: os.environ.get(name, value) for name, value in SETTINGS.items()}
+    env_vars = {**settings, **(given or {}).get("env_vars", {})}
     serve.start(
         proxy_location=schema.proxy_location,
         http_options=schema.http_options.model_dump(),

@@ -16,7 +16,6 @@ from cluster.http.access import Access
 from cluster.http.active import ActiveRequests
 from cluster.http.endpoint import Endpoint
 from cluster.http.guard import Guard
-from cluster.http.handover import Handovers
 from cluster.http.keys import KeyRing
 from cluster.http.response import LoopTurns
 from cluster.openapi import build_document
@@ -39,7 +38,7 @@ def create_app(
         names_responses: False behind a server that adds `x-request-id` itself.
     """
     requests = ActiveRequests(life=model.engine.telemetry.life) if active is None else active
-    handovers, turns = Handovers(), LoopTurns()
+    turns = LoopTurns()
     servings = Servings(model, requests, _document(model.version))
     telemetry = model.engine.telemetry
 
@@ -51,7 +50,7 @@ def create_app(
             assert route.plain is not None, "a route has a handler of one of two kinds"
             return routing.Route(route.path, route.plain(servings), methods=[route.method])
         handle = route.handler(servings)
-        endpoint = Endpoint(handle, model.server, requests, handovers, turns, engine_is_there, telemetry.refused)
+        endpoint = Endpoint(handle, model.server, requests, turns, engine_is_there, telemetry.refused)
         return routing.Route(route.path, endpoint, methods=[route.method])
 
     roles = {route.path: route.roles for route in ROUTES}

@@ -1,19 +1,17 @@
-"""How many replicas there are, and which of them a request goes to: what Ray Serve is told of both."""
+"""How many replicas there are: what Ray Serve is told of it."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from pydantic import ValidationError
-from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
 from cluster.serve.autoscaling import LoadPolicy
 from configs.errors import ConfigError
 from configs.schema import EngineConfig
 
 _POLICY = "cluster.serve.autoscaling:LoadPolicy"
-_ROUTER = "cluster.serve.routing.SessionRouter"
 
 
 def replica_options(config: EngineConfig) -> dict[str, Any]:
@@ -26,10 +24,6 @@ def replica_options(config: EngineConfig) -> dict[str, Any]:
     options: dict[str, Any] = {"num_replicas": config.num_replicas} if scaling is None else {}
     if scaling is not None:
         options["autoscaling_config"] = scaling
-    # Ray refuses a router of one's own where HAProxy chooses the replica.
-    if (scaling is not None or config.num_replicas > 1) and os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":
-        router: Any = _ROUTER  # declared for a call with a dict
-        options["request_router_config"] = RequestRouterConfig(request_router_class=router)
     return options
 
 

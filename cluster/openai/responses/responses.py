@@ -16,7 +16,6 @@ from typing import Any
 
 from cluster.engine.messages import SamplingParams
 from cluster.http.active import ActiveRequests
-from cluster.http.affinity import response_prefix
 from cluster.http.context import RequestContext
 from cluster.http.http_errors import as_request_error, error_event
 from cluster.http.response import HttpResponse
@@ -49,6 +48,7 @@ from cluster.requests.served_model import ServedModel
 from cluster.text.conversation import Conversation
 from configs.errors import RequestError
 
+_ID_PREFIX = "resp_"
 _LISTED_ITEMS = 20
 _MAX_LISTED_ITEMS = 100
 _CANCEL_TIMEOUT_S = 2.0
@@ -62,7 +62,6 @@ class ResponsesServing:
     ) -> None:
         """`requests`: where background responses are counted, so that a stopping server waits for them too."""
         self._model = model
-        self._prefix = response_prefix(model.engine.telemetry.identity.replica)
         self._requests = ActiveRequests() if requests is None else requests
         self._store = ResponseStore() if store is None else store
         self._tasks: set[asyncio.Task[None]] = set()  # background responses; the event loop holds tasks weakly
@@ -85,7 +84,7 @@ class ResponsesServing:
         checks.num_logprobs(num_logprobs, "top_logprobs", model.server)
         run, headers = await chat_run(
             model,
-            self._prefix,
+            _ID_PREFIX,
             chat,
             request,
             context,

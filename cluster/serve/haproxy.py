@@ -1,0 +1,36 @@
+"""How Ray Serve's HAProxy is set: it connects each client to a replica, which answers it without another process of Ray
+between them.
+
+Ray Serve's processes read these settings from their environment when they import it. `cluster serve` sets them where it
+starts Ray Serve; elsewhere the environment of `ray start`, or of the containers, has to have them.
+"""
+
+from __future__ import annotations
+
+import os
+
+# A session keeps its replica while that has no more than half as many requests again as others; a replica more or less
+# moves only the sessions it must. Requests without a session go to the replicas in turn.
+_BALANCE = "hdr(x-session-id)\n    hash-type consistent\n    hash-balance-factor 150"
+
+SETTINGS = {
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": _BALANCE,
+    # A client that neither sends nor reads for so long has its connection closed.
+    "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "60",
+    # HAProxy takes a request elsewhere that a stopping replica refuses: no replica has to stay half a minute for it.
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
+}
+"""Environment of Ray Serve's controller, which its proxies and replicas inherit."""
+
+REPLICA_SETTINGS = {
+    # Answers go from the replica's event loop straight to the connection, which then holds up those of a slow client.
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+}
+"""Environment of a replica."""
+
+
+def use_haproxy() -> None:
+    """Sets what this process's environment does not set otherwise. To be called before `ray.serve` is imported."""
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
