@@ -218,10 +218,11 @@ def ray_cluster() -> Iterator[None]:
     """A cluster of this run's own: one node, no GPUs, enough logical CPUs for every test's groups."""
     import ray
 
-    from cluster.serve.haproxy import use_haproxy
+    from cluster.serve.haproxy import ports_of_own, use_haproxy
 
     os.environ["RAY_AUTH_MODE"] = "disabled"
     os.environ["RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S"] = "5"  # a test's patience
+    os.environ.update(ports_of_own())
     use_haproxy()  # as `cluster serve` does where it starts Serve
     os.environ["PYTHONPATH"] = str(ROOT)  # the workers' way to this checkout
     ray.init(

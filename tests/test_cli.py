@@ -29,6 +29,7 @@ from typer.testing import CliRunner
 from cluster.commands.cli import app
 from cluster.commands.serve import root_cause
 from cluster.serve import session
+from cluster.serve.haproxy import ports_of_own
 from cluster.serve.session import cluster_address
 from configs.errors import ConfigError
 
@@ -533,7 +534,7 @@ def started_head(**extra: str) -> Iterator[Head]:
     extra["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"
     process = subprocess.Popen(
         [*command, *(f"--{name}={port}" for name, port in ports.items())],
-        env=environment(PATH=f"{BIN}:{os.environ['PATH']}", **extra),
+        env=environment(PATH=f"{BIN}:{os.environ['PATH']}", **ports_of_own(), **extra),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

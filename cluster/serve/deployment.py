@@ -13,6 +13,7 @@ import ray
 from pydantic import ValidationError
 from ray import serve
 from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
+from ray.exceptions import RayError
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.serve.app import DEPLOYMENT, engine_app
@@ -87,7 +88,7 @@ def _start_serve(declaration: dict[str, Any]) -> None:
     """Starts Ray Serve as the dashboard would, but from here, where it can be told to have HAProxy.
 
     Raises:
-        EngineError: Ray Serve refused what is said of it.
+        EngineError: Ray Serve refused what is said of it, or did not start.
     """
     try:
         schema = ServeDeploySchema.model_validate({**declaration, "applications": []})
@@ -96,14 +97,17 @@ def _start_serve(declaration: dict[str, Any]) -> None:
     given = schema.controller_options.runtime_env if schema.controller_options is not None else None
     settings = {name: os.environ.get(name, value) for name, value in SETTINGS.items()}
     env_vars = {**settings, **(given or {}).get("env_vars", {})}
-    serve.start(
-        proxy_location=schema.proxy_location,
-        http_options=schema.http_options.model_dump(),
-        grpc_options=schema.grpc_options.model_dump(),
-        logging_config=schema.logging_config,
-        tracing_config=schema.tracing_config,
-        controller_options={"runtime_env": {"env_vars": env_vars}},
-    )
+    try:
+        serve.start(
+            proxy_location=schema.proxy_location,
+            http_options=schema.http_options.model_dump(),
+            grpc_options=schema.grpc_options.model_dump(),
+            logging_config=schema.logging_config,
+            tracing_config=schema.tracing_config,
+            controller_options={"runtime_env": {"env_vars": env_vars}},
+        )
+    except RayError as error:  # as when a port of HAProxy's is taken
+        raise EngineError(f"Ray Serve did not start: {str(error).strip().splitlines()[-1]}") from None
 
 
 def _declaration(config: AppConfig, session: Session) -> dict[str, Any]:

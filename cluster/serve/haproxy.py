@@ -8,6 +8,7 @@ starts Ray Serve; elsewhere the environment of `ray start`, or of the containers
 from __future__ import annotations
 
 import os
+import socket
 
 # A session keeps its replica while that has no more than half as many requests again as others; a replica more or less
 # moves only the sessions it must. Requests without a session go to the replicas in turn.
@@ -34,3 +35,14 @@ def use_haproxy() -> None:
     """Sets what this process's environment does not set otherwise. To be called before `ray.serve` is imported."""
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
+
+
+def ports_of_own() -> dict[str, str]:
+    """Environment of a Ray cluster that may be one of several on a machine: free ports for HAProxy's figures."""
+    with socket.socket() as metrics, socket.socket() as stats:
+        for probe in (metrics, stats):
+            probe.bind(("", 0))
+        return {
+            "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics.getsockname()[1]),
+            "RAY_SERVE_HAPROXY_STATS_PORT": str(stats.getsockname()[1]),
+        }

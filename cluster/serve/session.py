@@ -15,6 +15,7 @@ from typing import Any
 
 import ray
 
+from cluster.serve.haproxy import ports_of_own
 from configs.addresses import family_of
 from configs.errors import ConfigError
 
@@ -117,6 +118,7 @@ def ray_session(address: str | None, *, min_cpus: float) -> Iterator[Session]:
 def _connect(address: str | None, min_cpus: float) -> Session:
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address is None:
+        os.environ.update(ports_of_own())
         ray.init(
             address="local",
             num_cpus=max(os.cpu_count() or 1, int(min_cpus) + 1),
