@@ -106,7 +106,7 @@ def _start_serve(declaration: dict[str, Any]) -> None:
             tracing_config=schema.tracing_config,
             controller_options={"runtime_env": {"env_vars": env_vars}},
         )
-    except RayError as error:  # as when a port of HAProxy's is taken
+    except RayError as error:  # a port of HAProxy's may be taken
         raise EngineError(f"Ray Serve did not start: {str(error).strip().splitlines()[-1]}") from None
 
 
