@@ -27,8 +27,8 @@ def config_of_directory(path: Path) -> ModelConfig:
         raise CheckpointError(
             f"{config_path}: model_type={model_type} is not supported; supported are {', '.join(FAMILIES)}"
         )
-    if quantization := fields.values.get("quantization_config"):
-        _check_quantization(quantization if isinstance(quantization, dict) else {}, config_path)
+    quantization = fields.values.get("quantization_config")
+    weight_block = _weight_block(quantization, config_path) if quantization else None
     family = FAMILIES[model_type]
     if fields.values.get("use_bidirectional_attention"):
         raise CheckpointError(f"{config_path}: use_bidirectional_attention is not supported")
@@ -45,18 +45,32 @@ def config_of_directory(path: Path) -> ModelConfig:
         norm_offset=family.norm_offset,
         final_logit_softcap=_softcap(fields, family, "final_logit_softcapping"),
         dtype=_dtype(fields),
+        weight_block=weight_block,
         bos_token_id=next(iter(fields.ids("bos_token_id")), None),
         eos_token_ids=_eos_token_ids(fields, path),
     )
 
 
-def _check_quantization(quantization: dict[str, Any], path: Path) -> None:
-    """Refuses all but factors of keys and values in FP8, beside plain weights."""
+def _weight_block(said: Any, path: Path) -> tuple[int, int] | None:
+    """The blocks for which weights in FP8 have scales. None: plain weights, beside factors of keys and values in FP8.
+
+    Raises CheckpointError for anything else.
+    """
+    quantization: dict[str, Any] = said if isinstance(said, dict) else {}
+    block = quantization.get("weight_block_size")
+    if quantization.get("quant_method") == "fp8" and block is not None:
+        is_block = isinstance(block, list) and len(block) == 2 and all(type(it) is int and it > 0 for it in block)
+        if not is_block or quantization.get("fmt", "e4m3") != "e4m3":
+            raise CheckpointError(
+                f"{path}: quantization_config with weight_block_size={block} and fmt={quantization.get('fmt')} is not "
+                "supported; supported are blocks of rows and columns, in e4m3"
+            )
+        return block[0], block[1]
     scheme = quantization.get("kv_cache_scheme")
     if not isinstance(scheme, dict) or quantization.get("config_groups") or quantization.get("quant_algo"):
         raise CheckpointError(
-            f"{path} has a quantization_config ({quantization.get('quant_method')}); quantised weights are read from "
-            ".gguf files only. Use the model's unquantised checkpoint or a GGUF of it"
+            f"{path} has a quantization_config ({quantization.get('quant_method')}); quantised weights are read in FP8 "
+            "by blocks (weight_block_size) and from .gguf files. Use the model's unquantised checkpoint or a GGUF of it"
         )
     taken = {"type": "float", "num_bits": 8, "strategy": "tensor", "symmetric": True, "dynamic": False}
     other = {key: scheme.get(key, value) for key, value in taken.items() if scheme.get(key, value) != value}
@@ -65,6 +79,7 @@ def _check_quantization(quantization: dict[str, Any], path: Path) -> None:
             f"{path}: kv_cache_scheme with {other} is not supported; supported are {taken}, which is FP8 e4m3 with one "
             "factor a layer. Use the model's unquantised checkpoint"
         )
+    return None
 
 
 def _layers(fields: Fields, family: Family) -> tuple[LayerSpec, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import struct
@@ -161,9 +162,18 @@ def test_factors_of_an_fp8_kv_cache_beside_plain_weights_are_no_quantised_weight
     assert _read(tmp_path, "llama", quantization_config=FP8_KV) == _read(tmp_path, "llama")
 
 
+def test_weights_in_fp8_say_what_their_scales_are_of(tmp_path: Path) -> None:
+    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 64]}
+    read = _read(tmp_path, "llama", quantization_config=fp8)
+    assert read == dataclasses.replace(_read(tmp_path, "llama"), weight_block=(128, 64))
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}}, "blocks of rows and columns"),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [0, 128]}}, "blocks of rows and columns"),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [1, 1], "fmt": "e5m2"}}, "in e4m3"),
         ({"model_type": "gemma3"}, "model_type=gemma3 is not supported; supported are llama, qwen2, qwen3, mistral"),
         ({"hidden_size": None}, "config.json has no hidden_size; the checkpoint is incomplete"),
         ({"hidden_size": "64"}, "hidden_size='64' is not an integer"),
@@ -175,12 +185,12 @@ def test_factors_of_an_fp8_kv_cache_beside_plain_weights_are_no_quantised_weight
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no' is not true or false"),
         ({"eos_token_id": "</s>"}, "eos_token_id='</s>' is neither a token id nor a list"),
         ({"dtype": "float64"}, "dtype=float64 is not supported"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantised weights are read from .gguf files only"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantised weights are read in FP8 by blocks"),
         (
             {"quantization_config": {"quant_method": "fp8", "kv_cache_scheme": "static"}},
-            "quantised weights are read from .gguf files only",
+            "quantised weights are read in FP8 by blocks",
         ),
-        ({"quantization_config": FP8_KV | {"config_groups": {"0": {}}}}, "quantised weights are read from .gguf"),
+        ({"quantization_config": FP8_KV | {"config_groups": {"0": {}}}}, "quantised weights are read in FP8 by blocks"),
         (
             {"quantization_config": {"kv_cache_scheme": {"type": "int", "num_bits": 8, "strategy": "attn_head"}}},
             r"kv_cache_scheme with {'type': 'int', 'strategy': 'attn_head'} is not supported; supported are .*FP8 e4m3",

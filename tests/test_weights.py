@@ -7,6 +7,7 @@ import math
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,9 @@ class Recorder:
         self.reads.append((name, rows, columns, out.clone()))
 
 
-def _load_ranks(path: Path, model: ModelConfig, tp_size: int) -> list[tuple[Recorder, int]]:
+def _load_ranks(
+    path: Path, model: ModelConfig, tp_size: int, dtype: torch.dtype = torch.float32
+) -> list[tuple[Recorder, int]]:
     """What each rank of `tp_size` read, and how many bytes."""
     plan = ShardPlan.create(model, tp_size)
     ranks = []
@@ -79,7 +82,7 @@ def _load_ranks(path: Path, model: ModelConfig, tp_size: int) -> list[tuple[Reco
         group = TensorParallelGroup(rank=rank, size=tp_size, device=CPU, collectives=None)
         with Checkpoint.open(path, model) as checkpoint:
             recorder = Recorder(checkpoint)
-            Decoder(model, plan, group, dtype=torch.float32, device=CPU).load(recorder)
+            Decoder(model, plan, group, dtype=dtype, device=CPU).load(recorder)
             ranks.append((recorder, checkpoint.bytes_read))
     return ranks
 
@@ -120,6 +123,78 @@ def test_stored_types_are_cast(tmp_path: Path, dtype: torch.dtype) -> None:
         out = torch.empty(700, 40)
         checkpoint.read("lm_head.weight", out)
     assert torch.equal(out, tensors["lm_head.weight"].float())
+
+
+def _in_fp8(tensors: dict[str, torch.Tensor], block: tuple[int, int]) -> dict[str, torch.Tensor]:
+    """The matrices of a checkpoint in FP8, but for the embedding and LM head, and their scales."""
+    made = {}
+    for name, tensor in tensors.items():
+        made[name] = tensor
+        if tensor.dim() == 2 and "embed" not in name and "lm_head" not in name:
+            scales = torch.rand(-(-tensor.shape[0] // block[0]), -(-tensor.shape[1] // block[1])) + 0.01
+            made |= {name: tensor.to(torch.float8_e4m3fn), f"{name}_scale_inv": scales}
+    return made
+
+
+def _whole(scales: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> torch.Tensor:
+    return scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: shape[0], : shape[1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tp_size", [1, 2, 3, 5])
+def test_blocks_in_fp8_are_multiplied_by_their_scales_wherever_ranks_cut_them(
+    tmp_path: Path, tp_size: int, dtype: torch.dtype
+) -> None:
+    block = (16, 12)  # no span's multiple
+    model = _model(weight_block=block)
+    stored = _in_fp8(_tensors(model, torch.bfloat16), block)
+    # Scales may be in another file than what they scale.
+    save_file({k: v for k, v in stored.items() if "scale" not in k}, tmp_path / "model-1.safetensors")
+    save_file({k: v for k, v in stored.items() if "scale" in k}, tmp_path / "model-2.safetensors")
+    whole = {
+        name: (tensor.float() * _whole(stored[f"{name}_scale_inv"], block, tensor.shape)).to(dtype)
+        for name, tensor in stored.items()
+        if f"{name}_scale_inv" in stored
+    }
+    num_checked = 0
+    for recorder, _ in _load_ranks(tmp_path, model, tp_size, dtype):
+        for name, rows, columns, values in recorder.reads:
+            if name in whole:
+                index = (slice(*rows) if rows else slice(None), slice(*columns) if columns else slice(None))
+                assert torch.equal(values, whole[name][index]), name
+                num_checked += 1
+    assert num_checked == tp_size * len(whole)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda it: it.pop("model.layers.0.mlp.down_proj.weight_scale_inv"),
+            "without scales.*: model.layers.0.mlp.down",
+        ),
+        (lambda it: it.update({"lm_head.weight_scale_inv": torch.ones(44, 4)}), "or scales of others: lm_head.weight;"),
+        (lambda it: it.update({"model.layers.0.mlp.down_proj.weight_scale_inv": torch.ones(1, 1)}), "has shape .1, 1."),
+    ],
+)
+def test_fp8_and_scales_that_do_not_belong_together_are_refused(
+    tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], Any], message: str
+) -> None:
+    model = _model(weight_block=(16, 12))
+    stored = _in_fp8(_tensors(model), (16, 12))
+    change(stored)
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint.open(tmp_path, model)
+
+
+def test_fp8_whose_blocks_nobody_names_is_refused(tmp_path: Path) -> None:
+    model = _model()
+    tensors = _tensors(model)
+    down = "model.layers.0.mlp.down_proj.weight"
+    save_file({**tensors, down: tensors[down].to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="without scales"):
+        Checkpoint.open(tmp_path, model)
 
 
 def test_reads_through_an_index_and_in_small_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,6 +81,9 @@ class GGUFFile:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: entry.shape for name, entry in self._entries.items()}
 
+    def scaled(self) -> set[str]:
+        return set()
+
     def read(self, name: str, out: torch.Tensor, rows: Span, columns: Span | None) -> None:
         entry = self._entries[name]
         if len(entry.shape) == 1:

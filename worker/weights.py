@@ -35,12 +35,18 @@ _IGNORED_NAMES = (
     "rope_freqs.weight",
 )
 
+_SCALES = "_scale_inv"
+"""End of the name of the scales of a tensor in FP8, which its values are multiplied by in spite of it."""
+
 
 class TensorFile(Protocol):
     """One open checkpoint file."""
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of every tensor, by Hugging Face name; a name that has none keeps the file's own."""
+
+    def scaled(self) -> set[str]:
+        """Names of the tensors whose values were divided by scales, which are a tensor of their own."""
 
     def read(self, name: str, out: torch.Tensor, rows: Span, columns: Span | None) -> None:
         """Fills `out`, a matrix or vector, with rows (and columns) of a tensor, reading no pages beside those."""
@@ -96,6 +102,8 @@ class Checkpoint:
         assert as_matrix(out.shape) == expected, f"{name}: asked for {expected} into {tuple(out.shape)}"
         if out.numel() > 0:
             file.read(name, out.view(expected), rows, columns)
+            if name + _SCALES in self._owner:
+                self._multiply(name + _SCALES, out.view(expected), rows, columns or Span(0, shape[1]))
         self._bytes_loaded += out.nbytes
 
     def kv_scales(self) -> list[tuple[float, ...]]:
@@ -118,6 +126,20 @@ class Checkpoint:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def _multiply(self, name: str, out: torch.Tensor, rows: Span, columns: Span) -> None:
+        """Multiplies `out`, rows and columns of a matrix in blocks, by their scales: in fp32, rounded once."""
+        assert self._model.weight_block is not None, "its scales would have been refused"
+        height, width = self._model.weight_block
+        down = Span(rows.start // height, -(-rows.stop // height))
+        across = Span(columns.start // width, -(-columns.stop // width))
+        scales = torch.empty(down.size, across.size)
+        self._owner[name].read(name, scales, down, across)
+        block_of = torch.arange(columns.start, columns.stop) // width - across.start
+        for block, of_blocks in enumerate(scales, start=down.start):
+            first, last = max(block * height, rows.start), min((block + 1) * height, rows.stop)
+            part = out[first - rows.start : last - rows.start]
+            part.copy_(part.float() * of_blocks[block_of].to(out.device))
 
     def _kv_scale(self, prefix: str, names: Sequence[str]) -> float:
         name = next((prefix + name for name in names if prefix + name in self._owner), None)
@@ -143,19 +165,21 @@ class Checkpoint:
             for names in layer.mixer.kv_scales
             for name in names
         }
+        scales = _scale_shapes(expected, self._model.weight_block)
         surplus = []
         for file in self._files:
             for name, shape in file.shapes().items():
-                if name not in expected and name not in optional:
+                if name not in expected and name not in optional and name not in scales:
                     if not self._is_ignored(name):
                         surplus.append(name)
                     continue
                 if name in self._owner:
                     raise CheckpointError(f"{path}: tensor {name} is in more than one file")
-                if shape != expected.get(name, shape):
+                wanted = expected.get(name, scales.get(name, shape))
+                if shape != wanted:
                     raise CheckpointError(
-                        f"{path}: tensor {name} has shape {list(shape)}, the model's config asks for "
-                        f"{list(expected[name])}; config and weights are of different models"
+                        f"{path}: tensor {name} has shape {list(shape)}, the model's config asks for {list(wanted)}; "
+                        "config and weights are of different models"
                     )
                 self._owner[name] = file
         missing = [name for name in expected if name not in self._owner]
@@ -167,6 +191,13 @@ class Checkpoint:
                 "leaving them out would change its answers"
             )
 
+        have = {name.removesuffix(_SCALES) for name in self._owner if name in scales}
+        if odd := have ^ {name for file in self._files for name in file.scaled() if name in expected}:
+            raise CheckpointError(
+                f"{path}: tensors in FP8 without scales, or scales of others: {_listed(sorted(odd))}; weights in FP8 "
+                f"are read with a scale for each block, in <name>{_SCALES}, where config.json has weight_block_size"
+            )
+
     def _is_ignored(self, name: str) -> bool:
         # A tied model needs no LM head of its own, but some checkpoints store the copy.
         tied_copy = self._model.tie_word_embeddings and name == "lm_head.weight"
@@ -176,6 +207,15 @@ class Checkpoint:
 def expected_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor of a checkpoint of `model` and its full shape."""
     return {tensor.name: tensor.shape for tensor in model.tensors()}
+
+
+def _scale_shapes(expected: Mapping[str, tuple[int, ...]], block: tuple[int, int] | None) -> dict[str, tuple[int, ...]]:
+    """Every tensor of scales that a checkpoint may have, and its shape."""
+    matrices = {name: shape for name, shape in expected.items() if len(shape) == 2} if block is not None else {}
+    return {
+        name + _SCALES: tuple(-(-size // of) for size, of in zip(shape, block or (), strict=True))
+        for name, shape in matrices.items()
+    }
 
 
 def _open_file(path: Path, model: ModelConfig) -> TensorFile:
