@@ -9,6 +9,7 @@ again, while a rank drawn at random is killed (SIGKILL) or stopped (SIGSTOP), ea
 after the rebuild from the one before: a spare takes some seconds to be made ready. What each stream brings is compared
 with what it brought before the first fault. The pause of a stream is the time between its chunks before and after a
 fault. MODEL is a directory or a .gguf file, served on CPUs; CONFIG one of `cluster serve`, on GPUs where there are any.
+What the processes hold is noted after each fault, when the group runs again: it has to stay as it was.
 There only `--set numerics=exact` makes a recomputed stream the same to the bit, and random weights need a `tokenizer`.
 """
 
@@ -21,10 +22,12 @@ import os
 import random
 import signal
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil  # type: ignore[import-untyped]  # ships no types
 import ray
 
 from benchmarks.report import circumstances
@@ -77,11 +80,14 @@ class Chaos:
         self._ending = False
         self.got: list[Streamed] = []
         self.differing: list[dict[str, Any]] = []
+        self.held: list[dict[str, float]] = []
+        """What was held after each fault."""
 
     async def run(
         self, faults: list[signal.Signals], random_: random.Random, calm_s: float
     ) -> list[tuple[str, float, float]]:
         """Name, time and time of the rebuild of each of `faults`."""
+        began = time.monotonic()
         self._expected = list(await asyncio.gather(*map(self._group.stream, self._bodies)))
         streaming = asyncio.create_task(self._stream())
         await asyncio.sleep(1)
@@ -89,6 +95,8 @@ class Chaos:
         for fault in faults:
             await asyncio.sleep(calm_s)
             struck.append((fault.name, *await self._group.strike(fault, random_)))
+            ranks = (await self._group.status())["pids"].values()
+            self.held.append({"at_s": round(time.monotonic() - began), **held(self._group.engine.facts.pid, ranks)})
         self._ending = True
         await streaming
         return struck
@@ -106,6 +114,27 @@ class Chaos:
                     self.differing.append({"body": self._bodies[index], **difference})
                 if not self._ending:
                     self._running[asyncio.create_task(self._group.stream(self._bodies[index]))] = index
+
+
+def held(coordinator: int, ranks: Iterable[int]) -> dict[str, float]:
+    """Memory in MiB, file descriptors and threads of the coordinator, the ranks together and this process, which serves
+    HTTP; and what lies in /dev/shm."""
+    found: dict[str, float] = {}
+    for name, pids in (("coordinator", [coordinator]), ("ranks", ranks), ("http", [os.getpid()])):
+        processes = [psutil.Process(pid) for pid in pids]
+        found[f"{name} MiB"] = sum(it.memory_info().rss for it in processes) >> 20
+        found[f"{name} files"] = sum(it.num_fds() for it in processes)
+        found[f"{name} threads"] = sum(it.num_threads() for it in processes)
+    shared = [entry.stat().st_size for entry in os.scandir("/dev/shm")]
+    return {**found, "/dev/shm MiB": sum(shared) >> 20, "/dev/shm files": len(shared)}
+
+
+def flatness(samples: list[dict[str, float]]) -> dict[str, list[float]]:
+    """Of what was held, the median of each of ten equal parts of the run: flat, or not."""
+    if len(samples) < 20:
+        return {}
+    parts = [part.tolist() for part in np.array_split(np.arange(len(samples)), 10)]
+    return {name: [float(np.median([samples[index][name] for index in part])) for part in parts] for name in samples[0]}
 
 
 def first_difference(expected: Streamed, got: Streamed) -> dict[str, Any] | None:
@@ -176,6 +205,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "streams_failed": sum(it.error is not None for it in chaos.got),
         "streams_that_differ": len(chaos.differing),
         "differing": chaos.differing[:5],
+        "held": flatness(chaos.held),
         "num_rebuilds": status["num_rebuilds"],
         "pages_left": status["num_owned_pages"],
         "rebuilt_after": {name: summary([to - at for kind, at, to in struck if kind == name]) for name in pauses},

