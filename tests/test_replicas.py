@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -37,6 +39,15 @@ def serving(endpoint: Any, **settings: Any) -> Iterator[str]:
         yield f"{endpoint.url}/replicas"
     finally:
         serve.delete("replicas")
+
+
+@pytest.fixture(scope="module")
+def two_replicas(endpoint: Any) -> Iterator[str]:
+    """The URL of two replicas that both answer."""
+    with serving(endpoint, autoscaling_config=None, num_replicas=2) as url:
+        wait_for(lambda: num_replicas() == 2, 120, "two replicas")
+        time.sleep(2)  # HAProxy hears of the second one
+        yield url
 
 
 def num_replicas() -> int:
@@ -99,7 +110,8 @@ def test_replicas_come_with_a_queue_and_go_with_it(endpoint: Any) -> None:
         chat(url, [{"role": "user", "content": "Are you there?"}])
 
 
-def test_the_turns_of_a_conversation_find_their_prefix(endpoint: Any) -> None:
+def test_the_turns_of_a_conversation_find_their_prefix(two_replicas: str) -> None:
+    url = two_replicas
     system = "You are a patient teacher of arithmetic, geometry and logic who answers in one short sentence. " * 3
 
     def talk(url: str, session: str) -> list[int]:
@@ -115,21 +127,88 @@ def test_the_turns_of_a_conversation_find_their_prefix(endpoint: Any) -> None:
             messages = [{"role": each["role"], "content": each["content"] or ""} for each in messages]
         return cached
 
-    with serving(endpoint, autoscaling_config=None, num_replicas=2) as url:
-        wait_for(lambda: num_replicas() == 2, 120, "two replicas")
-        time.sleep(2)  # the proxy hears of the second one
-        with_header = [talk(url, f"Session {i}") for i in range(6)]
-        found = [cached for turns in with_header for cached in turns]
-        # HAProxy lets no replica have many more requests than another.
-        lost = sum(cached == 0 for cached in found)
-        assert lost <= 1, with_header
-        assert all(cached == 0 or cached >= 48 for cached in found), with_header
-        replicas = set()
-        for _ in range(40):
-            text = httpx.get(f"{url}/metrics", timeout=30).text
-            replicas.add(text.split('replica="')[1].split('"')[0])
-        assert len(replicas) == 2, "requests without a session go to both"
-        print(f"turns without their prefix: {lost} of 18")  # noqa: T201
+    with_header = [talk(url, f"Session {i}") for i in range(6)]
+    found = [cached for turns in with_header for cached in turns]
+    # HAProxy lets no replica have many more requests than another.
+    lost = sum(cached == 0 for cached in found)
+    assert lost <= 1, with_header
+    assert all(cached == 0 or cached >= 48 for cached in found), with_header
+    replicas = set()
+    for _ in range(40):
+        text = httpx.get(f"{url}/metrics", timeout=30).text
+        replicas.add(text.split('replica="')[1].split('"')[0])
+    assert len(replicas) == 2, "requests without a session go to both"
+    print(f"turns without their prefix: {lost} of 18")  # noqa: T201
+
+
+def replica_pids() -> dict[str, int]:
+    """Process ids of the app's replicas, by name."""
+    import ray
+
+    names = [it["name"] for it in ray.util.list_named_actors(all_namespaces=True) if it["namespace"] == "serve"]
+    actors = {it: ray.get_actor(it, namespace="serve") for it in names if it.startswith("SERVE_REPLICA::replicas#")}
+    pids = ray.get([actor.__ray_call__.remote(lambda _: os.getpid()) for actor in actors.values()], timeout=60)
+    return dict(zip(actors, pids, strict=True))
+
+
+class Clients:
+    """Eight that chat without a pause, each in a conversation of its own, until `stop`."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._stop = threading.Event()
+        self.answered = 0
+        self.lost: list[str] = []
+        self._pool = ThreadPoolExecutor(8)
+        self._running = [self._pool.submit(self._chat, index) for index in range(8)]
+
+    def _chat(self, index: int) -> None:
+        messages = [{"role": "user", "content": f"Write about the number {index}."}]
+        while not self._stop.is_set():
+            try:
+                chat(self._url, messages, f"client-{index}")
+                self.answered += 1
+            except (httpx.TransportError, AssertionError) as error:
+                self.lost.append(str(error))
+
+    def wait_for_more(self, count: int) -> None:
+        """Returns when `count` more are answered."""
+        end = self.answered + count
+        wait_for(lambda: self.answered >= end, 120, "more answers")
+
+    def stop(self) -> None:
+        self._stop.set()
+        for running in self._running:
+            running.result(60)
+        self._pool.shutdown()
+
+
+def test_a_replica_killed_beside_another_takes_no_more_than_what_it_was_answering(two_replicas: str) -> None:
+    clients = Clients(two_replicas)
+    clients.wait_for_more(16)
+    before = replica_pids()
+    os.kill(next(iter(before.values())), signal.SIGKILL)
+    clients.wait_for_more(32)  # by the other one
+    wait_for(lambda: len(replica_pids()) == 2 and replica_pids().keys() != before.keys(), 120, "another replica")
+    wait_for(lambda: num_replicas() == 2, 120, "its readiness")
+    clients.stop()
+    assert len(clients.lost) <= 8, clients.lost
+    print(f"{len(clients.lost)} of 8 that were under way are lost, {clients.answered} answered")  # noqa: T201
+
+
+def test_a_killed_controller_of_ray_serve_takes_nothing(two_replicas: str) -> None:
+    import ray
+
+    before = replica_pids()
+    clients = Clients(two_replicas)
+    clients.wait_for_more(8)
+    ray.kill(ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve"), no_restart=False)
+    clients.wait_for_more(32)
+    wait_for(lambda: num_replicas() == 2, 60, "the controller")
+    clients.wait_for_more(16)
+    clients.stop()
+    assert not clients.lost
+    assert replica_pids() == before
 
 
 @pytest.mark.exhaustive

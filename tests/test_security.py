@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import pickle
+import re
 import socket
 import subprocess
 import sys
@@ -356,3 +357,20 @@ def test_hostile_neighbours_do_not_change_an_answer(endpoint: Any) -> None:
     [among] = asyncio.run(ask())
     assert among["text"] == alone["text"]
     assert os.environ.get("PYTHONOPTIMIZE") is None
+
+
+def test_whatever_waits_goes_by_the_monotonic_clock() -> None:
+    """A clock that is set moves no deadline: the time of day is told, and nothing is reckoned with it but ages told."""
+    told = {
+        "cluster/commands/bench/command.py",
+        "cluster/native/server_status.py",
+        "cluster/observability/tracing.py",
+        "cluster/openai/openai_writer.py",
+        "cluster/openai/responses/response_writer.py",
+        "cluster/openai/responses/responses.py",
+        "cluster/requests/served_model.py",
+        "cluster/text/chat_template.py",
+    }
+    asked = re.compile(r"\btime\.time(_ns)?\(|datetime\.(now|utcnow)\(")
+    paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
+    assert {str(path.relative_to(ROOT)) for path in paths if asked.search(path.read_text())} == told
