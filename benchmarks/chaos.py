@@ -81,7 +81,7 @@ class Chaos:
         self.got: list[Streamed] = []
         self.differing: list[dict[str, Any]] = []
         self.held: list[dict[str, float]] = []
-        """What was held after each fault."""
+        """Figures of `held` after each fault."""
 
     async def run(
         self, faults: list[signal.Signals], random_: random.Random, calm_s: float
@@ -130,7 +130,7 @@ def held(coordinator: int, ranks: Iterable[int]) -> dict[str, float]:
 
 
 def flatness(samples: list[dict[str, float]]) -> dict[str, list[float]]:
-    """Of what was held, the median of each of ten equal parts of the run: flat, or not."""
+    """The median of each figure of what was held in each of ten equal parts of the run."""
     if len(samples) < 20:
         return {}
     parts = [part.tolist() for part in np.array_split(np.arange(len(samples)), 10)]
