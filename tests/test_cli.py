@@ -28,7 +28,7 @@ from typer.testing import CliRunner
 
 from cluster.commands.cli import app
 from cluster.commands.serve import root_cause
-from cluster.serve import session
+from cluster.serve import deployment, session
 from cluster.serve.haproxy import ports_of_own
 from cluster.serve.session import cluster_address
 from configs.errors import ConfigError
@@ -457,6 +457,21 @@ def http_server(port: int) -> Iterator[None]:
 
 
 # ---- on a cluster
+
+
+@pytest.mark.parametrize(
+    ("host", "num_nodes", "chosen"), [("127.0.0.1", 1, "1"), ("127.0.0.1", 2, "0"), ("0.0.0.0", 2, "1")]
+)
+def test_haproxy_is_chosen_where_it_reaches_every_replica(
+    monkeypatch: pytest.MonkeyPatch, host: str, num_nodes: int, chosen: str
+) -> None:
+    started: dict[str, Any] = {}
+    monkeypatch.setattr(deployment.ray, "nodes", lambda: [{"Alive": True}] * num_nodes + [{"Alive": False}])
+    monkeypatch.setattr(deployment.serve, "start", lambda **options: started.update(options))
+    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "1")
+    deployment._start_serve({"http_options": {"host": host, "port": 8000}})
+    env_vars = started["controller_options"]["runtime_env"]["env_vars"]
+    assert env_vars["RAY_SERVE_ENABLE_HA_PROXY"] == chosen
 
 
 @dataclass(frozen=True)

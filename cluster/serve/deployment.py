@@ -20,7 +20,7 @@ from cluster.serve.app import DEPLOYMENT, engine_app
 from cluster.serve.haproxy import SETTINGS
 from cluster.serve.session import Session, check_port_free
 from configs.errors import ConfigError, EngineError
-from configs.load import AppConfig
+from configs.load import AppConfig, is_loopback
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +96,9 @@ def _start_serve(declaration: dict[str, Any]) -> None:
         raise EngineError(f"Ray Serve refused the application: {error}") from None
     given = schema.controller_options.runtime_env if schema.controller_options is not None else None
     settings = {name: os.environ.get(name, value) for name, value in SETTINGS.items()}
+    if is_loopback(schema.http_options.host) and sum(bool(node["Alive"]) for node in ray.nodes()) > 1:
+        logger.warning("HAProxy -> Ray's own proxy (http_options.host=%s, several nodes)", schema.http_options.host)
+        settings["RAY_SERVE_ENABLE_HA_PROXY"] = "0"  # replicas listen on the same address, which HAProxy has to reach
     env_vars = {**settings, **(given or {}).get("env_vars", {})}
     try:
         serve.start(
