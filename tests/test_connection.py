@@ -66,7 +66,7 @@ def test_a_gigabyte_is_refused_at_its_first_megabytes(run: Run, declared: bool) 
     run(scenario, server=ServerConfig(max_body_bytes=4 << 20))
 
 
-def test_a_client_that_does_not_read_loses_its_request_and_what_waits_is_bounded(run: Run) -> None:
+def test_a_client_that_does_not_read_its_socket_loses_its_request(run: Run) -> None:
     async def scenario(stack: Stack) -> None:
         app = create_app(stack.model, active=ActiveRequests(send_timeout_s=0.3))
         async with served(app) as url:

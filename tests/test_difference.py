@@ -54,10 +54,7 @@ EDITS: list[tuple[str, Any]] = [
     (f"{ENGINE}.health_check_period_s", 3.0),
     (f"{ENGINE}.autoscaling_config", {"min_replicas": 1, "max_replicas": 4}),
     (f"{ENGINE}.autoscaling_config", {"policy": {"policy_function": "cluster.serve.autoscaling:LoadPolicy"}}),
-    (
-        f"{ENGINE}.request_router_config",
-        {"request_router_class": "ray.serve.experimental.round_robin_router.RoundRobinRouter"},
-    ),
+    (f"{ENGINE}.request_router_config", {"request_router_class": ROUTER}),
     (f"{ENGINE}.ray_actor_options", {"num_cpus": 2.0}),
     (f"{ENGINE}.max_replicas_per_node", 1),
 ]

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import gc
 import json
-import os
 import random
 import statistics
 import time
@@ -20,17 +19,18 @@ import pytest
 pytestmark = [pytest.mark.exhaustive, pytest.mark.ray, pytest.mark.timeout(3600)]
 
 
-def _footprint(_: object) -> dict[str, int]:
-    """What the process it runs in holds: to be called in actors of Ray Serve."""
-    process = psutil.Process()
-    tasks = [it for it in gc.get_objects() if isinstance(it, asyncio.Task) and not it.done()]
+def _held(process: psutil.Process) -> dict[str, int]:
     return {
-        "pid": os.getpid(),
-        "tasks": len(tasks),
         "sockets": len(process.net_connections("all")),
         "fds": process.num_fds(),
         "rss": process.memory_info().rss,
     }
+
+
+def _footprint(_: object) -> dict[str, int]:
+    """What the process it runs in holds: to be called in actors of Ray Serve."""
+    tasks = [it for it in gc.get_objects() if isinstance(it, asyncio.Task) and not it.done()]
+    return {"tasks": len(tasks), **_held(psutil.Process())}
 
 
 @dataclass
@@ -46,12 +46,10 @@ class Footprint:
 
         names = [it["name"] for it in ray.util.list_named_actors(all_namespaces=True) if it["namespace"] == "serve"]
         [replica] = [name for name in names if name.startswith(f"SERVE_REPLICA::{app}#Engine")]
-        [proxy] = [name for name in names if name.startswith("SERVE_PROXY_ACTOR")]
-        answers = [
-            ray.get(ray.get_actor(name, namespace="serve").__ray_call__.remote(_footprint), timeout=120)
-            for name in (replica, proxy)
-        ]
-        return cls(*answers)
+        actor = ray.get_actor(replica, namespace="serve")
+        haproxies = [it for it in psutil.Process().children(recursive=True) if it.name() == "haproxy"]
+        newest = max(haproxies, key=lambda it: it.create_time())  # those before it end with their last connection
+        return cls(ray.get(actor.__ray_call__.remote(_footprint), timeout=120), {"tasks": 0, **_held(newest)})
 
     def excess(self, before: Footprint, *kinds: str) -> dict[str, int]:
         """What there is more of than before, by process and kind."""

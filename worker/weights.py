@@ -211,11 +211,11 @@ def expected_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def _scale_shapes(expected: Mapping[str, tuple[int, ...]], block: tuple[int, int] | None) -> dict[str, tuple[int, ...]]:
     """Every tensor of scales that a checkpoint may have, and its shape."""
-    matrices = {name: shape for name, shape in expected.items() if len(shape) == 2} if block is not None else {}
-    return {
-        name + _SCALES: tuple(-(-size // of) for size, of in zip(shape, block or (), strict=True))
-        for name, shape in matrices.items()
-    }
+    if block is None:
+        return {}
+    height, width = block
+    matrices = {name: shape for name, shape in expected.items() if len(shape) == 2}
+    return {name + _SCALES: (-(-rows // height), -(-columns // width)) for name, (rows, columns) in matrices.items()}
 
 
 def _open_file(path: Path, model: ModelConfig) -> TensorFile:

@@ -184,7 +184,7 @@ def engine_app(config: EngineConfig, options: Mapping[str, Any]) -> serve.Applic
         placement_group_strategy=config.placement.strategy,
         ray_actor_options={"num_cpus": bundles[0]["CPU"], "runtime_env": {"env_vars": REPLICA_SETTINGS}},
         max_ongoing_requests=ongoing,
-        # Held by the proxies while no replica takes them, as while one is replaced; without a bound they pile up.
+        # Held by Ray Serve while no replica takes them, as while one is replaced; without a bound they pile up.
         max_queued_requests=ongoing,
         health_check_period_s=_HEALTH_CHECK_PERIOD_S,
         health_check_timeout_s=_HEALTH_CHECK_TIMEOUT_S,
