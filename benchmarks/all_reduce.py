@@ -7,10 +7,10 @@ cpu: gloo against shared memory. Every rank is a forked process with one torch t
 each rank times its own calls, back to back, and rank 0's times are printed. spin 0 means that a waiting rank sleeps at
 once.
 
-cuda: NCCL against symmetric memory, bf16. Every rank is a process with one GPU. A CUDA graph holds 50 all-reduces, one
-after the other; printed is the time of one of them on rank 0, the median of 5 measurements. In brackets what a group
-itself chooses. sum+norm and fused add the sum of rows of 4096 to a residual and norm that: the group's all-reduce and a
-norm, or both in one kernel.
+cuda: the sum of rows of 4096 in bf16, added to a residual and normed. nccl is its all-reduce and a norm; small and
+large are the kernels of symmetric memory in which a rank reads all of the others' rows, or sums a share of the rows.
+nodes is large of one fp32 node a rank. Every rank is a process with one GPU. A CUDA graph holds 50 sums, one after the
+other; printed is the time of one of them on rank 0, the median of 5 measurements. In brackets what a group chooses.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ import statistics
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 
+from parallel import fused_sum
 from parallel.environment import RANK_ENVIRONMENT
-from parallel.fused_sum import fits, fuses
+from parallel.fused_sum import PeerSizes, way_of
 from parallel.group import Strategy, TensorParallelGroup
-from parallel.symmetric_memory import Method, SymmetricMemoryCollectives, choose_method
+from parallel.numerics.tree import SumTree
+from parallel.plan import Span
 
-METHODS: tuple[Method, ...] = ("nccl", "two_shot")
-WITH_NORM = ("sum+norm", "fused")
+METHODS = ("nccl", "small", "large", "nodes")
 ROW = 4096
 CALLS_IN_GRAPH = 50
 
@@ -100,53 +100,60 @@ def cuda_rank_main(rank: int, size: int, sizes: list[int], port: int, pipe: Conn
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))  # type: ignore[attr-defined]
-    collectives = SymmetricMemoryCollectives.create(
-        rank=rank, size=size, store=store, device=device, timeout_s=60, buffer_bytes=max(sizes)
-    )
     answers: dict[str, list[float | None] | str] = {}
-    for method in METHODS + WITH_NORM:
-        try:
-            answers[method] = [time_in_graph(collectives, size, method, nbytes) for nbytes in sizes]
-        except RuntimeError as error:  # a kernel that torch has not for so many ranks; all of them hear it
-            answers[method] = str(error).split("\n", 1)[0]
-    collectives.barrier()
-    collectives.close()
+    strategies: tuple[Strategy, ...] = ("nccl", "symmetric_memory")
+    for generation, strategy in enumerate(strategies):
+        group = TensorParallelGroup.create(
+            rank=rank,
+            size=size,
+            store=store,
+            device=device,
+            strategy=strategy,
+            timeout_s=60,
+            generation=generation,
+            sizes=PeerSizes(max(sizes) // (2 * ROW), 2 * ROW, 2 * max(sizes)),
+        )
+        for method in METHODS[:1] if strategy == "nccl" else METHODS[1:]:
+            answers[method] = [time_in_graph(group, method, nbytes) for nbytes in sizes]
+        group.barrier()
+        group.close()
     pipe.send(answers)
 
 
-def prepared(
-    collectives: SymmetricMemoryCollectives, size: int, method: str, nbytes: int
-) -> Callable[[], object] | None:
+def prepared(group: TensorParallelGroup, method: str, nbytes: int) -> Callable[[], object] | None:
     """One call of `method` for `nbytes` bytes; None if it cannot do so many."""
-    x = collectives.buffer[:nbytes].view(torch.bfloat16)
-    if method == "nccl":
-        x = torch.empty_like(x)
-    x.zero_()
-    if method in METHODS:
-        return partial(collectives.all_reduce_by, method, x)
     from worker.kernels.norm import add_rms_norm  # a CPU install has no Triton
 
     shape = (nbytes // 2 // ROW, ROW)
-    if not fits(size, shape, torch.bfloat16):
+    residual = torch.zeros(shape, dtype=torch.bfloat16, device=group.device)
+    weight = torch.ones(ROW, dtype=torch.bfloat16, device=group.device)
+    if method == "nccl":
+        x = torch.zeros_like(residual)
+        return lambda: add_rms_norm(group.all_reduce(x), residual, weight, 1e-6)
+    of = torch.bfloat16 if method != "nodes" else SumTree.of(tuple(Span(rank, rank + 1) for rank in range(group.size)))
+    most, rows = fused_sum._MAX_READ_BYTES, fused_sum._MAX_SMALL_ROWS
+    if method == "small" and (shape[0] > rows or nbytes > fused_sum._SMALL_BYTES):
         return None
-    residual = torch.zeros(shape, dtype=torch.bfloat16, device=x.device)
-    weight = torch.ones(ROW, dtype=torch.bfloat16, device=x.device)
-    if method == "fused":
-        for _ in range(2):
-            collectives.fused.partial_sum(shape).summand.zero_()
-            collectives.fused.partial_sum(shape).add_norm(residual, weight, 1e-6)
-        return lambda: collectives.fused.partial_sum(shape).add_norm(residual, weight, 1e-6)
-    return lambda: add_rms_norm(collectives.all_reduce(x).view(shape), residual, weight, 1e-6)
+
+    def call() -> None:
+        # Whichever way the group would choose, this one.
+        fused_sum._MAX_READ_BYTES = 1 << 30 if method == "small" else 0
+        partial_sum = group.partial_sum(shape, of)
+        fused_sum._MAX_READ_BYTES = most
+        assert partial_sum is not None
+        partial_sum.add_norm(residual, weight, 1e-6)
+
+    return call
 
 
-def time_in_graph(collectives: SymmetricMemoryCollectives, size: int, method: str, nbytes: int) -> float | None:
+def time_in_graph(group: TensorParallelGroup, method: str, nbytes: int) -> float | None:
     """Microseconds of one call of `method` for `nbytes` bytes; None if it cannot do so many."""
-    call = prepared(collectives, size, method, nbytes)
+    call = prepared(group, method, nbytes)
     if call is None:
         return None
     for _ in range(4):
         call()
-    collectives.barrier()
+    group.barrier()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(CALLS_IN_GRAPH):
@@ -154,7 +161,7 @@ def time_in_graph(collectives: SymmetricMemoryCollectives, size: int, method: st
     num_replays = max(1, min(20, (1 << 28) // nbytes // CALLS_IN_GRAPH))
     times = []
     for i in range(6):
-        collectives.barrier()
+        group.barrier()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(num_replays):
@@ -163,6 +170,7 @@ def time_in_graph(collectives: SymmetricMemoryCollectives, size: int, method: st
         end.synchronize()
         if i:
             times.append(1e3 * start.elapsed_time(end) / num_replays / CALLS_IN_GRAPH)
+    graph.reset()  # the end of an NCCL communicator waits for it
     return statistics.median(times)
 
 
@@ -195,9 +203,9 @@ def main_cuda(all_ranks: list[int], sizes: list[int], json_path: Path | None) ->
     print(f"{machine}, bf16, us for each of {CALLS_IN_GRAPH} all-reduces in a CUDA graph")
     records = []
     for size in [size for size in all_ranks if size <= torch.cuda.device_count()]:
-        answers = measure_cuda(size, sizes)
+        answers, everything = measure_cuda(size, sizes), PeerSizes(1 << 20, 0, 1 << 40)
         print(f"{size} ranks".rjust(10) + "".join(f"{label(nbytes):>11}" for nbytes in sizes))
-        for method in METHODS + WITH_NORM:
+        for method in METHODS:
             cells, answer = [], answers[method]
             if isinstance(answer, str):
                 print(f"{method:>10} {answer}", flush=True)
@@ -206,18 +214,12 @@ def main_cuda(all_ranks: list[int], sizes: list[int], json_path: Path | None) ->
                 if us is None:
                     cells.append("- ")
                     continue
-                chosen = is_chosen(size, method, nbytes, max(sizes))
+                chosen = way_of(size, (nbytes // 2 // ROW, ROW), torch.bfloat16, everything) == method
                 cells.append(f"[{us:.1f}]" if chosen else f"{us:.1f} ")
                 records.append({"ranks": size, "bytes": nbytes, "method": method, "us": us, "chosen": chosen})
             print(f"{method:>10}" + "".join(f"{cell:>11}" for cell in cells), flush=True)
     if json_path is not None:
         json_path.write_text(json.dumps({"machine": machine, "measurements": records}, indent=1) + "\n")
-
-
-def is_chosen(size: int, method: str, nbytes: int, buffer_bytes: int) -> bool:
-    if method in METHODS:
-        return choose_method(nbytes, torch.bfloat16, buffer_bytes) == method
-    return fuses(size, (nbytes // 2 // ROW, ROW), torch.bfloat16) == (method == "fused")
 
 
 def label(nbytes: int) -> str:

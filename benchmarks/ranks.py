@@ -12,7 +12,7 @@ from configs.read_config import read_model_config
 from configs.schema import EngineConfig, resolved
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
-from worker.tp_worker import TPWorker, reduce_buffer_bytes
+from worker.tp_worker import TPWorker, peer_sizes
 
 TIMEOUT_S = 300.0
 
@@ -33,6 +33,7 @@ def start_worker(rank: int, config: EngineConfig, path: Path, port: int) -> tupl
         torch.cuda.set_device(device)
         if num_gpus < size:
             os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    plan = ShardPlan.create(model, size, exact=config.is_exact)
     group = TensorParallelGroup.single(device)
     strategy = config.parallel.all_reduce
     assert strategy != "auto", "the strategy is resolved"
@@ -45,9 +46,8 @@ def start_worker(rank: int, config: EngineConfig, path: Path, port: int) -> tupl
             strategy=strategy,
             timeout_s=TIMEOUT_S,
             spin_us=resolved(config.parallel.spin_us),
-            reduce_buffer_bytes=reduce_buffer_bytes(config, model),
+            sizes=peer_sizes(config, model, plan),
         )
-    plan = ShardPlan.create(model, size, exact=config.is_exact)
     worker = TPWorker(config=config, model=model, model_path=path, plan=plan, group=group)
     worker.load()
     return worker, group

@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from math import prod
 from typing import Any
@@ -41,31 +41,45 @@ _Shape = tuple[int, ...]  # torch.Size is one
 
 
 class Collectives(ABC):
-    """Operations of a strategy. Every rank makes the same calls in the same order, from one thread at a time."""
+    """Operations of a strategy over `size` ranks. Every rank makes the same calls in the same order, from one thread at
+    a time."""
 
-    def reduce_buffer(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
-        """Memory that `all_reduce` sums fastest, valid until the next call of either; None when any memory will do."""
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def partial_sum(self, shape: tuple[int, int], of: torch.dtype | SumTree) -> FusedSum | None:
+        """The next sum of that shape, if it is best left to the norm that follows it.
+
+        Args:
+            of: the dtype of the summands, or the tree whose nodes they are.
+        """
         return None
 
-    def partial_sum(self, shape: tuple[int, int], dtype: torch.dtype) -> FusedSum | None:
-        """The next sum of that shape, if it is best left to the norm that follows it."""
+    def look_up(self, ids: Tensor, row_of: Tensor, rows: Tensor) -> Tensor | None:
+        """The rows of `ids`, each from the rank that holds it; None where the strategy has no way of its own."""
         return None
 
-    def node_sum(self, shape: tuple[int, int], tree: SumTree) -> FusedSum | None:
-        """The partial sum of a tree whose root has that shape."""
-        return None
-
-    @abstractmethod
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Contiguous `x` summed over the ranks: `x` itself, or for a `reduce_buffer` perhaps another tensor."""
+        """Contiguous `x`, summed over the ranks in place."""
+        contributions = x.new_empty((self._size, *x.shape))
+        self.all_gather(contributions, x)
+        sum_in_rank_order(contributions.unbind(), x)
+        return x
 
     def node_buffer(self, shape: tuple[int, int, int]) -> Tensor | None:
         """fp32 memory from which `sum_nodes` sums fastest, valid until the next call of any other; None for any."""
         return None
 
-    @abstractmethod
     def sum_nodes(self, nodes: Tensor, tree: SumTree) -> Tensor:
         """The root of `tree` [num_rows, row_size], of which contiguous `nodes` are this rank's."""
+        shape = nodes.shape[1:]
+        most = max(tree.counts)
+        sent = nodes.new_empty((most, *shape))  # equal messages: what a rank lacks, nobody reads
+        sent[: len(nodes)] = nodes
+        gathered = nodes.new_empty((self._size, most, *shape))
+        self.all_gather(gathered, sent)
+        parts = [part for of_rank, cover in zip(gathered, tree.covers, strict=True) for part in of_rank[: len(cover)]]
+        return tree.finish(parts, nodes.new_empty(shape))
 
     @abstractmethod
     def all_gather(self, out: Tensor, x: Tensor) -> None:
@@ -113,9 +127,9 @@ class LibraryCollectives(Collectives):
     """
 
     def __init__(self, backend: Any, *, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
+        super().__init__(size)
         self._backend = backend  # ProcessGroupGloo or ProcessGroupNCCL: untyped classes of torch's C extension
         self._rank = rank
-        self._size = size
         self._device = device
         self._timeout_s = timeout_s
         self._abort_reason: str | None = None
@@ -148,24 +162,11 @@ class LibraryCollectives(Collectives):
         return cls(backend, rank=rank, size=size, device=device, timeout_s=timeout_s)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        if self._device.type == "cuda":
-            self.check_alive()
-            self._finish(self._backend.allreduce([x], self._reduce_options), "all_reduce")
-            return x
-        contributions = torch.empty((self._size, *x.shape), dtype=x.dtype)
-        self.all_gather(contributions, x)
-        sum_in_rank_order(contributions.unbind(), x)
+        if self._device.type != "cuda":
+            return super().all_reduce(x)
+        self.check_alive()
+        self._finish(self._backend.allreduce([x], self._reduce_options), "all_reduce")
         return x
-
-    def sum_nodes(self, nodes: Tensor, tree: SumTree) -> Tensor:
-        shape = nodes.shape[1:]
-        most = max(tree.counts)
-        sent = nodes.new_empty((most, *shape))  # equal messages: what a rank lacks, nobody reads
-        sent[: len(nodes)] = nodes
-        gathered = nodes.new_empty((self._size, most, *shape))
-        self.all_gather(gathered, sent)
-        parts = [part for of_rank, cover in zip(gathered, tree.covers, strict=True) for part in of_rank[: len(cover)]]
-        return tree.finish(parts, nodes.new_empty(shape))
 
     def all_gather(self, out: Tensor, x: Tensor) -> None:
         self.check_alive()
@@ -215,7 +216,7 @@ class LibraryCollectives(Collectives):
                 raise EngineError(self._abort_reason)
             if time.monotonic() > deadline:
                 self._pending = work
-                raise _late(self._rank, "the other ranks", name, self._timeout_s)
+                raise late(self._rank, "the other ranks", name, self._timeout_s)
         try:
             work.wait()
         except RuntimeError as error:
@@ -224,14 +225,14 @@ class LibraryCollectives(Collectives):
             raise EngineError(f"rank {self._rank}: {name} over gloo failed: {_first_line(error)}") from error
 
     def _await_stream(self, name: str) -> None:
-        done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch does not annotate it
-        done.record(torch.cuda.current_stream(self._device))
         deadline = time.monotonic() + self._timeout_s
-        while not done.query():
+
+        def look() -> None:
             self.check_alive()
             if time.monotonic() > deadline:
-                raise _late(self._rank, "the other ranks", name, self._timeout_s)
-            time.sleep(1e-4)
+                raise late(self._rank, "the other ranks", name, self._timeout_s)
+
+        await_stream(self._device, look)
         self.check_alive()  # an aborted collective also lets its stream go on
 
 
@@ -247,9 +248,9 @@ class SharedMemoryCollectives(Collectives):
     """
 
     def __init__(self, segment: Segment, *, rank: int, size: int, timeout_s: float, spin_us: int, buffer_bytes: int):
+        super().__init__(size)
         self._segment = segment
         self._rank = rank
-        self._size = size
         self._timeout_s = timeout_s
         self._spin_s = spin_us * 1e-6
         self._buffer_bytes = buffer_bytes
@@ -281,7 +282,7 @@ class SharedMemoryCollectives(Collectives):
             try:
                 store.wait(["segment"], timedelta(seconds=timeout_s))
             except RuntimeError as error:
-                raise _late(rank, "rank 0", "the meeting of the ranks", timeout_s) from error
+                raise late(rank, "rank 0", "the meeting of the ranks", timeout_s) from error
             segment = Segment.attach(store.get("segment").decode())
         self = cls(segment, rank=rank, size=size, timeout_s=timeout_s, spin_us=spin_us, buffer_bytes=buffer_bytes)
         try:
@@ -406,7 +407,7 @@ class SharedMemoryCollectives(Collectives):
                 timeout_s=self._timeout_s,
                 spin_s=self._spin_s,
             ):
-                error = _late(self._rank, f"rank {peer}", name, self._timeout_s)
+                error = late(self._rank, f"rank {peer}", name, self._timeout_s)
                 self.abort(str(error))  # this rank's epoch is lost to the others: the generation ends for all
                 raise error
 
@@ -441,7 +442,17 @@ def _first_buffer(size: int) -> int:
     return -(-end // 4096) * 4096
 
 
-def _late(rank: int, who: str, what: str, timeout_s: float) -> DeadlineError:
+def await_stream(device: torch.device, look: Callable[[], None] = lambda: None) -> None:
+    """Returns once what is queued on `device`'s current stream is done; calls `look` meanwhile, which may raise."""
+    done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch does not annotate it
+    done.record(torch.cuda.current_stream(device))
+    while not done.query():
+        look()
+        time.sleep(1e-4)
+
+
+def late(rank: int, who: str, what: str, timeout_s: float) -> DeadlineError:
+    """The error of `rank`, which waited in vain."""
     return DeadlineError(
         f"rank {rank} waited for {who} in {what} longer than parallel.step_timeout_s={timeout_s:g}; "
         f"see what holds them up, or raise it"

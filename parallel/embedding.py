@@ -17,7 +17,7 @@ from parallel.plan import ShardPlan, Span
 class _Rows(Protocol):
     def read(self, source: TensorSource, name: str, span: Span) -> None: ...
     def fill(self, row: int, value: float) -> None: ...
-    def lookup(self, rows: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor: ...
+    def lookup(self, rows: torch.Tensor) -> torch.Tensor: ...
     def weight(self, num_rows: int, arithmetic: Arithmetic) -> Weight: ...
 
 
@@ -25,22 +25,22 @@ class _PlainRows:
     """Rows of the vocabulary as they lie in a checkpoint: [num_rows, hidden_size], for GPUs."""
 
     def __init__(self, num_rows: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._rows = torch.empty(num_rows, hidden_size, dtype=dtype, device=device)
+        self.rows = torch.empty(num_rows, hidden_size, dtype=dtype, device=device)
 
     def read(self, source: TensorSource, name: str, span: Span) -> None:
         """Reads rows `span` of tensor `name` to the first ones."""
-        source.read(name, self._rows[: span.size], rows=span)
+        source.read(name, self.rows[: span.size], rows=span)
 
     def fill(self, row: int, value: float) -> None:
-        self._rows[row] = value
+        self.rows[row] = value
 
-    def lookup(self, rows: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-        """[num_tokens, hidden_size]; `out` if one is given."""
-        return torch.index_select(self._rows, 0, rows, out=out)
+    def lookup(self, rows: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, hidden_size]."""
+        return torch.index_select(self.rows, 0, rows)
 
     def weight(self, num_rows: int, arithmetic: Arithmetic) -> Weight:
         """A weight of the first rows, which are shared."""
-        return arithmetic.weight(self._rows[:num_rows], None)
+        return arithmetic.weight(self.rows[:num_rows], None)
 
 
 class _PackedRows:
@@ -59,9 +59,8 @@ class _PackedRows:
     def fill(self, row: int, value: float) -> None:
         self._packed[row // TILE, :, row % TILE] = value
 
-    def lookup(self, rows: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-        found = self._packed[rows // TILE, :, rows % TILE]
-        return found if out is None else out.copy_(found)
+    def lookup(self, rows: torch.Tensor) -> torch.Tensor:
+        return self._packed[rows // TILE, :, rows % TILE]
 
     def weight(self, num_rows: int, arithmetic: Arithmetic) -> Weight:
         return CpuWeight.of_packed(self._packed, num_rows)
@@ -110,15 +109,13 @@ class VocabParallelEmbedding:
         """
         assert self._rows is not None, "forward before load"
         assert self._row_of is not None, "forward before load"
-        if self._group.size == 1 and self._device.type == "cuda":
-            return self._rows.lookup(input_ids, None)
-        rows = torch.index_select(self._row_of, 0, input_ids)
-        if self._group.size == 1:
-            return self._rows.lookup(rows, None)
-        out = self._group.reduce_buffer((len(input_ids), self._hidden_size), self._dtype)
-        hidden = self._rows.lookup(rows, out)
-        total = self._group.all_reduce(hidden)
-        return total if out is None or total is not out else total.clone()  # the residual stream outlives the buffer
+        if isinstance(self._rows, _PlainRows):
+            if self._group.size == 1:
+                return self._rows.lookup(input_ids)
+            found = self._group.look_up(input_ids, self._row_of, self._rows.rows)
+            if found is not None:
+                return found
+        return self._group.all_reduce(self._rows.lookup(torch.index_select(self._row_of, 0, input_ids)))
 
 
 class ParallelLMHead:

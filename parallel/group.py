@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from configs.errors import ConfigError, EngineError
 from parallel.all_reduce import Collectives, LibraryCollectives, SharedMemoryCollectives
 from parallel.environment import MULTICAST_OFF
-from parallel.fused_sum import FusedSum
+from parallel.fused_sum import FusedSum, PeerSizes
 from parallel.numerics.tree import SumTree
 from parallel.symmetric_memory import SymmetricMemoryCollectives
 
@@ -51,7 +51,7 @@ class TensorParallelGroup:
         timeout_s: float,
         generation: int = 1,
         spin_us: int = 0,
-        reduce_buffer_bytes: int = 0,
+        sizes: PeerSizes = PeerSizes(),  # noqa: B008 - it is frozen
     ) -> TensorParallelGroup:
         """Meets the other ranks; returns when all are there.
 
@@ -61,7 +61,7 @@ class TensorParallelGroup:
             timeout_s: deadline of the meeting and of each collective: parallel.step_timeout_s.
             generation: keys in the store start with it, so a rebuilt group never meets remains of the last one.
             spin_us: how long a waiting rank spins before it sleeps; only shared_memory spins.
-            reduce_buffer_bytes: the largest sum that symmetric_memory does without NCCL; the same on every rank.
+            sizes: the most that a step brings, for which symmetric_memory has room; the same on every rank.
 
         Raises:
             ConfigError: the strategy does not fit this machine, or a CUDA rank's environment allows multicast.
@@ -89,12 +89,7 @@ class TensorParallelGroup:
                 )
             if strategy == "symmetric_memory":
                 return SymmetricMemoryCollectives.create(
-                    rank=rank,
-                    size=size,
-                    store=store,
-                    device=device,
-                    timeout_s=timeout_s,
-                    buffer_bytes=reduce_buffer_bytes,
+                    rank=rank, size=size, store=store, device=device, timeout_s=timeout_s, sizes=sizes
                 )
             return LibraryCollectives.create(
                 strategy=strategy, rank=rank, size=size, store=store, device=device, timeout_s=timeout_s
@@ -118,35 +113,34 @@ class TensorParallelGroup:
         """A group of one: every collective is the identity."""
         return cls(rank=0, size=1, device=torch.device(device), collectives=None)
 
-    def reduce_buffer(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor | None:
-        """Memory of that shape, contents undefined, which all_reduce sums fastest; None when any memory will do.
-
-        The producer of the summands, a GEMM say, writes into it. It and the sum that all_reduce makes of it are valid
-        until the next reduce_buffer or all_reduce: who needs them longer copies them. The ranks ask with one shape.
-        """
-        return None if self._collectives is None else self._collectives.reduce_buffer(shape, dtype)
-
-    def partial_sum(self, shape: tuple[int, int], dtype: torch.dtype) -> FusedSum | None:
+    def partial_sum(self, shape: tuple[int, int], of: torch.dtype | SumTree) -> FusedSum | None:
         """A sum of that shape that the norm after it does in the same kernel; None when that is not the fastest way.
 
         The producer writes its `summand`, then its `add_norm` comes before any other call for a sum. The ranks ask with
         one shape. Each step, a replay of a graph or not, begins with another collective; or all hold an even number of
-        these: see FusedSums.
-        """
-        return None if self._collectives is None else self._collectives.partial_sum(shape, dtype)
+        these: see PeerMemory.
 
-    def node_sum(self, shape: tuple[int, int], tree: SumTree) -> FusedSum | None:
-        """A `partial_sum` of the ranks' nodes of `tree`; the same bits as any other way to add them."""
-        return None if self._collectives is None else self._collectives.node_sum(shape, tree)
+        Args:
+            of: the dtype of the summands; or the tree whose nodes they are, with the same bits as any other way to add
+                them.
+        """
+        return None if self._collectives is None else self._collectives.partial_sum(shape, of)
+
+    def look_up(self, ids: Tensor, row_of: Tensor, rows: Tensor) -> Tensor | None:
+        """The rows of `ids` [num_ids] int64 of a matrix whose rows the ranks hold, [num_ids, row_size]; None where
+        ranks are to sum what each has.
+
+        Args:
+            row_of: [num_ids of all] int32: where in `rows` an id is; len(rows) - 1 where another rank has it.
+            rows: [num_held + 1, row_size], contiguous.
+        """
+        return None if self._collectives is None else self._collectives.look_up(ids, row_of, rows)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """`x` summed over the ranks in rank order, in place; float32, bf16, fp16 or integers.
+        """`x` summed over the ranks in rank order, in place; float32, bf16, fp16 or integers. Returns it.
 
-        On CPU, bf16 and fp16 are added in float32 and rounded once. On CUDA a bf16 sum rounds each addition; over NCCL
-        the order is NCCL's, though the same on all ranks. The sum is ready in stream order there.
-
-        Returns:
-            `x`, except for a reduce_buffer: its sum may be another tensor.
+        bf16 and fp16 are added in float32 and rounded once. Over NCCL order and roundings are NCCL's, though the same
+        on all ranks. On CUDA the sum is ready in stream order.
 
         Raises:
             DeadlineError: a rank did not come within the group's deadline.
@@ -203,10 +197,7 @@ class TensorParallelGroup:
     def abort(self, reason: str) -> None:
         """Ends this generation from any thread: blocked and later collectives raise EngineError(reason).
 
-        On CUDA it returns only when no graph with collectives is left: whoever holds them drops them, see
-        `TPWorker.leave`. With symmetric_memory maybe never, once a rank is gone: a sum in a reduce_buffer waits for it
-        without end, and so does the one that begins the next step, where that is queued. Then `leave` finds a device
-        that does not get done, and the process has to be ended.
+        NCCL returns only when no graph with collectives is left: whoever holds them drops them, see `TPWorker.leave`.
         """
         if self._collectives is not None:
             self._collectives.abort(reason)

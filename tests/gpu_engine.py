@@ -287,12 +287,13 @@ def _rank_main(
 
     from parallel.group import TensorParallelGroup
     from parallel.plan import ShardPlan
-    from worker.tp_worker import TPWorker, reduce_buffer_bytes
+    from worker.tp_worker import TPWorker, peer_sizes
 
     faulthandler.register(signal.SIGUSR1)
     try:
         device = torch.device("cuda", rank % num_gpus)
         torch.cuda.set_device(device)
+        plan = ShardPlan.create(model, size, exact=config.is_exact)
         group = TensorParallelGroup.create(
             rank=rank,
             size=size,
@@ -300,9 +301,8 @@ def _rank_main(
             device=device,
             strategy=config.parallel.all_reduce,  # type: ignore[arg-type]  # resolved, so never auto
             timeout_s=120.0,
-            reduce_buffer_bytes=reduce_buffer_bytes(config, model),
+            sizes=peer_sizes(config, model, plan),
         )
-        plan = ShardPlan.create(model, size, exact=config.is_exact)
         worker = TPWorker(config=config, model=model, model_path=model_path, plan=plan, group=group)
         worker.load()
         expected = worker.profile()

@@ -23,8 +23,6 @@ from torch.distributed import TCPStore
 from parallel.environment import RANK_ENVIRONMENT
 from parallel.group import Strategy, TensorParallelGroup
 
-BUFFER_BYTES = 8 << 20
-
 
 @dataclass(frozen=True)
 class Job:
@@ -60,7 +58,7 @@ def _enter(rank: int, job: Job) -> Any:
         device=device,
         strategy=job.strategy,
         generation=job.generation,
-        **{"timeout_s": 60.0, "reduce_buffer_bytes": BUFFER_BYTES, **job.options},
+        **{"timeout_s": 60.0, **job.options},
     )
     try:
         return job.body(group, *job.args)

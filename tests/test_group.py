@@ -479,9 +479,7 @@ def test_a_rank_on_a_gpu_is_refused_where_multicast_is_not_off(
     else:
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=rf"but not so set: {name};.*runtime_env"):
-        TensorParallelGroup.create(
-            rank=0, size=2, store=HashStore(), device="cuda:0", strategy=strategy, timeout_s=1.0, reduce_buffer_bytes=1
-        )
+        TensorParallelGroup.create(rank=0, size=2, store=HashStore(), device="cuda:0", strategy=strategy, timeout_s=1.0)
 
 
 def test_small_buffers_give_the_same_bits() -> None:

@@ -42,7 +42,7 @@ from attention.kernels.step_metadata import apply_page_deltas, fill_step_metadat
 from attention.kv_pool import FP8
 from attention.layer import AttentionLayer
 from attention.step_metadata import StepTensors
-from parallel.kernels.all_reduce_norm import all_reduce_add_norm
+from parallel.kernels.all_reduce_norm import STATE_WORDS, Peers, all_reduce_add_norm, gather, look_up
 from parallel.numerics.kernels.chain_gemm import chain_gemm
 from parallel.numerics.kernels.node_gemm import node_gemm
 from parallel.numerics.kernels.skinny_gemm import skinny_gemm
@@ -60,7 +60,7 @@ ROOT = Path(__file__).resolve().parent.parent
 EPS = 1e-6
 SHARED_BYTES = 227 * 1024
 """What a program may have on an H200."""
-NORMS = ("sum_add_norm_kernel", "all_reduce_add_norm_kernel", "_add_rms_norm_kernel")
+NORMS = ("sum_add_norm_kernel", "all_reduce_add_norm_kernel", "reduce_norm_share_kernel", "_add_rms_norm_kernel")
 """Kernels that add to the residual stream and norm."""
 ATTENTION_FEATURES: list[dict[str, Any]] = [
     {"window": 4096},
@@ -316,20 +316,29 @@ def _call_sampler(first_id: int, num_ids: int) -> None:
     adjust_logits(logits, rows, positions, records, RowAdjustments(257, num_ids, torch.device("cpu")))
 
 
-def _call_all_reduce_add_norm(num_ranks: int, weight: torch.Tensor, **nodes: Any) -> None:
+def _peers(num_ranks: int) -> Peers:
     base = 0x7F00_0000_0000
-    all_reduce_add_norm(
-        _bf16(4, len(weight)),
-        weight,
-        EPS,
-        bases=tuple(base + (rank << 22) for rank in range(num_ranks)),
-        rank=num_ranks - 1,
-        data_offset=4096,
-        state=_int32(129),
-        host_words=base - 4096,
-        timeout_ns=int(600e9),
-        **nodes,
-    )
+    bases = tuple(base + (rank << 22) for rank in range(num_ranks))
+    return Peers(bases, num_ranks - 1, _int32(STATE_WORDS), base - 4096, int(600e9))
+
+
+def _call_all_reduce_add_norm(num_ranks: int, weight: torch.Tensor, **nodes: Any) -> None:
+    for scales_offset in (None, 8192):
+        all_reduce_add_norm(
+            _bf16(4, len(weight)),
+            weight,
+            EPS,
+            _peers(num_ranks),
+            data_offset=4096,
+            scales_offset=scales_offset,
+            **nodes,
+        )
+
+
+def _call_shares(num_ranks: int, size: int) -> None:
+    peers, areas = _peers(num_ranks), {"area_offset": 4096, "half_bytes": 8 << 20}
+    gather(_int32(num_ranks, 600), _int32(600), peers, **areas)
+    look_up(_int64(5), _int32(1000), _bf16(501, size), peers, **areas)
 
 
 def _call_exact_products() -> None:
@@ -469,6 +478,7 @@ def _call_everything() -> None:
         _call_exact_mixture(num_tokens, 512, ((0, 1), (1, 28)), num_experts=8, top_k=2)
     for num_ranks, size in itertools.product((2, 3, 4), (576, 4096)):
         _call_all_reduce_add_norm(num_ranks, _bf16(size))
+        _call_shares(num_ranks, size)
     _call_all_reduce_add_norm(2, torch.empty(2304))
     _call_exact_products()
 

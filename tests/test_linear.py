@@ -14,7 +14,6 @@ from torch.distributed import HashStore
 from configs.layers import Axis, Cut, GroupedQueryAttention, Linear
 from configs.model_config import ModelConfig
 from configs.rope import RopeConfig
-from parallel.all_reduce import SharedMemoryCollectives
 from parallel.embedding import ParallelLMHead, VocabParallelEmbedding, whole_logits
 from parallel.group import TensorParallelGroup
 from parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -71,45 +70,6 @@ def on_ranks(size: int, body: Callable[[TensorParallelGroup], torch.Tensor]) -> 
         if isinstance(result, BaseException):
             raise result
     return results
-
-
-class BufferedCollectives:
-    """Collectives on CPU that offer a reduce_buffer, as symmetric memory does on CUDA."""
-
-    def __init__(self, inner: SharedMemoryCollectives, *, in_place: bool) -> None:
-        self._inner = inner
-        self._in_place = in_place
-        self.buffer = torch.full((4096,), float("nan"))
-
-    def reduce_buffer(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor | None:
-        assert dtype is torch.float32
-        self.buffer.fill_(float("nan"))  # whoever held on to the last sum shall notice
-        return self.buffer[: shape[0] * shape[1]].view(shape)
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        assert x.data_ptr() == self.buffer.data_ptr(), "summed outside the buffer"
-        return self._inner.all_reduce(x if self._in_place else x.clone())
-
-    def all_gather(self, out: torch.Tensor, x: torch.Tensor) -> None:
-        self._inner.all_gather(out, x)
-
-    def barrier(self) -> None:
-        self._inner.barrier()
-
-    def abort(self, reason: str) -> None:
-        self._inner.abort(reason)
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-def buffered(group: TensorParallelGroup, store: HashStore, *, in_place: bool) -> TensorParallelGroup:
-    """Another group of the same ranks, which sums in a buffer and takes itself for one on CUDA."""
-    inner = SharedMemoryCollectives.create(
-        rank=group.rank, size=group.size, store=store, timeout_s=20.0, spin_us=0, buffer_bytes=1 << 16
-    )
-    collectives = BufferedCollectives(inner, in_place=in_place)
-    return TensorParallelGroup(rank=group.rank, size=group.size, device=torch.device("cuda"), collectives=collectives)
 
 
 def _vocabulary(vocab_size: int) -> ModelConfig:
@@ -232,46 +192,6 @@ def test_row_parallel_sums_over_ranks_and_adds_its_bias_once() -> None:
     expected = F.linear(x, source.tensors["o.weight"], source.tensors["o.bias"])
     for result in on_ranks(3, body):
         torch.testing.assert_close(result, expected)
-
-
-@pytest.mark.parametrize("in_place", [True, False])
-def test_row_parallel_sums_in_the_buffer_of_its_group(in_place: bool) -> None:
-    source, linear = Tensors(o__weight=(24, 30), o__bias=(24,)), Linear("o", "", 24, 30, COLUMNS, bias=True)
-    x = torch.randn(4, 30)
-    spans = (Span(0, 13), Span(13, 30))
-    store = HashStore()
-
-    def body(group: TensorParallelGroup) -> torch.Tensor:
-        inner = buffered(group, store, in_place=in_place)
-        layer = RowParallelLinear(linear, _context(spans[group.rank], inner))
-        layer.load(source, "")
-        y = layer(x[:, slice(*spans[group.rank])].contiguous()).clone()
-        inner.close()
-        return y
-
-    expected = F.linear(x, source.tensors["o.weight"], source.tensors["o.bias"])
-    for result in on_ranks(2, body):
-        torch.testing.assert_close(result, expected)
-
-
-@pytest.mark.parametrize("in_place", [True, False])
-def test_an_embedding_outlives_the_buffer_it_was_summed_in(in_place: bool) -> None:
-    source = Tensors(e__weight=(100, 16))
-    plan = ShardPlan.create(_vocabulary(100), 2)
-    ids = torch.tensor([3, 99, 64, 0])
-    store = HashStore()
-
-    def body(group: TensorParallelGroup) -> torch.Tensor:
-        inner = buffered(group, store, in_place=in_place)
-        embedding = VocabParallelEmbedding(16, plan, inner, **FP32)
-        embedding.load(source, "e")
-        hidden = embedding(ids)
-        inner.reduce_buffer((1, 16), torch.float32)
-        inner.close()
-        return hidden
-
-    for result in on_ranks(2, body):
-        assert torch.equal(result, source.tensors["e.weight"][ids])
 
 
 @pytest.mark.parametrize("wrong", [-1, 100])

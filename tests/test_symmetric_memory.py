@@ -20,13 +20,14 @@ from configs.errors import EngineError
 from configs.layers import Axis, Cut, Linear
 from configs.rope import RopeConfig
 from parallel.embedding import ParallelLMHead, VocabParallelEmbedding, whole_logits
+from parallel.fused_sum import PeerSizes
 from parallel.group import Strategy, TensorParallelGroup
 from parallel.linear import RowParallelLinear
 from parallel.numerics.arithmetic import FAST, LayerContext
 from parallel.plan import LayerShard, ShardPlan, Span
-from parallel.symmetric_memory import RecountedStore, _Registration, choose_method
+from parallel.symmetric_memory import RecountedStore, _Registration
 from tests.dense_model import dense_model
-from tests.rank_processes import BUFFER_BYTES, Ranks, digest, part_of
+from tests.rank_processes import Ranks, digest, part_of
 from worker.memory import await_idle
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -58,17 +59,12 @@ SHAPES = [(1, 4096), (2, 4096), (7, 4096), (64, 4096), (511, 4096), (512, 4096),
 
 
 def sums(group: TensorParallelGroup, dtypes: list[torch.dtype]) -> list[str]:
-    """Sums of all shapes, in the group's buffer where it offers one; digests of their bits."""
+    """Sums of all shapes; digests of their bits."""
     digests = []
     for dtype in dtypes:
         for shape in SHAPES:
             parts = [part_of(rank, shape, dtype) for rank in range(group.size)]
-            x = group.reduce_buffer(shape, dtype)
-            if x is None:
-                x = torch.empty(shape, dtype=dtype, device=group.device)
-            assert x.shape == shape
-            assert x.dtype is dtype
-            total = group.all_reduce(x.copy_(parts[group.rank]))
+            total = group.all_reduce(parts[group.rank].clone().to(group.device))
             check_sum(total, parts)
             digests.append(digest(total))
     return digests
@@ -81,23 +77,13 @@ def test_every_rank_gets_the_same_bits_of_the_sum(ranks: Ranks, strategy: Strate
     assert all(result == results[0] for result in results)
 
 
-@pytest.mark.multi_gpu
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_sum_too_large_for_the_buffer_is_right_all_the_same(ranks: Ranks, size: int) -> None:
-    results = ranks.run(size, "symmetric_memory", sums, [BF16], reduce_buffer_bytes=65536)
-    assert all(result == results[0] for result in results)
-
-
 def mixed_calls(group: TensorParallelGroup, num_rounds: int) -> int:
-    """Sums of changing shapes in and out of the buffer between gathers and barriers; how many came out wrong."""
+    """Sums of changing shapes between gathers and barriers; how many came out wrong."""
     wrong = 0
     for i in range(num_rounds):
         shape = (1 + i % 5 * 40, 512)
         expected = float(sum(i % 7 + rank for rank in range(group.size)))
-        x = group.reduce_buffer(shape, BF16) if i % 3 else None
-        if x is None:
-            x = torch.empty(shape, dtype=BF16, device=group.device)
-        total = group.all_reduce(x.fill_(i % 7 + group.rank)).clone()
+        total = group.all_reduce(torch.full(shape, i % 7 + group.rank, dtype=BF16, device=group.device))
         gathered = group.all_gather(torch.full((i % 4 + 1,), float(group.rank + i), device=group.device))
         if i % 10 == 0:
             group.barrier()
@@ -119,10 +105,7 @@ def replayed(group: TensorParallelGroup, num_replays: int, shapes: list[tuple[in
 
     def step() -> None:
         for x, out in zip(inputs, outputs, strict=True):
-            summand = group.reduce_buffer((x.shape[0], x.shape[1]), BF16)
-            if summand is None:
-                summand = torch.empty_like(x)
-            out.copy_(group.all_reduce(torch.mul(x, 2, out=summand)))
+            out.copy_(group.all_reduce(x * 2))
         gathered.copy_(group.all_gather(inputs[0].view(-1)[:8].float()))
 
     for _ in range(2):
@@ -147,7 +130,7 @@ def replayed(group: TensorParallelGroup, num_replays: int, shapes: list[tuple[in
 
 @pytest.mark.parametrize(("strategy", "size"), CUDA_STRATEGIES)
 def test_a_captured_step_sums_right_200_times(ranks: Ranks, strategy: Strategy, size: int) -> None:
-    # An odd number of sums, and one that is too large for the buffer.
+    # The last one goes in several pieces.
     shapes = [(1, 4096), (64, 4096), (3, 1024), (256, 2048), (2048, 4096)]
     assert ranks.run(size, strategy, replayed, 200, shapes) == [0] * size
 
@@ -261,32 +244,9 @@ def layers(group: TensorParallelGroup, dtype: torch.dtype) -> list[str]:
 
 @pytest.mark.parametrize(("strategy", "size"), STRATEGIES)
 def test_layers_equal_the_whole_model_on_every_rank(ranks: Ranks, strategy: Strategy, size: int) -> None:
-    results = ranks.run(size, strategy, layers, FP32 if strategy == "shared_memory" else BF16)
+    sizes = PeerSizes(rows=40, row_bytes=1024, sum_bytes=1 << 20)
+    results = ranks.run(size, strategy, layers, FP32 if strategy == "shared_memory" else BF16, sizes=sizes)
     assert all(result == results[0] for result in results)
-
-
-def offers(group: TensorParallelGroup) -> list[bool]:
-    return [
-        group.reduce_buffer(shape, dtype) is not None
-        for shape, dtype in [((4, 4096), BF16), ((4, 4096), FP32), ((4, 4096), torch.float16), ((4096, 4096), BF16)]
-    ]
-
-
-@pytest.mark.parametrize(("strategy", "size"), STRATEGIES)
-def test_only_symmetric_memory_offers_a_buffer_and_for_what_it_can_sum(
-    ranks: Ranks, strategy: Strategy, size: int
-) -> None:
-    expected = [True, True, False, False] if strategy == "symmetric_memory" else [False] * 4
-    assert ranks.run(size, strategy, offers) == [expected] * size
-
-
-def test_the_method_depends_on_bytes_and_type() -> None:
-    for nbytes in (16, 8192, 1 << 20, BUFFER_BYTES):
-        assert choose_method(nbytes, BF16, BUFFER_BYTES) == "two_shot"
-        assert choose_method(nbytes, FP32, BUFFER_BYTES) == "two_shot"
-        assert choose_method(nbytes, torch.float16, BUFFER_BYTES) == "nccl"
-    for nbytes in (0, 8, 24, BUFFER_BYTES + 16):
-        assert choose_method(nbytes, BF16, BUFFER_BYTES) == "nccl"
 
 
 def test_exchanges_count_from_the_meeting_not_from_the_start_of_the_process() -> None:
@@ -311,7 +271,9 @@ def test_exchanges_count_from_the_meeting_not_from_the_start_of_the_process() ->
 
 
 def test_ranks_are_found_by_name_until_they_leave() -> None:
-    registration = _Registration(rank=0, size=2, store=HashStore(), timeout_s=1.0)
+    store = HashStore()
+    PrefixStore("meeting", store).set("here/1", "1")
+    registration = _Registration(rank=0, size=2, store=store, timeout_s=1.0)
     found = _resolve_process_group(registration.name)
     assert (found.rank(), found.size()) == (0, 2)
     registration.close()

@@ -19,8 +19,9 @@ from configs.errors import ConfigError, EngineError
 from configs.kv_pages import PageBytes
 from configs.model_config import ModelConfig
 from configs.schema import EngineConfig, resolved
+from parallel.fused_sum import PeerSizes
 from parallel.group import TensorParallelGroup
-from parallel.numerics.arithmetic import FAST, ExactArithmetic
+from parallel.numerics.arithmetic import FAST, ExactArithmetic, most_nodes
 from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost
 from worker.dummy_weights import DummyCheckpoint
@@ -38,7 +39,7 @@ from worker.weights import Checkpoint
 
 _log = logging.getLogger(__name__)
 
-_MAX_REDUCE_BUFFER_BYTES = 64 << 20
+_MAX_SUM_BYTES = 512 << 20
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp8_e4m3": FP8}
 
 
@@ -359,10 +360,12 @@ def warm_up(config: EngineConfig) -> None:
         check_exactness(ExactArithmetic(device), backend, _DTYPES[config.dtype], device)
 
 
-def reduce_buffer_bytes(config: EngineConfig, model: ModelConfig) -> int:
-    """Bytes of the buffer that a group's all-reduces of one step's activations run in."""
+def peer_sizes(config: EngineConfig, model: ModelConfig, plan: ShardPlan) -> PeerSizes:
+    """The most that the ranks bring to one step's collectives."""
     num_tokens = resolved(config.scheduler.max_num_batched_tokens)
-    return min(num_tokens * model.hidden_size * _DTYPES[config.dtype].itemsize, _MAX_REDUCE_BUFFER_BYTES)
+    row_bytes = model.hidden_size * _DTYPES[config.dtype].itemsize
+    of_row = model.hidden_size * torch.float32.itemsize * most_nodes(plan) if config.is_exact else row_bytes
+    return PeerSizes(num_tokens, row_bytes, min(num_tokens * of_row, _MAX_SUM_BYTES))
 
 
 @contextmanager

@@ -148,7 +148,7 @@ class RankActor:
 
         from parallel.group import TensorParallelGroup
         from worker.memory import await_room
-        from worker.tp_worker import TPWorker, reduce_buffer_bytes
+        from worker.tp_worker import TPWorker, peer_sizes
 
         config, model, rank = self._spec.config, self._spec.model, self._spec.rank
         parallel = config.parallel
@@ -164,6 +164,7 @@ class RankActor:
         if not one_node and strategy == ONE_NODE_STRATEGY[device.type]:
             logger.warning("parallel.all_reduce: %s -> %s (several nodes)", strategy, ANY_NODES_STRATEGY[device.type])
             strategy = ANY_NODES_STRATEGY[device.type]
+        plan = ShardPlan.create(model, config.tensor_parallel_size, exact=config.is_exact)
         room_bytes = 0
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -180,13 +181,13 @@ class RankActor:
                 timeout_s=parallel.step_timeout_s,
                 generation=generation,
                 spin_us=parallel.spin_us,
-                reduce_buffer_bytes=reduce_buffer_bytes(config, model),
+                sizes=peer_sizes(config, model, plan),
             )
         self._worker = TPWorker(
             config=config,
             model=model,
             model_path=Path(self._spec.model_path),
-            plan=ShardPlan.create(model, config.tensor_parallel_size, exact=config.is_exact),
+            plan=plan,
             group=self._group,
         )
         return room_bytes

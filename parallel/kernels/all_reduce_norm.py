@@ -1,24 +1,44 @@
-"""One kernel that sums over the ranks, adds to the residual stream and norms.
+"""Kernels by which ranks sum and share rows through memory that every rank has mapped.
 
-Each rank's summands lie in memory that every rank has mapped. A program does one row on every rank: it meets the
-programs of that row on the other ranks, reads their summands and adds them all in one order, so the bits are the same
-on every rank: in rank order, or, where summands are nodes of a tree, as the tree says. Block size and warps follow from
-the row length alone, as in worker/kernels/norm.py.
+    all_reduce_add_norm    one kernel sums over the ranks, adds to the residual stream and norms: each rank reads all
+    reduce_norm_share      the same where rows are many: each rank sums its share of them and writes it to all
+    gather, look_up        each rank writes what it has to all
 
-The memory of a rank starts with flags, [num_ranks, max_rows] int32 by who wrote them.
+A program meets the programs of its number on the other ranks, and no others. Summands are added in one order, so the
+bits are the same on every rank: in rank order, or, where summands are nodes of a tree, as the tree says. Block size and
+warps follow from the row length alone, as in worker/kernels/norm.py.
+
+The memory of a rank starts with flags, two of [MAX_RANKS, MAX_PROGRAMS] int32 by who wrote them: those of sums, and
+those of what is shared. Epochs count each program's meetings: `state` holds them, [2 * MAX_PROGRAMS + 1] int32 of this
+rank alone, zeros at first, and last why a wait was given up. Once one was, nothing signals or waits any more, and
+results are of whatever lies in the memory.
 """
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from parallel.numerics.kernels.tree_sum import add_norm_row, append, block_of_row, finish
+from parallel.numerics.kernels.tree_sum import add_norm_row, append, block_of_row, finish, scale_of
 from parallel.numerics.tree import Additions
 
+MAX_RANKS = 8
+MAX_PROGRAMS = 256
+FLAG_BYTES = 2 * 4 * MAX_RANKS * MAX_PROGRAMS
+"""Bytes of the flags."""
+STATE_WORDS = 2 * MAX_PROGRAMS + 1
+_MAX_PROGRAMS: tl.constexpr = tl.constexpr(MAX_PROGRAMS)
+_SHARE_FLAGS: tl.constexpr = tl.constexpr(FLAG_BYTES // 2)
+# Two programs of up to 8 warps fit an SM with so many registers a thread; all programs of a launch must run at once.
+_MAX_REGISTERS = 128
+_FEW_PROGRAMS = 128  # of more warps: fewer than the 132 SMs
+_GATHER_WORDS = 1024
+_GATHER_PROGRAMS = 128
 LATE = 2
 """The mark of a program that gave up waiting at its deadline; 1 if the host ended the wait."""
 
@@ -119,21 +139,21 @@ def _nodes_of_ranks(bases, offset, node_bytes, columns, inside, NODES: tl.conste
 def _all_reduce_add_norm_kernel(
     out_ptr, residual_ptr, weight_ptr, state_ptr, bases, own, rank, data_offset, host_words, timeout_ns,
     residual_stride, eps, NODES: tl.constexpr, ADDS: tl.constexpr, IN_FP32: tl.constexpr, SIZE: tl.constexpr,
-    BLOCK: tl.constexpr, MAX_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     num_ranks: tl.constexpr = len(bases)
-    given_up_ptr = state_ptr + MAX_ROWS
+    given_up_ptr = state_ptr + 2 * _MAX_PROGRAMS
     epoch = tl.load(state_ptr + row) + 1
     thread = _signalling_thread(tl.load(given_up_ptr), num_ranks)
-    _signal(bases, thread, (rank * MAX_ROWS + row) * 4, epoch)
+    _signal(bases, thread, (rank * _MAX_PROGRAMS + row) * 4, epoch)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
     residual_ptr += row.to(tl.int64) * residual_stride
     # Before the wait, because no other rank writes these; after the signal, which would wait for them.
     residual = tl.load(residual_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    flag_address = own + (thread * MAX_ROWS + row) * 4
+    flag_address = own + (thread * _MAX_PROGRAMS + row) * 4
     _wait(num_ranks, thread, flag_address, epoch, given_up_ptr, host_words, timeout_ns)
     tl.store(state_ptr + row, epoch)
     dtype: tl.constexpr = tl.float32 if IN_FP32 else residual_ptr.dtype.element_ty
@@ -144,19 +164,161 @@ def _all_reduce_add_norm_kernel(
     add_norm_row(out_ptr + row * SIZE, residual_ptr, x, residual, weight, columns, inside, eps, SIZE)
 
 
+@triton.jit(do_not_specialize=["rank", "num_rows"])
+def _reduce_norm_share_kernel(
+    out_ptr, residual_ptr, weight_ptr, state_ptr, bases, own, rank, data_offset, scales_offset, num_rows, host_words,
+    timeout_ns, residual_stride, eps, NODES: tl.constexpr, ADDS: tl.constexpr, IN_FP32: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    num_ranks: tl.constexpr = len(bases)
+    given_up_ptr = state_ptr + 2 * _MAX_PROGRAMS
+    epoch = tl.load(state_ptr + program) + 1
+    thread = _signalling_thread(tl.load(given_up_ptr), num_ranks)
+    flag_offset = (rank * _MAX_PROGRAMS + program) * 4
+    _signal(bases, thread, flag_offset, epoch)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    flag_address = own + (thread * _MAX_PROGRAMS + program) * 4
+    _wait(num_ranks, thread, flag_address, epoch, given_up_ptr, host_words, timeout_ns)
+    kept: tl.constexpr = residual_ptr.dtype.element_ty
+    dtype: tl.constexpr = tl.float32 if IN_FP32 else kept
+    row_bytes: tl.constexpr = SIZE * (dtype.primitive_bitwidth // 8)
+    node_bytes = num_rows.to(tl.int64) * row_bytes
+    # Row i of a run of as many rows as there are ranks is rank i's; programs take runs in turn.
+    num_runs = tl.cdiv(num_rows, num_ranks)
+    for run in range(program, num_runs, tl.num_programs(0)):
+        row = tl.cast(run, tl.int64) * num_ranks + rank
+        if row < num_rows:
+            residual = tl.load(residual_ptr + row * residual_stride + columns, mask=inside, other=0.0).to(tl.float32)
+            offset = data_offset + row * row_bytes
+            nodes = _nodes_of_ranks(bases, offset, node_bytes, columns, inside, NODES, dtype)
+            rounded = (residual + finish(nodes, ADDS)[2 * len(ADDS)]).to(kept)
+            scale = scale_of(rounded.to(tl.float32), eps, SIZE)
+            # Nobody else reads this row of any rank's summands, so the sum takes their place.
+            for other in tl.static_range(num_ranks):
+                base = bases[other].to(tl.int64)
+                sum_ptr = tl.multiple_of((base + offset).to(tl.pointer_type(kept)), 16)
+                tl.store(sum_ptr + columns, rounded, mask=inside)
+                tl.store((base + scales_offset + row * 4).to(tl.pointer_type(tl.float32)), scale)
+    tl.debug_barrier()  # all threads have written what the few that signal release
+    thread = _signalling_thread(tl.load(given_up_ptr, volatile=True), num_ranks)
+    _signal(bases, thread, flag_offset, epoch + 1)
+    _wait(num_ranks, thread, flag_address, epoch + 1, given_up_ptr, host_words, timeout_ns)
+    tl.store(state_ptr + program, epoch + 1)
+    for run in range(program, num_runs, tl.num_programs(0)):
+        for i in tl.static_range(num_ranks):
+            row = tl.cast(run, tl.int64) * num_ranks + i
+            if row < num_rows:
+                sum_ptr = tl.multiple_of((own + data_offset + row * row_bytes).to(tl.pointer_type(kept)), 16)
+                rounded = tl.load(sum_ptr + columns, mask=inside, other=0.0, volatile=True)
+                scale_ptr = (own + scales_offset + row * 4).to(tl.pointer_type(tl.float32))
+                scale = tl.load(scale_ptr, volatile=True)
+                tl.store(residual_ptr + row * residual_stride + columns, rounded, mask=inside)
+                normed = rounded.to(tl.float32) * scale * weight
+                tl.store(out_ptr + row * SIZE + columns, normed.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _write_to_all(bases, offset, words, columns, inside):
+    for rank in tl.static_range(len(bases)):
+        address = bases[rank].to(tl.int64) + offset
+        tl.store(tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16) + columns, words, mask=inside)
+
+
+@triton.jit
+def _meet_to_share(bases, own, rank, state_ptr, epoch, host_words, timeout_ns):
+    """Returns once the programs of this number have written to all, or it gave up waiting."""
+    program = tl.program_id(0)
+    num_ranks: tl.constexpr = len(bases)
+    given_up_ptr = state_ptr + 2 * _MAX_PROGRAMS
+    tl.debug_barrier()  # all threads have written what the few that signal release
+    thread = _signalling_thread(tl.load(given_up_ptr), num_ranks)
+    _signal(bases, thread, _SHARE_FLAGS + (rank * _MAX_PROGRAMS + program) * 4, epoch)
+    flag_address = own + _SHARE_FLAGS + (thread * _MAX_PROGRAMS + program) * 4
+    _wait(num_ranks, thread, flag_address, epoch, given_up_ptr, host_words, timeout_ns)
+    tl.store(state_ptr + _MAX_PROGRAMS + program, epoch)
+
+
+@triton.jit(do_not_specialize=["rank", "num_words", "out_stride"])
+def _gather_kernel(
+    out_ptr, x_ptr, state_ptr, bases, own, rank, area_offset, half_bytes, num_words, out_stride, host_words, timeout_ns,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    num_ranks: tl.constexpr = len(bases)
+    epoch = tl.load(state_ptr + _MAX_PROGRAMS + program) + 1
+    # A program has an area of its own in either half, and takes the halves in turn: see PeerMemory.
+    area = area_offset + (epoch & 1) * half_bytes + program * (half_bytes // _MAX_PROGRAMS)
+    columns = tl.arange(0, BLOCK)
+    num_blocks = tl.cdiv(num_words, BLOCK)
+    for block in range(program, num_blocks, num_programs):
+        words = tl.load(x_ptr + block * BLOCK + columns, mask=block * BLOCK + columns < num_words, other=0)
+        place = block // num_programs * num_ranks + rank
+        _write_to_all(bases, area + place * (BLOCK * 4), words, columns, columns < BLOCK)
+    _meet_to_share(bases, own, rank, state_ptr, epoch, host_words, timeout_ns)
+    for block in range(program, num_blocks, num_programs):
+        for other in tl.static_range(num_ranks):
+            place = block // num_programs * num_ranks + other
+            address = own + area + place * (BLOCK * 4)
+            word_ptr = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)
+            words = tl.load(word_ptr + columns, volatile=True)
+            inside = block * BLOCK + columns < num_words
+            tl.store(out_ptr + other * out_stride + block * BLOCK + columns, words, mask=inside)
+
+
+@triton.jit(do_not_specialize=["rank", "num_ids", "num_held", "vocab_size"])
+def _look_up_kernel(
+    out_ptr, ids_ptr, row_of_ptr, rows_ptr, state_ptr, bases, own, rank, area_offset, half_bytes, num_ids, num_held,
+    vocab_size, host_words, timeout_ns, WORDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    epoch = tl.load(state_ptr + _MAX_PROGRAMS + program) + 1
+    area = area_offset + (epoch & 1) * half_bytes + program * (half_bytes // _MAX_PROGRAMS)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < WORDS
+    for i in range(program, num_ids, num_programs):
+        token = tl.load(ids_ptr + i)
+        known = (token >= 0) & (token < vocab_size)
+        row = tl.load(row_of_ptr + token, mask=known, other=num_held)
+        if row < num_held:
+            words = tl.load(rows_ptr + row.to(tl.int64) * WORDS + columns, mask=inside, other=0)
+            _write_to_all(bases, area + i // num_programs * (WORDS * 4), words, columns, inside)
+    _meet_to_share(bases, own, rank, state_ptr, epoch, host_words, timeout_ns)
+    for i in range(program, num_ids, num_programs):
+        address = own + area + i // num_programs * (WORDS * 4)
+        word_ptr = tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)
+        words = tl.load(word_ptr + columns, mask=inside, other=0, volatile=True)
+        tl.store(out_ptr + tl.cast(i, tl.int64) * WORDS + columns, words, mask=inside)
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """What every kernel is given of the ranks' memory."""
+
+    bases: tuple[int, ...]
+    """Where each rank's mapped memory is in this rank's address space."""
+    rank: int
+    state: torch.Tensor
+    """See the module."""
+    host_words: int
+    """Address of two int32 in the host's memory that the device can read and write: the host sets the first to end the
+    waits, the device the second to say that it gave up, and why."""
+    timeout_ns: int
+    """How long a program waits for another rank's."""
+
+
 def all_reduce_add_norm(
     residual: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
+    peers: Peers,
     *,
-    bases: tuple[int, ...],
-    rank: int,
     data_offset: int,
-    state: torch.Tensor,
-    host_words: int,
-    timeout_ns: int,
     counts: tuple[int, ...] = (),
     adds: Additions = (),
+    scales_offset: int | None = None,
 ) -> torch.Tensor:
     """Adds the sum of all ranks' summands to `residual` in place and returns the RMS norm of that (rounded) sum.
 
@@ -164,20 +326,15 @@ def all_reduce_add_norm(
     once, and its norm once more. Every rank launches it with the same shapes, in the same order.
 
     Args:
-        residual: [num_rows, size], rows any distance apart; the same on every rank. The programs of all rows wait for
-            other ranks, so all must run at once: no more rows than the device has SMs.
+        residual: [num_rows, size], rows any distance apart; the same on every rank. Without `scales_offset` at most
+            MAX_PROGRAMS rows: a program for each, and all must run at once.
         weight: [size], bf16 or fp32.
-        bases: where each rank's mapped memory is in this rank's address space.
-        data_offset: bytes from there to the summands, [num_rows, size] of the residual's dtype, contiguous; with
-            `counts` [counts[rank], num_rows, size] fp32.
-        state: [max_rows + 1] int32 of this rank alone, zeros at first: how often each row's program met the other
-            ranks', and last why a wait was given up. Once it was, nothing signals or waits any more, and sums are of
-            whatever the summands are.
-        host_words: address of two int32 in the host's memory that the device can read and write: the host sets the
-            first to end the waits, the device the second to say that it gave up, and why.
-        timeout_ns: how long a program waits for another rank's.
+        data_offset: bytes from a rank's base to the summands, [num_rows, size] of the residual's dtype, contiguous;
+            with `counts` [counts[rank], num_rows, size] fp32.
         counts: of each rank, its nodes of a tree: then the bits are those of tree_sum.sum_add_norm.
         adds: over all nodes, the first rank's first.
+        scales_offset: bytes to num_rows fp32 for the norms' scales. With it each rank sums every size'th row alone and
+            writes it to all, where the first summand lay, so each rank has memory for one there.
 
     Returns:
         [num_rows, size], contiguous, of the residual's dtype.
@@ -185,28 +342,70 @@ def all_reduce_add_norm(
     num_rows, size = residual.shape
     out = torch.empty((num_rows, size), dtype=residual.dtype, device=residual.device)
     block, num_warps = block_of_row(size)
-    _all_reduce_add_norm_kernel[(num_rows,)](
-        out,
-        residual,
-        weight,
-        state,
-        bases,
-        bases[rank],
-        rank,
-        data_offset,
-        host_words,
-        timeout_ns,
-        residual.stride(0),
-        eps,
-        NODES=nodes_of(counts or (1,) * len(bases)),
-        ADDS=adds if counts else in_rank_order(len(bases)),
-        IN_FP32=bool(counts),
-        SIZE=size,
-        BLOCK=block,
-        MAX_ROWS=len(state) - 1,
-        num_warps=num_warps,
-        enable_fp_fusion=not counts,
-    )
+    own = peers.bases[peers.rank]
+    shared: dict[str, Any] = {
+        "NODES": nodes_of(counts or (1,) * len(peers.bases)),
+        "ADDS": adds if counts else in_rank_order(len(peers.bases)),
+        "IN_FP32": bool(counts),
+        "SIZE": size,
+        "BLOCK": block,
+        "num_warps": num_warps,
+        "enable_fp_fusion": not counts,
+    }
+    if scales_offset is None:
+        _all_reduce_add_norm_kernel[(num_rows,)](
+            out, residual, weight, peers.state, peers.bases, own, peers.rank, data_offset, peers.host_words,
+            peers.timeout_ns, residual.stride(0), eps, **shared,
+        )  # fmt: skip
+        return out
+    most = MAX_PROGRAMS if num_warps <= 8 else _FEW_PROGRAMS
+    _reduce_norm_share_kernel[(min(triton.cdiv(num_rows, len(peers.bases)), most),)](
+        out, residual, weight, peers.state, peers.bases, own, peers.rank, data_offset, scales_offset, num_rows,
+        peers.host_words, peers.timeout_ns, residual.stride(0), eps, **shared, maxnreg=_MAX_REGISTERS,
+    )  # fmt: skip
+    return out
+
+
+def gather(out: torch.Tensor, x: torch.Tensor, peers: Peers, *, area_offset: int, half_bytes: int) -> None:
+    """Fills `out` [num_ranks, num_words] int32 with every rank's contiguous `x` [num_words].
+
+    Args:
+        area_offset: bytes from a rank's base to two halves of memory for what is shared.
+        half_bytes: the size of one, a multiple of MAX_PROGRAMS * 16.
+    """
+    num_ranks = len(peers.bases)
+    blocks = half_bytes // MAX_PROGRAMS // (4 * _GATHER_WORDS * num_ranks) * _GATHER_PROGRAMS
+    assert blocks, f"{half_bytes} bytes are too few for {num_ranks} ranks"
+    step = blocks * _GATHER_WORDS
+    for start in range(0, len(x), step):
+        piece, into = x[start : start + step], out[:, start : start + step]
+        _gather_kernel[(min(triton.cdiv(len(piece), _GATHER_WORDS), _GATHER_PROGRAMS),)](
+            into, piece, peers.state, peers.bases, peers.bases[peers.rank], peers.rank, area_offset, half_bytes,
+            len(piece), out.stride(0), peers.host_words, peers.timeout_ns, BLOCK=_GATHER_WORDS, num_warps=4,
+        )  # fmt: skip
+
+
+def look_up(
+    ids: torch.Tensor, row_of: torch.Tensor, rows: torch.Tensor, peers: Peers, *, area_offset: int, half_bytes: int
+) -> torch.Tensor:
+    """The rows of `ids` [num_ids] int64, each written to all by the rank that holds it: [num_ids, row_size].
+
+    Args:
+        row_of: [vocab_size] int32: where in `rows` an id is; len(rows) - 1 where another rank has it.
+        rows: [num_held + 1, row_size], contiguous, row_size a multiple of 16 bytes.
+        area_offset: as `gather` has it, as half_bytes, which hold num_ids rows.
+    """
+    out = torch.empty((len(ids), rows.shape[1]), dtype=rows.dtype, device=rows.device)
+    num_words = rows.shape[1] * rows.element_size() // 4
+    num_programs = min(len(ids), MAX_PROGRAMS)
+    if num_programs:
+        block = triton.next_power_of_2(num_words)
+        _look_up_kernel[(num_programs,)](
+            out.view(torch.int32), ids, row_of, rows.view(torch.int32), peers.state, peers.bases,
+            peers.bases[peers.rank], peers.rank, area_offset, half_bytes, len(ids), len(rows) - 1, len(row_of),
+            peers.host_words, peers.timeout_ns, WORDS=num_words, BLOCK=block,
+            num_warps=min(max(block // 512, 1), 8), maxnreg=_MAX_REGISTERS,
+        )  # fmt: skip
     return out
 
 

@@ -14,12 +14,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from configs.layers import Axis, Cut, HeadGroups, Linear
+from configs.layers import Axis, Columns, Cut, HeadGroups, Linear
 from parallel.group import TensorParallelGroup
 from parallel.numerics.rank_sum import CudaExactSum, ExactSum, FastSum, RankSum
 from parallel.numerics.tree import SumTree
 from parallel.numerics.weight import ChainWeight, CpuLeaves, CpuWeight, CudaWeight, NodeWeight, TensorSource, Weight
-from parallel.plan import LayerShard, Span, leaf_columns
+from parallel.plan import LayerShard, ShardPlan, Span, leaf_columns
 
 _T = TypeVar("_T")
 
@@ -197,3 +197,14 @@ class LayerContext:
             if bias is not None:
                 source.read(f"{prefix}{linear.name}.bias", bias[begin:end], rows=span)
         return self.arithmetic.weight(weight, bias)
+
+
+def most_nodes(plan: ShardPlan) -> int:
+    """The most nodes of an exact sum's tree that a rank of `plan` brings; sums of a layer's columns may be joined."""
+    most = 1
+    for layer, shards in zip(plan.model.layers, plan.layers, strict=True):
+        context = LayerContext(shards, TensorParallelGroup.single(), FAST, torch.float32, torch.device("cpu"))
+        of_heads = max(context.tree(Cut(Axis.QUERY_HEADS, 1))[1].counts)
+        columns = [axis.axis for axis in layer.axes if isinstance(axis, Columns)]
+        most = max(most, of_heads, sum(max(context.tree(Cut(axis, 1))[1].counts) for axis in columns))
+    return most

@@ -20,7 +20,7 @@ class RankSum(Protocol):
     """A sum over the ranks, as the arithmetic has it."""
 
     def __call__(self, num_tokens: int, part: Callable[[Tensor | None], Tensor]) -> Tensor:
-        """The sum; perhaps in memory of the group's, so valid until its next sum."""
+        """The sum."""
 
     def for_norm(self, num_tokens: int, part: Callable[[Tensor | None], Tensor]) -> Tensor | PartialSum:
         """Makes `RMSNorm.add`'s input: the sum, as a call returns it, or its summand where norm and sum are one
@@ -35,17 +35,13 @@ class FastSum:
         self._dtype = dtype
         self._group = group
         # Asking costs a call a layer, and on CPU no group has one.
-        self._asks_for_buffer = group.device.type == "cuda" and group.size > 1
+        self._asks_group = group.device.type == "cuda" and group.size > 1
 
     def __call__(self, num_tokens: int, part: Callable[[Tensor | None], Tensor]) -> Tensor:
-        out = None
-        if self._asks_for_buffer:
-            out = self._group.reduce_buffer((num_tokens, self._out_features), self._dtype)
-        y = part(out)
-        return self._group.all_reduce(y) if self._group.size > 1 else y
+        return self._group.all_reduce(part(None))
 
     def for_norm(self, num_tokens: int, part: Callable[[Tensor | None], Tensor]) -> Tensor | PartialSum:
-        if self._asks_for_buffer:
+        if self._asks_group:
             partial_sum = self._group.partial_sum((num_tokens, self._out_features), self._dtype)
             if partial_sum is not None:
                 part(partial_sum.summand)
@@ -85,7 +81,7 @@ class CudaExactSum(ExactSum):
 
     def for_norm(self, num_tokens: int, part: Callable[[Tensor | None], Tensor]) -> Tensor | PartialSum:
         group, tree, shape = self._group, self.tree_for(num_tokens), (num_tokens, self.out_features)
-        fused = group.node_sum(shape, tree)
+        fused = group.partial_sum(shape, tree)
         if fused is not None:
             part(fused.summand)
             return fused

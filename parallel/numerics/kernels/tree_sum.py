@@ -34,6 +34,12 @@ def finish(values, ADDS: tl.constexpr):
 
 
 @triton.jit
+def scale_of(total, eps, SIZE: tl.constexpr):
+    """What a row of SIZE elements is multiplied by in its RMS norm."""
+    return tl.rsqrt(tl.sum(total * total, axis=0) / SIZE + eps)
+
+
+@triton.jit
 def add_norm_row(out_ptr, residual_ptr, x, residual, weight, columns, inside, eps, SIZE: tl.constexpr):
     """Writes residual + x, rounded, and its norm; `x`, `residual` and `weight` are fp32."""
     rounded = (residual + x).to(residual_ptr.dtype.element_ty)
