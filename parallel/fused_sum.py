@@ -196,6 +196,8 @@ class PeerMemory:
     def all_gather(self, out: Tensor, x: Tensor) -> None:
         """Fills contiguous `out` [size, *x.shape] with every rank's contiguous `x`."""
         self.check_alive()
+        if x.numel() == 0:
+            return
         flat = x.view(-1).view(torch.uint8)
         padding = -len(flat) % 4
         if padding:

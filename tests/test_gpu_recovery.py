@@ -59,8 +59,6 @@ class SharingCoordinator(CoordinatorActor):
 
     def start(self, placement_group: Any) -> EngineFacts:
         pytest.MonkeyPatch().setattr("cluster.ranks.rank.RankActor", SharingRank)
-        if self._spec.config.parallel.all_reduce == "symmetric_memory":  # refused until its case has passed
-            pytest.MonkeyPatch().setattr("cluster.ranks.recovery.reason_never", lambda *_, **__: None)
         return super().start(placement_group)
 
 
@@ -195,7 +193,6 @@ def test_answers_are_the_same_when_ranks_are_killed_and_stopped(
                 LOG.warning("%s of rank %d: %.2f s, survivors %s", fault.name, rank, streams.pause_s, survived)
                 assert tokens == expected
                 assert after["num_rebuilds"] == count
-                if strategy != "symmetric_memory":  # there a survivor may wait in a sum that nothing ends
-                    assert survived == [other for other in before if other != rank]
+                assert survived == [other for other in before if other != rank]
 
     asyncio.run(main())

@@ -91,8 +91,7 @@ def test_what_fails_twice_at_the_same_place_is_not_tried_a_third_time() -> None:
         ({}, True, None),
         ({}, False, "several nodes"),
         ({"device": "cuda"}, True, None),
-        ({"device": "cuda", "tensor_parallel_size": 2}, True, "symmetric memory"),
-        ({"device": "cuda", "tensor_parallel_size": 2, "parallel": {"all_reduce": "nccl"}}, True, None),
+        ({"device": "cuda", "tensor_parallel_size": 2}, True, None),
         ({"recovery": {"max_rebuilds": 0}}, True, "max_rebuilds=0"),
     ],
 )

@@ -21,8 +21,6 @@ def reason_never(config: EngineConfig, *, one_node: bool) -> str | None:
     """Why this group is not rebuilt whatever happens to it; None: it may be."""
     if config.recovery.max_rebuilds == 0:
         return "recovery.max_rebuilds=0"
-    if config.device == "cuda" and config.tensor_parallel_size > 1 and config.parallel.all_reduce != "nccl":
-        return "a rank may wait for ever in a sum of symmetric memory; groups with parallel.all_reduce=nccl are rebuilt"
     if not one_node:
         return "the ranks are on several nodes, where a stopped process cannot be ended"
     return None

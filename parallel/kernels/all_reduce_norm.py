@@ -130,8 +130,9 @@ def _nodes_of_ranks(bases, offset, node_bytes, columns, inside, NODES: tl.conste
         # Rows start at multiples of 16 bytes: the compiler loses that on the way from a number to a pointer.
         address = bases[NODES[i][0]].to(tl.int64) + offset + NODES[i][1] * node_bytes
         node_ptr = tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
-        # Volatile: never from the L1 cache, which does not hear of other GPUs' writes.
-        values = append(values, tl.load(node_ptr + columns, mask=inside, other=0.0, volatile=True).to(tl.float32))
+        # Not volatile: of fp32 a thread takes two times 16 bytes of a sector, which would come twice. What the L1 cache
+        # held from before is gone, since a thread of this program has acquired.
+        values = append(values, tl.load(node_ptr + columns, mask=inside, other=0.0).to(tl.float32))
     return values
 
 
