@@ -36,7 +36,6 @@ _STEP_SIZE_ON_GPU = (256, 8192)
 _STEP_SIZE_ON_CPU = (64, 512)
 _MEMORY_FRACTION_ON_GPU = 0.9
 _MEMORY_FRACTION_ON_CPU = 0.3
-_HANG_TIMEOUT_S = {"cpu": 1.0, "cuda": 30.0}
 _CPUS_ON_GPU_NODES = 1.0
 # Ranks on CPU ask for little: sharing cores costs them speed, never correctness.
 _CPUS_ON_CPU_NODES = 0.1
@@ -131,7 +130,6 @@ def resolve(config: EngineConfig, model: ModelConfig, host: HostFacts) -> Resolv
     fraction = _MEMORY_FRACTION_ON_GPU if device == "cuda" else _MEMORY_FRACTION_ON_CPU
     if config.kv_cache.num_tokens is None and config.kv_cache.memory_bytes is None:
         decide("kv_cache.memory_fraction", config.kv_cache.memory_fraction, fraction, device)
-    decide("recovery.hang_timeout_s", config.recovery.hang_timeout_s, _HANG_TIMEOUT_S[device], device)
     _decide_step_size(resolver, config.scheduler, device)
     _decide_length(resolver, config, model)
     return ResolvedConfig(resolver.apply(config), tuple(resolver.decisions))

@@ -118,10 +118,10 @@ class RecoveryConfig(_Section):
     """How long a process may be stopped (SIGSTOP) before it is ended: a rank, or the coordinator or replica, which end
     the whole replica. Such a process does nothing however long a step takes, so this need not be longer than one; under
     a debugger it does not count as stopped."""
-    hang_timeout_s: float | None = Field(None, gt=0)
-    """How much longer than three times the slowest step like it a step may run before the ranks count as hung. Time
-    that other programs take from the ranks does not count. The first 16 steps, and the first 16 with prompts, have
-    `parallel.step_timeout_s` alone. None: 1 on CPUs, 30 on GPUs, where what is first asked for compiles a kernel."""
+    hang_timeout_s: float = Field(1.0, gt=0)
+    """How much longer than three times the slowest step like it a step may run before the ranks count as hung; the
+    first ones are compared with ten times what the device was measured to allow. Time that other programs take from the
+    ranks does not count, nor does that in which a kernel is compiled."""
 
 
 class PlacementConfig(_Section):

@@ -377,11 +377,11 @@ def test_a_rank_that_hangs_is_replaced_while_busy_ones_are_not(
 
 
 @contextlib.contextmanager
-def burning(count: int) -> Iterator[None]:
-    """As many other processes, each of which takes all of a core that it gets."""
+def burning(count: int) -> Iterator[list[int]]:
+    """Process ids of as many others, each of which takes all of a core that it gets."""
     burners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
-        yield
+        yield [burner.pid for burner in burners]
     finally:
         for burner in burners:
             burner.kill()
@@ -417,6 +417,36 @@ def test_the_clock_of_a_rank_runs_while_it_can(code: str, others: int, least: fl
         assert clock.look([process.pid]) == 0, "a stopped process"
         process.kill()
     assert least <= share <= most
+
+
+def test_the_clock_of_ranks_stands_while_one_compiles_a_kernel_and_another_waits_for_it() -> None:
+    pytest.importorskip("triton", reason="a CPU install has no Triton")
+    compiles = (
+        "import time; from triton import knobs; from worker.preparing import mark_compilations, preparing\n"
+        "mark_compilations()\n"
+        "with preparing():\n"
+        "    knobs.runtime.jit_cache_hook(key='')\n"
+        "    knobs.runtime.jit_post_compile_hook(key='')\n"
+        "    print('prepares', flush=True); input()\n"
+        "knobs.runtime.jit_cache_hook(key='')\n"
+        "print('compiles', flush=True); input()\n"
+        "knobs.runtime.jit_post_compile_hook(key='')\n"
+        "print('waits', flush=True); input()\n"
+    )
+
+    def shown_s() -> float:
+        clock = RankClock()
+        clock.look(pids)
+        time.sleep(0.2)
+        return clock.look(pids)
+
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with burning(1) as spinning, subprocess.Popen([sys.executable, "-c", compiles], **pipes) as process:
+        pids = [process.pid, *spinning]
+        for says, stands in (("prepares", True), ("compiles", True), ("waits", False)):
+            assert process.stdout.readline().strip() == says
+            assert (shown_s() == 0) == stands, says
+            print(file=process.stdin, flush=True)
 
 
 async def streams(group: ServedGroup, bodies: list[dict[str, Any]]) -> list[Streamed]:

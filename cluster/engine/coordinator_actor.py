@@ -28,7 +28,7 @@ from cluster.scheduling.scheduler import Scheduler
 from configs.errors import ConfigError
 from configs.kv_pages import WindowPool, cut_max_model_len, num_kv_pages, pool_bytes
 from configs.model_config import ModelConfig
-from configs.schema import EngineConfig, resolved
+from configs.schema import EngineConfig
 from worker.protocol import StepResult
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class CoordinatorActor:
             group,
             step_timeout_s=config.parallel.step_timeout_s,
             recovery=Recovery(recovery.max_rebuilds, group.reason_never),
-            liveness=Liveness(peaks, resolved(recovery.hang_timeout_s) if finds_hangs else math.inf),
+            liveness=Liveness(peaks, recovery.hang_timeout_s if finds_hangs else math.inf),
         )
         group.run(PoolShape(num_pages, max_model_len, limits.num_window_pages, message_bytes), coordinator.fail)
         self._coordinator = coordinator

@@ -2,8 +2,9 @@
 
 A step may take long because a rank hangs, or because the machine is busy with something else. By the wall clock the two
 look alike, so a step is timed by a clock that runs while the ranks could get on with it, and hangs when that shows far
-more than steps like it took. A process that a signal has stopped says so itself: the coordinator looks after the ranks
-and the Engine replica, the replica after the coordinator.
+more than steps like it took. A rank that compiles a kernel says so by its thread's name, and nobody knows how long that
+takes. A process that a signal has stopped says so itself: the coordinator looks after the ranks and the Engine replica,
+the replica after the coordinator.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configs.errors import StepHungError
+from worker.preparing import PREPARING
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +36,8 @@ _MOST_S = 0.5
 _IDLE_SHARE = 0.2
 # A step may take so many times what the slowest one like it took.
 _HUNG_FACTOR = 3.0
-# Steps of a kind after which it is known what one takes: the first ones touch everything for the first time.
-_LEARNED = 16
+# Before a step of a kind has ended, it is taken to need so many times what the peaks allow.
+_FIRST_SLOWNESS = 10.0
 # A step that was slow once, on a busy machine say, is forgotten in some hundred steps.
 _FORGET = 0.99
 # Every step takes this, whatever is in it.
@@ -46,6 +48,7 @@ _LEAST_S = 1e-3
 class ThreadTimes:
     """One thread."""
 
+    name: str
     state: str
     """The letter of /proc: R runs or wants to, S sleeps, D waits for a disk, T is stopped, t is traced."""
     cpu_s: float
@@ -53,9 +56,10 @@ class ThreadTimes:
 
 
 def _stat_fields(folder: str) -> list[str]:
-    """Fields of the stat file in a directory of /proc, of a process or a thread, from the state on. Raises OSError."""
-    # The name before the state may have spaces and brackets.
-    return Path(folder, "stat").read_text().rpartition(")")[2].split()
+    """Fields of the stat file in a directory of /proc, of a process or a thread, from the name on. Raises OSError."""
+    # The name may have spaces and brackets.
+    before, _, after = Path(folder, "stat").read_text().rpartition(")")
+    return [before.partition("(")[2], *after.split()]
 
 
 def _thread_times(pid: int) -> dict[int, ThreadTimes]:
@@ -65,7 +69,8 @@ def _thread_times(pid: int) -> dict[int, ThreadTimes]:
         for task in os.scandir(f"/proc/{pid}/task"):
             with contextlib.suppress(OSError):
                 fields = _stat_fields(task.path)
-                found[int(task.name)] = ThreadTimes(fields[0], (int(fields[11]) + int(fields[12])) / _TICKS_PER_S)
+                cpu_s = (int(fields[12]) + int(fields[13])) / _TICKS_PER_S
+                found[int(task.name)] = ThreadTimes(fields[0], fields[1], cpu_s)
     return found
 
 
@@ -74,8 +79,8 @@ class RankClock:
 
     An interval counts in full when no thread of any rank wants a processor, so that all of them wait for what does not
     come; and where one does, as the processor time that the busiest thread got, so that an endless loop is noticed but
-    a rank that is kept from running is not. Threads that are stopped, traced by a debugger, or wait for a disk stop the
-    clock. One thread.
+    a rank that is kept from running is not. Threads that are stopped, traced by a debugger, wait for a disk, or
+    compile what later steps find stop the clock. One thread.
     """
 
     def __init__(self) -> None:
@@ -99,7 +104,7 @@ class RankClock:
 def _runnable_s(before: dict[int, ThreadTimes], now: dict[int, ThreadTimes], passed_s: float) -> float:
     """How much of `passed_s` the threads could run."""
     states = {times.state for times in now.values()}
-    if not now or states & _PAUSED:
+    if not now or states & _PAUSED or any(times.name == PREPARING for times in now.values()):
         return 0.0
     used_s = max(times.cpu_s - before[tid].cpu_s if tid in before else 0.0 for tid, times in now.items())
     if "R" not in states and used_s < _IDLE_SHARE * passed_s:
@@ -126,17 +131,14 @@ class Liveness:
         self._hang_timeout_s = hang_timeout_s
         self._clock = clock or RankClock()
         # The duration of the slowest step lately over what the peaks allow, by whether prompts are in the step.
-        self._slowness = [0.0, 0.0]
-        self._num_ended = [0, 0]
+        self._slowness = [_FIRST_SLOWNESS, _FIRST_SLOWNESS]
         self._kind, self._least_s = 0, _LEAST_S
         self._runnable_s = math.inf
 
     @property
     def expected_s(self) -> float:
-        """Seconds that the awaited step takes if it is like the slowest before, by what it has to compute and read;
-        infinite before that is known."""
-        known = self._num_ended[self._kind] >= _LEARNED
-        return self._slowness[self._kind] * self._least_s if known else math.inf
+        """Seconds that the awaited step takes if it is like the slowest before, by what it has to compute and read."""
+        return self._slowness[self._kind] * self._least_s
 
     def began(self, has_prompts: bool, cost: tuple[float, float]) -> None:
         """A step with these FLOPs and bytes is awaited from now on."""
@@ -164,7 +166,6 @@ class Liveness:
     def ended(self, duration_s: float) -> None:
         """The awaited step took so long by the wall clock."""
         kind, own_s = self._kind, min(duration_s, self._runnable_s)
-        self._num_ended[kind] += 1
         self._slowness[kind] = max(self._slowness[kind] * _FORGET, own_s / self._least_s)
 
 
@@ -191,7 +192,7 @@ class StoppedClock:
 
 def _is_stopped(pid: int) -> bool:
     with contextlib.suppress(OSError):
-        return _stat_fields(f"/proc/{pid}")[0] == "T"
+        return _stat_fields(f"/proc/{pid}")[1] == "T"
     return False
 
 

@@ -148,6 +148,7 @@ class RankActor:
 
         from parallel.group import TensorParallelGroup
         from worker.memory import await_room
+        from worker.preparing import mark_compilations
         from worker.tp_worker import TPWorker, peer_sizes
 
         config, model, rank = self._spec.config, self._spec.model, self._spec.rank
@@ -167,6 +168,7 @@ class RankActor:
         plan = ShardPlan.create(model, config.tensor_parallel_size, exact=config.is_exact)
         room_bytes = 0
         if device.type == "cuda":
+            mark_compilations()
             torch.cuda.set_device(device)
             room_bytes = await_room(device, self._spec.room_bytes)
         if config.tensor_parallel_size == 1:
