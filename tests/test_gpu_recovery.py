@@ -31,6 +31,8 @@ from cluster.serve.placement import group_bundles
 from configs.load import parse_engine_config
 from tests.conftest import SHARE_GPUS
 from tests.gpu_engine import write_shape
+from worker.pending_step import PendingStep
+from worker.protocol import StepFrame
 
 LOG = logging.getLogger(__name__)
 ROOT = Path(__file__).resolve().parent.parent
@@ -54,12 +56,58 @@ class SharingRank(RankActor):
         return replace(location, device=f"cuda:{index % num_gpus}")
 
 
+class HangingRank(SharingRank):
+    """A rank that compiles a kernel for some seconds in its first step, and whose device hangs in step HANGS_AT; those
+    that take a place do neither."""
+
+    HANGS_AT = 1
+
+    def run(self) -> None:
+        from tests.slow_kernel import compile_slowly
+
+        worker = self._ready()
+        launch = worker.launch
+
+        def hanging(frame: StepFrame) -> PendingStep:
+            import torch
+
+            if frame.step == 1:
+                LOG.warning("compiled for %.1f s", compile_slowly())
+            if frame.step == self.HANGS_AT:
+                torch.cuda._sleep(1 << 62)
+            return launch(frame)
+
+        if self._spec.room_bytes == 0:
+            worker.launch = hanging  # type: ignore[method-assign]
+        super().run()
+
+
+class LaterHangingRank(HangingRank):
+    """One that hangs when it is known what steps take."""
+
+    HANGS_AT = 200
+
+
 class SharingCoordinator(CoordinatorActor):
-    """A coordinator that starts such ranks."""
+    """A coordinator that starts ranks that may share a GPU."""
+
+    ranks: type[RankActor] = SharingRank
 
     def start(self, placement_group: Any) -> EngineFacts:
-        pytest.MonkeyPatch().setattr("cluster.ranks.rank.RankActor", SharingRank)
+        pytest.MonkeyPatch().setattr("cluster.ranks.rank.RankActor", self.ranks)
         return super().start(placement_group)
+
+
+class HangingCoordinator(SharingCoordinator):
+    """A coordinator that starts ranks that hang at once."""
+
+    ranks = HangingRank
+
+
+class LaterHangingCoordinator(SharingCoordinator):
+    """A coordinator that starts ranks that hang later."""
+
+    ranks = LaterHangingRank
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +170,8 @@ class Streams:
     def __init__(self, engine: RunningEngine) -> None:
         self._engine = engine
         self.num_tokens = 0
-        self._last = time.monotonic()
+        self.last = time.monotonic()
+        """When one of them last got a token."""
         self.pause_s = 0.0
         """The longest time in which none of them got a token."""
 
@@ -139,7 +188,7 @@ class Streams:
         tokens: list[int] = []
         async for chunk in stream:
             now = time.monotonic()
-            self._last, self.pause_s = now, max(self.pause_s, now - self._last)
+            self.last, self.pause_s = now, max(self.pause_s, now - self.last)
             tokens += chunk.token_ids
             self.num_tokens += len(chunk.token_ids)
         assert chunk.finished is not None
@@ -194,5 +243,31 @@ def test_answers_are_the_same_when_ranks_are_killed_and_stopped(
                 assert tokens == expected
                 assert after["num_rebuilds"] == count
                 assert survived == [other for other in before if other != rank]
+
+    asyncio.run(main())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [HangingCoordinator, LaterHangingCoordinator])
+def test_a_device_that_hangs_is_found_within_seconds_and_one_that_compiles_is_left_alone(
+    gpu_cluster: None, shape: Path, monkeypatch: pytest.MonkeyPatch, kind: type[SharingCoordinator]
+) -> None:
+    monkeypatch.setattr(cluster.engine.running_engine, "CoordinatorActor", kind)
+
+    async def main() -> None:
+        async with running(shape, 1, "auto", 0) as engine:
+            streams = Streams(engine)
+            began = time.monotonic()
+            running_streams = asyncio.create_task(streams.run())
+            while (await status(engine))["state"] != "rebuilding":
+                assert not running_streams.done()
+                await asyncio.sleep(0.01)
+            # The time since the last token, or of the first step, in which the kernel is compiled as well.
+            silent_s = time.monotonic() - (streams.last if streams.num_tokens else began)
+            LOG.warning("found after %.2f s, %d tokens", silent_s, streams.num_tokens)
+            assert silent_s < (2.5 if streams.num_tokens else 15)
+            tokens = await running_streams
+            assert (await status(engine))["num_rebuilds"] == 1
+            assert await Streams(engine).run() == tokens
 
     asyncio.run(main())
