@@ -31,8 +31,8 @@ _ROW_ALIGNMENT = 16  # bytes of one load
 _MAX_CACHED_SUMS = 256
 _MAX_RANKS = 8
 _MAX_SMALL_ROWS = 128  # fewer than the 132 SMs: all programs of a launch must run at once
-_SMALL_BYTES = 2 << 20  # of the summands of a small sum
-_MIN_SHARED_BYTES = 8 << 20  # of a half of what is shared
+_SMALL_BYTES = 2 << 20  # the most that the summands of a small sum take
+_MIN_SHARED_BYTES = 8 << 20  # the least that a half of the shared rows' memory has
 _SHARED_UNIT = 1 << 16  # an area of whole 256 bytes for each program
 
 

@@ -52,6 +52,9 @@ class _Rerun:
     shape: StepShape
     output: DeviceOutput
 
+    def reset(self) -> None:
+        pass
+
     def replay(self) -> None:
         again = self.step(self.shape)
         self.output.tokens.copy_(again.tokens)
@@ -69,9 +72,13 @@ class RerunGraphs(CudaGraphRunner):
         prepare: Callable[[StepShape], None],
         on_progress: Callable[[float], None] | None = None,
     ) -> None:
+        self.offer(shapes)
         for shape in shapes:
-            prepare(shape)
-            output = step(shape)
-            self._captured[shape] = _Captured(_Rerun(step, shape, output), output)
-        self._decodes = sorted(shape for shape in shapes if shape.is_decode)
-        self._prompts = sorted(shape for shape in shapes if not shape.is_decode)
+            self.capture_one(step, shape, prepare=prepare)
+
+    def capture_one(
+        self, step: Callable[[StepShape], DeviceOutput], shape: StepShape, *, prepare: Callable[[StepShape], None]
+    ) -> None:
+        prepare(shape)
+        output = step(shape)
+        self._captured[shape] = _Captured(_Rerun(step, shape, output), output)

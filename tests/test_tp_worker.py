@@ -336,6 +336,34 @@ def test_captured_steps_give_the_tokens_of_eager_ones(
     assert len(replayed) == 12 * tp_size
 
 
+@pytest.mark.parametrize("tp_size", [1, 3])
+def test_a_group_that_serves_at_once_captures_a_shape_when_it_comes_again(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch, tp_size: int
+) -> None:
+    every = range(1, len(ADJUSTED) + 1)
+    expected = _generate_adjusted(_worker(tiny_path, MODEL), every, 12)
+    captured, capture_one = [], RerunGraphs.capture_one
+
+    def recorded(self: RerunGraphs, step: Any, shape: StepShape, **prepare: Any) -> None:
+        captured.append(shape)
+        capture_one(self, step, shape, **prepare)
+
+    monkeypatch.setattr(RerunGraphs, "capture_one", recorded)
+    monkeypatch.setattr("worker.model_runner.CudaGraphRunner", RerunGraphs)
+    monkeypatch.setitem(registry.IMPLEMENTATIONS, "torch_native", PagedBackend)
+
+    def body(group: TensorParallelGroup) -> list[list[int]]:
+        worker = _worker(tiny_path, MODEL, group)
+        captured.clear()
+        worker.allocate(num_pages=200, max_model_len=128, at_once=True)
+        return _generate_adjusted(worker, every, 12)
+
+    assert _on_ranks(tp_size, body) == tp_size * [expected]
+    # The prompts' shape comes once.
+    assert captured[-tp_size:] == tp_size * [StepShape(8, 8, 8)]
+    assert StepShape(128, 9, 8) not in captured
+
+
 @pytest.mark.parametrize(("tp_size", "captured"), [(1, False), (3, True), (3, False), (1, True)])
 def test_a_nan_on_one_rank_costs_one_row_its_token_on_all_ranks_and_no_other(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch, tp_size: int, captured: bool

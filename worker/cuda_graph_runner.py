@@ -1,4 +1,5 @@
-"""CUDA graphs of whole steps, one for each shape of a ladder."""
+"""CUDA graphs of whole steps, one for each shape of a ladder: captured before the first step, or where a group has to
+serve at once, when a shape is needed for the second time."""
 
 from __future__ import annotations
 
@@ -51,6 +52,8 @@ class CudaGraphRunner:
         self._captured: dict[StepShape, _Captured] = {}
         self._decodes: list[StepShape] = []
         self._prompts: list[StepShape] = []
+        self._seen: set[StepShape] = set()
+        self._pool: Any = None
         self._group = group
 
     def capture(
@@ -70,14 +73,11 @@ class CudaGraphRunner:
             on_progress: gets the share done, 0 to 1.
         """
         began, free = time.monotonic(), torch.cuda.mem_get_info(self._group.device)[0]
-        pool = torch.cuda.graph_pool_handle()
+        self.offer(shapes)
         for shape in sorted(shapes, reverse=True):
-            prepare(shape)
-            self._captured[shape] = self._capture(step, shape, pool)
+            self.capture_one(step, shape, prepare=prepare)
             if on_progress is not None:
                 on_progress(len(self._captured) / len(shapes))
-        self._decodes = sorted(shape for shape in shapes if shape.is_decode)
-        self._prompts = sorted(shape for shape in shapes if not shape.is_decode)
         _log.info(
             "rank %d: %d CUDA graphs for decodes of up to %d rows and %d for prompts of up to %d tokens in %.1f s, "
             "%.2f GiB",
@@ -90,6 +90,29 @@ class CudaGraphRunner:
             (free - torch.cuda.mem_get_info(self._group.device)[0]) / (1 << 30),
         )
 
+    def offer(self, shapes: Sequence[StepShape]) -> None:
+        """Makes the ladder of `shapes`, none of them captured yet."""
+        self._decodes = sorted(shape for shape in shapes if shape.is_decode)
+        self._prompts = sorted(shape for shape in shapes if not shape.is_decode)
+
+    def capture_one(
+        self, step: Callable[[StepShape], DeviceOutput], shape: StepShape, *, prepare: Callable[[StepShape], None]
+    ) -> None:
+        """Captures `step` at one shape, between two steps perhaps; see `capture`."""
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        prepare(shape)
+        self._captured[shape] = self._capture(step, shape, self._pool)
+
+    def is_captured(self, shape: StepShape) -> bool:
+        """Whether `replay` has a graph of that shape."""
+        return shape in self._captured
+
+    def is_due(self, shape: StepShape) -> bool:
+        """Whether a shape that is not captured has been asked for before: one that comes once is not worth a graph."""
+        is_due = shape in self._seen
+        self._seen.add(shape)
+        return is_due
+
     def close(self) -> None:
         """Drops the graphs, whoever still refers to this object: a traceback may, and the abort of the group's NCCL
         communicator waits until they are gone. They may be running."""
@@ -98,7 +121,7 @@ class CudaGraphRunner:
         self._captured.clear()
 
     def smallest(self, step: StepShape) -> StepShape | None:
-        """The captured shape with the fewest tokens that holds `step`; None when none does."""
+        """The shape of the ladder with the fewest tokens that holds `step`; None when none does."""
         return smallest(self._decodes if step.is_decode else self._prompts, step)
 
     def replay(self, shape: StepShape) -> DeviceOutput:

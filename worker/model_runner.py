@@ -25,6 +25,7 @@ from worker.items import Items
 from worker.logprobs import LogprobTensors
 from worker.models.decoder import Decoder
 from worker.pending_step import PendingStep
+from worker.preparing import preparing
 from worker.prompt_logprobs import CHUNK_ROWS, WantedTokens
 from worker.protocol import FrameLimits, RowFlag, StepFrame
 from worker.sampler import Sampler
@@ -73,16 +74,23 @@ class ModelRunner:
             page_size=token_to_kv_pool.page_size,
         )
         self._graphs = CudaGraphRunner(group)
+        self._logits: torch.Tensor | None = None  # all graphs write theirs here
 
     @property
     def table_bytes(self) -> int:
         """Bytes on the device that stay as they are however many pages there are: the rows' adjustments."""
         return self._sampler.adjustments.num_bytes
 
-    def capture(self, *, largest: bool = False, on_progress: Callable[[float], None] | None = None) -> None:
+    def capture(
+        self, *, largest: bool = False, late: bool = False, on_progress: Callable[[float], None] | None = None
+    ) -> None:
         """Captures steps at every shape of the ladders, or only their `largest`; the KV pool must stay where it is.
 
         Does nothing where the backend cannot be captured.
+
+        Args:
+            late: capture each when a step of its shape comes for the second time.
+            on_progress: gets the share done, 0 to 1.
         """
         if not self._backend.captures_cuda_graphs:
             return
@@ -94,17 +102,14 @@ class ModelRunner:
         ):
             variants = [variant for shape in ladder for variant in self._backend.capture_shapes(shape, max_model_len)]
             shapes += variants[-1:] if largest else variants
-        nothing = StepFrame(generation=0, step=0)
         # One for all graphs, kept by their outputs: what each had of its own came to 8 GiB (Qwen3-8B at TP 1).
-        logits = torch.empty(
+        self._logits = torch.empty(
             self._max_rows, self._decoder.num_local_logits, dtype=torch.float32, device=self._group.device
         )
-        self._graphs.capture(
-            lambda shape: self._step(shape, logits[: shape.num_sampled]),
-            shapes,
-            prepare=lambda shape: self._inputs.upload(nothing, shape),
-            on_progress=on_progress,
-        )
+        if late:
+            self._graphs.offer(shapes)
+        else:
+            self._graphs.capture(self._step, shapes, prepare=self._prepare, on_progress=on_progress)
 
     def close(self) -> None:
         """Drops the graphs; the rest goes with this object."""
@@ -129,7 +134,7 @@ class ModelRunner:
         self._req_to_token_pool.check_places(frame.window_pages, self._num_window_pages)
         is_sampled = (frame.flags & RowFlag.SAMPLE) != 0
         step, sampled = shape_of(frame), frame.rows[is_sampled]
-        shape = None if len(frame.prompt_targets) or len(frame.items) else self._graphs.smallest(step)
+        shape = None if len(frame.prompt_targets) or len(frame.items) else self._graph_for(step)
         self._inputs.upload(frame, shape or step)
         self._sampler.update(frame)
         hidden, prompt_logprobs = None, None
@@ -152,8 +157,24 @@ class ModelRunner:
         asked = resampled.indices[resampled.num_logprobs >= 0].astype(np.int32)
         return PendingStep(self._group, frame, output.tokens, asked, logprobs, prompt_logprobs)
 
-    def _step(self, shape: StepShape, logits: torch.Tensor) -> DeviceOutput:
+    def _graph_for(self, step: StepShape) -> StepShape | None:
+        """The shape of the graph that is replayed for `step`, captured here if that is due; None: it runs eagerly."""
+        shape = self._graphs.smallest(step)
+        if shape is None or self._graphs.is_captured(shape):
+            return shape
+        if not self._graphs.is_due(shape):
+            return None
+        with preparing():
+            self._graphs.capture_one(self._step, shape, prepare=self._prepare)
+        return shape
+
+    def _prepare(self, shape: StepShape) -> None:
+        self._inputs.upload(StepFrame(generation=0, step=0), shape)
+
+    def _step(self, shape: StepShape) -> DeviceOutput:
         """A step of that shape over static buffers, its logits among them: what a graph captures."""
+        assert self._logits is not None, "a graph's step before capture"
+        logits = self._logits[: shape.num_sampled]
         batch = self._inputs.graph_batch(shape)
         self._backend.prepare_capture(batch, shape)
         return self._sample(self._decoder.forward(batch, self._backend), shape, out=logits)

@@ -171,6 +171,8 @@ class TPWorker:
         max_model_len: int,
         num_window_pages: int | None = None,
         on_progress: Callable[[float], None] | None = None,
+        *,
+        at_once: bool = False,
     ) -> None:
         """Allocates the KV pool and page table; captures steps as well where the attention backend can.
 
@@ -181,14 +183,16 @@ class TPWorker:
             max_model_len: most tokens of one sequence.
             num_window_pages: likewise, of layers with a window; None: they have no pool of their own.
             on_progress: gets the share of the graphs captured, 0 to 1.
+            at_once: requests wait. Graphs are captured as steps need them, and what these GPUs' first ranks have
+                checked is not checked again.
         """
         check_length(self._model, max_model_len)
         self.close()
         with naming_the_rank(self._group.rank, self._device, "capturing the CUDA graphs"):
             self._runner = self._new_runner(num_pages, max_model_len, num_window_pages)
-            if self._device.type == "cuda":
+            if self._device.type == "cuda" and not at_once:
                 self.check_steps(min(num_pages, num_window_pages or num_pages), max_model_len)
-            self._runner.capture(on_progress=on_progress)
+            self._runner.capture(late=at_once, on_progress=on_progress)
         if self._device.type == "cuda":
             # Objects made by now stay: the collector, which would stop a step for milliseconds, need not look at it.
             gc.collect()

@@ -225,10 +225,12 @@ class RankActor:
         """Measures what this rank's device can do; all ranks at the same time, since they may share it."""
         return self._ready().measure()
 
-    def allocate(self, pool: PoolShape) -> None:
-        """Allocates the KV pool and the request tables; on CUDA captures the decode steps."""
+    def allocate(self, pool: PoolShape, at_once: bool) -> None:
+        """Allocates the KV pool and the request tables; on CUDA captures steps, unless requests wait: `at_once`."""
         self._progress = 0.0
-        self._ready().allocate(pool.num_pages, pool.max_model_len, pool.num_window_pages, self._on_progress)
+        self._ready().allocate(
+            pool.num_pages, pool.max_model_len, pool.num_window_pages, self._on_progress, at_once=at_once
+        )
 
     def attach_ring(self, frames_address: str, results_address: str) -> None:
         """Connects to the shared-memory step channel of this node; rank 0 also to the results."""

@@ -207,14 +207,15 @@ class RankGroup:
         peaks = self._on(self._ranks, "measure")
         return sum(peak.flops for peak in peaks), sum(peak.bandwidth for peak in peaks)
 
-    def run(self, pool: PoolShape, on_failure: Callable[[LockstepError], None]) -> None:
+    def run(self, pool: PoolShape, on_failure: Callable[[LockstepError], None], *, at_once: bool = False) -> None:
         """Allocates the KV pools, connects the channel and puts every rank into its step loop.
 
         Args:
+            at_once: requests wait: see `TPWorker.allocate`.
             on_failure: called from a thread when a rank's loop ends, unless the group was closed or its ranks replaced.
         """
         self._pool, self._on_failure = pool, on_failure
-        self._on(self._ranks, "allocate", pool)
+        self._on(self._ranks, "allocate", pool, at_once)
         (self._connect_ring if self.one_node else self._connect_tcp)(pool.max_message_bytes)
         self._runs = {rank.index: rank.actor.run.remote() for rank in self._ranks}
         runs = self._runs
@@ -244,7 +245,7 @@ class RankGroup:
         if isinstance(how, RankGroup):
             self._stop(EngineError("other ranks take over"))
             try:
-                how.run(self.pool, self._on_failure)
+                how.run(self.pool, self._on_failure, at_once=True)
             except LockstepError as error:
                 how.close(str(error))
                 raise
@@ -267,7 +268,7 @@ class RankGroup:
         self._join(generation)
         self._on(replaced, "read_weights")
         loaded = time.monotonic()
-        self.run(self.pool, self._on_failure)
+        self.run(self.pool, self._on_failure, at_once=True)
         logger.warning(
             "rank %s replaced (pid %s) in generation %d: the others left after %.2f s, start %.2f s, weights %.2f s, "
             "tables and channel %.2f s",

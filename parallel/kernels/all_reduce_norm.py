@@ -36,7 +36,7 @@ _MAX_PROGRAMS: tl.constexpr = tl.constexpr(MAX_PROGRAMS)
 _SHARE_FLAGS: tl.constexpr = tl.constexpr(FLAG_BYTES // 2)
 # Two programs of up to 8 warps fit an SM with so many registers a thread; all programs of a launch must run at once.
 _MAX_REGISTERS = 128
-_FEW_PROGRAMS = 128  # of more warps: fewer than the 132 SMs
+_FEW_PROGRAMS = 128  # programs of more warps run one on an SM, and there are 132 of these
 _GATHER_WORDS = 1024
 _GATHER_PROGRAMS = 128
 LATE = 2
@@ -296,10 +296,10 @@ def _look_up_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """What every kernel is given of the ranks' memory."""
+    """The ranks' memory, as every kernel is given it."""
 
     bases: tuple[int, ...]
-    """Where each rank's mapped memory is in this rank's address space."""
+    """The start of each rank's mapped memory in this rank's address space."""
     rank: int
     state: torch.Tensor
     """See the module."""

@@ -35,7 +35,7 @@ def finish(values, ADDS: tl.constexpr):
 
 @triton.jit
 def scale_of(total, eps, SIZE: tl.constexpr):
-    """What a row of SIZE elements is multiplied by in its RMS norm."""
+    """The factor of a row of SIZE elements in its RMS norm."""
     return tl.rsqrt(tl.sum(total * total, axis=0) / SIZE + eps)
 
 
