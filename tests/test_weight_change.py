@@ -3,25 +3,41 @@ nothing."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import signal
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import ray
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from cluster.engine.messages import SamplingParams
-from configs.errors import CheckpointError, ConfigError
+import cluster.engine.running_engine
+from benchmarks.make_checkpoint import write_checkpoint
+from cluster.engine.coordinator import WeightChange
+from cluster.engine.coordinator_actor import CoordinatorActor, EngineFacts
+from cluster.engine.messages import SamplingParams, Weights
+from cluster.ranks.rank import RankStarter
+from cluster.ranks.rank_actor import RankActor, RankSpec
+from cluster.ranks.rank_group import RankGroup
+from configs.errors import CheckpointError, ConfigError, EngineError
 from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
+from configs.schema import EngineConfig
 from parallel.group import TensorParallelGroup
 from parallel.numerics.arithmetic import FAST, ExactArithmetic
 from parallel.plan import ShardPlan
 from tests import test_families, test_latent_models, test_moe_models
 from tests.local_group import Limits, LocalGroup
+from tests.test_failure import running, write_tiny
+from tests.test_recovery import answer, answer_struck
+from tests.tiny_engine import MODEL, TinyEngine, tiny_engine, write_tiny_checkpoint
 from worker.dummy_weights import DummyCheckpoint
 from worker.models.decoder import Decoder
 from worker.staged_weights import StagedWeights, _bytes_of, storages
@@ -156,3 +172,165 @@ def test_other_factors_of_a_kv_cache_in_fp8_are_refused(small_path: Path, tmp_pa
     with pytest.raises(ConfigError, match="factors of keys and values in FP8 differ"):
         group.workers[0].stage(group.model, other, None)
     group.close()
+
+
+def _ask(engine: TinyEngine, prompt: list[int], max_tokens: int = 40) -> dict[str, Any]:
+    body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    return cast("dict[str, Any]", engine.post("/v1/completions", {"model": MODEL, **body}).json())
+
+
+def _ids(answered: dict[str, Any]) -> list[int]:
+    return cast("list[int]", answered["choices"][0]["token_ids"])
+
+
+def _change(engine: TinyEngine, path: Path, running: Any, generation: int = 1) -> Future[float]:
+    """Has the one rank of `engine` serve with the checkpoint at `path`."""
+    [worker] = engine.coordinator.ranks._group.workers.values()  # type: ignore[attr-defined]  # fake ranks
+    worker.stage(read_model_config(path), path, None)
+    return engine.coordinator.exchange(WeightChange(Weights("new", "print"), running, generation, worker.take_staged))
+
+
+@pytest.fixture(scope="module")
+def other_tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Other weights for a tiny engine."""
+    path = tmp_path_factory.mktemp("tiny")
+    write_tiny_checkpoint(path)
+    return _other(path, tmp_path_factory.mktemp("other"), 3.0)
+
+
+@pytest.mark.parametrize("how", ["continue", "finish", "recompute"])
+def test_streams_under_way_go_on_as_they_were_asked_to(tmp_path: Path, other_tiny: Path, how: str) -> None:
+    prompts = [[5, 6, 7, 40 + i] * 5 for i in range(3)]
+    with tiny_engine(tmp_path) as engine, ThreadPoolExecutor() as pool:
+        old = [_ids(_ask(engine, prompt)) for prompt in prompts]
+        asked = [pool.submit(_ask, engine, prompt) for prompt in prompts]
+        while engine.coordinator.inspect(lambda it: it.stats().num_running < 3):
+            time.sleep(0.0005)
+        changed = _change(engine, other_tiny, how)
+        late = _ids(_ask(engine, prompts[0]))
+        assert 0 < changed.result(20) < 1
+        met = [_ids(it.result(20)) for it in asked]
+        last = [_ask(engine, prompt) for prompt in prompts]
+        new = [_ids(it) for it in last]
+        engine.check()
+        assert all(before != after for before, after in zip(old, new, strict=True))
+        assert late == new[0], "a request that came after the change met what was before"
+        assert last[0]["system_fingerprint"] == "print"
+        assert engine.model.weights_version == "new"
+        if how == "finish":
+            assert met == old
+            return
+        assert all(len(it) == 40 for it in met)
+        for prompt, before, it in zip(prompts, old, met, strict=True):
+            num_old = next(i for i in range(41) if it[: i + 1] != before[: i + 1])
+            if how == "recompute" and num_old < 40:
+                # It goes on as if all that it had been given were its prompt.
+                assert it[num_old:] == _ids(_ask(engine, prompt + it[:num_old], 40 - num_old))
+
+
+def test_weights_that_ranks_read_before_one_was_replaced_do_not_serve(tmp_path: Path, other_tiny: Path) -> None:
+    with tiny_engine(tmp_path) as engine:
+        before = _ids(_ask(engine, [5, 6, 7]))
+        with pytest.raises(EngineError, match="ranks were replaced while the weights were read; try again"):
+            _change(engine, other_tiny, "finish", generation=0).result(20)
+        assert _ids(_ask(engine, [5, 6, 7])) == before
+        assert engine.model.weights_version is None
+
+
+class BrokenRank(RankActor):
+    """A rank that fails when it is to take weights of revision `broken`, as rank 1."""
+
+    @ray.method(concurrency_group="ctl")
+    def take_staged(self) -> None:
+        if self._spec.rank == 1 and self._is_to_break:
+            raise EngineError("no power")
+        super().take_staged()
+
+    @ray.method(concurrency_group="ctl")
+    def stage(self, spec: RankSpec) -> bool:
+        self._is_to_break = spec.config.revision == "broken"
+        return super().stage(spec)
+
+
+class BrokenCoordinator(CoordinatorActor):
+    """A coordinator that starts such ranks."""
+
+    def start(self, placement_group: Any) -> EngineFacts:
+        pytest.MonkeyPatch().setattr("cluster.ranks.rank.RankActor", BrokenRank)
+        return super().start(placement_group)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_group_serves_other_weights_from_then_on_whatever_becomes_of_its_ranks(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster.engine.running_engine, "CoordinatorActor", BrokenCoordinator)
+    paths = [tmp_path / name for name in ("first", "second", "cut", "unlike")]
+    for path in paths:
+        path.mkdir()
+    first, second, cut, unlike = paths
+    write_tiny(first)
+    for path in (second, cut):
+        _other(first, path, 0.5)
+    (cut / "model.safetensors").write_bytes((cut / "model.safetensors").read_bytes()[:-8])
+    (unlike / "config.json").write_text(
+        (first / "config.json").read_text().replace('"vocab_size": 300', '"vocab_size": 301')
+    )
+    write_checkpoint(unlike, unlike)
+
+    async def main() -> None:
+        async with running(second, tensor_parallel_size=1) as cold:
+            expected, _ = await answer(cold)
+        async with running(first, recovery={"max_rebuilds": 3}) as engine:
+            before, _ = await answer(engine)
+            assert before != expected
+            for path, wrong in ((cut, "truncated"), (unlike, "vocab_size is 301, not 300"), (tmp_path / "no", "exist")):
+                with pytest.raises(ConfigError, match=wrong):
+                    await engine.update_weights(str(path))
+            assert (await answer(engine))[0] == before
+            met = asyncio.create_task(answer(engine))
+            await asyncio.sleep(0.1)
+            changing = asyncio.create_task(engine.update_weights(str(second), version="step-2", running="finish"))
+            await asyncio.sleep(0)
+            for other in (engine.update_weights(str(first)), engine.resize(1)):
+                with pytest.raises(ConfigError, match="another resize or change of weights is under way"):
+                    await other
+            changed = await changing
+            assert (changed.version, changed.staged_in) == ("step-2", "device")
+            assert 0 < changed.pause_s < 1
+            assert (await met)[0] == before
+            assert (await answer(engine))[0] == expected
+            # A rank that is replaced, and a group of another size, have the new ones too.
+            tokens, _ = await answer_struck(engine, 1, signal.SIGKILL)
+            assert tokens == expected
+            await engine.resize(1)
+            await engine.resize(2)
+            assert (await answer(engine))[0] == expected
+            # So has a group one of whose ranks fails in the exchange.
+            with pytest.raises(EngineError, match="rebuilt with the new weights: rank 1 failed: no power"):
+                await engine.update_weights(str(first), revision="broken")
+            assert (await answer(engine))[0] == before
+            stats = engine.client.board.latest
+            assert stats is not None
+            assert stats.weights is not None
+            assert (stats.num_rebuilds, stats.weights.version) == (2, "first@broken")
+
+    asyncio.run(main())
+
+
+def test_what_the_model_is_may_not_change(small_path: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({**json.loads((small_path / "config.json").read_text()), "rope_theta": 5e5, "vocab_size": 1001})
+    )
+    write_checkpoint(tmp_path, tmp_path)
+    config = EngineConfig(model=str(small_path), device="cpu", dtype="float32")
+    starter = RankStarter(
+        config=config, model=read_model_config(small_path), model_path=small_path, placement_group=None, name="x"
+    )
+    differ = r"another model .* vocab_size is 1001, not 1000; layers\.0\.mixer\.rope\.theta is 500000\.0, not 10000\.0;"
+    with pytest.raises(ConfigError, match=differ):
+        RankGroup(starter).with_weights(str(tmp_path), None)
+    same = RankGroup(starter).with_weights(str(small_path), "main")
+    assert (same.model, same.config.revision, same.spec(1).model_path) == (starter.model, "main", str(small_path))

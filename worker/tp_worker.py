@@ -88,6 +88,7 @@ class TPWorker:
         self._plan = plan
         self._decoder = self._new_decoder()
         self._staged: StagedWeights | None = None
+        self._staging: object = None  # an id of the weights that are being read or staged
         # Held while a step is launched. Rank 0 may have its result while another rank still launches the rest of it.
         self._launching = threading.Lock()
         self._runner: ModelRunner | None = None
@@ -149,15 +150,16 @@ class TPWorker:
             CheckpointError: the files are not what they should be.
             ConfigError: keys and values in FP8 would have other factors, which graphs hold.
         """
-        self._staged = None
+        wanted = self._staging = object()
         with own_stream(self._device), self._open(model, model_path, revision) as checkpoint:
             other = self._new_decoder()
             if _DTYPES[self._config.kv_dtype] is FP8:
                 other.set_kv_scales(checkpoint.kv_scales())
             if other.attention_layers != self._decoder.attention_layers:
                 raise ConfigError("the factors of keys and values in FP8 differ from those that serve; start anew")
-            self._staged = StagedWeights(self._decoder, other, checkpoint, self._weight_bytes)
-        return self._staged.is_on_host
+            staged = StagedWeights(self._decoder, other, checkpoint, self._weight_bytes)
+        self._staged = staged if self._staging is wanted else None
+        return staged.is_on_host
 
     @torch.inference_mode()
     def take_staged(self) -> None:
@@ -174,8 +176,8 @@ class TPWorker:
         self.drop_staged()
 
     def drop_staged(self) -> None:
-        """Forgets the staged weights, if there are any."""
-        self._staged = None
+        """Forgets the staged weights, or those that are being read."""
+        self._staging = self._staged = None
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
