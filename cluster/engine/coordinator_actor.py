@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from cluster.engine.coordinator import Coordinator
-from cluster.engine.messages import Running, WeightsChanged
+from cluster.engine.messages import WeightsChanged
 from cluster.engine.state import EngineState
 from cluster.observability.logs import log_to_stderr
 from cluster.ranks.liveness import Liveness, end_stopped, is_replica
@@ -207,21 +207,11 @@ class CoordinatorActor:
             return resize(size, self._spec.given, coordinator)
 
     @ray.method(concurrency_group="ctl")
-    def update_weights(
-        self, model: str, *, revision: str | None = None, version: str | None = None, running: Running = "continue"
-    ) -> WeightsChanged:
-        """Has the checkpoint `model`, of the same shape, serve in place of the weights there are, while the engine
-        runs; returns when it does. Raises as `cluster.ranks.weight_change` has it."""
+    def update_weights(self, model: str, **how: Any) -> WeightsChanged:
+        """Has the checkpoint `model` serve in place of the weights there are, while the engine runs; returns when it
+        does. Further arguments and errors are those of `cluster.ranks.weight_change`."""
         with self._one_change() as coordinator:
-            return change_weights(
-                coordinator,
-                self._spec,
-                self._platforms,
-                model=model,
-                revision=revision,
-                version=version,
-                running=running,
-            )
+            return change_weights(coordinator, self._spec, self._platforms, model, **how)
 
     @contextlib.contextmanager
     def _one_change(self) -> Iterator[Coordinator]:

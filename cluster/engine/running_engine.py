@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.engine.client import EngineClient
 from cluster.engine.coordinator_actor import CoordinatorActor, EngineFacts, EngineSpec
 from cluster.engine.fingerprint import system_fingerprint
-from cluster.engine.messages import Running, WeightsChanged
+from cluster.engine.messages import WeightsChanged
 from cluster.engine.preflight import find_tokenizer
 from cluster.observability.telemetry import Telemetry
 from cluster.ranks.host import host_facts
@@ -171,14 +171,11 @@ class RunningEngine:
             raise _cause(error) from None
         return resized
 
-    async def update_weights(
-        self, model: str, *, revision: str | None = None, version: str | None = None, running: Running = "continue"
-    ) -> WeightsChanged:
-        """Has another checkpoint serve, with the requests in flight. Raises as `cluster.ranks.weight_change` has it."""
+    async def update_weights(self, model: str, **how: Any) -> WeightsChanged:
+        """Has another checkpoint serve, with the requests in flight. Further arguments and errors are those of
+        `cluster.ranks.weight_change`."""
         try:
-            changed: WeightsChanged = await self.coordinator.update_weights.remote(
-                model, revision=revision, version=version, running=running
-            )
+            changed: WeightsChanged = await self.coordinator.update_weights.remote(model, **how)
         except ray.exceptions.RayError as error:
             raise _cause(error) from None
         return changed

@@ -28,17 +28,18 @@ def change_weights(
     coordinator: Coordinator,
     spec: EngineSpec,
     platforms: Iterable[str],
-    *,
     model: str,
-    revision: str | None,
-    version: str | None,
-    running: Running,
+    *,
+    revision: str | None = None,
+    version: str | None = None,
+    running: Running = "continue",
 ) -> WeightsChanged:
     """Has the checkpoint `model` serve; one change at a time, and no resize meanwhile.
 
     Args:
         spec: of the engine's start.
         platforms: as `system_fingerprint` has them.
+        model: a local directory, a .gguf file, or a Hugging Face id, of the same model.
         version: None: the last part of the model's name, and the revision.
 
     Raises:
