@@ -19,6 +19,7 @@ from starlette.responses import Response as PlainResponse
 from cluster.anthropic.message_objects import AnthropicError, AnthropicMessage, MessageEvent, TokenCount
 from cluster.anthropic.messages import count_tokens, messages
 from cluster.anthropic.messages_request import CountTokensRequest, MessagesRequest
+from cluster.engine.messages import WeightsChanged
 from cluster.engine.state import EngineState
 from cluster.http.access import ADMINS, ANYONE, USERS
 from cluster.http.active import ActiveRequests
@@ -26,7 +27,15 @@ from cluster.http.context import RequestContext, Role
 from cluster.http.endpoint import Handler
 from cluster.http.http_errors import ErrorBody
 from cluster.http.response import HttpResponse
-from cluster.native.admin import Aborted, AbortRequest, Flushed, abort_request, flush_cache
+from cluster.native.admin import (
+    Aborted,
+    AbortRequest,
+    Flushed,
+    WeightsRequest,
+    abort_request,
+    change_weights,
+    flush_cache,
+)
 from cluster.native.native_answer import NativeAnswer
 from cluster.native.native_generate import NativeRequest, generate
 from cluster.native.score import ScoreRequest, Scores, score
@@ -400,5 +409,14 @@ ROUTES: tuple[Route, ...] = (
         "Forget cached prompts that nobody uses. Needs an admin key.",
         _of_model(flush_cache),
         answer=Flushed,
+    ),
+    _admin(
+        "POST",
+        "/v1/admin/weights",
+        "Serve other weights of the same shape. Needs an admin key.",
+        _of_model(change_weights),
+        request=WeightsRequest,
+        answer=WeightsChanged,
+        errors=_GENERATES,
     ),
 )

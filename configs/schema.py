@@ -211,8 +211,8 @@ class EngineConfig(_Section):
     model: str
     """A local directory, a .gguf file, or a Hugging Face id. `~` is expanded."""
     load_format: Literal["auto", "dummy"] = "auto"
-    """auto: the weights of `model`. dummy: random ones of its shape, the same on every run and for every number of
-    ranks; of a directory only config.json is needed."""
+    """auto: the weights of `model`. dummy: random ones of its shape and `revision`, the same on every run and for every
+    number of ranks; of a directory only config.json is needed."""
     served_model_name: str | None = None
     """Name clients use. None: derived from `model`."""
     tokenizer: str | None = None

@@ -22,6 +22,7 @@ from cluster.engine.messages import (
     FinishReason,
     GenerateRequest,
     Prefilled,
+    Running,
     SamplingParams,
     StepOutput,
     TokenLogprobs,
@@ -312,8 +313,12 @@ class Engine:
         self.frames: deque[StepFrame] = deque()
         self.results: deque[bytes] = deque()
         self.lengths: dict[int, int] = {}
-        self.salts: dict[int, bytes] = {}
-        """Salt of the request that wrote a page last."""
+        self.salts: dict[int, tuple[int, bytes]] = {}
+        """Era and salt of the request that wrote a page last."""
+        self.num_changes = 0
+        self.eras: dict[int, int] = {}
+        """By row, how often the weights had changed when its request was admitted."""
+        self.is_holding = False
         self.log: list[bytes] = []
         self.sent: list[bytes] = []
         """All results."""
@@ -373,7 +378,8 @@ class Engine:
             self.sent.append(self.results[-1])
         elif not self.frames:
             self.take(self.scheduler.drain_finished())
-            assert self.scheduler.is_awaiting_masks or not self.scheduler.has_work, "the engine stands still"
+            stands = self.scheduler.is_awaiting_masks or not self.scheduler.has_work
+            assert stands or self.is_holding, "the engine stands still"
         return frame
 
     def retire(self) -> StepOutput:
@@ -382,6 +388,25 @@ class Engine:
         self.scheduler.check_integrity()
         self.take(output)
         return output
+
+    def change_weights(self, running: Running) -> None:
+        """Ranks get other weights, in the midst of what runs or, to finish, after it."""
+        begun = {it.id for it in self.scheduler._life.live.values() if it.admission_s is not None}
+        if running == "finish":
+            self.scheduler.hold_new()
+            self.is_holding = True
+            while self.scheduler.has_begun:
+                self.step()
+                assert {it.id for it in self.scheduler._rows.requests if it is not None} <= begun, "a new one began"
+            self.is_holding = False
+        while self.frames:
+            self.retire()
+        self.scheduler.change_weights(recompute=running == "recompute")
+        self.num_changes += 1
+        self.scheduler.check_integrity()
+        stats = self.scheduler.stats()
+        assert stats.num_evictable_pages == 0
+        assert running == "continue" or stats.num_free_pages == self.limits.num_pages
 
     def requeue_all(self) -> None:
         """The ranks are lost, with the steps in flight and all they held."""
@@ -514,9 +539,13 @@ class Engine:
             assert num == num_draws or flags & RowFlag.HAS_TOKENS
             assert num <= limits.prefill_chunk_size or num == num_draws
             self.lengths[row] = start + num
-            salt = self.scheduler._rows.request(row).cache_salt
+            if row in given:
+                self.eras[row] = self.num_changes
+            salt = self.eras[row], self.scheduler._rows.request(row).cache_salt
             num_read = -(-start // limits.page_size)
-            assert {self.salts[page] for page in table[row, :num_read].tolist()} <= {salt}, "a page of another salt"
+            assert {self.salts[page] for page in table[row, :num_read].tolist()} <= {salt}, (
+                "a page of another salt or era"
+            )
             for page in set(table[row, start // limits.page_size : -(-(start + num) // limits.page_size)].tolist()):
                 assert page != 0, "a position without a page is written"
                 self.salts[page] = salt

@@ -11,6 +11,7 @@ import multiprocessing as mp
 import os
 import queue
 import signal
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -36,9 +37,10 @@ _ANSWER_TIMEOUT_S = 90.0
 _LEAVE_TIMEOUT_S = 20.0
 
 
-def write_shape(path: Path) -> Path:
-    """Makes of the directory `path` a model of Qwen3-0.6B's shape with four layers, for random weights; returns it."""
-    source = Path(__file__).resolve().parent.parent / "benchmarks/models/qwen3-0.6b/config.json"
+def write_shape(path: Path, model: str = "qwen3-0.6b") -> Path:
+    """Makes of the directory `path` a model of a shape in benchmarks/models with four layers, for random weights;
+    returns it."""
+    source = Path(__file__).resolve().parent.parent / f"benchmarks/models/{model}/config.json"
     config = json.loads(source.read_text())
     config["num_hidden_layers"] = 4
     config.pop("layer_types", None)
@@ -94,11 +96,16 @@ class GpuEngine:
         context = mp.get_context("spawn")
         self._results: Any = context.Queue()
         self._frames: list[Any] = [context.Queue() for _ in range(size)]
+        self._controls = [context.Pipe() for _ in range(size)]
         self._store = _store(None)
         pages = (num_pages, max_model_len, self._num_window_pages)
         arguments = (size, self.config, self.model, model_path, self._store.port, *pages)
         self._processes = [
-            context.Process(target=_rank_main, args=(rank, *arguments, self._frames[rank], self._results), daemon=True)
+            context.Process(
+                target=_rank_main,
+                args=(rank, *arguments, self._frames[rank], self._results, self._controls[rank][1]),
+                daemon=True,
+            )
             for rank in range(size)
         ]
         for process in self._processes:
@@ -148,6 +155,31 @@ class GpuEngine:
         self._generation += 1
         self.scheduler = self._new_scheduler(self._generation)
         return sorted(free)
+
+    def stage(self, revision: str | None, *, on_host: bool) -> None:
+        """Begins to read the random weights of `revision` on every rank, beside the steps; `take_staged` awaits it.
+
+        Args:
+            on_host: to the host's memory, whatever is free on the devices.
+        """
+        for here, _ in self._controls:
+            here.send((revision, on_host))
+
+    def take_staged(self, *, recompute: bool = False) -> float:
+        """Has every rank serve with them, between two steps; returns for how many seconds no step ran."""
+        for here, _ in self._controls:
+            assert here.poll(_ANSWER_TIMEOUT_S), "a rank does not get done with its weights"
+            assert here.recv() is True
+        while self.scheduler.num_in_flight:
+            self._take(self.scheduler.retire(StepResult.decode(self._answer())))
+        began = time.monotonic()
+        self.scheduler.change_weights(recompute=recompute)
+        for here, _ in self._controls:
+            here.send(None)
+        for here, _ in self._controls:
+            assert here.poll(_ANSWER_TIMEOUT_S), "a rank does not exchange its weights"
+            assert here.recv() is None
+        return time.monotonic() - began
 
     def stats(self) -> SchedulerStats:
         self.scheduler.check_integrity()
@@ -256,6 +288,25 @@ class _Frames:
         return bytes(frame)
 
 
+def _control(worker: Any, model: ModelConfig, model_path: Path, controls: Any) -> None:
+    """Does beside the steps what `GpuEngine.stage` and `take_staged` ask a rank for, as calls of an actor do."""
+    from unittest.mock import patch
+
+    while True:
+        try:
+            asked = controls.recv()
+            if asked is None:
+                controls.send(worker.take_staged())
+                continue
+            revision, on_host = asked
+            with patch("worker.staged_weights._free_bytes", return_value=0 if on_host else 1 << 50):
+                controls.send(worker.stage(model, model_path, revision) is on_host)
+        except EOFError:
+            return
+        except Exception as error:  # noqa: BLE001 - handed to the test's own process, which sees that it is no answer
+            controls.send(repr(error))
+
+
 def _store(port: int | None) -> Any:
     from torch.distributed import TCPStore
 
@@ -274,6 +325,7 @@ def _rank_main(
     num_window_pages: int | None,
     frames: Any,
     results: Any,
+    controls: Any,
 ) -> None:
     from parallel.environment import RANK_ENVIRONMENT
 
@@ -313,6 +365,7 @@ def _rank_main(
         if num_gpus >= size:  # else others take from the same device
             pools = pool_bytes(num_pages, worker.kv_page_bytes(), WindowPool.of(config, model))
             assert taken <= own + pools, f"{taken} bytes taken, {expected} said"
+        threading.Thread(target=_control, args=(worker, model, model_path, controls), daemon=True).start()
         results.put("ready")
         while True:  # one run of the loop for each scheduler
             worker.run(_Frames(frames), results.put if rank == 0 else None)

@@ -116,6 +116,8 @@ class LocalGroup:
         self.frames: list[queue.Queue[bytes]] = [queue.Queue() for _ in range(tp_size)]
         self.results: queue.Queue[bytes | BaseException] = queue.Queue()
         self.closing = threading.Event()
+        self.workers: dict[int, TPWorker] = {}
+        """By rank, once it has a KV pool."""
 
         def rank_main(rank: int) -> None:
             try:
@@ -133,6 +135,7 @@ class LocalGroup:
                 worker = TPWorker(config=resolved, model=self.model, model_path=model_path, plan=plan, group=group)
                 worker.load()
                 worker.allocate(num_pages, max_model_len, num_window_pages)
+                self.workers[rank] = worker
                 while not self.closing.is_set():  # one run of the loop for each scheduler
                     worker.run(FrameQueue(self.frames[rank]), self.results.put if rank == 0 else None)
                 worker.close()

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from cluster.engine.messages import WeightsChanged
 from cluster.http import access
 from cluster.http.context import Role
 from cluster.http.guard import Guard
@@ -294,6 +295,24 @@ def test_an_admin_ends_requests_and_flushes_the_cache(run: Run, keys: Keys) -> N
                 error_of(await http.post("/abort_request", json=body, headers=root), 400, "invalid_type")
             assert (await http.post("/flush_cache", json={}, headers=root)).status_code == 200
             await stack.until(lambda: stack.coordinator.num_flushes == 1)
+            for key, status in (({}, 401), (keys.bearer("alice"), 403)):
+                reply = await http.post("/v1/admin/weights", json={"model": "m"}, headers=key)
+                assert reply.status_code == status
+            wrong = await http.post("/v1/admin/weights", json={"model": "m", "running": "stop"}, headers=root)
+            error_of(wrong, 400, "invalid_value")
+            asked = {"model": "m", "revision": "r", "version": None, "running": "finish"}
+
+            async def update_weights(**fields: Any) -> WeightsChanged:
+                assert fields == asked
+                if stack.model.version == "full":
+                    raise ConfigError("another resize or change of weights is under way; try again after it")
+                return WeightsChanged("m@r", 0.5, 2.0, "host")
+
+            stack.model.update_weights = update_weights
+            changed = await http.post("/v1/admin/weights", json=asked, headers=root)
+            assert changed.json() == {"version": "m@r", "pause_s": 0.5, "load_s": 2.0, "staged_in": "host"}
+            stack.model.version = "full"
+            error_of(await http.post("/v1/admin/weights", json=asked, headers=root), 400, "weights_not_changed")
 
     run(scenario, hang_after=1)
 

@@ -64,6 +64,46 @@ def test_sampled_rows_get_their_own_tokens_with_and_without_filters(shape: Path,
         assert tokens(temperature=1.0, seed=5, num_logprobs=3) == sampled
 
 
+@pytest.mark.parametrize("model", ["qwen3-0.6b", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("numerics", ["fast", "exact"])
+@pytest.mark.parametrize("size", SIZES[:2])
+def test_other_weights_that_came_beside_the_steps_answer_as_a_start_with_them_does(
+    tmp_path: Path, size: int, numerics: str, model: str
+) -> None:
+    shape = write_shape(tmp_path, model)
+    prompts = _prompts(6)
+    settings = {"numerics": numerics, "kv_cache": {"enable_prefix_caching": False}}
+
+    def tokens(engine: GpuEngine) -> list[list[int]]:
+        answers = engine.generate(prompts, max_tokens=40)
+        assert all(len(answer.tokens) == 40 for answer in answers)
+        return [answer.tokens for answer in answers]
+
+    with _engine(shape, size, revision="second", **settings) as cold:
+        second = tokens(cold)
+    with _engine(shape, size, **settings) as engine:
+        first = tokens(engine)
+        assert first != second
+        # There and back, from the device's memory and from the host's.
+        for on_host in (False, True):
+            for revision, before, after in (("second", first, second), (None, second, first)):
+                engine.stage(revision, on_host=on_host)
+                assert tokens(engine) == before, "the steps beside it have other weights"
+                engine.take_staged()
+                assert tokens(engine) == after, (on_host, revision)
+        # With requests under way, some of whose tokens are told.
+        for recompute in (False, True):
+            for index, prompt in enumerate(prompts):
+                engine.add(index + 1, prompt, max_tokens=60)
+            engine.stage("second" if recompute else None, on_host=recompute)
+            for _ in range(20):
+                engine.step()
+            engine.take_staged(recompute=recompute)
+            assert all(len(answer.tokens) == 60 for answer in engine.run().values())
+        assert tokens(engine) == second
+        engine.stats()
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_logprobs_are_descending_and_hold_the_greedy_token_first(shape: Path, size: int) -> None:
     with _engine(shape, size) as engine:

@@ -16,7 +16,7 @@ import prometheus_client
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.engine.messages import EngineStats, FinishReason, SchedulerStats
+from cluster.engine.messages import EngineStats, FinishReason, SchedulerStats, Weights
 from cluster.engine.state import EngineState
 from cluster.observability import table
 from cluster.observability.logs import formatter
@@ -272,14 +272,17 @@ def test_a_pause_is_in_the_line_of_each_request_that_it_met(caplog: pytest.LogCa
     assert telemetry.pauses_between(begin, end) == [(begin + 0.25, begin + 0.75), (end - 0.125, end)]
 
 
-def test_another_size_is_in_the_metric_that_says_what_runs() -> None:
+def test_another_size_and_other_weights_are_in_the_metric_that_says_what_runs() -> None:
     telemetry = Telemetry(IDENTITY)
-    config = dict.fromkeys(table.CONFIG.labels, "x") | {"tensor_parallel_size": 2}
+    config = dict.fromkeys(table.CONFIG.labels, "x") | {"tensor_parallel_size": 2, "weights_version": ""}
     telemetry.started({}, peak_flops=1, peak_bandwidth=1, **config)
-    for devices in (["cpu"] * 2, ["cpu"] * 3):
-        telemetry.report(msgspec.structs.replace(stats(), devices=devices))
-    values = [telemetry.metrics.value(table.CONFIG, "x", size, *["x"] * 4) for size in ("2", "3")]
-    assert values == [0, 1]
+    for size, weights in ((2, None), (3, None), (3, Weights("step-5", "a"))):
+        telemetry.report(msgspec.structs.replace(stats(), devices=["cpu"] * size, weights=weights))
+    values = [
+        telemetry.metrics.value(table.CONFIG, "x", size, *["x"] * 4, version)
+        for size, version in (("2", ""), ("3", ""), ("3", "step-5"))
+    ]
+    assert values == [0, 0, 1]
 
 
 # --- Over HTTP --------------------------------------------------------------------------------------------------------

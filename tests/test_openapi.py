@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from typer.testing import CliRunner
 
 from cluster.commands.cli import app as cli
+from cluster.engine.messages import WeightsChanged
 from cluster.http.keys import KeyRing
 from cluster.openapi import build_document
 from cluster.routes import ROUTES
@@ -107,8 +108,12 @@ def url(smollm2: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     started: queue.Queue[tuple[str, asyncio.AbstractEventLoop, asyncio.Event]] = queue.Queue()
     ended: Future[None] = Future()
 
+    async def update_weights(**fields: Any) -> WeightsChanged:
+        return WeightsChanged(fields["version"] or "", 0.1, 1.0, "device")
+
     async def scenario(stack: Stack) -> None:
         await stack.model.warm_up()
+        stack.model.update_weights = update_weights
         stop = asyncio.Event()
         async with served(create_app(stack.model, keys=KeyRing(folder / "keys"))) as url:
             started.put((url, asyncio.get_running_loop(), stop))

@@ -22,7 +22,13 @@ from worker.protocol import RowFlag, StepResult
 
 
 def run_random_load(
-    seed: int, steps_in_flight: int, max_row_tokens: int = 1, *, windows: bool = False, faults: float = 0.0
+    seed: int,
+    steps_in_flight: int,
+    max_row_tokens: int = 1,
+    *,
+    windows: bool = False,
+    faults: float = 0.0,
+    changes: float = 0.0,
 ) -> Engine:
     rng = random.Random(seed)
     page_size = rng.choice([1, 2, 4, 8])
@@ -81,6 +87,8 @@ def run_random_load(
             engine.retire()
         if faults and rng.random() < faults:
             engine.requeue_all()
+        if changes and rng.random() < changes:
+            engine.change_weights(rng.choice(["continue", "continue", "finish", "recompute"]))
     engine.run()
     return engine
 
@@ -128,6 +136,30 @@ def test_every_answer_equals_the_reference_though_the_ranks_are_lost(
 )
 def test_every_answer_equals_the_reference_though_the_ranks_are_lost_often(seed: int) -> None:
     run_random_load(seed, 2, 1 + seed % 3, windows=seed % 2 == 1, faults=0.3)
+
+
+@pytest.mark.parametrize("salt", [b"", b"a"])
+def test_nothing_that_was_computed_before_a_change_of_weights_is_found_after_it(salt: bytes) -> None:
+    engine = Engine(LIMITS)
+    first = engine.add(prompt_of(12), max_tokens=30, cache_salt=salt)
+    begun = engine.add(prompt_of(3), max_tokens=30, cache_salt=salt)  # it has no whole page yet
+    for _ in range(3):
+        engine.step()
+    engine.change_weights("continue")
+    assert engine.scheduler.stats().num_running == 2
+    second = engine.add(prompt_of(12), max_tokens=30, cache_salt=salt)
+    for _ in range(15):
+        engine.step()
+    third = engine.add(prompt_of(12), cache_salt=salt)
+    fourth = engine.add([*prompt_of(3), *engine.answers[begun].tokens[:9]], cache_salt=salt)
+    engine.run()
+    assert [engine.answers[it].cached for it in (first, second, third, fourth)] == [0, 0, 8, 0]
+
+
+@pytest.mark.parametrize("seed", range(2000, 2006))
+def test_every_answer_equals_the_reference_though_weights_change_often(seed: int) -> None:
+    engine = run_random_load(seed, 2, 1 + seed % 3, windows=seed % 2 == 1, changes=0.1)
+    assert engine.num_changes > 5
 
 
 def test_requests_of_lost_ranks_go_on_in_their_order_before_those_that_waited() -> None:

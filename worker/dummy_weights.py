@@ -1,7 +1,7 @@
 """Random weights of any model's shape: what a benchmark needs of a checkpoint that it cannot download.
 
-A value depends on the tensor's name, its row and its column only, by a hash of 32-bit integers: every sharding, every
-device and every run gets bits of the same model, and no generator has state.
+A value depends on the revision, the tensor's name, its row and its column only, by a hash of 32-bit integers: every
+sharding, every device and every run gets bits of the same model, and no generator has state.
 """
 
 from __future__ import annotations
@@ -51,10 +51,14 @@ class DummyCheckpoint:
     """Stands for a checkpoint of `model` in `model.dtype`: the same bits as one that holds these values in files.
 
     A TensorSource and a context manager, as worker.weights.Checkpoint is.
+
+    Args:
+        revision: another one has other values.
     """
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, model: ModelConfig, revision: str | None = None) -> None:
         self._model = model
+        self._seed = revision or ""
         self._tensors = {tensor.name: tensor for tensor in model.tensors()}
         self._dtype = _DTYPES[model.dtype]
         self._bytes_loaded = 0
@@ -76,7 +80,7 @@ class DummyCheckpoint:
         mean, std = _mean_and_std(tensor.role, tensor.shape[1] if len(shape) > 1 else 1)
         mean -= tensor.offset
         if out.numel() > 0:
-            _fill(out.view(rows.size, -1), name, mean, std, rows, columns or Span(0, width), self._dtype)
+            _fill(out.view(rows.size, -1), self._seed + name, mean, std, rows, columns or Span(0, width), self._dtype)
         self._bytes_loaded += out.nbytes
 
     def kv_scales(self) -> list[tuple[float, ...]]:
@@ -96,11 +100,11 @@ def _mean_and_std(role: Role, num_inputs: int) -> tuple[float, float]:
     return (_MEANS[role], _VECTOR_STD) if role in _MEANS else (0.0, _GAINS[role] / math.sqrt(num_inputs))
 
 
-def _fill(out: torch.Tensor, name: str, mean: float, std: float, rows: Span, columns: Span, dtype: torch.dtype) -> None:
+def _fill(out: torch.Tensor, seed: str, mean: float, std: float, rows: Span, columns: Span, dtype: torch.dtype) -> None:
     """Fills out [rows.size, columns.size] with uniform values, rounded to `dtype` and then to out's own."""
     device = out.device
     # Seeds of their own for rows and columns, or two tensors with seeds close together would share rows.
-    row_seed, column_seed = struct.unpack_from("<2I", hashlib.sha256(name.encode()).digest())
+    row_seed, column_seed = struct.unpack_from("<2I", hashlib.sha256(seed.encode()).digest())
     row_keys = _keys(rows, _ROW_STEP, row_seed, device).unsqueeze(1)
     column_keys = _keys(columns, _COLUMN_STEP, column_seed, device)
     num_rows = max(1, _CHUNK_ELEMENTS[device.type] // columns.size)

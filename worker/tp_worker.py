@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ from worker.pending_step import PendingStep
 from worker.protocol import FrameKind, FrameLimits, StepFrame
 from worker.sampler import Sampler
 from worker.self_test import check_exactness, check_steps
+from worker.staged_weights import StagedWeights, own_stream
 from worker.step_layout import launch_bound_tokens
 from worker.weights import Checkpoint
 
@@ -84,8 +86,12 @@ class TPWorker:
         self._dtype = _DTYPES[config.dtype]
         self._device = group.device
         self._arithmetic = ExactArithmetic(self._device) if config.is_exact else FAST
-        self._decoder = Decoder(model, plan, group, arithmetic=self._arithmetic, dtype=self._dtype, device=self._device)
         self._plan = plan
+        self._decoder = self._new_decoder()
+        self._staged: StagedWeights | None = None
+        self._staging: object = None  # an id of the weights that are being read or staged
+        # Held while a step is launched. Rank 0 may have its result while another rank still launches the rest of it.
+        self._launching = threading.Lock()
         self._runner: ModelRunner | None = None
         self._weight_bytes = 0
 
@@ -118,8 +124,7 @@ class TPWorker:
         if check is not None and self._device.type == "cpu":  # a GPU's kernels are of the model: see `allocate`
             check(self._arithmetic, resolved(self._config.attention.decode_backend), self._dtype, self._device)
         began = time.monotonic()
-        is_dummy = self._config.load_format == "dummy"
-        with DummyCheckpoint(self._model) if is_dummy else Checkpoint.open(self._model_path, self._model) as checkpoint:
+        with self._open(self._model, self._model_path, self._config.revision) as checkpoint:
             self._decoder.load(checkpoint, on_progress)
             if _DTYPES[self._config.kv_dtype] is FP8:
                 self._decoder.set_kv_scales(checkpoint.kv_scales())
@@ -130,6 +135,52 @@ class TPWorker:
             self._weight_bytes / (1 << 30),
             time.monotonic() - began,
         )
+
+    @torch.inference_mode()
+    def stage(self, model: ModelConfig, model_path: Path, revision: str | None) -> bool:
+        """Reads this rank's shard of other weights beside those that serve; on another thread, while steps run.
+
+        Args:
+            model: of the same shape.
+            revision: the checkpoint's; tells random weights apart.
+
+        Returns:
+            Whether they wait in the host's memory, since the device has no room for them.
+
+        Raises:
+            CheckpointError: the files are not what they should be.
+            ConfigError: keys and values in FP8 would have other factors, which graphs hold.
+        """
+        wanted = self._staging = object()
+        with own_stream(self._device), self._open(model, model_path, revision) as checkpoint:
+            other = self._new_decoder()
+            if _DTYPES[self._config.kv_dtype] is FP8:
+                other.set_kv_scales(checkpoint.kv_scales())
+            if other.attention_layers != self._decoder.attention_layers:
+                raise ConfigError("the factors of keys and values in FP8 differ from those that serve; start anew")
+            staged = StagedWeights(self._decoder, other, checkpoint, self._weight_bytes)
+        self._staged = staged if self._staging is wanted else None
+        return staged.is_on_host
+
+    @torch.inference_mode()
+    def take_staged(self) -> None:
+        """Has the staged weights serve from the next step on, and none be staged. On another thread, between two steps:
+        rank 0 has the last one's result.
+
+        Raises:
+            EngineError: there are none, or the device failed. The process has to be ended.
+        """
+        with self._launching, naming_the_rank(self._group.rank, self._device, "exchanging weights"):
+            if self._staged is None:
+                raise EngineError(f"rank {self._group.rank} has no other weights")
+            self._staged.take_over()
+        self.drop_staged()
+
+    def drop_staged(self) -> None:
+        """Forgets the staged weights, or those that are being read."""
+        self._staging = self._staged = None
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def kv_page_bytes(self) -> PageBytes:
         """Bytes of one KV page on this rank, K and V."""
@@ -256,7 +307,8 @@ class TPWorker:
                 generation, step = frame.generation, frame.step
                 if frame.kind is FrameKind.CLOSE:
                     return
-                launched = self.launch(frame)
+                with self._launching:
+                    launched = self.launch(frame)
                 if send is not None:
                     pending.append(launched)
 
@@ -297,6 +349,16 @@ class TPWorker:
                 return frame
         # An idle group may wait for days: the coordinator's death ends the wait, not a deadline.
         return frames.recv(float("inf"))
+
+    def _new_decoder(self) -> Decoder:
+        """A decoder of the model's shape, not loaded."""
+        return Decoder(
+            self._model, self._plan, self._group, arithmetic=self._arithmetic, dtype=self._dtype, device=self._device
+        )
+
+    def _open(self, model: ModelConfig, model_path: Path, revision: str | None) -> Checkpoint | DummyCheckpoint:
+        is_dummy = self._config.load_format == "dummy"
+        return DummyCheckpoint(model, revision) if is_dummy else Checkpoint.open(model_path, model)
 
     def _new_runner(self, num_pages: int, max_model_len: int, num_window_pages: int | None = None) -> ModelRunner:
         scheduler, attention = self._config.scheduler, self._config.attention

@@ -14,11 +14,21 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from cluster.engine.messages import Abort, EngineStats, Finished, FlushCache, StepOutput, Submit
+from cluster.engine.messages import (
+    Abort,
+    EngineStats,
+    Finished,
+    FlushCache,
+    Running,
+    StepOutput,
+    Submit,
+    Weights,
+)
 from cluster.engine.socket import EngineSocket
 from cluster.engine.state import EngineLife, EngineState
 from cluster.observability.steps import StepMeter
@@ -49,6 +59,18 @@ _STUCK_SHARE = 0.25
 _T = TypeVar("_T")
 
 
+@dataclass(frozen=True)
+class WeightChange:
+    """Weights that the ranks have beside those that serve."""
+
+    weights: Weights
+    running: Running
+    generation: int
+    """The generation whose ranks have them."""
+    take: Callable[[], None]
+    """Has the ranks serve with them; raises LockstepError where one cannot, and then all processes have ended."""
+
+
 class Coordinator:
     """Schedules, launches and retires steps until closed or failed.
 
@@ -73,7 +95,8 @@ class Coordinator:
         self._closing = threading.Event()
         self._blamed = threading.Event()  # `fail` was called
         self._failure: LockstepError | None = None
-        self._exchange: tuple[RankGroup, Future[float]] | None = None  # asked for and not done
+        self._exchange: tuple[RankGroup | WeightChange, Future[float]] | None = None  # asked for and not done
+        self._weights: Weights | None = None
         self.num_rebuilds = 0
         """How often ranks that failed were replaced."""
         self.life = EngineLife()
@@ -125,12 +148,12 @@ class Coordinator:
         self.ranks.results.fail(str(error))
         self._socket.wake()
 
-    def exchange(self, others: RankGroup) -> Future[float]:
-        """Has `others`, which are loaded, take the place of the ranks after the steps in flight; callable from another
-        thread. Requests wait meanwhile. One at a time.
+    def exchange(self, others: RankGroup | WeightChange) -> Future[float]:
+        """Has `others`, which are loaded, take the place of the ranks, or of their weights, after the steps in flight;
+        callable from another thread. Requests wait meanwhile. One at a time.
 
         Returns:
-            Seconds that the requests were held. EngineError where the ranks of before went on, or the engine ends.
+            Seconds that the requests were held. EngineError where what was before went on, or the engine ends.
         """
         done: Future[float] = Future()
         self._exchange = (others, done)
@@ -170,7 +193,13 @@ class Coordinator:
                 if self._failure is not None:
                     raise self._failure
                 if self._exchange is not None:
-                    self._exchange_ranks(*self._exchange)
+                    others, done = self._exchange
+                    if not isinstance(others, WeightChange):
+                        self._exchange_ranks(others, done)
+                    elif others.running == "finish" and self.scheduler.has_begun:
+                        self.scheduler.hold_new()
+                    else:
+                        self._exchange_weights(others, done)
                 busy = self._advance()
             self._leave()
         except LockstepError as error:
@@ -215,6 +244,33 @@ class Coordinator:
             stays = f"tensor_parallel_size stays {self.ranks.size}, requests waited {pause_s:.2f} s"
             done.set_exception(EngineError(f"{stays}: {failure}"))
             return
+        done.set_result(pause_s)
+
+    def _exchange_weights(self, change: WeightChange, done: Future[float]) -> None:
+        """Does what `exchange` promises; raises what went wrong where the ranks have to be replaced."""
+        while self.scheduler.num_in_flight:
+            self._retire()
+        began = time.monotonic()
+        if change.generation != self.scheduler.generation:
+            self._exchange = None
+            self.scheduler.admit_new()
+            done.set_exception(EngineError("ranks were replaced while the weights were read; try again"))
+            return
+        with self._lock:
+            self.scheduler.change_weights(recompute=change.running == "recompute")
+        self._weights = change.weights
+        try:
+            change.take()
+        except LockstepError as error:
+            self._exchange = None
+            done.set_exception(EngineError(f"the group is rebuilt with the new weights: {error}"))
+            self._blamed.wait(_BLAME_S)  # whoever watches the processes says so later
+            self._blamed.set()
+            raise
+        self._exchange = None
+        self._socket.send(StepOutput(stats=self._report()))
+        pause_s = time.monotonic() - began
+        logger.warning("weights %s serve, no step ran for %.4f s", change.weights.version, pause_s)
         done.set_result(pause_s)
 
     def _requeue(self) -> frozenset[tuple[int, int]]:
@@ -288,7 +344,8 @@ class Coordinator:
         if self.scheduler.num_in_flight:
             self._retire()
             return True
-        if self.scheduler.has_work and not self.scheduler.is_awaiting_masks:
+        # Requests that are held go on with the exchange that they wait for.
+        if self.scheduler.has_work and not self.scheduler.is_awaiting_masks and self._exchange is None:
             raise EngineError("the scheduler has work but neither launched a step nor has one in flight")
         return False
 
@@ -357,7 +414,9 @@ class Coordinator:
         state = self.life.state
         ages = [] if state is EngineState.REBUILDING else self.ranks.heartbeat_ages()
         stats = self._meter.report(self.scheduler.stats(), ages)
-        return msgspec.structs.replace(stats, num_rebuilds=self.num_rebuilds, state=state, devices=self.ranks.devices)
+        return msgspec.structs.replace(
+            stats, num_rebuilds=self.num_rebuilds, state=state, devices=self.ranks.devices, weights=self._weights
+        )
 
     def _fail_all(self, error: LockstepError) -> None:
         with self._lock:

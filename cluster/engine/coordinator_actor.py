@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
 import os
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from cluster.engine.coordinator import Coordinator
+from cluster.engine.messages import WeightsChanged
 from cluster.engine.state import EngineState
 from cluster.observability.logs import log_to_stderr
 from cluster.ranks.liveness import Liveness, end_stopped, is_replica
@@ -23,6 +26,7 @@ from cluster.ranks.rank_actor import Location, PoolShape, RankLoad
 from cluster.ranks.rank_group import GENERATION, GroupMemory, RankGroup
 from cluster.ranks.recovery import Recovery
 from cluster.ranks.resizing import Resized, resize
+from cluster.ranks.weight_change import change_weights
 from cluster.scheduling.limits import SchedulerLimits, max_item_tokens
 from cluster.scheduling.scheduler import Scheduler
 from configs.errors import ConfigError
@@ -101,7 +105,8 @@ class CoordinatorActor:
         self._phase_s: list[tuple[str, float]] = []
         self._starting: RankGroup | None = None  # ranks whose start is reported
         self._coordinator: Coordinator | None = None
-        self._resizing = threading.Lock()
+        self._changing = threading.Lock()
+        self._platforms: list[str] = []  # by rank
         self._guides = RequestGuides(spec.model.vocab_size, spec.model.eos_token_ids, self._wake)
 
     def __repr__(self) -> str:
@@ -125,6 +130,7 @@ class CoordinatorActor:
             group.fetch()
         self._enter(_LOADING)
         memory = group.load()
+        self._platforms = [load.platform for load in memory.loads]
         self._enter("measuring the devices")
         peaks = group.measure()
         window_pool = WindowPool.of(config, spec.model)
@@ -197,14 +203,27 @@ class CoordinatorActor:
     def resize(self, size: int) -> Resized:
         """Makes `size` ranks of the engine's, while it runs; returns when they do. Raises as `cluster.ranks.resizing`
         has it."""
+        with self._one_change() as coordinator:
+            return resize(size, self._spec.given, coordinator)
+
+    @ray.method(concurrency_group="ctl")
+    def update_weights(self, model: str, **how: Any) -> WeightsChanged:
+        """Has the checkpoint `model` serve in place of the weights there are, while the engine runs; returns when it
+        does. Further arguments and errors are those of `cluster.ranks.weight_change`."""
+        with self._one_change() as coordinator:
+            return change_weights(coordinator, self._spec, self._platforms, model, **how)
+
+    @contextlib.contextmanager
+    def _one_change(self) -> Iterator[Coordinator]:
+        """Gives the coordinator to one change at a time; raises ConfigError where another is under way."""
         if self._coordinator is None:
             raise ConfigError("the engine has not started yet; try again when it has")
-        if not self._resizing.acquire(blocking=False):
-            raise ConfigError("another resize is under way; try again after it")
+        if not self._changing.acquire(blocking=False):
+            raise ConfigError("another resize or change of weights is under way; try again after it")
         try:
-            return resize(size, self._spec.given, self._coordinator)
+            yield self._coordinator
         finally:
-            self._resizing.release()
+            self._changing.release()
 
     @ray.method(concurrency_group="ctl")
     def progress(self) -> Progress:

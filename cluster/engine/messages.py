@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 import msgspec
 
@@ -259,6 +260,32 @@ class SchedulerStats:
     """Waiting tokens that were admitted each second lately, over ten to twenty seconds."""
 
 
+Running = Literal["continue", "finish", "recompute"]
+"""The fate of requests that run when the weights change. continue: they go on with the keys and values that they have.
+finish: they end with the weights that they began with, and others wait. recompute: they go on with keys and values of
+the new weights, with the tokens that they have."""
+
+
+class Weights(msgspec.Struct, frozen=True):
+    """The weights that took the place of those of the start."""
+
+    version: str
+    fingerprint: str
+    """The `system_fingerprint` of answers that they give."""
+
+
+class WeightsChanged(msgspec.Struct, frozen=True):
+    """Other weights serve."""
+
+    version: str
+    pause_s: float
+    """Seconds in which no step ran."""
+    load_s: float
+    """Seconds in which they were read, beside the steps."""
+    staged_in: Literal["device", "host"]
+    """The memory that they waited in."""
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's figures, ten times a second while it works and once a second while it does not."""
 
@@ -277,6 +304,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """How often ranks that failed were replaced so far."""
     state: EngineState = EngineState.RUNNING
     """The coordinator's."""
+    weights: Weights | None = None
+    """None: those of the start."""
     steps: bytes
     """Records of the steps that retired since the last one (`cluster.observability.steps.STEP_DTYPE`)."""
 

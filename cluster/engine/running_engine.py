@@ -14,6 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.engine.client import EngineClient
 from cluster.engine.coordinator_actor import CoordinatorActor, EngineFacts, EngineSpec
 from cluster.engine.fingerprint import system_fingerprint
+from cluster.engine.messages import WeightsChanged
 from cluster.engine.preflight import find_tokenizer
 from cluster.observability.telemetry import Telemetry
 from cluster.ranks.host import host_facts
@@ -139,6 +140,7 @@ class RunningEngine:
             version=VERSION,
             info=EngineInfo.of(config, self.facts.num_pages),
             max_item_tokens=self.facts.max_item_tokens,
+            update_weights=self.update_weights,
             system_fingerprint=system_fingerprint(self.spec, (load.platform for load in self.facts.loads)),
         )
         try:
@@ -157,6 +159,7 @@ class RunningEngine:
             max_model_len=self.facts.max_model_len,
             page_size=config.kv_cache.page_size,
             num_pages=self.facts.num_pages,
+            weights_version="",
         )
         return served
 
@@ -167,6 +170,15 @@ class RunningEngine:
         except ray.exceptions.RayError as error:
             raise _cause(error) from None
         return resized
+
+    async def update_weights(self, model: str, **how: Any) -> WeightsChanged:
+        """Has another checkpoint serve, with the requests in flight. Further arguments and errors are those of
+        `cluster.ranks.weight_change`."""
+        try:
+            changed: WeightsChanged = await self.coordinator.update_weights.remote(model, **how)
+        except ray.exceptions.RayError as error:
+            raise _cause(error) from None
+        return changed
 
     async def close(self) -> None:
         """Ends requests, ranks and coordinator, in that order. Calling it again does nothing."""

@@ -1,4 +1,5 @@
-"""The routes for operators: /abort_request and /flush_cache, in SGLang's shape. They ask for an admin key.
+"""The routes for operators: /v1/admin/weights, and /abort_request and /flush_cache in SGLang's shape. They ask for an
+admin key.
 
 They act on the replica that answers.
 """
@@ -10,6 +11,7 @@ from functools import partial
 import msgspec
 from pydantic import ConfigDict
 
+from cluster.engine.messages import Running
 from cluster.http.active import ActiveRequests
 from cluster.http.context import RequestContext
 from cluster.http.response import HttpResponse
@@ -17,7 +19,7 @@ from cluster.requests.answer import json_response
 from cluster.requests.json_body import prepared, validated
 from cluster.requests.served_model import ServedModel
 from cluster.requests.shapes import Shape
-from configs.errors import RequestError
+from configs.errors import ConfigError, RequestError
 
 
 class AbortRequest(Shape):
@@ -35,6 +37,21 @@ class AbortRequest(Shape):
     rid: str | None = None
     """The `x-request-id` of the requests to end."""
     abort_all: bool | None = None
+
+
+class WeightsRequest(Shape):
+    """POST /v1/admin/weights."""
+
+    model: str
+    """A local directory, a .gguf file, or a Hugging Face id, of the same model as the one that serves."""
+    revision: str | None = None
+    """Commit or tag of the repository on the Hub."""
+    version: str | None = None
+    """Name of the weights from then on. None: the last part of `model`, and `revision`."""
+    running: Running = "continue"
+    """The fate of requests that run. continue: they go on with the keys and values that they have. finish: they end
+    with the weights that they began with, and others wait. recompute: they go on with the tokens that they have, whose
+    keys and values are computed again."""
 
 
 class Aborted(msgspec.Struct):
@@ -55,6 +72,21 @@ async def abort_request(requests: ActiveRequests, body: bytes, context: RequestC
     if not request.abort_all and request.rid is None:
         raise RequestError("rid must be the id of a request.", code="invalid_type", param="rid")
     return json_response(Aborted(requests.abort(None if request.abort_all else request.rid, spare=context)))
+
+
+async def change_weights(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
+    """POST /v1/admin/weights: has other weights serve, of the same shape; answers when they do.
+
+    Raises:
+        RequestError: they cannot be had. Those there are go on.
+        EngineError: it failed. They go on as well, unless a rank failed in the exchange.
+    """
+    request = await prepared(body, partial(validated, WeightsRequest))
+    assert model.update_weights is not None, "an engine behind a socket alone has no ranks to tell"
+    try:
+        return json_response(await model.update_weights(**request.model_dump()))
+    except ConfigError as error:
+        raise RequestError(str(error), code="weights_not_changed", param="model") from None
 
 
 async def flush_cache(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:

@@ -37,6 +37,8 @@ class ServerInfo(msgspec.Struct):
 
     version: str
     model: str
+    weights_version: str | None
+    """None: the weights are those of the start."""
     max_model_len: int
     vocab_size: int
     engine: EngineInfo | None
@@ -103,7 +105,15 @@ async def server_info(model: ServedModel, body: bytes, context: RequestContext) 
         server.max_body_bytes, server.max_n, server.max_logprobs, server.max_stop, server.request_timeout_s
     )
     return json_response(
-        ServerInfo(model.version, model.model_name, model.max_model_len, model.vocab_size, info, limits)
+        ServerInfo(
+            model.version,
+            model.model_name,
+            model.weights_version,
+            model.max_model_len,
+            model.vocab_size,
+            info,
+            limits,
+        )
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 import numpy.typing as npt
 
-from cluster.engine.messages import EngineStats
+from cluster.engine.messages import EngineStats, Weights
 from cluster.observability.steps import STEP_DTYPE
 
 _HISTORY_S = 300
@@ -88,6 +88,11 @@ class StatsBoard:
     def latest(self) -> EngineStats | None:
         """The engine's last report; None before its first."""
         return self._latest
+
+    @property
+    def weights(self) -> Weights | None:
+        """The weights that serve; None: those of the start."""
+        return None if self._latest is None else self._latest.weights
 
     @property
     def age_s(self) -> float:

@@ -168,13 +168,14 @@ PEAK_BANDWIDTH = _gauge(
 )
 CONFIG = _gauge(
     "engine_config_info",
-    "1; its labels say what runs. 0 for what ran before another size.",
+    "1; its labels say what runs. 0 for what ran before another size or other weights.",
     "version",
     "tensor_parallel_size",
     "dtype",
     "max_model_len",
     "page_size",
     "num_pages",
+    "weights_version",
 )
 
 METRICS: tuple[Metric, ...] = tuple(value for value in dict(globals()).values() if isinstance(value, Metric))

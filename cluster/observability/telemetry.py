@@ -59,7 +59,8 @@ class Telemetry:
         self.life.follow(stats.state)
         self._follow_pauses(stats)
         if stats.devices and self._config:
-            self._set_config(tensor_parallel_size=str(len(stats.devices)))
+            version = "" if stats.weights is None else stats.weights.version
+            self._set_config(tensor_parallel_size=str(len(stats.devices)), weights_version=version)
         metrics = self.metrics
         if len(steps):
             metrics.observe(table.STEP_TIME, steps["duration_s"])

@@ -264,6 +264,25 @@ class RankActor:
             self._worker.leave()
 
     @ray.method(concurrency_group="ctl")
+    def stage(self, spec: RankSpec) -> bool:
+        """Reads this rank's shard of the weights of `spec` while `run` blocks. Returns and raises as `TPWorker.stage`
+        does."""
+        config, path = spec.config, Path(spec.model_path)
+        if not config.is_local_model and config.load_format != "dummy":
+            path = resolve_model_path(config.model, config.revision)  # ranks of a node wait for one another
+        return self._ready().stage(spec.model, path, config.revision)
+
+    @ray.method(concurrency_group="ctl")
+    def take_staged(self) -> None:
+        """Has those weights serve from the next step on, between two steps."""
+        self._ready().take_staged()
+
+    @ray.method(concurrency_group="ctl")
+    def drop_staged(self) -> None:
+        """Forgets those weights."""
+        self._ready().drop_staged()
+
+    @ray.method(concurrency_group="ctl")
     def abort(self, reason: str) -> None:
         """Makes `run` raise EngineError(reason), also where it waits for the other ranks."""
         if self._frames is not None:

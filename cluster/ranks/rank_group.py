@@ -7,12 +7,13 @@ may die and the store stays.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -25,9 +26,11 @@ from cluster.ranks.rank import Rank, RankStarter
 from cluster.ranks.rank_actor import Location, PoolShape, RankLoad
 from cluster.ranks.spares import WarmSpares
 from configs.addresses import family_of
-from configs.errors import EngineError, LockstepError, RankDiedError, StepHungError
+from configs.checkpoint import resolve_model_path
+from configs.errors import ConfigError, EngineError, LockstepError, RankDiedError, StepHungError
 from configs.kv_pages import PageBytes, dtype_bytes
 from configs.model_config import ModelConfig
+from configs.read_config import read_model_config
 from configs.schema import EngineConfig
 from parallel.channel import FrameReader, FrameWriter, Ring
 from parallel.plan import ShardPlan
@@ -37,6 +40,8 @@ from parallel.tcp_channel import TcpListener, TcpReader, TcpWriter
 logger = logging.getLogger(__name__)
 
 GENERATION = 1
+_SHOWN_CHARS = 200  # a message shows so many of a difference between models
+_SHOWN_DIFFERENCES = 4
 _LEAVE_TIMEOUT_S = 10.0
 # After a hang: the others wait for the one that hangs, and leave as soon as they are told. On GPUs that takes NCCL
 # half a second, and a rank says after three that its device never gets done.
@@ -95,6 +100,45 @@ class RankGroup:
         """A group of as many ranks as `config` has, not started, that can take the place of this one."""
         suffix = f"of{config.tensor_parallel_size}"
         return RankGroup(dataclasses.replace(self._starter, config=config, suffix=suffix))
+
+    def with_weights(self, model: str, revision: str | None) -> RankStarter:
+        """A starter of the same ranks with the weights of another checkpoint, which describes the same model.
+
+        Raises:
+            ConfigError: it describes another, or there is none.
+        """
+        config = self.config.model_copy(update={"model": model, "revision": revision})
+        path = resolve_model_path(model, revision, weights=config.has_local_weights)
+        # The types that weights lie in may be others.
+        found = dataclasses.replace(read_model_config(path), dtype=self.model.dtype)
+        comparable = dataclasses.replace(found, weight_block=self.model.weight_block)
+        if differ := list(itertools.islice(_differences(comparable, self.model), _SHOWN_DIFFERENCES)):
+            raise ConfigError(f"model={model} is another model than the one that serves: {'; '.join(differ)}")
+        return dataclasses.replace(self._starter, config=config, model=found, model_path=path)
+
+    def stage(self, starter: RankStarter) -> list[bool]:
+        """Has every rank read the weights that `starter` starts with, while steps run, however long that takes; then
+        each rank's answer as `TPWorker.stage` gives it."""
+        return call(self._ranks, "stage", starter.spec(-1), size=self.size, timeout_s=math.inf)
+
+    def take_staged(self, starter: RankStarter) -> None:
+        """Has the ranks serve with what they staged, and those that are started later, too. No step is in flight.
+
+        Raises:
+            LockstepError: a rank did not. All have ended then, for nobody knows what each serves with.
+        """
+        self._starter, self.config = starter, starter.config
+        try:
+            self._on(self._ranks, "take_staged")
+        except LockstepError:
+            for rank in self._ranks:
+                rank.end()
+            raise
+
+    def drop_staged(self) -> None:
+        """Has the ranks forget what they staged; returns at once."""
+        for rank in self._ranks:
+            rank.actor.drop_staged.remote()
 
     @property
     def size(self) -> int:
@@ -364,6 +408,18 @@ class RankGroup:
     def _on(self, ranks: Iterable[Rank], method: str, *args: object) -> list[Any]:
         """Returns the answers of `method` on `ranks`, within `parallel.init_timeout_s`."""
         return call(ranks, method, *args, size=self.size, timeout_s=self.config.parallel.init_timeout_s)
+
+
+def _differences(found: Any, expected: Any, path: str = "") -> Iterator[str]:
+    """The parts of `found` that are not as in `expected`, by dotted paths that begin with `path`."""
+    if dataclasses.is_dataclass(found) and type(found) is type(expected):
+        for it in dataclasses.fields(found):
+            yield from _differences(getattr(found, it.name), getattr(expected, it.name), f"{path}.{it.name}".strip("."))
+    elif isinstance(found, tuple) and isinstance(expected, tuple) and len(found) == len(expected):
+        for i, (part, other) in enumerate(zip(found, expected, strict=True)):
+            yield from _differences(part, other, f"{path}.{i}")
+    elif found != expected:
+        yield f"{path} is {found!r}, not {expected!r}"[:_SHOWN_CHARS]
 
 
 def _open_store(host: str) -> Any:

@@ -84,7 +84,9 @@ def _resolved(size: int, given: EngineConfig, old: RankGroup) -> EngineConfig:
             f"it out, or start with tensor_parallel_size={size}"
         )
     # The value that `auto` has become stays: streams go on in the numerics that they began in.
-    changed = given.model_copy(update={"tensor_parallel_size": size, "numerics": old.config.numerics})
+    now = old.config
+    kept = {"numerics": now.numerics, "model": now.model, "revision": now.revision}  # other weights may have come
+    changed = given.model_copy(update={"tensor_parallel_size": size, **kept})
     return resolve(changed, old.model, host_facts(gpus=False)).config
 
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
 from cluster.engine.client import EngineClient
-from cluster.engine.messages import SamplingParams
+from cluster.engine.messages import SamplingParams, WeightsChanged
 from cluster.engine.state import EngineState
 from cluster.http.context import RequestContext
 from cluster.requests.engine_info import EngineInfo
@@ -63,6 +63,7 @@ class ServedModel:
         info: EngineInfo | None = None,
         max_item_tokens: int = 0,
         next_seed: Callable[[], int] = _random_seed,
+        update_weights: Callable[..., Awaitable[WeightsChanged]] | None = None,
     ) -> None:
         """Args:
         vocab_size: ids the model has an embedding for. None: those of the tokenizer.
@@ -70,6 +71,8 @@ class ServedModel:
         max_item_tokens: most tokens of all items of a prompt; 0: prompts have none.
         eos_token_ids: empty: the tokenizer's.
         next_seed: int64 for an answer whose request brings none.
+        system_fingerprint: with the weights of the start.
+        update_weights: `RunningEngine.update_weights`.
         """
         self.engine = engine
         self.tokenizer = tokenizer
@@ -77,7 +80,8 @@ class ServedModel:
         self.max_model_len = max_model_len
         self.server = server
         self.version = version
-        self.system_fingerprint = system_fingerprint
+        self._system_fingerprint = system_fingerprint
+        self.update_weights = update_weights
         self.info = info
         self.max_item_tokens = max_item_tokens
         self.vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
@@ -95,6 +99,18 @@ class ServedModel:
     def state(self) -> EngineState:
         """The engine's state."""
         return self.engine.telemetry.life.state
+
+    @property
+    def weights_version(self) -> str | None:
+        """The version of the weights; None: they are those of the start."""
+        weights = self.engine.board.weights
+        return None if weights is None else weights.version
+
+    @property
+    def system_fingerprint(self) -> str | None:
+        """The fingerprint of answers by the weights that serve now."""
+        weights = self.engine.board.weights
+        return self._system_fingerprint if weights is None else weights.fingerprint
 
     async def warm_up(self, timeout_s: float | None = None) -> None:
         """Generates one token; the server is ready after it.

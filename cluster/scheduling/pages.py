@@ -255,6 +255,7 @@ class RowPages:
         self.cache = PrefixCache(limits.page_size)
         self._table = np.zeros((num_rows, limits.max_pages_per_row), np.int32)
         self._num_pages = np.zeros(num_rows, np.int32)
+        self._era = 0
         self._num_published = np.zeros(num_rows, np.int32)  # leading pages of the row that are known to the cache
         self._nodes = [self.cache.root] * num_rows  # the end of those pages, locked
         self._window: WindowPages | None = None
@@ -303,8 +304,14 @@ class RowPages:
         return self.grow_rows(np.array((row,), np.int32), np.array((num_tokens,), np.int32))
 
     def open(self, row: int, salt: bytes) -> None:
-        """Begins a row without pages, which shares pages only with rows of the same salt. Ended by `release`."""
-        self._nodes[row] = self.cache.lock_root(salt)
+        """Begins a row without pages, which shares pages only with rows of the same salt and era. Ended by
+        `release`."""
+        self._nodes[row] = self.cache.lock_root(b"%d:%b" % (self._era, salt) if self._era else salt)
+
+    def begin_era(self) -> None:
+        """Frees every page that no row uses. The rows opened from now on find nothing of what the others have."""
+        self.flush()
+        self._era += 1
 
     def find_prefix(self, row: int, tokens: Int32Array) -> Prefix:
         """Cached pages that go on where the row's own end, with whole pages of `tokens`. Changes nothing.

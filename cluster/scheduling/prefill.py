@@ -126,6 +126,8 @@ class PrefillQueue:
         self._rows = rows
         self._pages = pages
         self.waiting = FairQueue()
+        self.admits_new = True
+        """Whether requests are admitted that have not been before."""
         self.rate = RecentRate()
         """How many waiting tokens were admitted lately."""
         self.prefilling: list[int] = []
@@ -136,6 +138,11 @@ class PrefillQueue:
         """Tokens of admitted requests."""
         # All that were tried lacked pages, and nothing has happened since that could change it: spares their matches.
         self._is_blocked = False
+
+    @property
+    def is_next_begun(self) -> bool:
+        """Whether the next request has been admitted before."""
+        return (request := self.waiting.first()) is not None and request.admission_s is not None
 
     def push(self, request: Request) -> None:
         """Lets a new or a preempted request wait."""
@@ -236,6 +243,8 @@ class PrefillQueue:
             if request is None:
                 self._is_blocked = bool(lacking) and not num_waits
                 break
+            if not self.admits_new and request.admission_s is None:
+                break  # preempted requests go first
             if longest is not None and len(request.tokens) > budget:
                 break
             before = plan.budget

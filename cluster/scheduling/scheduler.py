@@ -138,6 +138,27 @@ class Scheduler:
         self.generation = generation
         return lost
 
+    def hold_new(self) -> None:
+        """Has requests wait that have not begun, until `change_weights`."""
+        self._queue.admits_new = False
+
+    def change_weights(self, *, recompute: bool) -> None:
+        """Begins the use of other weights on the ranks, when no step is in flight: requests that begin find nothing
+        that is cached, and none is held any more.
+
+        Args:
+            recompute: what running requests have as well, with the tokens that were told.
+        """
+        assert not self._in_flight, "weights may only be changed when no step is in flight"
+        if recompute:
+            self.requeue_all(self.generation)
+        self._pages.begin_era()
+        self.admit_new()
+
+    def admit_new(self) -> None:
+        """Ends `hold_new`."""
+        self._queue.admits_new = True
+
     # Steps
 
     def next_step(self) -> StepFrame | None:
@@ -232,6 +253,11 @@ class Scheduler:
     def has_work(self) -> bool:
         """Something waits, runs, is in flight, or has finished and not been told."""
         return bool(self._life.live or self._in_flight or self._life.is_pending)
+
+    @property
+    def has_begun(self) -> bool:
+        """Some request runs, or is next to go on."""
+        return bool(self._rows.num_taken) or self._queue.is_next_begun
 
     @property
     def is_awaiting_masks(self) -> bool:

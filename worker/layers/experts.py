@@ -108,10 +108,14 @@ class CudaExperts(Experts):
         self.rank_sum = context.arithmetic.rank_sum(spec.hidden_size, _CUT, context, of_weight=False, beside=beside)
         # fp32 from the product on, since bf16 logits often tie, and then choose other experts.
         self._router = self._empty_router(context.dtype, context.device)
-        self._w13 = context.empty(spec.num_experts, 2 * width, spec.hidden_size)
-        self._w2 = context.empty(spec.num_experts, spec.hidden_size, width)
+        self._context = context
+        self._w13: torch.Tensor | None = None
+        self._w2: torch.Tensor | None = None
 
     def load(self, source: TensorSource, prefix: str) -> None:
+        spec, width = self._spec, self._columns.size
+        self._w13 = self._context.empty(spec.num_experts, 2 * width, spec.hidden_size)
+        self._w2 = self._context.empty(spec.num_experts, spec.hidden_size, width)
         self._load_router(source, prefix, self._router)
         for expert, gate_up, down in zip(self._experts, self._w13, self._w2, strict=True):
             self._read_expert(source, prefix, expert, gate_up, down)
@@ -125,6 +129,8 @@ class CudaExperts(Experts):
         from worker.kernels.moe import gated_silu_and_mul, mixture  # a CPU install has no Triton
 
         spec, nodes, slots, first_slot = self._spec, self._nodes, padding.token_slots(), padding.first_slot
+        assert self._w13 is not None, "forward before load"
+        assert self._w2 is not None, "forward before load"
         is_exact = self._leaf is not None
         if out is None:
             assert not is_exact, "a sum of nodes gives their memory"

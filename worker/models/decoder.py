@@ -168,16 +168,18 @@ class Decoder:
         self._model = model
         self.dtype = dtype
         """The activations' type."""
-        self._device = device
+        self.device = device
+        """The device that computes."""
         ropes = [(layer.mixer.rope, layer.mixer.rotary_dim) for layer in model.layers]
         self._ropes = list(dict.fromkeys(ropes))
         self._rope_of_layer = [self._ropes.index(rope) for rope in ropes]
         self._rotary: list[RotaryEmbedding] = []
         self._embedding = VocabParallelEmbedding(model.hidden_size, plan, group, dtype=dtype, device=device)
-        self._layers = [
+        self.layers = [
             DecoderLayer(layer, LayerContext(plan.layers[i], group, arithmetic, dtype, device), i, model.rms_norm_eps)
             for i, layer in enumerate(model.layers)
         ]
+        """One for each of the model's, in order."""
         self._norm = RMSNorm(
             model.hidden_size, model.rms_norm_eps, dtype=dtype, device=device, offset=model.norm.offset
         )
@@ -187,16 +189,16 @@ class Decoder:
     @property
     def attention_layers(self) -> list[AttentionLayer]:
         """Geometry of every layer on this rank."""
-        return [layer.attention.layer for layer in self._layers]
+        return [layer.attention.layer for layer in self.layers]
 
     def load(self, source: TensorSource, on_progress: Callable[[float], None] | None = None) -> None:
         """Reads this rank's shard of every tensor. `on_progress` gets the share done, 0 to 1, after each layer."""
         model = self._model
         self._embedding.load(source, model.embedding.name)
-        for i, layer in enumerate(self._layers):
+        for i, layer in enumerate(self.layers):
             layer.load(source, layer_prefix(i))
             if on_progress is not None:
-                on_progress((i + 1) / (len(self._layers) + 1))
+                on_progress((i + 1) / (len(self.layers) + 1))
         self._norm.load(source, model.norm.name)
         if model.lm_head is None:
             self._lm_head.tie(self._embedding)
@@ -208,14 +210,14 @@ class Decoder:
     def set_kv_scales(self, scales: Sequence[tuple[float, ...]]) -> None:
         """Sets what each layer's keys, and its values, are divided by in a pool in FP8; before `attention_layers` are
         asked for to make one."""
-        for layer, (k_scale, v_scale) in zip(self._layers, scales, strict=True):
+        for layer, (k_scale, v_scale) in zip(self.layers, scales, strict=True):
             assert isinstance(layer.attention, Attention), "no other kind has keys and values in FP8"
             layer.attention.layer = replace(layer.attention.layer, k_scale=k_scale, v_scale=v_scale)
 
     def set_max_positions(self, max_positions: int) -> None:
         """Prepares rotary tables for positions below `max_positions`."""
         self._rotary = [
-            RotaryEmbedding(rope, rotary_dim, max_positions, dtype=self.dtype, device=self._device)
+            RotaryEmbedding(rope, rotary_dim, max_positions, dtype=self.dtype, device=self.device)
             for rope, rotary_dim in self._ropes
         ]
 
@@ -233,7 +235,7 @@ class Decoder:
         if self._embedding_scale != 1.0:
             residual *= self._embedding_scale
         x: torch.Tensor | PartialSum | None = None
-        *layers, last = self._layers
+        *layers, last = self.layers
         for layer in layers:
             x, residual = layer(x, residual, step)
         num_sampled = len(batch.sample_indices)

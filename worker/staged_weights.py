@@ -1,0 +1,109 @@
+"""Other weights for a decoder that serves: read into memory of their own while it computes, and copied over its own
+between two steps. Addresses stay, which CUDA graphs hold.
+
+They are those of a second decoder, made and loaded as the first one was: whatever a weight is made into, packed, tied
+or with an offset added, is made in both alike, and memory is exchanged for memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from parallel.group import TensorParallelGroup
+from parallel.numerics.arithmetic import Arithmetic
+from parallel.numerics.weight import TensorSource
+from worker.layers.rotary import RotaryEmbedding
+from worker.models.decoder import Decoder
+
+_NO_WEIGHTS = (TensorParallelGroup, Arithmetic, RotaryEmbedding)
+"""Parts of a decoder that its weights have no part in, and that may have tensors."""
+_SPARE_BYTES = 1 << 30
+"""Device memory that staged weights leave to everything else."""
+
+
+class StagedWeights:
+    """The weights that `staged` loads, to take the place of those of `live`.
+
+    Raises from its making whatever the source raises; nothing is changed then.
+
+    Args:
+        staged: made as `live` was, and not loaded yet.
+        num_bytes: what the weights take, about.
+    """
+
+    def __init__(self, live: Decoder, staged: Decoder, source: TensorSource, num_bytes: int) -> None:
+        self._live = live
+        self._staged = staged
+        self._on_host: dict[int, torch.Tensor] = {}  # by storage, whose memory is given up
+        self.is_on_host = staged.device.type == "cuda" and _free_bytes(staged.device) < num_bytes
+        """Whether the device has no room for them, so that they wait in pinned memory of the host."""
+        layers = iter(staged.layers)
+        # After each layer, and at the end after what is in none.
+        staged.load(source, (lambda _: self._move_to_host(next(layers, staged))) if self.is_on_host else None)
+
+    def take_over(self) -> None:
+        """Copies them over the live ones; no step is in flight. Returns when the device is done."""
+        pairs = zip(storages(self._live), storages(self._staged), strict=True)
+        for live, staged in {live._cdata: (live, staged) for live, staged in pairs}.values():
+            new = self._on_host.get(staged._cdata)
+            _bytes_of(live).copy_(_bytes_of(staged) if new is None else new, non_blocking=True)
+        if self._live.device.type == "cuda":
+            torch.cuda.synchronize(self._live.device)
+
+    def _move_to_host(self, part: object) -> None:
+        for storage in storages(part):
+            if storage.nbytes():
+                new = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
+                self._on_host[storage._cdata] = new.copy_(_bytes_of(storage))
+                storage.resize_(0)  # its tensors stay, by which it is found
+
+
+@contextlib.contextmanager
+def own_stream(device: torch.device) -> Iterator[None]:
+    """Gives this thread a stream of its own on a GPU, all of it done at the end, so that steps go on beside it."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types for it
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        yield
+        stream.synchronize()
+
+
+def storages(part: object) -> list[torch.UntypedStorage]:
+    """The memory of each tensor that `part` holds, itself or through what it holds; memory of several tensors as often.
+    Parts that are made alike have theirs in the same order."""
+    found: list[torch.UntypedStorage] = []
+    seen: set[int] = set()
+
+    def visit(it: object) -> None:
+        if isinstance(it, torch.Tensor):
+            found.append(it.untyped_storage())
+        elif isinstance(it, list | tuple):
+            for each in it:
+                visit(each)
+        elif _may_hold_weights(it) and id(it) not in seen:
+            seen.add(id(it))
+            slots = [name for kind in type(it).__mro__ for name in getattr(kind, "__slots__", ())]
+            for name in [*getattr(it, "__dict__", ()), *slots]:
+                visit(getattr(it, name, None))
+
+    visit(part)
+    return found
+
+
+def _may_hold_weights(it: object) -> bool:
+    return type(it).__module__.startswith(("attention.", "parallel.", "worker.")) and not isinstance(it, _NO_WEIGHTS)
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Device memory that staged weights may take."""
+    return torch.cuda.mem_get_info(device)[0] - _SPARE_BYTES
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """The memory as a vector of bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
