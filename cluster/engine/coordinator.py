@@ -215,6 +215,8 @@ class Coordinator:
             stays = f"tensor_parallel_size stays {self.ranks.size}, requests waited {pause_s:.2f} s"
             done.set_exception(EngineError(f"{stays}: {failure}"))
             return
+        with self._lock:
+            self.scheduler.set_num_pages(self.ranks.pool.num_pages, self.ranks.pool.num_window_pages)
         done.set_result(pause_s)
 
     def _requeue(self) -> frozenset[tuple[int, int]]:
