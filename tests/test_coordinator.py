@@ -345,6 +345,7 @@ def test_requests_wait_while_ranks_are_exchanged_and_lose_no_token() -> None:
     first = CountingRank(0.005)
     second, third = CountingRank(0.002, StepCost(7, 7, 7, ())), CountingRank(0.002)
     second.pool = Pool(48)
+    first.size = 2
 
     def exchange(generation: int, others: CountingRank) -> CountingRank:
         begun.append(generation)
@@ -365,6 +366,7 @@ def test_requests_wait_while_ranks_are_exchanged_and_lose_no_token() -> None:
         assert finished is not None
         stats = coordinator.inspect(lambda scheduler: scheduler.stats())
         assert stats.num_free_pages + stats.num_cached_pages + stats.num_owned_pages == 48
+        assert coordinator._liveness._share == 0.5
         assert (await asyncio.wait_for(read(late), 20))[0] == [201, 202, 203]
         assert 0 < done.result(5) < 10
         rest = await reported(client, lambda stats: not stats.scheduler.num_running)
