@@ -408,8 +408,8 @@ class Engine:
         assert stats.num_evictable_pages == 0
         assert running == "continue" or stats.num_free_pages == self.limits.num_pages
 
-    def requeue_all(self) -> None:
-        """The ranks are lost, with the steps in flight and all they held."""
+    def requeue_all(self, limits: SchedulerLimits | None = None) -> None:
+        """The ranks are lost, with the steps in flight and all they held; the next ones have the pools of `limits`."""
         in_flight = {row for frame in self.frames for row in frame.rows.tolist()}
         table = self.scheduler._rows
         named = {int(table.ids[row]) for row in in_flight if table.live[row]}
@@ -421,6 +421,9 @@ class Engine:
         self.scheduler.check_integrity()
         stats = self.scheduler.stats()
         assert (stats.num_running, stats.num_free_pages) == (0, self.limits.num_pages)
+        if limits is not None:
+            self.limits = limits
+            self.scheduler.set_num_pages(limits.num_pages, limits.num_window_pages)
         self.worker = FakeWorker(self.limits)
         self.frames.clear()
         self.results.clear()

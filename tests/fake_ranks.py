@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from configs.errors import LockstepError
 from parallel.step_cost import StepCost
+
+
+class Pool(NamedTuple):
+    """Sizes of the pool that ranks have."""
+
+    num_pages: int
+    num_window_pages: int | None = None
 
 
 class FakeRanks:
@@ -17,6 +24,7 @@ class FakeRanks:
         self.results: Any = self
         self.cost = cost
         self.size = 1
+        self.pool = Pool(64)
         self.devices: list[str] = []
         self.pids: dict[int, int] = {}
         self.ages: list[float] = []

@@ -23,7 +23,7 @@ from cluster.ranks.recovery import Recovery
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
 from configs.errors import DeadlineError, EngineError, LockstepError, RankDiedError, RankLostError, StepHungError
 from parallel.step_cost import StepCost
-from tests.fake_ranks import FakeRanks
+from tests.fake_ranks import FakeRanks, Pool
 from worker.protocol import FrameKind, RowFlag, StepFrame, StepResult, UInt32Array, mask_words
 
 EOS = 7
@@ -344,6 +344,8 @@ def test_requests_wait_while_ranks_are_exchanged_and_lose_no_token() -> None:
     ready = threading.Event()
     first = CountingRank(0.005)
     second, third = CountingRank(0.002, StepCost(7, 7, 7, ())), CountingRank(0.002)
+    second.pool = Pool(48)
+    first.size = 2
 
     def exchange(generation: int, others: CountingRank) -> CountingRank:
         begun.append(generation)
@@ -362,6 +364,9 @@ def test_requests_wait_while_ranks_are_exchanged_and_lose_no_token() -> None:
         tokens, finished = await asyncio.wait_for(read(stream), 20)
         assert chunk.token_ids + tokens == list(range(101, 161))
         assert finished is not None
+        stats = coordinator.inspect(lambda scheduler: scheduler.stats())
+        assert stats.num_free_pages + stats.num_cached_pages + stats.num_owned_pages == 48
+        assert coordinator._liveness._share == 0.5
         assert (await asyncio.wait_for(read(late), 20))[0] == [201, 202, 203]
         assert 0 < done.result(5) < 10
         rest = await reported(client, lambda stats: not stats.scheduler.num_running)

@@ -271,3 +271,43 @@ def test_a_device_that_hangs_is_found_within_seconds_and_one_that_compiles_is_le
             assert await Streams(engine).run() == tokens
 
     asyncio.run(main())
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize(
+    ("sizes", "strategy", "spares"),
+    [((1, 2, 1, 2), "nccl", 0), ((2, 1, 2), "nccl", 1), ((1, 2, 1), "auto", 0)],
+    ids=["grow", "shrink", "symmetric"],
+)
+def test_answers_are_the_same_while_the_number_of_ranks_changes(
+    gpu_cluster: None,
+    shape: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sizes: tuple[int, ...],
+    strategy: str,
+    spares: int,
+) -> None:
+    import torch
+
+    if strategy == "auto" and torch.cuda.device_count() < max(sizes):
+        pytest.skip("symmetric memory needs a GPU for each rank")
+    monkeypatch.setattr(cluster.engine.running_engine, "CoordinatorActor", SharingCoordinator)
+
+    async def main() -> None:
+        async with running(shape, sizes[0], strategy, spares) as engine:
+            expected = await Streams(engine).run()
+            for size in sizes[1:]:
+                resizing = asyncio.create_task(engine.resize(size))
+                rounds = 0
+                while not resizing.done():
+                    assert await Streams(engine).run() == expected
+                    rounds += 1
+                LOG.warning("%d ranks after %d rounds: a pause of %.2f s", size, rounds, (await resizing).pause_s)
+                now = await status(engine)
+                assert (sorted(now["pids"]), now["num_rebuilds"]) == (list(range(size)), 0)
+                assert await Streams(engine).run() == expected
+            if strategy == "nccl":
+                # The rank of a GPU that was added is replaced as the others are.
+                assert await Streams(engine).struck(sizes[-1] - 1, signal.SIGKILL) == expected
+
+    asyncio.run(main())

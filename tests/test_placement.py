@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray import PlacementGroupID
+from ray.util.placement_group import PlacementGroup
 
+import cluster.ranks.rank
+from cluster.ranks.held_gpus import HeldGPU
 from cluster.ranks.host import least_compute_capability
-from cluster.ranks.rank_actor import device_index
+from cluster.ranks.rank import Rank, RankStarter
+from cluster.ranks.rank_actor import RankSpec, device_index
 from cluster.serve.placement import NodeResources, check_fits, group_bundles, uses_gpus
 from configs.errors import PlacementError
 from configs.schema import EngineConfig, PlacementConfig
+from tests.conftest import ROOT
 
 
 def config(tp_size: int, **settings: object) -> EngineConfig:
@@ -54,6 +66,124 @@ def test_a_rank_finds_its_gpu_among_those_the_node_was_started_with() -> None:
     assert device_index("3", None) == 3
     assert device_index("3", "2,3") == 1
     assert device_index("GPU-b", "GPU-a, GPU-b") == 1
+
+
+@dataclass
+class Started:
+    """An actor that was asked for."""
+
+    spec: RankSpec
+    bundle: int
+    num_gpus: int
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Started]:
+    """The actors that are asked for, none of which starts."""
+    found: list[Started] = []
+
+    def actor_class(_: type) -> Any:
+        def options(*, num_gpus: int, scheduling_strategy: Any, **_: Any) -> Any:
+            bundle = scheduling_strategy.placement_group_bundle_index
+            return SimpleNamespace(remote=lambda spec: found.append(Started(spec, bundle, num_gpus)))
+
+        return SimpleNamespace(options=options)
+
+    monkeypatch.setattr(cluster.ranks.rank, "actor_class", actor_class)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("num_bundles", "taken", "held", "size", "expected"),
+    [
+        (2, (), (), 2, [(1, 1, None), (2, 1, None)]),
+        (1, ("cuda:5",), ("cuda:3", "cuda:2"), 3, [(1, 0, "cuda:5"), (1, 0, "cuda:3"), (1, 0, "cuda:2")]),
+        (1, ("cuda:5", "cuda:3"), (), 1, [(1, 0, "cuda:5")]),
+        (2, ("cuda:5",), ("cuda:2",), 3, [(1, 0, "cuda:5"), (2, 1, None), (1, 0, "cuda:2")]),
+    ],
+    ids=["start", "grow", "shrink", "grow again"],
+)
+def test_a_rank_asks_ray_for_a_gpu_only_where_none_is_reserved_for_it(
+    started: list[Started],
+    num_bundles: int,
+    taken: tuple[str, ...],
+    held: tuple[str, ...],
+    size: int,
+    expected: list[tuple[int, int, str | None]],
+) -> None:
+    model: Any = None
+    starter = RankStarter(
+        config=config(size, device="cuda"),
+        model=model,
+        model_path=Path("/m"),
+        placement_group=PlacementGroup(PlacementGroupID.nil(), [{}] * (1 + num_bundles)),
+        name="app",
+        held=tuple(HeldGPU(None, device) for device in held),
+        taken=taken,
+    )
+    for index in range(size):
+        starter.start(starter.spec(index))
+    assert [(it.bundle, it.num_gpus, it.spec.device) for it in started] == expected
+    starter.start_spare(0)
+    assert (started[-1].bundle, started[-1].num_gpus, started[-1].spec.device) == (0, 0, None)
+
+
+def test_the_end_of_a_rank_is_waited_for_where_others_need_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster.ranks.rank.ray, "kill", lambda _: None)
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        Rank(0, None, pidfd=os.pidfd_open(process.pid)).end(wait_s=10.0)
+        assert process.poll() is not None
+
+
+HOLD = """
+import os, signal, sys, time
+import ray
+from cluster.ranks.held_gpus import hold, release
+from configs.errors import ConfigError
+import cluster.ranks.held_gpus
+
+class Owner:
+    def hold(self, count):
+        cluster.ranks.held_gpus._TIMEOUT_S = 2.0 if count > 1 else 30.0
+        try:
+            self.held = hold({"CPU": 0.1, "GPU": 1.0}, count, {})
+        except ConfigError as error:
+            return os.getpid(), str(error)
+        return os.getpid(), [gpu.device for gpu in self.held]
+
+    def release(self):
+        release(self.held)
+
+def until_free(count):
+    deadline = time.monotonic() + 20
+    while ray.available_resources().get("GPU") != count:
+        assert time.monotonic() < deadline, ray.available_resources()
+        time.sleep(0.05)
+
+ray.init(address="local", num_cpus=2, num_gpus=2, include_dashboard=False, log_to_driver=False)
+first, second = [ray.remote(Owner).options(num_cpus=0).remote() for _ in range(2)]
+pid, held = ray.get(first.hold.remote(1))
+print(held)
+print(ray.get(second.hold.remote(2))[1])
+ray.get(first.release.remote())
+until_free(2)
+ray.get(first.hold.remote(1))
+os.kill(pid, signal.SIGKILL)
+until_free(2)
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_gpu_is_held_until_its_owner_ends_and_refused_where_none_is_free() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"}
+    command = [sys.executable, "-c", HOLD]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[:2] == [  # Ray's own words come after these
+        "['cuda:0']",
+        "2 more GPUs, with 0.1 CPUs each, are needed on this node, and 1 are free",
+    ]
 
 
 def test_the_weakest_gpu_of_the_cluster_counts_and_none_where_a_type_is_unknown() -> None:

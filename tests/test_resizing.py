@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import logging
 import os
 import re
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,16 @@ import cluster.engine.running_engine
 from cluster.commands.resize import resize_all
 from cluster.engine.coordinator_actor import CoordinatorActor, EngineFacts
 from cluster.observability.timeline import Timeline, timeline
-from cluster.ranks.rank_actor import PoolShape, RankActor
+from cluster.ranks import resizing
+from cluster.ranks.rank import Rank, RankStarter
+from cluster.ranks.rank_actor import Location, PoolShape, RankActor, RankLoad
+from cluster.ranks.rank_group import GroupMemory, RankGroup
 from cluster.serve.app import live_size
 from configs.errors import ConfigError, EngineError
+from configs.kv_pages import PageBytes
+from configs.read_config import read_model_config
+from configs.resolve import HostFacts, resolve
+from configs.schema import EngineConfig
 from tests.conftest import Endpoint
 from tests.served_group import ServedGroup, served_group
 from tests.test_failure import processes, running, write_tiny
@@ -111,6 +120,107 @@ def test_the_ranks_there_were_go_on_when_a_new_one_dies(
             assert (await answer(engine))[0] == expected
 
     asyncio.run(main())
+
+
+class LateRank(RankActor):
+    """A rank that loads when the ones before it have left, as on GPUs. A lone one has room for 1,024 tokens, and the
+    process of rank 1 of three is killed."""
+
+    def load(self) -> RankLoad:
+        size = self._spec.config.tensor_parallel_size
+        if (self._spec.rank, size) == (1, 3):
+            os.kill(os.getpid(), signal.SIGKILL)
+        load = super().load()
+        page_size = self._spec.config.kv_cache.page_size
+        return replace(load, free_bytes=(1 + 1024 // page_size) * sum(load.kv_page_bytes)) if size == 1 else load
+
+
+class LateCoordinator(CoordinatorActor):
+    """A coordinator that starts such ranks."""
+
+    def start(self, placement_group: Any) -> EngineFacts:
+        pytest.MonkeyPatch().setattr("cluster.ranks.rank.RankActor", LateRank)
+        pytest.MonkeyPatch().setattr(resizing, "_load", lambda new, _: resizing._start(new))
+        return super().start(placement_group)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_ranks_that_load_where_the_others_pools_were_may_have_fewer_pages(
+    ray_cluster: None, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster.engine.running_engine, "CoordinatorActor", LateCoordinator)
+
+    async def main() -> None:
+        changes = {"recovery": {"max_rebuilds": 1}, "kv_cache": {"num_tokens": 4096}}
+        async with running(tiny_path, max_model_len=1000, **changes) as engine:
+            expected, _ = await answer(engine)
+            for size, num_tokens in ((1, 1024), (2, 1024)):
+                answers = [asyncio.create_task(answer(engine)) for _ in range(3)]
+                await asyncio.sleep(0.1)
+                assert (await engine.resize(size)).size == size
+                assert [tokens for tokens, _ in await asyncio.gather(*answers)] == 3 * [expected]
+                now = await status(engine)
+                num_pages = now["num_free_pages"] + now["num_cached_pages"] + now["num_owned_pages"]
+                assert num_pages * engine.spec.config.kv_cache.page_size == num_tokens
+            before = now["pids"]
+            answering = asyncio.create_task(answer(engine))
+            with pytest.raises(EngineError, match=r"tensor_parallel_size stays 2, requests waited .* rank 1 died"):
+                await engine.resize(3)
+            assert (await answering)[0] == expected
+            assert (await status(engine))["pids"] == before
+
+    asyncio.run(main())
+
+
+def group_on_gpus(path: Path, size: int, **settings: Any) -> RankGroup:
+    """Ranks on GPUs; none is started."""
+    model = read_model_config(path)
+    given = EngineConfig(model=str(path), device="cuda", tensor_parallel_size=size, **settings)
+    config = resolve(given, model, HostFacts(num_cores=8, num_gpus=1)).config
+    nowhere: Any = None
+    starter = RankStarter(config=config, model=model, model_path=path, placement_group=nowhere, name="app")
+    group = RankGroup(starter)
+    places = [Location("node", 1, f"cuda:{rank}") for rank in range(size)]
+    group._ranks = [Rank(rank, None, place) for rank, place in enumerate(places)]
+    return group
+
+
+@pytest.mark.parametrize(("room_mib", "fits"), [(64, True), (0.2, False)])
+def test_a_gpu_that_cannot_hold_the_weights_of_both_ranks_is_named_before_anything_happens(
+    tiny_path: Path, room_mib: float, fits: bool
+) -> None:
+    old, new = group_on_gpus(tiny_path, 2), group_on_gpus(tiny_path, 1)
+    old._pool = PoolShape(1000, 1000, None, 1 << 16)
+    for rank in old._ranks:
+        rank.room_bytes = int(room_mib * (1 << 20))
+    words = "cuda:0 has 0.00 GiB, and holds the weights of rank 0 of 2 and of 1 until .* max_model_len=1000"
+    with contextlib.nullcontext() if fits else pytest.raises(ConfigError, match=words):
+        resizing.check_devices(new, old)
+
+
+@pytest.mark.parametrize(
+    ("kv_cache", "free_pages", "expected"),
+    [
+        ({"memory_fraction": 0.5}, 4100, 2000),
+        ({"memory_fraction": 0.5}, 500, 249),
+        ({"num_tokens": 32000}, 500, 499),
+        ({"memory_bytes": 300}, 500, 299),
+        ({"memory_fraction": 0.5}, 124, "the KV pool of 1 ranks has room for 976 tokens .* max_model_len=1000"),
+    ],
+)
+def test_a_pool_that_takes_over_has_as_many_pages_as_before_where_they_fit(
+    tiny_path: Path, kv_cache: dict[str, Any], free_pages: int, expected: int | str
+) -> None:
+    group = group_on_gpus(tiny_path, 1, kv_cache=kv_cache)
+    memory = GroupMemory((RankLoad(PageBytes(1), free_pages, 0.0, ""),), on_cpu=False)
+    pool = PoolShape(2000, 1000, None, 1 << 16)
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=expected):
+            group._pool_within(memory, pool)
+    else:
+        assert group._pool_within(memory, pool) == replace(pool, num_pages=expected)
 
 
 @pytest.mark.ray

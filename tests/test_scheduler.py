@@ -12,6 +12,7 @@ import pytest
 
 from cluster.engine.messages import Finished, FinishReason, GenerateRequest, SamplingParams
 from cluster.scheduling.frame_builder import FrameBuilder
+from cluster.scheduling.limits import SchedulerLimits
 from cluster.scheduling.pages import RowPages
 from cluster.scheduling.prefill import PrefillQueue
 from cluster.scheduling.request import Request
@@ -29,6 +30,7 @@ def run_random_load(
     windows: bool = False,
     faults: float = 0.0,
     changes: float = 0.0,
+    resizes: bool = False,
 ) -> Engine:
     rng = random.Random(seed)
     page_size = rng.choice([1, 2, 4, 8])
@@ -86,11 +88,20 @@ def run_random_load(
         elif engine.frames:
             engine.retire()
         if faults and rng.random() < faults:
-            engine.requeue_all()
+            engine.requeue_all(other_pools(limits, rng) if resizes else None)
         if changes and rng.random() < changes:
             engine.change_weights(rng.choice(["continue", "continue", "finish", "recompute"]))
     engine.run()
     return engine
+
+
+def other_pools(limits: SchedulerLimits, rng: random.Random) -> SchedulerLimits:
+    """Limits with other numbers of pages, each at least what a single request may need."""
+    num_pages = rng.choice([1, 2, 4]) * limits.max_model_len // limits.page_size
+    if limits.num_window_pages is None:
+        return replace(limits, num_pages=num_pages)
+    least = limits.max_window_pages_per_row
+    return replace(limits, num_pages=num_pages, num_window_pages=rng.randint(least, max(least, num_pages)))
 
 
 random_load = functools.cache(run_random_load)
@@ -128,6 +139,11 @@ def test_every_answer_equals_the_reference_though_the_ranks_are_lost(
     seed: int, steps_in_flight: int, max_row_tokens: int, windows: bool
 ) -> None:
     run_random_load(seed, steps_in_flight, max_row_tokens, windows=windows, faults=0.1)
+
+
+@pytest.mark.parametrize(("seed", "windows"), [(0, False), (1, False), (2, True)])
+def test_every_answer_equals_the_reference_though_pools_of_other_sizes_take_over(seed: int, windows: bool) -> None:
+    run_random_load(seed, 2, windows=windows, faults=0.1, resizes=True)
 
 
 @pytest.mark.slow

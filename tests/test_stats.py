@@ -243,3 +243,13 @@ def test_a_step_is_expected_to_take_what_the_slowest_of_its_kind_took_lately_for
     assert liveness.hang([]) is None
     rank_clock.shown_s = 1.07
     assert "recovery.hang_timeout_s=1" in str(liveness.hang([]))
+
+
+def test_half_as_many_ranks_may_take_twice_as_long_and_are_learned_anew() -> None:
+    liveness = Liveness((math.inf, 10.0), 1.0, SetRankClock())
+    liveness.began(False, (0.0, 5.0))
+    whole_s = liveness.expected_s
+    liveness.ended(100.0)
+    liveness.begin(0.5)
+    liveness.began(False, (0.0, 5.0))
+    assert liveness.expected_s == pytest.approx(2 * whole_s, rel=0.01)

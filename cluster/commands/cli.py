@@ -185,7 +185,7 @@ def resize(
         str | None, typer.Option(help="Ray cluster it runs in. Default: RAY_ADDRESS, else the one on this machine.")
     ] = None,
 ) -> None:
-    """Change the number of ranks of an app that serves; its requests wait meanwhile and go on. CPUs only."""
+    """Change the number of ranks of an app that serves; its requests wait meanwhile and go on."""
     from cluster.commands.resize import resize_app
 
     with _friendly_errors():

@@ -88,6 +88,7 @@ class Coordinator:
         self.scheduler = scheduler
         self.ranks = ranks
         """The ranks that compute the steps now."""
+        self._first_size = ranks.size
         self._step_timeout_s = step_timeout_s
         self._recovery = recovery
         self._liveness = liveness
@@ -244,6 +245,9 @@ class Coordinator:
             stays = f"tensor_parallel_size stays {self.ranks.size}, requests waited {pause_s:.2f} s"
             done.set_exception(EngineError(f"{stays}: {failure}"))
             return
+        self._liveness.begin(min(1.0, self.ranks.size / self._first_size))
+        with self._lock:
+            self.scheduler.set_num_pages(self.ranks.pool.num_pages, self.ranks.pool.num_window_pages)
         done.set_result(pause_s)
 
     def _exchange_weights(self, change: WeightChange, done: Future[float]) -> None:

@@ -130,10 +130,15 @@ class Liveness:
         self._peaks = peaks
         self._hang_timeout_s = hang_timeout_s
         self._clock = clock or RankClock()
-        # The duration of the slowest step lately over what the peaks allow, by whether prompts are in the step.
-        self._slowness = [_FIRST_SLOWNESS, _FIRST_SLOWNESS]
         self._kind, self._least_s = 0, _LEAST_S
         self._runnable_s = math.inf
+        self.begin(1.0)
+
+    def begin(self, share: float) -> None:
+        """Begins anew with ranks that together do no less than this share of the peaks."""
+        self._share = share
+        # The duration of the slowest step lately over what the peaks allow, by whether prompts are in the step.
+        self._slowness = [_FIRST_SLOWNESS, _FIRST_SLOWNESS]
 
     @property
     def expected_s(self) -> float:
@@ -143,7 +148,8 @@ class Liveness:
     def began(self, has_prompts: bool, cost: tuple[float, float]) -> None:
         """A step with these FLOPs and bytes is awaited from now on."""
         self._kind = int(has_prompts)
-        self._least_s = _LEAST_S + sum(amount / peak for amount, peak in zip(cost, self._peaks, strict=True))
+        least_s = sum(amount / peak for amount, peak in zip(cost, self._peaks, strict=True))
+        self._least_s = _LEAST_S + least_s / self._share
         self._runnable_s = math.inf
         self._clock.restart()
 

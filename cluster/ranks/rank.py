@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from cluster.ranks.held_gpus import HeldGPU
 from cluster.ranks.rank_actor import Location, RankActor, RankSpec, actor_class
 from configs.model_config import ModelConfig
 from configs.schema import EngineConfig
@@ -20,7 +22,8 @@ from parallel.environment import RANK_ENVIRONMENT
 
 NAMESPACE = "lockstep"
 # Ray's own masking of devices would hide the peers that CUDA IPC and symmetric memory must open.
-_CUDA_ENVIRONMENT = {**RANK_ENVIRONMENT, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+CUDA_ENVIRONMENT = {**RANK_ENVIRONMENT, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+"""Variables of processes that are given a GPU."""
 
 
 @dataclass(eq=False)
@@ -43,14 +46,17 @@ class Rank:
             with contextlib.suppress(OSError):  # a sandbox may not know the call; the raylet ends the process as well
                 self.pidfd = os.pidfd_open(location.pid)
 
-    def end(self) -> None:
-        """Ends its process. Ray only asks it to end, which one that is stopped or stuck does not hear; on another node
-        the raylet ends such a one when the placement group goes."""
+    def end(self, *, wait_s: float = 0.0) -> None:
+        """Ends its process, and waits so long for that. Ray only asks it to end, which one that is stopped or stuck
+        does not hear; on another node the raylet ends such a one when the placement group goes."""
         ray.kill(self.actor)
         pidfd, self.pidfd = self.pidfd, -1
         if pidfd >= 0:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                ended = select.poll()
+                ended.register(pidfd)
+                ended.poll(1000 * wait_s)
             os.close(pidfd)
 
 
@@ -66,6 +72,10 @@ class RankStarter:
     """Directory or .gguf file, on every node that holds a rank."""
     placement_group: PlacementGroup
     """Bundle 1 + r is rank r's; ranks on CPU beyond the last bundle share with the first ones."""
+    held: tuple[HeldGPU, ...] = ()
+    """The GPUs of ranks beyond the last bundle."""
+    taken: tuple[str, ...] = ()
+    """Devices, as in `Location`, of the ranks that these take the places of."""
     name: str
     """Prefix of the actors' names."""
     suffix: str = ""
@@ -78,11 +88,15 @@ class RankStarter:
 
     def spec(self, index: int) -> RankSpec:
         """The arguments of the rank of this index."""
-        return RankSpec(self.config, self.model, str(self.model_path), index, self.name)
+        spec = RankSpec(self.config, self.model, str(self.model_path), index, self.name)
+        if 0 <= index < len(self.taken):
+            return replace(spec, device=self.taken[index])
+        extra = index - self.num_bundles
+        return replace(spec, device=self.held[extra].device) if 0 <= extra < len(self.held) else spec
 
     def start(self, spec: RankSpec) -> Any:
-        """The actor of a rank."""
-        gpus = 1 if self.config.device == "cuda" else 0
+        """The actor of a rank. Where the spec names its GPU, that is reserved already, and Ray is asked for none."""
+        gpus = int(self.config.device == "cuda" and spec.device is None)
         return self._start(spec, f"tp{spec.rank}", bundle=1 + spec.rank % self.num_bundles, gpus=gpus)
 
     def start_spare(self, number: int) -> Any:
@@ -97,7 +111,7 @@ class RankStarter:
                 namespace=NAMESPACE,
                 num_cpus=0,
                 num_gpus=gpus,
-                runtime_env={"env_vars": _CUDA_ENVIRONMENT} if self.config.device == "cuda" else None,
+                runtime_env={"env_vars": CUDA_ENVIRONMENT} if self.config.device == "cuda" else None,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     self.placement_group, placement_group_bundle_index=bundle
                 ),

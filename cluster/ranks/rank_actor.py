@@ -47,6 +47,12 @@ def device_index(gpu: str, visible: str | None) -> int:
     return entries.index(gpu) if gpu in entries else int(gpu)
 
 
+def given_gpu() -> str:
+    """The GPU that Ray gave to this actor, as in `Location`."""
+    gpu = ray.get_runtime_context().get_accelerator_ids()["GPU"][0]
+    return f"cuda:{device_index(gpu, os.environ.get('CUDA_VISIBLE_DEVICES'))}"
+
+
 @dataclass(frozen=True)
 class RankSpec:
     """The arguments that a rank's process starts with."""
@@ -59,7 +65,7 @@ class RankSpec:
     replica: str
     """Name of the replica whose rank it is."""
     device: str | None = None
-    """See `Location`; for one that takes a place: to a spare the GPU there was not given. None: what Ray gave it."""
+    """See `Location`; named where the GPU is reserved already and not given to this process. None: the one that is."""
     room_bytes: int = 0
     """Memory to be free on the GPU before a rank that takes a place joins: the last one's is freed late."""
 
@@ -130,12 +136,8 @@ class RankActor:
         # The seconds that importing torch takes belong here: the ranks meet in `join`, within the deadline of a step.
         import worker.tp_worker  # noqa: F401
 
-        context = ray.get_runtime_context()
-        device = self._spec.device or "cpu"
-        if self._spec.config.device == "cuda" and self._spec.device is None:
-            gpu = context.get_accelerator_ids()["GPU"][0]
-            device = f"cuda:{device_index(gpu, os.environ.get('CUDA_VISIBLE_DEVICES'))}"
-        return Location(context.get_node_id(), os.getpid(), device)
+        device = self._spec.device or ("cpu" if self._spec.config.device == "cpu" else given_gpu())
+        return Location(ray.get_runtime_context().get_node_id(), os.getpid(), device)
 
     def join(self, host: str, port: int, generation: int, one_node: bool) -> int:
         """Enters the process group through the coordinator's store; in a later generation with the weights it has.

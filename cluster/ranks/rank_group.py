@@ -22,13 +22,14 @@ import ray
 
 from cluster.ranks import recovery
 from cluster.ranks.calls import call, call_failure, log_stacks, watch
+from cluster.ranks.held_gpus import HeldGPU
 from cluster.ranks.rank import Rank, RankStarter
 from cluster.ranks.rank_actor import Location, PoolShape, RankLoad
 from cluster.ranks.spares import WarmSpares
 from configs.addresses import family_of
 from configs.checkpoint import resolve_model_path
 from configs.errors import ConfigError, EngineError, LockstepError, RankDiedError, StepHungError
-from configs.kv_pages import PageBytes, dtype_bytes
+from configs.kv_pages import PageBytes, WindowPool, dtype_bytes, pages_within
 from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
 from configs.schema import EngineConfig
@@ -47,6 +48,7 @@ _LEAVE_TIMEOUT_S = 10.0
 # half a second, and a rank says after three that its device never gets done.
 _LEAVE_HUNG_TIMEOUT_S = {"cpu": 2.0, "cuda": 5.0}
 _ABORT_TIMEOUT_S = 1.0
+_END_TIMEOUT_S = 2.0
 _PROGRESS_TIMEOUT_S = 5.0
 # A wait here lasts a step, and spinning that long takes a core from the ranks.
 _MOST_CHANNEL_SPIN_US = 50
@@ -96,10 +98,14 @@ class RankGroup:
         self._closing = threading.Event()
         self._rings: tuple[Ring, ...] = ()  # for frames and for results, where the ranks are on one node
 
-    def resized(self, config: EngineConfig) -> RankGroup:
-        """A group of as many ranks as `config` has, not started, that can take the place of this one."""
-        suffix = f"of{config.tensor_parallel_size}"
-        return RankGroup(dataclasses.replace(self._starter, config=config, suffix=suffix))
+    def resized(self, config: EngineConfig, held: tuple[HeldGPU, ...]) -> RankGroup:
+        """A group of as many ranks as `config` has, not started, that can take the place of this one.
+
+        Args:
+            held: GPUs of ranks that the placement group has no bundle for.
+        """
+        changes: dict[str, Any] = {"config": config, "held": held, "taken": tuple(self.devices)}
+        return RankGroup(dataclasses.replace(self._starter, suffix=f"of{config.tensor_parallel_size}", **changes))
 
     def with_weights(self, model: str, revision: str | None) -> RankStarter:
         """A starter of the same ranks with the weights of another checkpoint, which describes the same model.
@@ -151,9 +157,25 @@ class RankGroup:
         return self._starter.model
 
     @property
+    def bundle(self) -> dict[str, float]:
+        """Resources that the placement group has for a rank."""
+        bundle: dict[str, float] = self._starter.placement_group.bundle_specs[1]
+        return bundle
+
+    @property
     def num_bundles(self) -> int:
         """Bundles for ranks that the placement group has."""
         return self._starter.num_bundles
+
+    @property
+    def held(self) -> tuple[HeldGPU, ...]:
+        """GPUs of ranks beyond those bundles."""
+        return self._starter.held
+
+    @property
+    def room_bytes(self) -> list[int]:
+        """Bytes that were free on each rank's GPU before that was first used; 0 on CPU."""
+        return [rank.room_bytes for rank in self._ranks]
 
     @property
     def plan(self) -> ShardPlan:
@@ -289,7 +311,7 @@ class RankGroup:
         if isinstance(how, RankGroup):
             self._stop(EngineError("other ranks take over"))
             try:
-                how.run(self.pool, self._on_failure, at_once=True)
+                how._take_over(self)
             except LockstepError as error:
                 how.close(str(error))
                 raise
@@ -326,6 +348,36 @@ class RankGroup:
         )
         self.start_spares()
         return self
+
+    def _take_over(self, old: RankGroup) -> None:
+        """Runs in the place of `old`, whose ranks keep their weights alone. On GPUs the weights are loaded only now,
+        where the pools of `old` were, and the pool has fewer pages where there is no room for as many."""
+        assert old._on_failure is not None, "it has run"
+        pool = old.pool
+        if self._store is None:
+            pool = self._pool_within(self.load(), pool)
+            for rank, before in zip(self._ranks, old._ranks, strict=False):
+                rank.room_bytes = max(rank.room_bytes, before.room_bytes)
+        self.run(pool, old._on_failure, at_once=True)
+
+    def _pool_within(self, memory: GroupMemory, pool: PoolShape) -> PoolShape:
+        """`pool`, or one with fewer pages where they take too much memory. Raises ConfigError where so few hold no
+        sequence of `max_model_len`."""
+        kv_cache = self.config.kv_cache
+        window_pool = None if pool.num_window_pages is None else WindowPool.of(self.config, self.model)
+        share, limit = kv_cache.memory_fraction or 1.0, kv_cache.memory_bytes or math.inf
+        room = zip(memory.free_bytes, memory.bytes_per_page, strict=True)
+        most = min(pages_within(min(share * free, limit), page, window_pool) for free, page in room)
+        if most * kv_cache.page_size < pool.max_model_len:
+            raise ConfigError(
+                f"the KV pool of {self.size} ranks has room for {max(most, 0) * kv_cache.page_size} tokens beside the "
+                f"weights of those that go, fewer than max_model_len={pool.max_model_len}"
+            )
+        if most >= pool.num_pages:
+            return pool
+        num_window_pages = None if window_pool is None else window_pool.num_pages(most)
+        logger.warning("the KV pool of %d ranks has %d pages, it had %d", self.size, most, pool.num_pages)
+        return dataclasses.replace(pool, num_pages=most, num_window_pages=num_window_pages)
 
     def _stop(self, reason: LockstepError) -> list[Rank]:
         """Makes all ranks leave what they wait in and keep their weights alone, and ends the processes of those that do
@@ -399,7 +451,8 @@ class RankGroup:
             timeout_s = _LEAVE_TIMEOUT_S if failure is None else _ABORT_TIMEOUT_S
             ray.wait(list(self._runs.values()), num_returns=len(self._runs), timeout=timeout_s)
         for rank in self._ranks:
-            rank.end()
+            # Others may need the memory that they have.
+            rank.end(wait_s=0.0 if failure is None else _END_TIMEOUT_S)
         self._spares.close()
         self._ranks = self._measured = []
         self._runs = {}

@@ -6,6 +6,10 @@ computed again, as after a rebuild. So whatever fails before costs no request an
 old ranks, which still have their weights, to go on.
 
 The pool keeps its number of pages, and with it every limit that requests were admitted by.
+
+On GPUs the KV pools of the old ranks take what there is: the new ranks start beside them, but load once those are
+given up. A new rank shares the GPU of the old one of its index until that has gone; more of them take GPUs of the node
+that are free. The pool has fewer pages where there is no room for as many, and `max_model_len` always fits.
 """
 
 from __future__ import annotations
@@ -17,7 +21,9 @@ from dataclasses import dataclass
 import psutil  # type: ignore[import-untyped]  # ships no types
 
 from cluster.engine.coordinator import Coordinator
+from cluster.ranks.held_gpus import HeldGPU, hold, release
 from cluster.ranks.host import host_facts
+from cluster.ranks.rank import CUDA_ENVIRONMENT
 from cluster.ranks.rank_group import GroupMemory, RankGroup
 from configs.errors import ConfigError, EngineError, LockstepError
 from configs.kv_pages import WindowPool, dtype_bytes, pool_bytes
@@ -54,16 +60,19 @@ def resize(size: int, given: EngineConfig, coordinator: Coordinator) -> Resized:
     if size == old.size:
         return Resized(size, 0.0)
     began = time.monotonic()
-    new = old.resized(_resolved(size, given, old))
+    config = _resolved(size, given, old)
+    new = old.resized(config, _held(size, old))
     try:
         _load(new, old)
         loaded = time.monotonic()
         pause_s = coordinator.exchange(new).result()
     except LockstepError:
         new.close("the resize failed")
+        release(new.held[len(old.held) :])
         raise
+    release(old.held[len(new.held) :])
     logger.warning(
-        "tensor_parallel_size is %d, it was %d: start and weights %.2f s beside the steps, requests waited %.2f s",
+        "tensor_parallel_size is %d, it was %d: %.2f s beside the steps, requests waited %.2f s",
         new.size,
         old.size,
         loaded - began,
@@ -74,11 +83,10 @@ def resize(size: int, given: EngineConfig, coordinator: Coordinator) -> Resized:
 
 def _resolved(size: int, given: EngineConfig, old: RankGroup) -> EngineConfig:
     """The configuration for `size` ranks; raises ConfigError where there cannot be so many."""
-    if old.config.device == "cuda":
-        raise ConfigError("ranks on GPUs cannot be resized yet: their GPUs are of the replica's placement group")
+    on_gpus = old.config.device == "cuda"
     if not old.one_node:
         raise ConfigError("ranks on several nodes cannot be resized")
-    if size > old.num_bundles and given.placement.cpus_per_rank is not None:
+    if not on_gpus and size > old.num_bundles and given.placement.cpus_per_rank is not None:
         raise ConfigError(
             f"placement.cpus_per_rank={given.placement.cpus_per_rank:g} is reserved for {old.num_bundles} ranks; leave "
             f"it out, or start with tensor_parallel_size={size}"
@@ -87,11 +95,23 @@ def _resolved(size: int, given: EngineConfig, old: RankGroup) -> EngineConfig:
     now = old.config
     kept = {"numerics": now.numerics, "model": now.model, "revision": now.revision}  # other weights may have come
     changed = given.model_copy(update={"tensor_parallel_size": size, **kept})
-    return resolve(changed, old.model, host_facts(gpus=False)).config
+    return resolve(changed, old.model, host_facts(gpus=on_gpus)).config
+
+
+def _held(size: int, old: RankGroup) -> tuple[HeldGPU, ...]:
+    """GPUs for the ranks of `size` that the placement group has no bundle for, those of `old` first; raises ConfigError
+    where too few are free."""
+    count = max(0, size - old.num_bundles) if old.config.device == "cuda" else 0
+    held = old.held[:count]
+    return held + (hold(old.bundle, count - len(held), CUDA_ENVIRONMENT) if count > len(held) else ())
 
 
 def _load(new: RankGroup, old: RankGroup) -> None:
-    """Starts and loads `new`; raises ConfigError where the node has no memory for them."""
+    """Starts `new` and, on CPU, loads them; raises ConfigError where there is no memory for them."""
+    if new.config.device == "cuda":
+        check_devices(new, old)
+        _start(new)
+        return
     node, container = int(psutil.virtual_memory().available), available_bytes()
     free = node if container is None else min(node, container)
     needed = sum(map(new.plan.weight_elements, range(new.size))) * dtype_bytes(new.config.dtype)
@@ -100,13 +120,35 @@ def _load(new: RankGroup, old: RankGroup) -> None:
             f"the weights of {new.size} ranks take {needed / _GIB:.2f} GiB beside those that serve, and "
             f"{free / _GIB:.2f} GiB are free"
         )
-    new.start()
-    if new.fetches:
-        new.fetch()
+    _start(new)
     memory = new.load()
     if not new.one_node:
         raise EngineError("the new ranks are on another node")
     _check_pool(memory, new, old)
+
+
+def _start(new: RankGroup) -> None:
+    new.start()
+    if new.fetches:
+        new.fetch()
+
+
+def check_devices(new: RankGroup, old: RankGroup) -> None:
+    """Raises ConfigError where a GPU that a new rank takes over cannot hold the weights of both ranks, which it has to
+    until the old one goes, and the new rank's keys and values of one sequence of `max_model_len`."""
+    config, max_model_len = new.config, old.pool.max_model_len
+    page_size, weight_bytes = config.kv_cache.page_size, dtype_bytes(config.dtype)
+    window_pool = None if old.pool.num_window_pages is None else WindowPool.of(config, old.model)
+    for rank, room in zip(range(new.size), old.room_bytes, strict=False):
+        elements = old.plan.weight_elements(rank), new.plan.weight_elements(rank)
+        page = new.plan.kv_page_bytes(rank, page_size, config.kv_dtype)
+        pool = pool_bytes(-(-max_model_len // page_size), page, window_pool)
+        if (needed := sum(elements) * weight_bytes + pool) > room:
+            raise ConfigError(
+                f"{old.devices[rank]} has {room / _GIB:.2f} GiB, and holds the weights of rank {rank} of {old.size} "
+                f"and of {new.size} until those of before have gone; with max_model_len={max_model_len} that takes "
+                f"{needed / _GIB:.2f} GiB"
+            )
 
 
 def _check_pool(memory: GroupMemory, new: RankGroup, old: RankGroup) -> None:

@@ -248,6 +248,10 @@ class RowPages:
     """Gives pages to rows and takes them back. Page deltas are [n, 3] int32 of (row, index in the table, page id)."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
+        self.begin(limits)
+
+    def begin(self, limits: SchedulerLimits) -> None:
+        """Begins anew with the pools of `limits`: every page is free."""
         num_rows = limits.max_num_seqs + 1
         self._page_size = limits.page_size
         self._caching = limits.enable_prefix_caching

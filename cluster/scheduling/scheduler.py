@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -158,6 +159,12 @@ class Scheduler:
     def admit_new(self) -> None:
         """Ends `hold_new`."""
         self._queue.admits_new = True
+
+    def set_num_pages(self, num_pages: int, num_window_pages: int | None) -> None:
+        """The ranks of the generation, none of whose steps was launched, have other pools: as in SchedulerLimits, with
+        room for `max_model_len`."""
+        self._limits = replace(self._limits, num_pages=num_pages, num_window_pages=num_window_pages)
+        self._pages.begin(self._limits)
 
     # Steps
 

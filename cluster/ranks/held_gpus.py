@@ -1,0 +1,64 @@
+"""GPUs of this node beyond those of the replica's placement group, which cannot grow.
+
+Each is held by an actor that does nothing else: the ranks on it come and go, as rebuilds have it, and see all GPUs of
+the node. Ray ends such an actor with the process that started it, while a placement group would stay after that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from cluster.ranks.rank_actor import actor_class, given_gpu
+from configs.errors import ConfigError
+
+_TIMEOUT_S = 10.0
+
+
+class _Holder:
+    """The actor that a GPU is given to."""
+
+    def device(self) -> str:
+        """The GPU, as in `Location`."""
+        return given_gpu()
+
+
+@dataclass(frozen=True)
+class HeldGPU:
+    """A GPU that is reserved for a rank."""
+
+    actor: Any
+    """It is reserved while this lives."""
+    device: str
+    """See `Location`."""
+
+
+def hold(bundle: Mapping[str, float], count: int, env_vars: Mapping[str, str]) -> tuple[HeldGPU, ...]:
+    """Reserves the resources of `bundle`, a GPU among them, on this node `count` times, until `release` or the end of
+    this process.
+
+    Raises:
+        ConfigError: fewer are free, and do not become free within some seconds.
+    """
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    resources = {"num_cpus": bundle.get("CPU", 0.0), "num_gpus": bundle["GPU"]}
+    options = {**resources, "scheduling_strategy": here, "runtime_env": {"env_vars": dict(env_vars)}}
+    actors = [actor_class(_Holder).options(**options).remote() for _ in range(count)]
+    devices = [actor.device.remote() for actor in actors]
+    found, _ = ray.wait(devices, num_returns=count, timeout=_TIMEOUT_S)
+    if len(found) == count:
+        return tuple(map(HeldGPU, actors, ray.get(devices)))
+    for actor in actors:
+        ray.kill(actor)
+    cpus = f"{resources['num_cpus']:g} CPUs"
+    raise ConfigError(f"{count} more GPUs, with {cpus} each, are needed on this node, and {len(found)} are free")
+
+
+def release(held: Iterable[HeldGPU]) -> None:
+    """Gives them back."""
+    for gpu in held:
+        ray.kill(gpu.actor)
