@@ -10,6 +10,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -326,8 +327,9 @@ def test_what_the_model_is_may_not_change(small_path: Path, tmp_path: Path) -> N
     )
     write_checkpoint(tmp_path, tmp_path)
     config = EngineConfig(model=str(small_path), device="cpu", dtype="float32")
+    placement: Any = SimpleNamespace(bundle_count=3)
     starter = RankStarter(
-        config=config, model=read_model_config(small_path), model_path=small_path, placement_group=None, name="x"
+        config=config, model=read_model_config(small_path), model_path=small_path, placement_group=placement, name="x"
     )
     differ = r"another model .* vocab_size is 1001, not 1000; layers\.0\.mixer\.rope\.theta is 500000\.0, not 10000\.0;"
     with pytest.raises(ConfigError, match=differ):
