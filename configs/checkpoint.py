@@ -5,6 +5,7 @@ Owns which kinds of files are taken. Reads none of them: pickles are refused by 
 
 from __future__ import annotations
 
+import errno
 import io
 import re
 from collections.abc import Callable
@@ -136,6 +137,7 @@ def _weights_at(path: Path) -> Path:
     )
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _ALTERNATIVES = "use a checkpoint in safetensors or GGUF format"
 
 
@@ -163,6 +165,11 @@ def _fetch(
         # Not found, gated, offline, no space left: the Hub's errors for these are OSError or ValueError.
         reason = str(error).strip().split("\n")[0]
         at = f" at revision={revision}" if revision else ""
+        if isinstance(error, OSError) and error.errno in _FULL:
+            raise CheckpointError(
+                f"{key}={model}{at} does not fit on the disk that it is fetched to: {reason}; set HF_HOME to a "
+                "directory with room, or make room"
+            ) from error
         raise CheckpointError(
             f"{key}={model}{at} is no local path and cannot be fetched from the Hugging Face Hub: {reason}; check the "
             f"name, or set `{key}` to a local directory or .gguf file"

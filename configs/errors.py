@@ -9,6 +9,7 @@
     │   ├── GuideError            the answer cannot go on as the request's grammar or constraint demands
     │   └── OverloadedError       a queue limit is reached; try again later
     └── EngineError               the engine failed; requests in it end with this
+        ├── OutOfMemoryError      a rank's device or node has no memory for what it does
         ├── NotANumberError       the model's answer to one request is not a number; ends that request alone
         ├── RankDiedError         a rank's process ended or raised
         │   └── RankLostError     its process ended
@@ -122,6 +123,10 @@ class EngineError(LockstepError, RuntimeError):
 
 class NotANumberError(EngineError):
     """The logits of one request hold a NaN; ends that request alone."""
+
+
+class OutOfMemoryError(EngineError):
+    """A rank's device or node has no memory for what it does; the message names the rank and what helps."""
 
 
 class RankDiedError(EngineError):

@@ -21,7 +21,15 @@ from cluster.engine.state import EngineState
 from cluster.ranks.liveness import Liveness, RankClock
 from cluster.ranks.recovery import Recovery
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
-from configs.errors import DeadlineError, EngineError, LockstepError, RankDiedError, RankLostError, StepHungError
+from configs.errors import (
+    DeadlineError,
+    EngineError,
+    LockstepError,
+    OutOfMemoryError,
+    RankDiedError,
+    RankLostError,
+    StepHungError,
+)
 from parallel.step_cost import StepCost
 from tests.fake_ranks import FakeRanks, Pool
 from worker.protocol import FrameKind, RowFlag, StepFrame, StepResult, UInt32Array, mask_words
@@ -439,6 +447,51 @@ class StuckRank(CountingRank):
             time.sleep(timeout_s)
             raise EngineError(self._reason) if self._reason is not None else DeadlineError("no result")
         return super().recv(timeout_s)
+
+
+class CrampedRanks(CountingRank):
+    """Ranks whose device has no memory for a step of more than so many prompt tokens."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+        self.coordinator: Coordinator | None = None
+        self.refused: list[int] = []
+        """Prompt tokens of each step that failed, also on the ranks before."""
+
+    def send(self, frame: bytes, timeout_s: float) -> None:
+        num_tokens = len(StepFrame.decode(frame).token_ids)
+        if num_tokens <= self._most:
+            return super().send(frame, timeout_s)
+        assert self.coordinator is not None, "tests set it"
+        if self._reason is None:  # two steps are in flight
+            self.refused.append(num_tokens)
+        return self.coordinator.fail(OutOfMemoryError(f"rank 0: no room for {num_tokens} tokens"))
+
+    def replace_ranks(self, generation: int, how: LockstepError | FakeRanks) -> CrampedRanks:
+        after = CrampedRanks(self._most)
+        after.coordinator, after.refused = self.coordinator, self.refused
+        return after
+
+
+def test_a_device_that_is_out_of_memory_in_a_step_gets_smaller_steps_and_no_request_ends() -> None:
+    prompts = [prompt(*range(start, start + 16)) for start in (100, 300, 500)]
+
+    async def main() -> None:
+        client = await EngineClient.connect(coordinator.address)
+        streams = client.submit(prompts, [[SamplingParams(max_tokens=40)]] * 3)
+        for stream, start in zip(streams, (100, 300, 500), strict=True):
+            tokens, finished = await asyncio.wait_for(read(stream), 20)
+            assert tokens == list(range(start + 16, start + 56))
+            assert (finished is not None, finished and finished.error) == (True, None)
+        await client.close()
+
+    ranks = CrampedRanks(8)
+    with running(ranks, recovery=Recovery(3)) as coordinator:
+        ranks.coordinator = coordinator
+        asyncio.run(main())
+        assert ranks.refused == [32, 16]
+        assert coordinator.num_rebuilds == 2
 
 
 class WallClock(RankClock):

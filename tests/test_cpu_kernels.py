@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import tempfile
 from collections.abc import Iterator
 from fractions import Fraction
 from itertools import pairwise
+from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from configs.errors import ConfigError
 from parallel.numerics.kernels import cpu_products
+from parallel.numerics.kernels.c_library import load
 from parallel.numerics.kernels.cpu_products import Mixture, mixed_products, node_products, pack, pack_in_place, product
 from parallel.plan import Span
 from worker.kernels.cpu_pointwise import act_and_mul, add_rms_norm, clamped_act_and_mul, rms_norm, softcap_, softmax
@@ -209,6 +216,23 @@ def test_a_mixture_leaves_out_what_is_behind_its_last_end() -> None:
     mixed_products(x, torch.stack([pack(weight) for weight in weights]), 64, [Span(0, 1)], mixture, out)
     assert _same(out[0, 2], product(x[:1], pack(weights[1]), 70)[0])
     assert not out[0, [0, 1, 3]].any()
+
+
+def test_a_cache_of_kernels_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **kwargs: object) -> NoReturn:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tempfile, "mkstemp", full)
+    source = tmp_path / "kernel.c"
+    source.write_text("int one(void) { return 1; }")
+    with pytest.raises(
+        ConfigError, match=f"{tmp_path}/lockstep/kernels, .*No space left on device; set XDG_CACHE_HOME"
+    ):
+        load(source)
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert load(source).one() == 1, "there is room again"
 
 
 def test_products_of_no_rows_or_no_inputs() -> None:

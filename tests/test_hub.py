@@ -64,6 +64,44 @@ def test_weights_are_fetched_once_and_their_progress_told(tmp_path: Path) -> Non
     assert fetched == ["config.json", "model.safetensors"]
 
 
+FETCH_ONTO_A_FULL_DISK = """
+import subprocess
+from pathlib import Path
+from configs.checkpoint import resolve_model_path
+from configs.errors import CheckpointError
+
+try:
+    resolve_model_path("owner/tiny")
+except CheckpointError as error:
+    print(error)
+subprocess.run(["mount", "-o", "remount,size=64m", "home"], check=True)
+print(sum(file.stat().st_size for file in resolve_model_path("owner/tiny").iterdir()))
+"""
+
+
+def test_a_disk_that_is_full_while_weights_are_fetched_is_named_and_fetching_goes_on_once_there_is_room(
+    tmp_path: Path,
+) -> None:
+    files, home = tmp_path / "files", tmp_path / "home"
+    for folder in (files, home):
+        folder.mkdir()
+    (files / "config.json").write_text(json.dumps(CONFIG))
+    (files / "model.safetensors").write_bytes(os.urandom(8 << 20))
+    with hub(files) as (url, _):
+        environment = {**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(home), "PYTHONPATH": str(ROOT)}
+        on_a_small_disk = ["unshare", "--user", "--map-root-user", "--mount"]
+        if subprocess.run([*on_a_small_disk, "true"], capture_output=True).returncode:
+            pytest.skip("this machine lets nobody mount in a namespace of their own")
+        script = 'mount -t tmpfs -o size=2m tmpfs home && exec "$0" -c "$1"'
+        command = [*on_a_small_disk, "sh", "-c", script, sys.executable, FETCH_ONTO_A_FULL_DISK]
+        result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    error, size = result.stdout.splitlines()
+    assert error.startswith("model=owner/tiny does not fit on the disk that it is fetched to: "), error
+    assert "No space left on device; set HF_HOME to a directory with room" in error
+    assert int(size) == sum(file.stat().st_size for file in files.iterdir())
+
+
 FIND = """
 import sys
 from configs.checkpoint import resolve_tokenizer_path

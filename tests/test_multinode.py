@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +32,9 @@ LOG = logging.getLogger(__name__)
 PROMPT = np.array([504, 3575, 282, 4649, 314], np.int32).tobytes()
 
 
-@pytest.fixture(scope="module")
-def second_node(ray_cluster: None) -> Iterator[None]:
-    """A second node in the run's cluster, with the resource `second`."""
+@contextmanager
+def another_node() -> Iterator[subprocess.Popen[bytes]]:
+    """Another node in the run's cluster: its first process."""
     import ray
 
     address = ray.get_runtime_context().gcs_address
@@ -43,13 +45,27 @@ def second_node(ray_cluster: None) -> Iterator[None]:
         assert node.poll() is None, "the second node did not start"
         assert time.monotonic() < deadline, "the second node did not join"
         time.sleep(0.2)
-    yield
-    mine = [psutil.Process(node.pid), *psutil.Process(node.pid).children(recursive=True)]
-    node.terminate()
-    _, left = psutil.wait_procs(mine, 15)  # it may wait long for the head to answer
-    for process in left:
-        process.kill()
-    node.wait(10)
+    try:
+        yield node
+    finally:
+        mine = processes_of(node)
+        node.terminate()
+        _, left = psutil.wait_procs(mine, 15)  # it may wait long for the head to answer
+        for process in left:
+            process.kill()
+        node.wait(10)
+
+
+def processes_of(node: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    first = psutil.Process(node.pid)
+    return [first, *first.children(recursive=True)]
+
+
+@pytest.fixture(scope="module")
+def second_node(ray_cluster: None) -> Iterator[None]:
+    """A second node in the run's cluster."""
+    with another_node():
+        yield
 
 
 def generate(
@@ -59,9 +75,11 @@ def generate(
     num_nodes: int,
     kill_rank: int | None = None,
     with_signal: int = signal.SIGKILL,
+    lose: Callable[[], None] | None = None,
     **changes: Any,
 ) -> list[int]:
-    """Greedy tokens of a group of two ranks placed by `strategy`."""
+    """Greedy tokens of a group of two ranks placed by `strategy`, of which one is struck afterwards or `lose` makes the
+    second node unreachable."""
     from ray.util.placement_group import placement_group, remove_placement_group
 
     config = parse_engine_config(
@@ -93,15 +111,23 @@ def generate(
             [stream] = engine.client.submit([PROMPT], [[SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)]])
             tokens, error = await asyncio.wait_for(read(stream), 60)
             assert error is None
-            if kill_rank is not None:
+            if kill_rank is not None or lose is not None:
                 [stream] = engine.client.submit(
                     [PROMPT], [[SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)]]
                 )
                 await asyncio.wait_for(anext(stream), 30)
-                os.kill(locations[kill_rank].pid, with_signal)
-                _, error = await asyncio.wait_for(read(stream), 5)
+                began = time.monotonic()
+                if lose is not None:
+                    lose()
+                elif kill_rank is not None:
+                    os.kill(locations[kill_rank].pid, with_signal)
+                _, error = await asyncio.wait_for(read(stream), 5 if lose is None else 100)  # Ray asks five times
+                LOG.info("ended after %.1f s", time.monotonic() - began)
                 assert error is not None
-                assert f"rank {kill_rank} died: " in error or f"no word from rank {kill_rank}" in error
+                if lose is not None:
+                    assert re.fullmatch(r"rank [01] died: its node was lost; .*", error)
+                else:
+                    assert f"rank {kill_rank} died: " in error or f"no word from rank {kill_rank}" in error
                 LOG.info("ended with: %s", error)
         finally:
             await engine.close()
@@ -138,3 +164,20 @@ def test_a_rank_killed_on_either_of_two_nodes_is_named(second_node: None, smollm
 def test_a_rank_stopped_on_either_of_two_nodes_is_ended(second_node: None, smollm2_path: Path, victim: int) -> None:
     parallel = {"step_timeout_s": 1.0}
     generate(smollm2_path, "SPREAD", num_nodes=2, kill_rank=victim, with_signal=signal.SIGSTOP, parallel=parallel)
+
+
+@pytest.mark.exhaustive
+def test_a_node_that_is_silent_is_said_to_be_lost(ray_cluster: None, smollm2_path: Path) -> None:
+    with another_node() as node:
+        stopped: list[psutil.Process] = []
+
+        def stop() -> None:
+            stopped.extend(processes_of(node))
+            for process in stopped:
+                process.suspend()
+
+        try:
+            generate(smollm2_path, "SPREAD", num_nodes=2, lose=stop)
+        finally:
+            for process in stopped:
+                process.kill()

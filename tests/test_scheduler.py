@@ -303,6 +303,20 @@ def test_a_chunk_that_is_not_the_last_is_not_sampled() -> None:
     engine.run()
 
 
+def test_steps_are_halved_down_to_what_rows_need_at_once() -> None:
+    engine = Engine(
+        replace(LIMITS, max_num_batched_tokens=64, prefill_chunk_size=64, max_num_seqs=4, max_item_tokens=5)
+    )
+    assert [engine.scheduler.halve_steps() for _ in range(4)] == [32, 16, 14, 14]
+    engine.add(prompt_of(40), max_tokens=2)
+    frame = engine.launch()
+    assert frame is not None
+    assert frame.lens.tolist() == [12], "three whole pages"
+    engine.run()
+    engine = Engine(replace(LIMITS, max_num_batched_tokens=3, max_num_seqs=4))
+    assert engine.scheduler.halve_steps() == 3, "no more than it was"
+
+
 def test_several_prompts_are_prefilled_in_one_step() -> None:
     engine = Engine(replace(LIMITS, max_num_batched_tokens=24))
     for seed in range(3):

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
+import resource
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import psutil  # type: ignore[import-untyped]  # ships no types
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -21,13 +26,14 @@ from torch.distributed import HashStore
 import worker.tp_worker
 from attention import registry
 from attention.step_shape import StepShape
-from configs.errors import ConfigError, EngineError
+from configs.errors import ConfigError, EngineError, OutOfMemoryError
 from configs.model_config import ModelConfig
 from configs.rope import RopeConfig
 from configs.schema import EngineConfig
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from tests.dense_model import dense_model
+from tests.forks import start_forked
 from tests.rerun_graphs import PagedBackend, RerunGraphs
 from worker.cuda_graph_runner import DeviceOutput
 from worker.memory import free_bytes
@@ -554,12 +560,39 @@ def test_what_a_device_raises_names_rank_phase_and_what_to_do() -> None:
     ):
         raise RuntimeError("bad kernel\nand a page of frames")
     with (
-        pytest.raises(EngineError, match=r"OutOfMemoryError: no room; lower kv_cache.memory_fraction"),
+        pytest.raises(OutOfMemoryError, match=r"OutOfMemoryError: no room; lower kv_cache.memory_fraction"),
         naming_the_rank(0, gpu, "the profile run"),
     ):
         raise torch.OutOfMemoryError("no room")
     with pytest.raises(EngineError, match=r"^as it was$"), naming_the_rank(0, gpu, "a step"):
         raise EngineError("as it was")
+
+
+def _load_without_memory(said: Connection) -> None:
+    """Sends what loading a shard of a gigabyte raises in a process that may not have more memory than it has."""
+    model = replace(MODEL, vocab_size=1 << 22)
+    plan, group = ShardPlan.create(model, 1), TensorParallelGroup.single()
+    worker = TPWorker(
+        config=_config(Path("any"), load_format="dummy"), model=model, model_path=Path("any"), plan=plan, group=group
+    )
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms,) * 2)
+    try:
+        worker.load()
+    except Exception as error:  # noqa: BLE001 -- the parent looks at it
+        said.send(error)
+
+
+def test_a_shard_for_which_the_node_has_no_memory_is_refused_with_what_helps() -> None:
+    heard, said = multiprocessing.Pipe()
+    [process] = start_forked(_load_without_memory, [(said,)])
+    assert heard.poll(30)
+    error = heard.recv()
+    process.join(10)
+    assert isinstance(error, OutOfMemoryError), repr(error)
+    assert "rank 0 on cpu failed in loading the weights: " in str(error)
+    assert str(error).endswith("or use more ranks")
+    with pytest.raises(OutOfMemoryError, match="MemoryError"), naming_the_rank(0, torch.device("cpu"), "a step"):
+        raise MemoryError
 
 
 def test_a_rank_that_leaves_drops_its_graphs_before_it_waits_and_its_pool_after_it(

@@ -16,7 +16,7 @@ import torch
 
 from attention.kv_pool import FP8, ReqToTokenPool, TokenToKVPool
 from attention.registry import create_backend
-from configs.errors import ConfigError, EngineError
+from configs.errors import ConfigError, EngineError, OutOfMemoryError
 from configs.kv_pages import PageBytes
 from configs.model_config import ModelConfig
 from configs.schema import EngineConfig, resolved
@@ -42,6 +42,8 @@ from worker.weights import Checkpoint
 _log = logging.getLogger(__name__)
 
 _MAX_SUM_BYTES = 512 << 20
+# The words of torch where the node has no memory.
+_NO_MEMORY = "can't allocate memory"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp8_e4m3": FP8}
 
 
@@ -117,6 +119,7 @@ class TPWorker:
         Raises:
             CheckpointError: the files are not what they should be.
             EngineError: numerics are exact, and this CPU does not keep the contract.
+            OutOfMemoryError: the device or the node has no room for the shard.
         """
         if self._device.type == "cpu" and self._config.parallel.threads_per_rank is not None:
             torch.set_num_threads(self._config.parallel.threads_per_rank)
@@ -124,7 +127,10 @@ class TPWorker:
         if check is not None and self._device.type == "cpu":  # a GPU's kernels are of the model: see `allocate`
             check(self._arithmetic, resolved(self._config.attention.decode_backend), self._dtype, self._device)
         began = time.monotonic()
-        with self._open(self._model, self._model_path, self._config.revision) as checkpoint:
+        with (
+            naming_the_rank(self._group.rank, self._device, "loading the weights"),
+            self._open(self._model, self._model_path, self._config.revision) as checkpoint,
+        ):
             self._decoder.load(checkpoint, on_progress)
             if _DTYPES[self._config.kv_dtype] is FP8:
                 self._decoder.set_kv_scales(checkpoint.kv_scales())
@@ -436,20 +442,20 @@ def peer_sizes(config: EngineConfig, model: ModelConfig, plan: ShardPlan) -> Pee
 
 @contextmanager
 def naming_the_rank(rank: int, device: torch.device, during: str) -> Iterator[None]:
-    """Turns what the device or a kernel raises into an EngineError that says where and what to do."""
+    """Turns what the device or a kernel raises into an EngineError that says where and what to do, and what says that
+    memory is gone, on CPUs too, into an OutOfMemoryError."""
     try:
         yield
-    except RuntimeError as error:
-        if isinstance(error, EngineError) or device.type == "cpu":
+    except EngineError:
+        raise
+    except (RuntimeError, MemoryError) as error:
+        what = str(error).strip().split("\n", 1)[0]
+        where = f"rank {rank} on {device} failed in {during}: {type(error).__name__}: {what}"
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or _NO_MEMORY in what:
+            advice = "lower kv_cache.memory_fraction or scheduler.max_num_batched_tokens, or use more ranks"
+            raise OutOfMemoryError(f"{where}; {advice}") from error
+        if device.type == "cpu":
             raise
-        raise EngineError(_device_failure(error, rank, device, during)) from error
-
-
-def _device_failure(error: RuntimeError, rank: int, device: torch.device, during: str) -> str:
-    what = str(error).strip().split("\n", 1)[0]
-    if isinstance(error, torch.OutOfMemoryError):
-        advice = "lower kv_cache.memory_fraction or scheduler.max_num_batched_tokens, or use more ranks"
-    else:
         # CUDA reports a failed kernel at a later call: only a blocking run names the one that failed.
         advice = "the calls in the log's traceback name the kernel if CUDA_LAUNCH_BLOCKING=1 is set in the runtime_env"
-    return f"rank {rank} on {device} failed in {during}: {type(error).__name__}: {what}; {advice}"
+        raise EngineError(f"{where}; {advice}") from error

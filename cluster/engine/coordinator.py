@@ -35,7 +35,7 @@ from cluster.observability.steps import StepMeter
 from cluster.ranks.liveness import LOOK_S, Liveness
 from cluster.ranks.recovery import Recovery
 from cluster.scheduling.scheduler import Scheduler
-from configs.errors import DeadlineError, EngineError, LockstepError
+from configs.errors import DeadlineError, EngineError, LockstepError, OutOfMemoryError
 from parallel.channel import STEP_TIMEOUT
 from worker.protocol import FrameKind, StepFrame, StepResult
 
@@ -207,6 +207,8 @@ class Coordinator:
             failure = self._blame(error)
             is_of_ranks = self._blamed.is_set() or isinstance(error, DeadlineError)
             if is_of_ranks and not self._closing.is_set():
+                if isinstance(failure, OutOfMemoryError):
+                    logger.warning("steps have at most %d tokens from now on", self.scheduler.halve_steps())
                 return failure
             raise
         return None

@@ -2,7 +2,8 @@
 
 A rebuild recomputes what was lost, so what is wrong with a request comes back with it. A step that fails twice in a
 row with the same words, a request among what it computes that got no token in between, is taken for that. A process
-that was killed leaves no words of its own: there only the budget counts.
+that was killed leaves no words of its own, and where memory was gone the steps are smaller now: there only the budget
+counts.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from configs.errors import ConfigError, LockstepError, RankLostError
+from configs.errors import ConfigError, LockstepError, OutOfMemoryError, RankLostError
 from configs.schema import EngineConfig
 
 _WINDOW_S = 600.0
@@ -54,7 +55,7 @@ class Recovery:
             return "it would fail again"
         words, before = self._last
         self._last = (str(failure), lost)
-        if words == str(failure) and lost & before and not isinstance(failure, RankLostError):
+        if words == str(failure) and lost & before and not isinstance(failure, RankLostError | OutOfMemoryError):
             return f"request {min(lost & before)[0]} was computed both times that this happened"
         now = self._clock()
         while self._began and self._began[0] <= now - _WINDOW_S:

@@ -63,6 +63,7 @@ class Scheduler:
         self.last_step = 0
         """Id of the step launched last; ids count from 1."""
         self._clock = clock
+        self._max_step_tokens = limits.max_num_batched_tokens
         self._total_preemptions = 0
         self._total_answer_tokens = 0
         self._reset()
@@ -189,7 +190,7 @@ class Scheduler:
                     return None  # A retire may free pages; and only a row no step names can be preempted.
                 self._preempt_one()
                 continue
-            plan = self._queue.plan(self._limits.max_num_batched_tokens - num_decoded, now)
+            plan = self._queue.plan(self._max_step_tokens - num_decoded, now)
             if len(rows) or plan.rows:
                 if len(deltas):
                     plan.deltas.insert(0, deltas)
@@ -198,6 +199,13 @@ class Scheduler:
                 return None
             # Every running request is a prefill that lacks pages.
             self._preempt_one()
+
+    def halve_steps(self) -> int:
+        """Has steps take half as many tokens from now on, and no fewer than rows may need at once; returns how many."""
+        limits = self._limits
+        least = limits.max_num_seqs * limits.max_row_tokens + 2 * limits.max_item_tokens
+        self._max_step_tokens = min(self._max_step_tokens, max(self._max_step_tokens // 2, least))
+        return self._max_step_tokens
 
     def poll_guides(self) -> bool:
         """Takes in what guides have, as `next_step` does; returns whether a running request still lacks its mask."""

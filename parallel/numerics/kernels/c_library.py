@@ -34,14 +34,20 @@ _FLAGS_TO_LINK = ("-shared", "-fPIC", "-std=gnu11", "-Wall", "-Wno-psabi", "-Wer
 def load(source: Path) -> ctypes.CDLL:
     """The library of `source`, which may include exact.h; compiled unless the cache has it.
 
-    Raises ConfigError without a C compiler, or where it refuses the source.
+    Raises ConfigError without a C compiler or a place to write to, or where the compiler refuses the source.
     """
     compiler = os.environ.get("CC", "cc")
     texts = (source.read_text(), HEADER.read_text(), *_FLAGS, *_FLAGS_TO_LINK, _version_of(compiler), _processor())
     digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:24]
     library = _cache() / f"{source.stem}-{digest}.so"
     if not library.exists():
-        _compile(compiler, source, library)
+        try:
+            _compile(compiler, source, library)
+        except OSError as error:
+            raise ConfigError(
+                f"device=cpu keeps compiled kernels in {library.parent}, which cannot be written: {error}; set "
+                "XDG_CACHE_HOME to a directory with room"
+            ) from error
     return ctypes.CDLL(str(library))
 
 
