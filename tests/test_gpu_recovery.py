@@ -88,6 +88,24 @@ class LaterHangingRank(HangingRank):
     HANGS_AT = 200
 
 
+class CrampedRank(SharingRank):
+    """A rank whose device has no memory for a step of more than 600 prompt tokens."""
+
+    def run(self) -> None:
+        worker = self._ready()
+        launch = worker.launch
+
+        def cramped(frame: StepFrame) -> PendingStep:
+            import torch
+
+            if len(frame.token_ids) > 600:
+                torch.empty(1 << 46, dtype=torch.uint8, device=worker.device)
+            return launch(frame)
+
+        worker.launch = cramped  # type: ignore[method-assign]
+        super().run()
+
+
 class SharingCoordinator(CoordinatorActor):
     """A coordinator that starts ranks that may share a GPU."""
 
@@ -102,6 +120,12 @@ class HangingCoordinator(SharingCoordinator):
     """A coordinator that starts ranks that hang at once."""
 
     ranks = HangingRank
+
+
+class CrampedCoordinator(SharingCoordinator):
+    """A coordinator that starts ranks with little memory."""
+
+    ranks = CrampedRank
 
 
 class LaterHangingCoordinator(SharingCoordinator):
@@ -309,5 +333,32 @@ def test_answers_are_the_same_while_the_number_of_ranks_changes(
             if strategy == "nccl":
                 # The rank of a GPU that was added is replaced as the others are.
                 assert await Streams(engine).struck(sizes[-1] - 1, signal.SIGKILL) == expected
+
+    asyncio.run(main())
+
+
+@pytest.mark.gpu
+def test_a_device_that_is_out_of_memory_in_a_step_gets_smaller_steps_and_the_answer_is_the_same(
+    gpu_cluster: None, shape: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def answer(engine: RunningEngine) -> list[int]:
+        prompt = np.random.default_rng(0).integers(0, 150_000, 900, np.int32)
+        [stream] = engine.client.submit([prompt.tobytes()], [[SamplingParams(max_tokens=40, ignore_eos=True, seed=1)]])
+        tokens: list[int] = []
+        async for chunk in stream:
+            tokens += chunk.token_ids
+        assert chunk.finished is not None
+        assert (chunk.finished.reason, chunk.finished.error) == (FinishReason.LENGTH, None)
+        return tokens
+
+    async def main() -> None:
+        async with running(shape, 1, "auto", 0) as engine:
+            expected = await answer(engine)
+        monkeypatch.setattr(cluster.engine.running_engine, "CoordinatorActor", CrampedCoordinator)
+        async with running(shape, 1, "auto", 0) as engine:
+            for _ in range(2):
+                assert await answer(engine) == expected
+                assert (await status(engine))["num_rebuilds"] == 1
+                engine.client.flush_cache()
 
     asyncio.run(main())

@@ -140,7 +140,7 @@ def generate(
         finally:
             remove_placement_group(group)
         deadline = time.monotonic() + 5
-        while any(psutil.pid_exists(location.pid) for location in locations):
+        while lose is None and any(psutil.pid_exists(location.pid) for location in locations):
             assert time.monotonic() < deadline, "ranks are left"
             await asyncio.sleep(0.05)
         return tokens

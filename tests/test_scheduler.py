@@ -307,11 +307,11 @@ def test_steps_are_halved_down_to_what_rows_need_at_once() -> None:
     engine = Engine(
         replace(LIMITS, max_num_batched_tokens=64, prefill_chunk_size=64, max_num_seqs=4, max_item_tokens=5)
     )
-    assert [engine.scheduler.halve_steps() for _ in range(4)] == [32, 16, 14, 14]
+    assert [engine.scheduler.halve_steps() for _ in range(4)] == [32, 16, 9, 9]
     engine.add(prompt_of(40), max_tokens=2)
     frame = engine.launch()
     assert frame is not None
-    assert frame.lens.tolist() == [12], "three whole pages"
+    assert frame.lens.tolist() == [8], "two whole pages"
     engine.run()
     engine = Engine(replace(LIMITS, max_num_batched_tokens=3, max_num_seqs=4))
     assert engine.scheduler.halve_steps() == 3, "no more than it was"

@@ -166,7 +166,7 @@ class PrefillQueue:
         """Chunks of at most `budget` tokens in all, with their pages; admits requests."""
         plan = PrefillPlan(budget, now)
         if in_progress := tuple(self.prefilling):
-            self._admit(plan, longest=budget // 2)
+            self._admit(plan, longest=min(budget // 2, budget - self._limits.max_item_tokens))
         for row in in_progress:
             if plan.budget <= 0:
                 break

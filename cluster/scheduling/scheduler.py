@@ -203,7 +203,7 @@ class Scheduler:
     def halve_steps(self) -> int:
         """Has steps take half as many tokens from now on, and no fewer than rows may need at once; returns how many."""
         limits = self._limits
-        least = limits.max_num_seqs * limits.max_row_tokens + 2 * limits.max_item_tokens
+        least = limits.max_num_seqs * limits.max_row_tokens + limits.max_item_tokens
         self._max_step_tokens = min(self._max_step_tokens, max(self._max_step_tokens // 2, least))
         return self._max_step_tokens
 
