@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -593,6 +593,21 @@ def test_a_shard_for_which_the_node_has_no_memory_is_refused_with_what_helps() -
     assert str(error).endswith("or use more ranks")
     with pytest.raises(OutOfMemoryError, match="MemoryError"), naming_the_rank(0, torch.device("cpu"), "a step"):
         raise MemoryError
+
+
+def test_other_weights_for_which_the_node_has_no_memory_leave_those_that_serve(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object) -> NoReturn:
+        raise MemoryError
+
+    rank, frames = _worker(tiny_path, MODEL), Frames()
+    monkeypatch.setattr(worker.tp_worker, "StagedWeights", full)
+    with pytest.raises(OutOfMemoryError, match="rank 0 on cpu failed in staging other weights: MemoryError"):
+        rank.stage(MODEL, tiny_path, None)
+    with pytest.raises(EngineError):
+        rank.take_staged()
+    assert len(rank.launch(StepFrame.decode(frames.step([(1, [3, 4], True)]))).result().tokens) == 1
 
 
 def test_a_rank_that_leaves_drops_its_graphs_before_it_waits_and_its_pool_after_it(

@@ -156,9 +156,14 @@ class TPWorker:
         Raises:
             CheckpointError: the files are not what they should be.
             ConfigError: keys and values in FP8 would have other factors, which graphs hold.
+            OutOfMemoryError: the node has no room for the shard.
         """
         wanted = self._staging = object()
-        with own_stream(self._device), self._open(model, model_path, revision) as checkpoint:
+        with (
+            naming_the_rank(self._group.rank, self._device, "staging other weights"),
+            own_stream(self._device),
+            self._open(model, model_path, revision) as checkpoint,
+        ):
             other = self._new_decoder()
             if _DTYPES[self._config.kv_dtype] is FP8:
                 other.set_kv_scales(checkpoint.kv_scales())
