@@ -126,9 +126,12 @@ class RankActor:
 
     def warm_up(self) -> int:
         """Does what a process does once, whichever rank it becomes; returns its id."""
-        from worker.tp_worker import warm_up
+        import torch
 
-        warm_up(self._spec.config)
+        from worker.warm_up import warm_up
+
+        spec = self._spec
+        warm_up(spec.config, spec.model, None if spec.device is None else torch.device(spec.device))
         return os.getpid()
 
     def where(self) -> Location:

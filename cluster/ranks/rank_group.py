@@ -290,7 +290,7 @@ class RankGroup:
     def start_spares(self) -> None:
         """Starts the processes that take the places of ranks that die; returns at once."""
         if self.reason_never is None:
-            self._spares.fill()
+            self._spares.fill([] if self.config.device == "cpu" else self.devices)
 
     def replace_ranks(self, generation: int, how: LockstepError | RankGroup) -> RankGroup:
         """Ends the generation there is, and puts other ranks to work in the next one; the channel's ends are new.
