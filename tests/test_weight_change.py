@@ -131,12 +131,13 @@ def _tokens(group: LocalGroup) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("size", "numerics", "is_fp8"), [(1, "fast", False), (2, "auto", False), (2, "fast", True), (1, "auto", True)]
+    ("size", "numerics", "kind"),
+    [(1, "fast", "files"), (2, "auto", "files"), (2, "fast", "fp8"), (1, "auto", "fp8"), (2, "auto", "memory")],
 )
 def test_ranks_that_serve_answer_as_a_start_with_the_new_weights_would(
-    small_path: Path, tmp_path: Path, size: int, numerics: Any, is_fp8: bool
+    small_path: Path, tmp_path: Path, size: int, numerics: Any, kind: str
 ) -> None:
-    other = (_in_fp8 if is_fp8 else _other)(small_path, tmp_path)
+    other = (_in_fp8 if kind == "fp8" else _other)(small_path, tmp_path)
     cold = LocalGroup(other, size, 64, numerics=numerics)
     expected = _tokens(cold)
     cold.close()
@@ -145,7 +146,8 @@ def test_ranks_that_serve_answer_as_a_start_with_the_new_weights_would(
     assert before != expected
     model = replace(read_model_config(other), dtype=group.model.dtype)
     for worker in group.workers.values():
-        assert not worker.stage(model, other, None), "a CPU has but one memory"
+        checkpoint = load_file(other / "model.safetensors") if kind == "memory" else other
+        assert not worker.stage(model, checkpoint), "a CPU has but one memory"
     assert _tokens(group) == before
     for worker in group.workers.values():
         worker.take_staged()
@@ -249,7 +251,7 @@ class BrokenRank(RankActor):
 
     @ray.method(concurrency_group="ctl")
     def stage(self, spec: RankSpec) -> bool:
-        self._is_to_break = spec.config.revision == "broken"
+        self._is_to_break = spec.config.revision == "broken" and not spec.is_in_memory
         return super().stage(spec)
 
 
@@ -299,6 +301,7 @@ def test_a_group_serves_other_weights_from_then_on_whatever_becomes_of_its_ranks
                 with pytest.raises(ConfigError, match="another resize or change of weights is under way"):
                     await other
             changed = await changing
+            assert changed is not None
             assert (changed.version, changed.staged_in) == ("step-2", "device")
             assert 0 < changed.pause_s < 1
             assert (await met)[0] == before
@@ -313,10 +316,24 @@ def test_a_group_serves_other_weights_from_then_on_whatever_becomes_of_its_ranks
             with pytest.raises(EngineError, match="rebuilt with the new weights: rank 1 failed: no power"):
                 await engine.update_weights(str(first), revision="broken")
             assert (await answer(engine))[0] == before
+            # A trainer's tensors come in parts, and no file has them.
+            names = sorted(tensors := load_file(second / "model.safetensors"))
+            for part, is_last in ((names[:5], False), (names[5:], True)):
+                given = [ray.put({name: tensors[name] for name in part})]
+                done = await engine.update_weights(tensors=given, version="step-3", last=is_last)
+                assert (done is None) is not is_last
+                assert (await answer(engine))[0] == (expected if is_last else before)
+            with pytest.raises(ConfigError, match="weights that came from memory cannot be read by new ranks"):
+                await engine.resize(1)
+            with pytest.raises(ConfigError, match="missing tensors"):
+                await engine.update_weights(tensors=[ray.put({})], version="step-4")
+            await engine.update_weights(str(first), revision="broken-no-more")
+            assert (await answer(engine))[0] == before
+            await engine.resize(1)
             stats = engine.client.board.latest
             assert stats is not None
             assert stats.weights is not None
-            assert (stats.num_rebuilds, stats.weights.version) == (2, "first@broken")
+            assert (stats.num_rebuilds, stats.weights.version) == (2, "first@broken-no-more")
 
     asyncio.run(main())
 
