@@ -4,9 +4,11 @@ nothing."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import signal
 import time
+import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -356,3 +358,19 @@ def test_what_the_model_is_may_not_change(small_path: Path, tmp_path: Path) -> N
         RankGroup(starter).with_weights(str(tmp_path), None)
     same = RankGroup(starter).with_weights(str(small_path), "main")
     assert (same.model, same.config.revision, same.spec(1).model_path) == (starter.model, "main", str(small_path))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_staged_weights_go_as_soon_as_nobody_has_them(tmp_path: Path, family: str) -> None:
+    model = _model(tmp_path, family)
+    live, staged = (_decoder(model, 1, 0, exact=False, dtype=torch.float32) for _ in range(2))
+    live.load(DummyCheckpoint(model))
+    gone = weakref.ref(staged)
+    new = StagedWeights(live, staged, DummyCheckpoint(model, "second"), 0)
+    new.take_over()
+    gc.disable()
+    try:
+        del staged, new
+        assert gone() is None, "a cycle keeps them until a collection"
+    finally:
+        gc.enable()
