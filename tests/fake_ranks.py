@@ -25,6 +25,7 @@ class FakeRanks:
         self.cost = cost
         self.size = 1
         self.pool = Pool(64)
+        self.reason_never: str | None = None
         self.devices: list[str] = []
         self.pids: dict[int, int] = {}
         self.ages: list[float] = []

@@ -297,6 +297,7 @@ def _control(worker: Any, model: ModelConfig, model_path: Path, controls: Any) -
             asked = controls.recv()
             if asked is None:
                 controls.send(worker.take_staged())
+                worker.drop_staged()
                 continue
             revision, on_host = asked
             with patch("worker.staged_weights._free_bytes", return_value=0 if on_host else 1 << 50):

@@ -668,3 +668,16 @@ def test_a_step_past_its_deadline_fails_the_engine_and_names_the_setting() -> No
         ended = loop.submit(coordinator.run)
         asyncio.run(main())
         assert isinstance(ended.exception(10), DeadlineError)
+
+
+def test_ranks_that_can_never_be_replaced_end_the_engine_whatever_its_budget() -> None:
+    async def main() -> None:
+        client = await EngineClient.connect(coordinator.address)
+        coordinator.fail(error)
+        await asyncio.wait_for(client.wait_closed(), 5)
+        await client.close()
+
+    error, rank = RankLostError("rank 1 died"), CountingRank()
+    rank.reason_never = "its weights came from memory"
+    with running(rank, raises=error, recovery=Recovery(3)) as coordinator:
+        asyncio.run(main())

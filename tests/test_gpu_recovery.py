@@ -29,6 +29,7 @@ from cluster.engine.running_engine import RunningEngine, describe
 from cluster.ranks.rank_actor import Location, RankActor
 from cluster.serve.placement import group_bundles
 from configs.load import parse_engine_config
+from configs.read_config import read_model_config
 from tests.conftest import SHARE_GPUS
 from tests.gpu_engine import write_shape
 from worker.pending_step import PendingStep
@@ -360,5 +361,40 @@ def test_a_device_that_is_out_of_memory_in_a_step_gets_smaller_steps_and_the_ans
                 assert await answer(engine) == expected
                 assert (await status(engine))["num_rebuilds"] == 1
                 engine.client.flush_cache()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("size", "strategy", "spares"), [CASES[0], CASES[2]])
+def test_a_trainer_on_the_same_gpus_hands_its_weights_over(
+    gpu_cluster: None, shape: Path, monkeypatch: pytest.MonkeyPatch, size: int, strategy: str, spares: int
+) -> None:
+    import torch
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    from worker.dummy_weights import DummyCheckpoint
+
+    monkeypatch.setattr(cluster.engine.running_engine, "CoordinatorActor", SharingCoordinator)
+    model = read_model_config(shape)
+    trained = {it.name: torch.empty(it.shape, dtype=torch.bfloat16, device="cuda") for it in model.tensors()}
+    for name, tensor in trained.items():
+        DummyCheckpoint(model, "trained").read(name, tensor)
+    torch.cuda.synchronize()
+
+    async def main() -> None:
+        async with running(shape, size, strategy, spares) as engine:
+            first = await Streams(engine).run()
+            changed = await engine.update_weights(str(shape), revision="trained")
+            LOG.info("from files: %s", changed)
+            expected = await Streams(engine).run()
+            assert expected != first
+            await engine.update_weights(str(shape))
+            assert await Streams(engine).run() == first
+            names = list(trained)
+            for part, is_last in ((names[:9], False), (names[9:], True)):
+                given = [ray.put({name: reduce_tensor(trained[name]) for name in part})]
+                changed = await engine.update_weights(tensors=given, version="trained", last=is_last)
+            LOG.info("from a trainer: %s", changed)
+            assert await Streams(engine).run() == expected
 
     asyncio.run(main())

@@ -98,8 +98,6 @@ def test_what_fails_twice_at_the_same_place_is_not_tried_a_third_time() -> None:
 def test_what_can_never_be_rebuilt(changes: dict[str, Any], one_node: bool, reason: str | None) -> None:
     never = reason_never(parse_engine_config({"model": "m", "device": "cpu", **changes}), one_node=one_node)
     assert (never is None) if reason is None else (reason in str(never))
-    if never is not None:
-        assert Recovery(3, never).reason_against(RankLostError("rank 0 died"), NOTHING) == never
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,11 @@ nothing."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import signal
 import time
+import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +39,7 @@ from parallel.plan import ShardPlan
 from tests import test_families, test_latent_models, test_moe_models
 from tests.local_group import Limits, LocalGroup
 from tests.test_failure import running, write_tiny
-from tests.test_recovery import answer, answer_struck
+from tests.test_recovery import LONG, PROMPT, answer, answer_struck
 from tests.tiny_engine import MODEL, TinyEngine, tiny_engine, write_tiny_checkpoint
 from worker.dummy_weights import DummyCheckpoint
 from worker.models.decoder import Decoder
@@ -131,12 +133,13 @@ def _tokens(group: LocalGroup) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("size", "numerics", "is_fp8"), [(1, "fast", False), (2, "auto", False), (2, "fast", True), (1, "auto", True)]
+    ("size", "numerics", "kind"),
+    [(1, "fast", "files"), (2, "auto", "files"), (2, "fast", "fp8"), (1, "auto", "fp8"), (2, "auto", "memory")],
 )
 def test_ranks_that_serve_answer_as_a_start_with_the_new_weights_would(
-    small_path: Path, tmp_path: Path, size: int, numerics: Any, is_fp8: bool
+    small_path: Path, tmp_path: Path, size: int, numerics: Any, kind: str
 ) -> None:
-    other = (_in_fp8 if is_fp8 else _other)(small_path, tmp_path)
+    other = (_in_fp8 if kind == "fp8" else _other)(small_path, tmp_path)
     cold = LocalGroup(other, size, 64, numerics=numerics)
     expected = _tokens(cold)
     cold.close()
@@ -145,7 +148,8 @@ def test_ranks_that_serve_answer_as_a_start_with_the_new_weights_would(
     assert before != expected
     model = replace(read_model_config(other), dtype=group.model.dtype)
     for worker in group.workers.values():
-        assert not worker.stage(model, other, None), "a CPU has but one memory"
+        checkpoint = load_file(other / "model.safetensors") if kind == "memory" else other
+        assert not worker.stage(model, checkpoint), "a CPU has but one memory"
     assert _tokens(group) == before
     for worker in group.workers.values():
         worker.take_staged()
@@ -249,7 +253,7 @@ class BrokenRank(RankActor):
 
     @ray.method(concurrency_group="ctl")
     def stage(self, spec: RankSpec) -> bool:
-        self._is_to_break = spec.config.revision == "broken"
+        self._is_to_break = spec.config.revision == "broken" and not spec.is_in_memory
         return super().stage(spec)
 
 
@@ -292,16 +296,20 @@ def test_a_group_serves_other_weights_from_then_on_whatever_becomes_of_its_ranks
                     await engine.update_weights(str(path))
             assert (await answer(engine))[0] == before
             met = asyncio.create_task(answer(engine))
-            await asyncio.sleep(0.1)
+            [endless] = engine.client.submit([PROMPT], [[LONG]])
+            await anext(endless)
             changing = asyncio.create_task(engine.update_weights(str(second), version="step-2", running="finish"))
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.3)  # calls of an actor's threads may overtake one another
             for other in (engine.update_weights(str(first)), engine.resize(1)):
                 with pytest.raises(ConfigError, match="another resize or change of weights is under way"):
                     await other
+            assert not changing.done()
+            assert (await met)[0] == before
+            endless.abort()
             changed = await changing
+            assert changed is not None
             assert (changed.version, changed.staged_in) == ("step-2", "device")
             assert 0 < changed.pause_s < 1
-            assert (await met)[0] == before
             assert (await answer(engine))[0] == expected
             # A rank that is replaced, and a group of another size, have the new ones too.
             tokens, _ = await answer_struck(engine, 1, signal.SIGKILL)
@@ -313,10 +321,24 @@ def test_a_group_serves_other_weights_from_then_on_whatever_becomes_of_its_ranks
             with pytest.raises(EngineError, match="rebuilt with the new weights: rank 1 failed: no power"):
                 await engine.update_weights(str(first), revision="broken")
             assert (await answer(engine))[0] == before
+            # A trainer's tensors come in parts, and no file has them.
+            names = sorted(tensors := load_file(second / "model.safetensors"))
+            for part, is_last in ((names[:5], False), (names[5:], True)):
+                given = [ray.put({name: tensors[name] for name in part})]
+                done = await engine.update_weights(tensors=given, version="step-3", last=is_last)
+                assert (done is None) is not is_last
+                assert (await answer(engine))[0] == (expected if is_last else before)
+            with pytest.raises(ConfigError, match="weights that came from memory cannot be read by new ranks"):
+                await engine.resize(1)
+            with pytest.raises(ConfigError, match="missing tensors"):
+                await engine.update_weights(tensors=[ray.put({})], version="step-4")
+            await engine.update_weights(str(first), revision="broken-no-more")
+            assert (await answer(engine))[0] == before
+            await engine.resize(1)
             stats = engine.client.board.latest
             assert stats is not None
             assert stats.weights is not None
-            assert (stats.num_rebuilds, stats.weights.version) == (2, "first@broken")
+            assert (stats.num_rebuilds, stats.weights.version) == (2, "first@broken-no-more")
 
     asyncio.run(main())
 
@@ -336,3 +358,19 @@ def test_what_the_model_is_may_not_change(small_path: Path, tmp_path: Path) -> N
         RankGroup(starter).with_weights(str(tmp_path), None)
     same = RankGroup(starter).with_weights(str(small_path), "main")
     assert (same.model, same.config.revision, same.spec(1).model_path) == (starter.model, "main", str(small_path))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_staged_weights_go_as_soon_as_nobody_has_them(tmp_path: Path, family: str) -> None:
+    model = _model(tmp_path, family)
+    live, staged = (_decoder(model, 1, 0, exact=False, dtype=torch.float32) for _ in range(2))
+    live.load(DummyCheckpoint(model))
+    gone = weakref.ref(staged)
+    new = StagedWeights(live, staged, DummyCheckpoint(model, "second"), 0)
+    new.take_over()
+    gc.disable()
+    try:
+        del staged, new
+        assert gone() is None, "a cycle keeps them until a collection"
+    finally:
+        gc.enable()

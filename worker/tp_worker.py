@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -143,11 +143,14 @@ class TPWorker:
         )
 
     @torch.inference_mode()
-    def stage(self, model: ModelConfig, model_path: Path, revision: str | None) -> bool:
+    def stage(
+        self, model: ModelConfig, checkpoint: Path | Mapping[str, torch.Tensor], revision: str | None = None
+    ) -> bool:
         """Reads this rank's shard of other weights beside those that serve; on another thread, while steps run.
 
         Args:
             model: of the same shape.
+            checkpoint: a directory or a .gguf file on this node, or the tensors of one by name, on any device here.
             revision: the checkpoint's; tells random weights apart.
 
         Returns:
@@ -157,26 +160,27 @@ class TPWorker:
             CheckpointError: the files are not what they should be.
             ConfigError: keys and values in FP8 would have other factors, which graphs hold.
             OutOfMemoryError: the node has no room for the shard.
+            EngineError: the device failed, or has no room for a layer.
         """
         wanted = self._staging = object()
         with (
             naming_the_rank(self._group.rank, self._device, "staging other weights"),
             own_stream(self._device),
-            self._open(model, model_path, revision) as checkpoint,
+            self._open(model, checkpoint, revision) as source,
         ):
             other = self._new_decoder()
             if DTYPES[self._config.kv_dtype] is FP8:
-                other.set_kv_scales(checkpoint.kv_scales())
+                other.set_kv_scales(source.kv_scales())
             if other.attention_layers != self._decoder.attention_layers:
                 raise ConfigError("the factors of keys and values in FP8 differ from those that serve; start anew")
-            staged = StagedWeights(self._decoder, other, checkpoint, self._weight_bytes)
+            staged = StagedWeights(self._decoder, other, source, self._weight_bytes)
         self._staged = staged if self._staging is wanted else None
         return staged.is_on_host
 
     @torch.inference_mode()
     def take_staged(self) -> None:
-        """Has the staged weights serve from the next step on, and none be staged. On another thread, between two steps:
-        rank 0 has the last one's result.
+        """Has the staged weights serve from the next step on. On another thread, between two steps: rank 0 has the last
+        one's result.
 
         Raises:
             EngineError: there are none, or the device failed. The process has to be ended.
@@ -185,10 +189,9 @@ class TPWorker:
             if self._staged is None:
                 raise EngineError(f"rank {self._group.rank} has no other weights")
             self._staged.take_over()
-        self.drop_staged()
 
     def drop_staged(self) -> None:
-        """Forgets the staged weights, or those that are being read."""
+        """Frees the memory of the staged weights, or has none be staged by the `stage` that is under way."""
         self._staging = self._staged = None
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -367,9 +370,13 @@ class TPWorker:
             self._model, self._plan, self._group, arithmetic=self._arithmetic, dtype=self._dtype, device=self._device
         )
 
-    def _open(self, model: ModelConfig, model_path: Path, revision: str | None) -> Checkpoint | DummyCheckpoint:
+    def _open(
+        self, model: ModelConfig, checkpoint: Path | Mapping[str, torch.Tensor], revision: str | None
+    ) -> Checkpoint | DummyCheckpoint:
+        if not isinstance(checkpoint, Path):
+            return Checkpoint.of_tensors(checkpoint, model)
         is_dummy = self._config.load_format == "dummy"
-        return DummyCheckpoint(model, revision) if is_dummy else Checkpoint.open(model_path, model)
+        return DummyCheckpoint(model, revision) if is_dummy else Checkpoint.open(checkpoint, model)
 
     def _new_runner(self, num_pages: int, max_model_len: int, num_window_pages: int | None = None) -> ModelRunner:
         scheduler, attention = self._config.scheduler, self._config.attention

@@ -59,6 +59,29 @@ class TensorFile(Protocol):
         """Closes the file."""
 
 
+class _Memory:
+    """Tensors in memory as a TensorFile."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+        self.bytes_read = 0
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def scaled(self) -> set[str]:
+        return {name for name, tensor in self._tensors.items() if tensor.dtype is torch.float8_e4m3fn}
+
+    def read(self, name: str, out: torch.Tensor, rows: Span, columns: Span | None) -> None:
+        whole = self._tensors[name]
+        part = whole.view(as_matrix(whole.shape))[slice(*rows)]
+        out.copy_(part if columns is None else part[:, slice(*columns)])
+        self.bytes_read += out.numel() * whole.itemsize
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
 class Checkpoint:
     """All files of a checkpoint as one TensorSource. A context manager; reads nothing after `close`."""
 
@@ -81,6 +104,13 @@ class Checkpoint:
         except CheckpointError:
             checkpoint.close()
             raise
+        return checkpoint
+
+    @classmethod
+    def of_tensors(cls, tensors: Mapping[str, torch.Tensor], model: ModelConfig) -> Checkpoint:
+        """A checkpoint that lies in memory, its tensors by their names; checked as `open` does."""
+        checkpoint = cls([_Memory(tensors)], model)
+        checkpoint._check(Path("memory"))
         return checkpoint
 
     @property

@@ -217,7 +217,8 @@ class Coordinator:
         """Has ranks replaced after `failure`; returns why that failed, if it did. Raises `failure` where it is not to
         be done."""
         self._failure = failure
-        if (reason := self._recovery.reason_against(failure, self._requeue())) is not None:
+        lost = self._requeue()
+        if (reason := self.ranks.reason_never or self._recovery.reason_against(failure, lost)) is not None:
             logger.error("the group is not rebuilt: %s", reason)
             raise failure
         logger.warning("the group is rebuilt, %d requests wait: %s", len(self.scheduler.live_ids()), failure)

@@ -147,7 +147,7 @@ class CoordinatorActor:
             Scheduler(limits, GENERATION, self._guides.make),
             group,
             step_timeout_s=config.parallel.step_timeout_s,
-            recovery=Recovery(recovery.max_rebuilds, group.reason_never),
+            recovery=Recovery(recovery.max_rebuilds),
             liveness=Liveness(peaks, recovery.hang_timeout_s if finds_hangs else math.inf),
         )
         group.run(PoolShape(num_pages, max_model_len, limits.num_window_pages, message_bytes), coordinator.fail)
@@ -207,9 +207,10 @@ class CoordinatorActor:
             return resize(size, self._spec.given, coordinator)
 
     @ray.method(concurrency_group="ctl")
-    def update_weights(self, model: str, **how: Any) -> WeightsChanged:
-        """Has the checkpoint `model` serve in place of the weights there are, while the engine runs; returns when it
-        does. Further arguments and errors are those of `cluster.ranks.weight_change`."""
+    def update_weights(self, model: str | None = None, **how: Any) -> WeightsChanged | None:
+        """Has the checkpoint `model`, or one in the memory of a trainer, serve in place of the weights there are, while
+        the engine runs; returns when it does. Further arguments and errors are those of `cluster.ranks.weight_change`.
+        """
         with self._one_change() as coordinator:
             return change_weights(coordinator, self._spec, self._platforms, model, **how)
 

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 _SAMPLE_BYTES = 1 << 16
 
 
-def system_fingerprint(spec: EngineSpec, platforms: Iterable[str], version: str = "") -> str:
+def system_fingerprint(
+    spec: EngineSpec, platforms: Iterable[str], version: str = "", *, in_memory: bool = False
+) -> str:
     """Version, and a hash of all that may change an answer.
 
     Where numerics are exact, that is what the model is, its weights, the types of activations and cache, where the
@@ -26,13 +28,14 @@ def system_fingerprint(spec: EngineSpec, platforms: Iterable[str], version: str 
     Args:
         platforms: `worker.platform.platform_of` of each rank.
         version: of weights that took the place of those of the start.
+        in_memory: no file has them, so that they are known by their version alone.
     """
     config = spec.config
     if not config.is_exact:
         settings = config.model_dump_json(exclude={"model", "tokenizer", "server", "placement", "num_replicas"})
         return f"lockstep-{VERSION}-tp{config.tensor_parallel_size}-{_digest(str(spec.model), settings + version)}"
     is_dummy = config.load_format == "dummy"
-    weights = f"dummy{config.revision or ''}" if is_dummy else _weights(spec.model_path)
+    weights = f"dummy{config.revision or ''}" if is_dummy else version if in_memory else _weights(spec.model_path)
     types = (config.dtype, config.kv_dtype, config.device)
     where = sorted(set(platforms))  # most often one, whatever the number of ranks
     return f"lockstep-{VERSION}-exact-{_digest(str(CONTRACT), str(spec.model), weights, *types, *where)}"

@@ -171,11 +171,11 @@ class RunningEngine:
             raise _cause(error) from None
         return resized
 
-    async def update_weights(self, model: str, **how: Any) -> WeightsChanged:
+    async def update_weights(self, model: str | None = None, **how: Any) -> WeightsChanged | None:
         """Has another checkpoint serve, with the requests in flight. Further arguments and errors are those of
         `cluster.ranks.weight_change`."""
         try:
-            changed: WeightsChanged = await self.coordinator.update_weights.remote(model, **how)
+            changed: WeightsChanged | None = await self.coordinator.update_weights.remote(model, **how)
         except ray.exceptions.RayError as error:
             raise _cause(error) from None
         return changed

@@ -84,9 +84,11 @@ async def change_weights(model: ServedModel, body: bytes, context: RequestContex
     request = await prepared(body, partial(validated, WeightsRequest))
     assert model.update_weights is not None, "an engine behind a socket alone has no ranks to tell"
     try:
-        return json_response(await model.update_weights(**request.model_dump()))
+        changed = await model.update_weights(**request.model_dump())
     except ConfigError as error:
         raise RequestError(str(error), code="weights_not_changed", param="model") from None
+    assert changed is not None, "a path is no part"
+    return json_response(changed)
 
 
 async def flush_cache(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:

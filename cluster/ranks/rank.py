@@ -70,6 +70,8 @@ class RankStarter:
     """The model that `model_path` holds."""
     model_path: Path
     """Directory or .gguf file, on every node that holds a rank."""
+    is_in_memory: bool = False
+    """Whether the weights came from another process, so that no file has them."""
     placement_group: PlacementGroup
     """Bundle 1 + r is rank r's; ranks on CPU beyond the last bundle share with the first ones."""
     held: tuple[HeldGPU, ...] = ()
@@ -88,7 +90,7 @@ class RankStarter:
 
     def spec(self, index: int) -> RankSpec:
         """The arguments of the rank of this index."""
-        spec = RankSpec(self.config, self.model, str(self.model_path), index, self.name)
+        spec = RankSpec(self.config, self.model, str(self.model_path), index, self.name, is_in_memory=self.is_in_memory)
         if 0 <= index < len(self.taken):
             return replace(spec, device=self.taken[index])
         extra = index - self.num_bundles

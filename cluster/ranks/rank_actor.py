@@ -25,6 +25,8 @@ from parallel.plan import ShardPlan
 from parallel.tcp_channel import TcpReader, TcpWriter, connect
 
 if TYPE_CHECKING:  # these load torch, which the processes that start ranks do without
+    import torch
+
     from parallel.group import TensorParallelGroup
     from worker.peaks import Peaks
     from worker.tp_worker import TPWorker
@@ -68,6 +70,8 @@ class RankSpec:
     """See `Location`; named where the GPU is reserved already and not given to this process. None: the one that is."""
     room_bytes: int = 0
     """Memory to be free on the GPU before a rank that takes a place joins: the last one's is freed late."""
+    is_in_memory: bool = False
+    """Whether the weights are the tensors that the rank was given, and not at `model_path`."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +118,7 @@ class RankActor:
         self._progress = 0.0
         self._frames: FrameReader | None = None
         self._results: FrameWriter | None = None
+        self._given: dict[str, torch.Tensor] = {}
 
     def __repr__(self) -> str:
         return f"Rank[tp{self._spec.rank}]" if self._spec.rank >= 0 else "Rank[spare]"
@@ -269,10 +274,22 @@ class RankActor:
             self._worker.leave()
 
     @ray.method(concurrency_group="ctl")
+    def give(self, tensors: list[ray.ObjectRef[dict[str, Any]]]) -> None:
+        """Opens tensors of a checkpoint by name, each as it is or as torch.multiprocessing's reductions make it, for a
+        later `stage`."""
+        for name, handle in (item for ref in tensors for item in ray.get(ref).items()):
+            if isinstance(handle, tuple):
+                rebuild, arguments = handle
+                handle = rebuild(*arguments)
+            self._given[name] = handle
+
+    @ray.method(concurrency_group="ctl")
     def stage(self, spec: RankSpec) -> bool:
         """Reads this rank's shard of the weights of `spec` while `run` blocks. Returns and raises as `TPWorker.stage`
         does."""
         config, path = spec.config, Path(spec.model_path)
+        if spec.is_in_memory:
+            return self._ready().stage(spec.model, self._given)
         if not config.is_local_model and config.load_format != "dummy":
             path = resolve_model_path(config.model, config.revision)  # ranks of a node wait for one another
         return self._ready().stage(spec.model, path, config.revision)
@@ -284,7 +301,8 @@ class RankActor:
 
     @ray.method(concurrency_group="ctl")
     def drop_staged(self) -> None:
-        """Forgets those weights."""
+        """Forgets those weights, and tensors that were given."""
+        self._given.clear()
         self._ready().drop_staged()
 
     @ray.method(concurrency_group="ctl")

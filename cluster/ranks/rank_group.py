@@ -13,7 +13,7 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -120,7 +120,17 @@ class RankGroup:
         comparable = dataclasses.replace(found, weight_block=self.model.weight_block)
         if differ := list(itertools.islice(_differences(comparable, self.model), _SHOWN_DIFFERENCES)):
             raise ConfigError(f"model={model} is another model than the one that serves: {'; '.join(differ)}")
-        return dataclasses.replace(self._starter, config=config, model=found, model_path=path)
+        return dataclasses.replace(self._starter, config=config, model=found, model_path=path, is_in_memory=False)
+
+    def give(self, tensors: Sequence[ray.ObjectRef[dict[str, Any]]]) -> RankStarter:
+        """Gives every rank tensors of a checkpoint, by name, and returns what `stage` takes once all are given."""
+        self._on(self._ranks, "give", list(tensors))
+        return dataclasses.replace(self._starter, is_in_memory=True)
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether the weights came from another process, so that no rank can be started with them."""
+        return self._starter.is_in_memory
 
     def stage(self, starter: RankStarter) -> list[bool]:
         """Has every rank read the weights that `starter` starts with, while steps run, however long that takes; then
@@ -197,6 +207,8 @@ class RankGroup:
     @property
     def reason_never(self) -> str | None:
         """Why these ranks are not replaced whatever happens to them; None: they may be. Known after `load`."""
+        if self.is_in_memory:
+            return "its weights came from memory, so no new rank can read them; a change to weights of a path ends that"
         return recovery.reason_never(self.config, one_node=self.one_node)
 
     @property

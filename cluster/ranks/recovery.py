@@ -30,15 +30,9 @@ def reason_never(config: EngineConfig, *, one_node: bool) -> str | None:
 class Recovery:
     """The judgement over one group's failures. One thread."""
 
-    def __init__(
-        self, max_rebuilds: int, never: str | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """Args:
-        max_rebuilds: `recovery.max_rebuilds`.
-        never: as `reason_never`.
-        """
+    def __init__(self, max_rebuilds: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """`max_rebuilds`: `recovery.max_rebuilds`."""
         self._max_rebuilds = max_rebuilds
-        self._never = never
         self._clock = clock
         self._began: deque[float] = deque()
         self._last: tuple[str, frozenset[tuple[int, int]]] = ("", frozenset())
@@ -49,8 +43,6 @@ class Recovery:
         Args:
             lost: what the steps in flight were about, as `Scheduler.requeue_all` has it.
         """
-        if self._never is not None:
-            return self._never
         if isinstance(failure, ConfigError):
             return "it would fail again"
         words, before = self._last

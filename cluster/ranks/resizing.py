@@ -84,6 +84,8 @@ def resize(size: int, given: EngineConfig, coordinator: Coordinator) -> Resized:
 def _resolved(size: int, given: EngineConfig, old: RankGroup) -> EngineConfig:
     """The configuration for `size` ranks; raises ConfigError where there cannot be so many."""
     on_gpus = old.config.device == "cuda"
+    if old.is_in_memory:
+        raise ConfigError("weights that came from memory cannot be read by new ranks; change to those of a path first")
     if not old.one_node:
         raise ConfigError("ranks on several nodes cannot be resized")
     if not on_gpus and size > old.num_bundles and given.placement.cpus_per_rank is not None:

@@ -63,7 +63,7 @@ class ServedModel:
         info: EngineInfo | None = None,
         max_item_tokens: int = 0,
         next_seed: Callable[[], int] = _random_seed,
-        update_weights: Callable[..., Awaitable[WeightsChanged]] | None = None,
+        update_weights: Callable[..., Awaitable[WeightsChanged | None]] | None = None,
     ) -> None:
         """Args:
         vocab_size: ids the model has an embedding for. None: those of the tokenizer.
