@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 _MAX_SUM_BYTES = 512 << 20
 # The words of torch where the node has no memory.
 _NO_MEMORY = "can't allocate memory"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp8_e4m3": FP8}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp8_e4m3": FP8}
 
 
 class FrameSource(Protocol):
@@ -77,7 +77,7 @@ class TPWorker:
         plan: ShardPlan,
         group: TensorParallelGroup,
     ) -> None:
-        if config.dtype not in DTYPES or config.attention.prefill_backend is None:
+        if config.dtype not in _DTYPES or config.attention.prefill_backend is None:
             raise ConfigError(f"dtype={config.dtype} and attention must be resolved before a worker starts")
         if plan.tp_size != group.size:
             raise ConfigError(f"a plan for tensor_parallel_size={plan.tp_size} does not fit {group.size} ranks")
@@ -85,7 +85,7 @@ class TPWorker:
         self._model = model
         self._model_path = model_path
         self._group = group
-        self._dtype = DTYPES[config.dtype]
+        self._dtype = _DTYPES[config.dtype]
         self._device = group.device
         self._arithmetic = ExactArithmetic(self._device) if config.is_exact else FAST
         self._plan = plan
@@ -132,7 +132,7 @@ class TPWorker:
             self._open(self._model, self._model_path, self._config.revision) as checkpoint,
         ):
             self._decoder.load(checkpoint, on_progress)
-            if DTYPES[self._config.kv_dtype] is FP8:
+            if _DTYPES[self._config.kv_dtype] is FP8:
                 self._decoder.set_kv_scales(checkpoint.kv_scales())
             self._weight_bytes = checkpoint.bytes_loaded
         _log.info(
@@ -169,7 +169,7 @@ class TPWorker:
             self._open(model, checkpoint, revision) as source,
         ):
             other = self._new_decoder()
-            if DTYPES[self._config.kv_dtype] is FP8:
+            if _DTYPES[self._config.kv_dtype] is FP8:
                 other.set_kv_scales(source.kv_scales())
             if other.attention_layers != self._decoder.attention_layers:
                 raise ConfigError("the factors of keys and values in FP8 differ from those that serve; start anew")
@@ -408,7 +408,7 @@ class TPWorker:
             self._decoder.attention_layers,
             num_pages=num_pages,
             page_size=page_size,
-            dtype=DTYPES[self._config.kv_dtype],
+            dtype=_DTYPES[self._config.kv_dtype],
             compute_dtype=self._dtype,
             device=self._device,
             num_window_pages=num_window_pages,
@@ -426,10 +426,28 @@ class TPWorker:
         return FrameLimits(num_rows=num_rows, vocab_size=self._model.vocab_size, max_model_len=max_model_len)
 
 
+def warm_up(config: EngineConfig) -> None:
+    """Does what a process does once whichever rank it is: compiles and loads the kernels of a CPU, and first uses of
+    the libraries. On GPUs it imports the kernels and no more: it does not know its own."""
+    if config.device != "cpu":  # a CPU install has no Triton
+        from attention.kernels import decode, extend, step_metadata  # noqa: F401
+        from parallel.kernels import all_reduce_norm  # noqa: F401
+        from parallel.numerics.kernels import chain_gemm, node_gemm, skinny_gemm  # noqa: F401
+        from worker.kernels import activation, adjustments, norm, rope, sampling  # noqa: F401
+
+        return
+    if config.parallel.threads_per_rank is not None:
+        torch.set_num_threads(config.parallel.threads_per_rank)
+    if config.is_exact:
+        device = torch.device(config.device)
+        backend = resolved(config.attention.decode_backend)
+        check_exactness(ExactArithmetic(device), backend, _DTYPES[config.dtype], device)
+
+
 def peer_sizes(config: EngineConfig, model: ModelConfig, plan: ShardPlan) -> PeerSizes:
     """The most that the ranks bring to one step's collectives."""
     num_tokens = resolved(config.scheduler.max_num_batched_tokens)
-    row_bytes = model.hidden_size * DTYPES[config.dtype].itemsize
+    row_bytes = model.hidden_size * _DTYPES[config.dtype].itemsize
     of_row = model.hidden_size * torch.float32.itemsize * most_nodes(plan) if config.is_exact else row_bytes
     return PeerSizes(num_tokens, row_bytes, min(num_tokens * of_row, _MAX_SUM_BYTES))
 

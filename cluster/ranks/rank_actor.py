@@ -131,12 +131,9 @@ class RankActor:
 
     def warm_up(self) -> int:
         """Does what a process does once, whichever rank it becomes; returns its id."""
-        import torch
+        from worker.tp_worker import warm_up
 
-        from worker.warm_up import warm_up
-
-        spec = self._spec
-        warm_up(spec.config, spec.model, None if spec.device is None else torch.device(spec.device))
+        warm_up(self._spec.config)
         return os.getpid()
 
     def where(self) -> Location:

@@ -302,7 +302,7 @@ class RankGroup:
     def start_spares(self) -> None:
         """Starts the processes that take the places of ranks that die; returns at once."""
         if self.reason_never is None:
-            self._spares.fill([] if self.config.device == "cpu" else self.devices)
+            self._spares.fill()
 
     def replace_ranks(self, generation: int, how: LockstepError | RankGroup) -> RankGroup:
         """Ends the generation there is, and puts other ranks to work in the next one; the channel's ends are new.
