@@ -106,8 +106,7 @@ class ParallelConfig(_Section):
 
 class RecoveryConfig(_Section):
     """Recovery when a rank dies or stops. The group is rebuilt around the ranks that are left, and its requests go on;
-    where it is not, they end with an error and Ray Serve replaces the replica. On several GPUs it is
-    rebuilt with `parallel.all_reduce: nccl`."""
+    where it is not, they end with an error and Ray Serve replaces the replica."""
 
     max_rebuilds: int = Field(3, ge=0)
     """Most rebuilds of one group in ten minutes; past them it is replaced. 0: the first failure ends it."""
