@@ -73,7 +73,9 @@ class FusedSum(PartialSum):
 
     __slots__ = ("_is_small", "_memory", "_offset", "_tree", "num_rows", "summand")
 
-    def __init__(self, memory: PeerMemory, offset: int, summand: Tensor, tree: SumTree | None, is_small: bool) -> None:
+    def __init__(
+        self, memory: PeerMemory, offset: int, summand: Tensor, tree: SumTree | None, *, is_small: bool
+    ) -> None:
         self._memory = memory
         self._offset = offset
         self._tree = tree
@@ -172,7 +174,7 @@ class PeerMemory:
             offset = self._small + turn * _SMALL_BYTES if is_small else self._large
             num_bytes = math.prod(whole) * dtype.itemsize
             summand = self._memory[offset : offset + num_bytes].view(dtype).view(whole)
-            partial_sum = self._sums[key] = FusedSum(self, offset, summand, tree, is_small)
+            partial_sum = self._sums[key] = FusedSum(self, offset, summand, tree, is_small=is_small)
         return partial_sum
 
     def add_norm(

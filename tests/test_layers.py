@@ -13,7 +13,7 @@ from attention.layer import AttentionLayer, LatentLayer
 from attention.rotation import LatentNorm
 from configs.errors import ConfigError
 from configs.rope import RopeConfig
-from parallel.fused_sum import FusedSum, FusedSums
+from parallel.fused_sum import FusedSum, PeerMemory
 from parallel.plan import Span
 from worker.layers.activation import ActAndMul
 from worker.layers.norm import RMSNorm
@@ -81,12 +81,12 @@ def test_the_norm_of_a_sum_that_is_still_to_be_done_is_that_of_the_sum() -> None
 
     class Sums:
         def add_norm(
-            self, offset: int, residual: torch.Tensor, weight: torch.Tensor, eps: float, *_: object
+            self, offset: int, residual: torch.Tensor, weight: torch.Tensor, eps: float, *_: object, is_small: bool
         ) -> torch.Tensor:
             residual += 2 * x  # two ranks with the same part
             return F.rms_norm(residual, (96,), weight, eps)
 
-    torch.testing.assert_close(norm(FusedSum(cast(FusedSums, Sums()), 0, x)), norm(2 * x))
+    torch.testing.assert_close(norm(FusedSum(cast(PeerMemory, Sums()), 0, x, None, is_small=True)), norm(2 * x))
 
 
 @on_each
