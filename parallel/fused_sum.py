@@ -30,7 +30,7 @@ _MAX_ROW_ELEMENTS = 16384
 _ROW_ALIGNMENT = 16  # bytes of one load
 _MAX_CACHED_SUMS = 256
 _MAX_RANKS = 8
-_MAX_SMALL_ROWS = 128  # fewer than the 132 SMs: all programs of a launch must run at once
+_MAX_SMALL_ROWS = 128  # each has a program, and there are no more than SMs, so that all run at once
 _SMALL_BYTES = 2 << 20  # the most that the summands of a small sum take
 _MIN_SHARED_BYTES = 8 << 20  # the least that a half of the shared rows' memory has
 _SHARED_UNIT = 1 << 16  # an area of whole 256 bytes for each program
@@ -138,6 +138,7 @@ class PeerMemory:
             torch.zeros(kernels.STATE_WORDS, dtype=torch.int32, device=memory.device),
             self._pinned.data_ptr(),
             int(timeout_s * 1e9),
+            torch.cuda.get_device_properties(memory.device).multi_processor_count,
         )
         self._abort_reason = ""
         self._turn = 0
@@ -157,7 +158,7 @@ class PeerMemory:
 
     def partial_sum(self, shape: tuple[int, int], of: torch.dtype | SumTree) -> FusedSum | None:
         """The next sum, of summands of a dtype or of a tree's nodes; None where no kernel does it."""
-        way = way_of(self._size, shape, of, self._sizes)
+        way = way_of(self._size, shape, of, self._sizes, self._peers.num_sms)
         if way is None:
             return None
         tree = of if isinstance(of, SumTree) else None
@@ -243,7 +244,7 @@ class PeerMemory:
 
 
 def way_of(
-    size: int, shape: tuple[int, int], of: torch.dtype | SumTree, sizes: PeerSizes
+    size: int, shape: tuple[int, int], of: torch.dtype | SumTree, sizes: PeerSizes, num_sms: int = _MAX_SMALL_ROWS
 ) -> Literal["small", "large"] | None:
     """How `size` ranks do a sum, of summands of a dtype or of a tree's nodes; None: not in this memory. The same on all
     of them."""
@@ -258,7 +259,7 @@ def way_of(
         return None
     most = max(1, *of.counts) if isinstance(of, SumTree) else 1
     num_bytes = most * num_rows * row_elements * (torch.float32 if is_tree else torch.bfloat16).itemsize
-    if num_rows <= _MAX_SMALL_ROWS and (size - 1) * num_bytes <= _MAX_READ_BYTES:
+    if num_rows <= min(_MAX_SMALL_ROWS, num_sms) and (size - 1) * num_bytes <= _MAX_READ_BYTES:
         return "small"
     return "large" if num_rows <= sizes.rows and num_bytes <= sizes.sum_bytes else None
 

@@ -182,6 +182,7 @@ def test_how_ranks_sum_depends_on_bytes_type_and_room() -> None:
         (1, (8, 4096), tree_of(3), None),
     ]:
         assert way_of(size, shape, of, sizes) == way, (size, shape, of)
+    assert way_of(2, (109, 64), BF16, sizes, num_sms=108) == "large"
 
 
 # One GPU, where each rank is a stream.

@@ -320,7 +320,7 @@ def _call_sampler(first_id: int, num_ids: int) -> None:
 def _peers(num_ranks: int) -> Peers:
     base = 0x7F00_0000_0000
     bases = tuple(base + (rank << 22) for rank in range(num_ranks))
-    return Peers(bases, num_ranks - 1, _int32(STATE_WORDS), base - 4096, int(600e9))
+    return Peers(bases, num_ranks - 1, _int32(STATE_WORDS), base - 4096, int(600e9), 132)
 
 
 def _call_all_reduce_add_norm(num_ranks: int, weight: torch.Tensor, **nodes: Any) -> None:

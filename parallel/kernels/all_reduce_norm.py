@@ -36,9 +36,7 @@ _MAX_PROGRAMS: tl.constexpr = tl.constexpr(MAX_PROGRAMS)
 _SHARE_FLAGS: tl.constexpr = tl.constexpr(FLAG_BYTES // 2)
 # Two programs of up to 8 warps fit an SM with so many registers a thread; all programs of a launch must run at once.
 _MAX_REGISTERS = 128
-_FEW_PROGRAMS = 128  # programs of more warps run one on an SM, and there are 132 of these
 _GATHER_WORDS = 1024
-_GATHER_PROGRAMS = 128
 LATE = 2
 """The mark of a program that gave up waiting at its deadline; 1 if the host ended the wait."""
 
@@ -308,6 +306,12 @@ class Peers:
     waits, the device the second to say that it gave up, and why."""
     timeout_ns: int
     """How long a program waits for another rank's."""
+    num_sms: int
+    """SMs of each rank's device. All programs of a launch run at once: one on an SM, or two of at most 8 warps."""
+
+    def num_programs(self, wanted: int, num_warps: int) -> int:
+        """Programs of a launch that has work for so many."""
+        return min(wanted, MAX_PROGRAMS, self.num_sms * (2 if num_warps <= 8 else 1))
 
 
 def all_reduce_add_norm(
@@ -327,8 +331,8 @@ def all_reduce_add_norm(
     once, and its norm once more. Every rank launches it with the same shapes, in the same order.
 
     Args:
-        residual: [num_rows, size], rows any distance apart; the same on every rank. Without `scales_offset` at most
-            MAX_PROGRAMS rows: a program for each, and all must run at once.
+        residual: [num_rows, size], rows any distance apart; the same on every rank. Without `scales_offset` at most as
+            many rows as SMs: a program for each, and all must run at once.
         weight: [size], bf16 or fp32.
         data_offset: bytes from a rank's base to the summands, [num_rows, size] of the residual's dtype, contiguous;
             with `counts` [counts[rank], num_rows, size] fp32.
@@ -359,8 +363,7 @@ def all_reduce_add_norm(
             peers.timeout_ns, residual.stride(0), eps, **shared,
         )  # fmt: skip
         return out
-    most = MAX_PROGRAMS if num_warps <= 8 else _FEW_PROGRAMS
-    _reduce_norm_share_kernel[(min(triton.cdiv(num_rows, len(peers.bases)), most),)](
+    _reduce_norm_share_kernel[(peers.num_programs(triton.cdiv(num_rows, len(peers.bases)), num_warps),)](
         out, residual, weight, peers.state, peers.bases, own, peers.rank, data_offset, scales_offset, num_rows,
         peers.host_words, peers.timeout_ns, residual.stride(0), eps, **shared, maxnreg=_MAX_REGISTERS,
     )  # fmt: skip
@@ -375,12 +378,13 @@ def gather(out: torch.Tensor, x: torch.Tensor, peers: Peers, *, area_offset: int
         half_bytes: the size of one, a multiple of MAX_PROGRAMS * 16.
     """
     num_ranks = len(peers.bases)
-    blocks = half_bytes // MAX_PROGRAMS // (4 * _GATHER_WORDS * num_ranks) * _GATHER_PROGRAMS
+    most = peers.num_programs(MAX_PROGRAMS // 2, 4)
+    blocks = half_bytes // MAX_PROGRAMS // (4 * _GATHER_WORDS * num_ranks) * most
     assert blocks, f"{half_bytes} bytes are too few for {num_ranks} ranks"
     step = blocks * _GATHER_WORDS
     for start in range(0, len(x), step):
         piece, into = x[start : start + step], out[:, start : start + step]
-        _gather_kernel[(min(triton.cdiv(len(piece), _GATHER_WORDS), _GATHER_PROGRAMS),)](
+        _gather_kernel[(min(triton.cdiv(len(piece), _GATHER_WORDS), most),)](
             into, piece, peers.state, peers.bases, peers.bases[peers.rank], peers.rank, area_offset, half_bytes,
             len(piece), out.stride(0), peers.host_words, peers.timeout_ns, BLOCK=_GATHER_WORDS, num_warps=4,
         )  # fmt: skip
@@ -394,18 +398,21 @@ def look_up(
     Args:
         row_of: [vocab_size] int32: where in `rows` an id is; len(rows) - 1 where another rank has it.
         rows: [num_held + 1, row_size], contiguous, row_size a multiple of 16 bytes.
-        area_offset: as `gather` has it, as half_bytes, which hold num_ids rows.
+        area_offset: as `gather` has it, as half_bytes, in which each program has room for a row.
     """
     out = torch.empty((len(ids), rows.shape[1]), dtype=rows.dtype, device=rows.device)
     num_words = rows.shape[1] * rows.element_size() // 4
-    num_programs = min(len(ids), MAX_PROGRAMS)
-    if num_programs:
-        block = triton.next_power_of_2(num_words)
-        _look_up_kernel[(num_programs,)](
-            out.view(torch.int32), ids, row_of, rows.view(torch.int32), peers.state, peers.bases,
-            peers.bases[peers.rank], peers.rank, area_offset, half_bytes, len(ids), len(rows) - 1, len(row_of),
-            peers.host_words, peers.timeout_ns, WORDS=num_words, BLOCK=block,
-            num_warps=min(max(block // 512, 1), 8), maxnreg=_MAX_REGISTERS,
+    block = triton.next_power_of_2(num_words)
+    num_warps = min(max(block // 512, 1), 8)
+    most = peers.num_programs(len(ids), num_warps)
+    step = half_bytes // MAX_PROGRAMS // (4 * num_words) * most  # all of them at once on a device of 128 SMs or more
+    for start in range(0, len(ids), max(step, 1)):
+        piece = ids[start : start + step]
+        _look_up_kernel[(min(len(piece), most),)](
+            out[start:].view(torch.int32), piece, row_of, rows.view(torch.int32), peers.state, peers.bases,
+            peers.bases[peers.rank], peers.rank, area_offset, half_bytes, len(piece), len(rows) - 1, len(row_of),
+            peers.host_words, peers.timeout_ns, WORDS=num_words, BLOCK=block, num_warps=num_warps,
+            maxnreg=_MAX_REGISTERS,
         )  # fmt: skip
     return out
 
