@@ -29,7 +29,11 @@ _MAX_READ_BYTES = 1536 << 10
 _MAX_ROW_ELEMENTS = 16384
 _ROW_ALIGNMENT = 16  # bytes of one load
 _MAX_CACHED_SUMS = 256
-_MAX_RANKS = 8
+MAX_RANKS = 8
+MAX_PROGRAMS = 256
+"""The most programs of a launch that waits for other ranks."""
+FLAG_BYTES = 2 * 4 * MAX_RANKS * MAX_PROGRAMS
+"""Bytes of the flags that the memory begins with."""
 _MAX_SMALL_ROWS = 128  # each has a program, and there are no more than SMs, so that all run at once
 _SMALL_BYTES = 2 << 20  # the most that the summands of a small sum take
 _MIN_SHARED_BYTES = 8 << 20  # the least that a half of the shared rows' memory has
@@ -107,7 +111,7 @@ class PeerMemory:
     is queued runs to its end with useless results, and `check_alive` raises.
 
     Args:
-        memory: [bytes_of(size, sizes)] uint8, zeros, mapped by every rank before the first call.
+        memory: [bytes_of(sizes)] uint8, zeros, mapped by every rank before the first call.
         addresses: of every rank's memory in this rank's address space.
     """
 
@@ -144,16 +148,15 @@ class PeerMemory:
         self._turn = 0
         self._sums: dict[tuple[tuple[int, int], torch.dtype | SumTree, int], FusedSum] = {}
         # Flags, two small buffers, two halves for what is shared, scales of norms, and the large buffer.
-        self._small = kernels.FLAG_BYTES
+        self._small = FLAG_BYTES
         self._shared = self._small + 2 * _SMALL_BYTES
-        self._scales = self._shared + 2 * _half_bytes(sizes)
+        self._half_bytes = _half_bytes(sizes)
+        self._scales = self._shared + 2 * self._half_bytes
         self._large = self._scales + _scales_bytes(sizes)
 
     @staticmethod
     def bytes_of(sizes: PeerSizes) -> int:
         """Bytes of the memory that every rank maps."""
-        from parallel.kernels.all_reduce_norm import FLAG_BYTES
-
         return FLAG_BYTES + 2 * _SMALL_BYTES + 2 * _half_bytes(sizes) + _scales_bytes(sizes) + sizes.sum_bytes
 
     def partial_sum(self, shape: tuple[int, int], of: torch.dtype | SumTree) -> FusedSum | None:
@@ -208,7 +211,7 @@ class PeerMemory:
             into = torch.empty(self._size, len(words), dtype=torch.int32, device=x.device)
         else:
             words, into = flat.view(torch.int32), out.view(self._size, -1).view(torch.uint8).view(torch.int32)
-        self._kernels.gather(into, words, self._peers, area_offset=self._shared, half_bytes=_half_bytes(self._sizes))
+        self._kernels.gather(into, words, self._peers, area_offset=self._shared, half_bytes=self._half_bytes)
         if padding:
             out.view(self._size, -1).view(torch.uint8).copy_(into.view(torch.uint8)[:, : len(flat)])
 
@@ -219,7 +222,7 @@ class PeerMemory:
             return None
         self.check_alive()
         return self._kernels.look_up(
-            ids, row_of, rows, self._peers, area_offset=self._shared, half_bytes=_half_bytes(sizes)
+            ids, row_of, rows, self._peers, area_offset=self._shared, half_bytes=self._half_bytes
         )
 
     def abort(self, reason: str) -> None:
@@ -251,7 +254,7 @@ def way_of(
     (num_rows, row_elements), is_tree = shape, isinstance(of, SumTree)
     if not (
         (is_tree or of is torch.bfloat16)
-        and 2 <= size <= _MAX_RANKS
+        and 2 <= size <= MAX_RANKS
         and num_rows >= 1
         and 1 <= row_elements <= _MAX_ROW_ELEMENTS
         and row_elements * torch.bfloat16.itemsize % _ROW_ALIGNMENT == 0
@@ -266,11 +269,9 @@ def way_of(
 
 def _half_bytes(sizes: PeerSizes) -> int:
     """Bytes of each half of what is shared: programs have equal areas, each for as many rows as any of them takes."""
-    from parallel.kernels.all_reduce_norm import MAX_PROGRAMS
-
     rows = -(-sizes.rows // MAX_PROGRAMS) * MAX_PROGRAMS
     return max(-(-rows * sizes.row_bytes // _SHARED_UNIT) * _SHARED_UNIT, _MIN_SHARED_BYTES)
 
 
 def _scales_bytes(sizes: PeerSizes) -> int:
-    return math.ceil(4 * sizes.rows / _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+    return -(-4 * sizes.rows // _ROW_ALIGNMENT) * _ROW_ALIGNMENT

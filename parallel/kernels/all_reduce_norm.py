@@ -24,13 +24,10 @@ import torch
 import triton
 import triton.language as tl
 
+from parallel.fused_sum import FLAG_BYTES, MAX_PROGRAMS
 from parallel.numerics.kernels.tree_sum import add_norm_row, append, block_of_row, finish, scale_of
 from parallel.numerics.tree import Additions
 
-MAX_RANKS = 8
-MAX_PROGRAMS = 256
-FLAG_BYTES = 2 * 4 * MAX_RANKS * MAX_PROGRAMS
-"""Bytes of the flags."""
 STATE_WORDS = 2 * MAX_PROGRAMS + 1
 _MAX_PROGRAMS: tl.constexpr = tl.constexpr(MAX_PROGRAMS)
 _SHARE_FLAGS: tl.constexpr = tl.constexpr(FLAG_BYTES // 2)
