@@ -22,7 +22,7 @@ import contextlib
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -342,11 +342,37 @@ def _numbers(separator: str) -> Any:
     return parse
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that `run` reads."""
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--json", type=Path, metavar="OUT")
+    parser.add_argument("--commit", help="of the code measured, where the checkout has no git directory")
+    parser.add_argument("--address", help="of a Ray cluster to join; default: one is started")
+
+
+def run(
+    name: str,
+    args: argparse.Namespace,
+    report: Report,
+    measure: Callable[[EngineConfig, Report], Coroutine[Any, Any, None]],
+) -> None:
+    """Has the benchmark `name` measure the config of `args` into `report`, in a Ray cluster; ends the process where a
+    setting does not allow it or the engine fails."""
+    try:
+        config = load_app_config(args.config, args.overrides).engine
+        report.add(benchmark=name, config=str(args.config), overrides=args.overrides, **circumstances(args.commit))
+        cpus = sum(bundle["CPU"] for bundle in group_bundles(config, gpus=config.device == "cuda"))
+        with ray_session(cluster_address(args.address or "local"), min_cpus=cpus):
+            asyncio.run(measure(config, report))
+    except LockstepError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
 def main() -> None:
     defaults = Options()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", type=Path)
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
+    add_arguments(parser)
     parser.add_argument("--batches", type=_numbers(","), default=defaults.batches, metavar="N,...")
     parser.add_argument("--prompt-tokens", type=int, default=defaults.prompt_tokens)
     parser.add_argument("--new-tokens", type=_numbers(","), default=defaults.new_tokens, metavar="SHORT,LONG")
@@ -358,20 +384,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=defaults.rounds)
     parser.add_argument("--temperature", type=float, default=defaults.temperature)
     parser.add_argument("--skip", type=lambda text: tuple(text.split(",")), default=(), metavar=",".join(PARTS))
-    parser.add_argument("--json", type=Path, metavar="OUT")
     parser.add_argument("--vllm", action="store_true", help="compare with vLLM's figures in benchmarks/peers.json")
-    parser.add_argument("--commit", help="of the code measured, where the checkout has no git directory")
-    parser.add_argument("--address", help="of a Ray cluster to join; default: one is started")
     args = parser.parse_args()
     report = Report(args.json)
     try:
         options = Options(**{key: value for key, value in vars(args).items() if key in asdict(defaults)})
-        config = load_app_config(args.config, args.overrides).engine
-        report.add(benchmark="engine", config=str(args.config), overrides=args.overrides, **circumstances(args.commit))
-        cpus = sum(bundle["CPU"] for bundle in group_bundles(config, gpus=config.device == "cuda"))
-        with ray_session(cluster_address(args.address or "local"), min_cpus=cpus):
-            asyncio.run(benchmark(config, options, report, vllm=args.vllm))
-    except LockstepError as error:
+        run("engine", args, report, lambda config, report: benchmark(config, options, report, vllm=args.vllm))
+    except ConfigError as error:
         raise SystemExit(f"error: {error}") from None
     finally:
         print("\n" + engine_report.render(report.figures))

@@ -12,19 +12,16 @@ import argparse
 import asyncio
 import itertools
 import time
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import ray
 
-from benchmarks.engine import Driver, started_engine
-from benchmarks.report import Report, circumstances
+from benchmarks.engine import Driver, add_arguments, run, started_engine
+from benchmarks.report import Report
 from cluster.engine.client import RequestStream
 from cluster.engine.running_engine import describe
-from cluster.serve.placement import NodeResources, group_bundles, uses_gpus
-from cluster.serve.session import cluster_address, ray_session
-from configs.errors import LockstepError
-from configs.load import load_app_config
+from cluster.serve.placement import NodeResources, uses_gpus
 from configs.schema import EngineConfig
 
 _PROMPT_TOKENS = 128
@@ -70,24 +67,14 @@ async def benchmark(config: EngineConfig, report: Report, *, sizes: list[int], s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", type=Path)
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
+    add_arguments(parser)
     parser.add_argument("--sizes", type=lambda text: [int(size) for size in text.split(",")], default=[1, 2, 1])
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=400)
-    parser.add_argument("--json", type=Path, metavar="OUT")
-    parser.add_argument("--commit", help="of the code measured, where the checkout has no git directory")
-    parser.add_argument("--address", help="of a Ray cluster to join; default: one is started")
     args = parser.parse_args()
-    try:
-        overrides = [*args.overrides, f"tensor_parallel_size={args.sizes[0]}"]
-        config = load_app_config(args.config, overrides).engine
-        report = Report(args.json, benchmark="resize", overrides=overrides, **circumstances(args.commit))
-        cpus = sum(bundle["CPU"] for bundle in group_bundles(config, gpus=config.device == "cuda"))
-        with ray_session(cluster_address(args.address or "local"), min_cpus=cpus):
-            asyncio.run(benchmark(config, report, sizes=args.sizes, streams=args.streams, tokens=args.tokens))
-    except LockstepError as error:
-        raise SystemExit(f"error: {error}") from None
+    args.overrides.append(f"tensor_parallel_size={args.sizes[0]}")
+    measured = partial(benchmark, sizes=args.sizes, streams=args.streams, tokens=args.tokens)
+    run("resize", args, Report(args.json), measured)
 
 
 if __name__ == "__main__":

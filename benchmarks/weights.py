@@ -18,19 +18,17 @@ import asyncio
 import itertools
 import statistics
 import time
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import ray
 
-from benchmarks.engine import Driver, started_engine
-from benchmarks.report import Report, circumstances
+from benchmarks.engine import Driver, add_arguments, run, started_engine
+from benchmarks.report import Report
 from cluster.engine.client import RequestStream
 from cluster.engine.running_engine import describe
-from cluster.serve.placement import NodeResources, group_bundles, uses_gpus
-from cluster.serve.session import cluster_address, ray_session
-from configs.errors import ConfigError, LockstepError
-from configs.load import load_app_config
+from cluster.serve.placement import NodeResources, uses_gpus
+from configs.errors import ConfigError
 from configs.schema import EngineConfig
 
 _PROMPT_TOKENS = 128
@@ -80,22 +78,12 @@ async def benchmark(config: EngineConfig, report: Report, *, streams: int, round
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", type=Path)
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
+    add_arguments(parser)
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, metavar="OUT")
-    parser.add_argument("--commit", help="of the code measured, where the checkout has no git directory")
-    parser.add_argument("--address", help="of a Ray cluster to join; default: one is started")
     args = parser.parse_args()
-    try:
-        config = load_app_config(args.config, args.overrides).engine
-        report = Report(args.json, benchmark="weights", overrides=args.overrides, **circumstances(args.commit))
-        cpus = sum(bundle["CPU"] for bundle in group_bundles(config, gpus=config.device == "cuda"))
-        with ray_session(cluster_address(args.address or "local"), min_cpus=cpus):
-            asyncio.run(benchmark(config, report, streams=args.streams, rounds=args.rounds))
-    except LockstepError as error:
-        raise SystemExit(f"error: {error}") from None
+    measured = partial(benchmark, streams=args.streams, rounds=args.rounds)
+    run("weights", args, Report(args.json), measured)
 
 
 if __name__ == "__main__":
