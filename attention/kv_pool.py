@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import prod
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,7 @@ from configs.errors import EngineError
 
 FP8 = torch.float8_e4m3fn
 _FP8_MAX = 448.0
+_ALIGNMENT_BYTES = 256
 
 
 class ReqToTokenPool:
@@ -71,6 +73,7 @@ class TokenToKVPool:
         compute_dtype: of the keys and values that are written, and of queries and answers. None: `dtype`.
         num_window_pages: pages of the layers with a window, which have page ids of their own then: the window pool.
             None: as many as of the others, by the same ids.
+        allocate: makes the pool's memory, [num_bytes] uint8 on `device`, of finite numbers. None: torch does.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class TokenToKVPool:
         device: torch.device,
         compute_dtype: torch.dtype | None = None,
         num_window_pages: int | None = None,
+        allocate: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
         self.layers = tuple(layers)
         self.num_pages = num_pages
@@ -92,15 +96,23 @@ class TokenToKVPool:
         self.compute_dtype = dtype if compute_dtype is None else compute_dtype
         self.device = device
         windowed = num_pages if num_window_pages is None else num_window_pages
-        # No slot's values are used before they are written: on CPU memory is taken as pages fill. On CUDA whole pages
-        # may be loaded, and a NaN in an unused slot would come through its weight of zero.
-        new = torch.zeros if device.type == "cuda" else torch.empty
-        self._pages = [
-            tuple(new((pages + 1, page_size, *shape), dtype=dtype, device=device) for shape in layer.token_shapes)
+        shapes = [
+            [(pages + 1, page_size, *shape) for shape in layer.token_shapes]
             for layer, pages in ((it, num_pages if it.window is None else windowed) for it in layers)
         ]
+        sizes = [prod(shape) * dtype.itemsize for of_layer in shapes for shape in of_layer]
+        room = [-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes]
+        parts = torch.split((allocate or self._allocate)(sum(room)), room)
+        tensors = (part[:size].view(dtype) for part, size in zip(parts, sizes, strict=True))
+        self._pages = [tuple(next(tensors).view(shape) for shape in of_layer) for of_layer in shapes]
         # Slot views are made once: a view per layer and step is Python time on the decode path.
         self._slots = [tuple(pages.flatten(0, 1).flatten(1) for pages in of_layer) for of_layer in self._pages]
+
+    def _allocate(self, num_bytes: int) -> torch.Tensor:
+        # No slot's values are used before they are written: on CPU memory is taken as pages fill. On CUDA whole pages
+        # may be loaded, and a NaN in an unused slot would come through its weight of zero.
+        new = torch.zeros if self.device.type == "cuda" else torch.empty
+        return new(num_bytes, dtype=torch.uint8, device=self.device)
 
     def pages(self, layer_id: int) -> tuple[torch.Tensor, ...]:
         """K and V of a layer, [its pages + 1, page_size, tp_k_head_num, head_dim] each, or what it keeps; writable."""

@@ -255,6 +255,11 @@ class FakeWorker:
             item_logprobs=np.array(items, np.float32).reshape(len(items), most),
         ).encode()
 
+    def lose(self, frame: StepFrame) -> None:
+        """Nothing of what the frame had written is there."""
+        for row, start, num in zip(frame.rows.tolist(), frame.starts.tolist(), frame.lens.tolist(), strict=True):
+            self._write(row, np.arange(start, start + num), -1)
+
     def _history(self, row: int, num_tokens: int) -> npt.NDArray[np.int64]:
         return self.kv[self._slots(row, np.arange(num_tokens))]
 
@@ -315,6 +320,8 @@ class Engine:
         self.lengths: dict[int, int] = {}
         self.salts: dict[int, tuple[int, bytes]] = {}
         """Era and salt of the request that wrote a page last."""
+        self.num_kept_pages = 0
+        """Pages of lost ranks that the next ones went on with."""
         self.num_changes = 0
         self.eras: dict[int, int] = {}
         """By row, how often the weights had changed when its request was admitted."""
@@ -408,26 +415,35 @@ class Engine:
         assert stats.num_evictable_pages == 0
         assert running == "continue" or stats.num_free_pages == self.limits.num_pages
 
-    def requeue_all(self, limits: SchedulerLimits | None = None) -> None:
-        """The ranks are lost, with the steps in flight and all they held; the next ones have the pools of `limits`."""
+    def requeue_all(self, limits: SchedulerLimits | None = None, *, keeps_kv: bool = False) -> None:
+        """The ranks are lost, with the steps in flight and, unless `keeps_kv`, all they held; the next ones have the
+        pools of `limits`."""
         in_flight = {row for frame in self.frames for row in frame.rows.tolist()}
         table = self.scheduler._rows
         named = {int(table.ids[row]) for row in in_flight if table.live[row]}
-        lost = self.scheduler.requeue_all(self.scheduler.generation + 1)
+        lost = self.scheduler.requeue_all(self.scheduler.generation + 1, keeps_kv=keeps_kv)
         assert {request_id for request_id, _ in lost} == named
         for request_id, num_tokens in lost:
             answer = self.answers[request_id]
             assert num_tokens == len(answer.prompt) + len(answer.tokens)
         self.scheduler.check_integrity()
         stats = self.scheduler.stats()
-        assert (stats.num_running, stats.num_free_pages) == (0, self.limits.num_pages)
+        assert (stats.num_running, stats.num_free_pages + stats.num_cached_pages) == (0, self.limits.num_pages)
+        assert keeps_kv or not stats.num_cached_pages
+        self.num_kept_pages += stats.num_cached_pages
         if limits is not None:
             self.limits = limits
             self.scheduler.set_num_pages(limits.num_pages, limits.num_window_pages)
+        kept = self.worker.kv
+        for frame in self.frames:
+            self.worker.lose(frame)
         self.worker = FakeWorker(self.limits)
+        if keeps_kv:
+            self.worker.kv = kept
+        else:
+            self.salts.clear()
         self.frames.clear()
         self.results.clear()
-        self.salts.clear()
 
     def take(self, output: StepOutput | None) -> None:
         if output is None:

@@ -40,7 +40,10 @@ class FakeRanks:
     def log_stacks(self, step_age_s: float) -> None:
         self.stuck_s.append(step_age_s)
 
-    def replace_ranks(self, generation: int, how: LockstepError | FakeRanks) -> FakeRanks:
+    def keeps_kv(self, failure: LockstepError) -> bool:
+        return False
+
+    def replace_ranks(self, generation: int, how: LockstepError | FakeRanks, *, keeps_kv: bool = False) -> FakeRanks:
         assert self.replace is not None, "nobody replaces these"
         return self.replace(generation, how)
 

@@ -131,7 +131,9 @@ def test_a_rank_asks_ray_for_a_gpu_only_where_none_is_reserved_for_it(
 def test_the_end_of_a_rank_is_waited_for_where_others_need_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster.ranks.rank.ray, "kill", lambda _: None)
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
-        Rank(0, None, pidfd=os.pidfd_open(process.pid)).end(wait_s=10.0)
+        rank = Rank(0, None, pidfd=os.pidfd_open(process.pid))
+        rank.end()
+        assert rank.await_end(10.0)
         assert process.poll() is not None
 
 

@@ -88,7 +88,10 @@ def run_random_load(
         elif engine.frames:
             engine.retire()
         if faults and rng.random() < faults:
-            engine.requeue_all(other_pools(limits, rng) if resizes else None)
+            if resizes:
+                engine.requeue_all(other_pools(limits, rng))
+            else:
+                engine.requeue_all(keeps_kv=rng.random() < 0.7)
         if changes and rng.random() < changes:
             engine.change_weights(rng.choice(["continue", "continue", "finish", "recompute"]))
     engine.run()
@@ -139,6 +142,40 @@ def test_every_answer_equals_the_reference_though_the_ranks_are_lost(
     seed: int, steps_in_flight: int, max_row_tokens: int, windows: bool
 ) -> None:
     run_random_load(seed, steps_in_flight, max_row_tokens, windows=windows, faults=0.1)
+
+
+def test_random_faults_leave_pages_that_others_go_on_with() -> None:
+    assert sum(run_random_load(seed, 2, faults=0.1).num_kept_pages for seed in range(3)) > 50
+
+
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_ranks_that_keep_their_kv_compute_again_what_was_in_flight_alone(steps_in_flight: int) -> None:
+    limits = replace(LIMITS, max_num_batched_tokens=64, prefill_chunk_size=64, steps_in_flight=steps_in_flight)
+    engine = Engine(limits)
+    for seed in range(3):
+        engine.add(prompt_of(16, seed), max_tokens=20, seed=seed)
+    for _ in range(10):
+        engine.step()
+    while engine.launch() is not None:
+        pass
+    num_known = [len(it.prompt) + len(it.tokens) for it in engine.answers.values()]
+    engine.requeue_all(keeps_kv=True)
+    frame = engine.launch()
+    assert frame is not None
+    # The last known token has no KV yet, and a page that is not full is not kept.
+    assert frame.starts.tolist() == [(num - 1) // limits.page_size * limits.page_size for num in num_known]
+    assert (frame.starts + frame.lens).tolist() == num_known
+    engine.run()
+
+
+def test_pages_that_a_lost_step_was_computing_are_found_by_nobody() -> None:
+    engine = Engine(replace(LIMITS, max_num_batched_tokens=64, prefill_chunk_size=16))
+    engine.add(prompt_of(40), max_tokens=2)
+    engine.step()
+    engine.launch()  # its whole pages are in the cache from now on
+    engine.requeue_all(keeps_kv=True)
+    assert engine.num_kept_pages == 4
+    engine.run()
 
 
 @pytest.mark.parametrize(("seed", "windows"), [(0, False), (1, False), (2, True)])

@@ -22,6 +22,7 @@ from configs.model_config import ModelConfig
 from configs.schema import EngineConfig, resolved
 from parallel.fused_sum import PeerSizes
 from parallel.group import TensorParallelGroup
+from parallel.kept_memory import KeptMemory
 from parallel.numerics.arithmetic import FAST, ExactArithmetic, most_nodes
 from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost
@@ -42,6 +43,7 @@ from worker.weights import Checkpoint
 _log = logging.getLogger(__name__)
 
 _MAX_SUM_BYTES = 512 << 20
+_KV = "kv"
 # The words of torch where the node has no memory.
 _NO_MEMORY = "can't allocate memory"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp8_e4m3": FP8}
@@ -66,6 +68,7 @@ class TPWorker:
         model_path: a directory or a .gguf file on this node.
         plan: made for `group.size` ranks.
         group: where the all-reduces run; closed by its owner, not by this.
+        kept: memory for what outlives this process. None: nothing does.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class TPWorker:
         model_path: Path,
         plan: ShardPlan,
         group: TensorParallelGroup,
+        kept: KeptMemory | None = None,
     ) -> None:
         if config.dtype not in _DTYPES or config.attention.prefill_backend is None:
             raise ConfigError(f"dtype={config.dtype} and attention must be resolved before a worker starts")
@@ -85,6 +89,7 @@ class TPWorker:
         self._model = model
         self._model_path = model_path
         self._group = group
+        self._kept = kept
         self._dtype = _DTYPES[config.dtype]
         self._device = group.device
         self._arithmetic = ExactArithmetic(self._device) if config.is_exact else FAST
@@ -238,10 +243,11 @@ class TPWorker:
         on_progress: Callable[[float], None] | None = None,
         *,
         at_once: bool = False,
+        keeps_kv: bool = False,
     ) -> None:
         """Allocates the KV pool and page table; captures steps as well where the attention backend can.
 
-        Called again, it begins anew: nothing is left of requests and pages, only the weights.
+        Called again, it begins anew: nothing is left of requests, and of pages only their KV, if `keeps_kv`.
 
         Args:
             num_pages: pages with ids 1 to num_pages; page 0 comes on top. The same on every rank.
@@ -250,11 +256,22 @@ class TPWorker:
             on_progress: gets the share of the graphs captured, 0 to 1.
             at_once: requests wait. Graphs are captured as steps need them, and what these GPUs' first ranks have
                 checked is not checked again.
+            keeps_kv: the pool is the one that this rank had before, in whichever process.
+
+        Raises:
+            EngineError: that pool is gone, or of another size.
         """
         check_length(self._model, max_model_len)
         self.close()
         with naming_the_rank(self._group.rank, self._device, "capturing the CUDA graphs"):
-            self._runner = self._new_runner(num_pages, max_model_len, num_window_pages)
+            kept = self._kept
+
+            def pool_memory(num_bytes: int) -> torch.Tensor:
+                assert kept is not None
+                return kept.again(_KV, num_bytes) if keeps_kv else kept.new(_KV, num_bytes)
+
+            allocate = None if kept is None else pool_memory
+            self._runner = self._new_runner(num_pages, max_model_len, num_window_pages, allocate)
             if self._device.type == "cuda" and not at_once:
                 self.check_steps(min(num_pages, num_window_pages or num_pages), max_model_len)
             self._runner.capture(late=at_once, on_progress=on_progress)
@@ -378,10 +395,16 @@ class TPWorker:
         is_dummy = self._config.load_format == "dummy"
         return DummyCheckpoint(model, revision) if is_dummy else Checkpoint.open(checkpoint, model)
 
-    def _new_runner(self, num_pages: int, max_model_len: int, num_window_pages: int | None = None) -> ModelRunner:
+    def _new_runner(
+        self,
+        num_pages: int,
+        max_model_len: int,
+        num_window_pages: int | None = None,
+        allocate: Callable[[int], torch.Tensor] | None = None,
+    ) -> ModelRunner:
         scheduler, attention = self._config.scheduler, self._config.attention
         flops = StepCost.of(self._plan, self._dtype.itemsize).flops_per_token / self._group.size
-        req_to_token_pool, token_to_kv_pool = self._pools(num_pages, max_model_len, num_window_pages)
+        req_to_token_pool, token_to_kv_pool = self._pools(num_pages, max_model_len, num_window_pages, allocate)
         return ModelRunner(
             self._decoder,
             create_backend(
@@ -401,7 +424,11 @@ class TPWorker:
         )
 
     def _pools(
-        self, num_pages: int, max_model_len: int, num_window_pages: int | None
+        self,
+        num_pages: int,
+        max_model_len: int,
+        num_window_pages: int | None,
+        allocate: Callable[[int], torch.Tensor] | None,
     ) -> tuple[ReqToTokenPool, TokenToKVPool]:
         page_size = self._config.kv_cache.page_size
         token_to_kv_pool = TokenToKVPool(
@@ -412,6 +439,7 @@ class TPWorker:
             compute_dtype=self._dtype,
             device=self._device,
             num_window_pages=num_window_pages,
+            allocate=allocate,
         )
         num_rows = self._limits(max_model_len).num_rows - 1
         self._decoder.set_max_positions(max_model_len)

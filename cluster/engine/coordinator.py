@@ -8,6 +8,7 @@ No Ray and no torch here: the actor around it (cluster/engine/coordinator_actor.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import threading
@@ -217,13 +218,14 @@ class Coordinator:
         """Has ranks replaced after `failure`; returns why that failed, if it did. Raises `failure` where it is not to
         be done."""
         self._failure = failure
-        lost = self._requeue()
+        keeps_kv = self.ranks.keeps_kv(failure)
+        lost = self._requeue(keeps_kv=keeps_kv)
         if (reason := self.ranks.reason_never or self._recovery.reason_against(failure, lost)) is not None:
             logger.error("the group is not rebuilt: %s", reason)
             raise failure
         logger.warning("the group is rebuilt, %d requests wait: %s", len(self.scheduler.live_ids()), failure)
         began = time.monotonic()
-        if (error := self._replace_ranks(failure)) is None:
+        if (error := self._replace_ranks(failure, keeps_kv=keeps_kv)) is None:
             self.num_rebuilds += 1
             logger.warning("the group is rebuilt after %.2f s", time.monotonic() - began)
         return error
@@ -280,13 +282,13 @@ class Coordinator:
         logger.warning("weights %s serve, no step ran for %.4f s", change.weights.version, pause_s)
         done.set_result(pause_s)
 
-    def _requeue(self) -> frozenset[tuple[int, int]]:
+    def _requeue(self, *, keeps_kv: bool = False) -> frozenset[tuple[int, int]]:
         """Begins a generation in which all requests wait. Returns what the steps in flight were about."""
         self._meter.lost()
         with self._lock:
-            return self.scheduler.requeue_all(self.scheduler.generation + 1)
+            return self.scheduler.requeue_all(self.scheduler.generation + 1, keeps_kv=keeps_kv)
 
-    def _replace_ranks(self, how: LockstepError | RankGroup) -> LockstepError | None:
+    def _replace_ranks(self, how: LockstepError | RankGroup, *, keeps_kv: bool = False) -> LockstepError | None:
         """Has the ranks replaced as `RankGroup.replace_ranks` has it, on a thread of its own, while requests are taken
         and wait. Returns why no ranks run; None: they do."""
         self._failure = None
@@ -294,7 +296,8 @@ class Coordinator:
         self.life.enter(EngineState.REBUILDING)
         replaced: Future[RankGroup] = Future()
         replaced.add_done_callback(lambda _: self._socket.wake())
-        args = (replaced, self.ranks.replace_ranks, self.scheduler.generation, how)
+        replace_ranks = functools.partial(self.ranks.replace_ranks, keeps_kv=keeps_kv)
+        args = (replaced, replace_ranks, self.scheduler.generation, how)
         threading.Thread(target=_run_into, args=args, name="rebuild", daemon=True).start()
         while not replaced.done():
             if self._closing.is_set():

@@ -38,6 +38,7 @@ class Rank:
     """A file descriptor of its process, while that runs on this node; -1: none."""
     room_bytes: int = 0
     """Bytes that were free on its GPU before that was first used."""
+    _ending: int = -1
 
     def settle(self, location: Location) -> None:
         """The rank's process, just started, runs at `location`."""
@@ -46,18 +47,27 @@ class Rank:
             with contextlib.suppress(OSError):  # a sandbox may not know the call; the raylet ends the process as well
                 self.pidfd = os.pidfd_open(location.pid)
 
-    def end(self, *, wait_s: float = 0.0) -> None:
-        """Ends its process, and waits so long for that. Ray only asks it to end, which one that is stopped or stuck
-        does not hear; on another node the raylet ends such a one when the placement group goes."""
+    def end(self) -> None:
+        """Ends its process, without waiting for that. Ray only asks it to end, which one that is stopped or stuck does
+        not hear; on another node the raylet ends such a one when the placement group goes."""
         ray.kill(self.actor)
-        pidfd, self.pidfd = self.pidfd, -1
-        if pidfd >= 0:
+        self.await_end(0.0)
+        self._ending, self.pidfd = self.pidfd, -1
+        if self._ending >= 0:
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-                ended = select.poll()
-                ended.register(pidfd)
-                ended.poll(1000 * wait_s)
-            os.close(pidfd)
+                signal.pidfd_send_signal(self._ending, signal.SIGKILL)
+
+    def await_end(self, timeout_s: float) -> bool:
+        """Waits so long until the process that `end` ended last is gone; returns whether it is, as one of another node
+        counts."""
+        ending, self._ending = self._ending, -1
+        if ending < 0:
+            return True
+        ended = select.poll()
+        ended.register(ending)
+        is_gone = bool(ended.poll(1000 * timeout_s))
+        os.close(ending)
+        return is_gone
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +90,8 @@ class RankStarter:
     """Devices, as in `Location`, of the ranks that these take the places of."""
     name: str
     """Prefix of the actors' names."""
+    keeper: str = ""
+    """`RankSpec.keeper` of its ranks."""
     suffix: str = ""
     """End of the actors' names, where two groups of one name live for a while."""
 
@@ -90,7 +102,15 @@ class RankStarter:
 
     def spec(self, index: int) -> RankSpec:
         """The arguments of the rank of this index."""
-        spec = RankSpec(self.config, self.model, str(self.model_path), index, self.name, is_in_memory=self.is_in_memory)
+        spec = RankSpec(
+            self.config,
+            self.model,
+            str(self.model_path),
+            index,
+            self.name,
+            keeper=self.keeper,
+            is_in_memory=self.is_in_memory,
+        )
         if 0 <= index < len(self.taken):
             return replace(spec, device=self.taken[index])
         extra = index - self.num_bundles

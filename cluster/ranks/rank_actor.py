@@ -70,6 +70,8 @@ class RankSpec:
     """See `Location`; named where the GPU is reserved already and not given to this process. None: the one that is."""
     room_bytes: int = 0
     """Memory to be free on the GPU before a rank that takes a place joins: the last one's is freed late."""
+    keeper: str = ""
+    """Address of the one who keeps what outlives this process, where all ranks are on its node."""
     is_in_memory: bool = False
     """Whether the weights are the tensors that the rank was given, and not at `model_path`."""
 
@@ -154,6 +156,7 @@ class RankActor:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not declared
 
         from parallel.group import TensorParallelGroup
+        from parallel.kept_memory import KeptMemory
         from worker.memory import await_room
         from worker.preparing import mark_compilations
         from worker.tp_worker import TPWorker, peer_sizes
@@ -198,6 +201,7 @@ class RankActor:
             model_path=Path(self._spec.model_path),
             plan=plan,
             group=self._group,
+            kept=KeptMemory(self._spec.keeper, rank) if one_node and device.type == "cpu" else None,
         )
         return room_bytes
 
@@ -232,11 +236,17 @@ class RankActor:
         """Measures what this rank's device can do; all ranks at the same time, since they may share it."""
         return self._ready().measure()
 
-    def allocate(self, pool: PoolShape, at_once: bool) -> None:
-        """Allocates the KV pool and the request tables; on CUDA captures steps, unless requests wait: `at_once`."""
+    def allocate(self, pool: PoolShape, at_once: bool, keeps_kv: bool) -> None:
+        """Allocates the KV pool, or takes the one there was, and the request tables; on CUDA captures steps, unless
+        requests wait: `at_once`."""
         self._progress = 0.0
         self._ready().allocate(
-            pool.num_pages, pool.max_model_len, pool.num_window_pages, self._on_progress, at_once=at_once
+            pool.num_pages,
+            pool.max_model_len,
+            pool.num_window_pages,
+            self._on_progress,
+            at_once=at_once,
+            keeps_kv=keeps_kv,
         )
 
     def attach_ring(self, frames_address: str, results_address: str) -> None:

@@ -28,12 +28,13 @@ from cluster.ranks.rank_actor import Location, PoolShape, RankLoad
 from cluster.ranks.spares import WarmSpares
 from configs.addresses import family_of
 from configs.checkpoint import resolve_model_path
-from configs.errors import ConfigError, EngineError, LockstepError, RankDiedError, StepHungError
+from configs.errors import ConfigError, EngineError, LockstepError, RankDiedError, RankLostError, StepHungError
 from configs.kv_pages import PageBytes, WindowPool, dtype_bytes, pages_within
 from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
 from configs.schema import EngineConfig
 from parallel.channel import FrameReader, FrameWriter, Ring
+from parallel.kept_memory import Keeper
 from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost
 from parallel.tcp_channel import TcpListener, TcpReader, TcpWriter
@@ -83,8 +84,9 @@ class RankGroup:
     """The channel from rank 0; from `run` on."""
 
     def __init__(self, starter: RankStarter) -> None:
-        self._starter = starter
         self.config = starter.config
+        self._keeper = Keeper()
+        self._starter = dataclasses.replace(starter, keeper=self._keeper.address)
         self._ranks: list[Rank] = []
         self._measured = self._ranks  # the ranks whose progress is the group's
         self._spares = WarmSpares(self.config.recovery.warm_spares, starter.start_spare)
@@ -285,15 +287,23 @@ class RankGroup:
         peaks = self._on(self._ranks, "measure")
         return sum(peak.flops for peak in peaks), sum(peak.bandwidth for peak in peaks)
 
-    def run(self, pool: PoolShape, on_failure: Callable[[LockstepError], None], *, at_once: bool = False) -> None:
+    def run(
+        self,
+        pool: PoolShape,
+        on_failure: Callable[[LockstepError], None],
+        *,
+        at_once: bool = False,
+        keeps_kv: bool = False,
+    ) -> None:
         """Allocates the KV pools, connects the channel and puts every rank into its step loop.
 
         Args:
             at_once: requests wait: see `TPWorker.allocate`.
+            keeps_kv: the ranks take the pools that there were.
             on_failure: called from a thread when a rank's loop ends, unless the group was closed or its ranks replaced.
         """
         self._pool, self._on_failure = pool, on_failure
-        self._on(self._ranks, "allocate", pool, at_once)
+        self._on(self._ranks, "allocate", pool, at_once, keeps_kv)
         (self._connect_ring if self.one_node else self._connect_tcp)(pool.max_message_bytes)
         self._runs = {rank.index: rank.actor.run.remote() for rank in self._ranks}
         runs = self._runs
@@ -304,13 +314,20 @@ class RankGroup:
         if self.reason_never is None:
             self._spares.fill()
 
-    def replace_ranks(self, generation: int, how: LockstepError | RankGroup) -> RankGroup:
+    def keeps_kv(self, failure: LockstepError) -> bool:
+        """Whether the KV of the steps that have ended outlives `failure`. What a rank that failed by itself wrote, or a
+        device, nobody trusts."""
+        is_kept = self.one_node and self.config.device == "cpu"
+        return is_kept and isinstance(failure, RankLostError | StepHungError)
+
+    def replace_ranks(self, generation: int, how: LockstepError | RankGroup, *, keeps_kv: bool = False) -> RankGroup:
         """Ends the generation there is, and puts other ranks to work in the next one; the channel's ends are new.
 
         Args:
             how: why the generation failed. Then a new process takes the place of each rank that died, failed by itself
                 or does not answer, and the others keep their weights. Or a group that is loaded and takes the place of
                 this one, whose ranks keep their weights until that runs.
+            keeps_kv: the ranks go on with their KV pools, of which `keeps_kv` has said that they may.
 
         Returns:
             The group that runs.
@@ -330,12 +347,14 @@ class RankGroup:
             self.close()
             how.start_spares()
             return how
-        replaced = self._stop(how)
+        replaced = self._stop(how, keeps_kv=keeps_kv)
         stopped = time.monotonic()
         for rank in replaced:
             assert rank.location is not None, "it has run"
             spec = dataclasses.replace(
-                self._starter.spec(rank.index), device=rank.location.device, room_bytes=rank.room_bytes
+                self._starter.spec(rank.index),
+                device=rank.location.device,
+                room_bytes=rank.room_bytes - self._keeper.num_bytes(rank.index),
             )
             rank.actor = self._spares.take(spec) or self._starter.start(spec)
         self._settle(replaced)
@@ -346,7 +365,10 @@ class RankGroup:
         self._join(generation)
         self._on(replaced, "read_weights")
         loaded = time.monotonic()
-        self.run(self.pool, self._on_failure, at_once=True)
+        for rank in replaced if keeps_kv else ():
+            if not rank.await_end(_END_TIMEOUT_S):
+                raise EngineError(f"rank {rank.index}'s process does not end, which may write to the KV pool it had")
+        self.run(self.pool, self._on_failure, at_once=True, keeps_kv=keeps_kv)
         logger.warning(
             "rank %s replaced (pid %s) in generation %d: the others left after %.2f s, start %.2f s, weights %.2f s, "
             "tables and channel %.2f s",
@@ -391,7 +413,7 @@ class RankGroup:
         logger.warning("the KV pool of %d ranks has %d pages, it had %d", self.size, most, pool.num_pages)
         return dataclasses.replace(pool, num_pages=most, num_window_pages=num_window_pages)
 
-    def _stop(self, reason: LockstepError) -> list[Rank]:
+    def _stop(self, reason: LockstepError, *, keeps_kv: bool = False) -> list[Rank]:
         """Makes all ranks leave what they wait in and keep their weights alone, and ends the processes of those that do
         not or cannot, or whose calls of `run` failed by themselves; returns these, dead ones among them."""
         runs, self._runs = self._runs, {}  # who watches them has nothing more to say
@@ -412,6 +434,8 @@ class RankGroup:
         replaced = [rank for rank in self._ranks if rank.index in lost]
         for rank in replaced:
             rank.end()
+        if not keeps_kv:
+            self._keeper.drop()
         return replaced
 
     def _connect_ring(self, max_message_bytes: int) -> None:
@@ -464,8 +488,10 @@ class RankGroup:
             ray.wait(list(self._runs.values()), num_returns=len(self._runs), timeout=timeout_s)
         for rank in self._ranks:
             # Others may need the memory that they have.
-            rank.end(wait_s=0.0 if failure is None else _END_TIMEOUT_S)
+            rank.end()
+            rank.await_end(0.0 if failure is None else _END_TIMEOUT_S)
         self._spares.close()
+        self._keeper.close()
         self._ranks = self._measured = []
         self._runs = {}
         self._close_rings()

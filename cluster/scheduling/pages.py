@@ -2,9 +2,9 @@
 
 A page is free, private to a row, in the prefix cache, and free again. It may enter the cache as soon as the step that
 computes it is launched: ranks run frames in order on one stream, so a later frame reads what an earlier one wrote; if a
-step fails, the generation ends and the cache with it. The caller publishes after the frame is built, so no row reads a
-page that the same frame writes. For the same reason a place in the window pool is free as soon as the step that last
-reads it is launched.
+step fails, the generation ends, and the cache forgets at least what that step was to compute. The caller publishes
+after the frame is built, so no row reads a page that the same frame writes. For the same reason a place in the window
+pool is free as soon as the step that last reads it is launched.
 
 When two rows compute the same prefix at once, the first puts its pages into the cache; the second keeps its private
 copies until it ends (its table stays valid) and frees them then. Ownership is kept per page, so such a copy is never
@@ -403,6 +403,18 @@ class RowPages:
         self._nodes[row] = self.cache.root
         self._num_pages[row] = 0
         self._num_published[row] = 0
+
+    def pages_from(self, row: int, num_tokens: int) -> Int32Array:
+        """The row's pages that hold tokens after its first `num_tokens`."""
+        return self._table[row, num_tokens // self._page_size : self._num_pages[row]].copy()
+
+    def lose(self, pages: Int32Array) -> None:
+        """Frees `pages`, which the ranks may not have computed, and those that go on from them; no row has any. With a
+        window pool all are lost: a place may hold what was computed for another page with the same tokens."""
+        if self._window is None:
+            self._free(self.cache.forget_from(pages))
+        else:
+            self.flush()
 
     def flush(self) -> None:
         """Frees every page that no row uses."""

@@ -174,6 +174,27 @@ class PrefixCache:
             node = self._cut(node)
         return np.concatenate(forgotten) if forgotten else _NOTHING
 
+    def forget_from(self, lost: Int32Array) -> Int32Array:
+        """Forgets those of the pages `lost` that are in the tree, and all that goes on from them; nothing is locked.
+        Returns the pages of both."""
+        forgotten: list[Int32Array] = []
+        stack = [(child, False) for top in (self.root, *self._salted.values()) for child in top.children.values()]
+        while stack:
+            node, is_cut = stack.pop()
+            assert not node.num_locks, "pages are lost while rows lock them"
+            is_lost = np.isin(node.pages, lost)
+            if not is_cut and is_lost.any():
+                num_kept = int(is_lost.argmax())
+                self._cut(node if not num_kept else next(iter(self._split(node, num_kept).children.values())))
+                is_cut = True
+            stack += [(child, is_cut) for child in node.children.values()]
+            if is_cut:
+                node.parent = None  # eviction, which may still meet it, takes that for a node that is gone
+                forgotten.append(node.pages)
+        pages = np.concatenate(forgotten) if forgotten else _NOTHING
+        self.num_pages -= len(pages)
+        return pages
+
     def path_pages(self, node: Node) -> Int32Array:
         """Pages of `node`'s whole prefix, in order. For checks."""
         runs: list[Int32Array] = []

@@ -32,6 +32,7 @@ from worker.protocol import Int32Array, RowFlag, StepFrame, StepResult
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 
+_NO_PAGES = np.empty(0, np.int32)
 _SAMPLE = int(RowFlag.SAMPLE)  # operations of enumerations take a microsecond each
 
 
@@ -120,9 +121,12 @@ class Scheduler:
         self._reset()
         return StepOutput(finished=finished)
 
-    def requeue_all(self, generation: int) -> frozenset[tuple[int, int]]:
+    def requeue_all(self, generation: int, *, keeps_kv: bool = False) -> frozenset[tuple[int, int]]:
         """Begins `generation`, of ranks that know nothing of the one before: every running request goes back to the
         front of the queue in order, with the tokens that were told. Those of steps in flight are sampled again.
+
+        Args:
+            keeps_kv: these ranks have the KV of all steps that have retired, so that the prefix cache may keep it.
 
         Returns:
             What the steps in flight were about: (request id, tokens it had).
@@ -130,13 +134,21 @@ class Scheduler:
         table = self._rows
         named = np.flatnonzero(table.live & (table.in_flight > 0))
         lost = frozenset(zip(table.ids[named].tolist(), table.num_known[named].tolist(), strict=True))
+        computing = [
+            self._pages.pages_from(row, start)
+            for launched in self._in_flight
+            for row, start in zip(launched.rows.tolist(), launched.starts.tolist(), strict=True)
+        ]
         self._in_flight.clear()
         table.in_flight[:] = 0
         self._life.release_drained(np.flatnonzero(table.admission > 0).astype(np.int32))
         rows = np.flatnonzero(table.live)
         for row in rows[np.argsort(-table.admission[rows])].tolist():  # the last one put to the front is the first
             self._requeue(row, is_lost=True)
-        self._pages.flush()
+        if keeps_kv:
+            self._pages.lose(np.concatenate([_NO_PAGES, *computing]))
+        else:
+            self._pages.flush()
         self.generation = generation
         return lost
 
@@ -369,6 +381,7 @@ class Scheduler:
             Launched(
                 self.last_step,
                 frame.rows,
+                frame.starts,
                 sampled,
                 positions,
                 is_last,

@@ -23,6 +23,8 @@ class Launched:
     step: int
     rows: Int32Array
     """Every row the frame names."""
+    starts: Int32Array
+    """[num_rows] tokens that each had computed before."""
     sampled: Int32Array
     """[num_sampled_rows] rows that get tokens."""
     positions: Int32Array

@@ -1,0 +1,177 @@
+"""Memory that outlives the process that made it: what a rank leaves behind is found by the one that takes its place.
+
+A block of it is a file descriptor that whoever maps it holds open, on a CPU that of a memfd. The keeper, a thread of
+the process that watches the ranks, holds another, so the memory is there as long as the keeper is and wants it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import secrets
+import socket
+import threading
+from typing import TYPE_CHECKING, NamedTuple
+
+import msgspec
+
+from configs.errors import EngineError
+from parallel.sockets import is_ours
+
+if TYPE_CHECKING:
+    import torch
+
+_log = logging.getLogger(__name__)
+
+_MAX_MESSAGE_BYTES = 64 << 10
+_TIMEOUT_S = 5.0
+
+
+class _Block(msgspec.Struct, frozen=True):
+    """A block's name and, where its descriptor comes with it or the keeper had it, the rest. A rank asks with the name
+    alone, and brings a descriptor or a note for the keeper to hold."""
+
+    rank: int
+    name: str
+    num_bytes: int = 0
+    note: str | None = None
+
+
+class Keeper:
+    """Holds the blocks of the ranks of one group, by rank and name.
+
+    Its address is in Linux's abstract namespace, and only processes of the same user may connect.
+    """
+
+    def __init__(self) -> None:
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.address = f"\0lockstep-kept-{os.getpid()}-{secrets.token_hex(8)}"
+        self._listener.bind(self.address)
+        self._listener.listen()
+        self._lock = threading.Lock()
+        self._blocks: dict[tuple[int, str], tuple[int, _Block]] = {}
+        threading.Thread(target=self._serve, name="keeper", daemon=True).start()
+
+    def num_bytes(self, rank: int) -> int:
+        """Bytes of the blocks of a rank."""
+        with self._lock:
+            return sum(block.num_bytes for (of_rank, _), (_, block) in self._blocks.items() if of_rank == rank)
+
+    def drop(self, rank: int | None = None, name: str | None = None) -> None:
+        """Holds the blocks of a rank no longer, or of all; those of any name, or of one."""
+        with self._lock:
+            for key in list(self._blocks):
+                if rank in (None, key[0]) and name in (None, key[1]):
+                    os.close(self._blocks.pop(key)[0])
+
+    def close(self) -> None:
+        """Ends the thread, and holds nothing any more."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.drop()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                peer, _ = self._listener.accept()
+            except OSError:  # closed
+                return
+            with peer:
+                peer.settimeout(_TIMEOUT_S)
+                try:
+                    if is_ours(peer):
+                        self._answer(peer)
+                except (OSError, msgspec.DecodeError):  # a rank that dies amid a call is nobody's loss
+                    _log.warning("a call of the keeper failed", exc_info=True)
+
+    def _answer(self, peer: socket.socket) -> None:
+        asked, fds = _receive(peer)
+        with self._lock:
+            key = (asked.rank, asked.name)
+            held = self._blocks.get(key)
+            if fds:
+                self._blocks[key] = (fds[0], asked)
+                if held is not None:
+                    os.close(held[0])
+            elif held is not None and asked.note is not None:
+                self._blocks[key] = (held[0], msgspec.structs.replace(held[1], note=asked.note))
+            elif held is not None:
+                socket.send_fds(peer, [msgspec.msgpack.encode(held[1])], [held[0]])
+                return
+        peer.send(msgspec.msgpack.encode(_Block(asked.rank, asked.name)))
+
+
+class Found(NamedTuple):
+    """A block that was kept."""
+
+    memory: torch.Tensor
+    """[num_bytes] uint8."""
+    note: str
+
+
+class KeptMemory:
+    """The blocks of one rank, whichever process it is.
+
+    Args:
+        address: the keeper's.
+    """
+
+    def __init__(self, address: str, rank: int) -> None:
+        self._address = address
+        self._rank = rank
+
+    def find(self, name: str) -> Found | None:
+        """The block of that name, mapped; None: there is none. Raises EngineError where the keeper does not answer."""
+        block, fds = self._call(_Block(self._rank, name))
+        if not fds:
+            return None
+        try:
+            return Found(_mapped(fds[0], block.num_bytes), block.note or "")
+        finally:
+            os.close(fds[0])
+
+    def again(self, name: str, num_bytes: int) -> torch.Tensor:
+        """The block of that name [num_bytes] uint8, with what it held. Raises EngineError where there is none."""
+        found = self.find(name)
+        if found is None or len(found.memory) != num_bytes:
+            raise EngineError(f"rank {self._rank} has no {name} of {num_bytes} bytes left from before")
+        return found.memory
+
+    def new(self, name: str, num_bytes: int, note: str = "") -> torch.Tensor:
+        """A new block of zeros [num_bytes] uint8, which is kept from now on in the place of one of the same name."""
+        fd = os.memfd_create("lockstep-kept", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, num_bytes)
+            memory = _mapped(fd, num_bytes)
+            self._call(_Block(self._rank, name, num_bytes, note), [fd])
+        finally:
+            os.close(fd)
+        return memory
+
+    def describe(self, name: str, note: str) -> None:
+        """Gives a block that is kept another note."""
+        self._call(_Block(self._rank, name, note=note))
+
+    def _call(self, block: _Block, fds: list[int] | None = None) -> tuple[_Block, list[int]]:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as keeper:
+            keeper.settimeout(_TIMEOUT_S)
+            try:
+                keeper.connect(self._address)
+                socket.send_fds(keeper, [msgspec.msgpack.encode(block)], fds or [])
+                return _receive(keeper)
+            except (OSError, msgspec.DecodeError) as error:
+                raise EngineError(f"rank {self._rank} cannot reach the keeper of its memory: {error!r}") from error
+
+
+def _receive(peer: socket.socket) -> tuple[_Block, list[int]]:
+    message, fds, _, _ = socket.recv_fds(peer, _MAX_MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+    return msgspec.msgpack.decode(message, type=_Block), fds
+
+
+def _mapped(fd: int, num_bytes: int) -> torch.Tensor:
+    import torch  # the keeper does without it
+
+    return torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)

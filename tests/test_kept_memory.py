@@ -1,0 +1,84 @@
+"""Memory that the keeper holds is there when the process that made it is not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from configs.errors import EngineError
+from parallel.kept_memory import Keeper, KeptMemory
+
+WRITER = """
+import os, signal, sys
+import torch
+from parallel.kept_memory import KeptMemory
+
+memory = KeptMemory("\\0" + sys.argv[1], 1).new("kv", 5000, "of before")
+memory.view(torch.int32)[:4] = torch.tensor([1, 2, 3, 4])
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def keeper() -> Iterator[Keeper]:
+    keeper = Keeper()
+    yield keeper
+    keeper.close()
+
+
+def num_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_what_a_killed_process_wrote_is_found_by_the_next(keeper: Keeper) -> None:
+    writer = subprocess.run([sys.executable, "-c", WRITER, keeper.address[1:]], check=False)
+    assert writer.returncode == -signal.SIGKILL
+    assert (keeper.num_bytes(1), keeper.num_bytes(0)) == (5000, 0)
+    found = KeptMemory(keeper.address, 1).find("kv")
+    assert found is not None
+    assert found.note == "of before"
+    assert found.memory.view(torch.int32)[:6].tolist() == [1, 2, 3, 4, 0, 0]
+    assert KeptMemory(keeper.address, 0).find("kv") is None
+
+
+def test_a_block_is_one_memory_for_all_who_map_it_until_another_takes_its_place(keeper: Keeper) -> None:
+    one, other = KeptMemory(keeper.address, 0), KeptMemory(keeper.address, 0)
+    before = num_files()
+    first = one.new("weights", 4096)
+    other.again("weights", 4096)[7] = 9
+    assert first[7] == 9
+    other.describe("weights", "whole")
+    found = one.find("weights")
+    assert found is not None
+    assert found.note == "whole"
+    assert len(found.memory) == 4096
+    second = other.new("weights", 4096)
+    assert one.again("weights", 4096)[7] == 0
+    assert first[7] == 9, "who has the old one keeps it"
+    with pytest.raises(EngineError, match="rank 0 has no weights of 8192 bytes left from before"):
+        one.again("weights", 8192)
+    del first, second, found
+    keeper.drop()
+    assert num_files() == before
+
+
+def test_only_what_is_named_is_dropped(keeper: Keeper) -> None:
+    for rank in (0, 1):
+        for name in ("kv", "weights"):
+            KeptMemory(keeper.address, rank).new(name, 100)
+    keeper.drop(name="kv")
+    keeper.drop(1)
+    assert [(keeper.num_bytes(rank)) for rank in (0, 1)] == [100, 0]
+    assert KeptMemory(keeper.address, 0).find("weights") is not None
+
+
+def test_a_keeper_that_is_gone_is_named(keeper: Keeper) -> None:
+    keeper.close()
+    with pytest.raises(EngineError, match="rank 3 cannot reach the keeper of its memory"):
+        KeptMemory(keeper.address, 3).find("kv")
