@@ -32,6 +32,7 @@ from cluster.ranks.rank_actor import RankActor, RankLoad
 from cluster.ranks.recovery import Recovery, reason_never
 from configs.errors import ConfigError, DeadlineError, EngineError, LockstepError, RankDiedError, RankLostError
 from configs.load import parse_engine_config
+from parallel.kept_memory import KeptMemory
 from tests.served_group import ServedGroup, Streamed, served_group
 from tests.test_failure import complete, end_of, processes, running, until, write_tiny
 from worker.pending_step import PendingStep
@@ -141,6 +142,33 @@ def test_an_answer_goes_on_after_a_kill_and_a_stop(ray_cluster: None, tiny_path:
             end = await asyncio.wait_for(end_of(stream), 5)
             assert end.error is not None
             assert end.error.startswith("rank 0 died: ")
+
+    asyncio.run(main())
+
+
+def keeper_of(pid: int) -> str:
+    """The address of the keeper in the process `pid`."""
+    words = Path("/proc/net/unix").read_text().split()
+    [name] = {word for word in words if word.startswith(f"@lockstep-kept-{pid}-")}
+    return "\0" + name[1:]
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_weights_that_something_wrote_to_are_read_again(ray_cluster: None, tiny_path: Path) -> None:
+    async def main() -> None:
+        async with running(tiny_path, recovery={"max_rebuilds": 2}) as engine:
+            expected, _ = await answer(engine)
+            pids = (await status(engine))["pids"]
+            kept = KeptMemory(keeper_of(engine.facts.pid), 1).find("layer 0")
+            assert kept is not None
+            kept.memory[0] ^= 1
+            os.kill(pids[1], signal.SIGKILL)
+            tokens, _ = await answer(engine)
+            assert tokens == expected
+            after = await status(engine)
+            assert after["num_rebuilds"] == 1
+            assert after["pids"][0] == pids[0]
 
     asyncio.run(main())
 

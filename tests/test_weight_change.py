@@ -43,7 +43,7 @@ from tests.test_recovery import LONG, PROMPT, answer, answer_struck
 from tests.tiny_engine import MODEL, TinyEngine, tiny_engine, write_tiny_checkpoint
 from worker.dummy_weights import DummyCheckpoint
 from worker.models.decoder import Decoder
-from worker.staged_weights import StagedWeights, _bytes_of, storages
+from worker.staged_weights import StagedWeights, bytes_of, storages
 
 CPU = torch.device("cpu")
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -57,13 +57,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def _model(path: Path, family: str) -> ModelConfig:
+def family_model(path: Path, family: str) -> ModelConfig:
     kind, settings = FAMILIES[family]
     transformers.CONFIG_MAPPING[kind](**settings).save_pretrained(path)
     return read_model_config(path)
 
 
-def _decoder(model: ModelConfig, size: int, rank: int, *, exact: bool, dtype: torch.dtype) -> Decoder:
+def family_decoder(model: ModelConfig, size: int, rank: int, *, exact: bool, dtype: torch.dtype) -> Decoder:
     plan = ShardPlan.create(model, size, exact=exact)
     group = TensorParallelGroup(rank=rank, size=size, device=CPU, collectives=None)
     arithmetic = ExactArithmetic(CPU) if exact else FAST
@@ -71,7 +71,7 @@ def _decoder(model: ModelConfig, size: int, rank: int, *, exact: bool, dtype: to
 
 
 def _bits(decoder: Decoder) -> list[bytes]:
-    return [_bytes_of(storage).numpy().tobytes() for storage in storages(decoder)]
+    return [bytes_of(storage).numpy().tobytes() for storage in storages(decoder)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -79,10 +79,10 @@ def _bits(decoder: Decoder) -> list[bytes]:
 def test_each_weight_of_each_family_becomes_the_new_one(
     tmp_path: Path, family: str, size: int, exact: bool, dtype: torch.dtype
 ) -> None:
-    model = _model(tmp_path, family)
+    model = family_model(tmp_path, family)
     exact = exact and family != "latents"  # there are none in exact numerics
     for rank in range(size):
-        live, staged, cold = (_decoder(model, size, rank, exact=exact, dtype=dtype) for _ in range(3))
+        live, staged, cold = (family_decoder(model, size, rank, exact=exact, dtype=dtype) for _ in range(3))
         first, second = DummyCheckpoint(model), DummyCheckpoint(model, "second")
         live.load(first)
         cold.load(second)
@@ -362,8 +362,8 @@ def test_what_the_model_is_may_not_change(small_path: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_staged_weights_go_as_soon_as_nobody_has_them(tmp_path: Path, family: str) -> None:
-    model = _model(tmp_path, family)
-    live, staged = (_decoder(model, 1, 0, exact=False, dtype=torch.float32) for _ in range(2))
+    model = family_model(tmp_path, family)
+    live, staged = (family_decoder(model, 1, 0, exact=False, dtype=torch.float32) for _ in range(2))
     live.load(DummyCheckpoint(model))
     gone = weakref.ref(staged)
     new = StagedWeights(live, staged, DummyCheckpoint(model, "second"), 0)

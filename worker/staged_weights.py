@@ -8,7 +8,7 @@ or with an offset added, is made in both alike, and memory is exchanged for memo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -32,9 +32,13 @@ class StagedWeights:
     Args:
         staged: made as `live` was, and not loaded yet.
         num_bytes: what the weights take, about.
+        identity: tells them apart.
     """
 
-    def __init__(self, live: Decoder, staged: Decoder, source: TensorSource, num_bytes: int) -> None:
+    def __init__(
+        self, live: Decoder, staged: Decoder, source: TensorSource, num_bytes: int, identity: str = ""
+    ) -> None:
+        self.identity = identity
         self._live = live
         self._staged = staged
         self._on_host: dict[int, torch.Tensor] = {}  # by storage, whose memory is given up
@@ -43,21 +47,31 @@ class StagedWeights:
         layers = iter(staged.layers)
         # After each layer, and at the end after what is in none.
         staged.load(source, (lambda _: self._move_to_host(next(layers, staged))) if self.is_on_host else None)
+        memory = {storage._cdata: storage for storage in storages(staged)}
+        self.checksum = checksum(self._bytes_of(storage) for storage in memory.values())
+        """`checksum` of all of them."""
 
     def take_over(self) -> None:
         """Copies them over the live ones; no step is in flight. Returns when the device is done."""
-        pairs = zip(storages(self._live), storages(self._staged), strict=True)
-        for live, staged in {live._cdata: (live, staged) for live, staged in pairs}.values():
-            new = self._on_host.get(staged._cdata)
-            _bytes_of(live).copy_(_bytes_of(staged) if new is None else new, non_blocking=True)
+        # Tensors of one memory lie in the live one as they do in the other, which may begin elsewhere.
+        pairs = zip(tensors(self._live), tensors(self._staged), strict=True)
+        for live, staged in {it.untyped_storage()._cdata: (live, it) for live, it in pairs}.values():
+            new = self._bytes_of(staged.untyped_storage())
+            begin = (live.storage_offset() - staged.storage_offset()) * live.itemsize
+            bytes_of(live.untyped_storage())[begin : begin + len(new)].copy_(new, non_blocking=True)
         if self._live.device.type == "cuda":
             torch.cuda.synchronize(self._live.device)
+
+    def _bytes_of(self, staged: torch.UntypedStorage) -> torch.Tensor:
+        """The memory as a vector of bytes, wherever it is."""
+        found = self._on_host.get(staged._cdata)
+        return bytes_of(staged) if found is None else found
 
     def _move_to_host(self, part: object) -> None:
         for storage in storages(part):
             if storage.nbytes():
                 new = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
-                self._on_host[storage._cdata] = new.copy_(_bytes_of(storage))
+                self._on_host[storage._cdata] = new.copy_(bytes_of(storage))
                 storage.resize_(0)  # its tensors stay, by which it is found
 
 
@@ -74,14 +88,19 @@ def own_stream(device: torch.device) -> Iterator[None]:
 
 
 def storages(part: object) -> list[torch.UntypedStorage]:
-    """The memory of each tensor that `part` holds, itself or through what it holds; memory of several tensors as often.
-    Parts that are made alike have theirs in the same order."""
-    found: list[torch.UntypedStorage] = []
+    """The memory of each tensor that `part` holds, as `tensors` has them; memory of several tensors as often."""
+    return [tensor.untyped_storage() for tensor in tensors(part)]
+
+
+def tensors(part: object) -> list[torch.Tensor]:
+    """Each tensor that `part` holds, itself or through what it holds. Parts that are made alike have theirs in the same
+    order."""
+    found: list[torch.Tensor] = []
     seen: set[int] = set()
 
     def visit(it: object) -> None:
         if isinstance(it, torch.Tensor):
-            found.append(it.untyped_storage())
+            found.append(it)
         elif isinstance(it, list | tuple):
             for each in it:
                 visit(each)
@@ -104,6 +123,16 @@ def _free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] - _SPARE_BYTES
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     """The memory as a vector of bytes."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def checksum(parts: Iterable[torch.Tensor]) -> int:
+    """The sum of the words of 64 bits of vectors of bytes, each filled up with zeros; whatever their order."""
+    total = 0
+    for part in parts:
+        num_whole = len(part) // 8 * 8
+        total += int(part[:num_whole].view(torch.int64).sum())
+        total += int.from_bytes(bytes(part[num_whole:].tolist()), "little")
+    return total % (1 << 64)

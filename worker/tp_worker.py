@@ -27,6 +27,7 @@ from parallel.numerics.arithmetic import FAST, ExactArithmetic, most_nodes
 from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost
 from worker.dummy_weights import DummyCheckpoint
+from worker.kept_weights import KeptWeights
 from worker.layers.rotary import check_length
 from worker.memory import DeviceMemory, await_idle, free_bytes, profile_cuda
 from worker.model_runner import ModelRunner
@@ -95,6 +96,7 @@ class TPWorker:
         self._arithmetic = ExactArithmetic(self._device) if config.is_exact else FAST
         self._plan = plan
         self._decoder = self._new_decoder()
+        self._weights = None if kept is None else KeptWeights(self._decoder, kept)
         self._staged: StagedWeights | None = None
         self._staging: object = None  # an id of the weights that are being read or staged
         # Held while a step is launched. Rank 0 may have its result while another rank still launches the rest of it.
@@ -136,14 +138,20 @@ class TPWorker:
             naming_the_rank(self._group.rank, self._device, "loading the weights"),
             self._open(self._model, self._model_path, self._config.revision) as checkpoint,
         ):
-            self._decoder.load(checkpoint, on_progress)
+            identity = _identity(self._model_path, self._config.revision)
+            num_found = 0 if self._weights is None else self._weights.find(identity, on_progress)
+            if not num_found and self._weights is not None:
+                self._weights.load(checkpoint, identity, on_progress)
+            elif not num_found:
+                self._decoder.load(checkpoint, on_progress)
             if _DTYPES[self._config.kv_dtype] is FP8:
                 self._decoder.set_kv_scales(checkpoint.kv_scales())
-            self._weight_bytes = checkpoint.bytes_loaded
+            self._weight_bytes = num_found or checkpoint.bytes_loaded
         _log.info(
-            "rank %d: %.2f GiB of weights in %.1f s",
+            "rank %d: %.2f GiB of weights %s in %.1f s",
             self._group.rank,
             self._weight_bytes / (1 << 30),
+            "found" if num_found else "read",
             time.monotonic() - began,
         )
 
@@ -178,7 +186,8 @@ class TPWorker:
                 other.set_kv_scales(source.kv_scales())
             if other.attention_layers != self._decoder.attention_layers:
                 raise ConfigError("the factors of keys and values in FP8 differ from those that serve; start anew")
-            staged = StagedWeights(self._decoder, other, source, self._weight_bytes)
+            identity = _identity(checkpoint, revision) if isinstance(checkpoint, Path) else "memory"
+            staged = StagedWeights(self._decoder, other, source, self._weight_bytes, identity)
         self._staged = staged if self._staging is wanted else None
         return staged.is_on_host
 
@@ -193,7 +202,11 @@ class TPWorker:
         with self._launching, naming_the_rank(self._group.rank, self._device, "exchanging weights"):
             if self._staged is None:
                 raise EngineError(f"rank {self._group.rank} has no other weights")
+            if self._weights is not None:
+                self._weights.change()
             self._staged.take_over()
+            if self._weights is not None:
+                self._weights.describe(self._staged.identity, self._weight_bytes, self._staged.checksum)
 
     def drop_staged(self) -> None:
         """Frees the memory of the staged weights, or has none be staged by the `stage` that is under way."""
@@ -452,6 +465,11 @@ class TPWorker:
     def _limits(self, max_model_len: int) -> FrameLimits:
         num_rows = resolved(self._config.scheduler.max_num_seqs) + 1
         return FrameLimits(num_rows=num_rows, vocab_size=self._model.vocab_size, max_model_len=max_model_len)
+
+
+def _identity(path: Path, revision: str | None) -> str:
+    """The words by which a rank knows whether weights are those of a checkpoint."""
+    return f"{path} {revision}"
 
 
 def warm_up(config: EngineConfig) -> None:

@@ -38,6 +38,8 @@ class Rank:
     """A file descriptor of its process, while that runs on this node; -1: none."""
     room_bytes: int = 0
     """Bytes that were free on its GPU before that was first used."""
+    has_weights: bool = False
+    """Whether its process has loaded its shard."""
     _ending: int = -1
 
     def settle(self, location: Location) -> None:

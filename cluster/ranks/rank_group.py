@@ -277,7 +277,10 @@ class RankGroup:
         self._store = _open_store(self._host)
         for rank, room_bytes in zip(self._ranks, self._join(GENERATION), strict=True):
             rank.room_bytes = room_bytes
-        return GroupMemory(tuple(self._on(self._ranks, "load")), self.config.device == "cpu")
+        loads = tuple(self._on(self._ranks, "load"))
+        for rank in self._ranks:
+            rank.has_weights = True
+        return GroupMemory(loads, self.config.device == "cpu")
 
     def _join(self, generation: int) -> list[int]:
         return self._on(self._ranks, "join", self._host, self._store.port, generation, self.one_node)
@@ -356,7 +359,7 @@ class RankGroup:
                 device=rank.location.device,
                 room_bytes=rank.room_bytes - self._keeper.num_bytes(rank.index),
             )
-            rank.actor = self._spares.take(spec) or self._starter.start(spec)
+            rank.actor, rank.has_weights = self._spares.take(spec) or self._starter.start(spec), False
         self._settle(replaced)
         self._on(self._ranks, "where")  # one that died since would keep the others waiting for it
         started = time.monotonic()
@@ -364,6 +367,8 @@ class RankGroup:
             self._on(replaced, "fetch")
         self._join(generation)
         self._on(replaced, "read_weights")
+        for rank in replaced:
+            rank.has_weights = True
         loaded = time.monotonic()
         for rank in replaced if keeps_kv else ():
             if not rank.await_end(_END_TIMEOUT_S):
@@ -415,7 +420,8 @@ class RankGroup:
 
     def _stop(self, reason: LockstepError, *, keeps_kv: bool = False) -> list[Rank]:
         """Makes all ranks leave what they wait in and keep their weights alone, and ends the processes of those that do
-        not or cannot, or whose calls of `run` failed by themselves; returns these, dead ones among them."""
+        not or cannot, have no weights, or whose calls of `run` failed by themselves; returns these, dead ones among
+        them. Unless `keeps_kv`, nothing that these had outlives them, nor any rank's KV."""
         runs, self._runs = self._runs, {}  # who watches them has nothing more to say
         self._close_rings()
         calls: dict[Any, int] = {}
@@ -431,11 +437,13 @@ class RankGroup:
         ended, _ = ray.wait(list(runs.values()), num_returns=len(runs), timeout=0) if runs else ([], [])
         ends = {index: call_failure(index, self.size, run) for index, run in runs.items() if run in ended}
         lost |= {index for index, end in ends.items() if isinstance(end, RankDiedError)}
-        replaced = [rank for rank in self._ranks if rank.index in lost]
+        replaced = [rank for rank in self._ranks if rank.index in lost or not rank.has_weights]
         for rank in replaced:
             rank.end()
+            if not keeps_kv:
+                self._keeper.drop(rank.index)
         if not keeps_kv:
-            self._keeper.drop()
+            self._keeper.drop(name="kv")
         return replaced
 
     def _connect_ring(self, max_message_bytes: int) -> None:

@@ -1,0 +1,90 @@
+"""Weights that outlive a rank's process are what the next one would read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from configs.errors import EngineError
+from configs.model_config import ModelConfig
+from parallel.kept_memory import Keeper, KeptMemory
+from tests.test_weight_change import FAMILIES, family_decoder, family_model
+from worker.dummy_weights import DummyCheckpoint
+from worker.kept_weights import KeptWeights
+from worker.models.decoder import Decoder
+from worker.staged_weights import StagedWeights, tensors
+
+
+@pytest.fixture
+def kept() -> Iterator[KeptMemory]:
+    keeper = Keeper()
+    yield KeptMemory(keeper.address, 1)
+    keeper.close()
+
+
+def bits(decoder: Decoder) -> list[bytes]:
+    return [it.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for it in tensors(decoder)]
+
+
+def new_decoder(model: ModelConfig, *, exact: bool = False) -> Decoder:
+    return family_decoder(model, 2, 1, exact=exact, dtype=torch.float32 if exact else torch.bfloat16)
+
+
+def addresses(decoder: Decoder) -> list[int]:
+    return [it.untyped_storage().data_ptr() for it in tensors(decoder)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("exact", [False, True])
+@torch.inference_mode()
+def test_weights_that_are_kept_are_those_that_were_read(
+    tmp_path: Path, kept: KeptMemory, family: str, exact: bool
+) -> None:
+    model = family_model(tmp_path, family)
+    exact = exact and family != "latents"  # there are none in exact numerics
+    plain, first, next_one = (new_decoder(model, exact=exact) for _ in range(3))
+    plain.load(DummyCheckpoint(model))
+    shares: list[float] = []
+    weights = KeptWeights(next_one, kept)
+    assert not weights.find("a"), "nothing is kept yet"
+    KeptWeights(first, kept).load(source := DummyCheckpoint(model), "a", shares.append)
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    assert bits(first) == bits(plain)
+    assert len(set(addresses(first))) == len(first.layers) + 1, "a tensor was left behind"
+    assert not weights.find("b")
+    assert weights.find("a") == source.bytes_loaded
+    assert bits(next_one) == bits(plain)
+    tensors(first)[0].view(-1).view(torch.uint8)[0] ^= 1
+    assert bits(next_one) == bits(first) != bits(plain), "both use one memory"
+
+
+@torch.inference_mode()
+def test_weights_that_are_not_as_they_were_are_not_used(tmp_path: Path, kept: KeptMemory) -> None:
+    model = family_model(tmp_path, "tied")
+    first, next_one = (new_decoder(model) for _ in range(2))
+    KeptWeights(first, kept).load(DummyCheckpoint(model), "a")
+    tensors(first)[-1].view(-1).view(torch.uint8)[0] ^= 1
+    with pytest.raises(EngineError, match="not as they were"):
+        KeptWeights(next_one, kept).find("a")
+
+
+@pytest.mark.parametrize("family", ["tied", "experts"])
+@torch.inference_mode()
+def test_weights_that_were_exchanged_are_kept_in_the_place_of_the_old(
+    tmp_path: Path, kept: KeptMemory, family: str
+) -> None:
+    model = family_model(tmp_path, family)
+    live, staged, next_one = (new_decoder(model) for _ in range(3))
+    weights = KeptWeights(live, kept)
+    weights.load(source := DummyCheckpoint(model), "a")
+    new = StagedWeights(live, staged, DummyCheckpoint(model, "b"), source.bytes_loaded, "b")
+    weights.change()
+    assert not KeptWeights(next_one, kept).find("a"), "they are half old and half new"
+    new.take_over()
+    weights.describe("b", source.bytes_loaded, new.checksum)
+    assert KeptWeights(next_one, kept).find("b")
+    assert bits(next_one) == bits(staged)
