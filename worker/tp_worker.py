@@ -102,7 +102,6 @@ class TPWorker:
         # Held while a step is launched. Rank 0 may have its result while another rank still launches the rest of it.
         self._launching = threading.Lock()
         self._runner: ModelRunner | None = None
-        self._kv: torch.Tensor | None = None  # the pool's memory: a device that computes must not lose it
         self._weight_bytes = 0
 
     @property
@@ -282,8 +281,7 @@ class TPWorker:
 
             def pool_memory(num_bytes: int) -> torch.Tensor:
                 assert kept is not None
-                self._kv = kept.again(_KV, num_bytes) if keeps_kv else kept.new(_KV, num_bytes)
-                return self._kv
+                return kept.again(_KV, num_bytes) if keeps_kv else kept.new(_KV, num_bytes)
 
             allocate = None if kept is None else pool_memory
             self._runner = self._new_runner(num_pages, max_model_len, num_window_pages, allocate)
@@ -378,7 +376,6 @@ class TPWorker:
             return
         with naming_the_rank(self._group.rank, self._device, "leaving its group"):
             await_idle(self._device)
-            self._kv = None
             # Objects frozen in `allocate` may be garbage now, as may what the failure's traceback held.
             gc.unfreeze()
             gc.collect()

@@ -201,7 +201,7 @@ class RankActor:
             model_path=Path(self._spec.model_path),
             plan=plan,
             group=self._group,
-            kept=KeptMemory(self._spec.keeper, rank, device) if one_node else None,
+            kept=KeptMemory(self._spec.keeper, rank) if one_node and device.type == "cpu" else None,
         )
         return room_bytes
 

@@ -320,7 +320,8 @@ class RankGroup:
     def keeps_kv(self, failure: LockstepError) -> bool:
         """Whether the KV of the steps that have ended outlives `failure`. What a rank that failed by itself wrote, or a
         device, nobody trusts."""
-        return self.one_node and isinstance(failure, RankLostError | StepHungError)
+        is_kept = self.one_node and self.config.device == "cpu"
+        return is_kept and isinstance(failure, RankLostError | StepHungError)
 
     def replace_ranks(self, generation: int, how: LockstepError | RankGroup, *, keeps_kv: bool = False) -> RankGroup:
         """Ends the generation there is, and puts other ranks to work in the next one; the channel's ends are new.
@@ -370,7 +371,7 @@ class RankGroup:
             rank.has_weights = True
         loaded = time.monotonic()
         for rank in replaced if keeps_kv else ():
-            if not rank.await_end(_LEAVE_TIMEOUT_S):
+            if not rank.await_end(_END_TIMEOUT_S):
                 raise EngineError(f"rank {rank.index}'s process does not end, which may write to the KV pool it had")
         self.run(self.pool, self._on_failure, at_once=True, keeps_kv=keeps_kv)
         logger.warning(
