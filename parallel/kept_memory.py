@@ -7,6 +7,7 @@ the process that watches the ranks, holds another, so the memory is there as lon
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import logging
 import mmap
 import os
@@ -27,6 +28,7 @@ _log = logging.getLogger(__name__)
 
 _MAX_MESSAGE_BYTES = 64 << 10
 _TIMEOUT_S = 5.0
+_CRASH = "crash"
 
 
 class _Block(msgspec.Struct, frozen=True):
@@ -58,6 +60,12 @@ class Keeper:
         """Bytes of the blocks of a rank."""
         with self._lock:
             return sum(block.num_bytes for (of_rank, _), (_, block) in self._blocks.items() if of_rank == rank)
+
+    def crash(self, rank: int) -> str:
+        """The words of a process of the rank that crashed, as `write_down_crashes` has them; of others none."""
+        with self._lock:
+            fd, _ = self._blocks.get((rank, _CRASH), (-1, None))
+            return "" if fd < 0 else os.pread(fd, _MAX_MESSAGE_BYTES, 0).decode(errors="replace")
 
     def drop(self, rank: int | None = None, name: str | None = None) -> None:
         """Holds the blocks of a rank no longer, or of all; those of any name, or of one."""
@@ -150,6 +158,13 @@ class KeptMemory:
         finally:
             os.close(fd)
         return memory
+
+    def write_down_crashes(self) -> None:
+        """Has this process write where it was when a signal ends it that comes of what it did, SIGSEGV or SIGABRT, to a
+        file that is kept. Of SIGKILL it writes nothing."""
+        fd = os.memfd_create("lockstep-crash", os.MFD_CLOEXEC)  # open as long as the process
+        faulthandler.enable(fd)
+        self._call(_Block(self._rank, _CRASH), [fd])
 
     def describe(self, name: str, note: str) -> None:
         """Gives a block that is kept another note."""

@@ -82,3 +82,23 @@ def test_a_keeper_that_is_gone_is_named(keeper: Keeper) -> None:
     keeper.close()
     with pytest.raises(EngineError, match="rank 3 cannot reach the keeper of its memory"):
         KeptMemory(keeper.address, 3).find("kv")
+
+
+CRASHER = """
+import os, signal, sys
+from parallel.kept_memory import KeptMemory
+
+def falls_over():
+    os.kill(os.getpid(), int(sys.argv[2]))
+
+KeptMemory("\\0" + sys.argv[1], 2).write_down_crashes()
+falls_over()
+"""
+
+
+@pytest.mark.parametrize(("number", "says"), [(signal.SIGSEGV, True), (signal.SIGABRT, True), (signal.SIGKILL, False)])
+def test_a_process_that_crashes_leaves_where_it_was(keeper: Keeper, number: signal.Signals, says: bool) -> None:
+    crasher = subprocess.run([sys.executable, "-c", CRASHER, keeper.address[1:], str(int(number))], check=False)
+    assert crasher.returncode == -number
+    assert ("in falls_over" in keeper.crash(2)) == says
+    assert not keeper.crash(1)

@@ -146,6 +146,20 @@ def test_an_answer_goes_on_after_a_kill_and_a_stop(ray_cluster: None, tiny_path:
     asyncio.run(main())
 
 
+@pytest.mark.ray
+@pytest.mark.slow
+def test_what_a_rank_that_crashed_had_computed_is_computed_again(ray_cluster: None, tiny_path: Path) -> None:
+    async def main() -> None:
+        async with running(tiny_path, recovery={"max_rebuilds": 2}) as engine:
+            expected, _ = await answer(engine)
+            tokens, _ = await answer_struck(engine, 1, signal.SIGSEGV)
+            assert tokens == expected
+            assert (latest := engine.client.board.latest) is not None
+            assert latest.scheduler.total_prefix_hit_tokens == 0
+
+    asyncio.run(main())
+
+
 def keeper_of(pid: int) -> str:
     """The address of the keeper in the process `pid`."""
     words = Path("/proc/net/unix").read_text().split()

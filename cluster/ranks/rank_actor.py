@@ -195,13 +195,16 @@ class RankActor:
                 spin_us=parallel.spin_us,
                 sizes=peer_sizes(config, model, plan),
             )
+        kept = KeptMemory(self._spec.keeper, rank) if one_node and device.type == "cpu" else None
+        if kept is not None:
+            kept.write_down_crashes()
         self._worker = TPWorker(
             config=config,
             model=model,
             model_path=Path(self._spec.model_path),
             plan=plan,
             group=self._group,
-            kept=KeptMemory(self._spec.keeper, rank) if one_node and device.type == "cpu" else None,
+            kept=kept,
         )
         return room_bytes
 

@@ -318,10 +318,13 @@ class RankGroup:
             self._spares.fill()
 
     def keeps_kv(self, failure: LockstepError) -> bool:
-        """Whether the KV of the steps that have ended outlives `failure`. What a rank that failed by itself wrote, or a
-        device, nobody trusts."""
+        """Whether the KV of the steps that have ended outlives `failure`. Nobody trusts what a rank wrote that failed
+        or crashed by itself."""
         is_kept = self.one_node and self.config.device == "cpu"
-        return is_kept and isinstance(failure, RankLostError | StepHungError)
+        crashes = {rank.index: words for rank in self._ranks if (words := self._keeper.crash(rank.index))}
+        for index, words in crashes.items():
+            logger.error("rank %d crashed:\n%s", index, words)
+        return is_kept and not crashes and isinstance(failure, RankLostError | StepHungError)
 
     def replace_ranks(self, generation: int, how: LockstepError | RankGroup, *, keeps_kv: bool = False) -> RankGroup:
         """Ends the generation there is, and puts other ranks to work in the next one; the channel's ends are new.

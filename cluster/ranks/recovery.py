@@ -1,9 +1,9 @@
 """Whether a group that failed is rebuilt in place, or fails as a whole: what cannot be rebuilt, how often, and why not.
 
-A rebuild recomputes what was lost, so what is wrong with a request comes back with it. A step that fails twice in a
-row with the same words, a request among what it computes that got no token in between, is taken for that. A process
-that was killed leaves no words of its own, and where memory was gone the steps are smaller now: there only the budget
-counts.
+A rebuild computes again what the steps in flight were about, so what is wrong with a request comes back with it. A step
+that fails twice in a row with the same words, a request among what it computes that got no token in between, is taken
+for that. A process that was killed leaves no words of its own, and where memory was gone the steps are smaller now:
+there only the budget counts.
 """
 
 from __future__ import annotations
