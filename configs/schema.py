@@ -110,6 +110,9 @@ class RecoveryConfig(_Section):
 
     max_rebuilds: int = Field(3, ge=0)
     """Most rebuilds of one group in ten minutes; past them it is replaced. 0: the first failure ends it."""
+    min_ranks: int | None = Field(None, ge=1)
+    """Fewest ranks that the group goes on with where a device is gone for good, which it is when two new processes in
+    its rank's place have failed by themselves. None: the group fails then."""
     warm_spares: int = Field(0, ge=0, le=8)
     """Processes that wait, all modules loaded, to take the place of a rank that dies, which saves most of a rebuild's
     time. Each takes about 220 MiB of memory, and its start seconds of a core: on CPU with few, the streams notice."""

@@ -301,6 +301,42 @@ def test_a_rank_that_cannot_leave_is_replaced_with_the_one_that_died(
     asyncio.run(main())
 
 
+class GoneRank(RankActor):
+    """A rank 1 of three whose device is gone once it has died."""
+
+    def join(self, host: str, port: int, generation: int, one_node: bool) -> int:
+        if self._spec.rank == 1 and self._spec.config.tensor_parallel_size == 3 and generation > 1:
+            raise RuntimeError("CUDA error: no such device")
+        return super().join(host, port, generation, one_node)
+
+
+class GoneCoordinator(CoordinatorActor):
+    """A coordinator that starts such ranks."""
+
+    def start(self, placement_group: Any) -> EngineFacts:
+        pytest.MonkeyPatch().setattr("cluster.ranks.rank.RankActor", GoneRank)
+        return super().start(placement_group)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_group_whose_device_is_gone_goes_on_with_fewer_ranks(
+    ray_cluster: None, tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster.engine.running_engine, "CoordinatorActor", GoneCoordinator)
+    recovery = {"max_rebuilds": 3, "min_ranks": 2}
+
+    async def main() -> None:
+        async with running(tiny_path, recovery=recovery, tensor_parallel_size=3) as engine:
+            expected, _ = await answer(engine)
+            tokens, pids = await answer_struck(engine, 1, signal.SIGKILL)
+            assert tokens == expected
+            assert sorted(pids) == [0, 1]
+            assert (await answer(engine))[0] == expected
+
+    asyncio.run(main())
+
+
 class PoisonedRank(RankActor):
     """A rank 1 with a bug in every step that computes a token at position 20."""
 

@@ -79,10 +79,10 @@ def test_an_answer_goes_on_with_more_and_with_fewer_ranks(ray_cluster: None, tin
 class FragileRank(RankActor):
     """A rank whose process is killed when it is to have a KV pool, as rank 1 of three."""
 
-    def allocate(self, pool: PoolShape, at_once: bool) -> None:
+    def allocate(self, pool: PoolShape, at_once: bool, keeps_kv: bool) -> None:
         if self._spec.rank == 1 and self._spec.config.tensor_parallel_size == 3:
             os.kill(os.getpid(), signal.SIGKILL)
-        super().allocate(pool, at_once)
+        super().allocate(pool, at_once, keeps_kv)
 
 
 class FragileCoordinator(CoordinatorActor):

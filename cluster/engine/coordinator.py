@@ -81,10 +81,18 @@ class Coordinator:
         step_timeout_s: `parallel.step_timeout_s`.
         recovery: whether ranks that failed are replaced.
         liveness: finds steps that hang.
+        fewer: a group, not started, to go on with in place of one whose ranks cannot all be replaced; None: none.
     """
 
     def __init__(
-        self, scheduler: Scheduler, ranks: RankGroup, *, step_timeout_s: float, recovery: Recovery, liveness: Liveness
+        self,
+        scheduler: Scheduler,
+        ranks: RankGroup,
+        *,
+        step_timeout_s: float,
+        recovery: Recovery,
+        liveness: Liveness,
+        fewer: Callable[[RankGroup], RankGroup | None] = lambda ranks: None,
     ) -> None:
         self.scheduler = scheduler
         self.ranks = ranks
@@ -93,6 +101,7 @@ class Coordinator:
         self._step_timeout_s = step_timeout_s
         self._recovery = recovery
         self._liveness = liveness
+        self._fewer = fewer
         self._socket = EngineSocket()
         self._closing = threading.Event()
         self._blamed = threading.Event()  # `fail` was called
@@ -225,7 +234,13 @@ class Coordinator:
             raise failure
         logger.warning("the group is rebuilt, %d requests wait: %s", len(self.scheduler.live_ids()), failure)
         began = time.monotonic()
-        if (error := self._replace_ranks(failure, keeps_kv=keeps_kv)) is None:
+        error = self._replace_ranks(failure, keeps_kv=keeps_kv)
+        if error is not None and (fewer := self._fewer(self.ranks)) is not None:
+            logger.error("tensor_parallel_size is %d from now on: %s", fewer.size, error)
+            self._requeue()
+            if (error := self._replace_ranks(fewer)) is None:
+                self._fit()
+        if error is None:
             self.num_rebuilds += 1
             logger.warning("the group is rebuilt after %.2f s", time.monotonic() - began)
         return error
@@ -250,10 +265,14 @@ class Coordinator:
             stays = f"tensor_parallel_size stays {self.ranks.size}, requests waited {pause_s:.2f} s"
             done.set_exception(EngineError(f"{stays}: {failure}"))
             return
+        self._fit()
+        done.set_result(pause_s)
+
+    def _fit(self) -> None:
+        """Has what depends on the number of ranks go by those that run now, none of whose steps was launched."""
         self._liveness.begin(min(1.0, self.ranks.size / self._first_size))
         with self._lock:
             self.scheduler.set_num_pages(self.ranks.pool.num_pages, self.ranks.pool.num_window_pages)
-        done.set_result(pause_s)
 
     def _exchange_weights(self, change: WeightChange, done: Future[float]) -> None:
         """Does what `exchange` promises; raises what went wrong where the ranks have to be replaced."""

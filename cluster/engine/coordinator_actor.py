@@ -25,7 +25,7 @@ from cluster.ranks.rank import RankStarter
 from cluster.ranks.rank_actor import Location, PoolShape, RankLoad
 from cluster.ranks.rank_group import GENERATION, GroupMemory, RankGroup
 from cluster.ranks.recovery import Recovery
-from cluster.ranks.resizing import Resized, resize
+from cluster.ranks.resizing import Resized, fewer, resize
 from cluster.ranks.weight_change import change_weights
 from cluster.scheduling.limits import SchedulerLimits, max_item_tokens
 from cluster.scheduling.scheduler import Scheduler
@@ -149,6 +149,7 @@ class CoordinatorActor:
             step_timeout_s=config.parallel.step_timeout_s,
             recovery=Recovery(recovery.max_rebuilds),
             liveness=Liveness(peaks, recovery.hang_timeout_s if finds_hangs else math.inf),
+            fewer=lambda ranks: fewer(spec.given, ranks),
         )
         group.run(PoolShape(num_pages, max_model_len, limits.num_window_pages, message_bytes), coordinator.fail)
         self._coordinator = coordinator

@@ -123,12 +123,14 @@ def call_failure(rank: int, size: int, call: Any) -> LockstepError | None:
         return RankDiedError(
             f"rank {rank} failed: {type(cause).__name__}: {cause}",
             public_message=f"Rank {rank} of {size} failed with an error of its own, which is in the log. {_NEXT}",
+            rank=rank,
         )
     except ray.exceptions.RayError as error:
         death = rank_death(str(error))
         return RankLostError(
             f"rank {rank} died: {death}; see its log and the kernel's",
             public_message=f"Rank {rank} of {size} died: {death}. {_NEXT}",
+            rank=rank,
         )
     return None
 

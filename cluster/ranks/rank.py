@@ -40,6 +40,8 @@ class Rank:
     """Bytes that were free on its GPU before that was first used."""
     has_weights: bool = False
     """Whether its process has loaded its shard."""
+    num_failed: int = 0
+    """New processes in its place that failed by themselves, one after the other."""
     _ending: int = -1
 
     def settle(self, location: Location) -> None:

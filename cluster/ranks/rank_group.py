@@ -50,6 +50,7 @@ _LEAVE_TIMEOUT_S = 10.0
 _LEAVE_HUNG_TIMEOUT_S = {"cpu": 2.0, "cuda": 5.0}
 _ABORT_TIMEOUT_S = 1.0
 _END_TIMEOUT_S = 2.0
+_MOST_FAILED = 2
 _PROGRESS_TIMEOUT_S = 5.0
 # A wait here lasts a step, and spinning that long takes a core from the ranks.
 _MOST_CHANNEL_SPIN_US = 50
@@ -101,12 +102,14 @@ class RankGroup:
         self._rings: tuple[Ring, ...] = ()  # for frames and for results, where the ranks are on one node
 
     def resized(self, config: EngineConfig, held: tuple[HeldGPU, ...]) -> RankGroup:
-        """A group of as many ranks as `config` has, not started, that can take the place of this one.
+        """A group of as many ranks as `config` has, not started, that can take the place of this one. It has no use for
+        the devices of ranks that are `lost`.
 
         Args:
             held: GPUs of ranks that the placement group has no bundle for.
         """
-        changes: dict[str, Any] = {"config": config, "held": held, "taken": tuple(self.devices)}
+        taken = tuple(device for index, device in enumerate(self.devices) if index not in self.lost)
+        changes: dict[str, Any] = {"config": config, "held": held, "taken": taken}
         return RankGroup(dataclasses.replace(self._starter, suffix=f"of{config.tensor_parallel_size}", **changes))
 
     def with_weights(self, model: str, revision: str | None) -> RankStarter:
@@ -159,6 +162,11 @@ class RankGroup:
             rank.actor.drop_staged.remote()
 
     @property
+    def lost(self) -> list[int]:
+        """Ranks that no process in their places has been able to be, twice."""
+        return [rank.index for rank in self._ranks if rank.num_failed >= _MOST_FAILED]
+
+    @property
     def size(self) -> int:
         """Ranks of the group."""
         return self.config.tensor_parallel_size
@@ -209,6 +217,8 @@ class RankGroup:
     @property
     def reason_never(self) -> str | None:
         """Why these ranks are not replaced whatever happens to them; None: they may be. Known after `load`."""
+        if self._closing.is_set():
+            return "its ranks have ended"
         if self.is_in_memory:
             return "its weights came from memory, so no new rank can read them; a change to weights of a path ends that"
         return recovery.reason_never(self.config, one_node=self.one_node)
@@ -344,7 +354,10 @@ class RankGroup:
         began = time.monotonic()
         assert self._on_failure is not None, "run comes first"
         if isinstance(how, RankGroup):
-            self._stop(EngineError("other ranks take over"))
+            if self.lost:
+                self.close("fewer ranks take over")
+            else:
+                self._stop(EngineError("other ranks take over"))
             try:
                 how._take_over(self)
             except LockstepError as error:
@@ -363,15 +376,20 @@ class RankGroup:
                 room_bytes=rank.room_bytes - self._keeper.num_bytes(rank.index),
             )
             rank.actor, rank.has_weights = self._spares.take(spec) or self._starter.start(spec), False
-        self._settle(replaced)
-        self._on(self._ranks, "where")  # one that died since would keep the others waiting for it
-        started = time.monotonic()
-        if self.fetches:
-            self._on(replaced, "fetch")
-        self._join(generation)
-        self._on(replaced, "read_weights")
+        try:
+            self._settle(replaced)
+            self._on(self._ranks, "where")  # one that died since would keep the others waiting for it
+            started = time.monotonic()
+            if self.fetches:
+                self._on(replaced, "fetch")
+            self._join(generation)
+            self._on(replaced, "read_weights")
+        except RankDiedError as error:
+            if error.rank is not None and not isinstance(error, RankLostError):
+                self._ranks[error.rank].num_failed += 1
+            raise
         for rank in replaced:
-            rank.has_weights = True
+            rank.has_weights, rank.num_failed = True, 0
         loaded = time.monotonic()
         for rank in replaced if keeps_kv else ():
             if not rank.await_end(_END_TIMEOUT_S):
@@ -396,6 +414,8 @@ class RankGroup:
         where the pools of `old` were, and the pool has fewer pages where there is no room for as many."""
         assert old._on_failure is not None, "it has run"
         pool = old.pool
+        if not self._ranks:
+            self.start()
         if self._store is None:
             pool = self._pool_within(self.load(), pool)
             for rank, before in zip(self._ranks, old._ranks, strict=False):

@@ -81,6 +81,22 @@ def resize(size: int, given: EngineConfig, coordinator: Coordinator) -> Resized:
     return Resized(new.size, pause_s)
 
 
+def fewer(given: EngineConfig, old: RankGroup) -> RankGroup | None:
+    """The group, not started, that goes on where ranks of `old` are lost with their devices; None where none may.
+
+    Args:
+        given: as in `resize`.
+    """
+    size, least = old.size - len(old.lost), old.config.recovery.min_ranks
+    if size == old.size or least is None or size < least:
+        return None
+    try:
+        return old.resized(_resolved(size, given, old), old.held)
+    except ConfigError as error:
+        logger.error("the group cannot go on with %d ranks: %s", size, error)
+        return None
+
+
 def _resolved(size: int, given: EngineConfig, old: RankGroup) -> EngineConfig:
     """The configuration for `size` ranks; raises ConfigError where there cannot be so many."""
     on_gpus = old.config.device == "cuda"
