@@ -83,30 +83,30 @@ class Chaos:
         self._expected: list[Streamed] = []
         self._running: dict[asyncio.Task[Streamed], int] = {}
         self._ending = False
-        self.got: list[Streamed] = []
+        self.struck: list[tuple[str, float, float]] = []
+        """Name, time and time of the rebuild of each fault so far."""
+        self.pauses: dict[str, list[float]] = {"SIGKILL": [], "SIGSTOP": []}
+        """Seconds that streams paused, by fault."""
+        self.num_ended = self.num_failed = 0
         self.differing: list[dict[str, Any]] = []
         self.held: list[dict[str, float]] = []
         """Figures of `held` after each fault."""
 
-    async def run(
-        self, faults: list[signal.Signals], random_: random.Random, calm_s: float
-    ) -> list[tuple[str, float, float]]:
-        """Name, time and time of the rebuild of each of `faults`."""
+    async def run(self, faults: list[signal.Signals], random_: random.Random, calm_s: float) -> None:
+        """Ends when the streams that ran at the last of `faults` have."""
         began = time.monotonic()
         self._expected = list(await asyncio.gather(*map(self._group.stream, self._bodies)))
         streaming = asyncio.create_task(self._stream())
         await asyncio.sleep(1)
-        struck = []
         for fault in faults:
             await asyncio.sleep(calm_s)
-            struck.append((fault.name, *await self._group.strike(fault, random_)))
+            self.struck.append((fault.name, *await self._group.strike(fault, random_)))
             status = await self._group.status()
             of_processes = held(self._group.engine.facts.pid, status["pids"].values())
             at_s = round(time.monotonic() - began)
             self.held.append({"at_s": at_s, **of_processes, "pages": status["num_owned_pages"]})
         self._ending = True
         await streaming
-        return struck
 
     async def _stream(self) -> None:
         """Begins each stream again when it ends, until `_ending`."""
@@ -116,11 +116,19 @@ class Chaos:
             done, _ = await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 index, streamed = self._running.pop(task), task.result()
-                self.got.append(streamed)
+                self.count(streamed)
                 if (difference := first_difference(self._expected[index], streamed)) is not None:
                     self.differing.append({"body": self._bodies[index], **difference})
                 if not self._ending:
                     self._running[asyncio.create_task(self._group.stream(self._bodies[index]))] = index
+
+    def count(self, streamed: Streamed) -> None:
+        """Counts a stream that has ended. None is kept: this process serves HTTP, and what it holds is noted."""
+        self.num_ended += 1
+        self.num_failed += streamed.error is not None
+        for name, at, to in self.struck:
+            if (pause := streamed.pause_between(at, to)) is not None:
+                self.pauses[name].append(pause)
 
 
 def held(coordinator: int, ranks: Iterable[int]) -> dict[str, float]:
@@ -217,18 +225,8 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     async with served_config(config, "chaos") as group:
         began = time.monotonic()
         chaos = Chaos(group, bodies(arguments.streams, arguments.tokens))
-        struck = await chaos.run(faults, random_, arguments.calm)
+        await chaos.run(faults, random_, arguments.calm)
         status = await group.status()
-    pauses = {
-        name: [
-            pause
-            for kind, at, to in struck
-            if kind == name
-            for it in chaos.got
-            if (pause := it.pause_between(at, to)) is not None
-        ]
-        for name in ("SIGKILL", "SIGSTOP")
-    }
     return {
         "circumstances": circumstances(),
         "model": config.model,
@@ -237,17 +235,19 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "spares": arguments.spares,
         "calm_s": arguments.calm,
         "streams": arguments.streams,
-        "faults": {name: sum(kind == name for kind, _, _ in struck) for name in pauses},
+        "faults": {name: sum(kind == name for kind, _, _ in chaos.struck) for name in chaos.pauses},
         "seconds": round(time.monotonic() - began, 1),
-        "streams_ended": len(chaos.got),
-        "streams_failed": sum(it.error is not None for it in chaos.got),
+        "streams_ended": chaos.num_ended,
+        "streams_failed": chaos.num_failed,
         "streams_that_differ": len(chaos.differing),
         "differing": chaos.differing[:5],
         "held": flatness(chaos.held),
         "num_rebuilds": status["num_rebuilds"],
         "pages_left": status["num_owned_pages"],
-        "rebuilt_after": {name: summary([to - at for kind, at, to in struck if kind == name]) for name in pauses},
-        "pause": {name: summary(values) for name, values in pauses.items()},
+        "rebuilt_after": {
+            name: summary([to - at for kind, at, to in chaos.struck if kind == name]) for name in chaos.pauses
+        },
+        "pause": {name: summary(values) for name, values in chaos.pauses.items()},
     }
 
 
