@@ -3,13 +3,15 @@
     python -m benchmarks.chaos MODEL [--ranks 3] [--streams 32] [--tokens 64] [--kills 50] [--stops 20]
         [--spares 0] [--calm 0] [--seed 0] [--out FILE]
     python -m benchmarks.chaos --config CONFIG [--set KEY=VALUE ...] [--ranks 3] ...
+    python -m benchmarks.chaos --plot RESULT.json
 
 Streams greedy, sampled, guided, with penalties and logprobs, with stop strings and of several answers run again and
 again, while a rank drawn at random is killed (SIGKILL) or stopped (SIGSTOP), each fault --calm seconds and some steps
 after the rebuild from the one before: a spare takes some seconds to be made ready. What each stream brings is compared
 with what it brought before the first fault. The pause of a stream is the time between its chunks before and after a
 fault. MODEL is a directory or a .gguf file, served on CPUs; CONFIG one of `cluster serve`, on GPUs where there are any.
-What the processes hold is noted after each fault, when the group runs again: it has to stay as it was.
+What the processes hold is noted after each fault, when the group runs again: it has to stay as it was. --plot draws
+that beside the JSON file of a run, as an SVG.
 There only `--set numerics=exact` makes a recomputed stream the same to the bit, and random weights need a `tokenizer`.
 """
 
@@ -18,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
 import signal
@@ -47,6 +50,8 @@ _KINDS: list[dict[str, Any]] = [
     {"temperature": 1, "stop": ["the", "and"], "min_tokens": 40, "top_k": 50},
     {"temperature": 0, "prompt": 6 * _WORDS, "logit_bias": {"260": -5}, "logprobs": 1},
 ]
+
+_PANEL_WIDTH, _PANEL_HEIGHT = 240, 100  # pixels
 
 
 def bodies(count: int, tokens: int) -> list[dict[str, Any]]:
@@ -78,28 +83,30 @@ class Chaos:
         self._expected: list[Streamed] = []
         self._running: dict[asyncio.Task[Streamed], int] = {}
         self._ending = False
-        self.got: list[Streamed] = []
+        self.struck: list[tuple[str, float, float]] = []
+        """Name, time and time of the rebuild of each fault so far."""
+        self.pauses: dict[str, list[float]] = {"SIGKILL": [], "SIGSTOP": []}
+        """Seconds that streams paused, by fault."""
+        self.num_ended = self.num_failed = 0
         self.differing: list[dict[str, Any]] = []
         self.held: list[dict[str, float]] = []
         """Figures of `held` after each fault."""
 
-    async def run(
-        self, faults: list[signal.Signals], random_: random.Random, calm_s: float
-    ) -> list[tuple[str, float, float]]:
-        """Name, time and time of the rebuild of each of `faults`."""
+    async def run(self, faults: list[signal.Signals], random_: random.Random, calm_s: float) -> None:
+        """Ends when the streams that ran at the last of `faults` have."""
         began = time.monotonic()
         self._expected = list(await asyncio.gather(*map(self._group.stream, self._bodies)))
         streaming = asyncio.create_task(self._stream())
         await asyncio.sleep(1)
-        struck = []
         for fault in faults:
             await asyncio.sleep(calm_s)
-            struck.append((fault.name, *await self._group.strike(fault, random_)))
-            ranks = (await self._group.status())["pids"].values()
-            self.held.append({"at_s": round(time.monotonic() - began), **held(self._group.engine.facts.pid, ranks)})
+            self.struck.append((fault.name, *await self._group.strike(fault, random_)))
+            status = await self._group.status()
+            of_processes = held(self._group.engine.facts.pid, status["pids"].values())
+            at_s = round(time.monotonic() - began)
+            self.held.append({"at_s": at_s, **of_processes, "pages": status["num_owned_pages"]})
         self._ending = True
         await streaming
-        return struck
 
     async def _stream(self) -> None:
         """Begins each stream again when it ends, until `_ending`."""
@@ -109,11 +116,19 @@ class Chaos:
             done, _ = await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 index, streamed = self._running.pop(task), task.result()
-                self.got.append(streamed)
+                self.count(streamed)
                 if (difference := first_difference(self._expected[index], streamed)) is not None:
                     self.differing.append({"body": self._bodies[index], **difference})
                 if not self._ending:
                     self._running[asyncio.create_task(self._group.stream(self._bodies[index]))] = index
+
+    def count(self, streamed: Streamed) -> None:
+        """Counts a stream that has ended. None is kept: this process serves HTTP, and what it holds is noted."""
+        self.num_ended += 1
+        self.num_failed += streamed.error is not None
+        for name, at, to in self.struck:
+            if (pause := streamed.pause_between(at, to)) is not None:
+                self.pauses[name].append(pause)
 
 
 def held(coordinator: int, ranks: Iterable[int]) -> dict[str, float]:
@@ -135,6 +150,37 @@ def flatness(samples: list[dict[str, float]]) -> dict[str, list[float]]:
         return {}
     parts = [part.tolist() for part in np.array_split(np.arange(len(samples)), 10)]
     return {name: [float(np.median([samples[index][name] for index in part])) for part in parts] for name in samples[0]}
+
+
+def drawn(held: dict[str, list[float]]) -> str:
+    """An SVG with a panel for each figure of `flatness`: three to a row, time and figure from 0 on."""
+    times, left = held["at_s"], 60
+    names = [name for name in held if name != "at_s"]
+    panels = []
+    for index, name in enumerate(names):
+        values = held[name]
+        most = max(*values, 1)
+        step = 10 ** math.floor(math.log10(most))
+        top = step * math.ceil(most / step)
+        points = " ".join(
+            f"{_PANEL_WIDTH * at / times[-1]:.1f},{_PANEL_HEIGHT * (1 - value / top):.1f}"
+            for at, value in zip(times, values, strict=True)
+        )
+        row, column = divmod(index, 3)
+        panels.append(
+            f'<g transform="translate({left + column * (_PANEL_WIDTH + left)},{40 + row * (_PANEL_HEIGHT + 60)})">\n'
+            f'<text y="-10" font-weight="bold">{name}: {values[0]:g} to {values[-1]:g}</text>\n'
+            f'<path d="M0,0V{_PANEL_HEIGHT}H{_PANEL_WIDTH}" fill="none" stroke="#888"/>\n'
+            f'<polyline points="{points}" fill="none" stroke="#06c" stroke-width="2"/>\n'
+            f'<text x="-6" y="4" text-anchor="end">{top}</text>'
+            f'<text x="-6" y="{_PANEL_HEIGHT}" text-anchor="end">0</text>'
+            f'<text x="{_PANEL_WIDTH}" y="{_PANEL_HEIGHT + 16}" text-anchor="end">{times[-1]:.0f} s</text>\n</g>'
+        )
+    width, height = left + 3 * (_PANEL_WIDTH + left), 40 + math.ceil(len(names) / 3) * (_PANEL_HEIGHT + 60)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
+        f'font-size="12">\n<rect width="100%" height="100%" fill="white"/>\n' + "\n".join(panels) + "\n</svg>\n"
+    )
 
 
 def first_difference(expected: Streamed, got: Streamed) -> dict[str, Any] | None:
@@ -179,18 +225,8 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     async with served_config(config, "chaos") as group:
         began = time.monotonic()
         chaos = Chaos(group, bodies(arguments.streams, arguments.tokens))
-        struck = await chaos.run(faults, random_, arguments.calm)
+        await chaos.run(faults, random_, arguments.calm)
         status = await group.status()
-    pauses = {
-        name: [
-            pause
-            for kind, at, to in struck
-            if kind == name
-            for it in chaos.got
-            if (pause := it.pause_between(at, to)) is not None
-        ]
-        for name in ("SIGKILL", "SIGSTOP")
-    }
     return {
         "circumstances": circumstances(),
         "model": config.model,
@@ -199,17 +235,19 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "spares": arguments.spares,
         "calm_s": arguments.calm,
         "streams": arguments.streams,
-        "faults": {name: sum(kind == name for kind, _, _ in struck) for name in pauses},
+        "faults": {name: sum(kind == name for kind, _, _ in chaos.struck) for name in chaos.pauses},
         "seconds": round(time.monotonic() - began, 1),
-        "streams_ended": len(chaos.got),
-        "streams_failed": sum(it.error is not None for it in chaos.got),
+        "streams_ended": chaos.num_ended,
+        "streams_failed": chaos.num_failed,
         "streams_that_differ": len(chaos.differing),
         "differing": chaos.differing[:5],
         "held": flatness(chaos.held),
         "num_rebuilds": status["num_rebuilds"],
         "pages_left": status["num_owned_pages"],
-        "rebuilt_after": {name: summary([to - at for kind, at, to in struck if kind == name]) for name in pauses},
-        "pause": {name: summary(values) for name, values in pauses.items()},
+        "rebuilt_after": {
+            name: summary([to - at for kind, at, to in chaos.struck if kind == name]) for name in chaos.pauses
+        },
+        "pause": {name: summary(values) for name, values in chaos.pauses.items()},
     }
 
 
@@ -218,6 +256,7 @@ def main() -> None:
     served = parser.add_mutually_exclusive_group(required=True)
     served.add_argument("model", type=Path, nargs="?")
     served.add_argument("--config", type=Path)
+    served.add_argument("--plot", type=Path, metavar="RESULT.json")
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--streams", type=int, default=32)
@@ -229,6 +268,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    if arguments.plot is not None:
+        arguments.plot.with_suffix(".svg").write_text(drawn(json.loads(arguments.plot.read_text())["held"]))
+        return
     os.environ["RAY_AUTH_MODE"] = "disabled"
     # The workers' way to this checkout.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH"))))

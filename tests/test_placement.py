@@ -18,7 +18,7 @@ import cluster.ranks.rank
 from cluster.ranks.held_gpus import HeldGPU
 from cluster.ranks.host import least_compute_capability
 from cluster.ranks.rank import Rank, RankStarter
-from cluster.ranks.rank_actor import RankSpec, device_index
+from cluster.ranks.rank_actor import RankActor, RankSpec, device_index
 from cluster.serve.placement import NodeResources, check_fits, group_bundles, uses_gpus
 from configs.errors import PlacementError
 from configs.schema import EngineConfig, PlacementConfig
@@ -126,6 +126,11 @@ def test_a_rank_asks_ray_for_a_gpu_only_where_none_is_reserved_for_it(
     assert [(it.bundle, it.num_gpus, it.spec.device) for it in started] == expected
     starter.start_spare(0)
     assert (started[-1].bundle, started[-1].num_gpus, started[-1].spec.device) == (0, 0, None)
+
+
+def test_ranks_that_are_replaced_leave_no_class_with_ray() -> None:
+    classes = {id(kept): kept for kept in (cluster.ranks.rank.actor_class(RankActor) for _ in range(3))}
+    assert len(classes) == 1
 
 
 def test_the_end_of_a_rank_is_waited_for_where_others_need_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import weakref
+import xml.etree.ElementTree as ET
 from typing import Any
 
 import pytest
 
-from benchmarks.chaos import first_difference
+from benchmarks.chaos import Chaos, drawn, first_difference
 from tests.served_group import Streamed
 
 
@@ -47,3 +49,24 @@ def test_a_pause_is_the_longest_between_two_chunks(start_s: float, stop_s: float
     streamed = Streamed()
     streamed.times = [1.0, 2.0, 3.0, 10.5, 18.5, 19.5]
     assert streamed.pause_between(start_s, stop_s) == pause
+
+
+def test_streams_that_ended_do_not_pile_up_in_the_process_whose_memory_is_noted() -> None:
+    group: Any = None
+    chaos = Chaos(group, [])
+    chaos.struck = [("SIGKILL", 10.0, 15.0), ("SIGSTOP", 19.0, 20.0)]
+    streamed = Streamed(times=[1.0, 2.0, 10.5, 18.5, 19.5], error="cut")
+    kept = weakref.ref(streamed)
+    chaos.count(streamed)
+    del streamed
+    assert kept() is None
+    assert (chaos.num_ended, chaos.num_failed, chaos.pauses) == (1, 1, {"SIGKILL": [8.5], "SIGSTOP": []})
+
+
+def test_what_was_held_is_drawn_on_axes_that_begin_at_zero() -> None:
+    svg = drawn({"at_s": [0.0, 5.0, 20.0], "MiB": [100.0, 100.0, 200.0], "files": [0.0, 0.0, 0.0]})
+    figures = {str(group[0].text): group[2].get("points") for group in ET.fromstring(svg) if len(group)}
+    assert figures == {
+        "MiB: 100 to 200": "0.0,50.0 60.0,50.0 240.0,0.0",
+        "files: 0 to 0": "0.0,100.0 60.0,100.0 240.0,100.0",
+    }

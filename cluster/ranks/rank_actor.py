@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
@@ -34,6 +35,7 @@ if TYPE_CHECKING:  # these load torch, which the processes that start ranks do w
 logger = logging.getLogger(__name__)
 
 
+@functools.cache  # Ray keeps every class that it is given, and what it knows of its methods, for good
 def actor_class(cls: type) -> Any:
     """`cls` as a Ray actor class: never restarted by Ray, and its `ctl` methods answer while another one runs."""
     options: Any = {"max_restarts": 0, "max_task_retries": 0, "concurrency_groups": {"ctl": 2}}
