@@ -28,7 +28,7 @@ from cluster.engine.coordinator_actor import CoordinatorActor, EngineFacts
 from cluster.engine.messages import SamplingParams, Weights
 from cluster.ranks.rank import RankStarter
 from cluster.ranks.rank_actor import RankActor, RankSpec
-from cluster.ranks.rank_group import RankGroup
+from cluster.ranks.weight_change import starter_with
 from configs.errors import CheckpointError, ConfigError, EngineError
 from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
@@ -355,8 +355,8 @@ def test_what_the_model_is_may_not_change(small_path: Path, tmp_path: Path) -> N
     )
     differ = r"another model .* vocab_size is 1001, not 1000; layers\.0\.mixer\.rope\.theta is 500000\.0, not 10000\.0;"
     with pytest.raises(ConfigError, match=differ):
-        RankGroup(starter).with_weights(str(tmp_path), None)
-    same = RankGroup(starter).with_weights(str(small_path), "main")
+        starter_with(starter, str(tmp_path), None)
+    same = starter_with(starter, str(small_path), "main")
     assert (same.model, same.config.revision, same.spec(1).model_path) == (starter.model, "main", str(small_path))
 
 

@@ -7,14 +7,13 @@ may die and the store stays.
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import functools
 import logging
 import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,24 +25,20 @@ from cluster.ranks.held_gpus import HeldGPU
 from cluster.ranks.rank import Rank, RankStarter
 from cluster.ranks.rank_actor import Location, PoolShape, RankLoad
 from cluster.ranks.spares import WarmSpares
+from cluster.ranks.step_channel import StepChannel
 from configs.addresses import family_of
-from configs.checkpoint import resolve_model_path
 from configs.errors import ConfigError, EngineError, LockstepError, RankDiedError, RankLostError, StepHungError
 from configs.kv_pages import PageBytes, WindowPool, dtype_bytes, pages_within
 from configs.model_config import ModelConfig
-from configs.read_config import read_model_config
 from configs.schema import EngineConfig
-from parallel.channel import FrameReader, FrameWriter, Ring
+from parallel.channel import FrameReader, FrameWriter
 from parallel.kept_memory import Keeper
 from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost
-from parallel.tcp_channel import TcpListener, TcpReader, TcpWriter
 
 logger = logging.getLogger(__name__)
 
 GENERATION = 1
-_SHOWN_CHARS = 200  # a message shows so many of a difference between models
-_SHOWN_DIFFERENCES = 4
 _LEAVE_TIMEOUT_S = 10.0
 # After a hang: the others wait for the one that hangs, and leave as soon as they are told. On GPUs that takes NCCL
 # half a second, and a rank says after three that its device never gets done.
@@ -52,9 +47,6 @@ _ABORT_TIMEOUT_S = 1.0
 _END_TIMEOUT_S = 2.0
 _MOST_FAILED = 2
 _PROGRESS_TIMEOUT_S = 5.0
-# A wait here lasts a step, and spinning that long takes a core from the ranks.
-_MOST_CHANNEL_SPIN_US = 50
-_CHANNEL_SLOTS = 8  # more than the steps in flight, so that the writer never waits
 
 
 @dataclass(frozen=True)
@@ -87,7 +79,8 @@ class RankGroup:
     def __init__(self, starter: RankStarter) -> None:
         self.config = starter.config
         self._keeper = Keeper()
-        self._starter = dataclasses.replace(starter, keeper=self._keeper.address)
+        self.starter = dataclasses.replace(starter, keeper=self._keeper.address)
+        """Starts its ranks."""
         self._ranks: list[Rank] = []
         self._measured = self._ranks  # the ranks whose progress is the group's
         self._spares = WarmSpares(self.config.recovery.warm_spares, starter.start_spare)
@@ -99,7 +92,7 @@ class RankGroup:
         self.one_node = True
         """All ranks run where this is; known after `load`."""
         self._closing = threading.Event()
-        self._rings: tuple[Ring, ...] = ()  # for frames and for results, where the ranks are on one node
+        self._channel: StepChannel | None = None
 
     def resized(self, config: EngineConfig, held: tuple[HeldGPU, ...]) -> RankGroup:
         """A group of as many ranks as `config` has, not started, that can take the place of this one. It has no use for
@@ -110,32 +103,17 @@ class RankGroup:
         """
         taken = tuple(device for index, device in enumerate(self.devices) if index not in self.lost)
         changes: dict[str, Any] = {"config": config, "held": held, "taken": taken}
-        return RankGroup(dataclasses.replace(self._starter, suffix=f"of{config.tensor_parallel_size}", **changes))
-
-    def with_weights(self, model: str, revision: str | None) -> RankStarter:
-        """A starter of the same ranks with the weights of another checkpoint, which describes the same model.
-
-        Raises:
-            ConfigError: it describes another, or there is none.
-        """
-        config = self.config.model_copy(update={"model": model, "revision": revision})
-        path = resolve_model_path(model, revision, weights=config.has_local_weights)
-        # The types that weights lie in may be others.
-        found = dataclasses.replace(read_model_config(path), dtype=self.model.dtype)
-        comparable = dataclasses.replace(found, weight_block=self.model.weight_block)
-        if differ := list(itertools.islice(_differences(comparable, self.model), _SHOWN_DIFFERENCES)):
-            raise ConfigError(f"model={model} is another model than the one that serves: {'; '.join(differ)}")
-        return dataclasses.replace(self._starter, config=config, model=found, model_path=path, is_in_memory=False)
+        return RankGroup(dataclasses.replace(self.starter, suffix=f"of{config.tensor_parallel_size}", **changes))
 
     def give(self, tensors: Sequence[ray.ObjectRef[dict[str, Any]]]) -> RankStarter:
         """Gives every rank tensors of a checkpoint, by name, and returns what `stage` takes once all are given."""
         self._on(self._ranks, "give", list(tensors))
-        return dataclasses.replace(self._starter, is_in_memory=True)
+        return dataclasses.replace(self.starter, is_in_memory=True)
 
     @property
     def is_in_memory(self) -> bool:
         """Whether the weights came from another process, so that no rank can be started with them."""
-        return self._starter.is_in_memory
+        return self.starter.is_in_memory
 
     def stage(self, starter: RankStarter) -> list[bool]:
         """Has every rank read the weights that `starter` starts with, while steps run, however long that takes; then
@@ -148,7 +126,7 @@ class RankGroup:
         Raises:
             LockstepError: a rank did not. All have ended then, for nobody knows what each serves with.
         """
-        self._starter, self.config = starter, starter.config
+        self.starter, self.config = starter, starter.config
         try:
             self._on(self._ranks, "take_staged")
         except LockstepError:
@@ -174,23 +152,23 @@ class RankGroup:
     @property
     def model(self) -> ModelConfig:
         """The model whose shards the ranks hold."""
-        return self._starter.model
+        return self.starter.model
 
     @property
     def bundle(self) -> dict[str, float]:
         """Resources that the placement group has for a rank."""
-        bundle: dict[str, float] = self._starter.placement_group.bundle_specs[1]
+        bundle: dict[str, float] = self.starter.placement_group.bundle_specs[1]
         return bundle
 
     @property
     def num_bundles(self) -> int:
         """Bundles for ranks that the placement group has."""
-        return self._starter.num_bundles
+        return self.starter.num_bundles
 
     @property
     def held(self) -> tuple[HeldGPU, ...]:
         """GPUs of ranks beyond those bundles."""
-        return self._starter.held
+        return self.starter.held
 
     @property
     def room_bytes(self) -> list[int]:
@@ -245,7 +223,7 @@ class RankGroup:
 
     def heartbeat_ages(self) -> list[float]:
         """Seconds since each rank last took or awaited a frame. Empty where the ranks are on several nodes."""
-        return [ring.reader_status(rank).heartbeat_age_s for ring in self._rings[:1] for rank in range(self.size)]
+        return [] if self._channel is None else self._channel.heartbeat_ages(self.size)
 
     def progress(self) -> list[float]:
         """Share of the weights loaded, or of the graphs captured, by each rank, or of the weights fetched by each node,
@@ -261,7 +239,7 @@ class RankGroup:
 
     def start(self) -> None:
         """Starts the processes, and waits until they say where they are."""
-        self._ranks += [Rank(index, self._starter.start(self._starter.spec(index))) for index in range(self.size)]
+        self._ranks += [Rank(index, self.starter.start(self.starter.spec(index))) for index in range(self.size)]
         self._settle(self._ranks)
 
     def _settle(self, ranks: Iterable[Rank]) -> None:
@@ -317,10 +295,17 @@ class RankGroup:
         """
         self._pool, self._on_failure = pool, on_failure
         self._on(self._ranks, "allocate", pool, at_once, keeps_kv)
-        (self._connect_ring if self.one_node else self._connect_tcp)(pool.max_message_bytes)
+        channel = self._channel = self._connect(pool.max_message_bytes)
+        self.frames, self.results = channel.frames, channel.results
         self._runs = {rank.index: rank.actor.run.remote() for rank in self._ranks}
         runs = self._runs
         watch(runs, self.size, lambda: self._closing.is_set() or self._runs is not runs, on_failure)
+
+    def _connect(self, max_message_bytes: int) -> StepChannel:
+        how = self.size, max_message_bytes, self.config.parallel, functools.partial(self._on, self._ranks)
+        if self.one_node:
+            return StepChannel.over_shared_memory(*how)
+        return StepChannel.over_tcp(*how, self._host)
 
     def start_spares(self) -> None:
         """Starts the processes that take the places of ranks that die; returns at once."""
@@ -371,11 +356,11 @@ class RankGroup:
         for rank in replaced:
             assert rank.location is not None, "it has run"
             spec = dataclasses.replace(
-                self._starter.spec(rank.index),
+                self.starter.spec(rank.index),
                 device=rank.location.device,
                 room_bytes=rank.room_bytes - self._keeper.num_bytes(rank.index),
             )
-            rank.actor, rank.has_weights = self._spares.take(spec) or self._starter.start(spec), False
+            rank.actor, rank.has_weights = self._spares.take(spec) or self.starter.start(spec), False
         try:
             self._settle(replaced)
             self._on(self._ranks, "where")  # one that died since would keep the others waiting for it
@@ -446,7 +431,7 @@ class RankGroup:
         not or cannot, have no weights, or whose calls of `run` failed by themselves; returns these, dead ones among
         them. Unless `keeps_kv`, nothing that these had outlives them, nor any rank's KV."""
         runs, self._runs = self._runs, {}  # who watches them has nothing more to say
-        self._close_rings()
+        self._close_channel()
         calls: dict[Any, int] = {}
         for rank in self._ranks:
             # Ranks leave on threads of their own: on GPUs NCCL's abort waits for the graphs, which go in `leave`, and
@@ -469,36 +454,10 @@ class RankGroup:
             self._keeper.drop(name="kv")
         return replaced
 
-    def _connect_ring(self, max_message_bytes: int) -> None:
-        parallel = self.config.parallel
-        assert parallel.spin_us is not None, "spin_us is resolved before the ranks start"
-        spin_us = min(parallel.spin_us, _MOST_CHANNEL_SPIN_US)
-        frames, results = self._rings = tuple(
-            Ring.create(num_readers=num_readers, slots=_CHANNEL_SLOTS, slot_bytes=max_message_bytes, spin_us=spin_us)
-            for num_readers in (self.size, 1)
-        )
-        self._on(self._ranks, "attach_ring", frames.address, results.address)
-        self.frames, self.results = frames.writer(), results.reader(0)
-
-    def _connect_tcp(self, max_message_bytes: int) -> None:
-        """Connects all ranks over TCP, also those of this node: one way to send a frame is enough."""
-        timeout_s = self.config.parallel.init_timeout_s
-        frames, results = TcpListener.create(self._host), TcpListener.create(self._host)
-        # The ranks connect while this side accepts; a rank that fails ends the wait for the others.
-        accepting = ThreadPoolExecutor(2)
-        to_ranks = accepting.submit(frames.accept, self.size, timeout_s=timeout_s)
-        from_rank_0 = accepting.submit(results.accept, 1, timeout_s=timeout_s)
-        self._on(self._ranks, "attach_tcp", frames.address, results.address, max_message_bytes)
-        self.frames = TcpWriter(to_ranks.result(timeout_s), max_frame_bytes=max_message_bytes)
-        self.results = TcpReader(from_rank_0.result(timeout_s)[0], max_frame_bytes=max_message_bytes)
-        accepting.shutdown()
-        frames.close()
-        results.close()
-
-    def _close_rings(self) -> None:
-        rings, self._rings = self._rings, ()
-        for ring in rings:
-            ring.close()
+    def _close_channel(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
 
     def log_stacks(self, step_age_s: float) -> None:
         """Logs where each rank's threads are, since a step takes suspiciously long; returns at once."""
@@ -525,23 +484,11 @@ class RankGroup:
         self._keeper.close()
         self._ranks = self._measured = []
         self._runs = {}
-        self._close_rings()
+        self._close_channel()
 
     def _on(self, ranks: Iterable[Rank], method: str, *args: object) -> list[Any]:
         """Returns the answers of `method` on `ranks`, within `parallel.init_timeout_s`."""
         return call(ranks, method, *args, size=self.size, timeout_s=self.config.parallel.init_timeout_s)
-
-
-def _differences(found: Any, expected: Any, path: str = "") -> Iterator[str]:
-    """The parts of `found` that are not as in `expected`, by dotted paths that begin with `path`."""
-    if dataclasses.is_dataclass(found) and type(found) is type(expected):
-        for it in dataclasses.fields(found):
-            yield from _differences(getattr(found, it.name), getattr(expected, it.name), f"{path}.{it.name}".strip("."))
-    elif isinstance(found, tuple) and isinstance(expected, tuple) and len(found) == len(expected):
-        for i, (part, other) in enumerate(zip(found, expected, strict=True)):
-            yield from _differences(part, other, f"{path}.{i}")
-    elif found != expected:
-        yield f"{path} is {found!r}, not {expected!r}"[:_SHOWN_CHARS]
 
 
 def _open_store(host: str) -> Any:

@@ -7,9 +7,10 @@ group that nobody knows the weights of, so that all are replaced, by ranks with 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -17,13 +18,18 @@ import ray
 from cluster.engine.coordinator import Coordinator, WeightChange
 from cluster.engine.fingerprint import system_fingerprint
 from cluster.engine.messages import Running, Weights, WeightsChanged
-from configs.checkpoint import model_name
+from cluster.ranks.rank import RankStarter
+from configs.checkpoint import model_name, resolve_model_path
 from configs.errors import ConfigError
+from configs.read_config import read_model_config
 
 if TYPE_CHECKING:
     from cluster.engine.coordinator_actor import EngineSpec
 
 logger = logging.getLogger(__name__)
+
+_SHOWN_CHARS = 200  # a message shows so many of a difference between models
+_SHOWN_DIFFERENCES = 4
 
 
 def change_weights(
@@ -57,7 +63,7 @@ def change_weights(
     generation = coordinator.inspect(lambda scheduler: scheduler.generation)
     if (model is None) != bool(tensors) or (model is None and version is None):
         raise ConfigError("give a model, or tensors and a version")
-    starter = ranks.give(tensors) if model is None else ranks.with_weights(model, revision)
+    starter = ranks.give(tensors) if model is None else starter_with(ranks.starter, model, revision)
     if not last:
         return None
     if version is None:
@@ -75,3 +81,31 @@ def change_weights(
     changed = WeightsChanged(version, pause_s, loaded - began, "host" if on_host else "device")
     logger.info("weights %s: read in %.2f s to the memory of the %s", version, changed.load_s, changed.staged_in)
     return changed
+
+
+def starter_with(now: RankStarter, model: str, revision: str | None) -> RankStarter:
+    """A starter of the same ranks with the weights of another checkpoint, which describes the same model.
+
+    Raises:
+        ConfigError: it describes another, or there is none.
+    """
+    config = now.config.model_copy(update={"model": model, "revision": revision})
+    path = resolve_model_path(model, revision, weights=config.has_local_weights)
+    # The types that weights lie in may be others.
+    found = dataclasses.replace(read_model_config(path), dtype=now.model.dtype)
+    comparable = dataclasses.replace(found, weight_block=now.model.weight_block)
+    if differ := list(itertools.islice(_differences(comparable, now.model), _SHOWN_DIFFERENCES)):
+        raise ConfigError(f"model={model} is another model than the one that serves: {'; '.join(differ)}")
+    return dataclasses.replace(now, config=config, model=found, model_path=path, is_in_memory=False)
+
+
+def _differences(found: Any, expected: Any, path: str = "") -> Iterator[str]:
+    """The parts of `found` that are not as in `expected`, by dotted paths that begin with `path`."""
+    if dataclasses.is_dataclass(found) and type(found) is type(expected):
+        for it in dataclasses.fields(found):
+            yield from _differences(getattr(found, it.name), getattr(expected, it.name), f"{path}.{it.name}".strip("."))
+    elif isinstance(found, tuple) and isinstance(expected, tuple) and len(found) == len(expected):
+        for i, (part, other) in enumerate(zip(found, expected, strict=True)):
+            yield from _differences(part, other, f"{path}.{i}")
+    elif found != expected:
+        yield f"{path} is {found!r}, not {expected!r}"[:_SHOWN_CHARS]
