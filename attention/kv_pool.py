@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from math import prod
 
@@ -61,6 +62,22 @@ class ReqToTokenPool:
             )
 
 
+def kv_tensors(
+    layer: AttentionLayer,
+    num_pages: int,
+    page_size: int,
+    dtype: torch.dtype,
+    allocate: Callable[[int], torch.Tensor],
+) -> tuple[torch.Tensor, ...]:
+    """A layer's tensors in the pool [num_pages + 1, page_size, *shape], one for each of its `token_shapes`, in memory
+    that `allocate` has for so many bytes: [num_bytes] uint8."""
+    shapes = [(num_pages + 1, page_size, *shape) for shape in layer.token_shapes]
+    sizes = [prod(shape) * dtype.itemsize for shape in shapes]
+    room = [-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes]
+    parts = zip(torch.split(allocate(sum(room)), room), sizes, shapes, strict=True)
+    return tuple(part[:size].view(dtype).view(shape) for part, size, shape in parts)
+
+
 class TokenToKVPool:
     """Tokens of every layer: tensors [num_pages + 1, page_size, *shape], one for each of `token_shapes`.
 
@@ -73,7 +90,8 @@ class TokenToKVPool:
         compute_dtype: of the keys and values that are written, and of queries and answers. None: `dtype`.
         num_window_pages: pages of the layers with a window, which have page ids of their own then: the window pool.
             None: as many as of the others, by the same ids.
-        allocate: makes the pool's memory, [num_bytes] uint8 on `device`, of finite numbers. None: torch does.
+        allocate: makes the memory of a layer, [num_bytes] uint8 on `device`, of finite numbers, by its index and how
+            many bytes it is. None: torch makes it.
     """
 
     def __init__(
@@ -86,7 +104,7 @@ class TokenToKVPool:
         device: torch.device,
         compute_dtype: torch.dtype | None = None,
         num_window_pages: int | None = None,
-        allocate: Callable[[int], torch.Tensor] | None = None,
+        allocate: Callable[[int, int], torch.Tensor] | None = None,
     ) -> None:
         self.layers = tuple(layers)
         self.num_pages = num_pages
@@ -96,19 +114,15 @@ class TokenToKVPool:
         self.compute_dtype = dtype if compute_dtype is None else compute_dtype
         self.device = device
         windowed = num_pages if num_window_pages is None else num_window_pages
-        shapes = [
-            [(pages + 1, page_size, *shape) for shape in layer.token_shapes]
-            for layer, pages in ((it, num_pages if it.window is None else windowed) for it in layers)
+        self._pages = [
+            kv_tensors(layer, pages, page_size, dtype, functools.partial(allocate or self._allocate, i))
+            for i, layer in enumerate(layers)
+            for pages in (num_pages if layer.window is None else windowed,)
         ]
-        sizes = [prod(shape) * dtype.itemsize for of_layer in shapes for shape in of_layer]
-        room = [-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes]
-        parts = torch.split((allocate or self._allocate)(sum(room)), room)
-        tensors = (part[:size].view(dtype) for part, size in zip(parts, sizes, strict=True))
-        self._pages = [tuple(next(tensors).view(shape) for shape in of_layer) for of_layer in shapes]
         # Slot views are made once: a view per layer and step is Python time on the decode path.
         self._slots = [tuple(pages.flatten(0, 1).flatten(1) for pages in of_layer) for of_layer in self._pages]
 
-    def _allocate(self, num_bytes: int) -> torch.Tensor:
+    def _allocate(self, layer_id: int, num_bytes: int) -> torch.Tensor:
         # No slot's values are used before they are written: on CPU memory is taken as pages fill. On CUDA whole pages
         # may be loaded, and a NaN in an unused slot would come through its weight of zero.
         new = torch.zeros if self.device.type == "cuda" else torch.empty

@@ -11,6 +11,7 @@ import faulthandler
 import logging
 import mmap
 import os
+import resource
 import secrets
 import socket
 import threading
@@ -31,6 +32,11 @@ _TIMEOUT_S = 5.0
 _CRASH = "crash"
 
 
+def kv_block(layer_id: int) -> str:
+    """The name of the block that a layer's KV lies in."""
+    return f"kv {layer_id}"
+
+
 class _Block(msgspec.Struct, frozen=True):
     """A block's name and, where its descriptor comes with it or the keeper had it, the rest. A rank asks with the name
     alone, and brings a descriptor or a note for the keeper to hold."""
@@ -48,6 +54,8 @@ class Keeper:
     """
 
     def __init__(self) -> None:
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each layer of each rank has two blocks
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.address = f"\0lockstep-kept-{os.getpid()}-{secrets.token_hex(8)}"
         self._listener.bind(self.address)
@@ -67,11 +75,11 @@ class Keeper:
             fd, _ = self._blocks.get((rank, _CRASH), (-1, None))
             return "" if fd < 0 else os.pread(fd, _MAX_MESSAGE_BYTES, 0).decode(errors="replace")
 
-    def drop(self, rank: int | None = None, name: str | None = None) -> None:
-        """Holds the blocks of a rank no longer, or of all; those of any name, or of one."""
+    def drop(self, rank: int | None = None, name: str = "") -> None:
+        """Holds the blocks of a rank no longer, or of all, whose names begin with `name`."""
         with self._lock:
             for key in list(self._blocks):
-                if rank in (None, key[0]) and name in (None, key[1]):
+                if rank in (None, key[0]) and key[1].startswith(name):
                     os.close(self._blocks.pop(key)[0])
 
     def close(self) -> None:

@@ -43,7 +43,10 @@ class FakeRanks:
     def keeps_kv(self, failure: LockstepError) -> bool:
         return False
 
-    def replace_ranks(self, generation: int, how: LockstepError | FakeRanks, *, keeps_kv: bool = False) -> FakeRanks:
+    def takes_kv(self, old: FakeRanks) -> bool:
+        return False
+
+    def replace_ranks(self, generation: int, how: LockstepError | FakeRanks, kept_pages: Any = None) -> FakeRanks:
         assert self.replace is not None, "nobody replaces these"
         return self.replace(generation, how)
 

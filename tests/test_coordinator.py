@@ -468,7 +468,7 @@ class CrampedRanks(CountingRank):
             self.refused.append(num_tokens)
         return self.coordinator.fail(OutOfMemoryError(f"rank 0: no room for {num_tokens} tokens"))
 
-    def replace_ranks(self, generation: int, how: LockstepError | FakeRanks, *, keeps_kv: bool = False) -> CrampedRanks:
+    def replace_ranks(self, generation: int, how: LockstepError | FakeRanks, kept_pages: Any = None) -> CrampedRanks:
         after = CrampedRanks(self._most)
         after.coordinator, after.refused = self.coordinator, self.refused
         return after

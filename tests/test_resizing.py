@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from ray import serve
 from ray.serve._private.api import _get_global_client
@@ -24,6 +25,8 @@ from rich.console import Console
 import cluster.engine.running_engine
 from cluster.commands.resize import resize_all
 from cluster.engine.coordinator_actor import CoordinatorActor, EngineFacts
+from cluster.engine.messages import SamplingParams
+from cluster.engine.running_engine import RunningEngine
 from cluster.observability.timeline import Timeline, timeline
 from cluster.ranks import resizing
 from cluster.ranks.rank import Rank, RankStarter
@@ -49,6 +52,14 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny(tmp_path_factory.mktemp("tiny"))
 
 
+async def num_cached(engine: RunningEngine) -> int:
+    """Tokens of a prompt of 200, always the same, that are found in the prefix cache."""
+    prompt = np.arange(5, 205, dtype=np.int32).tobytes()
+    [stream] = engine.client.submit([prompt], [[SamplingParams(max_tokens=1)]])
+    [prefilled] = [chunk.prefilled async for chunk in stream if chunk.prefilled is not None]
+    return prefilled.num_cached_tokens
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(300)
@@ -58,6 +69,7 @@ def test_an_answer_goes_on_with_more_and_with_fewer_ranks(ray_cluster: None, tin
             expected, _ = await answer(engine)
             answering = asyncio.create_task(answer(engine))
             await asyncio.sleep(0.1)
+            assert await num_cached(engine) == 0
             old = set((await status(engine))["pids"].values())
             for size in (2, 1):
                 resized = await engine.resize(size)
@@ -68,6 +80,7 @@ def test_an_answer_goes_on_with_more_and_with_fewer_ranks(ray_cluster: None, tin
                 assert not old & set(pids.values())
                 old = set(pids.values())
                 assert (await answer(engine))[0] == expected
+                assert await num_cached(engine) == 192, "the new ranks have not what the old ones had"
             assert (await answering)[0] == expected
             with pytest.raises(ConfigError, match="tensor_parallel_size=1000"):
                 await engine.resize(1000)

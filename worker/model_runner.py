@@ -61,6 +61,8 @@ class ModelRunner:
         self._decoder = decoder
         self._backend = backend
         self._req_to_token_pool = req_to_token_pool
+        self.token_to_kv_pool = token_to_kv_pool
+        """The pool that steps write to."""
         self._num_pages, self._num_window_pages = token_to_kv_pool.num_pages, token_to_kv_pool.num_window_pages
         self._sampler = sampler
         self._group = group

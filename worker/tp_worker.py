@@ -7,11 +7,13 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from attention.kv_pool import FP8, ReqToTokenPool, TokenToKVPool
@@ -22,11 +24,12 @@ from configs.model_config import ModelConfig
 from configs.schema import EngineConfig, resolved
 from parallel.fused_sum import PeerSizes
 from parallel.group import TensorParallelGroup
-from parallel.kept_memory import KeptMemory
+from parallel.kept_memory import KeptMemory, kv_block
 from parallel.numerics.arithmetic import FAST, ExactArithmetic, most_nodes
 from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost
 from worker.dummy_weights import DummyCheckpoint
+from worker.kept_kv import take_kv
 from worker.kept_weights import KeptWeights
 from worker.layers.rotary import check_length
 from worker.memory import DeviceMemory, await_idle, free_bytes, profile_cuda
@@ -44,7 +47,6 @@ from worker.weights import Checkpoint
 _log = logging.getLogger(__name__)
 
 _MAX_SUM_BYTES = 512 << 20
-_KV = "kv"
 # The words of torch where the node has no memory.
 _NO_MEMORY = "can't allocate memory"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp8_e4m3": FP8}
@@ -279,9 +281,9 @@ class TPWorker:
         with naming_the_rank(self._group.rank, self._device, "capturing the CUDA graphs"):
             kept = self._kept
 
-            def pool_memory(num_bytes: int) -> torch.Tensor:
+            def pool_memory(layer_id: int, num_bytes: int) -> torch.Tensor:
                 assert kept is not None
-                return kept.again(_KV, num_bytes) if keeps_kv else kept.new(_KV, num_bytes)
+                return (kept.again if keeps_kv else kept.new)(kv_block(layer_id), num_bytes)
 
             allocate = None if kept is None else pool_memory
             self._runner = self._new_runner(num_pages, max_model_len, num_window_pages, allocate)
@@ -292,6 +294,23 @@ class TPWorker:
             # Objects made by now stay: the collector, which would stop a step for milliseconds, need not look at it.
             gc.collect()
             gc.freeze()
+
+    @torch.inference_mode()
+    def take_kv(self, layer_ids: Sequence[int], pages: npt.NDArray[np.int32], kept: Sequence[KeptMemory]) -> None:
+        """Copies what this rank has of `pages` of some layers from pools that ranks of another number left; between
+        `allocate` and the first step.
+
+        Args:
+            kept: what each of those ranks left. Their pools have as many pages.
+
+        Raises:
+            EngineError: they left no such layers.
+        """
+        assert self._runner is not None, "KV is taken before allocate()"
+        others = ShardPlan.create(self._model, len(kept), exact=self._config.is_exact)
+        taken = torch.from_numpy(pages).long().to(self._device)
+        for layer_id in layer_ids:
+            take_kv(self._runner.token_to_kv_pool, layer_id, taken, self._plan, self._group.rank, others, kept)
 
     @torch.inference_mode()
     def check_steps(self, num_pages: int, max_model_len: int) -> None:
@@ -413,7 +432,7 @@ class TPWorker:
         num_pages: int,
         max_model_len: int,
         num_window_pages: int | None = None,
-        allocate: Callable[[int], torch.Tensor] | None = None,
+        allocate: Callable[[int, int], torch.Tensor] | None = None,
     ) -> ModelRunner:
         scheduler, attention = self._config.scheduler, self._config.attention
         flops = StepCost.of(self._plan, self._dtype.itemsize).flops_per_token / self._group.size
@@ -441,7 +460,7 @@ class TPWorker:
         num_pages: int,
         max_model_len: int,
         num_window_pages: int | None,
-        allocate: Callable[[int], torch.Tensor] | None,
+        allocate: Callable[[int, int], torch.Tensor] | None,
     ) -> tuple[ReqToTokenPool, TokenToKVPool]:
         page_size = self._config.kv_cache.page_size
         token_to_kv_pool = TokenToKVPool(

@@ -8,7 +8,6 @@ No Ray and no torch here: the actor around it (cluster/engine/coordinator_actor.
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import threading
@@ -38,7 +37,7 @@ from cluster.ranks.recovery import Recovery
 from cluster.scheduling.scheduler import Scheduler
 from configs.errors import DeadlineError, EngineError, LockstepError, OutOfMemoryError
 from parallel.channel import STEP_TIMEOUT
-from worker.protocol import FrameKind, StepFrame, StepResult
+from worker.protocol import FrameKind, Int32Array, StepFrame, StepResult
 
 if TYPE_CHECKING:
     from cluster.ranks.rank_group import RankGroup
@@ -234,7 +233,7 @@ class Coordinator:
             raise failure
         logger.warning("the group is rebuilt, %d requests wait: %s", len(self.scheduler.live_ids()), failure)
         began = time.monotonic()
-        error = self._replace_ranks(failure, keeps_kv=keeps_kv)
+        error = self._replace_ranks(failure, self._cached_pages() if keeps_kv else None)
         if error is not None and (fewer := self._fewer(self.ranks)) is not None:
             logger.error("tensor_parallel_size is %d from now on: %s", fewer.size, error)
             self._requeue()
@@ -250,11 +249,13 @@ class Coordinator:
         while self.scheduler.num_in_flight:
             self._retire()
         began = time.monotonic()
-        self._requeue()
+        keeps_kv = others.takes_kv(self.ranks)
+        self._requeue(keeps_kv=keeps_kv)
         logger.info("the ranks are exchanged, %d requests wait", len(self.scheduler.live_ids()))
-        failure = error = self._replace_ranks(others)
+        failure = error = self._replace_ranks(others, self._cached_pages() if keeps_kv else None)
         if failure is not None:
             logger.error("the new ranks do not run; those of before go on", exc_info=failure)
+            self._requeue()
             error = self._replace_ranks(failure)
         pause_s = time.monotonic() - began
         self._exchange = None
@@ -307,7 +308,13 @@ class Coordinator:
         with self._lock:
             return self.scheduler.requeue_all(self.scheduler.generation + 1, keeps_kv=keeps_kv)
 
-    def _replace_ranks(self, how: LockstepError | RankGroup, *, keeps_kv: bool = False) -> LockstepError | None:
+    def _cached_pages(self) -> Int32Array:
+        with self._lock:
+            return self.scheduler.cached_pages
+
+    def _replace_ranks(
+        self, how: LockstepError | RankGroup, kept_pages: Int32Array | None = None
+    ) -> LockstepError | None:
         """Has the ranks replaced as `RankGroup.replace_ranks` has it, on a thread of its own, while requests are taken
         and wait. Returns why no ranks run; None: they do."""
         self._failure = None
@@ -315,8 +322,7 @@ class Coordinator:
         self.life.enter(EngineState.REBUILDING)
         replaced: Future[RankGroup] = Future()
         replaced.add_done_callback(lambda _: self._socket.wake())
-        replace_ranks = functools.partial(self.ranks.replace_ranks, keeps_kv=keeps_kv)
-        args = (replaced, replace_ranks, self.scheduler.generation, how)
+        args = (replaced, self.ranks.replace_ranks, self.scheduler.generation, how, kept_pages)
         threading.Thread(target=_run_into, args=args, name="rebuild", daemon=True).start()
         while not replaced.done():
             if self._closing.is_set():

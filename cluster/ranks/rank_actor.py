@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,8 @@ from parallel.plan import ShardPlan
 from parallel.tcp_channel import TcpReader, TcpWriter, connect
 
 if TYPE_CHECKING:  # these load torch, which the processes that start ranks do without
+    import numpy as np
+    import numpy.typing as npt
     import torch
 
     from parallel.group import TensorParallelGroup
@@ -253,6 +256,13 @@ class RankActor:
             at_once=at_once,
             keeps_kv=keeps_kv,
         )
+
+    def take_kv(self, keeper: str, num_ranks: int, layer_ids: Sequence[int], pages: npt.NDArray[np.int32]) -> None:
+        """Copies this rank's part of what `num_ranks` others left with their `keeper`: as `TPWorker.take_kv` has it."""
+        from parallel.kept_memory import KeptMemory
+
+        kept = [KeptMemory(keeper, rank) for rank in range(num_ranks)]
+        self._ready().take_kv(layer_ids, pages, kept)
 
     def attach_ring(self, frames_address: str, results_address: str) -> None:
         """Connects to the shared-memory step channel of this node; rank 0 also to the results."""

@@ -32,9 +32,10 @@ from configs.kv_pages import PageBytes, WindowPool, dtype_bytes, pages_within
 from configs.model_config import ModelConfig
 from configs.schema import EngineConfig
 from parallel.channel import FrameReader, FrameWriter
-from parallel.kept_memory import Keeper
+from parallel.kept_memory import Keeper, kv_block
 from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost
+from worker.protocol import Int32Array
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ _LEAVE_HUNG_TIMEOUT_S = {"cpu": 2.0, "cuda": 5.0}
 _ABORT_TIMEOUT_S = 1.0
 _END_TIMEOUT_S = 2.0
 _MOST_FAILED = 2
+_LAYERS_AT_ONCE = 8
 _PROGRESS_TIMEOUT_S = 5.0
 
 
@@ -66,6 +68,17 @@ class GroupMemory:
         """Memory that each rank may still use; ranks on CPU share their node's."""
         shared_by = len(self.loads) if self.on_cpu else 1
         return tuple(load.free_bytes // shared_by for load in self.loads)
+
+
+@dataclass(frozen=True)
+class KeptKV:
+    """KV of ranks that have left, or died."""
+
+    keeper: Keeper
+    """It holds their memory."""
+    num_ranks: int
+    pages: Int32Array
+    """Ids of the pages that are wanted."""
 
 
 class RankGroup:
@@ -284,17 +297,20 @@ class RankGroup:
         on_failure: Callable[[LockstepError], None],
         *,
         at_once: bool = False,
-        keeps_kv: bool = False,
+        kept: KeptKV | None = None,
     ) -> None:
         """Allocates the KV pools, connects the channel and puts every rank into its step loop.
 
         Args:
             at_once: requests wait: see `TPWorker.allocate`.
-            keeps_kv: the ranks take the pools that there were.
+            kept: KV that the ranks go on with: of the pools that they had, or of those that others had.
             on_failure: called from a thread when a rank's loop ends, unless the group was closed or its ranks replaced.
         """
         self._pool, self._on_failure = pool, on_failure
-        self._on(self._ranks, "allocate", pool, at_once, keeps_kv)
+        is_own = kept is not None and kept.keeper is self._keeper
+        self._on(self._ranks, "allocate", pool, at_once, is_own)
+        if kept is not None and not is_own:
+            self._take_kv(kept)
         channel = self._channel = self._connect(pool.max_message_bytes)
         self.frames, self.results = channel.frames, channel.results
         self._runs = {rank.index: rank.actor.run.remote() for rank in self._ranks}
@@ -312,6 +328,19 @@ class RankGroup:
         if self.reason_never is None:
             self._spares.fill()
 
+    def _take_kv(self, kept: KeptKV) -> None:
+        """Has the ranks take what others left, whose memory is given up as they go along."""
+        for first in range(0, len(self.model.layers), _LAYERS_AT_ONCE):
+            layer_ids = range(len(self.model.layers))[first : first + _LAYERS_AT_ONCE]
+            self._on(self._ranks, "take_kv", kept.keeper.address, kept.num_ranks, layer_ids, kept.pages)
+            for layer_id in layer_ids:
+                kept.keeper.drop(name=kv_block(layer_id))
+
+    def takes_kv(self, old: RankGroup) -> bool:
+        """Whether these ranks, in the place of `old`, can go on with the KV that those have."""
+        is_kept = self.one_node and self.config.device == "cpu" and old.pool.num_window_pages is None
+        return is_kept and self._store is not None
+
     def keeps_kv(self, failure: LockstepError) -> bool:
         """Whether the KV of the steps that have ended outlives `failure`. Nobody trusts what a rank wrote that failed
         or crashed by itself."""
@@ -321,14 +350,17 @@ class RankGroup:
             logger.error("rank %d crashed:\n%s", index, words)
         return is_kept and not crashes and isinstance(failure, RankLostError | StepHungError)
 
-    def replace_ranks(self, generation: int, how: LockstepError | RankGroup, *, keeps_kv: bool = False) -> RankGroup:
+    def replace_ranks(
+        self, generation: int, how: LockstepError | RankGroup, kept_pages: Int32Array | None = None
+    ) -> RankGroup:
         """Ends the generation there is, and puts other ranks to work in the next one; the channel's ends are new.
 
         Args:
             how: why the generation failed. Then a new process takes the place of each rank that died, failed by itself
                 or does not answer, and the others keep their weights. Or a group that is loaded and takes the place of
                 this one, whose ranks keep their weights until that runs.
-            keeps_kv: the ranks go on with their KV pools, of which `keeps_kv` has said that they may.
+            kept_pages: pages whose KV the ranks go on with, as `keeps_kv` has said that they may, or `takes_kv`. None:
+                with that of none.
 
         Returns:
             The group that runs.
@@ -338,20 +370,21 @@ class RankGroup:
         """
         began = time.monotonic()
         assert self._on_failure is not None, "run comes first"
+        kept = None if kept_pages is None else KeptKV(self._keeper, self.size, kept_pages)
         if isinstance(how, RankGroup):
             if self.lost:
                 self.close("fewer ranks take over")
             else:
-                self._stop(EngineError("other ranks take over"))
+                self._stop(EngineError("other ranks take over"), keeps_kv=kept is not None)
             try:
-                how._take_over(self)
+                how._take_over(self, kept)
             except LockstepError as error:
                 how.close(str(error))
                 raise
             self.close()
             how.start_spares()
             return how
-        replaced = self._stop(how, keeps_kv=keeps_kv)
+        replaced = self._stop(how, keeps_kv=kept is not None)
         stopped = time.monotonic()
         for rank in replaced:
             assert rank.location is not None, "it has run"
@@ -376,10 +409,10 @@ class RankGroup:
         for rank in replaced:
             rank.has_weights, rank.num_failed = True, 0
         loaded = time.monotonic()
-        for rank in replaced if keeps_kv else ():
+        for rank in replaced if kept is not None else ():
             if not rank.await_end(_END_TIMEOUT_S):
                 raise EngineError(f"rank {rank.index}'s process does not end, which may write to the KV pool it had")
-        self.run(self.pool, self._on_failure, at_once=True, keeps_kv=keeps_kv)
+        self.run(self.pool, self._on_failure, at_once=True, kept=kept)
         logger.warning(
             "rank %s replaced (pid %s) in generation %d: the others left after %.2f s, start %.2f s, weights %.2f s, "
             "tables and channel %.2f s",
@@ -394,7 +427,7 @@ class RankGroup:
         self.start_spares()
         return self
 
-    def _take_over(self, old: RankGroup) -> None:
+    def _take_over(self, old: RankGroup, kept: KeptKV | None) -> None:
         """Runs in the place of `old`, whose ranks keep their weights alone. On GPUs the weights are loaded only now,
         where the pools of `old` were, and the pool has fewer pages where there is no room for as many."""
         assert old._on_failure is not None, "it has run"
@@ -405,7 +438,7 @@ class RankGroup:
             pool = self._pool_within(self.load(), pool)
             for rank, before in zip(self._ranks, old._ranks, strict=False):
                 rank.room_bytes = max(rank.room_bytes, before.room_bytes)
-        self.run(pool, old._on_failure, at_once=True)
+        self.run(pool, old._on_failure, at_once=True, kept=kept)
 
     def _pool_within(self, memory: GroupMemory, pool: PoolShape) -> PoolShape:
         """`pool`, or one with fewer pages where they take too much memory. Raises ConfigError where so few hold no

@@ -271,6 +271,11 @@ class RowPages:
         """Pages that are free or can be evicted."""
         return self.allocator.num_free + self.cache.num_evictable_pages
 
+    @property
+    def cached(self) -> Int32Array:
+        """Ids of the pages in the prefix cache."""
+        return np.flatnonzero(self.allocator.owners == CACHED).astype(np.int32)
+
     def has_room(self, num_missing: Sequence[int], num_more: int = 0) -> bool:
         """Whether rows with prompts that lack `num_missing` pages each can have them, and others `num_more` pages."""
         if sum(num_missing) + num_more > self.num_available:

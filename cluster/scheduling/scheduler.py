@@ -174,8 +174,10 @@ class Scheduler:
         self._queue.admits_new = True
 
     def set_num_pages(self, num_pages: int, num_window_pages: int | None) -> None:
-        """The ranks of the generation, none of whose steps was launched, have other pools: as in SchedulerLimits, with
+        """The ranks of the generation, none of whose steps was launched, have such pools: as in SchedulerLimits, with
         room for `max_model_len`."""
+        if (num_pages, num_window_pages) == (self._limits.num_pages, self._limits.num_window_pages):
+            return
         self._limits = replace(self._limits, num_pages=num_pages, num_window_pages=num_window_pages)
         self._pages.begin(self._limits)
 
@@ -290,6 +292,11 @@ class Scheduler:
     def is_awaiting_masks(self) -> bool:
         """Some request cannot go on before its guide has a mask."""
         return bool(self._guided.num_awaiting or self._guided.num_held)
+
+    @property
+    def cached_pages(self) -> Int32Array:
+        """Ids of the pages in the prefix cache."""
+        return self._pages.cached
 
     def live_ids(self) -> list[int]:
         """Ids of the requests that wait or run, in order of arrival."""

@@ -1,0 +1,60 @@
+"""KV that ranks of another number left in memory that outlives them: the heads of each layer that this rank has now."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from attention.kv_pool import TokenToKVPool, kv_tensors
+from attention.layer import LatentLayer
+from configs.layers import Axis
+from parallel.kept_memory import KeptMemory, kv_block
+from parallel.plan import ShardPlan, Span
+
+
+def take_kv(
+    pool: TokenToKVPool,
+    layer_id: int,
+    pages: torch.Tensor,
+    plan: ShardPlan,
+    rank: int,
+    others: ShardPlan,
+    kept: Sequence[KeptMemory],
+) -> None:
+    """Copies `pages` [num_pages] int64 of a layer into the pool of `rank`, whose heads are those of `plan`.
+
+    Args:
+        others: the plan of the ranks that wrote them, to pools with as many pages.
+        kept: what each of those ranks left.
+
+    Raises:
+        EngineError: they left no such layer.
+    """
+    own = _heads(plan, layer_id, rank)
+    for other, memory in enumerate(kept):
+        theirs = _heads(others, layer_id, other)
+        first, last = max(own.start, theirs.start), min(own.stop, theirs.stop)
+        if first >= last:
+            continue
+        layer = pool.layers[layer_id]
+        if not isinstance(layer, LatentLayer):
+            layer = dataclasses.replace(layer, tp_k_head_num=theirs.size)
+        find = functools.partial(memory.again, kv_block(layer_id))
+        left = kv_tensors(layer, pool.num_pages, pool.page_size, pool.dtype, find)
+        for into, out_of in zip(pool.pages(layer_id), left, strict=True):
+            heads = _by_head(out_of)[pages, :, first - theirs.start : last - theirs.start]
+            _by_head(into)[pages, :, first - own.start : last - own.start] = heads
+
+
+def _by_head(tensor: torch.Tensor) -> torch.Tensor:
+    """[num_pages + 1, page_size, num_heads, bytes of a head] of a layer's tensor in the pool."""
+    return tensor.view(*tensor.shape[:2], -1, tensor.shape[-1]).view(torch.uint8)
+
+
+def _heads(plan: ShardPlan, layer_id: int, rank: int) -> Span:
+    """The KV heads of a layer that a rank keeps; latents are one head."""
+    spans = plan.shard(layer_id, rank).spans
+    return spans.get(Axis.KV_HEADS) or spans[Axis.LATENT]
