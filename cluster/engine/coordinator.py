@@ -255,7 +255,8 @@ class Coordinator:
         failure = error = self._replace_ranks(others, self._cached_pages() if keeps_kv else None)
         if failure is not None:
             logger.error("the new ranks do not run; those of before go on", exc_info=failure)
-            self._requeue()
+            if keeps_kv:
+                self._requeue()  # the others may have taken some of it
             error = self._replace_ranks(failure)
         pause_s = time.monotonic() - began
         self._exchange = None
