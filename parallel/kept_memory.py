@@ -33,8 +33,8 @@ _CRASH = "crash"
 
 
 def kv_block(layer_id: int) -> str:
-    """The name of the block that a layer's KV lies in."""
-    return f"kv {layer_id}"
+    """The name of the block that a layer's KV lies in; no layer's is the beginning of another's."""
+    return f"kv {layer_id:04}"
 
 
 class _Block(msgspec.Struct, frozen=True):
