@@ -2,8 +2,8 @@
 
 The new ranks start and load their shards beside those that serve. Only then do requests wait: until the steps in
 flight have retired, the old ranks have given their KV pools up, and the new ones have theirs, with what each has of the
-pages that are in use. Where that cannot be, what requests had is computed again, as after a rebuild. So whatever fails before costs no request anything, and what fails after leaves the
-old ranks, which still have their weights, to go on.
+pages that are in use. Where that cannot be, what requests had is computed again, as after a rebuild. So whatever fails
+before costs no request anything, and what fails after leaves the old ranks, which still have their weights, to go on.
 
 The pool keeps its number of pages, and with it every limit that requests were admitted by.
 
