@@ -497,6 +497,18 @@ def test_the_clock_of_a_rank_runs_while_it_can(code: str, others: int, least: fl
     assert least <= share <= most
 
 
+def test_looks_at_the_threads_of_ranks_intern_no_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    interned: list[str] = []
+    monkeypatch.setattr(sys, "intern", lambda text: interned.append(text) or text)
+    with subprocess.Popen(["/bin/sleep", "60"]) as process:
+        try:
+            clock = RankClock()
+            asyncio.run(until(lambda: clock.look([process.pid]) > 0, 10, "a look at a process that waits"))
+        finally:
+            process.kill()
+    assert str(process.pid) not in interned
+
+
 def test_the_clock_of_ranks_stands_while_one_compiles_a_kernel_and_another_waits_for_it() -> None:
     pytest.importorskip("triton", reason="a CPU install has no Triton")
     compiles = (
