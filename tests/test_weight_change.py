@@ -328,6 +328,8 @@ def test_a_group_serves_other_weights_from_then_on_whatever_becomes_of_its_ranks
                 done = await engine.update_weights(tensors=given, version="step-3", last=is_last)
                 assert (done is None) is not is_last
                 assert (await answer(engine))[0] == (expected if is_last else before)
+            tokens, _ = await answer_struck(engine, 0, signal.SIGKILL)
+            assert tokens == expected, "the new process has not what the trainer gave the old one"
             with pytest.raises(ConfigError, match="weights that came from memory cannot be read by new ranks"):
                 await engine.resize(1)
             with pytest.raises(ConfigError, match="missing tensors"):
@@ -338,7 +340,7 @@ def test_a_group_serves_other_weights_from_then_on_whatever_becomes_of_its_ranks
             stats = engine.client.board.latest
             assert stats is not None
             assert stats.weights is not None
-            assert (stats.num_rebuilds, stats.weights.version) == (2, "first@broken-no-more")
+            assert (stats.num_rebuilds, stats.weights.version) == (3, "first@broken-no-more")
 
     asyncio.run(main())
 

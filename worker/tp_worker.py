@@ -122,12 +122,20 @@ class TPWorker:
         return self._weight_bytes
 
     @torch.inference_mode()
-    def load(self, on_progress: Callable[[float], None] | None = None) -> None:
-        """Reads this rank's shard. `on_progress` gets the share done, 0 to 1.
+    def load(
+        self, on_progress: Callable[[float], None] | None = None, identity: str = "", *, must_find: bool = False
+    ) -> None:
+        """Reads this rank's shard, unless it outlived another process of the rank.
+
+        Args:
+            on_progress: gets the share done, 0 to 1.
+            identity: tells the weights from others.
+            must_find: nobody can read them.
 
         Raises:
             CheckpointError: the files are not what they should be.
-            EngineError: numerics are exact, and this CPU does not keep the contract.
+            EngineError: numerics are exact, and this CPU does not keep the contract; or the weights are lost, or not as
+                they were.
             OutOfMemoryError: the device or the node has no room for the shard.
         """
         if self._device.type == "cpu" and self._config.parallel.threads_per_rank is not None:
@@ -140,8 +148,9 @@ class TPWorker:
             naming_the_rank(self._group.rank, self._device, "loading the weights"),
             self._open(self._model, self._model_path, self._config.revision) as checkpoint,
         ):
-            identity = _identity(self._model_path, self._config.revision)
             num_found = 0 if self._weights is None else self._weights.find(identity, on_progress)
+            if must_find and not num_found:
+                raise EngineError(f"nothing is left of the weights of rank {self._group.rank}, which came from memory")
             if not num_found and self._weights is not None:
                 self._weights.load(checkpoint, identity, on_progress)
             elif not num_found:
@@ -159,7 +168,11 @@ class TPWorker:
 
     @torch.inference_mode()
     def stage(
-        self, model: ModelConfig, checkpoint: Path | Mapping[str, torch.Tensor], revision: str | None = None
+        self,
+        model: ModelConfig,
+        checkpoint: Path | Mapping[str, torch.Tensor],
+        revision: str | None = None,
+        identity: str = "",
     ) -> bool:
         """Reads this rank's shard of other weights beside those that serve; on another thread, while steps run.
 
@@ -167,6 +180,7 @@ class TPWorker:
             model: of the same shape.
             checkpoint: a directory or a .gguf file on this node, or the tensors of one by name, on any device here.
             revision: the checkpoint's; tells random weights apart.
+            identity: tells these weights from others.
 
         Returns:
             Whether they wait in the host's memory, since the device has no room for them.
@@ -188,7 +202,6 @@ class TPWorker:
                 other.set_kv_scales(source.kv_scales())
             if other.attention_layers != self._decoder.attention_layers:
                 raise ConfigError("the factors of keys and values in FP8 differ from those that serve; start anew")
-            identity = _identity(checkpoint, revision) if isinstance(checkpoint, Path) else "memory"
             staged = StagedWeights(self._decoder, other, source, self._weight_bytes, identity)
         self._staged = staged if self._staging is wanted else None
         return staged.is_on_host
@@ -484,11 +497,6 @@ class TPWorker:
     def _limits(self, max_model_len: int) -> FrameLimits:
         num_rows = resolved(self._config.scheduler.max_num_seqs) + 1
         return FrameLimits(num_rows=num_rows, vocab_size=self._model.vocab_size, max_model_len=max_model_len)
-
-
-def _identity(path: Path, revision: str | None) -> str:
-    """The words by which a rank knows whether weights are those of a checkpoint."""
-    return f"{path} {revision}"
 
 
 def warm_up(config: EngineConfig) -> None:

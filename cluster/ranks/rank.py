@@ -84,6 +84,8 @@ class RankStarter:
     """The model that `model_path` holds."""
     model_path: Path
     """Directory or .gguf file, on every node that holds a rank."""
+    weights: str = ""
+    """`RankSpec.weights` of its ranks."""
     is_in_memory: bool = False
     """Whether the weights came from another process, so that no file has them."""
     placement_group: PlacementGroup
@@ -113,6 +115,7 @@ class RankStarter:
             index,
             self.name,
             keeper=self.keeper,
+            weights=self.weights,
             is_in_memory=self.is_in_memory,
         )
         if 0 <= index < len(self.taken):

@@ -77,8 +77,10 @@ class RankSpec:
     """Memory to be free on the GPU before a rank that takes a place joins: the last one's is freed late."""
     keeper: str = ""
     """Address of the one who keeps what outlives this process, where all ranks are on its node."""
+    weights: str = ""
+    """An id, which tells the weights from those before and after a change."""
     is_in_memory: bool = False
-    """Whether the weights are the tensors that the rank was given, and not at `model_path`."""
+    """Whether the weights are the tensors that the ranks were given, and not at `model_path`."""
 
 
 @dataclass(frozen=True)
@@ -238,7 +240,7 @@ class RankActor:
     def read_weights(self) -> None:
         """Loads this rank's shard alone, where the size of the KV pool is known; no other rank takes part."""
         self._progress = 0.0
-        self._ready().load(self._on_progress)
+        self._ready().load(self._on_progress, self._spec.weights, must_find=self._spec.is_in_memory)
 
     def measure(self) -> Peaks:
         """Measures what this rank's device can do; all ranks at the same time, since they may share it."""
@@ -311,10 +313,10 @@ class RankActor:
         does."""
         config, path = spec.config, Path(spec.model_path)
         if spec.is_in_memory:
-            return self._ready().stage(spec.model, self._given)
+            return self._ready().stage(spec.model, self._given, identity=spec.weights)
         if not config.is_local_model and config.load_format != "dummy":
             path = resolve_model_path(config.model, config.revision)  # ranks of a node wait for one another
-        return self._ready().stage(spec.model, path, config.revision)
+        return self._ready().stage(spec.model, path, config.revision, spec.weights)
 
     @ray.method(concurrency_group="ctl")
     def take_staged(self) -> None:

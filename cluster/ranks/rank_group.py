@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import logging
 import math
+import secrets
 import socket
 import threading
 import time
@@ -121,7 +122,7 @@ class RankGroup:
     def give(self, tensors: Sequence[ray.ObjectRef[dict[str, Any]]]) -> RankStarter:
         """Gives every rank tensors of a checkpoint, by name, and returns what `stage` takes once all are given."""
         self._on(self._ranks, "give", list(tensors))
-        return dataclasses.replace(self.starter, is_in_memory=True)
+        return dataclasses.replace(self.starter, is_in_memory=True, weights=secrets.token_hex())
 
     @property
     def is_in_memory(self) -> bool:
@@ -206,11 +207,16 @@ class RankGroup:
         return self._pool
 
     @property
+    def is_kept(self) -> bool:
+        """Whether weights and KV of a rank outlive its process. Known after `load`."""
+        return self.one_node and self.config.device == "cpu"
+
+    @property
     def reason_never(self) -> str | None:
         """Why these ranks are not replaced whatever happens to them; None: they may be. Known after `load`."""
         if self._closing.is_set():
             return "its ranks have ended"
-        if self.is_in_memory:
+        if self.is_in_memory and not self.is_kept:
             return "its weights came from memory, so no new rank can read them; a change to weights of a path ends that"
         return recovery.reason_never(self.config, one_node=self.one_node)
 
@@ -338,17 +344,15 @@ class RankGroup:
 
     def takes_kv(self, old: RankGroup) -> bool:
         """Whether these ranks, in the place of `old`, can go on with the KV that those have."""
-        is_kept = self.one_node and self.config.device == "cpu" and old.pool.num_window_pages is None
-        return is_kept and self._store is not None
+        return self.is_kept and old.pool.num_window_pages is None and self._store is not None
 
     def keeps_kv(self, failure: LockstepError) -> bool:
         """Whether the KV of the steps that have ended outlives `failure`. Nobody trusts what a rank wrote that failed
         or crashed by itself."""
-        is_kept = self.one_node and self.config.device == "cpu"
         crashes = {rank.index: words for rank in self._ranks if (words := self._keeper.crash(rank.index))}
         for index, words in crashes.items():
             logger.error("rank %d crashed:\n%s", index, words)
-        return is_kept and not crashes and isinstance(failure, RankLostError | StepHungError)
+        return self.is_kept and not crashes and isinstance(failure, RankLostError | StepHungError)
 
     def replace_ranks(
         self, generation: int, how: LockstepError | RankGroup, kept_pages: Int32Array | None = None

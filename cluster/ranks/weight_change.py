@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -96,7 +97,8 @@ def starter_with(now: RankStarter, model: str, revision: str | None) -> RankStar
     comparable = dataclasses.replace(found, weight_block=now.model.weight_block)
     if differ := list(itertools.islice(_differences(comparable, now.model), _SHOWN_DIFFERENCES)):
         raise ConfigError(f"model={model} is another model than the one that serves: {'; '.join(differ)}")
-    return dataclasses.replace(now, config=config, model=found, model_path=path, is_in_memory=False)
+    changes: dict[str, Any] = {"config": config, "model": found, "model_path": path}
+    return dataclasses.replace(now, **changes, is_in_memory=False, weights=secrets.token_hex())
 
 
 def _differences(found: Any, expected: Any, path: str = "") -> Iterator[str]:
