@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 
 import cluster.engine.running_engine
 from cluster.engine.client import RequestStream
-from cluster.engine.coordinator_actor import CoordinatorActor, EngineFacts
+from cluster.engine.coordinator_actor import EngineFacts
 from cluster.engine.messages import Finished, FinishReason, SamplingParams
 from cluster.engine.running_engine import RunningEngine, describe
 from cluster.ranks.calls import failure_of, rank_death, watch
@@ -36,6 +36,7 @@ from cluster.serve.placement import group_bundles
 from configs.errors import CheckpointError, DeadlineError, EngineError, LockstepError, RankDiedError
 from configs.load import parse_engine_config
 from configs.read_config import read_model_config
+from tests.odd_ranks import OddCoordinator
 from worker.weights import expected_shapes
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(180)]
@@ -244,12 +245,10 @@ class FaultyRank(RankActor):
         super().run()
 
 
-class FaultyCoordinator(CoordinatorActor):
+class FaultyCoordinator(OddCoordinator):
     """A coordinator that starts faulty ranks."""
 
-    def start(self, placement_group: Any) -> EngineFacts:
-        pytest.MonkeyPatch().setattr("cluster.ranks.rank.RankActor", FaultyRank)
-        return super().start(placement_group)
+    ranks = FaultyRank
 
 
 @pytest.mark.slow
@@ -340,12 +339,10 @@ class DyingRank(RankActor):
         return super().load()
 
 
-class DyingCoordinator(CoordinatorActor):
+class DyingCoordinator(OddCoordinator):
     """A coordinator that starts dying ranks."""
 
-    def start(self, placement_group: Any) -> EngineFacts:
-        pytest.MonkeyPatch().setattr("cluster.ranks.rank.RankActor", DyingRank)
-        return super().start(placement_group)
+    ranks = DyingRank
 
 
 @pytest.mark.slow

@@ -23,7 +23,6 @@ import pytest
 import ray
 
 import cluster.engine.running_engine
-from cluster.engine.coordinator_actor import CoordinatorActor, EngineFacts
 from cluster.engine.messages import FinishReason, SamplingParams
 from cluster.engine.running_engine import RunningEngine, describe
 from cluster.ranks.rank_actor import Location, RankActor
@@ -32,6 +31,7 @@ from configs.load import parse_engine_config
 from configs.read_config import read_model_config
 from tests.conftest import SHARE_GPUS
 from tests.gpu_engine import write_shape
+from tests.odd_ranks import OddCoordinator
 from worker.pending_step import PendingStep
 from worker.protocol import StepFrame
 
@@ -107,14 +107,10 @@ class CrampedRank(SharingRank):
         super().run()
 
 
-class SharingCoordinator(CoordinatorActor):
+class SharingCoordinator(OddCoordinator):
     """A coordinator that starts ranks that may share a GPU."""
 
     ranks: type[RankActor] = SharingRank
-
-    def start(self, placement_group: Any) -> EngineFacts:
-        pytest.MonkeyPatch().setattr("cluster.ranks.rank.RankActor", self.ranks)
-        return super().start(placement_group)
 
 
 class HangingCoordinator(SharingCoordinator):

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 
 import cluster.engine.running_engine
-from cluster.engine.coordinator_actor import CoordinatorActor, EngineFacts
+from cluster.engine.coordinator_actor import CoordinatorActor
 from cluster.engine.messages import Finished, FinishReason, SamplingParams
 from cluster.engine.running_engine import RunningEngine
 from cluster.ranks.liveness import RankClock
@@ -33,6 +33,7 @@ from cluster.ranks.recovery import Recovery, reason_never
 from configs.errors import ConfigError, DeadlineError, EngineError, LockstepError, RankDiedError, RankLostError
 from configs.load import parse_engine_config
 from parallel.kept_memory import KeptMemory
+from tests.odd_ranks import OddCoordinator
 from tests.served_group import ServedGroup, Streamed, served_group
 from tests.test_failure import complete, end_of, processes, running, until, write_tiny
 from worker.pending_step import PendingStep
@@ -274,12 +275,10 @@ class UnableRank(RankActor):
         return super().load()
 
 
-class UnableCoordinator(CoordinatorActor):
+class UnableCoordinator(OddCoordinator):
     """A coordinator that starts such ranks."""
 
-    def start(self, placement_group: Any) -> EngineFacts:
-        pytest.MonkeyPatch().setattr("cluster.ranks.rank.RankActor", UnableRank)
-        return super().start(placement_group)
+    ranks = UnableRank
 
 
 @pytest.mark.ray
@@ -310,12 +309,10 @@ class GoneRank(RankActor):
         return super().join(host, port, generation, one_node)
 
 
-class GoneCoordinator(CoordinatorActor):
+class GoneCoordinator(OddCoordinator):
     """A coordinator that starts such ranks."""
 
-    def start(self, placement_group: Any) -> EngineFacts:
-        pytest.MonkeyPatch().setattr("cluster.ranks.rank.RankActor", GoneRank)
-        return super().start(placement_group)
+    ranks = GoneRank
 
 
 @pytest.mark.ray
@@ -353,12 +350,10 @@ class PoisonedRank(RankActor):
         super().run()
 
 
-class PoisonedCoordinator(CoordinatorActor):
+class PoisonedCoordinator(OddCoordinator):
     """A coordinator that starts poisoned ranks."""
 
-    def start(self, placement_group: Any) -> EngineFacts:
-        pytest.MonkeyPatch().setattr("cluster.ranks.rank.RankActor", PoisonedRank)
-        return super().start(placement_group)
+    ranks = PoisonedRank
 
 
 @pytest.mark.ray
@@ -406,14 +401,10 @@ class LoopingRank(HangingRank):
     waits = False
 
 
-class HangingCoordinator(CoordinatorActor):
+class HangingCoordinator(OddCoordinator):
     """A coordinator that starts ranks that hang."""
 
     ranks: type[RankActor] = HangingRank
-
-    def start(self, placement_group: Any) -> EngineFacts:
-        pytest.MonkeyPatch().setattr("cluster.ranks.rank.RankActor", self.ranks)
-        return super().start(placement_group)
 
 
 class LoopingCoordinator(HangingCoordinator):

@@ -24,7 +24,7 @@ from rich.console import Console
 
 import cluster.engine.running_engine
 from cluster.commands.resize import resize_all
-from cluster.engine.coordinator_actor import CoordinatorActor, EngineFacts
+from cluster.engine.coordinator_actor import EngineFacts
 from cluster.engine.messages import SamplingParams
 from cluster.engine.running_engine import RunningEngine
 from cluster.observability.timeline import Timeline, timeline
@@ -39,6 +39,7 @@ from configs.read_config import read_model_config
 from configs.resolve import HostFacts, resolve
 from configs.schema import EngineConfig
 from tests.conftest import Endpoint
+from tests.odd_ranks import OddCoordinator
 from tests.served_group import ServedGroup, served_group
 from tests.test_failure import processes, running, write_tiny
 from tests.test_recovery import BODIES, answer, status, streams
@@ -98,12 +99,10 @@ class FragileRank(RankActor):
         super().allocate(pool, at_once, keeps_kv)
 
 
-class FragileCoordinator(CoordinatorActor):
+class FragileCoordinator(OddCoordinator):
     """A coordinator that starts such ranks."""
 
-    def start(self, placement_group: Any) -> EngineFacts:
-        pytest.MonkeyPatch().setattr("cluster.ranks.rank.RankActor", FragileRank)
-        return super().start(placement_group)
+    ranks = FragileRank
 
 
 @pytest.mark.exhaustive
@@ -148,11 +147,12 @@ class LateRank(RankActor):
         return replace(load, free_bytes=(1 + 1024 // page_size) * sum(load.kv_page_bytes)) if size == 1 else load
 
 
-class LateCoordinator(CoordinatorActor):
+class LateCoordinator(OddCoordinator):
     """A coordinator that starts such ranks."""
 
+    ranks = LateRank
+
     def start(self, placement_group: Any) -> EngineFacts:
-        pytest.MonkeyPatch().setattr("cluster.ranks.rank.RankActor", LateRank)
         pytest.MonkeyPatch().setattr(resizing, "_load", lambda new, _: resizing._start(new))
         return super().start(placement_group)
 

@@ -24,7 +24,6 @@ from safetensors.torch import load_file, save_file
 import cluster.engine.running_engine
 from benchmarks.make_checkpoint import write_checkpoint
 from cluster.engine.coordinator import WeightChange
-from cluster.engine.coordinator_actor import CoordinatorActor, EngineFacts
 from cluster.engine.messages import SamplingParams, Weights
 from cluster.ranks.rank import RankStarter
 from cluster.ranks.rank_actor import RankActor, RankSpec
@@ -38,6 +37,7 @@ from parallel.numerics.arithmetic import FAST, ExactArithmetic
 from parallel.plan import ShardPlan
 from tests import test_families, test_latent_models, test_moe_models
 from tests.local_group import Limits, LocalGroup
+from tests.odd_ranks import OddCoordinator
 from tests.test_failure import running, write_tiny
 from tests.test_recovery import LONG, PROMPT, answer, answer_struck
 from tests.tiny_engine import MODEL, TinyEngine, tiny_engine, write_tiny_checkpoint
@@ -257,12 +257,10 @@ class BrokenRank(RankActor):
         return super().stage(spec)
 
 
-class BrokenCoordinator(CoordinatorActor):
+class BrokenCoordinator(OddCoordinator):
     """A coordinator that starts such ranks."""
 
-    def start(self, placement_group: Any) -> EngineFacts:
-        pytest.MonkeyPatch().setattr("cluster.ranks.rank.RankActor", BrokenRank)
-        return super().start(placement_group)
+    ranks = BrokenRank
 
 
 @pytest.mark.ray

@@ -376,17 +376,7 @@ class RankGroup:
         assert self._on_failure is not None, "run comes first"
         kept = None if kept_pages is None else KeptKV(self._keeper, self.size, kept_pages)
         if isinstance(how, RankGroup):
-            if self.lost:
-                self.close("fewer ranks take over")
-            else:
-                self._stop(EngineError("other ranks take over"), keeps_kv=kept is not None)
-            try:
-                how._take_over(self, kept)
-            except LockstepError as error:
-                how.close(str(error))
-                raise
-            self.close()
-            how.start_spares()
+            how._take_over(self, kept)
             return how
         replaced = self._stop(how, keeps_kv=kept is not None)
         stopped = time.monotonic()
@@ -436,13 +426,23 @@ class RankGroup:
         where the pools of `old` were, and the pool has fewer pages where there is no room for as many."""
         assert old._on_failure is not None, "it has run"
         pool = old.pool
-        if not self._ranks:
-            self.start()
-        if self._store is None:
-            pool = self._pool_within(self.load(), pool)
-            for rank, before in zip(self._ranks, old._ranks, strict=False):
-                rank.room_bytes = max(rank.room_bytes, before.room_bytes)
-        self.run(pool, old._on_failure, at_once=True, kept=kept)
+        if old.lost:
+            old.close("fewer ranks take over")
+        else:
+            old._stop(EngineError("other ranks take over"), keeps_kv=kept is not None)
+        try:
+            if not self._ranks:
+                self.start()
+            if self._store is None:
+                pool = self._pool_within(self.load(), pool)
+                for rank, before in zip(self._ranks, old._ranks, strict=False):
+                    rank.room_bytes = max(rank.room_bytes, before.room_bytes)
+            self.run(pool, old._on_failure, at_once=True, kept=kept)
+        except LockstepError as error:
+            self.close(str(error))
+            raise
+        old.close()
+        self.start_spares()
 
     def _pool_within(self, memory: GroupMemory, pool: PoolShape) -> PoolShape:
         """`pool`, or one with fewer pages where they take too much memory. Raises ConfigError where so few hold no
