@@ -12,10 +12,10 @@ import torch
 
 from attention.layer import AttentionLayer
 from configs.errors import EngineError
+from parallel.kept_memory import room_for
 
 FP8 = torch.float8_e4m3fn
 _FP8_MAX = 448.0
-_ALIGNMENT_BYTES = 256
 
 
 class ReqToTokenPool:
@@ -73,7 +73,7 @@ def kv_tensors(
     that `allocate` has for so many bytes: [num_bytes] uint8."""
     shapes = [(num_pages + 1, page_size, *shape) for shape in layer.token_shapes]
     sizes = [prod(shape) * dtype.itemsize for shape in shapes]
-    room = [-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes]
+    room = [room_for(size) for size in sizes]
     parts = zip(torch.split(allocate(sum(room)), room), sizes, shapes, strict=True)
     return tuple(part[:size].view(dtype).view(shape) for part, size, shape in parts)
 

@@ -30,6 +30,12 @@ _log = logging.getLogger(__name__)
 _MAX_MESSAGE_BYTES = 64 << 10
 _TIMEOUT_S = 5.0
 _CRASH = "crash"
+_ALIGNMENT_BYTES = 256
+
+
+def room_for(num_bytes: int) -> int:
+    """Bytes of a block that something of `num_bytes` takes, so that what follows it is aligned for any kernel."""
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 def kv_block(layer_id: int) -> str:
@@ -156,13 +162,13 @@ class KeptMemory:
             raise EngineError(f"rank {self._rank} has no {name} of {num_bytes} bytes left from before")
         return found.memory
 
-    def new(self, name: str, num_bytes: int, note: str = "") -> torch.Tensor:
+    def new(self, name: str, num_bytes: int) -> torch.Tensor:
         """A new block of zeros [num_bytes] uint8, which is kept from now on in the place of one of the same name."""
         fd = os.memfd_create("lockstep-kept", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, num_bytes)
             memory = _mapped(fd, num_bytes)
-            self._call(_Block(self._rank, name, num_bytes, note), [fd])
+            self._call(_Block(self._rank, name, num_bytes), [fd])
         finally:
             os.close(fd)
         return memory

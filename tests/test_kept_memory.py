@@ -19,7 +19,9 @@ import os, signal, sys
 import torch
 from parallel.kept_memory import KeptMemory
 
-memory = KeptMemory("\\0" + sys.argv[1], 1).new("kv", 5000, "of before")
+kept = KeptMemory("\\0" + sys.argv[1], 1)
+memory = kept.new("kv", 5000)
+kept.describe("kv", "of before")
 memory.view(torch.int32)[:4] = torch.tensor([1, 2, 3, 4])
 os.kill(os.getpid(), signal.SIGKILL)
 """

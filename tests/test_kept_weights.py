@@ -13,7 +13,7 @@ from configs.model_config import ModelConfig
 from parallel.kept_memory import Keeper, KeptMemory
 from tests.test_weight_change import FAMILIES, family_decoder, family_model
 from worker.dummy_weights import DummyCheckpoint
-from worker.kept_weights import KeptWeights
+from worker.kept_weights import KeptWeights, note_of
 from worker.models.decoder import Decoder
 from worker.staged_weights import StagedWeights, tensors
 
@@ -81,10 +81,10 @@ def test_weights_that_were_exchanged_are_kept_in_the_place_of_the_old(
     live, staged, next_one = (new_decoder(model) for _ in range(3))
     weights = KeptWeights(live, kept)
     weights.load(source := DummyCheckpoint(model), "a")
-    new = StagedWeights(live, staged, DummyCheckpoint(model, "b"), source.bytes_loaded, "b")
-    weights.change()
+    new = StagedWeights(live, staged, DummyCheckpoint(model, "b"), source.bytes_loaded)
+    weights.describe("")
     assert not KeptWeights(next_one, kept).find("a"), "they are half old and half new"
     new.take_over()
-    weights.describe("b", source.bytes_loaded, new.checksum)
+    weights.describe(note_of("b", source.bytes_loaded, new.memory))
     assert KeptWeights(next_one, kept).find("b")
     assert bits(next_one) == bits(staged)

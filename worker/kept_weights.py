@@ -7,22 +7,21 @@ blocks are there, it is loaded from nothing, for the sake of its tensors alone, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import accumulate
 
 import msgspec
 import torch
 
 from configs.errors import EngineError
-from parallel.kept_memory import KeptMemory
+from parallel.kept_memory import KeptMemory, room_for
 from parallel.numerics.weight import TensorSource
 from parallel.plan import Span
 from worker.dummy_weights import DummyCheckpoint
 from worker.models.decoder import Decoder
-from worker.staged_weights import bytes_of, checksum, tensors
+from worker.staged_weights import bytes_of, tensors
 from worker.weights import Checkpoint
 
-_ALIGNMENT_BYTES = 256
 _REST = "weights"
 
 
@@ -63,7 +62,7 @@ class KeptWeights:
         if note.identity != identity:
             return 0
         self._load(_Nothing(), lambda name, old: self._kept.again(name, sum(_room(old))), on_progress)
-        if checksum(self._blocks) != note.checksum:
+        if _checksum(self._blocks) != note.checksum:
             raise EngineError("the weights that were kept are not as they were")
         return note.num_bytes
 
@@ -72,16 +71,12 @@ class KeptWeights:
     ) -> None:
         """Loads the decoder from `source`, whose weights are kept from now on."""
         self._load(source, self._copied, on_progress)
-        self.describe(identity, source.bytes_loaded, checksum(self._blocks))
+        self.describe(note_of(identity, source.bytes_loaded, self._blocks))
 
-    def describe(self, identity: str, num_bytes: int, sum_of_words: int) -> None:
-        """Says of the weights that they are whole."""
-        note = _Note(identity, num_bytes, sum_of_words)
-        self._kept.describe(_REST, msgspec.json.encode(note).decode())
-
-    def change(self) -> None:
-        """Says of the weights that they are none: they are about to be changed where they lie."""
-        self._kept.describe(_REST, "")
+    def describe(self, note: str) -> None:
+        """Says of the weights what `note_of` has for them; nothing, and so that they are none, before they are changed
+        where they lie."""
+        self._kept.describe(_REST, note)
 
     def _copied(self, name: str, old: list[torch.UntypedStorage]) -> torch.Tensor:
         room = _room(old)
@@ -122,6 +117,25 @@ class KeptWeights:
         self._blocks.append(memory)
 
 
+def note_of(identity: str, num_bytes: int, parts: Iterable[torch.Tensor]) -> str:
+    """The words for weights of `num_bytes` that are whole.
+
+    Args:
+        parts: the memory that they lie in, or will: vectors of bytes.
+    """
+    return msgspec.json.encode(_Note(identity, num_bytes, _checksum(parts))).decode()
+
+
+def _checksum(parts: Iterable[torch.Tensor]) -> int:
+    """The sum of the words of 64 bits of vectors of bytes, each filled up with zeros; whatever their order."""
+    total = 0
+    for part in parts:
+        num_whole = len(part) // 8 * 8
+        total += int(part[:num_whole].view(torch.int64).sum())
+        total += int.from_bytes(bytes(part[num_whole:].tolist()), "little")
+    return total % (1 << 64)
+
+
 def _room(storages: list[torch.UntypedStorage]) -> list[int]:
     """Bytes that each takes in a block."""
-    return [-(-storage.nbytes() // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for storage in storages]
+    return [room_for(storage.nbytes()) for storage in storages]

@@ -8,7 +8,7 @@ or with an offset added, is made in both alike, and memory is exchanged for memo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -32,13 +32,9 @@ class StagedWeights:
     Args:
         staged: made as `live` was, and not loaded yet.
         num_bytes: what the weights take, about.
-        identity: tells them apart.
     """
 
-    def __init__(
-        self, live: Decoder, staged: Decoder, source: TensorSource, num_bytes: int, identity: str = ""
-    ) -> None:
-        self.identity = identity
+    def __init__(self, live: Decoder, staged: Decoder, source: TensorSource, num_bytes: int) -> None:
         self._live = live
         self._staged = staged
         self._on_host: dict[int, torch.Tensor] = {}  # by storage, whose memory is given up
@@ -47,9 +43,6 @@ class StagedWeights:
         layers = iter(staged.layers)
         # After each layer, and at the end after what is in none.
         staged.load(source, (lambda _: self._move_to_host(next(layers, staged))) if self.is_on_host else None)
-        memory = {storage._cdata: storage for storage in storages(staged)}
-        self.checksum = checksum(self._bytes_of(storage) for storage in memory.values())
-        """`checksum` of all of them."""
 
     def take_over(self) -> None:
         """Copies them over the live ones; no step is in flight. Returns when the device is done."""
@@ -61,6 +54,11 @@ class StagedWeights:
             bytes_of(live.untyped_storage())[begin : begin + len(new)].copy_(new, non_blocking=True)
         if self._live.device.type == "cuda":
             torch.cuda.synchronize(self._live.device)
+
+    @property
+    def memory(self) -> Iterator[torch.Tensor]:
+        """The memory of all of them, as vectors of bytes."""
+        return map(self._bytes_of, {it._cdata: it for it in storages(self._staged)}.values())
 
     def _bytes_of(self, staged: torch.UntypedStorage) -> torch.Tensor:
         """The memory as a vector of bytes, wherever it is."""
@@ -126,13 +124,3 @@ def _free_bytes(device: torch.device) -> int:
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     """The memory as a vector of bytes."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def checksum(parts: Iterable[torch.Tensor]) -> int:
-    """The sum of the words of 64 bits of vectors of bytes, each filled up with zeros; whatever their order."""
-    total = 0
-    for part in parts:
-        num_whole = len(part) // 8 * 8
-        total += int(part[:num_whole].view(torch.int64).sum())
-        total += int.from_bytes(bytes(part[num_whole:].tolist()), "little")
-    return total % (1 << 64)

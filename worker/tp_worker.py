@@ -30,7 +30,7 @@ from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost
 from worker.dummy_weights import DummyCheckpoint
 from worker.kept_kv import take_kv
-from worker.kept_weights import KeptWeights
+from worker.kept_weights import KeptWeights, note_of
 from worker.layers.rotary import check_length
 from worker.memory import DeviceMemory, await_idle, free_bytes, profile_cuda
 from worker.model_runner import ModelRunner
@@ -100,6 +100,7 @@ class TPWorker:
         self._decoder = self._new_decoder()
         self._weights = None if kept is None else KeptWeights(self._decoder, kept)
         self._staged: StagedWeights | None = None
+        self._staged_note = ""  # for the staged weights, once they serve
         self._staging: object = None  # an id of the weights that are being read or staged
         # Held while a step is launched. Rank 0 may have its result while another rank still launches the rest of it.
         self._launching = threading.Lock()
@@ -149,12 +150,13 @@ class TPWorker:
             self._open(self._model, self._model_path, self._config.revision) as checkpoint,
         ):
             num_found = 0 if self._weights is None else self._weights.find(identity, on_progress)
-            if must_find and not num_found:
-                raise EngineError(f"nothing is left of the weights of rank {self._group.rank}, which came from memory")
-            if not num_found and self._weights is not None:
-                self._weights.load(checkpoint, identity, on_progress)
-            elif not num_found:
-                self._decoder.load(checkpoint, on_progress)
+            if not num_found:
+                if must_find:
+                    raise EngineError(f"nothing is left of rank {self._group.rank}'s weights, which came from memory")
+                if self._weights is None:
+                    self._decoder.load(checkpoint, on_progress)
+                else:
+                    self._weights.load(checkpoint, identity, on_progress)
             if _DTYPES[self._config.kv_dtype] is FP8:
                 self._decoder.set_kv_scales(checkpoint.kv_scales())
             self._weight_bytes = num_found or checkpoint.bytes_loaded
@@ -202,8 +204,9 @@ class TPWorker:
                 other.set_kv_scales(source.kv_scales())
             if other.attention_layers != self._decoder.attention_layers:
                 raise ConfigError("the factors of keys and values in FP8 differ from those that serve; start anew")
-            staged = StagedWeights(self._decoder, other, source, self._weight_bytes, identity)
-        self._staged = staged if self._staging is wanted else None
+            staged = StagedWeights(self._decoder, other, source, self._weight_bytes)
+            note = "" if self._weights is None else note_of(identity, self._weight_bytes, staged.memory)
+        self._staged, self._staged_note = (staged, note) if self._staging is wanted else (None, "")
         return staged.is_on_host
 
     @torch.inference_mode()
@@ -218,10 +221,10 @@ class TPWorker:
             if self._staged is None:
                 raise EngineError(f"rank {self._group.rank} has no other weights")
             if self._weights is not None:
-                self._weights.change()
+                self._weights.describe("")
             self._staged.take_over()
             if self._weights is not None:
-                self._weights.describe(self._staged.identity, self._weight_bytes, self._staged.checksum)
+                self._weights.describe(self._staged_note)
 
     def drop_staged(self) -> None:
         """Frees the memory of the staged weights, or has none be staged by the `stage` that is under way."""
@@ -292,13 +295,13 @@ class TPWorker:
         check_length(self._model, max_model_len)
         self.close()
         with naming_the_rank(self._group.rank, self._device, "capturing the CUDA graphs"):
-            kept = self._kept
+            allocate: Callable[[int, int], torch.Tensor] | None = None
+            if self._kept is not None:
+                block = self._kept.again if keeps_kv else self._kept.new
 
-            def pool_memory(layer_id: int, num_bytes: int) -> torch.Tensor:
-                assert kept is not None
-                return (kept.again if keeps_kv else kept.new)(kv_block(layer_id), num_bytes)
+                def allocate(layer_id: int, num_bytes: int) -> torch.Tensor:
+                    return block(kv_block(layer_id), num_bytes)
 
-            allocate = None if kept is None else pool_memory
             self._runner = self._new_runner(num_pages, max_model_len, num_window_pages, allocate)
             if self._device.type == "cuda" and not at_once:
                 self.check_steps(min(num_pages, num_window_pages or num_pages), max_model_len)

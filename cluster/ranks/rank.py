@@ -55,11 +55,12 @@ class Rank:
         """Ends its process, without waiting for that. Ray only asks it to end, which one that is stopped or stuck does
         not hear; on another node the raylet ends such a one when the placement group goes."""
         ray.kill(self.actor)
+        if self.pidfd < 0:
+            return  # one that was ended before may still be on its way
         self.await_end(0.0)
         self._ending, self.pidfd = self.pidfd, -1
-        if self._ending >= 0:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._ending, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._ending, signal.SIGKILL)
 
     def await_end(self, timeout_s: float) -> bool:
         """Waits so long until the process that `end` ended last is gone; returns whether it is, as one of another node

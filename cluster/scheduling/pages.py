@@ -413,11 +413,12 @@ class RowPages:
         """The row's pages that hold tokens after its first `num_tokens`."""
         return self._table[row, num_tokens // self._page_size : self._num_pages[row]].copy()
 
-    def lose(self, pages: Int32Array) -> None:
-        """Frees `pages`, which the ranks may not have computed, and those that go on from them; no row has any. With a
-        window pool all are lost: a place may hold what was computed for another page with the same tokens."""
+    def lose(self, runs: Sequence[Int32Array]) -> None:
+        """Frees the pages of all `runs`, which the ranks may not have computed, and those that go on from them; no row
+        has any. With a window pool all are lost: a place may hold what was computed for another page with the same
+        tokens."""
         if self._window is None:
-            self._free(self.cache.forget_from(pages))
+            self._free(self.cache.forget_from(np.concatenate([_NO_PAGES, *runs])))
         else:
             self.flush()
 

@@ -184,8 +184,9 @@ class PrefixCache:
             assert not node.num_locks, "pages are lost while rows lock them"
             is_lost = np.isin(node.pages, lost)
             if not is_cut and is_lost.any():
-                num_kept = int(is_lost.argmax())
-                self._cut(node if not num_kept else next(iter(self._split(node, num_kept).children.values())))
+                if num_kept := int(is_lost.argmax()):
+                    self._split(node, num_kept)  # the node is the lower part from now on
+                self._cut(node)
                 is_cut = True
             stack += [(child, is_cut) for child in node.children.values()]
             if is_cut:

@@ -32,7 +32,6 @@ from worker.protocol import Int32Array, RowFlag, StepFrame, StepResult
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 
-_NO_PAGES = np.empty(0, np.int32)
 _SAMPLE = int(RowFlag.SAMPLE)  # operations of enumerations take a microsecond each
 
 
@@ -146,7 +145,7 @@ class Scheduler:
         for row in rows[np.argsort(-table.admission[rows])].tolist():  # the last one put to the front is the first
             self._requeue(row, is_lost=True)
         if keeps_kv:
-            self._pages.lose(np.concatenate([_NO_PAGES, *computing]))
+            self._pages.lose(computing)
         else:
             self._pages.flush()
         self.generation = generation
