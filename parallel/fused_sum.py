@@ -225,6 +225,10 @@ class PeerMemory:
             ids, row_of, rows, self._peers, area_offset=self._shared, half_bytes=self._half_bytes
         )
 
+    def give_up(self) -> None:
+        """Has nothing signal or wait from now on, as after a wait in vain, though no call raises because of it."""
+        self._peers.state[-1] = 1
+
     def abort(self, reason: str) -> None:
         """Ends the waits of this rank, running and later ones. Safe from any thread."""
         self._abort_reason = reason

@@ -113,6 +113,15 @@ class TensorParallelGroup:
         """A group of one: every collective is the identity."""
         return cls(rank=0, size=1, device=torch.device(device), collectives=None)
 
+    @classmethod
+    def alone(cls, rank: int, size: int, device: torch.device, sizes: PeerSizes) -> TensorParallelGroup:
+        """A group on a GPU none of whose other ranks is there: nothing waits for them, and what comes of its
+        collectives is useless. It loads their kernels."""
+        if size == 1:
+            return cls.single(device)
+        collectives = SymmetricMemoryCollectives.alone(rank=rank, size=size, device=device, sizes=sizes)
+        return cls(rank=rank, size=size, device=device, collectives=collectives)
+
     def partial_sum(self, shape: tuple[int, int], of: torch.dtype | SumTree) -> FusedSum | None:
         """A sum of that shape that the norm after it does in the same kernel; None when that is not the fastest way.
 

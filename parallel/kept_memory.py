@@ -1,7 +1,8 @@
 """Memory that outlives the process that made it: what a rank leaves behind is found by the one that takes its place.
 
-A block of it is a file descriptor that whoever maps it holds open, on a CPU that of a memfd. The keeper, a thread of
-the process that watches the ranks, holds another, so the memory is there as long as the keeper is and wants it.
+A block of it is a file descriptor that whoever maps it holds open, on a CPU that of a memfd, on a GPU one of the
+driver's. The keeper, a thread of the process that watches the ranks, holds another, so the memory is there as long as
+the keeper is and wants it. It has no context on any device.
 """
 
 from __future__ import annotations
@@ -139,11 +140,13 @@ class KeptMemory:
 
     Args:
         address: the keeper's.
+        device: where the blocks lie.
     """
 
-    def __init__(self, address: str, rank: int) -> None:
+    def __init__(self, address: str, rank: int, device: torch.device) -> None:
         self._address = address
         self._rank = rank
+        self._device = device
 
     def find(self, name: str) -> Found | None:
         """The block of that name, mapped; None: there is none. Raises EngineError where the keeper does not answer."""
@@ -151,7 +154,7 @@ class KeptMemory:
         if not fds:
             return None
         try:
-            return Found(_mapped(fds[0], block.num_bytes), block.note or "")
+            return Found(self._mapped(fds[0], block.num_bytes), block.note or "")
         finally:
             os.close(fds[0])
 
@@ -164,10 +167,11 @@ class KeptMemory:
 
     def new(self, name: str, num_bytes: int) -> torch.Tensor:
         """A new block of zeros [num_bytes] uint8, which is kept from now on in the place of one of the same name."""
-        fd = os.memfd_create("lockstep-kept", os.MFD_CLOEXEC)
+        fd = self._descriptor(num_bytes)
         try:
-            os.ftruncate(fd, num_bytes)
-            memory = _mapped(fd, num_bytes)
+            memory = self._mapped(fd, num_bytes)
+            if self._device.type == "cuda":
+                memory.zero_()
             self._call(_Block(self._rank, name, num_bytes), [fd])
         finally:
             os.close(fd)
@@ -184,6 +188,24 @@ class KeptMemory:
         """Gives a block that is kept another note."""
         self._call(_Block(self._rank, name, note=note))
 
+    def _descriptor(self, num_bytes: int) -> int:
+        if self._device.type == "cuda":
+            from parallel.cuda_memory import new_descriptor
+
+            return new_descriptor(num_bytes, self._device)
+        fd = os.memfd_create("lockstep-kept", os.MFD_CLOEXEC)
+        os.ftruncate(fd, num_bytes)
+        return fd
+
+    def _mapped(self, fd: int, num_bytes: int) -> torch.Tensor:
+        import torch  # the keeper does without it
+
+        if self._device.type == "cuda":
+            from parallel.cuda_memory import mapped
+
+            return mapped(fd, num_bytes, self._device)
+        return torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
+
     def _call(self, block: _Block, fds: list[int] | None = None) -> tuple[_Block, list[int]]:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as keeper:
             keeper.settimeout(_TIMEOUT_S)
@@ -198,9 +220,3 @@ class KeptMemory:
 def _receive(peer: socket.socket) -> tuple[_Block, list[int]]:
     message, fds, _, _ = socket.recv_fds(peer, _MAX_MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
     return msgspec.msgpack.decode(message, type=_Block), fds
-
-
-def _mapped(fd: int, num_bytes: int) -> torch.Tensor:
-    import torch  # the keeper does without it
-
-    return torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)

@@ -32,8 +32,10 @@ class SymmetricMemoryCollectives(Collectives):
     torch exchanges the mappings through a socket named after it.
     """
 
-    def __init__(self, memory: PeerMemory, mapping: Any, registration: _Registration, device: torch.device) -> None:
-        super().__init__(registration.size)
+    def __init__(
+        self, size: int, memory: PeerMemory, mapping: Any, registration: _Registration | None, device: torch.device
+    ) -> None:
+        super().__init__(size)
         self._memory = memory
         self._mapping = mapping  # torch's handle, which keeps the peers' memory mapped
         self._registration = registration
@@ -68,13 +70,21 @@ class SymmetricMemoryCollectives(Collectives):
         torch.cuda.synchronize(device)
         registration.meet("cleared")  # a flag that came before would be lost
         peers = PeerMemory(memory, mapping.buffer_ptrs, sizes, rank=rank, timeout_s=timeout_s)
-        self = cls(peers, mapping, registration, device)
+        self = cls(size, peers, mapping, registration, device)
         try:
             self._check(rank)
         except EngineError:
             self.close()
             raise
         return self
+
+    @classmethod
+    def alone(cls, *, rank: int, size: int, device: torch.device, sizes: PeerSizes) -> SymmetricMemoryCollectives:
+        """Collectives of a rank that takes its own memory for everybody's; see `TensorParallelGroup.alone`."""
+        memory = torch.zeros(PeerMemory.bytes_of(sizes), dtype=torch.uint8, device=device)
+        peers = PeerMemory(memory, (memory.data_ptr(),) * size, sizes, rank=rank, timeout_s=1.0)
+        peers.give_up()
+        return cls(size, peers, None, None, device)
 
     def partial_sum(self, shape: tuple[int, int], of: torch.dtype | SumTree) -> FusedSum | None:
         return self._memory.partial_sum(shape, of)
@@ -99,7 +109,8 @@ class SymmetricMemoryCollectives(Collectives):
 
     def close(self) -> None:
         """See Collectives. Unmapping waits for the device."""
-        self._registration.close()
+        if self._registration is not None:
+            self._registration.close()
         self._memory.close()
         self._mapping = None
 

@@ -48,7 +48,7 @@ def test_every_rank_has_its_heads_of_the_pages_that_are_wanted(
 ) -> None:
     model = family_model(tmp_path, family)
     plan, others = ShardPlan.create(model, after), ShardPlan.create(model, before)
-    kept = [KeptMemory(keeper.address, rank) for rank in range(before)]
+    kept = [KeptMemory(keeper.address, rank, CPU) for rank in range(before)]
     random = torch.Generator().manual_seed(0)
     heads = {
         layer_id: torch.randint(0, 120, (NUM_PAGES + 1, PAGE_SIZE, 64, 512), dtype=torch.uint8, generator=random)

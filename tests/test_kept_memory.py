@@ -19,10 +19,12 @@ import os, signal, sys
 import torch
 from parallel.kept_memory import KeptMemory
 
-kept = KeptMemory("\\0" + sys.argv[1], 1)
+kept = KeptMemory("\\0" + sys.argv[1], 1, torch.device(sys.argv[2]))
 memory = kept.new("kv", 5000)
 kept.describe("kv", "of before")
 memory.view(torch.int32)[:4] = torch.tensor([1, 2, 3, 4])
+if memory.is_cuda:
+    torch.cuda.synchronize()
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -34,23 +36,32 @@ def keeper() -> Iterator[Keeper]:
     keeper.close()
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param)
+
+
 def num_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_what_a_killed_process_wrote_is_found_by_the_next(keeper: Keeper) -> None:
-    writer = subprocess.run([sys.executable, "-c", WRITER, keeper.address[1:]], check=False)
+def test_what_a_killed_process_wrote_is_found_by_the_next(keeper: Keeper, device: torch.device) -> None:
+    writer = subprocess.run([sys.executable, "-c", WRITER, keeper.address[1:], str(device)], check=False)
     assert writer.returncode == -signal.SIGKILL
     assert (keeper.num_bytes(1), keeper.num_bytes(0)) == (5000, 0)
-    found = KeptMemory(keeper.address, 1).find("kv")
+    found = KeptMemory(keeper.address, 1, device).find("kv")
     assert found is not None
     assert found.note == "of before"
     assert found.memory.view(torch.int32)[:6].tolist() == [1, 2, 3, 4, 0, 0]
-    assert KeptMemory(keeper.address, 0).find("kv") is None
+    assert KeptMemory(keeper.address, 0, device).find("kv") is None
 
 
-def test_a_block_is_one_memory_for_all_who_map_it_until_another_takes_its_place(keeper: Keeper) -> None:
-    one, other = KeptMemory(keeper.address, 0), KeptMemory(keeper.address, 0)
+def test_a_block_is_one_memory_for_all_who_map_it_until_another_takes_its_place(
+    keeper: Keeper, device: torch.device
+) -> None:
+    one, other = KeptMemory(keeper.address, 0, device), KeptMemory(keeper.address, 0, device)
+    one.new("before", 1)  # a GPU's driver opens files of its own once
+    keeper.drop()
     before = num_files()
     first = one.new("weights", 4096)
     other.again("weights", 4096)[7] = 9
@@ -70,20 +81,38 @@ def test_a_block_is_one_memory_for_all_who_map_it_until_another_takes_its_place(
     assert num_files() == before
 
 
-def test_only_what_is_named_is_dropped(keeper: Keeper) -> None:
+def test_only_what_is_named_is_dropped(keeper: Keeper, device: torch.device) -> None:
     for rank in (0, 1):
         for name in ("kv", "weights"):
-            KeptMemory(keeper.address, rank).new(name, 100)
+            KeptMemory(keeper.address, rank, device).new(name, 100)
     keeper.drop(name="kv")
     keeper.drop(1)
     assert [(keeper.num_bytes(rank)) for rank in (0, 1)] == [100, 0]
-    assert KeptMemory(keeper.address, 0).find("weights") is not None
+    assert KeptMemory(keeper.address, 0, device).find("weights") is not None
 
 
-def test_a_keeper_that_is_gone_is_named(keeper: Keeper) -> None:
+def test_a_keeper_that_is_gone_is_named(keeper: Keeper, device: torch.device) -> None:
     keeper.close()
     with pytest.raises(EngineError, match="rank 3 cannot reach the keeper of its memory"):
-        KeptMemory(keeper.address, 3).find("kv")
+        KeptMemory(keeper.address, 3, device).find("kv")
+
+
+@pytest.mark.gpu
+def test_memory_of_a_device_is_free_once_nobody_has_it(keeper: Keeper) -> None:
+    device, num_bytes = torch.device("cuda:0"), 3 << 30
+    kept = KeptMemory(keeper.address, 0, device)
+    kept.new("before", 1)
+    free = torch.cuda.mem_get_info(device)[0]
+    memory = kept.new("kv", num_bytes)
+    assert not memory.any()
+    assert free - torch.cuda.mem_get_info(device)[0] >= num_bytes
+    del memory
+    torch.cuda.synchronize()
+    assert free - torch.cuda.mem_get_info(device)[0] >= num_bytes, "the keeper has it"
+    keeper.drop(name="kv")
+    assert free - torch.cuda.mem_get_info(device)[0] < num_bytes // 8
+    with pytest.raises(torch.OutOfMemoryError, match="has no room"):
+        kept.new("kv", 1 << 40)
 
 
 CRASHER = """
@@ -93,7 +122,7 @@ from parallel.kept_memory import KeptMemory
 def falls_over():
     os.kill(os.getpid(), int(sys.argv[2]))
 
-KeptMemory("\\0" + sys.argv[1], 2).write_down_crashes()
+KeptMemory("\\0" + sys.argv[1], 2, None).write_down_crashes()
 falls_over()
 """
 

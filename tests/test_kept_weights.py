@@ -11,7 +11,7 @@ import torch
 from configs.errors import EngineError
 from configs.model_config import ModelConfig
 from parallel.kept_memory import Keeper, KeptMemory
-from tests.test_weight_change import FAMILIES, family_decoder, family_model
+from tests.test_weight_change import CPU, FAMILIES, family_decoder, family_model
 from worker.dummy_weights import DummyCheckpoint
 from worker.kept_weights import KeptWeights, note_of
 from worker.models.decoder import Decoder
@@ -21,7 +21,7 @@ from worker.staged_weights import StagedWeights, tensors
 @pytest.fixture
 def kept() -> Iterator[KeptMemory]:
     keeper = Keeper()
-    yield KeptMemory(keeper.address, 1)
+    yield KeptMemory(keeper.address, 1, CPU)
     keeper.close()
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import torch
 
 import cluster.engine.running_engine
 from cluster.engine.coordinator_actor import CoordinatorActor
@@ -175,7 +176,7 @@ def test_weights_that_something_wrote_to_are_read_again(ray_cluster: None, tiny_
         async with running(tiny_path, recovery={"max_rebuilds": 2}) as engine:
             expected, _ = await answer(engine)
             pids = (await status(engine))["pids"]
-            kept = KeptMemory(keeper_of(engine.facts.pid), 1).find("layer 0")
+            kept = KeptMemory(keeper_of(engine.facts.pid), 1, torch.device("cpu")).find("layer 0")
             assert kept is not None
             kept.memory[0] ^= 1
             os.kill(pids[1], signal.SIGKILL)

@@ -649,7 +649,7 @@ def test_a_spare_for_a_gpu_imports_the_kernels_and_touches_no_device() -> None:
     code = (
         "import sys, torch\n"
         "from configs.schema import EngineConfig\n"
-        "from worker.tp_worker import warm_up\n"
+        "from worker.warm_up import warm_up\n"
         "kernels = {'attention.kernels.decode', 'parallel.numerics.kernels.node_gemm', 'worker.kernels.sampling'}\n"
         "assert not kernels & set(sys.modules)\n"
         "warm_up(EngineConfig(model='m', device='cuda'))\n"

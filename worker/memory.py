@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 _GIB = 1 << 30
 _IDLE_TIMEOUT_S = 3.0  # two of the largest steps may be queued
 _ROOM_TIMEOUT_S = 5.0
-_ROOM_SLACK_BYTES = 256 << 20  # between two starts on one device that nobody else uses
+_ROOM_SLACK_BYTES = 1 << 30  # two starts on a device differ by little, and spares may have a context there
 # Graphs of the smaller shapes live in the memory of the largest, but for their nodes: a few MiB each.
 _GRAPH_RESERVE = 1.5
 _GRAPH_FLOOR_BYTES = 256 << 20
@@ -113,7 +113,7 @@ def profile_cuda(
     runner = make_runner()
     base = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    for frame in _largest_frames(max_rows, max_tokens, max_model_len, page_size):
+    for frame in largest_frames(max_rows, max_tokens, max_model_len, page_size):
         runner.launch(frame).result()
     activation = torch.cuda.max_memory_allocated(device) - base
     torch.cuda.empty_cache()
@@ -127,7 +127,7 @@ def profile_cuda(
     return DeviceMemory(min(free, free_bytes(device)), activation, graph, tables)
 
 
-def _largest_frames(max_rows: int, max_tokens: int, max_model_len: int, page_size: int) -> list[StepFrame]:
+def largest_frames(max_rows: int, max_tokens: int, max_model_len: int, page_size: int) -> list[StepFrame]:
     """A prefill of `max_tokens` in as few rows as they fit in, as many of its tokens scored as may be, and a decode of
     every row; all sampled, the latter with every filter and with logprobs."""
     frames = []

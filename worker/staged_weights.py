@@ -20,6 +20,8 @@ from worker.models.decoder import Decoder
 
 _NO_WEIGHTS = (TensorParallelGroup, Arithmetic, RotaryEmbedding)
 """Parts of a decoder that its weights have no part in, and that may have tensors."""
+_PIECE_BYTES = 16 << 20
+"""Host memory that is pinned at once: the driver keeps steps from being launched meanwhile."""
 _SPARE_BYTES = 1 << 30
 """Device memory that staged weights leave to everything else."""
 
@@ -37,7 +39,7 @@ class StagedWeights:
     def __init__(self, live: Decoder, staged: Decoder, source: TensorSource, num_bytes: int) -> None:
         self._live = live
         self._staged = staged
-        self._on_host: dict[int, torch.Tensor] = {}  # by storage, whose memory is given up
+        self._on_host: dict[int, list[torch.Tensor]] = {}  # by storage, whose memory is given up
         self.is_on_host = staged.device.type == "cuda" and _free_bytes(staged.device) < num_bytes
         """Whether the device has no room for them, so that they wait in pinned memory of the host."""
         layers = iter(staged.layers)
@@ -49,27 +51,31 @@ class StagedWeights:
         # Tensors of one memory lie in the live one as they do in the other, which may begin elsewhere.
         pairs = zip(tensors(self._live), tensors(self._staged), strict=True)
         for live, staged in {it.untyped_storage()._cdata: (live, it) for live, it in pairs}.values():
-            new = self._bytes_of(staged.untyped_storage())
             begin = (live.storage_offset() - staged.storage_offset()) * live.itemsize
-            bytes_of(live.untyped_storage())[begin : begin + len(new)].copy_(new, non_blocking=True)
+            into = bytes_of(live.untyped_storage())[begin:]
+            for piece in self._pieces_of(staged.untyped_storage()):
+                into[: len(piece)].copy_(piece, non_blocking=True)
+                into = into[len(piece) :]
         if self._live.device.type == "cuda":
             torch.cuda.synchronize(self._live.device)
 
     @property
     def memory(self) -> Iterator[torch.Tensor]:
         """The memory of all of them, as vectors of bytes."""
-        return map(self._bytes_of, {it._cdata: it for it in storages(self._staged)}.values())
+        for storage in {it._cdata: it for it in storages(self._staged)}.values():
+            yield from self._pieces_of(storage)
 
-    def _bytes_of(self, staged: torch.UntypedStorage) -> torch.Tensor:
-        """The memory as a vector of bytes, wherever it is."""
-        found = self._on_host.get(staged._cdata)
-        return bytes_of(staged) if found is None else found
+    def _pieces_of(self, staged: torch.UntypedStorage) -> list[torch.Tensor]:
+        """The memory as vectors of bytes, one after the other, wherever they are."""
+        return self._on_host.get(staged._cdata) or [bytes_of(staged)]
 
     def _move_to_host(self, part: object) -> None:
         for storage in storages(part):
             if storage.nbytes():
-                new = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
-                self._on_host[storage._cdata] = new.copy_(bytes_of(storage))
+                self._on_host[storage._cdata] = [
+                    torch.empty(len(piece), dtype=torch.uint8, pin_memory=True).copy_(piece)
+                    for piece in torch.split(bytes_of(storage), _PIECE_BYTES)
+                ]
                 storage.resize_(0)  # its tensors stay, by which it is found
 
 

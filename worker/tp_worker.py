@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 _MAX_SUM_BYTES = 512 << 20
 # The words of torch where the node has no memory.
 _NO_MEMORY = "can't allocate memory"
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp8_e4m3": FP8}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "fp8_e4m3": FP8}
 
 
 class FrameSource(Protocol):
@@ -84,7 +84,7 @@ class TPWorker:
         group: TensorParallelGroup,
         kept: KeptMemory | None = None,
     ) -> None:
-        if config.dtype not in _DTYPES or config.attention.prefill_backend is None:
+        if config.dtype not in DTYPES or config.attention.prefill_backend is None:
             raise ConfigError(f"dtype={config.dtype} and attention must be resolved before a worker starts")
         if plan.tp_size != group.size:
             raise ConfigError(f"a plan for tensor_parallel_size={plan.tp_size} does not fit {group.size} ranks")
@@ -93,7 +93,7 @@ class TPWorker:
         self._model_path = model_path
         self._group = group
         self._kept = kept
-        self._dtype = _DTYPES[config.dtype]
+        self._dtype = DTYPES[config.dtype]
         self._device = group.device
         self._arithmetic = ExactArithmetic(self._device) if config.is_exact else FAST
         self._plan = plan
@@ -105,6 +105,7 @@ class TPWorker:
         # Held while a step is launched. Rank 0 may have its result while another rank still launches the rest of it.
         self._launching = threading.Lock()
         self._runner: ModelRunner | None = None
+        self._kv: list[torch.Tensor] = []  # the pool's memory, which a device that computes must not lose
         self._weight_bytes = 0
 
     @property
@@ -157,7 +158,7 @@ class TPWorker:
                     self._decoder.load(checkpoint, on_progress)
                 else:
                     self._weights.load(checkpoint, identity, on_progress)
-            if _DTYPES[self._config.kv_dtype] is FP8:
+            if DTYPES[self._config.kv_dtype] is FP8:
                 self._decoder.set_kv_scales(checkpoint.kv_scales())
             self._weight_bytes = num_found or checkpoint.bytes_loaded
         _log.info(
@@ -200,7 +201,7 @@ class TPWorker:
             self._open(model, checkpoint, revision) as source,
         ):
             other = self._new_decoder()
-            if _DTYPES[self._config.kv_dtype] is FP8:
+            if DTYPES[self._config.kv_dtype] is FP8:
                 other.set_kv_scales(source.kv_scales())
             if other.attention_layers != self._decoder.attention_layers:
                 raise ConfigError("the factors of keys and values in FP8 differ from those that serve; start anew")
@@ -294,13 +295,15 @@ class TPWorker:
         """
         check_length(self._model, max_model_len)
         self.close()
+        self._kv.clear()
         with naming_the_rank(self._group.rank, self._device, "capturing the CUDA graphs"):
             allocate: Callable[[int, int], torch.Tensor] | None = None
             if self._kept is not None:
                 block = self._kept.again if keeps_kv else self._kept.new
 
                 def allocate(layer_id: int, num_bytes: int) -> torch.Tensor:
-                    return block(kv_block(layer_id), num_bytes)
+                    self._kv.append(block(kv_block(layer_id), num_bytes))
+                    return self._kv[-1]
 
             self._runner = self._new_runner(num_pages, max_model_len, num_window_pages, allocate)
             if self._device.type == "cuda" and not at_once:
@@ -411,6 +414,7 @@ class TPWorker:
             return
         with naming_the_rank(self._group.rank, self._device, "leaving its group"):
             await_idle(self._device)
+            self._kv.clear()
             # Objects frozen in `allocate` may be garbage now, as may what the failure's traceback held.
             gc.unfreeze()
             gc.collect()
@@ -483,7 +487,7 @@ class TPWorker:
             self._decoder.attention_layers,
             num_pages=num_pages,
             page_size=page_size,
-            dtype=_DTYPES[self._config.kv_dtype],
+            dtype=DTYPES[self._config.kv_dtype],
             compute_dtype=self._dtype,
             device=self._device,
             num_window_pages=num_window_pages,
@@ -502,28 +506,10 @@ class TPWorker:
         return FrameLimits(num_rows=num_rows, vocab_size=self._model.vocab_size, max_model_len=max_model_len)
 
 
-def warm_up(config: EngineConfig) -> None:
-    """Does what a process does once whichever rank it is: compiles and loads the kernels of a CPU, and first uses of
-    the libraries. On GPUs it imports the kernels and no more: it does not know its own."""
-    if config.device != "cpu":  # a CPU install has no Triton
-        from attention.kernels import decode, extend, step_metadata  # noqa: F401
-        from parallel.kernels import all_reduce_norm  # noqa: F401
-        from parallel.numerics.kernels import chain_gemm, node_gemm, skinny_gemm  # noqa: F401
-        from worker.kernels import activation, adjustments, norm, rope, sampling  # noqa: F401
-
-        return
-    if config.parallel.threads_per_rank is not None:
-        torch.set_num_threads(config.parallel.threads_per_rank)
-    if config.is_exact:
-        device = torch.device(config.device)
-        backend = resolved(config.attention.decode_backend)
-        check_exactness(ExactArithmetic(device), backend, _DTYPES[config.dtype], device)
-
-
 def peer_sizes(config: EngineConfig, model: ModelConfig, plan: ShardPlan) -> PeerSizes:
     """The most that the ranks bring to one step's collectives."""
     num_tokens = resolved(config.scheduler.max_num_batched_tokens)
-    row_bytes = model.hidden_size * _DTYPES[config.dtype].itemsize
+    row_bytes = model.hidden_size * DTYPES[config.dtype].itemsize
     of_row = model.hidden_size * torch.float32.itemsize * most_nodes(plan) if config.is_exact else row_bytes
     return PeerSizes(num_tokens, row_bytes, min(num_tokens * of_row, _MAX_SUM_BYTES))
 

@@ -129,9 +129,9 @@ class RankStarter:
         gpus = int(self.config.device == "cuda" and spec.device is None)
         return self._start(spec, f"tp{spec.rank}", bundle=1 + spec.rank % self.num_bundles, gpus=gpus)
 
-    def start_spare(self, number: int) -> Any:
-        """The actor of a spare, which has no device."""
-        return self._start(self.spec(-1), f"tp-spare{number}", bundle=0, gpus=0)
+    def start_spare(self, number: int, device: str | None = None) -> Any:
+        """The actor of a spare, to which Ray gives no device; of one on GPUs, the one that it gets ready for."""
+        return self._start(replace(self.spec(-1), device=device), f"tp-spare{number}", bundle=0, gpus=0)
 
     def _start(self, spec: RankSpec, name: str, *, bundle: int, gpus: int) -> Any:
         return (

@@ -140,9 +140,12 @@ class RankActor:
 
     def warm_up(self) -> int:
         """Does what a process does once, whichever rank it becomes; returns its id."""
-        from worker.tp_worker import warm_up
+        import torch
 
-        warm_up(self._spec.config)
+        from worker.warm_up import warm_up
+
+        spec = self._spec
+        warm_up(spec.config, spec.model, None if spec.device is None else torch.device(spec.device))
         return os.getpid()
 
     def where(self) -> Location:
@@ -202,7 +205,7 @@ class RankActor:
                 spin_us=parallel.spin_us,
                 sizes=peer_sizes(config, model, plan),
             )
-        kept = KeptMemory(self._spec.keeper, rank) if one_node and device.type == "cpu" else None
+        kept = KeptMemory(self._spec.keeper, rank, device) if one_node else None
         if kept is not None:
             kept.write_down_crashes()
         self._worker = TPWorker(
@@ -263,8 +266,9 @@ class RankActor:
         """Copies this rank's part of what `num_ranks` others left with their `keeper`: as `TPWorker.take_kv` has it."""
         from parallel.kept_memory import KeptMemory
 
-        kept = [KeptMemory(keeper, rank) for rank in range(num_ranks)]
-        self._ready().take_kv(layer_ids, pages, kept)
+        worker = self._ready()
+        kept = [KeptMemory(keeper, rank, worker.device) for rank in range(num_ranks)]
+        worker.take_kv(layer_ids, pages, kept)
 
     def attach_ring(self, frames_address: str, results_address: str) -> None:
         """Connects to the shared-memory step channel of this node; rank 0 also to the results."""

@@ -209,7 +209,7 @@ class RankGroup:
     @property
     def is_kept(self) -> bool:
         """Whether weights and KV of a rank outlive its process. Known after `load`."""
-        return self.one_node and self.config.device == "cpu"
+        return self.one_node
 
     @property
     def reason_never(self) -> str | None:
@@ -332,7 +332,7 @@ class RankGroup:
     def start_spares(self) -> None:
         """Starts the processes that take the places of ranks that die; returns at once."""
         if self.reason_never is None:
-            self._spares.fill()
+            self._spares.fill([] if self.config.device == "cpu" else self.devices)
 
     def _take_kv(self, kept: KeptKV) -> None:
         """Has the ranks take what others left, whose memory is given up as they go along."""
@@ -404,7 +404,7 @@ class RankGroup:
             rank.has_weights, rank.num_failed = True, 0
         loaded = time.monotonic()
         for rank in replaced if kept is not None else ():
-            if not rank.await_end(_END_TIMEOUT_S):
+            if not rank.await_end(_LEAVE_TIMEOUT_S):
                 raise EngineError(f"rank {rank.index}'s process does not end, which may write to the KV pool it had")
         self.run(self.pool, self._on_failure, at_once=True, kept=kept)
         logger.warning(

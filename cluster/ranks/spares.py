@@ -2,14 +2,14 @@
 
 A spare owns no device. It lies in the bundle of the CPU processes, which is on the node of a group's ranks, asks for
 no resources, and sees the node's GPUs: the dead rank's GPU stays reserved by the bundle that it was in, and the spare
-is told which one that is.
+is told which one that is. On the GPU of one of the ranks it has a context already, with the model's kernels loaded.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
@@ -26,14 +26,15 @@ class WarmSpares:
     """Up to `count` spares of one group. One thread at a time.
 
     Args:
-        start: starts the spare of a number, as an actor with the methods of `RankActor`.
+        start: starts the spare of a number, for a device or None, as an actor with the methods of `RankActor`.
     """
 
-    def __init__(self, count: int, start: Callable[[int], Any]) -> None:
+    def __init__(self, count: int, start: Callable[[int, str | None], Any]) -> None:
         self._count = count
         self._start = start
         self._numbers = itertools.count()
-        self._spares: dict[ray.ObjectRef[int], Any] = {}  # by the call that warms it up
+        # A spare and its device, by the call that warms it up.
+        self._spares: dict[ray.ObjectRef[int], tuple[Any, str | None]] = {}
 
     @property
     def pids(self) -> list[int]:
@@ -49,11 +50,17 @@ class WarmSpares:
         calls = list(self._spares)
         return ray.wait(calls, num_returns=len(calls), timeout=0) if calls else ([], [])
 
-    def fill(self) -> None:
-        """Starts as many as are missing; returns at once."""
+    def fill(self, devices: Sequence[str]) -> None:
+        """Starts as many as are missing; returns at once.
+
+        Args:
+            devices: the ranks' GPUs; those with the fewest spares get the new ones. Empty on CPU.
+        """
         while len(self._spares) < self._count:
-            spare = self._start(next(self._numbers))
-            self._spares[spare.warm_up.remote()] = spare
+            there = [device for _, device in self._spares.values()]
+            device = min(devices, key=there.count, default=None)
+            spare = self._start(next(self._numbers), device)
+            self._spares[spare.warm_up.remote()] = spare, device
 
     def take(self, spec: RankSpec) -> Any | None:
         """A spare that becomes the rank of `spec`, its `become` called; None: there is none that lives.
@@ -61,8 +68,8 @@ class WarmSpares:
         One that is still being warmed up is further on than a new process would be.
         """
         warm, warming = self._sorted()
-        for call in [*warm, *warming]:
-            spare = self._spares.pop(call)
+        for call in sorted([*warm, *warming], key=lambda call: (call in warming, self._spares[call][1] != spec.device)):
+            spare, _ = self._spares.pop(call)
             try:
                 become = spare.become.remote(spec)
                 if call in warm:
@@ -76,6 +83,6 @@ class WarmSpares:
 
     def close(self) -> None:
         """Ends them."""
-        for spare in self._spares.values():
+        for spare, _ in self._spares.values():
             ray.kill(spare)
         self._spares.clear()
