@@ -116,7 +116,7 @@ class RecoveryConfig(_Section):
     warm_spares: int = Field(0, ge=0, le=8)
     """Processes that wait, all modules loaded, to take the place of a rank that dies, which saves most of a rebuild's
     time. Each takes about 220 MiB of memory, and its start seconds of a core: on CPU with few, the streams notice."""
-    stall_timeout_s: float = Field(1.0, gt=0)
+    stall_timeout_s: float = Field(0.5, gt=0)
     """How long a process may be stopped (SIGSTOP) before it is ended: a rank, or the coordinator or replica, which end
     the whole replica. Such a process does nothing however long a step takes, so this need not be longer than one; under
     a debugger it does not count as stopped."""

@@ -328,9 +328,12 @@ def test_requests_wait_while_the_group_is_rebuilt_and_go_on_with_the_tokens_they
         leaving.abort()
         [late] = client.submit([prompt(200)], [[SamplingParams(max_tokens=3)]])
         await reported(client, lambda stats: stats.scheduler.num_waiting == 2)
+        began = time.monotonic()
         ready.set()
+        second = await asyncio.wait_for(anext(stream), 20)
+        assert time.monotonic() - began < 0.8, "the first step waited for a message"
         tokens, finished = await asyncio.wait_for(read(stream), 20)
-        assert first.token_ids + tokens == list(range(101, 161))
+        assert first.token_ids + second.token_ids + tokens == list(range(101, 161))
         assert finished is not None
         assert (finished.reason, finished.num_preemptions) == (FinishReason.LENGTH, 1)
         assert (await asyncio.wait_for(read(late), 20))[0] == [201, 202, 203]

@@ -54,6 +54,7 @@ class CudaGraphRunner:
         self._prompts: list[StepShape] = []
         self._seen: set[StepShape] = set()
         self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
         self._group = group
 
     def capture(
@@ -99,7 +100,10 @@ class CudaGraphRunner:
         self, step: Callable[[StepShape], DeviceOutput], shape: StepShape, *, prepare: Callable[[StepShape], None]
     ) -> None:
         """Captures `step` at one shape, between two steps perhaps; see `capture`."""
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        if self._stream is None:
+            self._pool = torch.cuda.graph_pool_handle()
+            # torch's own is on the GPU of the first graph of a process, which may have warmed up on another.
+            self._stream = torch.cuda.Stream(self._group.device)  # type: ignore[no-untyped-call]  # it has no types
         prepare(shape)
         self._captured[shape] = self._capture(step, shape, self._pool)
 
@@ -137,7 +141,7 @@ class CudaGraphRunner:
             self._group.barrier()
         graph = torch.cuda.CUDAGraph()
         # Other threads of the process (Ray's, a test's other ranks) may call CUDA meanwhile.
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
             output = step(shape)
         torch.cuda.synchronize(self._group.device)
         return _Captured(graph, output)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 _GIB = 1 << 30
 _IDLE_TIMEOUT_S = 3.0  # two of the largest steps may be queued
 _ROOM_TIMEOUT_S = 5.0
-_ROOM_SLACK_BYTES = 1 << 30  # two starts on a device differ by little, and spares may have a context there
+_ROOM_SLACK_BYTES = 2 << 30  # two starts on a device differ by little, and spares may have a context there
 # Graphs of the smaller shapes live in the memory of the largest, but for their nodes: a few MiB each.
 _GRAPH_RESERVE = 1.5
 _GRAPH_FLOOR_BYTES = 256 << 20
@@ -113,7 +113,7 @@ def profile_cuda(
     runner = make_runner()
     base = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    for frame in largest_frames(max_rows, max_tokens, max_model_len, page_size):
+    for frame in _largest_frames(max_rows, max_tokens, max_model_len, page_size):
         runner.launch(frame).result()
     activation = torch.cuda.max_memory_allocated(device) - base
     torch.cuda.empty_cache()
@@ -127,43 +127,39 @@ def profile_cuda(
     return DeviceMemory(min(free, free_bytes(device)), activation, graph, tables)
 
 
-def largest_frames(max_rows: int, max_tokens: int, max_model_len: int, page_size: int) -> list[StepFrame]:
+def new_rows(step: int, starts: Sequence[int], lens: Sequence[int], page_size: int) -> StepFrame:
+    """A step of as many new rows, of tokens after `starts` others that are cached. All are sampled, greedily."""
+    num_rows = len(lens)
+    num_pages = [-(-(start + length) // page_size) for start, length in zip(starts, lens, strict=True)]
+    places = [(row, index) for row, pages in enumerate(num_pages, start=1) for index in range(pages)]
+    return StepFrame(
+        generation=1,
+        step=step,
+        rows=np.arange(1, num_rows + 1, dtype=np.int32),
+        starts=np.array(starts, np.int32),
+        lens=np.array(lens, np.int32),
+        flags=np.full(num_rows, RowFlag.HAS_TOKENS | RowFlag.SAMPLE, np.int32),
+        token_ids=np.zeros(sum(lens), np.int32),
+        page_deltas=np.array([(*place, page) for page, place in enumerate(places, start=1)], np.int32).reshape(-1, 3),
+    )
+
+
+def _largest_frames(max_rows: int, max_tokens: int, max_model_len: int, page_size: int) -> list[StepFrame]:
     """A prefill of `max_tokens` in as few rows as they fit in, as many of its tokens scored as may be, and a decode of
     every row; all sampled, the latter with every filter and with logprobs."""
-    frames = []
     lens = [max_model_len] * (max_tokens // max_model_len)
     if rest := max_tokens % max_model_len:
         lens.append(rest)
     lens = lens[:max_rows]
-    next_page = 1
-    for step, row_lens in enumerate((lens, [1] * max_rows), start=1):
-        deltas = []
-        next_page = 1
-        for row, length in enumerate(row_lens, start=1):
-            for index in range(-(-length // page_size)):
-                deltas.append((row, index, next_page))
-                next_page += 1
-        num_rows = len(row_lens)
-        frames.append(
-            StepFrame(
-                generation=1,
-                step=step,
-                rows=np.arange(1, num_rows + 1, dtype=np.int32),
-                starts=np.zeros(num_rows, np.int32),
-                lens=np.array(row_lens, np.int32),
-                flags=np.full(num_rows, RowFlag.HAS_TOKENS | RowFlag.SAMPLE, np.int32),
-                token_ids=np.zeros(sum(row_lens), np.int32),
-                page_deltas=np.array(deltas, np.int32).reshape(-1, 3),
-            )
-        )
+    frames = [new_rows(1, [0] * len(lens), lens, page_size), new_rows(2, [0] * max_rows, [1] * max_rows, page_size)]
     if (num_prompt_logprobs := min(MAX_PROMPT_LOGPROBS, lens[0] - 1)) > 0:
         frames[0].prompt_runs = np.array([(1, 0, num_prompt_logprobs, _NUM_LOGPROBS)], PROMPT_LOGPROBS_DTYPE)
         frames[0].prompt_targets = np.zeros(num_prompt_logprobs, np.int32)
-    frames[-1].params = _every_filter(max_rows)
+    frames[-1].params = every_filter(max_rows)
     return frames
 
 
-def _every_filter(num_rows: int) -> npt.NDArray[np.void]:
+def every_filter(num_rows: int) -> npt.NDArray[np.void]:
     """Parameters of rows 1 to `num_rows` that need all of the sampler's kernels and most of its memory."""
     params = default_params(num_rows)
     params["row"] = np.arange(1, num_rows + 1)

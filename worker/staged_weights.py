@@ -22,7 +22,7 @@ _NO_WEIGHTS = (TensorParallelGroup, Arithmetic, RotaryEmbedding)
 """Parts of a decoder that its weights have no part in, and that may have tensors."""
 _PIECE_BYTES = 16 << 20
 """Host memory that is pinned at once: the driver keeps steps from being launched meanwhile."""
-_SPARE_BYTES = 1 << 30
+_SPARE_BYTES = 2 << 30
 """Device memory that staged weights leave to everything else."""
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import logging
 import time
 from dataclasses import replace
@@ -15,14 +17,15 @@ from configs.schema import EngineConfig, resolved
 from parallel.group import TensorParallelGroup
 from parallel.numerics.arithmetic import ExactArithmetic
 from parallel.plan import ShardPlan
-from worker.memory import largest_frames
+from worker.memory import every_filter, new_rows
 from worker.self_test import check_exactness
 from worker.tp_worker import DTYPES, TPWorker, peer_sizes
 
 _log = logging.getLogger(__name__)
 
-# Kernels differ by how many rows a step has: steps of these rows, and with prompts of these tokens, load them all.
-_STEPS = ((1, 16), (16, 64), (64, 128), (256, 1024))
+# Kernels differ by how many rows and tokens a step has, and by whether 16 divides them.
+_NUM_ROWS = (1, 3, 16, 61, 128, 256)
+_TOKENS_PER_ROW = 8
 
 
 def warm_up(config: EngineConfig, model: ModelConfig | None = None, device: torch.device | None = None) -> None:
@@ -52,29 +55,38 @@ def warm_up(config: EngineConfig, model: ModelConfig | None = None, device: torc
 def _load_kernels(config: EngineConfig, model: ModelConfig, device: torch.device) -> None:
     """Runs steps of one layer of each kind as rank 0 would, with random weights and nobody to sum with. All memory is
     given back but for the context and the kernels. A device that has no room for that is left as it is."""
-    began, size = time.monotonic(), config.tensor_parallel_size
-    model = replace(model, layers=tuple(dict.fromkeys(model.layers)))
-    config = config.model_copy(update={"load_format": "dummy"})
-    plan = ShardPlan.create(model, size, exact=config.is_exact)
-    max_rows, page_size = resolved(config.scheduler.max_num_seqs), config.kv_cache.page_size
-    most_rows, most_tokens = _STEPS[-1]
-    most_tokens = min(most_tokens, model.max_context)
+    began = time.monotonic()
     torch.cuda.set_device(device)
-    worker = None
     try:
-        sizes = replace(peer_sizes(config, model, plan), rows=most_tokens)
-        sizes = replace(
-            sizes, sum_bytes=sizes.sum_bytes * most_tokens // resolved(config.scheduler.max_num_batched_tokens)
-        )
-        group = TensorParallelGroup.alone(0, size, device, sizes)
-        worker = TPWorker(config=config, model=model, model_path=Path(), plan=plan, group=group)
-        worker.load()
-        worker.allocate(-(-most_tokens // page_size) + most_rows, most_tokens, at_once=True)
-        for rows, tokens in _STEPS:
-            for frame in largest_frames(min(rows, max_rows), min(tokens, most_tokens), most_tokens, page_size):
-                worker.launch(frame).result()
+        _run_steps(config, replace(model, layers=tuple(dict.fromkeys(model.layers))), device)
         _log.info("kernels are loaded on %s (%.1f s)", device, time.monotonic() - began)
     except (RuntimeError, EngineError) as error:
         _log.warning("the kernels are not loaded before they are needed: %s", str(error).split("\n", 1)[0])
-    if worker is not None:
-        worker.leave()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def _run_steps(config: EngineConfig, model: ModelConfig, device: torch.device) -> None:
+    config = config.model_copy(update={"load_format": "dummy"})
+    plan = ShardPlan.create(model, config.tensor_parallel_size, exact=config.is_exact)
+    scheduler, page_size = config.scheduler, config.kv_cache.page_size
+    max_rows, max_tokens = resolved(scheduler.max_num_seqs), resolved(scheduler.max_num_batched_tokens)
+    # Every other row has a page that is cached, and then a token or several.
+    most_rows = min(max_rows, _NUM_ROWS[-1])
+    most_tokens = min(most_rows * (_TOKENS_PER_ROW + 1), max_tokens)
+    row_len = min(page_size + _TOKENS_PER_ROW + 1, model.max_context)
+    sizes = peer_sizes(config, model, plan)
+    sizes = replace(sizes, rows=most_tokens, sum_bytes=sizes.sum_bytes * most_tokens // max_tokens)
+    group = TensorParallelGroup.alone(0, config.tensor_parallel_size, device, sizes)
+    worker = TPWorker(config=config, model=model, model_path=Path(), plan=plan, group=group)
+    worker.load()
+    worker.allocate(most_rows * -(-row_len // page_size), row_len, at_once=True)
+    batches = sorted({min(num_rows, max_rows) for num_rows in _NUM_ROWS})
+    for step, (length, num_rows) in enumerate(itertools.product((1, _TOKENS_PER_ROW), batches), start=1):
+        lens = [length + (length > 1 and row % 3 == 0) for row in range(num_rows)]
+        starts = [row % 2 * min(page_size, row_len - length - 1) for row in range(num_rows)]
+        if sum(lens) <= most_tokens:
+            frame = new_rows(step, starts, lens, page_size)
+            frame.params = every_filter(len(lens))[::2]
+            worker.launch(frame).result()
+    worker.leave()

@@ -216,7 +216,7 @@ def end_stopped(processes: Callable[[], Mapping[str, int]], timeout_s: float, cl
 
 def _end_stopped(processes: Callable[[], Mapping[str, int]], timeout_s: float, closing: threading.Event) -> None:
     clock = StoppedClock()
-    while not closing.wait(min(LOOK_S, timeout_s)):
+    while not closing.wait(min(LOOK_S, timeout_s / 4)):
         names = {pid: name for name, pid in processes().items()}
         for pid, stopped_s in clock.look(names).items():
             if stopped_s >= timeout_s:
