@@ -226,6 +226,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         began = time.monotonic()
         chaos = Chaos(group, bodies(arguments.streams, arguments.tokens))
         await chaos.run(faults, random_, arguments.calm)
+        await asyncio.sleep(1)  # steps of streams that have ended may be under way
         status = await group.status()
     return {
         "circumstances": circumstances(),

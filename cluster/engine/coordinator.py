@@ -194,7 +194,7 @@ class Coordinator:
 
     def _serve(self) -> LockstepError | None:
         """Steps until closed. Returns why the ranks failed, where that is what ended it; raises what else did."""
-        busy = self.scheduler.has_work  # of before a rebuild
+        busy = self.scheduler.has_work  # requests may have waited for a rebuild
         try:
             while not self._closing.is_set():
                 if not busy:
