@@ -62,6 +62,23 @@ def test_weights_that_are_kept_are_those_that_were_read(
     assert bits(next_one) == bits(first) != bits(plain), "both use one memory"
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_weights_that_waited_on_the_host_are_kept_like_others(tmp_path: Path, kept: KeptMemory, family: str) -> None:
+    model = family_model(tmp_path, family)
+    plain, first, next_one = (new_decoder(model) for _ in range(3))
+    plain.load(DummyCheckpoint(model))
+    weights = KeptWeights(first, kept)
+    weights.load_on_host(source := DummyCheckpoint(model), "a")
+    assert not any(it.untyped_storage().nbytes() for it in tensors(first)), "the device has them"
+    assert not KeptWeights(next_one, kept).find("a"), "they wait"
+    weights.bring()
+    assert bits(first) == bits(plain)
+    assert len(set(addresses(first))) == len(first.layers) + 1, "a tensor was left behind"
+    assert KeptWeights(next_one, kept).find("a") == source.bytes_loaded
+    assert bits(next_one) == bits(plain)
+
+
 @torch.inference_mode()
 def test_weights_that_are_not_as_they_were_are_not_used(tmp_path: Path, kept: KeptMemory) -> None:
     model = family_model(tmp_path, "tied")

@@ -43,6 +43,7 @@ from tests.odd_ranks import OddCoordinator
 from tests.served_group import ServedGroup, served_group
 from tests.test_failure import processes, running, write_tiny
 from tests.test_recovery import BODIES, answer, status, streams
+from worker.memory import DeviceMemory
 
 LOG = logging.getLogger(__name__)
 
@@ -135,25 +136,30 @@ def test_the_ranks_there_were_go_on_when_a_new_one_dies(
 
 
 class LateRank(RankActor):
-    """A rank that loads when the ones before it have left, as on GPUs. A lone one has room for 1,024 tokens, and the
-    process of rank 1 of three is killed."""
+    """A rank that gets its weights when the ones before it have left, as on GPUs. A lone one has room for 1,024
+    tokens, and the process of rank 1 of three is killed."""
 
-    def load(self) -> RankLoad:
+    def _loaded(self, memory: DeviceMemory, seconds: float) -> RankLoad:
         size = self._spec.config.tensor_parallel_size
         if (self._spec.rank, size) == (1, 3):
             os.kill(os.getpid(), signal.SIGKILL)
-        load = super().load()
+        load = super()._loaded(memory, seconds)
         page_size = self._spec.config.kv_cache.page_size
         return replace(load, free_bytes=(1 + 1024 // page_size) * sum(load.kv_page_bytes)) if size == 1 else load
 
 
 class LateCoordinator(OddCoordinator):
-    """A coordinator that starts such ranks."""
+    """A coordinator that starts such ranks; two of them read their weights as late as that."""
 
     ranks = LateRank
 
     def start(self, placement_group: Any) -> EngineFacts:
-        pytest.MonkeyPatch().setattr(resizing, "_load", lambda new, _: resizing._start(new))
+        def load(new: RankGroup, _: RankGroup) -> None:
+            new.start()
+            if new.size != 2:
+                new.prepare()
+
+        pytest.MonkeyPatch().setattr(resizing, "_load", load)
         return super().start(placement_group)
 
 
@@ -227,7 +233,7 @@ def test_a_pool_that_takes_over_has_as_many_pages_as_before_where_they_fit(
     tiny_path: Path, kv_cache: dict[str, Any], free_pages: int, expected: int | str
 ) -> None:
     group = group_on_gpus(tiny_path, 1, kv_cache=kv_cache)
-    memory = GroupMemory((RankLoad(PageBytes(1), free_pages, 0.0, ""),), on_cpu=False)
+    memory = GroupMemory((RankLoad(PageBytes(1), free_pages, 0, 0.0, ""),), on_cpu=False)
     pool = PoolShape(2000, 1000, None, 1 << 16)
     if isinstance(expected, str):
         with pytest.raises(ConfigError, match=expected):

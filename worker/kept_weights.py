@@ -19,7 +19,7 @@ from parallel.numerics.weight import TensorSource
 from parallel.plan import Span
 from worker.dummy_weights import DummyCheckpoint
 from worker.models.decoder import Decoder
-from worker.staged_weights import bytes_of, tensors
+from worker.staged_weights import bytes_of, copy, free_pinned, storages, tensors, to_host
 from worker.weights import Checkpoint
 
 _REST = "weights"
@@ -47,6 +47,8 @@ class KeptWeights:
         self._decoder = decoder
         self._kept = kept
         self._blocks: list[torch.Tensor] = []
+        self._on_host: dict[int, list[torch.Tensor]] = {}  # by the memory that is empty meanwhile
+        self._waiting = ("", 0)  # the identity and bytes of weights on the host
 
     def find(self, identity: str, on_progress: Callable[[float], None] | None = None) -> int:
         """Has the decoder use the weights that are kept, if they are those of `identity`. Returns their bytes; 0: there
@@ -61,7 +63,7 @@ class KeptWeights:
         note = msgspec.json.decode(last.note, type=_Note)
         if note.identity != identity:
             return 0
-        self._load(_Nothing(), lambda name, old: self._kept.again(name, sum(_room(old))), on_progress)
+        self._load(_Nothing(), lambda name, old: self._kept.again(name, sum(self._room(old))), on_progress)
         if _checksum(self._blocks) != note.checksum:
             raise EngineError("the weights that were kept are not as they were")
         return note.num_bytes
@@ -73,17 +75,45 @@ class KeptWeights:
         self._load(source, self._copied, on_progress)
         self.describe(note_of(identity, source.bytes_loaded, self._blocks))
 
+    def load_on_host(
+        self, source: Checkpoint | DummyCheckpoint, identity: str, on_progress: Callable[[float], None] | None = None
+    ) -> None:
+        """Loads the decoder from `source` into memory of the host, where its weights wait for `bring`."""
+        self._each_part(source, lambda part, _: self._to_host(part), on_progress)
+        self._waiting = identity, source.bytes_loaded
+
+    def bring(self) -> None:
+        """Brings the weights that wait on the host to where they are kept from now on; returns once they are there."""
+        self._blocks.clear()
+        for part, name in self._parts():
+            self._move(part, name, self._brought)
+        self.describe(note_of(*self._waiting, self._blocks))
+        self._on_host.clear()
+        if self._decoder.device.type == "cuda":
+            free_pinned()
+
     def describe(self, note: str) -> None:
         """Says of the weights what `note_of` has for them; nothing, and so that they are none, before they are changed
         where they lie."""
         self._kept.describe(_REST, note)
 
     def _copied(self, name: str, old: list[torch.UntypedStorage]) -> torch.Tensor:
-        room = _room(old)
+        room = self._room(old)
         memory = self._kept.new(name, sum(room))
         for part, storage in zip(torch.split(memory, room), old, strict=True):
             part[: storage.nbytes()] = bytes_of(storage)
         return memory
+
+    def _brought(self, name: str, old: list[torch.UntypedStorage]) -> torch.Tensor:
+        room = self._room(old)
+        memory = self._kept.new(name, sum(room))
+        for part, storage in zip(torch.split(memory, room), old, strict=True):
+            copy(self._on_host[storage._cdata], part)
+        return memory
+
+    def _room(self, old: list[torch.UntypedStorage]) -> list[int]:
+        """Bytes that each takes in a block."""
+        return [room_for(sum(map(len, self._on_host.get(it._cdata, ()))) or it.nbytes()) for it in old]
 
     def _load(
         self,
@@ -93,15 +123,32 @@ class KeptWeights:
     ) -> None:
         """Loads the decoder, and puts its tensors into the blocks that `block_of` has for what they lay in."""
         self._blocks.clear()
-        parts = iter([*((layer, f"layer {i}") for i, layer in enumerate(self._decoder.layers)), (self._decoder, _REST)])
+        self._each_part(source, lambda part, name: self._move(part, name, block_of), on_progress)
 
-        def move(share: float) -> None:
-            part, name = next(parts)
-            self._move(part, name, block_of)
+    def _parts(self) -> list[tuple[object, str]]:
+        """What has a block of its own, in the order in which it is loaded, and the block's name."""
+        return [*((layer, f"layer {i}") for i, layer in enumerate(self._decoder.layers)), (self._decoder, _REST)]
+
+    def _each_part(
+        self,
+        source: TensorSource,
+        place: Callable[[object, str], None],
+        on_progress: Callable[[float], None] | None,
+    ) -> None:
+        """Loads the decoder, and has `place` put each part where it belongs as soon as it is loaded."""
+        parts = iter(self._parts())
+
+        def loaded(share: float) -> None:
+            place(*next(parts))
             if on_progress is not None:
                 on_progress(share)
 
-        self._decoder.load(source, move)
+        self._decoder.load(source, loaded)
+
+    def _to_host(self, part: object) -> None:
+        for storage in storages(part):
+            if storage.nbytes():
+                self._on_host[storage._cdata] = to_host(storage)
 
     def _move(
         self, part: object, name: str, block_of: Callable[[str, list[torch.UntypedStorage]], torch.Tensor]
@@ -110,7 +157,7 @@ class KeptWeights:
         found = {id(it): it for it in tensors(part) if it.nbytes and it.untyped_storage()._cdata not in moved}
         old = {it.untyped_storage()._cdata: it.untyped_storage() for it in found.values()}
         memory = block_of(name, list(old.values()))
-        begins = dict(zip(old, accumulate(_room(list(old.values())), initial=0), strict=False))
+        begins = dict(zip(old, accumulate(self._room(list(old.values())), initial=0), strict=False))
         for it in found.values():
             begin = begins[it.untyped_storage()._cdata] // it.itemsize
             it.set_(memory.untyped_storage(), begin + it.storage_offset(), it.shape, it.stride())
@@ -134,8 +181,3 @@ def _checksum(parts: Iterable[torch.Tensor]) -> int:
         total += int(part[:num_whole].view(torch.int64).sum())
         total += int.from_bytes(bytes(part[num_whole:].tolist()), "little")
     return total % (1 << 64)
-
-
-def _room(storages: list[torch.UntypedStorage]) -> list[int]:
-    """Bytes that each takes in a block."""
-    return [room_for(storage.nbytes()) for storage in storages]

@@ -45,9 +45,14 @@ class DeviceMemory:
     """The tables of the sampler's rows."""
 
     @property
+    def step_bytes(self) -> int:
+        """Bytes that steps need."""
+        return self.activation_bytes + self.graph_bytes + self.table_bytes
+
+    @property
     def usable_bytes(self) -> int:
         """Left for the KV pool, and for what `kv_cache.memory_fraction` leaves free."""
-        return max(self.free_bytes - self.activation_bytes - self.graph_bytes - self.table_bytes, 0)
+        return max(self.free_bytes - self.step_bytes, 0)
 
     def __str__(self) -> str:
         return (

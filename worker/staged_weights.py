@@ -8,7 +8,7 @@ or with an offset added, is made in both alike, and memory is exchanged for memo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -52,10 +52,7 @@ class StagedWeights:
         pairs = zip(tensors(self._live), tensors(self._staged), strict=True)
         for live, staged in {it.untyped_storage()._cdata: (live, it) for live, it in pairs}.values():
             begin = (live.storage_offset() - staged.storage_offset()) * live.itemsize
-            into = bytes_of(live.untyped_storage())[begin:]
-            for piece in self._pieces_of(staged.untyped_storage()):
-                into[: len(piece)].copy_(piece, non_blocking=True)
-                into = into[len(piece) :]
+            copy(self._pieces_of(staged.untyped_storage()), bytes_of(live.untyped_storage())[begin:])
         if self._live.device.type == "cuda":
             torch.cuda.synchronize(self._live.device)
 
@@ -72,11 +69,34 @@ class StagedWeights:
     def _move_to_host(self, part: object) -> None:
         for storage in storages(part):
             if storage.nbytes():
-                self._on_host[storage._cdata] = [
-                    torch.empty(len(piece), dtype=torch.uint8, pin_memory=True).copy_(piece)
-                    for piece in torch.split(bytes_of(storage), _PIECE_BYTES)
-                ]
-                storage.resize_(0)  # its tensors stay, by which it is found
+                self._on_host[storage._cdata] = to_host(storage)
+
+
+def to_host(storage: torch.UntypedStorage) -> list[torch.Tensor]:
+    """Moves what lies in `storage`, which is empty then though its tensors stay, to memory of the host, pinned where it
+    lay on a GPU. Returns that as vectors of bytes, one after the other."""
+    is_pinned = storage.device.type == "cuda"
+    pieces = [
+        torch.empty(len(piece), dtype=torch.uint8, pin_memory=is_pinned).copy_(piece)
+        for piece in torch.split(bytes_of(storage), _PIECE_BYTES)
+    ]
+    storage.resize_(0)
+    return pieces
+
+
+def copy(pieces: Iterable[torch.Tensor], into: torch.Tensor) -> None:
+    """Copies vectors of bytes one after the other into another; from pinned memory without a wait."""
+    for piece in pieces:
+        into[: len(piece)].copy_(piece, non_blocking=True)
+        into = into[len(piece) :]
+
+
+def free_pinned() -> None:
+    """Gives pinned memory back that nobody uses, which torch keeps for those who come."""
+    empty = getattr(torch.accelerator, "empty_host_cache", None)  # from torch 2.12 on
+    if empty is None:
+        empty = torch._C._host_emptyCache
+    empty()
 
 
 @contextlib.contextmanager

@@ -40,7 +40,7 @@ from worker.pending_step import PendingStep
 from worker.protocol import FrameKind, FrameLimits, StepFrame
 from worker.sampler import Sampler
 from worker.self_test import check_exactness, check_steps
-from worker.staged_weights import StagedWeights, own_stream
+from worker.staged_weights import StagedWeights, free_pinned, own_stream
 from worker.step_layout import launch_bound_tokens
 from worker.weights import Checkpoint
 
@@ -125,7 +125,12 @@ class TPWorker:
 
     @torch.inference_mode()
     def load(
-        self, on_progress: Callable[[float], None] | None = None, identity: str = "", *, must_find: bool = False
+        self,
+        on_progress: Callable[[float], None] | None = None,
+        identity: str = "",
+        *,
+        must_find: bool = False,
+        on_host: bool = False,
     ) -> None:
         """Reads this rank's shard, unless it outlived another process of the rank.
 
@@ -133,6 +138,7 @@ class TPWorker:
             on_progress: gets the share done, 0 to 1.
             identity: tells the weights from others.
             must_find: nobody can read them.
+            on_host: they wait in the host's memory until `bring`, since the device has no room for them yet.
 
         Raises:
             CheckpointError: the files are not what they should be.
@@ -156,6 +162,8 @@ class TPWorker:
                     raise EngineError(f"nothing is left of rank {self._group.rank}'s weights, which came from memory")
                 if self._weights is None:
                     self._decoder.load(checkpoint, on_progress)
+                elif on_host:
+                    self._weights.load_on_host(checkpoint, identity, on_progress)
                 else:
                     self._weights.load(checkpoint, identity, on_progress)
             if DTYPES[self._config.kv_dtype] is FP8:
@@ -168,6 +176,20 @@ class TPWorker:
             "found" if num_found else "read",
             time.monotonic() - began,
         )
+
+    @torch.inference_mode()
+    def bring(self, step_bytes: int) -> DeviceMemory:
+        """Brings the shard that waits on the host to the device. Returns what is free then, less `step_bytes` for
+        steps, which nobody measures.
+
+        Raises:
+            OutOfMemoryError: the device has no room for the shard.
+            EngineError: the device failed.
+        """
+        assert self._weights is not None, "none wait"
+        with naming_the_rank(self._group.rank, self._device, "bringing the weights"):
+            self._weights.bring()
+        return DeviceMemory(free_bytes(self._device), activation_bytes=step_bytes)
 
     @torch.inference_mode()
     def stage(
@@ -232,6 +254,7 @@ class TPWorker:
         self._staging = self._staged = None
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+            free_pinned()
 
     def kv_page_bytes(self) -> PageBytes:
         """Bytes of one KV page on this rank, K and V."""

@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # these load torch, which the processes that start ranks do w
     import torch
 
     from parallel.group import TensorParallelGroup
+    from worker.memory import DeviceMemory
     from worker.peaks import Peaks
     from worker.tp_worker import TPWorker
 
@@ -100,6 +101,8 @@ class RankLoad:
     kv_page_bytes: PageBytes
     free_bytes: int
     """Memory of the rank's device that the KV pool may take; on CPU the node's, shared by its ranks."""
+    step_bytes: int
+    """Memory of its device that steps need."""
     seconds: float
     platform: str
     """The value of `worker.platform.platform_of`."""
@@ -227,15 +230,35 @@ class RankActor:
 
     def load(self) -> RankLoad:
         """Loads this rank's shard and finds out what is left for the KV pool; on CUDA all ranks do that together."""
-        from worker.platform import platform_of
-
-        worker = self._ready()
         began = time.monotonic()
         self.read_weights()
         seconds = time.monotonic() - began
+        return self._loaded(self._ready().profile(), seconds)
+
+    def prepare(self) -> None:
+        """Loads this rank's shard into the host's memory and the model's kernels onto the device, whose memory other
+        ranks have until `bring`."""
+        from worker.warm_up import warm_up
+
+        worker = self._ready()
+        warm_up(self._spec.config, self._spec.model, worker.device)
+        self._progress = 0.0
+        worker.load(self._on_progress, self._spec.weights, on_host=True)
+
+    def bring(self, step_bytes: int) -> RankLoad:
+        """Brings the shard of `prepare` to the device. Returns what is left for the KV pool besides `step_bytes`."""
+        began = time.monotonic()
+        memory = self._ready().bring(step_bytes)
+        return self._loaded(memory, time.monotonic() - began)
+
+    def _loaded(self, memory: DeviceMemory, seconds: float) -> RankLoad:
+        from worker.platform import platform_of
+
+        worker = self._ready()
         return RankLoad(
             kv_page_bytes=worker.kv_page_bytes(),
-            free_bytes=worker.profile().usable_bytes,
+            free_bytes=memory.usable_bytes,
+            step_bytes=memory.step_bytes,
             seconds=seconds,
             platform=platform_of(worker.device),
         )

@@ -102,6 +102,7 @@ class RankGroup:
         self._pool: PoolShape | None = None
         self._on_failure: Callable[[LockstepError], None] | None = None
         self._store: Any = None
+        self._memory: GroupMemory | None = None
         self._host = "127.0.0.1"
         self.one_node = True
         """All ranks run where this is; known after `load`."""
@@ -278,16 +279,37 @@ class RankGroup:
 
     def load(self) -> GroupMemory:
         """Joins the ranks into one process group and loads every shard."""
+        self._meet()
+        return self._loaded(self._on(self._ranks, "load"))
+
+    def prepare(self) -> None:
+        """Joins the ranks on GPUs whose memory others have, and loads every shard into the node's: they wait there
+        until this group takes the place of those others."""
+        self._meet()
+        self._on(self._ranks, "prepare")
+
+    def _meet(self) -> None:
         here = ray.get_runtime_context().get_node_id()
         self.one_node = all(location.node_id == here for location in self.locations)
         self._host = "127.0.0.1" if self.one_node else ray.util.get_node_ip_address()
         self._store = _open_store(self._host)
         for rank, room_bytes in zip(self._ranks, self._join(GENERATION), strict=True):
             rank.room_bytes = room_bytes
-        loads = tuple(self._on(self._ranks, "load"))
+
+    def _loaded(self, loads: list[RankLoad]) -> GroupMemory:
         for rank in self._ranks:
             rank.has_weights = True
-        return GroupMemory(loads, self.config.device == "cpu")
+        self._memory = GroupMemory(tuple(loads), self.config.device == "cpu")
+        return self._memory
+
+    def _load_in_place_of(self, old: RankGroup) -> GroupMemory:
+        """Loads every shard, now that the pools of `old` have gone; those of `prepare` come from the node's memory."""
+        if self._store is None:
+            return self.load()
+        assert old._memory is not None, "it has loaded"
+        # Nobody waits for a step to be measured: fewer ranks need no more for it together than those did.
+        step_bytes = max(load.step_bytes for load in old._memory.loads) * max(old.size, self.size) // self.size
+        return self._loaded(self._on(self._ranks, "bring", step_bytes))
 
     def _join(self, generation: int) -> list[int]:
         return self._on(self._ranks, "join", self._host, self._store.port, generation, self.one_node)
@@ -344,7 +366,7 @@ class RankGroup:
 
     def takes_kv(self, old: RankGroup) -> bool:
         """Whether these ranks, in the place of `old`, can go on with the KV that those have."""
-        return self.is_kept and old.pool.num_window_pages is None and self._store is not None
+        return self.is_kept and old.pool.num_window_pages is None and self._memory is not None
 
     def keeps_kv(self, failure: LockstepError) -> bool:
         """Whether the KV of the steps that have ended outlives `failure`. Nobody trusts what a rank wrote that failed
@@ -433,8 +455,8 @@ class RankGroup:
         try:
             if not self._ranks:
                 self.start()
-            if self._store is None:
-                pool = self._pool_within(self.load(), pool)
+            if self._memory is None:
+                pool = self._pool_within(self._load_in_place_of(old), pool)
                 for rank, before in zip(self._ranks, old._ranks, strict=False):
                     rank.room_bytes = max(rank.room_bytes, before.room_bytes)
             self.run(pool, old._on_failure, at_once=True, kept=kept)

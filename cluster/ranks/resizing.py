@@ -7,9 +7,10 @@ before costs no request anything, and what fails after leaves the old ranks, whi
 
 The pool keeps its number of pages, and with it every limit that requests were admitted by.
 
-On GPUs the KV pools of the old ranks take what there is: the new ranks start beside them, but load once those are
-given up. A new rank shares the GPU of the old one of its index until that has gone; more of them take GPUs of the node
-that are free. The pool has fewer pages where there is no room for as many, and `max_model_len` always fits.
+On GPUs the KV pools of the old ranks take what there is: the new ranks start beside them, load the kernels, and read
+their shards into the node's memory, from where they come once those pools are given up. A new rank shares the GPU of
+the old one of its index until that has gone; more of them take GPUs of the node that are free. The pool has fewer pages
+where there is no room for as many, and `max_model_len` always fits.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from worker.cgroup import available_bytes
 logger = logging.getLogger(__name__)
 
 _GIB = 1 << 30
+_HOST_SHARE = 0.5  # weights that wait are pinned, which takes more of a node than to hold them
 
 
 @dataclass(frozen=True)
@@ -125,30 +127,29 @@ def _held(size: int, old: RankGroup) -> tuple[HeldGPU, ...]:
 
 
 def _load(new: RankGroup, old: RankGroup) -> None:
-    """Starts `new` and, on CPU, loads them; raises ConfigError where there is no memory for them."""
-    if new.config.device == "cuda":
+    """Starts `new` and loads them, on GPUs into the node's memory; raises ConfigError where there is no room."""
+    on_gpus = new.config.device == "cuda"
+    if on_gpus:
         check_devices(new, old)
-        _start(new)
-        return
     node, container = int(psutil.virtual_memory().available), available_bytes()
     free = node if container is None else min(node, container)
     needed = sum(map(new.plan.weight_elements, range(new.size))) * dtype_bytes(new.config.dtype)
-    if needed > free:
+    if needed > free and not on_gpus:
         raise ConfigError(
             f"the weights of {new.size} ranks take {needed / _GIB:.2f} GiB beside those that serve, and "
             f"{free / _GIB:.2f} GiB are free"
         )
-    _start(new)
+    new.start()
+    if new.fetches:
+        new.fetch()
+    if on_gpus:
+        if needed < _HOST_SHARE * free:
+            new.prepare()
+        return
     memory = new.load()
     if not new.one_node:
         raise EngineError("the new ranks are on another node")
     _check_pool(memory, new, old)
-
-
-def _start(new: RankGroup) -> None:
-    new.start()
-    if new.fetches:
-        new.fetch()
 
 
 def check_devices(new: RankGroup, old: RankGroup) -> None:
