@@ -126,7 +126,7 @@ class KeptWeights:
         self._each_part(source, lambda part, name: self._move(part, name, block_of), on_progress)
 
     def _parts(self) -> list[tuple[object, str]]:
-        """What has a block of its own, in the order in which it is loaded, and the block's name."""
+        """Each layer, and then the decoder for the rest, with the name of its block."""
         return [*((layer, f"layer {i}") for i, layer in enumerate(self._decoder.layers)), (self._decoder, _REST)]
 
     def _each_part(
