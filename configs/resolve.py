@@ -127,6 +127,7 @@ def resolve(config: EngineConfig, model: ModelConfig, host: HostFacts) -> Resolv
     cpus = _CPUS_ON_GPU_NODES if device == "cuda" else _CPUS_ON_CPU_NODES
     decide("placement.cpus_per_rank", config.placement.cpus_per_rank, cpus, device)
     decide("placement.cpus_for_engine", config.placement.cpus_for_engine, cpus, device)
+    decide("recovery.warm_spares", config.recovery.warm_spares, int(device == "cuda"), device)
     fraction = _MEMORY_FRACTION_ON_GPU if device == "cuda" else _MEMORY_FRACTION_ON_CPU
     if config.kv_cache.num_tokens is None and config.kv_cache.memory_bytes is None:
         decide("kv_cache.memory_fraction", config.kv_cache.memory_fraction, fraction, device)

@@ -113,9 +113,10 @@ class RecoveryConfig(_Section):
     min_ranks: int | None = Field(None, ge=1)
     """Fewest ranks that the group goes on with where a device is gone for good, which it is when two new processes in
     its rank's place have failed by themselves. None: the group fails then."""
-    warm_spares: int = Field(0, ge=0, le=8)
+    warm_spares: int | None = Field(None, ge=0, le=8)
     """Processes that wait, all modules loaded, to take the place of a rank that dies, which saves most of a rebuild's
-    time. Each takes about 220 MiB of memory, and its start seconds of a core: on CPU with few, the streams notice."""
+    time. auto: on GPUs one, which has a context and the model's kernels on one of them, about 0.5 GiB; on CPU none.
+    Each takes about 220 MiB of memory, and its start seconds of a core: on CPU with few, the streams notice."""
     stall_timeout_s: float = Field(0.5, gt=0)
     """How long a process may be stopped (SIGSTOP) before it is ended: a rank, or the coordinator or replica, which end
     the whole replica. Such a process does nothing however long a step takes, so this need not be longer than one; under

@@ -278,6 +278,7 @@ def test_every_auto_value_is_decided_once_and_says_why() -> None:
         "parallel.spin_us: auto -> 1000 (8 cores, 4 ranks a node)",
         "placement.cpus_per_rank: auto -> 0.1 (cpu)",
         "placement.cpus_for_engine: auto -> 0.1 (cpu)",
+        "recovery.warm_spares: auto -> 0 (cpu)",
         "scheduler.max_num_seqs: auto -> 64 (cpu)",
         "scheduler.max_num_batched_tokens: auto -> 512 (cpu)",
         "scheduler.prefill_chunk_size: auto -> 512 (the step's tokens)",
@@ -301,6 +302,7 @@ def test_gpus_bring_the_checkpoints_dtype_fa3_symmetric_memory_and_large_steps()
     assert (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens) == (256, 8192)
     assert (config.scheduler.prefill_chunk_size, config.kv_cache.memory_fraction) == (8192, 0.9)
     assert (config.placement.cpus_per_rank, config.placement.cpus_for_engine) == (1.0, 1.0)
+    assert config.recovery.warm_spares == 1
     assert config.max_model_len is None, "known once the KV pool is"
 
 

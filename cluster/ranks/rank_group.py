@@ -31,7 +31,7 @@ from configs.addresses import family_of
 from configs.errors import ConfigError, EngineError, LockstepError, RankDiedError, RankLostError, StepHungError
 from configs.kv_pages import PageBytes, WindowPool, dtype_bytes, pages_within
 from configs.model_config import ModelConfig
-from configs.schema import EngineConfig
+from configs.schema import EngineConfig, resolved
 from parallel.channel import FrameReader, FrameWriter
 from parallel.kept_memory import Keeper, kv_block
 from parallel.plan import ShardPlan
@@ -97,7 +97,7 @@ class RankGroup:
         """Starts its ranks."""
         self._ranks: list[Rank] = []
         self._measured = self._ranks  # the ranks whose progress is the group's
-        self._spares = WarmSpares(self.config.recovery.warm_spares, starter.start_spare)
+        self._spares = WarmSpares(resolved(self.config.recovery.warm_spares), starter.start_spare)
         self._runs: dict[int, ray.ObjectRef[None]] = {}  # by rank, the calls that are watched
         self._pool: PoolShape | None = None
         self._on_failure: Callable[[LockstepError], None] | None = None
