@@ -48,6 +48,12 @@ from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost
 
 PARTS = ("decode", "workload", "prefill", "ttft", "floor")
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "plain": {"temperature": 0.6},
+    "default": {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+}
+"""How tokens are drawn: `plain` as vLLM was measured, `default` as Qwen3's own generation_config.json says."""
 _NUM_TTFT_RUNS = 10
 
 
@@ -72,12 +78,15 @@ class Options:
     beside: tuple[int, ...] = (0, 60)
     """Requests that decode meanwhile, with prompts of `prompt_tokens`."""
     rounds: int = 3
-    temperature: float = 0.0
+    sampling: tuple[str, ...] = ("greedy",)
+    """Names in SAMPLING: the first is that of every part, the others are compared with it in the decode part."""
     skip: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.new_tokens[0] >= self.new_tokens[1]:
             raise ConfigError(f"--new-tokens {self.new_tokens}: the first must be less than the second")
+        if unknown := set(self.sampling) - set(SAMPLING):
+            raise ConfigError(f"--sampling {','.join(unknown)}: there are {', '.join(SAMPLING)}")
         if unknown := set(self.skip) - set(PARTS):
             raise ConfigError(f"--skip {','.join(unknown)}: the parts are {', '.join(PARTS)}")
 
@@ -113,11 +122,12 @@ def step_bytes(
 class Driver:
     """Submits requests to one engine and times them until the last has ended."""
 
-    def __init__(self, engine: RunningEngine, temperature: float) -> None:
+    def __init__(self, engine: RunningEngine, sampling: str) -> None:
         self.engine = engine
         self.max_model_len = engine.facts.max_model_len
         self.kv_tokens = engine.facts.num_pages * engine.spec.config.kv_cache.page_size
-        self._temperature = temperature
+        self.sampling = sampling
+        """A name in SAMPLING."""
         self._random = np.random.default_rng(1)
 
     def prompts(self, count: int, tokens: int) -> list[bytes]:
@@ -129,7 +139,7 @@ class Driver:
         """Submits one request for each prompt, none of which ends before it has all its new tokens."""
         streams: list[RequestStream] = []
         for seed, (prompt, limit) in enumerate(zip(prompts, new_tokens, strict=True)):
-            sampling = SamplingParams(max_tokens=limit, temperature=self._temperature, seed=seed, ignore_eos=True)
+            sampling = SamplingParams(max_tokens=limit, seed=seed, ignore_eos=True, **SAMPLING[self.sampling])
             streams += self.engine.client.submit([prompt], [[sampling]])
         return streams
 
@@ -174,7 +184,19 @@ def _num_tokens(stream: RequestStream) -> int:
 
 
 async def measure_decode(driver: Driver, options: Options, batch: int) -> dict[str, Any]:
-    """Milliseconds of one step in which `batch` requests decode."""
+    """Milliseconds of one step in which `batch` requests decode, by the first of `options.sampling` and by each of the
+    others."""
+    row = await _measure_decode(driver, options, batch)
+    for name in options.sampling[1:]:
+        if "ms" in row:
+            driver.sampling = name
+            other = await _measure_decode(driver, options, batch)
+            row.setdefault("others_ms", {})[name] = other.get("ms")
+    driver.sampling = options.sampling[0]
+    return row
+
+
+async def _measure_decode(driver: Driver, options: Options, batch: int) -> dict[str, Any]:
     short, long = options.new_tokens
     if (reason := driver.misfit(options.prompt_tokens + long, batch)) is not None:
         return {"batch": batch, "skipped": reason}
@@ -293,7 +315,7 @@ async def benchmark(config: EngineConfig, options: Options, report: Report, *, v
     peer = engine_report.find_peer(name, config.tensor_parallel_size) if vllm else None
     report.add(model=name, tensor_parallel_size=config.tensor_parallel_size, options=asdict(options), peer=peer)
     async with started_engine(spec, gpus=gpus) as (engine, start_s):
-        driver = Driver(engine, options.temperature)
+        driver = Driver(engine, options.sampling[0])
         report.add(
             engine=spec.config.model_dump(),
             start_s=round(start_s, 2),
@@ -333,6 +355,10 @@ async def _measure_parts(driver: Driver, options: Options, report: Report, *, on
         report.add(workload=await measure_workload(driver, options))
         print(engine_report.workload_line(report.figures["workload"]), flush=True)
     report.add(status=await driver.status())
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
 
 
 def _numbers(separator: str) -> Any:
@@ -382,8 +408,8 @@ def main() -> None:
     parser.add_argument("--ttft", type=_numbers(","), default=defaults.ttft, metavar="TOKENS,...")
     parser.add_argument("--beside", type=_numbers(","), default=defaults.beside, metavar="N,...")
     parser.add_argument("--rounds", type=int, default=defaults.rounds)
-    parser.add_argument("--temperature", type=float, default=defaults.temperature)
-    parser.add_argument("--skip", type=lambda text: tuple(text.split(",")), default=(), metavar=",".join(PARTS))
+    parser.add_argument("--sampling", type=_names, default=defaults.sampling, metavar="|".join(SAMPLING) + ",...")
+    parser.add_argument("--skip", type=_names, default=(), metavar=",".join(PARTS))
     parser.add_argument("--vllm", action="store_true", help="compare with vLLM's figures in benchmarks/peers.json")
     args = parser.parse_args()
     report = Report(args.json)

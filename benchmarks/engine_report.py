@@ -38,7 +38,8 @@ def decode_line(row: Mapping[str, Any]) -> str:
     if "skipped" in row:
         return f"decode, batch {row['batch']}: skipped, {row['skipped']}"
     rounds = ", ".join(f"{ms:.3f}" for ms in row["rounds_ms"])
-    return f"decode, batch {row['batch']}: {row['ms']:.3f} ms a step (rounds: {rounds})"
+    others = "".join(f"; {name} {ms} ms" for name, ms in row.get("others_ms", {}).items())
+    return f"decode, batch {row['batch']}: {row['ms']:.3f} ms a step (rounds: {rounds}){others}"
 
 
 def workload_line(workload: Mapping[str, Any]) -> str:

@@ -45,7 +45,7 @@ async def benchmark(config: EngineConfig, report: Report, *, sizes: list[int], s
     gpus = uses_gpus(config, NodeResources.from_ray(ray.nodes()))
     figures: list[dict[str, Any]] = []
     async with started_engine(describe(config, gpus=gpus), gpus=gpus) as (engine, _):
-        driver = Driver(engine, temperature=0.6)
+        driver = Driver(engine, "plain")
         prompts = driver.prompts(streams, _PROMPT_TOKENS)
 
         async def answers() -> list[tuple[list[int], list[float]]]:

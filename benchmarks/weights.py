@@ -69,7 +69,7 @@ async def benchmark(config: EngineConfig, report: Report, *, streams: int, round
     gpus = uses_gpus(config, NodeResources.from_ray(ray.nodes()))
     figures: list[dict[str, Any]] = []
     async with started_engine(describe(config, gpus=gpus), gpus=gpus) as (engine, _):
-        driver = Driver(engine, temperature=0.0)
+        driver = Driver(engine, "greedy")
         for i, running in itertools.product(range(rounds), ("continue", "recompute", "finish")):
             figures.append(await measure(driver, config.model, running, f"{running}-{i}", streams))
             report.add(changes=figures)
