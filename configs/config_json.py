@@ -11,6 +11,7 @@ from configs.families import FAMILIES, ExpertsFamily, Family
 from configs.fields import MOST_PARTS, Fields, checked_rope, read_json
 from configs.layers import DenseMLP, FeedForward, GroupedQueryAttention, LayerSpec, MixtureOfExperts
 from configs.model_config import ModelConfig, layers_of
+from configs.quantization import read_weight_scales
 from configs.rope import RopeConfig
 
 _TYPES = _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -28,7 +29,7 @@ def config_of_directory(path: Path) -> ModelConfig:
             f"{config_path}: model_type={model_type} is not supported; supported are {', '.join(FAMILIES)}"
         )
     quantization = fields.values.get("quantization_config")
-    weight_block = _weight_block(quantization, config_path) if quantization else None
+    weight_scales = read_weight_scales(quantization, config_path) if quantization else None
     family = FAMILIES[model_type]
     if fields.values.get("use_bidirectional_attention"):
         raise CheckpointError(f"{config_path}: use_bidirectional_attention is not supported")
@@ -45,41 +46,10 @@ def config_of_directory(path: Path) -> ModelConfig:
         norm_offset=family.norm_offset,
         final_logit_softcap=_softcap(fields, family, "final_logit_softcapping"),
         dtype=_dtype(fields),
-        weight_block=weight_block,
+        weight_scales=weight_scales,
         bos_token_id=next(iter(fields.ids("bos_token_id")), None),
         eos_token_ids=_eos_token_ids(fields, path),
     )
-
-
-def _weight_block(said: Any, path: Path) -> tuple[int, int] | None:
-    """The blocks for which weights in FP8 have scales. None: plain weights, beside factors of keys and values in FP8.
-
-    Raises CheckpointError for anything else.
-    """
-    quantization: dict[str, Any] = said if isinstance(said, dict) else {}
-    block = quantization.get("weight_block_size")
-    if quantization.get("quant_method") == "fp8" and block is not None:
-        is_block = isinstance(block, list) and len(block) == 2 and all(type(it) is int and it > 0 for it in block)
-        if not is_block or quantization.get("fmt", "e4m3") != "e4m3":
-            raise CheckpointError(
-                f"{path}: quantization_config with weight_block_size={block} and fmt={quantization.get('fmt')} is not "
-                "supported; supported are blocks of rows and columns, in e4m3"
-            )
-        return block[0], block[1]
-    scheme = quantization.get("kv_cache_scheme")
-    if not isinstance(scheme, dict) or quantization.get("config_groups") or quantization.get("quant_algo"):
-        raise CheckpointError(
-            f"{path} has a quantization_config ({quantization.get('quant_method')}); quantised weights are read in FP8 "
-            "by blocks (weight_block_size) and from .gguf files. Use the model's unquantised checkpoint or a GGUF of it"
-        )
-    taken = {"type": "float", "num_bits": 8, "strategy": "tensor", "symmetric": True, "dynamic": False}
-    other = {key: scheme.get(key, value) for key, value in taken.items() if scheme.get(key, value) != value}
-    if other:
-        raise CheckpointError(
-            f"{path}: kv_cache_scheme with {other} is not supported; supported are {taken}, which is FP8 e4m3 with one "
-            "factor a layer. Use the model's unquantised checkpoint"
-        )
-    return None
 
 
 def _layers(fields: Fields, family: Family) -> tuple[LayerSpec, ...]:

@@ -18,6 +18,7 @@ from configs.layers import (
     TensorSpec,
     tensors_of,
 )
+from configs.quantization import WeightScales
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +41,8 @@ class ModelConfig:
     """Logits become softcap * tanh(logits / softcap)."""
     dtype: str = "float32"
     """The checkpoint's own: float32, bfloat16 or float16."""
-    weight_block: tuple[int, int] | None = None
-    """Rows and columns of a block, each of which has a scale, of matrices that the checkpoint has in FP8. None: it has
-    none in FP8."""
+    weight_scales: WeightScales | None = None
+    """The scales of matrices that the checkpoint has in FP8. None: it has none in FP8."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     """Union of what config, generation_config and tokenizer metadata name."""

@@ -18,6 +18,7 @@ from configs.errors import CheckpointError
 from configs.gguf_header import GGUFHeader
 from configs.layers import Axis, DenseMLP, GroupedQueryAttention, HeadGroups
 from configs.model_config import ModelConfig
+from configs.quantization import WeightScales
 from configs.read_config import read_model_config
 from configs.rope import RopeConfig
 from configs.schema import EngineConfig
@@ -163,9 +164,34 @@ def test_factors_of_an_fp8_kv_cache_beside_plain_weights_are_no_quantised_weight
 
 
 def test_weights_in_fp8_say_what_their_scales_are_of(tmp_path: Path) -> None:
-    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 64]}
-    read = _read(tmp_path, "llama", quantization_config=fp8)
-    assert read == dataclasses.replace(_read(tmp_path, "llama"), weight_block=(128, 64))
+    plain = _read(tmp_path, "llama")
+    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+    groups = {"quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"]}
+
+    def group(strategy: str, **more: Any) -> dict[str, Any]:
+        weights = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": strategy, **more}
+        return {"targets": ["Linear"], "weights": weights, "input_activations": {"num_bits": 8, "dynamic": True}}
+
+    for said, expected in (
+        (fp8 | {"weight_block_size": [128, 64]}, WeightScales(128, 64)),
+        (fp8, WeightScales(0, 0, "_scale")),
+        (groups | {"config_groups": {"group_0": group("channel")}}, WeightScales(1, 0, "_scale")),
+        (groups | {"config_groups": {"0": group("tensor"), "1": group("tensor")}}, WeightScales(0, 0, "_scale")),
+        (
+            groups | {"config_groups": {"0": group("block", block_structure=[128, 64])}, "kv_cache_scheme": None},
+            WeightScales(128, 64, "_scale"),
+        ),
+    ):
+        read = _read(tmp_path, "llama", quantization_config=said)
+        assert read == dataclasses.replace(plain, weight_scales=expected), said
+    for other, message in (
+        ({"0": group("group")}, "strategy=group are not supported"),
+        ({"0": group("channel", num_bits=4)}, "{'num_bits': 4} is not supported"),
+        ({"0": group("channel"), "1": group("tensor")}, "scales of 2 kinds"),
+        ({"0": None}, "quantised weights are read in FP8 with scales"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            _read(tmp_path, "llama", quantization_config=groups | {"config_groups": other})
 
 
 @pytest.mark.parametrize(
@@ -185,12 +211,15 @@ def test_weights_in_fp8_say_what_their_scales_are_of(tmp_path: Path) -> None:
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no' is not true or false"),
         ({"eos_token_id": "</s>"}, "eos_token_id='</s>' is neither a token id nor a list"),
         ({"dtype": "float64"}, "dtype=float64 is not supported"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantised weights are read in FP8 by blocks"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantised weights are read in FP8 with scales"),
         (
             {"quantization_config": {"quant_method": "fp8", "kv_cache_scheme": "static"}},
-            "quantised weights are read in FP8 by blocks",
+            "quantised weights are read in FP8 with scales",
         ),
-        ({"quantization_config": FP8_KV | {"config_groups": {"0": {}}}}, "quantised weights are read in FP8 by blocks"),
+        (
+            {"quantization_config": FP8_KV | {"config_groups": {"0": {}}}},
+            "quantised weights are read in FP8 with scales",
+        ),
         (
             {"quantization_config": {"kv_cache_scheme": {"type": "int", "num_bits": 8, "strategy": "attn_head"}}},
             r"kv_cache_scheme with {'type': 'int', 'strategy': 'attn_head'} is not supported; supported are .*FP8 e4m3",

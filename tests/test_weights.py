@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from configs.errors import CheckpointError
 from configs.model_config import ModelConfig
+from configs.quantization import WeightScales
 from configs.rope import RopeConfig
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan, Span
@@ -125,14 +126,18 @@ def test_stored_types_are_cast(tmp_path: Path, dtype: torch.dtype) -> None:
     assert torch.equal(out, tensors["lm_head.weight"].float())
 
 
-def _in_fp8(tensors: dict[str, torch.Tensor], block: tuple[int, int]) -> dict[str, torch.Tensor]:
+BLOCKS = WeightScales(16, 12)  # no span's multiple
+
+
+def _in_fp8(tensors: dict[str, torch.Tensor], kind: WeightScales) -> dict[str, torch.Tensor]:
     """The matrices of a checkpoint in FP8, but for the embedding and LM head, and their scales."""
     made = {}
     for name, tensor in tensors.items():
         made[name] = tensor
         if tensor.dim() == 2 and "embed" not in name and "lm_head" not in name:
-            scales = torch.rand(-(-tensor.shape[0] // block[0]), -(-tensor.shape[1] // block[1])) + 0.01
-            made |= {name: tensor.to(torch.float8_e4m3fn), f"{name}_scale_inv": scales}
+            height, width = kind.block(tuple(tensor.shape))
+            scales = torch.rand(-(-tensor.shape[0] // height), -(-tensor.shape[1] // width)) + 0.01
+            made |= {name: tensor.to(torch.float8_e4m3fn), name + kind.suffix: scales}
     return made
 
 
@@ -140,22 +145,36 @@ def _whole(scales: torch.Tensor, block: tuple[int, int], shape: torch.Size) -> t
     return scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: shape[0], : shape[1]]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tp_size", [1, 2, 3, 5])
-def test_blocks_in_fp8_are_multiplied_by_their_scales_wherever_ranks_cut_them(
-    tmp_path: Path, tp_size: int, dtype: torch.dtype
+@pytest.mark.parametrize(
+    ("tp_size", "dtype", "kind"),
+    [
+        (1, torch.float32, BLOCKS),
+        (2, torch.bfloat16, BLOCKS),
+        (3, torch.float32, BLOCKS),
+        (5, torch.bfloat16, BLOCKS),
+        (3, torch.bfloat16, WeightScales(1, 0, "_scale")),
+        (2, torch.float32, WeightScales(0, 0, "_scale")),
+    ],
+)
+def test_weights_in_fp8_are_multiplied_by_their_scales_wherever_ranks_cut_them(
+    tmp_path: Path, tp_size: int, dtype: torch.dtype, kind: WeightScales
 ) -> None:
-    block = (16, 12)  # no span's multiple
-    model = _model(weight_block=block)
-    stored = _in_fp8(_tensors(model, torch.bfloat16), block)
+    model = _model(weight_scales=kind)
+    stored = _in_fp8(_tensors(model, torch.bfloat16), kind)
+    whole = {
+        name: (tensor.float() * _whole(stored[name + kind.suffix], kind.block(tuple(tensor.shape)), tensor.shape)).to(
+            dtype
+        )
+        for name, tensor in stored.items()
+        if name + kind.suffix in stored
+    }
+    if kind.height == 0:  # a scale of the whole is a vector of one or a number, and inputs may have one too
+        for i, name in enumerate(whole):
+            stored[name + kind.suffix] = stored[name + kind.suffix].view((1,) if i % 2 else ())
+        stored["model.layers.0.mlp.down_proj.input_scale"] = torch.ones(1)
     # Scales may be in another file than what they scale.
     save_file({k: v for k, v in stored.items() if "scale" not in k}, tmp_path / "model-1.safetensors")
     save_file({k: v for k, v in stored.items() if "scale" in k}, tmp_path / "model-2.safetensors")
-    whole = {
-        name: (tensor.float() * _whole(stored[f"{name}_scale_inv"], block, tensor.shape)).to(dtype)
-        for name, tensor in stored.items()
-        if f"{name}_scale_inv" in stored
-    }
     num_checked = 0
     for recorder, _ in _load_ranks(tmp_path, model, tp_size, dtype):
         for name, rows, columns, values in recorder.reads:
@@ -180,8 +199,8 @@ def test_blocks_in_fp8_are_multiplied_by_their_scales_wherever_ranks_cut_them(
 def test_fp8_and_scales_that_do_not_belong_together_are_refused(
     tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], Any], message: str
 ) -> None:
-    model = _model(weight_block=(16, 12))
-    stored = _in_fp8(_tensors(model), (16, 12))
+    model = _model(weight_scales=BLOCKS)
+    stored = _in_fp8(_tensors(model), BLOCKS)
     change(stored)
     save_file(stored, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=message):

@@ -18,6 +18,7 @@ import torch
 
 from configs.errors import CheckpointError
 from configs.model_config import ModelConfig, layer_prefix
+from configs.quantization import INPUT_SCALE, WeightScales
 from parallel.numerics.weight import as_matrix
 from parallel.plan import Span
 from worker.safetensors_weights import SafetensorsFile
@@ -35,8 +36,8 @@ _IGNORED_NAMES = (
     "rope_freqs.weight",
 )
 
-_SCALES = "_scale_inv"
-"""End of the name of the scales of a tensor in FP8, which its values are multiplied by in spite of it."""
+_ROWS_AT_ONCE = 1024
+"""Rows that are multiplied by scales of theirs at once, which bounds the memory for that."""
 
 
 class TensorFile(Protocol):
@@ -132,8 +133,9 @@ class Checkpoint:
         assert as_matrix(out.shape) == expected, f"{name}: asked for {expected} into {tuple(out.shape)}"
         if out.numel() > 0:
             file.read(name, out.view(expected), rows, columns)
-            if name + _SCALES in self._owner:
-                self._multiply(name + _SCALES, out.view(expected), rows, columns or Span(0, shape[1]))
+            if (scales := self._model.weight_scales) is not None and name + scales.suffix in self._owner:
+                whole = Span(0, shape[1]) if columns is None else columns
+                self._multiply(name + scales.suffix, scales.block(shape), out.view(expected), rows, whole)
         self._bytes_loaded += out.nbytes
 
     def kv_scales(self) -> list[tuple[float, ...]]:
@@ -157,19 +159,23 @@ class Checkpoint:
     ) -> None:
         self.close()
 
-    def _multiply(self, name: str, out: torch.Tensor, rows: Span, columns: Span) -> None:
+    def _multiply(self, name: str, block: tuple[int, int], out: torch.Tensor, rows: Span, columns: Span) -> None:
         """Multiplies `out`, rows and columns of a matrix in blocks, by their scales: in fp32, rounded once."""
-        assert self._model.weight_block is not None, "its scales would have been refused"
-        height, width = self._model.weight_block
+        height, width = block
         down = Span(rows.start // height, -(-rows.stop // height))
         across = Span(columns.start // width, -(-columns.stop // width))
-        scales = torch.empty(down.size, across.size)
-        self._owner[name].read(name, scales, down, across)
-        block_of = torch.arange(columns.start, columns.stop) // width - across.start
-        for block, of_blocks in enumerate(scales, start=down.start):
-            first, last = max(block * height, rows.start), min((block + 1) * height, rows.stop)
-            part = out[first - rows.start : last - rows.start]
-            part.copy_(part.float() * of_blocks[block_of].to(out.device))
+        file, scales = self._owner[name], torch.empty(down.size, across.size)
+        if prod(file.shapes()[name]) == 1:
+            file.read(name, scales.view(1), Span(0, 1), None)  # one for the whole matrix may have any shape
+        else:
+            file.read(name, scales, down, across)
+        scales = scales.to(out.device)
+        block_of = torch.arange(columns.start, columns.stop, device=out.device) // width - across.start
+        for start in range(rows.start, rows.stop, _ROWS_AT_ONCE):
+            stop = min(start + _ROWS_AT_ONCE, rows.stop)
+            row_of = torch.arange(start, stop, device=out.device) // height - down.start
+            part = out[start - rows.start : stop - rows.start]
+            part.copy_(part.float() * scales[row_of][:, block_of])
 
     def _kv_scale(self, prefix: str, names: Sequence[str]) -> float:
         name = next((prefix + name for name in names if prefix + name in self._owner), None)
@@ -195,7 +201,8 @@ class Checkpoint:
             for names in layer.mixer.kv_scales
             for name in names
         }
-        scales = _scale_shapes(expected, self._model.weight_block)
+        kind = self._model.weight_scales
+        scales = {} if kind is None else _scale_shapes(expected, kind)
         surplus = []
         for file in self._files:
             for name, shape in file.shapes().items():
@@ -206,7 +213,7 @@ class Checkpoint:
                 if name in self._owner:
                     raise CheckpointError(f"{path}: tensor {name} is in more than one file")
                 wanted = expected.get(name, scales.get(name, shape))
-                if shape != wanted:
+                if shape != wanted and (name not in scales or prod(shape) > 1 or prod(wanted) > 1):
                     raise CheckpointError(
                         f"{path}: tensor {name} has shape {list(shape)}, the model's config asks for {list(wanted)}; "
                         "config and weights are of different models"
@@ -221,17 +228,18 @@ class Checkpoint:
                 "leaving them out would change its answers"
             )
 
-        have = {name.removesuffix(_SCALES) for name in self._owner if name in scales}
+        have = {name for name in expected if kind is not None and name + kind.suffix in self._owner}
         if odd := have ^ {name for file in self._files for name in file.scaled() if name in expected}:
             raise CheckpointError(
                 f"{path}: tensors in FP8 without scales, or scales of others: {_listed(sorted(odd))}; weights in FP8 "
-                f"are read with a scale for each block, in <name>{_SCALES}, where config.json has weight_block_size"
+                f"are read with scales beside them, of which config.json's quantization_config says what they are of"
             )
 
     def _is_ignored(self, name: str) -> bool:
         # A tied model needs no LM head of its own, but some checkpoints store the copy.
         tied_copy = self._model.tie_word_embeddings and name == "lm_head.weight"
-        return tied_copy or name in _IGNORED_NAMES or name.endswith(_IGNORED_SUFFIXES)
+        of_activations = self._model.weight_scales is not None and name.endswith(INPUT_SCALE)
+        return tied_copy or of_activations or name in _IGNORED_NAMES or name.endswith(_IGNORED_SUFFIXES)
 
 
 def expected_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -239,13 +247,15 @@ def expected_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {tensor.name: tensor.shape for tensor in model.tensors()}
 
 
-def _scale_shapes(expected: Mapping[str, tuple[int, ...]], block: tuple[int, int] | None) -> dict[str, tuple[int, ...]]:
+def _scale_shapes(expected: Mapping[str, tuple[int, ...]], kind: WeightScales) -> dict[str, tuple[int, ...]]:
     """Every tensor of scales that a checkpoint may have, and its shape."""
-    if block is None:
-        return {}
-    height, width = block
-    matrices = {name: shape for name, shape in expected.items() if len(shape) == 2}
-    return {name + _SCALES: (-(-rows // height), -(-columns // width)) for name, (rows, columns) in matrices.items()}
+    shapes = {}
+    for name, shape in expected.items():
+        if len(shape) == 2:
+            shapes[name + kind.suffix] = tuple(
+                -(-size // of) for size, of in zip(shape, kind.block(shape), strict=True)
+            )
+    return shapes
 
 
 def _open_file(path: Path, model: ModelConfig) -> TensorFile:
