@@ -17,7 +17,7 @@ from configs.schema import EngineConfig, resolved
 from parallel.group import TensorParallelGroup
 from parallel.numerics.arithmetic import ExactArithmetic
 from parallel.plan import ShardPlan
-from worker.memory import every_filter, new_rows
+from worker.memory import every_filter, free_bytes, new_rows
 from worker.self_test import check_exactness
 from worker.tp_worker import DTYPES, TPWorker, peer_sizes
 
@@ -26,6 +26,8 @@ _log = logging.getLogger(__name__)
 # Kernels differ by how many rows and tokens a step has, and by whether 16 divides them.
 _NUM_ROWS = (1, 3, 16, 61, 128, 256)
 _TOKENS_PER_ROW = 8
+_SPARE_BYTES = 2 << 30
+"""Device memory besides the weights that has to be free: for these steps, and for the ranks that use it meanwhile."""
 
 
 def warm_up(config: EngineConfig, model: ModelConfig | None = None, device: torch.device | None = None) -> None:
@@ -69,6 +71,9 @@ def _load_kernels(config: EngineConfig, model: ModelConfig, device: torch.device
 def _run_steps(config: EngineConfig, model: ModelConfig, device: torch.device) -> None:
     config = config.model_copy(update={"load_format": "dummy"})
     plan = ShardPlan.create(model, config.tensor_parallel_size, exact=config.is_exact)
+    needed = plan.weight_elements(0) * DTYPES[config.dtype].itemsize + _SPARE_BYTES
+    if device.type == "cuda" and free_bytes(device) < needed:
+        raise EngineError(f"{device} has no {needed >> 20} MiB free")
     scheduler, page_size = config.scheduler, config.kv_cache.page_size
     max_rows, max_tokens = resolved(scheduler.max_num_seqs), resolved(scheduler.max_num_batched_tokens)
     # Every other row has a page that is cached, and then a token or several.
