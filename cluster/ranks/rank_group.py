@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import logging
 import math
 import secrets
@@ -259,6 +260,8 @@ class RankGroup:
 
     def start(self) -> None:
         """Starts the processes, and waits until they say where they are."""
+        # The store of `load` needs torch, whose import takes seconds: meanwhile.
+        threading.Thread(target=importlib.import_module, args=("torch.distributed",), daemon=True).start()
         self._ranks += [Rank(index, self.starter.start(self.starter.spec(index))) for index in range(self.size)]
         self._settle(self._ranks)
 

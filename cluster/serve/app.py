@@ -73,9 +73,15 @@ class Engine:
         spec = describe(config, gpus=gpus)
         self._max_num_seqs = resolved(spec.config.scheduler.max_num_seqs)
         self._telemetry = replica_telemetry(spec.config, context, life)
-        # Before the weights: what is wrong with it is said at once.
-        tokenizer = await asyncio.to_thread(read_tokenizer, spec.config, spec.model, spec.tokenizer_path)
-        self._engine = await RunningEngine.start(spec, placement_group, name, self._telemetry)
+        starting = asyncio.create_task(RunningEngine.start(spec, placement_group, name, self._telemetry))
+        try:
+            # Long before the weights are loaded: what is wrong with it is said at once.
+            tokenizer = await asyncio.to_thread(read_tokenizer, spec.config, spec.model, spec.tokenizer_path)
+        except BaseException:
+            starting.cancel()
+            await asyncio.wait([starting])
+            raise
+        self._engine = await starting
         self._model: ServedModel = await self._engine.open_model(tokenizer)
         await self._model.grammars.start()
         self._watching = asyncio.create_task(self._stop_watch.run())
