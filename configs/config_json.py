@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ _TYPES = _FULL, _SLIDING = "full_attention", "sliding_attention"
 """Types of layers in `layer_types` and `rope_parameters`."""
 
 
-def config_of_directory(path: Path) -> ModelConfig:
+def config_of_directory(path: Path, max_model_len: int | None) -> ModelConfig:
     config_path = path / "config.json"
     if not config_path.is_file():
         raise CheckpointError(f"{path} has no config.json; set `model` to a directory with one, or to a .gguf file")
@@ -41,7 +42,7 @@ def config_of_directory(path: Path) -> ModelConfig:
         max_position_embeddings=_max_positions(fields, family),
         rms_norm_eps=fields.number("rms_norm_eps", family.rms_norm_eps),
         tie_word_embeddings=fields.flag("tie_word_embeddings", family.tie_word_embeddings),
-        layers=_layers(fields, family),
+        layers=_layers(fields, family, max_model_len),
         embedding_scale=hidden_size**0.5 if family.scales_embedding else 1.0,
         norm_offset=family.norm_offset,
         final_logit_softcap=_softcap(fields, family, "final_logit_softcapping"),
@@ -52,15 +53,16 @@ def config_of_directory(path: Path) -> ModelConfig:
     )
 
 
-def _layers(fields: Fields, family: Family) -> tuple[LayerSpec, ...]:
+def _layers(fields: Fields, family: Family, max_model_len: int | None) -> tuple[LayerSpec, ...]:
+    ropes = _ropes(fields, family, max_model_len)
     if family.layers is not None:
-        return family.layers(fields, _ropes(fields, family)[_FULL])
+        return family.layers(fields, ropes[_FULL])
     num_q, hidden_size = fields.count("num_attention_heads"), fields.count("hidden_size")
     # An explicit null means one KV head a query head, in every family.
     default_kv = num_q if "num_key_value_heads" in fields.values else family.num_key_value_heads or num_q
     has_bias = family.attention_bias is not None and fields.flag("attention_bias", family.attention_bias)
     num_layers = fields.count("num_hidden_layers", at_most=MOST_PARTS)
-    types, ropes = _attention_types(fields, family, num_layers), _ropes(fields, family)
+    types = _attention_types(fields, family, num_layers)
     window = _window(fields, family) if _SLIDING in types else None
     by_type = {
         type_: GroupedQueryAttention(
@@ -70,7 +72,8 @@ def _layers(fields: Fields, family: Family) -> tuple[LayerSpec, ...]:
             head_dim=fields.count("head_dim", family.head_dim or hidden_size // num_q),
             rope=ropes[type_],
             qkv_bias=has_bias or (fields.flag("qkv_bias", True) if family.qkv_bias is None else family.qkv_bias),
-            o_bias=has_bias,
+            o_bias=has_bias and family.heeds_o_bias,
+            fused_qkv=family.fused_qkv,
             qk_norm=family.qk_norm,
             norm_offset=family.norm_offset,
             scale=_scale(fields, family),
@@ -84,7 +87,7 @@ def _layers(fields: Fields, family: Family) -> tuple[LayerSpec, ...]:
         [by_type[type_] for type_ in types],
         _feed_forwards(fields, family, num_layers),
         hidden_size,
-        norms_outputs=family.norms_outputs,
+        norm_names=family.norm_names,
         norm_offset=family.norm_offset,
     )
 
@@ -133,6 +136,7 @@ def _mlp(fields: Fields, family: Family) -> DenseMLP:
         intermediate_size=fields.count("intermediate_size"),
         hidden_act=fields.text(family.hidden_act_key, family.hidden_act),
         bias=family.heeds_mlp_bias and fields.flag("mlp_bias", False),
+        projections=family.mlp_projections,
     )
 
 
@@ -170,7 +174,7 @@ def _experts(fields: Fields, family: ExpertsFamily) -> FeedForward | None:
     )
 
 
-def _ropes(fields: Fields, family: Family) -> dict[str, RopeConfig]:
+def _ropes(fields: Fields, family: Family, max_model_len: int | None) -> dict[str, RopeConfig]:
     """The rotary embedding of each type of layer.
 
     transformers 4 keeps `rope_theta` beside `rope_scaling`; transformers 5 has both in `rope_parameters`, perhaps for
@@ -190,27 +194,39 @@ def _ropes(fields: Fields, family: Family) -> dict[str, RopeConfig]:
         by_type[_SLIDING] = {}
     if family.local_rope_theta is not None:
         thetas[_SLIDING] = fields.number("rope_local_base_freq", family.local_rope_theta)
-    max_positions = _max_positions(fields, family)
-    return {type_: _rope(fields, by_type[type_], max_positions, thetas[type_]) for type_ in _TYPES}
+    return {type_: _rope(fields, family, by_type[type_], thetas[type_], max_model_len) for type_ in _TYPES}
 
 
-def _rope(fields: Fields, parameters: dict[str, Any], max_positions: int, default_theta: float) -> RopeConfig:
+def _rope(
+    fields: Fields, family: Family, parameters: dict[str, Any], default_theta: float, max_model_len: int | None
+) -> RopeConfig:
     rope = Fields(parameters, fields.where)
     theta = rope.number("rope_theta", default_theta)
-    partial = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        raise CheckpointError(f"{fields.where}: partial_rotary_factor={partial} is not supported; only 1.0 is")
+    default_partial = 1.0 if family.partial_rotary is None else family.partial_rotary
+    partial = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", default_partial))
+    if not 0 < partial <= 1 or (family.partial_rotary is None and partial != 1):
+        raise CheckpointError(
+            f"{fields.where}: partial_rotary_factor={partial} is not supported; this family's heads turn "
+            + ("as a whole" if family.partial_rotary is None else "by a share above 0 and up to 1")
+        )
     scaling_type = rope.text("rope_type", rope.text("type", "default"))
+    scaling_type = "longrope" if scaling_type == "su" else scaling_type  # Phi 3's first name of it
     scaling = {
-        key: value
+        key: tuple(value) if isinstance(value, list) else value
         for key, value in parameters.items()
         if key not in ("rope_type", "type", "rope_theta", "partial_rotary_factor") and value is not None
     }
-    if scaling_type in ("llama3", "yarn"):
-        own = fields.values.get("original_max_position_embeddings")
+    if scaling_type in ("llama3", "yarn", "longrope"):
+        own, max_positions = fields.values.get("original_max_position_embeddings"), _max_positions(fields, family)
         original = scaling.get("original_max_position_embeddings", max_positions) if own is None else own
         scaling["original_max_position_embeddings"] = original
-    return checked_rope(theta, scaling_type, scaling, fields.where)
+        if scaling_type == "longrope":
+            trained = Fields(scaling, fields.where).count("original_max_position_embeddings")
+            scaling.setdefault("factor", max_positions / trained)
+            if max_model_len is not None and max_model_len <= trained:
+                scaling.pop("long_factor", None)
+    checked = checked_rope(theta, scaling_type, scaling, fields.where)
+    return replace(checked, partial=partial, interleaved=family.interleaved_rope)
 
 
 def _attention_types(fields: Fields, family: Family, num_layers: int) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from configs.deepseek import deepseek_v2_layers
 from configs.fields import Fields
-from configs.layers import LayerSpec
+from configs.layers import PLAIN_NORMS, LayerSpec, NormNames
 from configs.rope import RopeConfig
 
 
@@ -51,11 +51,20 @@ class Family:
     local_rope_theta: float | None = None
     """The base of layers with windows, unless `rope_local_base_freq` names another; their frequencies are not scaled.
     None: all layers turn alike."""
+    partial_rotary: float | None = None
+    """The share of a head that turns where the file does not say; None: all of it, or the file is refused."""
+    interleaved_rope: bool = False
+    """See RopeConfig."""
     qkv_bias: bool | None = False
     """None: `qkv_bias` says, and else there is one."""
     attention_bias: bool | None = None
     """Whether q, k, v and o have one where the file does not say; None: they have none, whatever it says."""
+    heeds_o_bias: bool = True
+    """Whether o has one where q, k and v have."""
     heeds_mlp_bias: bool = False
+    fused_qkv: bool = False
+    mlp_projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """See DenseMLP."""
     qk_norm: bool = False
     has_sinks: bool = False
     """See GroupedQueryAttention."""
@@ -77,7 +86,7 @@ class Family:
     """Scores are divided by the root of the file's, or else of this; None: of head_dim."""
     softcaps: Mapping[str, float | None] = field(default_factory=dict)
     """Keys that count, and softcaps where the file does not name them; a null there turns one off."""
-    norms_outputs: bool = False
+    norm_names: NormNames = PLAIN_NORMS
     """See LayerSpec."""
     norm_offset: float = 0.0
     """The `TensorSpec.offset` of all norms."""
@@ -97,9 +106,26 @@ _GEMMA2 = Family(
     tie_word_embeddings=True,
     query_pre_attn_scalar=256,
     softcaps={"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-    norms_outputs=True,
+    norm_names=NormNames(
+        after_mixer="post_attention_layernorm",
+        before_feed_forward="pre_feedforward_layernorm",
+        after_feed_forward="post_feedforward_layernorm",
+    ),
     norm_offset=1.0,
     scales_embedding=True,
+)
+
+_FUSED_MLP = ("gate_up_proj", "gate_up_proj", "down_proj")
+_GLM = Family(
+    num_key_value_heads=2,
+    head_dim=128,
+    max_position_embeddings=131072,
+    rms_norm_eps=1.5625e-7,
+    partial_rotary=0.5,
+    interleaved_rope=True,
+    attention_bias=True,
+    heeds_o_bias=False,
+    mlp_projections=_FUSED_MLP,
 )
 
 FAMILIES = {
@@ -164,6 +190,20 @@ FAMILIES = {
         window_pattern=6,
         softcaps={"final_logit_softcapping": None},
     ),
+    "phi3": Family(
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-5,
+        partial_rotary=1.0,
+        fused_qkv=True,
+        mlp_projections=_FUSED_MLP,
+        windows="every layer",
+        default_window=None,
+    ),
+    "glm": _GLM,
+    "glm4": replace(
+        _GLM,
+        norm_names=NormNames(after_mixer="post_self_attn_layernorm", after_feed_forward="post_mlp_layernorm"),
+    ),
     "gpt_oss": Family(
         num_key_value_heads=8,
         head_dim=64,
@@ -187,5 +227,5 @@ FAMILIES = {
             num_experts_keys=("num_local_experts", "num_experts"), columns_key="intermediate_size", are_biased=True
         ),
     ),
-    "deepseek_v2": Family(max_position_embeddings=2048, layers=deepseek_v2_layers),
+    "deepseek_v2": Family(max_position_embeddings=2048, interleaved_rope=True, layers=deepseek_v2_layers),
 }

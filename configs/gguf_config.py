@@ -81,6 +81,8 @@ def _gguf_rope(path: Path, header: GGUFHeader, fields: Fields, family: str, head
         return checked_rope(theta, "llama3", scaling, str(path))
     if scaling_type == "default":
         return RopeConfig(theta=theta)
+    if scaling_type == "longrope":
+        raise CheckpointError(f"{path}: rope scaling type longrope is not read from GGUF files")
     if fields.number(f"{prefix}attn_factor", 1.0) != 1.0 or fields.values.get(f"{prefix}yarn_log_multiplier"):
         raise CheckpointError(f"{path}: {prefix}attn_factor and yarn_log_multiplier are not supported")
     names = {

@@ -107,6 +107,8 @@ class Linear:
     cut: Cut
     bias: bool = False
     role: Role = Role.MATRIX
+    first_row: int = 0
+    """The place of its rows in the tensor, where the checkpoint has several linears as one, of the same name."""
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
@@ -212,6 +214,8 @@ class GroupedQueryAttention:
     rope: RopeConfig
     qkv_bias: bool = False
     o_bias: bool = False
+    fused_qkv: bool = False
+    """Whether the checkpoint has the three projections as one tensor."""
     qk_norm: bool = False
     """RMSNorm on each query and key head before the rotary embedding (Qwen3)."""
     norm_offset: float = 0.0
@@ -228,10 +232,11 @@ class GroupedQueryAttention:
     @property
     def qkv(self) -> tuple[Linear, Linear, Linear]:
         """The projections, q | k | v."""
+        num_q, num_kv = self.num_attention_heads, self.num_key_value_heads
         return (
-            self._projection("q", Axis.QUERY_HEADS, self.num_attention_heads, Role.QUERY_KEY),
-            self._projection("k", Axis.KV_HEADS, self.num_key_value_heads, Role.QUERY_KEY),
-            self._projection("v", Axis.KV_HEADS, self.num_key_value_heads, Role.MATRIX),
+            self._projection("q", Axis.QUERY_HEADS, num_q, Role.QUERY_KEY, 0),
+            self._projection("k", Axis.KV_HEADS, num_kv, Role.QUERY_KEY, num_q),
+            self._projection("v", Axis.KV_HEADS, num_kv, Role.MATRIX, num_q + num_kv),
         )
 
     @property
@@ -290,9 +295,10 @@ class GroupedQueryAttention:
     def kv_scales(self) -> tuple[tuple[str, ...], ...]:
         return tuple((f"self_attn.{it}_scale", f"self_attn.{it}_proj.{it}_scale") for it in "kv")
 
-    def _projection(self, letter: str, axis: Axis, num_heads: int, role: Role) -> Linear:
-        names, cut = (f"self_attn.{letter}_proj", f"attn_{letter}"), Cut(axis, 0, self.head_dim)
-        return Linear(*names, num_heads * self.head_dim, self.hidden_size, cut, self.qkv_bias, role)
+    def _projection(self, letter: str, axis: Axis, num_heads: int, role: Role, first_head: int) -> Linear:
+        letters, first_row = ("qkv", first_head * self.head_dim) if self.fused_qkv else (letter, 0)
+        names, cut = (f"self_attn.{letters}_proj", f"attn_{letter}"), Cut(axis, 0, self.head_dim)
+        return Linear(*names, num_heads * self.head_dim, self.hidden_size, cut, self.qkv_bias, role, first_row)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,7 +311,7 @@ class DenseMLP:
     bias: bool = False
     name: str = "mlp"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    """Names of gate, up and down, behind `name`."""
+    """Names of gate, up and down, behind `name`; of gate and up one, where the checkpoint has them as one tensor."""
     axis: Axis = Axis.MLP_COLUMNS
     finest_granule: int = 128
     """See Columns."""
@@ -317,7 +323,7 @@ class DenseMLP:
         shape = self.intermediate_size, self.hidden_size, Cut(self.axis, 0)
         return (
             Linear(f"{self.name}.{gate}", "ffn_gate", *shape, self.bias),
-            Linear(f"{self.name}.{up}", "ffn_up", *shape, self.bias),
+            Linear(f"{self.name}.{up}", "ffn_up", *shape, self.bias, first_row=self.intermediate_size * (gate == up)),
         )
 
     @property
@@ -422,6 +428,18 @@ class MixtureOfExperts:
         return (Columns(Axis.EXPERT_COLUMNS, self.intermediate_size, FINEST_EXPERT_GRANULE, may_be_empty=True), *shared)
 
 
+class NormNames(NamedTuple):
+    """Names of the weights of a layer's norms in a checkpoint. None: there is no such norm."""
+
+    before_mixer: str = "input_layernorm"
+    after_mixer: str | None = None
+    before_feed_forward: str = "post_attention_layernorm"
+    after_feed_forward: str | None = None
+
+
+PLAIN_NORMS = NormNames()
+
+
 class Norms(NamedTuple):
     """Weights of the norms around a mixer or a feed-forward."""
 
@@ -437,24 +455,24 @@ class LayerSpec:
     hidden_size: int
     mixer: Mixer
     feed_forward: FeedForward
-    norms_outputs: bool = False
-    """Whether what mixer and feed-forward return is normed before it is added (Gemma)."""
+    norm_names: NormNames = PLAIN_NORMS
+    """Gemma and GLM 4 norm what mixer and feed-forward return, too, before it is added."""
     norm_offset: float = 0.0
     """The `TensorSpec.offset` of the norms' weights."""
 
     @property
     def mixer_norms(self) -> Norms:
         """The norms around the mixer."""
-        after = self._norm("post_attention_layernorm", "post_attention_norm") if self.norms_outputs else None
-        return Norms(self._norm("input_layernorm", "attn_norm"), after)
+        names = self.norm_names
+        after = None if names.after_mixer is None else self._norm(names.after_mixer, "post_attention_norm")
+        return Norms(self._norm(names.before_mixer, "attn_norm"), after)
 
     @property
     def feed_forward_norms(self) -> Norms:
         """The norms around the feed-forward."""
-        if not self.norms_outputs:
-            return Norms(self._norm("post_attention_layernorm", "ffn_norm"), None)
-        before = self._norm("pre_feedforward_layernorm", "ffn_norm")
-        return Norms(before, self._norm("post_feedforward_layernorm", "post_ffw_norm"))
+        names = self.norm_names
+        after = None if names.after_feed_forward is None else self._norm(names.after_feed_forward, "post_ffw_norm")
+        return Norms(self._norm(names.before_feed_forward, "ffn_norm"), after)
 
     @cached_property
     def tensors(self) -> tuple[TensorSpec, ...]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from configs.errors import ConfigError
 from configs.layers import (
+    PLAIN_NORMS,
     Axis,
     Cut,
     FeedForward,
@@ -14,6 +15,7 @@ from configs.layers import (
     LayerSpec,
     Linear,
     Mixer,
+    NormNames,
     Role,
     TensorSpec,
     tensors_of,
@@ -85,11 +87,19 @@ class ModelConfig:
         return (*tensors_of(self.embedding, *heads), self.norm)
 
     def tensors(self) -> Iterator[TensorSpec]:
-        """Every tensor of a checkpoint, under its full name."""
+        """Every tensor that layers know, under its full name in a checkpoint, where some may be one."""
         yield from self.outer_tensors
         for i, layer in enumerate(self.layers):
             for tensor in layer.tensors:
                 yield replace(tensor, name=layer_prefix(i) + tensor.name, gguf_name=f"blk.{i}.{tensor.gguf_name}")
+
+    def stored_tensors(self) -> dict[str, TensorSpec]:
+        """Every tensor of a checkpoint by its full name; those of one name lie below one another."""
+        stored: dict[str, TensorSpec] = {}
+        for it in self.tensors():
+            rows = stored[it.name].shape[0] if it.name in stored else 0
+            stored[it.name] = replace(it, shape=(rows + it.shape[0], *it.shape[1:]))
+        return stored
 
     @property
     def max_context(self) -> int:
@@ -123,10 +133,10 @@ def layers_of(
     feed_forwards: Sequence[FeedForward],
     hidden_size: int,
     *,
-    norms_outputs: bool = False,
+    norm_names: NormNames = PLAIN_NORMS,
     norm_offset: float = 0.0,
 ) -> tuple[LayerSpec, ...]:
     """A layer for each of `mixers` and `feed_forwards`; equal ones are one object, which keeps its sums."""
     kinds = list(zip(mixers, feed_forwards, strict=True))
-    made = {kind: LayerSpec(hidden_size, *kind, norms_outputs, norm_offset) for kind in dict.fromkeys(kinds)}
+    made = {kind: LayerSpec(hidden_size, *kind, norm_names, norm_offset) for kind in dict.fromkeys(kinds)}
     return tuple(made[kind] for kind in kinds)

@@ -12,12 +12,14 @@ from configs.layers import HeadGroups
 from configs.model_config import ModelConfig
 
 
-def read_model_config(path: Path) -> ModelConfig:
+def read_model_config(path: Path, max_model_len: int | None = None) -> ModelConfig:
     """Reads what the model at `path` is.
 
     Args:
         path: a directory with config.json (generation_config.json and tokenizer_config.json are read too when there),
             or a .gguf file. `configs.checkpoint.resolve_model_path` gives such a path for any `model` setting.
+        max_model_len: the setting. A model with other frequencies for sequences that are longer than it was first
+            trained for (longrope) takes those for all, unless this is no longer.
 
     Raises:
         CheckpointError: a file is missing, corrupt or truncated, or the model is of a kind that cannot be served.
@@ -27,7 +29,7 @@ def read_model_config(path: Path) -> ModelConfig:
             raise CheckpointError(f"{path} does not exist or is no file; set `model` to a .gguf file or a directory")
         model = config_of_gguf(path)
     else:
-        model = config_of_directory(path)
+        model = config_of_directory(path, max_model_len)
     _check(model, path)
     # An id without an embedding is never sampled, and grammars take none.
     return replace(model, eos_token_ids=tuple(id_ for id_ in model.eos_token_ids if 0 <= id_ < model.vocab_size))
@@ -43,5 +45,14 @@ def _check(model: ModelConfig, path: Path) -> None:
     for rope, rotary_dim in {(layer.mixer.rope, layer.mixer.rotary_dim) for layer in model.layers}:
         if rotary_dim % 2:
             raise CheckpointError(f"{path}: head_dim={rotary_dim} is odd; the rotary embedding needs pairs")
+        scaling, want = dict(rope.scaling), rotary_dim // 2
+        for key in ("short_factor", "long_factor") if rope.scaling_type == "longrope" else ():
+            factors = scaling.get(key, () if key == "short_factor" else scaling.get("short_factor"))
+            if not isinstance(factors, tuple) or len(factors) != want or not all(_is_positive(it) for it in factors):
+                raise CheckpointError(f"{path}: rope scaling longrope: {key} must be {want} positive numbers")
         if not rope.theta > 0:
             raise CheckpointError(f"{path}: rope theta={rope.theta} is not positive; the checkpoint is corrupt")
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and value > 0

@@ -14,17 +14,23 @@ class RopeConfig:
     theta: float
     """Base of the geometric series of frequencies."""
     scaling_type: str = "default"
-    """default, linear, llama3, yarn or dynamic; anything else is refused when the model is read."""
+    """default, linear, llama3, yarn, longrope or dynamic; anything else is refused when the model is read."""
     scaling: tuple[tuple[str, Any], ...] = ()
-    """The checkpoint's own parameters for `scaling_type`, sorted by name."""
+    """The checkpoint's own parameters for `scaling_type`, sorted by name. A longrope that is to be short has no
+    `long_factor`."""
     partial: float = 1.0
     """Share of a head that turns: its first elements."""
+    interleaved: bool = False
+    """Whether the checkpoint's heads turn in pairs of neighbours (2i, 2i + 1), which are read as halves: the same order
+    for queries and keys changes no score."""
 
     def max_context(self, max_position_embeddings: int) -> int:
         """Longest sequence it is made for: YaRN reaches beyond the model's `max_position_embeddings`."""
+        scaling = dict(self.scaling)
+        if self.scaling_type == "longrope" and "long_factor" not in scaling:
+            return int(scaling["original_max_position_embeddings"])
         if self.scaling_type != "yarn":
             return max_position_embeddings
-        scaling = dict(self.scaling)
         return max(max_position_embeddings, int(scaling["original_max_position_embeddings"] * scaling["factor"]))
 
 

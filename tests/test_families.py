@@ -1,4 +1,4 @@
-"""Families that are more than a Llama layer against transformers: Gemma 2 and 3, gpt-oss.
+"""Families that are more than a Llama layer against transformers: Gemma 2 and 3, gpt-oss, Phi 3, GLM 4.
 
 From config.json and checkpoint to logits and greedy tokens, in fp32, on 1 to 4 ranks.
 """
@@ -6,6 +6,7 @@ From config.json and checkpoint to logits and greedy tokens, in fp32, on 1 to 4 
 from __future__ import annotations
 
 import json
+import re
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 
 from configs.biased_mixture import BiasedMixture
 from configs.errors import CheckpointError, ConfigError
+from configs.families import FAMILIES
 from configs.layers import DenseMLP, GroupedQueryAttention, HeadGroups
 from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
@@ -24,6 +26,7 @@ from configs.rope import RopeConfig
 from parallel.group import TensorParallelGroup
 from parallel.numerics.arithmetic import FAST, LayerContext
 from parallel.plan import ShardPlan, leaf_columns
+from tests.conftest import ROOT
 from tests.family_checks import (
     check_backend_needs,
     check_bytes_read,
@@ -33,6 +36,7 @@ from tests.family_checks import (
 )
 from tests.test_models import Case, check_logits, save
 from worker.layers.experts import Experts
+from worker.layers.rotary import inverse_frequencies
 from worker.weights import expected_shapes
 
 CPU = torch.device("cpu")
@@ -47,6 +51,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-5,
 }
+LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 # Windows below the prompts' lengths; softcaps that scores and logits reach.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": (
@@ -71,6 +76,24 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    # Heads turn in part; q, k and v are one tensor, and gate and up; every prompt with its answer is a long one.
+    "phi3": (
+        "Phi3",
+        {
+            "head_dim": 16,
+            "sliding_window": 24,
+            "pad_token_id": 0,
+            "original_max_position_embeddings": 8,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+                "long_factor": [1.0, 1.5, 2.5, 4.0, 8.0, 16.0],
+            },
+        },
+    ),
+    "glm4": ("Glm4", {"pad_token_id": 0, "rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, **LLAMA3}}),
     # 96 columns are 3 units of 32: on 4 ranks, one has none.
     "gpt_oss": (
         "GptOss",
@@ -176,7 +199,7 @@ def _read(directory: Path, model_type: str, **changes: Any) -> ModelConfig:
     return read_model_config(directory)
 
 
-@pytest.mark.parametrize("model_type", MODELS)
+@pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text", "gpt_oss"])
 def test_what_a_config_leaves_out_is_as_transformers_has_it(tmp_path: Path, model_type: str) -> None:
     left_out = dict.fromkeys(("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings"), ...)
     # As many heads as the family has KV heads by default, and layers for one whole turn of the windows.
@@ -203,6 +226,36 @@ def test_what_a_config_leaves_out_is_as_transformers_has_it(tmp_path: Path, mode
         rope = theirs.rope_parameters.get(kind, theirs.rope_parameters)
         said = {"rope_theta": layer.mixer.rope.theta, "rope_type": layer.mixer.rope.scaling_type}
         assert {**dict(layer.mixer.rope.scaling), **said} == rope
+
+
+@pytest.mark.parametrize("model_type", ["phi3", "glm", "glm4"])
+def test_what_a_config_of_heads_that_turn_in_part_leaves_out_is_as_transformers_has_it(
+    tmp_path: Path, model_type: str
+) -> None:
+    left_out = dict.fromkeys(("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings"), ...)
+    ours = _read(tmp_path, model_type, num_attention_heads=8, pad_token_id=0, **left_out)
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    with torch.device("meta"):
+        hf = transformers.AutoModelForCausalLM.from_config(theirs)
+    assert expected_shapes(ours) == {name: tuple(parameter.shape) for name, parameter in hf.named_parameters()}
+    for name in ("max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert ours.rotary_dim == 2 * len(hf.model.rotary_emb.inv_freq)
+    assert _attention(ours).rope.theta == theirs.rope_parameters["rope_theta"]
+
+
+def test_a_longrope_is_short_where_no_sequence_may_be_longer_than_it_was_first_trained_for(tmp_path: Path) -> None:
+    _, options = MODELS["phi3"]
+    config = transformers.Phi3Config(**{**SIZES, **options, "original_max_position_embeddings": 512})
+    config.save_pretrained(tmp_path)
+    theirs = transformers.models.phi3.modeling_phi3.Phi3RotaryEmbedding(config)
+    for max_model_len, longest in ((512, 512), (513, 2048), (None, 2048)):
+        model = read_model_config(tmp_path, max_model_len)
+        assert model.max_context == longest
+        ours, factor = inverse_frequencies(model.layers[0].mixer.rope, model.rotary_dim)
+        theirs(torch.empty(1), torch.arange(longest).unsqueeze(0))  # which chooses the frequencies
+        torch.testing.assert_close(ours, theirs.inv_freq, rtol=1e-6, atol=0)
+        assert factor == pytest.approx(theirs.attention_scaling)
 
 
 def test_gemma_3_tells_of_two_rotary_embeddings_as_before_transformers_5_and_since(tmp_path: Path) -> None:
@@ -311,3 +364,8 @@ def test_a_step_counts_the_experts_that_tokens_hit(tmp_path: Path) -> None:
     share = Fraction(4, 32)
     # Of one column gate, up and down: no bias is a product.
     assert sum(model.layers[0].product_elements[share].values()) == 32 * 3 * SIZES["hidden_size"]
+
+
+def test_the_guide_has_a_row_for_every_family() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/guides/models.md").read_text(), re.MULTILINE)
+    assert sorted(rows) == sorted(["model_type", *FAMILIES])  # with the table's head

@@ -224,11 +224,17 @@ def test_weights_in_fp8_say_what_their_scales_are_of(tmp_path: Path) -> None:
             {"quantization_config": {"kv_cache_scheme": {"type": "int", "num_bits": 8, "strategy": "attn_head"}}},
             r"kv_cache_scheme with {'type': 'int', 'strategy': 'attn_head'} is not supported; supported are .*FP8 e4m3",
         ),
-        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope scaling type longrope is not supported"),
+        ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rope scaling type ntk is not supported"),
+        ({"rope_scaling": {"type": "su", "long_factor": [1.0] * 8}}, "longrope: short_factor must be 8 positive"),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 7 + [0]}},
+            "longrope: long_factor must be 8 positive numbers",
+        ),
         ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, "rope scaling llama3 has no low_freq_factor"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope scaling linear: factor=0 is not positive"),
         ({"rope_theta": 0}, "rope theta=0.0 is not positive"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported; this family's heads turn as a"),
+        ({"model_type": "glm4", "partial_rotary_factor": 0}, "partial_rotary_factor=0.0 is not supported; .* above 0"),
         (
             {"rope_parameters": {"a": {"rope_theta": 1.0}, "b": {"rope_theta": 2.0}}},
             "are of other layers than full_attention and",
@@ -373,7 +379,7 @@ def test_llama3_scaling_is_recovered_from_a_gguf_files_frequency_divisors(tmp_pa
         ({"architecture": "qwen3moe", "expert_count": 8}, "mixtures of experts are not read from GGUF files"),
         ({"rope__dimension_count": 8}, "widths of a head must be the same"),
         ({"attention__sliding_window": 64}, "sliding windows of GGUF files are not supported"),
-        ({"rope__scaling__type": "longrope"}, "rope scaling type longrope is not supported"),
+        ({"rope__scaling__type": "longrope"}, "rope scaling type longrope is not read from GGUF files"),
         ({"block_count": 1.5}, "llama.block_count=1.5 is not an integer"),
     ],
 )

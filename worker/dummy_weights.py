@@ -59,7 +59,7 @@ class DummyCheckpoint:
     def __init__(self, model: ModelConfig, revision: str | None = None) -> None:
         self._model = model
         self._seed = revision or ""
-        self._tensors = {tensor.name: tensor for tensor in model.tensors()}
+        self._tensors = model.stored_tensors()
         self._dtype = _DTYPES[model.dtype]
         self._bytes_loaded = 0
 

@@ -244,7 +244,7 @@ class Checkpoint:
 
 def expected_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor of a checkpoint of `model` and its full shape."""
-    return {tensor.name: tensor.shape for tensor in model.tensors()}
+    return {name: tensor.shape for name, tensor in model.stored_tensors().items()}
 
 
 def _scale_shapes(expected: Mapping[str, tuple[int, ...]], kind: WeightScales) -> dict[str, tuple[int, ...]]:

@@ -50,7 +50,7 @@ def describe(config: EngineConfig, *, gpus: bool, announce: bool = True) -> Engi
         announce: log each decision. False where `gpus` is a guess.
     """
     model_path = resolve_model_path(config.model, config.revision, weights=config.has_local_weights)
-    model = read_model_config(model_path)
+    model = read_model_config(model_path, config.max_model_len)
     resolved = resolve(config, model, host_facts(gpus=gpus))
     if announce:
         for decision in resolved.decisions:

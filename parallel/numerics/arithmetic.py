@@ -193,6 +193,7 @@ class LayerContext:
         end = 0
         for linear, span in zip(linears, spans, strict=True):
             begin, end = end, end + span.size
+            span = Span(linear.first_row + span.start, linear.first_row + span.stop)
             source.read(f"{prefix}{linear.name}.weight", weight[begin:end], rows=span)
             if bias is not None:
                 source.read(f"{prefix}{linear.name}.bias", bias[begin:end], rows=span)

@@ -12,6 +12,7 @@ from parallel.linear import ColumnParallelLinear, RowParallelLinear
 from parallel.numerics.arithmetic import LayerContext
 from parallel.numerics.weight import TensorSource
 from worker.layers.norm import RMSNorm
+from worker.layers.rotary import RotaryHalves
 from worker.layers.step import Step
 
 
@@ -48,7 +49,9 @@ class Attention:
 
     def load(self, source: TensorSource, prefix: str) -> None:
         """Reads this rank's part of the spec's tensors, whose names begin with `prefix`."""
-        self._qkv.load(source, prefix)
+        spec = self._spec
+        heads = {f"{prefix}{it.name}": (spec.head_dim, 0) for linear in spec.qkv[:2] for it in linear.tensors}
+        self._qkv.load(RotaryHalves(source, heads, spec.rotary_dim) if spec.rope.interleaved else source, prefix)
         self._o.load(source, prefix)
         for norm, tensor in zip(self._head_norms, self._spec.head_norms, strict=True):
             norm.load(source, prefix + tensor.name)

@@ -13,8 +13,8 @@ from parallel.fused_sum import PartialSum
 from parallel.linear import ColumnParallelLinear, RowParallelLinear
 from parallel.numerics.arithmetic import LayerContext
 from parallel.numerics.weight import TensorSource
-from parallel.plan import Span
 from worker.layers.norm import RMSNorm
+from worker.layers.rotary import RotaryHalves
 from worker.layers.step import Step
 
 _NORM_EPS = 1e-6
@@ -53,8 +53,11 @@ class MLA:
     def load(self, source: TensorSource, prefix: str) -> None:
         """Reads this rank's part of the spec's tensors, whose names begin with `prefix`."""
         spec = self._spec
-        widths = {spec.q.name: spec.head_dim, spec.kv_a.name: spec.kept_dim}
-        halves = _RotaryHalves(source, {f"{prefix}{name}.weight": width for name, width in widths.items()}, spec)
+        heads = {
+            f"{prefix}{spec.q.name}.weight": (spec.head_dim, spec.qk_nope_head_dim),
+            f"{prefix}{spec.kv_a.name}.weight": (spec.kept_dim, spec.kv_lora_rank),
+        }
+        halves = RotaryHalves(source, heads, spec.qk_rope_head_dim) if spec.rope.interleaved else source
         self._into.load(halves, prefix)
         if self._q_b is not None:
             self._q_b.load(halves, prefix)
@@ -82,25 +85,3 @@ class MLA:
 
     def _norm(self, weight: TensorSpec) -> RMSNorm:
         return RMSNorm(weight.elements, _NORM_EPS, dtype=self._context.dtype, device=self._context.device)
-
-
-class _RotaryHalves:
-    """A checkpoint whose rotary columns come in halves, as our rotary embedding has them, not as pairs of neighbours.
-
-    The same order for queries and keys changes no score.
-
-    Args:
-        widths: rows of a head, the last of which are rotary, of the tensors that have heads.
-    """
-
-    def __init__(self, source: TensorSource, widths: dict[str, int], spec: LatentAttention) -> None:
-        self._source = source
-        self._widths = widths
-        self._rotary_dim = spec.qk_rope_head_dim
-
-    def read(self, name: str, out: torch.Tensor, *, rows: Span | None = None, columns: Span | None = None) -> None:
-        """Reads what the source has, with the rows of each head in order."""
-        self._source.read(name, out, rows=rows, columns=columns)
-        if name in self._widths:
-            rotary = out.view(-1, self._widths[name], out.shape[1])[:, -self._rotary_dim :]
-            rotary.copy_(torch.cat((rotary[:, ::2], rotary[:, 1::2]), dim=1))

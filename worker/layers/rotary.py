@@ -13,6 +13,8 @@ from attention.rotation import LatentNorm, QKNorms, Rotation
 from configs.errors import ConfigError
 from configs.model_config import ModelConfig
 from configs.rope import RopeConfig, yarn_mscale
+from parallel.numerics.weight import TensorSource
+from parallel.plan import Span
 from worker.kernels.cpu_pointwise import rms_norm
 
 _POSITIONS_AT_ONCE = 1024  # their intermediate values fit a cache
@@ -194,6 +196,28 @@ class TorchRotation:
         pool.set_kv(layer.layer_id, out_cache_loc, torch.cat((latent, k_rope), dim=1))
 
 
+class RotaryHalves:
+    """A checkpoint whose rotary rows come in halves, as RotaryEmbedding has them, not as pairs of neighbours.
+
+    Args:
+        heads: of the tensors that have heads, rows of a head and the first of them that turns.
+        rotary_dim: rows of a head that do.
+    """
+
+    def __init__(self, source: TensorSource, heads: dict[str, tuple[int, int]], rotary_dim: int) -> None:
+        self._source = source
+        self._heads = heads
+        self._rotary_dim = rotary_dim
+
+    def read(self, name: str, out: torch.Tensor, *, rows: Span | None = None, columns: Span | None = None) -> None:
+        """Reads what the source has, with the rows of each head in order."""
+        self._source.read(name, out, rows=rows, columns=columns)
+        if name in self._heads:
+            width, first = self._heads[name]
+            rotary = out.view(-1, width, *out.shape[1:])[:, first : first + self._rotary_dim]
+            rotary.copy_(torch.cat((rotary[:, ::2], rotary[:, 1::2]), dim=1))
+
+
 def inverse_frequencies(rope: RopeConfig, rotary_dim: int) -> tuple[torch.Tensor, float]:
     """[rotary_dim / 2] fp32 frequencies and the factor of cosine and sine.
 
@@ -211,8 +235,12 @@ def inverse_frequencies(rope: RopeConfig, rotary_dim: int) -> tuple[torch.Tensor
         return _llama3(inv_freq, scaling), 1.0
     if rope.scaling_type == "yarn":
         return _yarn(inv_freq, scaling, rope.theta)
+    if rope.scaling_type == "longrope":
+        factors = torch.tensor(scaling.get("long_factor") or scaling["short_factor"], dtype=torch.float32)
+        return 1.0 / (factors * rope.theta**exponents), _longrope_attention_factor(scaling)
     raise ConfigError(
-        f"rope scaling type {rope.scaling_type} is not supported; supported are default, linear, llama3, yarn, dynamic"
+        f"rope scaling type {rope.scaling_type} is not supported; supported are default, linear, llama3, yarn, "
+        "longrope, dynamic"
     )
 
 
@@ -254,6 +282,13 @@ def _yarn(inv_freq: torch.Tensor, scaling: dict[str, Any], base: float) -> tuple
     slowed_share = ((torch.arange(dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
     mixed = inv_freq / factor * slowed_share + inv_freq * (1 - slowed_share)
     return mixed, _yarn_attention_factor(scaling, factor)
+
+
+def _longrope_attention_factor(scaling: dict[str, Any]) -> float:
+    given, factor = scaling.get("attention_factor"), max(scaling["factor"], 1.0)
+    if given is not None:
+        return float(given)
+    return math.sqrt(1 + math.log(factor) / math.log(scaling["original_max_position_embeddings"]))
 
 
 def _yarn_attention_factor(scaling: dict[str, Any], factor: float) -> float:
