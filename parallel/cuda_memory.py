@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
+import os
 from typing import Any
 
 import torch
 
 from configs.errors import EngineError
+
+_log = logging.getLogger(__name__)
 
 _PINNED = _DEVICE = _POSIX_FD = 1
 _READ_WRITE = 3
@@ -102,6 +106,20 @@ def mapped(descriptor: int, num_bytes: int, device: torch.device) -> torch.Tenso
     finally:
         _call("cuMemRelease", handle)
     return torch.as_tensor(mapping, device=device)
+
+
+def outlives_processes(device: torch.device) -> bool:
+    """Whether `device` has such memory: not every virtual GPU and container lets its descriptors pass."""
+    try:
+        descriptor = new_descriptor(1, device)
+        try:
+            mapped(descriptor, 1, device)
+        finally:
+            os.close(descriptor)
+    except (EngineError, OSError) as error:
+        _log.warning("weights and KV on %s are lost with a rank: %s", device, error)
+        return False
+    return True
 
 
 def _index(device: torch.device) -> int:

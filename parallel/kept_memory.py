@@ -148,6 +148,15 @@ class KeptMemory:
         self._rank = rank
         self._device = device
 
+    @property
+    def is_possible(self) -> bool:
+        """Whether the device has memory that outlives a process."""
+        if self._device.type != "cuda":
+            return True
+        from parallel.cuda_memory import outlives_processes
+
+        return outlives_processes(self._device)
+
     def find(self, name: str) -> Found | None:
         """The block of that name, mapped; None: there is none. Raises EngineError where the keeper does not answer."""
         block, fds = self._call(_Block(self._rank, name))

@@ -81,6 +81,13 @@ def test_a_block_is_one_memory_for_all_who_map_it_until_another_takes_its_place(
     assert num_files() == before
 
 
+def test_memory_that_outlives_a_process_is_found_to_be_there(keeper: Keeper, device: torch.device) -> None:
+    before = num_files()
+    assert KeptMemory(keeper.address, 0, device).is_possible
+    assert num_files() - before < 10, "a driver may open files of its own"
+    assert not keeper.num_bytes(0)
+
+
 def test_only_what_is_named_is_dropped(keeper: Keeper, device: torch.device) -> None:
     for rank in (0, 1):
         for name in ("kv", "weights"):

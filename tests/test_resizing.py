@@ -233,7 +233,7 @@ def test_a_pool_that_takes_over_has_as_many_pages_as_before_where_they_fit(
     tiny_path: Path, kv_cache: dict[str, Any], free_pages: int, expected: int | str
 ) -> None:
     group = group_on_gpus(tiny_path, 1, kv_cache=kv_cache)
-    memory = GroupMemory((RankLoad(PageBytes(1), free_pages, 0, 0.0, ""),), on_cpu=False)
+    memory = GroupMemory((RankLoad(PageBytes(1), free_pages, 0, True, 0.0, ""),), on_cpu=False)
     pool = PoolShape(2000, 1000, None, 1 << 16)
     if isinstance(expected, str):
         with pytest.raises(ConfigError, match=expected):

@@ -119,6 +119,11 @@ class TPWorker:
         return self._model.vocab_size
 
     @property
+    def is_kept(self) -> bool:
+        """Whether weights and KV outlive this process."""
+        return self._kept is not None
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of this rank's weights; 0 before `load`."""
         return self._weight_bytes

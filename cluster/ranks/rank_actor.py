@@ -103,6 +103,8 @@ class RankLoad:
     """Memory of the rank's device that the KV pool may take; on CPU the node's, shared by its ranks."""
     step_bytes: int
     """Memory of its device that steps need."""
+    is_kept: bool
+    """Whether its weights and KV outlive its process."""
     seconds: float
     platform: str
     """The value of `worker.platform.platform_of`."""
@@ -217,7 +219,7 @@ class RankActor:
             model_path=Path(self._spec.model_path),
             plan=plan,
             group=self._group,
-            kept=kept,
+            kept=kept if kept is not None and kept.is_possible else None,
         )
         return room_bytes
 
@@ -259,6 +261,7 @@ class RankActor:
             kv_page_bytes=worker.kv_page_bytes(),
             free_bytes=memory.usable_bytes,
             step_bytes=memory.step_bytes,
+            is_kept=worker.is_kept,
             seconds=seconds,
             platform=platform_of(worker.device),
         )

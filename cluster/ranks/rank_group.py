@@ -211,7 +211,7 @@ class RankGroup:
     @property
     def is_kept(self) -> bool:
         """Whether weights and KV of a rank outlive its process. Known after `load`."""
-        return self.one_node
+        return self._memory is not None and all(load.is_kept for load in self._memory.loads)
 
     @property
     def reason_never(self) -> str | None:
@@ -369,7 +369,7 @@ class RankGroup:
 
     def takes_kv(self, old: RankGroup) -> bool:
         """Whether these ranks, in the place of `old`, can go on with the KV that those have."""
-        return self.is_kept and old.pool.num_window_pages is None and self._memory is not None
+        return self.is_kept and old.is_kept and old.pool.num_window_pages is None
 
     def keeps_kv(self, failure: LockstepError) -> bool:
         """Whether the KV of the steps that have ended outlives `failure`. Nobody trusts what a rank wrote that failed
