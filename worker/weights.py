@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -231,7 +232,9 @@ class Checkpoint:
     def _is_ignored(self, name: str) -> bool:
         # A tied model needs no LM head of its own, but some checkpoints store the copy.
         tied_copy = self._model.tie_word_embeddings and name == "lm_head.weight"
-        return tied_copy or name in _IGNORED_NAMES or name.endswith(_IGNORED_SUFFIXES)
+        layer = re.match(layer_prefix(r"(\d+)"), name)
+        is_mtp = layer is not None and 0 <= int(layer[1]) - self._model.num_hidden_layers < self._model.num_mtp_layers
+        return tied_copy or is_mtp or name in _IGNORED_NAMES or name.endswith(_IGNORED_SUFFIXES)
 
 
 def expected_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
