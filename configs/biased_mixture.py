@@ -30,6 +30,8 @@ class BiasedMixture:
     norm_topk_prob: ClassVar = True
     round_weights: ClassVar = False
     weight_scale: ClassVar = 1.0
+    sigmoid: ClassVar = False
+    choice_bias: ClassVar = None
     num_groups: ClassVar = 1
     top_groups: ClassVar = 1
     shared: ClassVar = None

@@ -48,6 +48,7 @@ def config_of_directory(path: Path, max_model_len: int | None) -> ModelConfig:
         final_logit_softcap=_softcap(fields, family, "final_logit_softcapping"),
         dtype=_dtype(fields),
         weight_scales=weight_scales,
+        num_mtp_layers=fields.integer("num_nextn_predict_layers", 0),
         bos_token_id=next(iter(fields.ids("bos_token_id")), None),
         eos_token_ids=_eos_token_ids(fields, path),
     )
@@ -74,7 +75,7 @@ def _layers(fields: Fields, family: Family, max_model_len: int | None) -> tuple[
             qkv_bias=has_bias or (fields.flag("qkv_bias", True) if family.qkv_bias is None else family.qkv_bias),
             o_bias=has_bias and family.heeds_o_bias,
             fused_qkv=family.fused_qkv,
-            qk_norm=family.qk_norm,
+            qk_norm=fields.flag("use_qk_norm", False) if family.qk_norm is None else family.qk_norm,
             norm_offset=family.norm_offset,
             scale=_scale(fields, family),
             softcap=_softcap(fields, family, "attn_logit_softcapping"),
@@ -118,6 +119,8 @@ def _positive(fields: Fields, key: str, default: float | None) -> float:
 
 def _feed_forwards(fields: Fields, family: Family, num_layers: int) -> list[FeedForward]:
     """Each layer's."""
+    if family.feed_forwards is not None:
+        return family.feed_forwards(fields)
     if family.experts is None:
         return [_mlp(fields, family)] * num_layers
     experts = _experts(fields, family.experts)

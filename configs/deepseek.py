@@ -1,27 +1,63 @@
-"""The layers of a config.json of DeepSeek-V2: latent attention, and experts after a few dense layers."""
+"""The layers of config.json files of DeepSeek-V2 and V3: latent attention, and experts after a few dense layers."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from configs.errors import CheckpointError
 from configs.fields import MOST_PARTS, Fields
 from configs.latent_attention import LatentAttention
-from configs.layers import DenseMLP, LayerSpec, MixtureOfExperts
+from configs.layers import DenseMLP, FeedForward, LayerSpec, MixtureOfExperts
 from configs.rope import RopeConfig, yarn_mscale
+
+_GREEDY, _GROUP_LIMITED, _NOAUX_TC = "greedy", "group_limited_greedy", "noaux_tc"
 
 
 def deepseek_v2_layers(fields: Fields, rope: RopeConfig) -> tuple[LayerSpec, ...]:
     """Each layer of the model. Raises CheckpointError when a field is missing, or for what is not supported."""
-    hidden_size = fields.count("hidden_size")
-    attention = _attention(fields, rope)
+    return _layers(fields, rope, _feed_forwards(fields, _v2_experts(fields)))
+
+
+def deepseek_v3_layers(fields: Fields, rope: RopeConfig) -> tuple[LayerSpec, ...]:
+    """Does what `deepseek_v2_layers` does, for DeepSeek-V3, R1 and what has their layers."""
+    rope = replace(rope, interleaved=fields.flag("rope_interleave", True))
+    return _layers(fields, rope, deepseek_v3_feed_forwards(fields))
+
+
+def deepseek_v3_feed_forwards(fields: Fields) -> list[FeedForward]:
+    """Each layer's: experts that are chosen by sigmoids with a bias (noaux_tc), after a few dense layers."""
+    for key, value, supported in (
+        ("scoring_func", fields.text("scoring_func", "sigmoid"), "sigmoid"),
+        ("topk_method", fields.text("topk_method", _NOAUX_TC), _NOAUX_TC),
+    ):
+        _check(fields, key, value, supported)
+    experts = _experts(fields, _NOAUX_TC)
+    if experts.num_experts // experts.num_groups < 2:
+        raise CheckpointError(
+            f"{fields.where}: n_group={experts.num_groups} leaves a group fewer than two of "
+            f"n_routed_experts={experts.num_experts}, by which groups are chosen"
+        )
+    normalises = fields.flag("norm_topk_prob", True)
+    return _feed_forwards(fields, replace(experts, sigmoid=True, has_choice_bias=True, norm_topk_prob=normalises))
+
+
+def _layers(fields: Fields, rope: RopeConfig, feed_forwards: list[FeedForward]) -> tuple[LayerSpec, ...]:
+    hidden_size, attention = fields.count("hidden_size"), _attention(fields, rope)
+    made = {it: LayerSpec(hidden_size, attention, it) for it in dict.fromkeys(feed_forwards)}
+    return tuple(made[it] for it in feed_forwards)
+
+
+def _feed_forwards(fields: Fields, experts: MixtureOfExperts) -> list[FeedForward]:
     dense = DenseMLP(
-        hidden_size=hidden_size,
+        hidden_size=fields.count("hidden_size"),
         intermediate_size=fields.count("intermediate_size"),
         hidden_act=fields.text("hidden_act", "silu"),
     )
-    with_mlp, with_experts = (LayerSpec(hidden_size, attention, it) for it in (dense, _experts(fields)))
-    num_dense, step = fields.integer("first_k_dense_replace", 0), fields.count("moe_layer_freq", 1)
+    # Families of sigmoids have other defaults, each its own: their files have to say.
+    num_dense = fields.integer("first_k_dense_replace", None if experts.sigmoid else 0)
+    step = fields.count("moe_layer_freq", 1)
     num_layers = fields.count("num_hidden_layers", at_most=MOST_PARTS)
-    return tuple(with_experts if i >= num_dense and i % step == 0 else with_mlp for i in range(num_layers))
+    return [experts if i >= num_dense and i % step == 0 else dense for i in range(num_layers)]
 
 
 def _attention(fields: Fields, rope: RopeConfig) -> LatentAttention:
@@ -44,17 +80,27 @@ def _attention(fields: Fields, rope: RopeConfig) -> LatentAttention:
     )
 
 
-def _experts(fields: Fields) -> MixtureOfExperts:
+def _v2_experts(fields: Fields) -> MixtureOfExperts:
     # DeepSeek's code and transformers differ in what they do with norm_topk_prob, and no model of theirs sets it.
-    for key, value, supported in (
-        ("scoring_func", fields.text("scoring_func", "softmax"), "softmax"),
-        ("norm_topk_prob", fields.flag("norm_topk_prob", False), False),
-        ("hidden_act", fields.text("hidden_act", "silu"), "silu"),
-    ):
-        if value != supported:
-            raise CheckpointError(f"{fields.where}: {key}={value} is not supported; only {supported} is")
+    _check(fields, "scoring_func", fields.text("scoring_func", "softmax"), "softmax")
+    _check(fields, "norm_topk_prob", fields.flag("norm_topk_prob", False), False)
+    method = fields.text("topk_method", _GREEDY)
+    if method not in (_GREEDY, _GROUP_LIMITED):
+        raise CheckpointError(
+            f"{fields.where}: topk_method={method} is not supported; supported are {_GREEDY}, {_GROUP_LIMITED}"
+        )
+    return _experts(fields, method)
+
+
+def _check(fields: Fields, key: str, value: object, supported: object) -> None:
+    if value != supported:
+        raise CheckpointError(f"{fields.where}: {key}={value} is not supported; only {supported} is")
+
+
+def _experts(fields: Fields, method: str) -> MixtureOfExperts:
     num_experts, top_k = fields.count("n_routed_experts", at_most=MOST_PARTS), fields.count("num_experts_per_tok")
-    num_groups, top_groups = _groups(fields, num_experts)
+    _check(fields, "hidden_act", fields.text("hidden_act", "silu"), "silu")
+    num_groups, top_groups = (1, 1) if method == _GREEDY else _groups(fields, num_experts)
     if top_k > top_groups * (num_experts // num_groups):
         raise CheckpointError(
             f"{fields.where}: num_experts_per_tok={top_k} exceeds the experts of {top_groups} of {num_groups} groups "
@@ -68,7 +114,7 @@ def _experts(fields: Fields) -> MixtureOfExperts:
         intermediate_size=width,
         norm_topk_prob=False,
         round_weights=False,
-        weight_scale=fields.number("routed_scaling_factor", 1.0),
+        weight_scale=fields.number("routed_scaling_factor", None if method == _NOAUX_TC else 1.0),
         num_groups=num_groups,
         top_groups=top_groups,
         shared_intermediate_size=fields.count("n_shared_experts") * width,
@@ -79,13 +125,6 @@ def _experts(fields: Fields) -> MixtureOfExperts:
 
 def _groups(fields: Fields, num_experts: int) -> tuple[int, int]:
     """Groups of experts, and those of them that a token may choose from."""
-    method = fields.text("topk_method", "greedy")
-    if method == "greedy":
-        return 1, 1
-    if method != "group_limited_greedy":
-        raise CheckpointError(
-            f"{fields.where}: topk_method={method} is not supported; supported are greedy, group_limited_greedy"
-        )
     num_groups, top_groups = fields.count("n_group"), fields.count("topk_group")
     if num_experts % num_groups or top_groups > num_groups:
         raise CheckpointError(

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from configs.deepseek import deepseek_v2_layers
+from configs.deepseek import deepseek_v2_layers, deepseek_v3_feed_forwards, deepseek_v3_layers
 from configs.fields import Fields
-from configs.layers import PLAIN_NORMS, LayerSpec, NormNames
+from configs.layers import PLAIN_NORMS, FeedForward, LayerSpec, NormNames
 from configs.rope import RopeConfig
 
 
@@ -65,7 +65,8 @@ class Family:
     fused_qkv: bool = False
     mlp_projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """See DenseMLP."""
-    qk_norm: bool = False
+    qk_norm: bool | None = False
+    """None: `use_qk_norm` says, and else there is none."""
     has_sinks: bool = False
     """See GroupedQueryAttention."""
     windows: Literal["none", "every layer", "every layer if used", "as said", "by type", "by turns"] = "none"
@@ -77,6 +78,8 @@ class Family:
     default_window: int | None = 4096
     """The default for a file that names none."""
     experts: ExpertsFamily | None = None
+    feed_forwards: Callable[[Fields], list[FeedForward]] | None = None
+    """Makes those of a family that neither `experts` nor a dense MLP describes."""
     layers: Callable[[Fields, RopeConfig], tuple[LayerSpec, ...]] | None = None
     """Makes the layers of a family without grouped-query attention, which the other fields describe."""
     hidden_act_key: str = "hidden_act"
@@ -228,4 +231,15 @@ FAMILIES = {
         ),
     ),
     "deepseek_v2": Family(max_position_embeddings=2048, interleaved_rope=True, layers=deepseek_v2_layers),
+    "deepseek_v3": Family(max_position_embeddings=4096, layers=deepseek_v3_layers),
+    "glm4_moe": Family(
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        partial_rotary=0.5,
+        attention_bias=False,
+        heeds_o_bias=False,
+        qk_norm=None,
+        feed_forwards=deepseek_v3_feed_forwards,
+    ),
 }

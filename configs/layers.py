@@ -347,7 +347,8 @@ class MixtureOfExperts:
 
     y = sum over the top k experts e of weight[e] * expert_e(x) + sigmoid(x @ shared_gate) * shared(x)
 
-    The weights are the softmax of all experts' logits. The shared expert may have no gate: then it counts whole.
+    The weights are the softmax of all experts' logits, or their sigmoids. The shared expert may have no gate: then it
+    counts whole.
     """
 
     hidden_size: int
@@ -361,10 +362,13 @@ class MixtureOfExperts:
     """Round them to the activations' type, as Qwen's models do and Mixtral does not."""
     weight_scale: float = 1.0
     """Factor of them, before they are rounded."""
+    sigmoid: bool = False
+    has_choice_bias: bool = False
+    """Whether a bias is added to the sigmoids by which experts are chosen, not to those that weigh them."""
     num_groups: int = 1
     """Equal groups of neighbouring experts."""
     top_groups: int = 1
-    """A token's experts are those of the so many groups whose best experts it prefers."""
+    """A token's experts are of the so many groups whose best experts it prefers; with a bias, whose two best ones."""
     shared_intermediate_size: int | None = None
     """Columns of the shared expert; None where there is none."""
     shared_name: str = "shared_expert"
@@ -378,6 +382,12 @@ class MixtureOfExperts:
     def router(self) -> TensorSpec:
         """[num_experts, hidden_size]; every rank has all of it."""
         return TensorSpec(f"{self.name}.gate.weight", "", (self.num_experts, self.hidden_size), Role.MATRIX)
+
+    @property
+    def choice_bias(self) -> TensorSpec | None:
+        """[num_experts], used in fp32, or none."""
+        names, shape = (f"{self.name}.gate.e_score_correction_bias", ""), (self.num_experts,)
+        return TensorSpec(*names, shape, Role.BIAS) if self.has_choice_bias else None
 
     @property
     def experts(self) -> tuple[DenseMLP, ...]:
@@ -419,8 +429,8 @@ class MixtureOfExperts:
     def tensors(self) -> tuple[TensorSpec, ...]:
         share = Fraction(self.top_k, self.num_experts)
         routed = tuple(replace(tensor, share=share) for expert in self.experts for tensor in expert.tensors)
-        gate = () if self.shared_gate is None else (self.shared_gate,)
-        return (self.router, *routed, *gate, *(() if self.shared is None else self.shared.tensors))
+        beside = tuple(it for it in (self.choice_bias, self.shared_gate) if it is not None)
+        return (self.router, *routed, *beside, *(() if self.shared is None else self.shared.tensors))
 
     @property
     def axes(self) -> tuple[Columns, ...]:

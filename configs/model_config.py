@@ -45,6 +45,8 @@ class ModelConfig:
     """The checkpoint's own: float32, bfloat16 or float16."""
     weight_scales: WeightScales | None = None
     """The scales of matrices that the checkpoint has in FP8. None: it has none in FP8."""
+    num_mtp_layers: int = 0
+    """Layers behind the others in a checkpoint, for predicting several tokens at once (MTP), which are not read."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     """Union of what config, generation_config and tokenizer metadata name."""
@@ -111,7 +113,7 @@ class ModelConfig:
         return Linear(name, gguf_name, self.vocab_size, self.hidden_size, cut, role=Role.EMBEDDING)
 
 
-def layer_prefix(layer: int) -> str:
+def layer_prefix(layer: int | str) -> str:
     """The prefix of the names of a layer's tensors."""
     return f"model.layers.{layer}."
 

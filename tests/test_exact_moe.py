@@ -23,7 +23,7 @@ from worker.kernels import moe
 from worker.kernels.grouped_experts import Tile, Tiles, Tokens
 from worker.kernels.moe import gated_silu_and_mul, mixture
 from worker.kernels.pair_experts import pair_gate_up
-from worker.kernels.routing import route, router_logits
+from worker.kernels.routing import SOFTMAX, Scoring, route, router_logits
 
 FIRST_SLOT = 16
 TOKENS = 12  # as a batch: more than take a program for every pair
@@ -264,18 +264,25 @@ def test_a_rank_without_leaves_has_no_nodes_and_no_tokens_no_rows(device: torch.
     assert case.of(slice(0, 0)).run().shape == (1, 0, SMALL.hidden)
 
 
+@pytest.mark.parametrize("sigmoid", [False, True])
 @pytest.mark.parametrize(("normalise", "num_tokens"), [(False, 1), (True, 9)])
 def test_both_kernels_that_weigh_experts_give_the_same_bits(
-    device: torch.device, normalise: bool, num_tokens: int
+    device: torch.device, normalise: bool, num_tokens: int, sigmoid: bool
 ) -> None:
     shape = Shape(20 if device.type == "cpu" else 128, 8, 32, 16, 1, normalise)
     case = Case.create(shape, num_tokens, device)
     case.x[0] = 0.0  # all logits are equal
     logits = router_logits(case.x, case.router)
-    tokens = Tokens(case.x, logits, None, 0, shape.num_experts, shape.top_k, normalise, 2.5, torch.float32, None)
+    # Of the biases, halves have equals among them.
+    bias = torch.arange(shape.num_experts, device=device).remainder(3) / 2
+    scoring = Scoring(True, bias, 4, 3) if sigmoid else SOFTMAX
+    tokens = Tokens(
+        case.x, logits, None, 0, shape.num_experts, shape.top_k, normalise, 2.5, torch.float32, None, scoring
+    )
     _, experts, weights = pair_gate_up(tokens, case.w13, Tile(16, 32, 2, 2), exact=True)
     counts = torch.zeros(shape.num_experts, dtype=torch.int32, device=device)
     options = {"top_k": shape.top_k, "normalise": normalise, "weight_scale": 2.5, "round_to": torch.float32}
+    options["scoring"] = scoring
     routes = route(logits, counts, **options)
     assert torch.equal(weights.view_as(routes.weights), routes.weights)
     assert torch.equal(experts.long().bincount(minlength=shape.num_experts), counts)

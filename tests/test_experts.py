@@ -11,8 +11,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import DeepseekV2Config, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
+from transformers import DeepseekV2Config, DeepseekV3Config, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2MLP, DeepseekV2Moe
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MLP, DeepseekV3MoE
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
@@ -77,6 +78,24 @@ def _deepseek(**fields: Any) -> Callable[[], torch.nn.Module]:
     return make
 
 
+def _deepseek_v3(**fields: Any) -> Callable[[], torch.nn.Module]:
+    def make() -> torch.nn.Module:
+        config = DeepseekV3Config(
+            hidden_size=HIDDEN,
+            moe_intermediate_size=COLUMNS,
+            n_routed_experts=NUM_EXPERTS,
+            num_experts_per_tok=4,
+            n_group=3,
+            topk_group=2,
+            **fields,
+        )
+        block = DeepseekV3MoE(config)
+        block.shared_experts = DeepseekV3MLP(config, intermediate_size=SHARED_COLUMNS)
+        return block
+
+    return make
+
+
 QWEN3 = MixtureOfExperts(
     hidden_size=HIDDEN, num_experts=NUM_EXPERTS, top_k=4, intermediate_size=COLUMNS, norm_topk_prob=True
 )
@@ -104,9 +123,16 @@ FAMILIES = {
         _deepseek(routed_scaling_factor=2.5, topk_method="group_limited_greedy", n_group=4, topk_group=2),
         replace(DEEPSEEK, num_groups=4, top_groups=2),
     ),
+    "deepseek_v3": Family(
+        _deepseek_v3(routed_scaling_factor=2.5),
+        replace(DEEPSEEK, num_groups=3, top_groups=2, sigmoid=True, has_choice_bias=True, norm_topk_prob=True),
+    ),
+    "deepseek_v3_sigmoids": Family(
+        _deepseek_v3(routed_scaling_factor=1.0, norm_topk_prob=False),
+        replace(DEEPSEEK, num_groups=3, top_groups=2, sigmoid=True, has_choice_bias=True, weight_scale=1.0),
+    ),
 }
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
-ON_GPUS = {name: family for name, family in FAMILIES.items() if family.spec.num_groups == 1}
 
 
 class Source:
@@ -143,7 +169,7 @@ def _block(family: Family, seed: int = 0) -> torch.nn.Module:
     block = family.block().eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in block.parameters():
+        for parameter in [*block.parameters(), *block.buffers()]:  # a bias of the choice is a buffer
             parameter.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5)
     return block
 
@@ -186,8 +212,8 @@ def test_a_rank_reads_its_columns_and_no_more(family: Family) -> None:
     source = Source(_block(family), family.spec)
     _experts(family.spec, Span(32, 96), Span(96, 160)).load(source, PREFIX)
     expected = NUM_EXPERTS * (HIDDEN + 3 * 64 * HIDDEN)
-    gate = HIDDEN if family.spec.shared_gate else 0
-    assert source.num_read == expected + gate + (3 * 64 * HIDDEN if family.spec.shared else 0)
+    beside = (HIDDEN if family.spec.shared_gate else 0) + (NUM_EXPERTS if family.spec.choice_bias else 0)
+    assert source.num_read == expected + beside + (3 * 64 * HIDDEN if family.spec.shared else 0)
 
 
 @every_family
@@ -262,15 +288,8 @@ def test_refuses_an_activation_that_the_kernels_do_not_have() -> None:
         _experts(replace(QWEN3, hidden_act="gelu"), Span(0, 32), Span(0, 0))
 
 
-def test_refuses_groups_of_experts_on_gpus_before_anything_is_made() -> None:
-    shard = LayerShard({Axis.EXPERT_COLUMNS: Span(0, 32), Axis.SHARED_EXPERT_COLUMNS: Span(0, 32)})
-    context = LayerContext((shard,), TensorParallelGroup.single(), FAST, torch.float32, torch.device("cuda"))
-    with pytest.raises(ConfigError, match="experts of the best 2 of 4 groups are not chosen on GPUs"):
-        Experts.of(FAMILIES["deepseek_v2_groups"].spec, context)
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", ON_GPUS.values(), ids=ON_GPUS.keys())
+@every_family
 @pytest.mark.parametrize("num_tokens", [1, 4, 37, 300])
 def test_on_a_gpu_the_block_is_as_exact_as_transformers(family: Family, num_tokens: int) -> None:
     device = torch.device("cuda")
@@ -334,7 +353,8 @@ def _total(layer: CudaExperts, x: torch.Tensor, padding: Padding) -> torch.Tenso
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("sizes", [(3,), pytest.param((1, 2, 4), marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
-    "name", ["qwen2_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ON_GPUS if name != "qwen2_moe")]
+    "name",
+    [pytest.param(name, marks=() if name in ("qwen2_moe", "deepseek_v3") else pytest.mark.slow) for name in FAMILIES],
 )
 def test_exact_kernels_sum_ranks_and_batches_to_the_bits_of_one_token_on_one_rank(
     name: str, sizes: tuple[int, ...], exact_device: torch.device

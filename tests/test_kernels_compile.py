@@ -366,7 +366,14 @@ def _call_exact_products() -> None:
 
 
 def _call_mixture(
-    num_tokens: int, columns: int, *, num_experts: int, top_k: int, shared: bool, gated: bool = True
+    num_tokens: int,
+    columns: int,
+    *,
+    num_experts: int,
+    top_k: int,
+    shared: bool,
+    gated: bool = True,
+    scoring: routing.Scoring = routing.SOFTMAX,
 ) -> None:
     hidden = 2048
     moe.mixture(
@@ -378,6 +385,7 @@ def _call_mixture(
         normalise=not shared,
         round_to=torch.bfloat16,
         weight_scale=1.0 if gated else 16.0,
+        scoring=scoring,
         out=_bf16(num_tokens, hidden),
         slots=_int64(num_tokens),
         first_slot=64,
@@ -472,6 +480,12 @@ def _call_everything() -> None:
     for num_tokens in (1, 64):
         _call_mixture(num_tokens, 480, num_experts=60, top_k=4, shared=True)
         _call_mixture(num_tokens, 704, num_experts=64, top_k=6, shared=True, gated=False)
+        # DeepSeek-V3 on eight ranks, GLM-4.5-Air, and Llama 4 Scout.
+        v3 = routing.Scoring(True, torch.empty(256), 8, 4)
+        _call_mixture(num_tokens, 256, num_experts=256, top_k=8, shared=True, gated=False, scoring=v3)
+        air, llama4 = routing.Scoring(True, torch.empty(128)), routing.Scoring(True, scales_input=True)
+        _call_mixture(num_tokens, 352, num_experts=128, top_k=8, shared=True, gated=False, scoring=air)
+        _call_mixture(num_tokens, 1024, num_experts=16, top_k=1, shared=True, gated=False, scoring=llama4)
     # Qwen3-30B-A3B with all of the tiles, and Mixtral's leaves.
     for num_tokens in (1, 16, 256, 1024, 8192):
         _call_exact_mixture(num_tokens, 64, ((0, 12),), num_experts=128, top_k=8)

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 against transformers, from config and checkpoint to logits and greedy tokens; its plan, pool and cost."""
+"""DeepSeek-V2 and V3 against transformers, from config and checkpoint to logits and greedy tokens; plan, pool, cost."""
 
 from __future__ import annotations
 
@@ -64,6 +64,16 @@ YARN = {
     "mscale": 0.707,
     "mscale_all_dim": 0.9,
 }
+# With one more layer than are computed.
+V3: dict[str, Any] = {
+    "q_lora_rank": 40,
+    "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 1,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "lite": {"q_lora_rank": None, "rope_parameters": YARN},
     # Values wider than keys; and experts of two groups of four.
@@ -76,6 +86,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.5,
         "first_k_dense_replace": 0,
     },
+    "v3": V3,
 }
 SHAPE = ROOT / "benchmarks" / "models" / "deepseek-v2-lite"
 
@@ -83,12 +94,17 @@ SHAPE = ROOT / "benchmarks" / "models" / "deepseek-v2-lite"
 @pytest.fixture(scope="module", params=MODELS)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     torch.manual_seed(0)
-    config = transformers.DeepseekV2Config(**{**SIZES, **MODELS[request.param]}, attn_implementation="eager")
-    hf = transformers.DeepseekV2ForCausalLM(config)
+    family = "DeepseekV3" if request.param == "v3" else "DeepseekV2"
+    config_class = getattr(transformers, f"{family}Config")
+    config = config_class(**{**SIZES, **MODELS[request.param]}, attn_implementation="eager")
+    hf = getattr(transformers, f"{family}ForCausalLM")(config)
     with torch.no_grad():
         # Of the initial size, heads would hardly prefer any token, nor routers any expert.
         for parameter in hf.parameters():
             parameter.mul_(6.0 if parameter.dim() > 1 else 1.0)
+        for name, buffer in hf.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_()
     path = tmp_path_factory.mktemp(request.param)
     save(hf, path)
     return Case(hf, path, read_model_config(path))
@@ -173,6 +189,8 @@ def test_head_counts_that_flashinfer_has_no_kernels_for_are_refused_before_anyth
 
 def _read(directory: Path, **changes: Any) -> ModelConfig:
     config = {"model_type": "deepseek_v2", **SIZES, **changes}
+    if config["model_type"] == "deepseek_v3":
+        config = {**config, **V3, **changes}
     (directory / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
     return read_model_config(directory)
 
@@ -224,7 +242,11 @@ def test_layers_without_experts_are_the_first_and_those_between(tmp_path: Path) 
         ({"hidden_act": "gelu"}, "hidden_act=gelu is not supported; only silu is"),
         ({"moe_layer_freq": 0}, "moe_layer_freq=0 is less than 1"),
         ({"qk_rope_head_dim": 7}, "is odd"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "has a quantization_config"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "has a quantization_config"),
+        ({"model_type": "deepseek_v3", "scoring_func": "softmax"}, "scoring_func=softmax is not .* only sigmoid is"),
+        ({"model_type": "deepseek_v3", "topk_method": "greedy"}, "topk_method=greedy is not .* only noaux_tc is"),
+        ({"model_type": "deepseek_v3", "n_group": 8, "topk_group": 3}, "n_group=8 leaves a group fewer than two"),
+        ({"model_type": "deepseek_v3", "routed_scaling_factor": ...}, "has no routed_scaling_factor"),
     ],
 )
 def test_a_config_that_cannot_be_served_is_refused(tmp_path: Path, changes: Mapping[str, Any], message: str) -> None:

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="a CPU install has no Triton")
 
 from worker.kernels.grouped_experts import Tile, Tiles
 from worker.kernels.moe import choose_tiles, mixture
-from worker.kernels.routing import Routes, max_blocks, route, router_logits
+from worker.kernels.routing import SOFTMAX, Routes, Scoring, max_blocks, route, router_logits
 
 FIRST_SLOT = 16
 
@@ -57,12 +57,15 @@ class Shape:
     weight_scale: float = 1.0
     shared_gate: bool = True
     """Of a shared expert, where there is one."""
+    top_groups: int = 0
+    """Of four, from which a token's experts are; then they are chosen by sigmoids and a bias."""
 
 
 QWEN3 = Shape(128, 8, 32, 32)
 QWEN2 = Shape(60, 4, 48, 96, normalise=False)  # numbers that no tile divides
 MIXTRAL = Shape(8, 2, 64, 160)
 DEEPSEEK = Shape(16, 6, 48, 96, normalise=False, weight_scale=2.5, shared_gate=False)
+DEEPSEEK_V3 = Shape(20, 3, 48, 96, weight_scale=2.5, shared_gate=False, top_groups=2)
 SLOW = pytest.mark.slow  # takes the interpreter seconds
 
 
@@ -88,6 +91,9 @@ class Case:
         self.w2 = random(experts, hidden, columns, fan_in=max(columns, 1))
         self.shared = random(num_tokens, hidden) if shared else None
         self.slots: torch.Tensor | None = None
+        self.scoring = SOFTMAX
+        if shape.top_groups:
+            self.scoring = Scoring(True, torch.randn(experts, generator=generator).to(device), 4, shape.top_groups)
 
     def run(self, tiles: Tiles | None = None, round_to: torch.dtype = torch.float32) -> torch.Tensor:
         out = torch.full(self.x.shape, torch.nan, device=self.x.device, dtype=self.x.dtype)
@@ -99,6 +105,7 @@ class Case:
             top_k=self.shape.top_k,
             normalise=self.shape.normalise,
             weight_scale=self.shape.weight_scale,
+            scoring=self.scoring,
             round_to=round_to,
             out=out,
             slots=self.slots,
@@ -113,6 +120,13 @@ class Case:
         num_experts, top_k = self.shape.num_experts, self.shape.top_k
         logits = self.x.float() @ self.router.float().T
         weights, chosen = logits[:, :num_experts].softmax(1).topk(top_k)
+        if self.scoring.bias is not None:
+            scores = logits[:, :num_experts].sigmoid()
+            by_group = (scores + self.scoring.bias).unflatten(1, (4, -1))
+            best = by_group.topk(2).values.sum(2).topk(self.shape.top_groups).indices
+            is_closed = torch.ones_like(by_group[:, :, 0], dtype=torch.bool).scatter(1, best, value=False)
+            chosen = by_group.masked_fill(is_closed[:, :, None], -torch.inf).flatten(1).topk(top_k).indices
+            weights = scores.gather(1, chosen)
         if self.shape.normalise:
             weights = weights / weights.sum(1, keepdim=True)
         weights = weights * self.shape.weight_scale
@@ -145,6 +159,8 @@ class Case:
         (QWEN3, 1),
         (QWEN2, 3),
         (MIXTRAL, 3),
+        (DEEPSEEK_V3, 5),
+        (DEEPSEEK_V3, 12),
         *(pytest.param(*it, marks=SLOW) for it in ((QWEN3, 5), (QWEN2, 17), (MIXTRAL, 300))),
     ],
 )
@@ -293,6 +309,18 @@ def test_of_equal_logits_the_first_experts_are_chosen_and_nan_is_below_all(devic
     logits[0, 1, [2, 7, 11]] = 1.0
     logits[0, 2, :10] = torch.nan
     assert _experts(_route(logits, 3)) == [[0, 1, 2], [2, 7, 11], [10, 11, 0]]
+
+
+@on_each_device
+@pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")
+def test_sigmoids_that_are_all_tiny_have_weights_of_sum_one_and_nan_reads_no_expert_that_is_none(device: str) -> None:
+    scoring = Scoring(True, torch.zeros(12, device=device), 4, 2)
+    logits = torch.full((1, 3, 12), -30.0, device=device)
+    logits[0, 1] = torch.nan
+    logits[0, 2, 6:] = -torch.inf
+    routes = _route(logits, 4, scoring=scoring)
+    assert _experts(routes) == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3]]
+    torch.testing.assert_close(routes.weights[[0, 2]], torch.full((2, 4), 0.25, device=device))
 
 
 @on_each_device

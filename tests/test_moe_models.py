@@ -47,6 +47,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen2Moe",
         {"num_experts": 10, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 160},
     ),
+    # Heads turn in part.
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            "n_routed_experts": 8,
+            "moe_intermediate_size": 96,
+            "routed_scaling_factor": 2.5,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "pad_token_id": 0,
+        },
+    ),
 }
 SHAPES = ROOT / "benchmarks" / "models"
 
@@ -61,6 +73,9 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         # Of the initial size, routers would hardly prefer any expert, and experts hardly add to the residual.
         for parameter in hf.parameters():
             parameter.mul_(4.0 if parameter.dim() > 1 else 1.0)
+        for key, buffer in hf.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.normal_()
     path = tmp_path_factory.mktemp(request.param)
     save(hf, path)
     return Case(hf, path, read_model_config(path))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -239,7 +240,10 @@ class Checkpoint:
         # A tied model needs no LM head of its own, but some checkpoints store the copy.
         tied_copy = self._model.tie_word_embeddings and name == "lm_head.weight"
         of_activations = self._model.weight_scales is not None and name.endswith(INPUT_SCALE)
-        return tied_copy or of_activations or name in _IGNORED_NAMES or name.endswith(_IGNORED_SUFFIXES)
+        layer = re.match(layer_prefix(r"(\d+)"), name)
+        is_mtp = layer is not None and 0 <= int(layer[1]) - self._model.num_hidden_layers < self._model.num_mtp_layers
+        is_unread = tied_copy or is_mtp or of_activations
+        return is_unread or name in _IGNORED_NAMES or name.endswith(_IGNORED_SUFFIXES)
 
 
 def expected_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -65,6 +65,11 @@ def print_plan(
         f"{resolved.config.served_model_name}: {model.model_type}, {model.num_hidden_layers} layers, "
         f"{_heads(model)}, {resolved.config.dtype}, {resolved.config.numerics}",
         f"  from {model_path}",
+        *(
+            [f"  without its {model.num_mtp_layers} layer(s) of MTP, which are not read"]
+            if model.num_mtp_layers
+            else []
+        ),
         "",
         _rank_table(plan, resolved.config),
         "",

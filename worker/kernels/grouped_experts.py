@@ -12,7 +12,16 @@ import triton
 import triton.language as tl
 
 from attention.kernels.pages import has_dependent_launch
-from worker.kernels.routing import Routes, find_block, follow, let_next_start, max_blocks, route
+from worker.kernels.routing import (
+    SOFTMAX,
+    Routes,
+    Scoring,
+    find_block,
+    follow,
+    let_next_start,
+    max_blocks,
+    route,
+)
 
 MMA_ROWS = 16
 """Rows of the smallest tile."""
@@ -26,11 +35,14 @@ def silu_and_mul(gate, up):
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _grouped_gate_up_kernel(
-    hidden_ptr, x_ptr, w13_ptr, pairs_ptr, counts_ptr, num_tokens, num_experts, x_stride, width, size,
+    hidden_ptr, x_ptr, w13_ptr, factors_ptr, pairs_ptr, counts_ptr, num_tokens, num_experts, x_stride, width, size,
     TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """hidden[pair] of a block of pairs of one expert, BLOCK_N columns of it."""
+    """hidden[pair] of a block of pairs of one expert, BLOCK_N columns of it.
+
+    With factors [num_pairs], of w times the pair's input that is hidden / w: the down product is weighted by it anyway.
+    """
     follow(DEPENDENT)
     # Programs that follow each other share the rows of x, and those after them the expert.
     num_column_blocks = tl.cdiv(width, BLOCK_N)
@@ -60,6 +72,8 @@ def _grouped_gate_up_kernel(
         gate = tl.dot(x, g.T, gate, input_precision="ieee")
         up = tl.dot(x, u.T, up, input_precision="ieee")
     let_next_start(DEPENDENT)
+    if factors_ptr is not None:
+        gate *= tl.load(factors_ptr + pair, mask=places < count, other=0.0)[:, None]
     hidden = silu_and_mul(gate, up).to(hidden_ptr.dtype.element_ty)
     stored = (places < count)[:, None] & (columns < width)[None, :]
     tl.store(hidden_ptr + pair.to(tl.int64)[:, None] * width + columns[None, :], hidden, mask=stored)
@@ -157,6 +171,7 @@ class Tokens:
     weight_scale: float
     round_to: torch.dtype
     shared: torch.Tensor | None
+    scoring: Scoring = SOFTMAX
 
     @property
     def places(self) -> tuple[torch.Tensor, torch.Tensor | None, int, int, int, int]:
@@ -182,6 +197,7 @@ def grouped_gate_up(
         normalise=tokens.normalise,
         weight_scale=tokens.weight_scale,
         round_to=tokens.round_to,
+        scoring=tokens.scoring,
         slots=tokens.slots,
         first_slot=tokens.first_slot,
     )
@@ -194,6 +210,7 @@ def grouped_gate_up(
         hidden,
         tokens.x,
         w13,
+        routes.weights if tokens.scoring.scales_input else None,
         routes.pairs,
         routes.counts,
         num_tokens,

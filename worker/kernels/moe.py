@@ -36,6 +36,8 @@ from worker.kernels.grouped_experts import (
 )
 from worker.kernels.pair_experts import sum_pairs
 from worker.kernels.routing import (
+    SOFTMAX,
+    Scoring,
     follow,
     is_live,
     load_logits,
@@ -151,6 +153,7 @@ def mixture(
     slots: torch.Tensor | None = None,
     first_slot: int = 0,
     weight_scale: float = 1.0,
+    scoring: Scoring = SOFTMAX,
     shared: torch.Tensor | None = None,
     leaf: int | None = None,
     nodes: tuple[Span, ...] = (),
@@ -160,7 +163,7 @@ def mixture(
 ) -> torch.Tensor:
     """Sum over each token's top k experts of weight * w2 @ (silu(gate) * up), and the shared expert, perhaps gated.
 
-    Weights are a softmax over all experts. Sums over inputs and over experts are fp32.
+    Weights are a softmax over all experts, or what `scoring` says. Sums over inputs and over experts are fp32.
 
     Args:
         x: [num_tokens, size], elements of a row side by side, rows any distance apart.
@@ -193,7 +196,9 @@ def mixture(
     if width > 0 and tiles.block_m > 1:
         counts = torch.empty(num_experts, dtype=torch.int32, device=x.device)
     logits = router_logits(x, router, counts)
-    tokens = Tokens(x, logits, slots, first_slot, num_experts, top_k, normalise, weight_scale, round_to, shared)
+    tokens = Tokens(
+        x, logits, slots, first_slot, num_experts, top_k, normalise, weight_scale, round_to, shared, scoring
+    )
     if counts is not None:
         _sum_groups(tokens, counts, w13, w2, leaf, nodes, tiles, most_bytes, out)
     elif width > 0:

@@ -35,16 +35,17 @@ _MAX_CUTS = 4
 
 @triton.jit(do_not_specialize=["first_slot", "part_stride"])
 def _pair_gate_up_kernel(
-    hidden_ptr, experts_ptr, weights_ptr, x_ptr, w13_ptr, logits_ptr, slots_ptr, first_slot, num_experts,
+    hidden_ptr, experts_ptr, weights_ptr, x_ptr, w13_ptr, bias_ptr, logits_ptr, slots_ptr, first_slot, num_experts,
     logits_stride, part_stride, x_stride, width, size, PARTS: tl.constexpr, TOP_K: tl.constexpr,
     NORMALISE: tl.constexpr, WEIGHT_SCALE: tl.constexpr, ROUND_TO: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, STAGES: tl.constexpr, EXACT: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    SIGMOID: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BLOCK_G: tl.constexpr,
+    SCALES_INPUT: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """hidden[pair] = silu(w13[expert, :width] @ x[token]) * (w13[expert, width:] @ x[token]), and who the expert is.
 
-    EXACT: by MMAs, of which the pair's row is the first and the others are zeros, so that the bits are those of a
-    grouped product.
+    SCALES_INPUT: by the weight, as factors do in `_grouped_gate_up_kernel`. EXACT: by MMAs, of which the pair's row is
+    the first and the others are zeros, so that the bits are those of a grouped product.
     """
     # Programs that follow each other read the same columns of the pairs' experts: two of one expert find them in L2.
     pair = tl.program_id(0)
@@ -52,10 +53,16 @@ def _pair_gate_up_kernel(
     follow(DEPENDENT)
     live = is_live(slots_ptr, token, True, first_slot)
     if live:
-        logits, num_above = compare_logits(logits_ptr + token * logits_stride, num_experts, part_stride, PARTS, BLOCK_E)
+        logits, num_above = compare_logits(
+            logits_ptr + token * logits_stride, bias_ptr, num_experts, part_stride, PARTS, BLOCK_E, GROUPS, TOP_GROUPS,
+            BLOCK_G,
+        )  # fmt: skip
         expert = nth_expert(num_above, choice, BLOCK_E)
+        if SCALES_INPUT:
+            weight = weight_of(expert, logits, num_above, num_experts, TOP_K, NORMALISE, BLOCK_E, SIGMOID)
+            factor = (weight * WEIGHT_SCALE).to(ROUND_TO).to(tl.float32)
         if tl.program_id(1) == 0:
-            weight = weight_of(expert, logits, num_above, num_experts, TOP_K, NORMALISE, BLOCK_E)
+            weight = weight_of(expert, logits, num_above, num_experts, TOP_K, NORMALISE, BLOCK_E, SIGMOID)
             tl.store(experts_ptr + pair, expert)
             tl.store(weights_ptr + pair, (weight * WEIGHT_SCALE).to(ROUND_TO).to(tl.float32))
         columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -89,12 +96,14 @@ def _pair_gate_up_kernel(
                 up += u.to(tl.float32) * x.to(tl.float32)
         let_next_start(DEPENDENT)
         stored = columns < width
+        if not EXACT:
+            gate, up = tl.sum(gate, 1), tl.sum(up, 1)
+        if SCALES_INPUT:
+            gate *= factor
+        hidden = silu_and_mul(gate, up)
         if EXACT:
-            hidden = silu_and_mul(gate, up)
             columns = tl.broadcast_to(columns[None, :], [_ROWS, BLOCK_N])
             stored = stored[None, :] & is_row
-        else:
-            hidden = silu_and_mul(tl.sum(gate, 1), tl.sum(up, 1))
         tl.store(hidden_ptr + pair * width + columns, hidden.to(hidden_ptr.dtype.element_ty), mask=stored)
 
 
@@ -241,6 +250,7 @@ def pair_gate_up(
         weights,
         tokens.x,
         w13,
+        tokens.scoring.bias,
         *tokens.places,
         tokens.x.stride(0),
         width,
@@ -256,6 +266,8 @@ def pair_gate_up(
         EVEN_K=size % tile.block_k == 0,
         STAGES=tile.num_stages,
         EXACT=exact,
+        **tokens.scoring.constants,
+        SCALES_INPUT=tokens.scoring.scales_input,
         DEPENDENT=dependent,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

@@ -84,12 +84,51 @@ def shared_of(row_ptr, gate_ptr, columns, live, inside, part_stride, PARTS: tl.c
 
 
 @triton.jit
-def compare_logits(logits_ptr, num_experts, part_stride, PARTS: tl.constexpr, BLOCK_E: tl.constexpr):
-    """A token's logits, and how many others are above each; NaN, and what is no expert, stands with the lowest."""
+def of_best_groups(
+    choice, experts, inside, num_experts, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BLOCK_G: tl.constexpr,
+    PAIRS: tl.constexpr,
+):  # fmt: skip
+    """`choice` [tokens, experts] of a token's TOP_GROUPS best groups, -inf for the others: by the best of each group,
+    with PAIRS by its two best together; of equal groups the first."""
+    choice = tl.where(inside & (choice == choice), choice, float("-inf"))
+    group_of = experts // (num_experts // GROUPS)
+    groups = tl.arange(0, BLOCK_G)[None, :]
+    scores = tl.full([choice.shape[0], BLOCK_G], float("-inf"), tl.float32)
+    for group in tl.static_range(GROUPS):
+        own = tl.where(group_of == group, choice, float("-inf"))
+        score = tl.max(own, 1)[:, None]
+        if PAIRS:
+            first = tl.min(tl.where(own == score, experts, num_experts), 1)[:, None]
+            score += tl.max(tl.where(experts == first, float("-inf"), own), 1)[:, None]
+        scores = tl.where(groups == group, score, scores)
+    is_open = inside & (group_of < 0)
+    for _ in tl.static_range(TOP_GROUPS):
+        best = tl.max(scores, 1)[:, None]
+        chosen = tl.min(tl.where(scores == best, groups, GROUPS), 1)[:, None]
+        scores = tl.where(groups == chosen, float("-inf"), scores)
+        is_open |= group_of == chosen
+    return tl.where(is_open, choice, float("-inf"))
+
+
+@triton.jit
+def compare_logits(
+    logits_ptr, bias_ptr, num_experts, part_stride, PARTS: tl.constexpr, BLOCK_E: tl.constexpr, GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    """A token's logits, and how many others come before each; NaN, and what is no expert, stands with the last."""
     ids = tl.arange(0, BLOCK_E)
     inside = ids < num_experts
     logits = load_logits(logits_ptr + ids, inside, part_stride, PARTS)
-    ordered = tl.where(inside & (logits == logits), logits, float("-inf"))
+    choice = logits
+    if bias_ptr is not None:
+        choice = sigmoid(logits) + tl.load(bias_ptr + ids, mask=inside, other=0.0)
+    ordered = tl.where(inside & (choice == choice), choice, float("-inf"))
+    if TOP_GROUPS < GROUPS:
+        ordered = of_best_groups(
+            ordered[None, :], ids[None, :], inside[None, :], num_experts, GROUPS, TOP_GROUPS, BLOCK_G,
+            bias_ptr is not None,
+        )  # fmt: skip
+        ordered = tl.reshape(ordered, [BLOCK_E])
     # Summed over rows, which are a thread's own: over columns, threads would have to sum for every row.
     return logits, tl.sum((ordered[:, None] > ordered[None, :]).to(tl.int32), 0)
 
@@ -115,12 +154,29 @@ def from_units(total):
 
 
 @triton.jit
+def normalised(shares, top_shares):
+    """`shares` over the sum of `top_shares`, both [tokens, experts], and 1e-20: the same in any order."""
+    largest = tl.maximum(tl.max(top_shares, 1), 1e-30)[:, None]
+    total = from_units(tl.sum(in_units(top_shares / largest), 1))[:, None]
+    return shares / tl.fma(total, largest, 1e-20)
+
+
+@triton.jit
 def weight_of(
-    expert, logits, num_above, num_experts, TOP_K: tl.constexpr, NORMALISE: tl.constexpr, BLOCK_E: tl.constexpr
-):
+    expert, logits, num_above, num_experts, TOP_K: tl.constexpr, NORMALISE: tl.constexpr, BLOCK_E: tl.constexpr,
+    SIGMOID: tl.constexpr,
+):  # fmt: skip
     """The weight of one of a token's experts."""
     ids = tl.arange(0, BLOCK_E)
     inside = ids < num_experts
+    if SIGMOID:
+        scores = tl.where(inside, sigmoid(logits), 0.0)
+        if NORMALISE:
+            last = tl.max(tl.where(num_above < TOP_K, num_above, 0), 0)
+            nth = tl.cumsum((num_above == last).to(tl.int32), 0) - 1
+            is_top = (num_above < last) | ((num_above == last) & (nth < TOP_K - last))
+            scores = tl.reshape(normalised(scores[None, :], tl.where(is_top, scores, 0.0)[None, :]), [BLOCK_E])
+        return tl.sum(tl.where(ids == expert, scores, 0.0), 0)
     largest = tl.max(tl.where(inside, logits, float("-inf")), 0)
     shares = tl.where(inside, tl.exp(logits - largest), 0.0)
     if NORMALISE:
@@ -182,10 +238,11 @@ def _logits_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens", "first_slot", "part_stride"])
 def _route_kernel(
-    weights_ptr, pairs_ptr, counts_ptr, logits_ptr, slots_ptr, num_tokens, first_slot, num_experts, logits_stride,
-    part_stride, PARTS: tl.constexpr, TOP_K: tl.constexpr, NORMALISE: tl.constexpr, WEIGHT_SCALE: tl.constexpr,
-    ROUND_TO: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_TOP: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    weights_ptr, pairs_ptr, counts_ptr, logits_ptr, slots_ptr, bias_ptr, num_tokens, first_slot, num_experts,
+    logits_stride, part_stride, PARTS: tl.constexpr, TOP_K: tl.constexpr, NORMALISE: tl.constexpr,
+    WEIGHT_SCALE: tl.constexpr, ROUND_TO: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_TOP: tl.constexpr, SIGMOID: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    BLOCK_G: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     let_next_start(DEPENDENT)
     follow(DEPENDENT)
@@ -196,11 +253,19 @@ def _route_kernel(
     inside = tl.broadcast_to(experts < num_experts, [BLOCK_T, BLOCK_E])
     pointers = logits_ptr + tokens.to(tl.int64)[:, None] * logits_stride + experts
     logits = load_logits(pointers, live[:, None] & inside, part_stride, PARTS)
-    largest = tl.max(tl.where(inside, logits, float("-inf")), 1)
-    shares = tl.where(inside, tl.exp(logits - largest[:, None]), 0.0)
-    # Keys in the logits' order, of equal ones the first expert on top; NaN is below all, what is no expert lower.
-    bits = logits.to(tl.int32, bitcast=True)
-    ordered = tl.where(logits == logits, bits ^ ((bits >> 31) & 0x7FFFFFFF), -2147483648)
+    choice = logits
+    if SIGMOID:
+        shares = tl.where(inside, sigmoid(logits), 0.0)
+        if bias_ptr is not None:
+            choice = shares + tl.load(bias_ptr + experts, mask=experts < num_experts, other=0.0)
+    else:
+        largest = tl.max(tl.where(inside, logits, float("-inf")), 1)
+        shares = tl.where(inside, tl.exp(logits - largest[:, None]), 0.0)
+    if TOP_GROUPS < GROUPS:
+        choice = of_best_groups(choice, experts, inside, num_experts, GROUPS, TOP_GROUPS, BLOCK_G, bias_ptr is not None)
+    # Keys in the order of choice, of equal ones the first expert on top; NaN is below all, what is no expert lower.
+    bits = choice.to(tl.int32, bitcast=True)
+    ordered = tl.where(choice == choice, bits ^ ((bits >> 31) & 0x7FFFFFFF), -2147483648)
     keys = (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - experts).to(tl.int64)
     keys = tl.where(inside, keys, _NONE)
     choices = tl.arange(0, BLOCK_TOP)[None, :]
@@ -213,13 +278,42 @@ def _route_kernel(
         keys = tl.where(is_best, _NONE, keys)
         chosen = tl.where(choices == choice, 0x7FFFFFFF - (best & 0x7FFFFFFF).to(tl.int32), chosen)
         chosen_shares = tl.where(choices == choice, share, chosen_shares)
-    total = from_units(tl.sum(in_units(chosen_shares if NORMALISE else shares), 1))
-    weights = (chosen_shares / total[:, None] * WEIGHT_SCALE).to(ROUND_TO).to(tl.float32)
+    if SIGMOID:
+        weights = normalised(chosen_shares, chosen_shares) if NORMALISE else chosen_shares
+    else:
+        total = from_units(tl.sum(in_units(chosen_shares if NORMALISE else shares), 1))
+        weights = chosen_shares / total[:, None]
+    weights = (weights * WEIGHT_SCALE).to(ROUND_TO).to(tl.float32)
     stored = live[:, None] & (choices < TOP_K)
     pairs = tokens[:, None] * TOP_K + choices
     tl.store(weights_ptr + pairs, weights, mask=stored)
     place = tl.atomic_add(counts_ptr + chosen, 1, mask=stored, sem="relaxed")
     tl.store(pairs_ptr + chosen.to(tl.int64) * num_tokens + place, pairs, mask=stored)
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """How logits become the choice of experts and their weights, where it is not a softmax over all."""
+
+    sigmoid: bool = False
+    """Weights are sigmoids of logits."""
+    bias: torch.Tensor | None = None
+    """[num_experts] fp32, added to sigmoids for the choice alone."""
+    num_groups: int = 1
+    """Equal groups of neighbouring experts."""
+    top_groups: int = 1
+    """Experts are chosen from so many groups: those whose best, or with a bias whose two best together, are highest."""
+    scales_input: bool = False
+    """A weight is a factor of what the expert takes, not of what it gives."""
+
+    @property
+    def constants(self) -> dict[str, bool | int]:
+        """The kernels' arguments."""
+        groups = {"GROUPS": self.num_groups, "TOP_GROUPS": self.top_groups}
+        return {"SIGMOID": self.sigmoid, **groups, "BLOCK_G": triton.next_power_of_2(self.num_groups)}
+
+
+SOFTMAX = Scoring()
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,10 +375,11 @@ def route(
     normalise: bool,
     round_to: torch.dtype,
     weight_scale: float = 1.0,
+    scoring: Scoring = SOFTMAX,
     slots: torch.Tensor | None = None,
     first_slot: int = 0,
 ) -> Routes:
-    """The top k of every token's softmax over the experts, and who goes to each expert.
+    """The top k of every token's experts, and who goes to each expert.
 
     Args:
         logits: as `router_logits` returns, of num_experts experts and perhaps more, which are not looked at.
@@ -292,6 +387,7 @@ def route(
         normalise: divide a token's weights by their sum.
         round_to: dtype to which the weights are rounded last; fp32 leaves them.
         weight_scale: factor of the weights, before that.
+        scoring: of what the weights are made.
         slots: [num_tokens] int64, or None: tokens whose slot is below `first_slot` are padding and go nowhere.
     """
     parts, num_tokens, num_logits = logits.shape
@@ -306,6 +402,7 @@ def route(
         counts,
         logits,
         slots,
+        scoring.bias,
         num_tokens,
         first_slot,
         num_experts,
@@ -319,6 +416,7 @@ def route(
         BLOCK_T=_ROUTE_BLOCK_T,
         BLOCK_E=triton.next_power_of_2(num_experts),
         BLOCK_TOP=triton.next_power_of_2(top_k),
+        **scoring.constants,
         DEPENDENT=dependent,
         num_warps=_ROUTE_BLOCK_T,
         launch_pdl=dependent,

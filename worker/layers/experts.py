@@ -40,6 +40,8 @@ class Experts(ABC):
         self._columns = context.shard[Axis.EXPERT_COLUMNS]
         self._round_to = context.dtype if spec.round_weights else torch.float32
         self._shared = None if spec.shared is None else MLP(spec.shared, context)
+        bias = spec.choice_bias
+        self._choice_bias = None if bias is None else torch.empty(bias.shape, device=context.device)
 
     @staticmethod
     def of(spec: ExpertsSpec, context: LayerContext) -> Experts:
@@ -66,6 +68,8 @@ class Experts(ABC):
         source.read(prefix + spec.router.name, router[: spec.num_experts])
         if spec.shared_gate is not None:
             source.read(prefix + spec.shared_gate.name, router[spec.num_experts :])
+        if spec.choice_bias is not None and self._choice_bias is not None:
+            source.read(prefix + spec.choice_bias.name, self._choice_bias)
         if self._shared is not None:
             self._shared.load(source, prefix)
 
@@ -82,8 +86,7 @@ class CudaExperts(Experts):
     stand beside those of the experts: there is one sum over the ranks.
 
     Raises:
-        ConfigError: also where this rank's columns are no multiple of 32, unless numerics are exact, or the experts are
-            chosen from the best groups.
+        ConfigError: also where this rank's columns are no multiple of 32, unless numerics are exact.
     """
 
     def __init__(self, spec: ExpertsSpec, context: LayerContext) -> None:
@@ -96,11 +99,6 @@ class CudaExperts(Experts):
             raise ConfigError(
                 f"{spec.intermediate_size} columns of an expert leave rank {context.group.rank} {width}, and GPUs take "
                 f"multiples of {unit}; choose a smaller tensor_parallel_size"
-            )
-        if spec.top_groups < spec.num_groups:
-            raise ConfigError(
-                f"experts of the best {spec.top_groups} of {spec.num_groups} groups are not chosen on GPUs yet; set "
-                "device=cpu"
             )
         beside = None if spec.shared is None else spec.shared.down.cut
         leaves = context.arithmetic.leaves(_CUT, context)
@@ -127,6 +125,7 @@ class CudaExperts(Experts):
         """This rank's part of `rank_sum` [num_tokens, hidden_size], or its nodes in fp32 [num_nodes, num_tokens,
         hidden_size]; 0 for padding; written to contiguous `out` if one is given."""
         from worker.kernels.moe import gated_silu_and_mul, mixture  # a CPU install has no Triton
+        from worker.kernels.routing import Scoring
 
         spec, nodes, slots, first_slot = self._spec, self._nodes, padding.token_slots(), padding.first_slot
         assert self._w13 is not None, "forward before load"
@@ -144,6 +143,7 @@ class CudaExperts(Experts):
             normalise=spec.norm_topk_prob,
             round_to=self._round_to,
             weight_scale=spec.weight_scale,
+            scoring=Scoring(spec.sigmoid, self._choice_bias, spec.num_groups, spec.top_groups),
             out=out[: len(nodes)] if is_exact else out,
             slots=slots,
             first_slot=first_slot,
@@ -220,10 +220,13 @@ class CpuExperts(Experts):
         spec = self._spec
         logits = self._router(x.float())
         logits, shared_gate = logits[:, : spec.num_experts], logits[:, spec.num_experts :]
-        kept, experts = top(self._of_best_groups(logits), spec.top_k)
+        if spec.sigmoid:
+            experts, weights = self._by_sigmoids(logits)
+        else:
+            kept, experts = top(self._of_best_groups(logits), spec.top_k)
+            weights = softmax(kept, kept if spec.norm_topk_prob else logits)
         live = (padding.token_slots() >= padding.first_slot).unsqueeze(1)
-        weights = softmax(kept, kept if spec.norm_topk_prob else logits).mul_(spec.weight_scale)
-        weights = weights.to(self._round_to).float()
+        weights = weights.mul_(spec.weight_scale).to(self._round_to).float()
         y = self._routed(x, experts.where(live, spec.num_experts), weights)
         if self._down_bias is not None:
             y = y.float()
@@ -236,7 +239,7 @@ class CpuExperts(Experts):
         shared = self._shared(x, padding)
         assert isinstance(shared, torch.Tensor), "on CPU norms sum nothing over ranks"
         if shared_gate.shape[1]:
-            shared = shared * softmax(shared_gate, F.pad(shared_gate, (0, 1)))  # the sigmoid
+            shared = shared * _sigmoid(shared_gate)
         return y.float().add_(shared).masked_fill_(~live, 0.0)
 
     def _routed(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -279,13 +282,26 @@ class CpuExperts(Experts):
         else:
             act_and_mul(gate_up, "silu", out)
 
+    def _by_sigmoids(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Experts and weights [num_tokens, top_k] of the routers that have no softmax."""
+        scores = _sigmoid(logits)
+        choice = logits if self._choice_bias is None else scores + self._choice_bias
+        _, experts = top(self._of_best_groups(choice), self._spec.top_k)
+        weights = scores.gather(1, experts)
+        if self._spec.norm_topk_prob:
+            # One after the other: how torch sums a row depends on the number of rows.
+            first, *others = weights.unbind(1)
+            weights = weights / (sum(others, first) + 1e-20).unsqueeze(1)
+        return experts, weights
+
     def _of_best_groups(self, logits: torch.Tensor) -> torch.Tensor:
-        """[num_tokens, num_experts]: of the groups whose best experts have the highest logits; -inf for others."""
+        """[num_tokens, num_experts]: of the groups that MixtureOfExperts.top_groups says; -inf for others."""
         num_groups, top_groups = self._spec.num_groups, self._spec.top_groups
         if top_groups == num_groups:
             return logits
         by_group = logits.reshape(len(logits), num_groups, self._spec.num_experts // num_groups)
-        _, groups = top(by_group.amax(2), top_groups)
+        best = by_group.amax(2) if self._choice_bias is None else by_group.topk(2).values.sum(2)
+        _, groups = top(best, top_groups)
         closed = torch.ones(by_group.shape[:2], dtype=torch.bool).scatter_(1, groups, False)
         return by_group.masked_fill(closed.unsqueeze(2), float("-inf")).flatten(1)
 
@@ -294,6 +310,12 @@ def top(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The k highest of each row and their columns; of equal ones the first, as the kernels choose."""
     values, columns = scores.sort(dim=1, descending=True, stable=True)
     return values[:, :k], columns[:, :k]
+
+
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """The sigmoid of each element of a matrix, whose bits depend on it alone."""
+    elements = x.reshape(-1, 1)
+    return softmax(elements, F.pad(elements, (0, 1))).view(x.shape)
 
 
 def _parted(rows: torch.Tensor) -> torch.Tensor:
