@@ -31,10 +31,15 @@ from cluster.native.admin import (
     Aborted,
     AbortRequest,
     Flushed,
+    Sleeping,
+    Slept,
     WeightsRequest,
     abort_request,
     change_weights,
     flush_cache,
+    is_sleeping,
+    sleep,
+    wake_up,
 )
 from cluster.native.native_answer import NativeAnswer
 from cluster.native.native_generate import NativeRequest, generate
@@ -409,6 +414,19 @@ ROUTES: tuple[Route, ...] = (
         "Forget cached prompts that nobody uses. Needs an admin key.",
         _of_model(flush_cache),
         answer=Flushed,
+    ),
+    _admin(
+        "POST", "/sleep", "Free the devices. Needs an admin key.", _of_model(sleep), answer=Slept, errors=_GENERATES
+    ),
+    _admin(
+        "POST", "/wake_up", "Go on after that. Needs an admin key.", _of_model(wake_up), answer=Slept, errors=_GENERATES
+    ),
+    _admin(
+        "GET",
+        "/is_sleeping",
+        "Whether the devices are free. Needs an admin key.",
+        _of_model(is_sleeping),
+        answer=Sleeping,
     ),
     _admin(
         "POST",

@@ -314,6 +314,17 @@ def test_an_admin_ends_requests_and_flushes_the_cache(run: Run, keys: Keys) -> N
             stack.model.version = "full"
             error_of(await http.post("/v1/admin/weights", json=asked, headers=root), 400, "weights_not_changed")
 
+            async def sleep(*, wakes: bool) -> float:
+                if wakes:
+                    raise ConfigError("the engine is awake")
+                return 0.25
+
+            stack.model.sleep = sleep
+            assert (await http.post("/sleep", headers=keys.bearer("alice"))).status_code == 403
+            assert (await http.post("/sleep", headers=root)).json() == {"seconds": 0.25}
+            error_of(await http.post("/wake_up", headers=root), 400, "no_change")
+            assert (await http.get("/is_sleeping", headers=root)).json() == {"is_sleeping": False}
+
     run(scenario, hang_after=1)
 
 

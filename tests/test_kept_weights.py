@@ -79,6 +79,23 @@ def test_weights_that_waited_on_the_host_are_kept_like_others(tmp_path: Path, ke
     assert bits(next_one) == bits(plain)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_weights_that_were_put_away_come_back_as_they_were(tmp_path: Path, kept: KeptMemory, family: str) -> None:
+    model = family_model(tmp_path, family)
+    decoder, next_one = (new_decoder(model) for _ in range(2))
+    weights = KeptWeights(decoder, kept)
+    weights.load(source := DummyCheckpoint(model), "a")
+    before = bits(decoder)
+    for _ in range(2):
+        weights.put_away()
+        assert not any(it.untyped_storage().nbytes() for it in tensors(decoder)), "the device has them"
+        weights.bring()
+        assert bits(decoder) == before
+    assert KeptWeights(next_one, kept).find("a") == source.bytes_loaded
+    assert bits(next_one) == before
+
+
 @torch.inference_mode()
 def test_weights_that_are_not_as_they_were_are_not_used(tmp_path: Path, kept: KeptMemory) -> None:
     model = family_model(tmp_path, "tied")

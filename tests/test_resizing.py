@@ -135,6 +135,44 @@ def test_the_ranks_there_were_go_on_when_a_new_one_dies(
     asyncio.run(main())
 
 
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_requests_wait_while_an_engine_sleeps_and_a_rank_that_dies_meanwhile_is_replaced(
+    ray_cluster: None, tiny_path: Path
+) -> None:
+    async def main() -> None:
+        async with running(tiny_path, recovery={"max_rebuilds": 1}) as engine:
+            expected, _ = await answer(engine)
+            for dies in (False, True):
+                begun = asyncio.create_task(answer(engine))
+                await asyncio.sleep(0.1)
+                assert await engine.sleep() > 0
+                before = await status(engine)
+                assert before["state"] == "sleeping"
+                with pytest.raises(ConfigError, match="the engine sleeps; wake it up first"):
+                    await engine.resize(1)
+                late = asyncio.create_task(answer(engine))
+                if dies:
+                    os.kill(before["pids"][1], signal.SIGKILL)
+                await asyncio.sleep(0.3)
+                assert not late.done()
+                assert await engine.sleep(wakes=True) > 0
+                assert [tokens for tokens, _ in await asyncio.gather(begun, late)] == 2 * [expected]
+                after = await status(engine)
+                assert (after["state"], after["num_rebuilds"]) == ("running", 0)
+                assert (after["pids"][1] == before["pids"][1]) != dies
+                assert after["pids"][0] == before["pids"][0]
+            with pytest.raises(ConfigError, match="the engine is awake"):
+                await engine.sleep(wakes=True)
+            # The next process of a rank finds the weights again.
+            os.kill(after["pids"][0], signal.SIGKILL)
+            assert (await answer(engine))[0] == expected
+            await engine.sleep()
+
+    asyncio.run(main())
+
+
 class LateRank(RankActor):
     """A rank that gets its weights when the ones before it have left, as on GPUs. A lone one has room for 1,024
     tokens, and the process of rank 1 of three is killed."""

@@ -48,7 +48,7 @@ class KeptWeights:
         self._kept = kept
         self._blocks: list[torch.Tensor] = []
         self._on_host: dict[int, list[torch.Tensor]] = {}  # by the memory that is empty meanwhile
-        self._waiting = ("", 0)  # the identity and bytes of weights on the host
+        self._note = ""  # for those on the host, once they are kept again
 
     def find(self, identity: str, on_progress: Callable[[float], None] | None = None) -> int:
         """Has the decoder use the weights that are kept, if they are those of `identity`. Returns their bytes; 0: there
@@ -80,14 +80,34 @@ class KeptWeights:
     ) -> None:
         """Loads the decoder from `source` into memory of the host, where its weights wait for `bring`."""
         self._each_part(source, lambda part, _: self._to_host(part), on_progress)
-        self._waiting = identity, source.bytes_loaded
+        pieces = (piece for pieces in self._on_host.values() for piece in pieces)
+        self._note = note_of(identity, source.bytes_loaded, pieces)
+
+    def put_away(self) -> None:
+        """Moves the weights to memory of the host, where they wait for `bring`. Until then they die with this process,
+        and what was kept of them is nobody's any more once the keeper has dropped it."""
+        last = self._kept.find(_REST)
+        self._note = "" if last is None else last.note
+        for (part, _), block in zip(self._parts(), self._blocks, strict=True):
+            # Tensors keep their places in memory that is as large and given up next: a block cannot be emptied.
+            memory = torch.empty_like(block).untyped_storage()
+            for it in {id(it): it for it in tensors(part)}.values():
+                if it.untyped_storage()._cdata == block.untyped_storage()._cdata:
+                    it.set_(memory, it.storage_offset(), it.shape, it.stride())
+            bytes_of(memory).copy_(block)
+            self._on_host[memory._cdata] = to_host(memory)
+        self._blocks.clear()
 
     def bring(self) -> None:
-        """Brings the weights that wait on the host to where they are kept from now on; returns once they are there."""
+        """Brings weights that wait on the host to where they are kept from now on; returns once they are there."""
+        if not self._on_host:
+            return
         self._blocks.clear()
         for part, name in self._parts():
             self._move(part, name, self._brought)
-        self.describe(note_of(*self._waiting, self._blocks))
+        self.describe(self._note)
+        if self._decoder.device.type == "cuda":
+            torch.cuda.synchronize(self._decoder.device)
         self._on_host.clear()
         if self._decoder.device.type == "cuda":
             free_pinned()

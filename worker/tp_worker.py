@@ -197,6 +197,19 @@ class TPWorker:
         return DeviceMemory(free_bytes(self._device), activation_bytes=step_bytes)
 
     @torch.inference_mode()
+    def put_away(self) -> None:
+        """Moves the weights to the host's memory, after `leave`; `allocate` brings them back.
+
+        Raises:
+            OutOfMemoryError: the host has no room for them. The process has to be ended.
+        """
+        assert self._weights is not None, "they are not kept"
+        with naming_the_rank(self._group.rank, self._device, "putting the weights away"):
+            self._weights.put_away()
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    @torch.inference_mode()
     def stage(
         self,
         model: ModelConfig,
@@ -324,6 +337,8 @@ class TPWorker:
         check_length(self._model, max_model_len)
         self.close()
         self._kv.clear()
+        if self._weights is not None:
+            self._weights.bring()
         with naming_the_rank(self._group.rank, self._device, "capturing the CUDA graphs"):
             allocate: Callable[[int, int], torch.Tensor] | None = None
             if self._kept is not None:

@@ -71,6 +71,15 @@ class WeightChange:
     """Has the ranks serve with them; raises LockstepError where one cannot, and then all processes have ended."""
 
 
+class Sleep:
+    """A time in which the ranks' devices are others'."""
+
+    def __init__(self) -> None:
+        self.is_over = threading.Event()
+        self.woken: Future[float] = Future()
+        """Seconds that the ranks took to come back."""
+
+
 class Coordinator:
     """Schedules, launches and retires steps until closed or failed.
 
@@ -105,7 +114,7 @@ class Coordinator:
         self._closing = threading.Event()
         self._blamed = threading.Event()  # `fail` was called
         self._failure: LockstepError | None = None
-        self._exchange: tuple[RankGroup | WeightChange, Future[float]] | None = None  # asked for and not done
+        self._exchange: tuple[RankGroup | WeightChange | Sleep, Future[float]] | None = None  # asked for and not done
         self._weights: Weights | None = None
         self.num_rebuilds = 0
         """How often ranks that failed were replaced."""
@@ -158,12 +167,13 @@ class Coordinator:
         self.ranks.results.fail(str(error))
         self._socket.wake()
 
-    def exchange(self, others: RankGroup | WeightChange) -> Future[float]:
-        """Has `others`, which are loaded, take the place of the ranks, or of their weights, after the steps in flight;
-        callable from another thread. Requests wait meanwhile. One at a time.
+    def exchange(self, others: RankGroup | WeightChange | Sleep) -> Future[float]:
+        """Has `others`, which are loaded, take the place of the ranks, or of their weights, after the steps in flight,
+        or the ranks sleep; callable from another thread. Requests wait meanwhile. One at a time.
 
         Returns:
-            Seconds that the requests were held. EngineError where what was before went on, or the engine ends.
+            Seconds that the requests were held, or until the ranks slept. EngineError where what was before went on, or
+            the engine ends.
         """
         done: Future[float] = Future()
         self._exchange = (others, done)
@@ -204,7 +214,9 @@ class Coordinator:
                     raise self._failure
                 if self._exchange is not None:
                     others, done = self._exchange
-                    if not isinstance(others, WeightChange):
+                    if isinstance(others, Sleep):
+                        self._sleep(others, done)
+                    elif not isinstance(others, WeightChange):
                         self._exchange_ranks(others, done)
                     elif others.running == "finish" and self.scheduler.has_begun:
                         self.scheduler.hold_new()
@@ -303,6 +315,33 @@ class Coordinator:
         logger.warning("weights %s serve, no step ran for %.4f s", change.weights.version, pause_s)
         done.set_result(pause_s)
 
+    def _sleep(self, sleep: Sleep, asleep: Future[float]) -> None:
+        """Does what `exchange` promises, and has the ranks come back when it `is_over`; raises what went wrong."""
+        while self.scheduler.num_in_flight:
+            self._retire()
+        began = time.monotonic()
+        self._requeue()
+        error = self._apart(EngineError("closed while it fell asleep"), self.ranks.sleep).exception()
+        self._exchange = None
+        if isinstance(error, LockstepError):
+            asleep.set_exception(error)
+            self._blamed.set()
+            raise error
+        self.life.enter(EngineState.SLEEPING)
+        asleep.set_result(time.monotonic() - began)
+        while not sleep.is_over.is_set():
+            if self._closing.is_set():
+                sleep.woken.set_exception(EngineError("the engine ended"))
+                return
+            self._socket.send(StepOutput(stats=self._report()))
+            self._take_messages(_IDLE_POLL_S)
+        began = time.monotonic()
+        self._requeue()
+        if (error := self._replace_ranks(EngineError("the engine slept"))) is not None:
+            sleep.woken.set_exception(error)
+            raise error
+        sleep.woken.set_result(time.monotonic() - began)
+
     def _requeue(self, *, keeps_kv: bool = False) -> frozenset[tuple[int, int]]:
         """Begins a generation in which all requests wait. Returns what the steps in flight were about."""
         self._meter.lost()
@@ -321,15 +360,8 @@ class Coordinator:
         self._failure = None
         self._blamed.clear()
         self.life.enter(EngineState.REBUILDING)
-        replaced: Future[RankGroup] = Future()
-        replaced.add_done_callback(lambda _: self._socket.wake())
-        args = (replaced, self.ranks.replace_ranks, self.scheduler.generation, how, kept_pages)
-        threading.Thread(target=_run_into, args=args, name="rebuild", daemon=True).start()
-        while not replaced.done():
-            if self._closing.is_set():
-                raise how if isinstance(how, LockstepError) else EngineError("closed while its ranks were exchanged")
-            self._socket.send(StepOutput(stats=self._report()))
-            self._take_messages(_WATCH_S)
+        closed = how if isinstance(how, LockstepError) else EngineError("closed while its ranks were exchanged")
+        replaced = self._apart(closed, self.ranks.replace_ranks, self.scheduler.generation, how, kept_pages)
         if isinstance(error := replaced.exception(), LockstepError):
             self._failure = error
             self._blamed.set()
@@ -338,6 +370,19 @@ class Coordinator:
         self._meter.cost = self.ranks.cost
         self.life.enter(EngineState.RUNNING)
         return None
+
+    def _apart(self, closed: LockstepError, function: Callable[..., _T], *args: object) -> Future[_T]:
+        """Runs a function of the ranks to its end on a thread of its own, while requests are taken and wait. Raises
+        `closed` where this is closed meanwhile."""
+        done: Future[_T] = Future()
+        done.add_done_callback(lambda _: self._socket.wake())
+        threading.Thread(target=_run_into, args=(done, function, *args), name="rebuild", daemon=True).start()
+        while not done.done():
+            if self._closing.is_set():
+                raise closed
+            self._socket.send(StepOutput(stats=self._report()))
+            self._take_messages(_WATCH_S)
+        return done
 
     def _blame(self, error: Exception) -> LockstepError:
         """The cause of the loop's end: a rank that failed, where one did, rather than what that did to the channel."""
@@ -448,7 +493,7 @@ class Coordinator:
 
     def _report(self) -> EngineStats:
         state = self.life.state
-        ages = [] if state is EngineState.REBUILDING else self.ranks.heartbeat_ages()
+        ages = self.ranks.heartbeat_ages() if state is EngineState.RUNNING else []
         stats = self._meter.report(self.scheduler.stats(), ages)
         return msgspec.structs.replace(
             stats, num_rebuilds=self.num_rebuilds, state=state, devices=self.ranks.devices, weights=self._weights

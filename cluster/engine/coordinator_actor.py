@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from cluster.engine.coordinator import Coordinator
+from cluster.engine.coordinator import Coordinator, Sleep
 from cluster.engine.messages import WeightsChanged
 from cluster.engine.state import EngineState
 from cluster.observability.logs import log_to_stderr
@@ -106,6 +106,7 @@ class CoordinatorActor:
         self._starting: RankGroup | None = None  # ranks whose start is reported
         self._coordinator: Coordinator | None = None
         self._changing = threading.Lock()
+        self._sleep: Sleep | None = None
         self._platforms: list[str] = []  # by rank
         self._guides = RequestGuides(spec.model.vocab_size, spec.model.eos_token_ids, self._wake)
 
@@ -215,14 +216,41 @@ class CoordinatorActor:
         with self._one_change() as coordinator:
             return change_weights(coordinator, self._spec, self._platforms, model, **how)
 
+    @ray.method(concurrency_group="ctl")
+    def sleep(self) -> float:
+        """Frees the memory of the ranks' devices until `wake_up`: KV is lost, weights go to the node's memory, requests
+        are taken and wait. Returns the seconds it took. Raises ConfigError where it cannot be had."""
+        with self._one_change() as coordinator:
+            if not coordinator.ranks.is_kept:
+                raise ConfigError(
+                    "ranks on several nodes, and GPUs whose memory does not outlive a process, cannot sleep"
+                )
+            sleep = Sleep()
+            seconds = coordinator.exchange(sleep).result()
+            self._sleep = sleep
+            return seconds
+
+    @ray.method(concurrency_group="ctl")
+    def wake_up(self) -> float:
+        """Ends a `sleep`; returns the seconds it took until requests go on. Raises ConfigError where there is none."""
+        with self._one_change(in_sleep=True) as coordinator:
+            assert self._sleep is not None, "it sleeps"
+            sleep, self._sleep = self._sleep, None
+            sleep.is_over.set()
+            coordinator.wake()
+            return sleep.woken.result()
+
     @contextlib.contextmanager
-    def _one_change(self) -> Iterator[Coordinator]:
-        """Gives the coordinator to one change at a time; raises ConfigError where another is under way."""
+    def _one_change(self, *, in_sleep: bool = False) -> Iterator[Coordinator]:
+        """Gives the coordinator to one change at a time; raises ConfigError where another is under way, or where it
+        sleeps, or does not if `in_sleep`."""
         if self._coordinator is None:
             raise ConfigError("the engine has not started yet; try again when it has")
         if not self._changing.acquire(blocking=False):
             raise ConfigError("another resize or change of weights is under way; try again after it")
         try:
+            if (self._sleep is not None) != in_sleep:
+                raise ConfigError("the engine is awake" if in_sleep else "the engine sleeps; wake it up first")
             yield self._coordinator
         finally:
             self._changing.release()

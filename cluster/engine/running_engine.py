@@ -141,6 +141,7 @@ class RunningEngine:
             info=EngineInfo.of(config, self.facts.num_pages),
             max_item_tokens=self.facts.max_item_tokens,
             update_weights=self.update_weights,
+            sleep=self.sleep,
             system_fingerprint=system_fingerprint(self.spec, (load.platform for load in self.facts.loads)),
         )
         try:
@@ -170,6 +171,15 @@ class RunningEngine:
         except ray.exceptions.RayError as error:
             raise _cause(error) from None
         return resized
+
+    async def sleep(self, *, wakes: bool = False) -> float:
+        """Frees the memory of the devices, or ends that. Returns and raises as `CoordinatorActor.sleep` and `wake_up`
+        do."""
+        try:
+            seconds: float = await (self.coordinator.wake_up if wakes else self.coordinator.sleep).remote()
+        except ray.exceptions.RayError as error:
+            raise _cause(error) from None
+        return seconds
 
     async def update_weights(self, model: str | None = None, **how: Any) -> WeightsChanged | None:
         """Has another checkpoint serve, with the requests in flight. Further arguments and errors are those of

@@ -20,6 +20,8 @@ class EngineState(StrEnum):
     RUNNING = "running"
     REBUILDING = "rebuilding"
     """Ranks are being replaced: no step runs, requests wait and are taken."""
+    SLEEPING = "sleeping"
+    """The devices are free for others: no step runs, requests wait and are taken."""
     DRAINING = "draining"
     """It is being stopped: what runs is finished, nothing is taken."""
     DEAD = "dead"
@@ -28,8 +30,9 @@ class EngineState(StrEnum):
 
 _AFTER = {
     EngineState.STARTING: {EngineState.RUNNING, EngineState.DRAINING, EngineState.DEAD},
-    EngineState.RUNNING: {EngineState.REBUILDING, EngineState.DRAINING, EngineState.DEAD},
-    EngineState.REBUILDING: {EngineState.RUNNING, EngineState.DRAINING, EngineState.DEAD},
+    EngineState.RUNNING: {EngineState.REBUILDING, EngineState.SLEEPING, EngineState.DRAINING, EngineState.DEAD},
+    EngineState.REBUILDING: {EngineState.RUNNING, EngineState.SLEEPING, EngineState.DRAINING, EngineState.DEAD},
+    EngineState.SLEEPING: {EngineState.REBUILDING, EngineState.RUNNING, EngineState.DRAINING, EngineState.DEAD},
     # Ray Serve may go on with a replica that it seemed to stop.
     EngineState.DRAINING: {EngineState.RUNNING, EngineState.DEAD},
     EngineState.DEAD: set[EngineState](),
@@ -60,6 +63,6 @@ class EngineLife:
 
     def follow(self, reported: EngineState) -> None:
         """Takes over what the coordinator reports, while it is this engine's ranks alone that decide."""
-        serving = (EngineState.RUNNING, EngineState.REBUILDING)
+        serving = (EngineState.RUNNING, EngineState.REBUILDING, EngineState.SLEEPING)
         if self._state in serving and reported in serving:
             self.enter(reported)

@@ -1,5 +1,5 @@
-"""The routes for operators: /v1/admin/weights, and /abort_request and /flush_cache in SGLang's shape. They ask for an
-admin key.
+"""The routes for operators: /v1/admin/weights, /abort_request and /flush_cache in SGLang's shape, and /sleep, /wake_up
+and /is_sleeping in vLLM's. They ask for an admin key.
 
 They act on the replica that answers.
 """
@@ -12,6 +12,7 @@ import msgspec
 from pydantic import ConfigDict
 
 from cluster.engine.messages import Running
+from cluster.engine.state import EngineState
 from cluster.http.active import ActiveRequests
 from cluster.http.context import RequestContext
 from cluster.http.response import HttpResponse
@@ -60,6 +61,19 @@ class Aborted(msgspec.Struct):
     aborted: int
 
 
+class Slept(msgspec.Struct):
+    """The engine sleeps, or goes on."""
+
+    seconds: float
+    """The time that took."""
+
+
+class Sleeping(msgspec.Struct):
+    """Whether the engine sleeps."""
+
+    is_sleeping: bool
+
+
 class Flushed(msgspec.Struct):
     """The engine was told to."""
 
@@ -95,3 +109,34 @@ async def flush_cache(model: ServedModel, body: bytes, context: RequestContext) 
     """POST /flush_cache: forgets every cached prompt that no running request uses."""
     model.engine.flush_cache()
     return json_response(Flushed())
+
+
+async def sleep(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
+    """POST /sleep: frees the memory of the devices; requests wait until /wake_up. Answers when it is free.
+
+    Raises:
+        RequestError: it sleeps, or cannot.
+    """
+    return await _sleep(model, wakes=False)
+
+
+async def wake_up(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
+    """POST /wake_up: has the weights come back, and requests go on. Answers when they do.
+
+    Raises:
+        RequestError: it is awake.
+    """
+    return await _sleep(model, wakes=True)
+
+
+async def is_sleeping(model: ServedModel, body: bytes, context: RequestContext) -> HttpResponse:
+    """GET /is_sleeping."""
+    return json_response(Sleeping(model.state is EngineState.SLEEPING))
+
+
+async def _sleep(model: ServedModel, *, wakes: bool) -> HttpResponse:
+    assert model.sleep is not None, "an engine behind a socket alone has no ranks to tell"
+    try:
+        return json_response(Slept(round(await model.sleep(wakes=wakes), 3)))
+    except ConfigError as error:
+        raise RequestError(str(error), code="no_change") from None

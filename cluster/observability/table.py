@@ -148,7 +148,7 @@ HEARTBEAT_AGE = _gauge(
 STATE = _gauge(
     "engine_state",
     "1 for what the engine is: starting, running, rebuilding (ranks are replaced: no step runs, requests wait), "
-    "draining or dead. 0 for the others.",
+    "sleeping (the devices are free for others), draining or dead. 0 for the others.",
     "state",
 )
 STEP_AGE = _gauge("step_age_seconds", "Age of the oldest step in flight; 0 if none is.")

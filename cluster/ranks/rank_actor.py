@@ -266,6 +266,10 @@ class RankActor:
             platform=platform_of(worker.device),
         )
 
+    def put_away(self) -> None:
+        """Moves the weights to the node's memory; `allocate` brings them back."""
+        self._ready().put_away()
+
     def read_weights(self) -> None:
         """Loads this rank's shard alone, where the size of the KV pool is known; no other rank takes part."""
         self._progress = 0.0

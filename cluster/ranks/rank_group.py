@@ -446,6 +446,15 @@ class RankGroup:
         self.start_spares()
         return self
 
+    def sleep(self) -> None:
+        """Has the ranks give up the memory of their devices: KV is lost, and weights go to the node's memory, until
+        `replace_ranks` has them come back. Whichever rank cannot is replaced then."""
+        lost = self._stop(EngineError("the engine sleeps"))
+        try:
+            self._on([rank for rank in self._ranks if rank not in lost], "put_away")
+        finally:
+            self._keeper.drop()
+
     def _take_over(self, old: RankGroup, kept: KeptKV | None) -> None:
         """Runs in the place of `old`, whose ranks keep their weights alone. On GPUs the weights are loaded only now,
         where the pools of `old` were, and the pool has fewer pages where there is no room for as many."""

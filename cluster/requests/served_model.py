@@ -64,6 +64,7 @@ class ServedModel:
         max_item_tokens: int = 0,
         next_seed: Callable[[], int] = _random_seed,
         update_weights: Callable[..., Awaitable[WeightsChanged | None]] | None = None,
+        sleep: Callable[..., Awaitable[float]] | None = None,
     ) -> None:
         """Args:
         vocab_size: ids the model has an embedding for. None: those of the tokenizer.
@@ -72,7 +73,7 @@ class ServedModel:
         eos_token_ids: empty: the tokenizer's.
         next_seed: int64 for an answer whose request brings none.
         system_fingerprint: with the weights of the start.
-        update_weights: `RunningEngine.update_weights`.
+        update_weights, sleep: those of `RunningEngine`.
         """
         self.engine = engine
         self.tokenizer = tokenizer
@@ -82,6 +83,7 @@ class ServedModel:
         self.version = version
         self._system_fingerprint = system_fingerprint
         self.update_weights = update_weights
+        self.sleep = sleep
         self.info = info
         self.max_item_tokens = max_item_tokens
         self.vocab_size = tokenizer.vocab_size if vocab_size is None else vocab_size
