@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from configs.errors import CheckpointError
-from configs.model_config import ModelConfig, layer_prefix
+from configs.model_config import ModelConfig
 from parallel.numerics.weight import as_matrix
 from parallel.plan import Span
 from worker.safetensors_weights import SafetensorsFile
@@ -142,8 +142,9 @@ class Checkpoint:
 
         Raises CheckpointError for one that is no positive number.
         """
-        layers = enumerate(self._model.layers)
-        return [tuple(self._kv_scale(layer_prefix(i), names) for names in it.mixer.kv_scales) for i, it in layers]
+        prefixes = [self._model.layer_prefix(i) for i in range(self._model.num_hidden_layers)]
+        layers = zip(prefixes, self._model.layers, strict=True)
+        return [tuple(self._kv_scale(prefix, names) for names in it.mixer.kv_scales) for prefix, it in layers]
 
     def close(self) -> None:
         """Closes every file."""
@@ -191,7 +192,7 @@ class Checkpoint:
     def _check(self, path: Path) -> None:
         expected = expected_shapes(self._model)
         optional = {
-            layer_prefix(i) + name
+            self._model.layer_prefix(i) + name
             for i, layer in enumerate(self._model.layers)
             for names in layer.mixer.kv_scales
             for name in names
@@ -232,9 +233,10 @@ class Checkpoint:
     def _is_ignored(self, name: str) -> bool:
         # A tied model needs no LM head of its own, but some checkpoints store the copy.
         tied_copy = self._model.tie_word_embeddings and name == "lm_head.weight"
-        layer = re.match(layer_prefix(r"(\d+)"), name)
+        is_beside = not name.startswith(self._model.tensor_prefix)
+        layer = re.match(self._model.layer_prefix(r"(\d+)"), name)
         is_mtp = layer is not None and 0 <= int(layer[1]) - self._model.num_hidden_layers < self._model.num_mtp_layers
-        return tied_copy or is_mtp or name in _IGNORED_NAMES or name.endswith(_IGNORED_SUFFIXES)
+        return tied_copy or is_beside or is_mtp or name in _IGNORED_NAMES or name.endswith(_IGNORED_SUFFIXES)
 
 
 def expected_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
