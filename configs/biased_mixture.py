@@ -32,6 +32,7 @@ class BiasedMixture:
     weight_scale: ClassVar = 1.0
     sigmoid: ClassVar = False
     choice_bias: ClassVar = None
+    scales_input: ClassVar = False
     num_groups: ClassVar = 1
     top_groups: ClassVar = 1
     shared: ClassVar = None

@@ -32,6 +32,11 @@ def config_of_directory(path: Path, max_model_len: int | None) -> ModelConfig:
     quantization = fields.values.get("quantization_config")
     weight_scales = read_weight_scales(quantization, config_path) if quantization else None
     family = FAMILIES[model_type]
+    if family.tensor_prefix:
+        text = fields.values.get("text_config")
+        if not isinstance(text, dict):
+            raise CheckpointError(f"{config_path} has no text_config; the checkpoint is incomplete")
+        fields = Fields({**fields.values, **text}, f"{config_path}: text_config")
     if fields.values.get("use_bidirectional_attention"):
         raise CheckpointError(f"{config_path}: use_bidirectional_attention is not supported")
     hidden_size = fields.count("hidden_size")
@@ -48,6 +53,7 @@ def config_of_directory(path: Path, max_model_len: int | None) -> ModelConfig:
         final_logit_softcap=_softcap(fields, family, "final_logit_softcapping"),
         dtype=_dtype(fields),
         weight_scales=weight_scales,
+        tensor_prefix=family.tensor_prefix,
         num_mtp_layers=fields.integer("num_nextn_predict_layers", 0),
         bos_token_id=next(iter(fields.ids("bos_token_id")), None),
         eos_token_ids=_eos_token_ids(fields, path),

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from configs.deepseek import deepseek_v2_layers, deepseek_v3_feed_forwards, deepseek_v3_layers
 from configs.fields import Fields
 from configs.layers import PLAIN_NORMS, FeedForward, LayerSpec, NormNames
+from configs.llama4 import llama4_layers
 from configs.rope import RopeConfig
 
 
@@ -93,6 +94,8 @@ class Family:
     """See LayerSpec."""
     norm_offset: float = 0.0
     """The `TensorSpec.offset` of all norms."""
+    tensor_prefix: str = ""
+    """See ModelConfig. With one, the model is the text part of a larger one, which its `text_config` describes."""
     scales_embedding: bool = False
     """Embeddings are multiplied with the root of hidden_size."""
 
@@ -118,6 +121,13 @@ _GEMMA2 = Family(
     scales_embedding=True,
 )
 
+_LLAMA4 = Family(
+    max_position_embeddings=131072,
+    rms_norm_eps=1e-5,
+    rope_theta=500000.0,
+    interleaved_rope=True,
+    layers=llama4_layers,
+)
 _FUSED_MLP = ("gate_up_proj", "gate_up_proj", "down_proj")
 _GLM = Family(
     num_key_value_heads=2,
@@ -232,6 +242,8 @@ FAMILIES = {
     ),
     "deepseek_v2": Family(max_position_embeddings=2048, interleaved_rope=True, layers=deepseek_v2_layers),
     "deepseek_v3": Family(max_position_embeddings=4096, layers=deepseek_v3_layers),
+    "llama4_text": _LLAMA4,
+    "llama4": replace(_LLAMA4, tensor_prefix="language_model."),
     "glm4_moe": Family(
         num_key_value_heads=8,
         max_position_embeddings=131072,

@@ -111,6 +111,10 @@ class LatentAttention:
         return None
 
     @property
+    def chunk(self) -> int | None:
+        return None
+
+    @property
     def kept_dim(self) -> int:
         """Columns of what a token leaves in the KV pool."""
         return self.kv_lora_rank + self.qk_rope_head_dim

@@ -190,6 +190,10 @@ class Mixer(FeedForward, Protocol):
         """Tokens that a query sees, itself among them; None: all before it."""
 
     @property
+    def chunk(self) -> int | None:
+        """Positions of a chunk, of which a query sees its own alone; None: all before it."""
+
+    @property
     def head_dim(self) -> int:
         """Elements of a head that a query and a key are compared by."""
 
@@ -218,6 +222,8 @@ class GroupedQueryAttention:
     """Whether the checkpoint has the three projections as one tensor."""
     qk_norm: bool = False
     """RMSNorm on each query and key head before the rotary embedding (Qwen3)."""
+    norms_have_weights: bool = True
+    """Otherwise they are ones. Such norms are the same behind the rotary embedding, where Llama 4 has them."""
     norm_offset: float = 0.0
     """The `TensorSpec.offset` of these norms' weights."""
     scale: float | None = None
@@ -228,6 +234,8 @@ class GroupedQueryAttention:
     """Each query head has a score that takes a share of the softmax and has no value (gpt-oss)."""
     window: int | None = None
     """A query sees itself and `window - 1` tokens before it; None is full."""
+    chunk: int | None = None
+    """A query sees those of its own chunk of so many positions, up to itself; None is all."""
 
     @property
     def qkv(self) -> tuple[Linear, Linear, Linear]:
@@ -249,7 +257,8 @@ class GroupedQueryAttention:
     @property
     def head_norms(self) -> tuple[TensorSpec, ...]:
         """Weights of the norms of query and key heads, or none."""
-        names, size = (f"{letter}_norm.weight" for letter in "qk" if self.qk_norm), (self.head_dim,)
+        has_weights = self.qk_norm and self.norms_have_weights
+        names, size = (f"{letter}_norm.weight" for letter in "qk" if has_weights), (self.head_dim,)
         return tuple(
             TensorSpec(f"self_attn.{name}", f"attn_{name}", size, Role.QUERY_KEY_NORM, offset=self.norm_offset)
             for name in names
@@ -286,6 +295,7 @@ class GroupedQueryAttention:
     def features(self) -> frozenset[Feature]:
         asked = {
             Feature.WINDOW: self.window is not None,
+            Feature.CHUNK: self.chunk is not None,
             Feature.SOFTCAP: self.softcap is not None,
             Feature.SINKS: self.has_sinks,
         }
@@ -365,6 +375,8 @@ class MixtureOfExperts:
     sigmoid: bool = False
     has_choice_bias: bool = False
     """Whether a bias is added to the sigmoids by which experts are chosen, not to those that weigh them."""
+    scales_input: bool = False
+    """Whether a weight is a factor of what its expert takes, not of what it gives (Llama 4)."""
     num_groups: int = 1
     """Equal groups of neighbouring experts."""
     top_groups: int = 1
@@ -377,11 +389,16 @@ class MixtureOfExperts:
     name: str = "mlp"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """Names of an expert's gate, up and down."""
+    router_name: str = "gate"
+    are_stacked: bool = False
+    """Whether all experts' gates and ups are one tensor, and their downs; inputs come first."""
 
     @property
     def router(self) -> TensorSpec:
         """[num_experts, hidden_size]; every rank has all of it."""
-        return TensorSpec(f"{self.name}.gate.weight", "", (self.num_experts, self.hidden_size), Role.MATRIX)
+        return TensorSpec(
+            f"{self.name}.{self.router_name}.weight", "", (self.num_experts, self.hidden_size), Role.MATRIX
+        )
 
     @property
     def choice_bias(self) -> TensorSpec | None:
@@ -402,6 +419,17 @@ class MixtureOfExperts:
                 axis=Axis.EXPERT_COLUMNS,
             )
             for i in range(self.num_experts)
+        )
+
+    @property
+    def stacked(self) -> tuple[TensorSpec, TensorSpec]:
+        """[num_experts, hidden_size, 2 * intermediate_size], gate | up, and [num_experts, intermediate_size,
+        hidden_size], where all experts are one tensor."""
+        num, size, columns, name = self.num_experts, self.hidden_size, self.intermediate_size, f"{self.name}.experts"
+        gate_up, down = Cut(Axis.EXPERT_COLUMNS, 2, 2), Cut(Axis.EXPERT_COLUMNS, 1)
+        return (
+            TensorSpec(f"{name}.gate_up_proj", "", (num, size, 2 * columns), Role.MATRIX, gate_up),
+            TensorSpec(f"{name}.down_proj", "", (num, columns, size), Role.MATRIX, down),
         )
 
     @property
@@ -428,7 +456,8 @@ class MixtureOfExperts:
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
         share = Fraction(self.top_k, self.num_experts)
-        routed = tuple(replace(tensor, share=share) for expert in self.experts for tensor in expert.tensors)
+        each = self.stacked if self.are_stacked else (it for expert in self.experts for it in expert.tensors)
+        routed = tuple(replace(tensor, share=share) for tensor in each)
         beside = tuple(it for it in (self.choice_bias, self.shared_gate) if it is not None)
         return (self.router, *routed, *beside, *(() if self.shared is None else self.shared.tensors))
 

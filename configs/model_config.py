@@ -45,6 +45,8 @@ class ModelConfig:
     """The checkpoint's own: float32, bfloat16 or float16."""
     weight_scales: WeightScales | None = None
     """The scales of matrices that the checkpoint has in FP8. None: it has none in FP8."""
+    tensor_prefix: str = ""
+    """The beginning of its tensors' names in the checkpoint of a larger model, whose other tensors are not read."""
     num_mtp_layers: int = 0
     """Layers behind the others in a checkpoint, for predicting several tokens at once (MTP), which are not read."""
     bos_token_id: int | None = None
@@ -69,18 +71,18 @@ class ModelConfig:
     @property
     def embedding(self) -> Linear:
         """Rows of token ids. The LM head too where the two are tied."""
-        return self._vocabulary("model.embed_tokens", "token_embd")
+        return self._vocabulary(f"{self.tensor_prefix}model.embed_tokens", "token_embd")
 
     @property
     def lm_head(self) -> Linear | None:
         """None where it is the embedding."""
-        return None if self.tie_word_embeddings else self._vocabulary("lm_head", "output")
+        return None if self.tie_word_embeddings else self._vocabulary(f"{self.tensor_prefix}lm_head", "output")
 
     @property
     def norm(self) -> TensorSpec:
         """The weight of the norm before the LM head."""
-        names, size = ("model.norm.weight", "output_norm.weight"), (self.hidden_size,)
-        return TensorSpec(*names, size, Role.NORM, offset=self.norm_offset)
+        names = f"{self.tensor_prefix}model.norm.weight", "output_norm.weight"
+        return TensorSpec(*names, (self.hidden_size,), Role.NORM, offset=self.norm_offset)
 
     @property
     def outer_tensors(self) -> tuple[TensorSpec, ...]:
@@ -93,7 +95,11 @@ class ModelConfig:
         yield from self.outer_tensors
         for i, layer in enumerate(self.layers):
             for tensor in layer.tensors:
-                yield replace(tensor, name=layer_prefix(i) + tensor.name, gguf_name=f"blk.{i}.{tensor.gguf_name}")
+                yield replace(tensor, name=self.layer_prefix(i) + tensor.name, gguf_name=f"blk.{i}.{tensor.gguf_name}")
+
+    def layer_prefix(self, layer: int | str) -> str:
+        """The beginning of the names of a layer's tensors."""
+        return f"{self.tensor_prefix}model.layers.{layer}."
 
     def stored_tensors(self) -> dict[str, TensorSpec]:
         """Every tensor of a checkpoint by its full name; those of one name lie below one another."""
@@ -111,11 +117,6 @@ class ModelConfig:
     def _vocabulary(self, name: str, gguf_name: str) -> Linear:
         cut = Cut(Axis.VOCABULARY, 0)
         return Linear(name, gguf_name, self.vocab_size, self.hidden_size, cut, role=Role.EMBEDDING)
-
-
-def layer_prefix(layer: int | str) -> str:
-    """The prefix of the names of a layer's tensors."""
-    return f"model.layers.{layer}."
 
 
 def check_tensor_parallel_size(model: ModelConfig, tp_size: int) -> None:

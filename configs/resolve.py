@@ -210,6 +210,7 @@ def attention_needs(
         page_size=config.kv_cache.page_size,
         head_dims=frozenset(mixer.head_dim for mixer in mixers),
         features=frozenset(asked.union(*(mixer.features for mixer in mixers))),
+        chunks=frozenset(mixer.chunk for mixer in mixers if mixer.chunk is not None),
         latents=frozenset[LatentShape]().union(*latents),
     )
 

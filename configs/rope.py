@@ -19,10 +19,13 @@ class RopeConfig:
     """The checkpoint's own parameters for `scaling_type`, sorted by name. A longrope that is to be short has no
     `long_factor`."""
     partial: float = 1.0
-    """Share of a head that turns: its first elements."""
+    """Share of a head that turns: its first elements. 0: the layer knows no positions but by the `temperature`."""
     interleaved: bool = False
     """Whether the checkpoint's heads turn in pairs of neighbours (2i, 2i + 1), which are read as halves: the same order
     for queries and keys changes no score."""
+
+    temperature: tuple[float, int] | None = None
+    """(a, n): queries are multiplied by 1 + a * log(1 + floor((position + 1) / n)) (Llama 4)."""
 
     def max_context(self, max_position_embeddings: int) -> int:
         """Longest sequence it is made for: YaRN reaches beyond the model's `max_position_embeddings`."""

@@ -95,8 +95,10 @@ class StepCost:
                     if share != 1:
                         routed[share] = routed.get(share, 0) + elements * element_bytes
                 pair, token = shard.amount(mixer.pair_flops), shard.amount(mixer.token_elements) * kv_element_bytes
-                flops_per_pair[mixer.window] = flops_per_pair.get(mixer.window, 0) + pair
-                bytes_per_token[mixer.window] = bytes_per_token.get(mixer.window, 0) + token
+                # A chunk is as a window of its size, which it is at its end: the most that a query sees.
+                window = mixer.chunk if mixer.window is None else mixer.window
+                flops_per_pair[window] = flops_per_pair.get(window, 0) + pair
+                bytes_per_token[window] = bytes_per_token.get(window, 0) + token
         return cls(
             weight_bytes=weights * element_bytes - sum(routed.values()),
             flops_per_token=layer_flops,

@@ -11,9 +11,17 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import DeepseekV2Config, DeepseekV3Config, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Llama4TextConfig,
+    MixtralConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2MLP, DeepseekV2Moe
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MLP, DeepseekV3MoE
+from transformers.models.llama4.modeling_llama4 import Llama4TextMLP, Llama4TextMoe
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
@@ -96,6 +104,15 @@ def _deepseek_v3(**fields: Any) -> Callable[[], torch.nn.Module]:
     return make
 
 
+def _llama4() -> torch.nn.Module:
+    config = Llama4TextConfig(
+        hidden_size=HIDDEN, intermediate_size=COLUMNS, num_local_experts=NUM_EXPERTS, num_experts_per_tok=2
+    )
+    block = Llama4TextMoe(config)
+    block.shared_expert = Llama4TextMLP(config, intermediate_size=SHARED_COLUMNS)
+    return block
+
+
 QWEN3 = MixtureOfExperts(
     hidden_size=HIDDEN, num_experts=NUM_EXPERTS, top_k=4, intermediate_size=COLUMNS, norm_topk_prob=True
 )
@@ -132,6 +149,21 @@ FAMILIES = {
         replace(DEEPSEEK, num_groups=3, top_groups=2, sigmoid=True, has_choice_bias=True, weight_scale=1.0),
     ),
 }
+FAMILIES["llama4"] = Family(
+    _llama4,
+    replace(
+        QWEN3,
+        top_k=2,
+        norm_topk_prob=False,
+        sigmoid=True,
+        scales_input=True,
+        shared_intermediate_size=SHARED_COLUMNS,
+        has_shared_gate=False,
+        name="feed_forward",
+        router_name="router",
+        are_stacked=True,
+    ),
+)
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
 
 
@@ -142,7 +174,9 @@ class Source:
         self.tensors: dict[str, torch.Tensor] = {}
         prefix, (gate_name, up_name, down_name) = PREFIX + spec.name, spec.projections
         for name, tensor in block.state_dict().items():
-            if name == "experts.gate_up_proj":
+            if name.startswith("experts.") and spec.are_stacked:
+                self.tensors[f"{prefix}.{name}"] = tensor.flatten(0, 1)
+            elif name == "experts.gate_up_proj":
                 for expert, (gate, up) in enumerate(part.chunk(2) for part in tensor):
                     self.tensors[f"{prefix}.experts.{expert}.{gate_name}.weight"] = gate
                     self.tensors[f"{prefix}.experts.{expert}.{up_name}.weight"] = up
@@ -204,7 +238,8 @@ def _x(num_tokens: int, seed: int = 1) -> torch.Tensor:
 
 @torch.no_grad()
 def _expected(block: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return block(x.unsqueeze(0)).squeeze(0)
+    y = block(x.unsqueeze(0))
+    return (y[0] if isinstance(y, tuple) else y).view(x.shape)  # with the logits beside it
 
 
 @every_family
@@ -306,8 +341,9 @@ def test_on_a_gpu_the_block_is_as_exact_as_transformers(family: Family, num_toke
     theirs = _expected(block, x).float()
     expected = _expected(block.float(), x.float())
     # transformers rounds its logits to bf16 and may choose other experts by that; where it does, nothing is compared.
-    chosen = (x.float() @ block.gate.weight.T).topk(family.spec.top_k).indices.sort(1).values
-    rounded = (x @ block.gate.weight.bfloat16().T).topk(family.spec.top_k).indices.sort(1).values
+    router = getattr(block, family.spec.router_name).weight
+    chosen = (x.float() @ router.T).topk(family.spec.top_k).indices.sort(1).values
+    rounded = (x @ router.bfloat16().T).topk(family.spec.top_k).indices.sort(1).values
     same = (chosen == rounded).all(1)
     assert same.float().mean() > 0.5
     y = sum(layer.partial(x, _no_padding(x), torch.full_like(x, torch.nan)).float() for layer in of_cuda)

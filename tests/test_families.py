@@ -1,4 +1,4 @@
-"""Families that are more than a Llama layer against transformers: Gemma 2 and 3, gpt-oss, Phi 3, GLM 4.
+"""Families that are more than a Llama layer against transformers: Gemma 2 and 3, gpt-oss, Phi 3, GLM 4, Llama 4.
 
 From config.json and checkpoint to logits and greedy tokens, in fp32, on 1 to 4 ranks.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from configs.biased_mixture import BiasedMixture
 from configs.errors import CheckpointError, ConfigError
@@ -94,6 +94,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "glm4": ("Glm4", {"pad_token_id": 0, "rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, **LLAMA3}}),
+    # Chunks that prompts leave; of the layers with experts one has positions, and one has none.
+    "llama4_text": (
+        "Llama4",
+        {
+            "pad_token_id": 0,
+            "attention_chunk_size": 8,
+            "no_rope_layer_interval": 2,
+            "attn_scale": 0.5,
+            "floor_scale": 4,
+            "intermediate_size": 96,
+            "intermediate_size_mlp": 384,
+            "moe_layers": [0, 1],
+            "num_local_experts": 6,
+            "rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, **LLAMA3},
+        },
+    ),
     # 96 columns are 3 units of 32: on 4 ranks, one has none.
     "gpt_oss": (
         "GptOss",
@@ -119,9 +135,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module", params=MODELS)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    name, options = MODELS[request.param]
+    return _case(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def _case(model_type: str, path: Path) -> Case:
+    name, options = MODELS[model_type]
     torch.manual_seed(0)
-    config_class = transformers.CONFIG_MAPPING[request.param]
+    config_class = transformers.CONFIG_MAPPING[model_type]
     config = config_class(**{**SIZES, **options}, attn_implementation="eager")
     hf = getattr(transformers, f"{name}ForCausalLM")(config)
     with torch.no_grad():
@@ -131,7 +151,6 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         for name_, parameter in hf.named_parameters():
             if name_.endswith("sinks"):
                 parameter.normal_()
-    path = tmp_path_factory.mktemp(request.param)
     save(hf, path)
     return Case(hf, path, read_model_config(path))
 
@@ -334,6 +353,11 @@ def test_published_models_have_so_many_parameters(
         ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 3}, "num_experts_per_tok=3 exceeds"),
         ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 2, "swiglu_limit": 0}, "swiglu_limit=0.0 is not"),
         ("gemma2", {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar=-1.0 is not positive"),
+        ("llama4_text", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "type yarn of Llama 4 is not supported"),
+        ("llama4_text", {"no_rope_layers": [1]}, "no_rope_layers or layer_types do not name 3 layers"),
+        ("llama4_text", {"layer_types": ["sliding_attention"] * 3}, "must name chunked_attention or full_attention"),
+        ("llama4_text", {"num_experts_per_tok": 17}, "num_experts_per_tok=17 exceeds num_local_experts=16"),
+        ("llama4_text", {"hidden_act": "gelu"}, "hidden_act=gelu of experts is not supported"),
     ],
 )
 def test_a_config_that_cannot_be_served_is_refused(
@@ -366,6 +390,40 @@ def test_a_step_counts_the_experts_that_tokens_hit(tmp_path: Path) -> None:
     assert sum(model.layers[0].product_elements[share].values()) == 32 * 3 * SIZES["hidden_size"]
 
 
+def test_llama_4_is_the_text_part_of_a_checkpoint_with_images(tmp_path: Path) -> None:
+    (text_path := tmp_path / "text").mkdir()
+    case = _case("llama4_text", text_path)
+    text = json.loads((case.path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama4", "text_config": text}))
+    tensors = load_file(case.path / "model.safetensors")
+    beside = {"vision_model.class_embedding": torch.zeros(3)}
+    save_file(beside | {f"language_model.{name}": it for name, it in tensors.items()}, tmp_path / "model.safetensors")
+    check_logits(Case(case.hf, tmp_path, read_model_config(tmp_path)), 2)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama4"}))
+    with pytest.raises(CheckpointError, match="has no text_config"):
+        read_model_config(tmp_path)
+
+
+def test_what_a_config_of_llama_4_leaves_out_is_as_transformers_has_it(tmp_path: Path) -> None:
+    left_out = ("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings")
+    ours = _read(tmp_path, "llama4_text", num_attention_heads=8, num_hidden_layers=8, pad_token_id=0,
+                 interleave_moe_layer_step=2, **dict.fromkeys(left_out, ...))  # fmt: skip
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    with torch.device("meta"):
+        hf = transformers.AutoModelForCausalLM.from_config(theirs)
+    assert expected_shapes(ours) == {name: tuple(parameter.shape) for name, parameter in hf.named_parameters()}
+    assert (ours.rms_norm_eps, ours.max_context) == (theirs.rms_norm_eps, theirs.max_position_embeddings)
+    for i, layer in enumerate(hf.model.layers):
+        attention, rope = _attention(ours, i), _attention(ours, i).rope
+        assert rope.theta == theirs.rope_parameters["rope_theta"]
+        assert attention.rotary_dim == (theirs.head_dim if layer.self_attn.use_rope else 0)
+        assert attention.qk_norm == hasattr(layer.self_attn, "qk_norm")
+        is_chunked = theirs.layer_types[i] == "chunked_attention"
+        assert attention.chunk == (theirs.attention_chunk_size if is_chunked else None)
+        assert rope.temperature == (None if layer.self_attn.use_rope else (theirs.attn_scale, theirs.floor_scale))
+
+
 def test_the_guide_has_a_row_for_every_family() -> None:
-    rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/guides/models.md").read_text(), re.MULTILINE)
+    cells = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", (ROOT / "docs/guides/models.md").read_text(), re.MULTILINE)
+    rows = [name for cell in cells for name in re.findall(r"\w+", cell)]
     assert sorted(rows) == sorted(["model_type", *FAMILIES])  # with the table's head

@@ -305,7 +305,7 @@ def _taken(
 
 
 def _layers(*windows: int | None, features: frozenset[Feature] = frozenset()) -> SimpleNamespace:
-    mixers = [SimpleNamespace(window=window, features=features, head_dim=64) for window in windows]
+    mixers = [SimpleNamespace(window=window, chunk=None, features=features, head_dim=64) for window in windows]
     return SimpleNamespace(layers=[SimpleNamespace(mixer=mixer) for mixer in mixers])
 
 

@@ -163,7 +163,7 @@ class Heads:
         self.qkv = _random(num_tokens, num_q_heads * head_dim + 2 * kv_size, device=device, dtype=dtype)
         self.q_weight = _random(head_dim, device=device, dtype=dtype, seed=1)
         self.k_weight = _random(head_dim, device=device, dtype=dtype, seed=2)
-        num_pairs = (rotary_dim or head_dim) // 2
+        num_pairs = (head_dim if rotary_dim is None else rotary_dim) // 2
         angles = torch.outer(torch.arange(MAX_POSITIONS), 1e4 ** -(torch.arange(num_pairs) / num_pairs))
         # A factor, as YaRN has, so that a table of unit vectors is not assumed.
         self.cos_sin = (1.2 * torch.cat((angles.cos(), angles.sin()), dim=1)).to(device)
@@ -219,6 +219,7 @@ class Heads:
         (9, 3, 64, 16),
         (4, 1, 96, 72),
         (2, 1, 256, 64),
+        (4, 1, 96, 0),
     ],
 )
 def test_query_heads_turn_in_place_and_keys_and_values_go_to_their_slots(

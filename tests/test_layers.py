@@ -128,6 +128,19 @@ def test_the_rotary_tables_turn_pairs_of_halves_by_position_times_frequency(devi
     assert (v_slots[[0, 3]] == 7).all()
 
 
+def test_where_no_position_turns_a_head_queries_alone_have_a_temperature(interpreter: None) -> None:
+    rope, positions = RopeConfig(theta=1e4, partial=0.0, temperature=(0.5, 4)), torch.tensor([2, 3, 11, 30])
+    layer = AttentionLayer(layer_id=0, tp_q_head_num=3, tp_k_head_num=1, head_dim=16, scale=1.0)
+    slots, qkv = torch.tensor([4, 1, 5, 2]), _random(4, 5 * 16, device="cpu")
+    factors = 1 + 0.5 * torch.log1p(torch.tensor([0.0, 1.0, 3.0, 7.0]))[:, None]
+    by_torch = RotaryEmbedding(rope, 0, 31, dtype=torch.float32, device=torch.device("cpu")).at(positions)
+    for rotation in (by_torch, KernelRotation(torch.empty(31, 0), positions, factors)):
+        pool = TokenToKVPool([layer], num_pages=2, page_size=2, dtype=torch.float32, device=torch.device("cpu"))
+        q = rotation.norm_rotate_store(qkv.clone(), layer, None, pool, slots)
+        torch.testing.assert_close(q, qkv[:, :48] * factors)
+        assert torch.equal(torch.cat([it[slots] for it in pool.slots(0)], dim=1), qkv[:, 48:])
+
+
 def test_the_kernels_tables_turn_latent_layers_as_those_of_torch_do(interpreter: None) -> None:
     cos, sin = _random(4, 4, device="cpu"), _random(4, 4, device="cpu")
     positions, slots = torch.tensor([3, 0, 2]), torch.tensor([4, 1, 2])

@@ -59,6 +59,8 @@ class Shape:
     """Of a shared expert, where there is one."""
     top_groups: int = 0
     """Of four, from which a token's experts are; then they are chosen by sigmoids and a bias."""
+    scales_input: bool = False
+    """With sigmoids."""
 
 
 QWEN3 = Shape(128, 8, 32, 32)
@@ -66,6 +68,7 @@ QWEN2 = Shape(60, 4, 48, 96, normalise=False)  # numbers that no tile divides
 MIXTRAL = Shape(8, 2, 64, 160)
 DEEPSEEK = Shape(16, 6, 48, 96, normalise=False, weight_scale=2.5, shared_gate=False)
 DEEPSEEK_V3 = Shape(20, 3, 48, 96, weight_scale=2.5, shared_gate=False, top_groups=2)
+LLAMA4 = Shape(6, 1, 48, 96, normalise=False, shared_gate=False, scales_input=True)
 SLOW = pytest.mark.slow  # takes the interpreter seconds
 
 
@@ -91,7 +94,7 @@ class Case:
         self.w2 = random(experts, hidden, columns, fan_in=max(columns, 1))
         self.shared = random(num_tokens, hidden) if shared else None
         self.slots: torch.Tensor | None = None
-        self.scoring = SOFTMAX
+        self.scoring = Scoring(True, scales_input=True) if shape.scales_input else SOFTMAX
         if shape.top_groups:
             self.scoring = Scoring(True, torch.randn(experts, generator=generator).to(device), 4, shape.top_groups)
 
@@ -120,6 +123,8 @@ class Case:
         num_experts, top_k = self.shape.num_experts, self.shape.top_k
         logits = self.x.float() @ self.router.float().T
         weights, chosen = logits[:, :num_experts].softmax(1).topk(top_k)
+        if self.shape.scales_input:
+            weights = logits[:, :num_experts].topk(top_k).values.sigmoid()
         if self.scoring.bias is not None:
             scores = logits[:, :num_experts].sigmoid()
             by_group = (scores + self.scoring.bias).unflatten(1, (4, -1))
@@ -134,8 +139,11 @@ class Case:
         y = torch.zeros_like(x)
         for expert in range(num_experts):
             tokens, choices = (chosen == expert).nonzero(as_tuple=True)
-            gate, up = F.linear(x[tokens], self.w13[expert].to(dtype)).chunk(2, dim=1)
-            part = F.linear(F.silu(gate) * up, self.w2[expert].to(dtype)) * weights[tokens, choices, None].to(dtype)
+            weight, given = weights[tokens, choices, None].to(dtype), x[tokens]
+            gate, up = F.linear(weight * given if self.shape.scales_input else given, self.w13[expert].to(dtype)).chunk(
+                2, dim=1
+            )
+            part = F.linear(F.silu(gate) * up, self.w2[expert].to(dtype)) * (1 if self.shape.scales_input else weight)
             y.index_add_(0, tokens, part)
         if self.shared is not None:
             gate = logits[:, num_experts:].sigmoid().to(dtype) if self.shape.shared_gate else 1.0
@@ -161,6 +169,8 @@ class Case:
         (MIXTRAL, 3),
         (DEEPSEEK_V3, 5),
         (DEEPSEEK_V3, 12),
+        (LLAMA4, 5),
+        (LLAMA4, 12),
         *(pytest.param(*it, marks=SLOW) for it in ((QWEN3, 5), (QWEN2, 17), (MIXTRAL, 300))),
     ],
 )

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from configs.errors import CheckpointError
-from configs.model_config import ModelConfig, layer_prefix
+from configs.model_config import ModelConfig
 from configs.quantization import INPUT_SCALE, WeightScales
 from parallel.numerics.weight import as_matrix
 from parallel.plan import Span
@@ -144,8 +144,9 @@ class Checkpoint:
 
         Raises CheckpointError for one that is no positive number.
         """
-        layers = enumerate(self._model.layers)
-        return [tuple(self._kv_scale(layer_prefix(i), names) for names in it.mixer.kv_scales) for i, it in layers]
+        prefixes = [self._model.layer_prefix(i) for i in range(self._model.num_hidden_layers)]
+        layers = zip(prefixes, self._model.layers, strict=True)
+        return [tuple(self._kv_scale(prefix, names) for names in it.mixer.kv_scales) for prefix, it in layers]
 
     def close(self) -> None:
         """Closes every file."""
@@ -197,7 +198,7 @@ class Checkpoint:
     def _check(self, path: Path) -> None:
         expected = expected_shapes(self._model)
         optional = {
-            layer_prefix(i) + name
+            self._model.layer_prefix(i) + name
             for i, layer in enumerate(self._model.layers)
             for names in layer.mixer.kv_scales
             for name in names
@@ -240,9 +241,10 @@ class Checkpoint:
         # A tied model needs no LM head of its own, but some checkpoints store the copy.
         tied_copy = self._model.tie_word_embeddings and name == "lm_head.weight"
         of_activations = self._model.weight_scales is not None and name.endswith(INPUT_SCALE)
-        layer = re.match(layer_prefix(r"(\d+)"), name)
+        is_beside = not name.startswith(self._model.tensor_prefix)
+        layer = re.match(self._model.layer_prefix(r"(\d+)"), name)
         is_mtp = layer is not None and 0 <= int(layer[1]) - self._model.num_hidden_layers < self._model.num_mtp_layers
-        is_unread = tied_copy or is_mtp or of_activations
+        is_unread = tied_copy or is_beside or is_mtp or of_activations
         return is_unread or name in _IGNORED_NAMES or name.endswith(_IGNORED_SUFFIXES)
 
 

@@ -79,7 +79,9 @@ def fits(model: ModelConfig, config: EngineConfig, sizes: Iterable[int], memory_
 def _routed_outputs(model: ModelConfig) -> int:
     """Elements that the experts of a layer make of one token, before they are summed."""
     layers = dict.fromkeys(model.layers)
-    return max(int(sum(it.share * it.shape[0] for it in layer.tensors if it.share != 1)) for layer in layers)
+    return max(
+        int(sum(it.share * (it.elements // it.shape[1]) for it in layer.tensors if it.share != 1)) for layer in layers
+    )
 
 
 def _kv_tokens(plan: ShardPlan, config: EngineConfig, free_bytes: int) -> int:

@@ -16,7 +16,7 @@ class TensorSource(Protocol):
     """The source of a layer's shards of checkpoint tensors."""
 
     def read(self, name: str, out: torch.Tensor, *, rows: Span | None = None, columns: Span | None = None) -> None:
-        """Fills `out`, cast to its dtype, with tensor `name` or the given rows or columns of it; both never.
+        """Fills `out`, cast to its dtype, with tensor `name` or the given rows or columns of it, or columns of rows.
 
         Rows and columns are those of `as_matrix`, of tensor and `out` alike.
         """

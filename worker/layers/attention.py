@@ -31,6 +31,7 @@ class Attention:
             head_dim=spec.head_dim,
             scale=spec.head_dim**-0.5 if spec.scale is None else spec.scale,
             window=spec.window,
+            chunk=spec.chunk,
             softcap=spec.softcap,
             sinks=torch.empty(num_q, dtype=torch.float32, device=context.device) if spec.has_sinks else None,
         )
@@ -43,7 +44,10 @@ class Attention:
             for tensor in spec.head_norms
         ]
         self._norms: QKNorms | None = None
-        if spec.qk_norm:
+        if spec.qk_norm and not spec.norms_have_weights:
+            ones = torch.ones(spec.head_dim, dtype=context.dtype, device=context.device)
+            self._norms = QKNorms(ones, ones, eps)
+        elif spec.qk_norm:
             q_norm, k_norm = self._head_norms
             self._norms = QKNorms(q_norm.weight, k_norm.weight, eps)
 

@@ -10,10 +10,11 @@ from abc import ABC, abstractmethod
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from configs.biased_mixture import BiasedMixture
 from configs.errors import ConfigError
-from configs.layers import Axis, Cut, DenseMLP, MixtureOfExperts
+from configs.layers import Axis, Cut, MixtureOfExperts
 from parallel.fused_sum import PartialSum
 from parallel.numerics.arithmetic import LayerContext
 from parallel.numerics.kernels.cpu_products import TILE, Mixture, mixed_products, pack
@@ -37,6 +38,7 @@ class Experts(ABC):
         if isinstance(spec, MixtureOfExperts) and spec.hidden_act != "silu":
             raise ConfigError(f"hidden_act={spec.hidden_act} of a mixture of experts is not silu")
         self._spec = spec
+        self._experts = spec.experts if isinstance(spec, MixtureOfExperts) else ()
         self._columns = context.shard[Axis.EXPERT_COLUMNS]
         self._round_to = context.dtype if spec.round_weights else torch.float32
         self._shared = None if spec.shared is None else MLP(spec.shared, context)
@@ -73,9 +75,12 @@ class Experts(ABC):
         if self._shared is not None:
             self._shared.load(source, prefix)
 
-    def _read_expert(
-        self, source: TensorSource, prefix: str, expert: DenseMLP, gate_up: torch.Tensor, down: torch.Tensor
-    ) -> None:
+    def _read_expert(self, source: TensorSource, prefix: str, i: int, gate_up: Tensor, down: Tensor) -> None:
+        """Fills gate_up [2 * columns, hidden_size] and down [hidden_size, columns] with this rank's columns of one."""
+        if isinstance(self._spec, MixtureOfExperts) and self._spec.are_stacked:
+            _read_stacked(source, prefix, self._spec, i, self._columns, gate_up, down)
+            return
+        expert = self._experts[i]
         for linear, out in zip(expert.gate_up, gate_up.chunk(2), strict=True):
             source.read(f"{prefix}{linear.name}.weight", out, rows=self._columns)
         source.read(f"{prefix}{expert.down.name}.weight", down, columns=self._columns)
@@ -93,7 +98,6 @@ class CudaExperts(Experts):
         if isinstance(spec, BiasedMixture):
             raise ConfigError("experts with biases (gpt_oss) are not computed on GPUs yet; set device=cpu")
         super().__init__(spec, context)
-        self._experts = spec.experts
         width, unit = self._columns.size, context.arithmetic.choose(fast=32, exact=1)
         if width % unit:
             raise ConfigError(
@@ -115,8 +119,8 @@ class CudaExperts(Experts):
         self._w13 = self._context.empty(spec.num_experts, 2 * width, spec.hidden_size)
         self._w2 = self._context.empty(spec.num_experts, spec.hidden_size, width)
         self._load_router(source, prefix, self._router)
-        for expert, gate_up, down in zip(self._experts, self._w13, self._w2, strict=True):
-            self._read_expert(source, prefix, expert, gate_up, down)
+        for i, (gate_up, down) in enumerate(zip(self._w13, self._w2, strict=True)):
+            self._read_expert(source, prefix, i, gate_up, down)
 
     def __call__(self, x: torch.Tensor, padding: Padding) -> torch.Tensor | PartialSum:
         return self.rank_sum.for_norm(len(x), lambda out: self.partial(x, padding, out))
@@ -143,7 +147,7 @@ class CudaExperts(Experts):
             normalise=spec.norm_topk_prob,
             round_to=self._round_to,
             weight_scale=spec.weight_scale,
-            scoring=Scoring(spec.sigmoid, self._choice_bias, spec.num_groups, spec.top_groups),
+            scoring=Scoring(spec.sigmoid, self._choice_bias, spec.num_groups, spec.top_groups, spec.scales_input),
             out=out[: len(nodes)] if is_exact else out,
             slots=slots,
             first_slot=first_slot,
@@ -188,8 +192,8 @@ class CpuExperts(Experts):
         else:
             gate_up = self._context.empty(2 * self._columns.size, self._spec.hidden_size)
             down = self._context.empty(self._spec.hidden_size, self._columns.size)
-            for expert in self._spec.experts:
-                self._read_expert(source, prefix, expert, gate_up, down)
+            for i in range(self._spec.num_experts):
+                self._read_expert(source, prefix, i, gate_up, down)
                 self._keep(gate_up, down)
         self._router = CpuWeight(router, bias)
 
@@ -253,8 +257,8 @@ class CpuExperts(Experts):
         order = chosen.argsort(stable=True)
         ends = chosen.bincount(minlength=len(self._down) + 1)[:-1].cumsum(0)
         tokens = order // experts.shape[1]
-        hidden = self._hidden(x, tokens, ends.tolist())
         mixture = Mixture(ends, tokens, weights.flatten()[order])
+        hidden = self._hidden(x, mixture)
 
         def part(out: torch.Tensor | None) -> torch.Tensor:
             if out is None:
@@ -266,12 +270,16 @@ class CpuExperts(Experts):
 
         return self._sum(len(x), part)
 
-    def _hidden(self, x: torch.Tensor, tokens: torch.Tensor, ends: list[int]) -> torch.Tensor:
+    def _hidden(self, x: torch.Tensor, mixture: Mixture) -> torch.Tensor:
         """The activations of all pairs [num_pairs, columns], expert after expert."""
-        hidden, begin = x.new_empty(ends[-1], self._columns.size), 0
+        ends, columns = mixture.ends.tolist(), self._columns.size
+        hidden, begin = x.new_empty(ends[-1], columns), 0
         for expert, end in enumerate(ends):
             if begin < end:
-                gate_up = self._gate_up[expert](x.index_select(0, tokens[begin:end]))
+                gate_up = self._gate_up[expert](x.index_select(0, mixture.rows[begin:end]))
+                if self._spec.scales_input:
+                    # For w times the input that is silu(w * gate) * w * up, and the last w is in the sum anyway.
+                    gate_up[:, :columns] *= mixture.factors[begin:end, None]
                 self._act(gate_up, hidden[begin:end])
                 begin = end
         return hidden
@@ -310,6 +318,21 @@ def top(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The k highest of each row and their columns; of equal ones the first, as the kernels choose."""
     values, columns = scores.sort(dim=1, descending=True, stable=True)
     return values[:, :k], columns[:, :k]
+
+
+def _read_stacked(
+    source: TensorSource, prefix: str, spec: MixtureOfExperts, i: int, columns: Span, gate_up: Tensor, down: Tensor
+) -> None:
+    """Does what `Experts._read_expert` does, from tensors of all experts, whose inputs come first."""
+    (all_gate_up, all_down), size = spec.stacked, spec.intermediate_size
+    rows = Span(i * spec.hidden_size, (i + 1) * spec.hidden_size)
+    for first, out in zip((0, size), gate_up.chunk(2), strict=True):
+        part = torch.empty_like(out.t(), memory_format=torch.contiguous_format)
+        source.read(prefix + all_gate_up.name, part, rows=rows, columns=Span(*(first + it for it in columns)))
+        out.copy_(part.t())
+    part = torch.empty_like(down.t(), memory_format=torch.contiguous_format)
+    source.read(prefix + all_down.name, part, rows=Span(*(i * size + it for it in columns)))
+    down.copy_(part.t())
 
 
 def _sigmoid(x: torch.Tensor) -> torch.Tensor:

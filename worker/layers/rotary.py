@@ -37,6 +37,7 @@ class RotaryEmbedding:
         tables = zip(*(_cos_sin(torch.outer(positions, inv_freq)) for positions in blocks), strict=True)
         cos, sin = (torch.cat(parts).float() * attention_factor for parts in tables)
         self._on_cuda = device.type == "cuda"
+        self._query_factors = None if rope.temperature is None else _query_factors(*rope.temperature, every)
         # The kernel's [max_positions, rotary_dim] fp32: rotary_dim / 2 cosines, then as many sines. Or torch's
         # [max_positions, 1, 2 * rotary_dim]: cosines for both halves, then sines with the first half's sign turned, so
         # that a rotation is x * cos + swapped(x) * sin. fp32 until cast once to the activations' dtype.
@@ -48,9 +49,18 @@ class RotaryEmbedding:
 
     def at(self, positions: torch.Tensor) -> Rotation:
         """The rotation at positions [num_tokens] int64; once a step."""
+        factors = None if self._query_factors is None else self._query_factors.index_select(0, positions)
         if self._on_cuda:
-            return KernelRotation(self._table, positions)
-        return TorchRotation(*self._table.index_select(0, positions).chunk(2, dim=-1))
+            return KernelRotation(self._table, positions, factors)
+        cos, sin = self._table.index_select(0, positions).chunk(2, dim=-1)
+        return TorchRotation(cos, sin, factors)
+
+
+def _query_factors(scale: float, floor: int, positions: torch.Tensor) -> torch.Tensor:
+    """[len(positions), 1] fp32, as RopeConfig.temperature says; of each value once, in fp64, the same everywhere."""
+    steps = (positions.long() + 1) // floor
+    factors = [1 + scale * math.log1p(step) for step in range(int(steps[-1]) + 1)]
+    return torch.tensor(factors, device=positions.device)[steps].unsqueeze(1)
 
 
 def _cos_sin(angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,14 +93,18 @@ class KernelRotation:
     Args:
         cos_sin: [max_positions, rotary_dim] fp32, contiguous.
         positions: [num_tokens] int64.
+        query_factors: [num_tokens, 1] fp32, or None.
     """
 
-    def __init__(self, cos_sin: torch.Tensor, positions: torch.Tensor) -> None:
+    def __init__(
+        self, cos_sin: torch.Tensor, positions: torch.Tensor, query_factors: torch.Tensor | None = None
+    ) -> None:
         from worker.kernels.rope import latent_norm_rope_store, qk_norm_rope_store  # a CPU install has no Triton
 
         self._kernel, self._latent_kernel = qk_norm_rope_store, latent_norm_rope_store
         self._cos_sin = cos_sin
         self._positions = positions
+        self._query_factors = query_factors
 
     def norm_rotate_store(
         self,
@@ -101,6 +115,8 @@ class KernelRotation:
         out_cache_loc: torch.Tensor,
     ) -> torch.Tensor:
         k_slots, v_slots = pool.slots(layer.layer_id)
+        if self._query_factors is not None:
+            qkv[:, : layer.tp_q_head_num * layer.head_dim] *= self._query_factors
         self._kernel(
             qkv,
             q_weight=None if norms is None else norms.q_weight,
@@ -147,11 +163,13 @@ class TorchRotation:
     Args:
         cos: [num_tokens, 1, rotary_dim] of the activations' dtype.
         sin: the same of sines, the first half's sign turned.
+        query_factors: [num_tokens, 1] fp32, or None.
     """
 
-    def __init__(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    def __init__(self, cos: torch.Tensor, sin: torch.Tensor, query_factors: torch.Tensor | None = None) -> None:
         self._cos = cos
         self._sin = sin
+        self._query_factors = query_factors
 
     def _rotate(self, heads: torch.Tensor) -> torch.Tensor:
         """Heads [num_tokens, num_heads, head_dim], of which the first rotary_dim columns turn; a new tensor."""
@@ -171,6 +189,8 @@ class TorchRotation:
     ) -> torch.Tensor:
         num_tokens, num_q_heads, head_dim = len(qkv), layer.tp_q_head_num, layer.head_dim
         q_size, kv_size = num_q_heads * head_dim, layer.tp_k_head_num * head_dim
+        if self._query_factors is not None:
+            qkv[:, :q_size] *= self._query_factors
         qk = qkv[:, :-kv_size].view(num_tokens, -1, head_dim)
         if norms is not None:
             q = rms_norm(qk[:, :num_q_heads], norms.q_weight, norms.eps)

@@ -18,7 +18,7 @@ from attention.layer import AttentionLayer
 from configs.biased_mixture import BiasedMixture
 from configs.latent_attention import LatentAttention
 from configs.layers import DenseMLP, GroupedQueryAttention, LayerSpec, MixtureOfExperts, Norms
-from configs.model_config import ModelConfig, layer_prefix
+from configs.model_config import ModelConfig
 from parallel.embedding import ParallelLMHead, VocabParallelEmbedding
 from parallel.fused_sum import PartialSum
 from parallel.group import TensorParallelGroup
@@ -196,7 +196,7 @@ class Decoder:
         model = self._model
         self._embedding.load(source, model.embedding.name)
         for i, layer in enumerate(self.layers):
-            layer.load(source, layer_prefix(i))
+            layer.load(source, model.layer_prefix(i))
             if on_progress is not None:
                 on_progress((i + 1) / (len(self.layers) + 1))
         self._norm.load(source, model.norm.name)

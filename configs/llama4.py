@@ -1,0 +1,88 @@
+"""The layers of a config.json of Llama 4's text model: chunked attention, layers without positions, and experts."""
+
+from __future__ import annotations
+
+from configs.errors import CheckpointError
+from configs.fields import MOST_PARTS, Fields
+from configs.layers import DenseMLP, GroupedQueryAttention, LayerSpec, MixtureOfExperts
+from configs.model_config import layers_of
+from configs.rope import RopeConfig
+
+_CHUNKED, _FULL = "chunked_attention", "full_attention"
+
+
+def llama4_layers(fields: Fields, rope: RopeConfig) -> tuple[LayerSpec, ...]:
+    """Each layer of the model. Raises CheckpointError when a field is missing, or for what is not supported."""
+    num_layers = fields.count("num_hidden_layers", at_most=MOST_PARTS)
+    interval, step = fields.count("no_rope_layer_interval", 4), fields.count("interleave_moe_layer_step", 1)
+    # In spite of the key's name a 1 is a layer with positions; an empty list says nothing.
+    turning = fields.ids("no_rope_layers") or tuple(int((i + 1) % interval != 0) for i in range(num_layers))
+    types = fields.values.get("layer_types")
+    types = [_CHUNKED if turns else _FULL for turns in turning] if types is None else types
+    if len(turning) != num_layers or not isinstance(types, list) or len(types) != num_layers:
+        raise CheckpointError(f"{fields.where}: no_rope_layers or layer_types do not name {num_layers} layers")
+    if not set(types) <= {_CHUNKED, _FULL}:
+        raise CheckpointError(f"{fields.where}: layer_types must name {_CHUNKED} or {_FULL}")
+    if rope.scaling_type not in ("default", "linear", "llama3"):
+        # Others have a factor of cosine and sine, which norms behind the rotary embedding would take out again.
+        raise CheckpointError(f"{fields.where}: rope scaling type {rope.scaling_type} of Llama 4 is not supported")
+    said = fields.values.get("moe_layers")
+    with_experts = range(step - 1, num_layers, step) if said is None else fields.ids("moe_layers")
+    experts, dense = _experts(fields), _dense(fields)
+    return layers_of(
+        [_attention(fields, rope, bool(turns), type_) for turns, type_ in zip(turning, types, strict=True)],
+        [experts if i in with_experts else dense for i in range(num_layers)],
+        fields.count("hidden_size"),
+    )
+
+
+def _attention(fields: Fields, rope: RopeConfig, turns: bool, type_: str) -> GroupedQueryAttention:
+    num_q, has_bias = fields.count("num_attention_heads"), fields.flag("attention_bias", False)
+    temperature = None
+    if fields.values.get("attn_temperature_tuning", True):  # some files have a number
+        temperature = fields.number("attn_scale", 0.1), fields.count("floor_scale", 8192)
+    # An explicit null means one KV head a query head.
+    default_kv = num_q if "num_key_value_heads" in fields.values else 8
+    return GroupedQueryAttention(
+        hidden_size=fields.count("hidden_size"),
+        num_attention_heads=num_q,
+        num_key_value_heads=fields.count("num_key_value_heads", default_kv),
+        head_dim=fields.count("head_dim", 128),
+        rope=rope if turns else RopeConfig(theta=rope.theta, partial=0.0, temperature=temperature),
+        qkv_bias=has_bias,
+        o_bias=has_bias,
+        qk_norm=turns and fields.flag("use_qk_norm", True),
+        norms_have_weights=False,
+        chunk=fields.count("attention_chunk_size", 8192) if type_ == _CHUNKED else None,
+    )
+
+
+def _dense(fields: Fields) -> DenseMLP:
+    return DenseMLP(
+        hidden_size=fields.count("hidden_size"),
+        intermediate_size=fields.count("intermediate_size_mlp", 16384),
+        hidden_act=fields.text("hidden_act", "silu"),
+        name="feed_forward",
+    )
+
+
+def _experts(fields: Fields) -> MixtureOfExperts:
+    num_experts, top_k = fields.count("num_local_experts", 16, MOST_PARTS), fields.count("num_experts_per_tok", 1)
+    if top_k > num_experts:
+        raise CheckpointError(f"{fields.where}: num_experts_per_tok={top_k} exceeds num_local_experts={num_experts}")
+    if (act := fields.text("hidden_act", "silu")) != "silu":
+        raise CheckpointError(f"{fields.where}: hidden_act={act} of experts is not supported; only silu is")
+    return MixtureOfExperts(
+        hidden_size=fields.count("hidden_size"),
+        num_experts=num_experts,
+        top_k=top_k,
+        intermediate_size=fields.count("intermediate_size"),
+        norm_topk_prob=False,
+        sigmoid=True,
+        scales_input=True,
+        shared_intermediate_size=fields.count("intermediate_size"),
+        has_shared_gate=False,
+        name="feed_forward",
+        router_name="router",
+        are_stacked=True,
+    )
