@@ -254,6 +254,7 @@ class Coordinator:
         if error is None:
             self.num_rebuilds += 1
             logger.warning("the group is rebuilt after %.2f s", time.monotonic() - began)
+            self._socket.send(StepOutput(stats=self._report()))
         return error
 
     def _exchange_ranks(self, others: RankGroup, done: Future[float]) -> None:
