@@ -269,6 +269,7 @@ def test_logits_equal_transformers_with_the_config_as_read_from_the_checkpoint(c
         ("default", {}),
         ("linear", {"factor": 3.0}),
         ("llama3", LLAMA3_SCALING),
+        ("llama3", {**LLAMA3_SCALING, "high_freq_factor": 1.0}),
         ("yarn", YARN_SCALING),
         ("yarn", {**YARN_SCALING, "beta_fast": 16, "beta_slow": 2, "truncate": False, "attention_factor": 0.7}),
         ("yarn", {**YARN_SCALING, "mscale": 0.7, "mscale_all_dim": 0.9}),
