@@ -200,7 +200,8 @@ class FakeWorker:
             else:
                 self._write(row, positions, WRONG_DRAFT)
                 self._write(row, positions[:1], self.last_token[row])
-            plan.append((row, start + num - max(num_draws, 1) + 1, num_draws))
+            drafts = frame.token_ids[offset - num_draws + 1 : offset].tolist() if flags & RowFlag.HAS_TOKENS else None
+            plan.append((row, start + num - max(num_draws, 1) + 1, num_draws, drafts))
         assert offset == len(frame.token_ids)
         for row, start, num in zip(frame.rows.tolist(), frame.starts.tolist(), frame.lens.tolist(), strict=True):
             seen = self._slots(row, np.arange(max(start - (self.window - 1), 0), start + num))
@@ -211,17 +212,22 @@ class FakeWorker:
         tokens: list[int] = []
         counts: list[int] = []
         asked: list[int] = []
-        for row, num_tokens, num_draws in plan:
+        for row, num_tokens, num_draws, drafts in plan:
             if not num_draws:
                 continue
-            counts.append(1 + next_token(self._history(row, num_tokens), 99) % num_draws)
-            for index in range(num_tokens, num_tokens + counts[-1]):
+            counts.append(0)
+            # Of drafts that the worker makes itself so many are right.
+            most = 1 + next_token(self._history(row, num_tokens), 99) % num_draws if drafts is None else num_draws
+            for index in range(num_tokens, num_tokens + most):
                 if index > num_tokens:  # the draft was right
                     self._write(row, np.array([index - 1]), self.last_token[row])
                 self.last_token[row] = self._draw(row, index)
                 if self.num_logprobs[row] >= 0:
                     asked.append(len(tokens))
                 tokens.append(int(self.last_token[row]))
+                counts[-1] += 1
+                if drafts is not None and drafts[index - num_tokens : index - num_tokens + 1] != [self.last_token[row]]:
+                    break
         lens: dict[int, list[int]] = {}
         for row, length in frame.items.tolist():
             lens.setdefault(row, []).append(length)

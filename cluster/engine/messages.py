@@ -180,6 +180,9 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds in which the queue may be expected to drain, with `engine_overloaded`."""
     num_preemptions: int = 0
     """How often it gave its pages up to others, or lost them with a rank, and was computed again."""
+    num_drafted: int = 0
+    num_accepted: int = 0
+    """Drafts that were verified for it, and those of them that its answer has."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
@@ -250,6 +253,10 @@ class SchedulerStats:
     total_preemptions: int
     total_answer_tokens: int = 0
     """Tokens that were sent to requests."""
+    total_drafted: int = 0
+    """Drafts that steps verified."""
+    total_accepted: int = 0
+    """Drafts that requests got as tokens."""
     total_refused: int = 0
     """Requests refused because the queue was full."""
     total_expired: int = 0

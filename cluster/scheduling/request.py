@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from cluster.engine.messages import GenerateRequest, SamplingParams
 from cluster.scheduling.limits import SchedulerLimits
+from cluster.scheduling.ngrams import NgramHistory
 from configs.errors import GuideError, RequestError
 from worker.protocol import (
     ALWAYS,
@@ -147,6 +148,8 @@ class Request:
     cache_salt: bytes = b""
     adjustments: Adjustments | None = None
     guide: Guide | None = None
+    history: NgramHistory | None = None
+    """The tokens that drafts are made from, from its first one on; None: they are not."""
     mask: UInt32Array | None = None
     """The first tokens that may follow its admission; a request with a guide has it before it is queued."""
     deadline_s: float = 0.0
@@ -165,6 +168,9 @@ class Request:
     """See SamplingParams."""
     num_item_tokens: int = 0
     num_preemptions: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    """Drafts that were verified, and those of them that are in the answer."""
     num_overtaken: int = 0
     """Requests behind it that were admitted while it lacked pages."""
 
