@@ -11,6 +11,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from cluster.scheduling.guided_rows import GuidedRows
 from cluster.scheduling.limits import SchedulerLimits
 from cluster.scheduling.ngrams import NgramHistory
 from cluster.scheduling.row_table import RowTable
@@ -73,9 +74,10 @@ class StepTimes:
 class Drafter:
     """The drafts of running requests. Writes `RowTable.predicted`, and keeps a history with each request."""
 
-    def __init__(self, limits: SchedulerLimits, rows: RowTable) -> None:
+    def __init__(self, limits: SchedulerLimits, rows: RowTable, guided: GuidedRows) -> None:
         self._limits = limits
         self._rows = rows
+        self._guided = guided
         self._most = limits.speculation.max_sampled(limits.max_num_seqs) - limits.max_num_seqs
         self.times = StepTimes()
 
@@ -101,7 +103,7 @@ class Drafter:
         """
         table = self._rows
         draws = np.ones(len(rows), np.int32)
-        at = np.flatnonzero(table.predicted[rows] & ~table.guided[rows])
+        at = np.flatnonzero(table.predicted[rows])
         if not len(at):
             return draws
         most = min(self._limits.speculation.num_drafts, int((table.max_total - table.num_computed)[rows[at]].max()) - 2)
@@ -139,4 +141,7 @@ class Drafter:
         places = np.arange(most)
         is_behind = table.in_flight[rows, None] > 0
         room = table.max_total[rows] - table.num_computed[rows] - 2
+        if table.num_guided:
+            guided = table.guided[rows]
+            room[guided] = np.minimum(room[guided], self._guided.num_foreseen(rows[guided]))
         return first[:, None] * then[:, None] ** (places + is_behind) * (places < room[:, None])

@@ -121,9 +121,9 @@ class SchedulerLimits:
 
     @property
     def max_num_masks(self) -> int:
-        """Rows that may decode with a new mask in one step."""
+        """Masks that one step may bring to rows that decode, one for each token that is drawn."""
         mask_bytes = StepFrame.section_bytes(mask=1, mask_word=mask_words(self.vocab_size))
-        return max(1, min(self.max_num_seqs, _MASKS_BYTES // mask_bytes))
+        return max(1, min(self.speculation.max_sampled(self.max_num_seqs), _MASKS_BYTES // mask_bytes))
 
     @property
     def max_adjustment_bytes(self) -> int:

@@ -80,7 +80,7 @@ class Scheduler:
         self._guided = GuidedRows(self._limits, self._rows)
         self._life = LifeCycle(self._limits, self._rows, self._pages, self._queue, self._guided, self._make_guide)
         self._in_flight: deque[Launched] = deque()
-        self._drafter = Drafter(self._limits, self._rows) if self._limits.drafts_are_chosen else None
+        self._drafter = Drafter(self._limits, self._rows, self._guided) if self._limits.drafts_are_chosen else None
 
     # Requests in and out
 
@@ -424,7 +424,7 @@ class Scheduler:
             table.ready[decodes[draws > 1]] = False
         if table.num_guided:
             table.ready[sampled[table.guided[sampled]]] = False
-            builder.add_masks(self._guided.take_masks())
+            builder.add_masks(self._guided.take_masks(dict(zip(decodes.tolist(), draws.tolist(), strict=True))))
         if plan.admitted:
             builder.start_rows(plan.admitted)
         if len(window_pages := self._pages.take_window_changes()):

@@ -132,7 +132,7 @@ class StepTokens(NamedTuple):
         if len(launched.num_draws):
             rows = launched.sampled[(launched.num_draws > 1) & table.live[launched.sampled]]
             table.num_computed[rows] = table.num_known[rows] - 1
-            table.ready[rows] = True
+            table.ready[rows] = ~table.guided[rows]
 
 
 def find_stopped(
