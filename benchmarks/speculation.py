@@ -2,21 +2,22 @@
 
     python -m benchmarks.speculation [--config FILE] [--set KEY=VALUE ...] [--batches 1,4] [--tokens 96] --json OUT
 
-Two kinds of prompts: chats that ask for a given text with one word changed, which repeat what was said, and random
-token ids, which do not. For each number of requests at once, the same ranks answer without, with, with and without
-speculation, as a coordinator would have them: no Ray, no HTTP. A rate is that of the tokens after the step in which the
-last request got its first one. Requests are greedy, and once more at temperature 0.7.
+Two kinds of prompts: chats that ask for a given text, as it is or with one word changed, and random token ids. Each
+group of so many requests at once is answered without, with, with and without speculation by the same ranks, for whom
+this process schedules as a coordinator does: no Ray, no HTTP. What counts are the tokens after the step in which the
+last request of a group got its first one. Greedy answers to random ids soon go round in circles, which drafts follow;
+those drawn at temperature 1 repeat nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
-import statistics
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -124,12 +125,11 @@ class _Ranks:
         scheduler.last_step = self._last_step
         assert not scheduler.add(requests)
         run = _Run({request.id: [] for request in requests})
-        began, num_first = 0.0, 0
+        began = 0.0
         while scheduler.has_work:
             while (frame := scheduler.next_step()) is not None:
                 self._send(frame)
             output = scheduler.retire(StepResult.decode(self._pipes[0].recv_bytes()))
-            run.num_steps += 1
             ids, tokens = np.frombuffer(output.ids, np.int64), np.frombuffer(output.tokens, np.int32)
             for request_id, token in zip(ids.tolist(), tokens.tolist(), strict=True):
                 run.tokens[request_id].append(token)
@@ -137,7 +137,6 @@ class _Ranks:
                 run.num_timed += len(tokens)
             elif all(run.tokens.values()):
                 began = time.perf_counter()
-            num_first += 1
         run.seconds = time.perf_counter() - began
         run.drafted, run.accepted = scheduler.stats().total_drafted, scheduler.stats().total_accepted
         self._last_step = scheduler.last_step
@@ -160,63 +159,49 @@ class _Run:
     tokens: dict[int, list[int]]
     seconds: float = 0.0
     num_timed: int = 0
-    num_steps: int = 0
     drafted: int = 0
     accepted: int = 0
 
-    @property
-    def rate(self) -> float:
-        return self.num_timed / self.seconds
+
+def _groups(prompts: list[list[int]], batch: int, tokens: int, temperature: float) -> list[list[GenerateRequest]]:
+    """Groups of `batch` requests, in which every prompt is at least once."""
+    requests = [
+        GenerateRequest(
+            id=index + 1,
+            prompt=np.array(prompts[index % len(prompts)], np.int32).tobytes(),
+            sampling=SamplingParams(max_tokens=tokens, temperature=temperature, seed=index, ignore_eos=True),
+        )
+        for index in range(max(len(prompts), batch))
+    ]
+    return [requests[first : first + batch] for first in range(0, len(requests), batch)]
 
 
-@dataclass
-class _Pair:
-    """The same requests with and without speculation."""
-
-    kind: str
-    batch: int
-    temperature: float
-    ratios: list[float] = field(default_factory=list)
-    rates: list[tuple[float, float]] = field(default_factory=list)
-    drafted: int = 0
-    accepted: int = 0
-    num_tokens: int = 0
-    num_differing: int = 0
-
-
-def _requests(prompts: list[list[int]], batch: int, tokens: int, temperature: float) -> list[list[GenerateRequest]]:
-    """Groups of `batch` requests, each prompt at least once."""
-    groups = []
-    for first in range(0, max(len(prompts), batch), batch):
-        groups.append([
-            GenerateRequest(
-                id=index + 1,
-                prompt=np.array(prompts[index % len(prompts)], np.int32).tobytes(),
-                sampling=SamplingParams(max_tokens=tokens, temperature=temperature, seed=index, ignore_eos=True),
-            )
-            for index in range(first, first + batch)
-        ])  # fmt: skip
-    return groups
-
-
-def _measure(ranks: _Ranks, pair: _Pair, groups: list[list[GenerateRequest]], rounds: int) -> None:
-    """One rate over all groups for each of the runs without, with, with and without."""
-    for _ in range(rounds):
-        found: dict[bool, list[float]] = {False: [], True: []}
-        answers: list[dict[int, list[int]]] = []
-        for speculates in (False, True, True, False):
-            runs = [ranks.answer(group, speculates=speculates) for group in groups]
-            found[speculates].append(sum(run.num_timed for run in runs) / sum(run.seconds for run in runs))
-            answers.append({key: tokens for run in runs for key, tokens in run.tokens.items()})
-            if speculates:
-                pair.drafted += sum(run.drafted for run in runs)
-                pair.accepted += sum(run.accepted for run in runs)
-        pair.ratios += [with_ / without for with_, without in zip(found[True], found[False], strict=True)]
-        pair.rates.append((statistics.mean(found[False]), statistics.mean(found[True])))
-        for key, tokens in answers[0].items():
-            for other in answers[1:]:
-                pair.num_tokens += len(tokens)
-                pair.num_differing += sum(one != two for one, two in zip(tokens, other[key], strict=True))
+def _measure(ranks: _Ranks, groups: list[list[GenerateRequest]]) -> dict[str, Any]:
+    """The figures of some groups, each answered four times."""
+    ratios, seconds = [], {False: 0.0, True: 0.0}
+    num_timed = drafted = accepted = compared = differing = 0
+    for group in groups:
+        runs = [(speculates, ranks.answer(group, speculates=speculates)) for speculates in (False, True, True, False)]
+        own = {kind: sum(run.seconds for speculates, run in runs if speculates is kind) for kind in seconds}
+        ratios.append(own[False] / own[True])
+        seconds = {kind: seconds[kind] + own[kind] for kind in seconds}
+        num_timed += 2 * runs[0][1].num_timed
+        drafted += sum(run.drafted for _, run in runs)
+        accepted += sum(run.accepted for _, run in runs)
+        for key, tokens in runs[0][1].tokens.items():
+            for _, other in runs[1:]:
+                compared += len(tokens)
+                differing += sum(one != two for one, two in zip(tokens, other.tokens[key], strict=True))
+    return {
+        "tok_s_without": round(num_timed / seconds[False], 1),
+        "tok_s_with": round(num_timed / seconds[True], 1),
+        "ratio": round(seconds[False] / seconds[True], 3),
+        "ratios_of_groups": [round(ratio, 3) for ratio in ratios],
+        "drafted": drafted,
+        "accepted": accepted,
+        "tokens_compared": compared,
+        "tokens_differing": differing,
+    }
 
 
 def main() -> None:
@@ -225,7 +210,6 @@ def main() -> None:
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--batches", default="1,4")
     parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     batches = [int(batch) for batch in args.batches.split(",")]
@@ -240,30 +224,23 @@ def main() -> None:
     assert tokenizer.template is not None, "the model has no chat template"
     edits = []
     for text, old, new in _TEXTS:
-        content = f"Repeat the following text, and change '{old}' to '{new}':\n\n{text}"
-        rendered = tokenizer.template.render([{"role": "user", "content": content}])
-        edits.append(tokenizer.encode(rendered, add_special_tokens=False))
+        for asked in ("Repeat the following text:", f"Repeat the following text, and change '{old}' to '{new}':"):
+            rendered = tokenizer.template.render([{"role": "user", "content": f"{asked}\n\n{text}"}])
+            edits.append(tokenizer.encode(rendered, add_special_tokens=False))
     generator = np.random.default_rng(1)
     random = [generator.integers(0, ranks.vocab_size, _NUM_RANDOM).tolist() for _ in range(len(_TEXTS))]
-    ranks.answer(_requests(random, max(batches), 8, 0.0)[0], speculates=False)  # warms up
-    pairs = []
-    for kind, prompts in (("edit", edits), ("random", random)):
-        for temperature in (0.0, 0.7):
-            for batch in batches:
-                pair = _Pair(kind, batch, temperature)
-                _measure(ranks, pair, _requests(prompts, batch, args.tokens, temperature), args.rounds)
-                pairs.append(pair)
-                print(vars(pair), flush=True)
+    ranks.answer(_groups(random, max(batches), 8, 0.0)[0], speculates=False)  # warms up
+    rows = []
+    for kind, prompts, temperatures in (("edit", edits, (0.0, 0.7)), ("random", random, (0.0, 1.0))):
+        for temperature, batch in itertools.product(temperatures, batches):
+            figures = _measure(ranks, _groups(prompts, batch, args.tokens, temperature))
+            rows.append({"prompts": kind, "temperature": temperature, "requests": batch, **figures})
+            print(rows[-1], flush=True)
     ranks.close()
-    rows = [
-        [pair.kind, str(pair.batch), str(pair.temperature), *(f"{rate:.1f}" for rate in pair.rates[0])]
-        + [f"{statistics.mean(pair.ratios):.3f}", str(pair.drafted), str(pair.accepted), str(pair.num_differing)]
-        for pair in pairs
-    ]
-    header = ["prompts", "requests", "temperature", "tok/s without", "with", "ratio", "drafted", "right", "differing"]
-    print(table(header, rows))
+    header = [name for name in rows[0] if name != "ratios_of_groups"]
+    print(table(header, [[str(row[name]) for name in header] for row in rows]))
     report: dict[str, Any] = {"config": args.config, "overrides": args.overrides, "tokens": args.tokens}
-    report |= {"tensor_parallel_size": config.tensor_parallel_size, "pairs": [vars(pair) for pair in pairs]}
+    report |= {"tensor_parallel_size": config.tensor_parallel_size, "measured": rows}
     report |= {"speculation": config.speculation.model_dump(), "numerics": config.numerics, **circumstances()}
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")

@@ -223,6 +223,10 @@ class LocalGroup:
                 while (frame := scheduler.next_step()) is not None:
                     self._on_frame(frame, scheduler)
                     self.send(frame)
+                if not scheduler.num_in_flight:
+                    # A guide that is complete ends its request between steps.
+                    ends |= {end.id: end for end in getattr(scheduler.drain_finished(), "finished", ())}
+                    continue
                 output = scheduler.retire(self.result())
                 for run in output.prompt_logprobs:
                     runs[run.id - 1].append(run)

@@ -180,9 +180,6 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds in which the queue may be expected to drain, with `engine_overloaded`."""
     num_preemptions: int = 0
     """How often it gave its pages up to others, or lost them with a rank, and was computed again."""
-    num_drafted: int = 0
-    num_accepted: int = 0
-    """Drafts that were verified for it, and those of them that its answer has."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
@@ -231,6 +228,15 @@ class Prefilled(msgspec.Struct, frozen=True, array_like=True):
     """Seconds from its arrival to its first admission."""
     prefill_s: float = 0.0
     """Seconds from there to its first token, preemptions included."""
+
+
+class Drafted(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Drafts that a step verified for one request."""
+
+    id: int
+    num_drafts: int
+    num_accepted: int
+    """Drafts among them that are tokens of its answer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -330,6 +336,7 @@ class StepOutput(msgspec.Struct, tag="output", frozen=True, kw_only=True):
     """For requests that asked: each position once, in order, the last with or before the first token."""
     prefilled: list[Prefilled] = []
     """Requests whose first token is in this output."""
+    drafted: list[Drafted] = []
     finished: list[Finished] = []
     stats: EngineStats | None = None
     """Not in every output: see EngineStats."""

@@ -105,9 +105,7 @@ class GuidedRows:
         """The masks of the rows that became ready, each with its row, for so many draws of each row, in their order;
         the frame that is being built names all of these rows."""
         masks = [
-            (row, mask)
-            for row, first in self._masks.items()
-            for mask in (first, *self._ahead[row][: draws[row] - 1])
+            (row, mask) for row, first in self._masks.items() for mask in (first, *self._ahead[row][: draws[row] - 1])
         ]
         self._masks.clear()
         self._ahead.clear()

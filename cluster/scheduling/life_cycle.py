@@ -154,8 +154,6 @@ class LifeCycle:
                 error=error,
                 error_code=error_code,
                 num_preemptions=request.num_preemptions,
-                num_drafted=request.num_drafted,
-                num_accepted=request.num_accepted,
             )
         )
         del self.live[request.id]

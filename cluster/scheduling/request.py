@@ -176,9 +176,6 @@ class Request:
     """See SamplingParams."""
     num_item_tokens: int = 0
     num_preemptions: int = 0
-    num_drafted: int = 0
-    num_accepted: int = 0
-    """Drafts that were verified, and those of them that are in the answer."""
     num_overtaken: int = 0
     """Requests behind it that were admitted while it lacked pages."""
 

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from cluster.engine.messages import Finished, FinishReason, GenerateRequest, SchedulerStats, StepOutput
+from cluster.engine.messages import Drafted, Finished, FinishReason, GenerateRequest, SchedulerStats, StepOutput
 from cluster.scheduling.drafter import Drafter
 from cluster.scheduling.frame_builder import FrameBuilder
 from cluster.scheduling.guided_rows import GuidedRows
@@ -263,8 +263,7 @@ class Scheduler:
             # Ended since the launch, or by the token before: these were computed in vain.
             brought = brought.where(kept)
         brought.write(table, launched)
-        if self._drafter is not None:
-            self._learn(self._drafter, launched, result, brought.rows)
+        drafted = [] if self._drafter is None else self._learn(self._drafter, launched, result, brought.rows)
         prefilled = take_prefilled(table, launched.prefilled, self._clock()) if launched.prefilled else []
         scored = prompt_logprobs(table, launched.prompt_runs, result) if launched.prompt_runs else []
         rows, _, tokens, stopped, is_last = brought
@@ -286,30 +285,30 @@ class Scheduler:
             logprobs=logprobs,
             prompt_logprobs=scored,
             prefilled=prefilled,
+            drafted=drafted,
             finished=self._life.take_pending(),
         )
 
-    def _learn(self, drafter: Drafter, launched: Launched, result: StepResult, rows: Int32Array) -> None:
-        """Has the drafter know what a step took, and what its `rows` got, one entry for each token."""
+    def _learn(self, drafter: Drafter, launched: Launched, result: StepResult, rows: Int32Array) -> list[Drafted]:
+        """Has the drafter know what a step took, and what its `rows` got, one entry for each token. Returns what became
+        of the drafts of live rows."""
         now, began = self._clock(), launched.launched_s
         num_kept = np.bincount(rows, minlength=len(self._rows.live))
-        drafted = np.flatnonzero(launched.num_draws > 1)
-        counts = result.num_tokens[drafted] - 1  # accepted, of which a stop may have left some out
-        for row, draws, count in zip(
-            launched.sampled[drafted].tolist(), launched.num_draws[drafted].tolist(), counts.tolist(), strict=True
-        ):
-            if not self._rows.live[row]:
-                continue
-            request, accepted = self._rows.request(row), min(count, int(num_kept[row]))
-            request.num_drafted += draws - 1
-            request.num_accepted += accepted
-            self._total_drafted += draws - 1
-            self._total_accepted += accepted
+        at = np.flatnonzero(launched.num_draws > 1)
         if began is not None:
-            began = self._retired_s if len(drafted) else max(began, self._retired_s)
-            drafter.times.took(int(launched.num_inputs), now - began, has_drafts=bool(len(drafted)))
+            began = self._retired_s if len(at) else max(began, self._retired_s)
+            drafter.times.took(launched.num_inputs, now - began, has_drafts=bool(len(at)))
         self._retired_s = now
         drafter.take(np.flatnonzero(num_kept).astype(np.int32))
+        if not len(at):
+            return []
+        at = at[self._rows.live[launched.sampled[at]]]
+        of = launched.sampled[at]
+        # A stop may have left out some that were right.
+        columns = self._rows.ids[of], launched.num_draws[at] - 1, np.minimum(result.num_tokens[at] - 1, num_kept[of])
+        self._total_drafted += int(columns[1].sum())
+        self._total_accepted += int(columns[2].sum())
+        return [Drafted(*numbers) for numbers in zip(*(column.tolist() for column in columns), strict=True)]
 
     # State
 
