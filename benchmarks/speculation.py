@@ -55,7 +55,6 @@ _TEXTS = (
      "rises, and water boils at more than one hundred degrees, so that rice takes less time.", "rice", "barley"),
 )  # fmt: skip
 _NUM_RANDOM = 128
-_PAGE_SIZE = 16
 _MAX_MODEL_LEN = 1024
 _TIMEOUT_S = 600.0
 
@@ -88,8 +87,8 @@ class _Ranks:
         model = read_model_config(path)
         self.vocab_size = model.vocab_size
         self._limits = SchedulerLimits(
-            num_pages=most * -(-_MAX_MODEL_LEN // _PAGE_SIZE),
-            page_size=_PAGE_SIZE,
+            num_pages=most * -(-_MAX_MODEL_LEN // config.kv_cache.page_size),
+            page_size=config.kv_cache.page_size,
             max_num_seqs=most,
             max_num_batched_tokens=512,
             prefill_chunk_size=512,
@@ -220,11 +219,13 @@ def main() -> None:
     host = HostFacts(num_cores=len(os.sched_getaffinity(0)), num_gpus=torch.cuda.device_count())
     config = resolve(given, read_model_config(path), host).config
     ranks = _Ranks(config, path, max(batches))
-    tokenizer = Tokenizer.load(path)
-    assert tokenizer.template is not None, "the model has no chat template"
-    edits = []
+    edits: list[list[int]] = []
+    tokenizer = None if given.load_format == "dummy" else Tokenizer.load(path)
     for text, old, new in _TEXTS:
         for asked in ("Repeat the following text:", f"Repeat the following text, and change '{old}' to '{new}':"):
+            if tokenizer is None:
+                continue
+            assert tokenizer.template is not None, "the model has no chat template"
             rendered = tokenizer.template.render([{"role": "user", "content": f"{asked}\n\n{text}"}])
             edits.append(tokenizer.encode(rendered, add_special_tokens=False))
     generator = np.random.default_rng(1)
@@ -232,6 +233,8 @@ def main() -> None:
     ranks.answer(_groups(random, max(batches), 8, 0.0)[0], speculates=False)  # warms up
     rows = []
     for kind, prompts, temperatures in (("edit", edits, (0.0, 0.7)), ("random", random, (0.0, 1.0))):
+        if not prompts:
+            continue  # random weights edit nothing
         for temperature, batch in itertools.product(temperatures, batches):
             figures = _measure(ranks, _groups(prompts, batch, args.tokens, temperature))
             rows.append({"prompts": kind, "temperature": temperature, "requests": batch, **figures})

@@ -255,6 +255,7 @@ class TPWorker:
                 max_tokens=max_tokens,
                 max_model_len=longest,
                 page_size=page_size,
+                speculation=self._config.speculation,
             )
         _log.info("rank %d: %s (profile run of %.1f s)", self._group.rank, memory, time.monotonic() - began)
         return memory
