@@ -1,12 +1,13 @@
-"""What speculation gains and costs: tokens a second with it over those without, and whether an answer differs.
+"""A measurement of speculation: tokens a second with it over those without, and whether an answer differs.
 
-    python -m benchmarks.speculation [--config FILE] [--set KEY=VALUE ...] [--batches 1,4] [--tokens 96] --json OUT
+    python -m benchmarks.speculation [--config FILE] [--set KEY=VALUE ...] [--batches 1,4] [--tokens 64] --json OUT
 
-Two kinds of prompts: chats that ask for a given text, as it is or with one word changed, and random token ids. Each
-group of so many requests at once is answered without, with, with and without speculation by the same ranks, for whom
-this process schedules as a coordinator does: no Ray, no HTTP. What counts are the tokens after the step in which the
-last request of a group got its first one. Greedy answers to random ids soon go round in circles, which drafts follow;
-those drawn at temperature 1 repeat nothing.
+Two kinds of prompts: chats that ask for a given text, as it is or with one word changed, and random token ids. All are
+submitted at once and so many run at a time, the others wait; they are answered without, with, with and without
+speculation, as often as --rounds says, by the same ranks, for whom this process schedules as a coordinator does: no
+Ray, no HTTP. Rates have the prompts' time in them. The ratio is that of all time, `cpu_ratio` that of the processor
+time of all processes, which other programs change less. Greedy answers to random ids soon go round in circles, which
+drafts follow; those drawn at temperature 1 repeat nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil  # type: ignore[import-untyped]  # ships no types
 import torch
 from torch.distributed import TCPStore
 
@@ -116,30 +118,36 @@ class _Ranks:
             assert pipe.poll(_TIMEOUT_S), "a rank did not start"
             pipe.recv_bytes()
 
-    def answer(self, requests: list[GenerateRequest], *, speculates: bool) -> _Run:
-        """Has `requests` answered at once."""
+    def answer(self, requests: list[GenerateRequest], batch: int, *, speculates: bool) -> _Run:
+        """Has `requests` answered, `batch` at a time."""
         speculation = self._speculation if speculates else NO_SPECULATION
-        limits = replace(self._limits, speculation=speculation, max_row_tokens=1 + speculation.num_drafts)
-        scheduler = Scheduler(limits)
+        scheduler = Scheduler(
+            replace(
+                self._limits,
+                max_num_seqs=batch,
+                speculation=speculation,
+                max_row_tokens=1 + speculation.num_drafts,
+            )
+        )
         scheduler.last_step = self._last_step
         assert not scheduler.add(requests)
-        run = _Run({request.id: [] for request in requests})
-        began = 0.0
+        tokens: dict[int, list[int]] = {request.id: [] for request in requests}
+        began, cpu_began = time.perf_counter(), self._cpu_s()
         while scheduler.has_work:
             while (frame := scheduler.next_step()) is not None:
                 self._send(frame)
             output = scheduler.retire(StepResult.decode(self._pipes[0].recv_bytes()))
-            ids, tokens = np.frombuffer(output.ids, np.int64), np.frombuffer(output.tokens, np.int32)
-            for request_id, token in zip(ids.tolist(), tokens.tolist(), strict=True):
-                run.tokens[request_id].append(token)
-            if began:
-                run.num_timed += len(tokens)
-            elif all(run.tokens.values()):
-                began = time.perf_counter()
-        run.seconds = time.perf_counter() - began
-        run.drafted, run.accepted = scheduler.stats().total_drafted, scheduler.stats().total_accepted
-        self._last_step = scheduler.last_step
-        return run
+            ids, new = np.frombuffer(output.ids, np.int64), np.frombuffer(output.tokens, np.int32)
+            for request_id, token in zip(ids.tolist(), new.tolist(), strict=True):
+                tokens[request_id].append(token)
+        seconds, cpu_s = time.perf_counter() - began, self._cpu_s() - cpu_began
+        self._last_step, stats = scheduler.last_step, scheduler.stats()
+        return _Run(tokens, seconds, cpu_s, stats.total_drafted, stats.total_accepted)
+
+    def _cpu_s(self) -> float:
+        """Processor time of the ranks and of this process."""
+        processes = [psutil.Process(), *(psutil.Process(process.pid) for process in self._processes)]
+        return sum(sum(process.cpu_times()[:2]) for process in processes)
 
     def close(self) -> None:
         self._send(StepFrame(1, self._last_step + 1, kind=FrameKind.CLOSE))
@@ -151,55 +159,49 @@ class _Ranks:
             pipe.send_bytes(frame.encode())
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Run:
-    """Answers to some requests at once."""
+    """Answers to some requests."""
 
     tokens: dict[int, list[int]]
-    seconds: float = 0.0
-    num_timed: int = 0
-    drafted: int = 0
-    accepted: int = 0
+    seconds: float
+    cpu_s: float
+    drafted: int
+    accepted: int
 
 
-def _groups(prompts: list[list[int]], batch: int, tokens: int, temperature: float) -> list[list[GenerateRequest]]:
-    """Groups of `batch` requests, in which every prompt is at least once."""
+def _measure(
+    ranks: _Ranks, prompts: list[list[int]], batch: int, temperature: float, args: argparse.Namespace
+) -> dict[str, Any]:
+    """The figures of prompts that are answered `batch` at a time."""
     requests = [
         GenerateRequest(
             id=index + 1,
             prompt=np.array(prompts[index % len(prompts)], np.int32).tobytes(),
-            sampling=SamplingParams(max_tokens=tokens, temperature=temperature, seed=index, ignore_eos=True),
+            sampling=SamplingParams(max_tokens=args.tokens, temperature=temperature, seed=index, ignore_eos=True),
         )
-        for index in range(max(len(prompts), batch))
+        for index in range(max(len(prompts), 2 * batch))
     ]
-    return [requests[first : first + batch] for first in range(0, len(requests), batch)]
-
-
-def _measure(ranks: _Ranks, groups: list[list[GenerateRequest]]) -> dict[str, Any]:
-    """The figures of some groups, each answered four times."""
-    ratios, seconds = [], {False: 0.0, True: 0.0}
-    num_timed = drafted = accepted = compared = differing = 0
-    for group in groups:
-        runs = [(speculates, ranks.answer(group, speculates=speculates)) for speculates in (False, True, True, False)]
-        own = {kind: sum(run.seconds for speculates, run in runs if speculates is kind) for kind in seconds}
-        ratios.append(own[False] / own[True])
-        seconds = {kind: seconds[kind] + own[kind] for kind in seconds}
-        num_timed += 2 * runs[0][1].num_timed
-        drafted += sum(run.drafted for _, run in runs)
-        accepted += sum(run.accepted for _, run in runs)
-        for key, tokens in runs[0][1].tokens.items():
-            for _, other in runs[1:]:
-                compared += len(tokens)
-                differing += sum(one != two for one, two in zip(tokens, other.tokens[key], strict=True))
+    order = (False, True, True, False) * args.rounds
+    runs = [(speculates, ranks.answer(requests, batch, speculates=speculates)) for speculates in order]
+    without, with_ = ([run for speculates, run in runs if speculates is kind] for kind in (False, True))
+    first, num_tokens = runs[0][1], args.tokens * len(requests)
+    seconds = [sum(run.seconds for run in of_kind) for of_kind in (without, with_)]
     return {
-        "tok_s_without": round(num_timed / seconds[False], 1),
-        "tok_s_with": round(num_timed / seconds[True], 1),
-        "ratio": round(seconds[False] / seconds[True], 3),
-        "ratios_of_groups": [round(ratio, 3) for ratio in ratios],
-        "drafted": drafted,
-        "accepted": accepted,
-        "tokens_compared": compared,
-        "tokens_differing": differing,
+        "tok_s_without": round(len(without) * num_tokens / seconds[0], 1),
+        "tok_s_with": round(len(with_) * num_tokens / seconds[1], 1),
+        "ratio": round(seconds[0] / seconds[1], 3),
+        "cpu_ratio": round(sum(run.cpu_s for run in without) / sum(run.cpu_s for run in with_), 3),
+        "ratios": [round(one.seconds / other.seconds, 3) for one, other in zip(without, with_, strict=True)],
+        "drafted": sum(run.drafted for run in with_),
+        "accepted": sum(run.accepted for run in with_),
+        "tokens_compared": (len(runs) - 1) * num_tokens,
+        "tokens_differing": sum(
+            one != two
+            for _, run in runs[1:]
+            for key, tokens in run.tokens.items()
+            for one, two in zip(first.tokens[key], tokens, strict=True)
+        ),
     }
 
 
@@ -208,7 +210,8 @@ def main() -> None:
     parser.add_argument("--config", default="configs/smollm2-135m.yaml")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--batches", default="1,4")
-    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     batches = [int(batch) for batch in args.batches.split(",")]
@@ -230,17 +233,17 @@ def main() -> None:
             edits.append(tokenizer.encode(rendered, add_special_tokens=False))
     generator = np.random.default_rng(1)
     random = [generator.integers(0, ranks.vocab_size, _NUM_RANDOM).tolist() for _ in range(len(_TEXTS))]
-    ranks.answer(_groups(random, max(batches), 8, 0.0)[0], speculates=False)  # warms up
+    _measure(ranks, random, max(batches), 0.0, argparse.Namespace(tokens=8, rounds=1))  # warms up
     rows = []
     for kind, prompts, temperatures in (("edit", edits, (0.0, 0.7)), ("random", random, (0.0, 1.0))):
         if not prompts:
             continue  # random weights edit nothing
         for temperature, batch in itertools.product(temperatures, batches):
-            figures = _measure(ranks, _groups(prompts, batch, args.tokens, temperature))
-            rows.append({"prompts": kind, "temperature": temperature, "requests": batch, **figures})
+            figures = _measure(ranks, prompts, batch, temperature, args)
+            rows.append({"prompts": kind, "temperature": temperature, "at_once": batch, **figures})
             print(rows[-1], flush=True)
     ranks.close()
-    header = [name for name in rows[0] if name != "ratios_of_groups"]
+    header = [name for name in rows[0] if name != "ratios"]
     print(table(header, [[str(row[name]) for name in header] for row in rows]))
     report: dict[str, Any] = {"config": args.config, "overrides": args.overrides, "tokens": args.tokens}
     report |= {"tensor_parallel_size": config.tensor_parallel_size, "measured": rows}

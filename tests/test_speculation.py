@@ -338,10 +338,11 @@ class Chooser:
         ([(0.5, 0.5)], 20.0, 0.0, [1]),  # each token costs more than it brings
         ([(0.9, 0.9)], 0.1, 70.0, [1]),  # so does a step with drafts
         ([None, None], 0.1, 0.0, [1, 1]),
-        ([(0.9, 0.9), None, (0.6, 0.6)], 1.0, 0.0, [8, 1, 2]),
+        ([(0.9, 0.9), None, (0.6, 0.6)], 1.0, 0.0, [5, 1, 3]),
+        ([(0.9, 0.9), *[None] * 7], 2.0, 0.0, [1] * 8),  # seven would wait for what one gains
     ],
 )
-def test_a_step_has_the_drafts_that_bring_the_most_tokens_a_second(
+def test_a_step_has_the_drafts_that_make_rows_fastest(
     chances: list[tuple[float, float] | None], token_s: float, extra_s: float, draws: list[int]
 ) -> None:
     chooser = Chooser(chances, token_s, extra_s)
