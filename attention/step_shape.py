@@ -26,7 +26,8 @@ class StepShape:
     num_tokens: int
     num_rows: int
     num_sampled: int
-    """Rows that get a token; who has fewer samples the last row for the rest."""
+    """Inputs that are sampled, one of a row but for rows with drafts; who has fewer samples the last row for the
+    rest."""
     max_seq_len: int = ANY_LEN
     """Tokens of the longest row, this step's included; of a captured shape, the most that its rows may have."""
 
@@ -41,6 +42,7 @@ class StepShape:
         return (
             step.num_tokens <= self.num_tokens
             and step.num_rows < self.num_rows
+            and step.num_sampled <= self.num_sampled
             and step.max_seq_len <= self.max_seq_len
         )
 

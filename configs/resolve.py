@@ -150,6 +150,17 @@ def check_settings(config: EngineConfig) -> None:
             f"scheduler.max_num_batched_tokens={budget} is less than scheduler.max_num_seqs={max_num_seqs}, and every "
             f"running request takes one token a step; choose at least {max_num_seqs} for the former, or fewer requests"
         )
+    speculation = config.speculation
+    if speculation.prompt_lookup_min > speculation.prompt_lookup_max:
+        raise ConfigError(
+            f"speculation.prompt_lookup_min={speculation.prompt_lookup_min} exceeds speculation.prompt_lookup_max="
+            f"{speculation.prompt_lookup_max}; choose at most the latter"
+        )
+    if budget is not None and budget <= speculation.num_drafts:
+        raise ConfigError(
+            f"speculation.num_speculative_tokens={speculation.num_drafts} and the token before them do not fit into "
+            f"scheduler.max_num_batched_tokens={budget}; choose fewer of the former, or more of the latter"
+        )
     all_reduce = config.parallel.all_reduce
     if config.device == "cpu" and all_reduce in _strategies("cuda"):
         raise ConfigError(f"parallel.all_reduce={all_reduce} needs GPUs, but device=cpu; choose auto")

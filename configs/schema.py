@@ -21,6 +21,9 @@ def resolved(value: _T | None) -> _T:
     return value
 
 
+# More in one step take a GPU as much longer as they may save: it is no longer busy with reading weights alone.
+_MAX_DRAFTS = 128
+
 AttentionBackendName = Literal["auto", "fa3", "triton", "flashinfer", "cpu", "torch_native"]
 
 
@@ -85,6 +88,33 @@ class SchedulerConfig(_Section):
     long it is."""
     steps_in_flight: int = Field(2, ge=1, le=2)
     """Steps launched before the first one's tokens are read. 1 is for debugging."""
+
+
+class SpeculationConfig(_Section):
+    """Drafts of the tokens to come, which a step verifies at once. They change no answer: with `numerics: exact` not
+    one bit, otherwise as little as the batch does."""
+
+    method: Literal["none", "ngram"] = "none"
+    """ngram: what followed the last tokens where prompt or answer had them before. A step takes as many drafts as are
+    worth their time, by how often the request's drafts were right and by what steps take; often that is none."""
+    num_speculative_tokens: int = Field(7, ge=1, le=7)
+    """Most drafts of one request in a step."""
+    prompt_lookup_min: int = Field(2, ge=1, le=16)
+    """Fewest last tokens that must have come before. At most `prompt_lookup_max`."""
+    prompt_lookup_max: int = Field(4, ge=1, le=16)
+    """Last tokens that are compared: of the places where some came before, the one with the most is taken."""
+
+    @property
+    def num_drafts(self) -> int:
+        """Most drafts of one request in a step; 0 without speculation."""
+        return 0 if self.method == "none" else self.num_speculative_tokens
+
+    def max_sampled(self, max_num_seqs: int) -> int:
+        """Most tokens that a step samples: one of each request, and one behind each draft."""
+        return max_num_seqs + min(max_num_seqs * self.num_drafts, _MAX_DRAFTS)
+
+
+NO_SPECULATION = SpeculationConfig()
 
 
 class ParallelConfig(_Section):
@@ -245,6 +275,7 @@ class EngineConfig(_Section):
     attention: AttentionConfig = AttentionConfig()
     kv_cache: KVCacheConfig = KVCacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    speculation: SpeculationConfig = NO_SPECULATION
     parallel: ParallelConfig = ParallelConfig()
     recovery: RecoveryConfig = RecoveryConfig()
     placement: PlacementConfig = PlacementConfig()

@@ -84,10 +84,11 @@ class RuleGuide:
         self.is_closed = False
         self.accept(())
 
-    def accept(self, tokens: Sequence[int]) -> None:
+    def accept(self, tokens: Sequence[int], drafts: Sequence[int] = ()) -> None:
         assert not self.is_closed
         assert not self._delay, "a token without a mask"
         self._answer += tokens
+        self._drafts = list(drafts)
         self._delay = self._random.randint(0, self._max_delay)
 
     def poll(self) -> UInt32Array | None:
@@ -97,8 +98,23 @@ class RuleGuide:
             return None
         if goes_wrong(self._answer):
             raise GuideError("no way on")
+        return self._mask(self._answer)
+
+    @property
+    def ahead(self) -> list[UInt32Array]:
+        answer, masks = list(self._answer), []
+        for token in self._drafts:
+            if not allows(answer, token):
+                break
+            answer.append(token)
+            if is_complete(answer) or goes_wrong(answer):
+                break
+            masks.append(self._mask(answer))
+        return masks
+
+    def _mask(self, answer: list[int]) -> UInt32Array:
         bits = np.zeros(32 * mask_words(VOCAB), np.uint8)
-        bits[:VOCAB] = [allows(self._answer, token) for token in range(VOCAB)]
+        bits[:VOCAB] = [allows(answer, token) for token in range(VOCAB)]
         return np.packbits(bits, bitorder="little").view(np.uint32)
 
     @property
@@ -163,7 +179,7 @@ class FakeWorker:
         self.seeds: dict[int, int] = {}
         self.num_logprobs: dict[int, int] = {}
         self.asked: dict[int, list[int]] = {}
-        self.masks: dict[int, npt.NDArray[np.bool_]] = {}
+        self.masks: dict[int, list[npt.NDArray[np.bool_]]] = {}  # one for each draw of the step, at least one
         self.bans: dict[int, list[tuple[int, int]]] = {}
         """(token id, position from which it may be drawn) by row."""
         self.num_computed = 0
@@ -185,8 +201,9 @@ class FakeWorker:
             self.bans[row].append((token, until))
         for row, token in frame.asked.tolist():
             self.asked[row].append(token)
+        self.masks |= {row: [] for row in frame.mask_rows.tolist()}
         for row, mask in zip(frame.mask_rows.tolist(), frame.masks, strict=True):
-            self.masks[row] = np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB].astype(np.bool_)
+            self.masks[row].append(np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB].astype(np.bool_))
         plan = []
         offset = 0
         rows = zip(
@@ -200,7 +217,8 @@ class FakeWorker:
             else:
                 self._write(row, positions, WRONG_DRAFT)
                 self._write(row, positions[:1], self.last_token[row])
-            plan.append((row, start + num - max(num_draws, 1) + 1, num_draws))
+            drafts = frame.token_ids[offset - num_draws + 1 : offset].tolist() if flags & RowFlag.HAS_TOKENS else None
+            plan.append((row, start + num - max(num_draws, 1) + 1, num_draws, drafts))
         assert offset == len(frame.token_ids)
         for row, start, num in zip(frame.rows.tolist(), frame.starts.tolist(), frame.lens.tolist(), strict=True):
             seen = self._slots(row, np.arange(max(start - (self.window - 1), 0), start + num))
@@ -211,17 +229,22 @@ class FakeWorker:
         tokens: list[int] = []
         counts: list[int] = []
         asked: list[int] = []
-        for row, num_tokens, num_draws in plan:
+        for row, num_tokens, num_draws, drafts in plan:
             if not num_draws:
                 continue
-            counts.append(1 + next_token(self._history(row, num_tokens), 99) % num_draws)
-            for index in range(num_tokens, num_tokens + counts[-1]):
+            counts.append(0)
+            # Of drafts that the worker makes itself so many are right.
+            most = 1 + next_token(self._history(row, num_tokens), 99) % num_draws if drafts is None else num_draws
+            for index in range(num_tokens, num_tokens + most):
                 if index > num_tokens:  # the draft was right
                     self._write(row, np.array([index - 1]), self.last_token[row])
-                self.last_token[row] = self._draw(row, index)
+                self.last_token[row] = self._draw(row, index, index - num_tokens)
                 if self.num_logprobs[row] >= 0:
                     asked.append(len(tokens))
                 tokens.append(int(self.last_token[row]))
+                counts[-1] += 1
+                if drafts is not None and drafts[index - num_tokens : index - num_tokens + 1] != [self.last_token[row]]:
+                    break
         lens: dict[int, list[int]] = {}
         for row, length in frame.items.tolist():
             lens.setdefault(row, []).append(length)
@@ -273,10 +296,10 @@ class FakeWorker:
             assert self.places[pages].all(), "a page without a place is written"
             self.window_kv[self.places[pages], offsets] = tokens
 
-    def _draw(self, row: int, position: int) -> int:
+    def _draw(self, row: int, position: int, place: int) -> int:
         token = next_token(self._history(row, position), self.seeds[row])
         if row in self.masks:
-            token = first_allowed(token, self.masks[row])
+            token = first_allowed(token, self.masks[row][place if len(self.masks[row]) > 1 else 0])
         banned = [token_id for token_id, until in self.bans[row] if position < until]
         return first_allowed(token, ~np.isin(np.arange(VOCAB), banned)) if banned else token
 

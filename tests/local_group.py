@@ -22,11 +22,20 @@ from cluster.engine.messages import (
     SchedulerStats,
     TokenLogprobs,
 )
+from cluster.scheduling.request import Guide
 from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
 from configs.model_config import ModelConfig
 from configs.read_config import read_model_config
 from configs.resolve import HostFacts, resolve
-from configs.schema import AttentionConfig, EngineConfig, KVCacheConfig, ParallelConfig, SchedulerConfig
+from configs.schema import (
+    NO_SPECULATION,
+    AttentionConfig,
+    EngineConfig,
+    KVCacheConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+)
 from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from worker.protocol import FrameKind, StepFrame, StepResult
@@ -49,6 +58,8 @@ class Limits:
     """At most the group's; None where it has none."""
     window: int = 1
     max_item_tokens: int = 0
+    speculation: SpeculationConfig = NO_SPECULATION
+    """With no more drafts than the group's."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +105,7 @@ class LocalGroup:
         dtype: Literal["float32", "bfloat16"] = "float32",
         numerics: Literal["auto", "fast"] = "auto",
         strategy: Literal["shared_memory", "gloo"] = "shared_memory",
+        speculation: SpeculationConfig = NO_SPECULATION,
         on_frame: Callable[[StepFrame, Scheduler], None] = lambda _frame, _scheduler: None,
     ) -> None:
         self.max_model_len = max_model_len
@@ -109,6 +121,7 @@ class LocalGroup:
             kv_cache=KVCacheConfig(dtype=kv_dtype),
             parallel=ParallelConfig(threads_per_rank=1),
             scheduler=SchedulerConfig(max_num_batched_tokens=MAX_CHUNK),
+            speculation=speculation,
         )
         resolved = resolve(config, self.model, HostFacts(num_cores=2, num_gpus=0)).config
         plan = ShardPlan.create(self.model, tp_size, exact=resolved.is_exact)
@@ -166,7 +179,12 @@ class LocalGroup:
             assert not thread.is_alive(), "a rank did not leave its loop"
 
     def generate(
-        self, requests: Sequence[tuple[list[int], SamplingParams]], limits: Limits, *, at_once: bool
+        self,
+        requests: Sequence[tuple[list[int], SamplingParams]],
+        limits: Limits,
+        *,
+        at_once: bool,
+        make_guide: Callable[[GenerateRequest], Guide | None] = lambda _request: None,
     ) -> Answers:
         """The answers to (prompt, sampling) each, sent at once or one after the other. The scheduler, and with it the
         prefix cache, lives as long as the call."""
@@ -187,7 +205,10 @@ class LocalGroup:
                 num_window_pages=limits.num_window_pages,
                 window=limits.window,
                 max_item_tokens=limits.max_item_tokens,
-            )
+                max_row_tokens=1 + limits.speculation.num_drafts,
+                speculation=limits.speculation,
+            ),
+            make_guide=make_guide,
         )
         tokens: list[list[int]] = [[] for _ in requests]
         runs: list[list[PromptLogprobs]] = [[] for _ in requests]
@@ -202,6 +223,10 @@ class LocalGroup:
                 while (frame := scheduler.next_step()) is not None:
                     self._on_frame(frame, scheduler)
                     self.send(frame)
+                if not scheduler.num_in_flight:
+                    # A guide that is complete ends its request between steps.
+                    ends |= {end.id: end for end in getattr(scheduler.drain_finished(), "finished", ())}
+                    continue
                 output = scheduler.retire(self.result())
                 for run in output.prompt_logprobs:
                     runs[run.id - 1].append(run)

@@ -387,6 +387,17 @@ def test_a_prefill_chunk_above_the_token_budget_is_cut_to_it() -> None:
             {"parallel": {"all_reduce": "shared_memory"}, "placement": {"strategy": "SPREAD"}},
             "all_reduce=shared_memory needs all ranks on one node, but placement.strategy=SPREAD",
         ),
+        (
+            {"speculation": {"prompt_lookup_min": 5, "prompt_lookup_max": 3}},
+            r"prompt_lookup_min=5 exceeds speculation\.prompt_lookup_max=3; choose at most the latter",
+        ),
+        (
+            {
+                "speculation": {"method": "ngram", "num_speculative_tokens": 4},
+                "scheduler": {"max_num_batched_tokens": 4},
+            },
+            r"num_speculative_tokens=4 and the token before them do not fit .*max_num_batched_tokens=4; choose fewer",
+        ),
         ({"max_model_len": 4096}, "max_model_len=4096 exceeds the model's context of 2048 tokens"),
         (
             {"max_model_len": 2048, "kv_cache": {"num_tokens": 1000}},

@@ -202,10 +202,11 @@ class SlowGuide:
         self._has_mask = False
         self.num_polls = 0
         self.is_finished = False
+        self.ahead: list[UInt32Array] = []
         self.wake: Callable[[], None] = lambda: None
         self.accept(())
 
-    def accept(self, tokens: Sequence[int]) -> None:
+    def accept(self, tokens: Sequence[int], drafts: Sequence[int] = ()) -> None:
         self._has_mask = False
         threading.Thread(target=self._compute, daemon=True).start()
 
@@ -248,7 +249,7 @@ class LateGuide(SlowGuide):
     def __init__(self) -> None:
         super().__init__(0.0)
 
-    def accept(self, tokens: Sequence[int]) -> None:
+    def accept(self, tokens: Sequence[int], drafts: Sequence[int] = ()) -> None:
         self._has_mask = False
 
     def poll(self) -> UInt32Array | None:

@@ -442,6 +442,31 @@ def test_preempted_answers_still_follow_their_grammars(guides: Guides) -> None:
     steps.maker.close()
 
 
+def test_masks_behind_drafts_are_those_that_come_once_they_are_the_answer(guides: Guides) -> None:
+    first, *drafts = guides.tokenizer.encode("yes no no no!", add_special_tokens=False)
+    wrong = [drafts[0], first, *drafts[1:]]
+    for given, num_foreseen in ((drafts, len(drafts) - 1), (wrong, 1), ([], 0)):
+        guide, real = (guides.open(regex="(yes|no)( yes| no){3}!") for _ in range(2))
+        guides.wait(guide)
+        guide.accept([first], given)
+        real.accept([first])
+        guides.wait(guide)
+        ahead = list(guide.ahead)
+        assert len(ahead) == num_foreseen
+        for token, mask in zip(given, ahead, strict=False):
+            real.accept([token])
+            expected = guides.wait(real)
+            assert expected is not None
+            assert mask.tolist() == expected.tolist()
+        # What was only foreseen is forgotten.
+        guides.say(guide, " no")
+        texts = {guides.tokenizer.token_text(token) for token in allowed(guides.wait(guide))}  # type: ignore[arg-type]
+        assert {" yes", " no"} <= texts
+        assert not guide.ahead
+        guide.close()
+        real.close()
+
+
 # Bad words
 
 EVERY = mask_of(range(40), 40)
@@ -460,6 +485,8 @@ def test_the_last_token_of_a_bad_word_is_banned_after_the_others() -> None:
     assert after(guide, [3]) == {4}
     assert after(guide, [7]) == set()
     assert after(guide, [3, 4, 5]) == {6}
+    guide.accept([7], [1, 3, 9])
+    assert [set(range(40)) - set(allowed(mask).tolist()) for mask in guide.ahead] == [{2}, {4}, set()]
     assert after(guide, [1]) == {2}
     assert not guide.is_finished
 
@@ -489,7 +516,9 @@ def test_a_grammar_and_bad_words_hold_together(guides: Guides) -> None:
     yes = encode("yes yes", add_special_tokens=False)
     both = maker.make(request_of(grammar=grammar, bad_words=(tuple(yes),)))
     assert isinstance(both, BothGuides)
-    both.accept(yes[:-1])
+    both.accept([], yes[:-1])
+    guides.woken.wait(1)
+    both.accept(yes[:-1], yes[-1:])
     deadline = time.monotonic() + TIMEOUT_S
     while (mask := both.poll()) is None:
         assert time.monotonic() < deadline
@@ -497,5 +526,6 @@ def test_a_grammar_and_bad_words_hold_together(guides: Guides) -> None:
     texts = {guides.tokenizer.token_text(token) for token in allowed(mask).tolist()}
     assert " no" in texts
     assert " yes" not in texts
+    assert len(both.ahead) == 1
     both.close()
     maker.close()

@@ -48,12 +48,13 @@ class HandGuide:
         self.mask: UInt32Array | None = None
         self.error: RequestError | None = None
         self.is_finished = False
+        self.ahead: list[UInt32Array] = []
         self.num_closes = 0
 
     def allow(self, *ids: int) -> None:
         self.mask = mask_of(*ids)
 
-    def accept(self, tokens: Sequence[int]) -> None:
+    def accept(self, tokens: Sequence[int], drafts: Sequence[int] = ()) -> None:
         self.accepted += tokens
         self.mask = None
 

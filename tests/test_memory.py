@@ -12,19 +12,24 @@ import torch
 import worker.memory
 from cluster.ranks.host import node_cores
 from configs.errors import EngineError
+from configs.schema import NO_SPECULATION, SpeculationConfig
 from worker.cgroup import available_bytes, available_cores
 from worker.memory import DeviceMemory, _largest_frames, await_idle, await_room, free_bytes
 from worker.protocol import FrameLimits, RowFlag, StepFrame
 
 
 @pytest.mark.parametrize(
-    ("max_rows", "max_tokens", "max_model_len"), [(256, 8192, 8192), (256, 8192, 2048), (8, 256, 100), (2, 300, 100)]
+    ("max_rows", "max_tokens", "max_model_len", "num_drafts"),
+    [(256, 8192, 8192, 0), (256, 8192, 2048, 7), (8, 256, 100, 3), (2, 300, 100, 0)],
 )
 def test_the_profile_runs_the_largest_steps_that_a_scheduler_may_send(
-    max_rows: int, max_tokens: int, max_model_len: int
+    max_rows: int, max_tokens: int, max_model_len: int, num_drafts: int
 ) -> None:
-    limits = FrameLimits(num_rows=max_rows + 1, vocab_size=100, max_model_len=max_model_len)
-    prefill, decode = _largest_frames(max_rows, max_tokens, max_model_len, page_size=16)
+    speculation = NO_SPECULATION
+    if num_drafts:
+        speculation = SpeculationConfig(method="ngram", num_speculative_tokens=num_drafts)
+    limits = FrameLimits(max_rows + 1, 100, max_model_len, 1 + num_drafts)
+    prefill, decode = _largest_frames(max_rows, max_tokens, max_model_len, 16, speculation)
     for frame in (prefill, decode):
         StepFrame.decode(frame.encode()).check(limits)
         assert ((frame.flags & RowFlag.SAMPLE) != 0).all()
@@ -35,6 +40,7 @@ def test_the_profile_runs_the_largest_steps_that_a_scheduler_may_send(
             assert sorted(indices[rows == row]) == list(range(-(-int(length) // 16)))
     assert prefill.lens.sum() == min(max_tokens, max_rows * max_model_len)
     assert len(decode.rows) == max_rows
+    assert decode.draws.sum() == speculation.max_sampled(max_rows)
     assert len(decode.params) == max_rows
 
 

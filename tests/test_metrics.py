@@ -127,6 +127,8 @@ def test_figures_of_the_engine_are_those_of_its_last_report_and_of_all_its_steps
         "total_prompt_tokens": 200,
         "total_prefix_hit_tokens": 50,
         "total_preemptions": 4,
+        "total_drafted": 9,
+        "total_accepted": 7,
     }
     telemetry.report(stats([(3.0, 0.01, 0.0, 3, 3, 0, 2, 1e9, 2e9)], **figures))
     found = samples(telemetry.prometheus())
@@ -146,6 +148,8 @@ def test_figures_of_the_engine_are_those_of_its_last_report_and_of_all_its_steps
     assert found["lockstep_prefix_cache_hits_total", none] == 50
     assert found["lockstep_prefix_cache_hit_ratio", none] == 0.25
     assert found["lockstep_preemptions_total", none] == 4
+    assert found["lockstep_spec_decode_num_draft_tokens_total", none] == 9
+    assert found["lockstep_spec_decode_num_accepted_tokens_total", none] == 7
     assert found["lockstep_rank_heartbeat_age_seconds", labels(rank="1")] == pytest.approx(0.2)
     assert found["lockstep_coordinator_report_age_seconds", none] < 5
 

@@ -125,7 +125,7 @@ def test_a_row_takes_pages_for_its_drafts_and_counts_what_was_right() -> None:
         at_most = min(num_known - 1 + 4, 5 + 20 - 1)
         assert engine.scheduler.stats().num_cached_pages + engine.scheduler.stats().num_owned_pages >= at_most
         assert engine.frames[-1].starts.tolist() == [num_known - 1]
-        assert engine.frames[-1].lens.tolist() == engine.frames[-1].num_draws.tolist() == [at_most - num_known + 1]
+        assert engine.frames[-1].lens.tolist() == engine.frames[-1].draws.tolist() == [at_most - num_known + 1]
         engine.retire()
     engine.check_idle()
 

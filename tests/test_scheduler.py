@@ -18,6 +18,7 @@ from cluster.scheduling.prefill import PrefillQueue
 from cluster.scheduling.request import Request
 from cluster.scheduling.row_table import RowTable
 from configs.errors import ConfigError, EngineError
+from configs.schema import NO_SPECULATION, SpeculationConfig
 from tests.fake_engine import EOS, LIMITS, VOCAB, Engine, prompt_of, prompt_stopping_at
 from worker.protocol import RowFlag, StepResult
 
@@ -31,6 +32,7 @@ def run_random_load(
     faults: float = 0.0,
     changes: float = 0.0,
     resizes: bool = False,
+    speculation: SpeculationConfig = NO_SPECULATION,
 ) -> Engine:
     rng = random.Random(seed)
     page_size = rng.choice([1, 2, 4, 8])
@@ -47,6 +49,9 @@ def run_random_load(
         steps_in_flight=steps_in_flight,
         enable_prefix_caching=rng.random() < 0.8,
     )
+    if speculation.num_drafts:
+        limits = replace(limits, max_num_batched_tokens=40, speculation=speculation)
+        max_row_tokens = 1 + speculation.num_drafts
     limits = replace(limits, max_row_tokens=min(max_row_tokens, limits.max_num_batched_tokens))
     if windows:
         limits = replace(limits, window=rng.choice([1, 3, 8, 17]), num_window_pages=limits.num_pages)

@@ -88,6 +88,16 @@ def test_a_step_costs_what_its_rows_and_their_contexts_make_it() -> None:
     ]
 
 
+def test_drafts_are_no_prompt_tokens() -> None:
+    meter = StepMeter(COST, Clock())
+    verified = frame(3, 4)
+    verified.num_draws = np.array([1, 1, 4], np.int32)
+    meter.launched(verified)
+    assert not meter.oldest[0]
+    meter.retired(5)
+    assert [step[3:7] for step in steps_of(report(meter))] == [(3, 3, 0, 5)]
+
+
 def test_utilisation_is_what_steps_needed_of_what_was_measured_while_they_ran() -> None:
     board = StatsBoard(clock := Clock())
     meter = StepMeter(COST, clock)

@@ -247,6 +247,33 @@ def test_a_step_that_verifies_drafts_is_no_decode() -> None:
     assert (step.num_tokens, step.num_rows, step.num_sampled) == (6, 2, 6)
     assert not step.is_decode
     assert smallest(decode_shapes(20), step) is None
+    shape = smallest(captured(256, 4096, LONGEST), step)
+    assert shape is not None
+    assert shape.num_sampled >= 6
+    assert StepShape(16, 9, 8).holds(StepShape(12, 2, 8))
+    assert not StepShape(16, 9, 8).holds(StepShape(12, 2, 9))
+
+
+def test_a_step_samples_behind_each_draft() -> None:
+    frame = StepFrame(
+        generation=1,
+        step=1,
+        rows=np.array([1, 2, 3, 4], np.int32),
+        starts=np.array([3, 9, 0, 5], np.int32),
+        lens=np.array([4, 1, 5, 2], np.int32),
+        flags=np.array([3, RowFlag.SAMPLE, RowFlag.HAS_TOKENS, 3], np.int32),
+        num_draws=np.array([4, 1, 2], np.int32),
+        token_ids=np.arange(11, dtype=np.int32),
+    )
+    step = shape_of(frame)
+    layout, shape = StepLayout(9, 16, max_sampled=12), StepShape(num_tokens=16, num_rows=9, num_sampled=8)
+    out = np.full(layout.capacity, -7, np.int32)
+    layout.pack(out, frame, shape)
+    assert step.num_sampled == 7
+    assert out[layout.sampled(8)].tolist() == [0, 0, 0, 0, 1, 3, 3, 8]
+    assert out[layout.sample_tokens(8)].tolist() == [0, 1, 2, 3, 4, 10, 11, 15]
+    assert out[layout.cu_seqlens_q(9)].tolist() == [0, 4, 5, 10, 12, *[12] * 4, 16]
+    assert out[layout.token_ids(16)].tolist() == [0, 1, 2, 3, -1, *range(4, 11), *[-1] * 4]
 
 
 def test_a_step_with_prompts_takes_no_shape_of_decodes() -> None:

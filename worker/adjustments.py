@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from worker.protocol import MAX_ROW_ASKED, MAX_ROW_BIASES, Int32Array, StepFrame, mask_words
+from worker.protocol import MAX_ROW_ASKED, MAX_ROW_BIASES, Int32Array, StepFrame, UInt32Array, mask_words
 from worker.upload import upload
 
 PENALISED = 1
@@ -38,6 +38,7 @@ class RowAdjustments:
         self._num_biases = np.zeros(num_rows, np.int32)
         self._bias_ends = np.zeros(num_rows, np.int64)  # past the last position at which a bias counts
         self._num_asked = np.zeros(num_rows, np.int32)
+        self._later_masks: list[tuple[Int32Array, UInt32Array]] = []
         self.heads = _zeros((num_rows, 2), np.int32, device)
         """[num_rows, 2] int32: flags (PENALISED, MASKED) and number of biases."""
         self.marks = _zeros((num_rows, vocab_size), np.int16, device)
@@ -59,6 +60,7 @@ class RowAdjustments:
     def update(self, frame: StepFrame) -> None:
         """Queues what `frame` brings, for the kernels launched after it; the frame is a checked one."""
         changed = False
+        self._later_masks = []
         if len(frame.params):
             changed = self._start_rows(frame.params)
         if len(frame.counts):
@@ -72,12 +74,22 @@ class RowAdjustments:
             flat = upload(rows.astype(np.int64) * MAX_ROW_ASKED + slots, self._device)
             self.asked.view(-1).index_copy_(0, flat, upload(frame.asked["token_id"].astype(np.int64), self._device))
         if len(frame.mask_rows):
-            masked = upload(frame.mask_rows.astype(np.int64), self._device)
-            self.masks.index_copy_(0, masked, upload(frame.masks.view(np.int32), self._device))
+            slots, now = _slots(frame.mask_rows), (frame.mask_rows, frame.masks)
+            if last := int(slots.max()):
+                now, *self._later_masks = [
+                    (frame.mask_rows[slots == slot], frame.masks[slots == slot]) for slot in range(last + 1)
+                ]
+            self._put_masks(*now)
             changed |= not (self._flags[frame.mask_rows] & MASKED).all()
             self._flags[frame.mask_rows] |= MASKED
         if changed:
             self.heads.copy_(upload(np.stack((self._flags, self._num_biases), axis=1), self._device))
+
+    def go_on(self, place: int) -> None:
+        """Queues the masks of the frame's rows for the tokens behind `place` drafts, at least one; for the kernels
+        launched after it."""
+        if place <= len(self._later_masks):
+            self._put_masks(*self._later_masks[place - 1])
 
     def touched(self, rows: Int32Array, positions: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
         """Marks `rows` that have adjustments of the token at `positions`."""
@@ -87,15 +99,17 @@ class RowAdjustments:
         """How many tokens each of `rows` wants the log probability of."""
         return self._num_asked[rows]
 
-    def count(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
+    def count(self, rows: torch.Tensor, tokens: torch.Tensor, kept: torch.Tensor | None = None) -> None:
         """Counts a token drawn for each of `rows`; for rows without penalties it does not matter.
 
         Args:
             rows: [num_rows] int64, device, distinct.
             tokens: [num_rows] int64, device.
+            kept: [num_rows] bool, device: which of them count. None: all.
         """
         marks = self.marks[rows, tokens]
-        self.marks[rows, tokens] = torch.where(marks < 2 * _MAX_COUNT, marks + 2, marks)
+        counts = marks < 2 * _MAX_COUNT if kept is None else kept & (marks < 2 * _MAX_COUNT)
+        self.marks[rows, tokens] = torch.where(counts, marks + 2, marks)
 
     def _start_rows(self, params: npt.NDArray[np.void]) -> bool:
         """Forgets what the rows had; returns whether `heads` changed."""
@@ -117,6 +131,10 @@ class RowAdjustments:
         flat = counts["row"].astype(np.int64) * self.marks.shape[1] + counts["token_id"]
         values = upload(marks.astype(np.int16), self._device)
         self.marks.view(-1).index_copy_(0, upload(flat, self._device), values)
+
+    def _put_masks(self, rows: Int32Array, masks: UInt32Array) -> None:
+        masked = upload(rows.astype(np.int64), self._device)
+        self.masks.index_copy_(0, masked, upload(masks.view(np.int32), self._device))
 
     def _put_biases(self, biases: npt.NDArray[np.void]) -> None:
         rows = biases["row"]

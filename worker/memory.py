@@ -15,6 +15,7 @@ import psutil  # type: ignore[import-untyped]  # ships no types
 import torch
 
 from configs.errors import EngineError
+from configs.schema import SpeculationConfig
 from worker.cgroup import available_bytes
 from worker.model_runner import ModelRunner
 from worker.protocol import MAX_PROMPT_LOGPROBS, PROMPT_LOGPROBS_DTYPE, RowFlag, StepFrame
@@ -108,6 +109,7 @@ def profile_cuda(
     max_tokens: int,
     max_model_len: int,
     page_size: int,
+    speculation: SpeculationConfig,
 ) -> DeviceMemory:
     """Runs the largest steps and the largest graphs on a runner with a small pool, and drops it.
 
@@ -118,7 +120,7 @@ def profile_cuda(
     runner = make_runner()
     base = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    for frame in _largest_frames(max_rows, max_tokens, max_model_len, page_size):
+    for frame in _largest_frames(max_rows, max_tokens, max_model_len, page_size, speculation):
         runner.launch(frame).result()
     activation = torch.cuda.max_memory_allocated(device) - base
     torch.cuda.empty_cache()
@@ -149,14 +151,21 @@ def new_rows(step: int, starts: Sequence[int], lens: Sequence[int], page_size: i
     )
 
 
-def _largest_frames(max_rows: int, max_tokens: int, max_model_len: int, page_size: int) -> list[StepFrame]:
+def _largest_frames(
+    max_rows: int, max_tokens: int, max_model_len: int, page_size: int, speculation: SpeculationConfig
+) -> list[StepFrame]:
     """A prefill of `max_tokens` in as few rows as they fit in, as many of its tokens scored as may be, and a decode of
-    every row; all sampled, the latter with every filter and with logprobs."""
+    every row, with as many drafts as there may be; all sampled, the latter with every filter and with logprobs."""
     lens = [max_model_len] * (max_tokens // max_model_len)
     if rest := max_tokens % max_model_len:
         lens.append(rest)
     lens = lens[:max_rows]
-    frames = [new_rows(1, [0] * len(lens), lens, page_size), new_rows(2, [0] * max_rows, [1] * max_rows, page_size)]
+    most = min(speculation.num_drafts, max_model_len - 1)
+    num_drafts = min(speculation.max_sampled(max_rows) - max_rows, max_tokens)
+    draws = 1 + np.clip(num_drafts - most * np.arange(max_rows), 0, most)
+    frames = [new_rows(1, [0] * len(lens), lens, page_size), new_rows(2, [0] * max_rows, draws.tolist(), page_size)]
+    if num_drafts:
+        frames[1].num_draws = draws.astype(np.int32)
     if (num_prompt_logprobs := min(MAX_PROMPT_LOGPROBS, lens[0] - 1)) > 0:
         frames[0].prompt_runs = np.array([(1, 0, num_prompt_logprobs, _NUM_LOGPROBS)], PROMPT_LOGPROBS_DTYPE)
         frames[0].prompt_targets = np.zeros(num_prompt_logprobs, np.int32)

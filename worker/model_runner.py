@@ -19,18 +19,20 @@ from attention.backend import AttentionBackend
 from attention.forward_batch import ForwardBatch
 from attention.kv_pool import ReqToTokenPool, TokenToKVPool
 from attention.step_shape import StepShape
+from configs.errors import EngineError
 from parallel.group import TensorParallelGroup
 from worker.cuda_graph_runner import CudaGraphRunner, DeviceOutput
+from worker.drafts import StepDrafts
 from worker.items import Items
 from worker.logprobs import LogprobTensors
 from worker.models.decoder import Decoder
 from worker.pending_step import PendingStep
 from worker.preparing import preparing
 from worker.prompt_logprobs import CHUNK_ROWS, WantedTokens
-from worker.protocol import FrameLimits, RowFlag, StepFrame
+from worker.protocol import FrameLimits, StepFrame
 from worker.sampler import Sampler
 from worker.step_inputs import StepInputs
-from worker.step_layout import decode_shapes, prompt_shapes, shape_of
+from worker.step_layout import decode_shapes, prompt_shapes, sampled_inputs, shape_of
 from worker.upload import upload
 
 
@@ -41,6 +43,7 @@ class ModelRunner:
         limits: frames are checked against them.
         max_rows: most rows of a step.
         max_tokens: most input tokens of a step.
+        max_sampled: most sampled inputs of a step, no fewer than `max_rows`.
         max_graph_tokens: most input tokens of a captured step with prompts.
     """
 
@@ -56,6 +59,7 @@ class ModelRunner:
         *,
         max_rows: int,
         max_tokens: int,
+        max_sampled: int,
         max_graph_tokens: int,
     ) -> None:
         self._decoder = decoder
@@ -67,13 +71,14 @@ class ModelRunner:
         self._sampler = sampler
         self._group = group
         self._limits = limits
-        self._max_rows = max_rows
+        self._max_rows, self._max_sampled = max_rows, max_sampled
         self._max_graph_tokens = min(max_tokens, max_graph_tokens)
         self._inputs = StepInputs(
             req_to_token_pool,
             max_rows=max_rows + 1,  # with a row for padding
             max_tokens=max_tokens,
             page_size=token_to_kv_pool.page_size,
+            max_sampled=max_sampled,
         )
         self._graphs = CudaGraphRunner(group)
         self._logits: torch.Tensor | None = None  # all graphs write theirs here
@@ -134,8 +139,13 @@ class ModelRunner:
         frame.check(self._limits)
         self._req_to_token_pool.check(frame.page_deltas, self._num_pages)
         self._req_to_token_pool.check_places(frame.window_pages, self._num_window_pages)
-        is_sampled = (frame.flags & RowFlag.SAMPLE) != 0
-        step, sampled = shape_of(frame), frame.rows[is_sampled]
+        which, num_after = sampled_inputs(frame)
+        step, sampled = shape_of(frame), frame.rows[which]
+        if step.num_sampled > self._max_sampled or (frame.draws[~frame.has_tokens] > 1).any():
+            raise EngineError(
+                f"step {frame.step} samples {step.num_sampled} inputs, at most {self._max_sampled}, or drafts that it "
+                "does not bring"
+            )
         shape = None if len(frame.prompt_targets) or len(frame.items) else self._graph_for(step)
         self._inputs.upload(frame, shape or step)
         self._sampler.update(frame)
@@ -148,16 +158,24 @@ class ModelRunner:
             hidden, prompt_logprobs = self._forward_with_logprobs(frame, self._inputs.batch(frame, step))
         if len(sampled) == 0:
             return PendingStep(self._group, frame, None, sampled, None, prompt_logprobs)
-        resampled = self._sampler.find_resampled(sampled, (frame.starts + frame.lens)[is_sampled])
+        resampled = self._sampler.find_resampled(sampled, (frame.starts + frame.lens)[which] - num_after)
         if hidden is not None:
             output = self._sample(hidden, step, left_out=resampled.indices[resampled.is_redrawn])
-        logprobs = None
-        if len(resampled.indices):
+        logprobs, kept = None, None
+        drafts = StepDrafts.of(frame, self._group.device)
+        if len(resampled.indices) or drafts is not None:
             rows, positions = self._inputs.sampled_rows(step)
-            logprobs = self._sampler.resample(output.logits, rows, positions, output.tokens, resampled)
-            self._inputs.last_tokens.index_copy_(0, rows.long(), output.tokens)
+            if len(resampled.indices):
+                logprobs = self._sampler.resample(output.logits, rows, positions, output.tokens, resampled, drafts)
+            rows = rows.long()
+            if drafts is not None:
+                kept = drafts.kept(output.tokens)
+                # Its logprobs are in this order too.
+                resampled, _ = resampled.by_place(drafts)
+                rows = rows * drafts.lasts(output.tokens, kept)  # row 0, which is padding, takes the others
+            self._inputs.last_tokens.index_copy_(0, rows, output.tokens)
         asked = resampled.indices[resampled.num_logprobs >= 0].astype(np.int32)
-        return PendingStep(self._group, frame, output.tokens, asked, logprobs, prompt_logprobs)
+        return PendingStep(self._group, frame, output.tokens, asked, logprobs, prompt_logprobs, kept)
 
     def _graph_for(self, step: StepShape) -> StepShape | None:
         """The shape of the graph that is replayed for `step`, captured here if that is due; None: it runs eagerly."""

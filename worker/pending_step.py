@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from parallel.group import TensorParallelGroup
@@ -16,10 +17,11 @@ class PendingStep:
     """The results of a step, on their way to the host. Made behind the step's launches, on their stream.
 
     Args:
-        tokens: [num_sampled] int64, device; None when no row was sampled.
-        logprob_rows: indices of the sampled rows that asked for logprobs.
+        tokens: [num_sampled] int64, device; None when nothing was sampled.
+        logprob_rows: indices of the tokens whose rows asked for logprobs.
         logprobs: theirs; None when there are none.
         prompt_logprobs: of the frame's prompt targets and then of its items; None when it has neither.
+        kept: [num_sampled] bool, device: the tokens that count, where rows have drafts; None: all.
     """
 
     def __init__(
@@ -30,12 +32,15 @@ class PendingStep:
         logprob_rows: Int32Array,
         logprobs: LogprobTensors | None,
         prompt_logprobs: LogprobTensors | None,
+        kept: torch.Tensor | None = None,
     ) -> None:
         self._group = group
         self._generation, self._step = frame.generation, frame.step
         self._num_targets = len(frame.prompt_targets)
         # A non-blocking copy to the host lands in pinned memory, which the event says is filled.
         self._tokens = None if tokens is None else tokens.to("cpu", non_blocking=True)
+        self._kept = None if kept is None else kept.to("cpu", non_blocking=True)
+        self._num_draws = frame.num_draws
         self._logprob_rows = logprob_rows
         self._logprobs = None if logprobs is None else logprobs.to_host()
         self._prompt_logprobs = None if prompt_logprobs is None else prompt_logprobs.to_host()
@@ -72,4 +77,20 @@ class PendingStep:
             result.prompt_top_ids = self._prompt_logprobs.top_ids.numpy()[:num_targets].astype(np.int32)
             result.prompt_top_logprobs = self._prompt_logprobs.top_logprobs.numpy()[:num_targets]
             result.item_logprobs = self._prompt_logprobs.asked_logprobs.numpy()[num_targets:]
+        if self._kept is not None:
+            _keep(result, self._kept.numpy(), self._num_draws)
         return result
+
+
+def _keep(result: StepResult, kept: npt.NDArray[np.bool_], num_draws: Int32Array) -> None:
+    """Leaves out what does not count of the `num_draws` tokens of each row, and says how many each has."""
+    result.tokens = result.tokens[kept]
+    result.num_tokens = np.add.reduceat(kept, np.cumsum(num_draws) - num_draws, dtype=np.int32)
+    if not len(result.logprob_rows):
+        return
+    which = result.logprob_rows
+    order = np.argsort(which)
+    order = order[kept[which[order]]]
+    result.logprob_rows = (np.cumsum(kept, dtype=np.int32) - 1)[which[order]]
+    for name in ("logprobs", "top_ids", "top_logprobs", "asked_logprobs"):
+        setattr(result, name, getattr(result, name)[order])

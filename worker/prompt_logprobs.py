@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from worker.protocol import RowFlag, StepFrame
+from worker.protocol import StepFrame
+from worker.step_layout import sampled_inputs
 
 CHUNK_ROWS = 128
 """Targets whose logits are there at a time."""
@@ -23,7 +24,7 @@ class WantedTokens(NamedTuple):
     tokens: npt.NDArray[np.int64]
     """Places in the batch, ascending."""
     sampled: npt.NDArray[np.int64]
-    """[num_sampled]: index into `tokens` of each sampled row's last input, in row order."""
+    """[num_sampled]: index into `tokens` of each sampled input, in row order."""
     scored: npt.NDArray[np.int64]
     """[num_prompt_logprobs + num_items]: index into `tokens` of the input before each target, and of each item's last.
     """
@@ -32,7 +33,8 @@ class WantedTokens(NamedTuple):
     def of(cls, frame: StepFrame, item_lasts: npt.NDArray[np.int64]) -> WantedTokens:
         """The tokens that a checked frame wants, whose items end with `item_lasts`."""
         ends = np.cumsum(frame.lens, dtype=np.int64)
-        sampled = ends[(frame.flags & RowFlag.SAMPLE) != 0] - 1
+        rows, num_after = sampled_inputs(frame)
+        sampled = ends[rows] - 1 - num_after
         at = np.flatnonzero(np.isin(frame.rows, frame.prompt_runs["row"]))  # records are in the order of rows
         counts = frame.prompt_runs["num"].astype(np.int64)
         first_inputs = (ends - frame.lens)[at] + frame.prompt_runs["start"] - frame.starts[at]

@@ -13,6 +13,8 @@ rows. The arithmetic is in worker/kernels for CUDA, and in worker/torch_sampling
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -24,6 +26,7 @@ from parallel.group import TensorParallelGroup
 from parallel.plan import ShardPlan
 from worker import torch_sampling
 from worker.adjustments import RowAdjustments
+from worker.drafts import StepDrafts
 from worker.logprobs import LogprobTensors
 from worker.protocol import PARAMS_DTYPE, RECORD_WORDS, Int32Array, StepFrame
 from worker.upload import upload
@@ -46,6 +49,14 @@ class ResampledRows(NamedTuple):
     """The most tokens that one of them wants the log probability of."""
     are_adjusted: bool
     """Some of them have adjustments."""
+
+    def by_place(self, drafts: StepDrafts) -> tuple[ResampledRows, list[int]]:
+        """The rows by place, since what is drawn behind drafts depends on the draws before, and where each place's
+        end."""
+        order = np.argsort(drafts.places[self.indices], kind="stable")
+        ends = np.cumsum(np.bincount(drafts.places[self.indices])).tolist()
+        indices, is_redrawn, num_logprobs = self.indices[order], self.is_redrawn[order], self.num_logprobs[order]
+        return ResampledRows(indices, is_redrawn, num_logprobs, self.num_asked, self.are_adjusted), ends
 
 
 class SamplingKernels(Protocol):
@@ -195,6 +206,7 @@ class Sampler:
         positions: torch.Tensor,
         tokens: torch.Tensor,
         resampled: ResampledRows,
+        drafts: StepDrafts | None = None,
     ) -> LogprobTensors | None:
         """Samples rows with filters or adjustments, and counts their tokens; finds log probabilities. Launches kernels
         only; not for a graph.
@@ -202,14 +214,17 @@ class Sampler:
         Args:
             logits, rows, positions: as `sample` had them.
             tokens: [batch_size] int64: what `sample` returned; changed in place where it is redrawn.
+            drafts: of rows that are in the batch several times; None: none is.
 
         Returns:
-            The logprobs of `resampled` rows that want them, in order; None when none does.
+            The logprobs of `resampled` rows that want them, in order, with drafts by place; None when none does.
         """
+        ends = [len(resampled.indices)]
+        if drafts is not None:
+            resampled, ends = resampled.by_place(drafts)
         which, parts = upload(resampled.indices, self._group.device), []
         most = int(resampled.num_logprobs.max(initial=0))
-        for start in range(0, len(which), _CHUNK_ROWS):
-            part = slice(start, start + _CHUNK_ROWS)
+        for place, part in _chunks(ends):
             chunk = which[part]
             whole = whole_logits(logits.index_select(0, chunk), self._plan, self._group)
             wants = np.flatnonzero(resampled.num_logprobs[part] >= 0)
@@ -224,7 +239,11 @@ class Sampler:
                 if len(redrawn) < len(chunk):
                     at = upload(redrawn, self._group.device)
                     again, whole = chunk.index_select(0, at), whole.index_select(0, at)
-                self._redraw(whole, rows, positions, again, tokens, resampled.are_adjusted)
+                kept = None
+                if place and drafts is not None:
+                    self.adjustments.go_on(place)
+                    kept = drafts.kept(tokens).index_select(0, again)
+                self._redraw(whole, rows, positions, again, tokens, resampled.are_adjusted, kept)
             if raw is not None:
                 asked = self.adjustments.asked[rows.index_select(0, wanting).long(), : resampled.num_asked]
                 drawn = tokens.index_select(0, wanting).clamp_(min=0)
@@ -262,8 +281,12 @@ class Sampler:
         again: torch.Tensor,
         tokens: torch.Tensor,
         are_adjusted: bool,
+        kept: torch.Tensor | None,
     ) -> None:
-        """Draws for the rows `again` of the batch, whose whole rows of logits are `whole`, and changes `tokens`."""
+        """Draws for the rows `again` of the batch, whose whole rows of logits are `whole`, and changes `tokens`.
+
+        `kept`: as in `RowAdjustments.count`.
+        """
         kernels, records = self._kernels, self.tables.records
         rows, positions = rows.index_select(0, again), positions.index_select(0, again)
         if are_adjusted:
@@ -272,4 +295,11 @@ class Sampler:
         drawn = kernels.reduce_tokens(kernels.best_candidates(whole, rows, positions, records, 0, thresholds))
         tokens.index_copy_(0, again, drawn)
         if are_adjusted:
-            self.adjustments.count(rows.long(), drawn.clamp(min=0))
+            self.adjustments.count(rows.long(), drawn.clamp(min=0), kept)
+
+
+def _chunks(ends: list[int]) -> Iterator[tuple[int, slice]]:
+    """Parts of at most _CHUNK_ROWS rows of one place each, and that place."""
+    for place, (start, end) in enumerate(pairwise((0, *ends))):
+        for first in range(start, end, _CHUNK_ROWS):
+            yield place, slice(first, min(first + _CHUNK_ROWS, end))

@@ -31,9 +31,12 @@ class StepInputs:
         max_rows: most rows of a step, padding included.
         max_tokens: most input tokens of a step, padding included.
         page_size: of the KV pool.
+        max_sampled: most sampled inputs of a step, if more than `max_rows`.
     """
 
-    def __init__(self, pool: ReqToTokenPool, *, max_rows: int, max_tokens: int, page_size: int) -> None:
+    def __init__(
+        self, pool: ReqToTokenPool, *, max_rows: int, max_tokens: int, page_size: int, max_sampled: int = 0
+    ) -> None:
         self._page_table, self._places = pool.page_table, pool.places
         self._page_size = page_size
         num_rows, max_pages = self._page_table.shape
@@ -47,7 +50,7 @@ class StepInputs:
             from attention.step_metadata import apply_page_deltas, fill_step_metadata
         self._apply_page_deltas, self._fill_step_metadata = apply_page_deltas, fill_step_metadata
         self._max_rows, self._max_tokens = max_rows, max(max_tokens, max_rows)
-        self._layout = StepLayout(max_rows, self._max_tokens)
+        self._layout = StepLayout(max_rows, self._max_tokens, max_sampled)
         self._stages = [_Stage(self._layout.capacity, device) for _ in range(_NUM_STAGES)]
         self._next_stage = 0
         self._buffer = torch.zeros(self._layout.capacity, dtype=torch.int32, device=device)
@@ -118,14 +121,14 @@ class StepInputs:
         return self._batch(shape, starts, lens)
 
     def sampled_rows(self, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows that get a token, each [num_sampled] int32: their page-table rows, and the tokens they have with
-        this step's."""
+        """The inputs that are sampled, each [num_sampled] int32: their page-table rows, and the position of the token
+        that follows."""
         rows = self._buffer[self._layout.rows(shape.num_rows)]
-        seq_lens = self._tensors.cache_seqlens[: shape.num_rows]
-        if shape.num_sampled == shape.num_rows:
-            return rows, seq_lens
+        if shape.is_decode:
+            return rows, self._tensors.cache_seqlens[: shape.num_rows]
         which = self._buffer[self._layout.sampled(shape.num_sampled)]
-        return rows.index_select(0, which), seq_lens.index_select(0, which)
+        inputs = self._buffer[self._layout.sample_tokens(shape.num_sampled)]
+        return rows.index_select(0, which), (self._tensors.positions.index_select(0, inputs) + 1).int()
 
     def _batch(self, shape: StepShape, prefix_lens: Int64Array, extend_lens: Int64Array) -> ForwardBatch:
         layout, tensors = self._layout, self._tensors.first(shape.num_rows, shape.num_tokens)

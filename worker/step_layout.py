@@ -2,7 +2,9 @@
 
 The buffer, int32, with B = `max_rows`:
 
-    rows B | starts B | sampled B | sample_tokens B | cu_seqlens_q B + 1 | token_ids | page deltas
+    rows B | starts B | sampled S | sample_tokens S | cu_seqlens_q B + 1 | token_ids | page deltas
+
+S is B, or `max_sampled` where rows with drafts may be sampled more often.
 
 All but the deltas lie where every step's lie, so that captured graphs find them; the deltas follow the token ids.
 """
@@ -36,6 +38,15 @@ def shape_of(frame: StepFrame) -> StepShape:
         num_sampled=int(frame.draws.sum()),
         max_seq_len=int((frame.starts + frame.lens).max(initial=0)),
     )
+
+
+def sampled_inputs(frame: StepFrame) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64] | int]:
+    """[num_sampled] of each sampled input: the index of its row in the frame, and how many inputs of the row follow."""
+    if not len(frame.num_draws):
+        return np.flatnonzero(frame.flags & RowFlag.SAMPLE), 0
+    draws = frame.draws
+    rows = np.repeat(np.arange(len(draws)), draws)
+    return rows, np.repeat(np.cumsum(draws, dtype=np.int64), draws) - 1 - np.arange(len(rows))
 
 
 def smallest(ladder: Sequence[StepShape], step: StepShape) -> StepShape | None:
@@ -86,11 +97,13 @@ class StepLayout:
     Args:
         max_rows: most rows of a step, padding included.
         max_tokens: most input tokens of a step, padding included.
+        max_sampled: most sampled inputs of a step, if more than `max_rows`.
     """
 
-    def __init__(self, max_rows: int, max_tokens: int) -> None:
-        self._max_rows = max_rows
-        self._token_ids = 5 * max_rows + 1
+    def __init__(self, max_rows: int, max_tokens: int, max_sampled: int = 0) -> None:
+        self._max_rows, self._max_sampled = max_rows, max(max_rows, max_sampled)
+        self._cu_seqlens_q = 2 * (max_rows + self._max_sampled)
+        self._token_ids = self._cu_seqlens_q + max_rows + 1
         self.capacity = self._token_ids + max_tokens + 3 * (max_rows + max_tokens)
         """Elements of the buffer: page deltas of a step with many prefix hits may not fit."""
 
@@ -104,10 +117,10 @@ class StepLayout:
         return slice(2 * self._max_rows, 2 * self._max_rows + num_sampled)
 
     def sample_tokens(self, num_sampled: int) -> slice:
-        return slice(3 * self._max_rows, 3 * self._max_rows + num_sampled)
+        return slice(self._cu_seqlens_q - self._max_sampled, self._cu_seqlens_q - self._max_sampled + num_sampled)
 
     def cu_seqlens_q(self, num_rows: int) -> slice:
-        return slice(4 * self._max_rows, 4 * self._max_rows + num_rows + 1)
+        return slice(self._cu_seqlens_q, self._cu_seqlens_q + num_rows + 1)
 
     def token_ids(self, num_tokens: int) -> slice:
         return slice(self._token_ids, self._token_ids + num_tokens)
@@ -130,10 +143,10 @@ class StepLayout:
         else:
             cu_seqlens_q[num_rows + 1 :] = cu_seqlens_q[num_rows]
             cu_seqlens_q[-1] = shape.num_tokens
-        which = np.flatnonzero(frame.flags & RowFlag.SAMPLE)
+        which, num_after = sampled_inputs(frame)
         sampled, tokens = out[self.sampled(shape.num_sampled)], out[self.sample_tokens(shape.num_sampled)]
         sampled[: len(which)], sampled[len(which) :] = which, shape.num_rows - 1
-        tokens[: len(which)], tokens[len(which) :] = cu_seqlens_q[1:][which] - 1, shape.num_tokens - 1
+        tokens[: len(which)], tokens[len(which) :] = cu_seqlens_q[1:][which] - 1 - num_after, shape.num_tokens - 1
         token_ids = self.token_ids(shape.num_tokens)
         _put_token_ids(out[token_ids], frame)
         return token_ids.stop

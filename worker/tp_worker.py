@@ -296,6 +296,7 @@ class TPWorker:
                 max_tokens=max_tokens,
                 max_model_len=longest,
                 page_size=page_size,
+                speculation=self._config.speculation,
             )
         _log.info("rank %d: %s (profile run of %.1f s)", self._group.rank, memory, time.monotonic() - began)
         return memory
@@ -515,6 +516,7 @@ class TPWorker:
             self._limits(max_model_len),
             max_rows=resolved(scheduler.max_num_seqs),
             max_tokens=resolved(scheduler.max_num_batched_tokens),
+            max_sampled=self._config.speculation.max_sampled(resolved(scheduler.max_num_seqs)),
             max_graph_tokens=launch_bound_tokens(flops / self._model.num_hidden_layers),
         )
 
@@ -546,7 +548,12 @@ class TPWorker:
 
     def _limits(self, max_model_len: int) -> FrameLimits:
         num_rows = resolved(self._config.scheduler.max_num_seqs) + 1
-        return FrameLimits(num_rows=num_rows, vocab_size=self._model.vocab_size, max_model_len=max_model_len)
+        return FrameLimits(
+            num_rows=num_rows,
+            vocab_size=self._model.vocab_size,
+            max_model_len=max_model_len,
+            max_draws=1 + self._config.speculation.num_drafts,
+        )
 
 
 def peer_sizes(config: EngineConfig, model: ModelConfig, plan: ShardPlan) -> PeerSizes:

@@ -109,10 +109,14 @@ class RequestStream:
         "_tokens",
         "_waiter",
         "id",
+        "num_accepted",
+        "num_drafted",
     )
 
     def __init__(self, client: EngineClient, request_id: int, sampling: SamplingParams) -> None:
         self.id = request_id
+        self.num_drafted = self.num_accepted = 0
+        """Drafts that were verified for it, and those that became tokens."""
         self._client = client
         self._sampling = sampling
         self._tokens: list[int] = []
@@ -367,6 +371,10 @@ class EngineClient:
         for prefilled in output.prefilled:
             if (stream := streams.get(prefilled.id)) is not None:
                 stream._prefilled = prefilled
+        for drafted in output.drafted:
+            if (stream := streams.get(drafted.id)) is not None:
+                stream.num_drafted += drafted.num_drafts
+                stream.num_accepted += drafted.num_accepted
         for run in output.prompt_logprobs:
             if (stream := streams.get(run.id)) is not None and stream._prompt_runs is not None:
                 stream._prompt_runs.append(run)

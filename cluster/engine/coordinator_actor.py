@@ -140,7 +140,9 @@ class CoordinatorActor:
         _log_pool(num_pages, config.kv_cache.page_size, memory, window_pool)
         self._enter(_CAPTURING if config.device == "cuda" else "allocating the KV pool")
         limits = _scheduler_limits(spec, num_pages, max_model_len, window_pool)
-        result_bytes = StepResult.max_bytes(limits.max_num_seqs * limits.max_row_tokens, config.server.max_logprobs)
+        result_bytes = StepResult.max_bytes(
+            limits.speculation.max_sampled(limits.max_num_seqs), config.server.max_logprobs
+        )
         message_bytes = max(limits.max_frame_bytes, result_bytes)
         recovery = config.recovery
         finds_hangs = group.reason_never is None
@@ -305,6 +307,8 @@ def _scheduler_limits(
         num_window_pages=None if window_pool is None else window_pool.num_pages(num_pages),
         window=1 if window_pool is None else window_pool.window,
         max_item_tokens=max_item_tokens(spec.config, spec.model),
+        max_row_tokens=1 + spec.config.speculation.num_drafts,
+        speculation=spec.config.speculation,
         **spec.config.scheduler.model_dump(),
     )
 

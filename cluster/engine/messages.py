@@ -230,6 +230,15 @@ class Prefilled(msgspec.Struct, frozen=True, array_like=True):
     """Seconds from there to its first token, preemptions included."""
 
 
+class Drafted(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Drafts that a step verified for one request."""
+
+    id: int
+    num_drafts: int
+    num_accepted: int
+    """Drafts among them that are tokens of its answer."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerStats:
     """Gauges of this moment, and counters since the start (`total_*`)."""
@@ -250,6 +259,10 @@ class SchedulerStats:
     total_preemptions: int
     total_answer_tokens: int = 0
     """Tokens that were sent to requests."""
+    total_drafted: int = 0
+    """Drafts that steps verified."""
+    total_accepted: int = 0
+    """Drafts that requests got as tokens."""
     total_refused: int = 0
     """Requests refused because the queue was full."""
     total_expired: int = 0
@@ -323,6 +336,7 @@ class StepOutput(msgspec.Struct, tag="output", frozen=True, kw_only=True):
     """For requests that asked: each position once, in order, the last with or before the first token."""
     prefilled: list[Prefilled] = []
     """Requests whose first token is in this output."""
+    drafted: list[Drafted] = []
     finished: list[Finished] = []
     stats: EngineStats | None = None
     """Not in every output: see EngineStats."""

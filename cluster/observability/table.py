@@ -107,6 +107,8 @@ GENERATION_TOKENS = _counter("generation_tokens_total", "Tokens generated.")
 PREFIX_QUERIES = _counter("prefix_cache_queries_total", "Prompt tokens that were looked up in the prefix cache.")
 PREFIX_HITS = _counter("prefix_cache_hits_total", "Prompt tokens that the prefix cache held.")
 PREEMPTIONS = _counter("preemptions_total", "Times that a running request gave up its pages and began again.")
+DRAFT_TOKENS = _counter("spec_decode_num_draft_tokens_total", "Drafts of tokens that steps verified.")
+ACCEPTED_TOKENS = _counter("spec_decode_num_accepted_tokens_total", "Drafts that became tokens.")
 REBUILDS = _counter(
     "rebuilds_total", "Times that ranks which died or stopped were replaced while their requests waited."
 )

@@ -168,6 +168,8 @@ class Telemetry:
         metrics.set(table.PREFIX_HITS, scheduler.total_prefix_hit_tokens)
         metrics.set(table.PREFIX_HIT_RATIO, scheduler.total_prefix_hit_tokens / max(scheduler.total_prompt_tokens, 1))
         metrics.set(table.PREEMPTIONS, scheduler.total_preemptions)
+        metrics.set(table.DRAFT_TOKENS, scheduler.total_drafted)
+        metrics.set(table.ACCEPTED_TOKENS, scheduler.total_accepted)
         metrics.set(table.RUNNING, scheduler.num_running)
         metrics.set(table.WAITING, scheduler.num_waiting)
         metrics.set(table.WAITING_TOKENS, scheduler.num_waiting_tokens)

@@ -34,6 +34,9 @@ class PromptTokensDetails(msgspec.Struct):
 
 class CompletionTokensDetails(msgspec.Struct):
     reasoning_tokens: int = 0
+    accepted_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
+    """Drafts that became tokens; where none were made, neither this nor the next is there."""
+    rejected_prediction_tokens: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class Usage(msgspec.Struct):
@@ -182,9 +185,11 @@ class Run:
         firsts = self._outputs[:: self.job.num_choices]
         cached = sum(output.prefilled.num_cached_tokens for output in firsts if output.prefilled is not None)
         thought = sum(output.num_reasoning_tokens for output in self._outputs)
-        return Usage(
-            prompt, completion, prompt + completion, PromptTokensDetails(cached), CompletionTokensDetails(thought)
-        )
+        details = CompletionTokensDetails(thought)
+        if drafted := sum(output.stream.num_drafted for output in self._outputs):
+            details.accepted_prediction_tokens = sum(output.stream.num_accepted for output in self._outputs)
+            details.rejected_prediction_tokens = drafted - details.accepted_prediction_tokens
+        return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached), details)
 
     def server_timing(self) -> str:
         """The value of a Server-Timing header, in milliseconds: the slowest sequence's wait in the queue and its

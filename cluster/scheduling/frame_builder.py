@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -23,15 +23,15 @@ class FrameBuilder:
         for name, part in parts.items():
             self._parts.setdefault(name, []).append(part)
 
-    def add_masks(self, masks: Mapping[int, UInt32Array]) -> None:
-        """Adds masks of the next tokens that rows may have, by row."""
+    def add_masks(self, masks: Sequence[tuple[int, UInt32Array]]) -> None:
+        """Adds masks of the next tokens that rows may have, each with its row; a row's in the order of its tokens."""
         if masks:
-            self.add(mask_rows=np.array(list(masks), np.int32), masks=np.stack(list(masks.values())))
+            self.add(mask_rows=np.array([row for row, _ in masks], np.int32), masks=np.stack([it for _, it in masks]))
 
     def start_rows(self, requests: Sequence[Request]) -> None:
         """Adds what the ranks must know of requests that were just given their rows, besides tokens and pages."""
         self.add(params=_params(requests))
-        self.add_masks({request.row: request.mask for request in requests if request.mask is not None})
+        self.add_masks([(request.row, request.mask) for request in requests if request.mask is not None])
         for request in requests:
             if (adjustments := request.adjustments) is not None:
                 self.add(biases=_with_row(adjustments.biases, request.row))

@@ -8,6 +8,7 @@ token uses up its length.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -40,6 +41,7 @@ class GuidedRows:
         self._held: dict[int, Request] = {}  # by id: they have no row
         self._awaiting: dict[int, Request] = {}  # by row: the guide has their last token
         self._masks: dict[int, UInt32Array] = {}  # by row: of rows that are ready
+        self._ahead: dict[int, list[UInt32Array]] = {}  # by row: the masks behind its drafts
 
     @property
     def num_held(self) -> int:
@@ -60,16 +62,19 @@ class GuidedRows:
         self._held[request.id] = request
 
     def take_tokens(self, rows: Int32Array, tokens: Int32Array, stopped: npt.NDArray[np.bool_]) -> None:
-        """Gives the guides the tokens of a retired step, one by one.
+        """Gives the guides the tokens of a retired step.
 
         Args:
             rows: of the tokens; live ones.
             stopped: these tokens end their row, which no guide has to know.
         """
-        for index in np.flatnonzero(self._rows.guided[rows] & ~stopped):
-            row = int(rows[index])
+        told = self._rows.guided[rows] & ~stopped
+        for row in dict.fromkeys(rows[told].tolist()):
             request = self._rows.request(row)
-            _guide_of(request).accept([int(tokens[index])])
+            drafts: Sequence[int] = ()
+            if (history := request.history) is not None and history.chances is not None:
+                drafts = history.drafts(self._limits.speculation.num_drafts)
+            _guide_of(request).accept(tokens[told & (rows == row)].tolist(), drafts)
             self._awaiting[row] = request
 
     def poll(self) -> GuideNews:
@@ -87,11 +92,23 @@ class GuidedRows:
                 del self._awaiting[row]
                 self._rows.ready[row] = True
                 self._masks[row] = mask
+                self._ahead[row] = self._masks_ahead(request, int(self._rows.num_known[row]))
         return news
 
-    def take_masks(self) -> dict[int, UInt32Array]:
-        """The masks of the rows that became ready, by row; the frame that is being built names all of them."""
-        masks, self._masks = self._masks, {}
+    def num_foreseen(self, rows: Int32Array) -> Int32Array:
+        """[len(rows)] drafts that each of the guided `rows` may have: there are masks behind them, and room for all."""
+        counts = np.array([len(self._ahead.get(row, ())) for row in rows.tolist()], np.int32)
+        room = self._limits.max_num_masks - len(self._masks)
+        return np.diff(np.minimum(np.cumsum(counts), room), prepend=0).astype(np.int32)
+
+    def take_masks(self, draws: Mapping[int, int]) -> list[tuple[int, UInt32Array]]:
+        """The masks of the rows that became ready, each with its row, for so many draws of each row, in their order;
+        the frame that is being built names all of these rows."""
+        masks = [
+            (row, mask) for row, first in self._masks.items() for mask in (first, *self._ahead[row][: draws[row] - 1])
+        ]
+        self._masks.clear()
+        self._ahead.clear()
         return masks
 
     def requeue(self, request: Request, *, is_lost: bool) -> bool:
@@ -101,6 +118,7 @@ class GuidedRows:
         """
         row = request.row
         mask = self._masks.pop(row, request.mask)
+        self._ahead.pop(row, None)
         if self._awaiting.pop(row, None) is not None or is_lost:
             self.hold(request)
             return True
@@ -112,6 +130,7 @@ class GuidedRows:
         _guide_of(request).close()
         self._awaiting.pop(request.row, None)
         self._masks.pop(request.row, None)
+        self._ahead.pop(request.row, None)
         return self._held.pop(request.id, None) is not None
 
     def check_integrity(self) -> set[int]:
@@ -142,6 +161,16 @@ class GuidedRows:
         except (GuideError, OverloadedError) as error:
             news.ended.append((request, FinishReason.ERROR, error))
         return None
+
+    def _masks_ahead(self, request: Request, num_tokens: int) -> list[UInt32Array]:
+        """Masks behind drafts, up to the first that the request's other parameters leave nothing of."""
+        masks: list[UInt32Array] = []
+        try:
+            for place, mask in enumerate(_guide_of(request).ahead, start=1):
+                masks.append(self._checked(request, mask, num_tokens + place))
+        except GuideError:
+            pass  # that is so only if the draft before it is right
+        return masks
 
     def _checked(self, request: Request, mask: UInt32Array, position: int) -> UInt32Array:
         words = mask_words(self._limits.vocab_size)

@@ -8,7 +8,7 @@ from configs.attention import BACKENDS, Feature
 from configs.errors import ConfigError
 from configs.model_config import ModelConfig
 from configs.resolve import attention_needs
-from configs.schema import EngineConfig, resolved
+from configs.schema import NO_SPECULATION, EngineConfig, SpeculationConfig, resolved
 from worker.protocol import MAX_ITEMS, MAX_PROMPT_LOGPROBS, MAX_ROW_ASKED, MAX_ROW_BIASES, StepFrame, mask_words
 
 MAX_PREFIX_DELTAS = 4096
@@ -69,6 +69,9 @@ class SchedulerLimits:
     """Most inputs that a row may have in the step with its items, these included; 0: no row has items."""
     max_row_tokens: int = 1
     """Most tokens that a row may bring in one step. Such a row has as many inputs, its last token and drafts."""
+    speculation: SpeculationConfig = NO_SPECULATION
+    """How drafts are made here. Not at all, and rows bring several tokens: the ranks make them, of every row in every
+    step."""
     num_window_pages: int | None = None
     """Usable pages of the window pool, ids from 1; None: there is none."""
     window: int = 1
@@ -84,6 +87,16 @@ class SchedulerLimits:
             )
         if self.max_model_len < 2:
             raise ConfigError(f"max_model_len={self.max_model_len} leaves no room for an answer; choose 2 or more")
+
+    @property
+    def drafts_are_chosen(self) -> bool:
+        """Whether rows have drafts only where there is room and use for them."""
+        return self.speculation.method != "none"
+
+    @property
+    def least_row_tokens(self) -> int:
+        """Tokens that every row must be able to bring in one step."""
+        return 1 if self.drafts_are_chosen else self.max_row_tokens
 
     def num_pages_for(self, num_tokens: int) -> int:
         """Pages that hold `num_tokens` tokens."""
@@ -104,13 +117,13 @@ class SchedulerLimits:
     @property
     def max_num_running(self) -> int:
         """Requests that may run at once: each must get what it decodes in every step."""
-        return min(self.max_num_seqs, self.max_num_batched_tokens // self.max_row_tokens)
+        return min(self.max_num_seqs, self.max_num_batched_tokens // self.least_row_tokens)
 
     @property
     def max_num_masks(self) -> int:
-        """Rows that may decode with a new mask in one step."""
+        """Masks that one step may bring to rows that decode, one for each token that is drawn."""
         mask_bytes = StepFrame.section_bytes(mask=1, mask_word=mask_words(self.vocab_size))
-        return max(1, min(self.max_num_seqs, _MASKS_BYTES // mask_bytes))
+        return max(1, min(self.speculation.max_sampled(self.max_num_seqs), _MASKS_BYTES // mask_bytes))
 
     @property
     def max_adjustment_bytes(self) -> int:

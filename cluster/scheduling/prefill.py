@@ -289,7 +289,7 @@ class PrefillQueue:
         # Pages that rows in prefill still need, and a page for each running request's next tokens. Alone a request
         # always fits: `Request.reason_never_fits`.
         missing = [self._num_pages_missing(each) for each in (row, *self.prefilling)]
-        num_next = num_running * limits.num_pages_for(limits.max_row_tokens)
+        num_next = num_running * limits.num_pages_for(limits.least_row_tokens)
         if num_running > 0 and not pages.has_room(missing, num_next):
             self.total_prefix_hit_tokens -= request.num_cached_tokens
             del plan.deltas[num_deltas:]

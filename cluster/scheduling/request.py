@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from cluster.engine.messages import GenerateRequest, SamplingParams
 from cluster.scheduling.limits import SchedulerLimits
+from cluster.scheduling.ngrams import NgramHistory
 from configs.errors import GuideError, RequestError
 from worker.protocol import (
     ALWAYS,
@@ -33,8 +34,11 @@ class Guide(Protocol):
     (`Coordinator.wake`); the scheduler asks before each step and goes on with the other requests meanwhile.
     """
 
-    def accept(self, tokens: Sequence[int]) -> None:
-        """Takes the tokens sampled since the last call; of a request that is resumed, its whole answer so far."""
+    def accept(self, tokens: Sequence[int], drafts: Sequence[int] = ()) -> None:
+        """Takes the tokens sampled since the last call; of a request that is resumed, its whole answer so far.
+
+        `drafts`: perhaps the next ones. What may follow each is wanted.
+        """
 
     def poll(self) -> UInt32Array | None:
         """[mask_words(vocab_size)] of the tokens that may come next, as often as it is asked; None: not there yet.
@@ -43,6 +47,11 @@ class Guide(Protocol):
             GuideError: the request must end with this error.
             OverloadedError: likewise, and its client may try again.
         """
+
+    @property
+    def ahead(self) -> Sequence[UInt32Array]:
+        """Once `poll` has a mask: the masks behind the first draft, the first two and so on, as far as they are allowed
+        and something may follow."""
 
     @property
     def is_finished(self) -> bool:
@@ -147,6 +156,8 @@ class Request:
     cache_salt: bytes = b""
     adjustments: Adjustments | None = None
     guide: Guide | None = None
+    history: NgramHistory | None = None
+    """The tokens that drafts are made from, from its first one on; None: they are not."""
     mask: UInt32Array | None = None
     """The first tokens that may follow its admission; a request with a guide has it before it is queued."""
     deadline_s: float = 0.0

@@ -46,6 +46,8 @@ class RowTable:
         self.has_stop_ids = np.zeros(num_rows, np.bool_)
         self.guided = np.zeros(num_rows, np.bool_)
         """The request has a guide: the row is not ready until the guide has seen its last token and made a mask."""
+        self.predicted = np.zeros(num_rows, np.bool_)
+        """The request's history predicts its next token."""
         self.num_guided = 0
         """Rows taken by such requests."""
         # Untouched memory is not committed: this costs what the longest sequences of each row have used so far.
@@ -66,7 +68,7 @@ class RowTable:
         self.requests[row] = request
         self.ids[row] = request.id
         self.live[row] = True
-        self.ready[row] = False
+        self.ready[row] = self.predicted[row] = False
         self.num_known[row] = num_tokens
         self.num_computed[row] = 0
         self.num_prefill[row] = num_tokens

@@ -17,7 +17,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from cluster.engine.messages import Finished, FinishReason, GenerateRequest, SchedulerStats, StepOutput
+from cluster.engine.messages import Drafted, Finished, FinishReason, GenerateRequest, SchedulerStats, StepOutput
+from cluster.scheduling.drafter import Drafter
 from cluster.scheduling.frame_builder import FrameBuilder
 from cluster.scheduling.guided_rows import GuidedRows
 from cluster.scheduling.life_cycle import LifeCycle
@@ -32,7 +33,10 @@ from worker.protocol import Int32Array, RowFlag, StepFrame, StepResult
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 
-_SAMPLE = int(RowFlag.SAMPLE)  # operations of enumerations take a microsecond each
+_SAMPLE, _HAS_TOKENS = (
+    int(RowFlag.SAMPLE),
+    int(RowFlag.HAS_TOKENS),
+)  # operations of enumerations take a microsecond each
 
 
 def _no_guide(request: GenerateRequest) -> None:
@@ -65,7 +69,8 @@ class Scheduler:
         self._clock = clock
         self._max_step_tokens = limits.max_num_batched_tokens
         self._total_preemptions = 0
-        self._total_answer_tokens = 0
+        self._total_answer_tokens = self._total_drafted = self._total_accepted = 0
+        self._retired_s = 0.0
         self._reset()
 
     def _reset(self) -> None:
@@ -75,6 +80,7 @@ class Scheduler:
         self._guided = GuidedRows(self._limits, self._rows)
         self._life = LifeCycle(self._limits, self._rows, self._pages, self._queue, self._guided, self._make_guide)
         self._in_flight: deque[Launched] = deque()
+        self._drafter = Drafter(self._limits, self._rows, self._guided) if self._limits.drafts_are_chosen else None
 
     # Requests in and out
 
@@ -193,12 +199,18 @@ class Scheduler:
             return None
         if self.is_awaiting_masks:
             self.poll_guides()
+        takes_drafts = self._drafter is not None
         while True:
             rows = np.flatnonzero(self._rows.ready).astype(np.int32)
-            draws = self._rows.max_draws(rows, self._limits.max_row_tokens)
+            draws = self._draws(rows, takes_drafts=takes_drafts)
+            if draws is None:
+                return None
             num_decoded = len(rows) if self._limits.max_row_tokens == 1 else int(draws.sum())
             deltas = self._pages.grow_rows(rows, self._rows.num_computed[rows] + draws)
             if deltas is None:
+                if takes_drafts:
+                    takes_drafts = False  # no request has to go for what may be wrong
+                    continue
                 if self._in_flight:
                     return None  # A retire may free pages; and only a row no step names can be preempted.
                 self._preempt_one()
@@ -216,7 +228,7 @@ class Scheduler:
     def halve_steps(self) -> int:
         """Has steps take half as many tokens from now on, and no fewer than rows may need at once; returns how many."""
         limits = self._limits
-        least = limits.max_num_seqs * limits.max_row_tokens + limits.max_item_tokens
+        least = limits.max_num_seqs * limits.least_row_tokens + limits.max_item_tokens
         self._max_step_tokens = min(self._max_step_tokens, max(self._max_step_tokens // 2, least))
         return self._max_step_tokens
 
@@ -251,6 +263,7 @@ class Scheduler:
             # Ended since the launch, or by the token before: these were computed in vain.
             brought = brought.where(kept)
         brought.write(table, launched)
+        drafted = [] if self._drafter is None else self._learn(self._drafter, launched, result, brought.rows)
         prefilled = take_prefilled(table, launched.prefilled, self._clock()) if launched.prefilled else []
         scored = prompt_logprobs(table, launched.prompt_runs, result) if launched.prompt_runs else []
         rows, _, tokens, stopped, is_last = brought
@@ -272,8 +285,30 @@ class Scheduler:
             logprobs=logprobs,
             prompt_logprobs=scored,
             prefilled=prefilled,
+            drafted=drafted,
             finished=self._life.take_pending(),
         )
+
+    def _learn(self, drafter: Drafter, launched: Launched, result: StepResult, rows: Int32Array) -> list[Drafted]:
+        """Has the drafter know what a step took, and what its `rows` got, one entry for each token. Returns what became
+        of the drafts of live rows."""
+        now, began = self._clock(), launched.launched_s
+        num_kept = np.bincount(rows, minlength=len(self._rows.live))
+        at = np.flatnonzero(launched.num_draws > 1)
+        if began is not None:
+            began = self._retired_s if len(at) else max(began, self._retired_s)
+            drafter.times.took(launched.num_inputs, now - began, has_drafts=bool(len(at)))
+        self._retired_s = now
+        drafter.take(np.flatnonzero(num_kept).astype(np.int32))
+        if not len(at):
+            return []
+        at = at[self._rows.live[launched.sampled[at]]]
+        of = launched.sampled[at]
+        # A stop may have left out some that were right.
+        columns = self._rows.ids[of], launched.num_draws[at] - 1, np.minimum(result.num_tokens[at] - 1, num_kept[of])
+        self._total_drafted += int(columns[1].sum())
+        self._total_accepted += int(columns[2].sum())
+        return [Drafted(*numbers) for numbers in zip(*(column.tolist() for column in columns), strict=True)]
 
     # State
 
@@ -321,6 +356,8 @@ class Scheduler:
             total_prompt_tokens=queue.total_prompt_tokens,
             total_preemptions=self._total_preemptions,
             total_answer_tokens=self._total_answer_tokens,
+            total_drafted=self._total_drafted,
+            total_accepted=self._total_accepted,
             total_refused=self._life.total_refused,
             total_expired=self._life.total_expired,
             longest_wait_s=0.0 if oldest is None else now - oldest.arrival_s,
@@ -348,15 +385,29 @@ class Scheduler:
 
     # Building a step
 
+    def _draws(self, rows: Int32Array, *, takes_drafts: bool) -> Int32Array | None:
+        """[len(rows)] how many tokens each of the ready `rows` may bring; None: drafts are worth a wait."""
+        if self._drafter is None:
+            return self._rows.max_draws(rows, self._limits.max_row_tokens)
+        if not takes_drafts:
+            return np.ones(len(rows), np.int32)
+        return self._drafter.choose(rows, self._max_step_tokens, in_flight=bool(self._in_flight))
+
     def _launch(self, decodes: Int32Array, draws: Int32Array, plan: PrefillPlan) -> StepFrame:
         """Builds the frame of `decodes`, with as many inputs as `draws` each, and of `plan`; takes the snapshot for its
         retirement."""
         table = self._rows
         self.last_step += 1
         builder = FrameBuilder()
+        has_drafts = bool((draws > 1).any())
         starts = table.num_computed[decodes]
         if len(decodes):
-            builder.add(rows=decodes, starts=starts, lens=draws, flags=np.full(len(decodes), _SAMPLE, np.int32))
+            flags = np.full(len(decodes), _SAMPLE, np.int32)
+            if has_drafts and self._drafter is not None:
+                drafted = draws > 1
+                flags[drafted] |= _HAS_TOKENS
+                builder.add(token_ids=self._drafter.tokens(decodes[drafted], draws[drafted]))
+            builder.add(rows=decodes, starts=starts, lens=draws, flags=flags)
         sampled, positions = decodes, starts + 1
         table.num_computed[decodes] = positions
         for deltas in plan.deltas:
@@ -366,13 +417,13 @@ class Scheduler:
             sampled = np.concatenate((decodes, np.array(ending, np.int32)))
             positions = np.concatenate((positions, table.num_prefill[ending]))
             table.ready[ending] = True
-        if self._limits.max_row_tokens > 1:
+        if has_drafts:
             builder.add(num_draws=np.concatenate((draws, np.ones(len(ending), np.int32))))
             # The place where such a row goes on is known when the step retires.
             table.ready[decodes[draws > 1]] = False
         if table.num_guided:
             table.ready[sampled[table.guided[sampled]]] = False
-            builder.add_masks(self._guided.take_masks())
+            builder.add_masks(self._guided.take_masks(dict(zip(decodes.tolist(), draws.tolist(), strict=True))))
         if plan.admitted:
             builder.start_rows(plan.admitted)
         if len(window_pages := self._pages.take_window_changes()):
@@ -395,6 +446,7 @@ class Scheduler:
                 ending,
                 plan.prompt_runs,
                 frame.items["row"],
+                self._clock() if self._drafter is not None and not plan.rows else None,
             )
         )
         return frame

@@ -38,6 +38,13 @@ class Launched:
     prompt_runs: list[PromptRun]
     item_rows: Int32Array
     """[num_items] the row of each item."""
+    launched_s: float | None = None
+    """When it was, if drafts are chosen by what steps of decodes alone take, and it is one."""
+
+    @property
+    def num_inputs(self) -> int:
+        """Input tokens of a step of decodes alone."""
+        return int(self.num_draws.sum()) if len(self.num_draws) else len(self.sampled)
 
     def check(self, result: StepResult, generation: int) -> None:
         """Raises EngineError unless `result` is this step's."""
@@ -125,7 +132,7 @@ class StepTokens(NamedTuple):
         if len(launched.num_draws):
             rows = launched.sampled[(launched.num_draws > 1) & table.live[launched.sampled]]
             table.num_computed[rows] = table.num_known[rows] - 1
-            table.ready[rows] = True
+            table.ready[rows] = ~table.guided[rows]
 
 
 def find_stopped(

@@ -25,12 +25,21 @@ class BadWordsGuide:
         self._num_kept = max(len(before) for before, _ in self._words)
         self._last: list[int] = []  # tokens to remember: those before the longest word's last
         self._every = every
+        self._drafts: list[int] = []
 
-    def accept(self, tokens: Sequence[int]) -> None:
-        self._last = [*self._last, *tokens][-self._num_kept :]
+    def accept(self, tokens: Sequence[int], drafts: Sequence[int] = ()) -> None:
+        self._last, self._drafts = [*self._last, *tokens][-self._num_kept :], list(drafts)
 
     def poll(self) -> UInt32Array:
-        banned = [last for before, last in self._words if self._last[-len(before) :] == before]
+        return self._mask(self._last)
+
+    @property
+    def ahead(self) -> Sequence[UInt32Array]:
+        drafts = self._drafts
+        return [self._mask([*self._last, *drafts[: place + 1]]) for place in range(len(drafts))]
+
+    def _mask(self, tokens: list[int]) -> UInt32Array:
+        banned = [last for before, last in self._words if tokens[-len(before) :] == before]
         if not banned:
             return self._every
         mask = self._every.copy()
@@ -52,13 +61,17 @@ class BothGuides:
     def __init__(self, first: Guide, second: Guide) -> None:
         self._both = (first, second)
 
-    def accept(self, tokens: Sequence[int]) -> None:
+    def accept(self, tokens: Sequence[int], drafts: Sequence[int] = ()) -> None:
         for guide in self._both:
-            guide.accept(tokens)
+            guide.accept(tokens, drafts)
 
     def poll(self) -> UInt32Array | None:
         first, second = (guide.poll() for guide in self._both)
         return None if first is None or second is None else first & second
+
+    @property
+    def ahead(self) -> Sequence[UInt32Array]:
+        return [one & other for one, other in zip(*(guide.ahead for guide in self._both), strict=False)]
 
     @property
     def is_finished(self) -> bool:

@@ -14,6 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
+import numpy as np
 from llguidance import LLMatcher
 
 from cluster.engine.messages import GenerateRequest
@@ -44,6 +45,7 @@ class GrammarGuide:
         self._work = work
         # Written by the step loop:
         self._tokens: list[int] = []
+        self._drafts: tuple[int, Sequence[int]] = (0, ())  # with the number of tokens they follow
         self._is_closed = False
         # Written by the thread that holds the lock; what the step loop reads, each in one go:
         self._lock = threading.Lock()
@@ -51,11 +53,13 @@ class GrammarGuide:
         self._shares_lexer = True  # the lexer has states that other answers made, and may be full because of them
         self._num_taken = 0
         self._seconds_left = MASK_CPU_S
-        self._mask: tuple[int, UInt32Array] | None = None  # with the number of tokens it follows
+        # With the number of tokens it follows, and the masks behind drafts.
+        self._mask: tuple[int, UInt32Array, Sequence[UInt32Array]] | None = None
         self.is_finished = False
         self._error: GuideError | None = None
 
-    def accept(self, tokens: Sequence[int]) -> None:
+    def accept(self, tokens: Sequence[int], drafts: Sequence[int] = ()) -> None:
+        self._drafts = len(self._tokens) + len(tokens), drafts
         self._tokens.extend(tokens)
         self._work.put(self)
 
@@ -65,6 +69,10 @@ class GrammarGuide:
         if self._mask is None or self._mask[0] != len(self._tokens):
             return None
         return self._mask[1]
+
+    @property
+    def ahead(self) -> Sequence[UInt32Array]:
+        return () if self._mask is None else self._mask[2]
 
     def close(self) -> None:
         self._is_closed = True
@@ -97,7 +105,9 @@ class GrammarGuide:
         if mask is None:
             self.is_finished = True
         else:
-            self._mask = self._num_taken, mask
+            num_tokens, drafts = self._drafts
+            # The time of what is only looked ahead is not the answer's.
+            self._mask = self._num_taken, mask, self._foresee(mask, drafts) if num_tokens == self._num_taken else ()
 
     def _next_mask(self) -> UInt32Array | None:
         assert self._matcher is not None, "it was copied"
@@ -111,6 +121,23 @@ class GrammarGuide:
         self._matcher = self._matchers.build(self._grammar)
         self._matcher.consume_tokens(self._tokens[: self._num_taken])
         return self._matchers.mask(self._matcher)
+
+    def _foresee(self, mask: UInt32Array | None, drafts: Sequence[int]) -> list[UInt32Array]:
+        """The masks behind `drafts`, as `ahead` has them; `mask` is the one of the first."""
+        masks: list[UInt32Array] = []
+        if not drafts or self._matcher is None:
+            return masks
+        matcher = self._matcher.deep_copy()
+        try:
+            for token in drafts:
+                if mask is None or not mask[token >> 5] >> np.uint32(token & 31) & 1:
+                    break
+                matcher.consume_tokens([token])
+                if (mask := self._matchers.mask(matcher)) is not None:
+                    masks.append(mask)
+        except MatchError:
+            pass  # whether the answer goes on is seen when it is there
+        return masks
 
     def _end(self, reason: str) -> None:
         self._matcher = None

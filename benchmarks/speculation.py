@@ -1,0 +1,256 @@
+"""A measurement of speculation: tokens a second with it over those without, and whether an answer differs.
+
+    python -m benchmarks.speculation [--config FILE] [--set KEY=VALUE ...] [--batches 1,4] [--tokens 64] --json OUT
+
+Two kinds of prompts: chats that ask for a given text, as it is or with one word changed, and random token ids. All are
+submitted at once and so many run at a time, the others wait; they are answered without, with, with and without
+speculation, as often as --rounds says, by the same ranks, for whom this process schedules as a coordinator does: no
+Ray, no HTTP. Rates have the prompts' time in them. The ratio is that of all time, `cpu_ratio` that of the processor
+time of all processes, which other programs change less. Greedy answers to random ids soon go round in circles, which
+drafts follow; those drawn at temperature 1 repeat nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import os
+import time
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil  # type: ignore[import-untyped]  # ships no types
+import torch
+from torch.distributed import TCPStore
+
+from benchmarks.ranks import start_worker
+from benchmarks.report import ROOT, circumstances, table
+from cluster.engine.messages import GenerateRequest, SamplingParams
+from cluster.scheduling.scheduler import Scheduler, SchedulerLimits
+from cluster.text.tokenizer import Tokenizer
+from configs.checkpoint import resolve_model_path
+from configs.load import load_app_config
+from configs.read_config import read_model_config
+from configs.resolve import HostFacts, resolve
+from configs.schema import NO_SPECULATION, EngineConfig
+from parallel.environment import RANK_ENVIRONMENT
+from worker.protocol import FrameKind, StepFrame, StepResult
+
+_TEXTS = (
+    ("The old lighthouse stood on the northern cliff, where the wind never rested. Every evening the keeper climbed "
+     "the narrow stairs, filled the lamp with oil and lit the wick. Ships that passed in the night saw the light and "
+     "knew that the harbour was near. In winter the waves reached the door, and the keeper slept in his boots.",
+     "lighthouse", "tower"),
+    ("def total(items):\n    result = 0\n    for item in items:\n        if item.price > 0:\n            result += "
+     "item.price * item.count\n    return result\n\n\ndef mean(items):\n    if not items:\n        return 0\n    "
+     "return total(items) / len(items)\n", "total", "amount"),
+    ("Dear Ms. Porter, thank you for your order of the third of May. The three lamps were sent this morning and should "
+     "reach you by Friday. If one of the lamps is broken, please send us a picture of it, and we will send you a new "
+     "one at once. The bill is in the box. With kind regards, the team of the lamp shop.", "lamps", "chairs"),
+    ("Water boils at one hundred degrees at the level of the sea. On a high mountain the air is thin, and water boils "
+     "at less. That is why rice takes longer to cook there. A pot with a tight lid holds the steam in, the pressure "
+     "rises, and water boils at more than one hundred degrees, so that rice takes less time.", "rice", "barley"),
+)  # fmt: skip
+_NUM_RANDOM = 128
+_MAX_MODEL_LEN = 1024
+_TIMEOUT_S = 600.0
+
+
+class _Frames:
+    """A FrameSource over a pipe."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def recv(self, timeout_s: float) -> bytes:
+        return self._connection.recv_bytes()
+
+    def poll(self) -> bytes | None:
+        return self._connection.recv_bytes() if self._connection.poll() else None
+
+
+def _rank_main(rank: int, config: EngineConfig, path: Path, port: int, num_pages: int, pipe: Connection) -> None:
+    worker, group = start_worker(rank, config, path, port)
+    worker.allocate(num_pages, _MAX_MODEL_LEN)
+    pipe.send_bytes(b"ready")
+    worker.run(_Frames(pipe), pipe.send_bytes if rank == 0 else None)
+    group.barrier()
+
+
+class _Ranks:
+    """The processes of the ranks, and a scheduler for each measurement."""
+
+    def __init__(self, config: EngineConfig, path: Path, most: int) -> None:
+        model = read_model_config(path)
+        self.vocab_size = model.vocab_size
+        self._limits = SchedulerLimits(
+            num_pages=most * -(-_MAX_MODEL_LEN // config.kv_cache.page_size),
+            page_size=config.kv_cache.page_size,
+            max_num_seqs=most,
+            max_num_batched_tokens=512,
+            prefill_chunk_size=512,
+            max_model_len=_MAX_MODEL_LEN,
+            vocab_size=model.vocab_size,
+            max_num_queued_requests=10_000,
+            max_num_queued_tokens=1 << 24,
+            steps_in_flight=2,
+            enable_prefix_caching=False,
+            eos_token_ids=(),
+        )
+        self._speculation = config.speculation
+        self._last_step = 0
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = multiprocessing.get_context("spawn")
+        self._pipes, self._processes = [], []
+        for rank in range(config.tensor_parallel_size):
+            ours, theirs = context.Pipe()
+            args = (rank, config, path, store.port, self._limits.num_pages, theirs)
+            self._processes.append(context.Process(target=_rank_main, args=args, daemon=True))
+            self._processes[-1].start()
+            self._pipes.append(ours)
+        self._store = store
+        for pipe in self._pipes:
+            assert pipe.poll(_TIMEOUT_S), "a rank did not start"
+            pipe.recv_bytes()
+
+    def answer(self, requests: list[GenerateRequest], batch: int, *, speculates: bool) -> _Run:
+        """Has `requests` answered, `batch` at a time."""
+        speculation = self._speculation if speculates else NO_SPECULATION
+        scheduler = Scheduler(
+            replace(
+                self._limits,
+                max_num_seqs=batch,
+                speculation=speculation,
+                max_row_tokens=1 + speculation.num_drafts,
+            )
+        )
+        scheduler.last_step = self._last_step
+        assert not scheduler.add(requests)
+        tokens: dict[int, list[int]] = {request.id: [] for request in requests}
+        began, cpu_began = time.perf_counter(), self._cpu_s()
+        while scheduler.has_work:
+            while (frame := scheduler.next_step()) is not None:
+                self._send(frame)
+            output = scheduler.retire(StepResult.decode(self._pipes[0].recv_bytes()))
+            ids, new = np.frombuffer(output.ids, np.int64), np.frombuffer(output.tokens, np.int32)
+            for request_id, token in zip(ids.tolist(), new.tolist(), strict=True):
+                tokens[request_id].append(token)
+        seconds, cpu_s = time.perf_counter() - began, self._cpu_s() - cpu_began
+        self._last_step, stats = scheduler.last_step, scheduler.stats()
+        return _Run(tokens, seconds, cpu_s, stats.total_drafted, stats.total_accepted)
+
+    def _cpu_s(self) -> float:
+        """Processor time of the ranks and of this process."""
+        processes = [psutil.Process(), *(psutil.Process(process.pid) for process in self._processes)]
+        return sum(sum(process.cpu_times()[:2]) for process in processes)
+
+    def close(self) -> None:
+        self._send(StepFrame(1, self._last_step + 1, kind=FrameKind.CLOSE))
+        for process in self._processes:
+            process.join(30)
+
+    def _send(self, frame: StepFrame) -> None:
+        for pipe in self._pipes:
+            pipe.send_bytes(frame.encode())
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Answers to some requests."""
+
+    tokens: dict[int, list[int]]
+    seconds: float
+    cpu_s: float
+    drafted: int
+    accepted: int
+
+
+def _measure(
+    ranks: _Ranks, prompts: list[list[int]], batch: int, temperature: float, args: argparse.Namespace
+) -> dict[str, Any]:
+    """The figures of prompts that are answered `batch` at a time."""
+    requests = [
+        GenerateRequest(
+            id=index + 1,
+            prompt=np.array(prompts[index % len(prompts)], np.int32).tobytes(),
+            sampling=SamplingParams(max_tokens=args.tokens, temperature=temperature, seed=index, ignore_eos=True),
+        )
+        for index in range(max(len(prompts), 2 * batch))
+    ]
+    order = (False, True, True, False) * args.rounds
+    runs = [(speculates, ranks.answer(requests, batch, speculates=speculates)) for speculates in order]
+    without, with_ = ([run for speculates, run in runs if speculates is kind] for kind in (False, True))
+    first, num_tokens = runs[0][1], args.tokens * len(requests)
+    seconds = [sum(run.seconds for run in of_kind) for of_kind in (without, with_)]
+    return {
+        "tok_s_without": round(len(without) * num_tokens / seconds[0], 1),
+        "tok_s_with": round(len(with_) * num_tokens / seconds[1], 1),
+        "ratio": round(seconds[0] / seconds[1], 3),
+        "cpu_ratio": round(sum(run.cpu_s for run in without) / sum(run.cpu_s for run in with_), 3),
+        "ratios": [round(one.seconds / other.seconds, 3) for one, other in zip(without, with_, strict=True)],
+        "drafted": sum(run.drafted for run in with_),
+        "accepted": sum(run.accepted for run in with_),
+        "tokens_compared": (len(runs) - 1) * num_tokens,
+        "tokens_differing": sum(
+            one != two
+            for _, run in runs[1:]
+            for key, tokens in run.tokens.items()
+            for one, two in zip(first.tokens[key], tokens, strict=True)
+        ),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="configs/smollm2-135m.yaml")
+    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--batches", default="1,4")
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    batches = [int(batch) for batch in args.batches.split(",")]
+    os.environ.update(RANK_ENVIRONMENT)  # the ranks' processes inherit it
+    overrides = ["speculation.method=ngram", f"scheduler.max_num_seqs={max(batches)}", *args.overrides]
+    given = load_app_config(ROOT / args.config, overrides).engine
+    path = resolve_model_path(given.model, given.revision, weights=given.load_format != "dummy")
+    host = HostFacts(num_cores=len(os.sched_getaffinity(0)), num_gpus=torch.cuda.device_count())
+    config = resolve(given, read_model_config(path), host).config
+    ranks = _Ranks(config, path, max(batches))
+    edits: list[list[int]] = []
+    tokenizer = None if given.load_format == "dummy" else Tokenizer.load(path)
+    for text, old, new in _TEXTS:
+        for asked in ("Repeat the following text:", f"Repeat the following text, and change '{old}' to '{new}':"):
+            if tokenizer is None:
+                continue
+            assert tokenizer.template is not None, "the model has no chat template"
+            rendered = tokenizer.template.render([{"role": "user", "content": f"{asked}\n\n{text}"}])
+            edits.append(tokenizer.encode(rendered, add_special_tokens=False))
+    generator = np.random.default_rng(1)
+    random = [generator.integers(0, ranks.vocab_size, _NUM_RANDOM).tolist() for _ in range(len(_TEXTS))]
+    _measure(ranks, random, max(batches), 0.0, argparse.Namespace(tokens=8, rounds=1))  # warms up
+    rows = []
+    for kind, prompts, temperatures in (("edit", edits, (0.0, 0.7)), ("random", random, (0.0, 1.0))):
+        if not prompts:
+            continue  # random weights edit nothing
+        for temperature, batch in itertools.product(temperatures, batches):
+            figures = _measure(ranks, prompts, batch, temperature, args)
+            rows.append({"prompts": kind, "temperature": temperature, "at_once": batch, **figures})
+            print(rows[-1], flush=True)
+    ranks.close()
+    header = [name for name in rows[0] if name != "ratios"]
+    print(table(header, [[str(row[name]) for name in header] for row in rows]))
+    report: dict[str, Any] = {"config": args.config, "overrides": args.overrides, "tokens": args.tokens}
+    report |= {"tensor_parallel_size": config.tensor_parallel_size, "measured": rows}
+    report |= {"speculation": config.speculation.model_dump(), "numerics": config.numerics, **circumstances()}
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Decides how many drafts a step verifies, of which rows: as many as make rows go fastest, in the geometric mean.
+
+Of one row, and of rows alike, that is the most tokens a second; of others it is not what a few rows gain and all the
+others pay for with longer steps.
+
+A row with drafts has to know its last token, so a step with drafts is launched when none is in flight. Whether it is
+worth that wait, and each draft its time, follows from how often the rows' predictions were right (`NgramHistory`) and
+from what steps took (`StepTimes`). Where it is not, which it never is where nothing is predicted, steps overlap as
+without drafts.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from cluster.scheduling.guided_rows import GuidedRows
+from cluster.scheduling.limits import SchedulerLimits
+from cluster.scheduling.ngrams import NgramHistory
+from cluster.scheduling.row_table import RowTable
+from worker.protocol import Int32Array
+
+_FORGET = 0.98
+# Until steps of several sizes were seen, each token of one is taken to add this share of what an empty one takes.
+_TOKEN_SHARE = 0.05
+# The weight of that: tokens of difference, squared.
+_PRIOR_WEIGHT = 4.0
+# A step that took longer than so many times what is expected was held up.
+_MOST_TIMES = 3.0
+_EXTRA_WEIGHT = 0.1
+# The extra time of steps with drafts is forgotten while there are none, so that they are tried again.
+_EXTRA_FORGET = 0.999
+# Drafts have to make rows so much faster: it takes the scheduler some time, and estimates are not exact.
+_LEAST_GAIN = 0.03
+# Tokens of a prompt that are looked at in one step: 0.5 ms.
+_MAX_AT_ONCE = 1024
+
+
+class StepTimes:
+    """The seconds that a step of decodes takes: a line over its tokens, fitted to those that were seen and forgetting
+    them, and what it takes more with drafts, the wait for the step before included."""
+
+    def __init__(self) -> None:
+        self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
+        self._extra = 0.0
+
+    def took(self, num_tokens: int, seconds: float, *, has_drafts: bool) -> None:
+        """A step has ended."""
+        if self._weight:
+            expected = float(self.of(num_tokens, has_drafts=has_drafts))
+            seconds = min(seconds, _MOST_TIMES * expected)
+            if has_drafts:
+                self._extra = max(0.0, self._extra + _EXTRA_WEIGHT * (seconds - expected))
+                seconds -= self._extra
+            else:
+                self._extra *= _EXTRA_FORGET
+        self._weight = _FORGET * self._weight + 1
+        self._tokens = _FORGET * self._tokens + num_tokens
+        self._seconds = _FORGET * self._seconds + seconds
+        self._squares = _FORGET * self._squares + num_tokens * num_tokens
+        self._products = _FORGET * self._products + num_tokens * seconds
+
+    def of(self, num_tokens: npt.ArrayLike, *, has_drafts: bool) -> npt.NDArray[np.float64]:
+        """Seconds of steps with so many tokens; in units of an empty step before any was seen."""
+        sizes = np.asarray(num_tokens, np.float64)
+        if not self._seconds:
+            return 1 + _TOKEN_SHARE * sizes
+        size, mean = self._tokens / self._weight, self._seconds / self._weight
+        variance = self._squares - self._weight * size * size
+        covariance = self._products - self._weight * size * mean
+        prior = mean * _TOKEN_SHARE / (1 + _TOKEN_SHARE * size)
+        slope = max(0.0, (covariance + _PRIOR_WEIGHT * prior) / (variance + _PRIOR_WEIGHT))
+        line = np.maximum(mean + slope * (sizes - size), mean * 0.1)
+        return line + (self._extra if has_drafts else 0.0)
+
+
+class Drafter:
+    """The drafts of running requests. Writes `RowTable.predicted`, and keeps a history with each request."""
+
+    def __init__(self, limits: SchedulerLimits, rows: RowTable, guided: GuidedRows) -> None:
+        self._limits = limits
+        self._rows = rows
+        self._guided = guided
+        self._most = limits.speculation.max_sampled(limits.max_num_seqs) - limits.max_num_seqs
+        self.times = StepTimes()
+
+    def take(self, rows: Int32Array) -> None:
+        """The live `rows`, distinct, have got tokens."""
+        table, speculation = self._rows, self._limits.speculation
+        for row, num_known in zip(rows.tolist(), table.num_known[rows].tolist(), strict=True):
+            request = table.request(row)
+            if (history := request.history) is None:
+                history = NgramHistory(speculation.prompt_lookup_min, speculation.prompt_lookup_max)
+                request.history = history
+            end = min(num_known, len(history) + _MAX_AT_ONCE)
+            history.take(table.tokens[row, len(history) : end], is_whole=end == num_known)
+            table.predicted[row] = history.chances is not None
+
+    def choose(self, rows: Int32Array, budget: int, *, in_flight: bool) -> Int32Array | None:
+        """[len(rows)] how many tokens each of the ready `rows` may bring in the next step; None: it has to wait for the
+        one in flight, to have drafts.
+
+        Args:
+            budget: tokens of a step.
+            in_flight: whether a step is.
+        """
+        table = self._rows
+        draws = np.ones(len(rows), np.int32)
+        at = np.flatnonzero(table.predicted[rows])
+        if not len(at):
+            return draws
+        most = min(self._limits.speculation.num_drafts, int((table.max_total - table.num_computed)[rows[at]].max()) - 2)
+        chances = self._chances(rows[at], max(most, 0))
+        # Each draft multiplies the tokens of its row, and the time of all.
+        more = np.diff(np.log1p(np.cumsum(chances, axis=1)), axis=1, prepend=0.0)
+        order = np.argsort(-more, axis=None, kind="stable")[: max(0, min(self._most, budget - len(rows)))]
+        sizes = len(rows) + np.arange(1, len(order) + 1)
+        slower = np.log(self.times.of(sizes, has_drafts=True) / self.times.of(len(rows), has_drafts=False))
+        gains = np.cumsum(more.ravel()[order]) / len(rows) - slower
+        if not len(gains) or gains.max() < _LEAST_GAIN:
+            return draws
+        if in_flight:
+            return None
+        is_chosen = np.zeros(chances.size, np.int32)
+        is_chosen[order[: int(gains.argmax()) + 1]] = 1
+        draws[at] += (is_chosen.reshape(chances.shape) * (chances > 0)).sum(axis=1, dtype=np.int32)
+        return draws
+
+    def tokens(self, rows: Int32Array, draws: Int32Array) -> Int32Array:
+        """The inputs of rows with drafts, one row after the other: the last token of each, and its drafts."""
+        table, ids = self._rows, list[int]()
+        lasts = table.tokens[rows, table.num_known[rows] - 1].tolist()
+        for row, last, count in zip(rows.tolist(), lasts, draws.tolist(), strict=True):
+            history = table.request(row).history
+            assert history is not None, "a row that predicts has a history"
+            ids += last, *history.drafts(count - 1)
+        return np.array(ids, np.int32)
+
+    def _chances(self, rows: Int32Array, most: int) -> npt.NDArray[np.float64]:
+        """[len(rows), most] how likely each draft is right, with all before it; 0 past a row's length. Where a step in
+        flight brings the predicted next token, they are of the drafts behind it."""
+        table = self._rows
+        known = [history.chances for row in rows.tolist() if (history := table.request(row).history) is not None]
+        first, then = np.array(known, np.float64).T
+        places = np.arange(most)
+        is_behind = table.in_flight[rows, None] > 0
+        room = table.max_total[rows] - table.num_computed[rows] - 2
+        if table.num_guided:
+            guided = table.guided[rows]
+            room[guided] = np.minimum(room[guided], self._guided.num_foreseen(rows[guided]))
+        return first[:, None] * then[:, None] ** (places + is_behind) * (places < room[:, None])

@@ -1,0 +1,65 @@
+"""Drafts that a step verifies: which of the tokens that were sampled for a row count.
+
+A row with drafts has its last token and them as inputs, and a token is sampled after each. A token that equals the
+draft in its place leaves the next one as it would be without drafts, bit for bit; the first that differs is the row's
+last in this step. Keys and values of the drafts behind it are overwritten by the row's next inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from worker.protocol import Int32Array, StepFrame
+from worker.upload import upload
+
+_NO_DRAFT = -2
+"""Neither a token nor what a row with a NaN gets."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepDrafts:
+    """The drafts of a step's rows, by sampled input."""
+
+    places: Int32Array
+    """[num_sampled] the how-manieth of its row each is, from 0; on the host."""
+    firsts: torch.Tensor
+    """[num_sampled] int64, device: index of the row's first."""
+    tokens: torch.Tensor
+    """[num_sampled] int64, device: the draft that the token sampled there has to equal; none behind a row's last."""
+
+    @classmethod
+    def of(cls, frame: StepFrame, device: torch.device) -> StepDrafts | None:
+        """The drafts of a checked frame; None where no row has any."""
+        if not len(frame.num_draws):
+            return None
+        draws, lens = frame.draws, np.where(frame.has_tokens, frame.lens, 0)
+        ends = np.cumsum(draws)
+        firsts = np.repeat(ends - draws, draws)
+        places = np.arange(len(firsts)) - firsts
+        tokens = np.full(len(firsts), _NO_DRAFT, np.int64)
+        is_draft = places < np.repeat(draws, draws) - 1
+        # A row's drafts are the last of its inputs, which are its tokens.
+        ids = np.cumsum(lens) - draws + 1
+        tokens[is_draft] = frame.token_ids[(np.repeat(ids, draws) + places)[is_draft]]
+        return cls(places.astype(np.int32), upload(firsts, device), upload(tokens, device))
+
+    def kept(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[num_sampled] bool: all sampled before it for its row equal their drafts.
+
+        Args:
+            tokens: [num_sampled] int64, device, as they were sampled.
+        """
+        is_wrong = tokens != self.tokens
+        num_wrong = is_wrong.cumsum(0) - is_wrong.long()  # before each, of all rows
+        return num_wrong == num_wrong.index_select(0, self.firsts)
+
+    def lasts(self, tokens: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        """[num_sampled] bool: the row's last token of this step, of which each row has one.
+
+        Args:
+            tokens: as in `kept`, which returned `kept`.
+        """
+        return kept & (tokens != self.tokens)
