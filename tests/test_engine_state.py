@@ -16,16 +16,23 @@ from cluster.serve.ingress import create_app
 from cluster.text.tokenizer import Tokenizer
 from tests.scripted_engine import Run, Stack, error_of, runner
 
-STARTING, RUNNING, REBUILDING, DRAINING, DEAD = EngineState
+STARTING, RUNNING, REBUILDING, SLEEPING, DRAINING, DEAD = EngineState
+SERVING = {RUNNING, REBUILDING, SLEEPING}
 WAYS = {
     (STARTING, RUNNING),
-    (RUNNING, REBUILDING),
-    (REBUILDING, RUNNING),
+    *itertools.permutations(SERVING, 2),
     (DRAINING, RUNNING),  # Ray Serve goes on with a replica after all
-    *((state, DRAINING) for state in (STARTING, RUNNING, REBUILDING)),
-    *((state, DEAD) for state in (STARTING, RUNNING, REBUILDING, DRAINING)),
+    *((state, DRAINING) for state in (STARTING, *SERVING)),
+    *((state, DEAD) for state in (STARTING, *SERVING, DRAINING)),
 }
-TO = {STARTING: (), RUNNING: (RUNNING,), REBUILDING: (RUNNING, REBUILDING), DRAINING: (DRAINING,), DEAD: (DEAD,)}
+TO = {
+    STARTING: (),
+    RUNNING: (RUNNING,),
+    REBUILDING: (RUNNING, REBUILDING),
+    SLEEPING: (RUNNING, SLEEPING),
+    DRAINING: (DRAINING,),
+    DEAD: (DEAD,),
+}
 
 
 def at(state: EngineState) -> EngineLife:
@@ -44,11 +51,10 @@ def test_an_engine_enters_what_may_follow_and_nothing_else(before: EngineState, 
 
 
 @pytest.mark.parametrize(("before", "reported"), [*itertools.product(EngineState, repeat=2)])
-def test_reports_decide_only_between_running_and_rebuilding(before: EngineState, reported: EngineState) -> None:
+def test_reports_decide_only_while_an_engine_serves(before: EngineState, reported: EngineState) -> None:
     life = at(before)
     life.follow(reported)
-    both = {RUNNING, REBUILDING}
-    assert life.state is (reported if {before, reported} <= both else before)
+    assert life.state is (reported if {before, reported} <= SERVING else before)
 
 
 @pytest.fixture(scope="module")

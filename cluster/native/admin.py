@@ -135,7 +135,8 @@ async def is_sleeping(model: ServedModel, body: bytes, context: RequestContext) 
 
 
 async def _sleep(model: ServedModel, *, wakes: bool) -> HttpResponse:
-    assert model.sleep is not None, "an engine behind a socket alone has no ranks to tell"
+    if model.sleep is None:
+        raise RequestError("This engine has no ranks that could sleep.", code="no_change")
     try:
         return json_response(Slept(round(await model.sleep(wakes=wakes), 3)))
     except ConfigError as error:
