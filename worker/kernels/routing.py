@@ -9,6 +9,7 @@ which write their keys and values below the pool's first slot, go nowhere.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import triton
@@ -291,7 +292,7 @@ def _route_kernel(
     tl.store(pairs_ptr + chosen.to(tl.int64) * num_tokens + place, pairs, mask=stored)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Scoring:
     """How logits become the choice of experts and their weights, where it is not a softmax over all."""
 
@@ -306,7 +307,7 @@ class Scoring:
     scales_input: bool = False
     """A weight is a factor of what the expert takes, not of what it gives."""
 
-    @property
+    @cached_property
     def constants(self) -> dict[str, bool | int]:
         """The kernels' arguments."""
         groups = {"GROUPS": self.num_groups, "TOP_GROUPS": self.top_groups}

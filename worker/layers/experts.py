@@ -97,7 +97,11 @@ class CudaExperts(Experts):
     def __init__(self, spec: ExpertsSpec, context: LayerContext) -> None:
         if isinstance(spec, BiasedMixture):
             raise ConfigError("experts with biases (gpt_oss) are not computed on GPUs yet; set device=cpu")
+        from worker.kernels.routing import Scoring  # a CPU install has no Triton
+
         super().__init__(spec, context)
+        groups = spec.num_groups, spec.top_groups
+        self._scoring = Scoring(spec.sigmoid, self._choice_bias, *groups, spec.scales_input)
         width, unit = self._columns.size, context.arithmetic.choose(fast=32, exact=1)
         if width % unit:
             raise ConfigError(
@@ -129,7 +133,6 @@ class CudaExperts(Experts):
         """This rank's part of `rank_sum` [num_tokens, hidden_size], or its nodes in fp32 [num_nodes, num_tokens,
         hidden_size]; 0 for padding; written to contiguous `out` if one is given."""
         from worker.kernels.moe import gated_silu_and_mul, mixture  # a CPU install has no Triton
-        from worker.kernels.routing import Scoring
 
         spec, nodes, slots, first_slot = self._spec, self._nodes, padding.token_slots(), padding.first_slot
         assert self._w13 is not None, "forward before load"
@@ -147,7 +150,7 @@ class CudaExperts(Experts):
             normalise=spec.norm_topk_prob,
             round_to=self._round_to,
             weight_scale=spec.weight_scale,
-            scoring=Scoring(spec.sigmoid, self._choice_bias, spec.num_groups, spec.top_groups, spec.scales_input),
+            scoring=self._scoring,
             out=out[: len(nodes)] if is_exact else out,
             slots=slots,
             first_slot=first_slot,
