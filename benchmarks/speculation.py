@@ -17,6 +17,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import sys
 import time
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -245,7 +246,13 @@ def main() -> None:
     ranks.close()
     header = [name for name in rows[0] if name != "ratios"]
     print(table(header, [[str(row[name]) for name in header] for row in rows]))
-    report: dict[str, Any] = {"config": args.config, "overrides": args.overrides, "tokens": args.tokens}
+    command = " ".join(["python -m benchmarks.speculation", *sys.argv[1:]])
+    report: dict[str, Any] = {
+        "command": command,
+        "config": args.config,
+        "overrides": args.overrides,
+        "tokens": args.tokens,
+    }
     report |= {"tensor_parallel_size": config.tensor_parallel_size, "measured": rows}
     report |= {"speculation": config.speculation.model_dump(), "numerics": config.numerics, **circumstances()}
     if args.json:

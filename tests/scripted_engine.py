@@ -23,6 +23,7 @@ import uvicorn
 from cluster.engine.client import EngineClient
 from cluster.engine.messages import (
     Abort,
+    Drafted,
     EngineToCoordinator,
     Finished,
     FinishReason,
@@ -61,6 +62,8 @@ class ScriptedCoordinator:
     overloaded: bool = False
     burst: int = 1
     """Tokens that come at once."""
+    drafted: tuple[int, int] = (0, 0)
+    """Drafts that each step verifies, and those that are right."""
     hang_after: int | None = None
     """Tokens after which nothing comes any more."""
     submissions: list[list[GenerateRequest]] = field(default_factory=list)
@@ -128,6 +131,7 @@ class ScriptedCoordinator:
                         if request.sampling.prompt_logprobs >= 0 and position == 0
                     ],
                     prefilled=[Prefilled(request.id, 16) for request in live] if position == 0 else [],
+                    drafted=[Drafted(request.id, *self.drafted) for request in live] if any(self.drafted) else [],
                     finished=finished,
                 )
             )
