@@ -72,7 +72,7 @@ class KeptWeights:
         self, source: Checkpoint | DummyCheckpoint, identity: str, on_progress: Callable[[float], None] | None = None
     ) -> None:
         """Loads the decoder from `source`, whose weights are kept from now on."""
-        self._load(source, self._copied, on_progress)
+        self._load(source, self._filled, on_progress)
         self.describe(note_of(identity, source.bytes_loaded, self._blocks))
 
     def load_on_host(
@@ -104,7 +104,7 @@ class KeptWeights:
             return
         self._blocks.clear()
         for part, name in self._parts():
-            self._move(part, name, self._brought)
+            self._move(part, name, self._filled)
         self.describe(self._note)
         if self._decoder.device.type == "cuda":
             torch.cuda.synchronize(self._decoder.device)
@@ -117,18 +117,12 @@ class KeptWeights:
         where they lie."""
         self._kept.describe(_REST, note)
 
-    def _copied(self, name: str, old: list[torch.UntypedStorage]) -> torch.Tensor:
+    def _filled(self, name: str, old: list[torch.UntypedStorage]) -> torch.Tensor:
+        """A new block with what lies in `old`, or on the host in its place."""
         room = self._room(old)
         memory = self._kept.new(name, sum(room))
         for part, storage in zip(torch.split(memory, room), old, strict=True):
-            part[: storage.nbytes()] = bytes_of(storage)
-        return memory
-
-    def _brought(self, name: str, old: list[torch.UntypedStorage]) -> torch.Tensor:
-        room = self._room(old)
-        memory = self._kept.new(name, sum(room))
-        for part, storage in zip(torch.split(memory, room), old, strict=True):
-            copy(self._on_host[storage._cdata], part)
+            copy(self._on_host.get(storage._cdata) or [bytes_of(storage)], part)
         return memory
 
     def _room(self, old: list[torch.UntypedStorage]) -> list[int]:

@@ -33,10 +33,8 @@ from worker.protocol import Int32Array, RowFlag, StepFrame, StepResult
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 
-_SAMPLE, _HAS_TOKENS = (
-    int(RowFlag.SAMPLE),
-    int(RowFlag.HAS_TOKENS),
-)  # operations of enumerations take a microsecond each
+# Operations of enumerations take a microsecond each.
+_SAMPLE, _HAS_TOKENS = int(RowFlag.SAMPLE), int(RowFlag.HAS_TOKENS)
 
 
 def _no_guide(request: GenerateRequest) -> None:
