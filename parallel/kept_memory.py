@@ -39,6 +39,10 @@ def room_for(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
+WEIGHTS = ("layer ", "weights")
+"""Beginnings of the names of the blocks that weights lie in: those of a layer, and those of none."""
+
+
 def kv_block(layer_id: int) -> str:
     """The name of the block that a layer's KV lies in; no layer's is the beginning of another's."""
     return f"kv {layer_id:04}"

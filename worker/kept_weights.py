@@ -14,15 +14,15 @@ import msgspec
 import torch
 
 from configs.errors import EngineError
-from parallel.kept_memory import KeptMemory, room_for
+from parallel.kept_memory import WEIGHTS, KeptMemory, room_for
 from parallel.numerics.weight import TensorSource
 from parallel.plan import Span
 from worker.dummy_weights import DummyCheckpoint
 from worker.models.decoder import Decoder
-from worker.staged_weights import bytes_of, copy, free_pinned, storages, tensors, to_host
+from worker.staged_weights import OnHost, bytes_of, copy, free_pinned, tensors
 from worker.weights import Checkpoint
 
-_REST = "weights"
+_LAYER, _REST = WEIGHTS
 
 
 class _Note(msgspec.Struct):
@@ -47,7 +47,7 @@ class KeptWeights:
         self._decoder = decoder
         self._kept = kept
         self._blocks: list[torch.Tensor] = []
-        self._on_host: dict[int, list[torch.Tensor]] = {}  # by the memory that is empty meanwhile
+        self._on_host = OnHost()
         self._note = ""  # for those on the host, once they are kept again
 
     def find(self, identity: str, on_progress: Callable[[float], None] | None = None) -> int:
@@ -79,9 +79,8 @@ class KeptWeights:
         self, source: Checkpoint | DummyCheckpoint, identity: str, on_progress: Callable[[float], None] | None = None
     ) -> None:
         """Loads the decoder from `source` into memory of the host, where its weights wait for `bring`."""
-        self._each_part(source, lambda part, _: self._to_host(part), on_progress)
-        pieces = (piece for pieces in self._on_host.values() for piece in pieces)
-        self._note = note_of(identity, source.bytes_loaded, pieces)
+        self._each_part(source, lambda part, _: self._on_host.move(part), on_progress)
+        self._note = note_of(identity, source.bytes_loaded, self._on_host.pieces)
 
     def put_away(self) -> None:
         """Moves the weights to memory of the host, where they wait for `bring`. Until then they die with this process,
@@ -95,7 +94,7 @@ class KeptWeights:
                 if it.untyped_storage()._cdata == block.untyped_storage()._cdata:
                     it.set_(memory, it.storage_offset(), it.shape, it.stride())
             bytes_of(memory).copy_(block)
-            self._on_host[memory._cdata] = to_host(memory)
+            self._on_host.move_memory(memory)
         self._blocks.clear()
 
     def bring(self) -> None:
@@ -106,10 +105,11 @@ class KeptWeights:
         for part, name in self._parts():
             self._move(part, name, self._filled)
         self.describe(self._note)
-        if self._decoder.device.type == "cuda":
+        is_on_gpu = self._decoder.device.type == "cuda"
+        if is_on_gpu:
             torch.cuda.synchronize(self._decoder.device)
         self._on_host.clear()
-        if self._decoder.device.type == "cuda":
+        if is_on_gpu:
             free_pinned()
 
     def describe(self, note: str) -> None:
@@ -122,12 +122,12 @@ class KeptWeights:
         room = self._room(old)
         memory = self._kept.new(name, sum(room))
         for part, storage in zip(torch.split(memory, room), old, strict=True):
-            copy(self._on_host.get(storage._cdata) or [bytes_of(storage)], part)
+            copy(self._on_host.pieces_of(storage), part)
         return memory
 
     def _room(self, old: list[torch.UntypedStorage]) -> list[int]:
         """Bytes that each takes in a block."""
-        return [room_for(sum(map(len, self._on_host.get(it._cdata, ()))) or it.nbytes()) for it in old]
+        return [room_for(sum(map(len, self._on_host.pieces_of(it)))) for it in old]
 
     def _load(
         self,
@@ -141,7 +141,7 @@ class KeptWeights:
 
     def _parts(self) -> list[tuple[object, str]]:
         """Each layer, and then the decoder for the rest, with the name of its block."""
-        return [*((layer, f"layer {i}") for i, layer in enumerate(self._decoder.layers)), (self._decoder, _REST)]
+        return [*((layer, f"{_LAYER}{i}") for i, layer in enumerate(self._decoder.layers)), (self._decoder, _REST)]
 
     def _each_part(
         self,
@@ -158,11 +158,6 @@ class KeptWeights:
                 on_progress(share)
 
         self._decoder.load(source, loaded)
-
-    def _to_host(self, part: object) -> None:
-        for storage in storages(part):
-            if storage.nbytes():
-                self._on_host[storage._cdata] = to_host(storage)
 
     def _move(
         self, part: object, name: str, block_of: Callable[[str, list[torch.UntypedStorage]], torch.Tensor]

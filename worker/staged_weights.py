@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
 import torch
 
@@ -39,12 +40,12 @@ class StagedWeights:
     def __init__(self, live: Decoder, staged: Decoder, source: TensorSource, num_bytes: int) -> None:
         self._live = live
         self._staged = staged
-        self._on_host: dict[int, list[torch.Tensor]] = {}  # by storage, whose memory is given up
+        self._on_host = OnHost()
         self.is_on_host = staged.device.type == "cuda" and _free_bytes(staged.device) < num_bytes
         """Whether the device has no room for them, so that they wait in pinned memory of the host."""
         layers = iter(staged.layers)
         # After each layer, and at the end after what is in none.
-        staged.load(source, (lambda _: self._move_to_host(next(layers, staged))) if self.is_on_host else None)
+        staged.load(source, (lambda _: self._on_host.move(next(layers, staged))) if self.is_on_host else None)
 
     def take_over(self) -> None:
         """Copies them over the live ones; no step is in flight. Returns when the device is done."""
@@ -52,7 +53,7 @@ class StagedWeights:
         pairs = zip(tensors(self._live), tensors(self._staged), strict=True)
         for live, staged in {it.untyped_storage()._cdata: (live, it) for live, it in pairs}.values():
             begin = (live.storage_offset() - staged.storage_offset()) * live.itemsize
-            copy(self._pieces_of(staged.untyped_storage()), bytes_of(live.untyped_storage())[begin:])
+            copy(self._on_host.pieces_of(staged.untyped_storage()), bytes_of(live.untyped_storage())[begin:])
         if self._live.device.type == "cuda":
             torch.cuda.synchronize(self._live.device)
 
@@ -60,28 +61,45 @@ class StagedWeights:
     def memory(self) -> Iterator[torch.Tensor]:
         """The memory of all of them, as vectors of bytes."""
         for storage in {it._cdata: it for it in storages(self._staged)}.values():
-            yield from self._pieces_of(storage)
+            yield from self._on_host.pieces_of(storage)
 
-    def _pieces_of(self, staged: torch.UntypedStorage) -> list[torch.Tensor]:
-        """The memory as vectors of bytes, one after the other, wherever they are."""
-        return self._on_host.get(staged._cdata) or [bytes_of(staged)]
 
-    def _move_to_host(self, part: object) -> None:
+class OnHost:
+    """Memory of tensors that waits on the host, by what it lay in, which is empty meanwhile though its tensors stay."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[int, list[torch.Tensor]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._pieces)
+
+    def move(self, part: object) -> None:
+        """Moves the memory of all tensors of `part` that have some."""
         for storage in storages(part):
             if storage.nbytes():
-                self._on_host[storage._cdata] = to_host(storage)
+                self.move_memory(storage)
 
+    def move_memory(self, storage: torch.UntypedStorage) -> None:
+        """Moves what lies in `storage` to memory of the host, pinned where it lay on a GPU."""
+        is_pinned = storage.device.type == "cuda"
+        self._pieces[storage._cdata] = [
+            torch.empty(len(piece), dtype=torch.uint8, pin_memory=is_pinned).copy_(piece)
+            for piece in torch.split(bytes_of(storage), _PIECE_BYTES)
+        ]
+        storage.resize_(0)
 
-def to_host(storage: torch.UntypedStorage) -> list[torch.Tensor]:
-    """Moves what lies in `storage`, which is empty then though its tensors stay, to memory of the host, pinned where it
-    lay on a GPU. Returns that as vectors of bytes, one after the other."""
-    is_pinned = storage.device.type == "cuda"
-    pieces = [
-        torch.empty(len(piece), dtype=torch.uint8, pin_memory=is_pinned).copy_(piece)
-        for piece in torch.split(bytes_of(storage), _PIECE_BYTES)
-    ]
-    storage.resize_(0)
-    return pieces
+    def pieces_of(self, storage: torch.UntypedStorage) -> list[torch.Tensor]:
+        """The memory as vectors of bytes, one after the other, wherever they are."""
+        return self._pieces.get(storage._cdata) or [bytes_of(storage)]
+
+    @property
+    def pieces(self) -> Iterator[torch.Tensor]:
+        """All that is on the host."""
+        return chain.from_iterable(self._pieces.values())
+
+    def clear(self) -> None:
+        """Forgets it."""
+        self._pieces.clear()
 
 
 def copy(pieces: Iterable[torch.Tensor], into: torch.Tensor) -> None:

@@ -337,7 +337,6 @@ class Coordinator:
             self._socket.send(StepOutput(stats=self._report()))
             self._take_messages(_IDLE_POLL_S)
         began = time.monotonic()
-        self._requeue()
         if (error := self._replace_ranks(EngineError("the engine slept"))) is not None:
             sleep.woken.set_exception(error)
             raise error
@@ -494,7 +493,7 @@ class Coordinator:
 
     def _report(self) -> EngineStats:
         state = self.life.state
-        ages = self.ranks.heartbeat_ages() if state is EngineState.RUNNING else []
+        ages = [] if state is EngineState.REBUILDING else self.ranks.heartbeat_ages()
         stats = self._meter.report(self.scheduler.stats(), ages)
         return msgspec.structs.replace(
             stats, num_rebuilds=self.num_rebuilds, state=state, devices=self.ranks.devices, weights=self._weights

@@ -34,7 +34,7 @@ from configs.kv_pages import PageBytes, WindowPool, dtype_bytes, pages_within
 from configs.model_config import ModelConfig
 from configs.schema import EngineConfig, resolved
 from parallel.channel import FrameReader, FrameWriter
-from parallel.kept_memory import Keeper, kv_block
+from parallel.kept_memory import WEIGHTS, Keeper, kv_block
 from parallel.plan import ShardPlan
 from parallel.step_cost import StepCost
 from worker.protocol import Int32Array
@@ -453,11 +453,13 @@ class RankGroup:
         try:
             self._on([rank for rank in self._ranks if rank not in lost], "put_away")
         finally:
-            self._keeper.drop()
+            # Not all: how a rank crashes is still written down.
+            for name in WEIGHTS:
+                self._keeper.drop(name=name)
 
     def _take_over(self, old: RankGroup, kept: KeptKV | None) -> None:
-        """Runs in the place of `old`, whose ranks keep their weights alone. On GPUs the weights are loaded only now,
-        where the pools of `old` were, and the pool has fewer pages where there is no room for as many."""
+        """Runs in the place of `old`, whose ranks keep their weights alone. On GPUs the weights come to the device
+        only now, where the pools of `old` were, and the pool has fewer pages where there is no room for as many."""
         assert old._on_failure is not None, "it has run"
         pool = old.pool
         if old.lost:
