@@ -5,6 +5,7 @@ Without a GPU its kernels run in Triton's interpreter, with small blocks so that
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable
@@ -209,6 +210,68 @@ def test_shards_draw_what_the_whole_row_draws(tp_size: int, use_triton: bool, de
     for tokens, logprobs in _run_ranks(tp_size, device, body):
         assert tokens == expected
         _assert_logprobs_close(logprobs, their_logprobs)
+
+
+@pytest.mark.parametrize(("tp_size", "spread"), [(1, 3.0), (2, 0.02), (3, 0.4)])
+def test_rows_with_a_small_top_k_draw_what_the_whole_row_draws_without_being_looked_at_again(
+    tp_size: int, spread: float, device: torch.device
+) -> None:
+    count = 12 if device.type == "cpu" else 200
+    rng = np.random.default_rng(tp_size)
+    params = _params(*[{"temperature": 1.0}] * count)
+    params["seed"], params["temperature"] = rng.integers(0, 1 << 40, count), rng.choice([0.3, 0.6, 1.0, 1.7], count)
+    params["top_k"] = rng.choice([1, 2, 5, 20, 63, 64], count)
+    params["top_p"] = rng.choice([1.0, 0.95, 0.5, 0.01], count)
+    params["min_p"] = rng.choice([0.0, 0.05, 0.9], count)
+    logits = spread * torch.randn(count, VOCAB, generator=torch.Generator().manual_seed(tp_size))
+    logits = logits.bfloat16().float()  # many are equal, few enough for a list
+    logits[0, ::3] = -math.inf
+    logits[1, 5:] = -math.inf
+    positions = _positions(count)
+    expected, _ = draw_by_torch(logits, params, positions)
+    plan = plan_of(tp_size, VOCAB)
+
+    def body(group: TensorParallelGroup) -> tuple[list[int], int]:
+        span = plan.vocab[group.rank]
+        sampler = Sampler(plan, group, count + 1, use_triton=True)
+        drawn, _ = draw(sampler, logits[:, span.start : span.stop].contiguous(), params, positions)
+        return drawn, len(sampler.find_resampled(params["row"], positions).indices)
+
+    assert _run_ranks(tp_size, device, body) == tp_size * [(expected, 0)]
+
+
+def test_of_more_equal_tokens_than_a_list_holds_every_group_takes_the_same(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    if device.type == "cpu":
+        monkeypatch.setattr(
+            sampling, "_MOST_GROUPS", type(sampling._MOST_GROUPS)(4)
+        )  # so that some rows are searched as wholes
+    params = _params(*[{"temperature": 2.0, "top_k": k, "seed": k} for k in (1, 20, 64)])
+    logits = torch.zeros(3, VOCAB)
+    logits[1, 700:710] = 1.0
+    logits[2, ::2] = -5.0
+    positions = _positions(3)
+
+    def drawn(tp_size: int) -> list[list[int]]:
+        plan = plan_of(tp_size, VOCAB)
+
+        def body(group: TensorParallelGroup) -> list[list[int]]:
+            span = plan.vocab[group.rank]
+            sampler = Sampler(plan, group, 4, use_triton=True)
+            local = logits[:, span.start : span.stop].contiguous()
+            return [draw(sampler, local, params, positions + i)[0] for i in range(6)]
+
+        first, *others = _run_ranks(tp_size, device, body)
+        assert all(other == first for other in others)
+        return first
+
+    tokens = drawn(1)
+    assert drawn(2) == drawn(3) == tokens
+    of_ones, of_ties, of_halves = zip(*tokens, strict=True)
+    assert max(of_ones) < 128
+    assert set(of_ties) <= {*range(700, 710), *range(118)}, "ten are likelier, and 118 of the others fit"
+    assert set(of_halves) <= set(range(1, 256, 2))
 
 
 @pytest.mark.parametrize("tp_size", [1, 3])

@@ -42,6 +42,7 @@ from attention.kernels.step_metadata import apply_page_deltas, fill_step_metadat
 from attention.kv_pool import FP8
 from attention.layer import AttentionLayer
 from attention.step_metadata import StepTensors
+from parallel.group import TensorParallelGroup
 from parallel.kernels.all_reduce_norm import STATE_WORDS, Peers, all_reduce_add_norm, gather, look_up
 from parallel.numerics.kernels.chain_gemm import chain_gemm
 from parallel.numerics.kernels.node_gemm import node_gemm
@@ -309,8 +310,7 @@ def _call_sampler(first_id: int, num_ids: int) -> None:
     num_rows = 3
     logits = torch.empty(num_rows, num_ids)
     rows, positions, records = _int32(num_rows), _int32(num_rows), _int32(257, RECORD_WORDS)
-    candidates = sampling.best_candidates(logits, rows, positions, records, first_id)
-    sampling.reduce_tokens(sampling.reduce_candidates(candidates))
+    sampling.plain_tokens(logits, rows, positions, records, first_id, TensorParallelGroup.single())
     thresholds = sampling.filter_thresholds(logits, rows, records)
     sampling.reduce_tokens(sampling.best_candidates(logits, rows, positions, records, 0, thresholds))
     sampling.rank_logprobs(logits, _int64(num_rows))

@@ -7,8 +7,9 @@ Ties go to the smallest id. Each row is worked on alone, so its neighbours canno
 among its logits, on whichever rank, gets -1 on all of them.
 
 Logits are sharded by vocabulary. Every row is sampled by the plain rule, which a CUDA graph can hold and which moves
-two numbers a row between ranks. Rows with filters, adjustments or logprobs are looked at again behind it, as whole
-rows. The arithmetic is in worker/kernels for CUDA, and in worker/torch_sampling.py for CPU.
+two numbers a row between ranks, and on GPUs a list of the likeliest tokens, from which rows with a small top-k are
+drawn. Rows with other filters, adjustments or logprobs are looked at again behind it, as whole rows. The arithmetic is
+in worker/kernels for CUDA, and in worker/torch_sampling.py for CPU.
 """
 
 from __future__ import annotations
@@ -62,6 +63,19 @@ class ResampledRows(NamedTuple):
 class SamplingKernels(Protocol):
     """The arithmetic: worker/kernels/sampling.py, whose docstrings are the contract, or worker/torch_sampling.py."""
 
+    MAX_LISTED_TOP_K: int
+
+    def plain_tokens(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        records: torch.Tensor,
+        first_id: int,
+        group: TensorParallelGroup,
+    ) -> torch.Tensor:
+        """A token of every row by temperature, noise and a small top-k."""
+
     def best_candidates(
         self,
         logits: torch.Tensor,
@@ -73,11 +87,8 @@ class SamplingKernels(Protocol):
     ) -> torch.Tensor:
         """The best token of blocks of ids."""
 
-    def reduce_candidates(self, candidates: torch.Tensor) -> torch.Tensor:
-        """The best token of all blocks."""
-
     def reduce_tokens(self, candidates: torch.Tensor) -> torch.Tensor:
-        """The id of the best token alone."""
+        """The id of the best token."""
 
     def filter_thresholds(self, logits: torch.Tensor, rows: torch.Tensor, records: torch.Tensor) -> torch.Tensor:
         """The smallest score that filters allow."""
@@ -163,9 +174,10 @@ class Sampler:
             positions: [batch_size]: of the tokens to be sampled.
         """
         params = self.tables.params[rows]
-        filtered = (params["temperature"] > 0) & (
-            (params["top_k"] > 0) | (params["top_p"] < 1.0) | (params["min_p"] > 0.0)
-        )
+        top_k = params["top_k"]
+        is_listed = (top_k > 0) & (top_k <= self._kernels.MAX_LISTED_TOP_K)
+        filtered = (params["temperature"] > 0) & ~is_listed
+        filtered &= (top_k > 0) | (params["top_p"] < 1.0) | (params["min_p"] > 0.0)
         touched = self.adjustments.touched(rows, positions)
         redrawn = filtered | touched
         which = np.flatnonzero(redrawn | (params["num_logprobs"] >= 0))
@@ -179,7 +191,7 @@ class Sampler:
         positions: torch.Tensor,
         left_out: npt.NDArray[np.int64] | None = None,
     ) -> torch.Tensor:
-        """One token for each row by temperature and noise alone; a CUDA graph may capture it.
+        """One token for each row by temperature, noise and, on GPUs, a small top-k; a CUDA graph may capture it.
 
         Args:
             logits: [batch_size, span.size] fp32, unchanged; -inf for what must not be sampled.
@@ -267,11 +279,7 @@ class Sampler:
         return self._kernels.token_logprobs(whole_logits(logits, self._plan, self._group), targets, k, asked)
 
     def _plain(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        kernels = self._kernels
-        candidates = kernels.best_candidates(logits, rows, positions, self.tables.records, self._span.start)
-        if self._group.size > 1:
-            candidates = self._group.all_gather(kernels.reduce_candidates(candidates)[0])
-        return kernels.reduce_tokens(candidates)
+        return self._kernels.plain_tokens(logits, rows, positions, self.tables.records, self._span.start, self._group)
 
     def _redraw(
         self,

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from parallel.group import TensorParallelGroup
 from worker.adjustments import RowAdjustments, adjusted
 from worker.logprobs import LogprobTensors
 from worker.protocol import PARAMS_DTYPE
@@ -23,6 +24,8 @@ _MIX_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _GOLDEN = 0x9E3779B97F4A7C15
 _NO_ID = float(1 << 30)  # above every id; exact as a float
 _NAN_ID = -1.0  # below every id
+MAX_LISTED_TOP_K = 0
+"""No row is drawn from a list: one with filters costs no more than they ask for as it is."""
 _TOP_P_WIDTH = 8.0
 """Scores this far below the best are looked at first for top-p; only if they hold too little mass is all sorted."""
 
@@ -69,19 +72,22 @@ def best_candidates(
     return out
 
 
-def reduce_candidates(candidates: torch.Tensor) -> torch.Tensor:
-    """The kernel's twin: [num_parts, num_rows, 2] fp64 (value, id) -> [1, num_rows, 2]."""
-    if len(candidates) == 1:
-        return candidates
-    values, ids = candidates.unbind(2)
-    best = values.amax(dim=0)
-    winners = torch.where(values == best, ids, _NO_ID).amin(dim=0)
-    return torch.stack((best, winners), dim=1).unsqueeze(0)
-
-
 def reduce_tokens(candidates: torch.Tensor) -> torch.Tensor:
     """The kernel's twin: [num_parts, num_rows, 2] fp64 (value, id) -> [num_rows] int64."""
-    return reduce_candidates(candidates)[0, :, 1].long()
+    values, ids = candidates.unbind(2)
+    return torch.where(values == values.amax(dim=0), ids, _NO_ID).amin(dim=0).long()
+
+
+def plain_tokens(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    records: torch.Tensor,
+    first_id: int,
+    group: TensorParallelGroup,
+) -> torch.Tensor:
+    """The kernel's twin, which draws no row from a list."""
+    return reduce_tokens(group.all_gather(best_candidates(logits, rows, positions, records, first_id)[0]))
 
 
 def filter_thresholds(logits: torch.Tensor, rows: torch.Tensor, records: torch.Tensor) -> torch.Tensor:

@@ -2,14 +2,19 @@
 
 Their twins for the CPU are in worker/torch_sampling.py.
 
-    best_candidates, reduce_candidates, reduce_tokens   argmax of logit / temperature + noise, in parts
-    filter_thresholds                                   smallest score that top-k, top-p and min-p allow
-    token_logprobs                                      log probabilities, the likeliest by an order that topk keeps
+    plain_tokens                      argmax of logit / temperature + noise, of few tokens where top-k says so
+    best_candidates, reduce_tokens    the same in parts, above a threshold
+    filter_thresholds                 smallest score that top-k, top-p and min-p allow
+    token_logprobs                    log probabilities, the likeliest by an order that topk keeps
 
 A row's result depends on nothing but its own logits, parameters and position: blocks have one size and sums one order,
 however many rows there are. Scores and noise are fp64, as in their twins: both draw the same tokens. Of a row with a
 NaN the candidate is (+inf, -1), which every maximum keeps and which stands before any id of that value; its thresholds
 mean nothing, its log probabilities are NaN.
+
+A row whose top-k is small is drawn from a list of the tokens that it allows, of each rank the likeliest. Top-p adds
+weights up as integers, whose sum is the same however the list is cut. Such a list takes all that are as likely as the
+k-th, or the first of these by id where they are more than fit.
 
 Thresholds are searched on keys: the bits of an fp32 value as an int32 that sorts as the value does. An fp64 quotient
 keeps distinct fp32 logits distinct, so the order of logits is the order of scores.
@@ -21,6 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
+from parallel.group import TensorParallelGroup
 from worker.logprobs import LogprobTensors
 from worker.protocol import PARAMS_DTYPE, RECORD_WORDS
 
@@ -50,6 +56,14 @@ _GROUP = 128
 _SEARCH_BLOCK = 8192
 """Ids read at a time where one program has a row to itself."""
 _SEARCH_WARPS = 16
+
+MAX_LISTED_TOP_K = 64
+"""The largest top-k of rows that are drawn from a list."""
+_MAX_K = tl.constexpr(MAX_LISTED_TOP_K)
+_LIST = tl.constexpr(128)  # entries of a list: key << 32 | id
+_MOST_GROUPS = tl.constexpr(128)  # groups whose maxima are among the k largest, ties among them, that are read at once
+_NO_ENTRY = tl.constexpr(-(1 << 63) + (1 << 30))  # below every key, and without an id
+_ONE = tl.constexpr(float(1 << 52))  # a weight of 1 as an integer; a list's sum fits
 
 
 @triton.jit
@@ -103,10 +117,17 @@ def _gumbel(ids, row_key):
     return -tl.log(-tl.log(uniform))
 
 
+@triton.jit
+def _is_listed(record):
+    # Whether the row of these parameters is drawn from a list.
+    k = tl.load(record + _TOP_K)
+    return (tl.load(record + _TEMPERATURE).to(tl.float32, bitcast=True) > 0) & (k > 0) & (k <= _MAX_K)
+
+
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["rows", "positions"])
 def _candidates_kernel(
-    logits, row_stride, rows, positions, records, thresholds, out, num_rows, first_id, num_ids,
-    RESTRICTED: tl.constexpr, BLOCK: tl.constexpr, SLICE: tl.constexpr,
+    logits, row_stride, rows, positions, records, thresholds, maxima, out, num_rows, first_id, num_ids, num_groups,
+    RESTRICTED: tl.constexpr, LISTED: tl.constexpr, BLOCK: tl.constexpr, SLICE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(0)
     i = tl.program_id(1)
@@ -117,7 +138,14 @@ def _candidates_kernel(
     x, is_nan = _load_or_top(logits + column, column < num_ids)
     record = records + tl.load(rows + i) * _RECORD_WORDS
     temperature = tl.load(record + _TEMPERATURE).to(tl.float32, bitcast=True)
-    if temperature > 0:
+    is_listed = False
+    if LISTED:
+        is_listed = _is_listed(record)
+        if is_listed:
+            group = part * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+            peaks = tl.max(tl.reshape(x, (BLOCK // GROUP, GROUP)), 1)
+            tl.store(maxima + i.to(tl.int64) * num_groups + group, peaks, mask=group < num_groups)
+    if (temperature > 0) & (not is_listed):
         row_key = _row_key(record, tl.load(positions + i))
         threshold = tl.full([], -float("inf"), tl.float64)
         if RESTRICTED:
@@ -149,7 +177,7 @@ def _candidates_kernel(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _reduce_kernel(candidates, out, num_parts, num_rows, TOKENS: tl.constexpr, PARTS: tl.constexpr):
+def _reduce_kernel(candidates, out, out_stride, num_parts, num_rows, TOKENS: tl.constexpr, PARTS: tl.constexpr):
     i = tl.program_id(0)
     part = tl.arange(0, PARTS)
     inside = part < num_parts
@@ -161,8 +189,8 @@ def _reduce_kernel(candidates, out, num_parts, num_rows, TOKENS: tl.constexpr, P
     if TOKENS:
         tl.store(out + i, token.to(tl.int64))
     else:
-        tl.store(out + i * 2, best)
-        tl.store(out + i * 2 + 1, token)
+        tl.store(out + i * out_stride, best)
+        tl.store(out + i * out_stride + 1, token)
 
 
 @triton.jit
@@ -215,6 +243,143 @@ def _largest_key(
         low = tl.where(enough, middle, low)
         high = tl.where(enough, high, middle - 1)
     return low
+
+
+@triton.jit
+def _kth_key(keys, inside, k, low, high):
+    # The largest key in [low, high] that k of these have at least; `low` if there is none.
+    while low < high:
+        middle = low + ((high - low + 1) >> 1)
+        enough = tl.sum((inside & (keys >= middle.to(tl.int32))).to(tl.int32), 0) >= k
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle - 1)
+    return low.to(tl.int32)
+
+
+@triton.jit
+def _list_some(keys, ids, inside, kth, room, entries, num_kept, num_ties):
+    # Appends those above the k-th key, and `room` of those that have it; returns how many of each there are by now.
+    ties = (inside & (keys == kth)).to(tl.int32)
+    kept = inside & ((keys > kth) | ((ties > 0) & (num_ties + tl.cumsum(ties, 0) <= room)))
+    ones = kept.to(tl.int32)
+    entry = (keys.to(tl.int64) << 32) | ids.to(tl.int64)
+    tl.store(entries + num_kept + tl.cumsum(ones, 0) - 1, entry, mask=kept)
+    return num_kept + tl.sum(ones, 0), num_ties + tl.sum(ties, 0)
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows"])
+def _shortlist_kernel(
+    logits, row_stride, maxima, chosen, rows, records, lists, list_stride, first_id, num_ids, num_groups,
+    GROUP: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0).to(tl.int64)
+    record = records + tl.load(rows + i) * _RECORD_WORDS
+    if _is_listed(record):
+        k = tl.load(record + _TOP_K)
+        logits += i * row_stride
+        chosen += i * num_groups
+        entries = lists + i * list_stride
+        group = tl.arange(0, GROUPS)
+        inside = group < num_groups
+        peaks = _key(_load_logits(maxima + i * num_groups + group, inside))
+        highest = tl.max(peaks, 0).to(tl.int64)
+        bound = _kth_key(peaks, inside, k, tl.full([], _LOWEST_KEY, tl.int64), highest)
+        taken = (inside & (peaks >= bound)).to(tl.int32)
+        num_taken = tl.sum(taken, 0)
+        num_kept = tl.full([], 0, tl.int32)
+        num_ties = tl.full([], 0, tl.int32)
+        if num_taken <= _MOST_GROUPS:
+            tl.store(chosen + tl.cumsum(taken, 0) - 1, group, mask=taken > 0)
+            tl.debug_barrier()  # other threads of this program read what was stored
+            lane = tl.arange(0, _MOST_GROUPS * GROUP)
+            place = lane // GROUP
+            column = tl.load(chosen + place, mask=place < num_taken, other=0) * GROUP + lane % GROUP
+            near = (place < num_taken) & (column < num_ids)
+            keys = _key(_load_logits(logits + column, near))
+            kth = _kth_key(keys, near, k, bound.to(tl.int64), highest)
+            room = _LIST - tl.sum((near & (keys > kth)).to(tl.int32), 0)
+            num_kept, num_ties = _list_some(keys, first_id + column, near, kth, room, entries, num_kept, num_ties)
+        else:  # many maxima are equal
+            zero = tl.full([], 0.0, tl.float64)
+            kth = _largest_key(logits, num_ids, k, bound.to(tl.int64), highest, zero, zero, False, BLOCK).to(tl.int32)
+            above = _weight(logits, num_ids, kth.to(tl.int64) + 1, zero, zero, False, BLOCK)
+            start = 0
+            while start < num_ids:
+                column = start + tl.arange(0, BLOCK)
+                near = column < num_ids
+                keys = _key(_load_logits(logits + column, near))
+                num_kept, num_ties = _list_some(
+                    keys, first_id + column, near, kth, _LIST - above.to(tl.int32), entries, num_kept, num_ties
+                )
+                start += BLOCK
+        place = tl.arange(0, _LIST)
+        tl.store(entries + place, tl.full([_LIST], _NO_ENTRY, tl.int64), mask=place >= num_kept)
+
+
+@triton.jit
+def _allowed_score(keys, kept, record, temperature):
+    # The smallest score that top-p and then min-p allow, of the values that top-k keeps.
+    p = tl.load(record + _TOP_P).to(tl.float32, bitcast=True).to(tl.float64)
+    min_p = tl.load(record + _MIN_P).to(tl.float32, bitcast=True).to(tl.float64)
+    low = tl.full([], _LOWEST_KEY, tl.int64)
+    high = tl.max(tl.where(kept, keys, _LOWEST_KEY), 0).to(tl.int64)
+    largest = _value(high.to(tl.int32)).to(tl.float64)
+    if p < 1.0:
+        values = _value(keys).to(tl.float64)
+        is_top = values == largest  # the difference of two infinities is no number
+        below = tl.where(is_top, 0.0, values) - tl.where(is_top, 0.0, largest)
+        weights = tl.where(kept, tl.exp(below / temperature) * _ONE, 0.0).to(tl.int64)
+        wanted = tl.sum(weights, 0).to(tl.float64) * p
+        while low < high:
+            middle = low + ((high - low + 1) >> 1)
+            weight = tl.sum(tl.where(keys >= middle.to(tl.int32), weights, 0), 0)
+            enough = weight.to(tl.float64) >= wanted
+            low = tl.where(enough, middle, low)
+            high = tl.where(enough, high, middle - 1)
+    threshold = _value(low.to(tl.int32)).to(tl.float64) / temperature
+    if min_p > 0.0:
+        threshold = tl.maximum(threshold, largest / temperature + tl.minimum(tl.log(min_p), 0.0))
+    return threshold
+
+
+@triton.jit(
+    do_not_specialize=["num_parts", "part_stride", "list_stride"], do_not_specialize_on_alignment=["rows", "positions"]
+)
+def _draw_kernel(
+    candidates, part_stride, row_stride, lists, list_stride, list_row_stride, rows, positions, records, out,
+    num_parts, num_lists, PARTS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0).to(tl.int64)
+    record = records + tl.load(rows + i) * _RECORD_WORDS
+    part = tl.arange(0, PARTS)
+    inside = part < num_parts
+    candidate = candidates + part * part_stride + i * row_stride
+    value = tl.load(candidate, mask=inside, other=-float("inf"))
+    token = tl.load(candidate + 1, mask=inside, other=_NO_ID)
+    best = tl.max(value, 0)
+    winner = tl.min(tl.where(value == best, token, _NO_ID), 0).to(tl.int64)
+    if _is_listed(record) & (winner != _NAN_ID):
+        k = tl.load(record + _TOP_K)
+        temperature = tl.load(record + _TEMPERATURE).to(tl.float32, bitcast=True).to(tl.float64)
+        lane = tl.arange(0, LANES)
+        source = lane // _LIST
+        at = lists + source * list_stride + i * list_row_stride + lane % _LIST
+        entry = tl.load(at, mask=source < num_lists, other=_NO_ENTRY)
+        keys = (entry >> 32).to(tl.int32)
+        ids = (entry & 0xFFFFFFFF).to(tl.int32)
+        listed = ids != _NO_ID
+        highest = tl.max(keys, 0).to(tl.int64)
+        kth = _kth_key(keys, listed, k, tl.full([], _LOWEST_KEY, tl.int64), highest)
+        above = listed & (keys > kth)
+        ties = (listed & (keys == kth)).to(tl.int32)
+        room = _LIST - tl.sum(above.to(tl.int32), 0)
+        kept = above | ((ties > 0) & (tl.cumsum(ties, 0) <= room))
+        scores = _value(keys).to(tl.float64) / temperature
+        allowed = kept & (scores >= _allowed_score(keys, kept, record, temperature))
+        noisy = scores + _gumbel(ids, _row_key(record, tl.load(positions + i)))
+        best = tl.max(tl.where(allowed, noisy, -float("inf")), 0)
+        winner = tl.min(tl.where(allowed & (noisy == best), ids, _NO_ID), 0).to(tl.int64)
+    tl.store(out + i, winner)
 
 
 @triton.jit
@@ -316,6 +481,53 @@ def _logprobs_kernel(logits, row_stride, normalisers, tokens, ranked, logprobs, 
         tl.store(logprobs + i, ((x.to(tl.float64) - top) - log_mass).to(tl.float32))
 
 
+def plain_tokens(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    records: torch.Tensor,
+    first_id: int,
+    group: TensorParallelGroup,
+) -> torch.Tensor:
+    """A token for every row by temperature, noise and a top-k of up to MAX_LISTED_TOP_K, with which top-p and min-p may
+    come; other filters are passed over. Ranks exchange a list for each row.
+
+    Args:
+        logits: [num_rows, num_ids] fp32, elements of a row side by side; of ids `first_id` and on.
+        rows, positions, records: as in `best_candidates`.
+
+    Returns:
+        [num_rows] int64; -1 for a row with a NaN on any rank.
+    """
+    num_rows, num_ids = logits.shape
+    num_groups = max(triton.cdiv(num_ids, _GROUP), 1)
+    maxima = torch.empty((num_rows, num_groups), dtype=torch.float32, device=logits.device)
+    chosen = torch.empty((num_rows, num_groups), dtype=torch.int32, device=logits.device)
+    candidates = _candidates(logits, rows, positions, records, first_id, None, maxima)
+    # A rank's best token of each row, a value and an id, and its list.
+    words = torch.empty((num_rows, 2 + _LIST.value), dtype=torch.float64, device=logits.device)
+    lists = words.view(torch.int64)[:, 2:]
+    _shortlist_kernel[(num_rows,)](
+        logits, logits.stride(0), maxima, chosen, rows, records, lists, lists.stride(0), first_id, num_ids, num_groups,
+        GROUP=_GROUP, GROUPS=triton.next_power_of_2(num_groups), BLOCK=_SEARCH_BLOCK, num_warps=_SEARCH_WARPS,
+    )  # fmt: skip
+    if group.size > 1:
+        _reduce(candidates, words, tokens=False)
+        words = group.all_gather(words)
+        candidates = words
+    else:
+        words = words.unsqueeze(0)
+    lists = words.view(torch.int64)[:, :, 2:]
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    lanes = triton.next_power_of_2(group.size * _LIST.value)
+    _draw_kernel[(num_rows,)](
+        candidates, candidates.stride(0), candidates.stride(1), lists, lists.stride(0), lists.stride(1), rows,
+        positions, records, tokens, len(candidates), group.size, PARTS=triton.next_power_of_2(len(candidates)),
+        LANES=lanes, num_warps=max(lanes // 256, 1),
+    )  # fmt: skip
+    return tokens
+
+
 def best_candidates(
     logits: torch.Tensor,
     rows: torch.Tensor,
@@ -337,37 +549,32 @@ def best_candidates(
         [num_blocks, num_rows, 2] fp64: (value, id). A block without an allowed id has value -inf and id 2**30, one with
         a NaN +inf and -1.
     """
+    return _candidates(logits, rows, positions, records, first_id, thresholds, None)
+
+
+def _candidates(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    positions: torch.Tensor,
+    records: torch.Tensor,
+    first_id: int,
+    thresholds: torch.Tensor | None,
+    maxima: torch.Tensor | None,
+) -> torch.Tensor:
+    # With `maxima` [num_rows, num_groups], rows that are drawn from a list get these in the place of noise.
     num_rows, num_ids = logits.shape
     num_parts = max(triton.cdiv(num_ids, _BLOCK), 1)
     out = torch.empty((num_parts, num_rows, 2), dtype=torch.float64, device=logits.device)
     _candidates_kernel[(num_parts, num_rows)](
-        logits,
-        logits.stride(0),
-        rows,
-        positions,
-        records,
-        thresholds,
-        out,
-        num_rows,
-        first_id,
-        num_ids,
-        RESTRICTED=thresholds is not None,
-        BLOCK=_BLOCK,
-        SLICE=_SLICE,
-        num_warps=4,
-    )
-    return out
-
-
-def reduce_candidates(candidates: torch.Tensor) -> torch.Tensor:
-    """[num_parts, num_rows, 2] fp64 (value, id) -> [1, num_rows, 2]: the largest value, of equal ones the first id."""
-    out = torch.empty((1, candidates.shape[1], 2), dtype=torch.float64, device=candidates.device)
-    _reduce(candidates, out, tokens=False)
+        logits, logits.stride(0), rows, positions, records, thresholds, maxima, out, num_rows, first_id, num_ids,
+        0 if maxima is None else maxima.shape[1], RESTRICTED=thresholds is not None, LISTED=maxima is not None,
+        BLOCK=_BLOCK, SLICE=_SLICE, GROUP=_GROUP, num_warps=4,
+    )  # fmt: skip
     return out
 
 
 def reduce_tokens(candidates: torch.Tensor) -> torch.Tensor:
-    """[num_parts, num_rows, 2] fp64 (value, id) -> [num_rows] int64: the ids that `reduce_candidates` would keep."""
+    """[num_parts, num_rows, 2] fp64 (value, id) -> [num_rows] int64: the id of the largest value, the first of some."""
     out = torch.empty(candidates.shape[1], dtype=torch.int64, device=candidates.device)
     _reduce(candidates, out, tokens=True)
     return out
@@ -376,7 +583,9 @@ def reduce_tokens(candidates: torch.Tensor) -> torch.Tensor:
 def _reduce(candidates: torch.Tensor, out: torch.Tensor, *, tokens: bool) -> None:
     num_parts, num_rows, _ = candidates.shape
     parts = triton.next_power_of_2(num_parts)
-    _reduce_kernel[(num_rows,)](candidates, out, num_parts, num_rows, TOKENS=tokens, PARTS=parts, num_warps=1)
+    _reduce_kernel[(num_rows,)](
+        candidates, out, out.stride(0), num_parts, num_rows, TOKENS=tokens, PARTS=parts, num_warps=1
+    )
 
 
 def filter_thresholds(logits: torch.Tensor, rows: torch.Tensor, records: torch.Tensor) -> torch.Tensor:
