@@ -3,7 +3,8 @@
     python -m benchmarks.resize CONFIG [--set KEY=VALUE ...] --sizes 1,2,1 [--streams 32] [--tokens 400] [--json OUT]
 
 The requests decode when each resize begins. Figures of a resize: the pause that the engine reports, and the longest
-time between tokens of one stream. With `--set numerics=exact` every answer has to be that of before.
+time between tokens of one stream. At the end the engine falls asleep while they decode, and is woken up. With
+`--set numerics=exact` every answer has to be that of before.
 """
 
 from __future__ import annotations
@@ -63,6 +64,12 @@ async def benchmark(config: EngineConfig, report: Report, *, sizes: list[int], s
             figures.append({"ranks": size, "pause_s": resized.pause_s, "longest_gap_s": longest, "differ": differ})
             report.add(resizes=figures)
             print(figures[-1], flush=True)
+        interrupted = asyncio.create_task(answers())
+        await asyncio.sleep(1)
+        slept = {"falls_asleep_s": await engine.sleep(), "wakes_up_s": await engine.sleep(wakes=True)}
+        slept["differ"] = sum(found != meant for (found, _), meant in zip(await interrupted, expected, strict=True))
+        report.add(sleep=slept)
+        print(slept, flush=True)
 
 
 def main() -> None:

@@ -334,6 +334,41 @@ def test_answers_are_the_same_while_the_number_of_ranks_changes(
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(("size", "strategy", "spares"), [CASES[0], CASES[4]])
+def test_a_group_that_sleeps_leaves_its_gpus_and_answers_the_same_when_it_wakes_up(
+    gpu_cluster: None, shape: Path, monkeypatch: pytest.MonkeyPatch, size: int, strategy: str, spares: int
+) -> None:
+    import torch
+
+    if strategy == "symmetric_memory" and torch.cuda.device_count() < size:
+        pytest.skip("symmetric memory needs a GPU for each rank")
+    monkeypatch.setattr(cluster.engine.running_engine, "CoordinatorActor", SharingCoordinator)
+
+    def free_bytes() -> list[int]:
+        return [torch.cuda.mem_get_info(device)[0] for device in range(size)]
+
+    async def main() -> None:
+        async with running(shape, size, strategy, spares) as engine:
+            expected = await Streams(engine).run()
+            streams = Streams(engine)
+            begun = asyncio.create_task(streams.run())
+            while streams.num_tokens < NUM_STREAMS * NUM_TOKENS // 3:
+                assert not begun.done()
+                await asyncio.sleep(0.002)
+            awake = free_bytes()
+            slept_s = await engine.sleep()
+            asleep = free_bytes()
+            woke_s = await engine.sleep(wakes=True)
+            LOG.warning("asleep after %.2f s, woke in %.2f s, free %s then %s", slept_s, woke_s, awake, asleep)
+            assert await begun == expected
+            assert (await status(engine))["num_rebuilds"] == 0
+            # The shape has 0.4 GB of weights and 0.5 GB of KV.
+            assert all(later - earlier > 8e8 / size for earlier, later in zip(awake, asleep, strict=True))
+            assert await Streams(engine).struck(size - 1, signal.SIGKILL) == expected
+
+    asyncio.run(main())
+
+
 @pytest.mark.gpu
 def test_a_device_that_is_out_of_memory_in_a_step_gets_smaller_steps_and_the_answer_is_the_same(
     gpu_cluster: None, shape: Path, monkeypatch: pytest.MonkeyPatch
