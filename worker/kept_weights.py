@@ -19,7 +19,7 @@ from parallel.numerics.weight import TensorSource
 from parallel.plan import Span
 from worker.dummy_weights import DummyCheckpoint
 from worker.models.decoder import Decoder
-from worker.staged_weights import OnHost, bytes_of, copy, free_pinned, tensors
+from worker.staged_weights import OnHost, bytes_of, copy, tensors
 from worker.weights import Checkpoint
 
 _LAYER, _REST = WEIGHTS
@@ -105,12 +105,9 @@ class KeptWeights:
         for part, name in self._parts():
             self._move(part, name, self._filled)
         self.describe(self._note)
-        is_on_gpu = self._decoder.device.type == "cuda"
-        if is_on_gpu:
+        if self._decoder.device.type == "cuda":
             torch.cuda.synchronize(self._decoder.device)
         self._on_host.clear()
-        if is_on_gpu:
-            free_pinned()
 
     def describe(self, note: str) -> None:
         """Says of the weights what `note_of` has for them; nothing, and so that they are none, before they are changed

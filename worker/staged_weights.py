@@ -8,6 +8,7 @@ or with an offset added, is made in both alike, and memory is exchanged for memo
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
@@ -41,7 +42,7 @@ class StagedWeights:
         self._live = live
         self._staged = staged
         self._on_host = OnHost()
-        self.is_on_host = staged.device.type == "cuda" and _free_bytes(staged.device) < num_bytes
+        self.is_on_host = not has_room(staged.device, num_bytes)
         """Whether the device has no room for them, so that they wait in pinned memory of the host."""
         layers = iter(staged.layers)
         # After each layer, and at the end after what is in none.
@@ -98,8 +99,17 @@ class OnHost:
         return chain.from_iterable(self._pieces.values())
 
     def clear(self) -> None:
-        """Forgets it."""
+        """Forgets it. What is pinned goes back piece by piece, on a thread: all of it takes a second or more."""
+        pieces = list(self.pieces)
         self._pieces.clear()
+        if pieces and pieces[0].is_pinned():
+            threading.Thread(target=_give_back, args=(pieces,), name="give back", daemon=True).start()
+
+
+def _give_back(pieces: list[torch.Tensor]) -> None:
+    while pieces:
+        pieces.pop()
+        free_pinned()
 
 
 def copy(pieces: Iterable[torch.Tensor], into: torch.Tensor) -> None:
@@ -158,6 +168,11 @@ def tensors(part: object) -> list[torch.Tensor]:
 
 def _may_hold_weights(it: object) -> bool:
     return type(it).__module__.startswith(("attention.", "parallel.", "worker.")) and not isinstance(it, _NO_WEIGHTS)
+
+
+def has_room(device: torch.device, num_bytes: int) -> bool:
+    """Whether the device has room for weights beside those that serve."""
+    return device.type == "cpu" or _free_bytes(device) >= num_bytes
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -40,7 +40,7 @@ from worker.pending_step import PendingStep
 from worker.protocol import FrameKind, FrameLimits, StepFrame
 from worker.sampler import Sampler
 from worker.self_test import check_exactness, check_steps
-from worker.staged_weights import StagedWeights, free_pinned, own_stream
+from worker.staged_weights import StagedWeights, free_pinned, has_room, own_stream
 from worker.step_layout import launch_bound_tokens
 from worker.weights import Checkpoint
 
@@ -135,7 +135,7 @@ class TPWorker:
         identity: str = "",
         *,
         must_find: bool = False,
-        on_host: bool = False,
+        beside: bool = False,
     ) -> None:
         """Reads this rank's shard, unless it outlived another process of the rank.
 
@@ -143,7 +143,8 @@ class TPWorker:
             on_progress: gets the share done, 0 to 1.
             identity: tells the weights from others.
             must_find: nobody can read them.
-            on_host: they wait in the host's memory until `bring`, since the device has no room for them yet.
+            beside: other ranks serve on the device. Where it has no room for them, they wait in the host's memory until
+                `bring`.
 
         Raises:
             CheckpointError: the files are not what they should be.
@@ -167,7 +168,7 @@ class TPWorker:
                     raise EngineError(f"nothing is left of rank {self._group.rank}'s weights, which came from memory")
                 if self._weights is None:
                     self._decoder.load(checkpoint, on_progress)
-                elif on_host:
+                elif beside and not has_room(self._device, self._shard_bytes):
                     self._weights.load_on_host(checkpoint, identity, on_progress)
                 else:
                     self._weights.load(checkpoint, identity, on_progress)
@@ -184,7 +185,7 @@ class TPWorker:
 
     @torch.inference_mode()
     def bring(self, step_bytes: int) -> DeviceMemory:
-        """Brings the shard that waits on the host to the device. Returns what is free then, less `step_bytes` for
+        """Brings the shard, if it waits on the host, to the device. Returns what is free then, less `step_bytes` for
         steps, which nobody measures.
 
         Raises:
@@ -482,6 +483,11 @@ class TPWorker:
         return Decoder(
             self._model, self._plan, self._group, arithmetic=self._arithmetic, dtype=self._dtype, device=self._device
         )
+
+    @property
+    def _shard_bytes(self) -> int:
+        """Bytes that this rank's weights take, about."""
+        return self._plan.weight_elements(self._group.rank) * self._dtype.itemsize
 
     def _open(
         self, model: ModelConfig, checkpoint: Path | Mapping[str, torch.Tensor], revision: str | None

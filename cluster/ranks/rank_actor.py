@@ -238,14 +238,14 @@ class RankActor:
         return self._loaded(self._ready().profile(), seconds)
 
     def prepare(self) -> None:
-        """Loads this rank's shard into the host's memory and the model's kernels onto the device, whose memory other
-        ranks have until `bring`."""
+        """Loads the model's kernels and this rank's shard onto the device beside other ranks; the shard into the host's
+        memory until `bring`, where the device has no room for it."""
         from worker.warm_up import warm_up
 
         worker = self._ready()
         warm_up(self._spec.config, self._spec.model, worker.device)
         self._progress = 0.0
-        worker.load(self._on_progress, self._spec.weights, on_host=True)
+        worker.load(self._on_progress, self._spec.weights, beside=True)
 
     def bring(self, step_bytes: int) -> RankLoad:
         """Brings the shard of `prepare` to the device. Returns what is left for the KV pool besides `step_bytes`."""

@@ -286,8 +286,8 @@ class RankGroup:
         return self._loaded(self._on(self._ranks, "load"))
 
     def prepare(self) -> None:
-        """Joins the ranks on GPUs whose memory others have, and loads every shard into the node's: they wait there
-        until this group takes the place of those others."""
+        """Joins the ranks on GPUs that others serve on, and loads every shard beside theirs, or into the node's memory
+        where there is no room: they wait until this group takes the place of those others."""
         self._meet()
         self._on(self._ranks, "prepare")
 
@@ -461,11 +461,12 @@ class RankGroup:
         """Runs in the place of `old`, whose ranks keep their weights alone. On GPUs the weights come to the device
         only now, where the pools of `old` were, and the pool has fewer pages where there is no room for as many."""
         assert old._on_failure is not None, "it has run"
-        pool = old.pool
+        began, pool = time.monotonic(), old.pool
         if old.lost:
             old.close("fewer ranks take over")
         else:
             old._stop(EngineError("other ranks take over"), keeps_kv=kept is not None)
+        stopped = time.monotonic()
         try:
             if not self._ranks:
                 self.start()
@@ -473,10 +474,17 @@ class RankGroup:
                 pool = self._pool_within(self._load_in_place_of(old), pool)
                 for rank, before in zip(self._ranks, old._ranks, strict=False):
                     rank.room_bytes = max(rank.room_bytes, before.room_bytes)
+            loaded = time.monotonic()
             self.run(pool, old._on_failure, at_once=True, kept=kept)
         except LockstepError as error:
             self.close(str(error))
             raise
+        logger.info(
+            "the others left after %.2f s, weights %.2f s, tables and channel %.2f s",
+            stopped - began,
+            loaded - stopped,
+            time.monotonic() - loaded,
+        )
         old.close()
         self.start_spares()
 

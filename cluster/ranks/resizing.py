@@ -7,8 +7,9 @@ before costs no request anything, and what fails after leaves the old ranks, whi
 
 The pool keeps its number of pages, and with it every limit that requests were admitted by.
 
-On GPUs the KV pools of the old ranks take what there is: the new ranks start beside them, load the kernels, and read
-their shards into the node's memory, from where they come once those pools are given up. A new rank shares the GPU of
+On GPUs the KV pools of the old ranks may take what there is: the new ranks start beside them, load the kernels, and
+read their shards into the GPU's memory where it has room, else into the node's, from where they come once those pools
+are given up. A new rank shares the GPU of
 the old one of its index until that has gone; more of them take GPUs of the node that are free. The pool has fewer pages
 where there is no room for as many, and `max_model_len` always fits.
 """
@@ -127,7 +128,7 @@ def _held(size: int, old: RankGroup) -> tuple[HeldGPU, ...]:
 
 
 def _load(new: RankGroup, old: RankGroup) -> None:
-    """Starts `new` and loads them, on GPUs into the node's memory; raises ConfigError where there is no room."""
+    """Starts `new` and loads them, on GPUs as `RankGroup.prepare` does; raises ConfigError where there is no room."""
     on_gpus = new.config.device == "cuda"
     if on_gpus:
         check_devices(new, old)
