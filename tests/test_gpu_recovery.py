@@ -2,7 +2,8 @@
 
     python -m pytest tests/test_gpu_recovery.py
 
-By itself: Ray starts here with the GPUs of the machine, or with two of one where SHARE_GPUS is set.
+By itself: Ray starts here with the GPUs of the machine, or with three where SHARE_GPUS is set,
+which ranks share then.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ def gpu_cluster() -> Iterator[None]:
 
     os.environ["RAY_AUTH_MODE"] = "disabled"
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    num_gpus = max(torch.cuda.device_count(), 2 if SHARE_GPUS in os.environ else 0)
+    num_gpus = max(torch.cuda.device_count(), 3 if SHARE_GPUS in os.environ else 0)
     ray.init(address="local", num_cpus=8, num_gpus=num_gpus, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
@@ -233,6 +234,7 @@ CASES = [
     pytest.param(2, "nccl", 0, marks=pytest.mark.multi_gpu, id="tp2-nccl"),
     pytest.param(2, "nccl", 1, marks=pytest.mark.multi_gpu, id="tp2-nccl-spare"),
     pytest.param(2, "symmetric_memory", 1, marks=pytest.mark.multi_gpu, id="tp2-symmetric-spare"),
+    pytest.param(3, "nccl", 1, marks=pytest.mark.multi_gpu, id="tp3-nccl-sharing"),
 ]
 
 
@@ -242,8 +244,8 @@ def test_answers_are_the_same_when_ranks_are_killed_and_stopped(
 ) -> None:
     import torch
 
-    if strategy == "symmetric_memory" and torch.cuda.device_count() < size:
-        pytest.skip("symmetric memory needs a GPU for each rank")
+    if torch.cuda.device_count() < size and (strategy == "symmetric_memory" or SHARE_GPUS not in os.environ):
+        pytest.skip("the ranks need GPUs of their own")
     monkeypatch.setattr(cluster.engine.running_engine, "CoordinatorActor", SharingCoordinator)
 
     async def main() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
@@ -24,6 +25,7 @@ _NO_WEIGHTS = (TensorParallelGroup, Arithmetic, RotaryEmbedding)
 """Parts of a decoder that its weights have no part in, and that may have tensors."""
 _PIECE_BYTES = 16 << 20
 """Host memory that is pinned at once: the driver keeps steps from being launched meanwhile."""
+_GIVE_BACK_EVERY_S = 0.05
 _SPARE_BYTES = 2 << 30
 """Device memory that staged weights leave to everything else."""
 
@@ -99,7 +101,8 @@ class OnHost:
         return chain.from_iterable(self._pieces.values())
 
     def clear(self) -> None:
-        """Forgets it. What is pinned goes back piece by piece, on a thread: all of it takes a second or more."""
+        """Forgets it. What is pinned goes back piece by piece, by a thread that takes its time: each stops steps for a
+        millisecond or two."""
         pieces = list(self.pieces)
         self._pieces.clear()
         if pieces and pieces[0].is_pinned():
@@ -108,6 +111,7 @@ class OnHost:
 
 def _give_back(pieces: list[torch.Tensor]) -> None:
     while pieces:
+        time.sleep(_GIVE_BACK_EVERY_S)
         pieces.pop()
         free_pinned()
 

@@ -356,7 +356,9 @@ class TPWorker:
             self._runner.capture(late=at_once, on_progress=on_progress)
         if self._device.type == "cuda":
             # Objects made by now stay: the collector, which would stop a step for milliseconds, need not look at it.
-            gc.collect()
+            # Where requests wait, garbage stays with them until `leave`.
+            if not at_once:
+                gc.collect()
             gc.freeze()
 
     @torch.inference_mode()
@@ -458,12 +460,15 @@ class TPWorker:
         if self._device.type != "cuda":
             return
         with naming_the_rank(self._group.rank, self._device, "leaving its group"):
+            began = time.monotonic()
             await_idle(self._device)
+            waited = time.monotonic()
             self._kv.clear()
             # Objects frozen in `allocate` may be garbage now, as may what the failure's traceback held.
             gc.unfreeze()
             gc.collect()
             torch.cuda.empty_cache()
+        _log.info("left after %.2f s, memory freed in %.2f s", waited - began, time.monotonic() - waited)
 
     @staticmethod
     def _next_frame(frames: FrameSource, pending: deque[PendingStep], send: Callable[[bytes], None] | None) -> bytes:

@@ -21,8 +21,15 @@ from configs.schema import EngineConfig
 from parallel.environment import RANK_ENVIRONMENT
 
 NAMESPACE = "lockstep"
+# Pinning memory is most of what it takes to put weights on the host. Threads do it in a third of the time: 4 GiB in
+# 0.56 s for 1.87 s on an H100's host.
+_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 # Ray's own masking of devices would hide the peers that CUDA IPC and symmetric memory must open.
-CUDA_ENVIRONMENT = {**RANK_ENVIRONMENT, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+CUDA_ENVIRONMENT = {
+    **RANK_ENVIRONMENT,
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+    _ALLOCATOR: os.environ.get(_ALLOCATOR, "pinned_use_cuda_host_register:True,pinned_num_register_threads:8"),
+}
 """Variables of processes that are given a GPU."""
 
 
