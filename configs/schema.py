@@ -219,13 +219,13 @@ class ServerConfig(_Section):
     format that is known, else generic. generic: text in the system message, calls in `<tool_call>` and results as user
     messages, as docs/guides/api.md has them. off: the chat template alone; what it does not show is refused."""
     tool_call_parser: Literal[
-        "auto", "none", "hermes", "llama3_json", "mistral", "json", "deepseek_v3", "qwen3_coder"
+        "auto", "none", "hermes", "llama3_json", "mistral", "json", "deepseek_v3", "qwen3_coder", "harmony"
     ] = "auto"
     """Format in which the model writes tool calls. auto: the one its chat template shows, or that of the generic
     form. none: calls are left in the text."""
-    reasoning_parser: Literal["auto", "none", "think", "mistral"] = "auto"
+    reasoning_parser: Literal["auto", "none", "think", "mistral", "harmony"] = "auto"
     """Tags around the model's thinking, which is kept out of the answer's content: think is `<think>`, mistral is
-    `[THINK]`. auto: those its chat template knows. none: thinking is left in the text."""
+    `[THINK]`, harmony gpt-oss's channels. auto: those its chat template knows. none: thinking is left in the text."""
 
 
 class ObservabilityConfig(_Section):

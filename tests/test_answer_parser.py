@@ -141,6 +141,23 @@ CALLS: list[tuple[StyleName, str, str, list[tuple[str, str]]]] = [
         "",
         [("get_weather", '{"city": "a \\"quoted\\"\\n", "units": "C"}')],
     ),
+    (
+        "harmony",
+        "<|channel|>commentary<|message|>First the weather.<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris", "days": 2}',
+        "First the weather.",
+        [WEATHER],
+    ),
+    ("harmony", "<|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}", "", [NOW]),
+    ("harmony", "<|channel|>commentary to=python code<|message|>print(1)<|end|>", "print(1)", []),
+    (
+        "harmony",
+        "<|channel|>commentary<|message|>One.<|end|><|start|>assistant<|channel|>final<|message|>Two.",
+        "One.\n\nTwo.",
+        [],
+    ),
+    ("harmony", "is what it goes on with.<|end|>", "is what it goes on with.", []),
+    ("harmony", "Yes.<|end|><|start|>assistant<|channel|>comm", "Yes.", []),
 ]
 
 
@@ -303,6 +320,31 @@ def test_a_call_follows_thinking_and_one_inside_it_is_thought() -> None:
     ]
 
 
+def test_messages_of_gpt_oss_are_told_apart_by_their_channels() -> None:
+    thought = "<|channel|>analysis<|message|>Need the weather.<|end|>"
+    call = '<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris", "days": 2}'
+    final = "<|channel|>final<|message|>It rains."
+    name, arguments = WEATHER
+    weather = [CallStarted(0, "id0", name), Arguments(0, arguments)]
+    for text, expected in (
+        (f"{thought}<|start|>assistant{final}", [Reasoning("Need the weather."), Content("It rains.")]),
+        (final, [Content("It rains.")]),
+        (f"{thought}<|start|>assistant{call}", [Reasoning("Need the weather."), *weather]),
+        (call, weather),
+        (f"{thought}<|start|>assistant{thought}", [Reasoning(2 * "Need the weather.")]),
+        (thought.removesuffix("er.<|end|>"), [Reasoning("Need the weath")]),
+        (thought, [Reasoning("Need the weather.")]),
+    ):
+        for cut in ([text], list(text)):
+            assert parse("harmony", cut, reasoning=REASONING_STYLES["harmony"]) == expected, text
+    # Without tools there is nothing to call, and with them off a call is text.
+    style = REASONING_STYLES["harmony"]
+    reader = AnswerReader(AnswerFormat(reasoning=style, tools={}))
+    assert reader.read(f"{thought}<|start|>assistant{call}")[1:] == [Content(arguments)]
+    assert not style.is_over("<|start|>assistant")
+    assert style.is_over("<|channel|>final<|message|>It", "It")
+
+
 def test_the_end_of_the_thinking_is_counted_in_characters() -> None:
     for text, is_open, expected in (
         ("<think>a</think>b", False, 16),
@@ -358,7 +400,7 @@ def test_any_cut_of_any_text_gives_the_same_events(
 
 
 @settings(max_examples=200, deadline=None)
-@given(TEXTS, st.sampled_from(list(STYLES)))
+@given(TEXTS, st.sampled_from([style for style in STYLES if style != "harmony"]))  # all text has heads there
 def test_a_text_without_a_call_is_its_own_content(text: str, style: StyleName) -> None:
     parsed = collect(parse(style, text))
     assert parsed == Parsed(text, "", []) or parsed.calls
@@ -436,6 +478,12 @@ TEMPLATES: list[tuple[str, StyleName | None, str | None]] = [
         "llama3_json",
         None,
     ),
+    (
+        """{{- "<|start|>assistant<|channel|>analysis<|message|>" + message.thinking + "<|end|>" }}""",
+        "harmony",
+        "harmony",
+    ),
+    ("{{ '<|user|>' + message['content'] + '<|end|>' }}", None, None),  # Phi
     (r"""{{- "[TOOL_CALLS] [" }}{%- for tool_call in tool_calls %}""", "mistral", None),
     (r"""[TOOL_CALLS]{{- tool.function.name -}}[ARGS]{{- tool.function.arguments | tojson -}}""", "mistral", None),
     (r"""{{- '[THINK]' + block['thinking'] + '[/THINK]' }}{{ '[TOOL_CALLS]' }}""", "mistral", "mistral"),

@@ -25,7 +25,7 @@ TAGS: list[tuple[StyleName, str]] = [
     ("mistral", "[TOOL_CALLS]"),
     ("llama3_json", "<|python_tag|>"),
 ]
-WRITTEN = [style for style in STYLES.values() if style.layout is not None]
+WRITTEN = [style for style in STYLES.values() if style.layout is not None and not style.layout.head]
 
 
 def forced(style: CallStyle) -> str:

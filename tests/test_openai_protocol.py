@@ -139,7 +139,7 @@ def test_calls_have_their_arguments_as_objects_and_results_their_ids() -> None:
     assert [call["function"]["arguments"] for call in parsed[0]["tool_calls"]] == [{"x": [1]}, {}, '{"x": [1'], (
         "cut off: text"
     )
-    assert (parsed[0]["content"], parsed[0]["reasoning"]) == ("", "hm")
+    assert (parsed[0]["content"], parsed[0]["reasoning"], parsed[0]["thinking"]) == ("", "hm", "hm")
     assert parsed[1] == {"role": "tool", "content": "7", "tool_call_id": "c1"}
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +18,7 @@ from cluster.structured.spec import schema_grammar
 from cluster.text.answer_parser import AnswerFormat, AnswerReader
 from cluster.text.reasoning import REASONING_STYLES
 from cluster.text.tokenizer import Tokenizer
+from cluster.text.tools import harmony
 from cluster.text.tools.events import collect
 from cluster.text.tools.grammar import CallGrammar, SpecialId, after_reasoning
 from cluster.text.tools.styles import STYLES, StyleName
@@ -174,7 +178,7 @@ def calls_of(name: StyleName, special_id: SpecialId = no_specials) -> CallGramma
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 
 
-@pytest.mark.parametrize("name", [name for name, style in STYLES.items() if style.layout is not None])
+@pytest.mark.parametrize("name", [name for name, it in STYLES.items() if it.layout is not None and not it.layout.head])
 def test_forced_calls_are_calls_that_the_format_reads_back(name: StyleName, accepts: Accepts) -> None:
     style = STYLES[name]
     layout = style.layout
@@ -241,6 +245,28 @@ def test_tags_that_are_special_tokens_are_written_as_tokens(smollm2: Tokenizer, 
         matcher = LLMatcher(matching, grammar)
         assert matcher.try_consume_tokens(answer) == len(answer), matcher.get_error()
         assert matcher.is_accepting()
+
+
+def test_gpt_oss_thinks_and_then_answers_or_calls_on_the_channel_that_is_asked_for(
+    smollm2: Tokenizer, matching: LLTokenizer
+) -> None:
+    # The model has no such tags: special tokens of its own stand for them.
+    style, ids = REASONING_STYLES["harmony"], dict(zip(harmony.TAGS, sorted(smollm2._special_ids)[3:], strict=False))
+    call = calls_of("harmony", ids.get).alone(parallel=True)
+    answer = json.dumps({"grammars": [{"json_schema": {"const": {}}}]})
+    thought = f"{harmony.ANALYSIS}Hm.{harmony.END}{harmony.NEXT}"
+    for grammar, is_call, head, other in (
+        (call, True, harmony.CALL.format("now"), harmony.FINAL),
+        (answer, False, harmony.FINAL, harmony.CALL.format("now")),
+    ):
+        made = after_reasoning(grammar, style, ids.get, is_open=False, is_call=is_call)
+        for text, is_right in ((f"{thought}{head}", True), (head, True), (other, False), (f"{thought}{other}", False)):
+            pieces = filter(None, re.split(r"(<\|[a-z]+\|>)", f"{text}{{}}"))
+            encoded = [[ids[it]] if it in ids else smollm2.encode(it, add_special_tokens=False) for it in pieces]
+            tokens = list(itertools.chain(*encoded))
+            matcher = LLMatcher(matching, made)
+            assert (matcher.try_consume_tokens(tokens) == len(tokens)) == is_right, (text, matcher.get_error())
+            assert matcher.is_accepting() == is_right
 
 
 def test_thinking_comes_before_a_forced_call(accepts: Accepts) -> None:

@@ -84,7 +84,10 @@ async def _grammar(
         arguments = await asyncio.gather(*(model.grammars.check(schema) for schema in schemas))
         grammar = model.formats.call_grammar(use, arguments, special_id, answer)
     if grammar is not None and form.reasoning is not None and not form.starts_after_reasoning:
-        grammar = after_reasoning(grammar, form.reasoning, special_id, is_open=form.starts_in_reasoning)
+        is_call = use is not None and use.is_forced
+        grammar = after_reasoning(
+            grammar, form.reasoning, special_id, is_open=form.starts_in_reasoning, is_call=is_call
+        )
     if grammar is None or grammar == answer:
         return grammar
     return await model.grammars.check(compiled_grammar(grammar, "tools" if asked is None else asked.param))

@@ -100,4 +100,6 @@ class AnswerReader:
             self._thinking_end = text.position if was_thinking else 0
             if was_thinking:
                 yield from text.skip_space()
+            if form.reasoning.read_rest is not None:
+                return (yield from form.reasoning.read_rest(text, sink))
         yield from form.calls.read(text, sink) if form.calls else read_content(text, sink)

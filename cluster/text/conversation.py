@@ -64,8 +64,10 @@ class Turn:
                 for call in self.calls
             ]
         if self.thinking:
-            # Two names of one thing: templates read one or the other.
+            # Three names of one thing: templates read one or another.
             message |= {"reasoning_content": self.thinking, "reasoning": self.thinking}
+            if not (self.calls and self.text):  # gpt-oss's template refuses to show both before a call
+                message["thinking"] = self.thinking
         return message
 
 

@@ -109,10 +109,11 @@ class ModelFormats:
         )
         if use is None or not is_told_of(use):
             return form
+        calls = self._forced_style if use.is_forced else self.calls
         return replace(
             form,
-            calls=self._forced_style if use.is_forced else self.calls,
-            tools={tool.name: tool.parameters for tool in use.callable},
+            calls=calls,
+            tools={} if calls is None else {tool.name: tool.parameters for tool in use.callable},
             max_calls=None if use.parallel else 1,
             calls_only=use.is_forced,
             call_is_named=use.mode is ToolMode.NAMED,
@@ -169,7 +170,7 @@ def _generic_style(server: ServerConfig, calls: CallStyle | None) -> CallStyle:
     """The format in which the generic form asks for calls: the one a setting names, where text can show it."""
     if server.tool_call_parser in ("auto", "none") or calls is None:
         return STYLES["hermes"]
-    if calls.layout is not None:
+    if calls.layout is not None and not calls.layout.head:
         return calls
     logger.warning(
         "server.tool_call_parser=%s has no effect: tools are shown in the generic form, which asks for calls as hermes "

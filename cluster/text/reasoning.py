@@ -5,14 +5,15 @@ Thinking is what an answer begins with, or what the prompt has left open: a tag 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from cluster.text.tools import harmony
 from cluster.text.tools.sink import Sink
 from cluster.text.tools.text_stream import SPACE, Reading, TextStream
 
-ReasoningName = Literal["think", "mistral"]
+ReasoningName = Literal["think", "mistral", "harmony"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +23,19 @@ class ReasoningStyle:
     name: ReasoningName
     begin: str
     end: str
+    then: str = ""
+    """Text between the thinking and what follows it; whitespace where it is empty."""
+    answer: str = ""
+    """Text that what follows begins with, where it is no call."""
+    read_rest: Callable[[TextStream, Sink], Reading[None]] | None = None
+    """Reads all that follows the thinking, calls among it. None: that is text, and calls in a format of their own."""
+    special: tuple[str, ...] = ()
+    """See `tags`; empty: begin and end."""
 
     @property
     def tags(self) -> tuple[str, ...]:
         """Tags that a tokenizer may have as special tokens, which an answer's text must then show."""
-        return self.begin, self.end
+        return self.special or (self.begin, self.end)
 
     def is_open(self, prompt: str, continued: str = "") -> bool:
         """Whether an answer begins inside the thinking.
@@ -41,6 +50,8 @@ class ReasoningStyle:
 
     def is_over(self, prompt: str, continued: str = "") -> bool:
         """Whether an answer begins behind the thinking; arguments as of `is_open`."""
+        if continued and self.answer:
+            return True  # a template writes it before the answer's text
         return self.end in continued if continued else prompt.rstrip(SPACE).endswith(self.end)
 
 
@@ -49,6 +60,15 @@ REASONING_STYLES: Mapping[ReasoningName, ReasoningStyle] = {
     for style in (
         ReasoningStyle("think", "<think>", "</think>"),  # Qwen 3, DeepSeek R1 and V3.1, and most others
         ReasoningStyle("mistral", "[THINK]", "[/THINK]"),
+        ReasoningStyle(
+            "harmony",
+            harmony.ANALYSIS,
+            harmony.END,
+            then=harmony.NEXT,
+            answer=harmony.FINAL,
+            read_rest=harmony.read_messages,
+            special=harmony.TAGS,
+        ),
     )
 }
 
@@ -56,7 +76,7 @@ REASONING_STYLES: Mapping[ReasoningName, ReasoningStyle] = {
 def detect_reasoning(template: str) -> ReasoningName | None:
     """The tags that a chat template knows; None when it knows none."""
     for style in REASONING_STYLES.values():
-        if style.begin in template or style.end in template:
+        if style.begin in template or (style.end in template and not style.special):
             return style.name
     return None
 

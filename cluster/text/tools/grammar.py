@@ -34,8 +34,8 @@ class CallGrammar:
         self._rules = [f"call: {' | '.join(f'call_{i}' for i in range(len(names)))}"]
         self._schemas: list[dict[str, Any]] = []
         for i, (name, schema) in enumerate(zip(names, arguments, strict=True)):
-            opening = f'{{"name": {json.dumps(name)}, {json.dumps(self._layout.arguments_key)}: '
-            self._rules.append(f"call_{i}: {literal(opening)} @arguments_{i} {literal('}')}")
+            before, after = map(self._write, self._layout.around(name))
+            self._rules.append(f"call_{i}: {before} @arguments_{i} {after}")
             self._schemas += _named(f"arguments_{i}", schema)
 
     def alone(self, *, parallel: bool) -> str:
@@ -59,7 +59,7 @@ class CallGrammar:
 
     def _calls(self, parallel: bool) -> str:
         layout = self._layout
-        more = f"({self._write(layout.separator)} call)*" if parallel else ""
+        more = f"({self._write(layout.separator)} call)*" if parallel and layout.separator else ""
         return f"{self._write(layout.begin)} call {more} {self._write(layout.end)}"
 
     def _grammar(self, rules: str, *others: dict[str, Any]) -> str:
@@ -67,16 +67,20 @@ class CallGrammar:
         return json.dumps({"grammars": [{"lark_grammar": lark}, *self._schemas, *others]})
 
 
-def after_reasoning(answer: str, style: ReasoningStyle, special_id: SpecialId, *, is_open: bool) -> str:
-    """The grammar `answer` for a model that may think before it answers, or with `is_open` does."""
+def after_reasoning(
+    answer: str, style: ReasoningStyle, special_id: SpecialId, *, is_open: bool, is_call: bool = False
+) -> str:
+    """The grammar `answer`, which may be of calls alone, for a model that may think before it answers, or with
+    `is_open` does."""
     end = special_id(style.end)
     if end is None:
         thinking = f"thinking[suffix={literal(style.end)}]: {_ANY_TEXT}"
     else:
         thinking = f"thinking: THOUGHT <[{end}]>\nTHOUGHT: {_ANY_TEXT}"
-    begin = _writer((style.begin,), special_id)(style.begin)
-    before = "thinking" if is_open else f"({begin} thinking)?"
-    lark = f"start: {before} SPACE? @answer\n{thinking}\nSPACE: /\\n{{1,2}}/"
+    write = _writer(style.tags, special_id)
+    before = "thinking" if is_open else f"({write(style.begin)} thinking {write(style.then)})?"
+    lead = "SPACE?" if not style.answer else "" if is_call else write(style.answer)
+    lark = f"start: {before} {lead} @answer\n{thinking}\nSPACE: /\\n{{1,2}}/"
     return json.dumps({"grammars": [{"lark_grammar": lark}, *_named("answer", answer)]})
 
 

@@ -15,10 +15,11 @@ from typing import Any, Literal
 
 import msgspec
 
+from cluster.text.tools import harmony
 from cluster.text.tools.sink import Sink
 from cluster.text.tools.text_stream import Reading, TextStream
 
-StyleName = Literal["hermes", "llama3_json", "mistral", "json", "deepseek_v3", "qwen3_coder"]
+StyleName = Literal["hermes", "llama3_json", "mistral", "json", "deepseek_v3", "qwen3_coder", "harmony"]
 
 
 def _random_id() -> str:
@@ -32,7 +33,7 @@ def _mistral_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class CallLayout:
-    """The text around the JSON objects of an answer that is nothing but calls."""
+    """The text around the calls of an answer that is nothing else."""
 
     begin: str
     separator: str
@@ -40,6 +41,14 @@ class CallLayout:
     arguments_key: str = "arguments"
     tag: str = ""
     """The tag that `begin` begins with when calls may stand beside other text."""
+    head: str = ""
+    """The text before the arguments of a call, for its name; empty: calls are JSON objects of name and arguments."""
+
+    def around(self, name: str) -> tuple[str, str]:
+        """The text before and after the arguments of a call of that name."""
+        if self.head:
+            return self.head.format(name), ""
+        return f'{{"name": {json.dumps(name)}, {json.dumps(self.arguments_key)}: ', "}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +61,7 @@ class CallStyle:
     """Tags that a tokenizer may have as special tokens, which an answer's text must then show."""
     new_id: Callable[[], str] = _random_id
     layout: CallLayout | None = None
-    """How a grammar writes calls in this format; None where calls are no JSON objects."""
+    """How a grammar writes calls in this format; None where it writes none."""
 
 
 def read_content(text: TextStream, sink: Sink) -> Reading[None]:
@@ -400,6 +409,12 @@ STYLES: Mapping[StyleName, CallStyle] = {
         ),
         CallStyle(name="json", read=_plain_json, layout=CallLayout("[", ", ", "]")),
         CallStyle(name="deepseek_v3", read=_deepseek_v3, tags=tuple(f"<｜tool▁{tag}｜>" for tag in _DEEPSEEK_TAGS)),
+        CallStyle(
+            name="harmony",
+            read=harmony.read_messages,
+            tags=harmony.TAGS,
+            layout=CallLayout("", "", "", head=harmony.CALL),
+        ),
         CallStyle(name="qwen3_coder", read=_qwen3_coder, tags=("<tool_call>", "</tool_call>")),
     )
 }
@@ -407,6 +422,8 @@ STYLES: Mapping[StyleName, CallStyle] = {
 
 def detect_calls(template: str) -> StyleName | None:
     """The format that a chat template shows to the model; None when it shows none, or one that has no reader here."""
+    if harmony.ANALYSIS in template:
+        return "harmony"
     if "[TOOL_CALLS]" in template:
         return "mistral"
     if "<｜tool▁call▁begin｜>" in template:

@@ -1,0 +1,55 @@
+"""The format of gpt-oss, in which an answer is messages, each on a channel that says whom it is for.
+
+    <|channel|>analysis<|message|>The user asks for …<|end|><|start|>assistant<|channel|>final<|message|>It is …
+    <|channel|>commentary to=functions.name <|constrain|>json<|message|>{…}
+
+The published description is OpenAI's, "Harmony response format". Messages on `analysis` are thinking. One to a function
+is a call, and ends the answer; any other is content, on `commentary` as on `final`.
+"""
+
+from __future__ import annotations
+
+import re
+
+from cluster.text.tools.sink import Sink
+from cluster.text.tools.text_stream import Reading, TextStream
+
+START, CHANNEL, CONSTRAIN, MESSAGE, END = TAGS = (
+    "<|start|>",
+    "<|channel|>",
+    "<|constrain|>",
+    "<|message|>",
+    "<|end|>",
+)
+"""The tags within an answer: special tokens. The model ends it with another."""
+ANALYSIS = f"{CHANNEL}analysis{MESSAGE}"
+FINAL = f"{CHANNEL}final{MESSAGE}"
+NEXT = f"{START}assistant"
+"""The words between two messages of an answer; a prompt ends with them, too."""
+CALL = f"{CHANNEL}commentary to=functions.{{}} {CONSTRAIN}json{MESSAGE}"
+"""The head of a call, for a name."""
+_RECIPIENT = re.compile(r"\bto=(?:functions\.)?([\w.-]+)")
+
+
+def read_messages(text: TextStream, sink: Sink) -> Reading[None]:
+    """The messages of an answer, or what follows the first; the one that the prompt has begun has no head."""
+    has_content = False
+    while (yield from text.peek()):
+        head: list[str] = []
+        has_head = (yield from text.skip(START)) or (yield from text.skip(CHANNEL))
+        if has_head and not (yield from text.take_until((MESSAGE,), head.append)):
+            return  # a head that is cut off is no text
+        recipient = _RECIPIENT.search(words := "".join(head))
+        if recipient is not None and recipient[1] in sink.tools:
+            # The recipient may stand before the channel, too.
+            sink.start_call(recipient[1])
+            yield from text.take_json(sink.arguments, stop_at="<")
+            yield from text.take_until((END,), lambda _: None)
+        elif words.rpartition(CHANNEL)[2].startswith("analysis"):
+            yield from text.take_until((END,), sink.reasoning)
+            sink.end_reasoning()
+        else:
+            if has_content:
+                sink.content("\n\n")
+            has_content = True
+            yield from text.take_until((END,), sink.content)
