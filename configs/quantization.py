@@ -1,8 +1,9 @@
 """How a checkpoint says that its weights are in FP8, in `quantization_config`, and what their scales are of.
 
 Read are the forms of DeepSeek and Qwen 3 (`fp8` with blocks), of vLLM's and AutoFP8's own (`fp8` with one scale a
-matrix), and of llm-compressor (`compressed-tensors`, a scale a row, matrix or block). What these say of activations is
-passed over: they are computed in the model's own type, so that scales of inputs have no use.
+matrix), of llm-compressor (`compressed-tensors`, a scale a row, matrix or block), and of gpt-oss (`mxfp4`, in four
+bits). What these say of activations is passed over: they are computed in the model's own type, so that scales of inputs
+have no use.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ def read_weight_scales(said: Any, path: Path) -> WeightScales | None:
     if isinstance(scheme, dict):
         _check_scheme(scheme, _KV_SCHEME, f"{path}: kv_cache_scheme", "with one factor a layer")
     method = quantization.get("quant_method")
+    if method == "mxfp4" and scheme is None:
+        return None  # the tensors say the rest: see worker/mxfp4.py
     if method == "fp8" and (scheme is None or isinstance(scheme, dict)):
         return _of_fp8(quantization, path)
     if method == "compressed-tensors" and (groups := quantization.get("config_groups")):

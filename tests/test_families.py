@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from configs.biased_mixture import BiasedMixture
 from configs.errors import CheckpointError, ConfigError
@@ -25,7 +26,7 @@ from configs.read_config import read_model_config
 from configs.rope import RopeConfig
 from parallel.group import TensorParallelGroup
 from parallel.numerics.arithmetic import FAST, LayerContext
-from parallel.plan import ShardPlan, leaf_columns
+from parallel.plan import ShardPlan, Span, leaf_columns
 from tests.conftest import ROOT
 from tests.family_checks import (
     check_backend_needs,
@@ -37,7 +38,7 @@ from tests.family_checks import (
 from tests.test_models import Case, check_logits, save
 from worker.layers.experts import Experts
 from worker.layers.rotary import inverse_frequencies
-from worker.weights import expected_shapes
+from worker.weights import Checkpoint, expected_shapes
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {
@@ -349,7 +350,7 @@ def test_published_models_have_so_many_parameters(
     [
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
         ("gemma2", {"attn_logit_softcapping": 0}, "attn_logit_softcapping=0.0 is not positive"),
-        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, r"has a quantization_config \(mxfp4\)"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "awq"}}, r"has a quantization_config \(awq\)"),
         ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 3}, "num_experts_per_tok=3 exceeds"),
         ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 2, "swiglu_limit": 0}, "swiglu_limit=0.0 is not"),
         ("gemma2", {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar=-1.0 is not positive"),
@@ -427,3 +428,49 @@ def test_the_guide_has_a_row_for_every_family() -> None:
     cells = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", (ROOT / "docs/guides/models.md").read_text(), re.MULTILINE)
     rows = [name for cell in cells for name in re.findall(r"\w+", cell)]
     assert sorted(rows) == sorted(["model_type", *FAMILIES])  # with the table's head
+
+
+@pytest.mark.parametrize("tp_size", [1, 3])
+def test_gpt_oss_is_read_from_four_bits_as_transformers_unpacks_them(tmp_path: Path, tp_size: int) -> None:
+    case = _case("gpt_oss", tmp_path)
+    plain, stored = load_file(tmp_path / "model.safetensors"), {}
+    draw = torch.Generator().manual_seed(0)
+    for name, tensor in plain.items():
+        if not name.endswith("_proj") or ".experts." not in name:
+            stored[name] = tensor
+            continue
+        num_experts, inputs, outputs = tensor.shape
+        blocks = torch.randint(0, 256, (num_experts, outputs, inputs // 32, 16), generator=draw, dtype=torch.uint8)
+        scales = torch.randint(120, 126, blocks.shape[:-1], generator=draw, dtype=torch.uint8)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        plain[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    said = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
+    case.hf.load_state_dict(plain)
+    read = Case(case.hf, tmp_path, read_model_config(tmp_path))
+    check_logits(read, tp_size)
+    # Parts of blocks, of two experts.
+    name, rows, columns = "model.layers.1.mlp.experts.down_proj", Span(70, 150), Span(3, 40)
+    with Checkpoint.open(tmp_path, read.model) as checkpoint:
+        checkpoint.read(name, part := torch.empty(rows.size, columns.size), rows=rows, columns=columns)
+    assert torch.equal(part, plain[name].flatten(0, 1)[70:150, 3:40])
+
+
+def test_four_bits_are_refused_where_half_of_them_is_missing(tmp_path: Path) -> None:
+    case = _case("gpt_oss", tmp_path)
+    name = "model.layers.0.mlp.experts.down_proj"
+    stored = load_file(tmp_path / "model.safetensors")
+    num_experts, inputs, outputs = stored.pop(name).shape
+    stored[f"{name}_blocks"] = torch.zeros(num_experts, outputs, inputs // 32, 16, dtype=torch.uint8)
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"missing tensors: {name}"):
+        Checkpoint.open(tmp_path, case.model)
+    stored[name] = torch.zeros(num_experts, inputs, outputs, dtype=torch.uint8)
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"bytes without scales, or scales of others: {name}"):
+        Checkpoint.open(tmp_path, case.model)

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from configs.errors import CheckpointError
+from parallel.numerics.weight import as_matrix
 from parallel.plan import Span
 from worker.range_reader import RangeReader
 
@@ -26,6 +27,7 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "F64": torch.float64,
     "F8_E4M3": _FP8,
+    "U8": torch.uint8,
 }
 _CHUNK_BYTES = 16 << 20
 """Most bytes in flight between file and tensor: bounds what loading adds to a rank's peak memory."""
@@ -66,12 +68,12 @@ class SafetensorsFile:
         return {name: entry.shape for name, entry in self._entries.items()}
 
     def scaled(self) -> set[str]:
-        return {name for name, entry in self._entries.items() if entry.dtype is _FP8}
+        return {name for name, entry in self._entries.items() if entry.dtype in (_FP8, torch.uint8)}
 
     def read(self, name: str, out: torch.Tensor, rows: Span, columns: Span | None) -> None:
         entry = self._entries[name]
         itemsize = entry.dtype.itemsize
-        row_elements = entry.shape[-1] if len(entry.shape) > 1 else 1
+        row_elements = as_matrix(entry.shape)[1] if len(entry.shape) > 1 else 1
         first, width = (columns.start, columns.size) if columns is not None else (0, row_elements)
         step = max(1, _CHUNK_BYTES // (width * itemsize))
         for start in range(rows.start, rows.stop, step):

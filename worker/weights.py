@@ -22,6 +22,7 @@ from configs.model_config import ModelConfig
 from configs.quantization import INPUT_SCALE, WeightScales
 from parallel.numerics.weight import as_matrix
 from parallel.plan import Span
+from worker.mxfp4 import read_matrices, stored_shapes
 from worker.safetensors_weights import SafetensorsFile
 
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
@@ -72,7 +73,7 @@ class _Memory:
         return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 
     def scaled(self) -> set[str]:
-        return {name for name, tensor in self._tensors.items() if tensor.dtype is torch.float8_e4m3fn}
+        return {name for name, it in self._tensors.items() if it.dtype in (torch.float8_e4m3fn, torch.uint8)}
 
     def read(self, name: str, out: torch.Tensor, rows: Span, columns: Span | None) -> None:
         whole = self._tensors[name]
@@ -91,6 +92,7 @@ class Checkpoint:
         self._files = tuple(files)
         self._model = model
         self._owner: dict[str, TensorFile] = {}
+        self._packed: dict[str, tuple[int, ...]] = {}  # shapes of the tensors that are stored in four bits
         self._bytes_loaded = 0
 
     @classmethod
@@ -127,13 +129,18 @@ class Checkpoint:
 
     def read(self, name: str, out: torch.Tensor, *, rows: Span | None = None, columns: Span | None = None) -> None:
         """Fills `out`, cast to its dtype, with tensor `name` or the given rows or columns of it."""
-        file = self._owner[name]
-        shape = as_matrix(file.shapes()[name])
+        stored = self._packed.get(name) or self._owner[name].shapes()[name]
+        shape = as_matrix(stored)
         rows = Span(0, shape[0]) if rows is None else rows
         expected = (rows.size,) + ((columns.size,) if columns is not None else shape[1:])
         assert as_matrix(out.shape) == expected, f"{name}: asked for {expected} into {tuple(out.shape)}"
-        if out.numel() > 0:
-            file.read(name, out.view(expected), rows, columns)
+        if name in self._packed:
+            whole = Span(0, shape[1]) if columns is None else columns
+            read_matrices(
+                lambda it, *args: self._owner[it].read(it, *args), name, stored, out.view(expected), rows, whole
+            )
+        elif out.numel() > 0:
+            self._owner[name].read(name, out.view(expected), rows, columns)
             if (scales := self._model.weight_scales) is not None and name + scales.suffix in self._owner:
                 whole = Span(0, shape[1]) if columns is None else columns
                 self._multiply(name + scales.suffix, scales.block(shape), out.view(expected), rows, whole)
@@ -205,23 +212,26 @@ class Checkpoint:
         }
         kind = self._model.weight_scales
         scales = {} if kind is None else _scale_shapes(expected, kind)
+        packed = {name: stored for name, shape in expected.items() if (stored := stored_shapes(name, shape))}
+        known = expected | scales | {name: shape for it in packed.values() for name, shape in it.items()}
         surplus = []
         for file in self._files:
             for name, shape in file.shapes().items():
-                if name not in expected and name not in optional and name not in scales:
+                if name not in known and name not in optional:
                     if not self._is_ignored(name):
                         surplus.append(name)
                     continue
                 if name in self._owner:
                     raise CheckpointError(f"{path}: tensor {name} is in more than one file")
-                wanted = expected.get(name, scales.get(name, shape))
+                wanted = known.get(name, shape)
                 if shape != wanted and (name not in scales or prod(shape) > 1 or prod(wanted) > 1):
                     raise CheckpointError(
                         f"{path}: tensor {name} has shape {list(shape)}, the model's config asks for {list(wanted)}; "
                         "config and weights are of different models"
                     )
                 self._owner[name] = file
-        missing = [name for name in expected if name not in self._owner]
+        self._packed = {name: expected[name] for name, it in packed.items() if it.keys() <= self._owner.keys()}
+        missing = [name for name in expected if name not in self._owner and name not in self._packed]
         if missing:
             raise CheckpointError(f"{path}: missing tensors: {_listed(missing)}; is the download complete?")
         if surplus:
@@ -233,8 +243,8 @@ class Checkpoint:
         have = {name for name in expected if kind is not None and name + kind.suffix in self._owner}
         if odd := have ^ {name for file in self._files for name in file.scaled() if name in expected}:
             raise CheckpointError(
-                f"{path}: tensors in FP8 without scales, or scales of others: {_listed(sorted(odd))}; weights in FP8 "
-                f"are read with scales beside them, of which config.json's quantization_config says what they are of"
+                f"{path}: tensors in FP8 or bytes without scales, or scales of others: {_listed(sorted(odd))}; weights "
+                "in FP8 are read with scales beside them, and config.json's quantization_config says what these are of"
             )
 
     def _is_ignored(self, name: str) -> bool:

@@ -23,8 +23,10 @@ class TensorSource(Protocol):
 
 
 def as_matrix(shape: Sequence[int]) -> tuple[int, ...]:
-    """Rows and columns of a tensor: one of more dimensions is matrices below one another, a vector has rows alone."""
-    return (prod(shape[:-1]), shape[-1]) if len(shape) > 1 else tuple(shape)
+    """Rows and columns of a tensor: one of three dimensions is matrices below one another, one of more has all but the
+    first two in its rows, and a vector has rows alone."""
+    split = min(len(shape) - 1, 2)
+    return (prod(shape[:split]), prod(shape[split:])) if len(shape) > 1 else tuple(shape)
 
 
 class Weight(Protocol):
