@@ -43,7 +43,9 @@ from attention.kv_pool import FP8
 from attention.layer import AttentionLayer
 from attention.step_metadata import StepTensors
 from parallel.kernels.all_reduce_norm import STATE_WORDS, Peers, all_reduce_add_norm, gather, look_up
+from parallel.numerics.fp8 import Fp8Matrix
 from parallel.numerics.kernels.chain_gemm import chain_gemm
+from parallel.numerics.kernels.fp8_tile import plain
 from parallel.numerics.kernels.node_gemm import node_gemm
 from parallel.numerics.kernels.skinny_gemm import skinny_gemm
 from parallel.numerics.kernels.tree_sum import sum_add_norm, sum_subtrees
@@ -357,12 +359,27 @@ def _call_exact_products() -> None:
             )
         for bias, dtype in ((None, torch.bfloat16), (_bf16(1536), torch.bfloat16), (None, torch.float32)):
             chain_gemm(_bf16(num_rows, 4096), _bf16(1536, 4096), bias, out=torch.empty(num_rows, 1536, dtype=dtype))
+    _call_fp8_products()
     adds = ((1, 2), (0, 4), (5, 3))
     for size, weight_of in ((576, _bf16), (4096, _bf16), (2304, torch.empty)):
         for of_nodes in (adds, ()):
             sum_add_norm(torch.empty(4 if of_nodes else 1, 4, size), of_nodes, _bf16(4, size), weight_of(size), EPS)
         _call_all_reduce_add_norm(3, weight_of(size), counts=(1, 2, 1), adds=adds)
     sum_subtrees(torch.empty(6, 4, 4096), adds, (6,), out=_bf16(1, 4, 4096), places=(0, 1, 3, 5))
+
+
+def _call_fp8_products() -> None:
+    """Of a rank of one and of three, whose blocks are cut, with scales of blocks, of rows, and of blocks that no step
+    is made for."""
+    for block, first in (((128, 128), 0), ((128, 128), 64), ((1, 4096), 0), ((24, 40), 8)):
+        k = 4096
+        weight = Fp8Matrix.empty([block], [Span(0, 1536)], Span(first, first + k), torch.device("cpu"))
+        plain(weight, torch.bfloat16)
+        for num_rows in (1, 64, 128):
+            chain_gemm(_bf16(num_rows, k), weight, None, out=_bf16(num_rows, 1536))
+            for leaf in (512, 128):
+                nodes, out = ((0, k // leaf),), torch.empty(1, num_rows, 1536)
+                node_gemm(_bf16(num_rows, k), weight, leaf=leaf, nodes=_spans(*nodes), out=out)
 
 
 def _call_mixture(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from parallel.numerics.kernels.fp8_tile import AnyWeight
 from parallel.numerics.kernels.node_gemm import FEW_ROWS, Tile, tree_gemm
 from parallel.plan import Span
 
@@ -54,13 +55,13 @@ def cublas_is_faster(num_rows: int, out_features: int) -> bool:
 
 
 def chain_gemm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, out: torch.Tensor, tile: Tile | None = None
+    x: torch.Tensor, weight: AnyWeight, bias: torch.Tensor | None, *, out: torch.Tensor, tile: Tile | None = None
 ) -> torch.Tensor:
     """x @ weight.T as ascending chains in fp32, to which `bias` is added in fp32, rounded once. One kernel.
 
     Args:
         x: [num_rows, in_features] bf16 or fp16, elements of a row side by side, rows any distance apart.
-        weight: [out_features, in_features] of x's dtype, contiguous.
+        weight: [out_features, in_features] of x's dtype, contiguous; or in FP8.
         bias: [out_features] or None.
         out: [num_rows, out_features], contiguous, any float dtype; written.
         tile: for measurements; chosen by the number of rows by default.

@@ -1,0 +1,113 @@
+"""Tiles of weights in FP8 as products take them, for kernels that take plain weights as well; and whole such weights.
+
+A kernel gets a weight's `FORMAT`, which is None for a plain one: `scales_of` its rows once, and then each tile's
+`plain_tile`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from parallel.numerics.fp8 import Fp8Matrix
+
+AnyWeight = torch.Tensor | Fp8Matrix
+
+_LEAST_STEP = 16
+"""Columns of an MMA."""
+_BLOCK = 1024
+
+
+class Format(NamedTuple):
+    """The constants by which a kernel finds the scales of a weight in FP8."""
+
+    first: int
+    """The place of the first column in its block."""
+    width: int
+    """Columns of a block."""
+    num_blocks: int
+    """Blocks of columns."""
+    group_scales: int
+    """Scales of a group of matrices."""
+    is_even: bool
+    """Whether all columns of a step are in one block."""
+    is_compiled: bool
+    """Otherwise it is interpreted."""
+
+
+@triton.jit
+def scales_of(scales_ptr, blocks_ptr, rows, group, FORMAT: tl.constexpr):
+    """Pointers to the first scales of `rows` of a group; what a plain weight has there is of no use."""
+    if FORMAT is None:
+        return rows
+    else:
+        blocks = tl.load(blocks_ptr + rows).to(tl.int64)
+        return scales_ptr + group * FORMAT[3] + blocks * FORMAT[2]
+
+
+@triton.jit
+def plain_tile(w, scale_rows, first_k, k, dtype: tl.constexpr, FORMAT: tl.constexpr):
+    """A tile of a weight in `dtype`, as Fp8Matrix's contract has it; a plain one as it is.
+
+    Args:
+        scale_rows: `scales_of` its rows, of a shape that broadcasts with the tile.
+        first_k: its first column.
+        k: all of its columns, likewise.
+    """
+    if FORMAT is None:
+        return w
+    else:
+        column = first_k if FORMAT[4] else k
+        # Columns past the last one, which are zeros, have its scale.
+        scale = tl.load(scale_rows + tl.minimum((FORMAT[0] + column) // FORMAT[1], FORMAT[2] - 1))
+        if FORMAT[5]:
+            # The compiler would deal bytes to MMAs in an order of their own, and sums would have other bits than those
+            # of plain weights. It does not look behind what it must not move, and takes the order of 16-bit values; on
+            # an H200 that is as many instructions.
+            w = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [w], dtype=w.dtype, is_pure=False, pack=4)
+        # The way is by fp32, for from e4m3 to bf16 in one step the compiler has slow instructions.
+        return (w.to(tl.float32) * scale).to(dtype)
+
+
+@triton.jit
+def _plain_kernel(out_ptr, w_ptr, scales_ptr, blocks_ptr, K, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = row.to(tl.int64) * K + k
+    scale_row = scales_of(scales_ptr, blocks_ptr, row, 0, FORMAT)
+    w = tl.load(w_ptr + place, mask=k < K, other=0.0)
+    tl.store(out_ptr + place, plain_tile(w, scale_row, 0, k, out_ptr.dtype.element_ty, FORMAT), mask=k < K)
+
+
+def pieces_of(
+    weight: AnyWeight, block_k: int, leaf: int = 0
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, int, Format | None]:
+    """Elements, scales and blocks of a weight as kernels take them, the columns of a step, and the format.
+
+    Args:
+        block_k: the most columns of a step. There are fewer where some would be of two blocks, and no MMA's would.
+        leaf: columns after which steps begin anew; 0: they do not.
+    """
+    if isinstance(weight, torch.Tensor):
+        return weight, None, None, block_k, None
+    group_scales, num_blocks = weight.scales.shape[-2:].numel(), weight.scales.shape[-1]
+    common = block_k if num_blocks == 1 else math.gcd(weight.first, weight.width, leaf, block_k)
+    is_even = common >= _LEAST_STEP
+    form = Format(weight.first, weight.width, num_blocks, group_scales, is_even, not triton.knobs.runtime.interpret)
+    return weight.values, weight.scales, weight.blocks, common if is_even else block_k, form
+
+
+def plain(weight: Fp8Matrix, dtype: torch.dtype) -> torch.Tensor:
+    """[num_rows, num_columns] of `dtype`: what the only group stands for, in memory of its own."""
+    num_rows, num_columns = weight.shape
+    out = torch.empty(num_rows, num_columns, dtype=dtype, device=weight.device)
+    values, scales, blocks, _, form = pieces_of(weight, _BLOCK)
+    assert form is not None, "in FP8"
+    _plain_kernel[(num_rows, triton.cdiv(num_columns, _BLOCK))](
+        out, values, scales, blocks, num_columns, FORMAT=form._replace(is_even=False), BLOCK=_BLOCK
+    )
+    return out
