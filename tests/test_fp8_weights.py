@@ -31,6 +31,7 @@ from tests.chain_dot import use_chain_dot
 from tests.dense_model import dense_model
 from tests.test_models import Case, Rank, on_ranks
 from worker.dummy_weights import DummyCheckpoint
+from worker.kernels.moe import mixture
 from worker.quantised_weights import QuantisedCheckpoint
 from worker.staged_weights import tensors
 from worker.weights import Checkpoint
@@ -145,6 +146,45 @@ def test_a_row_of_a_models_product_has_the_bits_that_it_has_among_any_others(n: 
     for num_rows in (1, 5, 16, 17, 33, 64, 100, 128, 129, 256, 700):
         assert torch.equal(ChainWeight(weight, None)(x[:num_rows]), whole[:num_rows]), num_rows
         assert torch.equal(NodeWeight(weight, leaf, [Span(0, 8)])(x[:num_rows]), nodes[:, :num_rows]), num_rows
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("num_tokens", [1, 20])  # each pair by itself, and pairs by expert
+@pytest.mark.parametrize(("kind", "leaf"), [(FP8_BLOCKS, 32), (FP8_BLOCKS, None), (SMALL, 24), (ROWS, None)])
+def test_experts_have_the_bits_of_the_weights_as_they_are_read(
+    device: torch.device, kind: WeightScales, leaf: int | None, num_tokens: int
+) -> None:
+    num_experts, size, columns = 4, 80, Span(96, 288)
+    into, out_of = Matrices(400, size, kind), Matrices(size, 400, kind)
+    rows, whole = [columns, columns], Span(0, size)
+    w13 = Fp8Matrix.empty([into.block] * 2, rows, whole, device, num_experts)
+    w2 = Fp8Matrix.empty([out_of.block], [whole], columns, device, num_experts)
+    plain13, plain2 = [], []
+    for i in range(num_experts):
+        for source in (into, out_of):
+            for name, values in source.values.items():
+                source.values[name] = values.roll(i + 1, 0)
+                source.scales[name] = source.scales[name] * 1.3
+        w13.read(into, "ab", rows, whole, i)
+        w2.read(out_of, "a", [whole], columns, i)
+        plain13.append(into.plain_part(rows, whole, device))
+        plain2.append(out_of.plain_part([whole], columns, device))
+    x, nodes = _x(num_tokens, size, device) / 32, () if leaf is None else (Span(0, 2), Span(2, columns.size // leaf))
+    router = _x(num_experts, size, device)
+
+    def mixed(*weights: Tensor | Fp8Matrix) -> Tensor:
+        out = torch.full((*((len(nodes),) if nodes else ()), *x.shape), torch.nan, device=device)
+        options = {"top_k": 2, "normalise": True, "round_to": torch.float32, "leaf": leaf, "nodes": nodes}
+        out = out if nodes else out.to(x.dtype)
+        mixture(x, router, *weights, out=out, **options)  # type: ignore[arg-type]
+        return out
+
+    found, expected = mixed(w13, w2), mixed(torch.stack(plain13), torch.stack(plain2))
+    assert found.isfinite().all()
+    if leaf is None and num_tokens == 1:  # elements are not rounded, and steps are others
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02 * expected.abs().max().item())
+    else:
+        assert torch.equal(found, expected)
 
 
 # ---- sources

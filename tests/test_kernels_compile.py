@@ -382,6 +382,12 @@ def _call_fp8_products() -> None:
                 node_gemm(_bf16(num_rows, k), weight, leaf=leaf, nodes=_spans(*nodes), out=out)
 
 
+def _fp8_experts(num_experts: int, num_rows: int, num_columns: int) -> Fp8Matrix:
+    """Of a rank whose first column is in the middle of a block."""
+    columns = Span(64, 64 + num_columns)
+    return Fp8Matrix.empty([(128, 128)], [Span(0, num_rows)], columns, torch.device("cpu"), num_experts)
+
+
 def _call_mixture(
     num_tokens: int,
     columns: int,
@@ -391,13 +397,14 @@ def _call_mixture(
     shared: bool,
     gated: bool = True,
     scoring: routing.Scoring = routing.SOFTMAX,
+    fp8: bool = False,
 ) -> None:
-    hidden = 2048
+    hidden, experts = 2048, _fp8_experts if fp8 else _bf16
     moe.mixture(
         _bf16(num_tokens, hidden),
         _bf16(num_experts + (shared and gated), hidden),
-        _bf16(num_experts, 2 * columns, hidden),
-        _bf16(num_experts, hidden, columns),
+        experts(num_experts, 2 * columns, hidden),
+        experts(num_experts, hidden, columns),
         top_k=top_k,
         normalise=not shared,
         round_to=torch.bfloat16,
@@ -411,14 +418,20 @@ def _call_mixture(
 
 
 def _call_exact_mixture(
-    num_tokens: int, leaf: int, nodes: tuple[tuple[int, int], ...], *, num_experts: int, top_k: int
+    num_tokens: int,
+    leaf: int,
+    nodes: tuple[tuple[int, int], ...],
+    *,
+    num_experts: int,
+    top_k: int,
+    fp8: bool = False,
 ) -> None:
-    hidden, columns = 2048, leaf * nodes[-1][1]
+    hidden, columns, experts = 2048, leaf * nodes[-1][1], _fp8_experts if fp8 else _bf16
     logits = moe.mixture(
         _bf16(num_tokens, hidden),
         _bf16(num_experts + 1, hidden),
-        _bf16(num_experts, 2 * columns, hidden),
-        _bf16(num_experts, hidden, columns),
+        experts(num_experts, 2 * columns, hidden),
+        experts(num_experts, hidden, columns),
         leaf=leaf,
         nodes=_spans(*nodes),
         top_k=top_k,
@@ -494,6 +507,7 @@ def _call_everything() -> None:
     # As many tokens for the experts as take each of the tiles.
     for num_tokens in (1, 16, 256, 1024, 8192):
         _call_mixture(num_tokens, 768, num_experts=128, top_k=8, shared=False)
+        _call_mixture(num_tokens, 768, num_experts=128, top_k=8, shared=False, fp8=True)
     for num_tokens in (1, 64):
         _call_mixture(num_tokens, 480, num_experts=60, top_k=4, shared=True)
         _call_mixture(num_tokens, 704, num_experts=64, top_k=6, shared=True, gated=False)
@@ -506,6 +520,7 @@ def _call_everything() -> None:
     # Qwen3-30B-A3B with all of the tiles, and Mixtral's leaves.
     for num_tokens in (1, 16, 256, 1024, 8192):
         _call_exact_mixture(num_tokens, 64, ((0, 12),), num_experts=128, top_k=8)
+        _call_exact_mixture(num_tokens, 64, ((0, 12),), num_experts=128, top_k=8, fp8=True)
     for num_tokens in (1, 8192):
         _call_exact_mixture(num_tokens, 512, ((0, 1), (1, 28)), num_experts=8, top_k=2)
     for num_ranks, size in itertools.product((2, 3, 4), (576, 4096)):

@@ -3,7 +3,7 @@
 The contract, of fast and exact numerics alike: an element stands for the activations' type of (fp32 of it times its
 scale), rounded once. So it follows from its row and column in the checkpoint alone, whatever the ranks and the rows
 beside; it is what reading the checkpoint to that type makes of it, and products have the bits that they have of a
-matrix so read.
+matrix so read. (The experts of a few tokens, in fast numerics, are not rounded: their sums are of fp32.)
 """
 
 from __future__ import annotations

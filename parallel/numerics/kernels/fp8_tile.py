@@ -19,7 +19,7 @@ AnyWeight = torch.Tensor | Fp8Matrix
 
 _LEAST_STEP = 16
 """Columns of an MMA."""
-_BLOCK = 1024
+_PLAIN_BLOCK = (32, 128)
 
 
 class Format(NamedTuple):
@@ -40,30 +40,34 @@ class Format(NamedTuple):
 
 
 @triton.jit
-def scales_of(scales_ptr, blocks_ptr, rows, group, FORMAT: tl.constexpr):
-    """Pointers to the first scales of `rows` of a group; what a plain weight has there is of no use."""
+def scales_of(scales_ptr, blocks_ptr, rows, FORMAT: tl.constexpr):
+    """Pointers to the first scales of `rows` of the first group; what a plain weight has there is of no use."""
     if FORMAT is None:
         return rows
     else:
-        blocks = tl.load(blocks_ptr + rows).to(tl.int64)
-        return scales_ptr + group * FORMAT[3] + blocks * FORMAT[2]
+        return scales_ptr + tl.load(blocks_ptr + rows).to(tl.int64) * FORMAT[2]
 
 
 @triton.jit
-def plain_tile(w, scale_rows, first_k, k, dtype: tl.constexpr, FORMAT: tl.constexpr):
-    """A tile of a weight in `dtype`, as Fp8Matrix's contract has it; a plain one as it is.
+def plain_tile(w, scale_rows, group, first_k, k, dtype: tl.constexpr, FORMAT: tl.constexpr):
+    """A tile [rows, columns] of a weight in `dtype`, as Fp8Matrix's contract has it; a plain one as it is.
 
     Args:
-        scale_rows: `scales_of` its rows, of a shape that broadcasts with the tile.
+        scale_rows: [rows] `scales_of` its rows.
+        group: the one that it is of.
         first_k: its first column.
-        k: all of its columns, likewise.
+        k: [1, columns] all of its columns.
     """
     if FORMAT is None:
         return w
     else:
-        column = first_k if FORMAT[4] else k
-        # Columns past the last one, which are zeros, have its scale.
-        scale = tl.load(scale_rows + tl.minimum((FORMAT[0] + column) // FORMAT[1], FORMAT[2] - 1))
+        scale_rows += group * FORMAT[3]
+        if FORMAT[4]:
+            # Loaded as a vector: as a matrix of one column the compiler may lay the whole tile out by it, in bytes.
+            scale = tl.load(scale_rows + (FORMAT[0] + first_k) // FORMAT[1])[:, None]
+        else:
+            # Columns past the last one, which are zeros, have its scale.
+            scale = tl.load(scale_rows[:, None] + tl.minimum((FORMAT[0] + k) // FORMAT[1], FORMAT[2] - 1))
         if FORMAT[5]:
             # The compiler would deal bytes to MMAs in an order of their own, and sums would have other bits than those
             # of plain weights. It does not look behind what it must not move, and takes the order of 16-bit values; on
@@ -74,13 +78,17 @@ def plain_tile(w, scale_rows, first_k, k, dtype: tl.constexpr, FORMAT: tl.conste
 
 
 @triton.jit
-def _plain_kernel(out_ptr, w_ptr, scales_ptr, blocks_ptr, K, FORMAT: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0)
-    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    place = row.to(tl.int64) * K + k
-    scale_row = scales_of(scales_ptr, blocks_ptr, row, 0, FORMAT)
-    w = tl.load(w_ptr + place, mask=k < K, other=0.0)
-    tl.store(out_ptr + place, plain_tile(w, scale_row, 0, k, out_ptr.dtype.element_ty, FORMAT), mask=k < K)
+def _plain_kernel(
+    out_ptr, w_ptr, scales_ptr, blocks_ptr, N, K, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    place = rows[:, None].to(tl.int64) * K + k
+    inside = (rows < N)[:, None] & (k < K)
+    scale_rows = scales_of(scales_ptr, blocks_ptr, tl.minimum(rows, N - 1), FORMAT)
+    w = tl.load(w_ptr + place, mask=inside, other=0.0)
+    w = plain_tile(w, scale_rows, 0, tl.program_id(1) * BLOCK_K, k, out_ptr.dtype.element_ty, FORMAT)
+    tl.store(out_ptr + place, w, mask=inside)
 
 
 def pieces_of(
@@ -105,9 +113,9 @@ def plain(weight: Fp8Matrix, dtype: torch.dtype) -> torch.Tensor:
     """[num_rows, num_columns] of `dtype`: what the only group stands for, in memory of its own."""
     num_rows, num_columns = weight.shape
     out = torch.empty(num_rows, num_columns, dtype=dtype, device=weight.device)
-    values, scales, blocks, _, form = pieces_of(weight, _BLOCK)
-    assert form is not None, "in FP8"
-    _plain_kernel[(num_rows, triton.cdiv(num_columns, _BLOCK))](
-        out, values, scales, blocks, num_columns, FORMAT=form._replace(is_even=False), BLOCK=_BLOCK
+    block_n, most_k = _PLAIN_BLOCK
+    values, scales, blocks, block_k, form = pieces_of(weight, most_k)
+    _plain_kernel[(triton.cdiv(num_rows, block_n), triton.cdiv(num_columns, block_k))](
+        out, values, scales, blocks, num_rows, num_columns, FORMAT=form, BLOCK_N=block_n, BLOCK_K=block_k
     )
     return out

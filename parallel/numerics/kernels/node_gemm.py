@@ -135,7 +135,7 @@ def _tree_gemm_kernel(
     if not DESCRIBED:
         x_rows = x_ptr + tl.minimum(rows, M - 1).to(tl.int64)[:, None] * x_stride
         w_rows = w_ptr + tl.minimum(columns, N - 1).to(tl.int64)[:, None] * K
-    w_scales = scales_of(scales_ptr, blocks_ptr, tl.minimum(columns, N - 1)[:, None], 0, FORMAT)
+    w_scales = scales_of(scales_ptr, blocks_ptr, tl.minimum(columns, N - 1), FORMAT)
     steps: tl.constexpr = (LEAF + BLOCK_K - 1) // BLOCK_K
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     waiting = (acc,) * DEPTH
@@ -154,7 +154,7 @@ def _tree_gemm_kernel(
             present = k < tl.minimum((leaf + 1) * LEAF, K)
             x = tl.load(x_rows + k, mask=present & is_row, other=0.0)
             w = tl.load(w_rows + k, mask=present, other=0.0, eviction_policy=EVICTION)
-        w = plain_tile(w, w_scales, first_k, k, x.dtype, FORMAT)
+        w = plain_tile(w, w_scales, 0, first_k, k, x.dtype, FORMAT)
         acc = tl.dot(x, w.T, acc, input_precision="ieee")
         if step % steps == steps - 1:
             waiting, acc = add_leaf(waiting, acc, leaf - first, stop - first, DEPTH)
