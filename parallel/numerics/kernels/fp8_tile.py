@@ -68,7 +68,7 @@ def plain_tile(w, scale_rows, group, first_k, k, dtype: tl.constexpr, FORMAT: tl
         else:
             # Columns past the last one, which are zeros, have its scale.
             scale = tl.load(scale_rows[:, None] + tl.minimum((FORMAT[0] + k) // FORMAT[1], FORMAT[2] - 1))
-        if FORMAT[5]:
+        if FORMAT[5] and dtype != tl.float32:
             # The compiler would deal bytes to MMAs in an order of their own, and sums would have other bits than those
             # of plain weights. It does not look behind what it must not move, and takes the order of 16-bit values; on
             # an H200 that is as many instructions.
